@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from polyhead.surgery import EditRecord, GroupQueries, apply, find_key_forms, find_layers, fingerprint, undo
+from polyhead.surgery import EditRecord, GroupQueries, apply, find_key_transforms, find_layers, fingerprint, undo
 from polyhead.surgery.kv_sharing.align import AlignHeads
 from polyhead.surgery.kv_sharing.convert import convert_groups
 from polyhead.surgery.kv_sharing.grouping import neighbours
@@ -31,7 +31,7 @@ def pooled(task: Any, count: int, options: dict[str, Any]) -> EditRecord:
 
 def aligned(task: Any, count: int, options: dict[str, Any]) -> EditRecord:
     """The same mean after the exact symmetries brought heads as near to each other as they come."""
-    forms = find_key_forms(task.model, task.calibration[0])
+    forms = find_key_transforms(task.model, task.calibration[0])
     layers = {(layer.number, layer.stack): forms[layer.path] for layer in find_layers(task.model)}
     edits = []
     for edit in _neighbours(task.model, count, GroupQueries):
@@ -42,7 +42,7 @@ def aligned(task: Any, count: int, options: dict[str, Any]) -> EditRecord:
 
 def weights_alone(task: Any, count: int, options: dict[str, Any]) -> EditRecord:
     """Shared in closed form by the weights, without any text."""
-    forms = find_key_forms(task.model, task.calibration[0])
+    forms = find_key_transforms(task.model, task.calibration[0])
     layers = {(layer.number, layer.stack): forms[layer.path] for layer in find_layers(task.model)}
     plain = _neighbours(task.model, count, ShareKeys)
     return apply(task.model, [ShareKeys(x.layer, x.groups, layers[x.layer, x.stack], stack=x.stack) for x in plain])

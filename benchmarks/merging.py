@@ -29,10 +29,10 @@ from polyhead.observation import AttentionSite, Contributions, find_projections,
 from polyhead.surgery import (
     AttentionLayer,
     HeadWeights,
-    KeyForm,
+    KeyTransform,
     MergeHeads,
     collect_moments,
-    find_key_forms,
+    find_key_transforms,
     find_layers,
     fuse,
     pruning_order,
@@ -163,7 +163,7 @@ class Trial:
         every = [tuple(head for head in group if head != stays) for stays in group]
         return min(every, key=lambda gone: self.pruned(gone).calibrated)
 
-    def ways(self, group: tuple[int, ...], form: KeyForm) -> dict[str, Outcome]:
+    def ways(self, group: tuple[int, ...], form: KeyTransform) -> dict[str, Outcome]:
         merged = self.made_one(MergeHeads(self.layer.number, group).change(self.heads), group)
         found = {"merged": merged}
         if len({self.heads.key_heads[head] for head in group}) == 1:
@@ -254,7 +254,7 @@ def judged(task: Any, pairs: int | None = None, *, whole: bool = True) -> Iterat
     }
     if not pairs and not any(len(parts) for _, parts in every):
         return
-    forms = find_key_forms(model, calibration[0])
+    forms = find_key_transforms(model, calibration[0])
     texts = Streams(model, calibration), Streams(model, held_out)
     for layer in layers:
         path = layer.path

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from polyhead.cli import app
 from polyhead.errors import CheckpointError, OptionError, PolyheadError
 from polyhead.inspection import Settings, load_inspection, save_inspection
-from polyhead.observation.saving import write_whole
+from polyhead.observation.saving import write_atomically
 from polyhead.sources import read_texts
 from polyhead.sources import texts as texts_module
 from polyhead.surgery import PruneHeads, apply, load, load_record, save, undo
@@ -315,7 +315,7 @@ def test_a_full_disk_is_one_line_and_nothing_half_written(place, tmp_path, monke
     with monkeypatch.context() as disk:
         disk.setattr(os, "fsync", full)
         with pytest.raises(OptionError, match=r"got .*old\.txt: No space left on device"):
-            write_whole(tmp_path / "old.txt", b"new")
+            write_atomically(tmp_path / "old.txt", b"new")
         options = ["--text", place / "text", "--context", 64, "--tokens", 200, "--importance", "none", "--no-chance"]
         said = invoke("inspect", place / "llama", *options, "--device", "cpu", "--save", tmp_path / "run").stderr
         assert "observations.safetensors: No space left on device" in said

@@ -14,7 +14,7 @@ import torch
 from benchmarks.measuring.cases import Case, Pair
 from benchmarks.measuring.verdicts import Bounded, Comparison, Figure, Ratio, Verdict, paired_ratio
 from polyhead.costs.measuring.runner import Timings
-from polyhead.observation.saving import write_whole
+from polyhead.observation.saving import write_atomically
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def write(path: Path, facts: Mapping[str, object], rows: Sequence[Row]) -> None:
     verdicts = {"misses": listed(rows, "miss"), "unsettled": listed(rows, "unsettled")}
     content = {**facts, **verdicts, "rows": [row.to_dict() for row in rows]}
     text = json.dumps(content, indent=1, ensure_ascii=False)
-    write_whole(path, (_samples_on_one_line(text) + "\n").encode())
+    write_atomically(path, (_samples_on_one_line(text) + "\n").encode())
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Row]]:

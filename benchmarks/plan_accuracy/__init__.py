@@ -26,7 +26,7 @@ from polyhead.costs.timing.machine import Datasheet, Machine
 from polyhead.costs.timing.predict import Prediction, predict, roofline
 from polyhead.costs.work import AttentionCore
 from polyhead.errors import OptionError
-from polyhead.observation.saving import write_whole
+from polyhead.observation.saving import write_atomically
 
 __all__ = ["Outcome", "Summary", "measure", "predict_again", "summaries", "to_dict", "write"]
 
@@ -217,4 +217,4 @@ def write(path: Path, facts: Mapping[str, Any], outcomes: Sequence[Outcome]) -> 
         "summary": [{**asdict(summary), "missed": summary.missed} for summary in found],
         "rows": to_dict(outcomes),
     }
-    write_whole(path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+    write_atomically(path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.surgery_quality.tasks import Batch, Figure, Split
 from polyhead.errors import OptionError
-from polyhead.surgery.selection.measurements import Judge
+from polyhead.surgery.selection.measurements import Objectives
 
 CONTEXT = 512
 CHOOSING_ROWS = 64
@@ -52,7 +52,7 @@ class LanguageTask:
         pieces = [_rows(part, context)[:most].to(device) for part, most in zip(parts, limits, strict=True)]
         self.calibration: list[Batch] = [{"input_ids": part} for part in pieces[0].split(batch)]
         self.splits: dict[Split, Tensor] = {"choose": pieces[1][:CHOOSING_ROWS], "report": pieces[2]}
-        self.judge = Judge(slope=summed_loss, ablated="language", gradient="language", slopes=8, ablations=1)
+        self.objectives = Objectives(slope=summed_loss, ablated="language", gradient="language", slopes=8, ablations=1)
         self._whole: dict[Split, Tensor] = {split: self._losses(rows) for split, rows in self.splits.items()}
 
     @classmethod

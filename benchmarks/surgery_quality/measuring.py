@@ -13,7 +13,7 @@ from benchmarks.surgery_quality.points import Point, Result, parse_native
 from benchmarks.surgery_quality.tasks import Split, Task
 from polyhead.surgery.calibration.sensitivity import token_weights
 from polyhead.surgery.compensation.least_squares import Problem
-from polyhead.surgery.compensation.masked_trial import Outputs, as_if, plain_outputs
+from polyhead.surgery.compensation.masked_trial import Outputs, plain_outputs, with_outputs
 from polyhead.surgery.compensation.sequential import solve_in_order
 from polyhead.surgery.selection.criteria import orders_by
 from polyhead.surgery.selection.measurements import Evidence, Weighting
@@ -23,7 +23,7 @@ from polyhead.surgery.selection.uniform import fits_native, uniform_sets
 
 SPLITS: tuple[Split, ...] = ("choose", "report")
 IN_ORDER_BATCHES = 4
-Gone = dict[str, tuple[int, ...]]
+RemovedHeads = dict[str, tuple[int, ...]]
 
 
 class Bench:
@@ -41,7 +41,7 @@ class Bench:
         """`in_order_batches` of calibration text are read for each layer in order; `report` is told what is done."""
         self.task = task
         self.facts = facts or {}
-        self.evidence = Evidence(task.model, task.calibration, task.judge)
+        self.evidence = Evidence(task.model, task.calibration, task.objectives)
         self.tries = tries
         self.report = report or (lambda said: None)
         step = max(1, len(task.calibration) // in_order_batches)
@@ -59,14 +59,14 @@ class Bench:
         began = time.perf_counter()
         gone = self.choose(point)
         outputs = self.outputs(point, gone)
-        with as_if(self.task.model, self.evidence.layers, outputs):
+        with with_outputs(self.task.model, self.evidence.layers, outputs):
             figures = {split: self.task.figures(split) for split in splits}
         form = "native" if fits_native(self.task.model, gone) else "own"
         seconds = round(time.perf_counter() - began, 2)
         numbers = {path: len(heads) for path, heads in gone.items()}
         return Result(point, numbers, self.heads, form, figures, seconds, self.facts)
 
-    def choose(self, point: Point) -> Gone:
+    def choose(self, point: Point) -> RemovedHeads:
         """The heads that go, by layer."""
         if point.native is not None:
             sets = uniform_sets(self.evidence, *parse_native(point.native), point.weighting)
@@ -91,7 +91,7 @@ class Bench:
         )
         return {path: orders[path].heads[:taken] for path, taken in found.counts.items()}
 
-    def outputs(self, point: Point, gone: Gone) -> dict[str, Outputs]:
+    def outputs(self, point: Point, gone: RemovedHeads) -> dict[str, Outputs]:
         """Return the output matrices of the layers without those heads."""
         model = self.task.model
         if point.compensation == "no":
@@ -109,8 +109,8 @@ class Bench:
 
     @cached_property
     def _token_weights(self) -> dict[str, list[Tensor]]:
-        assert self.task.judge.slope is not None
-        return token_weights(self.task.model, self.read_in_order, self.task.judge.slope)
+        assert self.task.objectives.slope is not None
+        return token_weights(self.task.model, self.read_in_order, self.task.objectives.slope)
 
     def _orders(self, criterion: str, weighting: Weighting, seed: int) -> dict[str, PruningOrder]:
         self.report(f"choosing by {criterion}")
@@ -131,5 +131,5 @@ class Bench:
         return Outputs.solved(self._problem(path, 1e-3, weighting), gone)
 
     def _loss(self, outputs: Mapping[str, Outputs]) -> float:
-        with as_if(self.task.model, self.evidence.layers, outputs):
+        with with_outputs(self.task.model, self.evidence.layers, outputs):
             return self.task.loss()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks.surgery_quality.tasks import Batch, Figure, Split, spearman
 from polyhead.errors import OptionError
-from polyhead.surgery.selection.measurements import Judge
+from polyhead.surgery.selection.measurements import Objectives
 
 LONGEST = 128
 SENTENCES = 4096  # to calibrate on, of the ten thousand that there are
@@ -89,7 +89,7 @@ class SentenceTask:
         self._search = self._batches(part)
         self._search_whole = self._embeddings(self._search)
         self._generator = torch.Generator().manual_seed(0)
-        self.judge = Judge(
+        self.objectives = Objectives(
             slope=self.probe, ablated="representation", gradient=pair_loss, labelled=self._labelled(train), ablations=1
         )
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from polyhead.surgery.selection.measurements import Judge
+from polyhead.surgery.selection.measurements import Objectives
 
 Split = Literal["choose", "report"]
 Batch = Mapping[str, Any]
@@ -27,7 +27,7 @@ class Task(Protocol):
     """A model on a text. Nothing here knows which heads are gone: the model is measured as it is at the call."""
 
     model: nn.Module
-    judge: Judge
+    objectives: Objectives
 
     @property
     def name(self) -> str: ...

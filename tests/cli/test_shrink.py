@@ -19,7 +19,7 @@ from polyhead.cli import app
 from polyhead.cli.line_plot import line_plot
 from polyhead.surgery import find_layers
 from polyhead.surgery.selection.budgets import Searched
-from polyhead.surgery.selection.quality import Worth
+from polyhead.surgery.selection.quality import Measurement
 from polyhead.surgery.selection.shrinker import Shrinker
 from tests.inspection.small_models import model_folder, text_folder
 
@@ -132,10 +132,10 @@ def test_heads_are_moved_between_layers_by_what_is_measured(place, tmp_path, mon
         return Searched(gone, first, 0.1, 0.2, 50)
 
     monkeypatch.setattr(Shrinker, "searched", searched)
-    worth = iter([Worth(0.8, 0), Worth(0.9, 0), Worth(0.9, 0), Worth(0.8, 0)])
+    measure_without = iter([Measurement(0.8, 0), Measurement(0.9, 0), Measurement(0.9, 0), Measurement(0.8, 0)])
     monkeypatch.setattr(Shrinker, "curve", lambda self, *x, **y: [])
     monkeypatch.setattr("polyhead.cli.shrink.show_curve", lambda *x: None)
-    monkeypatch.setattr(Shrinker, "worth", lambda self, gone, quality: next(worth))
+    monkeypatch.setattr(Shrinker, "measure_without", lambda self, gone, quality: next(measure_without))
     shown = invoke("shrink", place / "bert", *options, "--search", "--preview").stdout
     gained = "on the text that selects the compensation fidelity 0.9 instead of 0.8, original model 1"
     assert re.search(rf"Search, 50 measurements: [12] heads? moved between layers; {gained}", shown)

@@ -11,7 +11,7 @@ import transformers
 import polyhead
 from polyhead.inspection import Settings
 from polyhead.inspection.examples import ExampleWeights, SiteWeights, example_batches, token_texts
-from polyhead.inspection.head_maps import bin_edges, looks_of
+from polyhead.inspection.head_maps import bin_edges, head_maps_of
 from polyhead.inspection.reading import Reader
 from polyhead.observation import AttentionMaps, BatchMetadata
 from polyhead.workflows.inspecting import inspect_model
@@ -44,7 +44,7 @@ def test_a_map_and_its_offsets_are_the_mean_weights_of_blocks_and_distances(tmp_
     session = polyhead.observe(model, statistics=False, collect=[AttentionMaps(23, resolution=6)])
     with torch.no_grad(), session:
         model(input_ids=ids, use_cache=False)
-    looks = looks_of(session.observations.collected)
+    looks = head_maps_of(session.observations.collected)
     expected = weights_of(model, ids, use_cache=False)["attentions"]
     edges = bin_edges()
     for site, found in looks.items():

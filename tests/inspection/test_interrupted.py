@@ -16,7 +16,7 @@ from polyhead.errors import OptionError
 from polyhead.inspection import Settings, files, load_inspection, running, save_inspection
 from polyhead.inspection.files import OBSERVATIONS
 from polyhead.observation import read_facts
-from polyhead.observation.run_folder import held
+from polyhead.observation.run_folder import lock_folder
 from polyhead.observation.session import Call
 from polyhead.workflows.inspecting import inspect_model
 from polyhead.workflows.model_loading import load_model
@@ -265,7 +265,7 @@ def test_a_run_of_an_older_version_does_not_go_on(begun, monkeypatch):
 
 def test_one_process_at_a_time_keeps_a_run_in_a_folder(begun):
     settings, folder = begun
-    with held(folder), pytest.raises(OptionError, match="another process is using"):
+    with lock_folder(folder), pytest.raises(OptionError, match="another process is using"):
         read(settings, folder, resume=True)
     (folder / f".{OBSERVATIONS}.0123456789abcdef").write_bytes(b"half")  # of a process that was killed
     read(settings, folder, resume=True)
@@ -277,14 +277,14 @@ def test_no_table_is_read_with_the_rest_of_an_earlier_one(begun, monkeypatch):
     settings, folder = begun
     save_inspection(folder, read(settings, folder, resume=True))
     assert load_inspection(folder).facts["interrupted"] is False
-    written = files.write_whole
+    written = files.write_atomically
 
     def write(path: Path, content: bytes) -> None:
         if path.name == files.REST:
             raise KeyboardInterrupt
         written(path, content)
 
-    monkeypatch.setattr(files, "write_whole", write)
+    monkeypatch.setattr(files, "write_atomically", write)
     with pytest.raises(KeyboardInterrupt):
         save_inspection(folder, read(settings, folder, resume=True))
     with pytest.raises(OptionError, match="whose run is not finished; continue it with --resume"):

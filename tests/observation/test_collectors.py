@@ -228,7 +228,7 @@ def test_a_resumed_session_is_bitwise_identical(tmp_path, name, every):
     whole = collected(model, inputs, every=every).observations
     save(tmp_path / "seen.safetensors", collected(model, inputs[:2], every=every).observations)
     session = polyhead.observe(model, collect=GATHERERS, every=every)
-    session.go_on_from(load(tmp_path / "seen.safetensors", GATHERERS))
+    session.resume_from(load(tmp_path / "seen.safetensors", GATHERERS))
     with torch.no_grad(), session:
         for one in inputs[2:]:
             session.metadata = BatchMetadata(tokens=one["input_ids"])
@@ -290,12 +290,12 @@ def test_resuming_needs_the_same_model_and_statistics():
     with torch.no_grad(), polyhead.observe(layer) as session:
         layer(torch.randn(1, 4, 16))
     with pytest.raises(OptionError, match="of the same statistics"):
-        polyhead.observe(layer, statistics="entropy").go_on_from(session.observations)
+        polyhead.observe(layer, statistics="entropy").resume_from(session.observations)
     again = polyhead.observe(other)
     with torch.no_grad(), again:
         other(torch.randn(1, 4, 16))
     with pytest.raises(OptionError, match="the same model"):
-        again.go_on_from(session.observations)
+        again.resume_from(session.observations)
 
 
 def test_collector_names_must_be_distinct():

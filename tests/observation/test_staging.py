@@ -274,7 +274,7 @@ def test_a_session_that_has_counted_does_not_take_up_another_one():
     with torch.no_grad(), polyhead.observe(model) as session:
         model(HIDDEN)
     with pytest.raises(OptionError, match="before its first call"):
-        session.go_on_from(session.observations)
+        session.resume_from(session.observations)
     assert session.profile["tokens"].tolist() == [BATCH * TOKENS] * LAYERS * HEADS
 
 
@@ -283,7 +283,7 @@ def test_a_session_is_of_one_model_whose_heads_stay():
     with torch.no_grad(), polyhead.observe(layer) as session:
         layer(HIDDEN)
     again = polyhead.observe(other)
-    again.go_on_from(session.observations)
+    again.resume_from(session.observations)
     with torch.no_grad(), again, pytest.raises(OptionError, match="got 4 heads in 'MultiHeadAttention', which had 2"):
         other(HIDDEN)
     assert again.profile["tokens"].tolist() == [BATCH * TOKENS] * 2

@@ -49,10 +49,10 @@ def grouped(heads: int = 6, kv_heads: int = 3) -> Block:
     return Block(MultiHeadAttention(35, heads, num_kv_heads=kv_heads, head_dim=5, bias=False).double())
 
 
-def loss_without(problem: Problem, gone, root=None) -> float:
+def loss_without(problem: Problem, removed, root=None) -> float:
     """Return the mean square error after compensation, solved directly, in a metric."""
     count = len(problem.mean) // problem.head_width
-    kept = [head for head in range(count) if head not in gone]
+    kept = [head for head in range(count) if head not in removed]
     return loss_with(problem, kept, problem.solve(kept)[0], root)
 
 

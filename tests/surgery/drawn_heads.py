@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from polyhead.layers import MultiHeadAttention
-from polyhead.surgery import HeadWeights, KeyForm, find_layers, read_heads
+from polyhead.surgery import HeadWeights, KeyTransform, find_layers, read_heads
 from polyhead.surgery.calibration.input_moments import InputMoments, with_bias
 from polyhead.surgery.calibration.moments import OutputMoments
 from polyhead.surgery.kv_sharing.symmetries import blocks
@@ -48,7 +48,7 @@ def conditioned(dim: int, seed: int, condition: float = 30.0) -> Tensor:
     return left @ torch.diag(torch.logspace(0, 1, dim, base=condition, dtype=torch.float64)) @ right
 
 
-def allowed_map(form: KeyForm, dim: int, seed: int) -> Tensor:
+def allowed_map(form: KeyTransform, dim: int, seed: int) -> Tensor:
     """Return a random map with every degree of freedom that a form has."""
     found, drawn = torch.zeros(dim, dim, dtype=torch.float64), conditioned(dim, seed, 5.0)
     for channels, is_pair in blocks(form, dim):

@@ -16,7 +16,7 @@ import polyhead.integrations.huggingface
 from benchmarks import merging
 from benchmarks.app import app
 from benchmarks.surgery_quality.language import LanguageTask
-from polyhead.surgery import KeyForm, change_key_basis, change_value_basis, find_layers, fingerprint, read_heads
+from polyhead.surgery import KeyTransform, change_key_basis, change_value_basis, find_layers, fingerprint, read_heads
 from polyhead.surgery.adapters.head_weights import pack_heads
 from tests.surgery.drawn_heads import allowed_map, conditioned, heads_of
 
@@ -45,7 +45,7 @@ def planted(place: list[int], key_heads: int, *, turned: bool = False) -> Any:
         heads, query=heads.query[place], output=heads.output[place], key=heads.key[own], value=heads.value[own]
     )
     if turned:
-        form = KeyForm("half", 8)
+        form = KeyTransform("half", 8)
         heads = change_key_basis(heads, torch.stack([allowed_map(form, 8, seed) for seed in range(len(place))]), form)
         heads = change_value_basis(heads, torch.stack([conditioned(8, seed, 5.0) for seed in range(len(place))]))
     with torch.no_grad():
@@ -101,7 +101,7 @@ def test_what_is_lost_is_what_the_layer_with_the_edit_misses():
     moments = [merging.collect_moments(model, text)[layer.path] for text in (task.calibration, held_out)]
     pieces = [merging.Streams(model, text).before(layer, {}) for text in (task.calibration, held_out)]
     trial = merging.Trial(model, layer, read_heads(model, layer), *pieces, *moments)
-    ways = trial.ways((0, 2, 4), merging.find_key_forms(model, task.calibration[0])[layer.path])
+    ways = trial.ways((0, 2, 4), merging.find_key_transforms(model, task.calibration[0])[layer.path])
     for outcome in ways.values():
         wrote = []
         for parameters in ({}, pack_heads(model, layer, outcome.heads)):

@@ -96,7 +96,7 @@ def test_a_model_is_shrunk_to_a_target_and_the_curve_is_data(place, tmp_path):
     assert sum(map(len, shrunk.removed.values())) == 2
     assert (shrunk.metric, total_heads(model)) == ("perplexity", 6)
     assert shrunk.size.heads == 0.75
-    assert [point.gone for point in shrunk.curve] == sorted(point.gone for point in shrunk.curve)
+    assert [point.removed for point in shrunk.curve] == sorted(point.removed for point in shrunk.curve)
     for point in shrunk.curve:
         assert len(point.random) == 3
         assert min(point.compensated.value, point.not_compensated.value) > 1

@@ -14,7 +14,7 @@ import torch
 from polyhead.errors import OptionError
 from polyhead.observation.collectors import BatchMetadata, Collector
 from polyhead.observation.observations import Observations
-from polyhead.observation.run_folder import check_origin, sweep
+from polyhead.observation.run_folder import check_origin, remove_leftovers
 from polyhead.observation.saving import load, read_facts, save
 from polyhead.observation.session import observe
 from polyhead.observation.word_attention import LONGEST, WordMap
@@ -175,12 +175,12 @@ def watch(
     facts: dict[str, Any] = {}
     if kept is not None:
         facts = {"model": model_digest(model), "text": digest_of(contexts), "batch": batch_tokens, **(origin or {})}
-        sweep(kept.parent, kept.name)
+        remove_leftovers(kept.parent, kept.name)
         if kept.exists():
             saved_facts = read_facts(kept)
             done, digest = saved_facts.pop("batches", None), saved_facts.pop("digest", None)
             check_origin(kept, saved_facts, facts)
-            session.go_on_from(load(kept, collect))
+            session.resume_from(load(kept, collect))
             read = _Read(session.observations, done, digest)
 
     def keep(read: _Read) -> None:

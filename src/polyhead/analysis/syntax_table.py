@@ -14,7 +14,7 @@ from typing import Any
 from polyhead.analysis.intervals import wilson
 from polyhead.errors import OptionError
 from polyhead.files import as_type, build, read_columns, read_json, refusing, short
-from polyhead.observation.saving import write_whole
+from polyhead.observation.saving import write_atomically
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +129,9 @@ class SyntaxTable:
         }  # fmt: skip
         if file.suffix == ".json":
             text = json.dumps({**about, "rows": list(self.rows())}, ensure_ascii=False, indent=1)
-            write_whole(file, f"{text}\n".encode())
+            write_atomically(file, f"{text}\n".encode())
         elif file.suffix == ".parquet":
-            write_whole(file, _parquet(list(self.rows()), about))
+            write_atomically(file, _parquet(list(self.rows()), about))
         else:
             raise OptionError(f"a table must be written to a .json or a .parquet file, got {file.name!r}")
 

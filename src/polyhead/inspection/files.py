@@ -30,7 +30,7 @@ from polyhead.inspection.validation import check_facts, check_run, check_sites, 
 from polyhead.inspection.wording import Finding, Reason
 from polyhead.observation import AttentionSite, HeadProfile
 from polyhead.observation.renamed import current_name
-from polyhead.observation.saving import write_whole
+from polyhead.observation.saving import write_atomically
 
 FORMAT = 4  # 3 had texts instead of fields, 2 other names for some statistics; 1 is no longer supported
 OBSERVATIONS = "observations.safetensors"  # collector states, from which a run is resumed
@@ -59,9 +59,9 @@ def save_inspection(folder: Path, inspection: Inspection) -> None:
         for name, matrix in found.items()
     }
     (folder / REST).unlink(missing_ok=True)
-    write_whole(folder / TABLE, _parquet(inspection.table))
-    write_whole(folder / MATRICES, serialise(matrices))
-    write_whole(folder / PICTURES, serialise(_pictures(inspection, index)))
+    write_atomically(folder / TABLE, _parquet(inspection.table))
+    write_atomically(folder / MATRICES, serialise(matrices))
+    write_atomically(folder / PICTURES, serialise(_pictures(inspection, index)))
     rest = {
         "format": FORMAT,
         "settings": inspection.settings.to_dict(),
@@ -106,7 +106,7 @@ def save_inspection(folder: Path, inspection: Inspection) -> None:
     }
     text = json.dumps(_plain(rest), indent=1, ensure_ascii=False) + "\n"
     # A lone surrogate, as in a path that is not UTF-8, is written as a JSON escape.
-    write_whole(folder / REST, text.encode("utf-8", errors="backslashreplace"))
+    write_atomically(folder / REST, text.encode("utf-8", errors="backslashreplace"))
 
 
 def load_inspection(folder: Path) -> Inspection:

@@ -33,7 +33,7 @@ class HeadMaps:
         return self.block * self.map.shape[-1]
 
 
-def looks_of(collected: Mapping[AttentionSite, Mapping[str, CollectorState]]) -> dict[AttentionSite, HeadMaps]:
+def head_maps_of(collected: Mapping[AttentionSite, Mapping[str, CollectorState]]) -> dict[AttentionSite, HeadMaps]:
     """Return the maps that `AttentionMaps` collected, normalised to shares of attention."""
     states = {site: values.get("maps") for site, values in collected.items()}
     return {site: _head_maps(maps) for site, maps in states.items() if isinstance(maps, SiteMaps)}

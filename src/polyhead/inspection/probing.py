@@ -48,7 +48,7 @@ ABLATION_TOKENS = 256  # each head costs one more forward pass over these
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Questions:
+class Probes:
     """The probes of one model; `left_out` collects the reason for each probe that was not possible."""
 
     settings: Settings

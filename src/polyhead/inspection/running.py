@@ -21,8 +21,8 @@ from polyhead.errors import OptionError
 from polyhead.inspection import cross_layer_similarity, layer_similarity
 from polyhead.inspection.files import OBSERVATIONS
 from polyhead.inspection.findings import findings
-from polyhead.inspection.head_maps import looks_of
-from polyhead.inspection.probing import Questions, embedding_of
+from polyhead.inspection.head_maps import head_maps_of
+from polyhead.inspection.probing import Probes, embedding_of
 from polyhead.inspection.reading import Reader
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.settings import Settings
@@ -71,8 +71,8 @@ def run_inspection(
 ) -> Inspection:
     """Inspect a loaded model; `polyhead.inspect` documents the arguments. The caller holds the lock of `folder`."""
     began = time.perf_counter()
-    questions = Questions(settings, loaded, Reader.of(loaded, settings, text), progress)
-    run = _Run(settings, loaded, questions.reader, questions, folder, progress, save_seconds)
+    probes = Probes(settings, loaded, Reader.of(loaded, settings, text), progress)
+    run = _Run(settings, loaded, probes.reader, probes, folder, progress, save_seconds)
     return run.run(resume, began)
 
 
@@ -91,7 +91,7 @@ class _Run:
     settings: Settings
     loaded: LoadedModel
     reader: Reader
-    questions: Questions
+    probes: Probes
     folder: Path | None
     report: ProgressCallback
     save_seconds: float
@@ -99,7 +99,7 @@ class _Run:
     across: Reason | None = None  # method by which pairs of different layers were found
 
     def run(self, resume: bool, began: float) -> Inspection:
-        head_projections = self.questions.head_projections(self.loaded.model)
+        head_projections = self.probes.head_projections(self.loaded.model)
         sample = cross_layer_similarity.sample_of(head_projections, self.settings.seed)
         observations = self.text(sample, resume)
         table = observations.profile
@@ -125,7 +125,7 @@ class _Run:
             layer_similarity.widened(table, columns, importance),
             roles,
             relations=matrices,
-            looks=looks_of(observations.collected),
+            looks=head_maps_of(observations.collected),
             top_keys=top_keys_of(observations.collected, self.loaded.tokenizer, self.reader.counts),
             spectra=spectra,
             **parts,
@@ -140,7 +140,7 @@ class _Run:
         matrices: Mapping[AttentionSite, Mapping[str, Tensor]],
     ) -> tuple[dict[str, Any], tuple[HeadRoles, ...]]:
         parts: dict[str, Any] = {}
-        probes = self.questions
+        probes = self.probes
         parts["examples"] = probes.examples()
         parts["distances"] = probes.distances()
         repeated = probes.repeated(self.loaded.model)
@@ -170,7 +170,7 @@ class _Run:
         collectors: list[Collector] = [AttentionMaps(self.reader.text.length), Contributions(), self.evidence()]
         collectors += [most_frequent(self.reader.counts), *([] if sample is None else [sample])]
         if self.settings.via_weights:
-            self.questions.left_out.append(Reason("returned_weights"))
+            self.probes.left_out.append(Reason("returned_weights"))
         session = observe(
             self.loaded.model,
             layers=self.settings.layers,
@@ -242,7 +242,7 @@ class _Run:
                 "a run must be resumed with the text, tokenizer and batch size it was started with, got another text; "
                 "start again in another folder"
             )
-        session.go_on_from(load(path, collectors))
+        session.resume_from(load(path, collectors))
         return _Read(session.observations, facts["batches"], facts["digest"], facts["tokens"])
 
     def evidence(self) -> EvidenceCollector:
@@ -269,7 +269,7 @@ class _Run:
             "intervals_over": "contexts" if self.reader.counts_contexts else "documents",
             "pairs_by": self.across,
             "interrupted": self.interrupted,
-            "left_out": list(self.questions.left_out),
+            "left_out": list(self.probes.left_out),
             "seconds": round(time.perf_counter() - began, 1),
             "versions": {
                 "polyhead": VERSION,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from polyhead.errors import GradientError, OptionError
 from polyhead.observation.rows import corrected, hidden_by_bias
-from polyhead.observation.statistics import NAMES, AttentionSite, Wanted, stack_order
+from polyhead.observation.statistics import NAMES, AttentionSite, StatisticsRequest, stack_order
 from polyhead.observation.watcher import WatchedCall, is_recomputed
 from polyhead.ops.attention import RowStatistics
 from polyhead.ops.common.row_reduction import SHARE
@@ -202,7 +202,7 @@ class ForwardRecorder:
         self._missing = "no forward of the model has finished yet"
 
     @classmethod
-    def requested(cls, keep: object, wanted: Wanted) -> Self | None:
+    def requested(cls, keep: object, wanted: StatisticsRequest) -> Self | None:
         """Parse the `keep_statistics` argument of `observe`; None if nothing is kept."""
         if not isinstance(keep, bool) or (keep and not len(wanted.names)):
             named = ", ".join(wanted.names) or "none"

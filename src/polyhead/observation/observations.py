@@ -11,14 +11,14 @@ import torch
 from polyhead.errors import OptionError
 from polyhead.observation.collectors import CollectorState
 from polyhead.observation.head_profile import HeadProfile
-from polyhead.observation.statistics import AttentionSite, SiteStatistics, Wanted, stack_order
+from polyhead.observation.statistics import AttentionSite, SiteStatistics, StatisticsRequest, stack_order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Observations:
     """Statistics of a model's heads by site; merging two runs equals one run over both datasets."""
 
-    wanted: Wanted
+    wanted: StatisticsRequest
     sites: tuple[SiteStatistics, ...] = ()
     collected: Mapping[AttentionSite, Mapping[str, CollectorState]] = field(default_factory=dict)  # by collector name
     calls: Mapping[AttentionSite, int] = field(default_factory=dict)  # number of calls, observed or skipped

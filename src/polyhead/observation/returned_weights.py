@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from polyhead.errors import OptionError
 from polyhead.masks import Mask
 from polyhead.observation import transformers_models
-from polyhead.observation.statistics import Wanted
+from polyhead.observation.statistics import StatisticsRequest
 from polyhead.observation.watcher import OutputSite, Watcher
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import Statistics, attention
@@ -71,7 +71,7 @@ def why_not(model: nn.Module) -> str:
     )
 
 
-def without_logits(wanted: Wanted, requested: object) -> Wanted:
+def without_logits(wanted: StatisticsRequest, requested: object) -> StatisticsRequest:
     """Remove logit statistics, which weights do not determine; raise if they were requested by name."""
     logit_names = [name for name in wanted.names if name in LOGITS]
     if len(logit_names) and requested is not None and requested is not True:

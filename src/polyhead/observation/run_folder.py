@@ -43,7 +43,7 @@ def check_file(file: Path, option: str) -> None:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Create the folder and lock it for this process; the lock is released even if the process is killed."""
     check_place(folder, "the folder of a run")
     try:
@@ -86,10 +86,10 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def sweep(folder: Path, name: str) -> None:
+def remove_leftovers(folder: Path, name: str) -> None:
     """Remove temporary files left by a process killed while writing the file `name`; the caller holds the lock."""
     for leftover in folder.glob(f".{name}.*"):
-        if len(leftover.name) == len(name) + 18:  # named by `saving.write_whole`
+        if len(leftover.name) == len(name) + 18:  # named by `saving.write_atomically`
             with suppress(OSError):
                 leftover.unlink()
 

@@ -18,7 +18,7 @@ from polyhead.files import as_type, build, check_regular, read_tensors, refusing
 from polyhead.observation.collectors import Collector, CollectorState
 from polyhead.observation.observations import Observations
 from polyhead.observation.renamed import current_name
-from polyhead.observation.statistics import NAMES, AttentionSite, SiteStatistics, Wanted
+from polyhead.observation.statistics import NAMES, AttentionSite, SiteStatistics, StatisticsRequest
 
 FORMAT = 2  # format 1 used other names for some statistics
 _KEY = "polyhead.observations"
@@ -48,7 +48,7 @@ def save(path: str | os.PathLike[str], observations: Observations, facts: Mappin
             tensors |= {f"{index}.{part}.{name}": x.detach().cpu().clone() for name, x in state.items()}
         sites.append(described)
     header = {"format": FORMAT, "wanted": asdict(observations.wanted), "sites": sites, "facts": dict(facts or {})}
-    write_whole(Path(path), serialise(tensors, {_KEY: json.dumps(header)}))
+    write_atomically(Path(path), serialise(tensors, {_KEY: json.dumps(header)}))
 
 
 def load(path: str | os.PathLike[str], collect: Sequence[Collector] = ()) -> Observations:
@@ -62,7 +62,7 @@ def load(path: str | os.PathLike[str], collect: Sequence[Collector] = ()) -> Obs
 def _observations(
     path: str | os.PathLike[str], facts: Mapping[str, Any], tensors: Mapping[str, Tensor], collect: Sequence[Collector]
 ) -> Observations:
-    wanted = build(Wanted, facts["wanted"])
+    wanted = build(StatisticsRequest, facts["wanted"])
     collectors = {collector.name: collector for collector in collect}
     sites, collected, calls = [], {}, {}
     for index, described in enumerate(facts["sites"]):
@@ -120,7 +120,7 @@ def _upgraded(header: Mapping[str, Any]) -> dict[str, Any]:
     return {**header, "format": FORMAT, "wanted": wanted, "sites": sites}
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Write a file atomically; on failure, such as a full disk, the previous file is unchanged."""
     try:
         _write_whole(path, content)

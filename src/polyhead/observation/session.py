@@ -33,7 +33,7 @@ from polyhead.observation.session_limits import (
     stack_of,
 )
 from polyhead.observation.staging import Staging, Tally, enclosing_modules
-from polyhead.observation.statistics import AttentionSite, SiteStatistics, Wanted
+from polyhead.observation.statistics import AttentionSite, SiteStatistics, StatisticsRequest
 from polyhead.observation.watcher import OutputSite, is_recomputed
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import RowStatistics, Statistics
@@ -176,7 +176,7 @@ class Session:
         self.model = model
         if via_weights and adapters is not None:
             raise OptionError("via_weights cannot be combined with adapters, got both")
-        self.wanted = Wanted.of(statistics)
+        self.wanted = StatisticsRequest.of(statistics)
         if via_weights:
             self.wanted = returned_weights.without_logits(self.wanted, statistics)
         self.via_weights = via_weights
@@ -405,7 +405,7 @@ class Session:
         calls = {site: counted.calls[site] for site in counted.sites.values()}
         return Observations(self.wanted, tuple(counted.statistics.values()), dict(counted.collected), calls)
 
-    def go_on_from(self, observations: Observations) -> None:
+    def resume_from(self, observations: Observations) -> None:
         """Resume from the observations of an earlier session of the same model."""
         if observations.wanted != self.wanted:
             raise OptionError(

@@ -81,7 +81,7 @@ def stack_order(sites: Iterable[AttentionSite]) -> dict[AttentionSite, tuple[int
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class StatisticsRequest:
     """Statistics to collect, and their parameters."""
 
     names: tuple[str, ...]
@@ -89,7 +89,7 @@ class Wanted:
     window: int = WINDOW
 
     @classmethod
-    def of(cls, requested: object) -> Wanted:
+    def of(cls, requested: object) -> StatisticsRequest:
         """Parse the `statistics` argument of `observe`."""
         if requested is None or requested is True:
             return cls(DEFAULT)

@@ -20,7 +20,7 @@ from polyhead.errors import OptionError
 from polyhead.files import check_regular, refusing
 from polyhead.inspection import Inspection
 from polyhead.inspection.vocabulary import LANGUAGES, Language, Text
-from polyhead.observation.saving import write_whole
+from polyhead.observation.saving import write_atomically
 from polyhead.report.packing import json_in_html
 from polyhead.report.payload import page_of
 from polyhead.report.syntax import Syntax
@@ -89,7 +89,7 @@ def write_page(
     file = Path(path)
     check_place(file)
     text = html_of(page_of(inspection, language=language, syntax=syntax), assets or Assets.load())
-    write_whole(file, text.encode("utf-8"))
+    write_atomically(file, text.encode("utf-8"))
     return file.absolute()
 
 

@@ -15,7 +15,7 @@ from polyhead.costs.layout_warnings import explained
 from polyhead.costs.phases import PhasePlan
 from polyhead.costs.planning import Plan
 from polyhead.costs.quantities import count, seconds, size
-from polyhead.observation.saving import write_whole
+from polyhead.observation.saving import write_atomically
 from polyhead.report.page import check_place
 from polyhead.report.plan_charts import Axis, Series, lines, stacked
 from polyhead.report.plan_style import STYLE
@@ -31,7 +31,7 @@ def write_plan_page(
     """Write a plan as one HTML file that needs no network, and return its absolute path."""
     file = Path(path)
     check_place(file)
-    write_whole(file, plan_html(plan, contexts, heads).encode("utf-8"))
+    write_atomically(file, plan_html(plan, contexts, heads).encode("utf-8"))
     return file.absolute()
 
 

@@ -5,7 +5,7 @@ from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers, head_origins
 from polyhead.surgery.adapters.fingerprint import fingerprint
 from polyhead.surgery.adapters.head_weights import HeadWeights, read_heads
-from polyhead.surgery.calibration.key_transforms import KeyForm, find_key_forms
+from polyhead.surgery.calibration.key_transforms import KeyTransform, find_key_transforms
 from polyhead.surgery.calibration.moments import OutputMoments, collect_moments
 from polyhead.surgery.calibration.sensitivity import loss_weights
 from polyhead.surgery.compensation.least_squares import OutputCompensation
@@ -43,7 +43,7 @@ __all__ = [
     "HeadEdit",
     "HeadOrigins",
     "HeadWeights",
-    "KeyForm",
+    "KeyTransform",
     "LayerPreview",
     "MergeHeads",
     "OutputCompensation",
@@ -66,7 +66,7 @@ __all__ = [
     "convert_groups",
     "edits_from_json",
     "edits_to_json",
-    "find_key_forms",
+    "find_key_transforms",
     "find_layers",
     "fingerprint",
     "fuse",

@@ -14,7 +14,7 @@ from polyhead.surgery.edits.applying import undo
 from polyhead.surgery.edits.head_edits import HeadEdit
 from polyhead.surgery.edits.preview import Preview
 from polyhead.surgery.edits.records import EditRecord, join_records
-from polyhead.surgery.selection.quality import Worth
+from polyhead.surgery.selection.quality import Measurement
 from polyhead.surgery.storage.loading import load_record
 from polyhead.surgery.storage.manifest import Form
 from polyhead.surgery.storage.saving import SavedModel, save
@@ -34,7 +34,7 @@ class EditedModel:
     edits: tuple[HeadEdit, ...]
     preview: Preview
     record: EditRecord | None = None
-    fidelity: Worth | None = None
+    fidelity: Measurement | None = None
     held_out_tokens: int = 0
     held_out_contexts: int = 0
 

@@ -15,7 +15,7 @@ from polyhead.inspection.files import OBSERVATIONS
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.running import SAVE_SECONDS, run_inspection
 from polyhead.inspection.settings import Settings
-from polyhead.observation.run_folder import held, sweep
+from polyhead.observation.run_folder import lock_folder, remove_leftovers
 from polyhead.progress import Progress, ProgressCallback, ignore_progress
 from polyhead.sources import LoadedModel
 from polyhead.sources.models import check_layers
@@ -131,8 +131,8 @@ def inspect_model(
         check_layers(settings.model, settings.layers, trust_remote_code=trust_remote_code)
     with ExitStack() as stack:
         if folder is not None:
-            stack.enter_context(held(folder))
-            sweep(folder, OBSERVATIONS)
+            stack.enter_context(lock_folder(folder))
+            remove_leftovers(folder, OBSERVATIONS)
         progress(Progress("load the model"))
         loaded = loaded or load_model(
             settings.model,

@@ -6,18 +6,18 @@ from polyhead.analysis.importance.losses import Masked
 from polyhead.errors import OptionError
 from polyhead.sources.models import LoadedModel
 from polyhead.surgery.selection.criteria import CRITERIA
-from polyhead.surgery.selection.measurements import Judge, Weighting
+from polyhead.surgery.selection.measurements import Objectives, Weighting
 from polyhead.surgery.selection.quality import Probe, language_slope
 
 
-def judge_of(loaded: LoadedModel) -> Judge:
+def objectives_of(loaded: LoadedModel) -> Objectives:
     """Return the objective of a model: its token loss (causal or masked), else fidelity of its representations."""
     if loaded.kind == "causal":
-        return Judge(slope=language_slope, ablated="language", gradient="language", slopes=8, ablations=1)
+        return Objectives(slope=language_slope, ablated="language", gradient="language", slopes=8, ablations=1)
     if loaded.kind == "masked":
         loss = Masked(loaded.tokenizer.mask_token_id)
-        return Judge(slope=Probe(), ablated=loss, gradient=loss, slopes=8, ablations=1)
-    return Judge(slope=Probe(), ablated="representation", slopes=8, ablations=1)
+        return Objectives(slope=Probe(), ablated=loss, gradient=loss, slopes=8, ablations=1)
+    return Objectives(slope=Probe(), ablated="representation", slopes=8, ablations=1)
 
 
 def weighting_of(criterion: str) -> Weighting:

@@ -19,7 +19,7 @@ from polyhead.surgery.selection.orders import choose_heads
 from polyhead.workflows.calibration_text import BatchesWithProgress, CalibrationText
 from polyhead.workflows.edited_model import EditedModel
 from polyhead.workflows.model_loading import Model, as_loaded
-from polyhead.workflows.objectives import check_criterion, judge_of, weighting_of
+from polyhead.workflows.objectives import check_criterion, objectives_of, weighting_of
 
 
 def prune(
@@ -128,7 +128,7 @@ def select_heads(
     """Select the least important heads by a criterion, over all layers or those of one stack."""
     batches: Sequence[Any] = list(text.batches())
     step = Step(progress, f"Select heads by {criterion}", len(batches), "batches")
-    evidence = Evidence(text.loaded.model, BatchesWithProgress(batches, step), judge_of(text.loaded))
+    evidence = Evidence(text.loaded.model, BatchesWithProgress(batches, step), objectives_of(text.loaded))
     layers = {path: layer for path, layer in evidence.layers.items() if stack in (None, layer.stack)}
     if not layers:
         stacks = ", ".join(dict.fromkeys(layer.stack for layer in evidence.layers.values()))

@@ -10,25 +10,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 from polyhead.errors import OptionError
-from polyhead.observation.run_folder import held
+from polyhead.observation.run_folder import lock_folder
 from polyhead.progress import Progress, ProgressCallback, Step, ignore_progress
 from polyhead.sources import Context, LoadedModel
 from polyhead.sources.fingerprint import model_digest
 from polyhead.sources.text_contexts import TOKENS, Text, TextContexts, read_contexts
-from polyhead.surgery.compensation.masked_trial import GivenOutputs, Outputs, as_if
+from polyhead.surgery.compensation.masked_trial import GivenOutputs, Outputs, with_outputs
 from polyhead.surgery.compensation.sequential import AIMS, solve_in_order
 from polyhead.surgery.edits.applying import apply
-from polyhead.surgery.selection.budgets import CurvePoint, Gone, Size, Target, Trials, check_target
-from polyhead.surgery.selection.journal import Journal, KeptEvidence, KeptQuality
+from polyhead.surgery.selection.budgets import CurvePoint, RemovedHeads, Size, Target, Trials, check_target
+from polyhead.surgery.selection.journal import Journal, JournaledEvidence, JournaledQuality
 from polyhead.surgery.selection.measured_speed import meet_measured_target
-from polyhead.surgery.selection.quality import Fidelity, Perplexity, Quality, Worth
+from polyhead.surgery.selection.quality import Fidelity, Measurement, Perplexity, Quality
 from polyhead.surgery.selection.shrinker import Shrinker
 from polyhead.surgery.selection.uniform import UniformShrinker, uniform_layouts
 from polyhead.version import VERSION
 from polyhead.workflows.calibration_text import model_inputs
 from polyhead.workflows.edited_model import EditedModel
 from polyhead.workflows.model_loading import Model, as_loaded
-from polyhead.workflows.objectives import judge_of, weighting_of
+from polyhead.workflows.objectives import objectives_of, weighting_of
 
 METRICS = ("perplexity", "fidelity")
 SPLITS = (0.6, 0.8)  # ends of the text that selects heads, and of the text that selects the compensation
@@ -68,12 +68,12 @@ class ShrunkModel(EditedModel):
     target: Target
     measured: bool
     tokens: int  # of the text
-    removed: Gone
+    removed: RemovedHeads
     summary: str
     metric: str
     metric_description: str
     original: float
-    quality: Worth
+    quality: Measurement
     size: Size
     flops_tokens: int  # tokens of the call whose FLOPs are counted
     curve: tuple[CurvePoint, ...]
@@ -127,7 +127,7 @@ def shrink(
     weighting = weighting_of(criterion)
     with ExitStack() as stack:
         if resume is not None:
-            stack.enter_context(held(resume))
+            stack.enter_context(lock_folder(resume))
         loaded = as_loaded(model, tokenizer, dtype="saved")
         check_target(goal, loaded.model)
         layouts = None
@@ -148,12 +148,12 @@ def shrink(
         kind = Perplexity if name == "perplexity" else Fidelity
 
         def quality_on(role: str, contexts: Sequence[Context]) -> Quality:
-            return KeptQuality(kind(loaded.model, list(model_inputs(loaded, contexts))), journal, role)
+            return JournaledQuality(kind(loaded.model, list(model_inputs(loaded, contexts))), journal, role)
 
         select, report = quality_on("choose", parts.select), quality_on("report", parts.report)
         few = quality_on("search", parts.few()) if search else None
         calibration = list(model_inputs(loaded, parts.calibrate))
-        evidence = KeptEvidence(loaded.model, calibration, judge_of(loaded))
+        evidence = JournaledEvidence(loaded.model, calibration, objectives_of(loaded))
         evidence.journal = journal
         progress(Progress(f"Select heads by {criterion}"))
         shrinker: Shrinker | UniformShrinker
@@ -175,7 +175,7 @@ def shrink(
         if few is not None:
             removed, gain = _search(shrinker, goal, few, select, progress)
         outputs, compensation = _compensate(shrinker, removed, calibration, select, journal, progress)
-        with as_if(shrinker.model, evidence.layers, outputs):
+        with with_outputs(shrinker.model, evidence.layers, outputs):
             quality = report.measure()
         edits = shrinker.edits(removed)
         counted, size = shrinker.counted(removed), shrinker.size(removed)
@@ -188,10 +188,10 @@ def shrink(
             measured=measured,
             tokens=parts.text.tokens,
             removed=removed,
-            summary=shrinker.in_words(removed),
+            summary=shrinker.summary(removed),
             metric=name,
             metric_description=report.words,
-            original=report.whole,
+            original=report.original,
             quality=quality,
             size=size,
             flops_tokens=shrinker.work.queries,
@@ -266,22 +266,22 @@ def _journal(
 
 def _search(
     shrinker: Shrinker | UniformShrinker, target: Target, few: Quality, quality: Quality, progress: ProgressCallback
-) -> tuple[Gone, SearchGain]:
+) -> tuple[RemovedHeads, SearchGain]:
     """Search by the quality on a few contexts; keep the result only if it is better on the whole part."""
     total = shrinker.search_measurements()
     step = Step(progress, f"Search heads, up to {total:,} measurements of the {few.name}", total, "runs")
     found = shrinker.searched(target, few, progress=step.advance)
     if not found.moved:
-        return found.first, SearchGain(found.measured, 0, shrinker.searches, quality.whole)
-    before, after = (shrinker.worth(removed, quality).value for removed in (found.first, found.gone))
+        return found.first, SearchGain(found.measured, 0, shrinker.searches, quality.original)
+    before, after = (shrinker.measure_without(removed, quality).value for removed in (found.first, found.removed))
     used = after > before if quality.name == "fidelity" else after < before
-    gain = SearchGain(found.measured, found.moved, shrinker.searches, quality.whole, before, after, used)
-    return (found.gone if used else found.first), gain
+    gain = SearchGain(found.measured, found.moved, shrinker.searches, quality.original, before, after, used)
+    return (found.removed if used else found.first), gain
 
 
 def _compensate(
     shrinker: Trials,
-    removed: Gone,
+    removed: RemovedHeads,
     calibration: Sequence[Mapping[str, Any]],
     quality: Quality,
     journal: Journal,
@@ -298,7 +298,7 @@ def _compensate(
         ways[BY_LAYER[aim]] = journal.outputs(f"repaired_for_{aim}", solve)
     losses = {}
     for name, outputs in ways.items():
-        with as_if(shrinker.model, shrinker.evidence.layers, outputs):
+        with with_outputs(shrinker.model, shrinker.evidence.layers, outputs):
             losses[name] = quality.loss()
     best = min(losses, key=losses.__getitem__)
     return ways[best], best

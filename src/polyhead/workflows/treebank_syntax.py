@@ -12,7 +12,7 @@ from polyhead.analysis.alignment import Aligned, align, watch
 from polyhead.analysis.shares import Shares, inner_shares
 from polyhead.analysis.syntax import SyntaxTable, syntax_table
 from polyhead.errors import OptionError
-from polyhead.observation.run_folder import held
+from polyhead.observation.run_folder import lock_folder
 from polyhead.observation.word_attention import WordAttention
 from polyhead.progress import Progress, ProgressCallback, Step, ignore_progress
 from polyhead.sources import LoadedModel
@@ -76,7 +76,7 @@ def syntax(
     folder = None if resume is None else Path(resume)
     with ExitStack() as stack:
         if folder is not None:
-            stack.enter_context(held(folder))
+            stack.enter_context(lock_folder(folder))
         parsed = list(read_treebank(Path(treebank), sentences))  # raises before a model is loaded
         progress(Progress("load the model"))
         loaded = as_loaded(model, tokenizer)

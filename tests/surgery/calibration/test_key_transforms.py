@@ -9,7 +9,7 @@ from torch import nn
 from polyhead.errors import OptionError
 from polyhead.layers import MultiHeadAttention
 from polyhead.layers.positions import ALiBi, Rotary
-from polyhead.surgery import AlignHeads, KeyForm, apply, find_key_forms
+from polyhead.surgery import AlignHeads, KeyTransform, apply, find_key_transforms
 from tests.integrations.huggingface import models
 from tests.surgery.gated import FAMILIES, build
 
@@ -17,18 +17,18 @@ from tests.surgery.gated import FAMILIES, build
 @pytest.mark.parametrize(
     ("positions", "norm", "form"),
     [
-        (Rotary(10), None, KeyForm("half", 10)),
-        (Rotary(10, interleaved=True), None, KeyForm("interleaved", 10)),
-        (Rotary(10, rotary_dim=6), "rms", KeyForm("half", 6, "rms", (0,) * 10)),
-        (Rotary(10, rotary_dim=6, interleaved=True), None, KeyForm("interleaved", 6)),
-        (None, "layer", KeyForm("none", 0, "layer")),
-        (None, None, KeyForm()),
+        (Rotary(10), None, KeyTransform("half", 10)),
+        (Rotary(10, interleaved=True), None, KeyTransform("interleaved", 10)),
+        (Rotary(10, rotary_dim=6), "rms", KeyTransform("half", 6, "rms", (0,) * 10)),
+        (Rotary(10, rotary_dim=6, interleaved=True), None, KeyTransform("interleaved", 6)),
+        (None, "layer", KeyTransform("none", 0, "layer")),
+        (None, None, KeyTransform()),
     ],
 )
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_the_form_of_our_layers_is_seen_in_their_numbers(positions, norm, form, kv_heads):
     layer = MultiHeadAttention(42, 2, num_kv_heads=kv_heads, head_dim=10, positions=positions, qk_norm=norm)
-    assert find_key_forms(layer, {"query": torch.randn(2, 11, 42)}) == {"": form}
+    assert find_key_transforms(layer, {"query": torch.randn(2, 11, 42)}) == {"": form}
     assert not layer._forward_hooks
     assert not layer.q_proj._forward_hooks
 
@@ -38,7 +38,7 @@ def test_what_is_neither_turned_nor_the_same_is_refused():
     attention = model.model.layers[0].self_attn
     attention.register_forward_pre_hook(_swap_turn, with_kwargs=True)
     with pytest.raises(OptionError, match=r"'model.layers.0.self_attn' .* changed in another way"):
-        find_key_forms(model, models.inputs(FAMILIES["llama"]))
+        find_key_transforms(model, models.inputs(FAMILIES["llama"]))
 
 
 def _swap_turn(module: nn.Module, given: tuple, named: dict) -> tuple:
@@ -50,9 +50,9 @@ def _swap_turn(module: nn.Module, given: tuple, named: dict) -> tuple:
 def test_one_token_shows_no_turn_and_alibi_no_layer():
     layer = MultiHeadAttention(12, 3)
     with pytest.raises(OptionError, match="at least two tokens, got 1 token"):
-        find_key_forms(layer, {"query": torch.randn(2, 1, 12)})
+        find_key_transforms(layer, {"query": torch.randn(2, 1, 12)})
     assert (
-        find_key_forms(
+        find_key_transforms(
             nn.ModuleDict({"a": MultiHeadAttention(12, 4, positions=ALiBi(4))})["a"], {"query": torch.randn(2, 5, 12)}
         )
         == {}
@@ -72,12 +72,12 @@ def test_one_token_shows_no_turn_and_alibi_no_layer():
 )
 def test_a_form_that_cannot_be_is_refused(wrong):
     with pytest.raises(OptionError):
-        KeyForm(**wrong)
+        KeyTransform(**wrong)
 
 
 def test_a_form_of_other_heads_is_refused():
     layer = MultiHeadAttention(12, 3)
     with pytest.raises(OptionError, match="rotary_dim 8 and 0 classes for heads of 4 channels"):
-        apply(layer, [AlignHeads(0, ((0, 1, 2),), KeyForm("half", 8))])
+        apply(layer, [AlignHeads(0, ((0, 1, 2),), KeyTransform("half", 8))])
     with pytest.raises(OptionError, match=r"every one of the 3 KV heads must be in a group, got none with \[2\]"):
         apply(layer, [AlignHeads(0, ((0, 1),))])

@@ -18,7 +18,7 @@ from polyhead.surgery import (
 )
 from polyhead.surgery.calibration import streams
 from polyhead.surgery.calibration.streams import Piece
-from polyhead.surgery.compensation.masked_trial import Outputs, as_if
+from polyhead.surgery.compensation.masked_trial import Outputs, with_outputs
 from polyhead.surgery.compensation.sequential import AIMS, adds_to_stream, solve_in_order
 from tests.integrations.huggingface import models
 from tests.surgery.gated import FAMILIES, build
@@ -59,11 +59,11 @@ def test_a_failure_in_the_middle_of_an_order_takes_everything_back(monkeypatch):
     model = build(FAMILIES["llama"])
     before, solved, solve = fingerprint(model), [], Outputs.solved
 
-    def fails_at_the_second(problem, gone):
+    def fails_at_the_second(problem, removed):
         if solved:
             raise RuntimeError("no more memory")
-        solved.append(gone)
-        return solve(problem, gone)
+        solved.append(removed)
+        return solve(problem, removed)
 
     edits = [PruneHeads(number, (0, 1)) for number in range(2)]
     batches = [{"input_ids": models.tokens()}]
@@ -85,12 +85,12 @@ def test_each_layer_goes_on_where_the_last_stopped_and_finds_the_same(batches, m
     """Caching runs the first block for only one more row, and gives the same as a full forward."""
     model = build(FAMILIES[name])
     layers = find_layers(model)
-    gone, ran, found = {layer.path: (0, 1) for layer in layers}, [], []
+    removed, ran, found = {layer.path: (0, 1) for layer in layers}, [], []
     model.get_submodule(layers[0].output).register_forward_pre_hook(lambda _, given: ran.append(len(given[0])))
     for kept_bytes in (streams.MAX_CACHE_BYTES, 0):
         ran.clear()
         monkeypatch.setattr(streams, "MAX_CACHE_BYTES", kept_bytes)
-        found.append((solve_in_order(model, gone, lambda: batches, aim=aim), sum(ran)))
+        found.append((solve_in_order(model, removed, lambda: batches, aim=aim), sum(ran)))
     (ours, rows), (plain, _) = found
     sides, text = 1 if aim == "layer" else 2, sum(len(batch["input_ids"]) for batch in batches)
     assert rows == sides * (2 * text + 1) + (len(batches[0]["input_ids"]) if aim == "stream" else 0)
@@ -116,27 +116,27 @@ def test_in_order_each_aim_is_least_squares_for_what_it_aims_at(batches):
     model.set_attn_implementation("sdpa")
     layers = {layer.path: layer for layer in find_layers(model)}
     first, last = layers
-    gone = {first: (0, 1), last: (1, 2)}
+    removed = {first: (0, 1), last: (1, 2)}
     assert adds_to_stream(model, layers[last], Piece(batches[0]))
     whole = torch.cat([stream_behind(model, last, batch) for batch in batches])
     off = {}
     for aim in AIMS:
-        outputs = solve_in_order(model, gone, lambda: batches, aim=aim, ridge=1e-9)
-        with as_if(model, layers, outputs):
+        outputs = solve_in_order(model, removed, lambda: batches, aim=aim, ridge=1e-9)
+        with with_outputs(model, layers, outputs):
             off[aim] = float(
                 (torch.cat([stream_behind(model, last, batch) for batch in batches]) - whole).square().sum()
             )
     assert off["stream"] == min(off.values())
     assert off["stream"] < 0.999 * off["layer"]
     # No small change of the last matrix brings the stream nearer.
-    best = solve_in_order(model, gone, lambda: batches, aim="stream", ridge=1e-12)
+    best = solve_in_order(model, removed, lambda: batches, aim="stream", ridge=1e-12)
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
         step = torch.randn(best[last].matrix.shape, generator=generator, dtype=torch.float64) * 1e-2
         moved = {**best, last: Outputs(best[last].heads, best[last].matrix + step, best[last].bias)}
         errors = []
         for outputs in (best, moved):
-            with as_if(model, layers, outputs):
+            with with_outputs(model, layers, outputs):
                 rows = torch.cat([stream_behind(model, last, batch) for batch in batches])
             errors.append(float((rows - whole).square().sum()))
         assert errors[0] < errors[1]
@@ -163,11 +163,11 @@ def test_tokens_that_count_twice_are_as_tokens_that_are_there_twice(batches):
     model = build(FAMILIES["llama"])
     model.set_attn_implementation("sdpa")
     paths = [layer.path for layer in find_layers(model)]
-    gone = dict.fromkeys(paths, (0, 1))
+    removed = dict.fromkeys(paths, (0, 1))
     counts = [2.0, 1.0, 0.0, 1.0, 1.0, 1.0]
     weights = {path: [torch.full((3, 23), count) for count in counts] for path in paths}
     repeated = [batch for batch, count in zip(batches, counts, strict=True) for _ in range(int(count))]
-    found = solve_in_order(model, gone, lambda: batches, aim="stream", weights=weights)
-    expected = solve_in_order(model, gone, lambda: repeated, aim="stream")
+    found = solve_in_order(model, removed, lambda: batches, aim="stream", weights=weights)
+    expected = solve_in_order(model, removed, lambda: repeated, aim="stream")
     for path in paths:
         torch.testing.assert_close(found[path].matrix, expected[path].matrix, rtol=1e-6, atol=1e-8)

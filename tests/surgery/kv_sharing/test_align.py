@@ -13,14 +13,14 @@ from polyhead.layers import MultiHeadAttention
 from polyhead.layers.positions import Rotary
 from polyhead.surgery import (
     AlignHeads,
-    KeyForm,
+    KeyTransform,
     aligned,
     apply,
     change_key_basis,
     change_value_basis,
     edits_from_json,
     edits_to_json,
-    find_key_forms,
+    find_key_transforms,
     find_layers,
     fingerprint,
     read_heads,
@@ -37,7 +37,7 @@ def test_aligning_heads_changes_nothing_but_their_distance(name):
     family = FAMILIES[name]
     model = build(family)
     model.set_attn_implementation(polyhead.integrations.huggingface.register())
-    forms = find_key_forms(model, models.inputs(family))
+    forms = find_key_transforms(model, models.inputs(family))
     layers = [layer for layer in find_layers(model) if not layer.refusals]
     whole = result_of(model, family)
     edits = [AlignHeads(x.number, neighbours(x.layout.num_kv_heads, 1), forms[x.path], stack=x.stack) for x in layers]
@@ -62,7 +62,7 @@ def spread(held: Tensor) -> float:
 def test_heads_that_are_images_of_one_another_become_the_same():
     layer = MultiHeadAttention(33, 3, num_kv_heads=3, head_dim=10, positions=Rotary(10, rotary_dim=6)).double()
     heads = read_heads(layer, find_layers(layer)[0])
-    form = KeyForm("half", 6)
+    form = KeyTransform("half", 6)
     first = replace(
         heads,
         key=heads.key[:1].repeat(3, 1, 1),

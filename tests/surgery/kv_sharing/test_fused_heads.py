@@ -12,7 +12,7 @@ from polyhead.layers import MultiHeadAttention
 from polyhead.layers.positions import Rotary
 from polyhead.surgery import (
     FuseHeads,
-    KeyForm,
+    KeyTransform,
     MergeHeads,
     apply,
     change_key_basis,
@@ -34,7 +34,7 @@ from tests.surgery.drawn_heads import allowed_map, conditioned, heads_of, inputs
 
 def test_the_fused_head_is_the_truncated_mean_of_logits_and_sum_of_what_is_written():
     heads, inputs = heads_of(), inputs_of()
-    found = fuse(heads, (1, 4), KeyForm(), inputs)
+    found = fuse(heads, (1, 4), KeyTransform(), inputs)
     assert found.query.shape == (5, 6, 29)
     assert found.origins == (0, None, 2, 3, 5)
     left, right, values = root(inputs.query), root(centred(inputs.key)), root(centred(inputs.value))
@@ -55,9 +55,9 @@ def test_the_fused_head_is_the_truncated_mean_of_logits_and_sum_of_what_is_writt
 @pytest.mark.parametrize(
     ("positions", "form"),
     [
-        (None, KeyForm()),
-        (Rotary(6), KeyForm("half", 6)),
-        (Rotary(6, rotary_dim=4, interleaved=True), KeyForm("interleaved", 4)),
+        (None, KeyTransform()),
+        (Rotary(6), KeyTransform("half", 6)),
+        (Rotary(6, rotary_dim=4, interleaved=True), KeyTransform("interleaved", 4)),
     ],
 )
 def test_heads_that_do_the_same_in_other_bases_are_fused_without_loss_and_not_by_their_mean(positions, form):
@@ -98,7 +98,7 @@ def test_heads_that_do_the_same_in_other_bases_are_fused_without_loss_and_not_by
 def test_what_cannot_be_fused_is_refused():
     layer = MultiHeadAttention(12, 4, qk_norm="rms")
     with pytest.raises(OptionError, match="a norm of both prevents, got a layer with a rms norm"):
-        apply(layer, [FuseHeads(0, (0, 1), KeyForm("none", 0, "rms", (0, 0, 0)))])
+        apply(layer, [FuseHeads(0, (0, 1), KeyTransform("none", 0, "rms", (0, 0, 0)))])
     with pytest.raises(OptionError, match="heads 0 to 3, got"):
         apply(layer, [FuseHeads(0, (0, 9))])
     with pytest.raises(OptionError, match="at least two heads"):

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from polyhead.surgery import KeyForm, change_key_basis, change_value_basis, share
+from polyhead.surgery import KeyTransform, change_key_basis, change_value_basis, share
 from polyhead.surgery.kv_sharing.grouping import group_loss, neighbours, similar_groups
 from tests.surgery.drawn_heads import allowed_map, conditioned, heads_of, inputs_of, products
 
 
-@pytest.mark.parametrize("form", [KeyForm(), KeyForm("half", 6), KeyForm("interleaved", 4)], ids=str)
+@pytest.mark.parametrize("form", [KeyTransform(), KeyTransform("half", 6), KeyTransform("interleaved", 4)], ids=str)
 def test_heads_that_are_images_of_one_another_are_found_and_share_without_loss(form):
     heads, groups = heads_of(), ((0, 3), (1, 4), (2, 5))
     place = [0, 1, 2, 0, 1, 2]
@@ -41,8 +41,8 @@ def test_heads_that_are_images_of_one_another_are_found_and_share_without_loss(f
 
 def test_the_best_groups_of_all_are_found():
     heads, inputs = heads_of(), inputs_of()
-    loss = group_loss(heads, KeyForm(), inputs)
-    found = similar_groups(heads, 3, KeyForm(), inputs)
+    loss = group_loss(heads, KeyTransform(), inputs)
+    found = similar_groups(heads, 3, KeyTransform(), inputs)
 
     def pairings(left: list[int]):
         if not left:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import polyhead.integrations.huggingface
-from polyhead.surgery import HeadWeights, KeyForm, find_key_forms, find_layers, read_heads, share
+from polyhead.surgery import HeadWeights, KeyTransform, find_key_transforms, find_layers, read_heads, share
 from polyhead.surgery.calibration.input_moments import with_bias
 from polyhead.surgery.calibration.streams import uncached_pieces
 from polyhead.surgery.kv_sharing import refine_logits as module
@@ -16,7 +16,7 @@ from tests.integrations.huggingface import models
 from tests.surgery.gated import FAMILIES, build
 
 
-def seen_in(name: str, *, padded: bool = False) -> tuple[HeadWeights, KeyForm, list[LogitSample]]:
+def seen_in(name: str, *, padded: bool = False) -> tuple[HeadWeights, KeyTransform, list[LogitSample]]:
     family = FAMILIES[name]
     model = build(family)
     model.set_attn_implementation(polyhead.integrations.huggingface.register())
@@ -25,7 +25,7 @@ def seen_in(name: str, *, padded: bool = False) -> tuple[HeadWeights, KeyForm, l
         given["attention_mask"] = torch.ones(3, 23)
         given["attention_mask"][1, 15:] = 0
     layer = find_layers(model)[1]
-    forms = find_key_forms(model, given)
+    forms = find_key_transforms(model, given)
     heads = read_heads(model, layer)
     return (
         heads,
@@ -34,7 +34,7 @@ def seen_in(name: str, *, padded: bool = False) -> tuple[HeadWeights, KeyForm, l
     )
 
 
-def loss(heads: HeadWeights, form: KeyForm, seen: list[LogitSample]) -> float:
+def loss(heads: HeadWeights, form: KeyTransform, seen: list[LogitSample]) -> float:
     """Return twice the second-order KL divergence for these logit errors, by the formula."""
     total = 0.0
     for one in seen:
@@ -44,7 +44,7 @@ def loss(heads: HeadWeights, form: KeyForm, seen: list[LogitSample]) -> float:
     return total
 
 
-def again(heads: HeadWeights, form: KeyForm, one: LogitSample) -> Tensor:
+def again(heads: HeadWeights, form: KeyTransform, one: LogitSample) -> Tensor:
     """Return the logits of these heads, with rotary positions applied by hand."""
     turned = []
     for x, turns, held in (
@@ -123,4 +123,4 @@ def test_norms_and_nothing_seen_leave_heads_as_they_are():
     assert form.norm == "rms"
     assert refined_logits(heads, form, seen, rounds=1) is heads
     plain, _, _ = seen_in("bert")
-    assert refined_logits(plain, KeyForm(), [], rounds=1) is plain
+    assert refined_logits(plain, KeyTransform(), [], rounds=1) is plain

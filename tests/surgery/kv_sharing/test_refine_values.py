@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from polyhead.surgery import HeadWeights, KeyForm, share
+from polyhead.surgery import HeadWeights, KeyTransform, share
 from polyhead.surgery.calibration.input_moments import with_bias
 from polyhead.surgery.kv_sharing.refine_values import AttendedInputs, refined
 from tests.surgery.drawn_heads import heads_of
@@ -13,7 +13,7 @@ from tests.surgery.drawn_heads import heads_of
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_refined_values_write_what_is_asked_nearer_than_any_output_matrix_could(bias):
-    heads, width = share(heads_of(bias=bias), ((0, 1, 2), (3, 4, 5)), KeyForm()), 29
+    heads, width = share(heads_of(bias=bias), ((0, 1, 2), (3, 4, 5)), KeyTransform()), 29
     generator = torch.Generator().manual_seed(1)
     mixing = torch.randn(6, 6, generator=generator)
     drawn = torch.einsum("hk,tkw->thw", mixing, torch.randn(600, 6, width, generator=generator))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyhead.surgery import HeadWeights, KeyForm, ShareKeys, apply, find_layers, fingerprint, preview, share, undo
+from polyhead.surgery import HeadWeights, KeyTransform, ShareKeys, apply, find_layers, fingerprint, preview, share, undo
 from polyhead.surgery.calibration.input_moments import centred, with_bias
 from tests.surgery.drawn_heads import heads_of, inputs_of, products, root
 from tests.surgery.gated import FAMILIES, build
@@ -17,7 +17,7 @@ from tests.surgery.gated import FAMILIES, build
 @pytest.mark.parametrize("kv_heads", [6, 3])
 def test_shared_keys_are_the_leading_singular_vectors_of_the_stacked_products(kv_heads):
     heads, inputs = heads_of(6, kv_heads), inputs_of()
-    found = share(heads, (tuple(range(kv_heads)),), KeyForm(), inputs)
+    found = share(heads, (tuple(range(kv_heads)),), KeyTransform(), inputs)
     left, right = root(inputs.query), root(centred(inputs.key))
     stacked = torch.cat([left @ one @ right for one in products(heads)])
     left_over = torch.linalg.svdvals(stacked)[6:].square().sum()
@@ -30,7 +30,7 @@ def test_shared_keys_are_the_leading_singular_vectors_of_the_stacked_products(kv
 @pytest.mark.parametrize("bias", [True, False])
 def test_shared_values_are_the_leading_singular_vectors_of_what_is_written(bias):
     heads, inputs = heads_of(bias=bias), inputs_of()
-    found = share(heads, ((0, 2, 4), (1, 3, 5)), KeyForm(), inputs)
+    found = share(heads, ((0, 2, 4), (1, 3, 5)), KeyTransform(), inputs)
 
     def written(x: HeadWeights) -> Tensor:
         return with_bias(x.value, x.value_bias)[list(x.key_heads)].mT @ x.output
@@ -50,7 +50,7 @@ def test_shared_values_are_the_leading_singular_vectors_of_what_is_written(bias)
 
 def test_under_rotary_positions_every_pair_has_its_leading_complex_vector():
     heads, inputs = heads_of(bias=False), inputs_of()
-    form = KeyForm("interleaved", 4)
+    form = KeyTransform("interleaved", 4)
     found = share(heads, (tuple(range(6)),), form, inputs)
     left, right = root(inputs.query)[:-1, :-1], root(inputs.key[:-1, :-1])
     for one, two in form.pairs:

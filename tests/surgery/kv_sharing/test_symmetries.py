@@ -14,11 +14,11 @@ from polyhead.layers import MultiHeadAttention
 from polyhead.layers.positions import Rotary
 from polyhead.surgery import (
     AlignHeads,
-    KeyForm,
+    KeyTransform,
     apply,
     change_key_basis,
     change_value_basis,
-    find_key_forms,
+    find_key_transforms,
     find_layers,
     read_heads,
     undo,
@@ -29,7 +29,12 @@ from tests.integrations.huggingface import models
 from tests.surgery.drawn_heads import allowed_map, conditioned
 from tests.surgery.gated import FAMILIES, ROUNDED, build
 
-HALF, INTERLEAVED, PARTIAL, NONE = KeyForm("half", 8), KeyForm("interleaved", 8), KeyForm("half", 2), KeyForm()
+HALF, INTERLEAVED, PARTIAL, NONE = (
+    KeyTransform("half", 8),
+    KeyTransform("interleaved", 8),
+    KeyTransform("half", 2),
+    KeyTransform(),
+)
 FORMS = {
     "gpt2": NONE,
     "bert": NONE,
@@ -52,7 +57,7 @@ FORMS = {
 class Turned:
     """Maps keys and values by random allowed maps; for `apply(..., compensation=...)`."""
 
-    def __init__(self, forms: dict[str, KeyForm]) -> None:
+    def __init__(self, forms: dict[str, KeyTransform]) -> None:
         self.forms = forms
 
     def __call__(self, path, before, after):
@@ -75,7 +80,7 @@ def test_every_allowed_map_leaves_the_model_as_it_is(name, dtype):
     family = FAMILIES[name]
     model, given = build(family, dtype=dtype), models.inputs(family, dtype)
     model.set_attn_implementation(polyhead.integrations.huggingface.register())  # eager rounds its weights to float32
-    forms = find_key_forms(model, given)
+    forms = find_key_transforms(model, given)
     assert set(forms.values()) == {FORMS[name]}
     layers = [layer for layer in find_layers(model) if not layer.refusals]
     whole = of(model, given)
@@ -100,7 +105,7 @@ def test_channels_that_a_norm_weights_alike_may_be_turned_and_others_not():
         layer.q_norm.weight.copy_(torch.tensor([1, 2, 3, 1, 2, 4, 1, 1, 5, 5.0]))
         layer.k_norm.weight.copy_(torch.tensor([3, 2, 3, 3, 2, 3, 1, 1, 5, 5.0]))
     x = torch.randn(2, 11, 42, dtype=torch.float64)
-    form = find_key_forms(layer, {"query": x})[""]
+    form = find_key_transforms(layer, {"query": x})[""]
     assert form.classes == (0, 1, 2, 0, 1, 3, 4, 4, 5, 5)
     whole = layer(x).output
     apply(layer, untouched(find_layers(layer)), compensation=Turned({"": form}))
@@ -115,9 +120,9 @@ def test_channels_that_a_norm_weights_alike_may_be_turned_and_others_not():
 @pytest.mark.parametrize(
     ("form", "words"),
     [
-        (KeyForm("half", 4), "one rotation and one scale per rotary pair"),
-        (KeyForm("none", 0, "rms", (0,) * 4), "rotations alone, of channels of equal norm weight, got"),
-        (KeyForm("none", 0, "layer"), "the identity alone, since the norm is of all channels together"),
+        (KeyTransform("half", 4), "one rotation and one scale per rotary pair"),
+        (KeyTransform("none", 0, "rms", (0,) * 4), "rotations alone, of channels of equal norm weight, got"),
+        (KeyTransform("none", 0, "layer"), "the identity alone, since the norm is of all channels together"),
     ],
 )
 def test_a_map_that_would_change_logits_is_refused(form, words):
@@ -136,6 +141,6 @@ def test_maps_of_a_bad_condition_or_shape_are_refused():
     with pytest.raises(OptionError, match="a condition number of at most 100, got 101"):
         change_value_basis(heads, maps)
     with pytest.raises(OptionError, match="a condition number of at most 100, got inf"):
-        change_key_basis(heads, torch.zeros(3, 4, 4), KeyForm())
+        change_key_basis(heads, torch.zeros(3, 4, 4), KeyTransform())
     with pytest.raises(ShapeError, match=r"maps must be \[3 KV heads, 4, 4\], got \[4, 4\]"):
         change_value_basis(heads, torch.eye(4))

@@ -10,7 +10,7 @@ from polyhead.surgery import choose_heads, find_layers, loss_weights
 from polyhead.surgery.adapters.head_weights import read_heads
 from polyhead.surgery.calibration.sensitivity import Sensitivity, loss_sensitivities
 from polyhead.surgery.selection.criteria import CRITERIA, magnitudes, orders_by, redundancy_order
-from polyhead.surgery.selection.measurements import Evidence, Judge
+from polyhead.surgery.selection.measurements import Evidence, Objectives
 from polyhead.surgery.selection.orders import pruning_order
 from polyhead.surgery.selection.quality import language_slope
 from tests.surgery.gated import FAMILIES, build
@@ -25,8 +25,8 @@ def evidence(batches) -> Evidence:
     with torch.no_grad():  # head 1 of layer 0 writes nothing
         linear = model.get_submodule(f"{PATH}.o_proj")
         linear.weight[:, linear.in_features // 4 : linear.in_features // 2] = 0
-    judge = Judge(slope=language_slope, ablated="language", gradient="language", slopes=3, ablations=1)
-    return Evidence(model, batches, judge)
+    objectives = Objectives(slope=language_slope, ablated="language", gradient="language", slopes=3, ablations=1)
+    return Evidence(model, batches, objectives)
 
 
 @pytest.mark.parametrize("name", CRITERIA)
@@ -104,7 +104,7 @@ def test_magnitudes_do_not_change_with_the_coordinates_between_value_and_output(
 
 
 def test_a_judge_that_cannot_say_is_told_of(evidence):
-    silent = Evidence(evidence.model, evidence.batches, Judge())
+    silent = Evidence(evidence.model, evidence.batches, Objectives())
     with pytest.raises(OptionError, match="criterion must be one of compensated, plain"):
         orders_by("charm", silent)
     with pytest.raises(OptionError, match="a judge without ablated"):

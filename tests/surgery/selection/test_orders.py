@@ -30,8 +30,8 @@ def test_orders_in_a_metric_cost_what_solving_anew_says(root, bias):
     problem = Problem.of(moments, heads, 1e-10)
     assert len(order.heads) == 4
     for step in range(4):
-        gone = order.heads[:step]
-        costs = {head: loss_without(problem, (*gone, head), root) for head in range(5) if head not in gone}
+        removed = order.heads[:step]
+        costs = {head: loss_without(problem, (*removed, head), root) for head in range(5) if head not in removed}
         assert min(costs, key=costs.get) == order.heads[step]
         assert order.losses[step] == pytest.approx(costs[order.heads[step]], rel=1e-5)
     with pytest.raises(ShapeError, match=r"root must be \[35, any\]"):

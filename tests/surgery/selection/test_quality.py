@@ -18,12 +18,12 @@ def test_figures_of_a_model_stand_beside_those_of_the_whole(batches):
     perplexity, fidelity = Perplexity(model, batches), Fidelity(model, batches)
     with torch.no_grad():
         means = [model(**batch, labels=batch["input_ids"]).loss for batch in batches]
-    assert perplexity.whole == pytest.approx(float(torch.stack(means).mean().exp()), rel=1e-5)
+    assert perplexity.original == pytest.approx(float(torch.stack(means).mean().exp()), rel=1e-5)
     assert perplexity.measure().error == 0
     assert fidelity.measure().value == pytest.approx(1, abs=1e-6)
     with torch.no_grad():
         model.get_submodule("model.layers.0.self_attn.o_proj").weight.mul_(-3)
-    assert perplexity.measure().value != perplexity.whole
+    assert perplexity.measure().value != perplexity.original
     assert perplexity.measure().error > 0
     assert fidelity.measure().value < 0.999
     cosines = []
@@ -32,9 +32,9 @@ def test_figures_of_a_model_stand_beside_those_of_the_whole(batches):
             linear = model.get_submodule("model.layers.0.self_attn.o_proj")
             found = model.model(**batch).last_hidden_state
             linear.weight.div_(-3)
-            whole = model.model(**batch).last_hidden_state
+            original = model.model(**batch).last_hidden_state
             linear.weight.mul_(-3)
-            cosines.append(torch.cosine_similarity(found, whole, dim=-1).double())
+            cosines.append(torch.cosine_similarity(found, original, dim=-1).double())
     rows = torch.cat(cosines).mean(1)  # of equally many tokens each
     assert fidelity.measure().value == pytest.approx(float(rows.mean()), abs=1e-6)
     assert fidelity.measure().error == pytest.approx(float(rows.std()) / len(rows) ** 0.5, rel=1e-3)

@@ -8,7 +8,7 @@ import torch
 from polyhead.errors import OptionError
 from polyhead.surgery import fingerprint
 from polyhead.surgery.selection.budgets import Size, Target, other_flops
-from polyhead.surgery.selection.measurements import Evidence, Judge
+from polyhead.surgery.selection.measurements import Evidence, Objectives
 from polyhead.surgery.selection.quality import Fidelity, Probe, language_slope
 from polyhead.surgery.selection.shrinker import Shrinker
 from tests.integrations.huggingface import models
@@ -32,20 +32,20 @@ def test_targets_are_read_and_refused():
 def test_a_budget_takes_the_fewest_heads_that_reach_it(batches):
     model = build(FAMILIES["llama"])
     model.set_attn_implementation("sdpa")
-    evidence = Evidence(model, batches, Judge(slope=language_slope))
+    evidence = Evidence(model, batches, Objectives(slope=language_slope))
     shrinker = Shrinker(evidence)
     for text in ("30%-heads", "1.1x-faster"):
         target = Target.parse(text)
-        gone = shrinker.meet_target(target)
-        count = sum(map(len, gone.values()))
-        assert shrinker.size(gone).reaches(target)
-        assert not shrinker.size(shrinker.gone(count - 1)).reaches(target)
+        removed = shrinker.meet_target(target)
+        count = sum(map(len, removed.values()))
+        assert shrinker.size(removed).reaches(target)
+        assert not shrinker.size(shrinker.removed(count - 1)).reaches(target)
     with pytest.raises(OptionError, match="every layer keeps at least one head, which leaves 25% of the heads"):
         shrinker.meet_target(Target("heads", 0.9))
     by_keys = Shrinker(evidence, by_key_heads=True)
-    gone = by_keys.meet_target(Target("cache", 1.3))
-    assert by_keys.size(gone).cache == 0.75
-    assert {len(heads) for heads in gone.values()} == {2}
+    removed = by_keys.meet_target(Target("cache", 1.3))
+    assert by_keys.size(removed).cache == 0.75
+    assert {len(heads) for heads in removed.values()} == {2}
     with pytest.raises(OptionError, match="pruning KV heads needs the criterion compensated"):
         Shrinker(evidence, by_key_heads=True, criterion="plain")
 
@@ -53,7 +53,7 @@ def test_a_budget_takes_the_fewest_heads_that_reach_it(batches):
 def test_flops_outside_of_attention_are_those_of_its_linear_layers():
     model = build(FAMILIES["llama"])
     shrinker_work = Shrinker(
-        Evidence(model, [{"input_ids": models.tokens()}], Judge(slope=language_slope)), weighting="none"
+        Evidence(model, [{"input_ids": models.tokens()}], Objectives(slope=language_slope)), weighting="none"
     ).work
     body = sum(p.numel() for name, p in model.named_parameters() if "mlp" in name and p.ndim == 2)
     assert other_flops(model, shrinker_work) == 2 * 512 * (body + model.lm_head.weight.numel())
@@ -62,11 +62,11 @@ def test_flops_outside_of_attention_are_those_of_its_linear_layers():
 def test_a_curve_has_its_controls(batches):
     model = build(FAMILIES["bert"])
     before = fingerprint(model)
-    shrinker = Shrinker(Evidence(model, batches, Judge(slope=Probe())))
+    shrinker = Shrinker(Evidence(model, batches, Objectives(slope=Probe())))
     told = []
     choices = shrinker.choices(shares=(0.25, 0.26, 0.5, 0.99), seeds=(0, 1))
     found = shrinker.curve(Fidelity(model, batches), choices, progress=told.append)
-    assert [point.gone for point in found] == [2, 4]
+    assert [point.removed for point in found] == [2, 4]
     assert sum(told) == sum(choice.measurements for choice in choices) == 8
     assert all(len(point.random) == 2 for point in found)
     assert all(point.compensated.value > point.not_compensated.value for point in found)
@@ -75,17 +75,17 @@ def test_a_curve_has_its_controls(batches):
 
 
 def test_sizes_are_those_that_edits_leave(batches):
-    shrinker = Shrinker(Evidence(build(FAMILIES["llama"]), batches, Judge(slope=language_slope)))
+    shrinker = Shrinker(Evidence(build(FAMILIES["llama"]), batches, Objectives(slope=language_slope)))
     for steps in (1, 4, 5, 2):
-        gone = shrinker.gone(steps)
-        counted = shrinker.counted(gone)
+        removed = shrinker.removed(steps)
+        counted = shrinker.counted(removed)
         rest = other_flops(shrinker.model, shrinker.work)
-        assert shrinker.size(gone) == Size(
+        assert shrinker.size(removed) == Size(
             counted.after.heads / counted.before.heads,
             counted.after.cache_bytes_per_token / counted.before.cache_bytes_per_token,
             (counted.after.flops + rest) / (counted.before.flops + rest),
         )
-    assert shrinker.size({}) == shrinker.size(dict.fromkeys(gone, ())) == Size(1.0, 1.0, 1.0)
+    assert shrinker.size({}) == shrinker.size(dict.fromkeys(removed, ())) == Size(1.0, 1.0, 1.0)
 
 
 def misleading():
@@ -105,21 +105,23 @@ def misleading():
 def test_a_search_finds_where_heads_matter_less():
     model, text = misleading(), batches_of_tokens()
     before = fingerprint(model)
-    shrinker = Shrinker(Evidence(model, text, Judge(slope=language_slope)), criterion="magnitude", weighting="none")
+    shrinker = Shrinker(
+        Evidence(model, text, Objectives(slope=language_slope)), criterion="magnitude", weighting="none"
+    )
     first_layer, last_layer = shrinker.evidence.layers
     target, quality, told = Target("heads", 0.5), Fidelity(model, text[:2]), []
     found = shrinker.searched(target, quality, progress=told.append)
     assert found.first == shrinker.meet_target(target)
     assert {path: len(own) for path, own in found.first.items()} == {first_layer: 5, last_layer: 1}
-    assert {path: len(own) for path, own in found.gone.items()} == {first_layer: 1, last_layer: 5}
+    assert {path: len(own) for path, own in found.removed.items()} == {first_layer: 1, last_layer: 5}
     assert found.moved == 4
     assert found.loss < 0.5 * found.first_loss
-    assert 1 - shrinker.worth(found.gone, quality).value == pytest.approx(found.loss)
-    assert 1 - shrinker.worth(found.first, quality).value == pytest.approx(found.first_loss)
+    assert 1 - shrinker.measure_without(found.removed, quality).value == pytest.approx(found.loss)
+    assert 1 - shrinker.measure_without(found.first, quality).value == pytest.approx(found.first_loss)
     assert sum(told) == found.measured <= shrinker.search_measurements()
     assert fingerprint(model) == before
     # The losses that are measured say where to begin; without moves that is where it ends.
-    assert shrinker.searched(target, quality, tries=1).gone == found.gone
+    assert shrinker.searched(target, quality, tries=1).removed == found.removed
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,7 @@ def test_a_search_finds_where_heads_matter_less():
 def test_a_search_keeps_to_its_target(text, by_key_heads):
     """The loss is the number of KV heads without a reader, so an unconstrained search would restore them."""
     model, batches = decoder(heads=6, kv_heads=3, hidden=48, head_dim=8), batches_of_tokens()
-    shrinker = Shrinker(Evidence(model, batches, Judge(slope=language_slope)), by_key_heads=by_key_heads)
+    shrinker = Shrinker(Evidence(model, batches, Objectives(slope=language_slope)), by_key_heads=by_key_heads)
     target = Target.parse(text)
 
     class KeyHeads(Fidelity):
@@ -139,11 +141,11 @@ def test_a_search_keeps_to_its_target(text, by_key_heads):
 
     found = shrinker.searched(target, KeyHeads(model, batches[:1]))
     assert shrinker.size(found.first).reaches(target)
-    assert shrinker.size(found.gone).reaches(target)
+    assert shrinker.size(found.removed).reaches(target)
     assert found.loss <= found.first_loss
     if target.kind == "heads":
-        assert sum(map(len, found.gone.values())) == sum(map(len, found.first.values())) == 5
+        assert sum(map(len, found.removed.values())) == sum(map(len, found.first.values())) == 5
         assert found.loss < found.first_loss
-    for path, own in found.gone.items() if by_key_heads else ():
+    for path, own in found.removed.items() if by_key_heads else ():
         readers = shrinker.evidence.heads[path].readers
         assert set(own) == {head for group in readers if set(group) & set(own) for head in group}

@@ -12,10 +12,10 @@ from transformers import LlamaForCausalLM
 from polyhead.errors import OptionError
 from polyhead.surgery import PruneHeads, apply, find_layers, save
 from polyhead.surgery.compensation.least_squares import Problem
-from polyhead.surgery.compensation.masked_trial import GivenOutputs, as_if
+from polyhead.surgery.compensation.masked_trial import GivenOutputs, with_outputs
 from polyhead.surgery.selection import uniform
 from polyhead.surgery.selection.budgets import Target
-from polyhead.surgery.selection.measurements import Evidence, Judge
+from polyhead.surgery.selection.measurements import Evidence, Objectives
 from polyhead.surgery.selection.quality import Fidelity, language_slope
 from polyhead.surgery.selection.search import RankedSet, refined_sets
 from polyhead.surgery.selection.uniform import (
@@ -38,20 +38,20 @@ def test_heads_that_go_are_the_cheapest_of_all_sets_in_equal_groups(heads_left, 
     found = ranked_sets(moments, heads, heads_left, keys_left, ridge=1e-10)[0].heads
     size = heads_left // keys_left
     sets = []
-    for gone in itertools.combinations(range(6), 6 - heads_left):
-        left = [sum(heads.key_heads[head] == key for head in range(6) if head not in gone) for key in range(3)]
+    for removed in itertools.combinations(range(6), 6 - heads_left):
+        left = [sum(heads.key_heads[head] == key for head in range(6) if head not in removed) for key in range(3)]
         if sorted(left) == [0] * (3 - keys_left) + [size] * keys_left:
-            sets.append(gone)
+            sets.append(removed)
     assert len(sets) == options
-    assert found == min(sets, key=lambda gone: loss_without(problem, gone))
+    assert found == min(sets, key=lambda removed: loss_without(problem, removed))
 
 
 def test_heads_of_many_sets_go_one_after_the_other(monkeypatch):
     monkeypatch.setattr(uniform, "MAX_SETS", 0)
     moments, heads = of_layer(grouped(), text())
     for left, keys in ((3, 3), (4, 2), (2, 2)):
-        gone = ranked_sets(moments, heads, left, keys)[0].heads
-        counts = [sum(heads.key_heads[head] == key for head in range(6) if head not in gone) for key in range(3)]
+        removed = ranked_sets(moments, heads, left, keys)[0].heads
+        counts = [sum(heads.key_heads[head] == key for head in range(6) if head not in removed) for key in range(3)]
         assert sorted(counts) == [0] * (3 - keys) + [left // keys] * keys
     with pytest.raises(OptionError, match=r"6 heads over 3 KV heads can be reduced to fewer of both.*got 5 over 3"):
         ranked_sets(moments, heads, 5, 3)
@@ -64,18 +64,18 @@ def test_what_a_stock_class_holds_is_known_before_a_weight_is_touched():
         count = layers[0].layout.num_heads
         assert count == 4
         groups = [[layer.layout.key_head(head) for head in range(count)] for layer in layers]
-        gone = {
+        removed = {
             layer.path: tuple(keys.index(key) for key in set(keys)) for layer, keys in zip(layers, groups, strict=True)
         }
-        gone = gone if even else {layer.path: (0, 1) for layer in layers}
-        assert fits_native(model, gone) == even
-        assert not fits_native(model, {layers[0].path: gone[layers[0].path]})
+        removed = removed if even else {layer.path: (0, 1) for layer in layers}
+        assert fits_native(model, removed) == even
+        assert not fits_native(model, {layers[0].path: removed[layers[0].path]})
         assert fits_native(model, {})
 
 
 def uniform_shrinker(**options) -> UniformShrinker:
     model = decoder(heads=6, kv_heads=3, hidden=48, head_dim=8, **options)
-    return UniformShrinker(Evidence(model, batches_of_tokens(), Judge(slope=language_slope)))
+    return UniformShrinker(Evidence(model, batches_of_tokens(), Objectives(slope=language_slope)))
 
 
 def test_layouts_are_those_that_a_stock_class_holds():
@@ -98,15 +98,15 @@ def test_the_largest_layout_that_reaches_a_target_is_taken():
         ("60%-heads", (2, 2), "8 heads go, 2/2 heads/KV heads stay in every layer"),
         ("3x-cache", (2, 1), "8 heads go, 2/1 heads/KV heads stay in every layer"),
     ):
-        gone = shrinker.meet_target(Target.parse(target))
-        assert shrinker.in_words(gone) == words
-        assert shrinker.size(gone).reaches(Target.parse(target))
-        assert fits_native(shrinker.model, gone)
+        removed = shrinker.meet_target(Target.parse(target))
+        assert shrinker.summary(removed) == words
+        assert shrinker.size(removed).reaches(Target.parse(target))
+        assert fits_native(shrinker.model, removed)
         sets = uniform_sets(shrinker.evidence, *layout, "token")
-        assert gone == {path: own[0].heads for path, own in sets.items()}
+        assert removed == {path: own[0].heads for path, own in sets.items()}
     with pytest.raises(OptionError, match=r"can have heads/KV heads 4/2, 3/3, 2/2, 2/1, 1/1, of which 1/1 "):
         shrinker.meet_target(Target("cache", 4.0))
-    assert [sum(map(len, gone.values())) for gone in shrinker.stages()] == [4, 6, 8, 8, 10]
+    assert [sum(map(len, removed.values())) for removed in shrinker.stages()] == [4, 6, 8, 8, 10]
 
 
 def test_the_curve_of_layouts_has_its_controls(monkeypatch):
@@ -115,11 +115,13 @@ def test_the_curve_of_layouts_has_its_controls(monkeypatch):
     choices = shrinker.choices(seeds=(0, 1))
     for choice in choices:
         assert choice.random[0] != choice.random[1]
-        assert all(fits_native(shrinker.model, gone) for gone in (choice.gone, *choice.random))
-        assert {len(own) for gone in choice.random for own in gone.values()} == {len(x) for x in choice.gone.values()}
+        assert all(fits_native(shrinker.model, removed) for removed in (choice.removed, *choice.random))
+        assert {len(own) for removed in choice.random for own in removed.values()} == {
+            len(x) for x in choice.removed.values()
+        }
     points = shrinker.curve(quality, choices)
     assert [point.layout for point in points] == ["4/2", "3/3", "2/2", "2/1", "1/1"]
-    assert [point.gone for point in points] == [4, 6, 8, 8, 10]
+    assert [point.removed for point in points] == [4, 6, 8, 8, 10]
     monkeypatch.setattr(uniform, "MAX_LAYOUTS", 3)
     assert [choice.layout for choice in shrinker.choices()] == ["4/2", "2/2", "1/1"]
 
@@ -143,9 +145,11 @@ def test_a_search_exchanges_heads_within_layers_while_that_helps():
     assert found.first == shrinker.meet_target(target)
     assert found.loss < found.first_loss
     assert found.moved > 0
-    assert {path: len(own) for path, own in found.gone.items()} == {path: len(own) for path, own in found.first.items()}
-    assert fits_native(shrinker.model, found.gone)
-    with as_if(shrinker.model, shrinker.evidence.layers, shrinker.compensated(found.gone)):
+    assert {path: len(own) for path, own in found.removed.items()} == {
+        path: len(own) for path, own in found.first.items()
+    }
+    assert fits_native(shrinker.model, found.removed)
+    with with_outputs(shrinker.model, shrinker.evidence.layers, shrinker.compensated(found.removed)):
         assert quality.loss() == pytest.approx(found.loss, abs=1e-9)
 
 
@@ -166,12 +170,12 @@ def test_a_search_of_sets_takes_what_measures_best_whatever_the_evidence_says():
 
 def test_a_model_of_one_layout_is_stock_and_gives_the_same(tmp_path):
     shrinker = uniform_shrinker(dtype=torch.float32)
-    gone = shrinker.meet_target(Target("heads", 0.5))
-    outputs, ids = shrinker.compensated(gone), batches_of_tokens()[0]["input_ids"]
+    removed = shrinker.meet_target(Target("heads", 0.5))
+    outputs, ids = shrinker.compensated(removed), batches_of_tokens()[0]["input_ids"]
     with torch.no_grad():
-        with as_if(shrinker.model, shrinker.evidence.layers, outputs):
+        with with_outputs(shrinker.model, shrinker.evidence.layers, outputs):
             wanted = shrinker.model(ids).logits
-        apply(shrinker.model, shrinker.edits(gone), compensation=GivenOutputs(outputs))
+        apply(shrinker.model, shrinker.edits(removed), compensation=GivenOutputs(outputs))
         assert save(shrinker.model, tmp_path / "saved", form="uniform").loads_natively
         loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved").eval()
         found = loaded(ids).logits

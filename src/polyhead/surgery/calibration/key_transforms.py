@@ -28,19 +28,19 @@ from polyhead.surgery.calibration.temporary import evaluating
 
 Pairing = Literal["none", "half", "interleaved"]
 Norm = Literal["none", "rms", "layer"]
-KEY_FORMS: Registry[KeyForm] = Registry("a key form")
+KEY_FORMS: Registry[KeyTransform] = Registry("a key form")
 
 
 @KEY_FORMS.register("key_form")
 @dataclass(frozen=True, slots=True)
-class KeyForm:
+class KeyTransform:
     """Transform of queries and keys between their projections and the logits.
 
     The first `rotary_dim` channels are rotated in pairs: "half" pairs channel i with i + rotary_dim / 2 (Llama),
     "interleaved" 2 i with 2 i + 1 (GPT-J). With an RMS norm, `classes` labels the channels; channels of one class have
     the same weights in the norms of queries and keys.
 
-    >>> KeyForm("half", 4).pairs
+    >>> KeyTransform("half", 4).pairs
     ((0, 2), (1, 3))
     """
 
@@ -85,7 +85,7 @@ class KeyForm:
             )
 
 
-def find_key_forms(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, KeyForm]:
+def find_key_transforms(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, KeyTransform]:
     """Detect the key form of every editable attention layer that this call reaches, by path.
 
     Args:
@@ -135,7 +135,7 @@ def _record_hook(store: dict[str, Tensor], part: str, rows: Tensor | None = None
     return hook
 
 
-def _form_of(layer: AttentionLayer, projections: _ProjectionRecorder, attended: Attended) -> KeyForm:
+def _form_of(layer: AttentionLayer, projections: _ProjectionRecorder, attended: Attended) -> KeyTransform:
     layout, path = layer.layout, layer.path
     assert layout is not None
     tokens = attended.query.shape[2]
@@ -161,7 +161,7 @@ def _form_of(layer: AttentionLayer, projections: _ProjectionRecorder, attended: 
         layout.head_dim, _last_changed(*before_after[1]) if full_precision else layout.head_dim
     ):
         if _rotation_error(before_after, pairing, rotary_dim) <= tolerance:
-            return KeyForm(pairing, rotary_dim, norm, classes)
+            return KeyTransform(pairing, rotary_dim, norm, classes)
     raise OptionError(
         f"between the projections of {path!r} and its logits there may only be norms followed by rotary positions, "
         "half-split or interleaved; got queries and keys that are changed in another way"
@@ -234,7 +234,7 @@ def _rotation_error(before_after: list[tuple[Tensor, Tensor]], pairing: Pairing,
         error = max(error, _distance(source, target))
     if pairing == "none":
         return error
-    first, second = KeyForm(pairing, rotary_dim).halves
+    first, second = KeyTransform(pairing, rotary_dim).halves
     pairs = [
         _with_equal_norm(*(torch.complex(x[..., first], x[..., second]) for x in (before, after)))
         for before, after in before_after

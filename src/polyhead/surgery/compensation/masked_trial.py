@@ -75,14 +75,18 @@ def output_parameters(
 
 
 @contextmanager
-def as_if(model: nn.Module, layers: Mapping[str, AttentionLayer], outputs: Mapping[str, Outputs]) -> Iterator[None]:
+def with_outputs(
+    model: nn.Module, layers: Mapping[str, AttentionLayer], outputs: Mapping[str, Outputs]
+) -> Iterator[None]:
     """Run the model with these outputs within the context; restored bit for bit on exit."""
     with lent(model, output_parameters(model, layers, outputs)):
         yield
 
 
 def plain_outputs(
-    model: nn.Module, layers: Mapping[str, AttentionLayer], gone: Mapping[str, Sequence[int]]
+    model: nn.Module, layers: Mapping[str, AttentionLayer], removed: Mapping[str, Sequence[int]]
 ) -> dict[str, Outputs]:
     """Return the outputs of layers without these heads, not compensated."""
-    return {path: Outputs.plain(read_heads(model, layers[path]), heads) for path, heads in gone.items() if len(heads)}
+    return {
+        path: Outputs.plain(read_heads(model, layers[path]), heads) for path, heads in removed.items() if len(heads)
+    }

@@ -69,7 +69,7 @@ def apply_in_order(
 @torch.no_grad()
 def solve_in_order(
     model: nn.Module,
-    gone: Mapping[str, Sequence[int]],
+    removed: Mapping[str, Sequence[int]],
     batches: Batches,
     *,
     aim: Aim = "layer",
@@ -77,23 +77,23 @@ def solve_in_order(
     weights: Mapping[str, Sequence[Tensor]] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Outputs]:
-    """Solve W_O of pruned layers, by path, for `as_if` or `GivenOutputs`; the model is unchanged.
+    """Solve W_O of pruned layers, by path, for `with_outputs` or `GivenOutputs`; the model is unchanged.
 
-    `gone` are the pruned heads by path; `weights` are token weights by path and batch, as `token_weights` returns them.
+    `removed` are the pruned heads by path; `weights` are token weights by path and batch, from `token_weights`.
     """
     check_ridge(ridge)
     if aim not in AIMS:
         raise OptionError(f"aim must be one of {', '.join(AIMS)}, got {aim!r}")
     layers = {layer.path: layer for layer in find_layers(model)}
     solved: dict[str, Outputs] = {}
-    edited = [path for path in layers if path in gone]
+    edited = [path for path in layers if path in removed]
     streams = Streams(model, list(batches()), needs_original=aim != "layer")
     with evaluating(model):
         for index, path in enumerate(edited):
             layer, lending = layers[path], output_parameters(model, layers, solved)
             heads, text = read_heads(model, layer), streams.before(layer, lending)
             moments = _collect(model, layer, text, lending, aim, None if weights is None else weights[path])
-            solved[path] = Outputs.solved(moments.problem(heads, ridge, path), gone[path])
+            solved[path] = Outputs.solved(moments.problem(heads, ridge, path), removed[path])
             if progress is not None:
                 progress(index + 1, len(edited))
     return solved

@@ -15,7 +15,7 @@ from torch import Tensor
 from polyhead.errors import CheckpointError, OptionError
 from polyhead.files import as_type, build, read_tensors, refusing
 from polyhead.geometry import HeadLayout, HeadOrigins
-from polyhead.observation.saving import write_whole
+from polyhead.observation.saving import write_atomically
 from polyhead.surgery.edits.head_edits import HeadEdit, edits_from_json, edits_to_json
 from polyhead.surgery.native.configs import ConfigChange, join_changes
 
@@ -75,7 +75,7 @@ class EditRecord:
             "config": [dataclasses.asdict(change) for change in self.config],
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
         }
-        write_whole(Path(path), serialise(dict(self.tensors), {_KEY: json.dumps(header)}))
+        write_atomically(Path(path), serialise(dict(self.tensors), {_KEY: json.dumps(header)}))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> EditRecord:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from polyhead.surgery.adapters.head_weights import HeadWeights
 from polyhead.surgery.calibration.input_moments import InputMoments, with_bias
-from polyhead.surgery.calibration.key_transforms import KEY_FORMS, KeyForm
+from polyhead.surgery.calibration.key_transforms import KEY_FORMS, KeyTransform
 from polyhead.surgery.calibration.moments import MIN_RELATIVE_ENERGY
 from polyhead.surgery.edits.head_edits import EDITS, GroupQueries, HeadEdit
 from polyhead.surgery.kv_sharing.symmetries import CONDITION, blocks, change_key_basis, change_value_basis, pair_part
@@ -22,10 +22,10 @@ from polyhead.surgery.kv_sharing.symmetries import CONDITION, blocks, change_key
 
 @dataclass(frozen=True)
 class EditGroups(HeadEdit):
-    """An edit of groups of KV heads; `form` is the key form of the layer, from `find_key_forms`."""
+    """An edit of groups of KV heads; `form` is the key form of the layer, from `find_key_transforms`."""
 
     groups: tuple[tuple[int, ...], ...]
-    form: KeyForm = field(default=KeyForm(), metadata={"kinds": KEY_FORMS})
+    form: KeyTransform = field(default=KeyTransform(), metadata={"kinds": KEY_FORMS})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,7 +49,7 @@ class AlignHeads(EditGroups):
 
 
 def aligned(
-    heads: HeadWeights, groups: Sequence[Sequence[int]], form: KeyForm, inputs: InputMoments | None = None
+    heads: HeadWeights, groups: Sequence[Sequence[int]], form: KeyTransform, inputs: InputMoments | None = None
 ) -> HeadWeights:
     """Return equivalent heads, those of a group as near to each other as the symmetries allow."""
     form.check(heads.layout)
@@ -62,7 +62,7 @@ def aligned(
     for first, *others in groups:
         for other in others:
             key_maps[other] = key_map(keys[other], keys[first], inputs.key, form)
-            value_maps[other] = key_map(values[other], values[first], inputs.value, KeyForm())
+            value_maps[other] = key_map(values[other], values[first], inputs.value, KeyTransform())
     mapped = change_value_basis(change_key_basis(heads, key_maps, form), value_maps)
     changed_keys = {head for _, *others in groups for head in others}
     # The inputs of W_O change with the basis of the values.
@@ -70,7 +70,7 @@ def aligned(
     return replace(mapped, origins=tuple(origins))
 
 
-def key_map(rows: Tensor, towards: Tensor, moments: Tensor, form: KeyForm) -> Tensor:
+def key_map(rows: Tensor, towards: Tensor, moments: Tensor, form: KeyTransform) -> Tensor:
     """Return the allowed map [dim, dim] of a head's rows [dim, width] onto another head's.
 
     With C_s, C_t and C_ts the second and cross moments of both heads' outputs, each allowed block is C_t^½ Q C_s^-½, Q

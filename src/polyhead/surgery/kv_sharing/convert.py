@@ -19,7 +19,7 @@ from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read_heads
 from polyhead.surgery.calibration.input_moments import collect_inputs
-from polyhead.surgery.calibration.key_transforms import KeyForm, find_key_forms
+from polyhead.surgery.calibration.key_transforms import KeyTransform, find_key_transforms
 from polyhead.surgery.calibration.streams import Streams
 from polyhead.surgery.calibration.temporary import evaluating
 from polyhead.surgery.compensation.least_squares import check_ridge, with_output
@@ -72,7 +72,7 @@ def convert_groups(
     text = list(batches())
     if not text:
         raise OptionError("calibration needs some text, got no batch")
-    forms = find_key_forms(model, text[0])
+    forms = find_key_transforms(model, text[0])
     missing = [layer.path for layer in layers if layer.path not in forms]
     if missing:
         raise OptionError(f"calibration text must reach every converted layer, got none through {missing[0]!r}")
@@ -149,7 +149,7 @@ def _convert(
     model: nn.Module,
     layer: AttentionLayer,
     count: int,
-    form: KeyForm,
+    form: KeyTransform,
     streams: Streams,
     done: Mapping[str, Converted],
     grouping: Grouping,

@@ -16,7 +16,7 @@ from torch import Tensor
 from polyhead.errors import OptionError
 from polyhead.surgery.adapters.head_weights import HeadWeights, with_row
 from polyhead.surgery.calibration.input_moments import InputMoments, centred, with_bias
-from polyhead.surgery.calibration.key_transforms import KEY_FORMS, KeyForm
+from polyhead.surgery.calibration.key_transforms import KEY_FORMS, KeyTransform
 from polyhead.surgery.calibration.moments import MIN_RELATIVE_ENERGY
 from polyhead.surgery.edits.head_edits import EDITS, EditHeads, MergeHeads
 
@@ -31,10 +31,10 @@ class FuseHeads(EditHeads):
     be the only reader of its KV head; heads that read the same KV head are merged by their mean.
 
     >>> FuseHeads(layer=5, heads=(2, 0))
-    FuseHeads(layer=5, stack=None, heads=(0, 2), form=KeyForm(pairing='none', rotary_dim=0, norm='none', classes=()))
+    FuseHeads(layer=5, stack=None, heads=(0, 2), form=KeyTransform(pairing='none', rotary_dim=0, norm='none', classes=()))
     """
 
-    form: KeyForm = field(default=KeyForm(), metadata={"kinds": KEY_FORMS})
+    form: KeyTransform = field(default=KeyTransform(), metadata={"kinds": KEY_FORMS})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,7 +45,9 @@ class FuseHeads(EditHeads):
         return merged if heads.query.is_meta else fuse(heads, self.heads, self.form)
 
 
-def fuse(heads: HeadWeights, group: Sequence[int], form: KeyForm, inputs: InputMoments | None = None) -> HeadWeights:
+def fuse(
+    heads: HeadWeights, group: Sequence[int], form: KeyTransform, inputs: InputMoments | None = None
+) -> HeadWeights:
     """Return the heads with those of a group fused into the first of them."""
     if form.norm != "none":
         raise OptionError(

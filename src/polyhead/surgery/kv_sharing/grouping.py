@@ -16,7 +16,7 @@ from torch import Tensor
 from polyhead.errors import OptionError
 from polyhead.surgery.adapters.head_weights import HeadWeights
 from polyhead.surgery.calibration.input_moments import InputMoments, centred
-from polyhead.surgery.calibration.key_transforms import KeyForm
+from polyhead.surgery.calibration.key_transforms import KeyTransform
 from polyhead.surgery.calibration.moments import root
 from polyhead.surgery.kv_sharing.shared_keys import key_factors, value_factors, value_moments
 
@@ -38,7 +38,7 @@ def neighbours(num_heads: int, count: int) -> Groups:
     return tuple(tuple(range(start, start + size)) for start in range(0, num_heads, size))
 
 
-def similar_groups(heads: HeadWeights, count: int, form: KeyForm, inputs: InputMoments | None = None) -> Groups:
+def similar_groups(heads: HeadWeights, count: int, form: KeyTransform, inputs: InputMoments | None = None) -> Groups:
     """Return groups of one size of similar heads: greedy groups or neighbours, improved by swaps."""
     total = heads.key.shape[0]
     start = neighbours(total, count)
@@ -59,7 +59,7 @@ def similar_groups(heads: HeadWeights, count: int, form: KeyForm, inputs: InputM
     return tuple(sorted(tuple(sorted(group)) for group in best))
 
 
-def group_loss(heads: HeadWeights, form: KeyForm, inputs: InputMoments) -> Callable[[Sequence[int]], float]:
+def group_loss(heads: HeadWeights, form: KeyTransform, inputs: InputMoments) -> Callable[[Sequence[int]], float]:
     """Return a function of a group: the relative loss of logits and values if its KV heads become one."""
     inputs = inputs.to(heads.key.device)
     keys, query_moments = key_factors(heads, inputs)
@@ -94,7 +94,7 @@ def _gram(rows: Tensor, weights: Tensor, moments: Tensor) -> Tensor:
     return (flat @ moments @ flat.T).view(heads, dim, heads, dim).cpu()
 
 
-def _pair_grams(keys: Tensor, weights: Tensor, form: KeyForm, moments: Tensor) -> Tensor:
+def _pair_grams(keys: Tensor, weights: Tensor, form: KeyTransform, moments: Tensor) -> Tensor:
     """Return the weighted inner products of rotary pairs, [pairs, heads, heads], complex."""
     first, second = form.halves
     rows = torch.complex(keys[:, first], keys[:, second]).transpose(0, 1)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.head_weights import HeadWeights, sum_over_readers
 from polyhead.surgery.calibration.input_moments import with_bias
-from polyhead.surgery.calibration.key_transforms import KeyForm
+from polyhead.surgery.calibration.key_transforms import KeyTransform
 from polyhead.surgery.calibration.layer_capture import attention_weights
 from polyhead.surgery.calibration.streams import AttentionCapture, Piece
 from polyhead.surgery.kv_sharing.conjugate_gradients import TINY, conjugate_gradients
@@ -48,7 +48,7 @@ def sample_logits(
     model: nn.Module,
     layer: AttentionLayer,
     heads: HeadWeights,
-    form: KeyForm,
+    form: KeyTransform,
     text: Iterable[Piece],
     lending: Mapping[str, Tensor],
 ) -> list[LogitSample]:
@@ -68,7 +68,7 @@ def sample_logits(
     return [sample for _, sample in numbered]
 
 
-def _sample(heads: HeadWeights, form: KeyForm, capture: AttentionCapture) -> LogitSample:
+def _sample(heads: HeadWeights, form: KeyTransform, capture: AttentionCapture) -> LogitSample:
     attended, inputs = capture.attended, capture.capture.inputs
     weights = attention_weights(attended).float()
     if capture.real is not None:
@@ -102,7 +102,7 @@ def _sample(heads: HeadWeights, form: KeyForm, capture: AttentionCapture) -> Log
     )
 
 
-def refined_logits(heads: HeadWeights, form: KeyForm, samples: list[LogitSample], *, rounds: int) -> HeadWeights:
+def refined_logits(heads: HeadWeights, form: KeyTransform, samples: list[LogitSample], *, rounds: int) -> HeadWeights:
     """Fit heads to the sampled logits: queries first, then keys and queries alternately."""
     if form.norm != "none" or not samples:
         return heads
@@ -126,7 +126,7 @@ def refined_logits(heads: HeadWeights, form: KeyForm, samples: list[LogitSample]
 class _Logits:
     """Weighted least squares of the logits for fixed keys or fixed queries."""
 
-    form: KeyForm
+    form: KeyTransform
     samples: list[LogitSample]
     key_heads: tuple[int, ...]
 
@@ -255,12 +255,12 @@ class _Logits:
         )
 
 
-def _pairs(x: Tensor, form: KeyForm) -> Tensor:
+def _pairs(x: Tensor, form: KeyTransform) -> Tensor:
     first, second = form.halves
     return torch.complex(x[..., first], x[..., second])
 
 
-def _rotate(x: Tensor, rotations: Tensor, form: KeyForm) -> Tensor:
+def _rotate(x: Tensor, rotations: Tensor, form: KeyTransform) -> Tensor:
     """Apply each token's rotations to the rotary channels of [batch, heads, tokens, dim]."""
     if not form.rotary_dim:
         return x

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from polyhead.surgery.adapters.head_weights import HeadWeights, sum_over_readers
 from polyhead.surgery.calibration.input_moments import InputMoments, centred, with_bias
-from polyhead.surgery.calibration.key_transforms import KeyForm
+from polyhead.surgery.calibration.key_transforms import KeyTransform
 from polyhead.surgery.calibration.moments import MIN_RELATIVE_ENERGY, root
 from polyhead.surgery.edits.head_edits import EDITS, GroupQueries
 from polyhead.surgery.kv_sharing.align import EditGroups, aligned
@@ -47,7 +47,7 @@ def sort_by_group(heads: HeadWeights) -> HeadWeights:
 
 
 def share(
-    heads: HeadWeights, groups: Sequence[Sequence[int]], form: KeyForm, inputs: InputMoments | None = None
+    heads: HeadWeights, groups: Sequence[Sequence[int]], form: KeyTransform, inputs: InputMoments | None = None
 ) -> HeadWeights:
     """Return heads with one KV head per group; query heads keep their positions."""
     form.check(heads.layout)
@@ -96,7 +96,7 @@ def value_moments(heads: HeadWeights, inputs: InputMoments) -> Tensor:
 
 
 def _shared_keys(
-    heads: HeadWeights, groups: Sequence[Sequence[int]], form: KeyForm, inputs: InputMoments
+    heads: HeadWeights, groups: Sequence[Sequence[int]], form: KeyTransform, inputs: InputMoments
 ) -> tuple[Tensor, Tensor]:
     query = with_bias(heads.query, heads.query_bias)
     keys, query_moments = key_factors(heads, inputs)

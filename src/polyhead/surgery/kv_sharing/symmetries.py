@@ -17,14 +17,14 @@ from torch import Tensor
 
 from polyhead.errors import OptionError, ShapeError
 from polyhead.surgery.adapters.head_weights import HeadWeights
-from polyhead.surgery.calibration.key_transforms import KeyForm
+from polyhead.surgery.calibration.key_transforms import KeyTransform
 
 # The largest condition number of a map; a larger one would lose precision.
 CONDITION = 100.0
 _TOLERANCE = 1e-8
 
 
-def change_key_basis(heads: HeadWeights, maps: Tensor, form: KeyForm) -> HeadWeights:
+def change_key_basis(heads: HeadWeights, maps: Tensor, form: KeyTransform) -> HeadWeights:
     """Map keys by maps [kv_heads, head_dim, head_dim] and queries inversely; logits are unchanged.
 
     >>> from polyhead.layers import MultiHeadAttention
@@ -32,7 +32,7 @@ def change_key_basis(heads: HeadWeights, maps: Tensor, form: KeyForm) -> HeadWei
     >>> layer = MultiHeadAttention(12, 4)
     >>> heads = read_heads(layer, find_layers(layer)[0])
     >>> maps = torch.eye(3).expand(4, 3, 3) * 2
-    >>> torch.equal(change_key_basis(heads, maps, KeyForm()).query, heads.query / 2)
+    >>> torch.equal(change_key_basis(heads, maps, KeyTransform()).query, heads.query / 2)
     True
     """
     form.check(heads.layout)
@@ -69,7 +69,7 @@ def change_value_basis(heads: HeadWeights, maps: Tensor) -> HeadWeights:
     )
 
 
-def blocks(form: KeyForm, dim: int) -> Iterator[tuple[list[int], bool]]:
+def blocks(form: KeyTransform, dim: int) -> Iterator[tuple[list[int], bool]]:
     """Yield blocks of channels that may be mixed, and whether by one rotation and one scale of a pair.
 
     A rotary pair with False may only be scaled as a whole: a norm weights its two channels differently.
@@ -88,7 +88,7 @@ def pair_part(maps: Tensor) -> Tensor:
     return torch.stack((torch.stack((cosine, -sine), -1), torch.stack((sine, cosine), -1)), -2)
 
 
-def allowed_part(maps: Tensor, form: KeyForm) -> Tensor:
+def allowed_part(maps: Tensor, form: KeyTransform) -> Tensor:
     """Project maps [..., dim, dim] onto the structure that a form allows."""
     identity = torch.eye(maps.shape[-1], dtype=maps.dtype, device=maps.device)
     if form.norm == "layer":
@@ -117,7 +117,7 @@ def _checked(maps: Tensor, weight: Tensor) -> Tensor:
     return maps
 
 
-def _describe_maps(form: KeyForm) -> str:
+def _describe_maps(form: KeyTransform) -> str:
     if form.norm == "layer":
         return "the identity alone, since the norm is of all channels together"
     if form.norm == "rms":

@@ -105,7 +105,7 @@ class PaddedFit(NativeFit):
     paddings: Mapping[str, Padding] = field(default_factory=dict)
 
     @property
-    def in_words(self) -> str:
+    def summary(self) -> str:
         """Describe the zero and repeated heads; empty if there are none."""
         zeros = sum(padding.zeros for padding in self.paddings.values())
         repeated = sum(padding.repeated for padding in self.paddings.values())

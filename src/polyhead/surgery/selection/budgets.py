@@ -15,14 +15,14 @@ from polyhead.errors import OptionError
 from polyhead.surgery.adapters.attention_layer import is_conv1d
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.compensation.least_squares import Problem
-from polyhead.surgery.compensation.masked_trial import Outputs, as_if, plain_outputs
+from polyhead.surgery.compensation.masked_trial import Outputs, plain_outputs, with_outputs
 from polyhead.surgery.edits.head_edits import PruneHeads
 from polyhead.surgery.edits.preview import HeadCounts, Preview, preview, uncached_layers
 from polyhead.surgery.selection.measurements import Evidence, Weighting
-from polyhead.surgery.selection.quality import Quality, Worth
+from polyhead.surgery.selection.quality import Measurement, Quality
 
 Kind = Literal["heads", "cache", "faster"]
-Gone = dict[str, tuple[int, ...]]  # pruned heads, by layer
+RemovedHeads = dict[str, tuple[int, ...]]  # pruned heads, by layer
 NO_CACHE = (
     "a cache target needs a model with a KV cache, got {target} for a model without one, such as an encoder; "
     "use a share of its heads (30%-heads) or of its FLOPs (1.2x-faster)"
@@ -89,8 +89,8 @@ class Size:
 class Choice:
     """Heads to prune, and as many random ones for each seed; `layout` names the uniform layout, if any."""
 
-    gone: Gone
-    random: tuple[Gone, ...]
+    removed: RemovedHeads
+    random: tuple[RemovedHeads, ...]
     layout: str | None = None
 
     @property
@@ -101,13 +101,13 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """A model with `gone` heads pruned: its size, its quality, and the quality of its controls."""
+    """A model with `removed` heads pruned: its size, its quality, and the quality of its controls."""
 
-    gone: int
+    removed: int
     size: Size
-    compensated: Worth
-    not_compensated: Worth
-    random: tuple[Worth, ...]  # as many random heads pruned and compensated, for each seed
+    compensated: Measurement
+    not_compensated: Measurement
+    random: tuple[Measurement, ...]  # as many random heads pruned and compensated, for each seed
     layout: str | None = None  # heads/KV heads of every layer, if uniform
 
 
@@ -115,8 +115,8 @@ class CurvePoint:
 class Searched:
     """Result of a search: the heads to prune, the initial choice, and the loss with either."""
 
-    gone: Gone
-    first: Gone  # initial choice, from the evidence alone
+    removed: RemovedHeads
+    first: RemovedHeads  # initial choice, from the evidence alone
     loss: float
     first_loss: float
     measured: int
@@ -124,8 +124,8 @@ class Searched:
     @property
     def moved(self) -> int:
         """Number of heads by which the result differs from the initial choice."""
-        paths = {**self.gone, **self.first}
-        sets = [(set(self.gone.get(path, ())), set(self.first.get(path, ()))) for path in paths]
+        paths = {**self.removed, **self.first}
+        sets = [(set(self.removed.get(path, ())), set(self.first.get(path, ()))) for path in paths]
         return max(sum(len(last - first) for last, first in sets), sum(len(first - last) for last, first in sets))
 
 
@@ -139,7 +139,7 @@ class Losses:
     made: int = 0
 
     def __call__(self, outputs: Mapping[str, Outputs]) -> float:
-        with as_if(self.trials.model, self.trials.evidence.layers, outputs):
+        with with_outputs(self.trials.model, self.trials.evidence.layers, outputs):
             loss = self.quality.loss()
         self.made += 1
         if self.progress is not None:
@@ -159,17 +159,19 @@ class Trials:
         self._problems: dict[str, Problem] = {}
         self._counts: dict[tuple[str, tuple[int, ...]], HeadCounts] = {}  # of layers without these heads
 
-    def edits(self, gone: Mapping[str, Sequence[int]]) -> list[PruneHeads]:
+    def edits(self, removed: Mapping[str, Sequence[int]]) -> list[PruneHeads]:
         layers = self.evidence.layers
-        return [PruneHeads(layers[path].number, tuple(heads), stack=layers[path].stack) for path, heads in gone.items()]
+        return [
+            PruneHeads(layers[path].number, tuple(heads), stack=layers[path].stack) for path, heads in removed.items()
+        ]
 
-    def counted(self, gone: Mapping[str, Sequence[int]]) -> Preview:
+    def counted(self, removed: Mapping[str, Sequence[int]]) -> Preview:
         """Preview the model without these heads."""
-        return preview(self.model, self.edits(gone), work=self.work)
+        return preview(self.model, self.edits(removed), work=self.work)
 
-    def size(self, gone: Mapping[str, Sequence[int]]) -> Size:
+    def size(self, removed: Mapping[str, Sequence[int]]) -> Size:
         """Return the size of the model without these heads."""
-        pruned = {path: tuple(heads) for path, heads in gone.items() if len(heads)}
+        pruned = {path: tuple(heads) for path, heads in removed.items() if len(heads)}
         if not pruned:
             return Size(1.0, 1.0 if self._caches else None, 1.0)
         # A search requests many sizes, mostly of layers that were counted before.
@@ -188,18 +190,18 @@ class Trials:
             (sum(x.flops for x in after) + self._rest) / (sum(x.flops for x in before) + self._rest),
         )
 
-    def compensated(self, gone: Mapping[str, Sequence[int]]) -> dict[str, Outputs]:
+    def compensated(self, removed: Mapping[str, Sequence[int]]) -> dict[str, Outputs]:
         """Return the compensated outputs of layers without these heads, calibrated on the unpruned model."""
         evidence = self.evidence
         moments = evidence.moments_for(self.weighting)
-        for path in gone:
+        for path in removed:
             if path not in self._problems:
                 self._problems[path] = Problem.of(moments[path], evidence.heads[path], evidence.ridge, path)
-        return {path: Outputs.solved(self._problems[path], heads) for path, heads in gone.items() if len(heads)}
+        return {path: Outputs.solved(self._problems[path], heads) for path, heads in removed.items() if len(heads)}
 
-    def worth(self, gone: Mapping[str, Sequence[int]], quality: Quality) -> Worth:
+    def measure_without(self, removed: Mapping[str, Sequence[int]], quality: Quality) -> Measurement:
         """Measure the model without these heads, all layers compensated at once."""
-        with as_if(self.model, self.evidence.layers, self.compensated(gone)):
+        with with_outputs(self.model, self.evidence.layers, self.compensated(removed)):
             return quality.measure()
 
     def curve(
@@ -211,19 +213,21 @@ class Trials:
         """
         points = []
 
-        def report(worth: Worth) -> Worth:
+        def report(measure_without: Measurement) -> Measurement:
             if progress is not None:
                 progress(1)
-            return worth
+            return measure_without
 
         for choice in choices:
-            compensated = report(self.worth(choice.gone, quality))
-            with as_if(self.model, self.evidence.layers, plain_outputs(self.model, self.evidence.layers, choice.gone)):
+            compensated = report(self.measure_without(choice.removed, quality))
+            with with_outputs(
+                self.model, self.evidence.layers, plain_outputs(self.model, self.evidence.layers, choice.removed)
+            ):
                 uncompensated = report(quality.measure())
-            controls = tuple(report(self.worth(gone, quality)) for gone in choice.random)
-            count = sum(map(len, choice.gone.values()))
+            controls = tuple(report(self.measure_without(removed, quality)) for removed in choice.random)
+            count = sum(map(len, choice.removed.values()))
             points.append(
-                CurvePoint(count, self.size(choice.gone), compensated, uncompensated, controls, choice.layout)
+                CurvePoint(count, self.size(choice.removed), compensated, uncompensated, controls, choice.layout)
             )
         return points
 

@@ -98,7 +98,7 @@ def redundancy_order(energy: Tensor) -> PruningOrder:
     """
     sizes = energy.diagonal().clamp_min(0).sqrt()
     alike = energy / torch.outer(sizes, sizes).clamp_min(torch.finfo(energy.dtype).tiny)
-    left, gone, losses, lost = list(range(len(energy))), [], [], 0.0
+    left, removed, losses, lost = list(range(len(energy))), [], [], 0.0
     while len(left) > 1:
         silent = [head for head in left if sizes[head] == 0]
         pairs = [(float(alike[one, other]), one, other) for one in left for other in left if one < other]
@@ -107,9 +107,9 @@ def redundancy_order(energy: Tensor) -> PruningOrder:
         loser, likeness = (silent[0], 1.0) if silent else (loser, likeness)
         lost += 1 - likeness
         left.remove(loser)
-        gone.append(loser)
+        removed.append(loser)
         losses.append(lost)
-    return PruningOrder(tuple(gone), tuple(losses))
+    return PruningOrder(tuple(removed), tuple(losses))
 
 
 def _random(evidence: Evidence, weighting: Weighting, seed: int) -> Orders:

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError
-from polyhead.observation.run_folder import check_origin, sweep
-from polyhead.observation.saving import write_whole
+from polyhead.observation.run_folder import check_origin, remove_leftovers
+from polyhead.observation.saving import write_atomically
 from polyhead.surgery.calibration.moments import OutputMoments
 from polyhead.surgery.calibration.sensitivity import Sensitivity
 from polyhead.surgery.compensation.masked_trial import Outputs
 from polyhead.surgery.selection.measurements import Evidence
-from polyhead.surgery.selection.quality import Quality, Worth
+from polyhead.surgery.selection.quality import Measurement, Quality
 
 FORMAT = 1
 NUMBERS = "journal.json"
@@ -45,7 +45,7 @@ class Journal:
         self._read: Counter[str] = Counter()
         if folder is None:
             return
-        sweep(folder, NUMBERS)
+        remove_leftovers(folder, NUMBERS)
         path = folder / NUMBERS
         if path.exists():
             self._numbers = self._read_numbers(path)
@@ -71,7 +71,7 @@ class Journal:
     def _write(self) -> None:
         assert self.folder is not None
         content = {"format": FORMAT, "origin": self.origin, "numbers": self._numbers}
-        write_whole(self.folder / NUMBERS, json.dumps(content).encode())
+        write_atomically(self.folder / NUMBERS, json.dumps(content).encode())
 
     def numbers(self, name: str, measure: Callable[[], Sequence[float]]) -> list[float]:
         """Return the next numbers of this name: stored, or measured and stored."""
@@ -93,7 +93,7 @@ class Journal:
         from safetensors.torch import load_file, save
 
         path = self.folder / f"{name}.safetensors"
-        sweep(self.folder, path.name)
+        remove_leftovers(self.folder, path.name)
         if path.exists():
             try:
                 return load_file(path)
@@ -101,7 +101,7 @@ class Journal:
                 raise OptionError(f"{path} must be a file that a run wrote, got an unreadable one: {error}") from None
         # Return them as they will be read: a tensor's memory layout can change the last bit of a result.
         computed = {key: x.detach().cpu().contiguous() for key, x in compute().items()}
-        write_whole(path, save(computed))
+        write_atomically(path, save(computed))
         return computed
 
     def outputs(self, name: str, compute: Callable[[], dict[str, Outputs]]) -> dict[str, Outputs]:
@@ -128,7 +128,7 @@ class Journal:
         }
 
 
-class KeptQuality:
+class JournaledQuality:
     """A quality whose measurements go through a journal, under the name of its role."""
 
     def __init__(self, quality: Quality, journal: Journal, role: str) -> None:
@@ -145,28 +145,28 @@ class KeptQuality:
         return self._quality.words
 
     @property
-    def whole(self) -> float:
-        return self._quality.whole
+    def original(self) -> float:
+        return self._quality.original
 
-    def measure(self) -> Worth:
+    def measure(self) -> Measurement:
         def measured() -> tuple[float, float]:
             quality = self._quality.measure()
             return quality.value, quality.error
 
-        return Worth(*self._journal.numbers(f"{self._role} measure", measured))
+        return Measurement(*self._journal.numbers(f"{self._role} measure", measured))
 
     def loss(self) -> float:
         (loss,) = self._journal.numbers(f"{self._role} loss", lambda: (self._quality.loss(),))
         return loss
 
 
-class KeptEvidence(Evidence):
+class JournaledEvidence(Evidence):
     """Evidence whose parts go through a journal, with the state of the random generator they used."""
 
     journal: Journal
 
     def _stored(self, name: str, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        generator = getattr(self.judge.slope, "generator", None)
+        generator = getattr(self.objectives.slope, "generator", None)
 
         def computed() -> dict[str, Tensor]:
             result = compute()
@@ -210,26 +210,26 @@ class KeptEvidence(Evidence):
 
     @cached_property
     def moments(self) -> dict[str, OutputMoments]:
-        return self._moments("moments", lambda: super(KeptEvidence, self).moments)
+        return self._moments("moments", lambda: super(JournaledEvidence, self).moments)
 
     @cached_property
     def weighed_moments(self) -> dict[str, OutputMoments]:
-        return self._moments("weighed_moments", lambda: super(KeptEvidence, self).weighed_moments)
+        return self._moments("weighed_moments", lambda: super(JournaledEvidence, self).weighed_moments)
 
     @cached_property
     def sensitivities(self) -> dict[str, Sensitivity]:
         def packed() -> dict[str, Tensor]:
-            return {f"{path}/products": x.products for path, x in super(KeptEvidence, self).sensitivities.items()}
+            return {f"{path}/products": x.products for path, x in super(JournaledEvidence, self).sensitivities.items()}
 
         stored = self._stored("sensitivities", packed)
         return {path: Sensitivity(stored[f"{path}/products"]) for path in self._in_order(stored)}
 
     @cached_property
     def ablation(self) -> dict[str, list[float]]:
-        return self._scores("ablation", lambda: super(KeptEvidence, self).ablation)
+        return self._scores("ablation", lambda: super(JournaledEvidence, self).ablation)
 
     def slopes(self, measure: Literal["gradient", "taylor"]) -> dict[str, list[float]]:
-        return self._scores(measure, lambda: super(KeptEvidence, self).slopes(measure))
+        return self._scores(measure, lambda: super(JournaledEvidence, self).slopes(measure))
 
     def _scores(self, name: str, compute: Callable[[], dict[str, list[float]]]) -> dict[str, list[float]]:
         def packed() -> dict[str, Tensor]:

@@ -13,19 +13,19 @@ from polyhead.costs.measuring import runner
 from polyhead.errors import OptionError
 from polyhead.integrations.huggingface import register
 from polyhead.surgery.edits.applying import apply
-from polyhead.surgery.selection.budgets import Gone, Target, Trials
+from polyhead.surgery.selection.budgets import RemovedHeads, Target, Trials
 from polyhead.surgery.selection.journal import Journal
 
 
 def meet_measured_target(
     trials: Trials,
-    stages: Sequence[Gone],
+    stages: Sequence[RemovedHeads],
     target: Target,
     batches: Sequence[Mapping[str, Any]],
     journal: Journal,
     *,
     progress: Callable[[int], None],
-) -> Gone:
+) -> RemovedHeads:
     """Return the first of increasing sets of removed heads that reaches the target on this machine.
 
     `progress` is called with 1 after every measurement.
@@ -42,11 +42,11 @@ def meet_measured_target(
     )
 
 
-def _timed(trials: Trials, removed: Gone, batches: Sequence[Mapping[str, Any]]) -> tuple[float]:
+def _timed(trials: Trials, removed: RemovedHeads, batches: Sequence[Mapping[str, Any]]) -> tuple[float]:
     return (speedup(trials, removed, batches),)
 
 
-def speedup(trials: Trials, removed: Gone, batches: Sequence[Mapping[str, Any]]) -> float:
+def speedup(trials: Trials, removed: RemovedHeads, batches: Sequence[Mapping[str, Any]]) -> float:
     """Return the original model's time over the pruned model's, measured in alternation."""
     # Copies, since both run on polyhead's attention, which supports uneven groups; the model itself is not changed.
     model: Any = trials.model

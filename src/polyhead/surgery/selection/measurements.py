@@ -28,7 +28,7 @@ Scored = str | Loss | Callable[[nn.Module, Any], Tensor | RowLosses]
 
 
 @dataclass(frozen=True)
-class Judge:
+class Objectives:
     """Objectives of a model for the criteria; None where one is not available.
 
     `slope(model, batch)` returns one differentiable number, whose gradients weight the errors. `ablated` and `gradient`
@@ -47,10 +47,12 @@ class Judge:
 class Evidence:
     """Measurements that criteria use; each part is computed on first use, on the model as it is then."""
 
-    def __init__(self, model: nn.Module, batches: Sequence[Batch], judge: Judge, *, ridge: float = RIDGE) -> None:
+    def __init__(
+        self, model: nn.Module, batches: Sequence[Batch], objectives: Objectives, *, ridge: float = RIDGE
+    ) -> None:
         self.model = model
         self.batches = batches
-        self.judge = judge
+        self.objectives = objectives
         self.ridge = ridge
         self._roots: dict[str, Tensor] = {}
 
@@ -79,30 +81,32 @@ class Evidence:
 
     @property
     def _slope(self) -> Callable[[nn.Module, Batch], Tensor]:
-        if self.judge.slope is None:
-            raise OptionError("weighting errors needs the gradients of a loss, got a judge without slope")
-        return self.judge.slope
+        if self.objectives.slope is None:
+            raise OptionError("weighting errors needs the gradients of a loss, got objectives without slope")
+        return self.objectives.slope
 
     @cached_property
     def sensitivities(self) -> dict[str, Sensitivity]:
-        return loss_sensitivities(self.model, _some(self.batches, self.judge.slopes), self._slope)
+        return loss_sensitivities(self.model, _some(self.batches, self.objectives.slopes), self._slope)
 
     @cached_property
     def ablation(self) -> dict[str, list[float]]:
-        if self.judge.ablated is None:
-            raise OptionError("ablation needs a loss to evaluate without each head, got a judge without ablated")
-        importance = ablate(self.model, _some(self.batches, self.judge.ablations), self.judge.ablated)
+        if self.objectives.ablated is None:
+            raise OptionError("ablation needs a loss to evaluate without each head, got objectives without ablated")
+        importance = ablate(self.model, _some(self.batches, self.objectives.ablations), self.objectives.ablated)
         return self._by_layer(importance, "ablation")
 
     @cached_property
     def gradients(self) -> Importance:
-        if self.judge.gradient is None:
+        if self.objectives.gradient is None:
             raise OptionError(
-                "gradient and taylor need the gradient of a loss at the unpruned model, got a judge without one: "
+                "gradient and taylor need the gradient of a loss at the unpruned model, got objectives without one: "
                 "similarity to the unpruned model has none there; pass labels, or choose another criterion"
             )
-        batches = self.batches if self.judge.labelled is None else self.judge.labelled
-        return gradient_scores(self.model, _some(batches, self.judge.slopes), self.judge.gradient, overlap=False)
+        batches = self.batches if self.objectives.labelled is None else self.objectives.labelled
+        return gradient_scores(
+            self.model, _some(batches, self.objectives.slopes), self.objectives.gradient, overlap=False
+        )
 
     def slopes(self, measure: Literal["gradient", "taylor"]) -> dict[str, list[float]]:
         return self._by_layer(self.gradients, measure)

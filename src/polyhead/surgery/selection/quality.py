@@ -19,7 +19,7 @@ Batch = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Worth:
+class Measurement:
     """A quality value, and the standard error over rows of its difference from the unpruned model's."""
 
     value: float
@@ -37,10 +37,10 @@ class Quality(Protocol):
         """Name with a description of what it measures."""
 
     @property
-    def whole(self) -> float:
+    def original(self) -> float:
         """Value of the unpruned model."""
 
-    def measure(self) -> Worth: ...
+    def measure(self) -> Measurement: ...
 
     def loss(self) -> float:
         """Return the quality as one number, lower is better."""
@@ -62,17 +62,17 @@ class Perplexity:
             raise OptionError("perplexity needs rows of two tokens or more, got none")
 
     @property
-    def whole(self) -> float:
+    def original(self) -> float:
         return math.exp(float(self._totals.sum() / self._weights.sum()))
 
-    def measure(self) -> Worth:
+    def measure(self) -> Measurement:
         totals, weights = self._rows()
         mean = float(totals.sum() / weights.sum())
         # Ratio estimator: rows have different numbers of tokens.
         residuals = totals - self._totals - float((totals - self._totals).sum() / weights.sum()) * weights
         count = len(residuals)
         error = math.sqrt(float(residuals.square().sum()) * count / max(count - 1, 1)) / float(weights.sum())
-        return Worth(math.exp(mean), math.exp(mean) * error)
+        return Measurement(math.exp(mean), math.exp(mean) * error)
 
     def loss(self) -> float:
         totals, weights = self._rows()
@@ -90,7 +90,7 @@ class Fidelity:
 
     name = "fidelity"
     words = "fidelity, the mean cosine of final hidden states to those of the unpruned model"
-    whole = 1.0
+    original = 1.0
 
     def __init__(self, model: nn.Module, batches: Sequence[Batch]) -> None:
         if not len(batches):
@@ -99,7 +99,7 @@ class Fidelity:
         self.batches = batches
         self._states = self._rows()
 
-    def measure(self) -> Worth:
+    def measure(self) -> Measurement:
         cosines = [(a * b).sum(-1).double().cpu() for a, b in zip(self._rows(), self._states, strict=True)]
         mean = float(torch.cat(cosines).mean())
         # Tokens of one row are not independent; rows are.
@@ -108,7 +108,7 @@ class Fidelity:
         )
         count, tokens = len(residuals), sum(map(len, cosines))
         error = math.sqrt(float(residuals.square().sum()) * count / max(count - 1, 1)) / tokens
-        return Worth(mean, error)
+        return Measurement(mean, error)
 
     def loss(self) -> float:
         return 1 - self.measure().value

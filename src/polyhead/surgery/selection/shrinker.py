@@ -10,7 +10,7 @@ import torch
 from polyhead.costs import Workload
 from polyhead.errors import OptionError
 from polyhead.surgery.compensation.masked_trial import Outputs
-from polyhead.surgery.selection.budgets import SEEDS, Choice, Gone, Losses, Searched, Target, Trials
+from polyhead.surgery.selection.budgets import SEEDS, Choice, Losses, RemovedHeads, Searched, Target, Trials
 from polyhead.surgery.selection.criteria import orders_by
 from polyhead.surgery.selection.measurements import Evidence, Weighting
 from polyhead.surgery.selection.orders import PruningOrder, choose_heads, order_by_score, pruning_order
@@ -67,7 +67,7 @@ class Shrinker(Trials):
             for path, heads in evidence.heads.items()
         }
 
-    def gone(self, steps: int, orders: Mapping[str, PruningOrder] | None = None) -> Gone:
+    def removed(self, steps: int, orders: Mapping[str, PruningOrder] | None = None) -> RemovedHeads:
         """Return the heads to prune, by layer."""
         chosen = choose_heads(self.orders if orders is None else orders, steps)
         return {path: self._heads(path, units) for path, units in chosen.items()}
@@ -79,34 +79,34 @@ class Shrinker(Trials):
         readers = self.evidence.heads[path].readers
         return tuple(sorted(head for key in units for head in readers[key]))
 
-    def meet_target(self, target: Target) -> Gone:
+    def meet_target(self, target: Target) -> RemovedHeads:
         """Return the fewest heads to prune for a target; raises if it cannot be reached."""
-        return self.gone(self._fewest(target, self.orders))
+        return self.removed(self._fewest(target, self.orders))
 
     def _fewest(self, target: Target, orders: Mapping[str, PruningOrder]) -> int:
-        smallest = self.size(self.gone(self.steps, orders))
+        smallest = self.size(self.removed(self.steps, orders))
         if not smallest.reaches(target):
             raise OptionError(
                 f"every layer keeps at least one head, which leaves {smallest} of this model, got a target of {target}"
             )
         numbers = range(1, self.steps + 1)
         return numbers[
-            bisect_left(numbers, True, key=lambda steps: self.size(self.gone(steps, orders)).reaches(target))
+            bisect_left(numbers, True, key=lambda steps: self.size(self.removed(steps, orders)).reaches(target))
         ]
 
-    def stages(self) -> list[Gone]:
+    def stages(self) -> list[RemovedHeads]:
         """Return increasing sets of heads to prune, in steps of a twentieth."""
         stride = max(1, self.steps // 20)
-        return [self.gone(steps) for steps in range(stride, self.steps + 1, stride)]
+        return [self.removed(steps) for steps in range(stride, self.steps + 1, stride)]
 
     def choices(self, *, shares: Sequence[float] = SHARES, seeds: Sequence[int] = SEEDS) -> list[Choice]:
         """Return the heads to prune at each of these shares, for the curve."""
         sizes = sorted({round(share * self._units) for share in shares} & set(range(1, self.steps + 1)))
         random = [self._random(seed) for seed in seeds]
-        return [Choice(self.gone(steps), tuple(self.gone(steps, orders) for orders in random)) for steps in sizes]
+        return [Choice(self.removed(steps), tuple(self.removed(steps, orders) for orders in random)) for steps in sizes]
 
-    def in_words(self, gone: Mapping[str, Sequence[int]]) -> str:
-        return f"{sum(map(len, gone.values()))} heads go"
+    def summary(self, removed: Mapping[str, Sequence[int]]) -> str:
+        return f"{sum(map(len, removed.values()))} heads go"
 
     def search_measurements(self, tries: int = TRIES) -> int:
         """Return the maximum number of measurements: the unpruned model, every step, two starts, and moves."""
@@ -133,16 +133,16 @@ class Shrinker(Trials):
         """
         measure = Losses(self, quality, progress)
 
-        def gone_of(counts: Mapping[str, int]) -> Gone:
+        def heads_of(counts: Mapping[str, int]) -> RemovedHeads:
             return {path: self._heads(path, self.orders[path].heads[:count]) for path, count in counts.items() if count}
 
         def outputs_of(path: str, count: int) -> Outputs:
-            return self.compensated(gone_of({path: count}))[path]
+            return self.compensated(heads_of({path: count}))[path]
 
         def start(orders: Mapping[str, PruningOrder]) -> tuple[float, dict[str, int]]:
             chosen = choose_heads(orders, self._fewest(target, orders))
             counts = {path: len(heads) for path, heads in chosen.items()}
-            return measure(self.compensated(gone_of(counts))), counts
+            return measure(self.compensated(heads_of(counts))), counts
 
         first_loss, first = start(self.orders)
         orders = measured_orders(self.orders, outputs_of, measure)
@@ -153,9 +153,9 @@ class Shrinker(Trials):
             outputs_of,
             measure,
             tries=tries,
-            allowed=lambda moved: self.size(gone_of(moved)).reaches(target),
+            allowed=lambda moved: self.size(heads_of(moved)).reaches(target),
         )
-        return Searched(gone_of(best.counts), gone_of(first), best.loss, first_loss, measure.made)
+        return Searched(heads_of(best.counts), heads_of(first), best.loss, first_loss, measure.made)
 
     @property
     def _units(self) -> int:

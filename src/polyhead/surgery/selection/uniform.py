@@ -20,7 +20,7 @@ from polyhead.surgery.compensation.least_squares import RIDGE, Problem
 from polyhead.surgery.edits.applying import changed
 from polyhead.surgery.edits.head_edits import PruneHeads
 from polyhead.surgery.native.fitting import config_changes
-from polyhead.surgery.selection.budgets import SEEDS, Choice, Gone, Losses, Searched, Target, Trials
+from polyhead.surgery.selection.budgets import SEEDS, Choice, Losses, RemovedHeads, Searched, Target, Trials
 from polyhead.surgery.selection.measurements import Evidence, Weighting
 from polyhead.surgery.selection.orders import in_metric, pruning_order
 from polyhead.surgery.selection.quality import Quality
@@ -99,15 +99,15 @@ def _greedy_set(
     return tuple(sorted({*pruned, *(head for head in each.heads if head not in pruned)}))
 
 
-def fits_native(model: nn.Module, gone: Mapping[str, Sequence[int]]) -> bool:
+def fits_native(model: nn.Module, removed: Mapping[str, Sequence[int]]) -> bool:
     """Return whether a native transformers class has the shapes of the model without these heads."""
     layers = find_layers(model)
     layouts: dict[str, HeadLayout] = {}
     parameters: dict[str, Tensor] = {}
     for layer in layers:
-        if not gone.get(layer.path):
+        if not removed.get(layer.path):
             continue
-        edit = PruneHeads(layer.number, tuple(gone[layer.path]))
+        edit = PruneHeads(layer.number, tuple(removed[layer.path]))
         heads = changed(layer, read_heads(model, layer, device="meta"), [edit])
         layouts[layer.path] = heads.layout
         parameters |= pack_heads(model, layer, heads)
@@ -191,13 +191,13 @@ class UniformShrinker(Trials):
             self._sets[layout] = uniform_sets(self.evidence, *sizes, self.weighting)
         return self._sets[layout]
 
-    def gone(self, layout: UniformLayout) -> Gone:
+    def removed(self, layout: UniformLayout) -> RemovedHeads:
         """Return the heads to prune, by layer."""
         return {path: layer_sets[0].heads for path, layer_sets in self.sets(layout).items() if layer_sets[0].heads}
 
-    def meet_target(self, target: Target) -> Gone:
+    def meet_target(self, target: Target) -> RemovedHeads:
         """Return the heads to prune for the largest layout that meets a target; raises if none does."""
-        return self.gone(self._reached(target))
+        return self.removed(self._reached(target))
 
     def _reached(self, target: Target) -> UniformLayout:
         groups = {path: heads.readers for path, heads in self.evidence.heads.items()}
@@ -205,7 +205,7 @@ class UniformShrinker(Trials):
             x: self.size({path: any_heads_for(readers, x) for path, readers in groups.items()}) for x in self.layouts
         }
         for layout, size in sizes.items():
-            if size.reaches(target) and fits_native(self.model, self.gone(layout)):
+            if size.reaches(target) and fits_native(self.model, self.removed(layout)):
                 return layout
         smallest = self.layouts[-1]
         raise OptionError(
@@ -235,36 +235,36 @@ class UniformShrinker(Trials):
         chosen, loss, first_loss = refined_sets(
             self.sets(layout), lambda path, heads: self.compensated({path: heads})[path], measure, tries=tries
         )
-        gone = {path: heads for path, heads in chosen.items() if heads}
-        return Searched(gone, self.gone(layout), loss, first_loss, measure.made)
+        removed = {path: heads for path, heads in chosen.items() if heads}
+        return Searched(removed, self.removed(layout), loss, first_loss, measure.made)
 
-    def stages(self) -> list[Gone]:
+    def stages(self) -> list[RemovedHeads]:
         """Return increasing sets of heads to prune, layout by layout."""
-        return [self.gone(layout) for layout in self.layouts]
+        return [self.removed(layout) for layout in self.layouts]
 
     def choices(self, *, seeds: Sequence[int] = SEEDS) -> list[Choice]:
         """Return the heads to prune for each layout, for the curve; evenly spaced layouts if there are many."""
         count = min(len(self.layouts), MAX_LAYOUTS)
         some = [self.layouts[place * (len(self.layouts) - 1) // max(count - 1, 1)] for place in range(count)]
-        return [Choice(self.gone(x), tuple(self._random(x, seed) for seed in seeds), str(x)) for x in some]
+        return [Choice(self.removed(x), tuple(self._random(x, seed) for seed in seeds), str(x)) for x in some]
 
-    def in_words(self, gone: Mapping[str, Sequence[int]]) -> str:
+    def summary(self, removed: Mapping[str, Sequence[int]]) -> str:
         """Describe the number of pruned heads and the remaining layout."""
         path, heads = next(iter(self.evidence.heads.items()))
-        remaining = [head for head in range(heads.num_heads) if head not in gone.get(path, ())]
+        remaining = [head for head in range(heads.num_heads) if head not in removed.get(path, ())]
         layout = UniformLayout(len(remaining), len({heads.key_heads[head] for head in remaining}))
-        return f"{sum(map(len, gone.values()))} heads go, {layout} heads/KV heads stay in every layer"
+        return f"{sum(map(len, removed.values()))} heads go, {layout} heads/KV heads stay in every layer"
 
-    def _random(self, layout: UniformLayout, seed: int) -> Gone:
+    def _random(self, layout: UniformLayout, seed: int) -> RemovedHeads:
         generator = torch.Generator().manual_seed(seed)
         by_layer = {}
         for path, heads in self.evidence.heads.items():
             groups = [heads.readers[key] for key in _drawn(len(heads.readers), generator)]
-            gone = any_heads_for(
+            removed = any_heads_for(
                 [[readers[place] for place in _drawn(len(readers), generator)] for readers in groups], layout
             )
-            if gone:
-                by_layer[path] = gone
+            if removed:
+                by_layer[path] = removed
         return by_layer
 
 

@@ -62,7 +62,7 @@ def _holds(folder: Path, place: Path) -> bool:
 
 
 @contextmanager
-def written_whole(folder: Path, *, replace: bool = False) -> Iterator[Path]:
+def written_atomically(folder: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder, renamed to `folder` if the body succeeds.
 
     If it is interrupted, `folder` is unchanged. A replaced folder is moved aside first, and deleted last.

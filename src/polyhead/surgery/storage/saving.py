@@ -27,7 +27,7 @@ from polyhead.surgery.edits.records import EditRecord
 from polyhead.surgery.native.configs import ConfigChange, join_changes
 from polyhead.surgery.native.fitting import NativeFit, fit_uniform, is_transformers_model
 from polyhead.surgery.native.padding import PaddedFit, fit_padded
-from polyhead.surgery.storage.folders import check_free, check_not_source, written_whole
+from polyhead.surgery.storage.folders import check_free, check_not_source, written_atomically
 from polyhead.surgery.storage.loading import load_saved
 from polyhead.surgery.storage.manifest import FORMS, RECORD, WEIGHTS, Form, Manifest
 
@@ -85,7 +85,7 @@ def save(
     plan = _make(model, layers, model_fingerprint, form)
 
     def write() -> SavedModel:
-        with quiet(progress=False), written_whole(folder, replace=replace) as temporary:
+        with quiet(progress=False), written_atomically(folder, replace=replace) as temporary:
             _write_native(model, temporary, plan) if plan.built is not None else _write_uneven(
                 model, temporary, plan.manifest
             )
@@ -150,7 +150,7 @@ def _make(model: nn.Module, layers: Sequence[AttentionLayer], model_fingerprint:
             )
         return _Plan(
             Manifest("padded", name, model_fingerprint, layouts, padded.paddings, origins=origins),
-            f"plain transformers loads it as {name}{padded.in_words}",
+            f"plain transformers loads it as {name}{padded.summary}",
             padded.built,
             padded.changes,
             padded.tensors(model, layers),
