@@ -13,7 +13,6 @@ from polyhead.layers.multi_head.conv_init import (
     SHARPNESS,
     Convolution,
     Outside,
-    check_conv_layer,
     outside_of,
     shifts_of,
     write_conv_kernel,
@@ -100,7 +99,6 @@ def set_convolution(
     outside="sink", one without outside="nearest"; pass `outside` where that differs from the convolution's padding
     mode. A layer that does not fit is left unchanged.
     """
-    check_conv_layer(layer, MultiHeadAttention)
     write_conv_kernel(layer, conv, sharpness, outside)
     return layer
 

@@ -12,7 +12,8 @@ from polyhead.errors import ShapeError
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
 from polyhead.layers.combining import CombinesHeads
-from polyhead.layers.multi_head.layer import MultiHeadAttention
+from polyhead.layers.multi_head.projected import ProjectedHeads
+from polyhead.layers.steps import init_linear
 
 
 def hidden_dim_at_parity(layout: HeadLayout, num_groups: int) -> int:
@@ -73,10 +74,9 @@ class HeadGroups(CombinesHeads):
 
     def reset_parameters(self) -> None:
         """Initialise matrices Glorot-uniformly, each A_i separately; biases with zeros."""
-        for matrix in (*self.group_weight.detach(), self.up.weight):
+        for matrix in self.group_weight.detach():
             nn.init.xavier_uniform_(matrix)
-        if self.up.bias is not None:
-            nn.init.zeros_(self.up.bias)
+        init_linear(self.up)
 
     def forward(self, heads: Tensor) -> Tensor:
         """Map heads [batch, queries, num_heads, value_dim] to [batch, queries, hidden_dim]."""
@@ -89,7 +89,7 @@ class HeadGroups(CombinesHeads):
         return f"{self.num_groups} groups of {self.num_heads // self.num_groups} heads, activation={self.activation!r}"
 
 
-class GroupedHeads(MultiHeadAttention):
+class GroupedHeads(ProjectedHeads):
     """Multi-head attention whose heads are mixed in groups, with an MLP instead of W_O.
 
     The h heads form g groups of m = h / g; group i contains heads i m to (i + 1) m - 1:

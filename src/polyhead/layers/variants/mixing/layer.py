@@ -12,7 +12,8 @@ from polyhead.errors import OptionError
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
 from polyhead.layers.combining import CombinesHeads
-from polyhead.layers.multi_head.layer import MultiHeadAttention
+from polyhead.layers.multi_head.projected import ProjectedHeads
+from polyhead.layers.steps import init_linear
 from polyhead.ops.attention import AttentionOutput, attention
 
 # Each position is a batch entry, and PyTorch's CUDA kernels support at most 65,535 of them per launch.
@@ -66,11 +67,7 @@ class HeadMixing(CombinesHeads):
         if self.mix == "heads" and self.num_rows == self.num_heads:
             nn.init.eye_(self.mix_weight)
         for linear in (self.row_q_proj, self.row_k_proj, self.row_v_proj):
-            if linear is None:
-                continue
-            nn.init.xavier_uniform_(linear.weight)
-            if linear.bias is not None:
-                nn.init.zeros_(linear.bias)
+            init_linear(linear)
 
     def forward(self, heads: Tensor) -> Tensor:
         """Map heads [batch, queries, num_heads, value_dim] to [batch, queries, num_rows * value_dim]."""
@@ -111,7 +108,7 @@ class HeadMixing(CombinesHeads):
         return f"{self.num_heads} heads to {self.num_rows} rows, mix={self.mix!r}, row_attention={self.row_attention!r}"
 
 
-class HeadMix(MultiHeadAttention):
+class HeadMix(ProjectedHeads):
     """Multi-head attention whose heads' outputs are mixed and attend to one another at each position.
 
     With head_1 .. head_h the rows of an h x value_dim matrix at one position, and h' = num_rows:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from polyhead.errors import OptionError
 from polyhead.layers import checks
-from polyhead.layers.kv_cache import CacheView
-from polyhead.layers.multi_head.layer import Memory, MultiHeadAttention
+from polyhead.layers.base_attention import CallOptions, Memory
+from polyhead.layers.multi_head.separate_heads import SeparateHeads
+from polyhead.layers.multi_head.torch_weights import from_torch
 from polyhead.layers.positions import BiasesLogits
-from polyhead.layers.steps import CallOptions
 from polyhead.masks import Mask
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput
@@ -22,7 +22,7 @@ from polyhead.ops.common.nonfinite import over_heads
 from polyhead.ops.talking_heads.api import TALKING_BACKENDS, mixed_weights, talking_attention
 
 
-class TalkingHeads(MultiHeadAttention):
+class TalkingHeads(SeparateHeads):
     """Talking-heads attention: logits are mixed over heads before the softmax, weights after it.
 
     With queries, keys and values as in `MultiHeadAttention`, and A = logits_mix and B = weights_mix, h x h and learned:
@@ -47,8 +47,6 @@ class TalkingHeads(MultiHeadAttention):
 
     # Collects the mixed weights of a call for `combined_weights`.
     _mixed_listener: list[CombinedWeights] | None = None
-
-    _may_be_plain = False
 
     def __init__(
         self,
@@ -81,34 +79,32 @@ class TalkingHeads(MultiHeadAttention):
             if name in self._parameters:  # absent while the base constructor runs
                 nn.init.eye_(self.get_parameter(name))
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, view: CacheView | None, mask: Mask | None, requested: CallOptions
-    ) -> AttentionOutput:
-        if requested.seed is not None:
-            raise OptionError(f"a seed is for dropout, which talking heads do not support; got {requested.seed!r}")
-        if view is not None:
-            k, v = view.key, view.value
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: CallOptions) -> AttentionOutput:
+        if call.seed is not None:
+            raise OptionError(f"a seed is for dropout, which talking heads do not support; got {call.seed!r}")
+        if call.view is not None:
+            k, v = call.view.key, call.view.value
         options: dict[str, Any] = {
             "logits_mix": self.logits_mix,
             "weights_mix": self.weights_mix,
-            "mask": mask,
+            "mask": call.mask,
             "scale": self.scale,
-            "backend": requested.backend,
+            "backend": call.backend,
             "finite": self.finite,
         }
         result = talking_attention(
             q,
             k,
             v,
-            weights=requested.weights,
-            statistics=requested.statistics,
-            logsumexp=requested.logsumexp,
+            weights=call.weights,
+            statistics=call.statistics,
+            logsumexp=call.logsumexp,
             **options,
         )
         if self._mixed_listener is not None:
             self._mixed_listener.append(mixed_weights(q, k, **options))
         if self._listener is not None:
-            self._listener(self._attended(q, k, v, result, mask))
+            self._listener(self._attended(q, k, v, result, call.mask))
         return result
 
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, result: AttentionOutput, mask: Mask | None) -> Attended:
@@ -145,15 +141,10 @@ class TalkingHeads(MultiHeadAttention):
             del self._mixed_listener
         return CombinedWeights(**{name: getattr(collected[0], name) for name in names})
 
-    # ---- to and from torch.nn
-
-    def to_torch(self) -> nn.MultiheadAttention:
-        raise OptionError("torch.nn.MultiheadAttention has no equivalent of TalkingHeads")
-
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention, **options: Any) -> Self:
         """Build the layer from a `torch.nn.MultiheadAttention` (batch first), with identity mixes."""
-        return super().from_torch(module, **options)
+        return from_torch(cls, module, options)
 
 
 def check_talking(*, softcap: float | None, sinks: bool, dropout: float, key_heads: object, backend: str) -> None:
