@@ -24,8 +24,9 @@ from polyhead.costs import (
 from polyhead.costs.layer_work import forward_pieces
 from polyhead.costs.work import with_gradients
 from polyhead.errors import DtypeError, MaskError, OptionError
-from polyhead.layers.config import CONFIGS, AttentionConfig, MultiHeadConfig, build_attention
+from polyhead.layers.config import CONFIGS, AttentionConfig, build_attention
 from polyhead.layers.latent.config import LatentConfig
+from polyhead.layers.multi_head.config import MultiHeadConfig
 from polyhead.layers.positions.config import RotaryConfig
 from polyhead.layers.variants import GroupedHeadsConfig, HeadMixConfig
 from polyhead.layers.variants.collaborative.config import CollaborativeConfig

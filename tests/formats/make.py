@@ -24,8 +24,9 @@ from polyhead.costs import Workload, estimate_cost
 from polyhead.costs.layouts.model import ModelLayout, grouped
 from polyhead.costs.timing.machine import Machine
 from polyhead.inspection import Progress, Settings, inspect_model
-from polyhead.layers.config import AttentionConfig, MultiHeadConfig
+from polyhead.layers.config import AttentionConfig
 from polyhead.layers.latent.config import LatentConfig
+from polyhead.layers.multi_head.config import MultiHeadConfig
 from polyhead.layers.positions.config import RotaryConfig
 from polyhead.layers.variants import GroupedHeadsConfig, HeadMixConfig
 from polyhead.layers.variants.collaborative.config import CollaborativeConfig

@@ -19,11 +19,11 @@ from polyhead.layers import config as config_module
 from polyhead.layers.config import (
     CONFIGS,
     AttentionConfig,
-    MultiHeadConfig,
     build_attention,
     config_of,
     register_config,
 )
+from polyhead.layers.multi_head.config import MultiHeadConfig
 from polyhead.layers.positions import (
     ALiBi,
     BiasesLogits,

@@ -1,7 +1,10 @@
 """Attention layers, their configs, position modules and KV caches."""
 
+from polyhead.layers.multi_head.config import MultiHeadConfig  # first, as in the registry of configs
+
+# isort: split
 from polyhead.layers.base_attention import Memory
-from polyhead.layers.config import AttentionConfig, MultiHeadConfig, build_attention, config_of
+from polyhead.layers.config import AttentionConfig, build_attention, config_of
 from polyhead.layers.head_matrices import HeadMatrices, Heads
 from polyhead.layers.kv_cache import (
     CacheView,

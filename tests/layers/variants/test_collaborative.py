@@ -15,8 +15,8 @@ import polyhead
 from polyhead import KVCache, Mask, MultiHeadAttention
 from polyhead.errors import BackendUnsupported, OptionError, ShapeError
 from polyhead.layers import AttentionConfig, build_attention, config_of
-from polyhead.layers.config import HeadsConfig
 from polyhead.layers.kv_cache import GrowingCache, PagedCache, PreallocatedCache, RollingCache
+from polyhead.layers.multi_head.config import HeadsConfig
 from polyhead.layers.positions import ALiBi, Learned, Rotary
 from polyhead.layers.positions.config import RotaryConfig
 from polyhead.layers.variants import CollaborativeAttention, CollaborativeConfig

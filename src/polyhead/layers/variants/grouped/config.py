@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
-from polyhead.layers.config import (
-    HeadsConfig,
-    register_config,
-)
+from polyhead.layers.config import register_config
+from polyhead.layers.multi_head.config import HeadsConfig
 from polyhead.layers.variants.grouped.layer import GroupedHeads, HeadGroups
 
 
@@ -29,7 +27,7 @@ class GroupedHeadsConfig(HeadsConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         groups = HeadGroups(self.layout, self.num_groups, self.hidden_dim, activation=self.activation, device="meta")
-        object.__setattr__(self, "hidden_dim", groups.width)
+        self._fill(hidden_dim=groups.width)
 
     @classmethod
     def _read(cls, layer: Any) -> dict[str, Any]:

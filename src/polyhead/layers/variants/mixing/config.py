@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
-from polyhead.layers.config import (
-    HeadsConfig,
-    register_config,
-)
+from polyhead.layers.config import register_config
+from polyhead.layers.multi_head.config import HeadsConfig
 from polyhead.layers.variants.mixing.layer import HeadMix, HeadMixing
 
 
@@ -29,7 +27,7 @@ class HeadMixConfig(HeadsConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         mixing = HeadMixing(self.layout, self.num_rows, mix=self.mix, row_attention=self.row_attention, device="meta")
-        object.__setattr__(self, "num_rows", mixing.num_rows)
+        self._fill(num_rows=mixing.num_rows)
 
     @classmethod
     def _read(cls, layer: Any) -> dict[str, Any]:

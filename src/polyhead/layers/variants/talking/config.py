@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from polyhead.layers.config import HeadsConfig, register_config
+from polyhead.layers.config import register_config
+from polyhead.layers.multi_head.config import HeadsConfig
 from polyhead.layers.positions import BiasesLogits
 from polyhead.layers.variants.talking.layer import TalkingHeads, check_talking, refuse_biases
 
