@@ -18,7 +18,7 @@ from polyhead.layers.torch_compat import MultiheadAttention
 from polyhead.layers.torch_compat.steps import torch_mask
 from polyhead.layers.variants.talking.layer import TalkingHeads
 from polyhead.observation.rows import Tokens
-from polyhead.observation.watcher import WatchedCall, Watcher
+from polyhead.observation.watcher import ObservedCall, Watcher
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, RowStatistics, Statistics, attention
 from polyhead.ops.common.gates import gate_factors
@@ -73,7 +73,7 @@ def watched(layer: nn.Module, session: Watcher) -> Iterator[None]:
 class _Request:
     """A call of a polyhead layer, and the outputs that its caller requested."""
 
-    call: WatchedCall
+    call: ObservedCall
     statistics: Statistics | None
     logsumexp: bool
 
