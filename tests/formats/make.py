@@ -24,15 +24,14 @@ from polyhead.costs import Workload, estimate_cost
 from polyhead.costs.layouts.model import ModelLayout, grouped
 from polyhead.costs.timing.machine import Machine
 from polyhead.inspection import Progress, Settings, inspect_model
-from polyhead.layers.config import AttentionConfig
+from polyhead.layers import AttentionConfig, MultiHeadConfig
 from polyhead.layers.latent.config import LatentConfig
-from polyhead.layers.multi_head.config import MultiHeadConfig
 from polyhead.layers.positions.config import RotaryConfig
 from polyhead.layers.variants import GroupedHeadsConfig, HeadMixConfig
 from polyhead.layers.variants.collaborative.config import CollaborativeConfig
 from polyhead.layers.variants.differential.config import DifferentialConfig
 from polyhead.layers.variants.routed.config import RoutedConfig
-from polyhead.layers.variants.talking.config import TalkingHeadsConfig
+from polyhead.layers.variants.talking import TalkingHeadsConfig
 from polyhead.surgery import (
     GroupQueries,
     MergeHeads,

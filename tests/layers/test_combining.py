@@ -19,8 +19,8 @@ from polyhead.layers.combining import CombinesHeads
 from polyhead.layers.kv_cache import GrowingCache, PagedCache, PreallocatedCache, RollingCache
 from polyhead.layers.multi_head.projected import ProjectedHeads
 from polyhead.layers.positions import ALiBi, Learned, Rotary
-from polyhead.layers.variants.grouped.layer import GroupedHeads
-from polyhead.layers.variants.mixing.layer import HeadMix
+from polyhead.layers.variants.grouped import GroupedHeads
+from polyhead.layers.variants.mixing import HeadMix
 from tests.layers.compiling import with_dynamic_sizes
 from tests.layers.head_formula import earlier, heads_of
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from polyhead import Mask, MultiHeadAttention
 from polyhead.errors import OptionError, ShapeError
+from polyhead.layers import MultiHeadConfig
 from polyhead.layers import config as config_module
 from polyhead.layers.config import (
     CONFIGS,
@@ -23,7 +24,6 @@ from polyhead.layers.config import (
     config_of,
     register_config,
 )
-from polyhead.layers.multi_head.config import MultiHeadConfig
 from polyhead.layers.positions import (
     ALiBi,
     BiasesLogits,
@@ -50,7 +50,7 @@ from polyhead.layers.positions.config import (
     positions_config_of,
 )
 from polyhead.layers.registry import Registry
-from polyhead.layers.variants.grouped.layer import HeadGroups
+from polyhead.layers.variants.grouped import HeadGroups
 
 EMBED, HEADS, HEAD_DIM, LENGTH = 30, 6, 10, 11
 SIZES = {"embed_dim": EMBED, "num_heads": HEADS, "head_dim": HEAD_DIM}

@@ -8,7 +8,7 @@ from polyhead.costs import LayerGroup, ModelLayout
 from polyhead.costs.curves import over_context, over_heads
 from polyhead.costs.layout_warnings import KINDS
 from polyhead.costs.planning import plan_model
-from polyhead.layers.multi_head.config import MultiHeadConfig
+from polyhead.layers import MultiHeadConfig
 from polyhead.report.plan_page import plan_html
 
 

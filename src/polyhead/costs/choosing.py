@@ -18,9 +18,8 @@ from polyhead.costs.planning import cache_bytes_per_token, layer_dtype
 from polyhead.costs.timing.machine import Machine
 from polyhead.costs.work import PHASES, Phase
 from polyhead.errors import OptionError
-from polyhead.layers.config import AttentionConfig
+from polyhead.layers import AttentionConfig, MultiHeadConfig
 from polyhead.layers.latent.config import LatentConfig
-from polyhead.layers.multi_head.config import MultiHeadConfig
 from polyhead.layers.positions.config import RotaryConfig
 
 WIDTHS = (256, 384, 512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 12288, 16384)

@@ -22,7 +22,7 @@ from polyhead.layers.multi_head.projected import ProjectedHeads
 from polyhead.layers.variants.collaborative.layer import CollaborativeAttention
 from polyhead.layers.variants.differential.layer import DifferentialAttention
 from polyhead.layers.variants.routed.layer import RoutedHeads
-from polyhead.layers.variants.talking.layer import TalkingHeads
+from polyhead.layers.variants.talking import TalkingHeads
 from polyhead.observation.collectors import BatchMetadata
 from polyhead.observation.session import observe
 from polyhead.observation.statistics import AttentionSite

@@ -16,7 +16,7 @@ from polyhead.errors import OptionError
 from polyhead.layers.base_attention import BaseAttention
 from polyhead.layers.torch_compat import MultiheadAttention
 from polyhead.layers.torch_compat.steps import torch_mask
-from polyhead.layers.variants.talking.layer import TalkingHeads
+from polyhead.layers.variants.talking import TalkingHeads
 from polyhead.observation.rows import Tokens
 from polyhead.observation.watcher import ObservedCall, Watcher
 from polyhead.ops.attended import Attended

@@ -14,8 +14,7 @@ from polyhead.costs.layouts.model import ModelLayout, grouped
 from polyhead.errors import OptionError
 from polyhead.files import read_json, refusing
 from polyhead.geometry import HeadLayout
-from polyhead.layers.config import AttentionConfig
-from polyhead.layers.multi_head.config import MultiHeadConfig
+from polyhead.layers import AttentionConfig, MultiHeadConfig
 from polyhead.layers.positions.config import RotaryConfig
 from polyhead.sources.config_sizes import CONFIG_BYTES
 

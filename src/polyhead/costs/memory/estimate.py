@@ -17,8 +17,7 @@ from polyhead.costs.memory.attention import BACKWARD_COPIES, FORWARD_COPIES, KEP
 from polyhead.costs.memory.layers import record_layer
 from polyhead.costs.memory.recorder import Device, Form, Recorder
 from polyhead.costs.workload import Workload
-from polyhead.layers.config import AttentionConfig
-from polyhead.layers.multi_head.config import MultiHeadConfig
+from polyhead.layers import AttentionConfig, MultiHeadConfig
 from polyhead.layers.variants.routed.config import RoutedConfig
 from polyhead.masks import Mask
 

@@ -1,8 +1,15 @@
-"""Talking-heads attention: logits and weights are mixed over heads, before and after the softmax."""
+"""Talking-heads attention (Shazeer et al. 2020): 3.6 times the forward of MHA, no gain seen.
+
+Logits are mixed over heads before the softmax and weights after it. Against multi-head attention of the same width
+(2 x 4,096 causal tokens of width 2,048, 16 heads, bfloat16, H200) the forward takes 2.41 instead of 0.67 ms and a
+training step 17.1 instead of 2.30 ms. Byte models of 11M parameters end 0.008 bits per byte above multi-head attention
+over equal tokens, within the noise of seeds. Figures from docs/arrangements.md.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -11,6 +18,8 @@ from torch import Tensor, nn
 from polyhead.errors import OptionError
 from polyhead.layers import checks
 from polyhead.layers.base_attention import CallOptions, Memory
+from polyhead.layers.config import register_config
+from polyhead.layers.multi_head.config import HeadsConfig
 from polyhead.layers.multi_head.separate_heads import SeparateHeads
 from polyhead.layers.multi_head.torch_weights import from_torch
 from polyhead.layers.positions import BiasesLogits
@@ -161,3 +170,28 @@ def refuse_biases(name: str) -> None:
         f"talking heads do not support positions that bias logits, since before or after the mix is ambiguous; "
         f"got {name}; use rotary, sinusoidal or learned positions"
     )
+
+
+@register_config("talking_heads", TalkingHeads)
+@dataclass(frozen=True)
+class TalkingHeadsConfig(HeadsConfig):
+    """Config of `TalkingHeads`; unsupported options must keep their defaults.
+
+    >>> TalkingHeadsConfig(512, 8, causal=True).head_dim
+    64
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_talking(
+            softcap=self.softcap,
+            sinks=self.sinks,
+            dropout=self.dropout,
+            key_heads=self.key_heads,
+            backend=self.backend,
+        )
+        if self.positions is not None:
+            with torch.device("meta"):
+                module = self.positions.build(self.turning)
+            if isinstance(module, BiasesLogits):
+                refuse_biases(type(self.positions).__name__)
