@@ -186,13 +186,14 @@ class RoutedHeads(BaseAttention):
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
+        def linear(outputs: int) -> nn.Linear:
+            return nn.Linear(embed_dim, outputs, bias=bias, device=device, dtype=dtype)
+
         rows = self.rows_per_head
         self.query_weight = parameter(num_heads, embed_dim, rows * layout.head_dim)
         self.query_bias = parameter(num_heads, rows * layout.head_dim) if bias else None
-        self.k_proj = nn.Linear(embed_dim, layout.num_kv_heads * layout.head_dim, bias=bias, device=device, dtype=dtype)
-        self.v_proj = nn.Linear(
-            embed_dim, layout.num_kv_heads * layout.value_dim, bias=bias, device=device, dtype=dtype
-        )
+        self.k_proj = linear(layout.num_kv_heads * layout.head_dim)
+        self.v_proj = linear(layout.num_kv_heads * layout.value_dim)
         self.output_weight = parameter(num_heads, rows * layout.value_dim, embed_dim)
         self.output_bias = parameter(embed_dim) if (bias if output_bias is None else output_bias) else None
         self.q_norm, self.k_norm = qk_norms(qk_norm, layout.head_dim, device=device, dtype=dtype)
@@ -300,32 +301,14 @@ class RoutedHeads(BaseAttention):
             if view is not None:
                 k, v = view.key, view.value
             result = self._ragged(q, k, v, rows, routing, call)
-        by_head_result = result_by_head(result if logsumexp else replace(result, logsumexp=None), routing)
+        heads = result_by_head(result if logsumexp else replace(result, logsumexp=None), routing)
         if self._listener is not None:
             k, v = (k, v) if view is None else (view.key, view.value)
-            full = replace(by_head_result, output=by_head(by_head_result.output, routing, 0.0))
-            self._listener(
-                RoutedAttended(
-                    by_head(q.unflatten(1, sizes[1:3]), routing, 0.0),
-                    k,
-                    v,
-                    full,
-                    call.mask,
-                    self.scale,
-                    self.softcap,
-                    self.sinks,
-                    routing=routing,
-                )
-            )
+            full = replace(heads, output=by_head(heads.output, routing, 0.0))
+            options = (call.mask, self.scale, self.softcap, self.sinks, routing)
+            self._listener(RoutedAttended(by_head(q.unflatten(1, sizes[1:3]), routing, 0.0), k, v, full, *options))
         output = self._combine(result.output, query, routing, head_gate, rows.groups)
-        return RoutedOutput(
-            output,
-            by_head_result.logsumexp,
-            by_head_result.weights,
-            by_head_result.statistics,
-            by_head_result.backend,
-            routing,
-        )
+        return RoutedOutput(output, heads.logsumexp, heads.weights, heads.statistics, heads.backend, routing)
 
     def remember(self, key: Tensor) -> Memory:
         """Project a source once, for repeated cross-attention with `forward(query, memory)`."""
