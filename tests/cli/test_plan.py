@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from polyhead.cli import app
 from polyhead.costs.timing.machine import Machine
-from polyhead.layers.config import MultiHeadConfig
+from polyhead.layers import MultiHeadConfig
 from polyhead.progress import Progress
 
 SIZES = ("--d-model", 512, "--heads", 8, "--kv-heads", 2, "--layers", 6, "--context", 1024)

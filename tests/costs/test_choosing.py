@@ -14,7 +14,7 @@ from polyhead.costs.layout_warnings import KINDS, channels_for, warnings_of
 from polyhead.costs.layouts.known_models import KNOWN
 from polyhead.costs.timing.machine import Machine
 from polyhead.errors import DtypeError, OptionError
-from polyhead.layers.config import MultiHeadConfig
+from polyhead.layers import MultiHeadConfig
 from polyhead.layers.latent.config import LatentConfig
 from polyhead.layers.variants.collaborative.config import CollaborativeConfig
 from polyhead.layers.variants.differential.config import DifferentialConfig

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from polyhead import Mask
 from polyhead.costs import CostEstimate, LayerCounts, MatrixFlops, Workload, count_layer, estimate_cost
 from polyhead.errors import DtypeError, MaskError, OptionError, ShapeError
-from polyhead.layers.config import AttentionConfig, MultiHeadConfig, build_attention
+from polyhead.layers import AttentionConfig, MultiHeadConfig, build_attention
 from polyhead.layers.kv_cache import GrowingCache, PagedCache, PreallocatedCache, QuantizedCache, RollingCache
 from polyhead.layers.positions import LinearScaling
 from polyhead.layers.positions.config import (

@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import polyhead.costs.flop_formulas  # noqa: F401  for the formulas that it registers
 from polyhead.costs import Workload, estimate_cost
-from polyhead.layers.config import MultiHeadConfig, build_attention
+from polyhead.layers import MultiHeadConfig, build_attention
 from polyhead.layers.variants.routed.config import RoutedConfig
-from polyhead.layers.variants.talking.config import TalkingHeadsConfig
+from polyhead.layers.variants.talking import TalkingHeadsConfig
 from polyhead.ops.decode.fused import CacheArguments, decode
 from polyhead.ops.selected_rows.row_products import RowGroups, spread_product
 

@@ -10,7 +10,7 @@ import torch
 
 from polyhead.costs import Workload, estimate_cost, estimate_memory
 from polyhead.costs.memory import MemoryEstimate
-from polyhead.layers.config import AttentionConfig, MultiHeadConfig, build_attention
+from polyhead.layers import AttentionConfig, MultiHeadConfig, build_attention
 from polyhead.layers.kv_cache import PreallocatedCache
 from polyhead.layers.positions.config import RotaryConfig
 from tests.costs import storages

@@ -26,7 +26,7 @@ from polyhead.costs.quantities import count, parse_count, parse_seconds, seconds
 from polyhead.costs.timing.machine import Machine
 from polyhead.costs.wording import below, facts, layout_words, rows, title
 from polyhead.errors import DtypeError, OptionError, ShapeError
-from polyhead.layers.config import MultiHeadConfig
+from polyhead.layers import MultiHeadConfig
 from polyhead.layers.latent.config import LatentConfig
 from polyhead.layers.positions.config import RotaryConfig
 from polyhead.layers.variants import GroupedHeadsConfig

@@ -13,14 +13,14 @@ import polyhead
 from polyhead import Mask
 from polyhead.costs import MatrixFlops, Workload, estimate_cost
 from polyhead.errors import OptionError
-from polyhead.layers.config import AttentionConfig, MultiHeadConfig, build_attention
+from polyhead.layers import AttentionConfig, MultiHeadConfig, build_attention
 from polyhead.layers.kv_cache import GrowingCache
 from polyhead.layers.kv_cache.latent import LatentCache, PreallocatedLatentCache
 from polyhead.layers.latent.config import LatentConfig
 from polyhead.layers.latent.forms import form_products
 from polyhead.layers.positions.config import ALiBiConfig, LearnedConfig, RotaryConfig
 from polyhead.layers.variants import GroupedHeadsConfig, HeadMixConfig
-from polyhead.layers.variants.mixing import layer as mixing_layer
+from polyhead.layers.variants import mixing as mixing_layer
 
 BATCH, QUERIES, KEYS, PAST = 3, 7, 11, 5
 EMBED, HEADS = 24, 6

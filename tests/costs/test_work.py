@@ -24,14 +24,15 @@ from polyhead.costs import (
 from polyhead.costs.layer_work import forward_pieces
 from polyhead.costs.work import with_gradients
 from polyhead.errors import DtypeError, MaskError, OptionError
-from polyhead.layers.config import CONFIGS, AttentionConfig, MultiHeadConfig, build_attention
+from polyhead.layers import MultiHeadConfig
+from polyhead.layers.config import CONFIGS, AttentionConfig, build_attention
 from polyhead.layers.latent.config import LatentConfig
 from polyhead.layers.positions.config import RotaryConfig
 from polyhead.layers.variants import GroupedHeadsConfig, HeadMixConfig
 from polyhead.layers.variants.collaborative.config import CollaborativeConfig
 from polyhead.layers.variants.differential.config import DifferentialConfig
 from polyhead.layers.variants.routed.config import RoutedConfig
-from polyhead.layers.variants.talking.config import TalkingHeadsConfig
+from polyhead.layers.variants.talking import TalkingHeadsConfig
 
 BATCH, QUERIES, KEYS, PAST, EMBED, HEADS = 3, 7, 11, 5, 24, 6
 

@@ -24,14 +24,14 @@ from polyhead.costs import Workload, estimate_cost
 from polyhead.costs.layouts.model import ModelLayout, grouped
 from polyhead.costs.timing.machine import Machine
 from polyhead.inspection import Settings
-from polyhead.layers.config import AttentionConfig, MultiHeadConfig
+from polyhead.layers import AttentionConfig, MultiHeadConfig
 from polyhead.layers.latent.config import LatentConfig
 from polyhead.layers.positions.config import RotaryConfig
 from polyhead.layers.variants import GroupedHeadsConfig, HeadMixConfig
 from polyhead.layers.variants.collaborative.config import CollaborativeConfig
 from polyhead.layers.variants.differential.config import DifferentialConfig
 from polyhead.layers.variants.routed.config import RoutedConfig
-from polyhead.layers.variants.talking.config import TalkingHeadsConfig
+from polyhead.layers.variants.talking import TalkingHeadsConfig
 from polyhead.progress import Progress
 from polyhead.surgery import (
     GroupQueries,

@@ -17,9 +17,10 @@ from polyhead.errors import CheckpointError, OptionError
 from polyhead.geometry import HeadLayout
 from polyhead.layers.combining import CombinesHeads
 from polyhead.layers.kv_cache import GrowingCache, PagedCache, PreallocatedCache, RollingCache
+from polyhead.layers.multi_head.projected import ProjectedHeads
 from polyhead.layers.positions import ALiBi, Learned, Rotary
-from polyhead.layers.variants.grouped.layer import GroupedHeads
-from polyhead.layers.variants.mixing.layer import HeadMix
+from polyhead.layers.variants.grouped import GroupedHeads
+from polyhead.layers.variants.mixing import HeadMix
 from tests.layers.compiling import with_dynamic_sizes
 from tests.layers.head_formula import earlier, heads_of
 
@@ -29,7 +30,7 @@ DOUBLE = torch.float64
 # Dynamo instantiates an autograd function, which PyTorch itself deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
-LAYERS: dict[str, Callable[..., MultiHeadAttention]] = {
+LAYERS: dict[str, Callable[..., ProjectedHeads]] = {
     "grouped": lambda *sizes, **more: GroupedHeads(*sizes, num_groups=3, hidden_dim=17, **more),
     "one group": lambda *sizes, **more: GroupedHeads(*sizes, num_groups=1, hidden_dim=5, **more),
     "mixed": HeadMix,
@@ -42,7 +43,7 @@ both_kinds = pytest.mark.parametrize("kind", ["grouped", "mixed"])
 every_kind = pytest.mark.parametrize("kind", LAYERS)
 
 
-def make(kind: str, **options: Any) -> MultiHeadAttention:
+def make(kind: str, **options: Any) -> ProjectedHeads:
     sizes: dict[str, Any] = {"num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "value_dim": VALUE_DIM, "dtype": DOUBLE}
     layer = LAYERS[kind](EMBED, HEADS, **{**sizes, **options})
     layer.to(options.get("dtype", DOUBLE))
@@ -67,7 +68,7 @@ def _forget_compiled_code() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def combined(layer: MultiHeadAttention, heads: list[Tensor]) -> Tensor:
+def combined(layer: ProjectedHeads, heads: list[Tensor]) -> Tensor:
     assert layer.combine is not None
     return layer.out_proj(layer.combine(torch.stack(heads, 2)))
 
@@ -104,20 +105,22 @@ def test_what_does_not_combine_heads_is_refused() -> None:
         MultiHeadAttention(24, 6, combine=nn.Linear(24, 24))
 
 
-@both_kinds
-def test_what_needs_an_output_matrix_for_each_head_is_refused(kind: str) -> None:
-    layer = make(kind, num_kv_heads=HEADS)
-    name = type(layer.combine).__name__
-    with pytest.raises(OptionError, match=f"a head's own output matrix exists only if .* combined by {name}"):
+def test_what_needs_an_output_matrix_for_each_head_is_refused() -> None:
+    options = {"combine": Concatenates(MultiHeadAttention(24, 6).layout)}
+    layer = MultiHeadAttention(24, 6, **options)
+    with pytest.raises(OptionError, match=r"a head's own output matrix exists only if .* combined by Concatenates"):
         layer.heads  # noqa: B018
     with pytest.raises(OptionError, match=r"no counterpart for .*a combine module"):
         layer.to_torch()
-    theirs = nn.MultiheadAttention(24, 6)
-    options = {"num_groups": 2} if kind == "grouped" else {}
     with pytest.raises(OptionError, match=r"counterpart of torch.nn.MultiheadAttention exists only if .* reads Concat"):
-        type(layer).from_torch(theirs, **options)
+        MultiHeadAttention.from_torch(nn.MultiheadAttention(24, 6), **options)
     with pytest.raises(OptionError, match=r"a head's own output matrix exists only if"):
-        type(layer).from_heads(list(MultiHeadAttention(24, 6).heads), **options)
+        MultiHeadAttention.from_heads(list(MultiHeadAttention(24, 6).heads), **options)
+
+
+@pytest.mark.parametrize("kind", [GroupedHeads, HeadMix])
+def test_layers_that_always_combine_heads_have_no_methods_for_single_heads(kind: type[ProjectedHeads]) -> None:
+    assert not {"heads", "from_heads", "from_torch", "to_torch"} & set(dir(kind))
 
 
 # ---- masks, padding, gates, statistics
@@ -276,7 +279,7 @@ def test_a_ragged_batch_generates_as_each_sequence_would_alone(kind: str, x: Ten
 # ---- programs
 
 
-def results(call: Callable[[Tensor], Any], layer: MultiHeadAttention, x: Tensor) -> list[Tensor]:
+def results(call: Callable[[Tensor], Any], layer: ProjectedHeads, x: Tensor) -> list[Tensor]:
     leaf = x.clone().requires_grad_()
     output = call(leaf).output
     return [output.detach(), *torch.autograd.grad(output.square().sum(), [leaf, *layer.parameters()])]
@@ -348,7 +351,7 @@ def test_a_state_dict_of_another_arrangement_is_refused(kind: str) -> None:
     state = make(kind).state_dict()
     with pytest.raises(CheckpointError, match="num_heads 6 where the layer has 3"):
         LAYERS[kind](EMBED, 3, num_kv_heads=1, head_dim=20, value_dim=14).load_state_dict(state)
-    different: dict[str, Callable[..., MultiHeadAttention]] = {
+    different: dict[str, Callable[..., ProjectedHeads]] = {
         "grouped": lambda *sizes, **more: GroupedHeads(*sizes, num_groups=2, hidden_dim=17, **more),
         "mixed": lambda *sizes, **more: HeadMix(*sizes, num_rows=5, **more),
     }

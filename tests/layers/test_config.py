@@ -15,11 +15,11 @@ from torch import nn
 
 from polyhead import Mask, MultiHeadAttention
 from polyhead.errors import OptionError, ShapeError
+from polyhead.layers import MultiHeadConfig
 from polyhead.layers import config as config_module
 from polyhead.layers.config import (
     CONFIGS,
     AttentionConfig,
-    MultiHeadConfig,
     build_attention,
     config_of,
     register_config,
@@ -50,7 +50,7 @@ from polyhead.layers.positions.config import (
     positions_config_of,
 )
 from polyhead.layers.registry import Registry
-from polyhead.layers.variants.grouped.layer import HeadGroups
+from polyhead.layers.variants.grouped import HeadGroups
 
 EMBED, HEADS, HEAD_DIM, LENGTH = 30, 6, 10, 11
 SIZES = {"embed_dim": EMBED, "num_heads": HEADS, "head_dim": HEAD_DIM}

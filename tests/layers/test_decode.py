@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyhead import KVCache, Mask, MultiHeadAttention, attention
-from polyhead.layers import steps
+from polyhead.layers import base_attention
 from polyhead.layers.kv_cache import GrowingCache, PagedCache, PreallocatedCache, QuantizedCache, RollingCache
-from polyhead.layers.multi_head import layer as multi_head_layer
 from polyhead.layers.positions import ALiBi, Positions, Rotary, T5Bias
 from polyhead.ops.common.request import AttentionOutput
 from polyhead.ops.common.visibility import resolve
@@ -140,8 +139,8 @@ class Recorded:
 
     def __enter__(self) -> Recorded:
         self._patches = [
-            mock.patch.object(multi_head_layer, "attention", self.attend),
-            mock.patch.object(steps, "cached_attention", self.decode),
+            mock.patch.object(base_attention, "attention", self.attend),
+            mock.patch.object(base_attention, "cached_attention", self.decode),
         ]
         for patch in self._patches:
             patch.start()
@@ -152,7 +151,7 @@ class Recorded:
             patch.stop()
 
 
-cached_attention = steps.cached_attention
+cached_attention = base_attention.cached_attention
 
 
 def check(kind: str, case: Case, dtype: torch.dtype, device: str, backend: str = "auto") -> None:

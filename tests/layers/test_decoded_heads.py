@@ -10,6 +10,7 @@ import torch
 from polyhead import KVCache, MultiHeadAttention
 from polyhead.layers import QuantizedCache
 from polyhead.layers.kv_cache import PagedCache
+from polyhead.layers.multi_head.projected import ProjectedHeads
 from polyhead.layers.positions import ALiBi, Rotary
 from polyhead.layers.variants import CollaborativeAttention, DifferentialAttention
 from tests.ops.interpreter.interpreted import in_the_interpreter
@@ -20,12 +21,12 @@ CACHES: dict[str, tuple[type[KVCache], dict[str, int]]] = {
 }
 
 
-def differential() -> MultiHeadAttention:
+def differential() -> ProjectedHeads:
     """Each map is one half of the channels of a key."""
     return DifferentialAttention(32, 2, num_kv_heads=1, head_dim=16, causal=True, positions=Rotary(8))
 
 
-def collaborative() -> MultiHeadAttention:
+def collaborative() -> ProjectedHeads:
     """Every head reads the one key, and its own channels of the one value."""
     return CollaborativeAttention(32, 2, shared_dim=16, value_dim=8, causal=True)
 

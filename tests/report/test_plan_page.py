@@ -7,7 +7,7 @@ import pytest
 from polyhead.costs import LayerGroup, ModelLayout, planning
 from polyhead.costs.curves import over_context, over_heads
 from polyhead.costs.layout_warnings import KINDS
-from polyhead.layers.config import MultiHeadConfig
+from polyhead.layers import MultiHeadConfig
 from polyhead.report.plan_page import plan_html
 
 

@@ -18,7 +18,7 @@ from polyhead.costs.planning import cache_bytes_per_token, layer_dtype
 from polyhead.costs.timing.machine import Machine
 from polyhead.costs.work import PHASES, Phase
 from polyhead.errors import OptionError
-from polyhead.layers.config import AttentionConfig, MultiHeadConfig
+from polyhead.layers import AttentionConfig, MultiHeadConfig
 from polyhead.layers.latent.config import LatentConfig
 from polyhead.layers.positions.config import RotaryConfig
 

@@ -19,7 +19,8 @@ import torch
 
 from polyhead.costs.workload import Workload, visible_pairs
 from polyhead.errors import DtypeError, OptionError, ShapeError
-from polyhead.layers.config import AttentionConfig, HeadsConfig, MultiHeadConfig
+from polyhead.layers.config import AttentionConfig
+from polyhead.layers.multi_head.config import HeadsConfig, MultiHeadConfig
 from polyhead.masks import Mask
 
 

@@ -10,7 +10,7 @@ from polyhead.costs.phases import PhasePlan, plan_phase
 from polyhead.costs.planning import Plan
 from polyhead.costs.timing.machine import Machine
 from polyhead.errors import ShapeError
-from polyhead.layers.config import MultiHeadConfig
+from polyhead.layers import MultiHeadConfig
 from polyhead.layers.positions.config import RotaryConfig
 
 SHORTEST, LONGEST = 128, 131072

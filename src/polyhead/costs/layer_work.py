@@ -16,7 +16,8 @@ import torch
 from polyhead.costs.work import AttentionCore, Phase, Piece, Product, Traffic, Work, with_gradients
 from polyhead.costs.workload import Workload
 from polyhead.errors import MaskError, OptionError
-from polyhead.layers.config import AttentionConfig, HeadsConfig, MultiHeadConfig
+from polyhead.layers.config import AttentionConfig
+from polyhead.layers.multi_head.config import HeadsConfig, MultiHeadConfig
 from polyhead.layers.positions.config import RotaryConfig
 from polyhead.masks import Mask
 from polyhead.ops.decode.fused import MOST_QUERIES

@@ -52,7 +52,7 @@ def warnings_of(
 ) -> tuple[Warned, ...]:
     """Return the warnings for a layer at this context, batch and phase; "idle" needs a GPU as `machine`.
 
-    >>> from polyhead.layers.config import MultiHeadConfig
+    >>> from polyhead.layers import MultiHeadConfig
     >>> warnings_of(MultiHeadConfig(512, 8, causal=True), context=512)
     ()
     >>> [warned.kind for warned in warnings_of(MultiHeadConfig(512, 16, causal=True), context=512)]

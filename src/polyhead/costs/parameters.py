@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from polyhead.costs.cost import estimate_cost
 from polyhead.costs.workload import Workload
-from polyhead.layers.config import AttentionConfig, HeadsConfig
+from polyhead.layers.config import AttentionConfig
 from polyhead.layers.latent.config import LatentConfig
+from polyhead.layers.multi_head.config import HeadsConfig
 from polyhead.layers.variants.collaborative.config import CollaborativeConfig
 from polyhead.layers.variants.routed.config import RoutedConfig
 
@@ -63,7 +64,7 @@ class Identity:
 def count_parameters(config: AttentionConfig) -> Parameters:
     """Count the parameters of one layer.
 
-    >>> from polyhead.layers.config import MultiHeadConfig
+    >>> from polyhead.layers import MultiHeadConfig
     >>> count_parameters(MultiHeadConfig(512, 8, num_kv_heads=2))
     Parameters(query=262144, key=65536, value=65536, output=262144, other=1280)
     """
@@ -78,7 +79,7 @@ def four_squares(config: AttentionConfig) -> Identity:
 
     Equality needs as many KV heads as heads, and num_heads * head_dim equal to d_model.
 
-    >>> from polyhead.layers.config import MultiHeadConfig
+    >>> from polyhead.layers import MultiHeadConfig
     >>> four_squares(MultiHeadConfig(512, 8)).holds
     True
     >>> four_squares(MultiHeadConfig(512, 8, head_dim=128, num_kv_heads=4)).reasons

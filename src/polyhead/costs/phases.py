@@ -142,7 +142,7 @@ def plan_phase(
 def rolling_cache_bytes(model: ModelLayout, dtype: torch.dtype, batch: int, context: int) -> int:
     """Return the cache bytes of all layers: the window's where a `RollingCache` applies, else every token's.
 
-    >>> from polyhead.layers.config import MultiHeadConfig
+    >>> from polyhead.layers import MultiHeadConfig
     >>> model = ModelLayout.of(MultiHeadConfig(64, 4, causal=True, window=128), 3)
     >>> rolling_cache_bytes(model, torch.bfloat16, 1, 1000) == 3 * 128 * 2 * 64 * 2
     True

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from polyhead.costs.cost import LayerCounts, MatrixFlops, count_heads, count_layer
 from polyhead.costs.workload import Workload
-from polyhead.layers.variants.talking.config import TalkingHeadsConfig
+from polyhead.layers.variants.talking import TalkingHeadsConfig
 
 
 @count_layer.register

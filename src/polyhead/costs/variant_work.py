@@ -12,7 +12,7 @@ from polyhead.layers.variants import GroupedHeadsConfig, HeadMixConfig
 from polyhead.layers.variants.collaborative.config import CollaborativeConfig
 from polyhead.layers.variants.differential.config import DifferentialConfig
 from polyhead.layers.variants.routed.config import RoutedConfig
-from polyhead.layers.variants.talking.config import TalkingHeadsConfig
+from polyhead.layers.variants.talking import TalkingHeadsConfig
 
 
 @forward_pieces.register

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError
-from polyhead.layers.multi_head.layer import Memory, MultiHeadAttention
+from polyhead.layers.base_attention import Memory
+from polyhead.layers.multi_head.layer import MultiHeadAttention
 from polyhead.layers.steps import restores_cache_on_error
 from polyhead.masks import Mask
 

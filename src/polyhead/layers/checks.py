@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from polyhead.errors import CheckpointError, DeviceError, DtypeError, OptionError, ShapeError
 from polyhead.geometry import HeadLayout
-from polyhead.layers.head_matrices import HeadMatrices
 from polyhead.ops.attention import BACKENDS, Statistics
 from polyhead.ops.common.statistics import as_statistics
 
@@ -86,6 +85,13 @@ def check_input(name: str, x: Tensor, width: int, projection: nn.Module) -> None
         )
 
 
+def check_padded(layer: str, name: str, x: Tensor, width: int, projection: nn.Module) -> None:
+    """Check an input as `check_input` does, and that it is not nested; `layer` begins the error message."""
+    check_input(name, x, width, projection)
+    if x.is_nested:
+        raise OptionError(f"{layer} padded sequences, got a nested {name}; pad it and use Mask.lengths")
+
+
 def resolve_statistics(requested: object, *, cross: bool) -> Statistics | None:
     """Return the requested row statistics; `cross` excludes those that compare positions."""
     statistics = as_statistics(requested)
@@ -112,22 +118,6 @@ def check_gate(gate: Tensor, batch: int, heads: int, queries: int) -> None:
     got = list(gate.shape) if isinstance(gate, Tensor) else type(gate).__name__
     if not isinstance(gate, Tensor) or gate.shape not in shapes:
         raise ShapeError(f"head_gate must be [{heads}], [{batch}, {heads}] or [{batch}, {heads}, {queries}], got {got}")
-
-
-def check_heads(heads: Any, output_bias: Tensor | None) -> None:
-    """Check per-head matrices that a layer is to be built from."""
-    if not heads:
-        raise ShapeError("a layer needs at least one head, got an empty list")
-    for index, head in enumerate(heads):
-        if not isinstance(head, HeadMatrices):
-            raise OptionError(f"heads must be HeadMatrices, got {type(head).__name__} for head {index}")
-        for name in ("query", "key", "value", "output"):
-            matrix = getattr(head, name)
-            if matrix.ndim != 2:
-                raise ShapeError(f"{name} of head {index} must be a matrix, got shape {list(matrix.shape)}")
-    width = heads[0].output.shape[1]
-    if output_bias is not None and output_bias.shape != (width,):
-        raise ShapeError(f"output_bias must be [{width}], got {list(output_bias.shape)}")
 
 
 class AnyLayout(Protocol):

@@ -10,7 +10,7 @@ import dataclasses
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
@@ -20,9 +20,8 @@ from polyhead.errors import OptionError
 from polyhead.files import in_one_line, short
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
-from polyhead.layers.multi_head.layer import MultiHeadAttention
 from polyhead.layers.positions.base import Positions
-from polyhead.layers.positions.config import POSITIONS, PositionsConfig, positions_config_of
+from polyhead.layers.positions.config import PositionsConfig, positions_config_of
 from polyhead.layers.registry import Registry, check_flags
 from polyhead.layers.steps import layer_mask
 from polyhead.masks import Mask
@@ -117,74 +116,35 @@ def config_of(layer: nn.Module) -> AttentionConfig:
     return config.of(layer)
 
 
-@dataclass(frozen=True)
-class HeadsConfig(AttentionConfig):
-    """Options of `MultiHeadAttention`, shared by the configs of all variants derived from it.
+class LayerConfig(AttentionConfig):
+    """Base class of the configs of polyhead's own layers, whose fields are the options of the layer."""
 
-    Sizes that are left out are filled in with the layer's defaults. `positions` is a config, not a module.
-    """
-
-    embed_dim: int
-    num_heads: int
-    _: KW_ONLY
-    num_kv_heads: int | None = None
-    key_heads: tuple[int, ...] | None = None
-    head_dim: int | None = None
-    value_dim: int | None = None
-    key_input_dim: int | None = None
-    value_input_dim: int | None = None
-    bias: bool = True
-    output_bias: bool | None = None
-    positions: PositionsConfig | None = field(default=None, metadata={"kinds": POSITIONS})
-    causal: bool = False
-    window: int | None = None
-    qk_norm: Literal["rms", "layer"] | None = None
-    output_gate: Literal["head", "channel"] | None = None
-    softcap: float | None = None
-    scale: float | None = None
-    sinks: bool = False
-    dropout: float = 0.0
-    finite: bool = False
-    backend: str = "auto"
-
-    def __post_init__(self) -> None:
-        check_options(self)
-        layout = self._given_layout()
-        fill = object.__setattr__
-        for x in dataclasses.fields(layout):
-            fill(self, x.name, getattr(layout, x.name))
-        fill(self, "output_bias", self.bias if self.output_bias is None else self.output_bias)
-        checks.check_one_of("qk_norm", self.qk_norm, ("rms", "layer", None))
-        checks.check_one_of("output_gate", self.output_gate, ("head", "channel", None))
-        if self.positions is not None:
-            fill(self, "positions", checked_positions(self.positions).fitted(self.turning))
-
-    def _given_layout(self) -> HeadLayout:
-        """Return the layout of the given sizes; a size of None takes `HeadLayout`'s default."""
-        sizes = {x.name: getattr(self, x.name) for x in dataclasses.fields(HeadLayout)}
-        return checks.layout_of(self.embed_dim, self.num_heads, sizes)
-
-    @property
-    def layout(self) -> HeadLayout:
-        return HeadLayout(**{x.name: getattr(self, x.name) for x in dataclasses.fields(HeadLayout)})
+    layout: Any
+    positions: PositionsConfig | None  # a config, not a module
+    bias: bool
+    output_bias: bool | None
+    causal: bool
+    window: int | None
+    softcap: float | None
+    scale: float | None
+    dropout: float
+    backend: str
 
     @property
     def turning(self) -> HeadLayout:
         """Head layout that the position module applies to."""
-        return self.layout
+        layout: HeadLayout = self.layout
+        return layout
 
     @property
     def mask(self) -> Mask | None:
         return layer_mask(self.causal, self.window)
 
-    def build(
-        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> MultiHeadAttention:
+    def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Any:
         options = {x.name: getattr(self, x.name) for x in dataclasses.fields(self)}
         if self.positions is not None:
             options["positions"] = self.positions.build(self.turning).to(device=device, dtype=dtype)
-        layer: MultiHeadAttention = self.layer(**options, device=device, dtype=dtype)
-        return layer
+        return self.layer(**options, device=device, dtype=dtype)
 
     @classmethod
     def of(cls, layer: Any) -> Self:
@@ -193,18 +153,11 @@ class HeadsConfig(AttentionConfig):
     @classmethod
     def _read(cls, layer: Any) -> dict[str, Any]:
         """Return the fields read from a layer; subclasses add their own."""
-        gate, layout = layer.gate_proj, layer.layout
-        causal, window = causal_and_window(layer.mask)
+        causal, window = _causal_and_window(layer.mask)
         return {
-            **layout.to_dict(),
-            "bias": layer.q_proj.bias is not None,
-            "output_bias": layer.out_proj.bias is not None,
             "positions": None if layer.positions is None else positions_config_of(layer.positions),
             "causal": causal,
             "window": window,
-            "qk_norm": _norm_name(layer.q_norm),
-            # With one channel per head the two gates coincide.
-            "output_gate": None if gate is None else "head" if gate.out_features == layout.num_heads else "channel",
             "softcap": layer.softcap,
             "scale": layer.scale,
             "sinks": layer.sinks is not None,
@@ -213,49 +166,20 @@ class HeadsConfig(AttentionConfig):
             "backend": layer.backend,
         }
 
+    def _check_options(self) -> None:
+        """Check the options common to all layers, as the layers themselves do, and fill in `output_bias`."""
+        check_flags(self)
+        checks.check_rate("dropout", self.dropout)
+        checks.check_positive("softcap", self.softcap)
+        checks.check_finite("scale", self.scale)
+        checks.check_backend(self.backend)
+        layer_mask(self.causal, self.window)
+        self._fill(output_bias=self.bias if self.output_bias is None else self.output_bias)
 
-@register_config("multi_head", MultiHeadAttention)
-@dataclass(frozen=True)
-class MultiHeadConfig(HeadsConfig):
-    """Config of `MultiHeadAttention`.
-
-    >>> config = MultiHeadConfig(512, 8, num_kv_heads=2, causal=True)
-    >>> config.head_dim, config.output_bias
-    (64, True)
-    """
-
-    _: KW_ONLY
-    init: Literal["xavier", "conv"] = "xavier"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.check_one_of("init", self.init, ("xavier", "conv"))
-        if self.init == "conv":
-            with torch.device("meta"):
-                self.build(device="meta")  # raises where the options do not describe a convolution
-
-    @classmethod
-    def _read(cls, layer: Any) -> dict[str, Any]:
-        return {**super()._read(layer), "init": layer.init}
-
-    @classmethod
-    def of(cls, layer: Any) -> Self:
-        if layer.combine is not None:
-            raise OptionError(
-                f"the config of MultiHeadAttention does not describe a combine module, got a layer with "
-                f"{type(layer.combine).__name__}; give that variant its own layer class and config"
-            )
-        return super().of(layer)
-
-
-def check_options(config: Any) -> None:
-    """Check the options common to all layers, as the layers themselves do."""
-    check_flags(config)
-    checks.check_rate("dropout", config.dropout)
-    checks.check_positive("softcap", config.softcap)
-    checks.check_finite("scale", config.scale)
-    checks.check_backend(config.backend)
-    layer_mask(config.causal, config.window)
+    def _fill(self, **values: Any) -> None:
+        """Set fields that were left out to the layer's defaults."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
 
 def checked_positions(positions: object) -> PositionsConfig:
@@ -269,7 +193,7 @@ def checked_positions(positions: object) -> PositionsConfig:
     return positions
 
 
-def causal_and_window(mask: Mask | None) -> tuple[bool, int | None]:
+def _causal_and_window(mask: Mask | None) -> tuple[bool, int | None]:
     """Return the `causal` and `window` options that a layer's mask corresponds to."""
     if mask is None:
         return False, None
@@ -278,7 +202,7 @@ def causal_and_window(mask: Mask | None) -> tuple[bool, int | None]:
     return True, None if mask.left is None else mask.left + 1
 
 
-def _norm_name(norm: nn.Module | None) -> Literal["rms", "layer"] | None:
+def norm_name(norm: nn.Module | None) -> Literal["rms", "layer"] | None:
     if norm is None:
         return None
     if type(norm) not in (nn.RMSNorm, nn.LayerNorm):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError, ShapeError
-
-if TYPE_CHECKING:
-    from polyhead.geometry import HeadLayout
+from polyhead.geometry import HeadLayout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,3 +104,19 @@ def write_heads(target: Heads, heads: Sequence[HeadMatrices]) -> None:
             if source.shape != destination.shape:
                 raise ShapeError(f"{name} of head {index} must be {list(destination.shape)}, got {list(source.shape)}")
             destination.copy_(source)
+
+
+def check_heads(heads: Any, output_bias: Tensor | None) -> None:
+    """Check per-head matrices that a layer is to be built from."""
+    if not heads:
+        raise ShapeError("a layer needs at least one head, got an empty list")
+    for index, head in enumerate(heads):
+        if not isinstance(head, HeadMatrices):
+            raise OptionError(f"heads must be HeadMatrices, got {type(head).__name__} for head {index}")
+        for name in ("query", "key", "value", "output"):
+            matrix = getattr(head, name)
+            if matrix.ndim != 2:
+                raise ShapeError(f"{name} of head {index} must be a matrix, got shape {list(matrix.shape)}")
+    width = heads[0].output.shape[1]
+    if output_bias is not None and output_bias.shape != (width,):
+        raise ShapeError(f"output_bias must be [{width}], got {list(output_bias.shape)}")

@@ -84,6 +84,13 @@ class JointProjection:
         return F.linear(x, self.weight, self.bias)
 
 
+def apply_linears(joint: JointProjection | None, linears: tuple[nn.Module, ...], x: Tensor) -> Sequence[Tensor]:
+    """Return `[linear(x) for linear in linears]`, by `joint` if it is still of these modules."""
+    if joint is not None and joint.linears == linears:
+        return joint(x)
+    return [linear(x) for linear in linears]
+
+
 def is_plain_linear(module: nn.Module) -> bool:
     """Return True if the module is an `nn.Linear` whose `forward` was not replaced.
 

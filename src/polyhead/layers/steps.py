@@ -1,45 +1,23 @@
-"""Steps shared by all attention layers: masks, positions, head reshapes, decoding over a cache."""
+"""Steps shared by all attention layers: masks, positions, norms, initialisation, head reshapes."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError
-from polyhead.layers.kv_cache import CacheView, KVCache
+from polyhead.layers import checks
+from polyhead.layers.kv_cache import KVCache
 from polyhead.layers.positions import BiasesLogits
 from polyhead.layers.positions.biases import BiasesByDistance
 from polyhead.masks import Mask, is_readable
-from polyhead.ops.attention import AttentionOutput, Statistics
-from polyhead.ops.decode.api import cached_attention, cached_reasons
-from polyhead.ops.decode.fused import CacheArguments
-from polyhead.ops.uneven_groups import uneven_cached_attention
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CallOptions:
-    """Options of one attention call besides the tensors and the mask."""
-
-    dropout: float
-    seed: int | Tensor | None
-    backend: str
-    weights: bool
-    statistics: Statistics | None
-    logsumexp: bool
-    head_gate: Tensor | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """True if the decode kernels support every option."""
-        return self.backend in ("auto", "fused") and not (self.weights or self.dropout or self.seed is not None)
 
 
 def restores_cache_on_error(forward: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -95,6 +73,26 @@ def apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
     return norm(x.to(norm.get_parameter("weight").dtype)).to(x.dtype)
 
 
+def init_linear(linear: nn.Linear | None) -> None:
+    """Initialise a projection, if there is one: weights Glorot-uniformly, the bias with zeros."""
+    if linear is None:
+        return
+    nn.init.xavier_uniform_(linear.weight)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
+
+
+def qk_norms(
+    kind: Literal["rms", "layer"] | None, head_dim: int, **options: Any
+) -> tuple[nn.Module | None, nn.Module | None]:
+    """Return the norms of each head's queries and keys; `options` are device and dtype."""
+    checks.check_one_of("qk_norm", kind, ("rms", "layer", None))
+    if kind is None:
+        return None, None
+    norm: Callable[..., nn.Module] = nn.RMSNorm if kind == "rms" else nn.LayerNorm
+    return norm(head_dim, **options), norm(head_dim, **options)
+
+
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """Return a view of [batch, sequence, heads * dim] as [batch, heads, sequence, dim]."""
     if not x.numel():  # `view` cannot infer the last axis of an empty tensor
@@ -107,25 +105,3 @@ def first_position(cache: KVCache | None, queries: int, device: torch.device) ->
     if cache is None or not cache.lengths:
         return 0
     return cache.next_positions(queries, device=device) if cache.is_ragged else cache.lengths[0]
-
-
-def decode_over_cache(
-    q: Tensor,
-    view: CacheView,
-    mask: Mask | None,
-    *,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    statistics: Statistics | None,
-    storage: CacheArguments | None = None,
-    key_heads: tuple[int, ...] | None = None,
-) -> AttentionOutput | None:
-    """Attend over a cache's storage with the decode kernels; None where they do not apply."""
-    arguments = (q, view.storage if storage is None else storage, view.num_keys)
-    if key_heads is not None:
-        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "statistics": statistics}
-        return uneven_cached_attention(*arguments, key_heads, mask=mask, **options)
-    if len(cached_reasons(*arguments, mask=mask, scale=scale, sinks=sinks)):
-        return None
-    return cached_attention(*arguments, mask=mask, scale=scale, softcap=softcap, sinks=sinks, statistics=statistics)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyhead.errors import DtypeError, OptionError, ShapeError
+from polyhead.layers.base_attention import Memory
 from polyhead.layers.blocks import Block, DecoderBlock, EncoderBlock, FeedForward
 from polyhead.layers.kv_cache import (
     GrowingCache,
@@ -20,7 +21,6 @@ from polyhead.layers.kv_cache import (
     QuantizedCache,
     RollingCache,
 )
-from polyhead.layers.multi_head.layer import Memory
 from polyhead.layers.positions import AddsToInput, Positions
 from polyhead.masks import Mask, Side
 

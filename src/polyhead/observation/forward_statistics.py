@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from polyhead.errors import GradientError, OptionError
 from polyhead.observation.rows import corrected, hidden_by_bias
 from polyhead.observation.statistics import NAMES, AttentionSite, StatisticsRequest, stack_order
-from polyhead.observation.watcher import WatchedCall, is_recomputed
+from polyhead.observation.watcher import ObservedCall, is_recomputed
 from polyhead.ops.attention import RowStatistics
 from polyhead.ops.common.row_reduction import SHARE
 
@@ -41,7 +41,7 @@ class _Call:
     learned_sinks: bool
 
     @classmethod
-    def of(cls, call: WatchedCall, rows: RowStatistics) -> _Call:
+    def of(cls, call: ObservedCall, rows: RowStatistics) -> _Call:
         real = call.tokens if call.tokens is None or isinstance(call.tokens, Tensor) else call.tokens.real()
         return cls(rows, real, hidden_by_bias(call.mask), call.sinks_in_view, call.learned_sinks)
 
@@ -252,7 +252,7 @@ class ForwardRecorder:
         self._sites = {}
         self._missing = reason
 
-    def add(self, call: WatchedCall, heads: tuple[int, ...], columns: tuple[str, ...], rows: RowStatistics) -> None:
+    def add(self, call: ObservedCall, heads: tuple[int, ...], columns: tuple[str, ...], rows: RowStatistics) -> None:
         """Store the rows of a call without recording any autograd operation."""
         if not len(self._running):
             self._release(

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.layers import MultiHeadAttention
+from polyhead.layers.multi_head.projected import ProjectedHeads
 from polyhead.layers.variants.collaborative.layer import CollaborativeAttention
 from polyhead.layers.variants.differential.layer import DifferentialAttention
 from polyhead.layers.variants.routed.layer import RoutedHeads
-from polyhead.layers.variants.talking.layer import TalkingHeads
+from polyhead.layers.variants.talking import TalkingHeads
 from polyhead.observation.collectors import BatchMetadata
 from polyhead.observation.session import observe
 from polyhead.observation.statistics import AttentionSite
@@ -101,12 +102,12 @@ class _Tracer:
 
     def head_projections(self, site: AttentionSite) -> HeadProjections:
         module = self.modules.get(site.name)
-        if isinstance(module, MultiHeadAttention):
-            return _of_multi_head(module)
+        if isinstance(module, ProjectedHeads):
+            return _of_projected(module)
         if isinstance(module, RoutedHeads):
             return _of_routed(module)
         if isinstance(module, nn.MultiheadAttention):
-            return _of_multi_head(MultiHeadAttention.from_torch(module))
+            return _of_projected(MultiHeadAttention.from_torch(module))
         num_before, attended = self.first_attended[site]
         before, after = self.linear_calls[:num_before], self.linear_calls[num_before:]
         output = _matching_rows(after, _flatten_rows(attended.result.output))
@@ -144,7 +145,7 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
-def _of_multi_head(layer: MultiHeadAttention) -> HeadProjections:
+def _of_projected(layer: ProjectedHeads) -> HeadProjections:
     if isinstance(layer, DifferentialAttention):  # each map has half of the channels and no output of its own
         query, key, value = _qkv_projections(layer)
         query, key = (torch.cat(x.chunk(2, -1)) for x in (query, key))
@@ -167,7 +168,7 @@ def _of_multi_head(layer: MultiHeadAttention) -> HeadProjections:
     return HeadProjections(*_qkv_projections(layer), output)
 
 
-def _qkv_projections(layer: MultiHeadAttention) -> tuple[Tensor, Tensor, Tensor]:
+def _qkv_projections(layer: ProjectedHeads) -> tuple[Tensor, Tensor, Tensor]:
     """Return the query, key and value projections, each [heads, embed_dim, dim]."""
     layout = layer.layout
     parts = ((layer.q_proj, layout.num_heads), (layer.k_proj, layout.num_kv_heads), (layer.v_proj, layout.num_kv_heads))

@@ -13,24 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError
-from polyhead.layers import MultiHeadAttention
-from polyhead.layers.latent.layer import LatentAttention
+from polyhead.layers.base_attention import BaseAttention
 from polyhead.layers.torch_compat import MultiheadAttention
 from polyhead.layers.torch_compat.steps import torch_mask
-from polyhead.layers.variants.routed.layer import RoutedHeads
-from polyhead.layers.variants.talking.layer import TalkingHeads
+from polyhead.layers.variants.talking import TalkingHeads
 from polyhead.observation.rows import Tokens
-from polyhead.observation.watcher import WatchedCall, Watcher
+from polyhead.observation.watcher import ObservedCall, Watcher
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, RowStatistics, Statistics, attention
 from polyhead.ops.common.gates import gate_factors
 from polyhead.ops.common.statistics import as_statistics
 
-PolyheadLayer = MultiHeadAttention | LatentAttention | RoutedHeads
-
 
 def attention_layers(model: nn.Module) -> tuple[nn.Module, ...]:
-    return tuple(x for x in model.modules() if isinstance(x, PolyheadLayer | nn.MultiheadAttention))
+    return tuple(x for x in model.modules() if isinstance(x, BaseAttention | nn.MultiheadAttention))
 
 
 @contextmanager
@@ -51,7 +47,7 @@ def without_shortcuts(layers: Sequence[nn.Module]) -> Iterator[None]:
 def watched(layer: nn.Module, session: Watcher) -> Iterator[None]:
     """Hook a layer for the duration of the context."""
     with ExitStack() as undo:
-        if isinstance(layer, PolyheadLayer):
+        if isinstance(layer, BaseAttention):
             if layer._listener is not None:
                 raise OptionError(
                     f"only one session at a time can observe a layer, got a {type(layer).__name__} that is already "
@@ -77,7 +73,7 @@ def watched(layer: nn.Module, session: Watcher) -> Iterator[None]:
 class _Request:
     """A call of a polyhead layer, and the outputs that its caller requested."""
 
-    call: WatchedCall
+    call: ObservedCall
     statistics: Statistics | None
     logsumexp: bool
 
@@ -85,7 +81,7 @@ class _Request:
 class _PolyheadHooks:
     """Hooks of a polyhead layer: request additional outputs and remove them from the caller's result."""
 
-    def __init__(self, session: Watcher, layer: PolyheadLayer) -> None:
+    def __init__(self, session: Watcher, layer: BaseAttention) -> None:
         self.session = session
         self.names = tuple(inspect.signature(type(layer).forward).parameters)[1:]
         self.mixes_heads = isinstance(layer, TalkingHeads)
@@ -94,14 +90,13 @@ class _PolyheadHooks:
     def before(
         self, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        assert isinstance(module, PolyheadLayer)
+        assert isinstance(module, BaseAttention)
         self.pending.clear()  # left over from a call that raised
         arguments = {**dict(zip(self.names, positional, strict=False)), **keywords}
         query, cross = arguments.get("query"), arguments.get("key") is not None
         if not isinstance(query, Tensor) or query.ndim != 3:
             return None  # the layer raises for invalid inputs
-        heads = module.num_maps if isinstance(module, MultiHeadAttention) else module.layout.num_heads
-        learned_sinks = module.sinks is not None
+        heads, learned_sinks = module.num_maps, module.sinks is not None
         call = self.session.call(module, heads, _tokens(query, arguments), cross=cross, learned_sinks=learned_sinks)
         if call is None:
             return None

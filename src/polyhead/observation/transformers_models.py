@@ -17,13 +17,14 @@ from polyhead.errors import OptionError
 from polyhead.integrations.huggingface.attention import WATCHERS
 from polyhead.integrations.huggingface.registration import register
 from polyhead.masks import Mask
+from polyhead.observation.watcher import Watcher
 
 # Argument names under which transformers modules receive the encoder sequence of a cross-attention.
 SOURCES = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "encoder_states")
 
 
 @contextmanager
-def watching(model: nn.Module, watcher: Any) -> Iterator[None]:
+def watching(model: nn.Module, watcher: Watcher) -> Iterator[None]:
     """Register `watcher` for all modules of the model for the duration of the context."""
     with ExitStack() as undo:
         for name, module in model.named_modules():
@@ -32,7 +33,7 @@ def watching(model: nn.Module, watcher: Any) -> Iterator[None]:
                     f"only one session at a time can observe a model, got {type(model).__name__}, of which "
                     f"{name or type(module).__name__!r} is already observed"
                 )
-            WATCHERS[module] = watcher
+            WATCHERS[module] = watcher.begin
             undo.callback(WATCHERS.pop, module)
         yield
 

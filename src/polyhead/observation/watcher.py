@@ -8,11 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from polyhead.integrations.huggingface.attention import WatchedCall
 from polyhead.masks import Mask
 from polyhead.observation.rows import Tokens
 from polyhead.observation.statistics import AttentionSite
-from polyhead.ops.attended import Attended
-from polyhead.ops.attention import Statistics
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,21 +26,16 @@ def is_recomputed() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class WatchedCall(Protocol):
-    """One observed call: the requested statistics, the gates of its heads, and a callback for the result."""
+class ObservedCall(WatchedCall, Protocol):
+    """One observed call, with the state that the hooks of a session read and set."""
 
     site: AttentionSite
-    requested: Statistics | None
     counts: bool
-    has_collectors: bool  # whether collectors receive the full values and the log-sum-exp
-    gate: Tensor | None  # [heads], [batch, heads] or [batch, heads, queries]
     learned_sinks: bool
     mask: Mask | None
     tokens: Tokens | Tensor | None
     sinks_in_view: Tensor | None
     differentiable: bool  # whether statistics are computed with gradients, also in a recomputation
-
-    def notify(self, attended: Attended) -> None: ...
 
 
 class Watcher(Protocol):
@@ -55,4 +49,9 @@ class Watcher(Protocol):
         *,
         cross: bool,
         learned_sinks: bool = False,
-    ) -> WatchedCall | None: ...
+    ) -> ObservedCall | None: ...
+
+    def begin(
+        self, module: nn.Module, query: Tensor, key: Tensor, mask: Mask | None, *, learned_sinks: bool
+    ) -> WatchedCall | None:
+        """Prepare a call of the attention interface of transformers, of which only the tensors are known."""

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations, prune
 
-import polyhead.layers.multi_head.layer as multi_head
 from polyhead import Mask, MultiHeadAttention
+from polyhead.layers import base_attention
 
 BATCH, LENGTH, EMBED, HEADS, KV_HEADS, HEAD_DIM = 3, 11, 23, 6, 2, 5
 DOUBLE = torch.float64
@@ -49,13 +49,13 @@ class Ways(list[str]):
 @pytest.fixture
 def ways(monkeypatch: pytest.MonkeyPatch) -> Ways:
     """Calls layers and remembers the way they took: only the long one goes through `attention`."""
-    taken, attention = Ways(), multi_head.attention
+    taken, attention = Ways(), base_attention.attention
 
     def watched(*args: Any, **options: Any) -> Any:
         taken.append("long")
         return attention(*args, **options)
 
-    monkeypatch.setattr(multi_head, "attention", watched)
+    monkeypatch.setattr(base_attention, "attention", watched)
     return taken
 
 

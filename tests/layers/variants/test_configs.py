@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from polyhead.errors import OptionError, ShapeError
-from polyhead.layers.config import AttentionConfig, HeadsConfig, build_attention, config_of
+from polyhead.layers.config import AttentionConfig, build_attention, config_of
 from polyhead.layers.latent.config import LatentConfig
 from polyhead.layers.latent.layer import LatentAttention
+from polyhead.layers.multi_head.config import HeadsConfig
 from polyhead.layers.positions import ALiBi, Learned, Rotary
 from polyhead.layers.positions.config import ALiBiConfig, LearnedConfig, RotaryConfig
 from polyhead.layers.variants import GroupedHeadsConfig, HeadMixConfig
-from polyhead.layers.variants.grouped.layer import GroupedHeads
-from polyhead.layers.variants.mixing.layer import HeadMix
+from polyhead.layers.variants.grouped import GroupedHeads
+from polyhead.layers.variants.mixing import HeadMix
 
 EMBED, HEADS, LENGTH = 30, 6, 11
 HEADS_OF_ALL = {

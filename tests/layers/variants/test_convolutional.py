@@ -29,7 +29,7 @@ from polyhead.layers.variants import (
     convolutional_heads,
     set_convolution,
 )
-from polyhead.layers.variants.grouped.layer import HeadGroups
+from polyhead.layers.variants.grouped import HeadGroups
 
 BATCH, LENGTH, GRID = 3, 17, (7, 11)
 DOUBLE = torch.float64

@@ -13,7 +13,7 @@ from torch import Tensor
 from polyhead import Mask, MultiHeadAttention
 from polyhead.errors import OptionError, ShapeError
 from polyhead.geometry import HeadLayout
-from polyhead.layers.variants.grouped.layer import GroupedHeads, HeadGroups, hidden_dim_at_parity
+from polyhead.layers.variants.grouped import GroupedHeads, HeadGroups, hidden_dim_at_parity
 from tests.error_budget import Compared, assert_draws_within_error_budget
 from tests.layers.head_formula import causal_orders, earlier, heads_of, project
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from polyhead import AttentionOutput, Mask, MultiHeadAttention, attention
 from polyhead.errors import OptionError, ShapeError
 from polyhead.geometry import HeadLayout
-from polyhead.layers.variants.mixing import layer as mixing_layer
-from polyhead.layers.variants.mixing.layer import HeadMix, HeadMixing
+from polyhead.layers.variants import mixing as mixing_layer
+from polyhead.layers.variants.mixing import HeadMix, HeadMixing
 from tests.error_budget import Compared, assert_draws_within_error_budget, assert_within_error_budget
 from tests.layers.head_formula import causal_orders, earlier, heads_of, project
 

@@ -22,7 +22,10 @@ from tests.surgery.gated import FAMILIES, build, switched_off
         (lambda: MultiHeadAttention(12, 4, sinks=True), "sinks, a per-head parameter"),
         (lambda: MultiHeadAttention(12, 4, output_gate="head"), "a per-head gate_proj"),
         (lambda: MultiHeadAttention(12, 4, positions=ALiBi(4)), "positions with a per-head bias"),
-        (lambda: polyhead.layers.variants.GroupedHeads(12, 4, num_groups=2), "GroupedHeads is a subclass"),
+        (
+            lambda: polyhead.layers.variants.GroupedHeads(12, 4, num_groups=2),
+            "GroupedHeads is a variant with its own head layout",
+        ),
         (lambda: nn.MultiheadAttention(12, 4), "from_torch"),
         (lambda: nn.Linear(12, 4), "got a model without either"),
     ],

@@ -33,7 +33,7 @@ from polyhead.costs.layouts.hf_fields import (
 from polyhead.costs.layouts.model import LayerGroup, ModelLayout, causal_note, check_window, grouped
 from polyhead.costs.parameters import count_parameters
 from polyhead.errors import OptionError
-from polyhead.layers.config import AttentionConfig, MultiHeadConfig
+from polyhead.layers import AttentionConfig, MultiHeadConfig
 from polyhead.layers.latent.config import LatentConfig
 from polyhead.layers.positions.config import PositionsConfig, RotaryConfig
 

@@ -14,7 +14,7 @@ from polyhead.costs.layouts.model import ModelLayout, grouped
 from polyhead.errors import OptionError
 from polyhead.files import read_json, refusing
 from polyhead.geometry import HeadLayout
-from polyhead.layers.config import AttentionConfig, MultiHeadConfig
+from polyhead.layers import AttentionConfig, MultiHeadConfig
 from polyhead.layers.positions.config import RotaryConfig
 from polyhead.sources.config_sizes import CONFIG_BYTES
 

@@ -17,7 +17,7 @@ from polyhead.costs.memory.attention import BACKWARD_COPIES, FORWARD_COPIES, KEP
 from polyhead.costs.memory.layers import record_layer
 from polyhead.costs.memory.recorder import Device, Form, Recorder
 from polyhead.costs.workload import Workload
-from polyhead.layers.config import AttentionConfig, MultiHeadConfig
+from polyhead.layers import AttentionConfig, MultiHeadConfig
 from polyhead.layers.variants.routed.config import RoutedConfig
 from polyhead.masks import Mask
 
@@ -94,7 +94,7 @@ def estimate_memory(
     `torch.cuda.max_memory_allocated` on a GPU; `memory_doubts` lists the exceptions. Matmul workspaces and optimizer
     state are not included. The other arguments are those of `layer_work`.
 
-    >>> from polyhead.layers.config import MultiHeadConfig
+    >>> from polyhead.layers import MultiHeadConfig
     >>> config, work = MultiHeadConfig(512, 8, bias=False), Workload.forward(8192)
     >>> fused, materialised = (estimate_memory(config, work, form=form) for form in ("fused", "materialised"))
     >>> fused.total >> 20, materialised.total >> 20, materialised.weights == 3 * 4 * 8 * 8192**2
@@ -132,7 +132,7 @@ def estimate_memory(
 def memory_doubts(config: AttentionConfig, *, device: Device = "cuda") -> tuple[str, ...]:
     """Return reasons why `estimate_memory` may be off by more than 5% for this layer; empty if tests cover it.
 
-    >>> from polyhead.layers.config import MultiHeadConfig
+    >>> from polyhead.layers import MultiHeadConfig
     >>> uneven = MultiHeadConfig(512, 8, key_heads=(0,) * 7 + (1,), causal=True)
     >>> memory_doubts(MultiHeadConfig(512, 8)), memory_doubts(uneven)
     ((), ('memory of uneven KV groups over a cache (prefill and decode) ...',))

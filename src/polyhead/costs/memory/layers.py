@@ -14,7 +14,8 @@ from polyhead.costs.memory.tape import Block
 from polyhead.costs.memory.uneven import record_heads
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadLayout
-from polyhead.layers.config import AttentionConfig, HeadsConfig, MultiHeadConfig
+from polyhead.layers.config import AttentionConfig
+from polyhead.layers.multi_head.config import HeadsConfig, MultiHeadConfig
 from polyhead.layers.positions.config import RotaryConfig
 
 

@@ -14,8 +14,8 @@ from polyhead.costs.memory.uneven import record_heads
 from polyhead.layers.variants import GroupedHeadsConfig, HeadMixConfig
 from polyhead.layers.variants.collaborative.config import CollaborativeConfig
 from polyhead.layers.variants.differential.config import DifferentialConfig
-from polyhead.layers.variants.mixing.layer import FEW_ROWS
-from polyhead.layers.variants.talking.config import TalkingHeadsConfig
+from polyhead.layers.variants.mixing import FEW_ROWS
+from polyhead.layers.variants.talking import TalkingHeadsConfig
 
 
 @record_layer.register

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -34,16 +35,10 @@ class WatchedCall(Protocol):
     def notify(self, attended: Attended) -> None: ...
 
 
-class Watcher(Protocol):
-    """Observer of a module that is queried before every attention call; None if the call is not observed."""
-
-    def begin(
-        self, module: nn.Module, query: Tensor, key: Tensor, mask: Mask | None, *, learned_sinks: bool
-    ) -> WatchedCall | None: ...
-
-
-# Keyed by module rather than a context variable: recomputation in a backward runs in an autograd thread.
-WATCHERS: dict[nn.Module, Watcher] = {}
+# Called with (module, query, key, mask, learned_sinks=) before every attention call of an observed module; None if the
+# call is not observed. Keyed by module rather than a context variable: recomputation in a backward runs in an autograd
+# thread.
+WATCHERS: dict[nn.Module, Callable[..., WatchedCall | None]] = {}
 
 
 def attend(
@@ -95,11 +90,11 @@ def attend(
     rate = float(dropout) if getattr(module, "training", False) else 0.0
     seed = draw_seed(query.device) if with_weights and rate else None
     key_heads = getattr(module, KEY_HEADS, None)
-    watcher = None if torch.compiler.is_compiling() else WATCHERS.get(module)
-    if key_heads is not None and (watcher is not None or seed is not None):
+    begin = None if torch.compiler.is_compiling() else WATCHERS.get(module)
+    if key_heads is not None and (begin is not None or seed is not None):
         # Observers and the dropout mask for returned weights only support even groups.
         key, value, key_heads = select_heads(key, key_heads), select_heads(value, key_heads), None
-    watched = None if watcher is None else watcher.begin(module, query, key, mask, learned_sinks=s_aux is not None)
+    watched = None if begin is None else begin(module, query, key, mask, learned_sinks=s_aux is not None)
     sinks = None if s_aux is None else s_aux.reshape(-1)
     attention_function = attention if key_heads is None else partial(uneven_attention, key_heads=key_heads)
     result = attention_function(

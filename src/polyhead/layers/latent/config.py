@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import Any, Literal, Self
-
-import torch
+from typing import Any, Literal
 
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
-from polyhead.layers.config import (
-    AttentionConfig,
-    causal_and_window,
-    check_options,
-    checked_positions,
-    register_config,
-)
+from polyhead.layers.config import LayerConfig, checked_positions, register_config
 from polyhead.layers.latent.forms import FORMS, LatentLayout, resolve_nope_head_dim
 from polyhead.layers.latent.layer import LatentAttention
-from polyhead.layers.positions.config import POSITIONS, PositionsConfig, RotaryConfig, positions_config_of
-from polyhead.layers.steps import layer_mask
-from polyhead.masks import Mask
+from polyhead.layers.positions.config import POSITIONS, PositionsConfig, RotaryConfig
 
 
 @register_config("latent", LatentAttention)
 @dataclass(frozen=True)
-class LatentConfig(AttentionConfig):
+class LatentConfig(LayerConfig):
     """Config of `LatentAttention`; `qk_rope_head_dim` is required with rotary positions, else 0 or None.
 
     >>> config = LatentConfig(512, 8, kv_lora_rank=128, qk_rope_head_dim=32, positions=RotaryConfig(interleaved=True))
@@ -57,17 +47,17 @@ class LatentConfig(AttentionConfig):
     backend: str = "auto"
 
     def __post_init__(self) -> None:
-        check_options(self)
+        self._check_options()
         checks.check_positive("norm_eps", self.norm_eps)
         checks.check_one_of("form", self.form, ("auto", *FORMS))
         for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "value_head_dim"):
             checks.check_size(name, getattr(self, name))
-        fill = object.__setattr__
         nope = resolve_nope_head_dim(self.embed_dim, self.num_heads, self.qk_nope_head_dim)
-        fill(self, "qk_nope_head_dim", nope)
-        fill(self, "qk_rope_head_dim", 0 if self.qk_rope_head_dim is None else self.qk_rope_head_dim)
-        fill(self, "value_head_dim", self.value_head_dim or nope)
-        fill(self, "output_bias", self.bias if self.output_bias is None else self.output_bias)
+        self._fill(
+            qk_nope_head_dim=nope,
+            qk_rope_head_dim=0 if self.qk_rope_head_dim is None else self.qk_rope_head_dim,
+            value_head_dim=self.value_head_dim or nope,
+        )
         layout = self.layout
         positions = None if self.positions is None else checked_positions(self.positions)
         if isinstance(positions, RotaryConfig) != (layout.qk_rope_head_dim > 0):
@@ -76,7 +66,7 @@ class LatentConfig(AttentionConfig):
                 f"got qk_rope_head_dim {layout.qk_rope_head_dim} and positions {positions}"
             )
         if positions is not None:
-            fill(self, "positions", positions.fitted(self.turning))
+            self._fill(positions=positions.fitted(self.turning))
 
     @property
     def layout(self) -> LatentLayout:
@@ -91,34 +81,14 @@ class LatentConfig(AttentionConfig):
             return layout.expanded
         return HeadLayout(layout.embed_dim, layout.num_heads, head_dim=layout.qk_rope_head_dim)
 
-    @property
-    def mask(self) -> Mask | None:
-        return layer_mask(self.causal, self.window)
-
-    def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LatentAttention:
-        options = {x.name: getattr(self, x.name) for x in fields(self)}
-        options["qk_rope_head_dim"] = self.qk_rope_head_dim or None
-        if self.positions is not None:
-            options["positions"] = self.positions.build(self.turning).to(device=device, dtype=dtype)
-        return LatentAttention(**options, device=device, dtype=dtype)
-
     @classmethod
-    def of(cls, layer: Any) -> Self:
-        causal, window = causal_and_window(layer.mask)
-        return cls(
-            **{name: size for name, size in layer.layout.to_dict().items() if name != "q_lora_rank"},
-            q_lora_rank=layer.layout.q_lora_rank or None,
-            bias=layer.kv_a_proj.bias is not None,
-            output_bias=layer.out_proj.bias is not None,
-            positions=None if layer.positions is None else positions_config_of(layer.positions),
-            norm_eps=layer.kv_a_norm.eps,
-            form=layer.form,
-            causal=causal,
-            window=window,
-            softcap=layer.softcap,
-            scale=layer.scale,
-            sinks=layer.sinks is not None,
-            dropout=layer.dropout,
-            finite=layer.finite,
-            backend=layer.backend,
-        )
+    def _read(cls, layer: Any) -> dict[str, Any]:
+        return {
+            **super()._read(layer),
+            **layer.layout.to_dict(),
+            "q_lora_rank": layer.layout.q_lora_rank or None,
+            "bias": layer.kv_a_proj.bias is not None,
+            "output_bias": layer.out_proj.bias is not None,
+            "norm_eps": layer.kv_a_norm.eps,
+            "form": layer.form,
+        }

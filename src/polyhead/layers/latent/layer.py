@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError, ShapeError
 from polyhead.layers import checks
+from polyhead.layers.base_attention import BaseAttention, CallOptions, Memory
 from polyhead.layers.joint_projection import hooks_of, is_plain_linear
-from polyhead.layers.kv_cache import CacheView, KVCache
+from polyhead.layers.kv_cache import KVCache
 from polyhead.layers.kv_cache.latent import LatentStorage
-from polyhead.layers.kv_cache.tokens import longest
 from polyhead.layers.latent.forms import (
     FORMS,
     FormChoice,
@@ -25,46 +25,17 @@ from polyhead.layers.latent.forms import (
     form_products,
     resolve_nope_head_dim,
 )
-from polyhead.layers.multi_head.layer import Memory
-from polyhead.layers.positions import AddsToInput, BiasesLogits, Positions, RotatesHeads
+from polyhead.layers.positions import Positions, RotatesHeads
 from polyhead.layers.positions.base import Rotation
-from polyhead.layers.steps import (
-    apply_norm,
-    decode_over_cache,
-    first_position,
-    layer_mask,
-    position_bias,
-    restores_cache_on_error,
-    split_heads,
-)
+from polyhead.layers.steps import apply_norm, init_linear, restores_cache_on_error, split_heads
 from polyhead.masks import Mask
-from polyhead.ops.attended import Attended
-from polyhead.ops.attention import AttentionOutput, Statistics, attention
+from polyhead.ops.attention import AttentionOutput, Statistics
 from polyhead.ops.common.gates import gate_factors
-from polyhead.ops.decode.fused import decode_runs_on
 
 Form = Literal["auto", "expanded", "absorbed"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _CallOptions:
-    """Options of one attention call, independent of its form."""
-
-    mask: Mask | None
-    dropout: float
-    seed: int | Tensor | None
-    backend: str
-    weights: bool
-    statistics: Statistics | None
-    logsumexp: bool
-
-    @property
-    def is_plain(self) -> bool:
-        """True if the decode kernels support every option."""
-        return self.backend in ("auto", "fused") and not (self.weights or self.dropout or self.seed is not None)
-
-
-class LatentAttention(nn.Module):
+class LatentAttention(BaseAttention):
     """Multi-head latent attention (MLA; DeepSeek-AI 2024, "DeepSeek-V2", section 2.1).
 
     For a token x at position t, R_t its rotation and N an RMS norm, head i has
@@ -103,13 +74,11 @@ class LatentAttention(nn.Module):
        absorbed, a LatentCache is read by attention: the kernels run on CUDA devices, got tensors on cpu
     """
 
+    layout: LatentLayout
     q_proj: nn.Linear | None
     q_a_proj: nn.Linear | None
     q_a_norm: nn.Module | None
     q_b_proj: nn.Linear | None
-    head_gate: Tensor | None
-    # Called with every attention while the model is observed, otherwise None.
-    _listener: Callable[[Attended], None] | None = None
 
     def __init__(
         self,
@@ -145,13 +114,19 @@ class LatentAttention(nn.Module):
             ("value_head_dim", value_head_dim),
         ):
             checks.check_size(name, size)
-        checks.check_rate("dropout", dropout)
-        checks.check_positive("softcap", softcap)
         checks.check_positive("norm_eps", norm_eps)
-        checks.check_finite("scale", scale)
         checks.check_one_of("form", form, ("auto", *FORMS))
-        checks.check_backend(backend)
-        checks.check_dtype(dtype)
+        self._set_options(
+            positions=positions,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            scale=scale,
+            dropout=dropout,
+            finite=finite,
+            backend=backend,
+            dtype=dtype,
+        )
         qk_nope_head_dim = resolve_nope_head_dim(embed_dim, num_heads, qk_nope_head_dim)
         self.layout = layout = LatentLayout(
             embed_dim,
@@ -166,12 +141,6 @@ class LatentAttention(nn.Module):
             positions.check(layout.expanded)
         self.positions = positions
         self.form = form
-        self.dropout = dropout
-        self.softcap = softcap
-        self.scale = scale
-        self.backend = backend
-        self.finite = finite
-        self.mask = layer_mask(causal, window)
 
         def linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
@@ -190,16 +159,13 @@ class LatentAttention(nn.Module):
         output_bias = bias if output_bias is None else output_bias
         self.out_proj = linear(num_heads * layout.value_head_dim, embed_dim, output_bias)
         self.sinks = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if sinks else None
-        self.register_buffer("head_gate", None, persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialise projections Glorot-uniformly, biases and sinks with zeros, norm weights with ones."""
         for module in self.children():
             if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+                init_linear(module)
             elif isinstance(module, nn.RMSNorm):
                 module.reset_parameters()
         if self.sinks is not None:
@@ -238,73 +204,49 @@ class LatentAttention(nn.Module):
             seed, weights, logsumexp, backend: as in `polyhead.attention`.
         """
         layout = self.layout
-        checks.check_input("query", query, layout.embed_dim, self.kv_a_proj)
-        if query.is_nested:
-            raise OptionError(
-                "latent attention takes padded sequences, got a nested query; pad it and use Mask.lengths"
-            )
-        if cache is not None and not isinstance(cache, KVCache):
-            raise OptionError(f"cache must be a polyhead.KVCache, got {type(cache).__name__}")
-        if cache is not None and key is not None:
-            raise OptionError(
-                "a cache is for self-attention, got a key as well; for cross-attention use layer.remember(key)"
-            )
-        if cache is None and lengths is not None:
-            raise OptionError(
-                "lengths require a cache, whose new tokens they count; without one use mask=Mask.lengths(...)"
-            )
+        checks.check_padded("latent attention takes", "query", query, layout.embed_dim, self.kv_a_proj)
         form = self._checked_form(form)
+        query, start = self._begin(query, key, cache, lengths, token_positions)
         batch, queries, _ = query.shape
-        start = first_position(cache, queries, query.device) if token_positions is None else token_positions
-        if isinstance(self.positions, AddsToInput):
-            query = self.positions(query, start)
         q_nope, q_rope = self._project_queries(query)
-        rotation = None
-        if isinstance(self.positions, RotatesHeads):
-            length = queries + (longest(cache.lengths, otherwise=0) if cache is not None else 0)
-            rotation = self.positions.rotation(q_rope, start, length=length)
-            q_rope = self.positions.rotate(q_rope, rotation)
+        rotation = self._rotation(q_rope, start, cache)
+        q_rope = self._apply_rotary(q_rope, rotation)
         if isinstance(key, Memory):
             checks.check_memory(key.key, key.value, batch, layout.absorbed)
             latents = key.key
         elif key is None:
             latents = self._compress(query, rotation)
         else:
-            checks.check_input("key", key, layout.embed_dim, self.kv_a_proj)
-            latents = self._compress(key, None)
-        if self.mask is not None:
-            mask = self.mask if mask is None else self.mask & mask
-        keys, span, view, caller_mask = latents.shape[2], latents.shape[2], None, mask
-        if cache is not None:
-            values = None if isinstance(cache, LatentStorage) else latents[..., : layout.kv_lora_rank]
-            view = cache.append(latents, values, lengths=lengths)  # type: ignore[arg-type]
-            mask = view.masked(mask)
-            keys, span = view.num_keys, longest(cache.lengths, otherwise=keys)
-        if isinstance(self.positions, BiasesLogits):
-            bias = position_bias(self.positions, queries, span, latents, caller_mask)
-            mask = bias if mask is None else mask & bias
-        requested = _CallOptions(
-            mask,
-            self.dropout if self.training else 0.0,
-            seed,
-            self.backend if backend is None else backend,
-            weights,
-            checks.resolve_statistics(statistics, cross=key is not None),
-            logsumexp,
+            latents = self.remember(key).key
+        call = self._call_options(
+            q_nope,
+            latents,
+            None if isinstance(cache, LatentStorage) else latents[..., : layout.kv_lora_rank],
+            self._combined_mask(mask),
+            cache,
+            lengths,
+            cross=key is not None,
+            seed=seed,
+            weights=weights,
+            statistics=statistics,
+            logsumexp=logsumexp,
+            backend=backend,
         )
+        view = call.view
+        keys = latents.shape[2] if view is None else view.num_keys
         if self._is_absorbed(form, queries, None if view is None and key is None else keys):
-            result, heads = self._absorbed(q_nope, q_rope, latents, view, requested)
+            result = self._absorbed(q_nope, q_rope, latents, call)
         else:
-            result, heads = self._expanded(q_nope, q_rope, latents if view is None else view.key, requested)
+            result = self._expanded(q_nope, q_rope, latents if view is None else view.key, call)
+        heads = result.output
         for gate in (self.head_gate, head_gate):
             if gate is not None:
                 heads = heads * gate_factors(gate, batch, layout.num_heads, queries).to(heads.dtype)
-        output = self.out_proj(heads.transpose(1, 2).flatten(2))
-        return AttentionOutput(output, result.logsumexp, result.weights, result.statistics, result.backend)
+        return replace(result, output=self.out_proj(heads.transpose(1, 2).flatten(2)))
 
     def remember(self, key: Tensor) -> Memory:
         """Compress a source once, for repeated cross-attention with `forward(query, memory)`."""
-        checks.check_input("key", key, self.layout.embed_dim, self.kv_a_proj)
+        checks.check_padded("latent attention takes", "key", key, self.layout.embed_dim, self.kv_a_proj)
         latents = self._compress(key, None)
         return Memory(latents, latents[..., : self.layout.kv_lora_rank])
 
@@ -377,17 +319,13 @@ class LatentAttention(nn.Module):
         Without a `rotation`, tokens are at positions 0, 1, ...
         """
         latent, k_rope = self._split_latents(self.kv_a_proj(x).unsqueeze(1))
-        if isinstance(self.positions, RotatesHeads):
-            k_rope = self.positions(k_rope) if rotation is None else self.positions.rotate(k_rope, rotation)
-        return _concat_channels(apply_norm(self.kv_a_norm, latent), k_rope)
+        return _concat_channels(apply_norm(self.kv_a_norm, latent), self._apply_rotary(k_rope, rotation))
 
     def _split_latents(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         latent, k_rope = latents.split((self.layout.kv_lora_rank, self.layout.qk_rope_head_dim), -1)
         return latent, k_rope
 
-    def _expanded(
-        self, q_nope: Tensor, q_rope: Tensor, latents: Tensor, requested: _CallOptions
-    ) -> tuple[AttentionOutput, Tensor]:
+    def _expanded(self, q_nope: Tensor, q_rope: Tensor, latents: Tensor, call: CallOptions) -> AttentionOutput:
         """Attend in the expanded form, with a key and value per head."""
         layout = self.layout
         latent, k_rope = self._split_latents(latents)
@@ -395,77 +333,26 @@ class LatentAttention(nn.Module):
         k_nope, v = up.split((layout.qk_nope_head_dim, layout.value_head_dim), -1)
         q = _concat_channels(q_nope, q_rope)
         k = _concat_channels(k_nope, k_rope.expand(-1, layout.num_heads, -1, -1))
-        result = self._attention(q, k, v, requested)
-        self._notify(q, k, v, result, requested.mask)
-        return result, result.output
+        result = self._attention(q, k, v, call, scale=self._logit_scale, sinks=self.sinks)
+        self._notify(q, k, v, result, call.mask, self._logit_scale)
+        return result
 
-    def _absorbed(
-        self, q_nope: Tensor, q_rope: Tensor, latents: Tensor, view: CacheView | None, requested: _CallOptions
-    ) -> tuple[AttentionOutput, Tensor]:
+    def _absorbed(self, q_nope: Tensor, q_rope: Tensor, latents: Tensor, call: CallOptions) -> AttentionOutput:
         """Attend in the absorbed form: multi-query attention whose values are the first channels of its keys."""
         layout = self.layout
         # [heads, qk_nope_head_dim + value_head_dim, kv_lora_rank]
         up = self.kv_b_proj.weight.view(layout.num_heads, -1, layout.kv_lora_rank)
         up_key, up_value = up.split((layout.qk_nope_head_dim, layout.value_head_dim), 1)
         q = _concat_channels(torch.einsum("bhqn,hnr->bhqr", q_nope, up_key), q_rope)
-        result = None
-        if view is not None and requested.is_plain and decode_runs_on(q):
-            result = decode_over_cache(
-                q,
-                view,
-                requested.mask,
-                scale=self._logit_scale,
-                softcap=self.softcap,
-                sinks=self.sinks,
-                statistics=requested.statistics,
-            )
-        if view is not None and (result is None or self._listener is not None):
-            latents = view.key
+        result = self._decode(q, call, scale=self._logit_scale, sinks=self.sinks)
+        if call.view is not None and (result is None or self._listener is not None):
+            latents = call.view.key
         v = latents[..., : layout.kv_lora_rank]
         if result is None:
-            result = self._attention(q, latents, v, requested)
-        heads = torch.einsum("bhqr,hvr->bhqv", result.output, up_value)
-        self._notify(q, latents, v, replace(result, output=heads), requested.mask)
-        return result, heads
-
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor, requested: _CallOptions) -> AttentionOutput:
-        return attention(
-            q,
-            k,
-            v,
-            mask=requested.mask,
-            scale=self._logit_scale,
-            softcap=self.softcap,
-            sinks=self.sinks,
-            dropout=requested.dropout,
-            seed=requested.seed,
-            backend=requested.backend,
-            weights=requested.weights,
-            statistics=requested.statistics,
-            logsumexp=requested.logsumexp,
-            finite=self.finite,
-        )
-
-    def _notify(self, q: Tensor, k: Tensor, v: Tensor, result: AttentionOutput, mask: Mask | None) -> None:
-        if self._listener is not None:
-            self._listener(Attended(q, k, v, result, mask, self._logit_scale, self.softcap, self.sinks))
-
-    # ---- checkpoints
-
-    def get_extra_state(self) -> Tensor:
-        """Return the layout, which weight shapes do not determine."""
-        return torch.tensor(list(self.layout.to_dict().values()), device="cpu")
-
-    def set_extra_state(self, state: Tensor) -> None:
-        checks.check_saved_layout(state, self.layout)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        key = prefix + "_extra_state"
-        if key in state_dict:
-            checks.check_saved_layout(state_dict[key], self.layout)  # before a single weight is touched
-        else:
-            state_dict[key] = self.get_extra_state()  # checkpoints of other libraries have no layout
-        super()._load_from_state_dict(state_dict, prefix, *args)
+            result = self._attention(q, latents, v, call, scale=self._logit_scale, sinks=self.sinks)
+        result = replace(result, output=torch.einsum("bhqr,hvr->bhqv", result.output, up_value))
+        self._notify(q, latents, v, result, call.mask, self._logit_scale)
+        return result
 
     def extra_repr(self) -> str:
         layout = self.layout
@@ -475,14 +362,11 @@ class LatentAttention(nn.Module):
             f"{name}={getattr(layout, name)}" for name in ("qk_nope_head_dim", "qk_rope_head_dim", "value_head_dim")
         ]
         parts += [f"form={self.form!r}"] if self.form != "auto" else []
-        parts += [repr(self.mask)] if self.mask is not None else []
-        return ", ".join(parts)
+        return self._described(*parts)
 
 
 def _resolve_rope_head_dim(positions: Positions | None, given: int | None) -> int:
     """Return qk_rope_head_dim as given, or the `head_dim` of rotary positions."""
-    if positions is not None and not isinstance(positions, Positions):
-        raise OptionError(f"positions must be a module of polyhead.layers.positions, got {type(positions).__name__}")
     if given is not None:
         check_latent_size("qk_rope_head_dim", given)
     if not isinstance(positions, RotatesHeads):

@@ -15,15 +15,15 @@ from polyhead.layers.positions import QuadraticRelative1D, QuadraticRelative2D
 
 Convolution = nn.Conv1d | nn.Conv2d
 Outside = Literal["nearest", "sink"]
-Layer = Any  # a MultiHeadAttention, which imports this module
+Layer = Any  # a ProjectedHeads, which imports this module
 SHARPNESS = 32.0  # exp(-32) is 1e-14
 
 
 @torch.no_grad()
 def write_conv_kernel(layer: Layer, conv: Convolution, sharpness: float, outside: Outside | None) -> None:
     """Write a convolution into a layer's weights in place; a layer that does not fit is left unchanged."""
-    shifts = shifts_of(conv)
     _check_layer(layer)
+    shifts = shifts_of(conv)
     _check_fit(layer, conv, shifts, outside_of(conv, outside))
     checks.check_positive("sharpness", sharpness)
     assert isinstance(layer.positions, QuadraticRelative1D | QuadraticRelative2D)
@@ -82,17 +82,13 @@ def _fresh_convolution(layer: Layer) -> Convolution:
     return conv
 
 
-def check_conv_layer(layer: nn.Module, plain: type[nn.Module]) -> None:
-    """Raise unless the layer's class is exactly `plain`."""
-    if type(layer) is not plain:
+def _check_layer(layer: Layer) -> None:
+    """Raise if the layer's class or options (positions, gates, masks, combine) do not allow a convolution."""
+    if not getattr(layer, "_may_be_plain", False):
         raise OptionError(
-            f"a convolution can be written into {plain.__name__} and no other attention variant, "
+            "a convolution can be written into MultiHeadAttention and no other attention variant, "
             f"got {type(layer).__name__}"
         )
-
-
-def _check_layer(layer: Layer) -> None:
-    """Raise if the layer's options (positions, gates, masks, combine) do not allow a convolution."""
     if not isinstance(layer.positions, QuadraticRelative1D | QuadraticRelative2D):
         raise OptionError(
             "convolutional heads require positions QuadraticRelative1D or QuadraticRelative2D, got positions "

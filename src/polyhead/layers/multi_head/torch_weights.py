@@ -3,67 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadLayout
+from polyhead.layers.multi_head.separate_heads import SeparateHeads
+
+Layer = TypeVar("Layer", bound=SeparateHeads)
 
 
-class AttentionLayer(Protocol):
-    """Attributes of a polyhead layer read for the conversion to `torch.nn.MultiheadAttention`."""
-
-    layout: HeadLayout
-    q_proj: nn.Linear
-    k_proj: nn.Linear
-    v_proj: nn.Linear
-    out_proj: nn.Linear
-    dropout: float
-    softcap: float | None
-    scale: float | None
-    training: bool
-
-    # These have no counterpart in PyTorch's layer unless they are None.
-    positions: Any
-    mask: Any
-    q_norm: Any
-    gate_proj: Any
-    combine: Any
-    sinks: Any
-    head_gate: Any
+def from_torch(cls: type[Layer], module: nn.MultiheadAttention, options: dict[str, Any]) -> Layer:
+    """Build the equivalent layer of class `cls`, copying the module's weights; `options` take precedence."""
+    layer = cls(**_options_of(module, options))
+    layer._check_concatenates("a counterpart of torch.nn.MultiheadAttention")
+    with torch.no_grad():
+        for param, torch_param in _pairs(layer, module):
+            param.copy_(torch_param)
+    return layer.train(module.training)
 
 
-def options_of(module: nn.MultiheadAttention, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the constructor arguments of a layer equivalent to `module`; `options` take precedence."""
-    if not isinstance(module, nn.MultiheadAttention):
-        raise OptionError(f"from_torch takes a torch.nn.MultiheadAttention, got {type(module).__name__}")
-    if module.bias_k is not None or module.add_zero_attn:
-        raise OptionError(
-            "add_bias_kv and add_zero_attn are not supported; use polyhead.layers.torch_compat for such a module"
-        )
-    weight = module.out_proj.weight
-    return {
-        "embed_dim": module.embed_dim,
-        "num_heads": module.num_heads,
-        "key_input_dim": module.kdim,
-        "value_input_dim": module.vdim,
-        "bias": module.in_proj_bias is not None,
-        "dropout": module.dropout,
-        "device": weight.device,
-        "dtype": weight.dtype,
-        **options,
-    }
-
-
-@torch.no_grad()
-def copy_from(layer: AttentionLayer, module: nn.MultiheadAttention) -> None:
-    for param, torch_param in _pairs(layer, module):
-        param.copy_(torch_param)
-
-
-def to_torch(layer: AttentionLayer) -> nn.MultiheadAttention:
+def to_torch(layer: SeparateHeads) -> nn.MultiheadAttention:
     """Return an equivalent `torch.nn.MultiheadAttention` (batch first), or raise if there is none."""
     unsupported = [name for name, present in _without_counterpart(layer).items() if present]
     if unsupported:
@@ -86,7 +48,29 @@ def to_torch(layer: AttentionLayer) -> nn.MultiheadAttention:
     return module.train(layer.training)
 
 
-def _without_counterpart(layer: AttentionLayer) -> dict[str, bool]:
+def _options_of(module: nn.MultiheadAttention, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the constructor arguments of a layer equivalent to `module`; `options` take precedence."""
+    if not isinstance(module, nn.MultiheadAttention):
+        raise OptionError(f"from_torch takes a torch.nn.MultiheadAttention, got {type(module).__name__}")
+    if module.bias_k is not None or module.add_zero_attn:
+        raise OptionError(
+            "add_bias_kv and add_zero_attn are not supported; use polyhead.layers.torch_compat for such a module"
+        )
+    weight = module.out_proj.weight
+    return {
+        "embed_dim": module.embed_dim,
+        "num_heads": module.num_heads,
+        "key_input_dim": module.kdim,
+        "value_input_dim": module.vdim,
+        "bias": module.in_proj_bias is not None,
+        "dropout": module.dropout,
+        "device": weight.device,
+        "dtype": weight.dtype,
+        **options,
+    }
+
+
+def _without_counterpart(layer: SeparateHeads) -> dict[str, bool]:
     layout = layer.layout
     inputs: dict[str, Any] = {"key_input_dim": layout.key_input_dim, "value_input_dim": layout.value_input_dim}
     divides = layout.embed_dim % layout.num_heads == 0
@@ -105,7 +89,7 @@ def _without_counterpart(layer: AttentionLayer) -> dict[str, bool]:
     }
 
 
-def _pairs(layer: AttentionLayer, module: nn.MultiheadAttention) -> list[tuple[Tensor, Tensor]]:
+def _pairs(layer: SeparateHeads, module: nn.MultiheadAttention) -> list[tuple[Tensor, Tensor]]:
     """Pair each of the layer's parameters with its counterpart, or slice of one, in the module."""
     projections = (layer.q_proj, layer.k_proj, layer.v_proj)
     if module._qkv_same_embed_dim:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from polyhead.geometry import HeadLayout, HeadOrigins
 from polyhead.integrations.huggingface.attention import KEY_HEADS
 from polyhead.layers import MultiHeadAttention
+from polyhead.layers.multi_head.projected import ProjectedHeads
 from polyhead.layers.positions import BiasesLogits
 from polyhead.observation.transformers_models import asking_modules
 from polyhead.surgery.adapters.attention_layer import AttentionLayer, is_conv1d, layer_origins, linear_axis, sizes_of
@@ -43,7 +44,7 @@ def find_layers(model: nn.Module) -> tuple[AttentionLayer, ...]:
     counts: Counter[str] = Counter()
     layers = []
     for path, module in model.named_modules():
-        if isinstance(module, MultiHeadAttention):
+        if isinstance(module, ProjectedHeads):
             fields = _inspect_polyhead(path, module)
         elif isinstance(module, nn.MultiheadAttention):
             fields = _refuse(
@@ -79,7 +80,7 @@ def _refuse(*reasons: str) -> dict[str, Any]:
     return {"refusals": reasons}
 
 
-def _inspect_polyhead(path: str, layer: MultiHeadAttention) -> dict[str, Any]:
+def _inspect_polyhead(path: str, layer: ProjectedHeads) -> dict[str, Any]:
     per_head_parts = {
         "a combine module between heads and output": layer.combine,
         "a per-head gate_proj": layer.gate_proj,
@@ -89,7 +90,7 @@ def _inspect_polyhead(path: str, layer: MultiHeadAttention) -> dict[str, Any]:
     }
     reasons = [f"it has {what}" for what, part in per_head_parts.items() if part is not None]
     if type(layer) is not MultiHeadAttention:
-        reasons.append(f"{type(layer).__name__} is a subclass with its own head layout")
+        reasons.append(f"{type(layer).__name__} is a variant with its own head layout")
     reasons += _not_plain({name: getattr(layer, name) for name in ("q_proj", "k_proj", "v_proj", "out_proj")})
     if reasons:
         return _refuse(*reasons)

@@ -30,8 +30,8 @@ class FuseHeads(EditHeads):
     without loss, whatever their factors. Without calibration text they are compared by their weights alone. Each must
     be the only reader of its KV head; heads that read the same KV head are merged by their mean.
 
-    >>> FuseHeads(layer=5, heads=(2, 0))
-    FuseHeads(layer=5, stack=None, heads=(0, 2), form=KeyTransform(pairing='none', rotary_dim=0, norm='none', classes=()))
+    >>> FuseHeads(layer=5, heads=(2, 0)).heads
+    (0, 2)
     """
 
     form: KeyTransform = field(default=KeyTransform(), metadata={"kinds": KEY_FORMS})

@@ -6,7 +6,8 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from polyhead.geometry import HeadLayout
-from polyhead.layers.config import HeadsConfig, register_config
+from polyhead.layers.config import register_config
+from polyhead.layers.multi_head.config import HeadsConfig
 from polyhead.layers.variants.collaborative.layer import CollaborativeAttention, check_collaborative
 
 
@@ -25,7 +26,7 @@ class CollaborativeConfig(HeadsConfig):
     def __post_init__(self) -> None:
         layout = self._given_layout()
         check_collaborative(layout, self.shared_dim, self.qk_norm)
-        object.__setattr__(self, "shared_dim", self.shared_dim or layout.num_heads * layout.head_dim)
+        self._fill(shared_dim=self.shared_dim or layout.num_heads * layout.head_dim)
         super().__post_init__()
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +12,16 @@ from torch import Tensor, nn
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
-from polyhead.layers.kv_cache import CacheView
+from polyhead.layers.base_attention import CallOptions
 from polyhead.layers.multi_head.layer import MultiHeadAttention
+from polyhead.layers.multi_head.projected import ProjectedHeads
 from polyhead.layers.positions import RotatesHeads
-from polyhead.layers.steps import CallOptions, decode_over_cache
 from polyhead.layers.variants.collaborative.factors import shared_factors
-from polyhead.masks import Mask
-from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput
-from polyhead.ops.decode.fused import CacheArguments, decode_runs_on
+from polyhead.ops.decode.fused import CacheArguments
 
 
-class CollaborativeAttention(MultiHeadAttention):
+class CollaborativeAttention(ProjectedHeads):
     """Attention with shared queries and keys and per-head values, after Cordonnier, Loukas, Jaggi 2020.
 
     "Multi-Head Attention: Collaborate Instead of Concatenate", section 3:
@@ -52,8 +50,6 @@ class CollaborativeAttention(MultiHeadAttention):
     >>> layer(torch.randn(2, 10, 512)).output.shape, layer.cache_layout.head_dim
     (torch.Size([2, 10, 512]), 128)
     """
-
-    _may_be_plain = False
 
     def __init__(
         self,
@@ -120,23 +116,15 @@ class CollaborativeAttention(MultiHeadAttention):
         """View [.., 1 at `axis`, .., num_heads * value_dim] as [.., num_heads, .., value_dim]."""
         return v.squeeze(axis).unflatten(-1, (self.layout.num_heads, -1)).movedim(-2, axis)
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, view: CacheView | None, mask: Mask | None, requested: CallOptions
-    ) -> AttentionOutput:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: CallOptions) -> AttentionOutput:
         scale = self.layout.head_dim**-0.5 if self.scale is None else self.scale
-        result = None
-        if view is not None:
-            if decode_runs_on(q) and requested.is_plain:
-                options: dict[str, Any] = {"scale": scale, "softcap": self.softcap, "sinks": self.sinks}
-                storage = self._expand_storage(view.storage)
-                result = decode_over_cache(q, view, mask, statistics=requested.statistics, storage=storage, **options)
-            if result is None or self._listener is not None:
-                k, v = view.key, view.value
+        result = self._decode(q, call, scale=scale, sinks=self.sinks, by_head=self._expand_storage)
+        if call.view is not None and (result is None or self._listener is not None):
+            k, v = call.view.key, call.view.value
         k, v = self._expand_heads(k, 1), self._split_values(v, 1)
         if result is None:
-            result = self._attention(q, k, v, mask, requested, scale=scale, sinks=self.sinks)
-        if self._listener is not None:
-            self._listener(Attended(q, k, v, result, mask, scale, self.softcap, self.sinks))
+            result = self._attention(q, k, v, call, scale=scale, sinks=self.sinks)
+        self._notify(q, k, v, result, call.mask, scale)
         return result
 
     def _expand_storage(self, cache: CacheArguments) -> CacheArguments:
@@ -204,15 +192,6 @@ class CollaborativeAttention(MultiHeadAttention):
     def from_torch(cls, module: nn.MultiheadAttention, **options: Any) -> Self:
         """Convert a `torch.nn.MultiheadAttention` (batch first); see `from_multi_head`."""
         return cls.from_multi_head(MultiHeadAttention.from_torch(module, **options))
-
-    def to_torch(self) -> NoReturn:
-        raise OptionError("torch.nn.MultiheadAttention has no counterpart for collaborative heads")
-
-    def _check_concatenates(self, what: str) -> NoReturn:
-        raise OptionError(
-            f"{what} exists only if every head has its own queries and keys, got heads that share them; their weights "
-            "are in q_proj, k_proj, mixing, v_proj and out_proj"
-        )
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, shared_dim={self.shared_dim}"

@@ -6,7 +6,8 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from polyhead.geometry import HeadLayout
-from polyhead.layers.config import HeadsConfig, register_config
+from polyhead.layers.config import register_config
+from polyhead.layers.multi_head.config import HeadsConfig
 from polyhead.layers.variants.differential.layer import DifferentialAttention, check_differential
 
 

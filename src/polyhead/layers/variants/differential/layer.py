@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, Self, TypeGuard
+from functools import partial
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +15,9 @@ from torch import Tensor, nn
 from polyhead.errors import OptionError, ShapeError
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
-from polyhead.layers.kv_cache import CacheView
-from polyhead.layers.multi_head.layer import MultiHeadAttention
+from polyhead.layers.base_attention import CallOptions
+from polyhead.layers.multi_head.separate_heads import SeparateHeads
 from polyhead.layers.positions.base import Rotation
-from polyhead.layers.steps import CallOptions, decode_over_cache
 from polyhead.layers.variants.differential.weights import combined_weights
 from polyhead.masks import Mask
 from polyhead.ops.attended import Attended
@@ -25,7 +25,7 @@ from polyhead.ops.attention import AttentionOutput, RowStatistics
 from polyhead.ops.common.combined_weights import COMBINED, CombinedWeights, checked_names
 from polyhead.ops.common.dropout import draw_seed
 from polyhead.ops.common.gates import gate_factors
-from polyhead.ops.decode.fused import decode_runs_on
+from polyhead.ops.decode.fused import CacheArguments
 from polyhead.ops.uneven_groups import select_heads
 
 _LAMBDA_STD = 0.1
@@ -40,7 +40,7 @@ def initial_lambda(layer_index: int) -> float:
     return 0.8 - 0.6 * math.exp(-0.3 * layer_index)
 
 
-class DifferentialAttention(MultiHeadAttention):
+class DifferentialAttention(SeparateHeads):
     """Differential attention (Ye et al. 2024, "Differential Transformer", section 2.1).
 
     The channels of a head's query and key are two halves with a softmax map each; both maps weight the same values:
@@ -80,8 +80,6 @@ class DifferentialAttention(MultiHeadAttention):
     lambda_k1: Tensor
     lambda_q2: Tensor
     lambda_k2: Tensor
-
-    _may_be_plain = False
 
     def __init__(
         self,
@@ -139,61 +137,44 @@ class DifferentialAttention(MultiHeadAttention):
         halves = x.unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2)  # [batch, heads * 2, tokens, half]
         return super()._apply_rotary(halves, rotation).unflatten(1, (-1, 2)).transpose(2, 3).flatten(3)
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, view: CacheView | None, mask: Mask | None, requested: CallOptions
-    ) -> AttentionOutput:
-        if requested.dropout and requested.seed is None:
-            requested = replace(requested, seed=draw_seed(q.device))
-        maps = self._maps(q, k, v, view, mask, requested)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: CallOptions) -> AttentionOutput:
+        if call.dropout and call.seed is None:
+            call = replace(call, seed=draw_seed(q.device))
+        maps = self._maps(q, k, v, call)
         if self._listener is not None:
-            result = _concat_maps(maps, torch.cat([x.output for x in maps], 1))
-            self._notify(q, *((k, v) if view is None else (view.key, view.value)), mask, result)
-        first, second = self._gated_maps([x.output for x in maps], requested.head_gate)
+            result, view = _concat_maps(maps, torch.cat([x.output for x in maps], 1)), call.view
+            self._notify_maps(q, *((k, v) if view is None else (view.key, view.value)), result, call.mask)
+        first, second = self._gated_maps([x.output for x in maps], call.head_gate)
         heads = torch.addcmul(first, second, -self.lambda_full.to(first.dtype))
         # In the kernels' token-major layout: with any other the norm and Concat would copy.
         normed = F.rms_norm(heads.transpose(1, 2), (heads.shape[-1],), eps=self.norm_eps).transpose(1, 2)
         return _concat_maps(maps, (1 - self.lambda_init) * normed)
 
-    def _maps(
-        self, q: Tensor, k: Tensor, v: Tensor, view: CacheView | None, mask: Mask | None, requested: CallOptions
-    ) -> list[AttentionOutput]:
+    def _maps(self, q: Tensor, k: Tensor, v: Tensor, call: CallOptions) -> list[AttentionOutput]:
         """Return the outputs of the first and of the second maps, each [batch, heads, queries, value_dim].
 
         Two calls, because the values cannot be expanded over both maps of a KV head by a view.
         """
+        view = call.view
         sinks = (None, None) if self.sinks is None else self.sinks.chunk(2)
-        may_decode = decode_runs_on(q) and requested.is_plain
         results = []
         # Chunks, whose gradients are concatenated once; those of slices are padded and added.
         for number, (query, key, map_sinks) in enumerate(zip(q.chunk(2, -1), k.chunk(2, -1), sinks, strict=True)):
-            result = None
-            if view is not None and may_decode:
-                storage = view.storage
-                result = decode_over_cache(
-                    query,
-                    view,
-                    mask,
-                    scale=self.scale,
-                    softcap=self.softcap,
-                    sinks=map_sinks,
-                    statistics=requested.statistics,
-                    storage=storage._replace(key=storage.key.chunk(2, -1)[number]),
-                    key_heads=self.layout.key_heads,
-                )
+            options: dict[str, Any] = {"scale": self.scale, "sinks": map_sinks, "key_heads": self.layout.key_heads}
+            result = self._decode(query, call, **options, by_head=partial(_half_of_keys, number))
             if result is None:
                 if view is not None:  # materialises keys and values of a paged or quantised cache
                     key, v = view.key.chunk(2, -1)[number], view.value
-                result = self._attention(query, key, v, mask, requested, scale=self.scale, sinks=map_sinks)
+                result = self._attention(query, key, v, call, **options)
             results.append(result)
         return results
 
-    def _notify(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, maps: AttentionOutput) -> None:
+    def _notify_maps(self, q: Tensor, k: Tensor, v: Tensor, maps: AttentionOutput, mask: Mask | None) -> None:
         """Notify the observer of the maps as 2 * num_heads heads, with copies of their inputs."""
-        assert self._listener is not None
         if self.layout.key_heads is not None:
             k, v = (select_heads(x, self.layout.key_heads) for x in (k, v))
         q, k = (torch.cat(x.chunk(2, -1), 1) for x in (q, k))
-        self._listener(Attended(q, k, torch.cat((v, v), 1), maps, mask, self.scale, self.softcap, self.sinks))
+        self._notify(q, k, torch.cat((v, v), 1), maps, mask, self.scale)
 
     def _gated_maps(self, maps: Sequence[Tensor], head_gate: Tensor | None) -> Sequence[Tensor]:
         batch, _, queries, _ = maps[0].shape
@@ -236,15 +217,6 @@ class DifferentialAttention(MultiHeadAttention):
         (attended,) = collected
         return combined_weights(attended, self.lambda_full.detach(), names)
 
-    # ---- to and from torch.nn
-
-    @classmethod
-    def from_torch(cls, module: nn.MultiheadAttention, **options: Any) -> Self:
-        _raise_no_torch()
-
-    def to_torch(self) -> nn.MultiheadAttention:
-        _raise_no_torch()
-
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, layer_index={self.layer_index}"
 
@@ -260,6 +232,11 @@ def check_differential(layout: HeadLayout, layer_index: int, norm_eps: float, qk
         raise OptionError(f"differential heads do not support qk_norm, got {qk_norm!r}")
 
 
+def _half_of_keys(number: int, storage: CacheArguments) -> CacheArguments:
+    """Return the storage of a cache with the channels of the first or second half of every key."""
+    return storage._replace(key=storage.key.chunk(2, -1)[number])
+
+
 def _concat_maps(maps: Sequence[AttentionOutput], output: Tensor) -> AttentionOutput:
     """Return `output` with the weights, statistics and log-sum-exp of both maps concatenated over heads."""
     first, second = maps
@@ -273,7 +250,3 @@ def _concat_maps(maps: Sequence[AttentionOutput], output: Tensor) -> AttentionOu
         pairs = zip(first.statistics.items(), second.statistics.items(), strict=True)
         statistics = RowStatistics(**{name: torch.cat((a, b), 1) for (name, a), (_, b) in pairs})
     return AttentionOutput(output, both("logsumexp"), both("weights"), statistics, first.backend)
-
-
-def _raise_no_torch() -> NoReturn:
-    raise OptionError("torch.nn.MultiheadAttention has no equivalent of differential heads")

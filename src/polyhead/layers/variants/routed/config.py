@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import Any, Literal, Self
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
-from polyhead.layers.config import AttentionConfig, causal_and_window, check_options, checked_positions, register_config
+from polyhead.layers.config import LayerConfig, checked_positions, norm_name, register_config
 from polyhead.layers.positions import BiasesLogits
-from polyhead.layers.positions.config import POSITIONS, PositionsConfig, positions_config_of
-from polyhead.layers.steps import layer_mask
+from polyhead.layers.positions.config import POSITIONS, PositionsConfig
 from polyhead.layers.variants.routed.layer import RoutedHeads
 from polyhead.layers.variants.routed.router import HeadRouter
 from polyhead.layers.variants.routed.validation import check_shape_options, check_shape_positions, routed_layout
-from polyhead.masks import Mask
 
 _ROUTER_FIELDS = ("top_k", "top_p", "threshold", "k_min", "k_max", "budget", "normalise", "always_on", "noise")
+_SIZES = ("num_kv_heads", "head_dim", "value_dim")
 
 
 @register_config("routed_heads", RoutedHeads)
 @dataclass(frozen=True)
-class RoutedConfig(AttentionConfig):
+class RoutedConfig(LayerConfig):
     """Config of `RoutedHeads`.
 
     >>> config = RoutedConfig(512, 16, top_k=4)
@@ -62,22 +60,17 @@ class RoutedConfig(AttentionConfig):
     backend: str = "auto"
 
     def __post_init__(self) -> None:
-        check_options(self)
+        self._check_options()
         checks.check_one_of("qk_norm", self.qk_norm, ("rms", "layer", None))
-        sizes = {name: getattr(self, name) for name in ("num_kv_heads", "head_dim", "value_dim")}
-        layout = routed_layout(self.embed_dim, self.num_heads, self.shape, sizes)
+        layout = self.layout
         check_shape_options(self.shape, self.top_k, sinks=self.sinks, dropout=self.dropout)
-        fill = object.__setattr__
-        for name in sizes:
-            fill(self, name, getattr(layout, name))
-        fill(self, "output_bias", self.bias if self.output_bias is None else self.output_bias)
-        fill(self, "k_max", self._router().k_max)
+        self._fill(k_max=self._router().k_max, **{name: getattr(layout, name) for name in _SIZES})
         if self.positions is not None:
             positions = checked_positions(self.positions)
             with torch.device("meta"):
                 biases = isinstance(positions.build(layout), BiasesLogits)
             check_shape_positions(self.shape, biases, type(positions).__name__)
-            fill(self, "positions", positions.fitted(layout))
+            self._fill(positions=positions.fitted(layout))
 
     def _router(self) -> HeadRouter:
         options = {name: getattr(self, name) for name in _ROUTER_FIELDS}
@@ -90,41 +83,19 @@ class RoutedConfig(AttentionConfig):
 
     @property
     def layout(self) -> HeadLayout:
-        sizes = {name: getattr(self, name) for name in ("num_kv_heads", "head_dim", "value_dim")}
+        sizes = {name: getattr(self, name) for name in _SIZES}
         return routed_layout(self.embed_dim, self.num_heads, self.shape, sizes)
 
-    @property
-    def mask(self) -> Mask | None:
-        return layer_mask(self.causal, self.window)
-
-    def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> RoutedHeads:
-        options = {x.name: getattr(self, x.name) for x in fields(self)}
-        if self.positions is not None:
-            options["positions"] = self.positions.build(self.layout).to(device=device, dtype=dtype)
-        return RoutedHeads(**options, device=device, dtype=dtype)
-
     @classmethod
-    def of(cls, layer: Any) -> Self:
-        causal, window = causal_and_window(layer.mask)
-        layout, router = layer.layout, layer.router
-        return cls(
-            layout.embed_dim,
-            layer.num_heads,
-            shape=layer.shape,
-            **{name: getattr(router, name) for name in _ROUTER_FIELDS},
-            num_kv_heads=layout.num_kv_heads,
-            head_dim=layout.head_dim,
-            value_dim=layout.value_dim,
-            bias=layer.query_bias is not None,
-            output_bias=layer.output_bias is not None,
-            positions=None if layer.positions is None else positions_config_of(layer.positions),
-            causal=causal,
-            window=window,
-            qk_norm=None if layer.q_norm is None else "rms" if type(layer.q_norm) is nn.RMSNorm else "layer",
-            softcap=layer.softcap,
-            scale=layer.scale,
-            sinks=layer.sinks is not None,
-            dropout=layer.dropout,
-            finite=layer.finite,
-            backend=layer.backend,
-        )
+    def _read(cls, layer: Any) -> dict[str, Any]:
+        return {
+            **super()._read(layer),
+            "embed_dim": layer.layout.embed_dim,
+            "num_heads": layer.num_heads,
+            "shape": layer.shape,
+            **{name: getattr(layer.router, name) for name in _ROUTER_FIELDS},
+            **{name: getattr(layer.layout, name) for name in _SIZES},
+            "bias": layer.query_bias is not None,
+            "output_bias": layer.output_bias is not None,
+            "qk_norm": norm_name(layer.q_norm),
+        }

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError
-from polyhead.layers import checks
-from polyhead.layers.joint_projection import JointProjection
-from polyhead.layers.kv_cache import CacheView, KVCache
-from polyhead.layers.kv_cache.tokens import integers, longest
-from polyhead.layers.multi_head.layer import Memory
-from polyhead.layers.positions import AddsToInput, BiasesLogits, Positions, RotatesHeads
-from polyhead.layers.steps import (
-    CallOptions,
-    apply_norm,
-    decode_over_cache,
-    first_position,
-    layer_mask,
-    position_bias,
-    restores_cache_on_error,
-    split_heads,
-)
+from polyhead.geometry import HeadLayout
+from polyhead.layers.base_attention import BaseAttention, CallOptions, Memory
+from polyhead.layers.joint_projection import JointProjection, apply_linears
+from polyhead.layers.kv_cache import KVCache
+from polyhead.layers.kv_cache.tokens import integers
+from polyhead.layers.positions import BiasesLogits, Positions
+from polyhead.layers.steps import apply_norm, init_linear, qk_norms, restores_cache_on_error, split_heads
 from polyhead.layers.variants.routed.router import HeadRouter, Routing
 from polyhead.layers.variants.routed.row_order import (
     RowsByHead,
@@ -49,10 +40,9 @@ from polyhead.layers.variants.routed.validation import (
 )
 from polyhead.masks import Mask
 from polyhead.ops.attended import Attended
-from polyhead.ops.attention import AttentionOutput, Statistics, attention
+from polyhead.ops.attention import AttentionOutput, Statistics
 from polyhead.ops.common.gates import gate_factors
 from polyhead.ops.common.visibility import resolve
-from polyhead.ops.decode.fused import decode_runs_on
 from polyhead.ops.selected_rows.api import ragged_attention
 from polyhead.ops.selected_rows.row_products import RowGroups, spread_product, summed_product, weighs_rows
 
@@ -74,7 +64,7 @@ class RoutedAttended(Attended):
 torch.export.register_dataclass(RoutedOutput, serialized_type_name="polyhead.RoutedOutput")
 
 
-class RoutedHeads(nn.Module):
+class RoutedHeads(BaseAttention):
     """Sparse mixture of attention heads over [batch, sequence, embed_dim].
 
     For a token x, with the gate's probabilities p = softmax(x W_g) and C the set of selected heads:
@@ -120,11 +110,9 @@ class RoutedHeads(nn.Module):
     (torch.Size([2, 10, 512]), torch.Size([2, 10, 4]))
     """
 
+    layout: HeadLayout
     q_norm: nn.Module | None
     k_norm: nn.Module | None
-    head_gate: Tensor | None
-    # Called with every attention while the model is observed, otherwise None.
-    _listener: Callable[[Attended], None] | None = None
 
     def __init__(
         self,
@@ -160,20 +148,21 @@ class RoutedHeads(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        checks.check_rate("dropout", dropout)
-        checks.check_positive("softcap", softcap)
-        checks.check_finite("scale", scale)
-        checks.check_one_of("qk_norm", qk_norm, ("rms", "layer", None))
-        checks.check_backend(backend)
-        checks.check_dtype(dtype)
         sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
         self.layout = layout = routed_layout(embed_dim, num_heads, shape, sizes)
+        self._set_options(
+            positions=positions,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            scale=scale,
+            dropout=dropout,
+            finite=finite,
+            backend=backend,
+            dtype=dtype,
+        )
         check_shape_options(shape, top_k, sinks=sinks, dropout=dropout)
         if positions is not None:
-            if not isinstance(positions, Positions):
-                raise OptionError(
-                    f"positions must be a module of polyhead.layers.positions, got {type(positions).__name__}"
-                )
             check_shape_positions(shape, isinstance(positions, BiasesLogits), type(positions).__name__)
             positions.check(layout)
         self.router = HeadRouter(
@@ -193,30 +182,22 @@ class RoutedHeads(nn.Module):
         )
         self.shape = shape
         self.positions = positions
-        self.dropout = dropout
-        self.softcap = softcap
-        self.scale = scale
-        self.backend = backend
-        self.finite = finite
-        self.mask = layer_mask(causal, window)
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
+        def linear(outputs: int) -> nn.Linear:
+            return nn.Linear(embed_dim, outputs, bias=bias, device=device, dtype=dtype)
+
         rows = self.rows_per_head
         self.query_weight = parameter(num_heads, embed_dim, rows * layout.head_dim)
         self.query_bias = parameter(num_heads, rows * layout.head_dim) if bias else None
-        self.k_proj = nn.Linear(embed_dim, layout.num_kv_heads * layout.head_dim, bias=bias, device=device, dtype=dtype)
-        self.v_proj = nn.Linear(
-            embed_dim, layout.num_kv_heads * layout.value_dim, bias=bias, device=device, dtype=dtype
-        )
+        self.k_proj = linear(layout.num_kv_heads * layout.head_dim)
+        self.v_proj = linear(layout.num_kv_heads * layout.value_dim)
         self.output_weight = parameter(num_heads, rows * layout.value_dim, embed_dim)
         self.output_bias = parameter(embed_dim) if (bias if output_bias is None else output_bias) else None
-        norms: dict[str | None, Callable[..., nn.Module]] = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
-        self.q_norm = norms[qk_norm](layout.head_dim, device=device, dtype=dtype) if qk_norm else None
-        self.k_norm = norms[qk_norm](layout.head_dim, device=device, dtype=dtype) if qk_norm else None
+        self.q_norm, self.k_norm = qk_norms(qk_norm, layout.head_dim, device=device, dtype=dtype)
         self.sinks = parameter(num_heads) if sinks else None
-        self.register_buffer("head_gate", None, persistent=False)
         self.reset_parameters()
         self._join_projections()
 
@@ -237,10 +218,8 @@ class RoutedHeads(nn.Module):
             sides = [stack.shape[1], stack.shape[2]]
             sides[joined - 1] *= heads
             nn.init.uniform_(stack, -((6 / sum(sides)) ** 0.5), (6 / sum(sides)) ** 0.5)
-        for linear in (self.k_proj, self.v_proj):
-            nn.init.xavier_uniform_(linear.weight)
-            if linear.bias is not None:
-                nn.init.zeros_(linear.bias)
+        init_linear(self.k_proj)
+        init_linear(self.v_proj)
         for parameter in (self.query_bias, self.output_bias, self.sinks):
             if parameter is not None:
                 nn.init.zeros_(parameter)
@@ -280,89 +259,62 @@ class RoutedHeads(nn.Module):
         layout = self.layout
         check_padded("query", query, layout.embed_dim, self.k_proj)
         check_mask(mask)
-        if cache is not None and not isinstance(cache, KVCache):
-            raise OptionError(f"cache must be a polyhead.KVCache, got {type(cache).__name__}")
-        if cache is not None and key is not None:
-            raise OptionError(
-                "a cache is for self-attention, got a key as well; for cross-attention use layer.remember(key)"
-            )
-        if cache is None and lengths is not None:
-            raise OptionError(
-                "lengths require a cache, whose new tokens they count; without one use mask=Mask.lengths(...)"
-            )
         batch, queries, _ = query.shape
         if key is not None:
             check_source(key, batch, layout, self.k_proj)
         if routing is not None:
             check_routing(routing, query, self.num_heads)
-        start = first_position(cache, queries, query.device) if token_positions is None else token_positions
-        if isinstance(self.positions, AddsToInput):
-            query = self.positions(query, start)
+        query, start = self._begin(query, key, cache, lengths, token_positions)
         is_given = routing is not None
         routing = self.router(query) if routing is None else routing
         rows = RowsByHead.of(routing)
         q = self._project_queries(query, routing, rows.groups)  # [batch, rows_per_head * slots, queries, head_dim]
         k, v = (key.key, key.value) if isinstance(key, Memory) else self._project(query if key is None else key)
-        if isinstance(self.positions, RotatesHeads):
-            length = queries + (longest(cache.lengths, otherwise=0) if cache is not None else 0)
-            rotation = self.positions.rotation(q, start, length=length)
-            q = self.positions.rotate(q, rotation)
-            if key is None:
-                k = self.positions.rotate(k, rotation)
-            elif not isinstance(key, Memory):
-                k = self.positions(k)
-        if self.mask is not None:
-            mask = self.mask if mask is None else self.mask & mask
-        span, view, caller_mask = k.shape[2], None, mask
-        if cache is not None:
-            view = cache.append(k, v, lengths=lengths)
-            span = longest(cache.lengths, otherwise=span)
+        q, k = self._rotate(q, k, start, cache, key)
+        mask = self._combined_mask(mask)
+        call = self._call_options(
+            q,
+            k,
+            v,
+            mask,
+            cache,
+            lengths,
+            cross=key is not None,
+            seed=seed,
+            weights=weights,
+            statistics=statistics,
+            logsumexp=logsumexp,
+            backend=backend,
+        )
+        view = call.view
         if not is_given:
             # After the append, because the mask refers to all keys of the cache.
             new_lengths = None if view is None or lengths is None else view.new_lengths
             real = _non_padding(mask, new_lengths, query, k.shape[2] if view is None else view.num_keys)
             routing = routing if real is None else replace(routing, real=real)
-        if view is not None:
-            mask = view.masked(mask)
-        if isinstance(self.positions, BiasesLogits):
-            bias = position_bias(self.positions, queries, span, q, caller_mask)
-            mask = bias if mask is None else mask & bias
-        if self.shape == "shared" and mask is not None:
-            check_shared_mask(mask)
-        requested = CallOptions(
-            self.dropout if self.training else 0.0,
-            seed,
-            self.backend if backend is None else backend,
-            weights,
-            checks.resolve_statistics(statistics, cross=key is not None),
-            logsumexp,
-        )
+        if self.shape == "shared" and call.mask is not None:
+            check_shared_mask(call.mask)
         sizes = (batch, self.rows_per_head, routing.heads.shape[2], queries)
         if self.shape == "shared" and routing.counts is None:
-            result = reshaped(self._in_slots(q, k, v, view, mask, requested), sizes)
+            result = reshaped(self._in_slots(q, k, v, call), sizes)
         else:
             if view is not None:
                 k, v = view.key, view.value
-            result = self._ragged(q, k, v, rows, routing, mask, requested)
-        by_head_result = result_by_head(result if logsumexp else replace(result, logsumexp=None), routing)
+            result = self._ragged(q, k, v, rows, routing, call)
+        heads = result_by_head(result if logsumexp else replace(result, logsumexp=None), routing)
         if self._listener is not None:
             k, v = (k, v) if view is None else (view.key, view.value)
-            self._notify(q.unflatten(1, sizes[1:3]), k, v, by_head_result, mask, routing)
+            full = replace(heads, output=by_head(heads.output, routing, 0.0))
+            options = (call.mask, self.scale, self.softcap, self.sinks, routing)
+            self._listener(RoutedAttended(by_head(q.unflatten(1, sizes[1:3]), routing, 0.0), k, v, full, *options))
         output = self._combine(result.output, query, routing, head_gate, rows.groups)
-        return RoutedOutput(
-            output,
-            by_head_result.logsumexp,
-            by_head_result.weights,
-            by_head_result.statistics,
-            by_head_result.backend,
-            routing,
-        )
+        return RoutedOutput(output, heads.logsumexp, heads.weights, heads.statistics, heads.backend, routing)
 
     def remember(self, key: Tensor) -> Memory:
         """Project a source once, for repeated cross-attention with `forward(query, memory)`."""
         check_padded("key", key, self.layout.embed_dim, self.k_proj)
         k, v = self._project(key)
-        return Memory(self.positions(k) if isinstance(self.positions, RotatesHeads) else k, v)
+        return Memory(self._apply_rotary(k), v)
 
     def _project_queries(self, x: Tensor, routing: Routing, groups: RowGroups) -> Tensor:
         """Return the queries of the selected heads, [batch, rows_per_head * slots, queries, head_dim]."""
@@ -377,61 +329,31 @@ class RoutedHeads(nn.Module):
         return q if self.q_norm is None else apply_norm(self.q_norm, q)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        joint = self._of_source
-        current = joint is not None and joint.linears == (self.k_proj, self.v_proj)
-        projected = joint(x) if joint is not None and current else (self.k_proj(x), self.v_proj(x))
+        projected = apply_linears(self._of_source, (self.k_proj, self.v_proj), x)
         k, v = (split_heads(part, self.layout.num_kv_heads) for part in projected)
         return k if self.k_norm is None else apply_norm(self.k_norm, k), v
 
-    def _in_slots(
-        self, q: Tensor, k: Tensor, v: Tensor, view: CacheView | None, mask: Mask | None, requested: CallOptions
-    ) -> AttentionOutput:
+    def _in_slots(self, q: Tensor, k: Tensor, v: Tensor, call: CallOptions) -> AttentionOutput:
         """Attend over shared keys with the same number of heads for every token; a slot may be any head."""
-        options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "statistics": requested.statistics}
-        if view is not None:
-            plain = requested.backend in ("auto", "fused") and not (
-                requested.weights or requested.dropout or requested.seed is not None
-            )
-            if plain and decode_runs_on(q):
-                result = decode_over_cache(q, view, mask, sinks=None, **options)
-                if result is not None:
-                    return result
-            k, v = view.key, view.value
-        return attention(
-            q,
-            k,
-            v,
-            mask=mask,
-            dropout=requested.dropout,
-            seed=requested.seed,
-            backend=requested.backend,
-            weights=requested.weights,
-            logsumexp=requested.logsumexp,
-            finite=self.finite,
-            **options,
-        )
+        result = self._decode(q, call, scale=self.scale, sinks=None)
+        if result is not None:
+            return result
+        if call.view is not None:
+            k, v = call.view.key, call.view.value
+        return self._attention(q, k, v, call, scale=self.scale, sinks=None)
 
     def _ragged(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rows: RowsByHead,
-        routing: Routing,
-        mask: Mask | None,
-        requested: CallOptions,
+        self, q: Tensor, k: Tensor, v: Tensor, rows: RowsByHead, routing: Routing, call: CallOptions
     ) -> AttentionOutput:
         """Attend with the selected rows of each head, or over shared keys of each slot."""
-        if requested.weights:
+        if call.weights:
             raise OptionError(
                 "weights require shape 'shared' with the same number of heads for every token, got shape "
                 f"{self.shape!r}{'' if routing.counts is None else ' with a varying number of heads'}; "
                 "request statistics instead"
             )
-        if requested.dropout:
-            raise OptionError(
-                f"dropout requires shape 'shared' with top_k, got a rate of {requested.dropout} in training"
-            )
+        if call.dropout:
+            raise OptionError(f"dropout requires shape 'shared' with top_k, got a rate of {call.dropout} in training")
         batch, _, queries, dim = q.shape
         slots, per_head = routing.heads.shape[2], self.rows_per_head
         if self.shape == "full":
@@ -444,13 +366,13 @@ class RoutedHeads(nn.Module):
             k,
             v,
             ragged,
-            mask=mask,
+            mask=call.mask,
             scale=self.scale,
             softcap=self.softcap,
             sinks=self.sinks,
-            statistics=requested.statistics,
+            statistics=call.statistics,
             finite=self.finite,
-            backend=requested.backend,
+            backend=call.backend,
         )
         return reshaped(result, (batch, per_head, slots, queries), order)
 
@@ -474,62 +396,17 @@ class RoutedHeads(nn.Module):
         output = summed_product(rows, weight, groups, row_factors).view(batch, queries, self.layout.embed_dim)
         return output if self.output_bias is None else output + self.output_bias.to(output.dtype)
 
-    def _notify(
-        self, q: Tensor, k: Tensor, v: Tensor, by_head_result: AttentionOutput, mask: Mask | None, routing: Routing
-    ) -> None:
-        """Notify the observer of the attention by head; rows of unselected heads count as fully masked."""
-        assert self._listener is not None
-        full = AttentionOutput(
-            by_head(by_head_result.output, routing, 0.0),
-            by_head_result.logsumexp,
-            by_head_result.weights,
-            by_head_result.statistics,
-            by_head_result.backend,
-        )
-        query = by_head(q, routing, 0.0)
-        self._listener(RoutedAttended(query, k, v, full, mask, self.scale, self.softcap, self.sinks, routing=routing))
-
-    # ---- checkpoints and memory layout
-
-    def get_extra_state(self) -> Tensor:
-        """Return the layout, which weight shapes do not determine."""
-        return torch.tensor(list(checks.layout_integers(self.layout).values()), device="cpu")
-
-    def set_extra_state(self, state: Tensor) -> None:
-        checks.check_saved_layout(state, self.layout)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        key = prefix + "_extra_state"
-        if key in state_dict:
-            checks.check_saved_layout(state_dict[key], self.layout)  # before a single weight is touched
-        else:
-            state_dict[key] = self.get_extra_state()  # checkpoints of other libraries have no layout
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
     def _join_projections(self) -> None:
         linears = [self.k_proj, self.v_proj]
         plain = all(type(linear) is nn.Linear for linear in linears)
         self._of_source = JointProjection(linears) if plain else None
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        self._join_projections()
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_of_source"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._join_projections()  # parameters of copies and pickles are no longer contiguous
 
     def extra_repr(self) -> str:
         layout = self.layout
         parts = [f"{layout.embed_dim}, {self.num_heads}, shape={self.shape!r}, num_kv_heads={layout.num_kv_heads}"]
         parts += [f"head_dim={layout.head_dim}"] if layout.head_dim * self.num_heads != layout.embed_dim else []
         parts += [f"value_dim={layout.value_dim}"] if layout.value_dim != layout.head_dim else []
-        parts += [repr(self.mask)] if self.mask is not None else []
-        return ", ".join(parts)
+        return self._described(*parts)
 
 
 @contextmanager

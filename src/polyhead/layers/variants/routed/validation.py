@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from polyhead.errors import MaskError, OptionError, ShapeError
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
-from polyhead.layers.multi_head.layer import Memory
+from polyhead.layers.base_attention import Memory
 from polyhead.layers.variants.routed.router import Routing
 from polyhead.masks import Mask
 
@@ -48,9 +48,7 @@ def check_shape_positions(shape: str, biases: bool, name: str) -> None:
 
 
 def check_padded(name: str, x: Tensor, width: int, projection: nn.Module) -> None:
-    checks.check_input(name, x, width, projection)
-    if x.is_nested:
-        raise OptionError(f"routed heads take padded sequences, got a nested {name}; pad it and use Mask.lengths")
+    checks.check_padded("routed heads take", name, x, width, projection)
 
 
 def check_source(key: Any, batch: int, layout: HeadLayout, projection: nn.Module) -> None:

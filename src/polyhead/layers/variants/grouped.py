@@ -1,7 +1,14 @@
-"""Grouped heads: each group of heads is mixed by a matrix of its own, and an MLP replaces W_O."""
+"""Grouped heads with an MLP instead of W_O (defined here): 1.1 times the time of MHA, no gain seen.
+
+Each group of heads is mixed by a matrix of its own; the parameters are those of multi-head attention. Against it
+(2 x 4,096 causal tokens of width 2,048, 16 heads, bfloat16, H200) the forward takes 0.73 instead of 0.67 ms and a
+training step 2.46 instead of 2.30 ms. Byte models of 11M parameters end 0.044 bits per byte above multi-head attention
+over equal tokens, at the edge of the noise of seeds. Figures from docs/arrangements.md.
+"""
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 import torch
@@ -12,7 +19,10 @@ from polyhead.errors import ShapeError
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
 from polyhead.layers.combining import CombinesHeads
-from polyhead.layers.multi_head.layer import MultiHeadAttention
+from polyhead.layers.config import register_config
+from polyhead.layers.multi_head.config import HeadsConfig
+from polyhead.layers.multi_head.projected import ProjectedHeads
+from polyhead.layers.steps import init_linear
 
 
 def hidden_dim_at_parity(layout: HeadLayout, num_groups: int) -> int:
@@ -73,10 +83,9 @@ class HeadGroups(CombinesHeads):
 
     def reset_parameters(self) -> None:
         """Initialise matrices Glorot-uniformly, each A_i separately; biases with zeros."""
-        for matrix in (*self.group_weight.detach(), self.up.weight):
+        for matrix in self.group_weight.detach():
             nn.init.xavier_uniform_(matrix)
-        if self.up.bias is not None:
-            nn.init.zeros_(self.up.bias)
+        init_linear(self.up)
 
     def forward(self, heads: Tensor) -> Tensor:
         """Map heads [batch, queries, num_heads, value_dim] to [batch, queries, hidden_dim]."""
@@ -89,7 +98,7 @@ class HeadGroups(CombinesHeads):
         return f"{self.num_groups} groups of {self.num_heads // self.num_groups} heads, activation={self.activation!r}"
 
 
-class GroupedHeads(MultiHeadAttention):
+class GroupedHeads(ProjectedHeads):
     """Multi-head attention whose heads are mixed in groups, with an MLP instead of W_O.
 
     The h heads form g groups of m = h / g; group i contains heads i m to (i + 1) m - 1:
@@ -171,3 +180,29 @@ def _check_groups(num_heads: int, num_groups: int) -> None:
         raise ShapeError(f"num_groups must be a positive integer, got {num_groups!r}")
     if num_heads % num_groups:
         raise ShapeError(f"num_heads must be a multiple of num_groups, got {num_heads} and {num_groups}")
+
+
+@register_config("grouped_heads", GroupedHeads)
+@dataclass(frozen=True)
+class GroupedHeadsConfig(HeadsConfig):
+    """Config of `GroupedHeads`.
+
+    >>> GroupedHeadsConfig(512, 8, num_groups=4).hidden_dim
+    192
+    """
+
+    _: KW_ONLY
+    num_groups: int
+    hidden_dim: int | None = None
+    activation: Literal["gelu", "linear"] = "gelu"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        groups = HeadGroups(self.layout, self.num_groups, self.hidden_dim, activation=self.activation, device="meta")
+        self._fill(hidden_dim=groups.width)
+
+    @classmethod
+    def _read(cls, layer: Any) -> dict[str, Any]:
+        groups = layer.combine
+        fields = {"num_groups": groups.num_groups, "hidden_dim": groups.width, "activation": groups.activation}
+        return {**super()._read(layer), **fields}

@@ -1,4 +1,10 @@
-"""Convolutional heads: a convolution as multi-head attention, one head per tap of its kernel."""
+"""Attention as a convolution (Cordonnier et al. 2020): 1.9 times the forward of MHA, gain unmeasured.
+
+Each head computes one tap of the kernel, by quadratic relative positions ("On the Relationship between Self-Attention
+and Convolutional Layers", ICLR 2020). Against multi-head attention of the same width (2 x 4,096 causal tokens of width
+2,048, 16 heads, bfloat16, H200) the forward takes 1.26 instead of 0.67 ms and a training step 6.75 instead of 2.30 ms.
+Figures from docs/arrangements.md, which has no training run of this variant.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +19,6 @@ from polyhead.layers.multi_head.conv_init import (
     SHARPNESS,
     Convolution,
     Outside,
-    check_conv_layer,
     outside_of,
     shifts_of,
     write_conv_kernel,
@@ -100,7 +105,6 @@ def set_convolution(
     outside="sink", one without outside="nearest"; pass `outside` where that differs from the convolution's padding
     mode. A layer that does not fit is left unchanged.
     """
-    check_conv_layer(layer, MultiHeadAttention)
     write_conv_kernel(layer, conv, sharpness, outside)
     return layer
 

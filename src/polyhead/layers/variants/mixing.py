@@ -1,7 +1,14 @@
-"""Attention across heads: heads' outputs are mixed and attend to one another at each position."""
+"""Attention across heads (defined here): 1.3 times the time of MHA, gain at the edge of the noise.
+
+The heads' outputs are mixed and attend to one another before W_O. Against multi-head attention of the same width
+(2 x 4,096 causal tokens of width 2,048, 16 heads, bfloat16, H200) the forward takes 0.85 instead of 0.67 ms and a
+training step 2.92 instead of 2.30 ms. Byte models of 11M parameters end 0.045 bits per byte below multi-head attention
+over equal tokens and 0.056 over equal compute, at the edge of the noise of seeds. Figures from docs/arrangements.md.
+"""
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 import torch
@@ -12,7 +19,10 @@ from polyhead.errors import OptionError
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
 from polyhead.layers.combining import CombinesHeads
-from polyhead.layers.multi_head.layer import MultiHeadAttention
+from polyhead.layers.config import register_config
+from polyhead.layers.multi_head.config import HeadsConfig
+from polyhead.layers.multi_head.projected import ProjectedHeads
+from polyhead.layers.steps import init_linear
 from polyhead.ops.attention import AttentionOutput, attention
 
 # Each position is a batch entry, and PyTorch's CUDA kernels support at most 65,535 of them per launch.
@@ -66,11 +76,7 @@ class HeadMixing(CombinesHeads):
         if self.mix == "heads" and self.num_rows == self.num_heads:
             nn.init.eye_(self.mix_weight)
         for linear in (self.row_q_proj, self.row_k_proj, self.row_v_proj):
-            if linear is None:
-                continue
-            nn.init.xavier_uniform_(linear.weight)
-            if linear.bias is not None:
-                nn.init.zeros_(linear.bias)
+            init_linear(linear)
 
     def forward(self, heads: Tensor) -> Tensor:
         """Map heads [batch, queries, num_heads, value_dim] to [batch, queries, num_rows * value_dim]."""
@@ -111,7 +117,7 @@ class HeadMixing(CombinesHeads):
         return f"{self.num_heads} heads to {self.num_rows} rows, mix={self.mix!r}, row_attention={self.row_attention!r}"
 
 
-class HeadMix(MultiHeadAttention):
+class HeadMix(ProjectedHeads):
     """Multi-head attention whose heads' outputs are mixed and attend to one another at each position.
 
     With head_1 .. head_h the rows of an h x value_dim matrix at one position, and h' = num_rows:
@@ -189,3 +195,29 @@ def _attention_in_parts(query: Tensor, key: Tensor, value: Tensor, *, weights: b
     row_weights = [part.weights for part in parts if part.weights is not None]
     output = torch.cat([part.output for part in parts])
     return AttentionOutput(output, weights=torch.cat(row_weights) if weights else None, backend=parts[0].backend)
+
+
+@register_config("head_mix", HeadMix)
+@dataclass(frozen=True)
+class HeadMixConfig(HeadsConfig):
+    """Config of `HeadMix`.
+
+    >>> HeadMixConfig(512, 8).num_rows
+    8
+    """
+
+    _: KW_ONLY
+    num_rows: int | None = None
+    mix: Literal["heads", "full"] = "heads"
+    row_attention: Literal["plain", "projected"] | None = "plain"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        mixing = HeadMixing(self.layout, self.num_rows, mix=self.mix, row_attention=self.row_attention, device="meta")
+        self._fill(num_rows=mixing.num_rows)
+
+    @classmethod
+    def _read(cls, layer: Any) -> dict[str, Any]:
+        mixing = layer.combine
+        fields = {"num_rows": mixing.num_rows, "mix": mixing.mix, "row_attention": mixing.row_attention}
+        return {**super()._read(layer), **fields}

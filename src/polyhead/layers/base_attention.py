@@ -1,0 +1,298 @@
+"""Base of polyhead's attention layers: common options, the shared steps of a call, and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from polyhead.errors import OptionError
+from polyhead.layers import checks
+from polyhead.layers.kv_cache import CacheView, KVCache
+from polyhead.layers.kv_cache.tokens import longest
+from polyhead.layers.positions import AddsToInput, BiasesLogits, Positions, RotatesHeads
+from polyhead.layers.positions.base import Rotation
+from polyhead.layers.steps import first_position, layer_mask, position_bias
+from polyhead.masks import Mask
+from polyhead.ops.attended import Attended
+from polyhead.ops.attention import AttentionOutput, Statistics, attention
+from polyhead.ops.decode.api import cached_attention, cached_reasons
+from polyhead.ops.decode.fused import CacheArguments, decode_runs_on
+from polyhead.ops.uneven_groups import uneven_attention, uneven_cached_attention
+
+# Attributes set by `_join_projections`, which views of copied or unpickled parameters would not fit.
+_JOINED = ("_of_self", "_of_source", "_last")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Memory:
+    """Projected keys and values of a source, for repeated cross-attention to it."""
+
+    key: Tensor  # [batch, kv_heads, keys, head_dim]
+    value: Tensor  # [batch, kv_heads, keys, value_dim]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallOptions:
+    """Options of one attention call besides its tensors; a `view` of a cache contains the new tokens."""
+
+    mask: Mask | None
+    view: CacheView | None
+    dropout: float
+    seed: int | Tensor | None
+    backend: str
+    weights: bool
+    statistics: Statistics | None
+    logsumexp: bool
+    head_gate: Tensor | None
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the decode kernels support every option."""
+        return self.backend in ("auto", "fused") and not (self.weights or self.dropout or self.seed is not None)
+
+
+class BaseAttention(nn.Module):
+    """Base class of attention layers over [batch, sequence, embed_dim].
+
+    A `forward` checks the call and adds positions to the input with `_begin`, projects, rotates queries and keys with
+    `_rotate`, appends to the cache and completes the mask with `_call_options`, and attends with `_decode` or
+    `_attention`. An observer is notified with `_notify`.
+    """
+
+    layout: Any  # head layout, stored in checkpoints
+    positions: Positions | None
+    mask: Mask | None
+    sinks: nn.Parameter | None
+    head_gate: Tensor | None
+    # Called with every attention while the model is observed, otherwise None.
+    _listener: Callable[[Attended], None] | None = None
+
+    def _set_options(
+        self,
+        *,
+        positions: Positions | None,
+        causal: bool,
+        window: int | None,
+        softcap: float | None,
+        scale: float | None,
+        dropout: float,
+        finite: bool,
+        backend: str,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Check the options that all layers have, and set all but `positions`, whose order among submodules varies."""
+        checks.check_rate("dropout", dropout)
+        checks.check_positive("softcap", softcap)
+        checks.check_finite("scale", scale)
+        checks.check_backend(backend)
+        checks.check_dtype(dtype)
+        if positions is not None and not isinstance(positions, Positions):
+            raise OptionError(
+                f"positions must be a module of polyhead.layers.positions, got {type(positions).__name__}"
+            )
+        self.dropout = dropout
+        self.softcap = softcap
+        self.scale = scale
+        self.backend = backend
+        self.finite = finite
+        self.mask = layer_mask(causal, window)
+        self.register_buffer("head_gate", None, persistent=False)
+
+    @property
+    def num_maps(self) -> int:
+        """Number of softmax maps: the size of the head axis of statistics, weights and log-sum-exp."""
+        heads: int = self.layout.num_heads
+        return heads
+
+    # ---- steps of a call
+
+    def _begin(
+        self,
+        query: Tensor,
+        key: Tensor | Memory | None,
+        cache: KVCache | None,
+        lengths: Sequence[int] | None,
+        token_positions: Tensor | None,
+    ) -> tuple[Tensor, int | Tensor]:
+        """Check the cache of a call; return the query with additive positions, and its first or all positions."""
+        if cache is not None and not isinstance(cache, KVCache):
+            raise OptionError(f"cache must be a polyhead.KVCache, got {type(cache).__name__}")
+        if cache is not None and key is not None:
+            raise OptionError(
+                "a cache is for self-attention, got a key as well; for cross-attention use layer.remember(key)"
+            )
+        if cache is None and lengths is not None:
+            raise OptionError(
+                "lengths require a cache, whose new tokens they count; without one use mask=Mask.lengths(...)"
+            )
+        start = first_position(cache, query.shape[1], query.device) if token_positions is None else token_positions
+        return self.positions(query, start) if isinstance(self.positions, AddsToInput) else query, start
+
+    def _rotation(self, q: Tensor, start: int | Tensor, cache: KVCache | None) -> Rotation | None:
+        """Return the rotation of the queries' positions; None unless the layer has rotary positions."""
+        rotary = self.positions
+        if not isinstance(rotary, RotatesHeads):
+            return None
+        length = q.shape[2] + (longest(cache.lengths, otherwise=0) if cache is not None else 0)
+        return rotary.rotation(q[..., : rotary.head_dim], start, length=length)
+
+    def _apply_rotary(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
+        """Apply rotary positions, if any, to heads; without a `rotation`, to tokens at positions 0, 1, ..."""
+        rotary = self.positions
+        if not isinstance(rotary, RotatesHeads):
+            return x
+        return rotary(x) if rotation is None else rotary.rotate(x, rotation)
+
+    def _rotate(
+        self, q: Tensor, k: Tensor, start: int | Tensor, cache: KVCache | None, key: Tensor | Memory | None
+    ) -> tuple[Tensor, Tensor]:
+        """Apply rotary positions, if any, to queries and keys; those of a `Memory` have them already."""
+        rotation = self._rotation(q, start, cache)
+        if rotation is None:
+            return q, k
+        q = self._apply_rotary(q, rotation)
+        return q, k if isinstance(key, Memory) else self._apply_rotary(k, rotation if key is None else None)
+
+    def _combined_mask(self, mask: Mask | None) -> Mask | None:
+        """Return the conjunction of the layer's mask and that of a call."""
+        return mask if self.mask is None else self.mask if mask is None else self.mask & mask
+
+    def _call_options(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        mask: Mask | None,
+        cache: KVCache | None,
+        lengths: Sequence[int] | None,
+        *,
+        cross: bool,
+        seed: int | Tensor | None,
+        weights: bool,
+        statistics: bool | str | Sequence[str] | Statistics | None,
+        logsumexp: bool,
+        backend: str | None,
+        head_gate: Tensor | None = None,
+    ) -> CallOptions:
+        """Append k and v to the cache and complete the mask with that of the cache and the position bias."""
+        view, span, caller_mask = None, k.shape[2], mask
+        if cache is not None:
+            view = cache.append(k, v, lengths=lengths)  # type: ignore[arg-type]  # a latent cache takes no values
+            mask = view.masked(mask)
+            span = longest(cache.lengths, otherwise=span)
+        if isinstance(self.positions, BiasesLogits):
+            bias = position_bias(self.positions, q.shape[2], span, q, caller_mask)
+            mask = bias if mask is None else mask & bias
+        return CallOptions(
+            mask,
+            view,
+            self.dropout if self.training else 0.0,
+            seed,
+            self.backend if backend is None else backend,
+            weights,
+            checks.resolve_statistics(statistics, cross=cross),
+            logsumexp,
+            head_gate,
+        )
+
+    def _decode(
+        self,
+        q: Tensor,
+        call: CallOptions,
+        *,
+        scale: float | None,
+        sinks: Tensor | None,
+        key_heads: tuple[int, ...] | None = None,
+        by_head: Callable[[CacheArguments], CacheArguments] | None = None,
+    ) -> AttentionOutput | None:
+        """Attend over the cache's storage with the decode kernels; None without a cache or where they do not apply.
+
+        `by_head` maps the storage to the heads of q, where the cache stores them in another form.
+        """
+        view = call.view
+        if view is None or not (decode_runs_on(q) and call.is_plain):
+            return None
+        arguments = (q, view.storage if by_head is None else by_head(view.storage), view.num_keys)
+        options: dict[str, Any] = {"mask": call.mask, "scale": scale, "sinks": sinks}
+        if key_heads is None and len(cached_reasons(*arguments, **options)):
+            return None
+        options |= {"softcap": self.softcap, "statistics": call.statistics}
+        if key_heads is not None:
+            return uneven_cached_attention(*arguments, key_heads, **options)
+        return cached_attention(*arguments, **options)
+
+    def _attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        call: CallOptions,
+        *,
+        scale: float | None,
+        sinks: Tensor | None,
+        key_heads: tuple[int, ...] | None = None,
+    ) -> AttentionOutput:
+        """Call `attention`, or `uneven_attention` where groups are uneven."""
+        options: dict[str, Any] = {
+            "mask": call.mask,
+            "scale": scale,
+            "softcap": self.softcap,
+            "sinks": sinks,
+            "dropout": call.dropout,
+            "seed": call.seed,
+            "backend": call.backend,
+            "weights": call.weights,
+            "statistics": call.statistics,
+            "logsumexp": call.logsumexp,
+            "finite": self.finite,
+        }
+        if key_heads is not None:
+            return uneven_attention(q, k, v, key_heads, **options)
+        return attention(q, k, v, **options)
+
+    def _notify(
+        self, q: Tensor, k: Tensor, v: Tensor, result: AttentionOutput, mask: Mask | None, scale: float | None
+    ) -> None:
+        """Pass one attention to the observer, if there is one."""
+        if self._listener is not None:
+            self._listener(Attended(q, k, v, result, mask, scale, self.softcap, self.sinks))
+
+    # ---- checkpoints and memory layout
+
+    def get_extra_state(self) -> Tensor:
+        """Return the head layout, which weight shapes do not determine: 8 heads of 64 look like 16 of 32."""
+        return torch.tensor(list(checks.layout_integers(self.layout).values()), device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        checks.check_saved_layout(state, self.layout)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        key = prefix + "_extra_state"
+        if key in state_dict:
+            checks.check_saved_layout(state_dict[key], self.layout)  # before a single weight is touched
+        else:
+            state_dict[key] = self.get_extra_state()  # checkpoints of other libraries have no layout
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _join_projections(self) -> None:
+        """Store projections of the same input contiguously, in layers that apply them as one product."""
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._join_projections()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in _JOINED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._join_projections()  # parameters of copies and pickles are no longer contiguous
+
+    def _described(self, *parts: str) -> str:
+        """Return `parts`, and the layer's mask if it has one, for `extra_repr`."""
+        return ", ".join(parts if self.mask is None else (*parts, repr(self.mask)))
