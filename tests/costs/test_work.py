@@ -25,7 +25,7 @@ from polyhead.costs import (
 )
 from polyhead.costs.descriptions import DESCRIPTIONS
 from polyhead.costs.work import backward_pieces
-from polyhead.errors import DtypeError, MaskError, OptionError
+from polyhead.errors import DtypeError, MaskError, OptionError, ShapeError
 from polyhead.layers.config import CONFIGS, AttentionConfig, MultiHeadConfig, build_attention
 from polyhead.layers.latent.config import LatentConfig
 from polyhead.layers.positions.config import RotaryConfig
@@ -263,3 +263,5 @@ def test_what_cannot_be_is_refused():
         layer_work(LAYERS["grouped"], WORKLOADS["training"], cached=True)
     with pytest.raises(MaskError, match="a causal mask or a sliding window"):
         layer_work(LAYERS["grouped"], WORKLOADS["forward"], mask=Mask.lengths([3, 2, 7]))
+    with pytest.raises(ShapeError, match=r"inputs of width 24, 10 and 10; count it with Workload\.cross"):
+        layer_work(made(MultiHeadConfig, key_input_dim=10, value_input_dim=10), WORKLOADS["forward"])

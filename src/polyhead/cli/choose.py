@@ -83,7 +83,7 @@ def choose(
 
     from polyhead.costs import choosing
     from polyhead.costs.layout_warnings import explained
-    from polyhead.costs.layouts.model import named_dtype
+    from polyhead.costs.layouts.model_layout import named_dtype
     from polyhead.costs.quantities import parse_count, parse_seconds
     from polyhead.costs.timing.machine import Machine
     from polyhead.errors import OptionError, PolyheadError

@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from polyhead.costs.layouts.model import ModelLayout
+    from polyhead.costs.layouts.model_layout import ModelLayout
     from polyhead.costs.timing.machine import Machine
 
 DEFAULT_CONTEXT = 4096
@@ -115,7 +115,7 @@ def plan(
     `polyhead plan --config config.json --hardware nvidia-h200 --output plan.html`
     """
     from polyhead.cli.plan_table import draw
-    from polyhead.costs.layouts.model import named_dtype
+    from polyhead.costs.layouts.model_layout import named_dtype
     from polyhead.costs.planning import plan_model
     from polyhead.costs.timing.machine import Machine
     from polyhead.errors import PolyheadError
@@ -170,7 +170,7 @@ def _layout(
     causal: bool | None,
     rotary: bool,
 ) -> ModelLayout:
-    from polyhead.costs.layouts.reading import from_sizes, read_layout
+    from polyhead.costs.layouts.layout_sources import from_sizes, read_layout
     from polyhead.errors import OptionError
 
     sources = [
@@ -234,7 +234,7 @@ def _check_calibration(calibrate: bool, hardware: str | None, dtype: str | None)
     import torch
 
     from polyhead.costs.calibration import DTYPES
-    from polyhead.costs.layouts.model import dtype_name, named_dtype
+    from polyhead.costs.layouts.model_layout import dtype_name, named_dtype
     from polyhead.costs.timing.machine import check_own_folder
     from polyhead.errors import OptionError
 

@@ -4,8 +4,8 @@ from polyhead.costs.cost import CostEstimate, estimate_cost
 from polyhead.costs.descriptions import describe
 from polyhead.costs.descriptions.layer_description import LayerDescription
 from polyhead.costs.layer_work import layer_work
-from polyhead.costs.layouts.model import LayerGroup, ModelLayout
-from polyhead.costs.layouts.reading import from_sizes, read_layout
+from polyhead.costs.layouts.layout_sources import from_sizes, read_layout
+from polyhead.costs.layouts.model_layout import LayerGroup, ModelLayout
 from polyhead.costs.memory import MemoryEstimate, estimate_memory, memory_doubts
 from polyhead.costs.work import AttentionCore, MatrixFlops, Product, Traffic, Work
 from polyhead.costs.workload import Workload, visible_pairs

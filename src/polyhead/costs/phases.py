@@ -10,7 +10,7 @@ import torch
 
 from polyhead.costs.descriptions import describe
 from polyhead.costs.layer_work import layer_work
-from polyhead.costs.layouts.model import ModelLayout
+from polyhead.costs.layouts.model_layout import ModelLayout
 from polyhead.costs.memory import MemoryEstimate, estimate_memory
 from polyhead.costs.timing.machine import Machine
 from polyhead.costs.timing.predict import Prediction, predict

@@ -13,7 +13,7 @@ import torch
 from polyhead.costs.cost import estimate_cost
 from polyhead.costs.descriptions import describe
 from polyhead.costs.layout_warnings import Warned, warnings_of
-from polyhead.costs.layouts.model import ModelLayout, dtype_name
+from polyhead.costs.layouts.model_layout import ModelLayout, dtype_name
 from polyhead.costs.memory import MemoryEstimate, memory_doubts
 from polyhead.costs.parameters import Identity, Parameters, count_parameters, four_squares
 from polyhead.costs.phases import PhasePlan, can_roll, is_causal, plan_phase, rolling_cache_bytes
@@ -112,7 +112,7 @@ def plan_model(
         phases: any of training, prefill, decode; default: all that the model supports.
         beyond: allow a context longer than the model's maximum.
 
-    >>> from polyhead.costs.layouts.reading import read_layout
+    >>> from polyhead.costs.layouts.layout_sources import read_layout
     >>> plan = plan_model(read_layout("llama3.1-8b"), context=8192)
     >>> plan.parameters.total, plan.cache_bytes_per_token, plan.crossover
     (1342177280, 131072, 10240)

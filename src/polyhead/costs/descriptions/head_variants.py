@@ -32,7 +32,12 @@ class GroupedHeads(PlainHeads[GroupedHeadsConfig]):
     def extra_parameters(self) -> int:
         width = self.layout.embed_dim
         projections = self.outputs * self.hidden + (self.hidden - self.outputs) * width
-        return self.mixing_weights + projections + (self.hidden if self.config.output_bias else 0)
+        return (
+            super().extra_parameters
+            + self.mixing_weights
+            + projections
+            + (self.hidden if self.config.output_bias else 0)
+        )
 
     def combine(self, call: Recorder, heads: Block) -> Block:
         tape, groups, size = call.tape, self.config.num_groups, call.size(call.tokens * self.outputs)
@@ -64,7 +69,7 @@ class HeadMix(PlainHeads[HeadMixConfig]):
         config, rows, dim = self.config, self.rows, self.dim
         mixing = rows * self.layout.num_heads * (1 if config.mix == "heads" else dim**2)
         attention = 3 * dim * (dim + (1 if config.bias else 0)) if config.row_attention == "projected" else 0
-        return mixing + attention + (rows * dim - self.outputs) * self.layout.embed_dim
+        return super().extra_parameters + mixing + attention + (rows * dim - self.outputs) * self.layout.embed_dim
 
     def combine(self, call: Recorder, heads: Block) -> Block:
         config, tape, rows, dim = self.config, call.tape, self.rows, self.dim
@@ -131,8 +136,8 @@ class DifferentialHeads(PlainHeads[DifferentialConfig]):
 
     @property
     def extra_parameters(self) -> int:
-        layout = self.layout
-        return 4 * (layout.head_dim // 2) + (layout.num_heads if self.config.sinks else 0)  # lambdas, second sinks
+        sinks = self.layout.num_heads if self.config.sinks else 0  # of the second maps
+        return super().extra_parameters + 4 * (self.layout.head_dim // 2) + sinks
 
     def attend(self, call: Recorder, query: Block, key: Block, value: Block) -> Block:
         """Record the two attention calls, their difference and its norm."""
@@ -170,7 +175,7 @@ class CollaborativeHeads(PlainHeads[CollaborativeConfig]):
 
     @property
     def extra_parameters(self) -> int:
-        return self.layout.num_heads * self.keys  # the mixing vectors
+        return super().extra_parameters + self.layout.num_heads * self.keys  # the mixing vectors
 
     def attend(self, call: Recorder, query: Block, key: Block, value: Block) -> Block:
         """Record one set of keys of the shared width, and queries per head."""
@@ -196,7 +201,7 @@ class TalkingHeads(PlainHeads[TalkingHeadsConfig]):
 
     @property
     def extra_parameters(self) -> int:
-        return 2 * self.layout.num_heads**2
+        return super().extra_parameters + 2 * self.layout.num_heads**2
 
     def attend(self, call: Recorder, query: Block, key: Block, value: Block) -> Block:
         layout, work, tape = self.layout, call.work, call.tape

@@ -45,7 +45,7 @@ class LatentHeads(LayerDescription[LatentConfig]):
         sizes = (call.size(tokens * layout.num_heads * dim) for dim in (layout.qk_nope_head_dim, rope))
         q_nope, q_rope = tape.views(self._queries(call), *sizes)
         if rope:
-            call.rotation(rope)
+            call.rotary_tables(rope)
             q_rope = call.rotated(q_rope, tokens * layout.num_heads * rope)
         latents = self._compressed(call)
         cheaper = absorbing_is_cheaper(layout, work.queries, work.keys)
@@ -78,8 +78,8 @@ class LatentHeads(LayerDescription[LatentConfig]):
         )
         source = call.x if call.work.source is None else tape.external(call.size(new * width))
         compressed = call.linear("projection", source, cache_width, width, rows=new)
-        call.rotations(self.config.positions, layout.num_heads * rope)
-        call.rotations(self.config.positions, rope)
+        call.rotary_passes(self.config.positions, layout.num_heads * rope)
+        call.rotary_passes(self.config.positions, rope)
         call.passes("positions", new * (rank + cache_width), launches=2)  # the norm, and the concatenation
         call.cache_writes(cache_width)
         latent, k_rope = tape.views(compressed, call.size(new * rank), call.size(new * rope))

@@ -13,7 +13,6 @@ from polyhead.errors import DtypeError, OptionError
 from polyhead.layers.config import AttentionConfig
 
 Config = TypeVar("Config", bound=AttentionConfig)
-NORM_WEIGHTS = {None: 0, "rms": 2, "layer": 4}  # vectors of the norms of queries and keys
 
 
 class LayerDescription(ABC, Generic[Config]):

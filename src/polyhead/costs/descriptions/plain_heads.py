@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TypeVar
 
-from polyhead.costs.descriptions.layer_description import NORM_WEIGHTS, LayerDescription
+from polyhead.costs.descriptions.layer_description import LayerDescription
 from polyhead.costs.recording.recorder import Heads, Recorder
 from polyhead.costs.recording.tape import Block
 from polyhead.costs.recording.uneven import record_heads
@@ -12,25 +13,22 @@ from polyhead.costs.work import Traffic
 from polyhead.errors import ShapeError
 from polyhead.layers.config import HeadsConfig
 from polyhead.layers.positions.config import RotaryConfig
+from polyhead.layers.variants.routed.config import RoutedConfig
 
+NORM_WEIGHTS = {None: 0, "rms": 2, "layer": 4}  # vectors of the norms of queries and keys
+AnyConfig = TypeVar("AnyConfig", bound=HeadsConfig | RoutedConfig)
 AnyHeads = TypeVar("AnyHeads", bound=HeadsConfig)
 
 
-class PlainHeads(LayerDescription[AnyHeads]):
-    """Projections, attention and output projection of `MultiHeadAttention`.
+class ProjectedHeads(LayerDescription[AnyConfig]):
+    """Queries of `num_query_heads` heads, keys and values, each projected from the input."""
 
-    A variant overrides `attend`, from queries, keys and values to the heads' outputs, or `combine`, from these to the
-    layer's output, and adds its parameters to `extra_parameters`.
-    """
-
-    def __init__(self, config: AnyHeads) -> None:
+    def __init__(self, config: AnyConfig, num_query_heads: int) -> None:
         super().__init__(config)
         layout = self.layout = config.layout
-        self.heads = Heads(layout.num_heads, layout.num_kv_heads, layout.head_dim, layout.value_dim)
         # Channels of all heads together.
-        self.queries, self.keys = layout.num_heads * layout.head_dim, layout.num_kv_heads * layout.head_dim
-        self.values, self.outputs = layout.num_kv_heads * layout.value_dim, layout.num_heads * layout.value_dim
-        self.gates = {None: 0, "head": layout.num_heads, "channel": self.outputs}[config.output_gate]
+        self.queries, self.keys = num_query_heads * layout.head_dim, layout.num_kv_heads * layout.head_dim
+        self.values, self.outputs = layout.num_kv_heads * layout.value_dim, num_query_heads * layout.value_dim
         self.cache_scales = 2 * layout.num_kv_heads
 
     @property
@@ -41,21 +39,63 @@ class PlainHeads(LayerDescription[AnyHeads]):
 
     @property
     def other_parameters(self) -> int:
-        config, layout, width = self.config, self.layout, self.layout.embed_dim
-        biases = (self.queries + self.keys + self.values if config.bias else 0) + (width if config.output_bias else 0)
+        config, layout = self.config, self.layout
+        biases = self.queries + self.keys + self.values if config.bias else 0
+        biases += layout.embed_dim if config.output_bias else 0
         norms = NORM_WEIGHTS[config.qk_norm] * layout.head_dim
-        positions = 0 if config.positions is None else config.positions.num_parameters(config.turning)
-        sinks = layout.num_heads if config.sinks else 0
-        return biases + norms + self.gates * (width + 1) + sinks + positions + self.extra_parameters
+        turning = config.turning if isinstance(config, HeadsConfig) else layout
+        positions = 0 if config.positions is None else config.positions.num_parameters(turning)
+        return biases + norms + positions + (config.num_heads if config.sinks else 0) + self.extra_parameters
 
     @property
+    @abstractmethod
     def extra_parameters(self) -> int:
-        """Parameters that plain heads do not have."""
-        return 0
+        """Parameters of the variant."""
 
     @property
     def cache_numbers(self) -> int:
         return self.keys + self.values
+
+    def normed_and_rotated(
+        self, call: Recorder, query: Block, key: Block, queries: int, rotated_keys: int
+    ) -> tuple[Block, Block]:
+        """Record the norms and rotary positions of keys, and of `queries` channels per token, and the cache writes.
+
+        `rotated_keys` is the number of key channels that RoPE reads; 0 if keys were rotated in an earlier call.
+        """
+        config, dim, kind = self.config, self.layout.head_dim, self.config.qk_norm
+        query_numbers, key_numbers = call.tokens * queries, call.new_keys * self.keys
+        if kind is not None:
+            call.passes("positions", query_numbers + key_numbers, launches=2)
+            query = call.normed(query, query_numbers, dim, kind=kind, by_head=True)
+            key = call.normed(key, key_numbers, dim, kind=kind, by_head=True)
+        call.rotary_passes(config.positions, queries)
+        call.rotary_passes(config.positions, rotated_keys)
+        if isinstance(config.positions, RotaryConfig):
+            call.rotary_tables(config.positions.rotary_dim or dim)
+            rotated = call.rotated(query, query_numbers), call.rotated(key, key_numbers)
+            call.tape.release(query, key)
+            query, key = rotated
+        call.cache_writes(self.cache_numbers)
+        return query, key
+
+
+class PlainHeads(ProjectedHeads[AnyHeads]):
+    """Projections, attention and output projection of `MultiHeadAttention`.
+
+    A variant overrides `attend`, from queries, keys and values to the heads' outputs, or `combine`, from these to the
+    layer's output, and adds its parameters to `extra_parameters`.
+    """
+
+    def __init__(self, config: AnyHeads) -> None:
+        super().__init__(config, config.num_heads)
+        layout = self.layout
+        self.heads = Heads(layout.num_heads, layout.num_kv_heads, layout.head_dim, layout.value_dim)
+        self.gates = {None: 0, "head": layout.num_heads, "channel": self.outputs}[config.output_gate]
+
+    @property
+    def extra_parameters(self) -> int:
+        return self.gates * (self.layout.embed_dim + 1)
 
     def record(self, call: Recorder) -> Block:
         heads = self.attend(call, *self._projected(call))
@@ -74,7 +114,7 @@ class PlainHeads(LayerDescription[AnyHeads]):
 
     def _projected(self, call: Recorder) -> tuple[Block, Block, Block]:
         """Record queries, keys and values, with their norms and positions, and the writes to the cache."""
-        config, layout, tape, new, work = self.config, self.layout, call.tape, call.new_keys, call.work
+        layout, tape, new, work = self.layout, call.tape, call.new_keys, call.work
         width, key_width, value_width = layout.embed_dim, layout.key_input_dim, layout.value_input_dim
         queries, keys, values = self.queries, self.keys, self.values
         sizes = [call.size(call.tokens * queries), call.size(new * keys), call.size(new * values)]
@@ -99,18 +139,7 @@ class PlainHeads(LayerDescription[AnyHeads]):
             else:
                 key = call.linear("projection", source, keys, key_width, rows=new)
                 value = call.linear("projection", source, values, value_width, rows=new)
-        if config.qk_norm is not None:
-            call.passes("positions", call.tokens * queries + new * keys, launches=2)
-            query = call.normed(query, call.tokens * queries, layout.head_dim, kind=config.qk_norm, by_head=True)
-            key = call.normed(key, new * keys, layout.head_dim, kind=config.qk_norm, by_head=True)
-        call.rotations(config.positions, queries)
-        call.rotations(config.positions, 0 if work.remembered else keys)
-        call.cache_writes(keys + values)
-        if isinstance(config.positions, RotaryConfig):
-            call.rotation(config.positions.rotary_dim or layout.head_dim)
-            rotated = call.rotated(query, call.tokens * queries), call.rotated(key, new * keys)
-            tape.release(query, key)
-            query, key = rotated
+        query, key = self.normed_and_rotated(call, query, key, queries, 0 if work.remembered else keys)
         return query, key, value
 
     def _gated(self, call: Recorder, heads: Block) -> Block:

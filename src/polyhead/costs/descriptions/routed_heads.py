@@ -2,50 +2,31 @@
 
 from __future__ import annotations
 
-from polyhead.costs.descriptions.layer_description import NORM_WEIGHTS, LayerDescription
+from polyhead.costs.descriptions.plain_heads import ProjectedHeads
 from polyhead.costs.recording.attention_tensors import BACKWARD_COPIES, FORWARD_COPIES, KEPT_COPIES, record_attention
 from polyhead.costs.recording.recorder import INDEX, Heads, Recorder
 from polyhead.costs.recording.tape import Block
-from polyhead.layers.positions.config import RotaryConfig
 from polyhead.layers.variants.routed.config import RoutedConfig
 
 
-class RoutedHeads(LayerDescription[RoutedConfig]):
+class RoutedHeads(ProjectedHeads[RoutedConfig]):
     """Queries, attention and outputs of the selected heads alone; router, keys and values of every token."""
 
     def __init__(self, config: RoutedConfig) -> None:
-        super().__init__(config)
-        layout = self.layout = config.layout
-        self.per_head = layout.num_kv_heads if config.shape == "shared" else 1  # queries per selected head
-        # Channels of one selected head, and of all KV heads.
-        self.queries, self.outputs = self.per_head * layout.head_dim, self.per_head * layout.value_dim
-        self.keys, self.values = layout.num_kv_heads * layout.head_dim, layout.num_kv_heads * layout.value_dim
+        self.per_head = config.layout.num_kv_heads if config.shape == "shared" else 1  # queries per selected head
+        super().__init__(config, config.num_heads * self.per_head)
         self.routed = config.num_heads - config.always_on
-        self.cache_scales = 2 * layout.num_kv_heads
 
     @property
-    def projections(self) -> tuple[int, int, int, int]:
-        width, heads = self.layout.embed_dim, self.config.num_heads
-        return width * heads * self.queries, width * self.keys, width * self.values, heads * self.outputs * width
-
-    @property
-    def other_parameters(self) -> int:
-        config, layout = self.config, self.layout
-        biases = config.num_heads * self.queries + self.keys + self.values if config.bias else 0
-        biases += layout.embed_dim if config.output_bias else 0
-        norms = NORM_WEIGHTS[config.qk_norm] * layout.head_dim
-        positions = 0 if config.positions is None else config.positions.num_parameters(layout)
-        return layout.embed_dim * self.routed + biases + norms + (config.num_heads if config.sinks else 0) + positions
-
-    @property
-    def cache_numbers(self) -> int:
-        return self.keys + self.values
+    def extra_parameters(self) -> int:
+        return self.layout.embed_dim * self.routed
 
     def record(self, call: Recorder) -> Block:
         config, layout, tape, tokens, new = self.config, self.layout, call.tape, call.tokens, call.new_keys
         width, kv_heads, slots = layout.embed_dim, layout.num_kv_heads, config.most_heads
         rows = tokens * slots  # (token, selected head) pairs
-        per_head, inside, outside, keys, values = self.per_head, self.queries, self.outputs, self.keys, self.values
+        per_head, keys, values = self.per_head, self.keys, self.values
+        inside, outside = per_head * layout.head_dim, per_head * layout.value_dim  # channels of one selected head
         factors = self._gate(call, rows)
         order = tape.step(output_size=INDEX * rows)
         call.product("projection", tokens, slots * inside, width)
@@ -67,18 +48,7 @@ class RoutedHeads(LayerDescription[RoutedConfig]):
         source = call.x if call.work.source is None else tape.external(call.size(new * width))
         joined = call.linear("projection", source, keys + values, width, rows=new, joined=True)
         key, value = tape.views(joined, call.size(new * keys), call.size(new * values))
-        if config.qk_norm is not None:
-            call.passes("positions", rows * inside + new * keys, launches=2)
-            query = call.normed(query, rows * inside, layout.head_dim, kind=config.qk_norm, by_head=True)
-            key = call.normed(key, new * keys, layout.head_dim, kind=config.qk_norm, by_head=True)
-        call.rotations(config.positions, slots * inside)
-        call.rotations(config.positions, keys)
-        call.cache_writes(keys + values)
-        if isinstance(config.positions, RotaryConfig):
-            call.rotation(config.positions.rotary_dim or layout.head_dim)
-            rotated = call.rotated(query, rows * inside), call.rotated(key, new * keys)
-            tape.release(query, key)
-            query, key = rotated
+        query, key = self.normed_and_rotated(call, query, key, slots * inside, keys)
         # A dense grid over the selected heads; rows of heads that only some tokens select are packed.
         num_rows = slots * per_head
         call.core(num_rows, min(kv_heads, num_rows), layout.head_dim, layout.value_dim, sinks=config.sinks)

@@ -170,7 +170,7 @@ class Recorder:
             sizes = self.dtype.itemsize + self.cache_dtype.itemsize
             self.pieces.append(Traffic("cache", self.new_keys * numbers * sizes, 2))
 
-    def rotations(self, positions: object, channels: int) -> None:
+    def rotary_passes(self, positions: object, channels: int) -> None:
         """Add the passes of RoPE over `channels` per token: roll, multiply, add in float32, round."""
         if isinstance(positions, RotaryConfig) and channels:
             size, wide = self.dtype.itemsize, max(4, self.dtype.itemsize)
@@ -239,7 +239,7 @@ class Recorder:
         normed.is_strided = by_head
         return normed
 
-    def rotation(self, channels: int) -> None:
+    def rotary_tables(self, channels: int) -> None:
         """Record the cos and sin tables of RoPE, which the layer keeps."""
         self.tape.last(2 * self.wide((self.work.past + self.work.queries) * channels))
 
