@@ -27,7 +27,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from polyhead import MultiHeadAttention
 from polyhead.analysis.syntax_table import SyntaxTable
-from polyhead.costs.layouts.reading import read_layout
+from polyhead.costs.layouts.layout_sources import read_layout
 from polyhead.costs.timing.machine import SHIPPED, Machine
 from polyhead.errors import PolyheadError
 from polyhead.inspection import Settings, load_inspection, save_inspection

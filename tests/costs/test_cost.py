@@ -12,7 +12,19 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from polyhead import Mask
-from polyhead.costs import CostEstimate, LayerCounts, MatrixFlops, Workload, count_layer, estimate_cost
+from polyhead.costs import (
+    CostEstimate,
+    LayerDescription,
+    MatrixFlops,
+    Workload,
+    describe,
+    estimate_cost,
+    estimate_memory,
+    layer_work,
+)
+from polyhead.costs.descriptions import DESCRIPTIONS
+from polyhead.costs.recording.recorder import Recorder
+from polyhead.costs.recording.tape import Block
 from polyhead.errors import DtypeError, MaskError, OptionError, ShapeError
 from polyhead.layers import AttentionConfig, MultiHeadConfig, build_attention
 from polyhead.layers.kv_cache import GrowingCache, PagedCache, PreallocatedCache, QuantizedCache, RollingCache
@@ -292,6 +304,10 @@ class MixedConfig(AttentionConfig):
 
     size: int
 
+    @property
+    def embed_dim(self) -> int:
+        return self.size
+
     def build(self, *, device: Any = None, dtype: Any = None) -> nn.Module:
         return nn.Linear(self.size, self.size, bias=False)
 
@@ -300,25 +316,34 @@ class MixedConfig(AttentionConfig):
         return cls(layer.in_features)
 
 
-def test_another_kind_brings_its_own_counts():
-    with pytest.raises(OptionError, match="no counts for MixedConfig; register"):
+class MixedHeads(LayerDescription[MixedConfig]):
+    """One head with one channel, and a matrix for every token."""
+
+    projections = (0, 0, 0, 0)
+    cache_numbers = 3
+
+    @property
+    def other_parameters(self) -> int:
+        return self.config.size**2
+
+    def record(self, call: Recorder) -> Block:
+        call.core(1, 1, 1, 2)
+        return call.linear("mixing", call.x, self.config.size, self.config.size)
+
+
+def test_another_kind_brings_its_own_description(monkeypatch):
+    with pytest.raises(OptionError, match="no description of MixedConfig; add one"):
         estimate_cost(MixedConfig(5), Workload.forward(QUERIES))
-
-    @count_layer.register
-    def count_mixed(config: MixedConfig, work: Workload, pairs: int) -> LayerCounts:
-        return LayerCounts(
-            parameters=config.size**2,
-            forward=MatrixFlops(scores=pairs, mixing=config.size),
-            recomputed=MatrixFlops(scores=pairs),
-            exponentials=2 * pairs,
-            weights=pairs,
-            cache_numbers=3,
-        )
-
-    cost = estimate_cost(MixedConfig(5), Workload.training_step(QUERIES))
-    assert cost.forward == MatrixFlops(scores=QUERIES**2, mixing=5)
-    assert cost.backward == MatrixFlops(scores=3 * QUERIES**2, mixing=10)
-    assert (cost.parameters, cost.exponentials, cost.cache_bytes_per_token) == (25, 4 * QUERIES**2, 6)
+    monkeypatch.setitem(DESCRIPTIONS, MixedConfig, MixedHeads)
+    assert isinstance(describe(MixedConfig(5)), MixedHeads)
+    work, pairs, product = Workload.training_step(QUERIES), 2 * QUERIES**2, 2 * QUERIES * 5**2
+    cost = estimate_cost(MixedConfig(5), work)
+    assert cost.forward == MatrixFlops(scores=pairs, values=2 * pairs, mixing=product)
+    assert cost.backward == MatrixFlops(scores=3 * pairs, values=4 * pairs, mixing=2 * product)
+    assert (cost.parameters, cost.exponentials, cost.cache_bytes_per_token) == (25, pairs, 6)
+    assert layer_work(MixedConfig(5), work).flops == cost.matrix_flops
+    memory = estimate_memory(MixedConfig(5), work)
+    assert (memory.parameters, memory.inputs) == (2 * 25, 3 * 2 * QUERIES * 5)
     with pytest.raises(OptionError, match=r"no int8 cache, got cache_dtype torch\.int8; a QuantizedCache"):
         estimate_cost(MixedConfig(5), Workload.forward(QUERIES), cache_dtype=torch.int8)
 

@@ -21,10 +21,10 @@ from polyhead.costs import (
 from polyhead.costs.curves import over_context, over_heads, with_heads
 from polyhead.costs.layout_warnings import warnings_of
 from polyhead.costs.parameters import count_parameters, four_squares
+from polyhead.costs.plan_wording import below, facts, layout_words, rows, title
 from polyhead.costs.planning import crossover
 from polyhead.costs.quantities import count, parse_count, parse_seconds, seconds, size
 from polyhead.costs.timing.machine import Machine
-from polyhead.costs.wording import below, facts, layout_words, rows, title
 from polyhead.errors import DtypeError, OptionError, ShapeError
 from polyhead.layers import MultiHeadConfig
 from polyhead.layers.latent.config import LatentConfig

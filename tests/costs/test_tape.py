@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from polyhead.costs.memory.layers import record_layer
-from polyhead.costs.memory.tape import Tape
-from polyhead.errors import OptionError
+from polyhead.costs.recording.tape import Tape
 
 
 def test_outside_training_nothing_is_kept_and_what_has_no_name_is_gone():
@@ -68,8 +64,3 @@ def test_a_gradient_that_is_passed_on_takes_no_memory():
     tape.finish(result)
     tape.backward()
     assert (tape.now, tape.peak) == (11, 11)
-
-
-def test_a_layer_of_no_known_kind_is_refused():
-    with pytest.raises(OptionError, match="no memory estimate for int"):
-        record_layer(3, None)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from polyhead.costs import ModelLayout, Workload, estimate_memory, memory_doubts, planning
-from polyhead.costs.memory import attention as counted
-from polyhead.costs.memory.attention import SORTED_COPIES
+from polyhead.costs.recording import attention_tensors as counted
+from polyhead.costs.recording.attention_tensors import SORTED_COPIES
 from polyhead.layers import (
     AttentionConfig,
     LatentConfig,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import polyhead
 from polyhead import Mask
 from polyhead.costs import (
     AttentionCore,
@@ -21,16 +23,17 @@ from polyhead.costs import (
     estimate_memory,
     layer_work,
 )
-from polyhead.costs.layer_work import forward_pieces
-from polyhead.costs.work import with_gradients
-from polyhead.errors import DtypeError, MaskError, OptionError
-from polyhead.layers import MultiHeadConfig
+from polyhead.costs.descriptions import DESCRIPTIONS
+from polyhead.costs.work import backward_pieces
+from polyhead.errors import DtypeError, MaskError, OptionError, ShapeError
 from polyhead.layers.config import CONFIGS, AttentionConfig, build_attention
 from polyhead.layers.latent.config import LatentConfig
+from polyhead.layers.multi_head.config import MultiHeadConfig
 from polyhead.layers.positions.config import RotaryConfig
 from polyhead.layers.variants import GroupedHeadsConfig, HeadMixConfig
 from polyhead.layers.variants.collaborative.config import CollaborativeConfig
 from polyhead.layers.variants.differential.config import DifferentialConfig
+from polyhead.layers.variants.mixing import layer as mixing_layer
 from polyhead.layers.variants.routed.config import RoutedConfig
 from polyhead.layers.variants.talking import TalkingHeadsConfig
 
@@ -80,17 +83,15 @@ layers = pytest.mark.parametrize("config", LAYERS.values(), ids=LAYERS)
 FUSED = ("scores", "values")
 
 
-def test_every_kind_of_layer_has_its_work():
-    assert {type(config) for config in LAYERS.values()} == set(CONFIGS._classes.values())
-    with pytest.raises(OptionError, match="no work for int"):
-        forward_pieces(3, None)
+def test_every_kind_of_layer_is_described():
+    assert {type(config) for config in LAYERS.values()} == set(CONFIGS._classes.values()) == set(DESCRIPTIONS)
 
 
 @pytest.mark.parametrize("work", WORKLOADS.values(), ids=WORKLOADS)
 @layers
 def test_the_pieces_add_up_to_the_counts(config, work):
     cost, found = estimate_cost(config, work), layer_work(config, work)
-    assert found.flops == cost.matrix_flops
+    assert found.flops == found.matrix_flops.total == cost.matrix_flops
     assert found.exponentials == cost.exponentials
     for stage in ("projection", "output"):
         assert found.only(stage).flops == getattr(cost.forward, stage) + getattr(cost.backward, stage)
@@ -121,6 +122,30 @@ def test_memory_of_every_arrangement_is_made_of_what_it_keeps(config, work):
         several = isinstance(config, DifferentialConfig) or getattr(config, "row_attention", None) is not None
         several |= getattr(config, "key_heads", None) is not None and not work.past  # few queries, by group size
         assert (0 < found.weights < copies) if several and written else found.weights == copies
+
+
+class _Exponentials(TorchDispatchMode):
+    """The number of exponentials of softmaxes that run; those of rotary frequencies and lambdas have one axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.count += result.numel() if func is torch.ops.aten.exp.default and result.dim() > 1 else 0
+        return result
+
+
+@layers
+def test_exponentials_are_those_of_the_formula(monkeypatch, config):
+    monkeypatch.setattr(mixing_layer, "attention", partial(polyhead.attention, backend="reference"))
+    # Without a mask, under which the formula leaves out blocks of routed rows.
+    config = dataclasses.replace(config, backend="reference", causal=False, window=None)
+    layer = build_attention(config)
+    with torch.no_grad(), _Exponentials() as exponentials:
+        layer(torch.randn(BATCH, QUERIES, EMBED))
+    assert estimate_cost(config, WORKLOADS["forward"], form="materialised").exponentials == exponentials.count
 
 
 class _Shapes(TorchDispatchMode):
@@ -211,7 +236,7 @@ def test_a_training_step_lays_projections_and_their_gradients_side_by_side():
     guards = [piece for piece in work.only("attention").pieces if isinstance(piece, Traffic)]
     assert len(guards) == 2
     turned = Traffic("positions", 100)
-    assert [piece.bytes for piece in with_gradients([turned])] == [100, 200]
+    assert [piece.bytes for piece in backward_pieces([turned])] == [200]
 
 
 def test_layers_in_a_row_cost_so_many_times_as_much():
@@ -239,3 +264,5 @@ def test_what_cannot_be_is_refused():
         layer_work(LAYERS["grouped"], WORKLOADS["training"], cached=True)
     with pytest.raises(MaskError, match="a causal mask or a sliding window"):
         layer_work(LAYERS["grouped"], WORKLOADS["forward"], mask=Mask.lengths([3, 2, 7]))
+    with pytest.raises(ShapeError, match=r"inputs of width 24, 10 and 10; count it with Workload\.cross"):
+        layer_work(made(MultiHeadConfig, key_input_dim=10, value_input_dim=10), WORKLOADS["forward"])

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import polyhead
 from polyhead.cli import app
 from polyhead.costs import Workload, estimate_cost
-from polyhead.costs.layouts.model import ModelLayout, grouped
+from polyhead.costs.layouts.model_layout import ModelLayout, grouped
 from polyhead.costs.timing.machine import Machine
 from polyhead.inspection import Settings
 from polyhead.layers import AttentionConfig, MultiHeadConfig

@@ -16,7 +16,7 @@ import polyhead
 from polyhead.analysis.syntax_table import SyntaxTable
 from polyhead.cli import app
 from polyhead.costs import CostEstimate
-from polyhead.costs.layouts.model import ModelLayout
+from polyhead.costs.layouts.model_layout import ModelLayout
 from polyhead.costs.timing.machine import Machine
 from polyhead.inspection import load_inspection
 from polyhead.layers.config import AttentionConfig, build_attention

@@ -14,7 +14,7 @@ from polyhead.cli.progress import ProgressBars, report_errors
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from polyhead.costs.layouts.model import ModelLayout
+    from polyhead.costs.layouts.model_layout import ModelLayout
     from polyhead.costs.timing.machine import Machine
 
 
@@ -116,7 +116,7 @@ def plan(
     """
     import polyhead
     from polyhead.cli.plan_table import draw
-    from polyhead.costs.layouts.model import named_dtype
+    from polyhead.costs.layouts.model_layout import named_dtype
     from polyhead.costs.timing.machine import Machine
 
     by_sizes = {"--heads": heads, "--kv-heads": kv_heads, "--head-dim": head_dim, "--window": window}
@@ -164,7 +164,7 @@ def _layout(
     causal: bool | None,
     rotary: bool,
 ) -> ModelLayout:
-    from polyhead.costs.layouts.reading import from_sizes, read_layout
+    from polyhead.costs.layouts.layout_sources import from_sizes, read_layout
     from polyhead.errors import OptionError
 
     sources = [
@@ -218,7 +218,7 @@ def _check_calibration(calibrate: bool, hardware: str | None, dtype: str | None)
     import torch
 
     from polyhead.costs.calibration import DTYPES
-    from polyhead.costs.layouts.model import dtype_name, named_dtype
+    from polyhead.costs.layouts.model_layout import dtype_name, named_dtype
     from polyhead.costs.timing.machine import check_own_folder
     from polyhead.errors import OptionError
 

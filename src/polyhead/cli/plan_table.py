@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from polyhead.cli.drawing import labelled
-from polyhead.costs import wording
+from polyhead.costs import plan_wording as wording
 from polyhead.costs.layout_warnings import explained
 from polyhead.costs.phases import PhasePlan
 from polyhead.costs.planning import Plan

@@ -1,24 +1,19 @@
 """Cost model of attention layers: parameters, FLOPs, bytes, memory and time, from a config alone."""
 
-# Imported for the functions they register.
-from polyhead.costs import collaborative as collaborative
-from polyhead.costs import differential as differential
-from polyhead.costs import routed as routed
-from polyhead.costs import talking as talking
-from polyhead.costs import variant_work as variant_work
-from polyhead.costs import variants as variants
-from polyhead.costs.cost import CostEstimate, LayerCounts, MatrixFlops, count_layer, estimate_cost
+from polyhead.costs.cost import CostEstimate, estimate_cost
+from polyhead.costs.descriptions import describe
+from polyhead.costs.descriptions.layer_description import LayerDescription
 from polyhead.costs.layer_work import layer_work
-from polyhead.costs.layouts.model import LayerGroup, ModelLayout
-from polyhead.costs.layouts.reading import from_sizes, read_layout
+from polyhead.costs.layouts.layout_sources import from_sizes, read_layout
+from polyhead.costs.layouts.model_layout import LayerGroup, ModelLayout
 from polyhead.costs.memory import MemoryEstimate, estimate_memory, memory_doubts
-from polyhead.costs.work import AttentionCore, Product, Traffic, Work
+from polyhead.costs.work import AttentionCore, MatrixFlops, Product, Traffic, Work
 from polyhead.costs.workload import Workload, visible_pairs
 
 __all__ = [
     "AttentionCore",
     "CostEstimate",
-    "LayerCounts",
+    "LayerDescription",
     "LayerGroup",
     "MatrixFlops",
     "MemoryEstimate",
@@ -27,7 +22,7 @@ __all__ = [
     "Traffic",
     "Work",
     "Workload",
-    "count_layer",
+    "describe",
     "estimate_cost",
     "estimate_memory",
     "from_sizes",

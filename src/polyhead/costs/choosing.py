@@ -11,7 +11,7 @@ import torch
 
 from polyhead.costs.layout_warnings import Warned, warnings_of
 from polyhead.costs.layouts.known_models import KNOWN, known_model
-from polyhead.costs.layouts.model import ModelLayout, dtype_name
+from polyhead.costs.layouts.model_layout import ModelLayout, dtype_name
 from polyhead.costs.parameters import count_parameters
 from polyhead.costs.phases import is_causal, plan_phase
 from polyhead.costs.planning import cache_bytes_per_token, layer_dtype

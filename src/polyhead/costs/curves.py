@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from polyhead.costs.layouts.model import LayerGroup, ModelLayout
+from polyhead.costs.layouts.model_layout import LayerGroup, ModelLayout
 from polyhead.costs.phases import PhasePlan, plan_phase
 from polyhead.costs.planning import Plan
 from polyhead.costs.timing.machine import Machine

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polyhead.costs.cost import estimate_cost
-from polyhead.costs.workload import Workload
+from polyhead.costs.descriptions import describe
 from polyhead.layers.config import AttentionConfig
 from polyhead.layers.latent.config import LatentConfig
 from polyhead.layers.multi_head.config import HeadsConfig
@@ -68,10 +67,8 @@ def count_parameters(config: AttentionConfig) -> Parameters:
     >>> count_parameters(MultiHeadConfig(512, 8, num_kv_heads=2))
     Parameters(query=262144, key=65536, value=65536, output=262144, other=1280)
     """
-    query, key, value, output = _projections(config)
-    # Cross-attention accepts any input widths; the numbers of tokens do not affect parameters.
-    total = estimate_cost(config, Workload.cross(1, 1)).parameters
-    return Parameters(query, key, value, output, total - query - key - value - output)
+    layer = describe(config)
+    return Parameters(*layer.projections, layer.other_parameters)
 
 
 def four_squares(config: AttentionConfig) -> Identity:
@@ -86,30 +83,8 @@ def four_squares(config: AttentionConfig) -> Identity:
     ('8 heads x 128 channels are 1024 wide, d_model is 512', '8 heads share 4 KV heads')
     """
     width: int = config.layout.embed_dim  # type: ignore[attr-defined]
-    weights = sum(_projections(config))
+    weights = sum(describe(config).projections)
     return Identity(4 * width**2, weights, () if weights == 4 * width**2 else tuple(_reasons(config)))
-
-
-def _projections(config: AttentionConfig) -> tuple[int, int, int, int]:
-    if isinstance(config, LatentConfig):
-        latent = config.layout
-        width, heads, rank = latent.embed_dim, latent.num_heads, latent.q_lora_rank
-        queries = heads * latent.head_dim
-        query = rank * (width + queries) if rank else width * queries
-        expanded = latent.kv_lora_rank * heads * (latent.qk_nope_head_dim + latent.value_head_dim)
-        return query, width * latent.cache_width + expanded, 0, heads * latent.value_head_dim * width
-    layout = config.layout  # type: ignore[attr-defined]
-    width, kv_heads = layout.embed_dim, layout.num_kv_heads
-    heads = layout.num_heads
-    if isinstance(config, RoutedConfig):
-        heads = config.num_heads * (kv_heads if config.shape == "shared" else 1)
-    queries, keys = heads * layout.head_dim, kv_heads * layout.head_dim
-    if isinstance(config, CollaborativeConfig):
-        assert config.shared_dim is not None
-        queries = keys = config.shared_dim
-    values = kv_heads * layout.value_dim
-    output = heads * layout.value_dim * width
-    return width * queries, layout.key_input_dim * keys, layout.value_input_dim * values, output
 
 
 def _reasons(config: AttentionConfig) -> list[str]:

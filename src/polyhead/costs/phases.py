@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from polyhead.costs.cost import CostEstimate, MatrixFlops, estimate_cost
+from polyhead.costs.descriptions import describe
 from polyhead.costs.layer_work import layer_work
-from polyhead.costs.layouts.model import ModelLayout
+from polyhead.costs.layouts.model_layout import ModelLayout
 from polyhead.costs.memory import MemoryEstimate, estimate_memory
 from polyhead.costs.timing.machine import Machine
 from polyhead.costs.timing.predict import Prediction, predict
-from polyhead.costs.work import Phase, Work
+from polyhead.costs.work import MatrixFlops, Phase, Work
 from polyhead.costs.workload import Workload
 from polyhead.layers.config import AttentionConfig
 from polyhead.layers.latent.config import LatentConfig
@@ -100,11 +100,9 @@ def plan_phase(
     work, cached = workload_of(phase, batch, context, cached=is_causal(model))
     options: dict[str, Any] = {"dtype": dtype, "cache_dtype": cache_dtype}
     device = "cuda" if machine is None else machine.device
-    costs: list[CostEstimate] = []
     works: list[Work] = []
     memory: dict[str, MemoryEstimate | None] = {"fused": None, "materialised": None}
     for group in model.groups:
-        costs.append(estimate_cost(group.config, work, **options))
         works.append(layer_work(group.config, work, **options, cached=cached, layers=group.layers))
         for form, before in memory.items():
             estimate = estimate_memory(
@@ -117,9 +115,6 @@ def plan_phase(
                 **options,
             )
             memory[form] = estimate if before is None else before + estimate
-    flops = MatrixFlops()
-    for group, cost in zip(model.groups, costs, strict=True):
-        flops = flops + (cost.forward + cost.backward).times(group.layers)
     moved: dict[str, int] = {}
     for layer in works:
         for stage in layer.stages:
@@ -128,7 +123,7 @@ def plan_phase(
     assert fused is not None and materialised is not None
     return PhasePlan(
         phase=phase,
-        flops=flops,
+        flops=sum((layer.matrix_flops for layer in works), MatrixFlops()),
         exponentials=sum(layer.exponentials for layer in works),
         bytes=moved,
         launches=sum(layer.launches for layer in works),
@@ -149,7 +144,7 @@ def rolling_cache_bytes(model: ModelLayout, dtype: torch.dtype, batch: int, cont
     """
     total = 0
     for group in model.groups:
-        per_token = estimate_cost(group.config, Workload.cross(1, 1), cache_dtype=dtype).cache_bytes_per_token
+        per_token = describe(group.config).cache_bytes_per_token(dtype)
         window = getattr(group.config, "window", None) if can_roll(group.config, dtype) else None
         total += group.layers * per_token * (context if window is None else min(context, window))
     return batch * total

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from polyhead.costs.cost import estimate_cost
+from polyhead.costs.descriptions import describe
 from polyhead.costs.layout_warnings import Warned, warnings_of
-from polyhead.costs.layouts.model import ModelLayout, dtype_name
-from polyhead.costs.layouts.reading import read_layout
+from polyhead.costs.layouts.layout_sources import read_layout
+from polyhead.costs.layouts.model_layout import ModelLayout, dtype_name
 from polyhead.costs.memory import MemoryEstimate, memory_doubts
 from polyhead.costs.parameters import Identity, Parameters, count_parameters, four_squares
 from polyhead.costs.phases import PhasePlan, can_roll, is_causal, plan_phase, rolling_cache_bytes
@@ -204,11 +205,7 @@ def layer_dtype(
 
 def cache_bytes_per_token(model: ModelLayout, dtype: torch.dtype) -> int:
     """Return the cache bytes of one token, summed over all layers."""
-    work = Workload.cross(1, 1)
-    return sum(
-        group.layers * estimate_cost(group.config, work, cache_dtype=dtype).cache_bytes_per_token
-        for group in model.groups
-    )
+    return sum(group.layers * describe(group.config).cache_bytes_per_token(dtype) for group in model.groups)
 
 
 def crossover(model: ModelLayout) -> int | None:

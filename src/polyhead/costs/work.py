@@ -7,7 +7,7 @@ its counts are exact integers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -22,6 +22,30 @@ Stage = Literal["projection", "positions", "cache", "attention", "mixing", "outp
 Direction = Literal["forward", "backward", "decode"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 STAGES: tuple[Stage, ...] = get_args(Stage)
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixFlops:
+    """FLOPs of matrix products by purpose; a multiply-add counts as two."""
+
+    projection: int = 0  # input to queries, keys, values and gates
+    scores: int = 0  # queries by keys
+    values: int = 0  # attention weights by values
+    mixing: int = 0  # heads by heads, in variants that mix them
+    output: int = 0  # heads to output
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((self.projection, self.scores, self.values, self.mixing, self.output))
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+    def __add__(self, other: MatrixFlops) -> MatrixFlops:
+        return MatrixFlops(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def times(self, layers: int) -> MatrixFlops:
+        return MatrixFlops(*(layers * flops for flops in self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +71,10 @@ class Product:
     def flops(self) -> int:
         """FLOPs; a multiply-add counts as two."""
         return 2 * self.count * self.rows * self.columns * self.inner
+
+    @property
+    def matrix_flops(self) -> MatrixFlops:
+        return MatrixFlops(**{self.stage: self.flops})
 
     @property
     def exponentials(self) -> int:
@@ -75,6 +103,15 @@ class Product:
         return left, right
 
 
+# Products of a core over all pairs, by (backward, mixing): for scores, for values and for mixes of the heads' maps.
+_PRODUCTS = {
+    (False, False): (1, 1, 0),
+    (True, False): (3, 2, 0),
+    (False, True): (1, 1, 2),
+    (True, True): (5, 4, 11),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionCore:
     """Softmax attention of all heads in one fused call: scores, exponentials and values; no weights are stored.
@@ -84,7 +121,8 @@ class AttentionCore:
     "backward" computes all gradients and recomputes scores and exponentials; a training step has one "forward" and one
     "backward". "decode" is a forward of a few queries over a cache of `cache_dtype`. `shared`: values are channels of
     the keys (latents), so both are read once. `sinks`: every row has one extra logit. `mixing`: maps are mixed across
-    heads before and after the softmax in the same call (talking heads).
+    heads before and after the softmax in the same call (talking heads). `first_keys` are visible at any distance, as in
+    `Mask.window(sinks=)`.
     """
 
     direction: Direction
@@ -103,9 +141,10 @@ class AttentionCore:
     sinks: bool = False
     mixing: bool = False
     stage: Stage = "attention"
+    first_keys: int = 0
 
     def __post_init__(self) -> None:
-        _check(self, ("batch", "heads", "kv_heads", "queries", "keys", "head_dim", "value_dim"))
+        _check(self, ("batch", "heads", "kv_heads", "queries", "keys", "head_dim", "value_dim", "first_keys"))
         if self.direction not in get_args(Direction):
             raise OptionError(f"direction must be one of {', '.join(get_args(Direction))}; got {self.direction!r}")
 
@@ -113,7 +152,7 @@ class AttentionCore:
     def mask(self) -> Mask | None:
         if self.left is None and self.right is None:
             return None
-        return Mask.window(left=self.left, right=self.right)
+        return Mask.window(left=self.left, right=self.right, sinks=self.first_keys)
 
     @property
     def pairs(self) -> int:
@@ -128,26 +167,27 @@ class AttentionCore:
         first = self.keys - self.queries  # position of the first query
         lowest = 0 if self.left is None else max(0, first - self.left)
         highest = self.keys if self.right is None else min(self.keys, self.keys + self.right)
-        return max(0, highest - lowest)
+        return max(0, highest - lowest) + min(lowest, self.first_keys)
 
     @property
     def is_causal(self) -> bool:
         return self.right == 0
 
     @property
-    def flops(self) -> int:
+    def matrix_flops(self) -> MatrixFlops:
         """FLOPs over the visible pairs: two products forward, five backward with the recomputed scores.
 
-        Talking heads add two mixes of the maps, and their backward makes three passes over the pairs.
+        Talking heads add two mixes of the maps, and their backward makes three passes over the pairs. Attention in
+        another stage, among the rows of a token, counts as mixing.
         """
-        backward, heads = self.direction == "backward", self.heads if self.mixing else 0
-        if backward and self.mixing:
-            per_pair = 5 * self.head_dim + 4 * self.value_dim + 11 * heads
-        elif backward:
-            per_pair = 3 * self.head_dim + 2 * self.value_dim
-        else:
-            per_pair = self.head_dim + self.value_dim + 2 * heads
-        return 2 * self.pairs * self.heads * per_pair
+        per_pair = _PRODUCTS[self.direction == "backward", self.mixing]
+        channels = (self.head_dim, self.value_dim, self.heads)
+        flops = [2 * self.pairs * self.heads * products * x for products, x in zip(per_pair, channels, strict=True)]
+        return MatrixFlops(0, *flops) if self.stage == "attention" else MatrixFlops(mixing=sum(flops))
+
+    @property
+    def flops(self) -> int:
+        return self.matrix_flops.total
 
     @property
     def exponentials(self) -> int:
@@ -231,6 +271,10 @@ class Work:
         _check(self, ("layers",))
 
     @property
+    def matrix_flops(self) -> MatrixFlops:
+        return total_flops(self.pieces).times(self.layers)
+
+    @property
     def flops(self) -> int:
         """FLOPs of matrix products."""
         return self.layers * sum(piece.flops for piece in self.pieces)
@@ -263,9 +307,13 @@ class Work:
         return tuple(stage for stage in STAGES if any(piece.stage == stage for piece in self.pieces))
 
 
-def with_gradients(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    """Return the pieces of a forward followed by those of its backward, in reverse order."""
-    forward = tuple(pieces)
+def total_flops(pieces: Iterable[Piece]) -> MatrixFlops:
+    """Return the FLOPs of all matrix products, by purpose."""
+    return sum((piece.matrix_flops for piece in pieces if not isinstance(piece, Traffic)), MatrixFlops())
+
+
+def backward_pieces(forward: Sequence[Piece]) -> list[Piece]:
+    """Return the pieces of the backward of these pieces, in reverse order."""
     backward: list[Piece] = []
     for piece in reversed(forward):
         if isinstance(piece, Product):
@@ -276,7 +324,7 @@ def with_gradients(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
             moved = 2 * piece.bytes if piece.gradient_bytes is None else piece.gradient_bytes
             if moved:
                 backward.append(Traffic(piece.stage, moved, piece.launches))
-    return (*forward, *backward)
+    return backward
 
 
 def _check(value: object, names: tuple[str, ...]) -> None:

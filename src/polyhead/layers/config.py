@@ -1,7 +1,7 @@
 """Configs of attention layers: frozen dataclasses that build a layer and round-trip through JSON.
 
 To add an attention variant, register a frozen dataclass with `@register_config`, as the packages of
-`polyhead.layers.variants` do, and its cost model with `@count_layer.register` in `polyhead.costs`.
+`polyhead.layers.variants` do, and add its description to `polyhead.costs.descriptions`.
 """
 
 from __future__ import annotations

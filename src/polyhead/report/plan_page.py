@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from polyhead.costs import wording
+from polyhead.costs import plan_wording as wording
 from polyhead.costs.curves import ContextPoint, HeadsPoint
 from polyhead.costs.layout_warnings import explained
 from polyhead.costs.phases import PhasePlan

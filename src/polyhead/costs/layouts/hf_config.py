@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from polyhead.costs.layouts.families import FAMILIES, Family
 from polyhead.costs.layouts.hf_built import Filled, built_projections, filled_fields
+from polyhead.costs.layouts.hf_families import FAMILIES, Family
 from polyhead.costs.layouts.hf_fields import (
     CONTEXT,
     DTYPE,
@@ -30,7 +30,7 @@ from polyhead.costs.layouts.hf_fields import (
     filled_in,
     unread,
 )
-from polyhead.costs.layouts.model import LayerGroup, ModelLayout, causal_note, check_window, grouped
+from polyhead.costs.layouts.model_layout import LayerGroup, ModelLayout, causal_note, check_window, grouped
 from polyhead.costs.parameters import count_parameters
 from polyhead.errors import OptionError
 from polyhead.layers import AttentionConfig, MultiHeadConfig

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from polyhead.costs.layouts.hf_config import read_hf_config
-from polyhead.costs.layouts.model import ModelLayout
+from polyhead.costs.layouts.model_layout import ModelLayout
 
 
 def _llama(width: int, heads: int, kv_heads: int, layers: int, context: int, **other: Any) -> dict[str, Any]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from polyhead.costs.memory.recorder import INDEX, Heads, Recorder
-from polyhead.costs.memory.tape import Block
+from polyhead.costs.recording.recorder import INDEX, Heads, Recorder
+from polyhead.costs.recording.tape import Block
 from polyhead.ops.common.tiles import TILE_COLUMNS, TILE_ELEMENTS, tile_sizes
 
 
 def record_tiles(call: Recorder, query: Block, key: Block, value: Block, heads: Heads) -> Block:
     """Record softmax attention in float32, one part of the heads at a time and one block of rows within a part."""
-    work, wide = call.requested.work, call.wide
+    work, wide = call.work, call.wide
     rows, key_rows = work.batch * heads.queries * work.queries, work.batch * heads.keys * work.keys
     queries, keys = wide(rows * heads.head_dim), wide(key_rows * heads.head_dim)
     values, out = wide(key_rows * heads.value_dim), wide(rows * heads.value_dim)
@@ -23,7 +23,7 @@ def record_tiles(call: Recorder, query: Block, key: Block, value: Block, heads: 
         return share * height // max(1, work.queries) if of_rows else share
 
     area = height * columns
-    tile, band = wide(pairs * group * area), 0 if call.requested.mask is None else (INDEX + 1) * area
+    tile, band = wide(pairs * group * area), 0 if call.mask is None else (INDEX + 1) * area
     in_parts = pairs < all_pairs
     # A single part is copied as a whole; with several, each has its own output in addition to the full one.
     forward = part(keys) + (part(out) + 2 * part(out, of_rows=True) if in_parts else queries + values + out)
@@ -57,7 +57,7 @@ def talking_tiles(call: Recorder, heads: int) -> tuple[int, int]:
 
     A second block of columns is allocated while Python still references the tensors of the first.
     """
-    work = call.requested.work
+    work = call.work
     columns = max(1, min(TILE_COLUMNS, work.keys))
     rows = max(16, min(1024, TILE_ELEMENTS // max(1, work.batch * heads * columns)))
     tile = call.wide(work.batch * heads * min(rows, work.queries) * columns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polyhead.costs.layouts.model import ModelLayout, dtype_name
+from polyhead.costs.layouts.model_layout import ModelLayout, dtype_name
 from polyhead.costs.phases import PhasePlan, is_causal
 from polyhead.costs.planning import Plan
 from polyhead.costs.quantities import count, seconds, size
@@ -67,7 +67,7 @@ def requested(plan: Plan) -> str:
 def layout_words(model: ModelLayout) -> str:
     """Return one line that describes the head layout.
 
-    >>> from polyhead.costs.layouts.reading import read_layout
+    >>> from polyhead.costs.layouts.layout_sources import read_layout
     >>> layout_words(read_layout("llama3.1-8b"))
     '32 layers of 32 heads x 128 over 8 KV heads, d_model 4096'
     """

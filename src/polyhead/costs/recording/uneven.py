@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from polyhead.costs.memory.attention import record_attention
-from polyhead.costs.memory.recorder import Heads, Recorder
-from polyhead.costs.memory.tape import Block
+from polyhead.costs.recording.attention_tensors import record_attention
+from polyhead.costs.recording.recorder import Heads, Recorder
+from polyhead.costs.recording.tape import Block
 from polyhead.ops.uneven_groups import calls_of, is_view_of
 
 
@@ -18,7 +18,7 @@ def record_heads(
     """Record attention in which head i reads KV head `key_heads[i]`; None for even groups."""
     if key_heads is None or call.reads_cache:
         return record_attention(call, query, key, value, heads)
-    work, tape = call.requested.work, call.tape
+    work, tape = call.work, call.tape
     row, key_row = call.size(work.batch * work.queries), call.size(work.batch * work.keys)
     outputs: list[Block] = []
     order: list[int] = []

@@ -6,16 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from polyhead.costs.cost import estimate_cost
-from polyhead.costs.layer_work import call_options
-from polyhead.costs.memory import latent as latent
-from polyhead.costs.memory import routed as routed
-
-# Imported for the functions they register.
-from polyhead.costs.memory import variants as variants
-from polyhead.costs.memory.attention import BACKWARD_COPIES, FORWARD_COPIES, KEPT_COPIES
-from polyhead.costs.memory.layers import record_layer
-from polyhead.costs.memory.recorder import Device, Form, Recorder
+from polyhead.costs.descriptions import describe
+from polyhead.costs.layer_work import checked_call
+from polyhead.costs.recording.attention_tensors import BACKWARD_COPIES, FORWARD_COPIES, KEPT_COPIES
+from polyhead.costs.recording.recorder import Device, Form, Recorder
 from polyhead.costs.workload import Workload
 from polyhead.layers import AttentionConfig, MultiHeadConfig
 from polyhead.layers.variants.routed.config import RoutedConfig
@@ -100,17 +94,19 @@ def estimate_memory(
     >>> fused.total >> 20, materialised.total >> 20, materialised.weights == 3 * 4 * 8 * 8192**2
     (50, 6250, True)
     """
-    cached = work.past > 0 if cached is None else cached
-    requested = call_options(config, work, mask=mask, dtype=dtype, cache_dtype=cache_dtype, cached=cached)
-    cost = estimate_cost(config, work, mask=mask, form=form, dtype=dtype, cache_dtype=cache_dtype)
-    call = Recorder.of(config, requested, form, device)
-    output, tape = record_layer(config, call), call.tape
-    parameters = layers * cost.parameters * dtype.itemsize
+    mask, cached = checked_call(config, work, mask, cached)
+    call = Recorder.of(
+        config, work, mask=mask, dtype=dtype, cache_dtype=cache_dtype, cached=cached, form=form, device=device
+    )
+    layer, tape = describe(config), call.tape
+    output = layer.record(call)
+    per_token = layer.cache_bytes_per_token(call.cache_dtype)
+    parameters = layers * layer.num_parameters * dtype.itemsize
     activation = output.size  # of the input and the output of a layer alike
     source = 0 if work.source is None else activation // max(1, work.queries) * work.source
     largest = max(call.weight_sizes, default=0)
     if not work.training:
-        cache = layers * cost.cache_bytes if cached else 0
+        cache = layers * work.batch * work.keys * per_token if cached else 0
         transient, weights = tape.peak - activation, FORWARD_COPIES * largest
         return MemoryEstimate(parameters, 0, cache, 2 * activation + source, 0, transient, 0, weights, 0)
     tape.finish(output)

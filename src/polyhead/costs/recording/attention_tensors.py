@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from polyhead.costs.memory.recorder import INDEX, Heads, Recorder
-from polyhead.costs.memory.tape import Block
-from polyhead.costs.memory.tiles import record_tiles
+from polyhead.costs.recording.recorder import INDEX, Heads, Recorder
+from polyhead.costs.recording.tape import Block
+from polyhead.costs.recording.tile_tensors import record_tiles
 from polyhead.ops.attention.fused import LARGEST_DIM
 from polyhead.ops.attention.mask_rule import is_bias_read_by_distance, is_mask_too_large, is_window_too_large
 
@@ -18,8 +18,8 @@ SORTED_COPIES = 6
 
 def record_attention(call: Recorder, query: Block, key: Block, value: Block, heads: Heads) -> Block:
     """Record attention of these heads, with outputs in the memory layout of their queries."""
-    requested, tape = call.requested, call.tape
-    if requested.cached and requested.cache_dtype is not requested.dtype and not call.reads_cache:
+    tape = call.tape
+    if call.cached and call.cache_dtype is not call.dtype and not call.reads_cache:
         key, value = _copied_sources(call, key, value, heads)  # converted from the dtype of the cache
     if not (call.on_gpu and call.is_guarded):
         return _attention(call, query, key, value, heads)
@@ -37,7 +37,7 @@ def record_attention(call: Recorder, query: Block, key: Block, value: Block, hea
 
 def _copied_sources(call: Recorder, key: Block, value: Block, heads: Heads) -> tuple[Block, Block]:
     """Record copies of all keys and values."""
-    key_rows = call.requested.work.batch * heads.keys * call.requested.work.keys
+    key_rows = call.work.batch * heads.keys * call.work.keys
     return (
         call.tape.step(key, output_size=call.size(key_rows * heads.head_dim), passes_gradient=True),
         call.tape.step(value, output_size=call.size(key_rows * heads.value_dim), passes_gradient=True),
@@ -51,14 +51,14 @@ def _attention(call: Recorder, query: Block, key: Block, value: Block, heads: He
     learned = call.bias == "learned" and call.tape.training
     if not call.on_gpu and (call.special or learned or is_mask_too_large(mask_size)):
         return record_tiles(call, query, key, value, heads)
-    work, read = call.requested.work, (query, key, value)
+    work, read = call.work, (query, key, value)
     rows, key_rows = work.batch * heads.queries * work.queries, work.batch * heads.keys * work.keys
     is_ours = _is_ours(call, heads)
     has_mask = mask_size > 0 and not (call.special or is_mask_too_large(mask_size) or is_ours)
     mask = _mask_tensor(call, heads.queries) if has_mask else None
     table = _table(call, heads.queries) if is_ours and call.bias is not None else None
     backward_workspace, width = 0, heads.value_dim
-    is_opened = mask is not None and call.bias is not None and (call.requested.mask is not None or call.is_dense)
+    is_opened = mask is not None and call.bias is not None and (call.mask is not None or call.is_dense)
     if is_opened:  # rows without visible keys are unmasked for the kernel, and their outputs replaced afterwards
         read = (call.copied(query, rows * heads.head_dim), key, value)
     if is_ours:
@@ -94,13 +94,13 @@ def _attention(call: Recorder, query: Block, key: Block, value: Block, heads: He
 
 def _is_ours(call: Recorder, heads: Heads) -> bool:
     """Return True if our kernels serve what PyTorch's need a mask tensor for: a window, or a bias by distance."""
-    work, mask = call.requested.work, call.requested.mask
+    work, mask = call.work, call.mask
     if call.reads_cache or max(heads.head_dim, heads.value_dim) > LARGEST_DIM:
         return False
     if call.bias is not None:
         return not call.is_dense and is_bias_read_by_distance(
             call.device,
-            call.requested.dtype,
+            call.dtype,
             training=call.tape.training,
             learned=call.bias == "learned",
             pairs=work.batch * heads.queries * work.queries * work.keys,
@@ -108,12 +108,12 @@ def _is_ours(call: Recorder, heads: Heads) -> bool:
     if mask is None or mask.left is None:
         return False
     sizes = (work.batch, heads.queries, work.queries, work.keys, heads.head_dim)
-    return is_window_too_large(call.device, call.requested.dtype, *sizes)
+    return is_window_too_large(call.device, call.dtype, *sizes)
 
 
 def _mask_size(call: Recorder, heads: int) -> int:
     """Return the bytes of the mask tensor for PyTorch's kernels; 0 if they need none."""
-    work, mask = call.requested.work, call.requested.mask
+    work, mask = call.work, call.mask
     pairs = work.queries * work.keys
     if call.reads_cache:
         return 0
@@ -126,7 +126,7 @@ def _mask_size(call: Recorder, heads: int) -> int:
 
 def _mask_tensor(call: Recorder, heads: int) -> Block:
     """Record the mask tensor: a bias with masked pairs at -inf, or a boolean mask that the kernel converts."""
-    tape, pairs, learned = call.tape, call.requested.work.queries * call.requested.work.keys, call.bias == "learned"
+    tape, pairs, learned = call.tape, call.work.queries * call.work.keys, call.bias == "learned"
     if call.bias is not None:
         numbers, index = call.size(heads * pairs), 0 if call.is_dense else INDEX * pairs
         # A learned table saves the column index of each pair, and sorts the pairs by it in the backward.
@@ -137,7 +137,7 @@ def _mask_tensor(call: Recorder, heads: int) -> Block:
             workspace=index - saved_bytes,
             backward_workspace=backward_workspace,
         )
-        if call.requested.mask is not None or call.is_dense:
+        if call.mask is not None or call.is_dense:
             saved_bytes = pairs if learned else 0
             bare, mask = (
                 mask,
@@ -160,7 +160,7 @@ def _mask_tensor(call: Recorder, heads: int) -> Block:
 
 def _table(call: Recorder, heads: int) -> Block:
     """Record the bias table that our kernels read: one float32 per head and distance."""
-    work, learned = call.requested.work, call.bias == "learned"
+    work, learned = call.work, call.bias == "learned"
     before, after = max(0, work.keys - 1), max(0, work.queries - 1)
     if call.max_distance is not None:
         before, after = min(before, call.max_distance), min(after, call.max_distance)
@@ -175,7 +175,7 @@ def _table(call: Recorder, heads: int) -> Block:
 
 def _over_batch(call: Recorder, mask: Block) -> Block:
     """Record the mask expanded over the batch; the gradient of a bias is computed per sequence and summed."""
-    batch = call.requested.work.batch
+    batch = call.work.batch
     if batch == 1 or not mask.gradient_size:
         return mask
     (expanded,) = call.tape.views(mask, batch * mask.gradient_size)
@@ -184,7 +184,7 @@ def _over_batch(call: Recorder, mask: Block) -> Block:
 
 def _materialised(call: Recorder, query: Block, key: Block, value: Block, heads: Heads) -> Block:
     """Record the formula, which computes in float32 and stores all attention weights."""
-    work, dims = call.requested.work, heads.head_dim + heads.value_dim
+    work, dims = call.work, heads.head_dim + heads.value_dim
     rows, key_rows = work.batch * heads.queries * work.queries, work.batch * heads.keys * work.keys
     weights, out = call.wide(rows * work.keys), call.size(rows * heads.value_dim)
     call.weight_sizes.append(weights)

@@ -10,7 +10,7 @@ from typing import Any
 
 from polyhead.costs.layouts.hf_config import read_hf_config
 from polyhead.costs.layouts.known_models import KNOWN, known_model
-from polyhead.costs.layouts.model import ModelLayout, grouped
+from polyhead.costs.layouts.model_layout import ModelLayout, grouped
 from polyhead.errors import OptionError
 from polyhead.files import read_json, refusing
 from polyhead.geometry import HeadLayout

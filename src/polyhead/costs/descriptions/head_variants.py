@@ -1,0 +1,234 @@
+"""Descriptions of the variants of multi-head attention: grouped, mixed, talking, differential, collaborative heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from polyhead.costs.descriptions.plain_heads import PlainHeads
+from polyhead.costs.recording.attention_tensors import record_attention
+from polyhead.costs.recording.recorder import Heads, Recorder
+from polyhead.costs.recording.tape import Block
+from polyhead.costs.recording.tile_tensors import talking_tiles
+from polyhead.costs.recording.uneven import record_heads
+from polyhead.costs.work import AttentionCore, Traffic
+from polyhead.layers.variants import GroupedHeadsConfig, HeadMixConfig
+from polyhead.layers.variants.collaborative.config import CollaborativeConfig
+from polyhead.layers.variants.differential.config import DifferentialConfig
+from polyhead.layers.variants.mixing import FEW_ROWS
+from polyhead.layers.variants.talking import TalkingHeadsConfig
+
+
+class GroupedHeads(PlainHeads[GroupedHeadsConfig]):
+    """Heads mixed within groups, then an MLP with `hidden_dim` channels."""
+
+    def __init__(self, config: GroupedHeadsConfig) -> None:
+        super().__init__(config)
+        assert config.hidden_dim is not None
+        self.hidden = config.hidden_dim
+        self.mixing_weights = self.outputs**2 // config.num_groups  # of all groups together
+
+    @property
+    def extra_parameters(self) -> int:
+        width = self.layout.embed_dim
+        projections = self.outputs * self.hidden + (self.hidden - self.outputs) * width
+        return (
+            super().extra_parameters
+            + self.mixing_weights
+            + projections
+            + (self.hidden if self.config.output_bias else 0)
+        )
+
+    def combine(self, call: Recorder, heads: Block) -> Block:
+        tape, groups, size = call.tape, self.config.num_groups, call.size(call.tokens * self.outputs)
+        heads = call.flattened(heads, size)
+        call.product("mixing", call.tokens, self.outputs // groups, self.outputs // groups, groups)
+        weights = call.size(self.mixing_weights)
+        mixed = tape.step(heads, output_size=size, saves=(heads,), backward_workspace=weights)
+        together = tape.step(mixed, output_size=size, passes_gradient=True)  # groups of a token made contiguous
+        up = call.linear("output", together, self.hidden, self.outputs)
+        tape.release(together)
+        call.passes("output", call.tokens * self.hidden)
+        if self.config.activation == "gelu":
+            hidden_before, up = up, tape.step(up, output_size=up.size, saves=(up,))
+            tape.release(hidden_before)
+        tape.release(mixed)
+        return call.linear("output", up, self.layout.embed_dim, self.hidden)
+
+
+class HeadMix(PlainHeads[HeadMixConfig]):
+    """Rows mixed from all heads, which may attend to one another within a token."""
+
+    def __init__(self, config: HeadMixConfig) -> None:
+        super().__init__(config)
+        assert config.num_rows is not None
+        self.rows, self.dim = config.num_rows, self.layout.value_dim
+
+    @property
+    def extra_parameters(self) -> int:
+        config, rows, dim = self.config, self.rows, self.dim
+        mixing = rows * self.layout.num_heads * (1 if config.mix == "heads" else dim**2)
+        attention = 3 * dim * (dim + (1 if config.bias else 0)) if config.row_attention == "projected" else 0
+        return super().extra_parameters + mixing + attention + (rows * dim - self.outputs) * self.layout.embed_dim
+
+    def combine(self, call: Recorder, heads: Block) -> Block:
+        config, tape, rows, dim = self.config, call.tape, self.rows, self.dim
+        size, joined = call.size(call.tokens * rows * dim), call.size(call.tokens * self.outputs)
+        if config.mix == "heads":
+            call.product("mixing", rows, dim, self.layout.num_heads, call.tokens)
+            by_head = tape.step(heads, output_size=joined, passes_gradient=True)
+            mixed = tape.step(by_head, output_size=size, saves=(by_head,))
+            tape.release(by_head)
+            mixed.is_strided = True
+        else:
+            mixed = call.linear("mixing", call.flattened(heads, joined), rows * dim, self.outputs)
+        attended = mixed if config.row_attention is None else self._attend_rows(call, mixed)
+        flat = call.flattened(attended, size)
+        tape.release(*(block for block in (mixed, attended) if block is not flat))
+        return call.linear("output", flat, self.layout.embed_dim, rows * dim)
+
+    def _attend_rows(self, call: Recorder, mixed: Block) -> Block:
+        """Record attention among the rows of each token: one short sequence per token."""
+        tape, tokens, rows, dim = call.tape, call.tokens, self.rows, self.dim
+        size = call.size(tokens * rows * dim)
+        query = key = value = mixed
+        if self.config.row_attention == "projected":
+            query, key, value = (self._projected_rows(call, mixed) for _ in range(3))
+        core = AttentionCore("forward", tokens, 1, 1, rows, rows, dim, dim, call.dtype, stage="mixing")
+        call.pieces.append(core)
+        if call.on_gpu and call.form == "fused" and rows <= FEW_ROWS:
+            weights = call.size(tokens * rows**2)
+            scaled = tape.step(query, output_size=size)
+            logits = tape.step(scaled, key, output_size=weights, saves=(scaled, key))
+            softmax = tape.step(logits, output_size=weights, save_output=True)
+            tape.release(scaled, logits)
+            output = tape.step(softmax, value, output_size=size, saves=(softmax, value))
+            tape.release(softmax)
+        else:
+            copies = call.wide(tokens * rows**2) if call.form == "materialised" else 0
+            call.weight_sizes.append(copies)
+            options: dict[str, Any] = {
+                "saves": (query, key, value),
+                "save_output": True,
+                "workspace": copies,
+                "backward_workspace": 4 * copies,
+            }
+            output = tape.step(
+                query, key, value, output_size=size, saved_bytes=4 * tokens * rows + 2 * copies, **options
+            )
+        output.is_strided = query.is_strided
+        if query is not mixed:
+            tape.release(query, key, value)
+        return output
+
+    def _projected_rows(self, call: Recorder, mixed: Block) -> Block:
+        """Record a linear layer on every row; strided rows are made contiguous first."""
+        tape = call.tape
+        together = tape.step(mixed, output_size=mixed.size, passes_gradient=True) if mixed.is_strided else mixed
+        output = call.linear("mixing", together, self.dim, self.dim, rows=call.tokens * self.rows)
+        if together is not mixed:
+            tape.release(together)
+        return output
+
+
+class DifferentialHeads(PlainHeads[DifferentialConfig]):
+    """Two attention maps per head over half the channels each, with shared values (Ye et al. 2024)."""
+
+    @property
+    def extra_parameters(self) -> int:
+        sinks = self.layout.num_heads if self.config.sinks else 0  # of the second maps
+        return super().extra_parameters + 4 * (self.layout.head_dim // 2) + sinks
+
+    def attend(self, call: Recorder, query: Block, key: Block, value: Block) -> Block:
+        """Record the two attention calls, their difference and its norm."""
+        tape, maps = call.tape, replace(self.heads, head_dim=self.layout.head_dim // 2)
+        numbers = call.tokens * self.outputs
+        call.core(2 * maps.queries, 2 * maps.keys, maps.head_dim, maps.value_dim, sinks=self.config.sinks)
+        call.passes("attention", numbers, reads=3, writes=2, launches=3)
+        halves = [tape.views(block, block.gradient_size // 2, block.gradient_size // 2) for block in (query, key)]
+        first, second = (
+            record_heads(call, q, k, value, maps, self.layout.key_heads) for q, k in zip(*halves, strict=True)
+        )
+        difference = tape.step(
+            first, second, output_size=call.size(numbers), saves=(second,), backward_workspace=call.size(numbers)
+        )
+        # Rows in token order are normalised without a copy; a GPU copies others, and later their gradient.
+        copies = 2 if first.is_strided else 0
+        normed = call.normed(difference, numbers, self.layout.value_dim, has_weight=False, gradient_copies=copies)
+        scaled = tape.step(normed, output_size=normed.size)
+        tape.release(difference, normed)
+        scaled.is_strided = first.is_strided and not call.on_gpu
+        return scaled
+
+
+class CollaborativeHeads(PlainHeads[CollaborativeConfig]):
+    """Queries and keys of one shared width, which every head scores in full, and values per head.
+
+    Cordonnier et al. 2020, "Multi-Head Attention: Collaborate Instead of Concatenate".
+    """
+
+    def __init__(self, config: CollaborativeConfig) -> None:
+        super().__init__(config)
+        assert config.shared_dim is not None
+        self.queries = self.keys = config.shared_dim
+        self.cache_scales = 2  # a cache sees keys and values as one head
+
+    @property
+    def extra_parameters(self) -> int:
+        return super().extra_parameters + self.layout.num_heads * self.keys  # the mixing vectors
+
+    def attend(self, call: Recorder, query: Block, key: Block, value: Block) -> Block:
+        """Record one set of keys of the shared width, and queries per head."""
+        layout, shared, tape, work = self.layout, self.keys, call.tape, call.work
+        heads, dim = layout.num_heads, layout.value_dim
+        numbers = call.tokens * heads * shared
+        call.passes("attention", numbers)  # queries times each head's mixing vector
+        call.core(heads, 1, shared, dim, sinks=self.config.sinks)
+        others = work.batch * work.keys * (layout.num_kv_heads - 1) * dim
+        call.pieces.append(Traffic("attention", others * call.cache_dtype.itemsize, 0))
+        mixed = tape.step(query, output_size=call.size(numbers), saves=(query,), backward_workspace=call.size(numbers))
+        mixed.is_strided = True
+        # Keys are expanded over the heads; their gradients are summed in the backward.
+        (expanded,) = tape.views(key, call.size(work.batch * work.keys * heads * shared))
+        return record_attention(call, mixed, expanded, value, Heads(heads, heads, shared, dim))
+
+
+class TalkingHeads(PlainHeads[TalkingHeadsConfig]):
+    """Attention maps mixed across heads before and after the softmax (Shazeer et al. 2020, "Talking-Heads Attention").
+
+    Our kernel on a GPU and tiles of PyTorch operators on a CPU do not store the attention weights.
+    """
+
+    @property
+    def extra_parameters(self) -> int:
+        return super().extra_parameters + 2 * self.layout.num_heads**2
+
+    def attend(self, call: Recorder, query: Block, key: Block, value: Block) -> Block:
+        layout, work, tape = self.layout, call.work, call.tape
+        heads, dim = layout.num_heads, layout.value_dim
+        call.core(heads, layout.num_kv_heads, layout.head_dim, dim, mixing=True)
+        if call.form == "materialised":
+            return record_attention(call, query, key, value, self.heads)
+        rows = work.batch * heads * work.queries
+        out = call.size(rows * dim)
+        read: tuple[Block, ...] = (query, key, value)
+        if call.on_gpu and call.is_guarded:
+            read = tuple(tape.step(block, output_size=block.gradient_size, passes_gradient=True) for block in read)
+        saved_bytes, extra, backward_workspace = 4 * rows, 0, out
+        if call.on_gpu and heads != layout.num_kv_heads:
+            backward_workspace += 4 * work.batch * heads * work.keys * (layout.head_dim + dim)
+        if not call.on_gpu:
+            extra, of_gradients = talking_tiles(call, heads)
+            saved_bytes, backward_workspace = 3 * saved_bytes, backward_workspace + of_gradients
+            saved_bytes += sum(2 * block.gradient_size for block in read) if call.is_narrow else 0
+        outputs = tape.step(
+            *read,
+            output_size=out,
+            saves=read,
+            saved_bytes=saved_bytes,
+            workspace=extra,
+            backward_workspace=backward_workspace,
+        )
+        tape.release(*(block for block in read if block not in (query, key, value)))
+        outputs.is_strided = not call.on_gpu
+        return outputs

@@ -1,0 +1,63 @@
+"""Base class of the descriptions of layers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
+
+import torch
+
+from polyhead.costs.recording.recorder import Recorder
+from polyhead.costs.recording.tape import Block
+from polyhead.errors import DtypeError, OptionError
+from polyhead.layers.config import AttentionConfig
+
+Config = TypeVar("Config", bound=AttentionConfig)
+
+
+class LayerDescription(ABC, Generic[Config]):
+    """Costs of the layers of one kind: their parameters, their cache, and the operations of one call.
+
+    `record` is the one description of a call. It calls the methods of the recorder in the order in which the layer
+    runs them; FLOPs, bytes moved, launches and the memory of every tensor are derived from what they record.
+    """
+
+    cache_scales: int | None = None  # float32 scales per token of an int8 cache; None: int8 is not supported
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @property
+    @abstractmethod
+    def projections(self) -> tuple[int, int, int, int]:
+        """Weights of the query, key, value and output projections."""
+
+    @property
+    @abstractmethod
+    def other_parameters(self) -> int:
+        """All other parameters: biases, norms, gates, positions, and those of the variant."""
+
+    @property
+    @abstractmethod
+    def cache_numbers(self) -> int:
+        """Elements that a token adds to the cache."""
+
+    @abstractmethod
+    def record(self, call: Recorder) -> Block:
+        """Record one forward pass and return its output."""
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(self.projections) + self.other_parameters
+
+    def cache_bytes_per_token(self, dtype: torch.dtype) -> int:
+        if dtype is torch.int8:
+            if self.cache_scales is None:
+                raise OptionError(
+                    "latent attention has no int8 cache, got cache_dtype torch.int8; a QuantizedCache would store the "
+                    "latents twice, as keys and as values"
+                )
+            return self.cache_numbers + self.cache_scales * torch.float32.itemsize
+        if not dtype.is_floating_point:
+            raise DtypeError(f"cache_dtype must be a floating-point dtype or torch.int8 (with scales), got {dtype}")
+        return self.cache_numbers * dtype.itemsize

@@ -1,0 +1,157 @@
+"""Description of multi-head attention, from which those of its variants derive."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TypeVar
+
+from polyhead.costs.descriptions.layer_description import LayerDescription
+from polyhead.costs.recording.recorder import Heads, Recorder
+from polyhead.costs.recording.tape import Block
+from polyhead.costs.recording.uneven import record_heads
+from polyhead.costs.work import Traffic
+from polyhead.errors import ShapeError
+from polyhead.layers.multi_head.config import HeadsConfig
+from polyhead.layers.positions.config import RotaryConfig
+from polyhead.layers.variants.routed.config import RoutedConfig
+
+NORM_WEIGHTS = {None: 0, "rms": 2, "layer": 4}  # vectors of the norms of queries and keys
+AnyConfig = TypeVar("AnyConfig", bound=HeadsConfig | RoutedConfig)
+AnyHeads = TypeVar("AnyHeads", bound=HeadsConfig)
+
+
+class ProjectedHeads(LayerDescription[AnyConfig]):
+    """Queries of `num_query_heads` heads, keys and values, each projected from the input."""
+
+    def __init__(self, config: AnyConfig, num_query_heads: int) -> None:
+        super().__init__(config)
+        layout = self.layout = config.layout
+        # Channels of all heads together.
+        self.queries, self.keys = num_query_heads * layout.head_dim, layout.num_kv_heads * layout.head_dim
+        self.values, self.outputs = layout.num_kv_heads * layout.value_dim, num_query_heads * layout.value_dim
+        self.cache_scales = 2 * layout.num_kv_heads
+
+    @property
+    def projections(self) -> tuple[int, int, int, int]:
+        layout, width = self.layout, self.layout.embed_dim
+        inputs = width * self.queries, layout.key_input_dim * self.keys, layout.value_input_dim * self.values
+        return *inputs, self.outputs * width
+
+    @property
+    def other_parameters(self) -> int:
+        config, layout = self.config, self.layout
+        biases = self.queries + self.keys + self.values if config.bias else 0
+        biases += layout.embed_dim if config.output_bias else 0
+        norms = NORM_WEIGHTS[config.qk_norm] * layout.head_dim
+        turning = config.turning if isinstance(config, HeadsConfig) else layout
+        positions = 0 if config.positions is None else config.positions.num_parameters(turning)
+        return biases + norms + positions + (config.num_heads if config.sinks else 0) + self.extra_parameters
+
+    @property
+    @abstractmethod
+    def extra_parameters(self) -> int:
+        """Parameters of the variant."""
+
+    @property
+    def cache_numbers(self) -> int:
+        return self.keys + self.values
+
+    def normed_and_rotated(
+        self, call: Recorder, query: Block, key: Block, queries: int, rotated_keys: int
+    ) -> tuple[Block, Block]:
+        """Record the norms and rotary positions of keys, and of `queries` channels per token, and the cache writes.
+
+        `rotated_keys` is the number of key channels that RoPE reads; 0 if keys were rotated in an earlier call.
+        """
+        config, dim, kind = self.config, self.layout.head_dim, self.config.qk_norm
+        query_numbers, key_numbers = call.tokens * queries, call.new_keys * self.keys
+        if kind is not None:
+            call.passes("positions", query_numbers + key_numbers, launches=2)
+            query = call.normed(query, query_numbers, dim, kind=kind, by_head=True)
+            key = call.normed(key, key_numbers, dim, kind=kind, by_head=True)
+        call.rotary_passes(config.positions, queries)
+        call.rotary_passes(config.positions, rotated_keys)
+        if isinstance(config.positions, RotaryConfig):
+            call.rotary_tables(config.positions.rotary_dim or dim)
+            rotated = call.rotated(query, query_numbers), call.rotated(key, key_numbers)
+            call.tape.release(query, key)
+            query, key = rotated
+        call.cache_writes(self.cache_numbers)
+        return query, key
+
+
+class PlainHeads(ProjectedHeads[AnyHeads]):
+    """Projections, attention and output projection of `MultiHeadAttention`.
+
+    A variant overrides `attend`, from queries, keys and values to the heads' outputs, or `combine`, from these to the
+    layer's output, and adds its parameters to `extra_parameters`.
+    """
+
+    def __init__(self, config: AnyHeads) -> None:
+        super().__init__(config, config.num_heads)
+        layout = self.layout
+        self.heads = Heads(layout.num_heads, layout.num_kv_heads, layout.head_dim, layout.value_dim)
+        self.gates = {None: 0, "head": layout.num_heads, "channel": self.outputs}[config.output_gate]
+
+    @property
+    def extra_parameters(self) -> int:
+        return self.gates * (self.layout.embed_dim + 1)
+
+    def record(self, call: Recorder) -> Block:
+        heads = self.attend(call, *self._projected(call))
+        return self.combine(call, heads if self.config.output_gate is None else self._gated(call, heads))
+
+    def attend(self, call: Recorder, query: Block, key: Block, value: Block) -> Block:
+        """Record the outputs of all heads."""
+        heads = self.heads
+        call.core(heads.queries, heads.keys, heads.head_dim, heads.value_dim, sinks=self.config.sinks)
+        return record_heads(call, query, key, value, heads, self.layout.key_heads)
+
+    def combine(self, call: Recorder, heads: Block) -> Block:
+        """Record the output projection of the heads."""
+        flat = call.flattened(heads, call.size(call.tokens * self.outputs))
+        return call.linear("output", flat, self.layout.embed_dim, self.outputs)
+
+    def _projected(self, call: Recorder) -> tuple[Block, Block, Block]:
+        """Record queries, keys and values, with their norms and positions, and the writes to the cache."""
+        layout, tape, new, work = self.layout, call.tape, call.new_keys, call.work
+        width, key_width, value_width = layout.embed_dim, layout.key_input_dim, layout.value_input_dim
+        queries, keys, values = self.queries, self.keys, self.values
+        sizes = [call.size(call.tokens * queries), call.size(new * keys), call.size(new * values)]
+        if work.source is None:
+            if (key_width, value_width) != (width, width):
+                raise ShapeError(
+                    "self-attention needs one input width, got a layer with query, key and value inputs of width "
+                    f"{width}, {key_width} and {value_width}; count it with Workload.cross"
+                )
+            columns = queries + keys + values
+            if work.training:
+                # Q, K and V matrices are concatenated for one product, and so are the gradients of its outputs.
+                weights, gradients = call.size(columns * width), call.size(call.tokens * columns)
+                call.pieces.append(Traffic("projection", 2 * weights, gradient_bytes=2 * gradients))
+            query, key, value = tape.views(call.linear("projection", call.x, columns, width, joined=True), *sizes)
+        else:
+            query = call.linear("projection", call.x, queries, width)
+            source = tape.external(call.size(new * key_width))
+            if key_width == value_width:
+                joined = call.linear("projection", source, keys + values, key_width, rows=new, joined=True)
+                key, value = tape.views(joined, *sizes[1:])
+            else:
+                key = call.linear("projection", source, keys, key_width, rows=new)
+                value = call.linear("projection", source, values, value_width, rows=new)
+        query, key = self.normed_and_rotated(call, query, key, queries, 0 if work.remembered else keys)
+        return query, key, value
+
+    def _gated(self, call: Recorder, heads: Block) -> Block:
+        """Record the output gates and the heads multiplied by them."""
+        tape, gates, outputs = call.tape, self.gates, call.tokens * self.outputs
+        logits = call.linear("projection", call.x, gates, self.layout.embed_dim)
+        call.passes("output", outputs, reads=2, launches=2)
+        gate = tape.step(logits, output_size=call.size(call.tokens * gates), save_output=True)
+        tape.release(logits)
+        # The gradient of a per-head gate is first computed per channel.
+        workspace = call.size(outputs) if self.config.output_gate == "head" else 0
+        gated = tape.step(heads, gate, output_size=heads.size, saves=(heads, gate), backward_workspace=workspace)
+        tape.release(gate)
+        gated.is_strided = heads.is_strided
+        return gated

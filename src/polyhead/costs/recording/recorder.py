@@ -1,0 +1,279 @@
+"""Recording of the operations that all variants share: linear layers, norms, positions, attention cores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast, get_args
+
+import torch
+
+from polyhead.costs.recording.tape import Block, Tape
+from polyhead.costs.work import AttentionCore, Direction, Piece, Product, Stage, Traffic
+from polyhead.costs.workload import Workload
+from polyhead.errors import OptionError
+from polyhead.layers.config import AttentionConfig
+from polyhead.layers.positions.config import (
+    ALiBiConfig,
+    QuadraticRelative1DConfig,
+    QuadraticRelative2DConfig,
+    RotaryConfig,
+    T5BiasConfig,
+)
+from polyhead.masks import Mask
+from polyhead.ops.decode.fused import MOST_QUERIES
+
+Form = Literal["fused", "materialised"]
+Device = Literal["cuda", "cpu"]
+Bias = Literal["fixed", "learned"] | None
+BIASES = (ALiBiConfig, T5BiasConfig, QuadraticRelative1DConfig, QuadraticRelative2DConfig)
+INDEX = 8  # bytes of an index
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Numbers of query heads and KV heads, and their channels."""
+
+    queries: int
+    keys: int
+    head_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recorder:
+    """Recording of one call of a layer: its pieces of work, and its tensors on a device with one form of attention.
+
+    `mask` is the mask of the call combined with that of the layer. `x` is the layer's input.
+    """
+
+    work: Workload
+    mask: Mask | None
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    cached: bool
+    finite: bool
+    form: Form
+    device: Device
+    tape: Tape
+    x: Block
+    bias: Bias = None  # bias that positions add to the logits, if any
+    is_dense: bool = False  # whether the bias is stored per pair rather than per distance
+    max_distance: int | None = None  # distance beyond which the bias is constant
+    special: bool = False  # whether the layer needs what PyTorch's kernels lack: sinks, softcap, dropout on a CPU
+    pieces: list[Piece] = field(default_factory=list)  # of the forward, in execution order
+    weight_sizes: list[int] = field(default_factory=list)  # bytes of the materialised weights of each attention call
+
+    @classmethod
+    def of(
+        cls,
+        config: AttentionConfig,
+        work: Workload,
+        *,
+        mask: Mask | None,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype | None,
+        cached: bool,
+        form: Form = "fused",
+        device: Device = "cuda",
+    ) -> Recorder:
+        if form not in get_args(Form):
+            raise OptionError(f"form must be 'fused' or 'materialised', got {form!r}")
+        tape, width = Tape(work.training), config.embed_dim  # type: ignore[attr-defined]
+        positions, bias = getattr(config, "positions", None), cast(Bias, None)
+        if isinstance(positions, BIASES):
+            bias = "learned" if getattr(positions, "learnable", True) else "fixed"
+        special = bool(getattr(config, "sinks", False)) or getattr(config, "softcap", None) is not None
+        special |= device == "cpu" and work.training and getattr(config, "dropout", 0.0) > 0
+        return cls(
+            work,
+            mask,
+            dtype,
+            cache_dtype or dtype,
+            cached,
+            getattr(config, "finite", False),
+            form,
+            device,
+            tape,
+            tape.external(work.batch * work.queries * width * dtype.itemsize),
+            bias,
+            is_dense=isinstance(positions, QuadraticRelative2DConfig),
+            max_distance=positions.max_distance if isinstance(positions, T5BiasConfig) else None,
+            special=special,
+        )
+
+    # ---- pieces of work
+
+    @property
+    def tokens(self) -> int:
+        return self.work.batch * self.work.queries
+
+    @property
+    def new_keys(self) -> int:
+        return self.work.batch * self.work.new_keys
+
+    @property
+    def decodes(self) -> bool:
+        """True if the decode kernels serve the call: a few new tokens over a non-empty cache."""
+        return self.cached and self.work.past > 0 and self.work.queries <= MOST_QUERIES
+
+    def product(self, stage: Stage, rows: int, columns: int, inner: int, count: int = 1) -> None:
+        """Add `count` matrix products in one kernel."""
+        self.pieces.append(Product(stage, rows, columns, inner, self.dtype, count))
+
+    def passes(
+        self,
+        stage: Stage,
+        numbers: int,
+        *,
+        reads: int = 1,
+        writes: int = 1,
+        launches: int = 1,
+        gradient_bytes: int | None = None,
+    ) -> None:
+        """Add elementwise passes over `numbers` elements of the layer's dtype."""
+        size = self.size(numbers)
+        self.pieces.append(Traffic(stage, (reads + writes) * size, launches, size, gradient_bytes))
+
+    def core(
+        self,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int,
+        *,
+        cached: bool | None = None,
+        **options: Any,
+    ) -> None:
+        """Add the attention of these heads, and the passes around it that keep NaN and Inf from spreading.
+
+        `cached` is False where keys and values are freshly projected although the layer has a cache.
+        """
+        work, mask, cached = self.work, self.mask, self.cached if cached is None else cached
+        decodes = cached and self.decodes
+        is_guarded = not (decodes or self.finite or mask is None)
+        if is_guarded:  # the gradient passes through unchanged
+            source = work.batch * work.keys * kv_heads * (head_dim + value_dim)
+            self.passes("attention", source, gradient_bytes=0)
+        if mask is not None:
+            options |= {"left": mask.left, "right": mask.right, "first_keys": mask.sinks}
+        direction: Direction = "decode" if decodes else "forward"
+        sizes = (work.batch, heads, kv_heads, work.queries, work.keys, head_dim, value_dim, self.dtype)
+        self.pieces.append(
+            AttentionCore(direction, *sizes, cache_dtype=self.cache_dtype if cached else None, **options)
+        )
+        if is_guarded:
+            self.passes("attention", self.tokens * heads * value_dim, launches=2, gradient_bytes=0)
+
+    def cache_writes(self, numbers: int) -> None:
+        """Add the writes of `numbers` elements per token to the cache: one pass for keys, one for values."""
+        if self.cached:
+            sizes = self.dtype.itemsize + self.cache_dtype.itemsize
+            self.pieces.append(Traffic("cache", self.new_keys * numbers * sizes, 2))
+
+    def rotary_passes(self, positions: object, channels: int) -> None:
+        """Add the passes of RoPE over `channels` per token: roll, multiply, add in float32, round."""
+        if isinstance(positions, RotaryConfig) and channels:
+            size, wide = self.dtype.itemsize, max(4, self.dtype.itemsize)
+            passes = [2 * size, size + wide, wide + size + wide] + ([wide + size] if wide > size else [])
+            numbers = self.tokens * channels
+            self.pieces.append(Traffic("positions", numbers * sum(passes), len(passes), numbers * size))
+
+    # ---- tensors
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+    @property
+    def is_narrow(self) -> bool:
+        """True for 16-bit dtypes, which some operations widen."""
+        return self.dtype.itemsize < 4
+
+    def size(self, numbers: int) -> int:
+        return numbers * self.dtype.itemsize
+
+    def wide(self, numbers: int) -> int:
+        """Return the bytes of `numbers` elements in float32, or float64 for a float64 layer."""
+        return numbers * max(4, self.dtype.itemsize)
+
+    def linear(
+        self, stage: Stage, x: Block, outputs: int, inputs: int, *, rows: int | None = None, joined: bool = False
+    ) -> Block:
+        """Record a linear layer; `joined` weights are concatenated on a GPU in training, and the copy is saved."""
+        rows, weights = self.tokens if rows is None else rows, self.size(outputs * inputs)
+        self.product(stage, rows, outputs, inputs)
+        saved_bytes = weights if joined and self.on_gpu and self.tape.training else 0
+        return self.tape.step(
+            x, output_size=self.size(rows * outputs), saves=(x,), saved_bytes=saved_bytes, backward_workspace=weights
+        )
+
+    def normed(
+        self,
+        block: Block,
+        numbers: int,
+        width: int,
+        *,
+        kind: str = "rms",
+        by_head: bool = False,
+        has_weight: bool = True,
+        gradient_copies: int = 1,
+    ) -> Block:
+        """Record a norm over `width` channels; `by_head` turns token-major heads into head-major ones.
+
+        A GPU saves its input and one number per row. RMSNorm on a CPU is made of PyTorch operators, which also save the
+        normalised rows if a weight multiplies them. `gradient_copies` is the number of contiguous copies that the
+        backward on a GPU makes of strided tensors: of the input, of the incoming gradient.
+        """
+        size, rows = self.size(numbers), 4 * (numbers // width)
+        plain = kind == "rms" and not self.on_gpu
+        saved_bytes = rows * (1 if kind == "rms" else 2) + (self.wide(numbers) if plain and has_weight else 0)
+        workspace = size if by_head or (plain and has_weight) else 0
+        normed = self.tape.step(
+            block,
+            output_size=size,
+            saves=(block,),
+            saved_bytes=saved_bytes,
+            workspace=workspace,
+            backward_workspace=3 * self.wide(numbers) if plain else gradient_copies * size,
+        )
+        normed.is_strided = by_head
+        return normed
+
+    def rotary_tables(self, channels: int) -> None:
+        """Record the cos and sin tables of RoPE, which the layer keeps."""
+        self.tape.last(2 * self.wide((self.work.past + self.work.queries) * channels))
+
+    def rotated(self, block: Block, numbers: int) -> Block:
+        """Record RoPE on heads: roll, multiply, add in float32, round."""
+        # The rolled tensor, the product and the sum; in 16 bits the product is freed before the output is allocated.
+        workspace = self.wide(numbers) + (self.wide(numbers) if self.is_narrow else self.size(numbers))
+        backward_workspace = 2 * self.wide(numbers) if self.is_narrow else self.size(numbers)
+        output = self.tape.step(
+            block, output_size=self.size(numbers), workspace=workspace, backward_workspace=backward_workspace
+        )
+        output.is_strided = block.is_strided
+        return output
+
+    def flattened(self, heads: Block, size: int) -> Block:
+        """Record the concatenated heads of each token: a copy if they are strided."""
+        return (
+            self.tape.step(heads, output_size=size, passes_gradient=heads.size == size) if heads.is_strided else heads
+        )
+
+    @property
+    def reads_cache(self) -> bool:
+        """True if the decode kernels read the cache in place."""
+        return self.on_gpu and self.decodes
+
+    @property
+    def is_guarded(self) -> bool:
+        """True if masked keys must be kept from spreading NaN and Inf; a bias on the logits counts as a mask.
+
+        The formula does not treat a bias by distance as a mask, since it masks nothing.
+        """
+        biased = self.bias is not None and (self.form == "fused" or self.is_dense)
+        return (self.mask is not None or biased) and not self.finite and not self.reads_cache
+
+    def copied(self, block: Block, numbers: int) -> Block:
+        """Record a copy of `numbers` elements."""
+        return self.tape.step(block, output_size=self.size(numbers))
