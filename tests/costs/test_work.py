@@ -31,9 +31,9 @@ from polyhead.layers.latent.config import LatentConfig
 from polyhead.layers.multi_head.config import MultiHeadConfig
 from polyhead.layers.positions.config import RotaryConfig
 from polyhead.layers.variants import GroupedHeadsConfig, HeadMixConfig
+from polyhead.layers.variants import mixing as mixing_layer
 from polyhead.layers.variants.collaborative.config import CollaborativeConfig
 from polyhead.layers.variants.differential.config import DifferentialConfig
-from polyhead.layers.variants.mixing import layer as mixing_layer
 from polyhead.layers.variants.routed.config import RoutedConfig
 from polyhead.layers.variants.talking import TalkingHeadsConfig
 
