@@ -184,15 +184,18 @@ def test_the_two_gradients_of_a_product_have_its_flops_and_each_the_shape_of_its
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 13), (7, 7), (5, 13), (13, 5)])
 def test_visible_keys_are_those_that_some_query_sees(queries, keys):
-    for left, right in itertools.product((None, 0, 2, 30), (None, 0, 1, 30)):
-        core = AttentionCore("forward", 1, 2, 1, queries, keys, 3, 5, torch.float32, left, right)
+    for left, right, first in itertools.product((None, 0, 2, 30), (None, 0, 1, 30), (0, 2)):
+        if left is None and first:
+            continue
+        core = AttentionCore("forward", 1, 2, 1, queries, keys, 3, 5, torch.float32, left, right, first_keys=first)
         seen, pairs = set(), 0
         for query, key in itertools.product(range(queries), range(keys)):
             distance = key - (query + keys - queries)
-            if (left is None or distance >= -left) and (right is None or distance <= right):
+            near = left is None or distance >= -left or key < first
+            if near and (right is None or distance <= right):
                 seen.add(key)
                 pairs += 1
-        assert (core.visible_keys, core.pairs) == (len(seen), pairs), (left, right)
+        assert (core.visible_keys, core.pairs) == (len(seen), pairs), (left, right, first)
 
 
 def test_a_core_reads_keys_once_for_a_group_and_latents_once_for_keys_and_values():

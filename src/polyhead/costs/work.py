@@ -87,11 +87,6 @@ class Product:
         return self.count * numbers * self.dtype.itemsize
 
     @property
-    def kept(self) -> int:
-        """Bytes of the result."""
-        return self.count * self.rows * self.columns * self.dtype.itemsize
-
-    @property
     def launches(self) -> int:
         return 1 if self.flops else 0
 
@@ -210,12 +205,6 @@ class AttentionCore:
         return size * rows * (self.head_dim + self.value_dim) + cached * source
 
     @property
-    def kept(self) -> int:
-        """Bytes of the heads' outputs and of a float32 log-sum-exp per row, which the backward needs."""
-        rows = self.batch * self.heads * self.queries
-        return rows * self.value_dim * self.dtype.itemsize + 4 * rows
-
-    @property
     def launches(self) -> int:
         """Minimum number of kernels of one call; decoding splits the keys and then combines the parts."""
         return {"forward": 1, "backward": 2, "decode": 2}[self.direction] if self.pairs else 0
@@ -225,19 +214,17 @@ class AttentionCore:
 class Traffic:
     """Elementwise, memory-bound work: positions, norms, gates, cache writes.
 
-    `bytes` is the sum of reads and writes over all `launches` kernels; `kept` is the size of the result if it is saved
-    for the backward. `gradient_bytes` is the traffic of the backward: by default twice `bytes`; 0 for no backward pass.
-    Arithmetic is not counted.
+    `bytes` is the sum of reads and writes over all `launches` kernels. `gradient_bytes` is the traffic of the backward:
+    by default twice `bytes`; 0 for no backward pass. Arithmetic is not counted.
     """
 
     stage: Stage
     bytes: int
     launches: int = 1
-    kept: int = 0
     gradient_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        _check(self, ("bytes", "launches", "kept"))
+        _check(self, ("bytes", "launches"))
         if self.gradient_bytes is not None:
             _check(self, ("gradient_bytes",))
 

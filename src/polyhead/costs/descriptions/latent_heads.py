@@ -70,12 +70,8 @@ class LatentHeads(LayerDescription[LatentConfig]):
     def _compressed(self, call: Recorder) -> Block:
         """Record the latents concatenated with the rotary key: the contents of a cache."""
         layout, tape, new = self.layout, call.tape, call.new_keys
-        width, rank, rope, cache_width = (
-            layout.embed_dim,
-            layout.kv_lora_rank,
-            layout.qk_rope_head_dim,
-            layout.cache_width,
-        )
+        width, rank, rope = layout.embed_dim, layout.kv_lora_rank, layout.qk_rope_head_dim
+        cache_width = layout.cache_width
         source = call.x if call.work.source is None else tape.external(call.size(new * width))
         compressed = call.linear("projection", source, cache_width, width, rows=new)
         call.rotary_passes(self.config.positions, layout.num_heads * rope)
@@ -95,19 +91,10 @@ class LatentHeads(LayerDescription[LatentConfig]):
 
     def _absorbed(self, call: Recorder, q_nope: Block, q_rope: Block, latents: Block) -> Block:
         """Record attention of all heads over the latents, whose first channels are the values."""
-        layout, tape, rope, keys = (
-            self.layout,
-            call.tape,
-            self.layout.qk_rope_head_dim,
-            call.work.batch * call.work.keys,
-        )
-        heads, rank, cache_width, value_dim = (
-            layout.num_heads,
-            layout.kv_lora_rank,
-            layout.cache_width,
-            layout.value_head_dim,
-        )
-        rows, nope = call.tokens * heads, layout.qk_nope_head_dim
+        layout, tape, heads = self.layout, call.tape, self.layout.num_heads
+        nope, rope, value_dim = layout.qk_nope_head_dim, layout.qk_rope_head_dim, layout.value_head_dim
+        rank, cache_width = layout.kv_lora_rank, layout.cache_width
+        rows, keys = call.tokens * heads, call.work.batch * call.work.keys
         call.product("projection", call.tokens, rank, nope, heads)
         up_key = call.size(heads * rank * nope)
         query = tape.step(q_nope, output_size=call.size(rows * rank), saves=(q_nope,), backward_workspace=up_key)

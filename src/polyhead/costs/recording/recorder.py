@@ -131,18 +131,10 @@ class Recorder:
         gradient_bytes: int | None = None,
     ) -> None:
         """Add elementwise passes over `numbers` elements of the layer's dtype."""
-        size = self.size(numbers)
-        self.pieces.append(Traffic(stage, (reads + writes) * size, launches, size, gradient_bytes))
+        self.pieces.append(Traffic(stage, self.size((reads + writes) * numbers), launches, gradient_bytes))
 
     def core(
-        self,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        value_dim: int,
-        *,
-        cached: bool | None = None,
-        **options: Any,
+        self, heads: int, kv_heads: int, head_dim: int, value_dim: int, *, cached: bool | None = None, **options: Any
     ) -> None:
         """Add the attention of these heads, and the passes around it that keep NaN and Inf from spreading.
 
@@ -175,8 +167,7 @@ class Recorder:
         if isinstance(positions, RotaryConfig) and channels:
             size, wide = self.dtype.itemsize, max(4, self.dtype.itemsize)
             passes = [2 * size, size + wide, wide + size + wide] + ([wide + size] if wide > size else [])
-            numbers = self.tokens * channels
-            self.pieces.append(Traffic("positions", numbers * sum(passes), len(passes), numbers * size))
+            self.pieces.append(Traffic("positions", self.tokens * channels * sum(passes), len(passes)))
 
     # ---- tensors
 
