@@ -17,7 +17,7 @@ from torch import nn
 
 from polyhead.surgery import EditRecord, GroupQueries, apply, find_key_transforms, find_layers, fingerprint, undo
 from polyhead.surgery.kv_sharing.align import AlignHeads
-from polyhead.surgery.kv_sharing.convert import convert_groups
+from polyhead.surgery.kv_sharing.conversion import convert_groups
 from polyhead.surgery.kv_sharing.grouping import neighbours
 from polyhead.surgery.kv_sharing.shared_keys import ShareKeys
 

@@ -11,7 +11,7 @@ import torch
 from benchmarks.layer_speed import decode, layer, masked, overhead
 from benchmarks.layer_speed.contenders import Shape
 from benchmarks.measuring.cases import Case, Run, Step
-from polyhead.costs.measuring import machine
+from polyhead.costs.measuring import machine_facts
 
 SHAPES = {
     "cpu": ("2x10x512x8", "8x128x768x12", "2x1024x768x12", "1x4096x512x8"),
@@ -50,7 +50,7 @@ def file_name(device: torch.device, *, quick: bool, part: bool) -> str:
     words = (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"
-        else f"{machine.cpu_model()} {machine.usable_cores()} cores"
+        else f"{machine_facts.cpu_model()} {machine_facts.usable_cores()} cores"
     )
     name = f"{device.type}-" + re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
     return name + "-quick" * quick + "-partial" * part + ".json"

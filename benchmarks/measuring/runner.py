@@ -16,7 +16,7 @@ from benchmarks.measuring import results
 from benchmarks.measuring.cases import Case, Run, Step, tidy
 from benchmarks.measuring.results import Row
 from benchmarks.measuring.verdicts import Verdict
-from polyhead.costs.measuring import machine
+from polyhead.costs.measuring import machine_facts
 from polyhead.costs.measuring.runner import Timings, alternate, settled
 
 HEADER = ("benchmark", "shape", "ours", "baseline", "baseline time", "ratio [95% CI]", "bound")
@@ -72,7 +72,7 @@ def run_steps(
 
     Exits with 1 if something of ours failed, or, where that is `strict`, if a bound is missed.
     """
-    facts = {**machine.describe(device, commit), **settings}
+    facts = {**machine_facts.describe(device, commit), **settings}
     rows: list[Row] = []
     began = time.perf_counter()
     for row in _measured(steps):

@@ -107,7 +107,7 @@ def _measured(
     from benchmarks.plan_accuracy import shapes
     from polyhead.costs import calibration
     from polyhead.costs.calibration.timing import undisturbed
-    from polyhead.costs.measuring import machine as described
+    from polyhead.costs.measuring import machine_facts as described
 
     gpu = calibrated.device == "cuda"
     if gpu and not torch.cuda.is_available():

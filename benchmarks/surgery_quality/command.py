@@ -12,7 +12,7 @@ import typer
 
 from benchmarks.options import Commit
 from polyhead.cli.options import Device, check_positive, device_or_gpu, part_of, writable_file
-from polyhead.cli.progress import report_errors
+from polyhead.cli.progress_bars import report_errors
 from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def _task(
 
     from benchmarks.surgery_quality.language import LanguageTask
     from benchmarks.surgery_quality.sentences import SentenceTask
-    from polyhead.costs.measuring import machine
+    from polyhead.costs.measuring import machine_facts
     from polyhead.integrations.huggingface import register
     from polyhead.workflows.model_loading import load_model
 
@@ -241,7 +241,7 @@ def _task(
         loaded.model.set_attn_implementation(register())
     given = {option: value for option, value in options.items() if value is not None}
     task: Task = readers[loaded.kind].read(loaded.model, loaded.tokenizer, text, **given)
-    return task, {**machine.describe(place, commit), "model": loaded.name}
+    return task, {**machine_facts.describe(place, commit), "model": loaded.name}
 
 
 def _points(

@@ -9,7 +9,7 @@ import typer
 
 from benchmarks.options import Commit
 from polyhead.cli.options import writable_file
-from polyhead.cli.progress import report_errors
+from polyhead.cli.progress_bars import report_errors
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -57,7 +57,7 @@ def training(
     from benchmarks.training.standings import rows, standings
     from benchmarks.training.text import Text
     from benchmarks.training.trials import Trial, read_results
-    from polyhead.costs.measuring import machine
+    from polyhead.costs.measuring import machine_facts
 
     def named(trial: Trial) -> str:
         return f"{trial.variant}, equal {trial.budget}, rate {trial.rate:g}, seed {trial.seed}"
@@ -66,7 +66,7 @@ def training(
     requested = contest(quick=quick)
     with report_errors("bench training"):
         Text.read(text, requested.sizes.context)  # so that one that is too short is refused here
-    facts = {**machine.describe(device, commit), "text": text.name, "quick": quick}
+    facts = {**machine_facts.describe(device, commit), "text": text.name, "quick": quick}
     console = Console(stderr=True, highlight=False)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         shown: dict[Trial, TaskID] = {}

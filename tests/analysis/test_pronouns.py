@@ -15,7 +15,7 @@ from polyhead.observation.observations import Observations
 from polyhead.observation.role_evidence import EvidenceCollector
 from polyhead.observation.statistics import Wanted
 from polyhead.observation.word_attention import ByContext
-from polyhead.sources.pronouns import pronoun_sentences
+from polyhead.sources.pronoun_sentences import pronoun_sentences
 
 pytest.importorskip("transformers")
 from tests.sources.small_tokenizers import byte_level

@@ -12,13 +12,13 @@ import polyhead
 from polyhead.analysis.intervals import ratio_of_sums, wilson
 from polyhead.analysis.pronouns import pronoun_table, pronoun_texts
 from polyhead.analysis.shares import inner_shares
-from polyhead.analysis.syntax import DOWNWARD, EVERY, UPWARD, SyntaxTable, syntax_table
+from polyhead.analysis.syntax_tables import DOWNWARD, EVERY, UPWARD, SyntaxTable, syntax_table
 from polyhead.errors import OptionError
 from polyhead.observation import BatchMetadata, Observations
 from polyhead.observation.statistics import AttentionSite, Wanted
 from polyhead.observation.word_attention import SpanAttention, WordAttention, WordMap
 from polyhead.ops.attended import Attended
-from polyhead.sources.pronouns import pronoun_sentences
+from polyhead.sources.pronoun_sentences import pronoun_sentences
 
 RELATIONS = ("nsubj", "obj", "det")
 

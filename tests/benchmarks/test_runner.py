@@ -18,7 +18,7 @@ from benchmarks.measuring.cases import Case, Entrants, Pair, Run, Step
 from benchmarks.measuring.results import Row
 from benchmarks.measuring.runner import joined, measure, rows_of, run_steps, show
 from benchmarks.measuring.verdicts import Comparison, Figure, Ratio, judge, paired_ratio
-from polyhead.costs.measuring import machine, runner
+from polyhead.costs.measuring import machine_facts, runner
 from polyhead.costs.measuring.runner import Timings, WarmUp, alternate
 from polyhead.errors import BackendUnsupported
 
@@ -387,17 +387,17 @@ def test_what_rounding_explains_is_four_times_what_the_plain_formula_loses():
 
 
 def test_the_machine_is_described():
-    facts = machine.describe(CPU)
+    facts = machine_facts.describe(CPU)
     assert facts["machine"]["gpu"] is None
     assert facts["versions"]["torch"] == torch.__version__.split("+")[0] or "+" in facts["versions"]["torch"]
-    assert machine.describe(CPU, "abc123")["commit"] == "abc123"
-    assert machine.version("no-such-package") is None
-    assert machine._output("no-such-program") == ""
+    assert machine_facts.describe(CPU, "abc123")["commit"] == "abc123"
+    assert machine_facts.version("no-such-package") is None
+    assert machine_facts._output("no-such-program") == ""
 
 
 def test_a_package_within_somebody_elses_repository_has_no_commit(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "PACKAGE", tmp_path)
-    assert machine.commit() is None
+    monkeypatch.setattr(machine_facts, "PACKAGE", tmp_path)
+    assert machine_facts.commit() is None
     (tmp_path / "__init__.py").write_text("")
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
-    assert machine.commit() is None
+    assert machine_facts.commit() is None

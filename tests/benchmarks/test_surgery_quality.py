@@ -36,7 +36,7 @@ from benchmarks.surgery_quality.sentences import Pairs, SentenceTask, paired_err
 from benchmarks.surgery_quality.standings import best_by_place, curves_of, rows
 from benchmarks.surgery_quality.tasks import Figure, spearman
 from polyhead.costs import Workload
-from polyhead.costs.measuring import machine
+from polyhead.costs.measuring import machine_facts
 from polyhead.errors import OptionError
 from polyhead.layers import MultiHeadConfig
 from polyhead.surgery import PruneHeads, apply, fingerprint, undo
@@ -257,7 +257,7 @@ def test_layouts_are_written_as_heads_over_key_heads():
 
 def measured(tmp_path):
     """Points of both kinds, with figures that could be."""
-    facts = {**machine.describe(torch.device("cpu"), "abc123"), "model": "small", "text": "some.txt", "rows": 300}
+    facts = {**machine_facts.describe(torch.device("cpu"), "abc123"), "model": "small", "text": "some.txt", "rows": 300}
     path = tmp_path / "surgery-small.jsonl"
     for place, point in enumerate(curves([0.2, 0.5]) + tuned([0.5], ["6/3"])):
         worth = 1 + point.share * (2 if point.compensation == "no" else 1) + place / 1000

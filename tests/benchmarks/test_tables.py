@@ -12,7 +12,7 @@ from benchmarks.measuring import results
 from benchmarks.measuring.results import Row
 from benchmarks.measuring.verdicts import Comparison, Figure, Ratio
 from benchmarks.training.trials import RATES, SEEDS, Result, Trial, append_result
-from polyhead.costs.measuring import machine
+from polyhead.costs.measuring import machine_facts
 from polyhead.costs.measuring.runner import Timings
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def test_the_page_of_variants_has_the_measured_figures(project_root: Path) -> No
 
 
 def test_trainings_are_a_table(tmp_path):
-    facts = {**machine.describe(CPU, "abc123"), "text": "some.txt", "quick": True}
+    facts = {**machine_facts.describe(CPU, "abc123"), "text": "some.txt", "quick": True}
     for number, rate in enumerate(RATES):
         trial = Trial("multi-head", "tokens", rate, SEEDS[0])
         result = Result(trial, 2.0 + number, steps=20, tokens=1, parameters=2000, flops=3, seconds=0.5, facts=facts)
@@ -62,7 +62,7 @@ def test_trainings_are_a_table(tmp_path):
 
 
 def test_trainings_without_a_whole_sweep_are_counted_and_are_no_table_yet(tmp_path):
-    facts = {**machine.describe(CPU, "abc123"), "text": "some.txt", "quick": True}
+    facts = {**machine_facts.describe(CPU, "abc123"), "text": "some.txt", "quick": True}
     trial = Trial("multi-head", "tokens", RATES[0], SEEDS[0])
     append_result(tmp_path / "training-a.jsonl", Result(trial, 2.0, 20, 1, 2000, 3, 0.5, facts))
     told = tables.variants_page("<!-- training: begin -->\n<!-- training: end -->\n", tmp_path)
@@ -71,7 +71,7 @@ def test_trainings_without_a_whole_sweep_are_counted_and_are_no_table_yet(tmp_pa
 
 
 def test_each_page_takes_its_own_results_and_keeps_what_stands_around_the_marks(tmp_path):
-    facts = {**machine.describe(CPU, "abc123")}
+    facts = {**machine_facts.describe(CPU, "abc123")}
     figures = (Figure("beyond inputs", 28.0, "bytes a row", 24.0),)
     ratio = Comparison("polyhead, statistics", "materialised", Ratio(0.02, 0.0199, 0.0201), 1 / 45)
     timings = Timings({"polyhead, statistics": [2.0], "materialised": [100.0]}, {"flash": "not here"})

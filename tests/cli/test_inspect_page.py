@@ -15,8 +15,8 @@ from polyhead.cli.heads_picture import ROLES
 from polyhead.inspection import Inspection, Settings, save_inspection
 from polyhead.inspection.comparison import DEVIATIONS, LEAST
 from polyhead.inspection.cross_layer_similarity import CANDIDATES, TOKENS, WIDTH
-from polyhead.inspection.reading import FEW_DOCUMENTS
-from polyhead.inspection.top_keys import CANDIDATES as TOP_KEYS
+from polyhead.inspection.most_attended import CANDIDATES as TOP_KEYS
+from polyhead.inspection.text_reader import FEW_DOCUMENTS
 from polyhead.observation.statistics import NAMES
 from polyhead.workflows.inspecting import inspect_model
 from tests.inspection.small_models import model_folder, text_folder

@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from polyhead.analysis.syntax import EVERY, SyntaxTable
+from polyhead.analysis.syntax_tables import EVERY, SyntaxTable
 from polyhead.cli.syntax import syntax
 
 pytest.importorskip("transformers")

@@ -10,9 +10,9 @@ import transformers
 
 import polyhead
 from polyhead.inspection import Settings
-from polyhead.inspection.examples import ExampleWeights, SiteWeights, example_batches, token_texts
+from polyhead.inspection.example_weights import ExampleWeights, SiteWeights, example_batches, token_texts
 from polyhead.inspection.head_maps import bin_edges, head_maps_of
-from polyhead.inspection.reading import Reader
+from polyhead.inspection.text_reader import Reader
 from polyhead.observation import AttentionMaps, BatchMetadata
 from polyhead.workflows.inspecting import inspect_model
 from polyhead.workflows.model_loading import load_model

@@ -15,12 +15,12 @@ from polyhead.analysis.syntax_table import SyntaxRow, SyntaxTable
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadOrigins
 from polyhead.inspection import Inspection, Settings, compare, load_inspection, save_inspection
-from polyhead.inspection.files import OBSERVATIONS, REST
 from polyhead.inspection.identity import described, edits_of
+from polyhead.inspection.inspection_files import OBSERVATIONS, REST
 from polyhead.inspection.matching import match_heads
 from polyhead.observation import AttentionSite
 from polyhead.report import page_of
-from polyhead.report.syntax import Syntax
+from polyhead.report.syntax_results import Syntax
 from polyhead.report.viewer.model import ViewedModel
 from polyhead.report.viewer.state import state_of
 from polyhead.report.viewer.viewing import Viewer

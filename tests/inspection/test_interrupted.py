@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from polyhead.errors import OptionError
-from polyhead.inspection import Settings, files, load_inspection, running, save_inspection
-from polyhead.inspection.files import OBSERVATIONS
+from polyhead.inspection import Settings, inspection_files, load_inspection, running, save_inspection
+from polyhead.inspection.inspection_files import OBSERVATIONS
 from polyhead.observation import read_facts
 from polyhead.observation.run_folder import lock_folder
 from polyhead.observation.session import Call
@@ -277,14 +277,14 @@ def test_no_table_is_read_with_the_rest_of_an_earlier_one(begun, monkeypatch):
     settings, folder = begun
     save_inspection(folder, read(settings, folder, resume=True))
     assert load_inspection(folder).facts["interrupted"] is False
-    written = files.write_atomically
+    written = inspection_files.write_atomically
 
     def write(path: Path, content: bytes) -> None:
-        if path.name == files.REST:
+        if path.name == inspection_files.REST:
             raise KeyboardInterrupt
         written(path, content)
 
-    monkeypatch.setattr(files, "write_atomically", write)
+    monkeypatch.setattr(inspection_files, "write_atomically", write)
     with pytest.raises(KeyboardInterrupt):
         save_inspection(folder, read(settings, folder, resume=True))
     with pytest.raises(OptionError, match="whose run is not finished; continue it with --resume"):

@@ -11,7 +11,7 @@ import transformers
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from polyhead.inspection import Inspection, Settings
-from polyhead.sources.pronouns import pronoun_sentences
+from polyhead.sources.pronoun_sentences import pronoun_sentences
 from polyhead.workflows.inspecting import inspect_model
 from tests.inspection.small_models import model_folder, text_folder
 

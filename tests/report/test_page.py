@@ -16,7 +16,7 @@ import transformers
 
 from polyhead.errors import OptionError
 from polyhead.inspection import Inspection, Settings
-from polyhead.inspection.examples import Example
+from polyhead.inspection.example_weights import Example
 from polyhead.inspection.wording import Reason
 from polyhead.report import page_of, write_page
 from polyhead.report.page import Assets, html_of, policy_of

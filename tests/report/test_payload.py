@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from polyhead.analysis.importance.losses import NAMES as LOSSES
-from polyhead.analysis.syntax import DOWNWARD, UPWARD, SyntaxRow, SyntaxTable
+from polyhead.analysis.syntax_tables import DOWNWARD, UPWARD, SyntaxRow, SyntaxTable
 from polyhead.errors import OptionError
 from polyhead.inspection import cross_layer_similarity, load_inspection, save_inspection
-from polyhead.inspection.examples import Example
+from polyhead.inspection.example_weights import Example
 from polyhead.inspection.head_maps import HeadMaps, bin_edges
 from polyhead.inspection.vocabulary import Text
 from polyhead.inspection.wording import Reason, kind_of_model, loss_in_words
@@ -23,7 +23,7 @@ from polyhead.observation.token_sample import TokenSample
 from polyhead.report import page_of
 from polyhead.report.packing import LONGEST_TEXT
 from polyhead.report.pictures import MOST_MAP_CELLS, pooled
-from polyhead.report.syntax import Syntax
+from polyhead.report.syntax_results import Syntax
 from polyhead.sources.models import Kind
 from polyhead.sources.probes import repeated_batches
 from polyhead.workflows.inspecting import inspect_model

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from polyhead.sources.pronouns import pronoun_sentences
+from polyhead.sources.pronoun_sentences import pronoun_sentences
 
 PRONOUNS = {"en": {"she", "he", "it", "they"}, "zh": {"她", "他", "它", "他们"}}
 

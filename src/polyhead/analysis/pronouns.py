@@ -17,12 +17,12 @@ from polyhead.observation.observations import Observations
 from polyhead.observation.statistics import AttentionSite
 from polyhead.observation.word_attention import ByContext, SpanAttention
 from polyhead.sources import Context, special_tokens
-from polyhead.sources.pronouns import PronounSentence
+from polyhead.sources.pronoun_sentences import PronounSentence
 
 NAME = "pronouns"
 LEVEL = 0.95
 LEAST = 2.0  # minimum weight on antecedents, relative to uniform attention
-NULL = 0.5  # score of a head that ignores the pronoun's meaning; see `polyhead.sources.pronouns`
+NULL = 0.5  # score of a head that ignores the pronoun's meaning; see `polyhead.sources.pronoun_sentences`
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from polyhead.cli import choose, compare, convert, inspect, merge, plan, prune, report, shrink, syntax, undo, view
-from polyhead.cli.progress import end_on_sigterm
+from polyhead.cli.progress_bars import end_on_sigterm
 
 app = typer.Typer(
     name="polyhead",

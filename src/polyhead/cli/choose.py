@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from polyhead.cli.progress import report_errors
+from polyhead.cli.progress_bars import report_errors
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -21,9 +21,9 @@ from polyhead.cli.edit_options import (
     check_output,
     check_reading,
 )
-from polyhead.cli.edited_model import model_loader, show_edited, write_edited
+from polyhead.cli.edit_results import model_loader, show_edited, write_edited
 from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode
-from polyhead.cli.progress import ProgressBars, report_errors
+from polyhead.cli.progress_bars import ProgressBars, report_errors
 
 
 def convert(

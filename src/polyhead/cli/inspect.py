@@ -19,7 +19,7 @@ from polyhead.cli.options import (
     check_positive,
     check_text,
 )
-from polyhead.cli.progress import ProgressBars, report_errors
+from polyhead.cli.progress_bars import ProgressBars, report_errors
 from polyhead.cli.report import check_page, write
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def inspect(
     from rich.console import Console
 
     from polyhead.inspection import Settings, save_inspection
-    from polyhead.inspection.files import FILES, OBSERVATIONS, REST
+    from polyhead.inspection.inspection_files import FILES, OBSERVATIONS, REST
     from polyhead.observation.run_folder import check_place
     from polyhead.workflows.inspecting import inspect_model
 
@@ -321,7 +321,7 @@ def _check_alone(command: typer.Context) -> None:
 def _settings_of(folder: Path) -> Settings:
     from polyhead.errors import OptionError
     from polyhead.inspection import Settings
-    from polyhead.inspection.files import OBSERVATIONS
+    from polyhead.inspection.inspection_files import OBSERVATIONS
     from polyhead.observation import read_facts
 
     path = folder / OBSERVATIONS

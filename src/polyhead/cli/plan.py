@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polyhead.cli.progress import ProgressBars, report_errors
+from polyhead.cli.progress_bars import ProgressBars, report_errors
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from polyhead.cli.options import Language, check_language
-from polyhead.cli.progress import report_errors
+from polyhead.cli.progress_bars import report_errors
 
 if TYPE_CHECKING:
     from polyhead.inspection import Inspection
@@ -70,7 +70,7 @@ def check_page(html: Path | None, lang: str) -> None:
 def write(path: Path, inspection: Inspection, lang: str, syntax: Path | None = None) -> Path:
     """Write the page of an inspection and return its path."""
     from polyhead.report import write_page
-    from polyhead.report.syntax import Syntax
+    from polyhead.report.syntax_results import Syntax
 
     table = None if syntax is None else Syntax.load(syntax)
     return write_page(path, inspection, language="zh" if lang == "zh" else "en", syntax=table)

@@ -10,13 +10,13 @@ import typer
 
 from polyhead.cli.edit_options import ResumeIn
 from polyhead.cli.options import AllowPickle, TrustRemoteCode, check_device
-from polyhead.cli.progress import ProgressBars, report_errors
+from polyhead.cli.progress_bars import ProgressBars, report_errors
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from polyhead.analysis.shares import Shares
-    from polyhead.analysis.syntax import SyntaxTable
+    from polyhead.analysis.syntax_tables import SyntaxTable
 
 MOST_INSIDE = 3  # heads shown for the word, the phrase and the sentence
 

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from polyhead.cli.edit_options import Replace, check_output
-from polyhead.cli.edited_model import show_saved
-from polyhead.cli.progress import ProgressBars, report_errors
+from polyhead.cli.edit_results import show_saved
+from polyhead.cli.progress_bars import ProgressBars, report_errors
 
 
 def undo(

@@ -151,7 +151,7 @@ def _viewer(
 
 
 def _is_run(folder: Path) -> bool:
-    from polyhead.inspection.files import OBSERVATIONS, REST
+    from polyhead.inspection.inspection_files import OBSERVATIONS, REST
 
     return (folder / REST).is_file() or (folder / OBSERVATIONS).is_file()
 

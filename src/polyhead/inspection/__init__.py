@@ -1,9 +1,9 @@
 """Inspections: from observations of a text to roles, similarity and importance of every head."""
 
 from polyhead.inspection.comparison import Comparison, compare
-from polyhead.inspection.examples import Example
-from polyhead.inspection.files import load_inspection, save_inspection
+from polyhead.inspection.example_weights import Example
 from polyhead.inspection.heads import Group, Pair
+from polyhead.inspection.inspection_files import load_inspection, save_inspection
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.settings import Settings
 from polyhead.inspection.wording import Finding

@@ -17,9 +17,9 @@ from polyhead.analysis.roles import HeadRoles, evidence_of, head_roles
 from polyhead.analysis.roles_copying import Copying, copying_scores
 from polyhead.errors import PolyheadError
 from polyhead.inspection import layer_similarity
-from polyhead.inspection.examples import Example, ExampleWeights, example_batches, examples_of
-from polyhead.inspection.reading import Reader
+from polyhead.inspection.example_weights import Example, ExampleWeights, example_batches, examples_of
 from polyhead.inspection.settings import Settings
+from polyhead.inspection.text_reader import Reader
 from polyhead.inspection.wording import Reason
 from polyhead.observation import (
     AttentionDistances,
@@ -39,7 +39,7 @@ from polyhead.observation.token_sample import TokenSample
 from polyhead.progress import Progress, ProgressCallback
 from polyhead.sources import Batch, LoadedModel, special_tokens
 from polyhead.sources.probes import BLOCKS, ordinary_words, repeated_batches
-from polyhead.sources.pronouns import pronoun_sentences
+from polyhead.sources.pronoun_sentences import pronoun_sentences
 
 CHANCE_TOKENS = 1024  # of the baseline with random weights
 DISTANCE_TOKENS = 512

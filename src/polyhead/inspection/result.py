@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from polyhead.analysis.roles import HeadRoles
-from polyhead.inspection.examples import Example
+from polyhead.inspection.example_weights import Example
 from polyhead.inspection.head_maps import HeadMaps
 from polyhead.inspection.heads import Group, Likeness, Pair
-from polyhead.inspection.notebook import inspection_html
+from polyhead.inspection.most_attended import TopKey
+from polyhead.inspection.notebook_view import inspection_html
 from polyhead.inspection.settings import Settings
-from polyhead.inspection.top_keys import TopKey
 from polyhead.inspection.wording import Finding
 from polyhead.observation import AttentionSite, HeadProfile
 

@@ -19,14 +19,14 @@ from polyhead.analysis.importance import Importance
 from polyhead.analysis.roles import HeadRoles, evidence_of, head_roles
 from polyhead.errors import OptionError
 from polyhead.inspection import cross_layer_similarity, layer_similarity
-from polyhead.inspection.files import OBSERVATIONS
 from polyhead.inspection.findings import findings
 from polyhead.inspection.head_maps import head_maps_of
+from polyhead.inspection.inspection_files import OBSERVATIONS
+from polyhead.inspection.most_attended import most_frequent, top_keys_of
 from polyhead.inspection.probing import Probes, embedding_of
-from polyhead.inspection.reading import Reader
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.settings import Settings
-from polyhead.inspection.top_keys import most_frequent, top_keys_of
+from polyhead.inspection.text_reader import Reader
 from polyhead.inspection.wording import Reason
 from polyhead.observation import (
     AttentionMaps,

@@ -14,7 +14,7 @@ from polyhead.layers import checks
 from polyhead.layers.kv_cache import CacheView, KVCache
 from polyhead.layers.kv_cache.tokens import longest
 from polyhead.layers.positions import AddsToInput, BiasesLogits, Positions, RotatesHeads
-from polyhead.layers.positions.base import Rotation
+from polyhead.layers.positions.position_encoding import Rotation
 from polyhead.layers.steps import first_position, layer_mask, position_bias
 from polyhead.masks import Mask
 from polyhead.ops.attended import Attended

@@ -20,8 +20,8 @@ from polyhead.errors import OptionError
 from polyhead.files import in_one_line, short
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
-from polyhead.layers.positions.base import Positions
 from polyhead.layers.positions.config import PositionsConfig, positions_config_of
+from polyhead.layers.positions.position_encoding import Positions
 from polyhead.layers.registry import Registry, check_flags
 from polyhead.layers.steps import layer_mask
 from polyhead.masks import Mask

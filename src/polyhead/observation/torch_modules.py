@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from polyhead.errors import OptionError
 from polyhead.layers.base_attention import BaseAttention
 from polyhead.layers.torch_compat import MultiheadAttention
-from polyhead.layers.torch_compat.steps import torch_mask
+from polyhead.layers.torch_compat.forward_steps import torch_mask
 from polyhead.layers.variants.talking import TalkingHeads
 from polyhead.observation.rows import Tokens
 from polyhead.observation.watcher import ObservedCall, Watcher

@@ -23,7 +23,7 @@ from polyhead.inspection.vocabulary import LANGUAGES, Language, Text
 from polyhead.observation.saving import write_atomically
 from polyhead.report.packing import json_in_html
 from polyhead.report.payload import page_of
-from polyhead.report.syntax import Syntax
+from polyhead.report.syntax_results import Syntax
 
 # Text that an HTML parser takes for the end of a script, or for a comment that hides that end.
 _ENDS_SCRIPT = re.compile(r"</script|<!--[^\0]*<script", re.IGNORECASE)

@@ -16,7 +16,7 @@ from polyhead.inspection.wording import Finding, kind_of_model, loss_in_words, w
 from polyhead.observation import AttentionSite
 from polyhead.report import pictures
 from polyhead.report.packing import clipped, packed_floats, plain
-from polyhead.report.syntax import Syntax
+from polyhead.report.syntax_results import Syntax
 
 FORMAT = 1
 FINDINGS = 8  # more than a terminal shows: a page has room

@@ -20,7 +20,7 @@ from polyhead.errors import CheckpointError, DeviceError, OptionError
 from polyhead.files import as_type, read_json, refusing, short
 from polyhead.sources import packaged
 from polyhead.sources.config_sizes import check_config, check_room, check_sizes
-from polyhead.sources.loading import describe_failure, quiet
+from polyhead.sources.load_errors import describe_failure, quiet
 
 # causal and masked models have a language modelling head; decoder and encoder are the same without one.
 Kind = Literal["causal", "masked", "decoder", "encoder", "encoder-decoder"]

@@ -3,7 +3,7 @@
 from polyhead.geometry import HeadOrigins
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers, head_origins
-from polyhead.surgery.adapters.fingerprint import fingerprint
+from polyhead.surgery.adapters.expected_model import fingerprint
 from polyhead.surgery.adapters.head_weights import HeadWeights, read_heads
 from polyhead.surgery.calibration.key_transforms import KeyTransform, find_key_transforms
 from polyhead.surgery.calibration.moments import OutputMoments, collect_moments
@@ -24,7 +24,7 @@ from polyhead.surgery.edits.head_edits import (
 from polyhead.surgery.edits.preview import HeadCounts, LayerPreview, Preview, preview
 from polyhead.surgery.edits.records import EditRecord, join_records
 from polyhead.surgery.kv_sharing.align import AlignHeads, aligned
-from polyhead.surgery.kv_sharing.convert import convert_groups
+from polyhead.surgery.kv_sharing.conversion import convert_groups
 from polyhead.surgery.kv_sharing.fused_heads import FuseHeads, fuse
 from polyhead.surgery.kv_sharing.shared_keys import ShareKeys, share
 from polyhead.surgery.kv_sharing.symmetries import change_key_basis, change_value_basis

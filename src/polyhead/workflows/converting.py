@@ -9,7 +9,7 @@ from polyhead.integrations.huggingface import register
 from polyhead.progress import ProgressCallback, Step, ignore_progress
 from polyhead.sources.text_contexts import TOKENS, Text
 from polyhead.surgery.edits.preview import preview as count
-from polyhead.surgery.kv_sharing.convert import GROUPINGS, Grouping, convert_groups, layers_to_convert
+from polyhead.surgery.kv_sharing.conversion import GROUPINGS, Grouping, convert_groups, layers_to_convert
 from polyhead.surgery.kv_sharing.grouping import neighbours
 from polyhead.surgery.kv_sharing.shared_keys import ShareKeys
 from polyhead.workflows.calibration_text import CalibrationText

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from polyhead.inspection.files import OBSERVATIONS
+from polyhead.inspection.inspection_files import OBSERVATIONS
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.running import SAVE_SECONDS, run_inspection
 from polyhead.inspection.settings import Settings

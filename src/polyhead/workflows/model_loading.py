@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from polyhead.errors import OptionError
-from polyhead.sources.loading import describe_failure, quiet
+from polyhead.sources.load_errors import describe_failure, quiet
 from polyhead.sources.models import (
     LoadedModel,
     check_transformers,

@@ -10,7 +10,7 @@ from typing import Any
 
 from polyhead.analysis.alignment import Aligned, align, watch
 from polyhead.analysis.shares import Shares, inner_shares
-from polyhead.analysis.syntax import SyntaxTable, syntax_table
+from polyhead.analysis.syntax_tables import SyntaxTable, syntax_table
 from polyhead.errors import OptionError
 from polyhead.observation.run_folder import lock_folder
 from polyhead.observation.word_attention import WordAttention

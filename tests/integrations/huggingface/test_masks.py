@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="these tests are about masks of trans
 from transformers import masking_utils
 
 from polyhead.integrations.huggingface import DescribedMask
-from polyhead.integrations.huggingface.masks import make_mask
+from polyhead.integrations.huggingface.mask_functions import make_mask
 
 BATCH = 3
 # (queries, keys, offset of the queries, offset of the keys)

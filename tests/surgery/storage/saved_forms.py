@@ -15,7 +15,7 @@ from torch import nn
 import polyhead
 from polyhead.errors import OptionError
 from polyhead.integrations.huggingface import register
-from polyhead.sources.loading import quiet
+from polyhead.sources.load_errors import quiet
 from polyhead.surgery import (
     AttentionLayer,
     GroupQueries,

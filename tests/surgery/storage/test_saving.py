@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from polyhead.errors import CheckpointError, OptionError
 from polyhead.layers import MultiHeadAttention
-from polyhead.sources.loading import quiet
+from polyhead.sources.load_errors import quiet
 from polyhead.surgery import (
     GroupQueries,
     PruneHeads,

@@ -3,6 +3,7 @@
 from polyhead.analysis.importance.ablation import ablate
 from polyhead.analysis.importance.examples import Examples
 from polyhead.analysis.importance.gradients import gradient_scores
+from polyhead.analysis.importance.head_importance import Importance
 from polyhead.analysis.importance.losses import (
     Classification,
     Language,
@@ -13,7 +14,6 @@ from polyhead.analysis.importance.losses import (
     as_loss,
 )
 from polyhead.analysis.importance.overlap import GradientOverlap
-from polyhead.analysis.importance.result import Importance
 
 __all__ = [
     "Classification",

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from polyhead.analysis.importance.head_importance import Importance, merged
 from polyhead.analysis.importance.losses import Loss, RowLosses, as_loss
 from polyhead.analysis.importance.measuring import Heads, Layers, Place, checked, evaluating, listed, look, of_batch
-from polyhead.analysis.importance.result import Importance, merged
 from polyhead.errors import OptionError
 from polyhead.observation import Session, observe
 

@@ -10,8 +10,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from polyhead.analysis.importance.head_importance import Importance
 from polyhead.analysis.importance.losses import Loss, Question, RowLosses
-from polyhead.analysis.importance.result import Importance
 from polyhead.errors import OptionError, ShapeError
 from polyhead.geometry import HeadId
 from polyhead.observation import AttentionSite, BatchMetadata, observe

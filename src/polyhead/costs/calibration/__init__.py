@@ -18,7 +18,7 @@ from polyhead.costs.calibration.compiling import Task, compile_ahead, is_ours, l
 from polyhead.costs.calibration.host import Host, SmallLayer, small_layers
 from polyhead.costs.calibration.places import ALWAYS, CPU, GPU, Grid, Group, brief_group, groups
 from polyhead.costs.calibration.timing import device_seconds, undisturbed
-from polyhead.costs.measuring import machine as described
+from polyhead.costs.measuring import machine_facts as described
 from polyhead.costs.measuring.runner import is_out_of_memory
 from polyhead.costs.timing.limits import route
 from polyhead.costs.timing.machine import Device, HostCost, Machine, Route, Sample

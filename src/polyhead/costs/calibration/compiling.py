@@ -18,7 +18,7 @@ import torch
 from polyhead.costs.calibration.calls import calls_of
 from polyhead.costs.calibration.layers import layer_call
 from polyhead.costs.calibration.timing import undisturbed
-from polyhead.costs.measuring.machine import usable_cores
+from polyhead.costs.measuring.machine_facts import usable_cores
 from polyhead.costs.timing.limits import route
 from polyhead.costs.work import AttentionCore, Piece
 from polyhead.costs.workload import Workload

@@ -49,7 +49,7 @@ def built_projections(content: Mapping[str, Any], family: str) -> frozenset[int]
         return frozenset()
     from transformers import AutoModel
 
-    from polyhead.sources.loading import quiet
+    from polyhead.sources.load_errors import quiet
 
     with quiet(progress=False), torch.device("meta"):
         try:
@@ -77,7 +77,7 @@ def _config(content: Mapping[str, Any], family: str) -> Any:
         return None
     from huggingface_hub.errors import StrictDataclassError
 
-    from polyhead.sources.loading import quiet
+    from polyhead.sources.load_errors import quiet
 
     with quiet(progress=False):
         try:

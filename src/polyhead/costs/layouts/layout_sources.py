@@ -145,7 +145,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _from_transformers(name: str, path: Path) -> dict[str, Any]:
     """Return the config of a packaged model, a GGUF file or a model on the hub."""
     from polyhead.sources import packaged
-    from polyhead.sources.loading import describe_failure, quiet
+    from polyhead.sources.load_errors import describe_failure, quiet
 
     options: dict[str, Any] = {}
     if name == "minilm":

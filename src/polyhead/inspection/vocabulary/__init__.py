@@ -2,8 +2,8 @@
 
 from polyhead.analysis.languages import LANGUAGES, Language, Text
 from polyhead.inspection.vocabulary.columns import COLUMNS, IMPORTANCE, column_of
-from polyhead.inspection.vocabulary.relations import RELATIONS, relation_of
-from polyhead.inspection.vocabulary.roles import ROLES, TELLING, role_of
+from polyhead.inspection.vocabulary.relation_names import RELATIONS, relation_of
+from polyhead.inspection.vocabulary.role_names import ROLES, TELLING, role_of
 from polyhead.inspection.vocabulary.terms import Column, Role, Term
 
 __all__ = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from polyhead.errors import OptionError
 from polyhead.integrations.huggingface.attention import attend
-from polyhead.integrations.huggingface.masks import make_mask
+from polyhead.integrations.huggingface.mask_functions import make_mask
 
 NAME = "polyhead"
 

@@ -26,7 +26,7 @@ from polyhead.layers.latent.forms import (
     resolve_nope_head_dim,
 )
 from polyhead.layers.positions import Positions, RotatesHeads
-from polyhead.layers.positions.base import Rotation
+from polyhead.layers.positions.position_encoding import Rotation
 from polyhead.layers.steps import apply_norm, init_linear, restores_cache_on_error, split_heads
 from polyhead.masks import Mask
 from polyhead.ops.attention import AttentionOutput, Statistics

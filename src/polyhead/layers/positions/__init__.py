@@ -6,8 +6,8 @@ A layer distinguishes them only by `isinstance(positions, RotatesHeads | BiasesL
 from __future__ import annotations
 
 from polyhead.layers.positions.absolute import Learned, Sinusoidal
-from polyhead.layers.positions.base import AddsToInput, BiasesLogits, Positions, RotatesHeads, Rotation
 from polyhead.layers.positions.biases import ALiBi, BiasesByDistance, T5Bias
+from polyhead.layers.positions.position_encoding import AddsToInput, BiasesLogits, Positions, RotatesHeads, Rotation
 from polyhead.layers.positions.quadratic import QuadraticRelative1D, QuadraticRelative2D
 from polyhead.layers.positions.rotary import Rotary
 from polyhead.layers.positions.rotary_scaling import (

@@ -9,7 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polyhead.errors import ShapeError
-from polyhead.layers.positions.base import AddsToInput, check_count, check_offset, check_positions, check_positive
+from polyhead.layers.positions.position_encoding import (
+    AddsToInput,
+    check_count,
+    check_offset,
+    check_positions,
+    check_positive,
+)
 from polyhead.layers.positions.row_tables import Recipe, materialise_rows, powers, row_table, rows_of, sine_and_cosine
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polyhead.errors import OptionError
-from polyhead.layers.positions.base import BiasesLogits, check_count
+from polyhead.layers.positions.position_encoding import BiasesLogits, check_count
 from polyhead.layers.positions.row_tables import Recipe, row_table, rows_of
 from polyhead.masks import Mask
 

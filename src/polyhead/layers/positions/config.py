@@ -13,8 +13,8 @@ import torch
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadLayout
 from polyhead.layers.positions.absolute import Learned, Sinusoidal
-from polyhead.layers.positions.base import Positions
 from polyhead.layers.positions.biases import ALiBi, T5Bias
+from polyhead.layers.positions.position_encoding import Positions
 from polyhead.layers.positions.quadratic import QuadraticRelative1D, QuadraticRelative2D
 from polyhead.layers.positions.rotary import Rotary
 from polyhead.layers.positions.rotary_scaling import (

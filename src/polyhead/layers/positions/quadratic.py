@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError, ShapeError
-from polyhead.layers.positions.base import BiasesLogits, check_count, check_positive
 from polyhead.layers.positions.biases import BiasesByDistance, bias_device, bias_dtype, cast_bias, check_lengths
+from polyhead.layers.positions.position_encoding import BiasesLogits, check_count, check_positive
 from polyhead.masks import Mask
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError, ShapeError
-from polyhead.layers.positions.base import (
+from polyhead.layers.positions.position_encoding import (
     RotatesHeads,
     Rotation,
     check_count,

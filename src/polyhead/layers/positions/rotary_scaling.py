@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError
-from polyhead.layers.positions.base import check_count, check_positive
+from polyhead.layers.positions.position_encoding import check_count, check_positive
 from polyhead.layers.positions.row_tables import powers
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyhead.layers.torch_compat.steps import (
+from polyhead.layers.torch_compat.forward_steps import (
     is_autocast,
     is_finite,
     is_mask,

@@ -18,7 +18,7 @@ from polyhead.observation import AttentionSite, observe
 from polyhead.report.viewer.failures import Refused, invalid
 from polyhead.report.viewer.output import Output, OutputKind
 from polyhead.report.viewer.reading import AxisName, Keeper, KeptAttention, Place, Reading
-from polyhead.report.viewer.tokens import Axis, axis_of_ids, text_after, tokenise_text
+from polyhead.report.viewer.token_texts import Axis, axis_of_ids, text_after, tokenise_text
 from polyhead.sources import LoadedModel, special_tokens
 
 CONTEXT = 131_072  # of a model without a stated maximum

@@ -18,7 +18,7 @@ from polyhead.observation import AttentionSite, BatchMetadata
 from polyhead.ops.attended import Attended
 from polyhead.ops.profile import AttentionProfile, profile
 from polyhead.report.viewer.output import Output
-from polyhead.report.viewer.tokens import Axis
+from polyhead.report.viewer.token_texts import Axis
 
 AxisName = Literal["text", "target"]
 

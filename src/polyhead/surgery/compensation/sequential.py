@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from polyhead.errors import OptionError
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
-from polyhead.surgery.adapters.fingerprint import check_expected, fingerprint
+from polyhead.surgery.adapters.expected_model import check_expected, fingerprint
 from polyhead.surgery.adapters.head_weights import read_heads
 from polyhead.surgery.calibration.layer_capture import StopForward, non_padding_mask, record_stream
 from polyhead.surgery.calibration.streams import Piece, Streams

@@ -27,7 +27,7 @@ from polyhead.surgery.adapters.attention_layer import (
     sizes_of,
 )
 from polyhead.surgery.adapters.discovery import find_layers
-from polyhead.surgery.adapters.fingerprint import check_expected, fingerprint
+from polyhead.surgery.adapters.expected_model import check_expected, fingerprint
 from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read_heads
 from polyhead.surgery.edits.head_edits import HeadEdit, checked_edits
 from polyhead.surgery.edits.records import EditRecord, LayerRecord

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.analysis.importance import ablate, gradient_scores
+from polyhead.analysis.importance.head_importance import Importance
 from polyhead.analysis.importance.losses import Loss, RowLosses
-from polyhead.analysis.importance.result import Importance
 from polyhead.errors import OptionError
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers

@@ -17,7 +17,7 @@ from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
 from polyhead.layers.base_attention import CallOptions
 from polyhead.layers.multi_head.separate_heads import SeparateHeads
-from polyhead.layers.positions.base import Rotation
+from polyhead.layers.positions.position_encoding import Rotation
 from polyhead.layers.variants.differential.weights import combined_weights
 from polyhead.masks import Mask
 from polyhead.ops.attended import Attended

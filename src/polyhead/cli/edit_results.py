@@ -97,7 +97,7 @@ def write_edited(
     edited: EditedModel, output: Path | None, form: str | None, console: Console, *, replace: bool
 ) -> None:
     """Save an edited model with its undo record and the other files of its folder, and print a summary."""
-    from polyhead.cli.progress import ProgressBars
+    from polyhead.cli.progress_bars import ProgressBars
     from polyhead.progress import Progress
 
     if edited.record is None or output is None:

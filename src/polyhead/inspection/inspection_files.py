@@ -20,12 +20,12 @@ from polyhead.analysis.roles import HeadRoles, RoleScore
 from polyhead.errors import OptionError
 from polyhead.files import as_type, build, read_columns, read_json, read_tensors, refusing, short
 from polyhead.inspection.earlier_formats import upgraded
-from polyhead.inspection.examples import Example
+from polyhead.inspection.example_weights import Example
 from polyhead.inspection.head_maps import HeadMaps
 from polyhead.inspection.heads import Group, Head, Likeness, Pair
+from polyhead.inspection.most_attended import TopKey
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.settings import Settings
-from polyhead.inspection.top_keys import TopKey
 from polyhead.inspection.validation import check_facts, check_run, check_sites, check_table, check_tensors
 from polyhead.inspection.wording import Finding, Reason
 from polyhead.observation import AttentionSite, HeadProfile

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from polyhead.analysis.syntax import UPWARD, SyntaxTable
+from polyhead.analysis.syntax_tables import UPWARD, SyntaxTable
 from polyhead.errors import OptionError
 from polyhead.files import read_json
 from polyhead.observation import AttentionSite

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from polyhead.inspection.reading import Reader
+from polyhead.inspection.text_reader import Reader
 from polyhead.observation import AttentionSite, BatchMetadata, Observations
 from polyhead.ops.attended import Attended
 from polyhead.sources import Batch, Context, batches, special_tokens
