@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -10,15 +11,22 @@ from playwright.sync_api import expect
 
 from polyhead.costs import planning, read_layout
 from polyhead.costs.curves import over_context, over_heads
+from polyhead.costs.planning import Plan
+from polyhead.costs.quantities import seconds, size
 from polyhead.costs.timing.machine import Machine
 from polyhead.report.plan_page import write_plan_page
 from tests.browser.accessibility import serious_violations
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plan() -> Plan:
     machine = Machine.load("cpu-2-cores")
-    plan = planning.plan(read_layout("gemma2-9b"), context=4096, dtype=torch.float32, machine=machine)
+    return planning.plan(read_layout("gemma2-9b"), context=4096, dtype=torch.float32, machine=machine)
+
+
+@pytest.fixture(scope="module")
+def page(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    machine = Machine.load("cpu-2-cores")
     file = tmp_path_factory.mktemp("plan") / "plan.html"
     return write_plan_page(file, plan, over_context(plan, machine), over_heads(plan, machine))
 
@@ -28,7 +36,7 @@ def test_it_is_read_without_trouble(open_page, page, keep_picture, scheme, width
     opened = open_page(page, None, viewport=(width, 800), color_scheme=scheme)
     expect(opened.tab.locator("figure")).to_have_count(3 * 3 + 1)
     assert opened.tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    # Every bar and point is drawn in a colour of the style, and none in the black of a class that is missing.
+    # Every bar and point is drawn in a colour of the style, and none in the black of a variable that is missing.
     fills = opened.tab.evaluate(
         "[...new Set([...document.querySelectorAll('rect, circle')].map((x) => getComputedStyle(x).fill))]"
     )
@@ -38,6 +46,42 @@ def test_it_is_read_without_trouble(open_page, page, keep_picture, scheme, width
     assert opened.tab.evaluate(_OVERLAPS) == []
     assert serious_violations(opened.tab) == []
     keep_picture(opened, f"plan-{scheme}-{width}")
+
+
+def test_values_are_written_as_in_the_tables(open_page, page, plan):
+    tab = open_page(page, None).tab
+    titles = set(tab.locator("svg title").all_text_contents())
+    for phase, tokens in zip(plan.phases, (4096, 4096, 1), strict=True):
+        assert f"4K tokens of context: attention {seconds(phase.timing.stages['attention'] / tokens)}" in titles
+        assert f"4K tokens of context: activations {size(phase.fused.activations)}" in titles
+        assert f"4K tokens of context: materialised weights {size(phase.materialised.total)}" in titles
+    assert f"4K tokens of context: cache {size(plan.cache_bytes)}" in titles  # 2.625 GiB: halves are rounded alike
+    # Bars stand on the axis in the order of the legend, as high as the tick labels say.
+    first = tab.locator("figure").first
+    assert (
+        first.locator("svg")
+        .get_attribute("aria-label")
+        .endswith(": time per token: projection; positions, norms; attention; output; launch overhead")
+    )
+    labels = first.locator("svg text").all_text_contents()
+    assert {"0 s", "600 ms", "128", "8K", "tokens of context", "time per token", "launch overhead"} <= set(labels)
+
+
+def test_a_chart_is_saved_with_its_title_and_the_names_of_its_series(open_page, page):
+    tab = open_page(page, None).tab
+    with tab.expect_download() as waiting:
+        tab.get_by_role("button", name="Save “Training step, forward and backward, relative to").first.click()
+    texts = {x.text for x in ElementTree.parse(waiting.value.path()).iter() if x.tag.endswith("text")}
+    assert {"exponentials", "memory, fused attention", "predicted time", "relative cost", "128x", "1x"} <= texts
+    assert any((text or "").startswith("Training step, forward and backward") for text in texts)
+
+
+def test_tables_and_cards_are_read_without_scripts(open_page, page, plan):
+    tab = open_page(page, None, java_script_enabled=False).tab
+    expect(tab.locator("table")).to_have_count(3)
+    expect(tab.locator(".cards li")).to_have_count(4)
+    expect(tab.locator("tr.total td").last).to_have_text(seconds(plan.phases[-1].timing.seconds))
+    expect(tab.locator("noscript p").first).to_be_visible()
 
 
 _OVERLAPS = """

@@ -3,10 +3,9 @@ import { dot, text as textMark, tickX } from "@observablehq/plot";
 import type { JSX } from "preact";
 import { useMemo } from "preact/hooks";
 import type { Column, ColumnGroup, Head } from "../data";
-import { Chart, drawPlot, type Build } from "../parts/chart";
+import { Chart, drawPlot, widthOf, type Build } from "../parts/chart";
 import { Figure } from "../parts/figure";
 import { useWords, type Words } from "../parts/language";
-import { widthOf } from "./head-roles";
 import { isNumber, useModel, withUnit, type Model } from "./model";
 
 const GROUPS: ColumnGroup[] = ["looks", "writes", "matters", "other"];

@@ -3,7 +3,7 @@ import { axisX, axisY, dot, link, ruleX, ruleY, tickX } from "@observablehq/plot
 import type { JSX } from "preact";
 import { useMemo } from "preact/hooks";
 import type { Head, RoleScore } from "../data";
-import { ChartFigure, type Build } from "../parts/chart";
+import { ChartFigure, widthOf, type Build } from "../parts/chart";
 import { useWords, type StringName } from "../parts/language";
 import { Line } from "../parts/tokens";
 import { isNumber, useModel } from "./model";
@@ -124,9 +124,4 @@ export function HeadRoles({ head }: { head: Head }): JSX.Element | null {
 /** What intervals are drawn from. */
 export function overName(over: string): StringName {
   return over === "contexts" ? "over_contexts" : "over_documents";
-}
-
-/** About how many pixels a label takes at 12 px; a Chinese character is twice as wide as a letter. */
-export function widthOf(label: string): number {
-  return Array.from(label).reduce((sum, letter) => sum + (letter.charCodeAt(0) > 0x2e80 ? 12.5 : 6.6), 0);
 }

@@ -3,13 +3,12 @@ import { dot, link, ruleX, tickX } from "@observablehq/plot";
 import type { JSX } from "preact";
 import { useMemo } from "preact/hooks";
 import type { SyntaxRow } from "../data";
-import { Chart, drawPlot, type Build } from "../parts/chart";
+import { Chart, drawPlot, widthOf, type Build } from "../parts/chart";
 import { Figure } from "../parts/figure";
 import { useWords } from "../parts/language";
 import { changed, go, type Route } from "../parts/router";
 import { SortableTable, type TableColumn } from "../parts/sortable-table";
 import { Line } from "../parts/tokens";
-import { widthOf } from "./head-roles";
 import { isNumber, useModel } from "./model";
 import { PlaceLink } from "./place-link";
 

@@ -21,6 +21,11 @@ export function drawPlot(options: PlotOptions, label: string): SVGSVGElement {
   return svg;
 }
 
+/** About how many pixels a label takes at 12 px; a Chinese character is twice as wide as a letter. */
+export function widthOf(label: string): number {
+  return Array.from(label).reduce((sum, letter) => sum + (letter.charCodeAt(0) > 0x2e80 ? 12.5 : 6.6), 0);
+}
+
 /** How much larger than 16 pixels a letter is; phones and desks are drawn as they are. */
 function zoom(): number {
   return Math.max(1, parseFloat(getComputedStyle(document.documentElement).fontSize) / 17);

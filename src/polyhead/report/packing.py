@@ -1,11 +1,13 @@
-"""Encoding of arrays and texts for a page: compact base64 arrays, and JSON that is safe inside HTML."""
+"""Encoding of arrays and texts for a page: compact base64 arrays, and JSON and text that are safe inside HTML."""
 
 from __future__ import annotations
 
 import base64
+import html
 import json
 import math
 import re
+import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,3 +75,12 @@ def json_in_html(value: Any) -> str:
     """
     text = json.dumps(plain(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def text_in_html(text: str) -> str:
+    """Escape a text for HTML; control, format and surrogate characters become replacement characters.
+
+    >>> text_in_html("<b>")
+    '&lt;b&gt;'
+    """
+    return html.escape("".join("\ufffd" if unicodedata.category(x) in ("Cc", "Cf", "Cs") else x for x in text))

@@ -8,7 +8,6 @@ import html
 import json
 import os
 import re
-import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -21,7 +20,7 @@ from polyhead.files import check_regular, refusing
 from polyhead.inspection import Inspection
 from polyhead.inspection.vocabulary import LANGUAGES, Language, Text
 from polyhead.observation.saving import write_atomically
-from polyhead.report.packing import json_in_html
+from polyhead.report.packing import json_in_html, text_in_html
 from polyhead.report.payload import page_of
 from polyhead.report.syntax_results import Syntax
 
@@ -34,35 +33,36 @@ _NEEDS_SCRIPT = Text("This page needs JavaScript, which is disabled here.", "此
 
 @dataclass(frozen=True, slots=True)
 class Assets:
-    """The built script and style sheet of the page, and hashes of styles that the script adds at run time."""
+    """The built script and style sheet of a page, and hashes of styles that the script adds at run time."""
 
     script: str
     style: str
     style_hashes: tuple[str, ...] = ()
 
     @classmethod
-    def load(cls, folder: Traversable | None = None) -> Assets:
-        """Load the built assets from a folder, by default the package's own."""
+    def load(cls, folder: Traversable | None = None, *, name: str = "page") -> Assets:
+        """Load the built assets of a page, "page" or "plan", from a folder, by default the package's own."""
         place = resources.files("polyhead.report") / "assets" if folder is None else folder
-        files = {name: place / name for name in ("page.js", "page.css", "csp.json")}
-        missing = [name for name in ("page.js", "page.css") if not files[name].is_file()]
+        files = [place / f"{name}.{ending}" for ending in ("js", "css")]
+        missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise OptionError(
                 f"a page needs built assets, got {place} without {' and '.join(missing)}; "
                 "in a checkout, `make frontend` builds them"
             )
-        script, style = (files[name].read_text(encoding="utf-8") for name in ("page.js", "page.css"))
-        listed = json.loads(files["csp.json"].read_text(encoding="utf-8")) if files["csp.json"].is_file() else {}
+        script, style = (file.read_text(encoding="utf-8") for file in files)
+        exceptions = place / "csp.json"
+        listed = json.loads(exceptions.read_text(encoding="utf-8")) if exceptions.is_file() else {}
         assets = cls(script, style, tuple(f"'{x.strip(chr(39))}'" for x in listed.get("styles", ())))
-        assets.check(str(place))
+        assets.check(f"{place / name}")
         return assets
 
     def check(self, place: str) -> None:
         """Check that script and style contain no markup that ends them early, so that their hashes match what runs."""
         if _ENDS_SCRIPT.search(self.script):
-            raise OptionError(f"an inline script must not contain markup that ends it, got {place}/page.js with it")
+            raise OptionError(f"an inline script must not contain markup that ends it, got {place}.js with it")
         if _ENDS_STYLE.search(self.style):
-            raise OptionError(f"an inline style sheet must not contain </style, got {place}/page.css with it")
+            raise OptionError(f"an inline style sheet must not contain </style, got {place}.css with it")
         if "\0" in self.script + self.style:
             raise OptionError(f"assets must not contain NUL, which browsers replace, got {place} with one")
 
@@ -109,9 +109,18 @@ def check_place(file: Path) -> None:
 
 
 def html_of(page: Mapping[str, Any], assets: Assets) -> str:
-    """Return the HTML text of a page."""
+    """Return the HTML text of an inspection's page."""
     language: Language = "zh" if page["lang"] == "zh" else "en"
-    findings = "".join(f"<li>{_shown(finding['text'][language])}</li>" for finding in page["findings"])
+    findings = "".join(f"<li>{text_in_html(finding['text'][language])}</li>" for finding in page["findings"])
+    body = (
+        '<div id="polyhead-page"></div>\n'
+        f"<noscript><p>{html.escape(_NEEDS_SCRIPT[language])}</p><ul>{findings}</ul></noscript>"
+    )
+    return document(page["title"], body, page, assets, language)
+
+
+def document(title: str, body: str, data: Mapping[str, Any], assets: Assets, language: Language = "en") -> str:
+    """Return a whole HTML document: a title, markup, the data of its script as JSON, script and style."""
     return (
         "<!doctype html>\n"
         f'<html lang="{"zh-Hans" if language == "zh" else "en"}">\n'
@@ -121,13 +130,12 @@ def html_of(page: Mapping[str, Any], assets: Assets) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
         '<meta name="referrer" content="no-referrer">\n'
-        f"<title>{_shown(page['title'])}</title>\n"
+        f"<title>{text_in_html(title)}</title>\n"
         f"<style>{assets.style}</style>\n"
         "</head>\n"
         "<body>\n"
-        '<div id="polyhead-page"></div>\n'
-        f"<noscript><p>{html.escape(_NEEDS_SCRIPT[language])}</p><ul>{findings}</ul></noscript>\n"
-        f'<script type="application/json" id="polyhead-data">{json_in_html(page)}</script>\n'
+        f"{body}\n"
+        f'<script type="application/json" id="polyhead-data">{json_in_html(data)}</script>\n'
         f"<script>{assets.script}</script>\n"
         "</body>\n"
         "</html>\n"
@@ -141,11 +149,6 @@ def policy_of(assets: Assets) -> str:
         f"default-src 'none'; script-src {_hash(assets.script)}; style-src {styles}; img-src data: blob:; "
         "base-uri 'none'; form-action 'none'"
     )
-
-
-def _shown(text: str) -> str:
-    """Escape a text for HTML; control, format and surrogate characters become replacement characters."""
-    return html.escape("".join("\ufffd" if unicodedata.category(x) in ("Cc", "Cf", "Cs") else x for x in text))
 
 
 def _hash(text: str) -> str:
