@@ -82,7 +82,7 @@ def run(request: AttentionRequest) -> AttentionOutput:
     output, logsumexp, *rows = results
     if request.statistics is None:
         return AttentionOutput(output, logsumexp, backend="fused")
-    statistics = dict(zip(call.names, rows, strict=False))
+    statistics = dict(zip(call.names, rows, strict=True))
     if needs_grad and "visible_keys" in statistics:
         statistics["visible_keys"] = statistics["visible_keys"].detach()
     return AttentionOutput(output, logsumexp, None, RowStatistics(**statistics), "fused")
