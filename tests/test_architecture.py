@@ -95,6 +95,10 @@ def test_no_module_imports_the_root_package():
     assert root_imports() == []
 
 
+def test_no_module_imports_a_private_name_of_another():
+    assert private_imports() == []
+
+
 def test_such_imports_are_found(tmp_path):
     (tmp_path / "polyhead" / "ops").mkdir(parents=True)
     (tmp_path / "polyhead" / "__init__.py").write_text("")

@@ -39,7 +39,7 @@ def test_attention_and_its_gradient():
     pairs = BATCH * HEADS * QUERIES * KEYS
     forward = counted(torch.ops.polyhead.attention_forward, query, key, value, *options)
     assert forward == 2 * pairs * (DIM + VALUE)
-    given = (output, query, key, value, output, rows, *options, None, [], [], [False] * 4)
+    given = (query, key, value, *options, output, output, rows, None, [], [], [False] * 4)
     assert counted(torch.ops.polyhead.attention_backward, *given) == 2 * pairs * (3 * DIM + 2 * VALUE)
 
 
@@ -112,8 +112,8 @@ def test_chosen_rows_count_up_to_the_last_offset():
     offsets = torch.tensor([0, 5, 5, 13])
     for name, per_pair in (("forward", DIM + VALUE), ("backward", 3 * DIM + 2 * VALUE)):
         formula = flop_registry[getattr(torch.ops.polyhead, f"ragged_attention_{name}")]
-        assert formula(query, key, value, positions, offsets) == 2 * 13 * KEYS * per_pair
-        assert formula(query, key, value, positions, offsets.to("meta")) == 2 * 17 * KEYS * per_pair
+        assert formula(positions, offsets, KEYS, False, query, key, value) == 2 * 13 * KEYS * per_pair
+        assert formula(positions, offsets.to("meta"), KEYS, False, query, key, value) == 2 * 17 * KEYS * per_pair
 
 
 def test_products_of_chosen_rows_count_the_rows_that_meet_a_matrix():

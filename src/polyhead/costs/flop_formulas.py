@@ -42,7 +42,7 @@ def _attention_forward(query: Shape, key: Shape, value: Shape, *args: Any, **kwa
 
 
 @register_flop_formula(_OPERATORS.attention_backward)
-def _attention_backward(grad_output: Shape, query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any) -> int:
+def _attention_backward(query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any) -> int:
     return _core(query, key, value, direction="backward")
 
 
@@ -107,15 +107,17 @@ def _rows_and_keys(key: Tensor, positions: Tensor, offsets: Tensor) -> int:
 
 @register_flop_formula(_OPERATORS.ragged_attention_forward, get_raw=True)
 def _ragged_forward(
-    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, offsets: Tensor, *args: Any, **kwargs: Any
-) -> int:
+    positions: Tensor, offsets: Tensor, num_queries: int, by_head: bool, query: Tensor, key: Tensor, value: Tensor,
+    *args: Any, **kwargs: Any,
+) -> int:  # fmt: skip
     return 2 * _rows_and_keys(key, positions, offsets) * (key.shape[3] + value.shape[3])
 
 
 @register_flop_formula(_OPERATORS.ragged_attention_backward, get_raw=True)
 def _ragged_backward(
-    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, offsets: Tensor, *args: Any, **kwargs: Any
-) -> int:
+    positions: Tensor, offsets: Tensor, num_queries: int, by_head: bool, query: Tensor, key: Tensor, value: Tensor,
+    *args: Any, **kwargs: Any,
+) -> int:  # fmt: skip
     return 2 * _rows_and_keys(key, positions, offsets) * (3 * key.shape[3] + 2 * value.shape[3])
 
 

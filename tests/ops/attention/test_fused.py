@@ -14,9 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.call_frames import frames_to_launch
 from polyhead import AttentionOutput, Mask, Statistics, attention, explain
 from polyhead.errors import BackendUnsupported
-from polyhead.ops.attention import fused
+from polyhead.ops.common.kernel_call import KernelCall
+from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.statistics import NAMES
 from tests.error_budget import DRAWS, ORDERS, Compared, assert_draws_within_error_budget
 from tests.ops.attention.kernels.test_forward import flags, scene
@@ -297,9 +299,8 @@ def check_programs(device: str) -> None:
     assert "polyhead.attention_forward.default" in [str(node.target) for node in program.graph.nodes]
     assert torch.equal(program.module()(*inputs).output, Layer()(*inputs).output)
 
-    tensors, numbers = fused._flat(fused.MaskArguments(right=0))
-    options = (0.25, None, None, None, None, None, tensors, numbers, 0.0, None, "max_logit,entropy", 1, 0)
-    torch.library.opcheck(torch.ops.polyhead.attention_forward.default, (query, key, value, *options))
+    kernel_call = KernelCall(query, key, value, MaskArguments(right=0), scale=0.25, names=("max_logit", "entropy"))
+    torch.library.opcheck(torch.ops.polyhead.attention_forward.default, kernel_call.flat())
 
 
 def check_layouts(device: str) -> None:
@@ -316,6 +317,24 @@ def check_layouts(device: str) -> None:
     assert outputs[0].equal(outputs[2])
     narrow = attention(heads_first, heads_first, heads_first[..., :8], backend="fused").output
     assert narrow.transpose(1, 2).is_contiguous()
+
+
+def check_frames() -> None:
+    """Check how many of polyhead's frames are between `attention` and the launch of the kernel."""
+    for records_grad, most in ((False, 7), (True, 8)):
+        x = torch.randn(1, 2, 16, 16, requires_grad=records_grad)
+
+        def call(x: Tensor = x) -> AttentionOutput:
+            return attention(x, x, x, mask=Mask.causal(), statistics=True, backend="fused")
+
+        stack, entered = frames_to_launch(call)
+        assert stack[0].endswith(".attention")
+        assert len(stack) <= most, stack
+        assert set(stack) <= set(entered)
+
+
+def test_in_the_interpreter_few_frames_lead_to_the_launch() -> None:
+    in_the_interpreter(check_frames)
 
 
 @pytest.mark.numerics

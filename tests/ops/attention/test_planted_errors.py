@@ -54,7 +54,7 @@ PLANTED = {
     "sinks left out of the sum": Planted(
         tiled_softmax,
         "_attend_rows",
-        "row_sum = torch.exp(column - torch.where(running_max == -torch.inf, 0.0, running_max))",
+        "row_sum = torch.exp(column - row_max)",
         "row_sum = torch.zeros_like(running_max)",
     ),
     "logits rounded to float16": Planted(

@@ -18,6 +18,7 @@ from torch.backends.cuda import flash_sdp_enabled
 
 from polyhead.ops.attention.scaled_dot_product import kernel_name, records_gradients, scaled_dot_product
 from polyhead.ops.attention.tiled_softmax import attend
+from polyhead.ops.common.kernel_call import with_dense_rows
 from polyhead.ops.common.nonfinite import over_heads, without_broken
 from polyhead.ops.common.request import AttentionOutput, AttentionRequest
 from polyhead.ops.common.tiles import prepare
@@ -113,15 +114,6 @@ def kernel(request: AttentionRequest) -> str:
 
 
 def run(request: AttentionRequest) -> AttentionOutput:
-    output = _output(request)
-    if request.statistics is None:
-        return AttentionOutput(output, backend="sdpa")
-    prepared = prepare(request, dropout=False)
-    _, logsumexp, statistics = attend(prepared.tiling, prepared.query, prepared.key, None, None)
-    return AttentionOutput(output, logsumexp, None, statistics, backend="sdpa")
-
-
-def _output(request: AttentionRequest) -> Tensor:
     call = _prepare(request)
     output = scaled_dot_product(
         call.query,
@@ -140,7 +132,11 @@ def _output(request: AttentionRequest) -> Tensor:
         output = torch.where(call.filled_rows, output, 0.0)
     if call.poison is not None:
         output = output + call.poison[..., None].to(output.dtype)
-    return output
+    if request.statistics is None:
+        return AttentionOutput(output, backend="sdpa")
+    prepared = prepare(request, dropout=False)
+    _, logsumexp, statistics = attend(prepared.tiling, prepared.query, prepared.key, None, None)
+    return AttentionOutput(output, logsumexp, None, statistics, backend="sdpa")
 
 
 def straight(
@@ -217,8 +213,10 @@ def _adapt_to_kernels(call: _Call) -> None:
     """Meet the fused kernels' requirements, so that PyTorch does not fall back to its math path."""
     if call.query.is_cpu and call.query.shape[-1] != call.value.shape[-1]:
         _pad_to_one_width(call)
-    call.query, call.key, call.value = (_with_dense_rows(x) for x in (call.query, call.key, call.value))
-    call.mask = None if call.mask is None else _with_dense_rows(call.mask)
+    if not call.query.stride(-1) == call.key.stride(-1) == call.value.stride(-1) == 1:
+        # Otherwise PyTorch silently runs its math path.
+        call.query, call.key, call.value = (with_dense_rows(x) for x in (call.query, call.key, call.value))
+    call.mask = None if call.mask is None else with_dense_rows(call.mask)
     if call.grouped and not call.query.is_cpu and _leaves_grouped_heads(call):
         heads = call.query.shape[1]
         repeated = replace(call, key=over_heads(call.key, heads), value=over_heads(call.value, heads), grouped=False)
@@ -232,11 +230,6 @@ def _leaves_grouped_heads(call: _Call) -> bool:
         # The choice cannot be traced. Without cuDNN, flash supports no mask and the efficient kernel no groups.
         return call.mask is not None and records_gradients(call.query, call.key, call.value, call.mask)
     return call.kernel() == "math"
-
-
-def _with_dense_rows(x: Tensor) -> Tensor:
-    """Make the last axis contiguous: otherwise PyTorch silently runs its math path."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _pad_to_one_width(call: _Call) -> None:

@@ -44,6 +44,10 @@ def attend(
 
     Without values there is no output: this is the second pass of a backend whose kernel returns the output alone.
     """
+    if not torch.is_grad_enabled():
+        outputs = _forward(tiling, query, key, value, sinks, blocks=False)
+        statistics = None if tiling.statistics is None else RowStatistics(**outputs.statistics)
+        return outputs.output, outputs.logsumexp, statistics
     value = None if value is None else value.view_as(value) if value is key else value  # Dynamo rejects aliased inputs
     results = _Attention.apply(tiling, query, key, value, sinks, *tiling.bias_tensors)
     output = None if value is None else results[0]
@@ -208,13 +212,13 @@ def _attend_rows(
     sink: Tensor | None = None
     if sinks is None:
         running_max = query.new_full((*query_rows.shape[:2], 1), -torch.inf)
-        row_sum = torch.zeros_like(running_max)
+        row_max = row_sum = torch.zeros_like(running_max)
     else:
         sink = sinks.view(1, -1, 1).expand(shape)
         column = sink.reshape(*query_rows.shape[:2], 1)
         running_max = column.detach()
-        row_sum = torch.exp(column - torch.where(running_max == -torch.inf, 0.0, running_max))
-    row_max = torch.where(running_max == -torch.inf, 0.0, running_max)
+        row_max = torch.where(running_max == -torch.inf, 0.0, running_max)
+        row_sum = torch.exp(column - row_max)
     row_stats = None
     if tiling.statistics is not None:
         row_stats = RowSums(tiling, rows, sink, query, blocks=blocks)

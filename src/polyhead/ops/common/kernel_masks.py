@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,9 @@ def pack(visibility: Visibility, *, poison: Tensor | None = None, for_columns: b
 
     The mask must have no `mask_reasons`; `for_columns` adds what a loop over the queries of a key block needs.
     """
+    if visibility.is_band:
+        left, right, sinks = visibility.left, visibility.right, visibility.sinks or None
+        return MaskArguments(left, right, sinks, visibility.offset, poison=poison)
     queries, keys = visibility.num_queries, visibility.num_keys
     query_document, key_document = _documents(visibility)
     per_token = {
@@ -41,9 +46,13 @@ def pack(visibility: Visibility, *, poison: Tensor | None = None, for_columns: b
         per_token["first_key"], per_token["last_key"] = _interval(query_document, key_document)
         if for_columns:
             per_token["first_query"], per_token["last_query"] = _interval(key_document, query_document)
-    present = {name: x for name, x in per_token.items() if x is not None}
-    batch = max([1, *(x.shape[0] for x in present.values())])  # Dynamo does not support `max(..., default=)`
-    present = {name: x.to(torch.int32).expand(batch, -1).contiguous() for name, x in present.items()}
+    tensors = {name: x for name, x in per_token.items() if x is not None}
+    batch = 1
+    for x in tensors.values():
+        batch = max(batch, x.shape[0])
+    present: dict[str, Any] = {name: x.to(torch.int32).expand(batch, -1).contiguous() for name, x in tensors.items()}
+    bias = visibility.biases[0] if len(visibility.biases) else None
+    relative = visibility.relative_biases[0] if len(visibility.relative_biases) else None
     arguments = MaskArguments(
         left=visibility.left,
         right=visibility.right,
@@ -51,34 +60,12 @@ def pack(visibility: Visibility, *, poison: Tensor | None = None, for_columns: b
         offset=visibility.offset,
         stride_query=queries if batch > 1 else 0,
         stride_key=keys if batch > 1 else 0,
+        allowed=visibility.allowed,
+        table_zero=0 if relative is None else relative.zero,
         poison=poison,
-        **present,  # type: ignore[arg-type]
+        **present,
     )
-    if visibility.allowed is not None:
-        batch_step, head_step, query_step, key_step = shared_strides(visibility.allowed)
-        arguments = arguments._replace(
-            allowed=visibility.allowed,
-            allowed_batch=batch_step,
-            allowed_head=head_step,
-            allowed_query=query_step,
-            allowed_key=key_step,
-        )
-    if len(visibility.biases):
-        bias = visibility.biases[0].detach()
-        batch_step, head_step, query_step, key_step = shared_strides(bias)
-        arguments = arguments._replace(
-            bias=bias, bias_batch=batch_step, bias_head=head_step, bias_query=query_step, bias_key=key_step
-        )
-    if len(visibility.relative_biases):
-        term = visibility.relative_biases[0]
-        table = term.table.detach().contiguous()
-        arguments = arguments._replace(
-            table=table,
-            table_head=table.shape[1] if table.shape[0] > 1 else 0,
-            table_zero=term.zero,
-            table_width=table.shape[1],
-        )
-    return arguments
+    return arguments.with_dense(bias=bias, table=None if relative is None else relative.table)
 
 
 def _documents(visibility: Visibility) -> tuple[Tensor | None, Tensor | None]:
@@ -123,8 +110,3 @@ def _interval(ids: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     last = order.gather(-1, (stop - 1).clamp_min(0))
     occurs = stop > start
     return torch.where(occurs, first, count), torch.where(occurs, last, -1)
-
-
-def shared_strides(tensor: Tensor) -> list[int]:
-    """Return the strides, with 0 for broadcast axes, which have one element."""
-    return [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ def without_broken(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor |
     does, and a query that does not must be unaffected. It is None if all elements are known to be finite: on the CPU
     this is read off a sum, which is finite only if every element is; on a device that would synchronise.
     """
-    if _can_read(key) and bool((key.detach().sum() + value.detach().sum()).isfinite()):
+    if _can_read(key) and math.isfinite((key.sum() + value.sum()).item()):
         return key, value, None
     if key.is_cuda and _is_eager() and HAS_TRITON and key.stride(-1) == value.stride(-1) == 1:
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
@@ -48,7 +49,7 @@ class _CleanKeys(torch.autograd.Function):
 
 def without_broken_queries(query: Tensor) -> tuple[Tensor, Tensor | None]:
     """Replace NaN and Inf in queries, so that rows without visible keys do not affect key gradients."""
-    if _can_read(query) and bool(query.detach().sum().isfinite()):
+    if _can_read(query) and math.isfinite(query.sum().item()):
         return query, None
     return _finite(query), torch.linalg.vector_norm(query.detach(), torch.inf, -1) * 0
 

@@ -17,30 +17,16 @@ max_logit and 0 for the rest; with a learned sink, its learned_sink_mass is 1. W
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError
 
-NAMES = (
-    "max_logit",
-    "max_abs_logit",
-    "entropy",
-    "confidence",
-    "mean_distance",
-    "mean_offset",
-    "mean_squared_distance",
-    "sink_mass",
-    "self_mass",
-    "previous_mass",
-    "next_mass",
-    "window_mass",
-    "visible_keys",
-    "learned_sink_mass",
-)
 WINDOW = 8  # the default of `window_mass`, here and in `observe`
 # These compare positions, and are undefined in cross-attention.
 POSITIONAL = (
@@ -54,13 +40,16 @@ POSITIONAL = (
 )
 # Sums of the weights times a factor of each key: one rule differentiates all of them.
 LINEAR = (*POSITIONAL, "sink_mass")
+# Of one key per row, the argmax, which also receives the gradient.
+MAXIMA = ("max_logit", "max_abs_logit", "confidence")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowStatistics:
     """Statistics of every row, each [batch, heads, queries] and float32 (float64 for float64 input).
 
-    Statistics that were not requested are None. All but `visible_keys` are differentiable.
+    Statistics that were not requested are None. All but `visible_keys` are differentiable. These fields are the one
+    list of all statistics: `NAMES` and the tuples of pointers that kernels take are derived from it.
     """
 
     max_logit: Tensor | None = None
@@ -91,7 +80,13 @@ class RowStatistics:
         return f"RowStatistics({', '.join(present)}; each {shape})"
 
 
+NAMES = tuple(field.name for field in fields(RowStatistics))
 torch.export.register_dataclass(RowStatistics, serialized_type_name="polyhead.RowStatistics")
+
+
+def row_tuple(name: str, names: tuple[str, ...], module: str) -> Any:
+    """Return a class of named tuples with one optional value per name: a kernel's argument for each statistic."""
+    return namedtuple(name, names, defaults=(None,) * len(names), module=module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +130,9 @@ class Statistics:
         if len(self.names):
             if "learned_sink_mass" in self.names and not learned_sinks:
                 raise OptionError("learned_sink_mass is the weight of learned sinks, got an attention without sinks")
-            return tuple(name for name in NAMES if name in self.names)
+            return tuple([name for name in NAMES if name in self.names])
         absent = (POSITIONAL if self.cross else ()) + (() if learned_sinks else ("learned_sink_mass",))
-        return tuple(name for name in NAMES if name not in absent)
+        return tuple([name for name in NAMES if name not in absent])
 
     def __repr__(self) -> str:
         options = [repr(name) for name in self.names]
@@ -147,6 +142,9 @@ class Statistics:
         return f"Statistics({', '.join(options)})"
 
 
+_ALL = Statistics()
+
+
 def as_statistics(requested: object) -> Statistics | None:
     """Convert the `statistics` argument of `attention`; None if no statistics are requested."""
     if requested is None or requested is False:
@@ -154,7 +152,7 @@ def as_statistics(requested: object) -> Statistics | None:
     if isinstance(requested, Statistics):
         return requested
     if requested is True:
-        return Statistics()
+        return _ALL
     if isinstance(requested, str):
         return Statistics(requested)
     if isinstance(requested, tuple | list | set | frozenset):

@@ -36,7 +36,7 @@ class RowSums:
         assert request is not None
         self.request, self.tiling, self.rows = request, tiling, rows
         self.names, self.sink, self.blocks = request.names, sink, blocks
-        shape = (tiling.batch, tiling.heads, rows[1] - rows[0])
+        self.shape = shape = (tiling.batch, tiling.heads, rows[1] - rows[0])
 
         def start(number: float, dtype: torch.dtype | None = None) -> Tensor:
             return like.new_full(shape, number, dtype=dtype)
@@ -54,7 +54,9 @@ class RowSums:
                 sink_shifted = torch.where(sink.detach() == -torch.inf, 0.0, sink - sink.detach())
                 self.entropy_sum = torch.exp(sink_shifted) * sink_shifted
         self.visible_keys = start(0.0) if "visible_keys" in self.names else None
-        self.linear = {name: start(0.0) for name in self.names if name in LINEAR}
+        linear = [name for name in self.names if name in LINEAR]
+        self.linear_sums = like.new_zeros((len(linear), *shape))
+        self.linear = dict(zip(linear, self.linear_sums.unbind(0), strict=True))  # views of it, unless autograd records
 
     def look(self, tile: Tensor, columns: Span, largest: Tensor, *, masked: bool) -> None:
         """Update the statistics of the logits themselves; `largest` is the tile's max logit in each row."""
@@ -78,7 +80,7 @@ class RowSums:
             if self.max_abs_block is not None:
                 self.max_abs_block = torch.where(is_larger, columns[0], self.max_abs_block)
         if self.visible_keys is not None:
-            count = (tile != -torch.inf).sum(-1).to(tile.dtype) if masked else columns[1] - columns[0]
+            count = (tile != -torch.inf).sum(-1, dtype=tile.dtype) if masked else columns[1] - columns[0]
             self.visible_keys = self.visible_keys + count
 
     def add(
@@ -98,20 +100,21 @@ class RowSums:
         `shifted` are the logits minus the row max, which the entropy needs; they are overwritten. `decay`
         rescales the sums so far, `max_change` is the old row max minus the new one, `previous_sum` the row sum so far.
         """
-        tile, sums = self.tiling.by_head(exponentials), self.tiling.by_head(sums).squeeze(-1)
-        decay, max_change, previous_sum = (
-            self.tiling.by_head(x).squeeze(-1) for x in (decay, max_change, previous_sum)
-        )
+        tile = self.tiling.by_head(exponentials)
+        sums, decay, max_change, previous_sum = (x.view(self.shape) for x in (sums, decay, max_change, previous_sum))
         if self.entropy_sum is not None and shifted is not None:
             self.entropy_sum = (
                 decay * self.entropy_sum
                 + (decay * max_change) * previous_sum
                 + self._entropy_sum(exponentials, shifted, masked)
             )
-        for name in self.linear:
-            self.linear[name] = self.linear[name] * decay
+        records_grad = torch.is_grad_enabled()
+        if records_grad:
+            self.linear = {name: x * decay for name, x in self.linear.items()}
+        else:
+            self.linear_sums.mul_(decay)
         for name, part in linear_sums(self.tiling, self.request, tuple(self.linear), tile, sums, self.rows, columns):
-            self.linear[name] = self.linear[name] + part
+            self.linear[name] = self.linear[name] + part if records_grad else self.linear[name].add_(part)
 
     def _entropy_sum(self, exponentials: Tensor, shifted: Tensor, masked: bool) -> Tensor:
         if torch.is_grad_enabled():
@@ -126,7 +129,8 @@ class RowSums:
         statistics = {name: x / row_sum for name, x in self.linear.items()}
         if self.max_logit is not None:
             statistics["max_logit"] = self.max_logit
-            statistics["confidence"] = torch.exp(self.max_logit - row_max) / row_sum
+            if "confidence" in self.names:
+                statistics["confidence"] = torch.exp(self.max_logit - row_max) / row_sum
         if self.max_abs_logit is not None:
             statistics["max_abs_logit"] = self.max_abs_logit
         if self.entropy_sum is not None:
@@ -167,23 +171,25 @@ def linear_sums(
     if places.query_positions is None and not is_exporting():
         low, high = _distances(request, rows, columns)
         min_abs_distance = max(low, -high)
-        first_distance = torch.arange(0, -height, -1, device=tile.device, dtype=tile.dtype) + (
-            columns[0] - rows[0] - places.offset
-        )
-        step = torch.arange(width, device=tile.device, dtype=tile.dtype)
-        first: Tensor | None = None
+        moments: tuple[Tensor, Tensor, Tensor] | None = None
         for name in names:
             if name in _AT_DISTANCE:
                 start = rows[0] + places.offset + _AT_DISTANCE[name] - columns[0]
                 if -height < start < width:
                     diagonal = tile.diagonal(start, -2, -1)
-                    num_rows_above = max(0, -start)
-                    yield name, F.pad(diagonal, (num_rows_above, height - num_rows_above - diagonal.shape[-1]))
+                    above = max(0, -start)
+                    below = height - above - diagonal.shape[-1]
+                    yield name, F.pad(diagonal, (above, below)) if above or below else diagonal
             elif name == "window_mass" and max(-low, high) <= request.window:
                 yield name, sums
             elif name in ("mean_distance", "mean_offset", "mean_squared_distance") and min_abs_distance >= width:
-                if first is None:
-                    first = _moment(tile, step)
+                if moments is None:
+                    first_distance = torch.arange(0, -height, -1, device=tile.device, dtype=tile.dtype) + (
+                        columns[0] - rows[0] - places.offset
+                    )
+                    step = torch.arange(width, device=tile.device, dtype=tile.dtype)
+                    moments = first_distance, step, _moment(tile, step)
+                first_distance, step, first = moments
                 if name == "mean_squared_distance":
                     yield name, first_distance * (first_distance * sums + 2 * first) + _moment(tile, step * step)
                 else:

@@ -22,6 +22,7 @@ from polyhead.ops.common.visibility import Span, Visibility
 # Logits of one tile over all heads: together with their exponentials they fit into a CPU's cache.
 TILE_ELEMENTS = 1 << 21
 TILE_COLUMNS = 512
+_REUSED_ELEMENTS = 1 << 14  # logits of a call from which buffers are reused: smaller ones take no fresh pages
 _FULL_ROWS = 512  # rows from which a tile's matrix product runs at full speed
 _MIN_TRANSPOSE_ROWS = 64  # with fewer rows, transposing the keys costs more than the product gains
 _LOG2_E = 1.4426950408889634
@@ -43,11 +44,14 @@ class Workspace:
         self._buffers: dict[str, Tensor] = {}
 
     def tile(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
-        size = math.prod(shape)
         memory = self._buffers.get(name)
+        if memory is not None and memory.shape == shape:
+            return memory
+        size = math.prod(shape)
         if memory is None or memory.numel() < size:
-            memory = self._buffers[name] = like.new_empty(size)
-        return memory[:size].view(shape)
+            memory = self._buffers[name] = like.new_empty(shape)
+            return memory
+        return memory.view(-1)[:size].view(shape)
 
 
 def tile_sizes(pairs: int, group: int, queries: int, keys: int, *, in_parts: bool = True) -> tuple[int, int, int]:
@@ -93,8 +97,12 @@ class Tiling:
 
         There is none while autograd records, which keeps every tile, or under a compiler, which plans memory itself.
         """
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self
+        if self.batch * self.heads * self.queries * self.keys < _REUSED_ELEMENTS:
+            return self
         copy = self._copy()
-        copy.workspace = None if torch.is_grad_enabled() or torch.compiler.is_compiling() else Workspace()
+        copy.workspace = Workspace()
         return copy
 
     def _copy(self) -> Tiling:
@@ -289,7 +297,9 @@ class Prepared:
 def prepare(request: AttentionRequest, *, dropout: bool = True) -> Prepared:
     dtype = request.accumulation_dtype
     scale = request.scale
-    query, key, value = (x.to(dtype) for x in (request.query, request.key, request.value))
+    query, key, value = request.query, request.key, request.value
+    if query.dtype is not dtype:
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     query_poison, poison = None, None
     if request.visibility is not None and not request.finite:
         query, query_poison = without_broken_queries(query)

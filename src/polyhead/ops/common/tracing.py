@@ -45,7 +45,7 @@ def is_traced(tensor: Tensor) -> bool:
     """Return True under a compiler or a dispatch mode, and for tensor subclasses and meta tensors."""
     if torch.compiler.is_compiling() or type(tensor) is not Tensor or tensor.is_meta:
         return True
-    return is_watched()
+    return _get_current_dispatch_mode() is not None
 
 
 def is_watched() -> bool:

@@ -46,7 +46,7 @@ class Visibility:
 
     @property
     def has_bias(self) -> bool:
-        return len(self.bias_tensors) > 0
+        return len(self.biases) > 0 or len(self.relative_biases) > 0
 
     def with_bias_tensors(self, tensors: Sequence[Tensor]) -> Visibility:
         """Return a copy with `tensors` in place of `bias_tensors`."""
@@ -58,8 +58,8 @@ class Visibility:
     def is_band(self) -> bool:
         """True if the mask is only a causal or sliding-window band, the same for all sequences and heads."""
         # Lengths are compared with 0, here and elsewhere, because Dynamo cannot evaluate a tuple of tensors as a bool.
-        tensors = (self.query_positions, self.query_real, self.key_real, self.allowed)
-        return all(x is None for x in tensors) and len(self.documents) == 0 and not self.has_bias
+        has_tokens = self.query_positions is not None or self.query_real is not None or self.key_real is not None
+        return not has_tokens and self.allowed is None and len(self.documents) == 0 and not self.has_bias
 
     @property
     def is_window(self) -> bool:
@@ -188,9 +188,14 @@ def resolve(
 
     `ordinals` requests `key_ordinals` even if the mask itself does not need them.
     """
-    ordinals = ordinals or mask.sinks > 0
-    if mask.is_everything or _shows_everything(mask, queries, keys):
-        return None
+    left, right, sinks, offset = mask.left, mask.right, mask.sinks, keys - queries
+    if mask.is_band:
+        is_unbounded = left is None and right is None
+        # A single query, at the last position, sees every key that no left edge hides.
+        if is_unbounded or (queries == 1 and keys > 0 and (left is None or left >= keys - 1)):
+            return None
+        return Visibility(queries, keys, device, left, right, sinks, offset)
+    ordinals = ordinals or sinks > 0
     for tensor in (*mask.allowed, *mask.biases):
         _check_dense(tensor, batch, heads, queries, keys)
     for tensor in (*mask.allowed, *mask.biases, *(term.table for term in mask.relative_biases)):
@@ -252,10 +257,10 @@ def resolve(
         num_queries=queries,
         num_keys=keys,
         device=device,
-        left=mask.left,
-        right=mask.right,
-        sinks=mask.sinks,
-        offset=keys - queries,
+        left=left,
+        right=right,
+        sinks=sinks,
+        offset=offset,
         query_positions=query_positions,
         key_positions=key_positions,
         pads_right_only=len(mask.packed) == 0
@@ -269,11 +274,6 @@ def resolve(
         biases=mask.biases,
         relative_biases=mask.relative_biases,
     )
-
-
-def _shows_everything(mask: Mask, queries: int, keys: int) -> bool:
-    """Return True if a band masks nothing: a single query, at the last position, sees every key."""
-    return queries == 1 and keys > 0 and mask.is_band and (mask.left is None or mask.left >= keys - 1)
 
 
 def _logical_and(a: Tensor | None, b: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from polyhead.ops.decode.kernels.latent_tiles import LatentBlocks, Latents, Soft
 
 if TYPE_CHECKING:
     from polyhead.ops.common.kernels.mask_arguments import MaskArguments
-    from polyhead.ops.decode.kernels.parts import StatisticSlots
 
 MOST_QUERIES = 16
 _MAX_SPLITS = 128
@@ -67,6 +66,24 @@ class CacheArguments(NamedTuple):
         if self.block_table is None:
             return self.key.shape[1], self.key.shape[2], 0
         return self.key.shape[2], self.block_table.shape[1] * self.key.shape[1], self.key.shape[1]
+
+
+class DecodeOptions(NamedTuple):
+    """Options of one call of `decode`, whose docstring explains them."""
+
+    head_scale: Tensor | None
+    sinks: Tensor | None
+    table: Tensor | None
+    scale: float
+    softcap: float | None
+    left: int | None
+    right: int | None
+    kept: int
+    table_zero: int
+    statistics: Sequence[int]  # indices in `NAMES`
+    sink_keys: int
+    window: int
+    splits: int | None
 
 
 def decode_runs_on(query: Tensor) -> bool:
@@ -173,60 +190,25 @@ def decode(
         raise BackendUnsupported("decode", reasons)
     if query.shape[2] == 1 and cache.key_position is None:
         right = None  # a single query is the last token
-    # Calling a custom operator costs as much host time as launching the kernels, so only traced calls use it.
-    run = _decode if is_traced(query) else _run_decode
-    output, logsumexp, statistics = run(
-        query,
-        *cache,
-        head_scale,
-        sinks,
-        table,
-        scale,
-        softcap,
-        left,
-        right,
-        kept,
-        table_zero,
-        [NAMES.index(name) for name in names],
-        sink_keys,
-        window,
-        splits,
+    statistics = [NAMES.index(name) for name in names]
+    options = DecodeOptions(
+        head_scale, sinks, table, scale, softcap, left, right, kept, table_zero, statistics, sink_keys, window, splits
     )
-    return output, logsumexp, dict(zip(names, statistics.unbind(0), strict=True))
+    # Calling a custom operator costs as much host time as launching the kernels, so only traced calls use it.
+    if is_traced(query):
+        output, logsumexp, row_stats = _decode(query, *cache, *options)
+    else:
+        output, logsumexp, row_stats = _run_decode(query, cache, options)
+    return output, logsumexp, dict(zip(names, row_stats.unbind(0), strict=True))
 
 
-def _run_decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Tensor | None,
-    new_lengths: Tensor | None,
-    key_position: Tensor | None,
-    query_position: Tensor | None,
-    block_table: Tensor | None,
-    key_scale: Tensor | None,
-    value_scale: Tensor | None,
-    shared: bool,
-    head_scale: Tensor | None,
-    sinks: Tensor | None,
-    table: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    left: int | None,
-    right: int | None,
-    kept: int,
-    table_zero: int,
-    statistics: Sequence[int],
-    sink_keys: int,
-    window: int,
-    splits: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _run_decode(query: Tensor, cache: CacheArguments, options: DecodeOptions) -> tuple[Tensor, Tensor, Tensor]:
     from polyhead.ops.decode.kernels.parts import join_kernel
     from polyhead.ops.decode.kernels.split_keys import CachePointers, decode_kernel
 
-    cache = CacheArguments(
-        key, value, lengths, new_lengths, key_position, query_position, block_table, key_scale, value_scale, shared
-    )
+    key, value, lengths, new_lengths, key_position, query_position, block_table, key_scale, value_scale, _ = cache
+    head_scale, sinks, table, scale, softcap, left, right, kept, table_zero, statistics, *_ = options
+    sink_keys, window, splits = options.sink_keys, options.window, options.splits
     batch, heads, queries, dim_key = query.shape
     dim_value = value.shape[3]
     kv_heads, slots, page_size = cache.sizes
@@ -277,8 +259,8 @@ def _run_decode(
         from polyhead.ops.decode.kernels import latent
 
         latents = Latents(key, *_row_head_token(key, False), lengths, new_lengths)
-        options = SoftmaxOptions(scale, softcap, sink_keys, window)
-        blocks = latent.plan_parts(query, latents, dim_value, mask, stat_slots, head_scale, options)
+        softmax = SoftmaxOptions(scale, softcap, sink_keys, window)
+        blocks = latent.plan_parts(query, latents, dim_value, mask, stat_slots, head_scale, softmax)
     else:
         blocks = plan_blocks(group_rows, dim_key, dim_value, key.element_size(), len(statistics), indirect)
     pairs = batch * kv_heads * -(-group_rows // blocks.rows)
@@ -294,7 +276,7 @@ def _run_decode(
     with torch.cuda.device_of(query):
         if isinstance(blocks, LatentBlocks):
             assert sums is not None and parts is not None
-            latent.leave_parts(query, latents, dim_value, sums, parts, mask, stat_slots, head_scale, options, blocks)
+            latent.leave_parts(query, latents, dim_value, sums, parts, mask, stat_slots, head_scale, softmax, blocks)
         else:
             decode_kernel[(pairs, splits)](
                 query,
@@ -353,14 +335,24 @@ def _run_decode(
     return output, logsumexp, row_stats
 
 
-_decode = torch.library.custom_op("polyhead::decode", mutates_args=())(_run_decode)
+_CACHE = len(CacheArguments._fields)
+_SCHEMA = (
+    "(Tensor query, Tensor key, Tensor value, Tensor? lengths, Tensor? new_lengths, Tensor? key_position, "
+    "Tensor? query_position, Tensor? block_table, Tensor? key_scale, Tensor? value_scale, bool shared, "
+    "Tensor? head_scale, Tensor? sinks, Tensor? table, float scale, float? softcap, SymInt? left, SymInt? right, "
+    "SymInt kept, SymInt table_zero, SymInt[] statistics, SymInt sink_keys, SymInt window, SymInt? splits) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.custom_op("polyhead::decode", mutates_args=(), schema=_SCHEMA)
+def _decode(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _run_decode(query, CacheArguments(*arguments[:_CACHE]), DecodeOptions(*arguments[_CACHE:]))
 
 
 @_decode.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
-    statistics = rest[17]
-    assert isinstance(statistics, Sequence)
-    return _outputs(query, value, statistics)
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _outputs(query, value, rest[17])
 
 
 def _outputs(query: Tensor, value: Tensor, statistics: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -380,7 +372,7 @@ def _edges(left: int | None, right: int | None, kept: int) -> MaskArguments:
 
 
 @functools.lru_cache(maxsize=256)
-def _statistic_slots(statistics: tuple[int, ...]) -> StatisticSlots:
+def _statistic_slots(statistics: tuple[int, ...]) -> Any:
     """Return the slot of each requested statistic."""
     from polyhead.ops.decode.kernels.parts import StatisticSlots
 

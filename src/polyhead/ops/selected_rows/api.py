@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from polyhead.errors import BackendUnsupported, DeviceError, DtypeError, OptionError, ShapeError
 from polyhead.masks import Mask
-from polyhead.ops.attention.api import _request
+from polyhead.ops.attention.validation import checked_request
 from polyhead.ops.common.request import AttentionOutput
 from polyhead.ops.common.statistics import Statistics
 from polyhead.ops.selected_rows import blockwise, fused
 from polyhead.ops.selected_rows.request import RaggedRequest
+from polyhead.ops.selected_rows.rows import SelectedRows
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -81,7 +82,8 @@ def ragged_attention(
     >>> ragged_attention(query, key, key, rows, mask=Mask.causal()).output.shape
     torch.Size([5, 16])
     """
-    request = _checked(query, key, value, rows, mask, scale, softcap, sinks, statistics, finite)
+    options: dict[str, Any] = {"mask": mask, "scale": scale, "softcap": softcap, "sinks": sinks, "finite": finite}
+    request = _checked(query, key, value, rows, statistics=statistics, **options)
     device_type = query.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         with torch.autocast(device_type, enabled=False):
@@ -102,18 +104,7 @@ def _run(request: RaggedRequest, backend: str) -> AttentionOutput:
     return run(request, "blockwise" if backend == "auto" else backend)
 
 
-def _checked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rows: RaggedRows,
-    mask: Mask | None,
-    scale: float | Tensor | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    statistics: bool | str | Sequence[str] | Statistics | None,
-    finite: bool,
-) -> RaggedRequest:
+def _checked(query: Tensor, key: Tensor, value: Tensor, rows: RaggedRows, **options: Any) -> RaggedRequest:
     """Return the validated request; all but the rows is checked as in `attention`."""
     if not isinstance(rows, RaggedRows):
         raise OptionError(f"rows must be a RaggedRows(positions, offsets), got {type(rows).__name__}")
@@ -137,10 +128,11 @@ def _checked(
     num_queries = key.shape[2] if rows.num_queries is None else rows.num_queries
     # An expanded query of the full size that takes no memory, for checks and masks that only need sizes.
     full = query.new_empty(1).expand(key.shape[0], heads, num_queries, query.shape[1])
-    full_request = _request(full, key, value, mask, scale, softcap, sinks, 0.0, None, False, True, finite, statistics)
+    full_request = checked_request(full, key, value, logsumexp=True, **options)
     _check_values(positions, offsets, num_queries)
     positions, offsets = (x.to(torch.int32).contiguous() for x in (positions, offsets))
-    return RaggedRequest(query.to(full_request.query.dtype), positions, offsets, rows.by_head, full_request)
+    selected = SelectedRows(positions, offsets, num_queries, rows.by_head)
+    return RaggedRequest(query.to(full_request.query.dtype), selected, full_request)
 
 
 def _heads(rows: RaggedRows, key: Tensor) -> int:

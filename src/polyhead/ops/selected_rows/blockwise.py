@@ -23,13 +23,13 @@ def run(request: RaggedRequest, backend: str) -> AttentionOutput:
     _, heads, kv_heads, *_ = full_request.sizes
     # One unbind, so that the gradients of the pieces are stacked once instead of added one by one.
     keys, values = full_request.key.flatten(0, 1).unbind(0), full_request.value.flatten(0, 1).unbind(0)
-    spans = _row_spans(request.offsets.tolist())
+    spans = _row_spans(request.rows.offsets.tolist())
     pieces = request.query.split([stop - start for _, start, stop in spans] + [request.query.shape[0] - spans[-1][2]])
     results = []
     for (pair, start, stop), query in zip(spans, pieces, strict=False):
         i_batch, i_head = request.pair(pair)
         i_kv_pair = i_batch * kv_heads + i_head // (heads // kv_heads)
-        indices = request.positions[start:stop].long()
+        indices = request.rows.positions[start:stop].long()
         piece = _piece_request(full_request, indices, query, keys[i_kv_pair], values[i_kv_pair], i_batch, i_head)
         results.append(dispatch.run(piece, backend))
     return _concatenate(request, results, backend)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from polyhead.ops.common.request import AttentionRequest
+from polyhead.ops.selected_rows.rows import SelectedRows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -15,9 +16,7 @@ class RaggedRequest:
     """One validated call of `ragged_attention`."""
 
     query: Tensor  # [total, head_dim]
-    positions: Tensor  # int32 [total]
-    offsets: Tensor  # int32 [pairs + 1]
-    by_head: bool  # pair i is head * batch + batch index instead of batch index * heads + head
+    rows: SelectedRows
     # The attention of all rows: keys, values, mask and options; its query has the right shape but no content.
     full_request: AttentionRequest
 
@@ -28,4 +27,4 @@ class RaggedRequest:
     def pair(self, index: int) -> tuple[int, int]:
         """Return the batch index and the head of a pair."""
         batch, heads, *_ = self.full_request.sizes
-        return (index % batch, index // batch) if self.by_head else (index // heads, index % heads)
+        return (index % batch, index // batch) if self.rows.by_head else (index // heads, index % heads)

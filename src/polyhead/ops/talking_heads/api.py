@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polyhead.errors import BackendUnsupported, DeviceError, DtypeError, MaskError, OptionError, ShapeError
 from polyhead.masks import Mask
-from polyhead.ops.attention.api import _request
+from polyhead.ops.attention.validation import checked_request
 from polyhead.ops.common.combined_weights import COMBINED, CombinedWeights, checked_names
 from polyhead.ops.common.request import AttentionOutput
 from polyhead.ops.common.statistics import RowStatistics, Statistics
@@ -69,9 +69,10 @@ def talking_attention(
     >>> result.output.shape, result.backend
     (torch.Size([2, 8, 5, 16]), 'blockwise')
     """
-    request = _talking_request(
-        query, key, value, logits_mix, weights_mix, mask, scale, weights, logsumexp, finite, statistics
-    )
+    options: dict[str, Any] = {
+        "weights": weights, "logsumexp": logsumexp, "finite": finite, "statistics": statistics,
+    }  # fmt: skip
+    request = _talking_request(query, key, value, logits_mix, weights_mix, mask=mask, scale=scale, **options)
     backend_name = _choose(request) if backend == "auto" else _named(backend, request)
     device_type = query.device.type
     if device_type == "meta":
@@ -109,7 +110,7 @@ def mixed_weights(
     (True, True)
     """
     names = checked_names(statistics)
-    request = _talking_request(query, key, key, logits_mix, weights_mix, mask, scale, False, False, finite, None)
+    request = _talking_request(query, key, key, logits_mix, weights_mix, mask=mask, scale=scale, finite=finite)
     backend_name = _choose(request) if backend == "auto" else _named(backend, request)
     stats: CombinedWeights = _BACKENDS[backend_name].mixed_weights(request)  # one pass computes all of them
     return CombinedWeights(**{name: getattr(stats, name) for name in names})
@@ -146,12 +147,11 @@ def _talking_request(
     value: Tensor,
     logits_mix: Tensor,
     weights_mix: Tensor,
+    *,
     mask: Mask | None,
     scale: float | None,
-    weights: bool,
-    logsumexp: bool,
-    finite: bool,
-    statistics: Any,
+    statistics: Any = None,
+    **options: Any,
 ) -> TalkingRequest:
     if isinstance(scale, Tensor):
         raise OptionError(
@@ -159,7 +159,7 @@ def _talking_request(
         )
     if isinstance(mask, Mask):
         _check_mask(mask)
-    inputs = _request(query, key, value, mask, scale, None, None, 0.0, None, weights, logsumexp, finite, statistics)
+    inputs = checked_request(query, key, value, mask=mask, scale=scale, statistics=statistics, **options)
     heads = inputs.query.shape[1]
     for name, matrix in (("logits_mix", logits_mix), ("weights_mix", weights_mix)):
         if not isinstance(matrix, Tensor) or not matrix.is_floating_point():

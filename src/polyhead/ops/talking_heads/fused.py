@@ -11,6 +11,7 @@ from torch import Tensor
 from polyhead.errors import BackendUnsupported
 from polyhead.ops.attention.kernels.outputs import output_like
 from polyhead.ops.common.combined_weights import COMBINED, CombinedWeights
+from polyhead.ops.common.kernel_call import laid_out_like, with_dense_rows
 from polyhead.ops.common.kernel_masks import mask_reasons, pack
 from polyhead.ops.common.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
@@ -142,12 +143,8 @@ def _problem(
         for tensor, number, is_number in zip(mask_tensors, mask_numbers, mask_given, strict=True)
     ]
     poisons = (None if x is None else x.float().contiguous() for x in (query_poison, key_poison))
-    query, key, value = (_with_dense_rows(x) for x in (query, key, value))
+    query, key, value = (with_dense_rows(x) for x in (query, key, value))
     return Problem(query, key, value, logits_mix, weights_mix, scale, MaskArguments(*fields), Poison(*poisons))
-
-
-def _with_dense_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -171,22 +168,11 @@ def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
     *inputs, grad, logsumexp = arguments
     # Gradients of rows without visible keys are zeroed: zero weights times a NaN would be NaN.
-    grad = _with_dense_rows(torch.where((logsumexp == -torch.inf)[..., None], 0.0, grad))
+    grad = with_dense_rows(torch.where((logsumexp == -torch.inf)[..., None], 0.0, grad))
     grads = backward(_problem(*inputs), grad, logsumexp)
     tensors = inputs[:5]
-    results = [_laid_out_like(grad, x) for grad, x in zip(grads, tensors, strict=True)]
+    results = [laid_out_like(grad, x) for grad, x in zip(grads, tensors, strict=True)]
     return results[0], results[1], results[2], results[3], results[4]
-
-
-def _laid_out_like(grad: Tensor, like: Tensor) -> Tensor:
-    """Return the gradient in the dtype and with the strides of `torch.empty_like(like)`.
-
-    The fake operators return it so.
-    """
-    expected = torch.empty_like(like, device="meta")
-    if grad.dtype is expected.dtype and grad.stride() == expected.stride():
-        return grad
-    return torch.empty_like(like).copy_(grad)
 
 
 def _operator(name: str, schema: str, body: Any) -> Any:
@@ -208,7 +194,7 @@ _backward_operator = _operator(
 
 @_forward_operator.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    output = output_like(_with_dense_rows(query), value.shape[3])
+    output = output_like(with_dense_rows(query), value.shape[3])
     return output, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from polyhead import Statistics
 from polyhead.ops.common.dropout import keep_tile
+from polyhead.ops.common.kernel_call import KernelCall
 from polyhead.ops.common.kernel_masks import mask_reasons, pack
 from polyhead.ops.common.statistics import LINEAR
 from polyhead.ops.common.visibility import Visibility, resolve
@@ -281,24 +282,27 @@ def run_kernels(
     names = [name for name in case.graded_statistics if name != "logsumexp"]
     choose = module.choose_blocks if tiles is None else lambda *_: tuple(module.Blocks(*x) for x in tiles)
     with guarded_memory(), mock.patch.object(module, "choose_blocks", choose):
-        found = module.backward(
-            grad_output,
+        call = KernelCall(
             query,
             key,
             value,
-            output,
-            result["logsumexp"].float().to(device),
+            pack(visibility_of(own, device), for_columns=True),
             scale=1.0 if head_scale is not None else scale,
             head_scale=head_scale,
             softcap=own.softcap,
             sinks=None if own.sinks is None else own.sinks.to(device),
-            mask=pack(visibility_of(own, device), for_columns=True),
             dropout=case.rate,
             seed=torch.tensor([SEED], device=device),
-            row_gradients={name: directions[name].float().to(device) for name in case.graded_statistics},
-            row_values={name: result[name].float().to(device) for name in names},
             sink_keys=SINK_KEYS,
             window=WINDOW,
+        )
+        found = module.backward(
+            call,
+            grad_output,
+            output,
+            result["logsumexp"].float().to(device),
+            row_gradients={name: directions[name].float().to(device) for name in case.graded_statistics},
+            row_values={name: result[name].float().to(device) for name in names},
             bias_shape=None if own.bias is None else tuple(own.bias.shape),
             table_shape=None if own.table is None else tuple(own.table.shape),
         )

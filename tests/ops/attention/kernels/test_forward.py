@@ -15,6 +15,7 @@ from torch import Tensor
 
 from polyhead import Statistics
 from polyhead.ops.common.dropout import keep_tile
+from polyhead.ops.common.kernel_call import KernelCall
 from polyhead.ops.common.kernel_masks import pack
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.statistics import NAMES, RowStatistics
@@ -164,21 +165,22 @@ def run(case: Scene, device: str, names: tuple[str, ...] = NAMES, rate: float = 
     scale = case.query.shape[-1] ** -0.5 if case.scale is None else case.scale
     is_per_head = isinstance(scale, Tensor)
     with poisoned_memory():
-        found = forward(
-            *(x.to(device) for x in (case.query, case.key, case.value)),
+        call = KernelCall(
+            case.query.to(device),
+            case.key.to(device),
+            case.value.to(device),
+            options.pop("mask", None) or arguments(case, device),
             scale=1.0 if is_per_head else scale,
             head_scale=scale.to(device) if is_per_head else None,
             softcap=case.softcap,
             sinks=None if case.sinks is None else case.sinks.to(device),
-            mask=options.pop("mask", None) or arguments(case, device),
             dropout=rate,
             seed=torch.tensor([SEED], device=device) if rate else None,
             names=tuple(name for name in names if name != "learned_sink_mass" or case.sinks is not None),
             sink_keys=SINK_KEYS,
             window=WINDOW,
-            argmax=options.pop("argmax", True),
-            **options,
         )
+        found = forward(call, argmax=options.pop("argmax", True), **options)
     output, logsumexp, statistics, indices = found
     by_name = ({name: x.cpu() for name, x in some.items()} for some in (statistics, indices))
     return Found(output.cpu(), logsumexp.cpu(), *by_name)
@@ -514,24 +516,12 @@ def test_on_a_gpu_tensors_beyond_31_bits_are_served() -> None:
     key = torch.zeros(1, 1, keys, dim, device="cuda", dtype=torch.bfloat16)
     key[:, :, -400:] = torch.randn(400, dim, device="cuda", dtype=torch.bfloat16)
     query = torch.randn(1, 2, 40, dim, device="cuda", dtype=torch.bfloat16)
-    options: dict[str, Any] = {
-        "scale": 0.1,
-        "head_scale": None,
-        "softcap": None,
-        "sinks": None,
-        "dropout": 0.0,
-        "seed": None,
-        "names": ("entropy", "mean_distance"),
-        "sink_keys": 1,
-        "window": 1,
-        "argmax": False,
-    }
+    options: dict[str, Any] = {"scale": 0.1, "names": ("entropy", "mean_distance"), "window": 1}
     for descriptors in (False, None):
-        far = forward(
-            query, key, key, mask=MaskArguments(left=200, right=0, offset=keys - 40), descriptors=descriptors, **options
-        )
+        mask = MaskArguments(left=200, right=0, offset=keys - 40)
+        far = forward(KernelCall(query, key, key, mask, **options), descriptors=descriptors)
         tail = key[:, :, -400:]
-        near = forward(query, tail, tail, mask=MaskArguments(left=200, right=0, offset=360), **options)
+        near = forward(KernelCall(query, tail, tail, mask._replace(offset=360), **options))
         assert torch.allclose(far[0], near[0], atol=2e-2)
         assert torch.allclose(far[2]["entropy"], near[2]["entropy"], atol=1e-3)
         assert torch.allclose(far[2]["mean_distance"], near[2]["mean_distance"], atol=1e-3)

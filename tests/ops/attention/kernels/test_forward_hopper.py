@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from polyhead import Mask, attention
+from polyhead.ops.common.kernel_call import KernelCall
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.statistics import RowStatistics
 from tests.error_budget import assert_within_error_budget, plain_formula
@@ -68,9 +71,9 @@ def run(inputs: list[Tensor], left: int | None, right: int | None, row_poison: T
 
     query, key, value = inputs
     mask = MaskArguments(left=left, right=right, offset=key.shape[2] - query.shape[2])
-    assert can_serve(query, key, value, mask, NAMES)
-    scale = query.shape[3] ** -0.5
-    return forward(query, key, value, scale=scale, left=left, right=right, row_poison=row_poison, names=NAMES)
+    call = KernelCall(query, key, value, mask, scale=query.shape[3] ** -0.5)
+    assert can_serve(call, NAMES)
+    return forward(call, row_poison=row_poison, names=NAMES)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -150,11 +153,12 @@ def test_what_it_cannot_address_is_left_to_the_portable_kernel() -> None:
     from polyhead.ops.attention.kernels.forward_hopper import can_serve
 
     query, key, value = tensors(1, (2, 2), 64, 64, (64, 64), torch.bfloat16)
-    mask = MaskArguments(right=0)
-    assert can_serve(query, key, value, mask, NAMES)
+    call = KernelCall(query, key, value, MaskArguments(right=0), scale=0.125)
+    assert can_serve(call, NAMES)
     shifted = torch.randn(1, 2, 64, 72, device="cuda", dtype=torch.bfloat16)[..., 3:67]
-    assert not can_serve(shifted, key, value, mask, NAMES)
-    assert not can_serve(query, key, value, mask, ("sink_mass",))
-    assert not can_serve(query, key, value, mask._replace(table=torch.zeros(1, 3, device="cuda")), NAMES)
-    assert not can_serve(query, key[:, :, :30], value[:, :, :30], mask._replace(offset=-34), NAMES)
-    assert not can_serve(query.float(), key.float(), value.float(), mask, NAMES)
+    assert not can_serve(replace(call, query=shifted), NAMES)
+    assert not can_serve(call, ("sink_mass",))
+    assert not can_serve(replace(call, mask=call.mask._replace(table=torch.zeros(1, 3, device="cuda"))), NAMES)
+    fewer = replace(call, key=key[:, :, :30], value=value[:, :, :30], mask=call.mask._replace(offset=-34))
+    assert not can_serve(fewer, NAMES)
+    assert not can_serve(replace(call, query=query.float(), key=key.float(), value=value.float()), NAMES)

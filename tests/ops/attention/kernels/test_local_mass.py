@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from polyhead import Mask, Statistics, attention
+from polyhead.ops.common.kernel_call import KernelCall
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from tests.ops.interpreter.interpreted import in_the_interpreter, poisoned_memory
 from tests.ops.oracle import Scene, Who, normal
@@ -64,21 +66,29 @@ def sizes() -> dict[str, Scene]:
     }
 
 
-def run(case: Scene, device: str, names: tuple[str, ...], sink_keys: int, window: int, **options: Any) -> Any:
+def run(
+    case: Scene,
+    device: str,
+    names: tuple[str, ...],
+    sink_keys: int,
+    window: int,
+    logsumexp: Tensor | None = None,
+) -> dict[str, Tensor]:
     from polyhead.ops.attention.kernels.local_mass import masses
 
     exact = case.to(torch.float64).formula()
-    arguments = {"logsumexp": exact.logsumexp.float().to(device), "left": case.who.left, "right": case.who.right}
+    queries, keys = case.sizes[2:]
+    call = KernelCall(
+        case.query.to(device),
+        case.key.to(device),
+        case.value.to(device),
+        MaskArguments(left=case.who.left, right=case.who.right, offset=keys - queries),
+        scale=case.query.shape[-1] ** -0.5 if case.scale is None else float(case.scale),
+        sink_keys=sink_keys,
+        window=window,
+    )
     with poisoned_memory():
-        return masses(
-            case.query.to(device),
-            case.key.to(device),
-            scale=case.query.shape[-1] ** -0.5 if case.scale is None else float(case.scale),
-            names=names,
-            sink_keys=sink_keys,
-            window=window,
-            **{**arguments, **options},
-        )
+        return masses(call, exact.logsumexp.float().to(device) if logsumexp is None else logsumexp, names=names)
 
 
 def expected(case: Scene, sink_keys: int, window: int) -> dict[str, Tensor]:
@@ -97,11 +107,9 @@ def tiles(blocks: tuple[int, int, int, int]) -> Any:
     return mock.patch.object(module, "choose_blocks", return_value=module.Blocks(*blocks))
 
 
-def check(
-    name: str, case: Scene, dtype: torch.dtype, device: str, sink_keys: int = 1, window: int = 8, **options: Any
-) -> None:
+def check(name: str, case: Scene, dtype: torch.dtype, device: str, sink_keys: int = 1, window: int = 8) -> None:
     case = case.to(dtype)
-    found = run(case, device, NAMES, sink_keys, window, **options)
+    found = run(case, device, NAMES, sink_keys, window)
     assert tuple(found) == NAMES
     scale = case.query.shape[-1] ** -0.5 if case.scale is None else float(case.scale)
     size = scale * float(case.query.double().norm(dim=-1).max() * case.key.double().norm(dim=-1).max())
@@ -194,15 +202,16 @@ def test_only_few_keys_of_a_band_get_a_separate_pass() -> None:
     from polyhead.ops.attention.kernels.local_mass import can_serve
 
     query, key = torch.zeros(1, 2, 30, 16), torch.zeros(1, 2, 64, 16)
-    causal = MaskArguments(right=0, offset=34)
-    assert can_serve(query, key, causal, 1, 8)
-    assert can_serve(query, key, MaskArguments(offset=34), 1, 64)
-    assert not can_serve(query, key, causal, 1, 100)
-    assert not can_serve(query, key, causal, 100, 8)
-    assert not can_serve(query, key, causal._replace(offset=3), 1, 8)
-    assert not can_serve(key, query, causal._replace(offset=-34), 1, 8)
-    assert not can_serve(query, key, causal._replace(bias=key), 1, 8)
-    assert not can_serve(query, key, causal._replace(key_ordinal=key), 1, 8)
+    mask = MaskArguments(right=0, offset=34)
+    causal = KernelCall(query, key, key, mask, scale=0.25, window=8)
+    assert can_serve(causal)
+    assert can_serve(replace(causal, mask=MaskArguments(offset=34), window=64))
+    assert not can_serve(replace(causal, window=100))
+    assert not can_serve(replace(causal, sink_keys=100))
+    assert not can_serve(replace(causal, mask=mask._replace(offset=3)))
+    assert not can_serve(replace(causal, query=key, key=query, mask=mask._replace(offset=-34)))
+    assert not can_serve(replace(causal, mask=mask._replace(bias=key)))
+    assert not can_serve(replace(causal, mask=mask._replace(key_ordinal=key)))
 
 
 @pytest.mark.gpu

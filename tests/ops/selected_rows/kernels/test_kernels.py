@@ -15,7 +15,9 @@ from torch import Tensor
 
 from polyhead import Mask, Statistics
 from polyhead.errors import BackendUnsupported
+from polyhead.ops.common.kernel_call import KernelCall
 from polyhead.ops.common.kernels.availability import has_hopper_kernels
+from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.statistics import LINEAR
 from polyhead.ops.selected_rows.api import RaggedRows, ragged_attention
 from tests.error_budget import DRAWS, Compared, assert_draws_within_error_budget
@@ -277,8 +279,9 @@ def check_compiled(device: str) -> None:
         everything(torch.compile(call, fullgraph=True, backend="aot_eager")), expected, strict=True
     ):
         torch.testing.assert_close(actual, right)
-    options = (11, False, 0.25, None, None, inputs[3], None, None, [None] * 11, [0, 0, 1, 0, 0, 0, 0, 0, 0, 0])
-    arguments = (*inputs[:3], rows.positions.int(), rows.offsets, *options, "entropy", 1, 64)
+    mask, (query, key, value, sinks) = MaskArguments(right=0), inputs
+    flat = KernelCall(query, key, value, mask, scale=0.25, sinks=sinks, names=("entropy",), window=64).flat()
+    arguments = (rows.positions.int(), rows.offsets, 11, False, *flat)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(torch.ops.polyhead.ragged_attention_forward.default, arguments, test_utils=checks)
 

@@ -38,7 +38,7 @@ from polyhead.ops.attention.kernels.backward_tiles import (
     store_tile,
     tile_gradients,
 )
-from polyhead.ops.common.kernels.mask_arguments import MaskArguments
+from polyhead.ops.common.kernel_call import KernelCall
 from polyhead.ops.common.kernels.mask_tiles import key_spans, query_span, visible_tile
 from polyhead.ops.common.kernels.resources import Blocks, launch_fitting
 from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
@@ -86,7 +86,7 @@ def _subtract_term(constant, pointer_gradient, pointer_value, problem, i_pair, f
 
 
 @triton.jit
-def _constants_kernel(problem, output, gradients, values, BLOCK_M: tl.constexpr):
+def constants_kernel(problem, output, gradients, values, BLOCK_M: tl.constexpr):
     num_queries, heads = problem.num_queries, problem.kv_heads * problem.group
     blocks = tl.cdiv(num_queries, BLOCK_M)
     i_pair = (tl.program_id(0) // blocks).to(tl.int64)  # batch * heads + head
@@ -187,7 +187,7 @@ def _keys_step(
 
 
 @triton.jit
-def _full_rows(problem, first_column, start, stop, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def full_rows(problem, first_column, start, stop, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return the range of full blocks among rows `start` to `stop` that see every column, under a band."""
     mask = problem.mask
     low, high = start, stop
@@ -228,7 +228,7 @@ def _keys_kernel(problem, grad_key, grad_value, BLOCK_M: tl.constexpr, BLOCK_N: 
     start, stop = query_span(mask, i_batch, first_column, problem.num_queries, num_keys, BLOCK_N, BLOCK_M)
     full_start, full_stop = start, start
     if problem.BAND:
-        full_start, full_stop = _full_rows(problem, first_column, start, stop, BLOCK_M, BLOCK_N)
+        full_start, full_stop = full_rows(problem, first_column, start, stop, BLOCK_M, BLOCK_N)
     leading_edges = (full_start - start) // BLOCK_M
     edges = leading_edges + tl.cdiv(tl.maximum(stop - full_stop, 0), BLOCK_M)
     for i_member in range(group):
@@ -331,7 +331,7 @@ def _queries_step(
 
 
 @triton.jit
-def _full_columns(problem, first_row, start, stop, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def full_columns(problem, first_row, start, stop, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return the range of full blocks among columns `start` to `stop` that every row sees, under a band."""
     mask = problem.mask
     low, high = start, stop
@@ -374,7 +374,7 @@ def _queries_kernel(problem, bias_grads, grad_query, BLOCK_M: tl.constexpr, BLOC
     )
     full_start, full_stop = start, start
     if problem.BAND:
-        full_start, full_stop = _full_columns(problem, first_row, start, stop, BLOCK_M, BLOCK_N)
+        full_start, full_stop = full_columns(problem, first_row, start, stop, BLOCK_M, BLOCK_N)
         for column in range(full_start, full_stop, BLOCK_N):
             tile_dq = _queries_step(
                 problem,
@@ -423,40 +423,23 @@ def _queries_kernel(problem, bias_grads, grad_query, BLOCK_M: tl.constexpr, BLOC
 
 
 def backward(
+    call: KernelCall,
     grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
     output: Tensor,
     logsumexp: Tensor,
     *,
-    scale: float,
-    head_scale: Tensor | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    mask: MaskArguments,
-    dropout: float,
-    seed: Tensor | None,
     row_gradients: dict[str, Tensor],
     row_values: dict[str, Tensor],
-    sink_keys: int,
-    window: int,
     bias_shape: tuple[int, ...] | None,
     table_shape: tuple[int, ...] | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of query, key, value, sinks, bias and table.
 
     Args:
+        call: the arguments of the forward, with a mask packed with `for_columns=True`.
         grad_output: [batch, heads, queries, value_dim], like `output`.
-        query: [batch, heads, queries, head_dim].
-        key: [batch, kv_heads, keys, head_dim].
-        value: [batch, kv_heads, keys, value_dim].
         output: output of the forward, with its rounding.
         logsumexp: float32 [batch, heads, queries], sinks and poison included; -inf for rows without any weight.
-        scale: factor of the dot products, multiplied by `head_scale` [heads] if that is not None.
-        sinks: one logit per head [heads].
-        mask: packed with `for_columns=True`.
-        seed: seed of the dropout; not read if `dropout` is 0.
         row_gradients: float32 [batch, heads, queries] each, of "logsumexp" and of statistics; of "confidence" only the
             term that all keys of a row share is added here, and nothing of the maxima.
         row_values: the statistics themselves, under the same names.
@@ -466,14 +449,16 @@ def backward(
     The gradients of query, key and value have the strides of `torch.empty_like`, provided that their last axis is then
     contiguous.
     """
-    assert not dropout or seed is not None
+    query, key, value, mask = call.query, call.key, call.value, call.mask
+    head_scale, softcap, sinks, dropout = call.head_scale, call.softcap, call.sinks, call.dropout
+    assert not dropout or call.seed is not None
     batch, heads, num_queries, head_dim = query.shape
     kv_heads, num_keys, value_dim = key.shape[1], key.shape[2], value.shape[3]
     grad_output = grad_output if grad_output.stride(-1) == 1 or value_dim == 1 else grad_output.contiguous()
     logsumexp = logsumexp.contiguous()
     gradients = RowTerms(**{name: x.contiguous() for name, x in row_gradients.items()})
     values = RowTerms(**{name: row_values[name].contiguous() for name in row_gradients if name != "logsumexp"})
-    grad_query, grad_key, grad_value = (_fresh_like(x) for x in (query, key, value))
+    grad_query, grad_key, grad_value = (fresh_like(x) for x in (query, key, value))
     constant = torch.empty((batch, heads, num_queries), dtype=torch.float32, device=query.device)
     bias_grads = BiasGradients()
     if bias_shape is not None:
@@ -494,10 +479,10 @@ def backward(
     per_key = gradients._replace(logsumexp=None, confidence=None, learned_sink_mass=None)
     block_value = max(16, power_of_two(value_dim))
     problem = Problem(
-        query=_strided(query),
-        key=_strided(key),
-        value=_strided(value),
-        grad_output=_strided(grad_output),
+        query=strided(query),
+        key=strided(key),
+        value=strided(value),
+        grad_output=strided(grad_output),
         logsumexp=logsumexp,
         constant=constant,
         gradients=per_key,
@@ -506,14 +491,14 @@ def backward(
         num_keys=num_keys,
         kv_heads=kv_heads,
         group=heads // kv_heads,
-        scale=float(scale),
+        scale=float(call.scale),
         head_scale=None if head_scale is None else head_scale.contiguous(),
         softcap=None if softcap is None else float(softcap),
-        seed=seed if dropout else None,
+        seed=call.seed if dropout else None,
         threshold=round(dropout * (1 << 24)),
         kept_scale=1 / (1 - dropout),
-        sink_keys=sink_keys,
-        window=window,
+        sink_keys=call.sink_keys,
+        window=call.window,
         DIM_KEY=tl.constexpr(head_dim),
         DIM_VALUE=tl.constexpr(value_dim),
         BLOCK_KEY=tl.constexpr(max(16, power_of_two(head_dim))),
@@ -531,7 +516,7 @@ def backward(
         _queries_kernel[(batch * heads * blocks_of(num_queries, blocks.rows),)](
             problem,
             bias_grads,
-            _strided(grad_query),
+            strided(grad_query),
             BLOCK_M=blocks.rows,
             BLOCK_N=blocks.columns,
             **blocks.options,
@@ -540,8 +525,8 @@ def backward(
     def launch_keys(blocks: Blocks) -> None:
         _keys_kernel[(batch * kv_heads * blocks_of(num_keys, blocks.columns),)](
             problem,
-            _strided(grad_key),
-            _strided(grad_value),
+            strided(grad_key),
+            strided(grad_value),
             BLOCK_M=blocks.rows,
             BLOCK_N=blocks.columns,
             **blocks.options,
@@ -557,26 +542,26 @@ def backward(
         if constant.numel():
             block_m = max(1, min(64, 8192 // block_value))
             grid = (batch * heads * blocks_of(num_queries, block_m),)
-            _constants_kernel[grid](problem, _strided(output), gradients, values, BLOCK_M=block_m)
+            constants_kernel[grid](problem, strided(output), gradients, values, BLOCK_M=block_m)
             launch_fitting(launch_queries, query_blocks, Blocks.smaller, lambda: ("queries", *kind()))
         if grad_key.numel():
             launch_fitting(launch_keys, key_blocks, Blocks.smaller, lambda: ("keys", *kind()))
-    grad_sinks = None if sinks is None else _sinks_gradient(sinks, logsumexp, constant, row_gradients, row_values)
+    grad_sinks = None if sinks is None else sinks_gradient(sinks, logsumexp, constant, row_gradients, row_values)
     return grad_query, grad_key, grad_value, grad_sinks, bias_grads.bias, bias_grads.table
 
 
-def _fresh_like(tensor: Tensor) -> Tensor:
+def fresh_like(tensor: Tensor) -> Tensor:
     result = torch.empty_like(tensor)
     # A tensor that overlaps itself has no well-defined order of axes.
     return result if result.stride(-1) == 1 else torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def _strided(tensor: Tensor) -> Strided:
+def strided(tensor: Tensor) -> Strided:
     batch, head, token, _ = tensor.stride()
     return Strided(tensor, batch, head, token, tl.constexpr(token * 256 >= 1 << 31))
 
 
-def _sinks_gradient(
+def sinks_gradient(
     sinks: Tensor,
     logsumexp: Tensor,
     constant: Tensor,

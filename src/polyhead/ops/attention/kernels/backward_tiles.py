@@ -5,7 +5,7 @@ All functions here are inlined into kernels. `problem` is a `Problem`; absent te
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -20,6 +20,7 @@ from polyhead.ops.common.kernels.mask_tiles import (
     query_positions,
 )
 from polyhead.ops.common.kernels.softmax_tiles import LN2, LOG2E, exp2, tanh, tanh_slope
+from polyhead.ops.common.statistics import NAMES, row_tuple
 
 
 class Strided(NamedTuple):
@@ -32,21 +33,9 @@ class Strided(NamedTuple):
     WIDE: tl.constexpr  # offsets within a tile may exceed 32 bits
 
 
-class RowTerms(NamedTuple):
-    """One float32 number per row for each of these, contiguous [batch, heads, queries]; None if absent."""
-
-    logsumexp: Tensor | None = None
-    entropy: Tensor | None = None
-    confidence: Tensor | None = None
-    learned_sink_mass: Tensor | None = None
-    mean_distance: Tensor | None = None
-    mean_offset: Tensor | None = None
-    mean_squared_distance: Tensor | None = None
-    sink_mass: Tensor | None = None
-    self_mass: Tensor | None = None
-    previous_mass: Tensor | None = None
-    next_mass: Tensor | None = None
-    window_mass: Tensor | None = None
+_NOT_IN_TILES = ("max_logit", "max_abs_logit", "visible_keys")
+# One float32 number per row for each of these, contiguous [batch, heads, queries]; None if absent.
+RowTerms = row_tuple("RowTerms", ("logsumexp", *(name for name in NAMES if name not in _NOT_IN_TILES)), __name__)
 
 
 class Problem(NamedTuple):
@@ -58,7 +47,7 @@ class Problem(NamedTuple):
     grad_output: Strided
     logsumexp: Tensor  # float32 [batch, heads, queries], contiguous
     constant: Tensor  # C, the same shape
-    gradients: RowTerms  # of the statistics whose terms differ between keys
+    gradients: Any  # `RowTerms` of the statistics whose terms differ between keys
     mask: MaskArguments
     num_queries: int
     num_keys: int

@@ -14,6 +14,7 @@ it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from polyhead.ops.attention.kernels.outputs import output_like
+from polyhead.ops.common.kernel_call import KernelCall
 from polyhead.ops.common.kernels.availability import capability
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.kernels.mask_tiles import (
@@ -38,31 +40,17 @@ from polyhead.ops.common.kernels.mask_tiles import (
 from polyhead.ops.common.kernels.resources import Blocks, launch_fitting, shared_memory
 from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
 from polyhead.ops.common.kernels.softmax_tiles import LN2, LOG2E, exp2, log2, products, tanh
+from polyhead.ops.common.statistics import NAMES, row_tuple
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32
 # A masked logit before scaling: below every real one, and still finite after a factor of up to 1e8.
 MASKED = tl.constexpr(-1.0e30)
 
 
-class RowPointers(NamedTuple):
-    """Output pointers of the row statistics, each float32 [batch, heads, queries]; None if not requested."""
-
-    max_logit: Any = None
-    max_abs_logit: Any = None
-    entropy: Any = None
-    confidence: Any = None
-    mean_distance: Any = None
-    mean_offset: Any = None
-    mean_squared_distance: Any = None
-    sink_mass: Any = None
-    self_mass: Any = None
-    previous_mass: Any = None
-    next_mass: Any = None
-    window_mass: Any = None
-    visible_keys: Any = None
-    learned_sink_mass: Any = None
-    argmax: Any = None  # int32: key of the max logit, -1 without visible keys
-    argmax_abs: Any = None  # int32: twice the key of the max |logit|, plus one if that logit is negative; -1: no key
+# Output pointers, each [batch, heads, queries]; None if not requested. The statistics are float32, the others int32:
+# `argmax` is the key of the max logit, -1 without visible keys; `argmax_abs` is twice the key of the max |logit|, plus
+# one if that logit is negative, -1 without visible keys.
+RowPointers = row_tuple("RowPointers", (*NAMES, "argmax", "argmax_abs"), __name__)
 
 
 class Sizes(NamedTuple):
@@ -110,7 +98,7 @@ def _rows(
 
 
 @triton.jit
-def _full_tiles(mask, rows, sizes, first_row, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, first_tile, last_tile):
+def full_tiles(mask, rows, sizes, first_row, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, first_tile, last_tile):
     """Return the tiles of a band that need no mask.
 
     These are the tiles from `full_from` to `full_to`, except those from `near_from` to `near_to`. The
@@ -151,7 +139,7 @@ def _full_tiles(mask, rows, sizes, first_row, BLOCK_M: tl.constexpr, BLOCK_N: tl
 
 
 @triton.jit
-def _absorb(
+def update_softmax_state(
     state,
     tile_q,
     source_key,
@@ -376,7 +364,7 @@ def _absorb(
 
 
 @triton.jit
-def _first_state(
+def first_state(
     sink,
     HAS_BIAS: tl.constexpr,
     BASE_TWO: tl.constexpr,
@@ -422,7 +410,7 @@ def _first_state(
 
 
 @triton.jit
-def _store_rows(
+def store_rows(
     state,
     sink,
     POISONED: tl.constexpr,
@@ -595,19 +583,19 @@ def _forward_kernel(
     sink = None
     if ptr_sinks is not None:
         sink = tl.load(ptr_sinks + i_head).to(tl.float32)
-    state = _first_state(sink, HAS_BIAS, BASE_TWO, BLOCK_M, BLOCK_N, BLOCK_VALUE)
+    state = first_state(sink, HAS_BIAS, BASE_TWO, BLOCK_M, BLOCK_N, BLOCK_VALUE)
 
     sink_stop, start, stop = key_spans(mask, i_batch, first_row, sizes.queries, sizes.keys, BLOCK_M, BLOCK_N)
     sink_tiles, first_tile, last_tile = sink_stop // BLOCK_N, start // BLOCK_N, tl.cdiv(stop, BLOCK_N)
     full_from, full_to, near_from, near_to = first_tile, first_tile, first_tile, first_tile
     if BAND:
-        full_from, full_to, near_from, near_to = _full_tiles(
+        full_from, full_to, near_from, near_to = full_tiles(
             mask, rows, sizes, first_row, BLOCK_M, BLOCK_N, first_tile, last_tile
         )
         for i in tl.range(0, full_to - full_from - (near_to - near_from)):
             i_tile = full_from + i
             i_tile = tl.where(i_tile >= near_from, i_tile + (near_to - near_from), i_tile)
-            state = _absorb(
+            state = update_softmax_state(
                 state, tile_q, source_key, source_value, strides_key, strides_value, mask, rows, sizes, ptr_seed,
                 threshold, sm_scale, softcap_scale, i_batch, i_head, offs_m, positions, i_tile, True, HAS_BIAS,
                 SOFTCAP, DIM_KEY, DIM_VALUE, BLOCK_N, BLOCK_KEY, BLOCK_VALUE, DESCRIPTORS,
@@ -618,7 +606,7 @@ def _forward_kernel(
         i_tile = tl.where(i >= sink_tiles, i + (first_tile - sink_tiles), i)
         i_tile = tl.where(i_tile >= full_from, i_tile + (near_from - full_from), i_tile)
         i_tile = tl.where(i_tile >= near_to, i_tile + (full_to - near_to), i_tile)
-        state = _absorb(
+        state = update_softmax_state(
             state, tile_q, source_key, source_value, strides_key, strides_value, mask, rows, sizes, ptr_seed,
             threshold, sm_scale, softcap_scale, i_batch, i_head, offs_m, positions, i_tile, False, HAS_BIAS,
             SOFTCAP, DIM_KEY, DIM_VALUE, BLOCK_N, BLOCK_KEY, BLOCK_VALUE, DESCRIPTORS,
@@ -626,7 +614,7 @@ def _forward_kernel(
     mask_m = offs_m < sizes.queries
     offs_row = i_pair.to(tl.int64) * sizes.queries + offs_m
     # [BLOCK_M, BLOCK_VALUE]
-    tile_o = _store_rows(
+    tile_o = store_rows(
         state, sink, mask.poison is not None, rows, ptr_logsumexp, offs_row, mask_m, sm_scale, HAS_BIAS, BASE_TWO, EXACT
     )
     offs_dim = tl.arange(0, BLOCK_VALUE)
@@ -638,6 +626,7 @@ def _forward_kernel(
     tl.store(ptr_output + start_output + offs_output, tile_o.to(ptr_output.dtype.element_ty), mask=mask_output)
 
 
+@functools.cache
 def choose_blocks(width: int, element_size: int, queries: int, requested: int, capability: tuple[int, int]) -> Blocks:
     """Return the tile of one program.
 
@@ -679,45 +668,35 @@ def fit_blocks(
     tiles of keys and values. Queries are in shared memory on GPUs whose tensor cores read them from there.
     """
     query_bytes = widths[0] * element_size if (9, 0) <= capability < (12, 0) else 0
-    per_logit = sum(x.element_size() for x in (mask.bias, mask.table) if x is not None)
+    per_key = (widths[0] + widths[1]) * element_size
+    per_logit = 0 if mask.bias is None else mask.bias.element_size()
+    per_logit += 0 if mask.table is None else mask.table.element_size()
     mask_bytes = 0 if mask.allowed is None else 1
-    per_token = (mask.query_position, mask.query_document, mask.allowed, mask.bias, mask.table)
+    has_tensors = per_logit or mask_bytes or mask.query_position is not None or mask.query_document is not None
     # For barriers, reductions over several warps, and per-token tensors.
-    overhead = 2048 if all(x is None for x in per_token) else 6144
+    overhead = 6144 if has_tensors else 2048
     while True:
         rows, num_columns, _, stages, _ = blocks
-        queue = stages * num_columns * (sum(widths) * element_size + rows * per_logit)
+        queue = stages * num_columns * (per_key + rows * per_logit)
+        if rows * query_bytes + queue + rows * num_columns * mask_bytes + overhead <= shared:
+            return blocks
         smaller_blocks = blocks.smaller()
-        if rows * query_bytes + queue + rows * num_columns * mask_bytes + overhead <= shared or smaller_blocks is None:
+        if smaller_blocks is None:
             return blocks
         blocks = smaller_blocks
 
 
 def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float,
-    head_scale: Tensor | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    mask: MaskArguments,
-    dropout: float,
-    seed: Tensor | None,
-    names: tuple[str, ...],
-    sink_keys: int,
-    window: int,
-    argmax: bool,
-    descriptors: bool | None = None,
+    call: KernelCall, *, argmax: bool = False, descriptors: bool | None = None
 ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """Return output, log-sum-exp, the named statistics and, with `argmax`, the keys of their maxima.
 
     The output is [batch, heads, queries, value_dim], the others are [batch, heads, queries]; for the keys see
-    `RowPointers.argmax` and `.argmax_abs`. query is [batch, heads, queries, head_dim], key and value are [batch,
-    kv_heads, keys, head_dim or value_dim]; the last axis of each must be contiguous. `descriptors` selects loads
-    through tensor descriptors (TMA); None uses them if the GPU and the tensors support them.
+    `RowPointers`. The last axis of query, key and value must be contiguous. `descriptors`
+    selects loads through tensor descriptors (TMA); None uses them if the GPU and the tensors support them.
     """
+    query, key, value, mask, names = call.query, call.key, call.value, call.mask, call.names
+    head_scale, sinks, softcap, scale, dropout = call.head_scale, call.sinks, call.softcap, call.scale, call.dropout
     batch, heads, queries, dim_key = query.shape
     kv_heads, keys, dim_value = value.shape[1:]
     output = output_like(query, dim_value)
@@ -732,25 +711,25 @@ def forward(
     if not logsumexp.numel():
         return output, logsumexp, statistics, indices
 
-    block_key, block_value = (max(16, power_of_two(dim)) for dim in (dim_key, dim_value))
+    block_key, block_value = max(16, power_of_two(dim_key)), max(16, power_of_two(dim_value))
     device = query.get_device() if query.is_cuda else None
     compute_capability = (9, 0) if device is None else capability(device)
     size, requested = query.element_size(), len(statistics) + len(indices)
-    blocks = choose_blocks(max(block_key, block_value), size, queries, requested, compute_capability)
+    blocks = choose_blocks(max(block_key, block_value), size, min(queries, 65), requested, compute_capability)
     blocks = fit_blocks(blocks, (block_key, block_value), size, mask, compute_capability, shared_memory(device))
     if descriptors is None:
         tensors = (query, key, value)
-        descriptors = query.is_cuda and compute_capability >= (9, 0) and all(_fits_descriptor(x) for x in tensors)
-    per_token = (mask.query_position, mask.query_document, mask.allowed, mask.bias, mask.key_ordinal)
+        descriptors = query.is_cuda and compute_capability >= (9, 0) and all(map(fits_descriptor, tensors))
+    has_tokens = mask.query_position is not None or mask.query_document is not None or mask.key_ordinal is not None
     rows = RowPointers(**statistics, **indices)
 
     def launch(blocks: Blocks) -> None:
         sources: list[Any] = [query, key, value]
         if descriptors:
             sources = [
-                _descriptor(query, blocks.rows, block_key),
-                _descriptor(key, blocks.columns, block_key),
-                _descriptor(value, blocks.columns, block_value),
+                row_descriptor(query, blocks.rows, block_key),
+                row_descriptor(key, blocks.columns, block_key),
+                row_descriptor(value, blocks.columns, block_value),
             ]
         _forward_kernel[(batch * heads * blocks_of(queries, blocks.rows),)](
             *sources,
@@ -759,9 +738,9 @@ def forward(
             rows,
             head_scale,
             sinks,
-            seed if dropout else None,
+            call.seed if dropout else None,
             mask,
-            Sizes(heads, heads // kv_heads, queries, keys, sink_keys, window),
+            Sizes(heads, heads // kv_heads, queries, keys, call.sink_keys, call.window),
             query.stride()[:3],
             key.stride()[:3],
             value.stride()[:3],
@@ -772,7 +751,7 @@ def forward(
             1.0 / (1.0 - dropout),
             SOFTCAP=softcap is not None,
             HAS_BIAS=mask.bias is not None or mask.table is not None,
-            BAND=all(x is None for x in per_token),
+            BAND=not has_tokens and mask.allowed is None and mask.bias is None,
             SIGNED=head_scale is not None or scale <= 0,
             HEAVY_LAST=mask.right is not None and mask.left is None,
             DIM_KEY=dim_key,
@@ -794,13 +773,13 @@ def forward(
     return output, logsumexp, statistics, indices
 
 
-def _fits_descriptor(x: Tensor) -> bool:
+def fits_descriptor(x: Tensor) -> bool:
     """Return True if TMA can load rows of the tensor: every stride is a positive multiple of 16 bytes."""
     steps = [stride * x.element_size() for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
     return x.numel() > 0 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
 
 
-def _descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+def row_descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
     # The stride of an axis of one element is never used, and may be any valid one.
     aligned = blocks_of(x.shape[3], 16) * 16
     strides = [stride if size > 1 else aligned for size, stride in zip(x.shape, x.stride(), strict=True)]

@@ -25,20 +25,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from polyhead.ops.attention.kernels.outputs import output_like
+from polyhead.ops.common.kernel_call import KernelCall
 from polyhead.ops.common.kernels.availability import capability, multiprocessors
 from polyhead.ops.common.kernels.hopper import DTYPES, FAR, LN2, LOG2E, descriptor, is_readable, row_sums
-from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
 
 STATISTICS = ("max_logit", "entropy", "confidence", "mean_distance", "mean_offset", "visible_keys")
 
 _SUPPORTED = frozenset(STATISTICS)
 _MASKED = gl.constexpr(-1.0e30)  # a masked logit: finite, so that 0 * masked is 0
-_LOWEST = gl.constexpr(-1.0e20)  # lower bound of the running max, so that the weight of a masked logit is 0
+LOWEST = gl.constexpr(-1.0e20)  # lower bound of the running max, so that the weight of a masked logit is 0
 
 
 @gluon.jit
-def _packed(x, DTYPE: gl.constexpr):
+def packed(x, DTYPE: gl.constexpr):
     """Round weights to the dtype of the values and pack two per 32-bit register, [64, columns / 2]."""
     low, high = gl.split(gl.reshape(x, [64, x.type.shape[1] // 2, 2]))
     NAME: gl.constexpr = "bf16x2" if gl.bfloat16 == DTYPE else "f16x2"
@@ -48,8 +48,8 @@ def _packed(x, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _unpacked(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Unpack the weights of `_packed` as an operand of a matrix product."""
+def unpacked(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Unpack the weights of `packed` as an operand of a matrix product."""
     low, high = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
     )
@@ -123,7 +123,7 @@ def _distance(row, column, offset, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _weigh(
+def weigh(
     s, m_i, l_i, entropy_sum, distance_sum, offset_sum, row, column, num_keys, offset, left, right, scale2,
     BLOCK_N: gl.constexpr, MASKED: gl.constexpr,
     ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, SIGNED: gl.constexpr,
@@ -172,7 +172,7 @@ def _weigh(
 
 
 @gluon.jit
-def _tiles(
+def band_tiles(
     acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step, from_tile, to_tile, q, k_smem, v_smem, ready, free,
     row, num_keys, offset, left, right, scale2,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
@@ -194,9 +194,9 @@ def _tiles(
         k = k_smem.index(stage).reshape([BLOCK_N, q.shape[1]])
         v = v_smem.index(stage).reshape([BLOCK_N, v_smem.shape[4]])
         s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        acc_next = warpgroup_mma(_unpacked(p, DTYPE, OPERAND), v, acc, is_async=True)
+        acc_next = warpgroup_mma(unpacked(p, DTYPE, OPERAND), v, acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))
-        weights, alpha, m_i, l_i, entropy_sum, distance_sum, offset_sum = _weigh(
+        weights, alpha, m_i, l_i, entropy_sum, distance_sum, offset_sum = weigh(
             s, m_i, l_i, entropy_sum, distance_sum, offset_sum,
             row, tile * BLOCK_N, num_keys, offset, left, right, scale2,
             BLOCK_N, MASKED, ENTROPY, DISTANCE, SIGNED,
@@ -205,7 +205,7 @@ def _tiles(
         mbarrier.arrive(free.index(stage), count=1)
         decay = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
         acc = acc * gl.expand_dims(decay, 1)
-        p = _packed(weights, DTYPE)
+        p = packed(weights, DTYPE)
         step += 1
     return acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step
 
@@ -236,7 +236,7 @@ def _consumer(
         )
         row = first_row + i_warpgroup * 64
         mbarrier.wait(q_ready.index(i_warpgroup), phase)
-        m_i = gl.full([64], _LOWEST, gl.float32, ROWS)
+        m_i = gl.full([64], LOWEST, gl.float32, ROWS)
         l_i = row_sums(zero, BLOCK_N)
         entropy_sum = l_i
         distance_sum = l_i
@@ -251,12 +251,12 @@ def _consumer(
         mbarrier.arrive(free.index(stage), count=1)
         step += 1
         acc = gl.full([64, DV], 0.0, gl.float32, O_LAYOUT)
-        weights, _, m_i, l_i, entropy_sum, distance_sum, offset_sum = _weigh(
+        weights, _, m_i, l_i, entropy_sum, distance_sum, offset_sum = weigh(
             s, m_i, l_i, entropy_sum, distance_sum, offset_sum,
             row, last_tile * BLOCK_N, num_keys, offset, left, right, scale2,
             BLOCK_N, True, ENTROPY, DISTANCE, SIGNED,
         )  # fmt: skip
-        p = _packed(weights, DTYPE)
+        p = packed(weights, DTYPE)
         tile = last_tile - 1
 
         # Tiles that an edge of the band or the diagonal crosses are masked; those in between are not.
@@ -268,20 +268,20 @@ def _consumer(
             # Right of the diagonal.
             above = gl.maximum((position + 63) // BLOCK_N + 1, first_tile)
             edge = gl.minimum(gl.maximum((gl.minimum(position + right, num_keys - 1) + 1) // BLOCK_N, above), tile + 1)
-            acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step = _tiles(
+            acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step = band_tiles(
                 acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum,
                 step, tile, edge, q, k_smem, v_smem, ready, free,
                 row, num_keys, offset, left, right, scale2, BLOCK_N, STAGES, True, ENTROPY, DISTANCE, SIGNED,
             )  # fmt: skip
             above = gl.minimum(above, edge)
-            acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step = _tiles(
+            acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step = band_tiles(
                 acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum,
                 step, edge - 1, above, q, k_smem, v_smem, ready, free,
                 row, num_keys, offset, left, right, scale2, BLOCK_N, STAGES, False, ENTROPY, DISTANCE, SIGNED,
             )  # fmt: skip
             tile = above - 1
         below = gl.minimum(below, tile + 1)
-        acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step = _tiles(
+        acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step = band_tiles(
             acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step, tile, below, q, k_smem, v_smem, ready, free,
             row, num_keys, offset, left, right, scale2, BLOCK_N, STAGES, True, ENTROPY, DISTANCE, SIGNED,
         )  # fmt: skip
@@ -290,13 +290,13 @@ def _consumer(
             clear = gl.minimum(
                 gl.maximum((gl.maximum(position + 63 - left, 0) + BLOCK_N - 1) // BLOCK_N, first_tile), below
             )
-        acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step = _tiles(
+        acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step = band_tiles(
             acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum,
             step, below - 1, clear, q, k_smem, v_smem, ready, free,
             row, num_keys, offset, left, right, scale2, BLOCK_N, STAGES, False, ENTROPY, DISTANCE, SIGNED,
         )  # fmt: skip
         if WINDOW:
-            acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step = _tiles(
+            acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step = band_tiles(
                 acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum,
                 step, clear - 1, first_tile, q, k_smem, v_smem, ready, free,
                 row, num_keys, offset, left, right, scale2, BLOCK_N, STAGES, True, ENTROPY, DISTANCE, SIGNED,
@@ -307,7 +307,7 @@ def _consumer(
         stage = step % STAGES
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
         v = v_smem.index(stage).reshape([BLOCK_N, DV])
-        acc = warpgroup_mma(_unpacked(p, DTYPE, OPERAND), v, acc, is_async=True)
+        acc = warpgroup_mma(unpacked(p, DTYPE, OPERAND), v, acc, is_async=True)
 
         row_sum = gl.convert_layout(gl.sum(l_i, axis=1), ROWS)
         offs = row + gl.arange(0, 64, ROWS)
@@ -415,10 +415,10 @@ def forward_kernel(
     )  # fmt: skip
 
 
-def can_serve(query: Tensor, key: Tensor, value: Tensor, mask: MaskArguments, names: tuple[str, ...]) -> bool:
+def can_serve(call: KernelCall, names: tuple[str, ...]) -> bool:
     """Return True if this kernel supports the tensors, the mask and the statistics."""
-    queries, keys = query.shape[2], key.shape[2]
-    tensors = (query, key, value)
+    query, mask, tensors = call.query, call.mask, (call.query, call.key, call.value)
+    queries, keys = query.shape[2], call.key.shape[2]
     return (
         query.dtype in DTYPES
         and capability(query.device.index)[0] == 9
@@ -432,20 +432,13 @@ def can_serve(query: Tensor, key: Tensor, value: Tensor, mask: MaskArguments, na
 
 
 def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float,
-    left: int | None,
-    right: int | None,
-    row_poison: Tensor | None,
-    names: tuple[str, ...],
+    call: KernelCall, *, row_poison: Tensor | None, names: tuple[str, ...]
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return output, log-sum-exp and the named statistics for a band of keys; `scale` must be positive.
+    """Return output, log-sum-exp and the named statistics for a band of keys; the scale must be positive.
 
     `row_poison` [batch, kv_heads, queries] is added to the results of a row: NaN if it sees a non-finite key.
     """
+    query, key, value, left, right = call.query, call.key, call.value, call.mask.left, call.mask.right
     batch, heads, queries, dim = query.shape
     kv_heads, keys, value_dim = key.shape[1], key.shape[2], value.shape[3]
     offset = keys - queries
@@ -481,7 +474,7 @@ def forward(
             offset,
             FAR if left is None else min(left, FAR),
             FAR if right is None else min(right, FAR),
-            scale,
+            call.scale,
             blocks,
             total_blocks,
             D=dim,

@@ -7,31 +7,24 @@ on an H200 it took about 0.1 ms per layer at 8,192 and at 32,768 tokens (16 or 3
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from polyhead.ops.common.kernels.mask_arguments import MaskArguments
+from polyhead.ops.common.kernel_call import KernelCall
 from polyhead.ops.common.kernels.resources import Blocks
 from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
 from polyhead.ops.common.kernels.softmax_tiles import LOG2E, exp2, products
+from polyhead.ops.common.statistics import row_tuple
 
 STATISTICS = ("sink_mass", "self_mass", "previous_mass", "next_mass", "window_mass")
 
 _UNDERFLOW = tl.constexpr(-200.0)  # exponent for which exp2 is 0 in float32
 
 
-class MassPointers(NamedTuple):
-    """Output pointers of the masses, each float32 [batch, heads, queries]; None if not requested."""
-
-    sink_mass: Any = None
-    self_mass: Any = None
-    previous_mass: Any = None
-    next_mass: Any = None
-    window_mass: Any = None
+# Output pointers, each float32 [batch, heads, queries]; None if not requested.
+MassPointers = row_tuple("MassPointers", STATISTICS, __name__)
 
 
 @triton.jit
@@ -183,37 +176,27 @@ def choose_blocks(width: int, element_size: int) -> Blocks:
     return Blocks(128, 64, 8, 2) if width <= 128 else Blocks(64, 32, 4, 2)
 
 
-def can_serve(query: Tensor, key: Tensor, mask: MaskArguments, sink_keys: int, window: int) -> bool:
+def can_serve(call: KernelCall) -> bool:
     """Return True if the mask is a band and few enough keys count for a separate pass to be faster."""
-    queries, keys = query.shape[2], key.shape[2]
+    mask, queries, keys = call.mask, call.query.shape[2], call.key.shape[2]
     max_keys = 64 + keys // 16
     return (
         mask.is_band
         and mask.key_ordinal is None
         and mask.offset == keys - queries
         and 0 < queries <= keys
-        and sink_keys <= max_keys
-        and window <= max_keys
+        and call.sink_keys <= max_keys
+        and call.window <= max_keys
     )
 
 
-def masses(
-    query: Tensor,
-    key: Tensor,
-    logsumexp: Tensor,
-    *,
-    scale: float,
-    left: int | None,
-    right: int | None,
-    names: tuple[str, ...],
-    sink_keys: int,
-    window: int,
-) -> dict[str, Tensor]:
+def masses(call: KernelCall, logsumexp: Tensor, *, names: tuple[str, ...]) -> dict[str, Tensor]:
     """Return the named masses under a band of keys, each float32 [batch, heads, queries].
 
-    The band is aligned to the last query. query is [batch, heads, queries, head_dim], key [batch, kv_heads, keys,
-    head_dim], logsumexp float32 [batch, heads, queries] and contiguous; NaN there makes all masses of the row NaN.
+    The band is aligned to the last query. `logsumexp` is float32 [batch, heads, queries] and contiguous; NaN there
+    makes all masses of the row NaN.
     """
+    query, key, left, right = call.query, call.key, call.mask.left, call.mask.right
     batch, heads, queries, dim = query.shape
     kv_heads, keys = key.shape[1:3]
     statistics = {name: torch.empty_like(logsumexp) for name in names}
@@ -237,9 +220,9 @@ def masses(
             keys - queries,
             unbounded if left is None else min(left, unbounded),
             unbounded if right is None else min(right, unbounded),
-            min(sink_keys, unbounded),
-            min(window, unbounded),
-            scale,
+            min(call.sink_keys, unbounded),
+            min(call.window, unbounded),
+            call.scale,
             DIM=dim,
             BLOCK_DIM=width,
             BLOCK_M=blocks.rows,

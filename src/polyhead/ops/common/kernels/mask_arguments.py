@@ -7,7 +7,7 @@ batch strides, 0 where all sequences share one row.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -49,3 +49,20 @@ class MaskArguments(NamedTuple):
         """True if the mask is only a causal or sliding-window band, the same for all sequences and heads."""
         terms = (self.sinks, self.query_position, self.query_document, self.allowed, self.bias, self.table)
         return all(x is None for x in terms)
+
+    def with_dense(self, *, bias: Tensor | None, table: Tensor | None) -> MaskArguments:
+        """Return a copy with this bias and table, and with the strides and sizes of all dense terms."""
+        fields: dict[str, Any] = {}
+        for name, x in (("allowed", self.allowed), ("bias", bias)):
+            if x is not None:
+                batch, head, query, key = shared_strides(x)
+                fields |= {f"{name}_batch": batch, f"{name}_head": head, f"{name}_query": query, f"{name}_key": key}
+        if table is not None:
+            heads, width = table.shape
+            fields |= {"table": table.contiguous(), "table_head": width if heads > 1 else 0, "table_width": width}
+        return self._replace(bias=bias, **fields) if len(fields) else self
+
+
+def shared_strides(tensor: Tensor) -> list[int]:
+    """Return the strides, with 0 for broadcast axes, which have one element."""
+    return [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]

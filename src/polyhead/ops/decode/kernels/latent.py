@@ -12,6 +12,8 @@ Full tiles, which every row sees and which contribute to no requested mass, are 
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,7 +25,7 @@ from polyhead.ops.common.kernels.resources import launch_fitting
 from polyhead.ops.common.kernels.sizes import blocks_of
 from polyhead.ops.common.kernels.softmax_tiles import add_product, products, tanh
 from polyhead.ops.decode.kernels.latent_tiles import LatentBlocks, Latents, SoftmaxOptions, plan_latent_blocks
-from polyhead.ops.decode.kernels.parts import StatisticSlots, exp, load_rows, store_sums
+from polyhead.ops.decode.kernels.parts import exp, load_rows, store_sums
 
 
 @triton.jit
@@ -292,7 +294,7 @@ def plan_parts(
     latents: Latents,
     rank: int,
     mask: MaskArguments,
-    stat_slots: StatisticSlots,
+    stat_slots: Any,
     head_scale: Tensor | None,
     options: SoftmaxOptions,
 ) -> LatentBlocks:
@@ -313,7 +315,7 @@ def leave_parts(
     sums: Tensor,
     parts: Tensor,
     mask: MaskArguments,
-    stat_slots: StatisticSlots,
+    stat_slots: Any,
     head_scale: Tensor | None,
     options: SoftmaxOptions,
     blocks: LatentBlocks,

@@ -11,6 +11,8 @@ Compute-bound: with 128 heads each byte of a latent is multiplied 242 times.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,7 +28,6 @@ from polyhead.ops.common.kernels.hopper import DTYPES, FAR, LN2, LOG2E, descript
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
 from polyhead.ops.decode.kernels.latent_tiles import LatentBlocks, Latents, SoftmaxOptions
-from polyhead.ops.decode.kernels.parts import StatisticSlots
 
 _SUPPORTED_STATISTICS = frozenset(
     ("max_logit", "entropy", "confidence", "mean_distance", "mean_offset", "visible_keys", "learned_sink_mass")
@@ -250,7 +251,7 @@ def can_serve(
     latents: Latents,
     rank: int,
     mask: MaskArguments,
-    stat_slots: StatisticSlots,
+    stat_slots: Any,
     head_scale: Tensor | None,
     options: SoftmaxOptions,
 ) -> bool:
@@ -277,7 +278,7 @@ def leave_parts(
     sums: Tensor,
     parts: Tensor,
     mask: MaskArguments,
-    stat_slots: StatisticSlots,
+    stat_slots: Any,
     options: SoftmaxOptions,
     blocks: LatentBlocks,
 ) -> None:

@@ -8,31 +8,14 @@ to reduce, and rows are normalised and stored directly.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
 from polyhead.ops.common.kernels.softmax_tiles import LN2, LOG2E, exp2, log2
+from polyhead.ops.common.statistics import NAMES, row_tuple
 
-
-class StatisticSlots(NamedTuple):
-    """Index of each statistic in the tensor of statistics, [statistics, rows]; None: not requested."""
-
-    max_logit: int | None = None
-    max_abs_logit: int | None = None
-    entropy: int | None = None
-    confidence: int | None = None
-    mean_distance: int | None = None
-    mean_offset: int | None = None
-    mean_squared_distance: int | None = None
-    sink_mass: int | None = None
-    self_mass: int | None = None
-    previous_mass: int | None = None
-    next_mass: int | None = None
-    window_mass: int | None = None
-    visible_keys: int | None = None
-    learned_sink_mass: int | None = None
+# Index of each statistic in the tensor of statistics, [statistics, rows]; None: not requested.
+StatisticSlots = row_tuple("StatisticSlots", NAMES, __name__)
 
 
 @triton.jit

@@ -16,12 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from polyhead.ops.attention.kernels.backward import (
-    _constants_kernel,
-    _fresh_like,
-    _full_columns,
-    _full_rows,
-    _strided,
     choose_blocks,
+    constants_kernel,
+    fresh_like,
+    full_columns,
+    full_rows,
+    strided,
 )
 from polyhead.ops.attention.kernels.backward_tiles import (
     Problem,
@@ -32,7 +32,7 @@ from polyhead.ops.attention.kernels.backward_tiles import (
     store_tile,
     tile_gradients,
 )
-from polyhead.ops.common.kernels.mask_arguments import MaskArguments
+from polyhead.ops.common.kernel_call import KernelCall
 from polyhead.ops.common.kernels.mask_tiles import query_span, visible_tile
 from polyhead.ops.common.kernels.resources import Blocks, launch_fitting
 from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
@@ -47,6 +47,7 @@ from polyhead.ops.selected_rows.kernels.tiles import (
     sequence_and_head,
     visible_keys_span,
 )
+from polyhead.ops.selected_rows.rows import SelectedRows
 
 
 @triton.jit
@@ -192,7 +193,7 @@ def _ragged_queries_kernel(
     )
     full_start, full_stop = start, start
     if problem.BAND:
-        full_start, full_stop = _full_columns(problem, first, start, stop, last - first + 1, BLOCK_N)
+        full_start, full_stop = full_columns(problem, first, start, stop, last - first + 1, BLOCK_N)
         # Rows past the end see no keys, so a block with such rows has no full tile.
         full_stop = tl.where(first_row + BLOCK_M <= stop_row, full_stop, full_start)
         for column in range(full_start, full_stop, BLOCK_N):
@@ -295,7 +296,7 @@ def _ragged_keys_kernel(
             begin, end = first_from(rows, begin, end, start), first_from(rows, begin, end, stop)
             full_begin, full_end = begin, begin
             if problem.BAND:
-                full_start, full_stop = _full_rows(problem, first_column, start, stop, 1, BLOCK_N)
+                full_start, full_stop = full_rows(problem, first_column, start, stop, 1, BLOCK_N)
                 full_begin = first_from(rows, begin, end, full_start)
                 full_end = first_from(rows, full_begin, end, full_stop)
         # Full blocks of rows, which see all of these keys, then the rows before and after them.
@@ -322,71 +323,60 @@ def _ragged_keys_kernel(
 
 
 def ragged_backward(
+    selected: SelectedRows,
+    call: KernelCall,
     grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    offsets: Tensor,
     output: Tensor,
     logsumexp: Tensor,
     *,
-    num_queries: int,
-    by_head: bool,
-    scale: float,
-    head_scale: Tensor | None,
-    softcap: float | None,
-    has_sinks: bool,
-    mask: MaskArguments,
     row_gradients: dict[str, Tensor],
     row_values: dict[str, Tensor],
     full_gradients: dict[str, Tensor],
-    sink_keys: int,
-    window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, and C, which the gradient of sinks needs.
 
     C is one number per row.
 
     Args:
+        selected, call: the arguments of `ragged_forward`, with a mask packed with `for_columns=True`.
         grad_output: [total, value_dim], like `output`.
-        query, key, value, positions, offsets, num_queries, by_head: as in `ragged_forward`.
         output, logsumexp: results of the forward.
-        mask: packed with `for_columns=True`.
         row_gradients: float32 [total] each, of "logsumexp" and of statistics, none of them a maximum.
         row_values: the statistics themselves, under the same names.
         full_gradients: those of `row_gradients` that contribute differently to each key, scattered to all queries,
             [batch, heads, num_queries], with zeros for rows that are not selected.
     """
+    query, key, value, mask = call.query, call.key, call.value, call.mask
+    head_scale, softcap, has_sinks = call.head_scale, call.softcap, call.sinks is not None
     total, head_dim = query.shape
     batch, kv_heads, num_keys, value_dim = value.shape
-    pairs = offsets.shape[0] - 1
-    grad_key, grad_value = _fresh_like(key), _fresh_like(value)
+    pairs = selected.offsets.shape[0] - 1
+    grad_key, grad_value = fresh_like(key), fresh_like(value)
     grad_query = query.new_empty(total, head_dim)
     constant = query.new_empty(total, dtype=torch.float32)
     per_key = RowTerms(**full_gradients)
     block_value = max(16, power_of_two(value_dim))
     problem = Problem(
-        query=_strided(query[None, None]),
-        key=_strided(key),
-        value=_strided(value),
-        grad_output=_strided(grad_output[None, None]),
+        query=strided(query[None, None]),
+        key=strided(key),
+        value=strided(value),
+        grad_output=strided(grad_output[None, None]),
         logsumexp=logsumexp,
         constant=constant,
         gradients=per_key,
         mask=mask._replace(first_key=None, last_key=None),
-        num_queries=num_queries,
+        num_queries=selected.num_queries,
         num_keys=num_keys,
         kv_heads=kv_heads,
         group=pairs // batch // kv_heads,
-        scale=float(scale),
+        scale=float(call.scale),
         head_scale=head_scale,
         softcap=None if softcap is None else float(softcap),
         seed=None,
         threshold=0,
         kept_scale=1.0,
-        sink_keys=sink_keys,
-        window=window,
+        sink_keys=call.sink_keys,
+        window=call.window,
         DIM_KEY=tl.constexpr(head_dim),
         DIM_VALUE=tl.constexpr(value_dim),
         BLOCK_KEY=tl.constexpr(max(16, power_of_two(head_dim))),
@@ -398,7 +388,7 @@ def ragged_backward(
         SINKS=tl.constexpr(has_sinks),
         LINEAR_TERMS=tl.constexpr(any(x is not None for x in per_key._replace(entropy=None))),
     )
-    rows = pack_rows(positions, offsets, mask, batch, by_head)
+    rows = pack_rows(selected, mask, batch)
     has_spans = any(x is not None for x in (mask.left, mask.right, mask.first_query))
     for_keys, for_queries = choose_blocks(head_dim, value_dim, query.dtype)
 
@@ -406,7 +396,7 @@ def ragged_backward(
         _ragged_queries_kernel[(num_programs(total, pairs, blocks.rows),)](
             problem._replace(mask=problem.mask._replace(first_query=None, last_query=None)),
             rows,
-            _strided(grad_query[None, None]),
+            strided(grad_query[None, None]),
             HEAVY_LAST=mask.right is not None and mask.left is None,
             BLOCK_M=blocks.rows,
             BLOCK_N=blocks.columns,
@@ -417,8 +407,8 @@ def ragged_backward(
         _ragged_keys_kernel[(batch * kv_heads * blocks_of(num_keys, blocks.columns),)](
             problem,
             rows,
-            _strided(grad_key),
-            _strided(grad_value),
+            strided(grad_key),
+            strided(grad_value),
             HAS_SPANS=has_spans,
             BLOCK_M=blocks.rows,
             BLOCK_N=blocks.columns,
@@ -432,10 +422,10 @@ def ragged_backward(
     with torch.cuda.device_of(query):
         if total:
             block_m = max(1, min(64, 8192 // block_value))
-            _constants_kernel[(blocks_of(total, block_m),)](
+            constants_kernel[(blocks_of(total, block_m),)](
                 # All rows as one sequence of one head.
                 problem._replace(num_queries=total, kv_heads=1, group=1),
-                _strided(output[None, None]),
+                strided(output[None, None]),
                 RowTerms(**row_gradients),
                 RowTerms(**{name: row_values[name] for name in row_gradients if name != "logsumexp"}),
                 BLOCK_M=block_m,

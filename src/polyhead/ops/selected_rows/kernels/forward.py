@@ -19,15 +19,16 @@ from torch import Tensor
 from polyhead.ops.attention.kernels.forward import (
     RowPointers,
     Sizes,
-    _absorb,
-    _descriptor,
-    _first_state,
-    _fits_descriptor,
-    _full_tiles,
-    _store_rows,
     choose_blocks,
+    first_state,
     fit_blocks,
+    fits_descriptor,
+    full_tiles,
+    row_descriptor,
+    store_rows,
+    update_softmax_state,
 )
+from polyhead.ops.common.kernel_call import KernelCall
 from polyhead.ops.common.kernels.availability import capability
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.kernels.mask_tiles import query_positions
@@ -42,6 +43,7 @@ from polyhead.ops.selected_rows.kernels.tiles import (
     sequence_and_head,
     visible_keys_span,
 )
+from polyhead.ops.selected_rows.rows import SelectedRows
 
 
 @triton.jit
@@ -116,7 +118,7 @@ def _ragged_kernel(
     if ptr_sinks is not None:
         # Padding rows have no head, hence no sink.
         sink = tl.where(is_padding, -float("inf"), tl.load(ptr_sinks + i_head).to(tl.float32))
-    state = _first_state(sink, ADDED, BASE_TWO, BLOCK_M, BLOCK_N, BLOCK_VALUE)
+    state = first_state(sink, ADDED, BASE_TWO, BLOCK_M, BLOCK_N, BLOCK_VALUE)
 
     sink_stop, start, stop = visible_keys_span(
         mask, rows, i_batch, offs_m, first, last, sizes.queries, sizes.keys, BLOCK_N
@@ -124,13 +126,13 @@ def _ragged_kernel(
     sink_tiles, first_tile, last_tile = sink_stop // BLOCK_N, start // BLOCK_N, tl.cdiv(stop, BLOCK_N)
     full_from, full_to, near_from, near_to = first_tile, first_tile, first_tile, first_tile
     if BAND:
-        full_from, full_to, near_from, near_to = _full_tiles(
+        full_from, full_to, near_from, near_to = full_tiles(
             mask, stat_pointers, sizes, first, last - first + 1, BLOCK_N, first_tile, last_tile
         )
         for i in tl.range(0, full_to - full_from - (near_to - near_from)):
             i_tile = full_from + i
             i_tile = tl.where(i_tile >= near_from, i_tile + (near_to - near_from), i_tile)
-            state = _absorb(
+            state = update_softmax_state(
                 state, tile_q, source_key, source_value, strides_key, strides_value, mask, stat_pointers, sizes, None,
                 0, sm_scale, tanh_scale, i_batch, i_head, offs_m, positions, i_tile, True, ADDED, SOFTCAP, DIM_KEY,
                 DIM_VALUE, BLOCK_N, BLOCK_KEY, BLOCK_VALUE, DESCRIPTORS,
@@ -141,13 +143,13 @@ def _ragged_kernel(
         i_tile = tl.where(i >= sink_tiles, i + (first_tile - sink_tiles), i)
         i_tile = tl.where(i_tile >= full_from, i_tile + (near_from - full_from), i_tile)
         i_tile = tl.where(i_tile >= near_to, i_tile + (full_to - near_to), i_tile)
-        state = _absorb(
+        state = update_softmax_state(
             state, tile_q, source_key, source_value, strides_key, strides_value, mask, stat_pointers, sizes, None, 0,
             sm_scale, tanh_scale, i_batch, i_head, offs_m, positions, i_tile, False, ADDED, SOFTCAP, DIM_KEY,
             DIM_VALUE, BLOCK_N, BLOCK_KEY, BLOCK_VALUE, DESCRIPTORS,
         )  # fmt: skip
     # [BLOCK_M, BLOCK_VALUE]
-    tile_o = _store_rows(
+    tile_o = store_rows(
         state,
         sink,
         mask.poison is not None,
@@ -171,55 +173,31 @@ def num_programs(total: int, pairs: int, rows: int) -> int:
     return total // rows + pairs + 1
 
 
-def pack_rows(positions: Tensor, offsets: Tensor, mask: MaskArguments, batch: int, by_head: bool) -> Rows:
+def pack_rows(rows: SelectedRows, mask: MaskArguments, batch: int) -> Rows:
     """Return the rows as kernels read them."""
-    pairs = offsets.shape[0] - 1
-    return Rows(
-        positions,
-        offsets,
-        mask.first_key,
-        mask.last_key,
-        positions.shape[0],
-        pairs,
-        batch,
-        pairs // batch,
-        tl.constexpr(by_head),
-    )
+    positions, offsets, pairs = rows.positions, rows.offsets, rows.offsets.shape[0] - 1
+    sizes = (positions.shape[0], pairs, batch, pairs // batch)
+    return Rows(positions, offsets, mask.first_key, mask.last_key, *sizes, tl.constexpr(rows.by_head))
 
 
 def ragged_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    offsets: Tensor,
-    *,
-    num_queries: int,
-    by_head: bool,
-    scale: float,
-    head_scale: Tensor | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    mask: MaskArguments,
-    names: tuple[str, ...],
-    sink_keys: int,
-    window: int,
-    descriptors: bool | None = None,
+    selected: SelectedRows, call: KernelCall, *, descriptors: bool | None = None
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return output [total, value_dim], log-sum-exp [total] and the statistics in `names`, [total] each.
+    """Return output [total, value_dim], log-sum-exp [total] and the named statistics, [total] each.
 
-    query is [total, head_dim], key and value [batch, kv_heads, keys, head_dim or value_dim]; the last axis of each must
-    be contiguous. `positions` and `offsets` are int32 and contiguous. `mask` is that of all `num_queries` queries.
-    `descriptors`: load keys and values through tensor descriptors (TMA); None: if the device and the tensors support
-    it.
+    The query is [total, head_dim]; the last axis of query, key and value must be contiguous, and so must the rows'
+    tensors. The mask is that of all queries. `descriptors`: load keys and values through tensor descriptors (TMA);
+    None: if the device and the tensors support it.
     """
+    query, key, value, mask, scale = call.query, call.key, call.value, call.mask, call.scale
+    head_scale, sinks, softcap = call.head_scale, call.sinks, call.softcap
     total, dim_key = query.shape
     batch, kv_heads, keys, dim_value = value.shape
-    pairs = offsets.shape[0] - 1
+    pairs = selected.offsets.shape[0] - 1
     heads = pairs // batch
     output = query.new_empty(total, dim_value)
     logsumexp = query.new_empty(total, dtype=torch.float32)
-    statistics = {name: torch.empty_like(logsumexp) for name in names}
+    statistics = {name: torch.empty_like(logsumexp) for name in call.names}
     if not total:
         return output, logsumexp, statistics
 
@@ -229,13 +207,13 @@ def ragged_forward(
     itemsize = query.element_size()
     # Pairs usually have different numbers of rows; the tile sizes are chosen for the mean.
     blocks = choose_blocks(
-        max(block_key, block_value), itemsize, -(-total // pairs), len(statistics), compute_capability
+        max(block_key, block_value), itemsize, min(-(-total // pairs), 65), len(statistics), compute_capability
     )
     blocks = fit_blocks(blocks, (block_key, block_value), itemsize, mask, compute_capability, shared_memory(device))
     if descriptors is None:
-        descriptors = query.is_cuda and compute_capability >= (9, 0) and all(_fits_descriptor(x) for x in (key, value))
+        descriptors = query.is_cuda and compute_capability >= (9, 0) and all(fits_descriptor(x) for x in (key, value))
     token_tensors = (mask.query_position, mask.query_document, mask.allowed, mask.bias, mask.key_ordinal)
-    rows = pack_rows(positions, offsets, mask, batch, by_head)
+    rows = pack_rows(selected, mask, batch)
     plain_mask = mask._replace(first_key=None, last_key=None, first_query=None, last_query=None)
     stat_pointers = RowPointers(**statistics)
 
@@ -243,8 +221,8 @@ def ragged_forward(
         sources: list[Any] = [key, value]
         if descriptors:
             sources = [
-                _descriptor(key, blocks.columns, block_key),
-                _descriptor(value, blocks.columns, block_value),
+                row_descriptor(key, blocks.columns, block_key),
+                row_descriptor(value, blocks.columns, block_value),
             ]
         _ragged_kernel[(num_programs(total, pairs, blocks.rows),)](
             query,
@@ -256,7 +234,7 @@ def ragged_forward(
             head_scale,
             sinks,
             plain_mask,
-            Sizes(heads, heads // kv_heads, num_queries, keys, sink_keys, window),
+            Sizes(heads, heads // kv_heads, selected.num_queries, keys, call.sink_keys, call.window),
             query.stride(0),
             key.stride()[:3],
             value.stride()[:3],

@@ -21,11 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from polyhead.ops.attention.kernels.forward_hopper import _LOWEST, _packed, _tiles, _unpacked, _weigh
+from polyhead.ops.attention.kernels.forward_hopper import LOWEST, band_tiles, packed, unpacked, weigh
+from polyhead.ops.common.kernel_call import KernelCall
 from polyhead.ops.common.kernels.availability import capability
 from polyhead.ops.common.kernels.hopper import DTYPES, FAR, LN2, LOG2E, descriptor, is_readable, row_sums
-from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.kernels.sizes import power_of_two
+from polyhead.ops.selected_rows.rows import SelectedRows
 
 STATISTICS = ("max_logit", "entropy", "confidence", "visible_keys")
 
@@ -142,7 +143,7 @@ def _consumer(
 
         mbarrier.wait(q_ready.index(i_warpgroup), 0)
         zero = gl.full([64, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
-        m = gl.full([64], _LOWEST, gl.float32, ROWS)
+        m = gl.full([64], LOWEST, gl.float32, ROWS)
         sums = row_sums(zero, BLOCK_N)
         acc_entropy = sums
         acc_distance = sums
@@ -156,11 +157,11 @@ def _consumer(
         mbarrier.arrive(free.index(0), count=1)
         step = first_row * 0 + 1
         o = gl.full([64, DV], 0.0, gl.float32, O_LAYOUT)
-        weights, _, m, sums, acc_entropy, acc_distance, acc_offset = _weigh(
+        weights, _, m, sums, acc_entropy, acc_distance, acc_offset = weigh(
             s, m, sums, acc_entropy, acc_distance, acc_offset, first_query, last_tile * BLOCK_N, num_keys, offset,
             left, right, sm_scale_log2, BLOCK_N, True, ENTROPY, False, False,
         )  # fmt: skip
-        p = _packed(weights, DTYPE)
+        p = packed(weights, DTYPE)
 
         # Partial tiles, crossed by an edge of the band for some row, and between them the full ones.
         full_to = gl.minimum(gl.maximum(first_position + right + 1, 0), num_keys) // BLOCK_N
@@ -169,18 +170,18 @@ def _consumer(
         if WINDOW:
             full_from = (gl.maximum(last_position - left, 0) + BLOCK_N - 1) // BLOCK_N
             full_from = gl.minimum(gl.maximum(full_from, first_tile), full_to)
-        o, p, m, sums, acc_entropy, acc_distance, acc_offset, step = _tiles(
+        o, p, m, sums, acc_entropy, acc_distance, acc_offset, step = band_tiles(
             o, p, m, sums, acc_entropy, acc_distance, acc_offset, step, last_tile - 1, full_to, q, k_smem, v_smem,
             ready, free, first_query, num_keys, offset, left, right, sm_scale_log2,
             BLOCK_N, STAGES, True, ENTROPY, False, False,
         )  # fmt: skip
-        o, p, m, sums, acc_entropy, acc_distance, acc_offset, step = _tiles(
+        o, p, m, sums, acc_entropy, acc_distance, acc_offset, step = band_tiles(
             o, p, m, sums, acc_entropy, acc_distance, acc_offset, step, full_to - 1, full_from, q, k_smem, v_smem,
             ready, free, first_query, num_keys, offset, left, right, sm_scale_log2,
             BLOCK_N, STAGES, False, ENTROPY, False, False,
         )  # fmt: skip
         if WINDOW:
-            o, p, m, sums, acc_entropy, acc_distance, acc_offset, step = _tiles(
+            o, p, m, sums, acc_entropy, acc_distance, acc_offset, step = band_tiles(
                 o, p, m, sums, acc_entropy, acc_distance, acc_offset, step, full_from - 1, first_tile, q, k_smem,
                 v_smem, ready, free, first_query, num_keys, offset, left, right, sm_scale_log2,
                 BLOCK_N, STAGES, True, ENTROPY, False, False,
@@ -189,7 +190,7 @@ def _consumer(
         stage = step % STAGES
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
         v = v_smem.index(stage).reshape([BLOCK_N, DV])
-        o = warpgroup_mma(_unpacked(p, DTYPE, OPERAND), v, o, is_async=True)
+        o = warpgroup_mma(unpacked(p, DTYPE, OPERAND), v, o, is_async=True)
 
         l_i = gl.convert_layout(gl.sum(sums, axis=1), ROWS)
         if ptr_poison is not None:
@@ -296,55 +297,38 @@ def ragged_kernel(
     )  # fmt: skip
 
 
-def can_serve(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    offsets: Tensor,
-    num_queries: int,
-    mask: MaskArguments,
-    names: tuple[str, ...],
-) -> bool:
+def can_serve(selected: SelectedRows, call: KernelCall) -> bool:
     """Return True if this kernel supports the tensors, the mask and the statistics.
 
     Pairs that do not fill half a block of 128 rows are faster with the smaller blocks of `forward`.
     """
-    keys = key.shape[2]
+    query, key, value, mask = call.query, call.key, call.value, call.mask
+    keys, num_queries = key.shape[2], selected.num_queries
     return (
         query.dtype in DTYPES
-        and query.shape[0] > 64 * (offsets.shape[0] - 1)
+        and query.shape[0] > 64 * (selected.offsets.shape[0] - 1)
         and capability(query.device.index)[0] == 9
         and all(32 < x.shape[-1] <= 128 for x in (query, value))
         and all(is_readable(x) for x in (query[None, None], key, value))
         and 0 < num_queries <= keys
         and mask.offset == keys - num_queries
         and mask.is_band
-        and _SUPPORTED_STATISTICS.issuperset(names)
+        and _SUPPORTED_STATISTICS.issuperset(call.names)
     )
 
 
 def ragged_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    offsets: Tensor,
-    *,
-    num_queries: int,
-    by_head: bool,
-    scale: float,
-    left: int | None,
-    right: int | None,
-    row_poison: Tensor | None,
-    names: tuple[str, ...],
+    selected: SelectedRows, call: KernelCall, *, row_poison: Tensor | None
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """`forward.ragged_forward` for a band of keys; `scale` must be positive.
 
     `row_poison` [batch, kv_heads, num_queries] is added to the results of a row: NaN if it sees a non-finite key.
     """
+    query, key, value, names = call.query, call.key, call.value, call.names
+    left, right, num_queries = call.mask.left, call.mask.right, selected.num_queries
     total, dim = query.shape
     batch, kv_heads, keys, dim_value = value.shape
-    pairs = offsets.shape[0] - 1
+    pairs = selected.offsets.shape[0] - 1
     heads = pairs // batch
     output = query.new_empty(total, dim_value)
     logsumexp = query.new_empty(total, dtype=torch.float32)
@@ -356,8 +340,8 @@ def ragged_forward(
             descriptor(key, 128, width),
             descriptor(value, 128, value_width),
             output,
-            positions,
-            offsets,
+            selected.positions,
+            selected.offsets,
             logsumexp,
             statistics.get("max_logit"),
             statistics.get("entropy"),
@@ -374,13 +358,13 @@ def ragged_forward(
             keys - num_queries,
             FAR if left is None else min(left, FAR),
             FAR if right is None else min(right, FAR),
-            scale,
+            call.scale,
             D=width,
             DV=value_width,
             DIM_VALUE=dim_value,
             BLOCK_N=128,
             STAGES=3 if max(width, value_width) == 64 else 2,
-            BY_HEAD=by_head,
+            BY_HEAD=selected.by_head,
             WINDOW=left is not None,
             ENTROPY="entropy" in names,
             num_warps=4,

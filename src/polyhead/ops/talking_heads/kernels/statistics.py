@@ -5,14 +5,13 @@ Computes the `RowStatistics` of every softmax map, and the sum and the maximum o
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from polyhead.ops.common.combined_weights import COMBINED
 from polyhead.ops.common.kernels.mask_tiles import key_ordinals, key_positions, key_spans, query_positions
 from polyhead.ops.common.kernels.softmax_tiles import LN2, LOG2E
+from polyhead.ops.common.statistics import NAMES, row_tuple
 from polyhead.ops.talking_heads.kernels.tiles import (
     batched_dot,
     columns_by_head,
@@ -29,26 +28,9 @@ from polyhead.ops.talking_heads.kernels.tiles import (
     visible_pairs,
 )
 
-
-class Results(NamedTuple):
-    """Output tensor of each statistic, float32 [batch, heads, queries]; None: not computed."""
-
-    max_logit: Tensor | None = None
-    max_abs_logit: Tensor | None = None
-    entropy: Tensor | None = None
-    confidence: Tensor | None = None
-    mean_distance: Tensor | None = None
-    mean_offset: Tensor | None = None
-    mean_squared_distance: Tensor | None = None
-    sink_mass: Tensor | None = None
-    self_mass: Tensor | None = None
-    previous_mass: Tensor | None = None
-    next_mass: Tensor | None = None
-    window_mass: Tensor | None = None
-    visible_keys: Tensor | None = None
-    signed_mass: Tensor | None = None
-    absolute_mass: Tensor | None = None
-    largest_weight: Tensor | None = None
+_OWN_NAMES = tuple(name for name in NAMES if name != "learned_sink_mass")
+# Output tensor of each statistic, float32 [batch, heads, queries]; None: not computed.
+Results = row_tuple("Results", (*_OWN_NAMES, *COMBINED), __name__)
 
 
 @triton.jit

@@ -1,0 +1,145 @@
+"""Validation of `attention`'s arguments, which other operations share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from polyhead.errors import DeviceError, DtypeError, MaskError, OptionError, ShapeError
+from polyhead.masks import Mask
+from polyhead.ops.common.request import AttentionRequest, StatisticsRequest
+from polyhead.ops.common.statistics import Statistics, as_statistics
+from polyhead.ops.common.visibility import Visibility, resolve
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+
+
+def checked_request(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask | None = None,
+    scale: float | Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    weights: bool = False,
+    logsumexp: bool = False,
+    finite: bool = False,
+    statistics: bool | str | Sequence[str] | Statistics | None = None,
+) -> AttentionRequest:
+    """Validate the arguments and build the request that backends take."""
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        kinds = [type(x).__name__ for x in (query, key, value)]
+        raise DtypeError(f"query, key and value must be tensors, got {kinds[0]}, {kinds[1]} and {kinds[2]}")
+    if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
+        raise ShapeError(
+            "query, key and value must be [batch, heads, sequence, head_dim], "
+            f"got shapes {list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
+        )
+    kind = query.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        query, key, value = (
+            x.to(dtype) if x.dtype in (torch.float32, torch.float16, torch.bfloat16) else x for x in (query, key, value)
+        )
+    if not (query.dtype is key.dtype is value.dtype):
+        raise DtypeError(f"query, key and value must have one dtype, got {query.dtype}, {key.dtype} and {value.dtype}")
+    if query.dtype not in _DTYPES:
+        raise DtypeError(f"attention takes float16, bfloat16, float32 or float64, got {query.dtype}")
+    if not (query.device == key.device == value.device):
+        raise DeviceError(
+            f"query, key and value must be on one device, got {query.device}, {key.device} and {value.device}"
+        )
+    batch, heads, queries, head_dim = query.shape
+    key_batch, kv_heads, keys, key_dim = key.shape
+    if key_batch != batch or value.shape[0] != batch:
+        raise ShapeError(
+            f"query, key and value must have one batch size, got {batch}, {key_batch} and {value.shape[0]}"
+        )
+    if value.shape[1] != kv_heads or value.shape[2] != keys:
+        raise ShapeError(
+            "key and value must have the same heads and the same sequence, "
+            f"got {kv_heads} heads of {keys} and {value.shape[1]} heads of {value.shape[2]}"
+        )
+    if key_dim != head_dim:
+        raise ShapeError(f"query and key must have one head_dim, got {head_dim} and {key_dim}")
+    if head_dim == 0 or heads == 0 or kv_heads == 0:
+        raise ShapeError(
+            "there must be at least one head and one channel, "
+            f"got {heads} heads, {kv_heads} KV heads and head_dim {head_dim}"
+        )
+    if heads % kv_heads:
+        raise ShapeError(f"query heads must be a multiple of KV heads, got {heads} and {kv_heads}")
+    if scale is None:
+        scale = 1.0 / math.sqrt(head_dim)
+    elif isinstance(scale, Tensor):
+        _check_per_head("scale", scale, heads, query)
+    elif not (_is_number(scale) and math.isfinite(scale)):
+        raise OptionError(f"scale must be a finite number, or a tensor with one number per head, got {scale!r}")
+    if softcap is not None and not (_is_number(softcap) and 0 < softcap < math.inf):
+        raise OptionError(f"softcap must be positive and finite, got {softcap!r}; pass None for no softcap")
+    if sinks is not None:
+        _check_per_head("sinks", sinks, heads, query)
+    if not (_is_number(dropout) and 0.0 <= dropout < 1.0):
+        raise OptionError(f"dropout must be at least 0 and less than 1, got {dropout!r}")
+    requested = as_statistics(statistics)
+    names = () if requested is None else requested.wanted(learned_sinks=sinks is not None)
+    visibility, row_statistics = None, None
+    if mask is not None:
+        if not isinstance(mask, Mask):
+            hint = "Mask.dense(mask) for a boolean tensor (True = may attend), Mask.bias(mask) for values to add"
+            raise MaskError(f"mask must be a polyhead.Mask, got {type(mask).__name__}; use {hint}")
+        visibility = resolve(
+            mask,
+            batch=batch,
+            heads=heads,
+            queries=queries,
+            keys=keys,
+            device=query.device,
+            ordinals="sink_mass" in names,
+        )
+    if seed is not None:
+        seed = _seed(seed, query)
+    if requested is not None:
+        places = visibility or Visibility(queries, keys, query.device, offset=keys - queries)
+        row_statistics = StatisticsRequest(names, requested.sink_keys, requested.window, places)
+    options = (scale, softcap, sinks, dropout, seed, weights, logsumexp, finite, row_statistics)
+    return AttentionRequest(query, key, value, visibility, *options)
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, _NUMBERS) and not isinstance(x, bool)
+
+
+def _seed(seed: int | Tensor, query: Tensor) -> Tensor:
+    """Return the seed as an int64 tensor of one element on the device of the query."""
+    if isinstance(seed, Tensor):
+        if seed.dtype is not torch.int64 or seed.numel() != 1:
+            raise OptionError(
+                "seed must be an integer or an int64 tensor of one element, "
+                f"got {seed.dtype} of shape {list(seed.shape)}"
+            )
+        if seed.device != query.device:
+            raise DeviceError(f"seed must be on the device of the query, got {seed.device} and {query.device}")
+        return seed.reshape(1)
+    if isinstance(seed, bool) or not isinstance(seed, int | torch.SymInt) or not -(1 << 63) <= seed < 1 << 63:
+        raise OptionError(f"seed must be an integer of 64 bits, got {seed!r}")
+    return torch.full((1,), seed, dtype=torch.int64, device=query.device)
+
+
+def _check_per_head(name: str, tensor: Tensor, heads: int, query: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise OptionError(f"{name} must be a tensor with one number per head, got {type(tensor).__name__}")
+    if tensor.shape != (heads,):
+        raise ShapeError(f"{name} must have one number per head, got shape {list(tensor.shape)} for {heads} heads")
+    if not tensor.is_floating_point():
+        raise DtypeError(f"{name} must be floating point, got {tensor.dtype}")
+    if tensor.device != query.device:
+        raise DeviceError(f"{name} must be on the device of the query, got {tensor.device} and {query.device}")

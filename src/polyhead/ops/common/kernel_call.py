@@ -1,0 +1,163 @@
+"""One attention call as polyhead's kernels take it, and as flat arguments of a custom operator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyhead.errors import BackendUnsupported
+from polyhead.ops.common.kernels.mask_arguments import MaskArguments
+
+_MASK_TENSORS = (
+    "query_position",
+    "key_position",
+    "key_ordinal",
+    "query_document",
+    "key_document",
+    "first_key",
+    "last_key",
+    "first_query",
+    "last_query",
+    "allowed",
+    "poison",
+)
+_MASK_OPTIONS = ("left", "right", "sinks")
+_MASK_NUMBERS = ("offset", "stride_query", "stride_key", "table_zero")
+
+# The types of `KernelCall.flat`, in its order.
+SCHEMA = (
+    "Tensor query, Tensor key, Tensor value, float scale, Tensor? head_scale, float? softcap, Tensor? sinks, "
+    "Tensor? bias, Tensor? table, Tensor?[] mask_tensors, SymInt[] mask_numbers, float dropout, Tensor? seed, "
+    "str names, SymInt sink_keys, SymInt window"
+)
+FLAT = SCHEMA.count(",") + 1
+_TENSOR_LIST = 9  # index of `mask_tensors`
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KernelCall:
+    """Tensors, mask and options of one call, the only input of the host code that launches the kernels."""
+
+    query: Tensor  # [batch, heads, queries, head_dim]; [total, head_dim] for selected rows
+    key: Tensor  # [batch, kv_heads, keys, head_dim]
+    value: Tensor  # [batch, kv_heads, keys, value_dim]
+    mask: MaskArguments
+    scale: float  # multiplied by `head_scale`, if that is set
+    head_scale: Tensor | None = None  # [heads]
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [heads]
+    dropout: float = 0.0
+    seed: Tensor | None = None  # int64, one element; not read without dropout
+    names: tuple[str, ...] = ()  # of the row statistics
+    sink_keys: int = 1
+    window: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the logits are dot products times one number, and no weight is dropped."""
+        return self.softcap is None and self.sinks is None and self.head_scale is None and not self.dropout
+
+    def flat(self) -> tuple[Any, ...]:
+        """Return the arguments of an operator, of the types of `SCHEMA`; the inverse of `from_flat`."""
+        mask = self.mask
+        numbers: list[int] = []
+        for option in (getattr(mask, name) for name in _MASK_OPTIONS):
+            numbers += (0, 0) if option is None else (1, option)
+        return (
+            *(self.query, self.key, self.value, self.scale, self.head_scale, self.softcap, self.sinks),
+            *(mask.bias, mask.table, [getattr(mask, name) for name in _MASK_TENSORS]),
+            numbers + [getattr(mask, name) for name in _MASK_NUMBERS],
+            *(self.dropout, self.seed, ",".join(self.names), self.sink_keys, self.window),
+        )
+
+    @classmethod
+    def from_flat(cls, arguments: Sequence[Any]) -> KernelCall:
+        query, key, value, scale, head_scale, softcap, sinks, bias, table, tensors, numbers, *rest = arguments
+        dropout, seed, names, sink_keys, window = rest
+        fields = dict(zip(_MASK_TENSORS, tensors, strict=True))
+        for i, name in enumerate(_MASK_OPTIONS):
+            fields[name] = numbers[2 * i + 1] if numbers[2 * i] else None
+        fields |= zip(_MASK_NUMBERS, numbers[2 * len(_MASK_OPTIONS) :], strict=True)
+        mask = MaskArguments(**fields).with_dense(bias=bias, table=table)
+        options = (scale, head_scale, softcap, sinks, dropout, seed, split_names(names), sink_keys, window)
+        return cls(query, key, value, mask, *options)
+
+
+def split_names(joined: str) -> tuple[str, ...]:
+    """Return the names of statistics, which operators take as one string."""
+    return tuple(joined.split(",")) if joined else ()
+
+
+# ---- autograd of operators whose last arguments are those of a flat call
+
+
+def save_call(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+    """Save arguments and results of an operator for `saved_call`."""
+    at = len(inputs) - FLAT + _TENSOR_LIST
+    # Absent gradients stay None: which gradients are present decides which kernel can run.
+    ctx.set_materialize_grads(False)
+    tensors = (x if isinstance(x, Tensor) else None for x in inputs)
+    ctx.save_for_backward(*tensors, *inputs[at], *output)
+    ctx.options = [None if isinstance(x, Tensor) or i == at else x for i, x in enumerate(inputs)]
+    # The gradients of the two list arguments: PyTorch expects a list of None if all elements are tensors.
+    ctx.lists = [
+        [None] * len(x) if all(isinstance(element, Tensor) for element in x) else None for x in inputs[at : at + 2]
+    ]
+
+
+def saved_call(ctx: Any) -> tuple[list[Any], list[Tensor]]:
+    """Return the arguments and the results that `save_call` saved."""
+    saved, count = ctx.saved_tensors, len(ctx.options)
+    inputs = [option if x is None else x for x, option in zip(saved, ctx.options, strict=False)]
+    outputs = count + len(_MASK_TENSORS)
+    inputs[count - FLAT + _TENSOR_LIST] = list(saved[count:outputs])
+    return inputs, list(saved[outputs:])
+
+
+def no_second_derivative(ctx: Any, *grads: Any) -> None:
+    """Raise BackendUnsupported: the gradient of a backward operator."""
+    raise BackendUnsupported(
+        "fused",
+        ['our kernels have no second derivative; use backend="blockwise", which has derivatives of every order'],
+    )
+
+
+def with_dense_rows(x: Tensor) -> Tensor:
+    """Make the last axis contiguous, as every kernel requires."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def laid_out_like(grad: Tensor, like: Tensor) -> Tensor:
+    """Return the gradient with dtype and strides of `torch.empty_like(like)`, as fake kernels do."""
+    expected = torch.empty_like(like, device="meta")
+    if grad.dtype is expected.dtype and grad.stride() == expected.stride():
+        return grad
+    return torch.empty_like(like).copy_(grad)
+
+
+def row_poison(mask: MaskArguments, queries: int) -> Tensor | None:
+    """Return NaN for rows of a band that see a non-finite key, else 0, [batch, kv_heads, queries].
+
+    None if no key is known to be non-finite.
+    """
+    poison = mask.poison
+    if poison is None:
+        return None
+    if mask.left is None and mask.right == 0 and mask.offset >= 0:
+        # A running sum is NaN from the first poisoned key on, which is exactly where a causal row sees it.
+        causal_poison = poison.cumsum(-1, dtype=torch.float32)
+        return causal_poison if mask.offset == 0 else causal_poison[..., mask.offset :].contiguous()
+    keys = poison.shape[-1]
+    num_nonfinite = torch.nn.functional.pad(poison.isnan().int().cumsum(-1), (1, 0))  # before each key, and in total
+    position = torch.arange(queries, device=poison.device) + mask.offset
+    stop = keys if mask.right is None else position + mask.right + 1
+    start = 0 if mask.left is None else position - mask.left
+    visible = (
+        num_nonfinite[..., (position * 0 + stop).clamp(0, keys)]
+        - num_nonfinite[..., (position * 0 + start).clamp(0, keys)]
+    )
+    return torch.where(visible > 0, torch.nan, 0.0)
