@@ -20,7 +20,7 @@ from polyhead.ops.common.kernels.mask_tiles import (
     query_positions,
 )
 from polyhead.ops.common.kernels.softmax_tiles import LN2, LOG2E, exp2, tanh, tanh_slope
-from polyhead.ops.common.statistics import NAMES, row_tuple
+from polyhead.ops.common.statistics import LINEAR, NAMES, row_tuple
 
 
 class Strided(NamedTuple):
@@ -33,9 +33,9 @@ class Strided(NamedTuple):
     WIDE: tl.constexpr  # offsets within a tile may exceed 32 bits
 
 
-_NOT_IN_TILES = ("max_logit", "max_abs_logit", "visible_keys")
+_LINEAR = (name for name in NAMES if name in LINEAR)
 # One float32 number per row for each of these, contiguous [batch, heads, queries]; None if absent.
-RowTerms = row_tuple("RowTerms", ("logsumexp", *(name for name in NAMES if name not in _NOT_IN_TILES)), __name__)
+RowTerms = row_tuple("RowTerms", ("logsumexp", "entropy", "confidence", "learned_sink_mass", *_LINEAR), __name__)
 
 
 class Problem(NamedTuple):
