@@ -40,3 +40,18 @@ def test_in_the_interpreter_every_broken_element_is_zero_and_every_broken_key_is
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_on_a_gpu_every_broken_element_is_zero_and_every_broken_key_is_marked(dtype: torch.dtype) -> None:
     check("cuda", dtype)
+
+
+@pytest.mark.gpu
+def test_no_kernel_is_launched_on_tensors_without_memory() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from polyhead.ops.common.nonfinite import without_broken
+
+    with FakeTensorMode():
+        key = torch.randn(2, 3, 71, 16, device="cuda")
+        for requires_grad in (False, True):
+            clean_key, clean_value, poison = without_broken(key.requires_grad_(requires_grad), key)
+            assert clean_key.shape == clean_value.shape == key.shape
+            assert poison.shape == key.shape[:-1]
+    torch.cuda.synchronize()
