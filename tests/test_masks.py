@@ -291,7 +291,7 @@ KINDS = {
     "Mask(window: 3 before, all after)": Mask.window(left=3),
     "Mask(lengths of 2 sequences, padding on the left)": Mask.lengths([3, 5], side="left"),
     "Mask(documents [1, 7])": Mask.documents([0, 0, 0, 1, 1, 2, -1]),
-    "Mask(stated positions)": Mask.positions(torch.arange(5), torch.arange(7)),
+    "Mask(explicit positions)": Mask.positions(torch.arange(5), torch.arange(7)),
     "Mask(dense [1, 1, 5, 7])": Mask.dense(torch.ones(5, 7, dtype=torch.bool)),
     "Mask(bias [2, 3, 1, 7])": Mask.bias(torch.randn(2, 3, 1, 7)),
     "Mask(relative bias [3, 9])": Mask.relative(torch.randn(3, 9), 4),

@@ -41,6 +41,9 @@ class HeadLayout:
     attention a number in between. Query head `i` reads KV head `i // group_size`, or KV head `key_heads[i]` where
     groups are uneven. A `key_heads` that describes even groups in order is equivalent to None and is stored as None.
 
+    A size of 0 stands for its default: num_kv_heads = num_heads (or as many as `key_heads` names), head_dim = embed_dim
+    / num_heads, value_dim = head_dim, key_input_dim = embed_dim, value_input_dim = key_input_dim.
+
     >>> layout = HeadLayout(512, 8, num_kv_heads=2)
     >>> layout.head_dim, layout.group_size, layout.num_parameters
     (64, 4, 655360)
@@ -72,7 +75,7 @@ class HeadLayout:
                 "embed_dim must be a multiple of num_heads when head_dim is not given, "
                 f"got {self.embed_dim} and {self.num_heads}"
             )
-        fill = object.__setattr__
+        fill = object.__setattr__  # the dataclass is frozen
         if self.key_heads is not None:
             fill(self, "key_heads", checked_key_heads(self.key_heads, self.num_heads, self.num_kv_heads))
             fill(self, "num_kv_heads", max(self.key_heads) + 1)
@@ -130,7 +133,7 @@ class HeadLayout:
 
 @dataclass(frozen=True, slots=True)
 class HeadOrigins:
-    """Original heads of each head of an edited layer; they identify a head across edits.
+    """Original heads of each head of an edited layer, by which it is identified after any number of edits.
 
     `heads[i]` lists the original heads that head i consists of: one for an unchanged head, several for a merged head.
     Heads added by an edit are numbered -1, -2, ...; a zero head used as padding has an empty list. `total` is the
@@ -169,7 +172,7 @@ class HeadOrigins:
         return tuple(head for head in range(self.total) if head not in sources)
 
     def label(self, head: int) -> str:
-        """Return the original indices of a head, `new` for one added by an edit, `padding` for a zero head."""
+        """Return the original indices of a head joined by +, `new` for an added head, `padding` for a zero head."""
         return "+".join("new" if x < 0 else str(x) for x in self.heads[head]) or "padding"
 
     def then(self, heads: Sequence[Sequence[int]]) -> HeadOrigins:

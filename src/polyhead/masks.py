@@ -1,4 +1,4 @@
-"""Attention masks as conjunctions of terms, with one polarity: True = may attend."""
+"""Attention masks as conjunctions of terms; True always means that a query may attend to a key."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Documents:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RelativeBias:
-    """Bias by relative distance: `table[head, clamp(key - query + zero)]` is added to the logit."""
+    """Bias by relative distance: `table[head, key - query + zero]` is added to the logit, the column clamped."""
 
     table: Tensor  # [heads or 1, distances]
-    zero: int
+    zero: int  # column of distance 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,18 +52,18 @@ class Mask:
     >>> Mask.causal() & Mask.lengths([5, 3])
     Mask(causal & lengths of 2 sequences, padding on the right)
 
-    Positions count within each sequence. Without lengths, documents or explicit positions the last query is aligned
-    with the last key, so that a causal mask over a cache of earlier tokens is correct without further arguments.
+    Positions are counted within each sequence. Without lengths, documents or explicit positions the last query is
+    aligned with the last key, so that a causal mask over a cache of earlier tokens needs no further arguments.
     """
 
-    left: int | None = None
-    right: int | None = None
-    sinks: int = 0
+    left: int | None = None  # keys before the query's position that are visible; None: all
+    right: int | None = None  # keys after it; 0 is causal, None: all
+    sinks: int = 0  # first keys of a sequence that are visible regardless of `left`
     padding: tuple[Padding, ...] = ()
     packed: tuple[Documents, ...] = ()
-    placed: tuple[Tensor, Tensor] | None = None
-    allowed: tuple[Tensor, ...] = ()
-    biases: tuple[Tensor, ...] = ()
+    placed: tuple[Tensor, Tensor] | None = None  # explicit positions of queries and keys, [batch or 1, sequence]
+    allowed: tuple[Tensor, ...] = ()  # boolean, 4-D as in `Mask.dense`
+    biases: tuple[Tensor, ...] = ()  # floating point, 4-D as in `Mask.bias`
     relative_biases: tuple[RelativeBias, ...] = ()
 
     # ---- constructors
@@ -180,7 +180,8 @@ class Mask:
     def relative(cls, table: Tensor, zero: int) -> Mask:
         """Relative position bias: `table[head, key - query + zero]`, index clamped, is added to the logit.
 
-        `table` is [heads or 1, distances]. Covers ALiBi, T5 and other relative encodings in O(n) memory.
+        `table` is [heads or 1, distances], and `zero` its column for distance 0. Covers ALiBi, T5 and other
+        relative encodings in O(n) memory.
         """
         if not isinstance(table, Tensor) or table.ndim != 2 or not table.is_floating_point():
             got = f"{table.dtype} of shape {list(table.shape)}" if isinstance(table, Tensor) else type(table).__name__
@@ -323,7 +324,7 @@ class Mask:
             )
         terms += [f"lengths of {term.keys.shape[0]} sequences, padding on the {term.side}" for term in self.padding]
         terms += [f"documents {list(term.queries.shape)}" for term in self.packed]
-        terms += ["stated positions"] if self.placed else []
+        terms += ["explicit positions"] if self.placed else []
         terms += [f"dense {list(x.shape)}" for x in self.allowed]
         terms += [f"bias {list(x.shape)}" for x in self.biases]
         terms += [f"relative bias {list(term.table.shape)}" for term in self.relative_biases]

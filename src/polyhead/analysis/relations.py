@@ -1,9 +1,10 @@
 """Similarity of the heads of a layer, from the second moments of their outputs and the output projection.
 
 Head i writes x_i = o_i W_i to the residual stream, with o_i its output and W_i its rows of the output projection. With
-C_ij the covariance of o_i and o_j, the covariance of two contributions is W_i^T C_ij W_j, and every quantity here is
-computed from such products; the contributions themselves, d_model wide, are never formed. All quantities are centred
-over tokens: constant outputs have no similarity.
+C_ij the covariance of o_i and o_j, the covariance of two contributions is W_i^T C_ij W_j. Quantities of contributions
+are computed from such products; the contributions themselves, embed_dim wide, are never formed. Mutual information and
+total correlation are those of the outputs o_i; subspaces are those of weights alone. All similarities are centred over
+tokens: constant outputs have none.
 
 Before the output projection the heads of a KV group are similar in any case, because they read the same values; compare
 contributions instead.
@@ -17,7 +18,7 @@ from torch import Tensor
 from polyhead.errors import OptionError, ShapeError
 from polyhead.observation.head_moments import HeadMoments
 
-_IDENTICAL = 1 - 1e-9  # correlations from here on are those of identical signals, up to rounding
+_IDENTICAL = 1 - 1e-9  # a correlation of at least this counts as 1, up to rounding
 
 
 def cosine(moments: HeadMoments, output_weights: Tensor) -> Tensor:
@@ -33,7 +34,10 @@ def cosine(moments: HeadMoments, output_weights: Tensor) -> Tensor:
 
 
 def inner_products(moments: HeadMoments, output_weights: Tensor) -> Tensor:
-    """Return the mean of <x_i - mean, x_j - mean> over tokens, [heads, heads]; the diagonal is the output variance."""
+    """Return the sum of <x_i - mean, x_j - mean> over the n tokens, divided by n - 1, [heads, heads].
+
+    The diagonal is the variance of each contribution, summed over its channels.
+    """
     weights = _checked(moments, output_weights)
     gram = torch.einsum("iae,jbe->iajb", weights, weights)
     return (moments.covariance * gram).sum((1, 3))
@@ -76,13 +80,13 @@ def effective_rank(moments: HeadMoments, output_weights: Tensor) -> Tensor:
 def mutual_information(moments: HeadMoments, *, corrected: bool = True) -> Tensor:
     """Return the mutual information of the outputs of two heads under a Gaussian model, in nats, [heads, heads].
 
-    -1/2 sum of log(1 - r^2) over their canonical correlations r; inf between heads that determine each other, and on
-    the diagonal. The sample estimate is biased: with p and q dimensions and n tokens it is too high by
-    1/2 [A(p) + A(q) - A(p + q)], A(m) the sum of digamma((n - 1 - k) / 2) for k < m, whatever the true covariance. The
-    bias is subtracted (`corrected`), so that independent heads have 0 on average.
+    -1/2 sum of log(1 - r^2) over their canonical correlations r; inf if one of these is 1, that is, if some direction
+    of one head is determined by the other, and on the diagonal. The sample estimate is biased: with p and q dimensions
+    and n tokens it is too high by 1/2 [A(p) + A(q) - A(p + q)], A(m) the sum of digamma((n - 1 - k) / 2) for k < m,
+    whatever the true covariance. The bias is subtracted (`corrected`), so that independent heads have 0 on average.
     """
     heads, ranks, whitened = _whitened(moments)
-    samples = _samples(moments, 2 * moments.dim, "the mutual information of two heads")
+    samples = _checked_count(moments, 2 * moments.dim, "the mutual information of two heads")
     result = torch.full((heads, heads), torch.inf, dtype=torch.float64, device=whitened.device)
     for i in range(heads):
         for j in range(i):
@@ -98,11 +102,11 @@ def mutual_information(moments: HeadMoments, *, corrected: bool = True) -> Tenso
 def total_correlation(moments: HeadMoments, *, corrected: bool = True) -> Tensor:
     """Return the total correlation of all heads under a Gaussian model, in nats; 0 if they are independent.
 
-    The sum of their entropies minus their joint entropy; corrected as `mutual_information` is. inf if the other heads
-    determine one of them.
+    The sum of their entropies minus their joint entropy; corrected as `mutual_information` is. inf if some direction of
+    a head is determined by the other heads.
     """
     heads, ranks, whitened = _whitened(moments)
-    samples = _samples(moments, heads * moments.dim, "the total correlation of a layer")
+    samples = _checked_count(moments, heads * moments.dim, "the total correlation of a layer")
     size = heads * moments.dim
     joint = whitened.reshape(size, size)
     # Directions without variance are removed; they would count as determined by the others.
@@ -135,7 +139,7 @@ def principal_cosines(bases: Tensor) -> Tensor:
 def subspace_overlap(bases: Tensor) -> Tensor:
     """Return the mean squared cosine of the principal angles, [heads, heads]: 1 for identical spaces, 0 for orthogonal.
 
-    Two random r-dimensional subspaces of w dimensions have r / w, which is the null.
+    For two random r-dimensional subspaces of w dimensions the expected overlap is r / w.
     """
     squares = principal_cosines(bases).square().sum(-1)
     ranks = squares.diagonal()
@@ -180,7 +184,8 @@ def _whitened(moments: HeadMoments) -> tuple[int, list[int], Tensor]:
     return heads, nonzero.sum(-1).tolist(), torch.einsum("iac,iajb,jbd->icjd", whitening, covariance, whitening)
 
 
-def _samples(moments: HeadMoments, dims: int, what: str) -> float:
+def _checked_count(moments: HeadMoments, dims: int, what: str) -> float:
+    """Return the number of tokens; raise if it is too small for this many dimensions."""
     samples = float(moments.count)
     if samples < dims + 2:
         raise OptionError(f"{what} needs more tokens than dimensions, got {samples:g} tokens for {dims} dimensions")

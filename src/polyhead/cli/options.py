@@ -11,7 +11,7 @@ from polyhead.errors import OptionError
 
 
 def writable_file(file: Path | None) -> Path | None:
-    """Check that results can be written to a file."""
+    """Return the file if results can be written to it, else raise `typer.BadParameter`; a callback of options."""
     from polyhead.observation.run_folder import check_file
 
     if file is not None:

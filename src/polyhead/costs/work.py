@@ -31,7 +31,7 @@ class MatrixFlops:
     projection: int = 0  # input to queries, keys, values and gates
     scores: int = 0  # queries by keys
     values: int = 0  # attention weights by values
-    mixing: int = 0  # heads by heads, in variants that mix them
+    mixing: int = 0  # linear maps over heads, in variants that mix them
     output: int = 0  # heads to output
 
     def __iter__(self) -> Iterator[int]:
@@ -98,7 +98,8 @@ class Product:
         return left, right
 
 
-# Products of a core over all pairs, by (backward, mixing): for scores, for values and for mixes of the heads' maps.
+# Number of products over all (query, key) pairs, by (backward, mixing): with head_dim channels (scores), with value_dim
+# channels (values), and over heads (mixes of logits or weights). Those with mixing count what the kernels recompute.
 _PRODUCTS = {
     (False, False): (1, 1, 0),
     (True, False): (3, 2, 0),
@@ -115,8 +116,8 @@ class AttentionCore:
     the band of keys that a query sees, as in `Mask.window(left=, right=)`: None is unbounded, `right` 0 is causal.
     "backward" computes all gradients and recomputes scores and exponentials; a training step has one "forward" and one
     "backward". "decode" is a forward of a few queries over a cache of `cache_dtype`. `shared`: values are channels of
-    the keys (latents), so both are read once. `sinks`: every row has one extra logit. `mixing`: maps are mixed across
-    heads before and after the softmax in the same call (talking heads). `first_keys` are visible at any distance, as in
+    the keys (latents), so both are read once. `sinks`: every row has one extra logit. `mixing`: logits and weights
+    are mixed over heads in the same call (talking heads). `first_keys` are visible at any distance, as in
     `Mask.window(sinks=)`.
     """
 
@@ -172,8 +173,8 @@ class AttentionCore:
     def matrix_flops(self) -> MatrixFlops:
         """FLOPs over the visible pairs: two products forward, five backward with the recomputed scores.
 
-        Talking heads add two mixes of the maps, and their backward makes three passes over the pairs. Attention in
-        another stage, among the rows of a token, counts as mixing.
+        Talking heads add two mixes over heads, of logits and of weights, and their backward makes three passes over the
+        pairs. A core of the stage "mixing" is attention among the mixed heads of each token, as in `HeadMix`.
         """
         per_pair = _PRODUCTS[self.direction == "backward", self.mixing]
         channels = (self.head_dim, self.value_dim, self.heads)

@@ -1,4 +1,4 @@
-"""A few short excerpts of the text with all attention weights of all heads, to be read word by word.
+"""Attention weights of every head on a few short excerpts of the text, shown token by token.
 
 The excerpts are the first context of each of the first three documents, cut to 32 tokens including special tokens.
 """
@@ -33,7 +33,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class ExampleWeights:
-    """Collector of all weights of short texts; `metadata.documents` must number them, one text per call."""
+    """Collector of all weights of short texts; each call has one text, identified by `metadata.documents`."""
 
     name: str = "examples"
 
@@ -50,7 +50,7 @@ class SiteWeights:
 
     def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
         assert metadata.documents is not None
-        weights = attended.profile(block_map=(1, 1)).block_map
+        weights = attended.profile(block_map=(1, 1)).block_map  # blocks of one query and one key: the weights
         assert weights is not None and weights.shape[0] == 1
         return self.merge(type(self)({int(metadata.documents[0]): weights[0]}, {int(metadata.documents[0]): 1}))
 
@@ -92,12 +92,12 @@ def example_batches(reader: Reader, documents: int = DOCUMENTS, tokens: int = TO
     return excerpts
 
 
-def examples_of(reader: Reader, read: Sequence[Batch], observations: Observations) -> tuple[Example, ...]:
-    """Return the examples that `ExampleWeights` collected, without sites whose keys are other tokens."""
+def examples_of(reader: Reader, excerpts: Sequence[Batch], observations: Observations) -> tuple[Example, ...]:
+    """Return the examples that `ExampleWeights` collected, without cross-attention, whose keys are other tokens."""
     states = {site: values.get("examples") for site, values in observations.collected.items()}
     weights = {site: value.compute() for site, value in states.items() if isinstance(value, SiteWeights)}
     examples = []
-    for batch in read:
+    for batch in excerpts:
         documents = reader.metadata(batch).documents
         assert documents is not None
         number, texts = int(documents[0]), token_texts(reader.loaded.tokenizer, batch.ids[0].tolist())

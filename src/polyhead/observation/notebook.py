@@ -14,7 +14,7 @@ from polyhead.observation.statistics import AttentionSite
 
 # The grid is shaded by the first of these columns that was collected.
 SHADED_BY = ("normalized_entropy", "entropy", "confidence", "mean_distance", "sink_mass")
-MOST_CARDS = 256  # a notebook stores its output; the HTML page of an inspection has no such limit
+MOST_CARDS = 256  # limits the size of the notebook file, which stores its outputs; the HTML report shows all
 
 
 class Table(Protocol):
@@ -42,7 +42,7 @@ def profile_html(table: Table) -> str:
     if shaded is not None:
         grid = grids(list(dict.fromkeys(table.sites)), _shaded_by(table, shaded))
         shading = f"{grid}<p>shaded by {html.escape(shaded)}, from the minimum to the maximum over all heads</p>"
-    return f"{title}{shading}{cards_html(table)}{folded('every number', table_html(table))}"
+    return f"{title}{shading}{cards_html(table)}{folded('full table', table_html(table))}"
 
 
 def cards_html(table: Table, describe: Callable[[AttentionSite, int], list[str]] = lambda site, head: []) -> str:
@@ -78,6 +78,7 @@ def table_html(table: Table) -> str:
 
 
 def _shaded_by(table: Table, name: str) -> Callable[[AttentionSite, int], Cell | None]:
+    """Return a function from site and head to a grid cell shaded by a column."""
     values, scaled = table[name].tolist(), table.scaled_column(name)
     rows = {location: row for row, location in enumerate(zip(table.sites, table.heads, strict=True))}
 

@@ -23,7 +23,8 @@ _ESCAPED = re.compile("[<>&\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u
 def packed_shares(x: Tensor) -> dict[str, Any]:
     """Quantise an array of weights to one byte each: `data / 255 * scale`, with one scale per entry of the first axis.
 
-    The scale is the maximum of the entry, so that nearly uniform attention keeps its resolution.
+    The scale is the maximum of the entry, so that nearly uniform attention keeps its resolution. Negative and
+    non-finite numbers are stored as 0.
 
     >>> packed_shares(torch.tensor([[0.0, 0.5], [0.1, 0.02]]))
     {'shape': [2, 2], 'type': 'u8', 'scale': [0.5, 0.1], 'data': 'AP//Mw=='}

@@ -1,4 +1,4 @@
-"""Read models and their tokenizers: packaged, from a folder, a GGUF file or the Hugging Face hub.
+"""Find, check and read models and their tokenizers: packaged, from a folder, a GGUF file or the Hugging Face hub.
 
 Weights are read from safetensors or GGUF files, which cannot contain code. Pickled weights and custom model code are
 rejected unless the caller allows them.
@@ -22,7 +22,7 @@ from polyhead.sources import packaged
 from polyhead.sources.config_sizes import check_config, check_room, check_sizes
 from polyhead.sources.load_errors import describe_failure, quiet
 
-# causal and masked models have a language modelling head; decoder and encoder are the same without one.
+# A "decoder" is a causal model without a language modelling head, an "encoder" a masked one without.
 Kind = Literal["causal", "masked", "decoder", "encoder", "encoder-decoder"]
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -48,7 +48,7 @@ class LoadedModel:
 
 
 def read_config(name: str | os.PathLike[str] | None = None, *, trust_remote_code: bool = False) -> Any | None:
-    """Return the config of a model without loading its weights; None for a GGUF file."""
+    """Return the config of a model without loading its weights; None for a GGUF file or a folder without a config."""
     source = find_source(name)
     check_transformers()
     if source.gguf_file is not None:
@@ -276,7 +276,7 @@ def check_kernels(config: Any, name: str, trust_remote_code: bool) -> None:
 
 
 def _model_class(config: Any, name: str, trust_remote_code: bool, *, from_gguf: bool) -> Any:
-    """Return the class that the checkpoint was saved from, including its head if it has one."""
+    """Return the class that the checkpoint was saved from, including its language modelling head or classifier."""
     import transformers
 
     if from_gguf:
@@ -287,7 +287,7 @@ def _model_class(config: Any, name: str, trust_remote_code: bool, *, from_gguf: 
     architectures = config.architectures or []
     if not architectures:
         return transformers.AutoModel
-    model_class = getattr(transformers, _with_masked_head(architectures[0], config.model_type), None)
+    model_class = getattr(transformers, _masked_lm_class_name(architectures[0], config.model_type), None)
     if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
         raise OptionError(
             f"{name} is a {architectures[0]}, which transformers {transformers.__version__} does not know; "
@@ -297,8 +297,8 @@ def _model_class(config: Any, name: str, trust_remote_code: bool, *, from_gguf: 
     return model_class
 
 
-def _with_masked_head(architecture: str, model_type: str) -> str:
-    """Return the masked-LM class for a pretraining class, which has additional prediction heads."""
+def _masked_lm_class_name(architecture: str, model_type: str) -> str:
+    """Return the masked-LM class name for a pretraining class, which has more outputs, else the given name."""
     from transformers.models.auto import modeling_auto as auto
 
     saved_from_pretraining = architecture == auto.MODEL_FOR_PRETRAINING_MAPPING_NAMES.get(model_type)
@@ -335,7 +335,7 @@ def _shorten(names: list[str]) -> str:
 
 
 def load_tokenizer(source: ModelSource, options: dict[str, Any]) -> Any:
-    """Load the tokenizer of a model of text."""
+    """Load the tokenizer of a text model; raise if it is missing or has no vocabulary."""
     import transformers
 
     try:
@@ -358,15 +358,15 @@ def _tokenizer_rule(name: str, got: str) -> str:
 
 
 def kind_of(model: Any) -> Kind:
-    """Return the kind of a transformers model."""
+    """Return the kind of a transformers model, from its class, its config and whether it can generate."""
     from transformers.models.auto import modeling_auto as auto
 
     config = model.config
     causal, masked = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    own_code = (getattr(config, "auto_map", None) or {}).get("AutoModelForMaskedLM", "")
+    custom_masked_class = (getattr(config, "auto_map", None) or {}).get("AutoModelForMaskedLM", "")
     if config.is_encoder_decoder:
         return "encoder-decoder"
-    if type(model).__name__ in (*masked.values(), own_code.rpartition(".")[2]):
+    if type(model).__name__ in (*masked.values(), custom_masked_class.rpartition(".")[2]):
         return "masked"
     if model.can_generate():
         return "causal"

@@ -98,7 +98,7 @@ def test_repaired_reconstruction_loses_less_than_plain():
     [
         ([PruneHeads(0, (1,))], [], "calibration needs some text, got no batch"),
         ([PruneHeads(0, (1,))], [{"x": torch.zeros(1, 34, 35).double()}], "as many tokens as .*channels, 35, got 34"),
-        ([MergeHeads(0, (0, 1))], text(), "that were merged, regrouped or new"),
+        ([MergeHeads(0, (0, 1))], text(), "that were merged, regrouped or added"),
     ],
 )
 def test_repair_says_what_it_needs(edits, batches, words):

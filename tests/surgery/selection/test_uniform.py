@@ -93,10 +93,10 @@ def test_layouts_are_those_that_a_stock_class_holds():
 def test_the_largest_layout_that_reaches_a_target_is_taken():
     shrinker = uniform_shrinker()
     for target, layout, words in (
-        ("30%-heads", (4, 2), "4 heads go, 4/2 heads/KV heads stay in every layer"),
-        ("50%-heads", (3, 3), "6 heads go, 3/3 heads/KV heads stay in every layer"),
-        ("60%-heads", (2, 2), "8 heads go, 2/2 heads/KV heads stay in every layer"),
-        ("3x-cache", (2, 1), "8 heads go, 2/1 heads/KV heads stay in every layer"),
+        ("30%-heads", (4, 2), "4 heads are pruned, 4/2 heads/KV heads remain in every layer"),
+        ("50%-heads", (3, 3), "6 heads are pruned, 3/3 heads/KV heads remain in every layer"),
+        ("60%-heads", (2, 2), "8 heads are pruned, 2/2 heads/KV heads remain in every layer"),
+        ("3x-cache", (2, 1), "8 heads are pruned, 2/1 heads/KV heads remain in every layer"),
     ):
         removed = shrinker.meet_target(Target.parse(target))
         assert shrinker.summary(removed) == words

@@ -1,4 +1,4 @@
-"""`ablate`: exact loss increase without each head, at the cost of one forward pass per head."""
+"""`ablate`: exact loss increase without each head, at the cost of one forward pass per head and batch."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def ablate(
     Args:
         model: a model that `polyhead.observe` supports. It runs in evaluation mode, and its modes are restored.
         batches: mappings of model inputs, `Examples`, or batches of `polyhead.sources`; iterated once.
-        loss: "language", "classification" or "representation", a value of `losses`, or a function
+        loss: "language", "classification" or "representation", a `Loss` of `losses`, or a function
             `loss(model, batch)` that returns [rows] or a scalar.
         layers, heads: restrict the measurement, as in `observe`.
-        progress: called after every forward pass with the number done and the total, None if unknown.
+        progress: called after every ablated forward pass with the number done and the total, None if unknown.
 
     Ablation multiplies the head's output by 0 before the output projection, whose bias remains. This is
     zero ablation, not mean ablation: the head's mean output is removed as well.
@@ -63,7 +63,7 @@ def ablate(
                 intact, changes = _changes(session, model, requested, batch, places, report)
             parts.append(of_batch(requested, batch, places, intact, {"ablation": torch.stack(changes, 1)}))
     if not len(parts):
-        raise OptionError("importance is measured on batches, got none")
+        raise OptionError("importance needs at least one batch, got none")
     return merged(parts)
 
 

@@ -61,7 +61,7 @@ def gradient_scores(
             if progress is not None:
                 progress(len(parts), number)
     if not len(parts):
-        raise OptionError("importance is measured on batches, got none")
+        raise OptionError("importance needs at least one batch, got none")
     return merged(parts)
 
 

@@ -43,16 +43,17 @@ _KNOWN = (
         "attention_distance",
         Text("Jensen-Shannon distance", "注意力的 JS 距离"),
         Text(
-            "Jensen-Shannon distance of two heads' attention weights: 0 for the same attention, 0.83 for no overlap.",
-            "两个头的注意力权重的 Jensen-Shannon 距离：0 为完全相同，0.83 为毫无重合。",
+            "Jensen-Shannon distance of two heads' attention weights: 0 for the same attention, √ln 2 = 0.83 for no "
+            "overlap.",
+            "两个头的注意力权重的 Jensen-Shannon 距离：0 为完全相同，√ln 2 = 0.83 为毫无重合。",
         ),
     ),
     Term(
         "gradient_overlap",
         Text("gradient overlap", "梯度重合度"),
         Text(
-            "Cosine similarity, over tokens, of the loss gradients with respect to the two heads: 1 the same sign and "
-            "tokens, -1 opposite.",
+            "Cosine similarity, over tokens, of the loss gradients with respect to the two heads: 1 if both affect the "
+            "loss alike at every token, -1 if oppositely.",
             "损失对两个头的梯度在各词元上的余弦相似度：1 为方向一致，-1 为相反。",
         ),
     ),
@@ -64,4 +65,4 @@ def relation_of(name: str) -> Term:
     """Return the label and explanation of a matrix; one without an entry is labelled with its name."""
     term = RELATIONS.get(name)
     label = Text(name.replace("_", " "), name)
-    return term or Term(name, label, Text("A number for each two heads of a layer.", "同层每两个头之间的一个数。"))
+    return term or Term(name, label, Text("A number for each pair of heads of a layer.", "同层每两个头之间的一个数。"))

@@ -16,7 +16,7 @@ from polyhead.layers.positions.row_tables import powers
 
 
 def inverse_frequencies(base: float, rotary_dim: int, device: torch.device) -> Tensor:
-    """Return radians per token of each channel pair i, base ** (-2 i / rotary_dim), [rotary_dim / 2]."""
+    """Return radians per token of each channel pair i (`inv_freq`), base ** (-2 i / rotary_dim), [rotary_dim / 2]."""
     return powers(base, rotary_dim // 2, rotary_dim, device)
 
 
@@ -68,8 +68,8 @@ class LinearScaling(RotaryScaling):
 class NTKScaling(RotaryScaling):
     """NTK-aware scaling (bloc97 2023): a larger base, the same at every length.
 
-    The base is multiplied by factor ** (d / (d - 2)), which leaves the highest frequency unchanged and divides the
-    lowest by exactly `factor`. Rotated keys stay valid at any length, so they can be cached.
+    The base is multiplied by factor ** (d / (d - 2)), d = rotary_dim, which leaves the highest frequency unchanged and
+    divides the lowest by exactly `factor`. Rotated keys stay valid at any length, so they can be cached.
     """
 
     min_rotary_dim = 4
@@ -83,9 +83,9 @@ class DynamicNTKScaling(RotaryScaling):
     """NTK-aware scaling that depends on the current length (emozilla 2023; "dynamic" in transformers).
 
     Frequencies are unchanged up to `original_length`; at a length n beyond it the base is multiplied by
-    (factor * n / original_length - (factor - 1)) ** (d / (d - 2)). The current length is offset + sequence, or the
-    `length` passed with a tensor of positions: it is never read from a tensor. Cached keys have the frequencies of the
-    length at which they were rotated, as in transformers.
+    (factor * n / original_length - (factor - 1)) ** (d / (d - 2)), d = rotary_dim. The current length is the offset
+    plus the number of tokens, or `length` if positions are passed as a tensor, whose values are never read. Cached keys
+    have the frequencies of the length at which they were rotated, as in transformers.
     """
 
     min_rotary_dim = 4
@@ -148,16 +148,16 @@ class YarnScaling(RotaryScaling):
         first, last = (self._pair_with_rotations(beta, base, rotary_dim) for beta in (self.beta_fast, self.beta_slow))
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, rotary_dim - 1)
+        first, last = max(first, 0), min(last, rotary_dim - 1)  # the upper limit is that of transformers
         if first == last:
-            last += 0.001
+            last += 0.001  # avoids a division by zero
         unscaled = inverse_frequencies(base, rotary_dim, device)
         pair = torch.arange(rotary_dim // 2, device=device).to(unscaled.dtype)
         interpolated = ((pair - first) / (last - first)).clamp(0.0, 1.0)
         return unscaled * (1.0 - interpolated) + unscaled / self.factor * interpolated
 
     def _pair_with_rotations(self, rotations: float, base: float, rotary_dim: int) -> float:
-        """Return the (fractional) pair with `turns` rotations within the original length."""
+        """Return the (fractional) index of the pair with this many rotations within the original length."""
         return rotary_dim * math.log(self.original_length / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
     def check(self, base: float, rotary_dim: int) -> None:

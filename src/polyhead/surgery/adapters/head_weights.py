@@ -16,9 +16,10 @@ from polyhead.surgery.adapters.attention_layer import AttentionLayer, linear_axi
 class HeadWeights:
     """Weights of every head of a layer.
 
-    A query is query[head] @ x + query_bias[head]; a head writes output[head].T @ value. `origins` gives, for each head,
-    the head of the unedited layer whose output it reproduces exactly, or None if it was changed or is new. `made_of`
-    lists the original heads each head was made from, as in `HeadOrigins.heads`.
+    A query is query[head] @ x + query_bias[head]; a head adds output[head].T @ o to the layer's output, o being the
+    weighted sum of its values. `origins` gives, for each head, the head of the unedited layer whose output it
+    reproduces exactly, or None if it was changed or is new. `made_of` lists the original heads each head was made from,
+    as in `HeadOrigins.heads`.
     """
 
     query: Tensor  # [heads, head_dim, embed_dim]
@@ -94,7 +95,7 @@ class HeadWeights:
         return chosen.with_keys(read, tuple(read.index(self.key_heads[head]) for head in heads))
 
     def with_keys(self, keys: Sequence[int], key_heads: tuple[int, ...]) -> HeadWeights:
-        """Return the given KV heads in this order, possibly repeated, with a new query-to-KV-head map."""
+        """Return all query heads over these KV heads, which may repeat; `key_heads` is the new KV head of each."""
         index = list(keys)
         return replace(
             self,
@@ -114,14 +115,14 @@ def read_heads(model: nn.Module, layer: AttentionLayer, device: torch.device | s
     for source in layer.sources:
         linear = model.get_submodule(source.path)
         weight, bias = _parameters(linear, device)
-        by_row = weight if linear_axis(linear, outputs=True) == 0 else weight.T
+        by_row = weight if linear_axis(linear, outputs=True) == 0 else weight.T  # a row per output channel
         for part, rows in source.rows(layout).items():
             rows = rows.to(weight.device)
             parts[part] = by_row[rows]
             parts[f"{part}_bias"] = None if bias is None else bias[rows]
     linear = model.get_submodule(layer.output)
     weight, bias = _parameters(linear, device)
-    by_row = weight if linear_axis(linear, outputs=False) == 0 else weight.T
+    by_row = weight if linear_axis(linear, outputs=False) == 0 else weight.T  # a row per input channel
     parts["output"] = by_row.reshape(layout.num_heads, layout.value_dim, -1).clone()
     parts["output_bias"] = None if bias is None else bias.clone()
     heads = range(layout.num_heads)

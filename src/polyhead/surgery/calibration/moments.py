@@ -58,11 +58,11 @@ class OutputMoments:
         return OutputMoments(self.count + other.count, self.total + total, self.products + products, signature)
 
     def compute(self, *, centred: bool) -> tuple[Tensor, Tensor]:
-        """Return the mean and the (centred) second moment of the head outputs, on the CPU."""
+        """Return the mean and the second moment of the head outputs, or with `centred` their covariance, on the CPU."""
         if not self.count:
             raise OptionError("moments need at least one token, got none; is the calibration text empty?")
         mean, products = self.total.cpu() / self.count, self.products.cpu() / self.count
-        return mean, products - torch.outer(mean, mean) if centred else products
+        return mean, (products - torch.outer(mean, mean) if centred else products)
 
 
 @torch.no_grad()
@@ -72,7 +72,8 @@ def collect_moments(
     """Collect the output moments of every attention layer over calibration text, by path.
 
     Args:
-        batches: keyword arguments of the model, as `model(**batch)`; tokens masked by its attention mask are excluded.
+        batches: keyword arguments of the model, as `model(**batch)`; tokens masked by the batch's attention mask
+            are excluded.
         paths: layers to collect; all editable ones by default.
     """
     layers = [layer for layer in find_layers(model) if not layer.refusals and (paths is None or layer.path in paths)]
@@ -109,9 +110,9 @@ def collect_moments(
 
 
 def output_signature(output: Tensor) -> Tensor:
-    """Return W_O [heads, value_dim, embed_dim] times fixed random signs: [channels], float64 on the CPU.
+    """Return a fingerprint of W_O [heads, value_dim, embed_dim]: its product with fixed random signs, [channels].
 
-    Distinguishes layers, and is nearly the same in another dtype.
+    In float64 on the CPU. It differs between layers, but hardly between dtypes of the same layer.
     """
     matrix = output.detach().flatten(0, 1).to("cpu", torch.float64)
     signs = torch.randint(2, (matrix.shape[1],), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -119,7 +120,7 @@ def output_signature(output: Tensor) -> Tensor:
 
 
 def same_layer(first: Tensor | None, second: Tensor | None) -> bool:
-    """Return whether two signatures differ by rounding alone; a missing signature matches any layer."""
+    """Return whether two signatures agree to 5%, more than 16-bit rounding changes them; None matches any layer."""
     if first is None or second is None:
         return True
     return first.shape == second.shape and bool((first - second).norm() <= 0.05 * first.norm())

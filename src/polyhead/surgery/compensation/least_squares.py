@@ -2,8 +2,8 @@
 
 Closed form over the moments of calibration text. With X the concatenated outputs of all heads, T the target output
 (X W for the full output matrix W, unless `solve_in_order` sets another) and S the channels that remain, the new matrix
-minimises |T - X_S W_S|² + λ |W_S - W_S before|². For λ = 0 and T = X W this is the block form of the weight update of
-the Optimal Brain Surgeon (Hassibi & Stork 1993), with the Hessian XᵀX of the layer-wise reconstruction error. λ is
+minimises |T - X_S W_S|² + λ |W_S - old W_S|². For λ = 0 and T = X W this is the block form of the weight update of
+the Optimal Brain Surgeon (Hassibi & Stork 1992), with the Hessian XᵀX of the layer-wise reconstruction error. λ is
 `ridge` times the mean square of a channel, which keeps W_S near its old value where the data leave it undetermined.
 """
 
@@ -26,8 +26,8 @@ RIDGE = 1e-4
 class OutputCompensation:
     """Compensates edited layers: `apply(model, edits, compensation=OutputCompensation(moments))`.
 
-    The output bias is solved as well where a layer has one. A layer without a bias gets none, since no config could
-    describe it.
+    The output bias is solved as well where a layer has one. A layer without a bias gets none, since the
+    model's config has no option for it.
     """
 
     moments: Mapping[str, OutputMoments]
@@ -104,7 +104,7 @@ class Problem:
         if self.scale == 0:  # all head outputs are zero: nothing to compensate
             return old, self.bias
         new = torch.cholesky_solve(self.cross[channels] + ridge * old, self.factor(channels))
-        return new, self.target_mean - self.mean[channels] @ new if self.centred else self.bias
+        return new, (self.target_mean - self.mean[channels] @ new if self.centred else self.bias)
 
 
 def remaining_heads(path: str, after: HeadWeights) -> list[int]:
@@ -112,7 +112,7 @@ def remaining_heads(path: str, after: HeadWeights) -> list[int]:
     if None in after.origins:
         raise OptionError(
             "compensation needs heads whose outputs are unchanged, got heads of "
-            f"{path!r} that were merged, regrouped or new"
+            f"{path!r} that were merged, regrouped or added"
         )
     return [head for head in after.origins if head is not None]
 
@@ -138,7 +138,8 @@ def check_moments(moments: OutputMoments, heads: HeadWeights, path: str) -> None
     channels = heads.output.shape[0] * heads.output.shape[1]
     if len(moments.total) != channels:
         raise OptionError(
-            f"the heads of {path} have {channels} channels, got moments of {len(moments.total)}; collect them again"
+            f"the heads of {path} have {channels} channels, got moments of {len(moments.total)} channels; "
+            "collect them again"
         )
     if not same_layer(moments.signature, output_signature(heads.output)):
         raise OptionError(

@@ -1,6 +1,6 @@
 """Greedy pruning orders: repeatedly prune the head that the remaining heads compensate best.
 
-This is the Optimal Brain Surgeon (Hassibi & Stork 1993) for blocks of channels. With P the inverse of the regularised
+This is the Optimal Brain Surgeon (Hassibi & Stork 1992) for blocks of channels. With P the inverse of the regularised
 Hessian and W the current solution, removing the block h costs tr(W_hᵀ (P_hh)⁻¹ W_h), and both are updated by
 W -= P_:h (P_hh)⁻¹ W_h and P -= P_:h (P_hh)⁻¹ P_h:. So every candidate is judged after compensation without solving
 again.

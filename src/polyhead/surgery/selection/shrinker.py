@@ -21,12 +21,13 @@ SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 
 
 class Shrinker(Trials):
-    """A model, its evidence, and the pruning orders of its layers.
+    """Choose the heads of a model to prune for a target, by the pruning order of each layer.
 
-    Heads are pruned one by one or, for a smaller KV cache of grouped layers, with all readers of a KV head.
+    The unit of an order is a head or, with `by_key_heads`, a KV head with all query heads that read it, which shrinks
+    the KV cache of grouped layers. Every layer keeps at least one unit.
     """
 
-    searches = "moved between layers"
+    searches = "moved between layers"  # what a search does with heads, for the summary: "3 heads moved between layers"
 
     def __init__(
         self,
@@ -37,7 +38,14 @@ class Shrinker(Trials):
         by_key_heads: bool = False,
         work: Workload | None = None,
     ) -> None:
-        """Compute the pruning orders; `work` is the call whose FLOPs are counted, 512 tokens by default."""
+        """Compute the pruning orders.
+
+        Args:
+            criterion: score that orders the heads, one of `criteria`.
+            weighting: how errors of the layer outputs are weighted, as in `Evidence`.
+            by_key_heads: prune whole KV heads; without effect if no layer is grouped.
+            work: the call whose FLOPs are counted, 512 tokens by default.
+        """
         super().__init__(evidence, weighting=weighting, work=work)
         self.criterion = criterion
         self.by_key_heads = by_key_heads and any(
@@ -49,7 +57,7 @@ class Shrinker(Trials):
 
     @property
     def steps(self) -> int:
-        """Number of heads, or KV heads with their readers, that can be pruned."""
+        """Number of units that can be pruned: all but the one that each layer keeps."""
         return sum(len(order.heads) for order in self.orders.values())
 
     def _orders(self) -> dict[str, PruningOrder]:
@@ -68,7 +76,7 @@ class Shrinker(Trials):
         }
 
     def removed(self, steps: int, orders: Mapping[str, PruningOrder] | None = None) -> RemovedHeads:
-        """Return the heads to prune, by layer."""
+        """Return the heads to prune, by layer, if this many units are pruned from all layers together."""
         chosen = choose_heads(self.orders if orders is None else orders, steps)
         return {path: self._heads(path, units) for path, units in chosen.items()}
 
@@ -80,7 +88,7 @@ class Shrinker(Trials):
         return tuple(sorted(head for key in units for head in readers[key]))
 
     def meet_target(self, target: Target) -> RemovedHeads:
-        """Return the fewest heads to prune for a target; raises if it cannot be reached."""
+        """Return the first heads in pruning order that suffice for a target; raise if it cannot be reached."""
         return self.removed(self._fewest(target, self.orders))
 
     def _fewest(self, target: Target, orders: Mapping[str, PruningOrder]) -> int:
@@ -95,21 +103,21 @@ class Shrinker(Trials):
         ]
 
     def stages(self) -> list[RemovedHeads]:
-        """Return increasing sets of heads to prune, in steps of a twentieth."""
+        """Return about 20 increasing sets of heads to prune, up to all that can be pruned."""
         stride = max(1, self.steps // 20)
         return [self.removed(steps) for steps in range(stride, self.steps + 1, stride)]
 
     def choices(self, *, shares: Sequence[float] = SHARES, seeds: Sequence[int] = SEEDS) -> list[Choice]:
-        """Return the heads to prune at each of these shares, for the curve."""
+        """Return the heads to prune for these shares of all units, with random controls, for `curve`."""
         sizes = sorted({round(share * self._units) for share in shares} & set(range(1, self.steps + 1)))
-        random = [self._random(seed) for seed in seeds]
+        random = [self._random_orders(seed) for seed in seeds]
         return [Choice(self.removed(steps), tuple(self.removed(steps, orders) for orders in random)) for steps in sizes]
 
     def summary(self, removed: Mapping[str, Sequence[int]]) -> str:
-        return f"{sum(map(len, removed.values()))} heads go"
+        return f"{sum(map(len, removed.values()))} heads are pruned"
 
     def search_measurements(self, tries: int = TRIES) -> int:
-        """Return the maximum number of measurements: the unpruned model, every step, two starts, and moves."""
+        """Return the maximum number of measurements: unpruned model, every unit, two initial choices, and moves."""
         return 1 + self.steps + 2 + tries
 
     def searched(
@@ -122,12 +130,13 @@ class Shrinker(Trials):
     ) -> Searched:
         """Choose heads for a target, with the number per layer searched by the measured loss.
 
-        Each layer is measured without the prefixes of its order; then single heads, or KV heads with their readers, are
-        moved between layers while that lowers the loss and the target is still met. All layers are compensated at once.
-        On this quality the loss is at most that of `meet_target`.
+        The loss is measured with the first 1, 2, ... units of one layer pruned, for each layer by itself. Starting from
+        the better of the choices by `orders` and by these losses, one unit at a time is moved between layers while that
+        lowers the loss and the target is still met. All layers are compensated at once. The loss measured by `quality`
+        is at most that of `meet_target`.
 
         Args:
-            quality: evaluated some hundred times, so it should be of a few rows.
+            quality: evaluated several hundred times, so its data should be small.
             tries: maximum number of measurements of moves.
             progress: called with 1 after every measurement.
         """
@@ -139,14 +148,14 @@ class Shrinker(Trials):
         def outputs_of(path: str, count: int) -> Outputs:
             return self.compensated(heads_of({path: count}))[path]
 
-        def start(orders: Mapping[str, PruningOrder]) -> tuple[float, dict[str, int]]:
+        def initial_choice(orders: Mapping[str, PruningOrder]) -> tuple[float, dict[str, int]]:
             chosen = choose_heads(orders, self._fewest(target, orders))
             counts = {path: len(heads) for path, heads in chosen.items()}
             return measure(self.compensated(heads_of(counts))), counts
 
-        first_loss, first = start(self.orders)
+        first_loss, first = initial_choice(self.orders)
         orders = measured_orders(self.orders, outputs_of, measure)
-        loss, counts = start(orders)
+        loss, counts = initial_choice(orders)
         best = refined(
             counts if loss < first_loss else first,
             orders,
@@ -159,12 +168,13 @@ class Shrinker(Trials):
 
     @property
     def _units(self) -> int:
+        """Number of heads, or of KV heads, including those that cannot be pruned."""
         heads = self.evidence.heads.values()
         return sum(
             len(set(layer_heads.key_heads)) if self.by_key_heads else layer_heads.num_heads for layer_heads in heads
         )
 
-    def _random(self, seed: int) -> dict[str, PruningOrder]:
+    def _random_orders(self, seed: int) -> dict[str, PruningOrder]:
         if not self.by_key_heads:
             return orders_by("random", self.evidence, seed=seed)
         generator = torch.Generator().manual_seed(seed)

@@ -253,7 +253,7 @@ class UniformShrinker(Trials):
         path, heads = next(iter(self.evidence.heads.items()))
         remaining = [head for head in range(heads.num_heads) if head not in removed.get(path, ())]
         layout = UniformLayout(len(remaining), len({heads.key_heads[head] for head in remaining}))
-        return f"{sum(map(len, removed.values()))} heads go, {layout} heads/KV heads stay in every layer"
+        return f"{sum(map(len, removed.values()))} heads are pruned, {layout} heads/KV heads remain in every layer"
 
     def _random(self, layout: UniformLayout, seed: int) -> RemovedHeads:
         generator = torch.Generator().manual_seed(seed)

@@ -27,8 +27,8 @@ class Routing:
 
     over the h routed heads: f_i is head i's share of all selections, P_i its mean probability, and H the entropy of a
     token's probabilities, so that exp(H) is the gate's perplexity, an effective number of heads. Balanced heads have a
-    balance_loss of 1. Selections have no gradient; probabilities do. Lowering H with top-p routing is from Huang et
-    al. 2024, "Harder Tasks Need More Experts"; the budget for it is defined here.
+    balance_loss of 1. Selections have no gradient; probabilities do. Huang et al. 2024, "Harder Tasks Need More
+    Experts", minimise H itself with top-p routing; the budget is not from the paper.
     """
 
     heads: Tensor  # int64 [batch, tokens, slots]: those that are always on, then the others by decreasing probability
@@ -80,7 +80,7 @@ class Routing:
             raise DtypeError(f"counts of a routing must be int32 or int64, got {self.counts.dtype}")
 
     def check_values(self) -> None:
-        """Raise an OptionError for invalid heads or counts, if readable without a synchronisation."""
+        """Raise an OptionError for invalid heads or counts; only on a CPU, where this needs no synchronisation."""
         heads, counts = self.heads, self.counts
         if heads.device.type != "cpu" or is_transformed() or is_traced(heads) or not heads.numel():
             return
@@ -132,7 +132,7 @@ class Routing:
         selected = self.is_chosen
         if self.real is not None:
             selected = selected & self.real[..., None]
-        count = selected.flatten(0, 1).sum(0).to(self._wide)
+        count = selected.flatten(0, 1).sum(0).to(self._sum_dtype)
         return count / count.sum().clamp_min(1.0)
 
     @property
@@ -164,7 +164,7 @@ class Routing:
         return self.logits
 
     @property
-    def _wide(self) -> torch.dtype:
+    def _sum_dtype(self) -> torch.dtype:
         return torch.float64 if self.weights.dtype is torch.float64 else torch.float32
 
     def _mean(self, values: Tensor) -> Tensor:
@@ -185,10 +185,11 @@ class HeadRouter(nn.Module):
     Args:
         embed_dim: width of a token.
         num_heads: total number of heads.
-        top_k: number of heads per token; or
-        top_p: select the smallest set of heads with at least this total probability (Huang et al. 2024); or
-        threshold: select heads with at least this probability. With the last two the number varies by token.
-        k_min, k_max: minimum and maximum number of heads per token with top_p or threshold; 1 and all by default.
+        top_k: select this many heads per token. Exactly one of top_k, top_p and threshold must be given.
+        top_p: select the smallest set of heads with at least this total probability (Huang et al. 2024).
+        threshold: select heads with at least this probability.
+        k_min, k_max: minimum and maximum number of heads per token with top_p or threshold, where it varies; 1 and all
+            by default.
         budget: target for the mean effective number of heads per token, for `Routing.budget_loss`. It may exceed k_max:
             the loss uses the perplexity of the gate, not the number of selected heads.
         normalise: "all" weights a selected head by its probability among all heads, "chosen" among the selected ones.
@@ -304,9 +305,8 @@ class HeadRouter(nn.Module):
     def _count_heads(self, top_probabilities: Tensor) -> Tensor:
         """Return the number of heads of each token from its probabilities in decreasing order."""
         if self.top_p is not None:
-            is_selected = (
-                top_probabilities.cumsum(-1) - top_probabilities < self.top_p
-            )  # more probable heads have not reached top_p yet
+            # A head is selected if the more probable ones together have not reached top_p.
+            is_selected = top_probabilities.cumsum(-1) - top_probabilities < self.top_p
         else:
             assert self.threshold is not None
             is_selected = top_probabilities >= self.threshold
