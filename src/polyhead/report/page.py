@@ -43,28 +43,28 @@ class Assets:
     @classmethod
     def load(cls, folder: Traversable | None = None) -> Assets:
         """Load the built assets from a folder, by default the package's own."""
-        place = resources.files("polyhead.report") / "assets" if folder is None else folder
-        files = {name: place / name for name in ("page.js", "page.css", "csp.json")}
+        folder = resources.files("polyhead.report") / "assets" if folder is None else folder
+        files = {name: folder / name for name in ("page.js", "page.css", "csp.json")}
         missing = [name for name in ("page.js", "page.css") if not files[name].is_file()]
         if missing:
             raise OptionError(
-                f"a page needs built assets, got {place} without {' and '.join(missing)}; "
+                f"a page needs built assets, got {folder} without {' and '.join(missing)}; "
                 "in a checkout, `make frontend` builds them"
             )
         script, style = (files[name].read_text(encoding="utf-8") for name in ("page.js", "page.css"))
-        listed = json.loads(files["csp.json"].read_text(encoding="utf-8")) if files["csp.json"].is_file() else {}
-        assets = cls(script, style, tuple(f"'{x.strip(chr(39))}'" for x in listed.get("styles", ())))
-        assets.check(str(place))
+        policy = json.loads(files["csp.json"].read_text(encoding="utf-8")) if files["csp.json"].is_file() else {}
+        assets = cls(script, style, tuple(f"'{x.strip(chr(39))}'" for x in policy.get("styles", ())))
+        assets.check(str(folder))
         return assets
 
-    def check(self, place: str) -> None:
+    def check(self, folder: str) -> None:
         """Check that script and style contain no markup that ends them early, so that their hashes match what runs."""
         if _ENDS_SCRIPT.search(self.script):
-            raise OptionError(f"an inline script must not contain markup that ends it, got {place}/page.js with it")
+            raise OptionError(f"an inline script must not contain markup that ends it, got {folder}/page.js with it")
         if _ENDS_STYLE.search(self.style):
-            raise OptionError(f"an inline style sheet must not contain </style, got {place}/page.css with it")
+            raise OptionError(f"an inline style sheet must not contain </style, got {folder}/page.css with it")
         if "\0" in self.script + self.style:
-            raise OptionError(f"assets must not contain NUL, which browsers replace, got {place} with one")
+            raise OptionError(f"assets must not contain NUL, which browsers replace, got {folder} with one")
 
 
 def write_page(
@@ -94,7 +94,7 @@ def write_page(
 
 
 def check_place(file: Path) -> None:
-    """Check that a page may be written to a path: the file does not exist, or is another page."""
+    """Check that a page may be written to a path: the file does not exist, is empty, or is an HTML page."""
     if file.is_dir():
         raise OptionError(
             f"a page is one file, got the folder {file}; pass a file in it, such as {file / 'heads.html'}"
