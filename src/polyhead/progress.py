@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of one step of a computation; `total` is None if unknown, `unit` is empty for a step of one piece.
+    """Progress of one step of a computation; `total` is None if unknown, `unit` is empty for an undivided step.
 
     `detail` names what is done next.
     """

@@ -70,7 +70,7 @@ def test_a_head_that_writes_nothing_belongs_to_no_group() -> None:
 
 
 def test_a_null_of_equal_heads_and_other_shapes_are_refused() -> None:
-    with pytest.raises(OptionError, match="of different heads, got a similarity of 1"):
+    with pytest.raises(OptionError, match="of unrelated heads, got a similarity of 1"):
         redundancy(torch.eye(3), torch.ones(3, 3))
     with pytest.raises(OptionError, match="pairs of heads"):
         redundancy(torch.eye(1), torch.eye(1))

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from polyhead.errors import OptionError, ShapeError
 
-QUANTILE = 0.999
+QUANTILE = 0.999  # of the similarities of unrelated heads, against which redundancy is tested
 
 
 @dataclass(frozen=True, slots=True)
 class Redundancy:
-    """Groups of heads, the similarity threshold, and the null it was derived from."""
+    """Groups of redundant heads, the similarity threshold, and the null from which it was derived."""
 
     groups: tuple[tuple[int, ...], ...]  # two heads or more each, by their rows of the similarity matrix
     threshold: float
@@ -23,7 +23,8 @@ class Redundancy:
 
     def __str__(self) -> str:
         groups = ", ".join("{" + ", ".join(map(str, group)) + "}" for group in self.groups) or "none"
-        return f"groups {groups} (similarity at least {self.threshold:.2f}; without redundancy at most {self.null:.2f})"
+        null = f"{QUANTILE:.1%} of unrelated pairs at most {self.null:.2f}"
+        return f"groups {groups} (similarity at least {self.threshold:.2f}; {null})"
 
 
 def redundancy(similarity: Tensor, null: Tensor | Sequence[Tensor]) -> Redundancy:
@@ -32,28 +33,28 @@ def redundancy(similarity: Tensor, null: Tensor | Sequence[Tensor]) -> Redundanc
     Args:
         similarity: [heads, heads], 1 for identical heads, such as `relations.cosine`. A head with NaN, whose output is
             0, is in no group.
-        null: the same of one or several models with unrelated heads: random weights of the same layout on the same
-            text. Their similarity is due to the layout, the text and the number of tokens.
+        null: similarity matrices of one or several models with unrelated heads: random weights of the same layout on
+            the same text. Their similarity is due to the layout, the text and the number of tokens.
 
     The threshold is halfway between the null and 1: a pair in a group is closer to identical than to unrelated. Groups
     are complete-linkage clusters: every pair of a group reaches the threshold.
 
     >>> alike = torch.tensor([[1.0, 0.97, 0.1], [0.97, 1.0, 0.2], [0.1, 0.2, 1.0]])
     >>> print(redundancy(alike, torch.eye(3) * 0.7 + 0.3))
-    groups {0, 1} (similarity at least 0.65; without redundancy at most 0.30)
+    groups {0, 1} (similarity at least 0.65; 99.9% of unrelated pairs at most 0.30)
     """
-    null_max = max(_upper_quantile(matrix) for matrix in ([null] if isinstance(null, Tensor) else null))
-    if not null_max < 1:
+    null_quantile = max(_upper_quantile(matrix) for matrix in ([null] if isinstance(null, Tensor) else null))
+    if not null_quantile < 1:
         raise OptionError(
-            f"the null must be of different heads, got a similarity of {null_max:g}; "
+            f"the null must be of unrelated heads, got a similarity of {null_quantile:g}; "
             "use random weights with another seed for each head"
         )
-    threshold = (1 + max(null_max, 0.0)) / 2
-    return Redundancy(complete_groups(similarity, threshold), threshold, null_max)
+    threshold = (1 + max(null_quantile, 0.0)) / 2
+    return Redundancy(complete_groups(similarity, threshold), threshold, null_quantile)
 
 
 def complete_groups(similarity: Tensor, threshold: float) -> tuple[tuple[int, ...], ...]:
-    """Merge the two closest groups while all pairs between them reach the threshold; omit single heads."""
+    """Return the complete-linkage clusters of two heads or more, in which all pairs reach the threshold."""
     _check_square(similarity)
     values = similarity.detach().to("cpu", torch.float64)
     values = torch.where(values.isnan(), -torch.inf, values)
@@ -61,8 +62,8 @@ def complete_groups(similarity: Tensor, threshold: float) -> tuple[tuple[int, ..
     values.fill_diagonal_(-torch.inf)
     members: dict[int, list[int]] = {head: [head] for head in range(len(values))}
     while len(members) > 1:
-        place = int(values.argmax())
-        one, other = sorted(divmod(place, len(values)))
+        flat_index = int(values.argmax())
+        one, other = sorted(divmod(flat_index, len(values)))
         if not values[one, other] >= threshold:
             break
         # Complete linkage: the similarity of two groups is that of their least similar pair.

@@ -40,7 +40,7 @@ def picture(found: Inspection) -> Iterator[Text]:
     from rich.text import Text
 
     roles = {(x.site, x.head): x.roles for x in found.roles}
-    grouped = {head for group in found.groups for head in group.heads}
+    redundant = {head for group in found.groups for head in group.heads}
     stacks: dict[tuple[str, str], list[AttentionSite]] = {}
     for site in dict.fromkeys(found.table.sites):
         stacks.setdefault((site.stack, site.kind), []).append(site)
@@ -54,7 +54,7 @@ def picture(found: Inspection) -> Iterator[Text]:
             drawn.append(f"{site.layer:>5}       ", "dim")
             for head in range(site.num_heads):
                 letters, style = _cell(roles.get((site, head), frozenset()))
-                drawn.append(letters, f"{style} underline" if (site, head) in grouped else style)
+                drawn.append(letters, f"{style} underline" if (site, head) in redundant else style)
                 drawn.append(" " if head + 1 < site.num_heads else "")
             drawn.append("\n" if index + 1 < len(sites) else "")
         yield drawn

@@ -28,7 +28,7 @@ class Timing:
     """
 
     seconds: float
-    bound: str
+    bound: str  # of most of the time, see `Prediction.bound`
     stages: dict[str, float]
 
     @property
@@ -54,12 +54,12 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class PhasePlan:
-    """Costs of one phase: a training step, the prefill of a full context, or decoding its last token.
+    """Costs of one phase: a training step, the prefill of a context, or the decoding of its last token.
 
     `flops` and `exponentials` include the backward pass of a training step. `bytes` is the minimum traffic between
-    memory and chip by stage; scores, softmax and values form one stage, `attention`, since they are fused. The memory
-    estimates `fused` and `materialised` cache every token; `rolling_cache` is the size of the caches if those of
-    windowed layers are rolling.
+    memory and chip by stage; scores, softmax and values form one stage, `attention`, since they are fused. `fused` and
+    `materialised` are the memory with fused and with materialised attention, where caches store every token;
+    `rolling_cache` is the size of the caches if those of windowed layers are rolling.
     """
 
     phase: Phase
@@ -97,45 +97,47 @@ def plan_phase(
     machine: Machine | None = None,
 ) -> PhasePlan:
     """Compute the costs of one phase over all layers; times need a `machine`."""
-    work, cached = workload_of(phase, batch, context, cached=is_causal(model))
+    workload, cached = workload_of(phase, batch, context, cached=is_causal(model))
     options: dict[str, Any] = {"dtype": dtype, "cache_dtype": cache_dtype}
     device = "cuda" if machine is None else machine.device
-    works: list[Work] = []
+    layer_works: list[Work] = []
     memory: dict[str, MemoryEstimate | None] = {"fused": None, "materialised": None}
     for group in model.groups:
-        works.append(layer_work(group.config, work, **options, cached=cached, layers=group.layers))
-        for form, before in memory.items():
+        layer_works.append(layer_work(group.config, workload, **options, cached=cached, layers=group.layers))
+        for form, subtotal in memory.items():
             estimate = estimate_memory(
                 group.config,
-                work,
+                workload,
                 form=form,  # type: ignore[arg-type]
                 cached=cached,
                 layers=group.layers,
                 device=device,
                 **options,
             )
-            memory[form] = estimate if before is None else before + estimate
+            memory[form] = estimate if subtotal is None else subtotal + estimate
     moved: dict[str, int] = {}
-    for layer in works:
+    for layer in layer_works:
         for stage in layer.stages:
             moved[stage] = moved.get(stage, 0) + layer.only(stage).bytes
     fused, materialised = memory["fused"], memory["materialised"]
     assert fused is not None and materialised is not None
     return PhasePlan(
         phase=phase,
-        flops=sum((layer.matrix_flops for layer in works), MatrixFlops()),
-        exponentials=sum(layer.exponentials for layer in works),
+        flops=sum((layer.matrix_flops for layer in layer_works), MatrixFlops()),
+        exponentials=sum(layer.exponentials for layer in layer_works),
         bytes=moved,
-        launches=sum(layer.launches for layer in works),
+        launches=sum(layer.launches for layer in layer_works),
         fused=fused,
         materialised=materialised,
         rolling_cache=rolling_cache_bytes(model, cache_dtype, batch, context) if cached else 0,
-        timing=None if machine is None else Timing.of([predict(layer, machine) for layer in works]),
+        timing=None if machine is None else Timing.of([predict(layer, machine) for layer in layer_works]),
     )
 
 
 def rolling_cache_bytes(model: ModelLayout, dtype: torch.dtype, batch: int, context: int) -> int:
-    """Return the cache bytes of all layers: the window's where a `RollingCache` applies, else every token's.
+    """Return the cache bytes of all layers, with rolling caches in the layers that support them (`can_roll`).
+
+    A rolling cache stores the tokens of the window, any other cache all tokens.
 
     >>> from polyhead.layers import MultiHeadConfig
     >>> model = ModelLayout.of(MultiHeadConfig(64, 4, causal=True, window=128), 3)
@@ -157,7 +159,7 @@ def can_roll(config: AttentionConfig, cache_dtype: torch.dtype) -> bool:
 
 
 def workload_of(phase: Phase, batch: int, context: int, *, cached: bool = True) -> tuple[Workload, bool]:
-    """Return the workload of each layer in a phase, and whether it uses a cache."""
+    """Return the workload of each layer in a phase, and whether it uses a cache; `cached` applies to the prefill."""
     if phase == "training":
         return Workload.training_step(context, batch=batch), False
     if phase == "prefill":

@@ -21,24 +21,25 @@ from polyhead.observation.token_sample import SiteSample, TokenSample
 TOKENS = 1024  # of the sample
 WIDTH = 64  # dimensions of the random projection
 CANDIDATES = 20  # pairs that are measured and reported
-BYTES = 1 << 28
+BYTES = 1 << 28  # of a sample with the full outputs of all heads
+FULL, PROJECTED = "said", "sketches"  # names of the collectors, as in saved observations
 
 
 def sample_of(
     head_projections: Mapping[AttentionSite, HeadProjections], seed: int, most_bytes: int = BYTES
 ) -> TokenSample | None:
-    """Return the collector of head outputs; None if fewer than two layers have a known output projection."""
+    """Return the collector of full or projected head outputs; None if fewer than two sites have a known W_O."""
     outputs = _outputs(head_projections)
     if len(outputs) < 2:
         return None
     if 4 * TOKENS * sum(x.shape[0] * x.shape[1] for x in outputs.values()) <= most_bytes:
-        return TokenSample({place: _identity(x) for place, x in outputs.items()}, TOKENS, seed=seed, name="said")
+        return TokenSample({place: _identity(x) for place, x in outputs.items()}, TOKENS, seed=seed, name=FULL)
     projections: dict[tuple[str, str], Tensor] = {}
     for width in {x.shape[2] for x in outputs.values()}:
         generator = torch.Generator().manual_seed(seed)
         matrix = torch.randn(width, WIDTH, generator=generator) / WIDTH**0.5
         projections |= {place: x.float() @ matrix for place, x in outputs.items() if x.shape[2] == width}
-    return TokenSample(projections, TOKENS, seed=seed, name="sketches")
+    return TokenSample(projections, TOKENS, seed=seed, name=PROJECTED)
 
 
 def rule(sample: TokenSample) -> Reason:
@@ -46,7 +47,7 @@ def rule(sample: TokenSample) -> Reason:
     heads = sum(len(x) for x in sample.projections.values())
     used = 4 * sample.tokens * sum(x.shape[0] * x.shape[2] for x in sample.projections.values()) / 2**20
     fields = {"heads": heads, "tokens": sample.tokens, "mebibytes": used}
-    if sample.name == "said":
+    if sample.name == FULL:
         return Reason("every_pair", fields)
     return Reason("projected_pairs", {**fields, "width": WIDTH, "candidates": CANDIDATES})
 
@@ -57,29 +58,33 @@ def pairs(
     head_projections: Mapping[AttentionSite, HeadProjections],
     watch: Callable[[TokenSample], Observations],
 ) -> tuple[Pair, ...]:
-    """Return the most similar pairs of heads of different sites, with their measured cosine similarity."""
+    """Return the most similar pairs of heads of different sites, with their measured cosine similarity.
+
+    `watch` runs the model over the text once more with a collector, if the sample has only projected outputs.
+    """
     outputs = _outputs(head_projections)
     stacks = _by_stack(collected, sample.name)
-    if sample.name == "said":
+    if sample.name == FULL:
         stacks = {key: [(site, _contributions(rows, outputs, site)) for site, rows in x] for key, x in stacks.items()}
-    guesses: list[tuple[float, Head, Head]] = []
+    candidates: list[tuple[float, Head, Head]] = []
     for sites in stacks.values():
-        guesses += _candidates(sites)
-    guesses = sorted(guesses, key=lambda x: -x[0])[:CANDIDATES]
-    if sample.name == "said":
-        return tuple(Pair(one, other, cosine, cosine) for cosine, one, other in guesses)
-    measured = _measured(guesses, outputs, sample, watch)
+        candidates += _candidates(sites)
+    candidates = sorted(candidates, key=lambda x: -x[0])[:CANDIDATES]
+    if sample.name == FULL:
+        return tuple(Pair(one, other, cosine, cosine) for cosine, one, other in candidates)
+    measured = _measured(candidates, outputs, sample, watch)
     return tuple(sorted(measured, key=lambda pair: -pair.cosine))
 
 
 def _measured(
-    guesses: list[tuple[float, Head, Head]],
+    candidates: list[tuple[float, Head, Head]],
     outputs: Mapping[tuple[str, str], Tensor],
     sample: TokenSample,
     watch: Callable[[TokenSample], Observations],
 ) -> list[Pair]:
+    """Measure the cosine similarity of the candidates on their full outputs, in a second pass over the text."""
     chosen: dict[tuple[str, str], tuple[int, ...]] = {}
-    for _, *heads in guesses:
+    for _, *heads in candidates:
         for site, head in heads:
             place = (site.name, site.kind)
             chosen[place] = tuple(sorted({*chosen.get(place, ()), head}))
@@ -94,7 +99,7 @@ def _measured(
             _, rows = value.found()
             for index, head in enumerate(chosen[site.name, site.kind]):
                 centred[site, head] = (rows[:, index] - rows[:, index].mean(0)) @ outputs[site.name, site.kind][head]
-    return [Pair(one, other, guess, _cosine(centred[one], centred[other])) for guess, one, other in guesses]
+    return [Pair(one, other, estimate, _cosine(centred[one], centred[other])) for estimate, one, other in candidates]
 
 
 def _outputs(head_projections: Mapping[AttentionSite, HeadProjections]) -> dict[tuple[str, str], Tensor]:
@@ -117,7 +122,10 @@ def _contributions(rows: Tensor, outputs: Mapping[tuple[str, str], Tensor], site
 
 
 def _by_stack(collected: Mapping[AttentionSite, Mapping[str, Any]], name: str) -> dict[tuple[str, int], list[Any]]:
-    """Group sites by stack, whose layers have the same tokens; an encoder and a decoder read different ones."""
+    """Group sites whose samples are of the same tokens, as (site, rows), by layer list and number of tokens.
+
+    The path of the layer list distinguishes an encoder from a decoder, whose tokens differ.
+    """
     stacks: dict[tuple[str, int], list[Any]] = {}
     for site, values in collected.items():
         value = values.get(name)
@@ -128,6 +136,7 @@ def _by_stack(collected: Mapping[AttentionSite, Mapping[str, Any]], name: str) -
 
 
 def _candidates(sites: list[tuple[AttentionSite, Tensor]]) -> list[tuple[float, Head, Head]]:
+    """Return the most similar pairs of heads of different sites, with the cosine similarity of their rows."""
     heads: list[Head] = [(site, head) for site, rows in sites for head in range(rows.shape[1])]
     if len(sites) < 2 or sites[0][1].shape[0] < 2:
         return []

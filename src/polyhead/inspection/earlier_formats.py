@@ -1,4 +1,4 @@
-"""Reading of inspections of formats 2 and 3, which have evidence and reasons as English text instead of fields."""
+"""Upgrade of inspections in formats 2 and 3, which store evidence and reasons as English text instead of fields."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from typing import Any
 
 
 def upgraded(rest: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON value of an inspection in the current format; its English texts are kept, for both languages."""
+    """Convert the JSON value of an inspection to the current format, in place.
+
+    The English texts are kept and shown in both languages.
+    """
     facts = rest["facts"]
     if facts.get("pairs_by") is not None:
         facts["pairs_by"] = _reason(facts["pairs_by"])

@@ -59,8 +59,8 @@ class AttentionNotifier:
             )
         if tokens is not None and tokens.shape != (query.shape[0], query.shape[2]):
             raise ShapeError(f"tokens must be [batch, queries], here {[*query.shape[::2]]}, got {list(tokens.shape)}")
-        rows = Tokens.of(mask, query, key) if tokens is None else tokens
-        call = self.watcher.call(self.module, query.shape[1], rows, cross=cross, learned_sinks=sinks is not None)
+        token_mask = Tokens.of(mask, query, key) if tokens is None else tokens
+        call = self.watcher.call(self.module, query.shape[1], token_mask, cross=cross, learned_sinks=sinks is not None)
         if call is None:
             return None
         if call.gate is not None and not getattr(self.adapter, "gates", False):
@@ -72,6 +72,7 @@ class AttentionNotifier:
             call.mask = mask
             call.tokens = call.tokens if tokens is None else tokens
             with torch.set_grad_enabled(call.differentiable and torch.is_grad_enabled()):
+                # Only collectors read the output; the statistics need no values.
                 needed_value = value if call.has_collectors else value[..., :1]
                 result = attention(
                     query, key, needed_value, mask=mask, scale=scale, softcap=softcap, sinks=sinks,
@@ -120,20 +121,20 @@ class Adapter(Protocol):
 def adapted_modules(
     model: nn.Module, adapters: Adapters, interface_modules: tuple[nn.Module, ...]
 ) -> dict[nn.Module, Adapter]:
-    """Return modules with their adapters; one for a module's path precedes those for its classes."""
+    """Return modules with their adapters; an adapter for a module's path takes precedence over one for its class."""
     adapted: dict[nn.Module, Adapter] = {}
     used = set()
     for path, module in model.named_modules():
         classes = [name for name in adapters if isinstance(name, type) and isinstance(module, name)]
-        name = path if path in adapters else next(iter(classes), None)
-        if name is None:
+        matched = path if path in adapters else next(iter(classes), None)
+        if matched is None:
             continue
         if any(module is other for other in interface_modules):
             raise OptionError(
                 f"{path!r} is already observed through the attention interface of transformers, got an adapter for it"
             )
-        used.update([name, *classes])
-        adapted[module] = adapters[name]
+        used.update([matched, *classes])
+        adapted[module] = adapters[matched]
     for name in adapters:
         if name not in used:
             label = name.__name__ if isinstance(name, type) else repr(name)

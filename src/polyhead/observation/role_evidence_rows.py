@@ -1,7 +1,7 @@
 """Role evidence of one attention call, summed over the query rows of each text.
 
 The chance baseline is a head with uniform attention over its visible keys, measured by the same code on the same text
-under the same mask.
+under the same mask; only its entropy is that of random logits.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ COLUMNS = (
     "key_set_rows",  # number of rows with token metadata
     "normalized_entropy", "entropy_rows",  # over rows with at least two visible keys
     "mean_distance",
-    "far", "far_rows",  # rows with most weight on one far key; rows with a visible far key. The first key is excluded
-    "duplicate", "duplicate_rows",  # weight on other occurrences of the row's token; rows with one visible
-    "induction", "induction_rows",  # weight on the tokens after those; rows with one visible
-    "alike", "alike_expected",  # cosine similarity with the attended tokens, other tokens only; expected by offset
+    "far", "far_rows",  # rows with p > 0.5 on one far key; rows that see a far key. The first key is excluded
+    "duplicate", "duplicate_rows",  # weight on other occurrences of the row's token; rows that see one
+    "induction", "induction_rows",  # weight on the tokens after those; rows that see one
+    "alike", "alike_expected",  # cosine similarity with attended tokens unequal to the row's; expected from offsets
     "shuffled", "shuffled_expected",  # the same with shuffled embeddings
     "reshuffled", "reshuffled_expected",  # a second shuffle
-    "different",  # weight on other tokens
+    "different",  # weight on tokens unequal to the row's
     "word", "word_rows",  # weight inside the row's word; rows in multi-token words
     "sentence", "sentence_rows",  # weight inside the row's sentence; rows in texts of several sentences
 )  # fmt: skip
@@ -59,10 +59,10 @@ class BatchBaseline:
     first: Tensor  # int64 [batch]: index of the first key of each text
     far: Tensor  # bool [batch, 1, queries]: rows with a visible far key other than the first
     duplicate: Tensor  # bool [batch, 1, queries]: rows with another visible occurrence of their token
-    induction: Tensor
-    sums: Tensor  # [batch, 1, columns]
-    available: Tensor
-    chance: Tensor
+    induction: Tensor  # bool [batch, 1, queries]: rows that see the token after another occurrence of theirs
+    sums: Tensor  # float64 [batch, 1, columns]: the columns of uniform attention
+    available: Tensor  # as in `EvidenceSums`
+    chance: Tensor  # as in `EvidenceSums`
 
 
 def measure_baseline(attended: Attended, real: Tensor | None, tokens: TokenMetadata) -> BatchBaseline:
@@ -84,12 +84,18 @@ def measure_baseline(attended: Attended, real: Tensor | None, tokens: TokenMetad
         first = real.to(torch.uint8).argmax(-1).expand(batch)
     first_is_far = (index - first[:, None]).abs() > WINDOW
     others = visible * (1 - rows.window_mass - rows.sink_mass * first_is_far[:, None])
-    none = torch.zeros_like(counted)
-    baseline = BatchBaseline(tokens, visible, counted, first, counted & (others > 0.5), none, none, none, none, none)
-    baseline = replace(
-        baseline,
+    unset = torch.zeros_like(counted)  # set below: `_columns` needs the other fields
+    baseline = BatchBaseline(
+        tokens,
+        visible,
+        counted,
+        first,
+        far=counted & (others > 0.5),
         duplicate=_has_visible_pair(uniform, tokens.duplicates, counted),
         induction=_has_visible_pair(uniform, tokens.inductions, counted),
+        sums=unset,
+        available=unset,
+        chance=unset,
     )
     columns, histogram = _columns(uniform, rows, baseline, learned_sink=attended.sinks is not None)
     # Baseline entropy: random logits of unit variance, which the 1/sqrt(d) scale aims for, give
@@ -138,7 +144,11 @@ def without_biases(mask: Mask | None) -> Mask | None:
 
 
 def _row_statistics(attended: Attended, tokens: TokenMetadata) -> tuple[RowStatistics, Tensor | None]:
-    """Return row statistics and attended embeddings [batch, heads, queries, 3 dims + 1], recomputed if needed."""
+    """Return row statistics, recomputed if needed, and the attention-weighted means of the embeddings, if any.
+
+    Their channels are those of the three embeddings of `TokenMetadata.meaning`, then the weight on ordinary tokens,
+    then padding to a multiple of 8: [batch, heads, queries, at least 3 * dims + 1].
+    """
     computed = attended.result.statistics
     if (
         tokens.meaning is None
@@ -191,11 +201,11 @@ def _columns(
         attended.query.shape[1],
     )
     center = NEAR + 1
-    count = _masked_sum(torch.ones_like(baseline.visible), counted)
-    zeros = torch.zeros_like(count).expand(-1, heads)
+    num_rows = _masked_sum(torch.ones_like(baseline.visible), counted)
+    zeros = torch.zeros_like(num_rows).expand(-1, heads)
     columns = dict.fromkeys(COLUMNS, zeros)
     columns |= {
-        "rows": count,
+        "rows": num_rows,
         "self": histogram[..., center],
         "previous": histogram[..., center - 1],
         "next": histogram[..., center + 1],
@@ -206,7 +216,7 @@ def _columns(
     if tokens.key_sets is not None:
         masses = received @ tokens.key_sets.transpose(1, 2)
         columns |= {name: masses[..., index] for index, name in enumerate(KEY_SETS)}
-        columns["key_set_rows"] = count
+        columns["key_set_rows"] = num_rows
     num_targets = baseline.visible + learned_sink
     has_several = counted & (num_targets > 1)
     columns["normalized_entropy"] = _masked_sum(rows.entropy / num_targets.clamp_min(2).log(), has_several)
@@ -241,13 +251,13 @@ def _similarity_columns(
     assert tokens.meaning is not None and tokens.ordinary is not None and tokens.alike is not None
     assert rows.self_mass is not None
     dims = tokens.meaning.shape[3]
-    rows_of_text = baseline.counted & tokens.ordinary[:, None]
+    ordinary_rows = baseline.counted & tokens.ordinary[:, None]
     attended_to = attended_embeddings[..., : 3 * dims].unflatten(-1, (3, dims)).to(torch.float64)
     cosines = torch.einsum("bhqsd,bqsd->bhqs", attended_to, tokens.meaning.to(torch.float64))
-    # Equal tokens are excluded: their cosine of 1 is no evidence of semantic similarity. Occurrences beyond the nearest
-    # ones remain, both here and in the shuffled controls.
-    same = _masked_sum(rows.self_mass, rows_of_text) + duplicate
-    different = _masked_sum(attended_embeddings[..., 3 * dims], rows_of_text) - same
+    # Equal tokens are excluded: their cosine of 1 is no evidence of semantic similarity. Only the `NEAREST` other
+    # occurrences are known; farther ones remain, both here and in the shuffled controls.
+    same = _masked_sum(rows.self_mass, ordinary_rows) + duplicate
+    different = _masked_sum(attended_embeddings[..., 3 * dims], ordinary_rows) - same
     # Expected from offsets alone: the mean cosine at each offset, weighted by the head's attention by offset.
     by_offset = histogram.clone()
     by_offset[..., NEAR + 1] = 0.0
@@ -255,7 +265,7 @@ def _similarity_columns(
     expected = by_offset @ tokens.alike.transpose(1, 2) * different[..., None]
     columns = {"different": different}
     for index, name in enumerate(("alike", "shuffled", "reshuffled")):
-        columns[name] = _masked_sum(cosines[..., index], rows_of_text) - same
+        columns[name] = _masked_sum(cosines[..., index], ordinary_rows) - same
         columns[f"{name}_expected"] = expected[..., index]
     return columns
 

@@ -242,8 +242,8 @@ def test_statistics_are_those_of_both_maps(name: str, x: Tensor) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"sinks": True}, OPTIONS["uneven"]], ids=["plain", "sinks", "uneven"])
 def test_of_the_difference_three_things_are_told(options: dict[str, Any], x: Tensor, monkeypatch: Any) -> None:
-    monkeypatch.setattr(combined, "_WINDOW_KEYS", 5)
-    monkeypatch.setattr(combined, "_WINDOW_ELEMENTS", 5 * 2 * HEADS * BATCH * 4)
+    monkeypatch.setattr(combined, "_TILE_KEYS", 5)
+    monkeypatch.setattr(combined, "_TILE_ELEMENTS", 5 * 2 * HEADS * BATCH * 4)
     layer, lengths = make(causal=True, **options), [13, 11, 3]
     real = torch.arange(LENGTH) < torch.tensor(lengths)[:, None]
     visible = (earlier(LENGTH) & real[:, None, :]).masked_fill(~real[..., None], True)

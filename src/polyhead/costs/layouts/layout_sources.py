@@ -19,8 +19,9 @@ from polyhead.layers.positions.config import RotaryConfig
 from polyhead.sources.config_sizes import CONFIG_BYTES
 
 PACKAGED = ("minilm", "smollm2")
-EDITED = "polyhead.json"  # next to the config.json of a model with edited heads
-_NO_HEADS = dict.fromkeys(("num_kv_heads", "key_heads"))
+EDITS_FILE = "polyhead.json"  # next to the config.json of a model with edited heads
+# Replaces the config's own KV heads where the layout of an edited layer does not state any.
+_DEFAULT_KV_HEADS = dict.fromkeys(("num_kv_heads", "key_heads"))
 
 
 def read_layout(
@@ -35,8 +36,8 @@ def read_layout(
         source: an `AttentionConfig`; a dictionary or JSON file of one or of a Hugging Face config; a folder with a
             config.json; a name in `KNOWN`, minilm, smollm2, or a model on the hub or in its cache.
         layers: number of layers, for a polyhead config, which describes a single layer; default 1.
-        causal: whether attention is causal: required if a Hugging Face config does not imply it; overrides the config
-            otherwise, with a note.
+        causal: whether attention is causal; required if a Hugging Face config does not imply it. A value other than
+            that of the config overrides it, with a note.
 
     >>> read_layout("gpt3-175b").config.layout.head_dim
     128
@@ -55,7 +56,7 @@ def read_layout(
         if not file.is_file():
             raise OptionError(f"a model folder must contain a config.json, got {path} without one")
         model = _of_file(file, path.resolve().name, layers, causal)
-        return _with_edits(model, path / EDITED) if (path / EDITED).is_file() else model
+        return _with_edits(model, path / EDITS_FILE) if (path / EDITS_FILE).is_file() else model
     if text in KNOWN:
         _refuse_layers(layers, text)
         return known_model(text).directed(causal)
@@ -74,7 +75,7 @@ def from_sizes(
     bias: bool = False,
     rotary: bool = False,
 ) -> ModelLayout:
-    """Return multi-head attention of these sizes; `rotary` adds passes and launches, but no matrix FLOPs.
+    """Return multi-head attention of these sizes; `rotary` adds memory traffic and launches, but no matrix FLOPs.
 
     >>> from_sizes(512, 8).config.layout.head_dim
     64
@@ -89,8 +90,8 @@ def from_sizes(
         window=window,
         bias=bias,
     )
-    shared = "" if config.num_kv_heads == heads else f"/{config.num_kv_heads}"
-    return ModelLayout.of(config, layers, name=f"{heads}{shared}x{config.head_dim} at {d_model}")
+    kv_heads_suffix = "" if config.num_kv_heads == heads else f"/{config.num_kv_heads}"
+    return ModelLayout.of(config, layers, name=f"{heads}{kv_heads_suffix}x{config.head_dim} at {d_model}")
 
 
 def _of_fields(content: Mapping[str, Any], name: str, layers: int | None, causal: bool | None) -> ModelLayout:
@@ -105,25 +106,25 @@ def _of_fields(content: Mapping[str, Any], name: str, layers: int | None, causal
 
 
 def _with_edits(model: ModelLayout, file: Path) -> ModelLayout:
-    """Return the model with the heads of its edited layers, which a config cannot express if layers differ."""
+    """Return the model with the heads of its edited layers: a Hugging Face config describes only equal layers."""
     content = _read_json(file)
     form, edited = content.get("form"), content.get("layers")
     if form == "padded":
-        note = "counted with the zero heads that pad its config, as transformers runs it"
+        note = "counted with the zero heads that pad it, as transformers runs it"
         return replace(model, notes=(*model.notes, note))
     if form != "uneven":
         return model
     if not isinstance(edited, dict) or not all(isinstance(sizes, dict) for sizes in edited.values()):
-        raise OptionError(f"{EDITED} must list the layers of an edited model, got {file} without them")
+        raise OptionError(f"{EDITS_FILE} must list the layers of an edited model, got {file} without them")
     config = model.config
     if len(model.groups) > 1 or len(edited) != model.layers or not isinstance(config, MultiHeadConfig):
         raise OptionError(
             f"layers of an edited model may differ only in their heads, got {model.name} with "
-            f"{model.layers} layers of {len(model.groups)} kinds, {len(edited)} of them listed in {EDITED}; count the "
-            "layouts of its layers separately"
+            f"{model.layers} layers of {len(model.groups)} kinds, {len(edited)} of them listed in {EDITS_FILE}; count "
+            "the layouts of its layers separately"
         )
-    with refusing(file, f"{EDITED} must list the heads of an edited model"):
-        layouts = [{**_NO_HEADS, **HeadLayout.from_dict(sizes).to_dict()} for sizes in edited.values()]
+    with refusing(file, f"{EDITS_FILE} must list the heads of an edited model"):
+        layouts = [{**_DEFAULT_KV_HEADS, **HeadLayout.from_dict(sizes).to_dict()} for sizes in edited.values()]
         return replace(model, groups=grouped(replace(config, **sizes) for sizes in layouts))
 
 
@@ -135,7 +136,7 @@ def _of_file(path: Path, name: str, layers: int | None, causal: bool | None) -> 
 
 def _refuse_layers(layers: int | None, name: str) -> None:
     if layers is not None:
-        raise OptionError(f"{name} has a fixed number of layers, got layers {layers} as well; omit it")
+        raise OptionError(f"{name} has a fixed number of layers, got layers {layers} as well; omit layers")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -156,7 +157,7 @@ def _from_transformers(name: str, path: Path) -> dict[str, Any]:
         if not file.is_file():
             raise OptionError(f"there is no file {file}")
         name, options["gguf_file"] = str(file.parent), file.name
-    elif not name or name.startswith((".", "/", "~")) or name.count("/") > 1:
+    elif not name or name.startswith((".", "/", "~")) or name.count("/") > 1:  # cannot be the name of a hub model
         known = ", ".join((*KNOWN, *PACKAGED))
         raise OptionError(
             f"a layout must be a config file, a folder with a config.json, a model on the hub (owner/model) or one of "
@@ -173,7 +174,7 @@ def _from_transformers(name: str, path: Path) -> dict[str, Any]:
         with quiet(progress=False), describe_failure(name, name, local=local):
             content: dict[str, Any] = AutoConfig.from_pretrained(name, **options).to_dict()
     except OptionError as error:
-        if "cannot be reached" not in str(error):
+        if "cannot be reached" not in str(error):  # words of `describe_failure` for a connection error
             raise
         raise OptionError(
             f"the Hugging Face hub cannot be reached and {name} is not in its cache; use a local config.json, "

@@ -17,8 +17,8 @@ from polyhead.layers.kv_cache.tokens import TokenLayout, all_equal, count, longe
 class SlotCache(KVCache):
     """Base of caches whose storage is tensors of shape [batch, kv_heads, slots, width].
 
-    Subclasses define the storage format of a token (`_widths`, `_encode`, `_describe`, `_read`) and what happens when
-    the capacity is exceeded (`_reserve`).
+    Subclasses may override the storage format of a token (`_widths`, `_encode`, and `_describe` and `_read` of
+    `KVCache`) and what happens when the capacity is exceeded (`_reserve`).
     """
 
     def __init__(self, batch_size: int | None, layout: TokenLayout | None, capacity: int) -> None:
@@ -111,7 +111,7 @@ class SlotCache(KVCache):
 
 
 class TokenWriter:
-    """Writer of a block's non-padding tokens after each sequence's last one, for all buffers."""
+    """Appends the non-padding tokens of a block to the sequences of a buffer; built once for all buffers."""
 
     def __init__(self, start: int, num_tokens: int, index: Tensor | None) -> None:
         self._start = start
@@ -125,9 +125,9 @@ class TokenWriter:
         if all_equal(starts):
             # One slice for all rows; padding written after a shorter row is masked until it is overwritten.
             return cls(width, longest(new_lengths, otherwise=num_tokens), None)
-        places = torch.arange(num_tokens)
-        row, place = (places < torch.tensor(new_lengths)[:, None]).nonzero(as_tuple=True)
-        index = torch.stack([row, torch.tensor(starts)[row] + place, place])
+        is_token = torch.arange(num_tokens) < torch.tensor(new_lengths)[:, None]
+        row, in_block = is_token.nonzero(as_tuple=True)
+        index = torch.stack([row, torch.tensor(starts)[row] + in_block, in_block])
         return cls(0, 0, index.to(device, non_blocking=True))
 
     def __call__(self, buffer: Tensor, block: Tensor) -> None:
@@ -135,8 +135,8 @@ class TokenWriter:
             block = block if block.shape[2] == self._num_tokens else block.narrow(2, 0, self._num_tokens)
             buffer.narrow(2, self._start, self._num_tokens).copy_(block)
         else:
-            row, slot, place = self._index
-            buffer[row, :, slot] = block[row, :, place]
+            row, slot, in_block = self._index
+            buffer[row, :, slot] = block[row, :, in_block]
 
 
 class PreallocatedCache(SlotCache):
@@ -170,8 +170,8 @@ larger capacity, crop it, or use a growing or rolling cache
 class GrowingCache(SlotCache):
     """Growing cache; layout, dtype and device come from the first block, capacity doubles when full.
 
-    Growing costs less than two copies per token in total, for any sequence length. `reset` frees the memory and takes
-    the layout of the next block. Arguments of the constructor are checked against the first block.
+    Growing costs less than two copies per token in total, for any sequence length. `reset` frees the memory, and
+    the next block determines the layout again. Arguments of the constructor are checked against the first block.
 
     >>> cache = GrowingCache()
     >>> for _ in range(3):

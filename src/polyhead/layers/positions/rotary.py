@@ -113,8 +113,8 @@ class Rotary(RotatesHeads):
         """Return the rotation of the tokens of x; self-attention computes it once for queries and keys.
 
         An integer is an offset: tokens are at positions .. positions + sequence - 1. A tensor [sequence] or
-        [batch, sequence] contains the position of each token. `length` is the current length for a scaling that depends
-        on it: an integer offset implies it, a tensor does not.
+        [batch, sequence] contains the position of each token. `length` is the current sequence length, for a
+        scaling that depends on it: an integer offset implies it, a tensor does not.
         """
         shape, dtype, device = x.shape, x.dtype, x.device
         if len(shape) != 4 or shape[3] != self.head_dim:
@@ -138,8 +138,9 @@ class Rotary(RotatesHeads):
         check_offset(positions)
         stop = positions + count
         scaling = recipe.scaling
-        stretched = scaling is not None and scaling.depends_on(stop if length is None else length)
-        if stretched or (type(x) is not Tensor and not torch.compiler.is_compiling()):
+        length_dependent = scaling is not None and scaling.depends_on(stop if length is None else length)
+        # Tensor subclasses (e.g. fake tensors) and rescaled frequencies do not use the shared table.
+        if length_dependent or (type(x) is not Tensor and not torch.compiler.is_compiling()):
             tokens = torch.arange(positions, stop, device=device)
             return Rotation(*materialise_rows(recipe.build(tokens, dtype, stop if length is None else length)))
         return Rotation(*rows_of(self._table, positions, count, device, dtype))

@@ -16,13 +16,13 @@ from torch import Tensor
 from polyhead.ops.common.tracing import is_exporting
 
 FIRST_CAPACITY = 256
-# Beyond this many rows only the rows in use are computed: the memory would outweigh the time saved.
+# Rows beyond this are computed when used and not kept in a table, whose memory would outweigh the time saved.
 LARGEST_CAPACITY = 1 << 16
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Parameters of a table, besides the position. Equal recipes share one table."""
+    """Parameters of tables by position, such as cos and sin. Equal recipes share one `RowTable`."""
 
     def build(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Return the rows [..., width] of each table at integer `positions` [...]."""
@@ -41,7 +41,7 @@ class RowTable:
         self._recent: tuple[object, tuple[Tensor, ...]] = (None, ())
 
     def rows(self, start: int, count: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return rows start .. start + count - 1 of each table, [count, width]; the last result is cached."""
+        """Return rows start .. start + count - 1 of each table, [count, width]; the last result is cached as well."""
         key = (start, count, device, dtype)
         recent = self._recent
         # A table cached under a dispatch mode (e.g. fake tensors) would be invalid outside it, and vice versa.
@@ -95,7 +95,7 @@ def rows_of(table: RowTable, start: int, count: int, device: torch.device, dtype
 
 
 def materialise_rows(rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Materialise rows in a compiled graph, which would else recompute sines per batch and head."""
+    """Materialise rows in a compiled graph, which would otherwise recompute sines per batch and head."""
     if torch.compiler.is_compiling() and not is_exporting():
         # Inductor fuses a formula into each of its users, but as_strided requires a buffer.
         return tuple(row.as_strided(row.size(), row.stride()) for row in rows)
@@ -110,7 +110,10 @@ def _is_cacheable(table: Tensor) -> bool:
 
 
 def angle_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of position * frequency: float32 would lose the phase of large positions."""
+    """Return the dtype of position * frequency: float64, since float32 loses the phase of large positions.
+
+    MPS has no float64, so float32 is used there.
+    """
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -121,7 +124,7 @@ def powers(base: float, count: int, dim: int, device: torch.device) -> Tensor:
 
 
 def times(x: Tensor, number: float) -> Tensor:
-    """Return x * number, split into two products: ONNX stores only 24 bits of a Python float."""
+    """Return x * number as two products of parts with at most 24 bits, since ONNX stores floats in float32."""
     shifted = number * (2**29 + 1)
     coarse = shifted - (shifted - number)
     return x * coarse + x * (number - coarse)

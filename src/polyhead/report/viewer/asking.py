@@ -11,12 +11,15 @@ from polyhead.report.viewer.reading import Reading
 from polyhead.report.viewer.viewing import SLOTS, WINDOW_TOKENS, WORD_CELLS, HeadPlace, Viewer
 
 TEXT_BYTES = 4 << 20
-LARGEST = 2**53 - 1  # Number.MAX_SAFE_INTEGER of JavaScript
+LARGEST_INTEGER = 2**53 - 1  # Number.MAX_SAFE_INTEGER of JavaScript
 POOLS = ("sum", "max")
 
 
 class Questions:
-    """The handlers, one method per route."""
+    """The handlers, one method per route.
+
+    Jobs of one client in one lane replace each other: a later `turn` cancels the earlier job.
+    """
 
     def __init__(self, viewer: Viewer, jobs: Jobs) -> None:
         self.viewer, self.jobs = viewer, jobs
@@ -38,7 +41,7 @@ class Questions:
 
     def step(self, requested: Question) -> Job:
         before = self._reading(requested)
-        token = requested.integer("token", 0, LARGEST, None)
+        token = requested.integer("token", 0, LARGEST_INTEGER, None)
         return self._submit(requested, "read", lambda job: self.viewer.step(job, before, token))
 
     def back(self, requested: Question) -> Job:
@@ -80,7 +83,7 @@ class Questions:
 
     def tile(self, requested: Question) -> Job | dict[str, Any]:
         head, pool = self._head(requested), requested.choice("pool", POOLS, "sum")
-        level, row, column = (requested.integer(name, 0, LARGEST) for name in ("level", "row", "column"))
+        level, row, column = (requested.integer(name, 0, LARGEST_INTEGER) for name in ("level", "row", "column"))
         client = self._client(requested)
         known = self.viewer.known_tile(head, pool, level, row, column)
         if known is not None:
@@ -115,16 +118,16 @@ class Questions:
         return self.jobs.submit(work, lane=lane, urgency=urgency, **self._client(requested))
 
     def _client(self, requested: Question) -> dict[str, Any]:
-        """Return client and turn, the last fields of a request."""
+        """Return the client and its turn, and reject unknown fields: all others have been read."""
         client = {
             "client": requested.text("client", LONGEST_CLIENT, ""),
-            "turn": requested.integer("turn", 0, LARGEST, 0),
+            "turn": requested.integer("turn", 0, LARGEST_INTEGER, 0),
         }
         requested.end()
         return client
 
     def _reading(self, requested: Question, name: str = "reading") -> Reading:
-        return self.viewer.reading(requested.integer(name, 0, LARGEST))
+        return self.viewer.reading(requested.integer(name, 0, LARGEST_INTEGER))
 
     def _head(self, requested: Question) -> HeadPlace:
         counts = self.viewer.head_counts

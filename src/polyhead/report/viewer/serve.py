@@ -34,7 +34,7 @@ def serve(
 ) -> bool:
     """Serve until an interrupt (Ctrl-C); `ready` is called with the address once it can be opened.
 
-    Returns whether a layer is still being computed, which only the end of the process stops.
+    Returns whether the model is still running: a layer cannot be cancelled, only the end of the process stops it.
     """
     check_installed()
     import uvicorn

@@ -87,7 +87,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Heads to prune, and as many random ones for each seed; `layout` names the uniform layout, if any."""
+    """Heads to prune, and as many random heads for each seed as controls; `layout` is the uniform layout, if any."""
 
     removed: RemovedHeads
     random: tuple[RemovedHeads, ...]
@@ -95,7 +95,7 @@ class Choice:
 
     @property
     def measurements(self) -> int:
-        """Number of quality measurements that this point of the curve takes."""
+        """Number of quality measurements for this point: compensated, not compensated, and each control."""
         return 2 + len(self.random)
 
 
@@ -113,13 +113,13 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """Result of a search: the heads to prune, the initial choice, and the loss with either."""
+    """Result of a search: the heads to prune, the initial choice, and the loss after each."""
 
     removed: RemovedHeads
     first: RemovedHeads  # initial choice, from the evidence alone
     loss: float
     first_loss: float
-    measured: int
+    measured: int  # number of measurements made
 
     @property
     def moved(self) -> int:
@@ -131,7 +131,7 @@ class Searched:
 
 @dataclass(eq=False)
 class Losses:
-    """Measures the loss of a model with other outputs; `made` counts the measurements."""
+    """Measures the loss of a model with other output projections; `made` counts the measurements."""
 
     trials: Trials
     quality: Quality
@@ -173,7 +173,7 @@ class Trials:
         """Return the size of the model without these heads."""
         pruned = {path: tuple(heads) for path, heads in removed.items() if len(heads)}
         if not pruned:
-            return Size(1.0, 1.0 if self._caches else None, 1.0)
+            return Size(1.0, 1.0 if self._has_cache else None, 1.0)
         # A search requests many sizes, mostly of layers that were counted before.
         if unknown := {path: heads for path, heads in pruned.items() if (path, heads) not in self._counts}:
             for layer in self.counted(unknown).layers:
@@ -185,9 +185,9 @@ class Trials:
         return Size(
             sum(x.heads for x in after) / sum(x.heads for x in before),
             sum(x.cache_bytes_per_token for x in after) / sum(x.cache_bytes_per_token for x in before)
-            if self._caches
+            if self._has_cache
             else None,
-            (sum(x.flops for x in after) + self._rest) / (sum(x.flops for x in before) + self._rest),
+            (sum(x.flops for x in after) + self._other_flops) / (sum(x.flops for x in before) + self._other_flops),
         )
 
     def compensated(self, removed: Mapping[str, Sequence[int]]) -> dict[str, Outputs]:
@@ -213,10 +213,10 @@ class Trials:
         """
         points = []
 
-        def report(measure_without: Measurement) -> Measurement:
+        def report(measurement: Measurement) -> Measurement:
             if progress is not None:
                 progress(1)
-            return measure_without
+            return measurement
 
         for choice in choices:
             compensated = report(self.measure_without(choice.removed, quality))
@@ -232,11 +232,11 @@ class Trials:
         return points
 
     @cached_property
-    def _caches(self) -> bool:
+    def _has_cache(self) -> bool:
         return keeps_cache(self.model)
 
     @cached_property
-    def _rest(self) -> int:
+    def _other_flops(self) -> int:
         return other_flops(self.model, self.work)
 
 

@@ -1,4 +1,4 @@
-"""Row statistics of the difference of two softmax maps, in windows: no n x n tensor is materialised."""
+"""Row statistics of the difference of two softmax maps, tile by tile: no n x n tensor is materialised."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 from polyhead.ops.attended import Attended
 from polyhead.ops.common.combined_weights import COMBINED, CombinedWeights
 
-# Elements of one window over all heads and both maps.
-_WINDOW_ELEMENTS = 1 << 22
-_WINDOW_KEYS = 2048
+# Elements of one tile over all heads and both maps.
+_TILE_ELEMENTS = 1 << 22
+_TILE_KEYS = 2048
 
 
 @torch.no_grad()
 def combined_weights(attended: Attended, factor: Tensor, names: Sequence[str] = COMBINED) -> CombinedWeights:
-    """Return statistics of p1 - factor * p2, p1 and p2 being the halves of an attention's heads."""
+    """Return row statistics of p1 - factor * p2, p1 and p2 being the weights of the two halves of the heads."""
     batch, maps, queries, _ = attended.query.shape
     keys, heads = attended.key.shape[2], maps // 2
-    width = min(_WINDOW_KEYS, max(keys, 1))
-    height = max(1, _WINDOW_ELEMENTS // max(batch * maps * width, 1))
+    width = min(_TILE_KEYS, max(keys, 1))
+    height = max(1, _TILE_ELEMENTS // max(batch * maps * width, 1))
     dtype = torch.float64 if attended.query.dtype is torch.float64 else torch.float32
     statistics = {name: attended.query.new_zeros(batch, heads, queries, dtype=dtype) for name in names}
     for top in range(0, queries, height):
