@@ -38,7 +38,7 @@ class OptionError(PolyheadError, ValueError):
 
 
 class GradientError(PolyheadError, RuntimeError):
-    """A value is requested for differentiation but has no gradient."""
+    """A gradient is requested of a value that is not differentiable."""
 
 
 class BackendUnsupported(PolyheadError, RuntimeError):

@@ -8,7 +8,7 @@ from torch import Tensor
 from polyhead.analysis.intervals import Z, ratio_of_sums
 from polyhead.observation.role_evidence import HeadEvidence
 
-# Column: numerator and denominator among the columns of the evidence.
+# By column of the table: the evidence columns of its numerator (summed weight) and denominator (number of rows).
 SHARES = {
     "special_mass": ("special", "key_set_rows"),
     "punctuation_mass": ("punctuation", "key_set_rows"),
@@ -21,14 +21,14 @@ def text_shares(evidence: HeadEvidence) -> dict[str, Tensor]:
     """Return each of `SHARES` as a mean over rows, with its standard error and chance level, [heads] each.
 
     The latter two are named `..._error` (over documents) and `..._chance` (uniform attention over the visible tokens).
-    Columns that no row can have are absent: a text of one sentence has no attention within the sentence.
+    Columns without rows are absent: `sentence_share` needs texts of several sentences, `word_share` multi-token words.
     """
     columns: dict[str, Tensor] = {}
     for name, (part, total) in SHARES.items():
         sums, rows = evidence.column(part).cpu(), evidence.column(total).cpu()
         if not bool(rows.sum() > 0):
             continue
-        share, low, high = ratio_of_sums(sums, rows)
+        share, low, high = ratio_of_sums(sums, rows)  # the last entry is uniform attention
         columns |= {
             name: share[:-1],
             f"{name}_error": ((high - low) / (2 * Z))[:-1],

@@ -36,7 +36,7 @@ SavedForm = Annotated[
     ),
 ]
 Replace = Annotated[
-    bool, typer.Option("--replace", help="Replace the output folder if it contains nothing but a model by polyhead.")
+    bool, typer.Option("--replace", help="Replace the output folder if it contains only a model saved by polyhead.")
 ]
 PreviewOnly = Annotated[bool, typer.Option("--preview", help="Show the effect on size and cost; write nothing.")]
 Stack = Annotated[

@@ -119,17 +119,17 @@ def plan(
     from polyhead.costs.layouts.model_layout import named_dtype
     from polyhead.costs.timing.machine import Machine
 
-    by_sizes = {"--heads": heads, "--kv-heads": kv_heads, "--head-dim": head_dim, "--window": window}
+    size_options = {"--heads": heads, "--kv-heads": kv_heads, "--head-dim": head_dim, "--window": window}
     with report_errors("plan"):
         _check_output(output)
         _check_calibration(calibrate, hardware, dtype)
         machine = None if hardware is None else Machine.load(hardware)
-        if calibrate and all(x is None for x in (model, config, d_model, layers, output, *by_sizes.values())):
+        if calibrate and all(x is None for x in (model, config, d_model, layers, output, *size_options.values())):
             _calibrate(as_json)
             return
         make_plan = partial(
             polyhead.plan,
-            _layout(model, config, d_model, by_sizes, layers, causal, rotary),
+            _layout(model, config, d_model, size_options, layers, causal, rotary),
             context=context,
             batch=batch,
             dtype=None if dtype is None else named_dtype(dtype),
@@ -174,10 +174,10 @@ def _layout(
         raise OptionError(
             f"specify one of MODEL, --config, and --d-model with --heads; got {' and '.join(sources) or 'none'}"
         )
-    used = [name for name, value in {**sizes, "--rotary": rotary or None}.items() if value is not None]
+    given = [name for name, value in {**sizes, "--rotary": rotary or None}.items() if value is not None]
     if d_model is None:
-        if used:
-            raise OptionError(f"{sources[0]} defines its own heads, got {', '.join(used)} as well; omit them")
+        if given:
+            raise OptionError(f"{sources[0]} defines its own heads, got {', '.join(given)} as well; omit them")
         if config is not None and not config.is_file():
             raise OptionError(f"--config must be an existing file, got {config}")
         source = model if model is not None else config

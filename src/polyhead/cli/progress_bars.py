@@ -31,16 +31,16 @@ def end_on_sigterm() -> None:
 
 
 @contextmanager
-def report_errors(verb: str, kept: Path | None = None) -> Iterator[None]:
+def report_errors(verb: str, run_folder: Path | None = None) -> Iterator[None]:
     """Print one line and exit on polyhead's errors (exit code 2), interrupts, SIGTERM and out-of-memory errors.
 
-    `kept` is the folder from which the run can be resumed.
+    `run_folder` is where the run saves its progress, if it does; the message then says how to resume.
     """
     from polyhead.errors import PolyheadError
 
     def end(reason: str, code: int) -> typer.Exit:
-        can_resume = kept is not None and kept.is_dir() and any(kept.iterdir())
-        hint = f"; progress is saved, continue with --resume {kept}" if can_resume else ""
+        can_resume = run_folder is not None and run_folder.is_dir() and any(run_folder.iterdir())
+        hint = f"; progress is saved, continue with --resume {run_folder}" if can_resume else ""
         typer.echo(f"polyhead {verb}: {reason}{hint}", err=True)
         return typer.Exit(code)
 
@@ -68,7 +68,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 class ProgressBars:
     """Progress of a workflow: a bar per step on a terminal, else a line per step.
 
-    Yields the callback for the workflow's `progress`.
+    A context manager whose value is the `progress` callback of the workflow.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class ProgressBars:
     def report(self, now: Progress) -> None:
         if now.step not in self.tasks:
             for task in self.tasks.values():
-                if self.progress.tasks[task].total is None:  # a step without a length ends when the next one starts
+                if self.progress.tasks[task].total is None:  # a step of unknown length ends when the next one starts
                     self.progress.update(task, total=1, completed=1)
             self.tasks[now.step] = self.progress.add_task(now.step, total=now.total, note="")
             if not self.console.is_terminal:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from polyhead.analysis.shares import Shares
     from polyhead.analysis.syntax_tables import SyntaxTable
 
-MOST_INSIDE = 3  # heads shown for the word, the phrase and the sentence
+MOST_INSIDE = 3  # number of heads listed for each of word, phrase and sentence
 
 
 def syntax(

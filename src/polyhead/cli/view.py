@@ -103,7 +103,7 @@ def view(
             viewer.hold(viewer.model.read("A", initial_text, frozenset()))
         if serve(viewer, port=port, ready=ready):
             sys.stdout.flush()
-            os._exit(0)  # a normal exit would wait for the running layer, or crash
+            os._exit(0)  # a normal exit would wait for the layer being computed, or crash
     except PolyheadError as error:
         typer.echo(f"polyhead view: {error}", err=True)
         raise typer.Exit(2) from None

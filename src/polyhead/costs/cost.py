@@ -63,7 +63,7 @@ def estimate_cost(
     dtype: torch.dtype = torch.bfloat16,
     cache_dtype: torch.dtype | None = None,
 ) -> CostEstimate:
-    """Count the cost of `work` in a layer with this config.
+    """Count the cost of the workload `work` for a layer with this config.
 
     Args:
         mask: a causal mask or sliding window passed to the call, in addition to the layer's own.
@@ -96,7 +96,7 @@ def estimate_cost(
         backward = total_flops(gradients)
         exponentials += sum(piece.exponentials for piece in gradients)
     elif work.training:
-        backward = forward + forward  # one product per factor's gradient
+        backward = forward + forward  # the gradient of each of a product's two factors costs as much as the product
     weights = sum(piece.heads * piece.pairs for piece in call.pieces if isinstance(piece, AttentionCore))
     per_token = layer.cache_bytes_per_token(call.cache_dtype)
     return CostEstimate(

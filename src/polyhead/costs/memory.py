@@ -20,11 +20,11 @@ from polyhead.masks import Mask
 class MemoryEstimate:
     """Peak bytes of one call, by purpose.
 
-    `gradients` are those of the parameters, allocated since the previous step. `inputs` are the input of the first
-    layer, the output of the last and, in training, the gradient of that output. `kept` is saved by all layers for the
-    backward, `transient` is what the running layer needs in addition. `kept_weights` and `transient_weights` are the
-    parts of these two that are attention weights (h n² elements per copy); 0 if attention is fused. `between` is the
-    activation between two layers: training saves it, and `kept` contains it (layers - 1) times.
+    `gradients` are those of the parameters, still allocated from the previous step. `inputs` are the input of the first
+    layer, the output of the last and, in training, the gradient of that output. `kept` is what all layers save for the
+    backward, `transient` what the layer being computed needs in addition. `kept_weights` and `transient_weights` are
+    the parts of these two that are attention weights (h n² elements per copy); 0 if attention is fused. `between` is
+    the activation between two layers: training saves it, and `kept` contains it (layers - 1) times.
     """
 
     parameters: int
@@ -102,7 +102,7 @@ def estimate_memory(
     output = layer.record(call)
     per_token = layer.cache_bytes_per_token(call.cache_dtype)
     parameters = layers * layer.num_parameters * dtype.itemsize
-    activation = output.size  # of the input and the output of a layer alike
+    activation = output.size  # size of a layer's input and of its output
     source = 0 if work.source is None else activation // max(1, work.queries) * work.source
     largest = max(call.weight_sizes, default=0)
     if not work.training:
@@ -126,7 +126,7 @@ def estimate_memory(
 
 
 def memory_doubts(config: AttentionConfig, *, device: Device = "cuda") -> tuple[str, ...]:
-    """Return reasons why `estimate_memory` may be off by more than 5% for this layer; empty if tests cover it.
+    """Return reasons why `estimate_memory` may be off by more than 5% for this layer; empty if there are none.
 
     >>> from polyhead.layers import MultiHeadConfig
     >>> uneven = MultiHeadConfig(512, 8, key_heads=(0,) * 7 + (1,), causal=True)
@@ -143,7 +143,7 @@ def memory_doubts(config: AttentionConfig, *, device: Device = "cuda") -> tuple[
 
 
 def _unmeasured(config: AttentionConfig) -> list[str]:
-    """Return the estimates that no GPU measurement covers: variants over a cache."""
+    """Return a message for each estimate that was not measured on a GPU: attention variants with a cache."""
     if not getattr(config, "causal", False):
         return []
     kind = str(config.to_dict()["kind"]).replace("_", " ")

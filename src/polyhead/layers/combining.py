@@ -13,8 +13,8 @@ from polyhead.geometry import HeadLayout
 class CombinesHeads(nn.Module, ABC):
     """Base class of modules that replace Concat(heads) before the output projection.
 
-    The layer calls it with the gated heads, and its output projection reads `width` channels. Each position is
-    combined independently, so masks and caches are unaffected.
+    The layer passes it the gated head outputs; the layer's output projection then has `width` input channels. Each
+    position is combined independently, so masks and caches are unaffected.
     """
 
     num_heads: int

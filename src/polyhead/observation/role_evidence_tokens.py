@@ -14,10 +14,10 @@ from torch import Tensor
 from polyhead.errors import OptionError, ShapeError
 from polyhead.observation.collectors import BatchMetadata
 
-MEANING_DIMS = 40  # principal components per embedding: three embeddings and one flag fit a value_dim of 128
-NEAREST = 4  # number of other occurrences of its token considered for a row, per direction
-NEAR = 64  # offsets up to this distance have their own bin; one more bin per side holds the rest
-BINS = 2 * NEAR + 3
+MEANING_DIMS = 40  # principal components kept of an embedding: three vectors and a flag fit into a value_dim of 128
+NEAREST = 4  # maximum number of other occurrences that a token is paired with, per direction
+NEAR = 64  # offsets up to this distance have their own bin
+BINS = 2 * NEAR + 3  # all farther earlier tokens, offsets -NEAR to NEAR, all farther later tokens
 KEY_SETS = ("special", "punctuation", "delimiter", "rare")
 # From token ids [batch, tokens] to the word and sentence index of each token, -1 for none.
 Segments = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -25,9 +25,9 @@ Segments = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Meaning:
-    """A unit vector per token, and two random permutations of these vectors as controls."""
+    """A unit vector per token of the vocabulary, and the same vectors in two random permutations as controls."""
 
-    vectors: Tensor  # [vocabulary, 3, dims]
+    vectors: Tensor  # [vocabulary, 3, dims]: the token's own vector and two permuted ones
 
     @classmethod
     def of(cls, embedding: Tensor, *, dims: int = MEANING_DIMS, seed: int = 0) -> Meaning:
@@ -74,7 +74,7 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenSegments:
-    """Words or sentences: the index of each token's segment, and the tokens that count for it."""
+    """Words or sentences: the index of each token's segment, and the tokens that enter the statistics."""
 
     indices: Tensor  # int64 [batch, tokens], -1 for special tokens and padding
     counted: Tensor  # bool [batch, tokens]
@@ -96,7 +96,7 @@ class TokenMetadata:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenTables:
-    """Metadata of the vocabulary, and the values of `BatchMetadata.classes` for special tokens and punctuation."""
+    """Metadata of the vocabulary; `special` and `punctuation` are the class numbers used in `BatchMetadata.classes`."""
 
     special: tuple[int, ...]
     punctuation: tuple[int, ...]
@@ -107,7 +107,7 @@ class TokenTables:
     def read(
         self, metadata: BatchMetadata, real: Tensor | None, *, causal: bool, device: torch.device
     ) -> TokenMetadata:
-        """Return the token metadata of one batch; `real` [batch or 1, tokens] may be on the device."""
+        """Return the token metadata of one batch; `real` [batch or 1, tokens], on any device, is False for padding."""
         tokens, classes = metadata.tokens, metadata.classes
         if tokens is None:
             return TokenMetadata()
@@ -152,7 +152,7 @@ def _is_one_of(classes: Tensor, which: tuple[int, ...]) -> Tensor:
 
 def _word_segments(words: Tensor) -> TokenSegments:
     """Return words as segments; only tokens of multi-token words count."""
-    joined = (words[:, 1:] == words[:, :-1]) & (words[:, 1:] >= 0)  # of a token and the one before it
+    joined = (words[:, 1:] == words[:, :-1]) & (words[:, 1:] >= 0)  # in one word with the previous token
     pad = torch.nn.functional.pad
     return TokenSegments(words, pad(joined, (1, 0)) | pad(joined, (0, 1)))
 
@@ -217,9 +217,9 @@ def _mean_cosines(vectors: Tensor, tokens: Tensor, ordinary: Tensor) -> Tensor:
     ordered = torch.where(ordinary, tokens, -1).sort(-1).values
     starts = torch.ones_like(ordered, dtype=torch.bool)
     starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    runs = torch.zeros(batch, length, dtype=torch.float64, device=tokens.device)
-    runs = runs.scatter_add(1, starts.cumsum(-1) - 1, (ordered >= 0).to(torch.float64))
-    equal = runs.square().sum(-1)
+    token_counts = torch.zeros(batch, length, dtype=torch.float64, device=tokens.device)
+    token_counts = token_counts.scatter_add(1, starts.cumsum(-1) - 1, (ordered >= 0).to(torch.float64))
+    equal = token_counts.square().sum(-1)
     total_pairs = ordinary.sum(-1).to(torch.float64).square()
     far_count = (total_pairs - equal - 2 * counts[:, 0].sum(-1)).clamp_min(0.0)[:, None]
     far_sum = (

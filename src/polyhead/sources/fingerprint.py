@@ -1,6 +1,6 @@
 """Fingerprint of a model, a hash of all tensors in its state dict.
 
-It prevents undoing an edit in, or resuming a run with, a different model.
+It is compared before an edit is undone or a run is resumed, to refuse a different model.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def merge(model: Model, heads: Groups, *, preview: bool = False, stack: str | No
         model: as in `polyhead.prune`.
         heads: groups of heads of one layer, as [[(1, 3), (1, 7)], ...] or "1.3+1.7,..."; numbers are those before any
             merge.
-        preview: only count the effect; the model is not changed.
+        preview: only compute the effect on size and cost; the model is not changed.
         stack: the stack of layers to edit, for models with several (encoder and decoder).
     """
     edits = merge_edits(heads, stack)
@@ -35,7 +35,7 @@ def merge(model: Model, heads: Groups, *, preview: bool = False, stack: str | No
 
 
 def merge_edits(heads: Groups, stack: str | None = None) -> list[MergeHeads]:
-    """Return the edits that merge groups of heads; heads after a merged one are renumbered for later edits.
+    """Return the edits that merge groups of heads, numbered for being applied in order: a merge shifts later heads.
 
     >>> [edit.heads for edit in merge_edits("1.0+1.2,1.3+1.5")]
     [(0, 2), (2, 4)]
@@ -56,8 +56,8 @@ def merge_edits(heads: Groups, stack: str | None = None) -> list[MergeHeads]:
             raise OptionError(f"a head may occur only once, got {repeated} more than once")
         used |= set(group)
         layer = group[0].layer
-        before = removed.setdefault(layer, [])
-        moved = tuple(head.head - sum(other < head.head for other in before) for head in group)
-        edits.append(MergeHeads(layer, moved, stack=stack))
-        before += sorted(head.head for head in group)[1:]
+        removed_before = removed.setdefault(layer, [])
+        renumbered = tuple(head.head - sum(other < head.head for other in removed_before) for head in group)
+        edits.append(MergeHeads(layer, renumbered, stack=stack))
+        removed_before += sorted(head.head for head in group)[1:]
     return edits

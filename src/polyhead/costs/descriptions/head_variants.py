@@ -45,9 +45,9 @@ class GroupedHeads(PlainHeads[GroupedHeadsConfig]):
         call.product("mixing", call.tokens, self.outputs // groups, self.outputs // groups, groups)
         weights = call.size(self.mixing_weights)
         mixed = tape.step(heads, output_size=size, saves=(heads,), backward_workspace=weights)
-        together = tape.step(mixed, output_size=size, passes_gradient=True)  # groups of a token made contiguous
-        up = call.linear("output", together, self.hidden, self.outputs)
-        tape.release(together)
+        contiguous = tape.step(mixed, output_size=size, passes_gradient=True)  # groups of a token made contiguous
+        up = call.linear("output", contiguous, self.hidden, self.outputs)
+        tape.release(contiguous)
         call.passes("output", call.tokens * self.hidden)
         if self.config.activation == "gelu":
             hidden_before, up = up, tape.step(up, output_size=up.size, saves=(up,))
@@ -57,7 +57,7 @@ class GroupedHeads(PlainHeads[GroupedHeadsConfig]):
 
 
 class HeadMix(PlainHeads[HeadMixConfig]):
-    """Rows mixed from all heads, which may attend to one another within a token."""
+    """Heads of each token mixed into `num_rows` rows, which may then attend to one another."""
 
     def __init__(self, config: HeadMixConfig) -> None:
         super().__init__(config)
@@ -124,10 +124,10 @@ class HeadMix(PlainHeads[HeadMixConfig]):
     def _projected_rows(self, call: Recorder, mixed: Block) -> Block:
         """Record a linear layer on every row; strided rows are made contiguous first."""
         tape = call.tape
-        together = tape.step(mixed, output_size=mixed.size, passes_gradient=True) if mixed.is_strided else mixed
-        output = call.linear("mixing", together, self.dim, self.dim, rows=call.tokens * self.rows)
-        if together is not mixed:
-            tape.release(together)
+        contiguous = tape.step(mixed, output_size=mixed.size, passes_gradient=True) if mixed.is_strided else mixed
+        output = call.linear("mixing", contiguous, self.dim, self.dim, rows=call.tokens * self.rows)
+        if contiguous is not mixed:
+            tape.release(contiguous)
         return output
 
 
@@ -142,19 +142,19 @@ class DifferentialHeads(PlainHeads[DifferentialConfig]):
     def attend(self, call: Recorder, query: Block, key: Block, value: Block) -> Block:
         """Record the two attention calls, their difference and its norm."""
         tape, maps = call.tape, replace(self.heads, head_dim=self.layout.head_dim // 2)
-        numbers = call.tokens * self.outputs
+        elements = call.tokens * self.outputs
         call.core(2 * maps.queries, 2 * maps.keys, maps.head_dim, maps.value_dim, sinks=self.config.sinks)
-        call.passes("attention", numbers, reads=3, writes=2, launches=3)
+        call.passes("attention", elements, reads=3, writes=2, launches=3)
         halves = [tape.views(block, block.gradient_size // 2, block.gradient_size // 2) for block in (query, key)]
         first, second = (
             record_heads(call, q, k, value, maps, self.layout.key_heads) for q, k in zip(*halves, strict=True)
         )
         difference = tape.step(
-            first, second, output_size=call.size(numbers), saves=(second,), backward_workspace=call.size(numbers)
+            first, second, output_size=call.size(elements), saves=(second,), backward_workspace=call.size(elements)
         )
         # Rows in token order are normalised without a copy; a GPU copies others, and later their gradient.
         copies = 2 if first.is_strided else 0
-        normed = call.normed(difference, numbers, self.layout.value_dim, has_weight=False, gradient_copies=copies)
+        normed = call.normed(difference, elements, self.layout.value_dim, has_weight=False, gradient_copies=copies)
         scaled = tape.step(normed, output_size=normed.size)
         tape.release(difference, normed)
         scaled.is_strided = first.is_strided and not call.on_gpu
@@ -162,7 +162,7 @@ class DifferentialHeads(PlainHeads[DifferentialConfig]):
 
 
 class CollaborativeHeads(PlainHeads[CollaborativeConfig]):
-    """Queries and keys of one shared width, which every head scores in full, and values per head.
+    """Queries and keys shared by all heads, each with its own mixing vector over their channels; values per head.
 
     Cordonnier et al. 2020, "Multi-Head Attention: Collaborate Instead of Concatenate".
     """
@@ -171,22 +171,24 @@ class CollaborativeHeads(PlainHeads[CollaborativeConfig]):
         super().__init__(config)
         assert config.shared_dim is not None
         self.queries = self.keys = config.shared_dim
-        self.cache_scales = 2  # a cache sees keys and values as one head
+        self.cache_scales = 2  # the cache stores keys and values as one head each
 
     @property
     def extra_parameters(self) -> int:
         return super().extra_parameters + self.layout.num_heads * self.keys  # the mixing vectors
 
     def attend(self, call: Recorder, query: Block, key: Block, value: Block) -> Block:
-        """Record one set of keys of the shared width, and queries per head."""
+        """Record attention of every head, its queries scaled by its mixing vector, to the shared keys."""
         layout, shared, tape, work = self.layout, self.keys, call.tape, call.work
         heads, dim = layout.num_heads, layout.value_dim
-        numbers = call.tokens * heads * shared
-        call.passes("attention", numbers)  # queries times each head's mixing vector
+        elements = call.tokens * heads * shared
+        call.passes("attention", elements)  # queries times each head's mixing vector
         call.core(heads, 1, shared, dim, sinks=self.config.sinks)
         others = work.batch * work.keys * (layout.num_kv_heads - 1) * dim
         call.pieces.append(Traffic("attention", others * call.cache_dtype.itemsize, 0))
-        mixed = tape.step(query, output_size=call.size(numbers), saves=(query,), backward_workspace=call.size(numbers))
+        mixed = tape.step(
+            query, output_size=call.size(elements), saves=(query,), backward_workspace=call.size(elements)
+        )
         mixed.is_strided = True
         # Keys are expanded over the heads; their gradients are summed in the backward.
         (expanded,) = tape.views(key, call.size(work.batch * work.keys * heads * shared))
@@ -218,8 +220,8 @@ class TalkingHeads(PlainHeads[TalkingHeadsConfig]):
         if call.on_gpu and heads != layout.num_kv_heads:
             backward_workspace += 4 * work.batch * heads * work.keys * (layout.head_dim + dim)
         if not call.on_gpu:
-            extra, of_gradients = talking_tiles(call, heads)
-            saved_bytes, backward_workspace = 3 * saved_bytes, backward_workspace + of_gradients
+            extra, backward_tiles = talking_tiles(call, heads)
+            saved_bytes, backward_workspace = 3 * saved_bytes, backward_workspace + backward_tiles
             saved_bytes += sum(2 * block.gradient_size for block in read) if call.is_narrow else 0
         outputs = tape.step(
             *read,

@@ -1,4 +1,4 @@
-"""Base class of the descriptions of layers."""
+"""`LayerDescription`: base class of the cost descriptions of attention layers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Config = TypeVar("Config", bound=AttentionConfig)
 
 
 class LayerDescription(ABC, Generic[Config]):
-    """Costs of the layers of one kind: their parameters, their cache, and the operations of one call.
+    """Cost description of one type of layer: its parameters, its cache, and the operations of one call.
 
-    `record` is the one description of a call. It calls the methods of the recorder in the order in which the layer
-    runs them; FLOPs, bytes moved, launches and the memory of every tensor are derived from what they record.
+    `record` is the only description of a call. It calls the recorder's methods in the order in which the layer runs
+    the operations; FLOPs, bytes moved, launches and the memory of every tensor are derived from what they record.
     """
 
     cache_scales: int | None = None  # float32 scales per token of an int8 cache; None: int8 is not supported
@@ -30,17 +30,17 @@ class LayerDescription(ABC, Generic[Config]):
     @property
     @abstractmethod
     def projections(self) -> tuple[int, int, int, int]:
-        """Weights of the query, key, value and output projections."""
+        """Number of weights in the query, key, value and output projections, without biases."""
 
     @property
     @abstractmethod
     def other_parameters(self) -> int:
-        """All other parameters: biases, norms, gates, positions, and those of the variant."""
+        """Number of all other parameters: biases, norms, gates, positions, and those of the variant."""
 
     @property
     @abstractmethod
     def cache_numbers(self) -> int:
-        """Elements that a token adds to the cache."""
+        """Number of elements that a token adds to the cache."""
 
     @abstractmethod
     def record(self, call: Recorder) -> Block:

@@ -16,7 +16,7 @@ from polyhead.layers.positions import QuadraticRelative1D, QuadraticRelative2D
 Convolution = nn.Conv1d | nn.Conv2d
 Outside = Literal["nearest", "sink"]
 Layer = Any  # a ProjectedHeads, which imports this module
-SHARPNESS = 32.0  # exp(-32) is 1e-14
+SHARPNESS = 32.0  # logit gap between a head's key and its neighbours, whose weight is then exp(-32), about 1e-14
 
 
 @torch.no_grad()
@@ -28,8 +28,8 @@ def write_conv_kernel(layer: Layer, conv: Convolution, sharpness: float, outside
     checks.check_positive("sharpness", sharpness)
     assert isinstance(layer.positions, QuadraticRelative1D | QuadraticRelative2D)
     layer.positions.attend_to(shifts, alpha=sharpness)
-    nn.init.zeros_(layer.q_proj.weight)  # not the keys' as well: two zero factors would have no gradient
-    # A norm maps zero queries to its bias, which is therefore zeroed too.
+    nn.init.zeros_(layer.q_proj.weight)  # keys stay nonzero: with both zero, neither would receive a gradient
+    # A query norm maps zero queries to its bias, which is therefore zeroed too.
     for module in (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj, layer.q_norm):
         if isinstance(bias := getattr(module, "bias", None), Tensor):
             nn.init.zeros_(bias)

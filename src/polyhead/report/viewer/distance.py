@@ -1,4 +1,4 @@
-"""Jensen-Shannon divergence, row by row, of the attention of two heads: of any layers, on one text or two."""
+"""Jensen-Shannon divergence between the attention rows of two heads, of the same or different layers and texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from polyhead.report.viewer.tiles import strip_height
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """Means over the rows with a visible key."""
+    """Jensen-Shannon divergence and distance of two heads, averaged over the rows with a visible key."""
 
     divergence: float  # in nats
     distance: float  # square root of the divergence, averaged over rows
@@ -33,7 +33,7 @@ def distances(one: KeptAttention, other: KeptAttention) -> Iterator[Distance]:
     scale = torch.cat([_scale(one), _scale(other)])
     sums = torch.zeros(2, dtype=torch.float64)
     count = 0
-    step = max(1, strip_height(one, 0, (0, one.keys)) // 4)  # the logarithms cost more than the weights
+    step = max(1, strip_height(one, 0, (0, one.keys)) // 4)  # a divergence costs more per pair than a weight
     for start in range(0, one.queries, step):
         rows = start, min(start + step, one.queries)
         result = profile(

@@ -77,16 +77,16 @@ class KeyTransform:
         return tuple((i, i + half) for i in range(half))
 
     def check(self, layout: HeadLayout) -> None:
-        """Raise `OptionError` if heads of this layout cannot have this form."""
+        """Raise `OptionError` if heads of this layout cannot have this transform."""
         if self.rotary_dim > layout.head_dim or (self.classes and len(self.classes) != layout.head_dim):
             raise OptionError(
-                f"a key form must match the head width, got rotary_dim {self.rotary_dim} and {len(self.classes)} "
+                f"a key transform must match the head width, got rotary_dim {self.rotary_dim} and {len(self.classes)} "
                 f"classes for heads of {layout.head_dim} channels"
             )
 
 
 def find_key_transforms(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, KeyTransform]:
-    """Detect the key form of every editable attention layer that this call reaches, by path.
+    """Detect the key transform of every editable attention layer that this call reaches, by path.
 
     Args:
         batch: keyword arguments of the model, as `model(**batch)`: a few tokens, at least two.
@@ -97,7 +97,9 @@ def find_key_transforms(model: nn.Module, batch: Mapping[str, Any]) -> dict[str,
     with evaluating(model), torch.no_grad(), projections.recording(model, layers), observing:
         model(**batch)
     recorded = zip(layers, recorders, strict=True)
-    return {layer.path: _form_of(layer, projections, x.attended) for layer, x in recorded if x.attended is not None}
+    return {
+        layer.path: _transform_of(layer, projections, x.attended) for layer, x in recorded if x.attended is not None
+    }
 
 
 @dataclass(eq=False)
@@ -110,20 +112,20 @@ class _ProjectionRecorder:
 
     @contextmanager
     def recording(self, model: nn.Module, layers: Sequence[AttentionLayer]) -> Iterator[None]:
-        with ExitStack() as undo:
+        with ExitStack() as hooks:
             for layer in layers:
                 assert layer.layout is not None
                 for source in layer.sources:
                     for part, rows in source.rows(layer.layout).items():
                         if part != "value":
                             hook = _record_hook(self.projected.setdefault(layer.path, {}), part, rows)
-                            undo.callback(model.get_submodule(source.path).register_forward_hook(hook).remove)
+                            hooks.callback(model.get_submodule(source.path).register_forward_hook(hook).remove)
                 for name, child in layer.module.named_children():
                     if name in NORMS:
                         part = "query" if name.startswith("q") else "key"
                         self.norms.setdefault(layer.path, {})[part] = child
                         hook = _record_hook(self.normed.setdefault(layer.path, {}), part)
-                        undo.callback(child.register_forward_hook(hook).remove)
+                        hooks.callback(child.register_forward_hook(hook).remove)
             yield
 
 
@@ -135,7 +137,7 @@ def _record_hook(store: dict[str, Tensor], part: str, rows: Tensor | None = None
     return hook
 
 
-def _form_of(layer: AttentionLayer, projections: _ProjectionRecorder, attended: Attended) -> KeyTransform:
+def _transform_of(layer: AttentionLayer, projections: _ProjectionRecorder, attended: Attended) -> KeyTransform:
     layout, path = layer.layout, layer.path
     assert layout is not None
     tokens = attended.query.shape[2]
@@ -169,7 +171,11 @@ def _form_of(layer: AttentionLayer, projections: _ProjectionRecorder, attended: 
 
 
 def _norm_of(layer: AttentionLayer, norms: Mapping[str, nn.Module]) -> tuple[Norm, tuple[int, ...]]:
-    """Classify the norm by its response to one flipped sign, and label channels of equal norm weight."""
+    """Classify the norm, and label channels of equal norm weight.
+
+    Flipping the sign of one input channel flips that output channel of an RMS norm and changes nothing else; the mean
+    of a layer norm changes.
+    """
     assert layer.layout is not None
     if not norms:
         return "none", ()
@@ -193,17 +199,19 @@ def _norm_of(layer: AttentionLayer, norms: Mapping[str, nn.Module]) -> tuple[Nor
 
 
 def _by_head(stage: Tensor, attended: Tensor, keys: HeadLayout | None) -> Tensor | None:
-    """Return a stage as [batch, heads, tokens, dim], in the axis order nearest to the attention's input."""
+    """Return recorded values as [batch, heads, tokens, dim], in the axis order closest to the attention's input.
+
+    None if no axis order has its shape.
+    """
     if stage.ndim == 3:  # a norm over the rows of all heads at once
         stage = stage.unflatten(0, (attended.shape[0], -1)) if stage.shape[0] != attended.shape[0] else stage
     if stage.ndim != 4:
         return None
     orders = [stage.transpose(1, 2), stage]
-    if (
-        keys is not None and attended.shape[1] != keys.num_kv_heads
-    ):  # observers receive KV heads repeated per query head
-        readers = [keys.key_head(head) for head in range(keys.num_heads)]
-        orders = [x[:, readers] for x in orders if x.shape[1] == keys.num_kv_heads]
+    # Observers may receive KV heads repeated per query head.
+    if keys is not None and attended.shape[1] != keys.num_kv_heads:
+        kv_heads = [keys.key_head(head) for head in range(keys.num_heads)]
+        orders = [x[:, kv_heads] for x in orders if x.shape[1] == keys.num_kv_heads]
     fitting = [x.double() for x in orders if x.shape == attended.shape]
     return min(fitting, key=lambda x: float((x - attended).norm()), default=None)
 
@@ -218,13 +226,14 @@ def _candidates(head_dim: int, num_changed: int) -> Iterator[tuple[Pairing, int]
     yield "none", 0
     for rotary_dim in range(head_dim - head_dim % 2, 0, -2):
         yield "half", rotary_dim
-        # Unrotated neighbours would pass as interleaved pairs of any number; half-split pairs differ by their partners.
+        # Trailing channels that are not rotated also pass as interleaved pairs rotated by 0, so those are excluded; in
+        # half-split pairing, the partner of every channel depends on rotary_dim.
         if rotary_dim <= num_changed + num_changed % 2:
             yield "interleaved", rotary_dim
 
 
 def _rotation_error(before_after: list[tuple[Tensor, Tensor]], pairing: Pairing, rotary_dim: int) -> float:
-    """Return the relative error of the best rotation per token and pair, shared by queries and keys.
+    """Return the relative error of the best-fitting rotation per token and channel pair, shared by queries and keys.
 
     Scales are factored out: some families scale their queries, some the rotated vectors.
     """

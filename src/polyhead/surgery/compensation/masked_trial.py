@@ -1,7 +1,7 @@
 """Evaluate a model as if heads were pruned, by swapping W_O with their rows zeroed.
 
-Equivalent to the pruned model (tested), needs no setup and leaves every shape unchanged, so that a search can evaluate
-hundreds of candidates.
+Equivalent to the pruned model (tested), but no module is rebuilt and every shape is unchanged, so that a search can
+evaluate hundreds of candidates.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ class Outputs:
 
     @classmethod
     def plain(cls, heads: HeadWeights, pruned: Sequence[int]) -> Outputs:
-        """Keep the rows of the remaining heads unchanged."""
+        """Return the unchanged rows of the remaining heads."""
         matrix, bias = output_projection(heads)
         remaining = tuple(head for head in range(heads.num_heads) if head not in pruned)
         return cls(remaining, matrix.unflatten(0, (heads.num_heads, -1))[list(remaining)].flatten(0, 1), bias)
 
     @classmethod
     def solved(cls, problem: Problem, pruned: Sequence[int]) -> Outputs:
-        """Compensate the remaining heads by least squares."""
+        """Return rows of the remaining heads that are compensated by least squares."""
         remaining = tuple(head for head in range(len(problem.mean) // problem.head_width) if head not in pruned)
         return cls(remaining, *problem.solve(remaining))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GivenOutputs:
-    """Writes precomputed outputs: `apply(model, edits, compensation=GivenOutputs(outputs))`."""
+    """Compensation by precomputed output projections: `apply(model, edits, compensation=GivenOutputs(outputs))`."""
 
     outputs: Mapping[str, Outputs]
 
@@ -56,8 +56,8 @@ class GivenOutputs:
 def output_parameters(
     model: nn.Module, layers: Mapping[str, AttentionLayer], outputs: Mapping[str, Outputs]
 ) -> dict[str, Tensor]:
-    """Return the parameters, in the model's shapes, that realise these outputs; for `lent`."""
-    lending: dict[str, Tensor] = {}
+    """Return W_O and bias of each layer by parameter name, with zero rows for pruned heads, to pass to `lent`."""
+    parameters: dict[str, Tensor] = {}
     for path, layer_outputs in outputs.items():
         layer = layers[path]
         linear = model.get_submodule(layer.output)
@@ -68,17 +68,17 @@ def output_parameters(
         )
         blocks[list(layer_outputs.heads)] = layer_outputs.matrix.unflatten(0, (len(layer_outputs.heads), -1))
         rows = blocks.flatten(0, 1).to(weight.device, weight.dtype)
-        lending[f"{layer.output}.weight"] = oriented(rows, linear_axis(linear, outputs=False))
+        parameters[f"{layer.output}.weight"] = oriented(rows, linear_axis(linear, outputs=False))
         if isinstance(linear.bias, Tensor):
-            lending[f"{layer.output}.bias"] = layer_outputs.bias
-    return lending
+            parameters[f"{layer.output}.bias"] = layer_outputs.bias
+    return parameters
 
 
 @contextmanager
 def with_outputs(
     model: nn.Module, layers: Mapping[str, AttentionLayer], outputs: Mapping[str, Outputs]
 ) -> Iterator[None]:
-    """Run the model with these outputs within the context; restored bit for bit on exit."""
+    """Replace the output projections within the context; they are restored bit for bit on exit."""
     with lent(model, output_parameters(model, layers, outputs)):
         yield
 
@@ -86,7 +86,7 @@ def with_outputs(
 def plain_outputs(
     model: nn.Module, layers: Mapping[str, AttentionLayer], removed: Mapping[str, Sequence[int]]
 ) -> dict[str, Outputs]:
-    """Return the outputs of layers without these heads, not compensated."""
+    """Return the output projections of layers without these heads, not compensated."""
     return {
         path: Outputs.plain(read_heads(model, layers[path]), heads) for path, heads in removed.items() if len(heads)
     }
