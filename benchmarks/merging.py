@@ -23,7 +23,7 @@ from benchmarks.surgery_quality.language import LanguageTask
 from benchmarks.surgery_quality.sentences import LONGEST
 from benchmarks.surgery_quality.tasks import Batch
 from polyhead.inspection import layer_similarity
-from polyhead.inspection.heads import Group, Likeness
+from polyhead.inspection.heads import Group, RedundancyThreshold
 from polyhead.inspection.probing import CHANCE_TOKENS, random_twin
 from polyhead.observation import AttentionSite, Contributions, find_projections, observe
 from polyhead.surgery import (
@@ -42,7 +42,7 @@ from polyhead.surgery.adapters.head_weights import pack_heads
 from polyhead.surgery.calibration.input_moments import collect_inputs
 from polyhead.surgery.calibration.moments import OutputMoments
 from polyhead.surgery.calibration.streams import Piece, Streams
-from polyhead.surgery.calibration.temporary import lent
+from polyhead.surgery.calibration.temporary import swapped_parameters
 from polyhead.surgery.compensation.least_squares import Problem
 from polyhead.surgery.compensation.targets import collect_targets
 
@@ -67,7 +67,7 @@ class Alike:
 
     cosines: Mapping[str, Tensor]
     groups: tuple[Group, ...]
-    likeness: Likeness | None
+    likeness: RedundancyThreshold | None
 
     def of(self, layer: AttentionLayer) -> list[tuple[int, ...]]:
         return [tuple(head for _, head in x.heads) for x in self.groups if x.heads[0][0].name == layer.site]
@@ -281,7 +281,7 @@ def judged(task: Any, pairs: int | None = None, *, whole: bool = True) -> Iterat
             }
             for outcome in ways.values() if whole else ():
                 if outcome.whole is None:
-                    with lent(model, pack_heads(model, layer, outcome.heads)):
+                    with swapped_parameters(model, pack_heads(model, layer, outcome.heads)):
                         outcome.whole = _figures(task)
             if whole:
                 row["whole"] = {name: outcome.whole for name, outcome in ways.items()}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from benchmarks.options import Commit
-from polyhead.cli.options import Device, check_positive, device_or_gpu, part_of, writable_file
+from polyhead.cli.options import Device, check_positive, default_device, part_of, writable_file
 from polyhead.cli.progress_bars import report_errors
 from polyhead.errors import OptionError
 
@@ -231,7 +231,7 @@ def _task(
     from polyhead.integrations.huggingface import register
     from polyhead.workflows.model_loading import load_model
 
-    place = torch.device(device_or_gpu(device))
+    place = torch.device(default_device(device))
     loaded = load_model(name, device=place, dtype=torch.float32)
     readers: dict[str, Any] = {"causal": LanguageTask, "encoder": SentenceTask}
     if loaded.kind not in readers:

@@ -17,7 +17,7 @@ from polyhead.geometry import HeadId
 from polyhead.layers.transformer import LanguageModel
 from polyhead.observation import AttentionSite, BatchMetadata
 from polyhead.observation.role_evidence import EvidenceCollector, HeadEvidence
-from polyhead.observation.role_evidence_tokens import Meaning, rare_tokens
+from polyhead.observation.role_evidence_tokens import TokenVectors, rare_tokens
 from polyhead.sources.probes import repeated_batch
 from polyhead.sources.token_classes import TokenClass
 from tests.planted import BEGIN, Sizes, planted_model, random_model, random_tokens
@@ -54,7 +54,7 @@ def roles_of(model: LanguageModel, seed: int) -> tuple[HeadRoles, ...]:
     """All roles, by random text, repeated text and weights."""
     texts = [random_tokens(seed + 100 + i, batch=8, length=61, vocab_size=WORDS) for i in range(2)]
     rare = rare_tokens(torch.bincount(torch.cat(texts).flatten(), minlength=WORDS))
-    text = collected(model, texts, EvidenceCollector(rare=rare, meaning=Meaning.of(model.embedding.weight)))
+    text = collected(model, texts, EvidenceCollector(rare=rare, meaning=TokenVectors.of(model.embedding.weight)))
     words = torch.arange(1, WORDS)
     probes = [
         repeated_batch(words, batch=6, block=block, seed=seed + 200 + block, before=(BEGIN,)).ids for block in BLOCKS

@@ -19,7 +19,7 @@ from polyhead.layers.head_matrices import HeadMatrices
 from polyhead.observation import BatchMetadata
 from polyhead.observation.role_evidence import EvidenceCollector, HeadEvidence
 from polyhead.observation.role_evidence_rows import COLUMNS
-from polyhead.observation.role_evidence_tokens import Meaning
+from polyhead.observation.role_evidence_tokens import TokenVectors
 from tests.analysis.roles_seeds import wrong_roles
 from tests.integrations.huggingface import models
 from tests.planted import PLANTED_ROLES
@@ -83,7 +83,7 @@ def hand_made_evidence(documents: int = 12) -> HeadEvidence:
     classes = torch.where(torch.isin(tokens, torch.tensor(COMMAS)), 5, 2)
     rare = torch.zeros(WORDS, dtype=torch.bool)
     rare[list(RARE)] = True
-    collector = EvidenceCollector(rare=rare, meaning=Meaning.of(embedding[:, :29], dims=24))
+    collector = EvidenceCollector(rare=rare, meaning=TokenVectors.of(embedding[:, :29], dims=24))
     with polyhead.observe(layer, statistics=False, collect=[collector]) as session:
         session.metadata = BatchMetadata(documents=torch.arange(documents), tokens=tokens, classes=classes)
         layer(embedding[tokens])
@@ -158,7 +158,7 @@ def roles_of_random_bert(seed: int, reference: tuple[HeadRoles, ...] = ()) -> tu
     model = models.build({family.name: family for family in models.ENCODERS}["bert"], seed=seed, dtype=torch.float32)
     for parameter in model.parameters():
         parameter.mul_(0.02 / 0.25)  # as transformers draws them
-    collector = EvidenceCollector(meaning=Meaning.of(model.get_input_embeddings().weight, dims=16))
+    collector = EvidenceCollector(meaning=TokenVectors.of(model.get_input_embeddings().weight, dims=16))
     tokens = models.tokens(9, 47)
     with polyhead.observe(model, statistics=False, collect=[collector]) as session:
         session.metadata = BatchMetadata(documents=torch.arange(9), tokens=tokens)

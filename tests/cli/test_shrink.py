@@ -18,7 +18,7 @@ from benchmarks.surgery_quality.points import read_results
 from polyhead.cli import app
 from polyhead.cli.line_plot import line_plot
 from polyhead.surgery import find_layers
-from polyhead.surgery.selection.budgets import Searched
+from polyhead.surgery.selection.budgets import SearchResult
 from polyhead.surgery.selection.quality import Measurement
 from polyhead.surgery.selection.shrinker import Shrinker
 from tests.inspection.small_models import model_folder, text_folder
@@ -129,7 +129,7 @@ def test_heads_are_moved_between_layers_by_what_is_measured(place, tmp_path, mon
         first = shrinker.meet_target(target)
         other = min(shrinker.evidence.layers, key=lambda path: len(first.get(path, ())))
         gone = {other: (0, 1)}
-        return Searched(gone, first, 0.1, 0.2, 50)
+        return SearchResult(gone, first, 0.1, 0.2, 50)
 
     monkeypatch.setattr(Shrinker, "searched", searched)
     measure_without = iter([Measurement(0.8, 0), Measurement(0.9, 0), Measurement(0.9, 0), Measurement(0.8, 0)])

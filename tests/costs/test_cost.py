@@ -320,7 +320,7 @@ class MixedHeads(LayerDescription[MixedConfig]):
     """One head with one channel, and a matrix for every token."""
 
     projections = (0, 0, 0, 0)
-    cache_numbers = 3
+    cache_elements = 3
 
     @property
     def other_parameters(self) -> int:

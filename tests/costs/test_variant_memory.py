@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from polyhead.costs import ModelLayout, Workload, estimate_memory, memory_doubts, planning
+from polyhead.costs import ModelLayout, Workload, estimate_memory, memory_caveats, planning
 from polyhead.costs.recording import attention_tensors as counted
 from polyhead.costs.recording.attention_tensors import SORTED_COPIES
 from polyhead.layers import (
@@ -210,23 +210,23 @@ def test_a_cache_in_other_numbers_is_put_together_on_a_cpu_and_read_where_it_lie
 
 def test_what_may_be_further_off_is_said():
     for name in ("talking, causal", "differential", "convolutional"):
-        assert memory_doubts(CONFIGS[name], device="cpu") == ()
-    assert "of talking heads over a cache" in memory_doubts(CONFIGS["talking, causal"])[0]
-    (cached,) = memory_doubts(CONFIGS["differential, wide"])
+        assert memory_caveats(CONFIGS[name], device="cpu") == ()
+    assert "of talking heads over a cache" in memory_caveats(CONFIGS["talking, causal"])[0]
+    (cached,) = memory_caveats(CONFIGS["differential, wide"])
     assert "of differential heads over a cache" in cached
     uneven = heads(key_heads=(0, 0, 0, 0, 0, 1), causal=True)
-    assert memory_doubts(uneven, device="cpu") == ()
-    assert "of uneven KV groups over a cache" in memory_doubts(uneven)[0]
-    assert memory_doubts(heads(key_heads=(0, 0, 0, 0, 0, 1))) == ()
+    assert memory_caveats(uneven, device="cpu") == ()
+    assert "of uneven KV groups over a cache" in memory_caveats(uneven)[0]
+    assert memory_caveats(heads(key_heads=(0, 0, 0, 0, 0, 1))) == ()
     by_share = RoutedConfig(WIDTH, HEADS, top_p=0.5, k_max=4)
-    assert "assumes the maximum of 4 heads per token" in memory_doubts(by_share, device="cpu")[0]
+    assert "assumes the maximum of 4 heads per token" in memory_caveats(by_share, device="cpu")[0]
 
 
 @pytest.mark.parametrize(
     "name", ["grouped queries", "rotary", "norms", "window", "talking", "across heads", "routed", "convolutional"]
 )
 def test_what_a_gpu_was_measured_on_is_not_doubted(name):
-    assert memory_doubts(CONFIGS[name]) == ()
+    assert memory_caveats(CONFIGS[name]) == ()
 
 
 def test_a_plan_says_it():

@@ -14,8 +14,8 @@ from polyhead.analysis.roles_rules import RULES
 from polyhead.errors import OptionError
 from polyhead.inspection import Group, Inspection, Pair, Settings
 from polyhead.inspection.findings import findings
-from polyhead.inspection.heads import Likeness
-from polyhead.inspection.vocabulary import TELLING
+from polyhead.inspection.heads import RedundancyThreshold
+from polyhead.inspection.vocabulary import ROLE_ORDER
 from polyhead.inspection.wording import Finding, words_of
 from polyhead.observation import AttentionSite, HeadProfile
 
@@ -59,7 +59,7 @@ def test_the_clearest_head_of_the_most_telling_role_comes_first():
 def test_similar_heads_are_reported_within_and_across_layers():
     inspection = inspection_of(
         {},
-        likeness=Likeness(0.55, 0.1),
+        likeness=RedundancyThreshold(0.55, 0.1),
         groups=(Group(((ONE, 0), (ONE, 1), (ONE, 2)), 0.8),),
         pairs=(Pair((ONE, 0), (TWO, 1), 0.9, 0.9), Pair((ONE, 2), (TWO, 1), 0.5, 0.5)),
     )
@@ -207,7 +207,7 @@ OTHERS = {
 
 
 def test_every_role_has_an_order_and_evidence_in_both_languages():
-    assert set(TELLING) == set(RULES) == {*SHARES, *OTHERS}
+    assert set(ROLE_ORDER) == set(RULES) == {*SHARES, *OTHERS}
     expected = OTHERS | {role: (f"{en} (chance 12%)", f"{zh}（随机水平 12%）") for role, (en, zh) in SHARES.items()}
     for role, (en, zh) in expected.items():
         text = evidence_text(role, 0.6, 0.125, offset=-3, weight=0.31)

@@ -95,5 +95,7 @@ def test_the_pronoun_head_of_minilm_is_the_one_that_materialised_attention_shows
     assert len(texts.contexts) == 40
     for entry in table.entries:
         assert entry.score == pytest.approx(float(right[entry.layer, entry.head]) / 40, abs=1e-6)
-    beyond = [(x.layer, x.head) for x in table.entries if x.all_low > x.null and x.score >= 0.75 and x.looks_there]
+    beyond = [
+        (x.layer, x.head) for x in table.entries if x.all_low > x.null and x.score >= 0.75 and x.has_enough_weight
+    ]
     assert beyond == [(1, 3)]

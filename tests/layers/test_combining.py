@@ -15,7 +15,7 @@ import polyhead
 from polyhead import KVCache, Mask, MultiHeadAttention
 from polyhead.errors import CheckpointError, OptionError
 from polyhead.geometry import HeadLayout
-from polyhead.layers.combining import CombinesHeads
+from polyhead.layers.combining import HeadCombiner
 from polyhead.layers.kv_cache import GrowingCache, PagedCache, PreallocatedCache, RollingCache
 from polyhead.layers.multi_head.projected import ProjectedHeads
 from polyhead.layers.positions import ALiBi, Learned, Rotary
@@ -76,7 +76,7 @@ def combined(layer: ProjectedHeads, heads: list[Tensor]) -> Tensor:
 # ---- the module itself
 
 
-class Concatenates(CombinesHeads):
+class Concatenates(HeadCombiner):
     """What a layer does without a module."""
 
     def __init__(self, layout: HeadLayout) -> None:
@@ -101,7 +101,7 @@ def test_a_module_of_ones_own_stands_where_concat_stood(x: Tensor) -> None:
 
 
 def test_what_does_not_combine_heads_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"combine must be a polyhead.layers.combining.CombinesHeads, got Linear"):
+    with pytest.raises(OptionError, match=r"combine must be a polyhead.layers.combining.HeadCombiner, got Linear"):
         MultiHeadAttention(24, 6, combine=nn.Linear(24, 24))
 
 

@@ -19,7 +19,7 @@ from polyhead.errors import OptionError
 from polyhead.observation import AttentionMaps, BatchMetadata, Contributions
 from polyhead.observation.returned_weights import COST
 from polyhead.observation.role_evidence import EvidenceCollector
-from polyhead.observation.role_evidence_tokens import Meaning
+from polyhead.observation.role_evidence_tokens import TokenVectors
 from polyhead.observation.token_sample import TokenSample
 from tests.inspection.small_models import NAMES, text_folder, tokenizer
 from tests.integrations.huggingface import models
@@ -133,7 +133,7 @@ def test_via_weights_agrees_with_the_attention_interface(name, side):
             inputs["decoder_attention_mask"] = padding(side, torch.tensor([11, 3, 7]), 11)
     found = []
     for via_weights in (False, True):
-        meaning = Meaning.of(torch.randn(VOCABULARY, 16, generator=torch.Generator().manual_seed(0)))
+        meaning = TokenVectors.of(torch.randn(VOCABULARY, 16, generator=torch.Generator().manual_seed(0)))
         collect = [AttentionMaps(TOKENS), EvidenceCollector(meaning=meaning), Contributions()]
         with torch.no_grad(), polyhead.observe(model, collect=collect, via_weights=via_weights) as session:
             ids = None if "decoder_input_ids" in inputs else inputs.get("input_ids")

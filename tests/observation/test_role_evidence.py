@@ -16,7 +16,7 @@ from polyhead.masks import Mask
 from polyhead.observation import BatchMetadata, role_evidence
 from polyhead.observation.role_evidence import EvidenceCollector, HeadEvidence
 from polyhead.observation.role_evidence_rows import COLUMNS, WINDOW
-from polyhead.observation.role_evidence_tokens import BINS, NEAR, NEAREST, Meaning, rare_tokens
+from polyhead.observation.role_evidence_tokens import BINS, NEAR, NEAREST, TokenVectors, rare_tokens
 from polyhead.observation.transformers_models import asking_modules
 from tests.integrations.huggingface import models
 from tests.waiting import waiting_is_an_error
@@ -172,7 +172,7 @@ def test_evidence_equals_the_weights_of_eager_attention(name: str, side: str, kn
     real = place >= size - lengths[:, None] if side == "left" else place < lengths[:, None]
     classes = classes_of(tokens)
     rare = rare_tokens(torch.bincount(tokens.flatten(), minlength=models.VOCABULARY), 0.2)
-    meaning = Meaning.of(model.get_input_embeddings().weight, dims=7) if known == "meaning" else None
+    meaning = TokenVectors.of(model.get_input_embeddings().weight, dims=7) if known == "meaning" else None
     collector = EvidenceCollector(rare=rare, meaning=meaning, segments=cut)
     with torch.no_grad():
         eager = model(input_ids=tokens, attention_mask=real.long(), output_attentions=True)
@@ -253,7 +253,7 @@ def drawn_tokens(batch: int, size: int, vocabulary: int = 31) -> Tensor:
 def test_far_offsets_and_many_keys(causal: bool) -> None:
     layer, tokens = attended_layer(causal), drawn_tokens(2, 149, 199)
     stream = torch.randn(199, 24, dtype=torch.float64)[tokens] + torch.randn(149, 24, dtype=torch.float64)
-    meaning = Meaning.of(torch.randn(199, 24), dims=11)
+    meaning = TokenVectors.of(torch.randn(199, 24), dims=11)
     rare = rare_tokens(torch.bincount(tokens.flatten(), minlength=199))
     collector = EvidenceCollector(rare=rare, meaning=meaning, segments=cut)
     with torch.no_grad(), polyhead.observe(layer, statistics=False, collect=[collector]) as session:
@@ -287,7 +287,7 @@ def test_of_many_occurrences_the_nearest_count() -> None:
 
 def run_in_parts(parts: list[Tensor], texts: Tensor, tokens: Tensor, documents: Tensor) -> HeadEvidence:
     layer = attended_layer()
-    collector = EvidenceCollector(meaning=Meaning.of(torch.eye(31) + 0.1, dims=5), segments=cut, max_documents=5)
+    collector = EvidenceCollector(meaning=TokenVectors.of(torch.eye(31) + 0.1, dims=5), segments=cut, max_documents=5)
     with torch.no_grad(), polyhead.observe(layer, statistics=False, collect=[collector]) as session:
         for part in parts:
             session.metadata = BatchMetadata(
@@ -392,7 +392,7 @@ def test_nothing_waits_for_the_device() -> None:
     model = models.build(FAMILIES["llama"], dtype=torch.float32).cuda()
     tokens = models.tokens()
     collector = EvidenceCollector(
-        rare=torch.zeros(models.VOCABULARY).bool(), meaning=Meaning.of(model.get_input_embeddings().weight, dims=7)
+        rare=torch.zeros(models.VOCABULARY).bool(), meaning=TokenVectors.of(model.get_input_embeddings().weight, dims=7)
     )
     given = tokens.cuda()
     with torch.no_grad(), polyhead.observe(model, statistics=False, collect=[collector]) as session:

@@ -14,7 +14,7 @@ import polyhead
 from polyhead.errors import OptionError, ShapeError
 from polyhead.observation import BatchMetadata
 from polyhead.observation.statistics import AttentionSite
-from polyhead.observation.word_attention import CIRCLES, ByContext, SpanAttention, WordAttention, WordMap
+from polyhead.observation.word_attention import SPANS, ByContext, SpanAttention, WordAttention, WordMap
 from polyhead.ops.attended import Attended
 
 HEADS = 4  # of the small models
@@ -53,7 +53,7 @@ def word_by_word(weights: Tensor, found: WordMap, visible: Tensor) -> dict[str, 
     shares, expected = torch.zeros(weights.shape[0], 3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     counts = torch.zeros(3, dtype=torch.int64)
     for word in range(words):
-        for index, circle in enumerate(CIRCLES):
+        for index, circle in enumerate(SPANS):
             inside = members(found, word, circle, len(tokens_of[word]))
             counts[index] += len(inside) > 0
             for key in inside:

@@ -106,7 +106,7 @@ def test_what_is_lost_is_what_the_layer_with_the_edit_misses():
         wrote = []
         for parameters in ({}, pack_heads(model, layer, outcome.heads)):
             seen.clear()
-            with merging.lent(model, parameters), torch.no_grad():
+            with merging.swapped_parameters(model, parameters), torch.no_grad():
                 for batch in held_out:
                     model(**batch)
             wrote.append(torch.cat(seen))

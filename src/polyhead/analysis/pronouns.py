@@ -52,7 +52,7 @@ class PronounScore:
     null: float = NULL
 
     @property
-    def looks_there(self) -> bool:
+    def has_enough_weight(self) -> bool:
         """True if the weight on the antecedent is large enough.
 
         A preference between two names that both receive little attention may be accidental.

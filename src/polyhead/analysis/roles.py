@@ -268,7 +268,7 @@ def _pronoun_scores(table: PronounTable, site: AttentionSite) -> dict[str, _Scor
         return torch.tensor([getattr(entry, name) for entry in entries], dtype=torch.float64)
 
     score, low, high, null, weight = (column(name) for name in ("score", "all_low", "all_high", "null", "weight"))
-    enough = tuple(entry.looks_there for entry in entries)
+    enough = tuple(entry.has_enough_weight for entry in entries)
     return {"pronoun": _Scores(score, low, high, null, enough, weight=weight)}
 
 

@@ -9,12 +9,12 @@ from typing import Any
 from polyhead.analysis.intervals import ratio_of_sums
 from polyhead.errors import OptionError
 from polyhead.observation.observations import Observations
-from polyhead.observation.word_attention import CIRCLES, ByContext, WordAttention
+from polyhead.observation.word_attention import SPANS, ByContext, WordAttention
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The share of one head for one of `polyhead.observation.word_attention.CIRCLES`."""
+    """The share of one head for one of `polyhead.observation.word_attention.SPANS`."""
 
     site: str
     layer: int
@@ -39,8 +39,8 @@ class Shares:
 
     def of(self, circle: str) -> list[Share]:
         """Return the shares for a circle, in decreasing order."""
-        if circle not in CIRCLES:
-            raise OptionError(f"circle must be one of {', '.join(CIRCLES)}; got {circle!r}")
+        if circle not in SPANS:
+            raise OptionError(f"circle must be one of {', '.join(SPANS)}; got {circle!r}")
         return sorted((entry for entry in self.entries if entry.circle == circle), key=lambda entry: -entry.share)
 
 
@@ -57,7 +57,7 @@ def inner_shares(observations: Observations, *, collector: str = "words") -> Sha
             continue
         ratio, low, high = ratio_of_sums(state["shares"], counts[:, None])
         expected = ratio_of_sums(state["expected"], counts)[0]
-        for index, circle in enumerate(CIRCLES):
+        for index, circle in enumerate(SPANS):
             words = int(counts[:, index].sum())
             for head in range(site.num_heads if words else 0):
                 share, lower, upper = (float(x[head, index]) for x in (ratio, low, high))

@@ -29,7 +29,7 @@ def model_loader(
     """Return a function that loads the model to edit, in its saved dtype by default, if it can be saved to `output`."""
     import torch
 
-    from polyhead.cli.options import check_dtype, device_or_gpu
+    from polyhead.cli.options import check_dtype, default_device
     from polyhead.progress import Progress
     from polyhead.surgery.storage.saving import check_savable
     from polyhead.workflows.model_loading import load_model
@@ -41,7 +41,7 @@ def model_loader(
         progress(Progress("Load the model"))
         loaded = load_model(
             name,
-            device=device_or_gpu(device),
+            device=default_device(device),
             dtype=load_dtype,
             allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,

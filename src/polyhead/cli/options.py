@@ -64,7 +64,7 @@ def check_dtype(dtype: str | None) -> None:
         )
 
 
-def device_or_gpu(device: str | None) -> str:
+def default_device(device: str | None) -> str:
     """Return the requested device, by default a GPU if available."""
     import torch
 
@@ -75,7 +75,7 @@ def check_device(device: str | None) -> str:
     """Return the device to run on; raise if it does not exist."""
     from polyhead.sources.models import checked_device
 
-    return str(checked_device(device_or_gpu(device)))
+    return str(checked_device(default_device(device)))
 
 
 def check_positive(option: str, number: float | None, *, zero: bool = False) -> None:

@@ -129,13 +129,13 @@ def _show_shares(shares: Shares) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from polyhead.observation.word_attention import CIRCLES
+    from polyhead.observation.word_attention import SPANS
 
     console = Console(highlight=False)
     drawn = Table(box=None, pad_edge=False)
     for index, name in enumerate(("inside the", "words", "head", "share", "95%", "uniform attention")):
         drawn.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
-    for circle in CIRCLES:
+    for circle in SPANS:
         for entry in shares.of(circle)[:MOST_INSIDE]:
             interval = "-" if math.isnan(entry.low) else f"{entry.low:.3f}-{entry.high:.3f}"
             moved = entry.original_head != str(entry.head)

@@ -19,7 +19,7 @@ from polyhead.cli.options import (
     check_dtype,
     check_language,
     check_positive,
-    device_or_gpu,
+    default_device,
 )
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _viewer(
     typer.echo("Loading the model ...", err=True)
     loaded = load_model(
         name,
-        device=device_or_gpu(device),
+        device=default_device(device),
         dtype=None if model_dtype is None else getattr(torch, model_dtype),
         allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code,

@@ -6,7 +6,7 @@ from polyhead.costs.descriptions.layer_description import LayerDescription
 from polyhead.costs.layer_work import layer_work
 from polyhead.costs.layouts.layout_sources import from_sizes, read_layout
 from polyhead.costs.layouts.model_layout import LayerGroup, ModelLayout
-from polyhead.costs.memory import MemoryEstimate, estimate_memory, memory_doubts
+from polyhead.costs.memory import MemoryEstimate, estimate_memory, memory_caveats
 from polyhead.costs.work import AttentionCore, MatrixFlops, Product, Traffic, Work
 from polyhead.costs.workload import Workload, visible_pairs
 
@@ -27,7 +27,7 @@ __all__ = [
     "estimate_memory",
     "from_sizes",
     "layer_work",
-    "memory_doubts",
+    "memory_caveats",
     "read_layout",
     "visible_pairs",
 ]

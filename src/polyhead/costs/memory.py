@@ -85,7 +85,7 @@ def estimate_memory(
     kernels that the library and PyTorch run on a GPU: a fused backward accumulates the query gradient in float32 and
     computes gradients of shared keys per head before summing them, and keys are copied if a mask hides some. Tests
     compare every variant with all storages of a built layer on a CPU, and most of them with
-    `torch.cuda.max_memory_allocated` on a GPU; `memory_doubts` lists the exceptions. Matmul workspaces and optimizer
+    `torch.cuda.max_memory_allocated` on a GPU; `memory_caveats` lists the exceptions. Matmul workspaces and optimizer
     state are not included. The other arguments are those of `layer_work`.
 
     >>> from polyhead.layers import MultiHeadConfig
@@ -125,12 +125,12 @@ def estimate_memory(
     )
 
 
-def memory_doubts(config: AttentionConfig, *, device: Device = "cuda") -> tuple[str, ...]:
+def memory_caveats(config: AttentionConfig, *, device: Device = "cuda") -> tuple[str, ...]:
     """Return reasons why `estimate_memory` may be off by more than 5% for this layer; empty if there are none.
 
     >>> from polyhead.layers import MultiHeadConfig
     >>> uneven = MultiHeadConfig(512, 8, key_heads=(0,) * 7 + (1,), causal=True)
-    >>> memory_doubts(MultiHeadConfig(512, 8)), memory_doubts(uneven)
+    >>> memory_caveats(MultiHeadConfig(512, 8)), memory_caveats(uneven)
     ((), ('memory of uneven KV groups over a cache (prefill and decode) ...',))
     """
     doubts = _unmeasured(config) if device == "cuda" else []

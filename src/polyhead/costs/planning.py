@@ -16,7 +16,7 @@ from polyhead.costs.descriptions import describe
 from polyhead.costs.layout_warnings import Warned, warnings_of
 from polyhead.costs.layouts.layout_sources import read_layout
 from polyhead.costs.layouts.model_layout import ModelLayout, dtype_name
-from polyhead.costs.memory import MemoryEstimate, memory_doubts
+from polyhead.costs.memory import MemoryEstimate, memory_caveats
 from polyhead.costs.parameters import Identity, Parameters, count_parameters, four_squares
 from polyhead.costs.phases import PhasePlan, can_roll, is_causal, plan_phase, rolling_cache_bytes
 from polyhead.costs.quantities import size
@@ -142,7 +142,7 @@ def plan(
     elif windowed:
         notes.append("cache bytes count all tokens; latent and int8 caches cannot roll")
     device = "cuda" if machine is None else machine.device
-    notes += dict.fromkeys(doubt for group in model.groups for doubt in memory_doubts(group.config, device=device))
+    notes += dict.fromkeys(doubt for group in model.groups for doubt in memory_caveats(group.config, device=device))
     planned = tuple(plan_phase(model, phase, batch, context, dtype, cache_dtype, machine) for phase in selected)
     if machine is not None:
         notes += [

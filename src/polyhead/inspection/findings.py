@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from polyhead.analysis.roles import HeadRoles, RoleScore
 from polyhead.inspection.heads import Head
 from polyhead.inspection.result import Inspection
-from polyhead.inspection.vocabulary import TELLING
+from polyhead.inspection.vocabulary import ROLE_ORDER
 from polyhead.inspection.wording import Finding, FindingKind
 
 MOST = 3
@@ -51,7 +51,7 @@ def _clearest(inspection: Inspection) -> Iterator[Finding]:
     for head in inspection.roles:
         for score in head.scores:
             if score.holds:
-                scored.append((TELLING.index(score.role), -score.score, head, score))
+                scored.append((ROLE_ORDER.index(score.role), -score.score, head, score))
     reported = set()
     for _, _, head, score in sorted(scored, key=lambda x: x[:2]):
         if score.role not in reported:

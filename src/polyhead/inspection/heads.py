@@ -37,7 +37,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Likeness:
+class RedundancyThreshold:
     """Cosine threshold from which heads count as redundant, and the null it is derived from."""
 
     threshold: float

@@ -22,7 +22,7 @@ from polyhead.files import as_type, build, read_columns, read_json, read_tensors
 from polyhead.inspection.earlier_formats import upgraded
 from polyhead.inspection.example_weights import Example
 from polyhead.inspection.head_maps import HeadMaps
-from polyhead.inspection.heads import Group, Head, Likeness, Pair
+from polyhead.inspection.heads import Group, Head, Pair, RedundancyThreshold
 from polyhead.inspection.most_attended import TopKey
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.settings import Settings
@@ -166,7 +166,7 @@ def _inspection(
             HeadRoles(_at(sites, x["site"]), x["head"], tuple(_score(score) for score in x["scores"]))
             for x in rest["roles"]
         ),
-        None if rest["likeness"] is None else build(Likeness, _numbers(rest["likeness"])),
+        None if rest["likeness"] is None else build(RedundancyThreshold, _numbers(rest["likeness"])),
         tuple(
             Group(tuple(head(x) for x in group["heads"]), as_type(_number(group["least"]), float, "least"))
             for group in rest["groups"]

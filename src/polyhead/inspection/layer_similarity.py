@@ -12,7 +12,7 @@ from polyhead.analysis import circuits, relations
 from polyhead.analysis.importance import Importance
 from polyhead.analysis.redundancy import redundancy
 from polyhead.analysis.text_shares import text_shares
-from polyhead.inspection.heads import Group, Likeness
+from polyhead.inspection.heads import Group, RedundancyThreshold
 from polyhead.observation import AttentionSite, CollectorState, HeadProfile, HeadProjections
 from polyhead.observation.contributions import SiteContributions
 from polyhead.observation.head_moments import HeadMoments
@@ -133,7 +133,7 @@ def groups_of(
         if "cosine" not in of_site or site.num_heads < 2:
             continue
         redundant = redundancy(of_site["cosine"], nulls)
-        likeness = Likeness(redundant.threshold, redundant.null)
+        likeness = RedundancyThreshold(redundant.threshold, redundant.null)
         for group in redundant.groups:
             index = torch.tensor(group)
             least = float(of_site["cosine"][index][:, index].min())

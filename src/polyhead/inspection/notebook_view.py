@@ -9,7 +9,7 @@ from typing import Any
 from polyhead.analysis.roles import HeadRoles
 from polyhead.inspection.heads import Group
 from polyhead.inspection.identity import described, edits_of
-from polyhead.inspection.vocabulary import TELLING, role_of
+from polyhead.inspection.vocabulary import ROLE_ORDER, role_of
 from polyhead.inspection.wording import Finding, place_of
 from polyhead.observation import AttentionSite, HeadProfile
 from polyhead.observation.cards import Cell, folded, grids
@@ -34,7 +34,7 @@ def inspection_html(
 
     def cell(site: AttentionSite, head: int) -> Cell | None:
         of_head = by_head.get((site, head))
-        roles = [role for role in TELLING if of_head is not None and role in of_head.roles]
+        roles = [role for role in ROLE_ORDER if of_head is not None and role in of_head.roles]
         about = f"{place_of((site, head))}: {', '.join(roles) or 'no role'}"
         return Cell(role_of(roles[0]).letters if roles else NO_ROLE, 0.6 if roles else 0.0, about)
 
@@ -46,7 +46,7 @@ def inspection_html(
         return [*lines, *([f"output similar to {', '.join(others)}"] if others else [])]
 
     grid = grids(list(dict.fromkeys(table.sites)), cell) if len(by_head) else ""
-    used = [role for role in TELLING if any(role in x.roles for x in head_roles)]
+    used = [role for role in ROLE_ORDER if any(role in x.roles for x in head_roles)]
     legend = "; ".join(f"{role_of(role).letters} {role}: {role_of(role).about.en}" for role in used)
     return (
         f"<p><strong>{html.escape(str(facts['model']))}</strong><br>{html.escape(summary)}</p>"

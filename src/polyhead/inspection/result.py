@@ -11,7 +11,7 @@ from torch import Tensor
 from polyhead.analysis.roles import HeadRoles
 from polyhead.inspection.example_weights import Example
 from polyhead.inspection.head_maps import HeadMaps
-from polyhead.inspection.heads import Group, Likeness, Pair
+from polyhead.inspection.heads import Group, Pair, RedundancyThreshold
 from polyhead.inspection.most_attended import TopKey
 from polyhead.inspection.notebook_view import inspection_html
 from polyhead.inspection.settings import Settings
@@ -27,7 +27,7 @@ class Inspection:
     facts: Mapping[str, Any]  # about the run: model, tokens, documents, versions, time
     table: HeadProfile
     roles: tuple[HeadRoles, ...] = ()
-    likeness: Likeness | None = None
+    likeness: RedundancyThreshold | None = None
     groups: tuple[Group, ...] = ()
     pairs: tuple[Pair, ...] = ()
     relations: Mapping[AttentionSite, Mapping[str, Tensor]] = field(default_factory=dict)  # [heads, heads] each

@@ -43,7 +43,7 @@ from polyhead.observation import (
 )
 from polyhead.observation.origins import is_edited
 from polyhead.observation.role_evidence import EvidenceCollector
-from polyhead.observation.role_evidence_tokens import Meaning, rare_tokens
+from polyhead.observation.role_evidence_tokens import TokenVectors, rare_tokens
 from polyhead.observation.token_sample import TokenSample
 from polyhead.progress import Progress, ProgressCallback, ignore_progress
 from polyhead.sources import LoadedModel
@@ -247,7 +247,7 @@ class _Run:
 
     def evidence(self) -> EvidenceCollector:
         embedding = embedding_of(self.loaded.model)
-        meaning = None if embedding is None else Meaning.of(embedding, seed=self.settings.seed)
+        meaning = None if embedding is None else TokenVectors.of(embedding, seed=self.settings.seed)
         return EvidenceCollector(
             rare=rare_tokens(self.reader.counts), meaning=meaning, segments=Segments.of(self.loaded.tokenizer)
         )

@@ -12,7 +12,7 @@ from polyhead.errors import OptionError
 from polyhead.files import as_type, build, short
 from polyhead.inspection.heads import Head
 from polyhead.inspection.result import Inspection
-from polyhead.inspection.vocabulary import TELLING
+from polyhead.inspection.vocabulary import ROLE_ORDER
 from polyhead.inspection.wording import Reason, words_of
 from polyhead.observation import AttentionSite
 from polyhead.ops.profile import offset_bins
@@ -98,9 +98,9 @@ def check_run(inspection: Inspection) -> None:
     """Check that heads exist, roles are known, and scores and findings have the values that their text needs."""
     for head_roles in inspection.roles:
         _check_head((head_roles.site, head_roles.head))
-        unknown = [score.role for score in head_roles.scores if score.role not in TELLING]
+        unknown = [score.role for score in head_roles.scores if score.role not in ROLE_ORDER]
         if unknown:
-            raise OptionError(f"a role must be one of {', '.join(TELLING)}; got {short(unknown[0])}")
+            raise OptionError(f"a role must be one of {', '.join(ROLE_ORDER)}; got {short(unknown[0])}")
         for score in head_roles.scores:
             with _needing_values("a score", score.role):
                 _ = score.text

@@ -10,7 +10,7 @@ from polyhead.errors import ShapeError
 from polyhead.geometry import HeadLayout
 
 
-class CombinesHeads(nn.Module, ABC):
+class HeadCombiner(nn.Module, ABC):
     """Base class of modules that replace Concat(heads) before the output projection.
 
     The layer passes it the gated head outputs; the layer's output projection then has `width` input channels. Each

@@ -13,7 +13,7 @@ from polyhead.errors import OptionError, ShapeError
 from polyhead.masks import Mask
 from polyhead.observation.collectors import BatchMetadata
 from polyhead.observation.role_evidence_rows import COLUMNS, BatchBaseline, EvidenceSums, measure, measure_baseline
-from polyhead.observation.role_evidence_tokens import BINS, Meaning, Segments, TokenTables
+from polyhead.observation.role_evidence_tokens import BINS, Segments, TokenTables, TokenVectors
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
 
@@ -30,7 +30,7 @@ class EvidenceCollector:
         special, punctuation: values of `metadata.classes` for these token classes; by default those of
             `sources.TokenClass`, with newlines as punctuation.
         rare: boolean [vocabulary], such as `role_evidence_tokens.rare_tokens` of the token counts of a text.
-        meaning: token embeddings, such as `Meaning.of(model.get_input_embeddings().weight)`.
+        meaning: token embeddings, such as `TokenVectors.of(model.get_input_embeddings().weight)`.
         segments: function from tokens to word and sentence indices, such as `polyhead.sources.segments.Segments`.
         max_documents: documents whose indices are equal modulo this number are pooled. This bounds the memory: about
             1.2 KB per document and head.
@@ -43,7 +43,7 @@ class EvidenceCollector:
         special: Sequence[int] = (0,),
         punctuation: Sequence[int] = (5, 8),
         rare: Tensor | None = None,
-        meaning: Meaning | None = None,
+        meaning: TokenVectors | None = None,
         segments: Segments | None = None,
         max_documents: int = MAX_DOCUMENTS,
     ) -> None:

@@ -24,13 +24,13 @@ Segments = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Meaning:
+class TokenVectors:
     """A unit vector per token of the vocabulary, and the same vectors in two random permutations as controls."""
 
     vectors: Tensor  # [vocabulary, 3, dims]: the token's own vector and two permuted ones
 
     @classmethod
-    def of(cls, embedding: Tensor, *, dims: int = MEANING_DIMS, seed: int = 0) -> Meaning:
+    def of(cls, embedding: Tensor, *, dims: int = MEANING_DIMS, seed: int = 0) -> TokenVectors:
         """Return the leading principal components of token embeddings [vocabulary, width], normalised.
 
         Embeddings are centred first: their common component carries no information about a token.
@@ -101,7 +101,7 @@ class TokenTables:
     special: tuple[int, ...]
     punctuation: tuple[int, ...]
     rare: Tensor | None  # bool [vocabulary]
-    meaning: Meaning | None
+    meaning: TokenVectors | None
     segments: Segments | None = None
 
     def read(

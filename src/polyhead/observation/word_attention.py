@@ -27,7 +27,7 @@ LONGEST = 512  # tokens
 #   phrase    the smallest dependency subtree with at least two words that contains the word: its own if it has
 #             dependents, else its governor's; for words where that is not the whole sentence
 #   sentence  the words of its sentence, in contexts with more than one sentence
-CIRCLES = ("word", "phrase", "sentence")
+SPANS = ("word", "phrase", "sentence")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +63,7 @@ class WordMap:
         return counts
 
     def circles(self) -> Tensor:
-        """Return the words in each of the `CIRCLES` around a word, bool [3, words, words]; empty where undefined."""
+        """Return the words in each of the `SPANS` around a word, bool [3, words, words]; empty where undefined."""
         words = len(self)
         subtree = torch.eye(words, dtype=torch.bool)  # [governor, word]
         has_dependents = [False] * words
@@ -161,7 +161,7 @@ class WordAttention:
         looks     [words, heads] int16     index of the most attended other word in the text; the first of ties; -1
                                            without other visible words
         visible   [words, 2] bool          whether the governor is visible to the word, and the word to its governor
-        shares    [contexts, heads, 3]     weight within each of the `CIRCLES`, summed over the words that have it
+        shares    [contexts, heads, 3]     weight within each of the `SPANS`, summed over the words that have it
         expected  [contexts, 3]            the same for uniform attention over the visible tokens
         counts    [contexts, 3]            number of words that have it
     """

@@ -11,7 +11,7 @@ from polyhead.inspection import Inspection
 from polyhead.inspection.findings import findings
 from polyhead.inspection.heads import Head
 from polyhead.inspection.identity import edits_of, originally
-from polyhead.inspection.vocabulary import RELATIONS, TELLING, Language, Text, column_of, relation_of, role_of
+from polyhead.inspection.vocabulary import RELATIONS, ROLE_ORDER, Language, Text, column_of, relation_of, role_of
 from polyhead.inspection.wording import Finding, kind_of_model, loss_in_words, words_of
 from polyhead.observation import AttentionSite
 from polyhead.report import pictures
@@ -43,7 +43,7 @@ def page_of(inspection: Inspection, *, language: Language = "en", syntax: Syntax
         "stacks": _stacks(sites),
         "sites": [_site(site) for site in sites],
         "columns": [_column(name, inspection.facts.get("loss")) for name in _column_names(inspection)],
-        "roles": [_role(name) for name in TELLING if name in _requested_roles(inspection)],
+        "roles": [_role(name) for name in ROLE_ORDER if name in _requested_roles(inspection)],
         "heads": list(_heads(inspection, index)),
         **pictures.pictures_of(inspection, index),
         "relations": {
@@ -201,7 +201,7 @@ def _heads(inspection: Inspection, index: Mapping[AttentionSite, int]) -> Iterat
 
 
 def _scores(head: HeadRoles) -> list[dict[str, Any]]:
-    return [_score(score) for score in sorted(head.scores, key=lambda x: TELLING.index(x.role))]
+    return [_score(score) for score in sorted(head.scores, key=lambda x: ROLE_ORDER.index(x.role))]
 
 
 def _score(score: RoleScore) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 
 from polyhead.report.viewer import jobs as jobs_module
 from polyhead.report.viewer.failures import Failure, Refused, failure_of
-from polyhead.report.viewer.jobs import PATIENT, QUICK, Jobs
+from polyhead.report.viewer.jobs import BACKGROUND, INTERACTIVE, Jobs
 
 
 @pytest.fixture
@@ -74,8 +74,8 @@ def test_small_computations_go_between_the_parts_of_a_long_one(jobs):
         gate = Gate()
         first = jobs.submit(gate)
         gate.begun.wait(10)
-        long = jobs.submit(work("long", 3), urgency=PATIENT)
-        small = [jobs.submit(work(name, 1), urgency=QUICK) for name in ("one", "two")]
+        long = jobs.submit(work("long", 3), urgency=BACKGROUND)
+        small = [jobs.submit(work(name, 1), urgency=INTERACTIVE) for name in ("one", "two")]
         gate.go.release()
         await asyncio.gather(*(all_of(x) for x in (first, long, *small)))
 
@@ -153,7 +153,7 @@ def test_what_nobody_reads_is_not_computed(jobs):
         unread = jobs.submit(work)
         # Those that come after it are served; by then it has stopped.
         for _ in range(3):
-            await all_of(jobs.submit(lambda job: iter([{}]), urgency=PATIENT))
+            await all_of(jobs.submit(lambda job: iter([{}]), urgency=BACKGROUND))
         count = len(produced)
         messages = await all_of(unread)
         return count, messages

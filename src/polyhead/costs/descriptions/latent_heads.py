@@ -36,7 +36,7 @@ class LatentHeads(LayerDescription[LatentConfig]):
         return biases + layout.q_lora_rank + layout.kv_lora_rank + sinks + positions
 
     @property
-    def cache_numbers(self) -> int:
+    def cache_elements(self) -> int:
         return self.layout.cache_width
 
     def record(self, call: Recorder) -> Block:

@@ -39,7 +39,7 @@ class LayerDescription(ABC, Generic[Config]):
 
     @property
     @abstractmethod
-    def cache_numbers(self) -> int:
+    def cache_elements(self) -> int:
         """Number of elements that a token adds to the cache."""
 
     @abstractmethod
@@ -57,7 +57,7 @@ class LayerDescription(ABC, Generic[Config]):
                     "latent attention has no int8 cache, got cache_dtype torch.int8; a QuantizedCache would store the "
                     "latents twice, as keys and as values"
                 )
-            return self.cache_numbers + self.cache_scales * torch.float32.itemsize
+            return self.cache_elements + self.cache_scales * torch.float32.itemsize
         if not dtype.is_floating_point:
             raise DtypeError(f"cache_dtype must be a floating-point dtype or torch.int8 (with scales), got {dtype}")
-        return self.cache_numbers * dtype.itemsize
+        return self.cache_elements * dtype.itemsize

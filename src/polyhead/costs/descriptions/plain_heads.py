@@ -53,7 +53,7 @@ class ProjectedHeads(LayerDescription[AnyConfig]):
         """Parameters of the variant."""
 
     @property
-    def cache_numbers(self) -> int:
+    def cache_elements(self) -> int:
         return self.keys + self.values
 
     def normed_and_rotated(
@@ -76,7 +76,7 @@ class ProjectedHeads(LayerDescription[AnyConfig]):
             rotated = call.rotated(query, query_numbers), call.rotated(key, key_numbers)
             call.tape.release(query, key)
             query, key = rotated
-        call.cache_writes(self.cache_numbers)
+        call.cache_writes(self.cache_elements)
         return query, key
 
 

@@ -43,7 +43,7 @@ def read_layout(
     128
     """
     if isinstance(source, AttentionConfig):
-        return ModelLayout.of(source, 1 if layers is None else layers, name=type(source).__name__).directed(causal)
+        return ModelLayout.of(source, 1 if layers is None else layers, name=type(source).__name__).with_causal(causal)
     if isinstance(source, Mapping):
         return _of_fields(source, "", layers, causal)
     text = os.fspath(source)
@@ -59,7 +59,7 @@ def read_layout(
         return _with_edits(model, path / EDITS_FILE) if (path / EDITS_FILE).is_file() else model
     if text in KNOWN:
         _refuse_layers(layers, text)
-        return known_model(text).directed(causal)
+        return known_model(text).with_causal(causal)
     return _of_fields(_from_transformers(text, path), text, layers, causal)
 
 
@@ -97,10 +97,10 @@ def from_sizes(
 def _of_fields(content: Mapping[str, Any], name: str, layers: int | None, causal: bool | None) -> ModelLayout:
     if "kind" in content:  # polyhead's configs have a kind, Hugging Face's a model_type
         config, kind = AttentionConfig.from_dict(content), str(content["kind"])
-        return ModelLayout.of(config, 1 if layers is None else layers, name=name or kind).directed(causal)
+        return ModelLayout.of(config, 1 if layers is None else layers, name=name or kind).with_causal(causal)
     if "groups" in content and "name" in content:
         _refuse_layers(layers, name)
-        return ModelLayout.from_dict(content).directed(causal)
+        return ModelLayout.from_dict(content).with_causal(causal)
     _refuse_layers(layers, name or "the config")
     return read_hf_config(content, name=name, causal=causal)
 

@@ -58,7 +58,7 @@ class ModelLayout:
         """Config of the most common kind of layer; the first of equally common ones."""
         return max(self.groups, key=lambda group: group.layers).config
 
-    def directed(self, causal: bool | None) -> ModelLayout:
+    def with_causal(self, causal: bool | None) -> ModelLayout:
         """Return the model with causal or bidirectional layers, and a note about it; None changes nothing."""
         if causal is None or all(getattr(group.config, "causal", None) is causal for group in self.groups):
             return self

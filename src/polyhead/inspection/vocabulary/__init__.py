@@ -3,7 +3,7 @@
 from polyhead.analysis.languages import LANGUAGES, Language, Text
 from polyhead.inspection.vocabulary.columns import COLUMNS, IMPORTANCE, column_of
 from polyhead.inspection.vocabulary.relation_names import RELATIONS, relation_of
-from polyhead.inspection.vocabulary.role_names import ROLES, TELLING, role_of
+from polyhead.inspection.vocabulary.role_names import ROLE_ORDER, ROLES, role_of
 from polyhead.inspection.vocabulary.terms import Column, Role, Term
 
 __all__ = [
@@ -12,7 +12,7 @@ __all__ = [
     "LANGUAGES",
     "RELATIONS",
     "ROLES",
-    "TELLING",
+    "ROLE_ORDER",
     "Column",
     "Language",
     "Role",

@@ -102,7 +102,7 @@ def role_of(name: str) -> Role:
 
 
 # Order in which roles are reported: content-dependent heads are more informative than sinks.
-TELLING = (
+ROLE_ORDER = (
     "induction",
     "pronoun",
     "duplicate-token",

@@ -13,7 +13,7 @@ from polyhead.errors import OptionError, ShapeError
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
 from polyhead.layers.base_attention import BaseAttention, CallOptions, Memory
-from polyhead.layers.combining import CombinesHeads
+from polyhead.layers.combining import HeadCombiner
 from polyhead.layers.joint_projection import JointProjection, apply_linears, hooks_of
 from polyhead.layers.kv_cache import KVCache
 from polyhead.layers.multi_head.conv_init import init_conv_heads
@@ -60,7 +60,7 @@ class ProjectedHeads(BaseAttention):
         window: int | None = None,
         qk_norm: Literal["rms", "layer"] | None = None,
         output_gate: Literal["head", "channel"] | None = None,
-        combine: CombinesHeads | None = None,
+        combine: HeadCombiner | None = None,
         softcap: float | None = None,
         scale: float | None = None,
         sinks: bool = False,
@@ -91,9 +91,9 @@ class ProjectedHeads(BaseAttention):
         if positions is not None:
             positions.check(self._position_layout)
         if combine is not None:
-            if not isinstance(combine, CombinesHeads):
+            if not isinstance(combine, HeadCombiner):
                 raise OptionError(
-                    f"combine must be a polyhead.layers.combining.CombinesHeads, got {type(combine).__name__}"
+                    f"combine must be a polyhead.layers.combining.HeadCombiner, got {type(combine).__name__}"
                 )
             combine.check(layout)
         self.init = init

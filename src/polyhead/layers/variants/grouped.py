@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from polyhead.errors import ShapeError
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
-from polyhead.layers.combining import CombinesHeads
+from polyhead.layers.combining import HeadCombiner
 from polyhead.layers.config import register_config
 from polyhead.layers.multi_head.config import HeadsConfig
 from polyhead.layers.multi_head.projected import ProjectedHeads
@@ -49,7 +49,7 @@ def hidden_dim_at_parity(layout: HeadLayout, num_groups: int) -> int:
     return hidden_dim
 
 
-class HeadGroups(CombinesHeads):
+class HeadGroups(HeadCombiner):
     """Combine heads as GELU(Concat(Group_1 .. Group_g) W_1), Group_i = Concat(heads of group i) A_i.
 
     `group_weight[i]` is A_i, [inputs, outputs]; `up` applies W_1. The layer's output projection applies W_2.

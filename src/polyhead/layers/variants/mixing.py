@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
-from polyhead.layers.combining import CombinesHeads
+from polyhead.layers.combining import HeadCombiner
 from polyhead.layers.config import register_config
 from polyhead.layers.multi_head.config import HeadsConfig
 from polyhead.layers.multi_head.projected import ProjectedHeads
@@ -31,7 +31,7 @@ _MAX_POSITIONS = 65_535
 FEW_ROWS = 32
 
 
-class HeadMixing(CombinesHeads):
+class HeadMixing(HeadCombiner):
     """Combine heads as Z = M [head_1 .. head_h], then softmax attention among the rows of Z.
 
     `mix_weight` is M: [rows, heads] with mix="heads", [rows, value_dim, heads, value_dim] with mix="full".

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from polyhead.report.viewer.answering import Ask, Value, answer, refuse
-from polyhead.report.viewer.asking import TEXT_BYTES, Questions
+from polyhead.report.viewer.asking import TEXT_BYTES, RequestHandlers
 from polyhead.report.viewer.failures import Failure, failure_of
 from polyhead.report.viewer.guard import Guard, content_security_policy
 from polyhead.report.viewer.jobs import Job, Jobs, logger
@@ -54,7 +54,7 @@ def create_app(
 ) -> ASGIApp:
     """Return the viewer as an ASGI application at `/TOKEN/`; `jobs` runs its computations."""
     jobs = Jobs(queue, on_memory=viewer.forget) if jobs is None else jobs
-    questions = Questions(viewer, jobs)
+    questions = RequestHandlers(viewer, jobs)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

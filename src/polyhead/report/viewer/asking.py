@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from polyhead.report.viewer.jobs import PATIENT, QUICK, Job, Jobs, Message
+from polyhead.report.viewer.jobs import BACKGROUND, INTERACTIVE, Job, Jobs, Message
 from polyhead.report.viewer.questions import LONGEST_CLIENT, Question
 from polyhead.report.viewer.reading import Reading
 from polyhead.report.viewer.viewing import SLOTS, WINDOW_TOKENS, WORD_CELLS, HeadPlace, Viewer
@@ -15,7 +15,7 @@ LARGEST_INTEGER = 2**53 - 1  # Number.MAX_SAFE_INTEGER of JavaScript
 POOLS = ("sum", "max")
 
 
-class Questions:
+class RequestHandlers:
     """The handlers, one method per route.
 
     Jobs of one client in one lane replace each other: a later `turn` cancels the earlier job.
@@ -63,7 +63,7 @@ class Questions:
     def heads(self, requested: Question) -> Job:
         reading, pool = self._reading(requested), requested.choice("pool", POOLS, "sum")
         grid = requested.integer("grid", 16, 128, 32)
-        return self._submit(requested, "heads", lambda job: self.viewer.heads(job, reading, grid, pool), PATIENT)
+        return self._submit(requested, "heads", lambda job: self.viewer.heads(job, reading, grid, pool), BACKGROUND)
 
     def word(self, requested: Question) -> Job:
         reading, places = self._reading(requested), len(self.viewer.model.places)
@@ -79,7 +79,7 @@ class Questions:
 
     def picture(self, requested: Question) -> Job:
         head, pool = self._head(requested), requested.choice("pool", POOLS, "sum")
-        return self._submit(requested, "picture", lambda job: self.viewer.picture(job, head, pool), PATIENT)
+        return self._submit(requested, "picture", lambda job: self.viewer.picture(job, head, pool), BACKGROUND)
 
     def tile(self, requested: Question) -> Job | dict[str, Any]:
         head, pool = self._head(requested), requested.choice("pool", POOLS, "sum")
@@ -103,7 +103,7 @@ class Questions:
             part = requested.part(name)
             ends.append(self._head(part))
             part.end()
-        return self._submit(requested, "distance", lambda job: self.viewer.distance(job, *ends), PATIENT)
+        return self._submit(requested, "distance", lambda job: self.viewer.distance(job, *ends), BACKGROUND)
 
     def cancel(self, requested: Question) -> dict[str, Any]:
         client, lane = requested.text("client", LONGEST_CLIENT), requested.text("lane", LONGEST_CLIENT, None)
@@ -113,7 +113,7 @@ class Questions:
     # ---- shared by several routes
 
     def _submit(
-        self, requested: Question, lane: str, work: Callable[[Job], Iterator[Message]], urgency: int = QUICK
+        self, requested: Question, lane: str, work: Callable[[Job], Iterator[Message]], urgency: int = INTERACTIVE
     ) -> Job:
         return self.jobs.submit(work, lane=lane, urgency=urgency, **self._client(requested))
 

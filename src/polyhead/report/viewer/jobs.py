@@ -23,7 +23,7 @@ logger = logging.getLogger("polyhead.view")
 Message = dict[str, Any]
 Work = Callable[["Job"], Iterator[Message]]
 
-QUICK, PATIENT = 0, 1  # quick jobs run between the parts of patient ones
+INTERACTIVE, BACKGROUND = 0, 1  # quick jobs run between the parts of patient ones
 UNREAD_MESSAGES = 8  # unread messages after which a job is suspended
 CLOSE_SECONDS = 1.0  # for the current layer to finish when the viewer is closed
 UNREAD_SECONDS = 30.0  # after which the client is considered gone
@@ -44,14 +44,14 @@ class Job:
         self._loop = loop
         self._arrived = asyncio.Event()
         self._outbox: deque[Message | Failure | None] = deque()
-        self.called_off = threading.Event()
+        self.cancelled = threading.Event()
         self.on_taken: Callable[[], None] = lambda: None
 
     # ---- for the worker
 
     def check(self) -> None:
         """Raise if the job was cancelled."""
-        if self.called_off.is_set():
+        if self.cancelled.is_set():
             raise superseded()
 
     def send(self, message: Message | Failure | None) -> None:
@@ -60,7 +60,7 @@ class Job:
         try:
             self._loop.call_soon_threadsafe(self._arrived.set)
         except RuntimeError:  # the event loop is closed
-            self.called_off.set()
+            self.cancelled.set()
 
     @property
     def is_unread(self) -> bool:
@@ -96,7 +96,7 @@ class Job:
 
     def cancel(self) -> None:
         """Cancel the job."""
-        self.called_off.set()
+        self.cancelled.set()
         self.on_taken()
 
     async def messages(self) -> AsyncIterator[Message | Failure]:
@@ -145,7 +145,7 @@ class Jobs:
             with self._condition:
                 self._places -= 1
 
-    def submit(self, work: Work, *, client: str = "", lane: str = "", turn: int = 0, urgency: int = QUICK) -> Job:
+    def submit(self, work: Work, *, client: str = "", lane: str = "", turn: int = 0, urgency: int = INTERACTIVE) -> Job:
         """Queue a computation; older ones of the same client and lane are cancelled."""
         job = Job(work, asyncio.get_running_loop(), client=client, lane=lane, turn=turn, urgency=urgency)
         job.on_taken = self._wake
@@ -157,7 +157,7 @@ class Jobs:
                 raise superseded()
             for older in same_lane:
                 if older.turn < turn:
-                    older.called_off.set()
+                    older.cancelled.set()
             job.order = next(self._order)
             self._waiting.append(job)
             self._condition.notify_all()
@@ -168,24 +168,24 @@ class Jobs:
         with self._condition:
             jobs = [x for x in self._all() if x.client == client and lane in (None, x.lane)]
             for job in jobs:
-                job.called_off.set()
+                job.cancelled.set()
             self._condition.notify_all()
         return len(jobs)
 
-    def call_off(self) -> None:
+    def cancel_all(self) -> None:
         """Accept no more jobs, and end all waiting clients immediately."""
         with self._condition:
             if self._closed:
                 return
             self._closed = True
             for job in self._all():
-                job.called_off.set()
+                job.cancelled.set()
                 job.send(closing().failure)
             self._condition.notify_all()
 
     def close(self) -> None:
         """Cancel all jobs and end the thread; a forward pass stops after its current layer."""
-        self.call_off()
+        self.cancel_all()
         self._thread.join(timeout=CLOSE_SECONDS)
 
     @property
@@ -236,8 +236,8 @@ class Jobs:
         now = time.monotonic()
         for job in self._waiting:
             if job.is_unread and now - job.waits_since > UNREAD_SECONDS:
-                job.called_off.set()
-            if job.called_off.is_set():
+                job.cancelled.set()
+            if job.cancelled.is_set():
                 return job
         ready = [job for job in self._waiting if not job.is_unread]
         return min(ready, key=lambda job: (job.urgency, job.order), default=None)

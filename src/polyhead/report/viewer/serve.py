@@ -61,7 +61,7 @@ def serve(
                 ready(address)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            jobs.call_off()  # otherwise shutdown waits for long-running requests
+            jobs.cancel_all()  # otherwise shutdown waits for long-running requests
             await super().shutdown(sockets)
 
     jobs = Jobs(QUEUE, on_memory=viewer.forget)
@@ -83,7 +83,7 @@ def serve(
         pass  # uvicorn has shut down, and raises the interrupt again
     finally:
         listening.close()
-        jobs.call_off()
+        jobs.cancel_all()
     return jobs.is_computing
 
 

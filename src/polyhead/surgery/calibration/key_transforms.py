@@ -28,10 +28,10 @@ from polyhead.surgery.calibration.temporary import evaluating
 
 Pairing = Literal["none", "half", "interleaved"]
 Norm = Literal["none", "rms", "layer"]
-KEY_FORMS: Registry[KeyTransform] = Registry("a key form")
+KEY_TRANSFORMS: Registry[KeyTransform] = Registry("a key form")
 
 
-@KEY_FORMS.register("key_form")
+@KEY_TRANSFORMS.register("key_form")
 @dataclass(frozen=True, slots=True)
 class KeyTransform:
     """Transform of queries and keys between their projections and the logits.

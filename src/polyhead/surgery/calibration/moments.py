@@ -21,7 +21,7 @@ from polyhead.surgery.adapters.head_weights import read_heads
 from polyhead.surgery.calibration.layer_capture import non_padding_mask
 from polyhead.surgery.calibration.temporary import evaluating
 
-MIN_RELATIVE_ENERGY = 1e-12  # eigenvalues below this share of the largest are treated as zero
+EIGENVALUE_FLOOR = 1e-12  # eigenvalues below this share of the largest are treated as zero
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,7 +19,7 @@ from polyhead.observation import observe
 from polyhead.ops.attended import Attended
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.calibration.layer_capture import AttentionRecorder, LayerCapture, StopForward, capture_layer
-from polyhead.surgery.calibration.temporary import lent
+from polyhead.surgery.calibration.temporary import swapped_parameters
 
 MAX_CACHE_BYTES = 2 << 30  # of cached block outputs; for a longer text the model runs from the start
 
@@ -71,7 +71,7 @@ class AttentionCapture:
 class Piece:
     """One calibration batch with its cached blocks.
 
-    `now` are those of the model with lent parameters, `before` those of the original model.
+    `now` are those of the model with swapped parameters, `before` those of the original model.
     """
 
     batch: Mapping[str, Any]
@@ -85,7 +85,7 @@ class Piece:
         cached = self.before if lending is None else self.now
         with ExitStack() as stack:
             if lending is not None:
-                stack.enter_context(lent(model, lending))
+                stack.enter_context(swapped_parameters(model, lending))
             if cached is not None:
                 stack.enter_context(cached.skipping())
             return capture_layer(model, layer, self.batch)
@@ -155,7 +155,7 @@ class Streams:
             outputs = []
             for side, parameters in enumerate(self._sides(lending)):
                 with ExitStack() as stack:
-                    stack.enter_context(lent(self.model, parameters or {}))
+                    stack.enter_context(swapped_parameters(self.model, parameters or {}))
                     if num_cached:
                         cached = CachedBlocks(blocks[:num_cached], self._cached[index][side], self._in_tuple)
                         stack.enter_context(cached.skipping())

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def lent(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+def swapped_parameters(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
     """Swap in parameters of the same shapes within the context; restored on exit, also on errors."""
     with ExitStack() as stack:
         for name, value in parameters.items():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from polyhead.surgery.adapters.attention_layer import AttentionLayer, linear_axis
 from polyhead.surgery.adapters.head_weights import HeadWeights, oriented, read_heads
-from polyhead.surgery.calibration.temporary import lent
+from polyhead.surgery.calibration.temporary import swapped_parameters
 from polyhead.surgery.compensation.least_squares import Problem, output_projection, remaining_heads, with_output
 
 
@@ -56,7 +56,7 @@ class GivenOutputs:
 def output_parameters(
     model: nn.Module, layers: Mapping[str, AttentionLayer], outputs: Mapping[str, Outputs]
 ) -> dict[str, Tensor]:
-    """Return W_O and bias of each layer by parameter name, with zero rows for pruned heads, to pass to `lent`."""
+    """Return W_O and bias of each layer by parameter name, with zero rows for pruned heads, for `swapped_parameters`."""
     parameters: dict[str, Tensor] = {}
     for path, layer_outputs in outputs.items():
         layer = layers[path]
@@ -79,7 +79,7 @@ def with_outputs(
     model: nn.Module, layers: Mapping[str, AttentionLayer], outputs: Mapping[str, Outputs]
 ) -> Iterator[None]:
     """Replace the output projections within the context; they are restored bit for bit on exit."""
-    with lent(model, output_parameters(model, layers, outputs)):
+    with swapped_parameters(model, output_parameters(model, layers, outputs)):
         yield
 
 

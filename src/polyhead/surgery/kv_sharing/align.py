@@ -14,8 +14,8 @@ from torch import Tensor
 
 from polyhead.surgery.adapters.head_weights import HeadWeights
 from polyhead.surgery.calibration.input_moments import InputMoments, with_bias
-from polyhead.surgery.calibration.key_transforms import KEY_FORMS, KeyTransform
-from polyhead.surgery.calibration.moments import MIN_RELATIVE_ENERGY
+from polyhead.surgery.calibration.key_transforms import KEY_TRANSFORMS, KeyTransform
+from polyhead.surgery.calibration.moments import EIGENVALUE_FLOOR
 from polyhead.surgery.edits.head_edits import EDITS, GroupQueries, HeadEdit
 from polyhead.surgery.kv_sharing.symmetries import CONDITION, blocks, change_key_basis, change_value_basis, pair_part
 
@@ -25,7 +25,7 @@ class EditGroups(HeadEdit):
     """An edit of groups of KV heads; `form` is the key form of the layer, from `find_key_transforms`."""
 
     groups: tuple[tuple[int, ...], ...]
-    form: KeyTransform = field(default=KeyTransform(), metadata={"kinds": KEY_FORMS})
+    form: KeyTransform = field(default=KeyTransform(), metadata={"kinds": KEY_TRANSFORMS})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,7 +117,7 @@ def _nearest_orthogonal(matrix: Tensor) -> Tensor:
 def _root(symmetric: Tensor) -> tuple[Tensor, Tensor]:
     """Return the symmetric square root and its pseudo-inverse."""
     values, vectors = torch.linalg.eigh(symmetric)
-    nonzero = values > MIN_RELATIVE_ENERGY * values[-1].clamp_min(torch.finfo(torch.float64).tiny)
+    nonzero = values > EIGENVALUE_FLOOR * values[-1].clamp_min(torch.finfo(torch.float64).tiny)
     root = torch.where(nonzero, values, 1.0).sqrt() * nonzero
     inverse_root = torch.where(nonzero, values, 1.0).rsqrt() * nonzero
     return (vectors * root) @ vectors.T, (vectors * inverse_root) @ vectors.T

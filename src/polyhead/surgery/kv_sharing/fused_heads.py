@@ -16,8 +16,8 @@ from torch import Tensor
 from polyhead.errors import OptionError
 from polyhead.surgery.adapters.head_weights import HeadWeights, with_row
 from polyhead.surgery.calibration.input_moments import InputMoments, centred, with_bias
-from polyhead.surgery.calibration.key_transforms import KEY_FORMS, KeyTransform
-from polyhead.surgery.calibration.moments import MIN_RELATIVE_ENERGY
+from polyhead.surgery.calibration.key_transforms import KEY_TRANSFORMS, KeyTransform
+from polyhead.surgery.calibration.moments import EIGENVALUE_FLOOR
 from polyhead.surgery.edits.head_edits import EDITS, EditHeads, MergeHeads
 
 
@@ -34,7 +34,7 @@ class FuseHeads(EditHeads):
     (0, 2)
     """
 
-    form: KeyTransform = field(default=KeyTransform(), metadata={"kinds": KEY_FORMS})
+    form: KeyTransform = field(default=KeyTransform(), metadata={"kinds": KEY_TRANSFORMS})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,7 +114,7 @@ def _best_product(
 def _root(rows: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
     """With X = C^½ rowsᵀ = P R, P orthonormal, return R and the matrix B with B rows = Pᵀ C^-½."""
     energy, vectors = torch.linalg.eigh(rows.conj() @ moments.to(rows.dtype) @ rows.T)
-    nonzero = energy > MIN_RELATIVE_ENERGY * energy[-1].clamp_min(torch.finfo(torch.float64).tiny)
+    nonzero = energy > EIGENVALUE_FLOOR * energy[-1].clamp_min(torch.finfo(torch.float64).tiny)
     size = torch.where(nonzero, energy, 1.0).sqrt()
     keep = nonzero.to(size.dtype)
     return (keep * size)[:, None] * vectors.conj().T, (keep / size)[:, None] * vectors.T

@@ -18,7 +18,7 @@ from torch import Tensor
 from polyhead.surgery.adapters.head_weights import HeadWeights, sum_over_readers
 from polyhead.surgery.calibration.input_moments import InputMoments, centred, with_bias
 from polyhead.surgery.calibration.key_transforms import KeyTransform
-from polyhead.surgery.calibration.moments import MIN_RELATIVE_ENERGY, root
+from polyhead.surgery.calibration.moments import EIGENVALUE_FLOOR, root
 from polyhead.surgery.edits.head_edits import EDITS, GroupQueries
 from polyhead.surgery.kv_sharing.align import EditGroups, aligned
 
@@ -154,7 +154,7 @@ def shared_rows(rows: Tensor, weights: Tensor, moments: Tensor) -> tuple[Tensor,
     stacked = (roots.mT @ rows).flatten(0, 1)
     energy, vectors = torch.linalg.eigh(stacked @ moments @ stacked.T)
     energy, vectors = energy[-dim:].flip(0), vectors[:, -dim:].flip(1)
-    nonzero = energy > MIN_RELATIVE_ENERGY * energy[0].clamp_min(torch.finfo(torch.float64).tiny)
+    nonzero = energy > EIGENVALUE_FLOOR * energy[0].clamp_min(torch.finfo(torch.float64).tiny)
     # Both factors of the product get the same scale, which limits rounding errors.
     size = torch.where(nonzero, energy, 1.0).pow(-0.5)
     balance = torch.where(nonzero, energy / heads, 0.0).pow(0.25)

@@ -112,7 +112,7 @@ class CurvePoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Searched:
+class SearchResult:
     """Result of a search: the heads to prune, the initial choice, and the loss after each."""
 
     removed: RemovedHeads

@@ -10,7 +10,7 @@ import torch
 from polyhead.costs import Workload
 from polyhead.errors import OptionError
 from polyhead.surgery.compensation.masked_trial import Outputs
-from polyhead.surgery.selection.budgets import SEEDS, Choice, Losses, RemovedHeads, Searched, Target, Trials
+from polyhead.surgery.selection.budgets import SEEDS, Choice, Losses, RemovedHeads, SearchResult, Target, Trials
 from polyhead.surgery.selection.criteria import orders_by
 from polyhead.surgery.selection.measurements import Evidence, Weighting
 from polyhead.surgery.selection.orders import PruningOrder, choose_heads, order_by_score, pruning_order
@@ -127,7 +127,7 @@ class Shrinker(Trials):
         *,
         tries: int = TRIES,
         progress: Callable[[int], None] | None = None,
-    ) -> Searched:
+    ) -> SearchResult:
         """Choose heads for a target, with the number per layer searched by the measured loss.
 
         The loss is measured with the first 1, 2, ... units of one layer pruned, for each layer by itself. Starting from
@@ -164,7 +164,7 @@ class Shrinker(Trials):
             tries=tries,
             allowed=lambda moved: self.size(heads_of(moved)).reaches(target),
         )
-        return Searched(heads_of(best.counts), heads_of(first), best.loss, first_loss, measure.made)
+        return SearchResult(heads_of(best.counts), heads_of(first), best.loss, first_loss, measure.made)
 
     @property
     def _units(self) -> int:

@@ -20,7 +20,7 @@ from polyhead.surgery.compensation.least_squares import RIDGE, Problem
 from polyhead.surgery.edits.applying import changed
 from polyhead.surgery.edits.head_edits import PruneHeads
 from polyhead.surgery.native.fitting import config_changes
-from polyhead.surgery.selection.budgets import SEEDS, Choice, Losses, RemovedHeads, Searched, Target, Trials
+from polyhead.surgery.selection.budgets import SEEDS, Choice, Losses, RemovedHeads, SearchResult, Target, Trials
 from polyhead.surgery.selection.measurements import Evidence, Weighting
 from polyhead.surgery.selection.orders import in_metric, pruning_order
 from polyhead.surgery.selection.quality import Quality
@@ -225,7 +225,7 @@ class UniformShrinker(Trials):
         *,
         tries: int = TRIES,
         progress: Callable[[int], None] | None = None,
-    ) -> Searched:
+    ) -> SearchResult:
         """Choose heads for a target, with the set of each layer searched by the measured loss.
 
         Layers keep their layout; alternative sets are tried in the order of their cost by the evidence. All layers are
@@ -236,7 +236,7 @@ class UniformShrinker(Trials):
             self.sets(layout), lambda path, heads: self.compensated({path: heads})[path], measure, tries=tries
         )
         removed = {path: heads for path, heads in chosen.items() if heads}
-        return Searched(removed, self.removed(layout), loss, first_loss, measure.made)
+        return SearchResult(removed, self.removed(layout), loss, first_loss, measure.made)
 
     def stages(self) -> list[RemovedHeads]:
         """Return increasing sets of heads to prune, layout by layout."""
