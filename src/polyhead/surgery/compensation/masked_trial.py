@@ -56,7 +56,7 @@ class GivenOutputs:
 def output_parameters(
     model: nn.Module, layers: Mapping[str, AttentionLayer], outputs: Mapping[str, Outputs]
 ) -> dict[str, Tensor]:
-    """Return W_O and bias of each layer by parameter name, with zero rows for pruned heads, for `swapped_parameters`."""
+    """Return W_O and bias of each layer by parameter name, with zeros for pruned heads, for `swapped_parameters`."""
     parameters: dict[str, Tensor] = {}
     for path, layer_outputs in outputs.items():
         layer = layers[path]
