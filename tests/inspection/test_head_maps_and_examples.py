@@ -13,6 +13,7 @@ from polyhead.inspection import Settings
 from polyhead.inspection.example_weights import ExampleWeights, SiteWeights, example_batches, token_texts
 from polyhead.inspection.head_maps import bin_edges, head_maps_of
 from polyhead.inspection.text_reader import Reader
+from polyhead.integrations.huggingface import set_attention
 from polyhead.observation import AttentionMaps, BatchMetadata
 from polyhead.workflows.inspecting import inspect_model
 from polyhead.workflows.model_loading import load_model
@@ -28,7 +29,7 @@ def text(tmp_path_factory) -> Path:
 
 def weights_of(model, ids: torch.Tensor, **more) -> dict[str, tuple[torch.Tensor, ...]]:
     """The weights that the model itself computes and returns, by stack."""
-    model.set_attn_implementation("eager")
+    set_attention(model, "eager")
     with torch.no_grad():
         found = model(input_ids=ids, output_attentions=True, **more)
     names = ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from polyhead.errors import OptionError
-from polyhead.integrations.huggingface import register
+from polyhead.integrations.huggingface import register, set_attention
 from polyhead.progress import ProgressCallback, Step, ignore_progress
 from polyhead.sources.text_contexts import TOKENS, Text
 from polyhead.surgery.edits.preview import preview as count
@@ -60,7 +60,7 @@ def convert(
     if preview:
         return EditedModel(loaded=loaded, edits=edits, preview=counted)
     calibration = CalibrationText.of(loaded, text, field=field, context=context, tokens=tokens)
-    loaded.model.set_attn_implementation(register())
+    set_attention(loaded.model, register())
     quality = calibration.fidelity()
     step = Step(progress, "Merge KV heads, layer by layer", len(layers), "layers")
     record = convert_groups(

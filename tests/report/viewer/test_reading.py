@@ -7,6 +7,7 @@ import torch
 
 import polyhead
 from polyhead.errors import OptionError
+from polyhead.integrations.huggingface import set_attention
 from polyhead.report.viewer import tiles, words
 from polyhead.report.viewer.failures import Refused
 from polyhead.report.viewer.model import ViewedModel
@@ -27,7 +28,7 @@ def eager_weights(viewed, reading):
     """The weights that the model itself returns, in the order of the places."""
     model = viewed.model
     before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
+    set_attention(model, "eager")
     inputs = {"input_ids": torch.tensor([reading.ids]), "output_attentions": True}
     if reading.target_ids is not None:
         inputs["decoder_input_ids"] = torch.tensor([reading.target_ids])
@@ -35,7 +36,7 @@ def eager_weights(viewed, reading):
         with torch.no_grad():
             found = model(**inputs)
     finally:
-        model.set_attn_implementation(before)
+        set_attention(model, before)
     if reading.target_ids is None:
         return [x[0] for x in found.attentions]
     decoder = [x for pair in zip(found.decoder_attentions, found.cross_attentions, strict=True) for x in pair]

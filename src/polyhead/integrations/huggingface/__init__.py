@@ -6,6 +6,6 @@ second silently loses its mask, so `register` always fills both. transformers is
 
 from polyhead.integrations.huggingface.described_masks import DescribedMask
 from polyhead.integrations.huggingface.families import Family, families
-from polyhead.integrations.huggingface.registration import NAME, register
+from polyhead.integrations.huggingface.registration import NAME, register, set_attention
 
-__all__ = ["NAME", "DescribedMask", "Family", "families", "register"]
+__all__ = ["NAME", "DescribedMask", "Family", "families", "register", "set_attention"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from polyhead.errors import OptionError
 from polyhead.integrations.huggingface.attention import attend
 from polyhead.integrations.huggingface.mask_functions import make_mask
@@ -34,3 +36,17 @@ def register() -> str:
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, make_mask)
     return NAME
+
+
+def set_attention(model: Any, name: str) -> None:
+    """Set the attention implementation of a transformers model and of all models inside it.
+
+    Stacks may have a copy of the config, which the model's `set_attn_implementation` does not reach in every version
+    of transformers: in 5.17 the encoder and decoder of T5 keep theirs, without an error.
+    """
+    from transformers import PreTrainedModel
+
+    model.set_attn_implementation(name)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module.config._attn_implementation != name:
+            module.set_attn_implementation(name)

@@ -58,7 +58,7 @@ def apply(
 
     If an edit is rejected, the model is unchanged. Changed parameters are replaced by new ones, so create the optimizer
     after the surgery. Where the groups of a grouped layer become uneven, a transformers model needs polyhead's
-    attention: `model.set_attn_implementation(polyhead.integrations.huggingface.register())`.
+    attention: `set_attention(model, register())` of `polyhead.integrations.huggingface`.
 
     Args:
         expect: the `fingerprint` of the model that the edits were made for; raises for any other model.
@@ -211,8 +211,8 @@ def require_polyhead_attention(module: nn.Module, args: object) -> None:
     if name != NAME:
         raise OptionError(
             f"the query heads of this layer read KV heads {getattr(module, KEY_HEADS)}, which only polyhead's "
-            f"attention supports, got {name!r}; call model.set_attn_implementation("
-            "polyhead.integrations.huggingface.register())"
+            f"attention supports, got {name!r}; call set_attention(model, register()) of "
+            "polyhead.integrations.huggingface"
         )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from polyhead.costs.measuring import runner
 from polyhead.errors import OptionError
-from polyhead.integrations.huggingface import register
+from polyhead.integrations.huggingface import register, set_attention
 from polyhead.surgery.edits.applying import apply
 from polyhead.surgery.selection.budgets import RemovedHeads, Target, Trials
 from polyhead.surgery.selection.journal import Journal
@@ -53,7 +53,7 @@ def speedup(trials: Trials, removed: RemovedHeads, batches: Sequence[Mapping[str
     original, pruned = (copy.deepcopy(model) for _ in range(2))
     apply(pruned, trials.edits(removed))
     for candidate in (original, pruned):
-        candidate.set_attn_implementation(register())
+        set_attention(candidate, register())
     batch = max(batches, key=lambda inputs: inputs["input_ids"].numel())
     with torch.no_grad():
         timings = runner.alternate(

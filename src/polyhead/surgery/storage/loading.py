@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from polyhead.errors import CheckpointError, OptionError
 from polyhead.files import read_tensors
 from polyhead.geometry import HeadLayout
-from polyhead.integrations.huggingface.registration import register
+from polyhead.integrations.huggingface.registration import register, set_attention
 from polyhead.observation.origins import IN_CONFIG
 from polyhead.sources.config_sizes import check_config, check_room
 from polyhead.sources.load_errors import describe_failure, quiet
@@ -71,7 +71,7 @@ def load_saved(folder: Path, dtype: torch.dtype | None = None) -> Any:
             "them as any model"
         )
     if any(key_map_of(layer, layer.layout) for layer in find_layers(model) if layer.layout is not None):
-        model.set_attn_implementation(register())
+        set_attention(model, register())
     return model if dtype is None else _cast(model, dtype)
 
 
