@@ -653,7 +653,7 @@ def test_what_cannot_be_measured_is_refused():
     raising("one of language, masked, classification, representation or a function .* got 'accuracy'", good, "accuracy")
     raising("got 3", good, 3)
     raising(r"with a mask token, got none; pass Masked\(mask_token=", good, "masked")
-    raising("measured on batches, got none", [], "language")
+    raising("at least one batch, got none", [], "language")
     raising("a batch must be a mapping .* got list", [[1, 2]], "language")
     raising("in one of decoder_input_ids, input_ids, tokens, got none of them", [{"x": ids}], "language")
     raising(r"tokens\], .*got shape \[23\]|got shape \[23\]", [{"input_ids": ids[0]}], "language")

@@ -13,7 +13,7 @@ from polyhead.errors import OptionError
 from polyhead.observation import AttentionSite
 from polyhead.observation.observations import Observations
 from polyhead.observation.role_evidence import EvidenceCollector
-from polyhead.observation.statistics import Wanted
+from polyhead.observation.statistics import StatisticsRequest
 from polyhead.observation.word_attention import ByContext
 from polyhead.sources.pronoun_sentences import pronoun_sentences
 
@@ -32,7 +32,7 @@ def told(texts: PronounTexts, weights: Tensor, site: AttentionSite | None = None
     expected = torch.full((len(weights), 2), 0.1).double()
     part = {"contexts": torch.arange(len(weights)), "weights": weights, "expected": expected}
     value = ByContext(texts.collector(), weights.shape[1], (part,))
-    return Observations(Wanted(()), (), {site: {NAME: value}})
+    return Observations(StatisticsRequest(()), (), {site: {NAME: value}})
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from polyhead.analysis.shares import inner_shares
 from polyhead.analysis.syntax_tables import DOWNWARD, EVERY, UPWARD, SyntaxTable, syntax_table
 from polyhead.errors import OptionError
 from polyhead.observation import BatchMetadata, Observations
-from polyhead.observation.statistics import AttentionSite, Wanted
+from polyhead.observation.statistics import AttentionSite, StatisticsRequest
 from polyhead.observation.word_attention import SpanAttention, WordAttention, WordMap
 from polyhead.ops.attended import Attended
 from polyhead.sources.pronoun_sentences import pronoun_sentences
@@ -62,7 +62,7 @@ def collected(maps: list[WordMap], looks: list[Tensor], mask=None) -> Observatio
                 Attended(query, key, key, result, mask, 1.0), None, BatchMetadata(documents=torch.tensor([text]))
             )
         found[site] = {"words": value}
-    return Observations(Wanted(()), (), found)
+    return Observations(StatisticsRequest(()), (), found)
 
 
 def at_random(maps: list[WordMap], heads: int, seed: int = 1) -> Tensor:
@@ -214,9 +214,9 @@ def test_a_table_comes_back_from_its_file(tmp_path, ending):
 
 def test_what_was_not_gathered_is_said():
     with pytest.raises(OptionError, match=r"named 'words', got none; observe .* collect=\[WordAttention"):
-        syntax_table(Observations(Wanted(())))
+        syntax_table(Observations(StatisticsRequest(())))
     with pytest.raises(OptionError, match="shares need data of"):
-        inner_shares(Observations(Wanted(())))
+        inner_shares(Observations(StatisticsRequest(())))
     maps = [WordMap((0,), (-1,), ("root",), (0,))] * 2
     with pytest.raises(OptionError, match="texts without any"):
         syntax_table(collected(maps, [torch.zeros(2, 1, dtype=torch.int64)]))
@@ -278,7 +278,7 @@ def planted_spans(texts, chosen: list[int | None]) -> Observations:
         value = value.update(
             Attended(query, key, key, result, None, 1.0), None, BatchMetadata(documents=torch.tensor([text]))
         )
-    return Observations(Wanted(()), (), {site: {collector.name: value}})
+    return Observations(StatisticsRequest(()), (), {site: {collector.name: value}})
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
@@ -297,7 +297,7 @@ def test_a_head_that_finds_antecedents_scores_one_and_position_scores_half(langu
     assert even.frames_low == even.frames_high == 0.5  # every frame is balanced by itself
     assert pronoun_table(planted_spans(texts, [2, 1]), texts).best()[0].head == 1
     with pytest.raises(OptionError, match="got none"):
-        pronoun_table(Observations(Wanted(())), texts)
+        pronoun_table(Observations(StatisticsRequest(())), texts)
 
 
 def test_frames_that_the_tokenizer_cannot_read_are_left_out_whole():
@@ -307,4 +307,4 @@ def test_frames_that_the_tokenizer_cannot_read_are_left_out_whole():
     texts = pronoun_texts(pronoun_sentences("zh"), wordpiece())  # which knows no Chinese pronoun
     assert (len(texts.contexts), texts.unreadable) == (0, 40)
     with pytest.raises(OptionError, match=r"got none \(0 sentences, and 40 that the tokenizer cannot represent\)"):
-        pronoun_table(Observations(Wanted(())), texts)
+        pronoun_table(Observations(StatisticsRequest(())), texts)

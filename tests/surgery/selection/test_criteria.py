@@ -107,9 +107,9 @@ def test_a_judge_that_cannot_say_is_told_of(evidence):
     silent = Evidence(evidence.model, evidence.batches, Objectives())
     with pytest.raises(OptionError, match="criterion must be one of compensated, plain"):
         orders_by("charm", silent)
-    with pytest.raises(OptionError, match="a judge without ablated"):
+    with pytest.raises(OptionError, match="objectives without ablated"):
         orders_by("ablation", silent)
     with pytest.raises(OptionError, match="similarity to the unpruned model has none there"):
         orders_by("taylor", silent)
-    with pytest.raises(OptionError, match="a judge without slope"):
+    with pytest.raises(OptionError, match="objectives without slope"):
         orders_by("plain", silent, weighting="layer")
