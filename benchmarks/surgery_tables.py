@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.surgery_quality.points import Result, read_results
-from benchmarks.surgery_quality.standings import best_by_place, curves_of, headline, is_curve, place_of, said
+from benchmarks.surgery_quality.standings import best_by_place, curves_of, formatted, headline, is_curve, place_of
 from benchmarks.surgery_quality.tasks import Split
 
 SPLITS: tuple[Split, ...] = ("choose", "report")
@@ -67,7 +67,7 @@ def _ways(results: list[Result]) -> list[str]:
         for result in requested:
             if place_of(result.point) != place:
                 continue
-            cells = [said(result.figures[split][name]) for name in names for split in SPLITS]
+            cells = [formatted(result.figures[split][name]) for name in names for split in SPLITS]
             words = str(result.point)
             if result is chosen[place]:
                 words, cells = f"**{words}**", [f"**{x}**" for x in cells]

@@ -116,7 +116,7 @@ def surgery(
         left = [point for point in list(points)[number::of] if not is_done(point, found, points[point])]
         with progress_bar(console) as bar:
             shown = bar.add_task("", total=len(left))
-            bench = Bench(task, facts=facts, report=lambda said: bar.update(shown, description=said))
+            bench = Bench(task, facts=facts, report=lambda text: bar.update(shown, description=text))
             for point in left:
                 if minutes is not None and time.monotonic() - began > 60 * minutes:
                     console.print(f"{minutes:g} minutes are over; the same command goes on", style="yellow")
@@ -284,8 +284,8 @@ def _native(task: Task) -> list[str]:
 
 
 def _headline(result: Result) -> str:
-    from benchmarks.surgery_quality.standings import headline, said
+    from benchmarks.surgery_quality.standings import formatted, headline
 
     name = headline([result])
-    told = ", ".join(f"{said(own[name])} on the {split} split" for split, own in result.figures.items())
-    return f"{name} {told}, {result.seconds:.1f} s"
+    figures = ", ".join(f"{formatted(own[name])} on the {split} split" for split, own in result.figures.items())
+    return f"{name} {figures}, {result.seconds:.1f} s"

@@ -94,13 +94,13 @@ def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
     header = ("place", "heads gone", "way, chosen on the choosing split", "loads in")
     lines: list[tuple[str, ...]] = [(*header, *(f"{name}, {split}" for name, split in figures))]
     for place, result in best_by_place(results).items():
-        told = (said(result.figures[split][name]) for name, split in figures)
+        cells = (formatted(result.figures[split][name]) for name, split in figures)
         loads = "native" if result.form == "native" else "polyhead"
-        lines.append((place, f"{result.share:.0%}", str(result.point), loads, *told))
+        lines.append((place, f"{result.share:.0%}", str(result.point), loads, *cells))
     return lines
 
 
-def said(figure: Figure) -> str:
+def formatted(figure: Figure) -> str:
     """A figure with its standard error."""
     places = 2 if abs(figure.value) >= 2 else 4
     return f"{figure.value:.{places}f} ± {figure.error:.{places}f}"

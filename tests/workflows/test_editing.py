@@ -62,6 +62,7 @@ def test_a_preview_changes_nothing_and_cannot_be_saved(place, tmp_path):
     model = in_memory(place / "llama")
     before = fingerprint(model)
     edited = polyhead.prune(model, [(0, 1), polyhead.HeadId(1, 2)], preview=True)
+    assert edited.edits == polyhead.prune(model, ["0.1", "1.2"], preview=True).edits
     assert (edited.record, edited.preview.before.heads, edited.preview.after.heads) == (None, 8, 6)
     for call in (lambda: edited.save(tmp_path / "never"), edited.undo):
         with pytest.raises(OptionError, match="only an edited model can be saved or reverted"):

@@ -50,6 +50,8 @@ def test_a_run_of_a_model_in_memory_is_resumed_with_the_same_text_only(place, tm
 def test_options_are_checked_before_the_model_is_loaded(place):
     with pytest.raises(OptionError, match="importance must be one of"):
         polyhead.inspect("no/such-model", place / "text", importance="magic")
+    with pytest.raises(OptionError, match="needs the model's tokenizer, got bert without one"):
+        polyhead.inspect(transformers.BertModel.from_pretrained(place / "bert").eval(), place / "text")
     with pytest.raises(OptionError, match=r"call model.eval\(\) first"):
         polyhead.inspect(transformers.BertModel.from_pretrained(place / "bert").train(), place / "text")
 

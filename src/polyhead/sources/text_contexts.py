@@ -55,7 +55,9 @@ def read_contexts(
         tokens: maximum number of tokens to read.
         purpose: named in errors.
     """
-    if loaded.tokenizer is None or loaded.main_input != "input_ids":
+    if loaded.tokenizer is None and loaded.main_input == "input_ids":
+        raise OptionError(f"{purpose} needs the model's tokenizer, got {loaded.name} without one; pass it as tokenizer")
+    if loaded.main_input != "input_ids":
         raise OptionError(f"{purpose} needs a model of text, got {loaded.name}, whose input is {loaded.main_input}")
     max_context = loaded.trained_context
     length = min(CONTEXT, max_context or CONTEXT) if context is None else context

@@ -24,7 +24,7 @@ from polyhead.workflows.objectives import check_criterion, objectives_of, weight
 
 def prune(
     model: Model,
-    heads: str | Iterable[HeadId | tuple[int, int]] | None = None,
+    heads: str | Iterable[str | HeadId | tuple[int, int]] | None = None,
     *,
     share: float | None = None,
     criterion: str = "compensated",
@@ -101,17 +101,15 @@ def prune(
     )
 
 
-def head_edits(heads: str | Iterable[HeadId | tuple[int, int]], stack: str | None = None) -> list[PruneHeads]:
+def head_edits(heads: str | Iterable[str | HeadId | tuple[int, int]], stack: str | None = None) -> list[PruneHeads]:
     """Return the edits that remove heads, one per layer.
 
     >>> [(edit.layer, edit.heads) for edit in head_edits("1.3,0.2,1.0")]
     [(0, (2,)), (1, (0, 3))]
     """
-    parts = (
-        [HeadId.parse(x.strip()) for x in heads.split(",")] if isinstance(heads, str) else [HeadId(*x) for x in heads]
-    )
     by_layer: dict[int, list[int]] = {}
-    for head in parts:
+    for x in heads.split(",") if isinstance(heads, str) else heads:
+        head = HeadId.parse(x.strip()) if isinstance(x, str) else HeadId(*x)
         by_layer.setdefault(head.layer, []).append(head.head)
     return [PruneHeads(layer, tuple(layer_heads), stack=stack) for layer, layer_heads in sorted(by_layer.items())]
 
