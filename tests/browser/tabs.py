@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-PATIENCE = 180_000  # milliseconds; a machine that does other work besides is slow and not wrong
+PATIENCE = 60_000  # milliseconds; a machine that does other work besides is slow and not wrong
 EMPTY = "about:blank"
 WATCH = """
 window.violations = [];

@@ -32,6 +32,7 @@ export function hrefOf(path: readonly (string | number)[], query: Query = {}): s
 
 const listeners = new Set<() => void>();
 let current = location.hash;
+let address = current; // `location.hash` when `current` was last brought up to date
 
 /** Goes to a view. With `replace`, the browser's history gains no entry. */
 export function go(href: string, replace = false): void {
@@ -42,11 +43,12 @@ export function go(href: string, replace = false): void {
   } catch {
     // A frame without an origin of its own may not touch its address: the view changes all the same.
   }
+  address = location.hash;
   for (const listener of listeners) listener();
 }
 
 addEventListener("hashchange", () => {
-  current = location.hash;
+  current = address = location.hash;
   for (const listener of listeners) listener();
 });
 
@@ -59,8 +61,9 @@ document.addEventListener("click", (event) => {
   go(link.getAttribute("href") ?? "#/");
 });
 
-/** What the address says now. */
+/** What the address says now, even if `hashchange` has yet to be dispatched. */
 export function currentRoute(): Route {
+  if (location.hash !== address) current = address = location.hash;
   return parseRoute(current);
 }
 

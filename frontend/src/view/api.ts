@@ -12,12 +12,9 @@ export class ServerError extends Error {
   }
 }
 
-/** Whether somebody called a question off; nothing is wrong then. */
+/** Whether this page called a question off; nothing is wrong then. */
 export function calledOff(error: unknown): boolean {
-  return (
-    (error instanceof DOMException && error.name === "AbortError") ||
-    (error instanceof ServerError && error.kind === "superseded")
-  );
+  return error instanceof DOMException && error.name === "AbortError";
 }
 
 export type Line = Record<string, unknown> & { progress?: Progress; done?: boolean };

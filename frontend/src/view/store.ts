@@ -235,7 +235,9 @@ export class Store {
 
   fail(error: unknown): void {
     if (calledOff(error)) return;
-    if (error instanceof ServerError && error.kind === "offline") this.waitForServer();
+    // The server gives up a question whose answer nobody took for long, as of a computer that slept: "superseded".
+    const isCutOff = error instanceof ServerError && ["offline", "superseded"].includes(error.kind);
+    if (isCutOff) this.waitForServer();
     else if (error instanceof ServerError && error.kind === "gone") this.refresh().catch((again) => this.fail(again));
     else if (error instanceof ServerError) this.trouble = { kind: error.kind, message: error.message };
     else this.trouble = { kind: "failed", message: String(error) };

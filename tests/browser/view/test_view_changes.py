@@ -10,6 +10,7 @@ import pytest
 import torch
 from playwright.sync_api import expect
 
+from polyhead.report.viewer.failures import superseded
 from tests.browser.view.conftest import Running, small_viewer
 
 
@@ -225,6 +226,26 @@ def test_a_busy_server_is_asked_until_it_answers_and_the_reader_is_told(open_vie
     assert len([pause for pause in opened.pauses() if 2000 <= pause <= 3000]) == len(refusals) >= 5
     assert min(later - sooner for sooner, later in itertools.pairwise(refusals)) > 0.18
     opened.problems.clear()
+
+
+def test_pictures_that_the_server_gave_up_are_asked_for_again(open_view):
+    """As it does when nobody takes its answer for long."""
+    opened = open_view()
+    opened.hurry()
+    tab, given_up = opened.tab, []
+
+    def give_up_once(route):
+        if given_up:
+            route.continue_()
+            return
+        given_up.append(route.request.url)
+        route.fulfill(status=409, body=json.dumps(superseded().failure.to_dict()))
+
+    tab.route("**/api/heads", give_up_once)
+    opened.read("w1 w2 w3")
+    assert len(given_up) == 1
+    expect(tab.locator("[role=alert]")).to_be_empty()
+    opened.problems.clear()  # a refused request is written down by the browser itself
 
 
 def test_the_page_outlives_its_server(open_view, tmp_path):

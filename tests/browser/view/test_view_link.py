@@ -70,6 +70,37 @@ def test_back_and_forward_move_the_map(opened_long):
     expect(opened.tab.locator("main h2").first).to_have_text("Layer 1, head 2")
 
 
+@pytest.mark.parametrize("elsewhere", ["#/", "#/head/1/2?map=100_100_50"])
+def test_a_position_written_late_does_not_undo_a_navigation(opened_long, elsewhere):
+    """The address is written after a pause, and `hashchange` is dispatched later than the address changes."""
+    opened = opened_long
+    opened.tab.evaluate(
+        """() => {
+          const wait = window.setTimeout;
+          window.walk = () => { window.setTimeout = wait; };
+          window.late = [];
+          window.setTimeout = (call, milliseconds = 0, ...rest) => {
+            if (milliseconds !== 300) return wait(call, milliseconds, ...rest);
+            return window.late.push(call);
+          };
+        }"""
+    )
+    view = Map(opened)
+    view.point(*HERE)
+    opened.tab.mouse.wheel(0, -500)
+    opened.wait(lambda: opened.tab.evaluate("window.late.length > 0"))
+    found = opened.tab.evaluate(
+        """(elsewhere) => {
+          const before = location.hash;
+          location.hash = elsewhere;
+          window.late.at(-1)();
+          return [before, location.hash];
+        }""",
+        elsewhere,
+    )
+    assert found == ["#/head/1/2", elsewhere]
+
+
 def test_a_link_that_makes_no_sense_shows_the_whole(opened_long):
     whole = Map(opened_long).scale
     for place in ("nonsense", "1_2_0", "1_2", "-5e9_0_10", "<b>_1_1"):

@@ -33,8 +33,11 @@ export class SharedPosition {
   private followers = new Set<Follow>();
   private timer = 0;
 
-  /** Begins where the address says. */
-  constructor(private link: string | null) {
+  /** Begins where the address of a view says. */
+  constructor(
+    private view: string | undefined,
+    private link: string | null,
+  ) {
     this.position = positionIn(link);
   }
 
@@ -66,9 +69,12 @@ export class SharedPosition {
 
   private write(): void {
     const link = linkOf(this.position);
-    if (link === this.link) return;
+    const route = currentRoute();
+    // Somebody has left for another view or another place meanwhile, and must not be brought back.
+    const isLeft = route.path[0] !== this.view || (route.query.map ?? null) !== this.link;
+    if (isLeft || link === this.link) return;
     this.link = link;
-    go(changed(currentRoute(), { map: link }));
+    go(changed(route, { map: link }));
   }
 }
 
@@ -81,7 +87,7 @@ export interface Outlook {
 
 export function useOutlook(route: Route): Outlook {
   const link = route.query.map ?? null;
-  const [shared] = useState(() => new SharedPosition(link));
+  const [shared] = useState(() => new SharedPosition(route.path[0], link));
   useEffect(() => shared.take(link), [link]);
   useEffect(() => () => shared.stop(), []);
   return {
