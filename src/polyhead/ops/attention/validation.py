@@ -38,35 +38,35 @@ def checked_request(
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         kinds = [type(x).__name__ for x in (query, key, value)]
         raise DtypeError(f"query, key and value must be tensors, got {kinds[0]}, {kinds[1]} and {kinds[2]}")
-    if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
+    query_shape, key_shape, value_shape = query.shape, key.shape, value.shape
+    if not (len(query_shape) == len(key_shape) == len(value_shape) == 4):
         raise ShapeError(
             "query, key and value must be [batch, heads, sequence, head_dim], "
-            f"got shapes {list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
+            f"got shapes {list(query_shape)}, {list(key_shape)} and {list(value_shape)}"
         )
-    kind = query.device.type
+    device = query.device
+    kind = device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
+        autocast_dtype = torch.get_autocast_dtype(kind)
         query, key, value = (
-            x.to(dtype) if x.dtype in (torch.float32, torch.float16, torch.bfloat16) else x for x in (query, key, value)
+            x.to(autocast_dtype) if x.dtype in (torch.float32, torch.float16, torch.bfloat16) else x for x in (query, key, value)
         )
-    if not (query.dtype is key.dtype is value.dtype):
-        raise DtypeError(f"query, key and value must have one dtype, got {query.dtype}, {key.dtype} and {value.dtype}")
-    if query.dtype not in _DTYPES:
-        raise DtypeError(f"attention takes float16, bfloat16, float32 or float64, got {query.dtype}")
-    if not (query.device == key.device == value.device):
-        raise DeviceError(
-            f"query, key and value must be on one device, got {query.device}, {key.device} and {value.device}"
-        )
-    batch, heads, queries, head_dim = query.shape
-    key_batch, kv_heads, keys, key_dim = key.shape
-    if key_batch != batch or value.shape[0] != batch:
-        raise ShapeError(
-            f"query, key and value must have one batch size, got {batch}, {key_batch} and {value.shape[0]}"
-        )
-    if value.shape[1] != kv_heads or value.shape[2] != keys:
+    dtype = query.dtype
+    if not (dtype is key.dtype is value.dtype):
+        raise DtypeError(f"query, key and value must have one dtype, got {dtype}, {key.dtype} and {value.dtype}")
+    if dtype not in _DTYPES:
+        raise DtypeError(f"attention takes float16, bfloat16, float32 or float64, got {dtype}")
+    if not (device == key.device == value.device):
+        raise DeviceError(f"query, key and value must be on one device, got {device}, {key.device} and {value.device}")
+    batch, heads, queries, head_dim = query_shape
+    key_batch, kv_heads, keys, key_dim = key_shape
+    value_batch, value_heads, values, _ = value_shape
+    if not (batch == key_batch == value_batch):
+        raise ShapeError(f"query, key and value must have one batch size, got {batch}, {key_batch} and {value_batch}")
+    if value_heads != kv_heads or values != keys:
         raise ShapeError(
             "key and value must have the same heads and the same sequence, "
-            f"got {kv_heads} heads of {keys} and {value.shape[1]} heads of {value.shape[2]}"
+            f"got {kv_heads} heads of {keys} and {value_heads} heads of {values}"
         )
     if key_dim != head_dim:
         raise ShapeError(f"query and key must have one head_dim, got {head_dim} and {key_dim}")
@@ -102,13 +102,13 @@ def checked_request(
             heads=heads,
             queries=queries,
             keys=keys,
-            device=query.device,
+            device=device,
             ordinals="sink_mass" in names,
         )
     if seed is not None:
         seed = _seed(seed, query)
     if requested is not None:
-        places = visibility or Visibility(queries, keys, query.device, offset=keys - queries)
+        places = visibility or Visibility(queries, keys, device, offset=keys - queries)
         row_statistics = StatisticsRequest(names, requested.sink_keys, requested.window, places)
     options = (scale, softcap, sinks, dropout, seed, weights, logsumexp, finite, row_statistics)
     return AttentionRequest(query, key, value, visibility, *options)
