@@ -17,7 +17,7 @@ from polyhead.ops.common.kernel_call import FLAT, SCHEMA, KernelCall, row_poison
 from polyhead.ops.common.kernel_masks import mask_reasons, pack
 from polyhead.ops.common.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability, has_hopper_kernels
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
-from polyhead.ops.common.nonfinite import without_broken
+from polyhead.ops.common.nonfinite import without_nonfinite
 from polyhead.ops.common.request import AttentionOutput, AttentionRequest
 from polyhead.ops.common.statistics import RowStatistics
 from polyhead.ops.common.tracing import TRANSFORMED, is_traced, is_transformed
@@ -96,7 +96,7 @@ def as_call(request: AttentionRequest, query: Tensor, *, for_columns: bool) -> K
     else:
         poison = None
         if not request.finite:
-            key, value, poison = without_broken(key, value)
+            key, value, poison = without_nonfinite(key, value)
         mask = pack(visibility, poison=poison, for_columns=for_columns)
     scale, head_scale = (1.0, request.scale) if isinstance(request.scale, Tensor) else (request.scale, None)
     seed = None

@@ -19,7 +19,7 @@ from torch.backends.cuda import flash_sdp_enabled
 from polyhead.ops.attention.scaled_dot_product import kernel_name, records_gradients, scaled_dot_product
 from polyhead.ops.attention.tiled_softmax import attend
 from polyhead.ops.common.kernel_call import with_dense_rows
-from polyhead.ops.common.nonfinite import over_heads, without_broken
+from polyhead.ops.common.nonfinite import over_heads, without_nonfinite
 from polyhead.ops.common.request import AttentionOutput, AttentionRequest
 from polyhead.ops.common.tiles import prepare
 from polyhead.ops.common.tracing import TRANSFORMED, is_forward_mode, is_transformed
@@ -157,7 +157,7 @@ def straight(
         return None
     poison = None
     if causal and not finite:
-        key, value, poison = without_broken(key, value)
+        key, value, poison = without_nonfinite(key, value)
     output = scaled_dot_product(query, key, value, None, 0.0, causal, scale=scale, grouped=grouped)
     if poison is None:
         return output
@@ -257,7 +257,7 @@ def _apply_visibility(call: _Call, visibility: Visibility, finite: bool) -> None
     heads = call.query.shape[1]
     poison = None
     if not finite:
-        call.key, call.value, poison = without_broken(call.key, call.value)
+        call.key, call.value, poison = without_nonfinite(call.key, call.value)
     if visibility.query_real is not None:
         call.filled_rows = visibility.query_real[:, None, :, None]
     if _as_causal(visibility):

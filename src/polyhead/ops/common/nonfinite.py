@@ -11,7 +11,7 @@ from torch import Tensor
 from polyhead.ops.common.kernels.availability import HAS_TRITON
 
 
-def without_broken(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def without_nonfinite(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Replace NaN and Inf in keys and values by zeros; also return a poison [batch, kv_heads, keys].
 
     The poison is NaN at non-finite keys and 0 elsewhere: a query that sees such a key must return NaN, as the formula
@@ -47,7 +47,7 @@ class _CleanKeys(torch.autograd.Function):
         return grad_key, grad_value
 
 
-def without_broken_queries(query: Tensor) -> tuple[Tensor, Tensor | None]:
+def without_nonfinite_queries(query: Tensor) -> tuple[Tensor, Tensor | None]:
     """Replace NaN and Inf in queries, so that rows without visible keys do not affect key gradients."""
     if _can_read(query) and math.isfinite(query.sum().item()):
         return query, None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from polyhead.ops.common.dropout import draw_seed, keep_tile
-from polyhead.ops.common.nonfinite import without_broken, without_broken_queries
+from polyhead.ops.common.nonfinite import without_nonfinite, without_nonfinite_queries
 from polyhead.ops.common.request import AttentionRequest
 from polyhead.ops.common.visibility import Span, Visibility
 
@@ -302,8 +302,8 @@ def prepare(request: AttentionRequest, *, dropout: bool = True) -> Prepared:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     query_poison, poison = None, None
     if request.visibility is not None and not request.finite:
-        query, query_poison = without_broken_queries(query)
-        key, value, poison = without_broken(key, value)
+        query, query_poison = without_nonfinite_queries(query)
+        key, value, poison = without_nonfinite(key, value)
     # The scale is folded into the queries here, under autograd, so that a learned scale receives its gradient.
     query = query * (scale.to(dtype)[:, None, None] if isinstance(scale, Tensor) else scale)
     seed = None
