@@ -14,10 +14,10 @@ from polyhead.ops.common.kernels.availability import HAS_TRITON
 def without_nonfinite(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Replace NaN and Inf in keys and values by zeros; also return a "poison" [batch, kv_heads, keys].
 
-    The poison is NaN at non-finite keys (with a NaN or Inf in key or value) and 0 elsewhere. Added to the logits, it
-    makes a query that sees such a key return NaN, as the formula does, and does not affect others. It is None if all
-    elements are known to be finite: on the CPU this is read off a sum, which is finite only if every element is; on a
-    device that would synchronise.
+    The poison is NaN at non-finite keys (with a NaN or Inf in key or value) and 0 elsewhere. Backends add it to the
+    logits, or to the rows that see the key: a query that sees such a key must return NaN, as the formula does, and one
+    that does not must be unaffected. It is None if all elements are known to be finite: on the CPU this is read off a
+    sum, which is finite only if every element is; on a device that would synchronise.
     """
     if _can_read(key) and math.isfinite((key.sum() + value.sum()).item()):
         return key, value, None
