@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from polyhead.report.packing import packed_floats, packed_shares
+from polyhead.report.packing import packed_floats, packed_weights
 
 Payload = dict[str, Any]
 
@@ -50,9 +50,9 @@ def synthetic() -> Payload:
             for name in ROLES
         ],
         "heads": heads,
-        "maps": {str(site): packed_shares(_map(sites[site]["heads"])) for site in range(len(sites))},
+        "maps": {str(site): packed_weights(_map(sites[site]["heads"])) for site in range(len(sites))},
         "map_block": 16,
-        "offsets": {"edges": EDGES, "sites": {str(site): packed_shares(_offsets()) for site in self_sites}},
+        "offsets": {"edges": EDGES, "sites": {str(site): packed_weights(_offsets()) for site in self_sites}},
         "relations": {
             str(site): {
                 "cosine": packed_floats(_relation(sites[site]["heads"], site)),
@@ -115,7 +115,7 @@ def with_tokens(page: Payload, tokens: list[str]) -> Payload:
     count = len(tokens)
     for site in range(LAYERS):
         even = torch.full((HEADS, count, count), 1 / count)
-        found["examples"][0]["sites"][str(site)] = packed_shares(even)
+        found["examples"][0]["sites"][str(site)] = packed_weights(even)
     found["examples"][0] |= {"queries": tokens, "keys": tokens, "title": tokens[0]}
     found["facts"] |= {
         "model": " ".join(tokens[:-1]),
@@ -245,7 +245,7 @@ def _self_example(sites: list[int]) -> Payload:
         for query in range(n):
             each[head, query, max(0, query - head)] += 0.6
             each[head, query, 0] += 0.24
-    packed = packed_shares(each)
+    packed = packed_weights(each)
     return {
         "title": "cats.txt",
         "queries": list(SENTENCE),
@@ -260,7 +260,7 @@ def _cross_example(sites: list[int]) -> Payload:
     for head in range(CROSS_HEADS):
         for query in range(n):
             each[head, query, min(m - 1, query + head)] += 0.7
-    packed = packed_shares(each)
+    packed = packed_weights(each)
     return {
         "title": "cats.fr.txt",
         "queries": list(ANSWER),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from polyhead.report.packing import LONGEST_TEXT, clipped, json_in_html, packed_floats, packed_shares, plain
+from polyhead.report.packing import LONGEST_TEXT, clipped, json_in_html, packed_floats, packed_weights, plain
 
 HOSTILE = (
     "<script>window.hacked=1</script>",
@@ -37,15 +37,15 @@ def unpacked(packed: dict) -> np.ndarray:
 
 def test_shares_come_back_to_within_half_a_step_of_their_head():
     shares = torch.rand(5, 7, 11).softmax(-1) * torch.tensor([1.0, 1e-3, 0.5, 0.02, 1e-6])[:, None, None]
-    found = unpacked(packed_shares(shares))
+    found = unpacked(packed_weights(shares))
     bound = 0.5 / 255 * shares.flatten(1).amax(1).numpy() * (1 + 1e-4)
     assert (np.abs(found - shares.numpy()).reshape(5, -1).max(1) <= bound).all()
 
 
 def test_shares_that_are_zero_or_not_finite_are_zero():
-    found = unpacked(packed_shares(torch.tensor([[0.0, 0.0], [math.nan, 0.5], [math.inf, -0.5]])))
+    found = unpacked(packed_weights(torch.tensor([[0.0, 0.0], [math.nan, 0.5], [math.inf, -0.5]])))
     assert found.tolist() == [[0.0, 0.0], [0.0, 0.5], [0.0, 0.0]]
-    assert packed_shares(torch.zeros(3, 0, 0))["data"] == ""
+    assert packed_weights(torch.zeros(3, 0, 0))["data"] == ""
 
 
 def test_floats_come_back_bit_by_bit():

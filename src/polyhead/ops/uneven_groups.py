@@ -65,7 +65,7 @@ def groups_of(key_heads: Sequence[int]) -> tuple[Group, ...]:
 
 
 def one_group_of(key_heads: Sequence[int]) -> Group:
-    """Return all heads of such a map as one group, with KV heads of larger groups repeated.
+    """Return all heads of a map from query heads to KV heads as one group; KV heads of larger groups are repeated.
 
     >>> one_group_of((0, 1, 1, 1, 1, 0))
     Group(heads=(0, 5, 1, 2, 3, 4), key_heads=(0, 1, 1))

@@ -20,13 +20,13 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPED = re.compile("[<>&\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\uffff]")
 
 
-def packed_shares(x: Tensor) -> dict[str, Any]:
+def packed_weights(x: Tensor) -> dict[str, Any]:
     """Quantise an array of weights to one byte each: `data / 255 * scale`, with one scale per entry of the first axis.
 
     The scale is the maximum of the entry, so that nearly uniform attention keeps its resolution. Negative and
     non-finite numbers are stored as 0.
 
-    >>> packed_shares(torch.tensor([[0.0, 0.5], [0.1, 0.02]]))
+    >>> packed_weights(torch.tensor([[0.0, 0.5], [0.1, 0.02]]))
     {'shape': [2, 2], 'type': 'u8', 'scale': [0.5, 0.1], 'data': 'AP//Mw=='}
     """
     numbers = x.detach().cpu().double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).clamp_min(0.0)

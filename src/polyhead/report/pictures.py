@@ -11,7 +11,7 @@ from torch import Tensor
 from polyhead.inspection import Inspection
 from polyhead.inspection.head_maps import bin_edges
 from polyhead.observation import AttentionSite
-from polyhead.report.packing import clipped, packed_floats, packed_shares
+from polyhead.report.packing import clipped, packed_floats, packed_weights
 
 # One byte per cell, 4/3 of that in base64: 12 layers of 12 heads have maps of 64 x 64.
 MOST_MAP_CELLS = 1 << 20
@@ -26,7 +26,7 @@ def pictures_of(inspection: Inspection, index: Mapping[AttentionSite, int]) -> d
     first, last = _used_bins(inspection)
     edges = bin_edges()
     return {
-        "maps": {str(index[site]): packed_shares(pooled(x.map, factor)) for site, x in looks.items()},
+        "maps": {str(index[site]): packed_weights(pooled(x.map, factor)) for site, x in looks.items()},
         "map_block": factor * max((x.block for x in looks.values()), default=1),
         "offsets": {
             "edges": edges[first : last + 1] if first < last else [],
@@ -87,7 +87,7 @@ def _examples(inspection: Inspection, index: Mapping[AttentionSite, int]) -> lis
                 "title": clipped(example.title),
                 "queries": [clipped(text) for text in example.queries],
                 "keys": [clipped(text) for text in example.keys],
-                "sites": {str(index[site]): packed_shares(x) for site, x in example.weights.items()},
+                "sites": {str(index[site]): packed_weights(x) for site, x in example.weights.items()},
             }
         )
     return examples

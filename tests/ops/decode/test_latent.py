@@ -35,7 +35,7 @@ CASES = [
     Case(dims=(24, 16), queries=6, group=3, splits=1, lengths=(61, 31), new_lengths=(6, 4), names=("self_mass",)),
     Case(dims=(24, 16), queries=2, causal=False, splits=2, names=("next_mass", "mean_offset")),
     Case(dims=(24, 16), queries=5, group=1, lengths=(397, 4), splits=1),  # the first queries see nothing
-    Case(dims=(24, 16), left=211, kept=3, splits=1, queries=3, sinks=True, names=NAMES),
+    Case(dims=(24, 16), left=211, first_keys=3, splits=1, queries=3, sinks=True, names=NAMES),
     Case(dims=(24, 16), left=2, splits=5, names=("window_mass", "visible_keys", "sink_mass")),
     Case(dims=(24, 16), softcap=5.0, sinks=True, head_scale=True, names=NAMES, spread=4.0),
     Case(dims=(24, 16), sinks=True, names=NAMES, splits=1, new_lengths=(1, 0)),

@@ -39,7 +39,7 @@ class Case:
     splits: int | None = 3
     causal: bool = True
     left: int | None = None
-    kept: int = 0
+    first_keys: int = 0
     softcap: float | None = None
     sinks: bool = False
     head_scale: bool = False
@@ -65,8 +65,8 @@ CASES = [
     Case(queries=16, group=5, splits=1, new_lengths=(16, 9)),  # more rows than one tile has
     Case(queries=2, causal=False, splits=2, names=("next_mass", "mean_offset")),
     Case(queries=7, lengths=(397, 4), splits=1),  # fewer tokens than queries: the first rows see nothing
-    Case(left=211, kept=3),
-    Case(left=211, kept=3, splits=1, queries=3, sinks=True, names=NAMES),
+    Case(left=211, first_keys=3),
+    Case(left=211, first_keys=3, splits=1, queries=3, sinks=True, names=NAMES),
     Case(left=2, splits=5, names=("window_mass", "visible_keys", "sink_mass")),
     Case(left=0, queries=2, names=("self_mass", "previous_mass")),
     Case(softcap=5.0, sinks=True, head_scale=True, names=NAMES, spread=4.0),
@@ -76,9 +76,9 @@ CASES = [
     Case(spread=3000.0, names=("max_logit", "max_abs_logit", "entropy", "confidence")),
     Case(layout="paged", names=("entropy", "mean_squared_distance")),
     Case(layout="paged", page_size=7, queries=4, new_lengths=(4, 1), splits=1),
-    Case(layout="paged", page_size=128, left=100, kept=5, sinks=True, names=NAMES),
+    Case(layout="paged", page_size=128, left=100, first_keys=5, sinks=True, names=NAMES),
     Case(layout="rolling"),
-    Case(layout="rolling", queries=3, left=211, kept=3, splits=2, names=("mean_distance", "sink_mass")),
+    Case(layout="rolling", queries=3, left=211, first_keys=3, splits=2, names=("mean_distance", "sink_mass")),
     Case(layout="rolling", left=40, splits=1, lengths=None),
     Case(layout="int8"),
     Case(layout="int8", queries=3, splits=1, new_lengths=(3, 2), names=()),
@@ -178,7 +178,7 @@ class Scene:
         if case.causal:
             mask = mask & Mask.causal()
         if case.left is not None:
-            mask = mask & Mask.window(left=case.left, right=0 if case.causal else None, sinks=case.kept)
+            mask = mask & Mask.window(left=case.left, right=0 if case.causal else None, sinks=case.first_keys)
         if self.table is not None:
             mask = mask & Mask.relative(self.table.double(), case.table // 2)
         return mask
@@ -193,7 +193,7 @@ class Scene:
             sinks=self.sinks,
             left=case.left,
             right=0 if case.causal else None,
-            kept=case.kept,
+            first_keys=case.first_keys,
             table=self.table,
             table_zero=case.table // 2,
             names=case.names,
@@ -459,7 +459,7 @@ def test_mismatched_shapes_raise(changes: dict[str, Tensor], words: str) -> None
     [
         ({"key_scale": torch.zeros(2, 3, 19)}, {}, "must be passed together, got key_scale alone"),
         ({"block_table": torch.zeros(2, 1, dtype=torch.int32)}, {}, "a block table needs lengths"),
-        ({}, {"kept": 4}, "got kept 4 and left None"),
+        ({}, {"first_keys": 4}, "got first_keys 4 and left None"),
         ({}, {"names": ("learned_sink_mass",)}, "needs learned sinks, got sinks None"),
         ({}, {"splits": 129}, "between 1 and 128, got 129"),
     ],

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyhead.masks import Mask
-from polyhead.ops.common.nonfinite import without_broken
+from polyhead.ops.common.nonfinite import without_nonfinite
 
 
 def with_weights(
@@ -25,7 +25,7 @@ def with_weights(
     if bias is not None and not (finite and _has_no_empty_rows(bias)):
         hidden = bias.detach() == -torch.inf
         if not finite:
-            k, v, poison = without_broken(k, v)
+            k, v, poison = without_nonfinite(k, v)
             if poison is not None:
                 bias = torch.where(hidden, bias, bias + poison[:, :, None])
         empty = hidden.all(-1, keepdim=True)

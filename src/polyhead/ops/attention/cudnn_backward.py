@@ -20,14 +20,15 @@ from torch import Tensor
 from polyhead.ops.common.tracing import is_traced, is_transformed
 
 # Batch x heads x queries x keys x head_dim from which cuDNN's backward is worth waking another thread. On an H200 in
-# bfloat16, forward and backward of PyTorch's flash kernel take as long at 2^35, where both are bound by the host, and
-# 1.5 to 1.8 times as long from 1.9 * 2^35 on.
+# bfloat16, forward and backward of PyTorch's flash kernel take as long as cuDNN's in its thread at 2^35, where both are
+# bound by the host, and 1.5 to 1.8 times as long from 1.9 * 2^35 on.
 MIN_MULTIPLY_ADDS = 3 << 34
-_has_plans_by_device: dict[int, bool] = {}  # by device: True if our thread has separate plans
+_is_thread_local: dict[int, bool] = {}  # by device: the result of `_has_separate_plans`
 _aten = torch.ops.aten
 
 
 def is_worth_it(query: Tensor, key: Tensor) -> bool:
+    """Return True if the call is large enough for cuDNN's backward to be faster, despite its thread."""
     return query.numel() * key.shape[2] >= MIN_MULTIPLY_ADDS
 
 
@@ -36,9 +37,9 @@ def is_available(query: Tensor) -> bool:
     if not query.is_cuda or is_traced(query) or is_transformed() or torch.are_deterministic_algorithms_enabled():
         return False
     device = query.get_device()
-    if device not in _has_plans_by_device and not torch.cuda.is_current_stream_capturing():
-        _has_plans_by_device[device] = _has_separate_plans(device)
-    return _has_plans_by_device.get(device, False)
+    if device not in _is_thread_local and not torch.cuda.is_current_stream_capturing():
+        _is_thread_local[device] = _has_separate_plans(device)
+    return _is_thread_local.get(device, False)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None) -> Tensor:
@@ -67,23 +68,23 @@ def backward(
 
 
 def _has_separate_plans(device: int) -> bool:
-    """Return True if plans built in another thread do not affect ours: the cache is thread-local."""
+    """Return True if the cache is thread-local: a plan of another layout in another thread does not affect ours."""
     generator = torch.Generator(f"cuda:{device}").manual_seed(0)
     random = torch.randn((4, 1, 264, 2, 64), device=f"cuda:{device}", dtype=torch.bfloat16, generator=generator)
-    query, key, value, direction = random.transpose(2, 3)
+    query, key, value, grad_output = random.transpose(2, 3)
     scale, stream = 0.125, torch.cuda.current_stream(device)
     with torch.no_grad(), torch.autocast("cuda", enabled=False):
-        q, k, v, grad = (x.double() for x in (query, key, value, direction))
+        q, k, v, grad = (x.double() for x in (query, key, value, grad_output))
         logits = q @ k.mT * scale
         weights = logits.softmax(-1)
         output = weights @ v
         grad_logits = weights * (grad @ v.mT - (grad * output).sum(-1, keepdim=True)) * scale
         exact = grad_logits @ k, grad_logits.mT @ q, weights.mT @ grad
-        rounded, rows = output.to(query.dtype), logits.logsumexp(-1).float()
+        rounded, logsumexp = output.to(query.dtype), logits.logsumexp(-1).float()
         with ThreadPoolExecutor(1) as other:
-            tensors = (direction.contiguous(), query, key, value, _with_layout_of(rounded, query), rows)
+            tensors = (grad_output.contiguous(), query, key, value, _with_layout_of(rounded, query), logsumexp)
             other.submit(_run_backward, stream, *tensors, False, scale).result()
-        computed = backward(direction, query, key, value, rounded, rows, False, scale)
+        computed = backward(grad_output, query, key, value, rounded, logsumexp, False, scale)
         return all(
             float((actual - expected).norm() / expected.norm()) < 0.05
             for actual, expected in zip(computed, exact, strict=True)
@@ -122,8 +123,7 @@ def _run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Call PyTorch's operator, on a plan of the calling thread.
 
-    The seed and offset of its dropout are not read at a rate of 0; sequence offsets are None, as they are for nested
-    tensors only.
+    It does not read the seed and offset of dropout at a rate of 0; sequence offsets exist for nested tensors only.
     """
     with torch.cuda.stream(stream), torch.no_grad():
         unused = torch.zeros((), dtype=torch.int64, device=query.device)

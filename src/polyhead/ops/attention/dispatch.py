@@ -87,6 +87,7 @@ def order(request: AttentionRequest) -> tuple[str, ...]:
 
 
 def choose(request: AttentionRequest) -> str:
+    """Return the first backend in `order` that can run the request and is not avoided."""
     for backend in order(request):
         if not _REASONS[backend](request) and not _avoided(backend, request):
             return backend
@@ -104,6 +105,7 @@ def run(request: AttentionRequest, backend: str) -> AttentionOutput:
 
 
 def check_name(backend: str) -> None:
+    """Raise OptionError if there is no backend of this name; "auto" is not one."""
     if not isinstance(backend, str) or backend not in _RUN:
         raise OptionError(f"backend must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
 
@@ -120,6 +122,7 @@ def explain(request: AttentionRequest) -> Explanation:
 
 
 def _avoided(backend: str, request: AttentionRequest) -> str:
+    """Return the reason why `auto` skips a backend that could run the request; empty if it does not."""
     if backend == "sdpa":
         return _sdpa_avoided(request)
     if backend == "blockwise" and is_exporting():
@@ -169,6 +172,7 @@ def _is_bias_for_our_kernel(request: AttentionRequest, visibility: Visibility) -
 
 
 def _kernel(backend: str, request: AttentionRequest) -> str:
+    """Return a description of the kernel that would run, for `Choice.kernel`."""
     if backend == "sdpa":
         text = f"PyTorch's {sdpa.kernel(request)} kernel on {request.query.device.type}"
         return text if request.statistics is None else text + ", then a second pass over the logits for the statistics"
@@ -180,6 +184,7 @@ def _kernel(backend: str, request: AttentionRequest) -> str:
 
 
 def _backward(backend: str, request: AttentionRequest) -> str:
+    """Return a description of the kernel that would compute the gradients, for `Choice.backward`."""
     if backend == "sdpa":
         return f"PyTorch's {sdpa.kernel(request)} kernel"
     return {"fused": "our kernel", "blockwise": "tiles, recomputed", "reference": "autograd of the formula"}[backend]

@@ -17,7 +17,7 @@ from polyhead.ops.common.kernel_call import FLAT, SCHEMA, KernelCall, row_poison
 from polyhead.ops.common.kernel_masks import mask_reasons, pack
 from polyhead.ops.common.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability, has_hopper_kernels
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
-from polyhead.ops.common.nonfinite import without_broken
+from polyhead.ops.common.nonfinite import without_nonfinite
 from polyhead.ops.common.request import AttentionOutput, AttentionRequest
 from polyhead.ops.common.statistics import RowStatistics
 from polyhead.ops.common.tracing import TRANSFORMED, is_traced, is_transformed
@@ -89,14 +89,17 @@ def run(request: AttentionRequest) -> AttentionOutput:
 
 
 def as_call(request: AttentionRequest, query: Tensor, *, for_columns: bool) -> KernelCall:
-    """Return a request as kernels take it: non-finite keys and values replaced, and the mask packed."""
+    """Return a request as kernels take it: non-finite keys and values replaced, and the mask packed.
+
+    `for_columns`: as in `pack`, for the backward.
+    """
     key, value, visibility, requested = request.key, request.value, request.visibility, request.statistics
     if visibility is None:
         mask = MaskArguments(offset=key.shape[2] - request.query.shape[2])
     else:
         poison = None
         if not request.finite:
-            key, value, poison = without_broken(key, value)
+            key, value, poison = without_nonfinite(key, value)
         mask = pack(visibility, poison=poison, for_columns=for_columns)
     scale, head_scale = (1.0, request.scale) if isinstance(request.scale, Tensor) else (request.scale, None)
     seed = None
@@ -158,8 +161,9 @@ def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> list[Tensor]:
 
 
 def _run_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    """Return the gradients of the operator's arguments, given those of its results."""
     flat, (output, logsumexp, *statistics) = kernel_call.saved_call(ctx)
-    needed = [ctx.needs_input_grad[i] for i in (4, 6, 7, 8)]
+    needed = [ctx.needs_input_grad[i] for i in (4, 6, 7, 8)]  # head_scale, sinks, bias and table
     grad_output = torch.zeros_like(output) if grads[0] is None else grads[0]
     backward = _backward_operator if torch.is_grad_enabled() or is_traced(output) else _backward
     grad_query, grad_key, grad_value, *learned = backward(

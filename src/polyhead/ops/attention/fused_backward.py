@@ -33,22 +33,22 @@ def gradients(
     row_gradients = {name: x.contiguous() for name, x in zip(call.names, grad_statistics, strict=True) if x is not None}
     row_gradients.pop("visible_keys", None)
     need_scale, need_sinks, need_bias, need_table = needed
-    query, inner_scale = call.query, head_scale
+    query, nonzero_scale = call.query, head_scale
     if head_scale is not None and need_scale:
         # A scale of 0 would make its gradient 0 / 0; a query of 0 with a scale of 1 has the same logits and does not.
         is_zero = head_scale == 0
         query = torch.where(is_zero[:, None, None], 0.0, query)
-        inner_scale = torch.where(is_zero, 1.0, head_scale)
+        nonzero_scale = torch.where(is_zero, 1.0, head_scale)
     query, key, value, grad_output = (with_dense_rows(x) for x in (query, call.key, call.value, grad_output))
-    inner_call = replace(call, query=query, key=key, value=value, head_scale=inner_scale)
+    dense_call = replace(call, query=query, key=key, value=value, head_scale=nonzero_scale)
     indices: dict[str, Tensor] = {}
     requested = tuple(name for name in MAXIMA if name in row_gradients)
     if len(requested):
         # The argmax is recomputed only if a gradient of a maximum is needed, so that the forward need not store it.
         from polyhead.ops.attention.kernels.forward import forward
 
-        given = replace(inner_call, query=with_dense_rows(call.query), head_scale=head_scale)
-        *_, indices = forward(replace(given, dropout=0.0, seed=None, names=requested), argmax=True)
+        original = replace(dense_call, query=with_dense_rows(call.query), head_scale=head_scale)
+        *_, indices = forward(replace(original, dropout=0.0, seed=None, names=requested), argmax=True)
     argmax_grads = _ArgmaxGradients(row_gradients, row_values, indices)
     for name in ("max_logit", "max_abs_logit"):
         row_gradients.pop(name, None)
@@ -56,14 +56,14 @@ def gradients(
         row_gradients["logsumexp"] = grad_logsumexp.contiguous()
 
     if not len(row_gradients) and _can_use_cudnn(call):
-        cudnn_grads = _cudnn_gradients(inner_call, grad_output, output, logsumexp)
+        cudnn_grads = _cudnn_gradients(dense_call, grad_output, output, logsumexp)
         grads: list[Tensor | None] = [*cudnn_grads, None, None, None]
     else:
         from polyhead.ops.attention.kernels.backward import backward
 
         grads = [
             *backward(
-                inner_call,
+                dense_call,
                 grad_output,
                 output,
                 logsumexp,
@@ -73,16 +73,16 @@ def gradients(
                 table_shape=tuple(mask.table.shape) if mask.table is not None and need_table else None,
             )
         ]
-    if len(argmax_grads.weights):
-        grads = argmax_grads.add_to(grads, inner_call)
+    if len(argmax_grads.terms):
+        grads = argmax_grads.add_to(grads, dense_call)
     grad_query, grad_key, grad_value, grad_sinks, grad_bias, grad_table = grads
     assert grad_query is not None and grad_key is not None and grad_value is not None
     result = []
-    if head_scale is not None and inner_scale is not None and need_scale:
+    if head_scale is not None and nonzero_scale is not None and need_scale:
         # The logits are linear in both: grad_scale = sum(grad_query * query) / scale. Rows without keys have no
         # gradient, even if the query is not finite. The terms cancel in a long sum, hence float64.
         product = grad_query.double() * torch.where(grad_query == 0, 0.0, call.query.double())
-        result.append((product.sum((0, 2, 3)) / inner_scale).to(head_scale.dtype))
+        result.append((product.sum((0, 2, 3)) / nonzero_scale).to(head_scale.dtype))
         grad_query = torch.where((head_scale == 0)[:, None, None], 0.0, grad_query)
     for need, like, grad in (
         (need_sinks, call.sinks, grad_sinks),
@@ -98,23 +98,25 @@ def gradients(
 class _ArgmaxGradients:
     """Gradients of the rows' maxima, each of which belongs to one key, the argmax.
 
-    d max_logit / d s_j is 1 at the max logit; of the confidence p_j there remains p_j, as the rest of its derivative is
-    the same for all keys of the row; d max_abs_logit / d s_j is the sign of the logit with the largest magnitude.
+    With j the argmax, d max_logit / d s_j is 1, and d max_abs_logit / d s_j is the sign of s_j. Of the derivative of
+    the confidence p_j only the term p_j is added here: the rest is the same for all keys of the row, and part of C in
+    `kernels.backward`.
     """
 
     def __init__(self, grads: dict[str, Tensor], values: dict[str, Tensor], indices: dict[str, Tensor]) -> None:
-        self.weights: list[tuple[Tensor, Tensor]] = []  # key indices and gradients, both [batch, heads, queries]
+        # Key indices and the gradients of their logits, each [batch, heads, queries].
+        self.terms: list[tuple[Tensor, Tensor]] = []
         i_key = indices.get("argmax")
-        weight: Tensor | None = grads.get("max_logit")
+        grad: Tensor | None = grads.get("max_logit")
         if "confidence" in grads:
-            share = grads["confidence"] * values["confidence"]
-            weight = share if weight is None else weight + share
-        if weight is not None and i_key is not None:
-            self.weights.append((i_key, torch.where(i_key >= 0, weight, 0.0)))
-        signed_index, weight = indices.get("argmax_abs"), grads.get("max_abs_logit")
-        if weight is not None and signed_index is not None:
+            grad_confidence = grads["confidence"] * values["confidence"]
+            grad = grad_confidence if grad is None else grad + grad_confidence
+        if grad is not None and i_key is not None:
+            self.terms.append((i_key, torch.where(i_key >= 0, grad, 0.0)))
+        signed_index, grad = indices.get("argmax_abs"), grads.get("max_abs_logit")
+        if grad is not None and signed_index is not None:
             sign = 1 - 2 * (signed_index & 1)
-            self.weights.append((signed_index >> 1, torch.where(signed_index >= 0, sign * weight, 0.0)))
+            self.terms.append((signed_index >> 1, torch.where(signed_index >= 0, sign * grad, 0.0)))
 
     def add_to(self, grads: Sequence[Tensor | None], call: KernelCall) -> list[Tensor | None]:
         """Return the gradients of query, key, value, sinks, bias and table with these terms added."""
@@ -128,12 +130,12 @@ class _ArgmaxGradients:
         # Sums over many rows, in the kernel's precision.
         grad_bias, grad_table = (None if x is None else x.double() for x in grads[4:])
         assert grad_query is not None and grad_key is not None
-        for i_key, weight in self.weights:
+        for i_key, grad in self.terms:
             is_valid = i_key >= 0
             i_key = i_key.clamp_min(0).long()
             tile_key = key[i_batch, i_kv_head, i_key].float()  # [batch, heads, queries, head_dim]
             tile_query = torch.where(is_valid[..., None], query.float(), 0.0)
-            slope = weight * factor
+            slope = grad * factor  # gradient of the dot product
             if softcap is not None:
                 tanh_logits = torch.tanh((tile_query * tile_key).sum(-1) * factor / softcap)
                 slope = slope * (1 - tanh_logits * tanh_logits)
@@ -144,7 +146,7 @@ class _ArgmaxGradients:
                     i if size > 1 else i * 0
                     for i, size in zip((i_batch, i_head, i_query), grad_bias.shape, strict=False)
                 ]
-                grad_bias.index_put_((*broadcast, i_key), weight.double(), accumulate=True)
+                grad_bias.index_put_((*broadcast, i_key), grad.double(), accumulate=True)
             if grad_table is not None:
                 i_row = i_batch if mask.stride_query else i_batch * 0
                 query_position = (
@@ -153,7 +155,7 @@ class _ArgmaxGradients:
                 key_position = i_key if mask.key_position is None else mask.key_position[i_row, i_key]
                 column = (key_position - query_position + mask.table_zero).clamp(0, mask.table_width - 1).long()
                 i_table = i_head if mask.table_head else i_head * 0
-                grad_table.index_put_((i_table, column), weight.double(), accumulate=True)
+                grad_table.index_put_((i_table, column), grad.double(), accumulate=True)
         return [grad_query, grad_key, grad_value, grad_sinks, grad_bias, grad_table]
 
 

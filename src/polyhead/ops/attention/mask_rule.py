@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-LARGEST_MASK = 1 << 30  # bytes of a mask tensor beyond which tiles are preferred
+LARGEST_MASK = 1 << 30  # bytes of a mask tensor beyond which `auto` chooses another backend
 # Batch x heads x queries x keys x head_dim from which our kernel runs a window, skipping masked blocks. On an H200 in
 # bfloat16 both are bound by the host up to 2^34, where PyTorch has less overhead; at 2^36 ours is 2.5 to 3.9 times
 # faster, at 2^38 6 to 13 times.
@@ -29,7 +29,7 @@ def is_mask_too_large(size: int) -> bool:
 def is_window_too_large(
     device: str, dtype: torch.dtype, batch: int, heads: int, queries: int, keys: int, head_dim: int
 ) -> bool:
-    """Return True if our kernel is faster for a mask that is only a sliding window."""
+    """Return True if a sliding window is too large for PyTorch's kernels: ours is faster, as it skips masked blocks."""
     if device != DEVICE or dtype not in DTYPES:
         return False
     return batch * heads * queries * keys * head_dim >= LARGEST_WINDOWED

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from polyhead.ops.common.dropout import draw_seed, keep_tile
-from polyhead.ops.common.nonfinite import over_heads, without_broken
+from polyhead.ops.common.nonfinite import over_heads, without_nonfinite
 from polyhead.ops.common.request import AttentionOutput, AttentionRequest, StatisticsRequest
 from polyhead.ops.common.statistics import POSITIONAL, RowStatistics
 
@@ -32,7 +32,7 @@ def run(request: AttentionRequest) -> AttentionOutput:
     has_keys = None  # rows with a visible key; the others are set to 0 by `where`, and so is their gradient
     if allowed is not None:
         if not request.finite:
-            key, value, poison = without_broken(key, value)
+            key, value, poison = without_nonfinite(key, value)
         has_keys = allowed.any(-1, keepdim=True)
         query = torch.where(has_keys, query, 0.0)
 

@@ -107,6 +107,7 @@ def without_cudnn() -> AbstractContextManager[None]:
 
 
 def _avoids_cudnn(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Return True if PyTorch might run cuDNN's backward on a plan for another layout."""
     return query.is_cuda and not query.is_nested and not is_exporting() and records_gradients(query, key, value, mask)
 
 

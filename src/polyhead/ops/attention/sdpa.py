@@ -1,6 +1,6 @@
 """PyTorch's fused attention kernels with polyhead's masks, without the math path.
 
-The kernel that will run is known in advance. The kernels' guarantees are completed around them: rows without visible
+The kernel that will run is known in advance. The guarantees of `attention` are added around it: rows without visible
 keys are unmasked and their output set to 0; NaN and Inf in keys and values are replaced first, and a row that sees such
 a key is set to NaN afterwards. Log-sum-exp and row statistics, which the kernels do not return, are computed by a
 second pass over the logits that does not read the values.
@@ -19,7 +19,7 @@ from torch.backends.cuda import flash_sdp_enabled
 from polyhead.ops.attention.scaled_dot_product import kernel_name, records_gradients, scaled_dot_product
 from polyhead.ops.attention.tiled_softmax import attend
 from polyhead.ops.common.kernel_call import with_dense_rows
-from polyhead.ops.common.nonfinite import over_heads, without_broken
+from polyhead.ops.common.nonfinite import over_heads, without_nonfinite
 from polyhead.ops.common.request import AttentionOutput, AttentionRequest
 from polyhead.ops.common.tiles import prepare
 from polyhead.ops.common.tracing import TRANSFORMED, is_forward_mode, is_transformed
@@ -27,6 +27,7 @@ from polyhead.ops.common.visibility import Visibility
 
 
 def unsupported_reasons(request: AttentionRequest) -> list[str]:
+    """Return the reasons why PyTorch's fused kernels do not support a request; empty if they do."""
     reasons = []
     if request.weights:
         reasons.append("PyTorch's fused kernels do not return weights")
@@ -83,7 +84,7 @@ def _cpu_math_reasons(request: AttentionRequest) -> list[str]:
 def materialised_bytes(request: AttentionRequest) -> int:
     """Return the bytes of the mask tensor that PyTorch's kernel would need."""
     visibility = request.visibility
-    if visibility is None or _as_causal(visibility):
+    if visibility is None or _needs_no_mask_tensor(visibility):
         return 0
     batch, heads, _, queries, keys = request.sizes
     per_sequence = (
@@ -104,8 +105,8 @@ def kernel(request: AttentionRequest) -> str:
     call = _Call(query, key, value, None, False, 1.0, heads != kv_heads)
     visibility = request.visibility
     if visibility is not None:
-        call.causal = bool(_as_causal(visibility) and queries > 1)
-        if not _as_causal(visibility):
+        call.causal = bool(_needs_no_mask_tensor(visibility) and queries > 1)
+        if not _needs_no_mask_tensor(visibility):
             mask = query.new_empty(keys) if visibility.has_bias else query.new_empty(keys, dtype=torch.bool)
             mask.requires_grad_(torch.is_grad_enabled() and any(x.requires_grad for x in visibility.bias_tensors))
             call.mask = mask.expand(batch, heads, queries, keys)
@@ -128,8 +129,8 @@ def run(request: AttentionRequest) -> AttentionOutput:
     value_dim = request.value.shape[-1]
     if output.shape[-1] != value_dim:
         output = output[..., :value_dim]
-    if call.filled_rows is not None:
-        output = torch.where(call.filled_rows, output, 0.0)
+    if call.has_keys is not None:
+        output = torch.where(call.has_keys, output, 0.0)
     if call.poison is not None:
         output = output + call.poison[..., None].to(output.dtype)
     if request.statistics is None:
@@ -157,7 +158,7 @@ def straight(
         return None
     poison = None
     if causal and not finite:
-        key, value, poison = without_broken(key, value)
+        key, value, poison = without_nonfinite(key, value)
     output = scaled_dot_product(query, key, value, None, 0.0, causal, scale=scale, grouped=grouped)
     if poison is None:
         return output
@@ -165,7 +166,7 @@ def straight(
 
 
 def _is_flash_sure(query: Tensor) -> bool:
-    """Return True if a fused kernel is certain to support these queries; faster than querying PyTorch."""
+    """Return True if PyTorch's flash kernel certainly supports these queries; cheaper than `kernel_name`."""
     is_common = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in (64, 128)
     return is_common and query.is_cuda and flash_sdp_enabled() and _has_flash(query.get_device())
 
@@ -187,7 +188,7 @@ class _Call:
     causal: bool
     scale: float
     grouped: bool
-    filled_rows: Tensor | None = None  # [batch or 1, heads or 1, queries, 1]: False for rows without visible keys
+    has_keys: Tensor | None = None  # [batch or 1, heads or 1, queries, 1]: False for rows without visible keys
     poison: Tensor | None = None  # [batch, heads, queries or 1]: NaN where a row sees a non-finite key, else 0
 
     def kernel(self, dropout: float = 0.0) -> str:
@@ -197,6 +198,7 @@ class _Call:
 
 
 def _prepare(request: AttentionRequest) -> _Call:
+    """Return the request as arguments that PyTorch's fused kernels support."""
     query, key, value = request.query, request.key, request.value
     scale = request.scale
     if isinstance(scale, Tensor):
@@ -217,14 +219,14 @@ def _adapt_to_kernels(call: _Call) -> None:
         # Otherwise PyTorch silently runs its math path.
         call.query, call.key, call.value = (with_dense_rows(x) for x in (call.query, call.key, call.value))
     call.mask = None if call.mask is None else with_dense_rows(call.mask)
-    if call.grouped and not call.query.is_cpu and _leaves_grouped_heads(call):
+    if call.grouped and not call.query.is_cpu and _needs_repeated_heads(call):
         heads = call.query.shape[1]
         repeated = replace(call, key=over_heads(call.key, heads), value=over_heads(call.value, heads), grouped=False)
         if torch.compiler.is_compiling() or repeated.kernel() != "math":
             call.key, call.value, call.grouped = repeated.key, repeated.value, False
 
 
-def _leaves_grouped_heads(call: _Call) -> bool:
+def _needs_repeated_heads(call: _Call) -> bool:
     """Return True if PyTorch would run its math path because there are fewer KV heads than query heads."""
     if torch.compiler.is_compiling():
         # The choice cannot be traced. Without cuDNN, flash supports no mask and the efficient kernel no groups.
@@ -240,7 +242,7 @@ def _pad_to_one_width(call: _Call) -> None:
     )
 
 
-def _as_causal(visibility: Visibility) -> bool:
+def _needs_no_mask_tensor(visibility: Visibility) -> bool:
     """Return True if PyTorch's causal flag, or no mask at all, is correct for every real row.
 
     Right padding of a causal self-attention needs no mask tensor: the padding comes after every real row.
@@ -254,13 +256,14 @@ def _as_causal(visibility: Visibility) -> bool:
 
 
 def _apply_visibility(call: _Call, visibility: Visibility, finite: bool) -> None:
+    """Set mask, causal flag and corrections of a call, and clean its tensors."""
     heads = call.query.shape[1]
     poison = None
     if not finite:
-        call.key, call.value, poison = without_broken(call.key, call.value)
+        call.key, call.value, poison = without_nonfinite(call.key, call.value)
     if visibility.query_real is not None:
-        call.filled_rows = visibility.query_real[:, None, :, None]
-    if _as_causal(visibility):
+        call.has_keys = visibility.query_real[:, None, :, None]
+    if _needs_no_mask_tensor(visibility):
         if visibility.num_queries > 1:  # a branch: comparing a traced size gives a symbol, which the kernel rejects
             call.causal = True
         if poison is not None:
@@ -269,20 +272,21 @@ def _apply_visibility(call: _Call, visibility: Visibility, finite: bool) -> None
         rows, columns = (0, visibility.num_queries), (0, visibility.num_keys)
         allowed = visibility.without_query_padding().allowed_tile(rows, columns)
         if allowed is not None and visibility.may_leave_rows_empty:
-            filled = allowed.any(-1, keepdim=True)
-            allowed = allowed | ~filled
-            call.filled_rows = filled if call.filled_rows is None else call.filled_rows & filled
+            sees_keys = allowed.any(-1, keepdim=True)
+            allowed = allowed | ~sees_keys
+            call.has_keys = sees_keys if call.has_keys is None else call.has_keys & sees_keys
         if poison is not None:
             row_poison = poison.sum(-1, keepdim=True) if allowed is None else _row_poison(poison, allowed, heads)
             call.poison = over_heads(row_poison, heads)
         call.mask = _as_one_tensor(allowed, visibility.bias_tile(rows, columns, call.query.dtype))
-    if call.filled_rows is not None:
+    if call.has_keys is not None:
         # A row that is set to 0 must not carry a NaN into the kernel, whose backward would multiply it by zero.
-        call.query = torch.where(call.filled_rows, call.query, 0.0)
-        call.poison = None if call.poison is None else torch.where(call.filled_rows.squeeze(-1), call.poison, 0.0)
+        call.query = torch.where(call.has_keys, call.query, 0.0)
+        call.poison = None if call.poison is None else torch.where(call.has_keys.squeeze(-1), call.poison, 0.0)
 
 
 def _as_one_tensor(allowed: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """Return a boolean mask, or a bias with -inf for masked pairs if there is a bias."""
     if bias is None:
         return allowed
     return bias if allowed is None else torch.where(allowed, bias, -torch.inf)

@@ -31,7 +31,8 @@ class TiledOutput:
     output: Tensor | None  # None without values
     logsumexp: Tensor
     statistics: dict[str, Tensor] = field(default_factory=dict)
-    # Saved for the backward: max and sum of each row's softmax, and the column blocks of the max logit and max |logit|.
+    # Saved for the backward: max and sum of each row's softmax, and the first columns of the tiles that contain the max
+    # logit and the max |logit|, by the names of these statistics.
     row_max: Tensor | None = None
     row_sum: Tensor | None = None
     blocks: dict[str, Tensor] = field(default_factory=dict)
@@ -42,7 +43,7 @@ def attend(
 ) -> tuple[Tensor | None, Tensor, RowStatistics | None]:
     """Return output, log-sum-exp and the requested statistics, all differentiable.
 
-    Without values there is no output: this is the second pass of a backend whose kernel returns the output alone.
+    Without values there is no output: `sdpa`, whose kernels return the output alone, calls it so for the statistics.
     """
     if not torch.is_grad_enabled():
         outputs = _forward(tiling, query, key, value, sinks, blocks=False)
@@ -227,7 +228,7 @@ def _attend_rows(
         tile, _, masked = tiling.logits(query_rows, transposed_key, visibility, rows, columns)
         tile_max = tile.detach().amax(-1, keepdim=True)
         if row_stats is not None:
-            row_stats.look(tile, columns, tile_max, masked=masked)
+            row_stats.add_logits(tile, columns, tile_max, masked=masked)
         previous_max, running_max = running_max, torch.maximum(running_max, tile_max)
         previous_row_max, row_max = row_max, torch.where(running_max == -torch.inf, 0.0, running_max)
         decay = torch.exp(previous_max - row_max)
@@ -257,7 +258,7 @@ def _attend_rows(
         outputs.statistics = row_stats.finish(row_sum.view(shape), row_max.view(shape))
         outputs.blocks = {
             name: x
-            for name, x in (("top", row_stats.max_logit_block), ("size", row_stats.max_abs_block))
+            for name, x in (("max_logit", row_stats.max_logit_block), ("max_abs_logit", row_stats.max_abs_block))
             if x is not None
         }
     return outputs
@@ -301,6 +302,7 @@ def _backward(
     outputs: TiledOutput,
     grads: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
+    """Return the gradients of the inputs that need one, computed part by part."""
     query, key, value, sinks, *biases = inputs
     assert query is not None and key is not None
     has_output = outputs.output is not None
@@ -346,7 +348,8 @@ def _sum_dtype(bias: Tensor, like: Tensor) -> torch.dtype:
 class _RowGradients:
     """Gradients of the rows, reduced to the few numbers per row that a tile needs.
 
-    With weights p, logits minus row max x, row sum l, and factors f_j of a linear statistic F = sum_j p_j f_j:
+    With weights p, dp_j = dO . v_j, logits minus row max x, row sum l, and gradients g_F of linear statistics
+    F = sum_j p_j f_j, the gradient of logit j is
 
         ds_j = p_j [dp_j + common + entropy_coef * x_j + sum_F g_F f_j] + gradients of the maxima at their argmax.
 
@@ -359,7 +362,7 @@ class _RowGradients:
     entropy_coef: Tensor | None
     grad_output: Tensor | None
     linear: dict[str, Tensor]
-    argmax_grads: dict[str, tuple[Tensor, Tensor]]  # column block of a row's max logit, and the gradient at the argmax
+    argmax_grads: dict[str, tuple[Tensor, Tensor]]  # as `TiledOutput.blocks`, and the gradient at the argmax
 
     def of(self, part: Part) -> _RowGradients:
         """Return the gradients of the rows of a part."""
@@ -402,14 +405,14 @@ def _row_gradients(
         common = common + stat_grads["entropy"] * torch.log(row_sum)
         entropy_coef = -stat_grads["entropy"] / row_sum
     argmax_grads = {}
-    top = stat_grads.get("max_logit")
+    grad_max = stat_grads.get("max_logit")
     if "confidence" in stat_grads:
         grad_confidence = stat_grads["confidence"] * stats["confidence"]
-        top = grad_confidence if top is None else top + grad_confidence
-    if top is not None:
-        argmax_grads["top"] = (outputs.blocks["top"], top)
+        grad_max = grad_confidence if grad_max is None else grad_max + grad_confidence
+    if grad_max is not None:
+        argmax_grads["max_logit"] = (outputs.blocks["max_logit"], grad_max)
     if "max_abs_logit" in stat_grads:
-        argmax_grads["size"] = (outputs.blocks["size"], stat_grads["max_abs_logit"])
+        argmax_grads["max_abs_logit"] = (outputs.blocks["max_abs_logit"], stat_grads["max_abs_logit"])
     row_grads = _RowGradients(
         row_max,
         common / row_sum,
@@ -523,8 +526,8 @@ def _argmax_grads(
     for name, (block, grad) in row_grads.argmax_grads.items():
         is_in_tile = tiling.fold(block)[:, :, rows[0] : rows[1]].flatten(1)[..., None] == columns[0]
         grad_logit = torch.where(is_in_tile, tiling.rows_of(tiling.fold(grad)[..., None], rows), 0.0)
-        i_key = (tile if name == "top" else magnitude(tile, masked=masked)).max(-1, keepdim=True).indices
-        if name == "size":
+        i_key = (tile if name == "max_logit" else magnitude(tile, masked=masked)).max(-1, keepdim=True).indices
+        if name == "max_abs_logit":
             grad_logit = grad_logit * tile.gather(-1, i_key).sign()
         result.append((i_key, grad_logit))
     return result
@@ -533,6 +536,7 @@ def _argmax_grads(
 def _add_linear(
     tiling: Tiling, row_grads: _RowGradients, request: StatisticsRequest, grad_tile: Tensor, rows: Span, columns: Span
 ) -> None:
+    """Add the gradients of the linear statistics, sum_F g_F f_j, to a tile."""
     by_head = tiling.by_head(grad_tile)
     for name, factor in factors(request, tuple(row_grads.linear), rows, columns, grad_tile):
         by_head.addcmul_(factor, row_grads.linear[name][:, :, rows[0] : rows[1], None])

@@ -25,7 +25,7 @@ _MASK_TENSORS = (
     "allowed",
     "poison",
 )
-_MASK_OPTIONS = ("left", "right", "sinks")
+_MASK_OPTIONS = ("left", "right", "sinks")  # None or a number, passed as two numbers: 0 and 0, or 1 and the number
 _MASK_NUMBERS = ("offset", "stride_query", "stride_key", "table_zero")
 
 # The types of `KernelCall.flat`, in its order.
@@ -34,8 +34,8 @@ SCHEMA = (
     "Tensor? bias, Tensor? table, Tensor?[] mask_tensors, SymInt[] mask_numbers, float dropout, Tensor? seed, "
     "str names, SymInt sink_keys, SymInt window"
 )
-FLAT = SCHEMA.count(",") + 1
-_TENSOR_LIST = 9  # index of `mask_tensors`
+FLAT = SCHEMA.count(",") + 1  # number of flat arguments
+_TENSOR_LIST = 9  # index of `mask_tensors` among them; `mask_numbers` is the next
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +76,7 @@ class KernelCall:
 
     @classmethod
     def from_flat(cls, arguments: Sequence[Any]) -> KernelCall:
+        """Return the call of an operator's arguments."""
         query, key, value, scale, head_scale, softcap, sinks, bias, table, tensors, numbers, *rest = arguments
         dropout, seed, names, sink_keys, window = rest
         fields = dict(zip(_MASK_TENSORS, tensors, strict=True))
@@ -92,20 +93,21 @@ def split_names(joined: str) -> tuple[str, ...]:
     return tuple(joined.split(",")) if joined else ()
 
 
-# ---- autograd of operators whose last arguments are those of a flat call
+# ---- autograd of operators whose last `FLAT` arguments are those of `KernelCall.flat`
 
 
 def save_call(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
     """Save arguments and results of an operator for `saved_call`."""
-    at = len(inputs) - FLAT + _TENSOR_LIST
+    i_list = len(inputs) - FLAT + _TENSOR_LIST
     # Absent gradients stay None: which gradients are present decides which kernel can run.
     ctx.set_materialize_grads(False)
     tensors = (x if isinstance(x, Tensor) else None for x in inputs)
-    ctx.save_for_backward(*tensors, *inputs[at], *output)
-    ctx.options = [None if isinstance(x, Tensor) or i == at else x for i, x in enumerate(inputs)]
+    ctx.save_for_backward(*tensors, *inputs[i_list], *output)
+    ctx.options = [None if isinstance(x, Tensor) or i == i_list else x for i, x in enumerate(inputs)]
     # The gradients of the two list arguments: PyTorch expects a list of None if all elements are tensors.
     ctx.lists = [
-        [None] * len(x) if all(isinstance(element, Tensor) for element in x) else None for x in inputs[at : at + 2]
+        [None] * len(x) if all(isinstance(element, Tensor) for element in x) else None
+        for x in inputs[i_list : i_list + 2]
     ]
 
 
@@ -119,7 +121,7 @@ def saved_call(ctx: Any) -> tuple[list[Any], list[Tensor]]:
 
 
 def no_second_derivative(ctx: Any, *grads: Any) -> None:
-    """Raise BackendUnsupported: the gradient of a backward operator."""
+    """Raise BackendUnsupported; registered as the gradient of every backward operator."""
     raise BackendUnsupported(
         "fused",
         ['our kernels have no second derivative; use backend="blockwise", which has derivatives of every order'],
@@ -132,7 +134,7 @@ def with_dense_rows(x: Tensor) -> Tensor:
 
 
 def laid_out_like(grad: Tensor, like: Tensor) -> Tensor:
-    """Return the gradient with dtype and strides of `torch.empty_like(like)`, as fake kernels do."""
+    """Return the gradient with dtype and strides of `torch.empty_like(like)`, as fake kernels return it."""
     expected = torch.empty_like(like, device="meta")
     if grad.dtype is expected.dtype and grad.stride() == expected.stride():
         return grad
@@ -140,9 +142,9 @@ def laid_out_like(grad: Tensor, like: Tensor) -> Tensor:
 
 
 def row_poison(mask: MaskArguments, queries: int) -> Tensor | None:
-    """Return NaN for rows of a band that see a non-finite key, else 0, [batch, kv_heads, queries].
+    """Return NaN for rows that see a non-finite key under a band, else 0, [batch, kv_heads, queries].
 
-    None if no key is known to be non-finite.
+    None if the mask has no poison: the keys are known to be finite, or all rows see all keys.
     """
     poison = mask.poison
     if poison is None:

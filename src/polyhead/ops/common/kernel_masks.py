@@ -82,17 +82,20 @@ def _documents(visibility: Visibility) -> tuple[Tensor | None, Tensor | None]:
         key_ids = torch.where(visibility.key_real, key_ids, -2)
     if not len(visibility.documents) or not visibility.num_keys:
         return query_ids, key_ids
-    # Replace each id by its rank among the sorted ids of its row, which fits into 32 bits.
     return _compact_ids(query_ids, key_ids)
 
 
 def _compact_ids(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Replace each id by its rank among the sorted key ids of its row, which fits into 32 bits.
+
+    Queries without a matching key become -1, and keys with a negative id -2.
+    """
     batch = max(query_ids.shape[0], key_ids.shape[0])
     query_ids, key_ids = (ids.expand(batch, -1).contiguous() for ids in (query_ids, key_ids))
     ordered = key_ids.sort(dim=-1).values
     start, stop = (torch.searchsorted(ordered, query_ids, right=right) for right in (False, True))
-    renamed = torch.searchsorted(ordered, key_ids)
-    return torch.where((stop > start) & (query_ids >= 0), start, -1), torch.where(key_ids >= 0, renamed, -2)
+    key_ranks = torch.searchsorted(ordered, key_ids)
+    return torch.where((stop > start) & (query_ids >= 0), start, -1), torch.where(key_ids >= 0, key_ranks, -2)
 
 
 def _interval(ids: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:

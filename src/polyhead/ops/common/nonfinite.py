@@ -11,12 +11,13 @@ from torch import Tensor
 from polyhead.ops.common.kernels.availability import HAS_TRITON
 
 
-def without_broken(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Replace NaN and Inf in keys and values by zeros; also return a poison [batch, kv_heads, keys].
+def without_nonfinite(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Replace NaN and Inf in keys and values by zeros; also return a "poison" [batch, kv_heads, keys].
 
-    The poison is NaN at non-finite keys and 0 elsewhere: a query that sees such a key must return NaN, as the formula
-    does, and a query that does not must be unaffected. It is None if all elements are known to be finite: on the CPU
-    this is read off a sum, which is finite only if every element is; on a device that would synchronise.
+    The poison is NaN at non-finite keys (with a NaN or Inf in key or value) and 0 elsewhere. Backends add it to the
+    logits, or to the rows that see the key: a query that sees such a key must return NaN, as the formula does, and one
+    that does not must be unaffected. It is None if all elements are known to be finite: on the CPU this is read off a
+    sum, which is finite only if every element is; on a device that would synchronise.
     """
     if _can_read(key) and math.isfinite((key.sum() + value.sum()).item()):
         return key, value, None
@@ -47,8 +48,11 @@ class _CleanKeys(torch.autograd.Function):
         return grad_key, grad_value
 
 
-def without_broken_queries(query: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Replace NaN and Inf in queries, so that rows without visible keys do not affect key gradients."""
+def without_nonfinite_queries(query: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Replace NaN and Inf in queries by zeros; also return their poison [batch, heads, queries], or None.
+
+    Otherwise the queries of rows without visible keys would reach the gradients of keys, as 0 * NaN.
+    """
     if _can_read(query) and math.isfinite(query.sum().item()):
         return query, None
     return _finite(query), torch.linalg.vector_norm(query.detach(), torch.inf, -1) * 0
@@ -63,7 +67,8 @@ def _finite(x: Tensor) -> Tensor:
 class _Finite(torch.autograd.Function):
     """Zeros for NaN and Inf, with a straight-through gradient.
 
-    Masked keys have no gradient, and rows that see a non-finite key are NaN.
+    It is exact where it matters: masked keys have a gradient of zero, and one through a row that sees a non-finite key
+    is NaN.
     """
 
     @staticmethod

@@ -39,7 +39,7 @@ class StatisticsRequest:
     names: tuple[str, ...]  # in the order of `statistics.NAMES`
     sink_keys: int
     window: int
-    places: Visibility  # used for positions and ordinals only
+    places: Visibility  # of queries and keys; only its positions, offset and ordinals are read
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +68,7 @@ class AttentionRequest:
 
     @property
     def needs_grad(self) -> bool:
+        """True if autograd records this call: some input requires a gradient, and gradients are enabled."""
         if not torch.is_grad_enabled():
             return False
         tensors = [self.query, self.key, self.value]

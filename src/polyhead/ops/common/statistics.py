@@ -38,9 +38,9 @@ POSITIONAL = (
     "next_mass",
     "window_mass",
 )
-# Sums of the weights times a factor of each key: one rule differentiates all of them.
+# Sums over keys of the weight times a known factor of the key: their gradients share one rule.
 LINEAR = (*POSITIONAL, "sink_mass")
-# Of one key per row, the argmax, which also receives the gradient.
+# The value at one key per row, the argmax, at which their gradient has a term of its own.
 MAXIMA = ("max_logit", "max_abs_logit", "confidence")
 
 
@@ -85,7 +85,7 @@ torch.export.register_dataclass(RowStatistics, serialized_type_name="polyhead.Ro
 
 
 def row_tuple(name: str, names: tuple[str, ...], module: str) -> Any:
-    """Return a class of named tuples with one optional value per name: a kernel's argument for each statistic."""
+    """Return a class of named tuples by which a kernel takes one optional value, such as a pointer, per statistic."""
     return namedtuple(name, names, defaults=(None,) * len(names), module=module)
 
 

@@ -1,7 +1,8 @@
 """Row statistics as running sums over tiles, and the factors of their gradients.
 
-Everything is [batch, heads, rows] or a tile of it. Exponentials are of the logits minus the running row max, and every
-sum is rescaled when the row max grows, as in FlashAttention's online softmax (Dao et al. 2022, arXiv:2205.14135).
+Values of rows are [batch, heads, rows], tiles [batch, heads, rows, columns]. Exponentials are of the logits minus the
+running row max, and every sum is rescaled when the row max grows, as in FlashAttention's online softmax (Dao et al.
+2022, arXiv:2205.14135).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class RowSums:
     """Accumulator of the statistics of one block of rows, updated tile by tile."""
 
     def __init__(self, tiling: Tiling, rows: Span, sink: Tensor | None, like: Tensor, *, blocks: bool) -> None:
-        """Start without tiles.
+        """Start with empty sums.
 
         `sink` is the learned sink's logit of each row, `like` any tensor with the logits' dtype and device; `blocks`
         also records the column blocks of the max logit and the max |logit|.
@@ -51,6 +52,7 @@ class RowSums:
         if self.needs_entropy:
             self.entropy_sum = start(0.0)
             if sink is not None:
+                # 0 as well, but computed from the sink, so that autograd records its gradient.
                 sink_shifted = torch.where(sink.detach() == -torch.inf, 0.0, sink - sink.detach())
                 self.entropy_sum = torch.exp(sink_shifted) * sink_shifted
         self.visible_keys = start(0.0) if "visible_keys" in self.names else None
@@ -58,8 +60,8 @@ class RowSums:
         self.linear_sums = like.new_zeros((len(linear), *shape))
         self.linear = dict(zip(linear, self.linear_sums.unbind(0), strict=True))  # views of it, unless autograd records
 
-    def look(self, tile: Tensor, columns: Span, largest: Tensor, *, masked: bool) -> None:
-        """Update the statistics of the logits themselves; `largest` is the tile's max logit in each row."""
+    def add_logits(self, tile: Tensor, columns: Span, largest: Tensor, *, masked: bool) -> None:
+        """Update the statistics that are read off the logits; `largest` is the tile's max logit in each row."""
         tile = self.tiling.by_head(tile)
         records_grad = torch.is_grad_enabled()
         if self.max_logit is not None:
@@ -95,7 +97,7 @@ class RowSums:
         *,
         masked: bool,
     ) -> None:
-        """Add a tile, given its exponentials, shifted logits and row sums.
+        """Add a tile to the sums of weights, given its exponentials, shifted logits and row sums.
 
         `shifted` are the logits minus the row max, which the entropy needs; they are overwritten. `decay`
         rescales the sums so far, `max_change` is the old row max minus the new one, `previous_sum` the row sum so far.

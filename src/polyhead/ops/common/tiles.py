@@ -1,8 +1,9 @@
 """Tiling of one attention call into tiles of logits, for backends that work tile by tile.
 
 The query heads that share a KV head are folded into its rows: queries are [pairs, group, queries, head_dim] and keys
-[pairs, keys, head_dim], where a pair is one (sequence, KV head). No key is repeated. Many pairs are split into parts
-first, so that a tile keeps enough rows for an efficient matrix product: below about 500 rows a CPU runs at half speed.
+[pairs, keys, head_dim], where a pair is one (sequence, KV head). No key is repeated. Calls with many pairs are split
+into parts first, so that a tile keeps enough rows for an efficient matrix product: below about 500 rows a CPU runs at
+half speed.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import torch
 from torch import Tensor
 
 from polyhead.ops.common.dropout import draw_seed, keep_tile
-from polyhead.ops.common.nonfinite import without_broken, without_broken_queries
+from polyhead.ops.common.nonfinite import without_nonfinite, without_nonfinite_queries
 from polyhead.ops.common.request import AttentionRequest
 from polyhead.ops.common.visibility import Span, Visibility
 
 # Logits of one tile over all heads: together with their exponentials they fit into a CPU's cache.
 TILE_ELEMENTS = 1 << 21
 TILE_COLUMNS = 512
-_REUSED_ELEMENTS = 1 << 14  # logits of a call from which buffers are reused: smaller ones take no fresh pages
+_REUSED_ELEMENTS = 1 << 14  # buffers are reused in calls with at least this many logits; smaller ones need no new pages
 _FULL_ROWS = 512  # rows from which a tile's matrix product runs at full speed
 _MIN_TRANSPOSE_ROWS = 64  # with fewer rows, transposing the keys costs more than the product gains
 _LOG2_E = 1.4426950408889634
@@ -86,7 +87,7 @@ class Tiling:
         self.query_poison = query_poison  # [batch, heads, queries]
         self.poison = poison  # [batch, kv_heads, keys]
         self.bias_tensors = [] if self.visibility is None else self.visibility.bias_tensors
-        # Dropout is hashed with batch indices, which a part would have to offset.
+        # Sizes of a tile. Dropout is a hash of batch indices, which a part would have to offset.
         self.rows, self.columns, self.pairs = tile_sizes(
             self.batch * self.kv_heads, self.group, self.queries, self.keys, in_parts=not self.dropout
         )
@@ -181,10 +182,12 @@ class Tiling:
     # ---- tiles
 
     def row_blocks(self) -> Iterator[Span]:
+        """Yield the spans of queries that are processed together."""
         for start in range(0, self.queries, self.rows):
             yield start, min(start + self.rows, self.queries)
 
     def column_blocks(self, rows: Span) -> Iterator[Span]:
+        """Yield the spans of keys that some of these rows may see, each of at most one tile."""
         spans = [(0, self.keys)] if self.visibility is None else self.visibility.spans(rows)
         for first, last in spans:
             for start in range(first, last, self.columns):
@@ -267,12 +270,14 @@ class Tiling:
         return torch.mul(x, _LOG2_E, out=target).exp2_()
 
     def keep(self, rows: Span, columns: Span) -> Tensor | None:
+        """Return the dropout mask of a tile (True: keep), [pairs, group * rows, columns]; None without dropout."""
         if not self.dropout or self.seed is None:
             return None
         keep = keep_tile(self.seed, self.dropout, self.batch, self.heads, rows, columns)
         return keep.view(self.batch * self.kv_heads, self.group * (rows[1] - rows[0]), columns[1] - columns[0])
 
     def apply_dropout(self, tile: Tensor, keep: Tensor | None) -> Tensor:
+        """Zero the dropped elements of a tile and rescale the others; `keep` is from `Tiling.keep`."""
         return tile if keep is None else torch.where(keep, tile / (1 - self.dropout), 0.0)
 
     def weights(self, query: Tensor, key: Tensor, logsumexp: Tensor) -> Tensor:
@@ -285,7 +290,7 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """Tensors of a request in the accumulation dtype, finite under a mask, and their tiling."""
+    """Tensors of a request in the accumulation dtype, without NaN and Inf if there is a mask, and their tiling."""
 
     tiling: Tiling
     query: Tensor  # scaled
@@ -295,6 +300,7 @@ class Prepared:
 
 
 def prepare(request: AttentionRequest, *, dropout: bool = True) -> Prepared:
+    """Cast, scale and clean the tensors of a request; `dropout=False` ignores its dropout."""
     dtype = request.accumulation_dtype
     scale = request.scale
     query, key, value = request.query, request.key, request.value
@@ -302,8 +308,8 @@ def prepare(request: AttentionRequest, *, dropout: bool = True) -> Prepared:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     query_poison, poison = None, None
     if request.visibility is not None and not request.finite:
-        query, query_poison = without_broken_queries(query)
-        key, value, poison = without_broken(key, value)
+        query, query_poison = without_nonfinite_queries(query)
+        key, value, poison = without_nonfinite(key, value)
     # The scale is folded into the queries here, under autograd, so that a learned scale receives its gradient.
     query = query * (scale.to(dtype)[:, None, None] if isinstance(scale, Tensor) else scale)
     seed = None

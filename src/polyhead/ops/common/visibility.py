@@ -19,15 +19,16 @@ Span = tuple[int, int]  # from, to (exclusive)
 class Visibility:
     """Visible keys and additive bias of `num_queries` queries over `num_keys` keys.
 
-    Query i has position `i + offset` and key j has position j, unless the position tensors are set.
+    Query i has position `i + offset` and key j has position j, unless the position tensors are set. A "real" token is
+    one that is not padding.
     """
 
     num_queries: int
     num_keys: int
     device: torch.device
-    left: int | None = None
-    right: int | None = None
-    sinks: int = 0
+    left: int | None = None  # keys up to this many positions before the query are visible; None: any number
+    right: int | None = None  # and up to this many after it
+    sinks: int = 0  # keys with a smaller ordinal are visible regardless of `left`
     offset: int = 0
     query_positions: Tensor | None = None  # [batch or 1, queries]
     key_positions: Tensor | None = None  # [batch or 1, keys]
@@ -56,10 +57,13 @@ class Visibility:
 
     @property
     def is_band(self) -> bool:
-        """True if the mask is only a causal or sliding-window band, the same for all sequences and heads."""
+        """True if the mask is only a causal or sliding-window band, the same for all sequences and heads.
+
+        It may have attention sinks, unlike a `MaskArguments.is_band`.
+        """
         # Lengths are compared with 0, here and elsewhere, because Dynamo cannot evaluate a tuple of tensors as a bool.
-        has_tokens = self.query_positions is not None or self.query_real is not None or self.key_real is not None
-        return not has_tokens and self.allowed is None and len(self.documents) == 0 and not self.has_bias
+        has_token_tensors = self.query_positions is not None or self.query_real is not None or self.key_real is not None
+        return not has_token_tensors and self.allowed is None and len(self.documents) == 0 and not self.has_bias
 
     @property
     def is_window(self) -> bool:
@@ -125,8 +129,9 @@ class Visibility:
             result = tile if result is None else _add_finite(result, tile)
         for term in self.relative_biases:
             table = _cast_finite(term.table, dtype)
-            # The gradient of a table column sums over all pairs at its distance, so autograd sums in float64 where
-            # the tile is float32. In half precision the weights' rounding dominates, and the tile takes the memory.
+            # The gradient of a table column is a sum over all pairs at its distance: autograd computes it in float64
+            # if the tile is float32. In half precision the rounding of the weights dominates, and a float64 tile would
+            # take four times the memory.
             if (
                 torch.is_grad_enabled()
                 and table.requires_grad
@@ -308,6 +313,7 @@ def _slice_tile(tensor: Tensor, rows: Span, columns: Span) -> Tensor:
 
 
 def _real_tokens(lengths: Tensor, size: int, side: str) -> Tensor:
+    """Return False for padding, boolean [batch, size]; `side` is that of the padding."""
     index = torch.arange(size, device=lengths.device)
     return index < lengths[:, None] if side == "right" else index >= size - lengths[:, None]
 
@@ -357,6 +363,7 @@ def _check_dense(tensor: Tensor, batch: int, heads: int, queries: int, keys: int
 def _check_lengths(
     padding: Padding, batch: int, queries: int, keys: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
+    """Return the checked numbers of real keys and of real queries, [batch] each; None: all queries are real."""
     real_queries = padding.queries if padding.queries is not None else (padding.keys if queries == keys else None)
     for name, lengths, size in (("key", padding.keys, keys), ("query", real_queries, queries)):
         if lengths is None:
@@ -376,6 +383,7 @@ def _check_lengths(
 def _check_rows(
     name: str, query_rows: Tensor, key_rows: Tensor | None, batch: int, queries: int, keys: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
+    """Return the checked per-token tensors of queries and keys; the keys' are the queries' by default."""
     if key_rows is None:
         if queries != keys:
             raise MaskError(

@@ -96,13 +96,13 @@ def cached_attention(
         sinks=sinks,
         left=mask.left,
         right=mask.right,
-        kept=mask.sinks,
+        first_keys=mask.sinks,
         table=None if bias is None else bias.table,
         table_zero=0 if bias is None else bias.zero,
         names=names,
         sink_keys=1 if statistics is None else statistics.sink_keys,
         window=0 if statistics is None else statistics.window,
-        is_served=True,
+        is_supported=True,
     )
     rows = None if statistics is None else RowStatistics(**row_stats)
     return AttentionOutput(output, logsumexp, statistics=rows, backend="fused")

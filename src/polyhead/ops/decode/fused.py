@@ -51,7 +51,7 @@ class CacheArguments(NamedTuple):
     block_table: Tensor | None = None  # [batch, pages of the longest sequence]; needs `lengths`
     key_scale: Tensor | None = None  # float32 [batch, kv_heads, slots]
     value_scale: Tensor | None = None
-    shared: bool = False
+    shared: bool = False  # the cache holds latents
 
     @property
     def holds_latents(self) -> bool:
@@ -78,7 +78,7 @@ class DecodeOptions(NamedTuple):
     softcap: float | None
     left: int | None
     right: int | None
-    kept: int
+    first_keys: int
     table_zero: int
     statistics: Sequence[int]  # indices in `NAMES`
     sink_keys: int
@@ -155,14 +155,14 @@ def decode(
     sinks: Tensor | None = None,
     left: int | None = None,
     right: int | None = None,
-    kept: int = 0,
+    first_keys: int = 0,
     table: Tensor | None = None,
     table_zero: int = 0,
     names: Sequence[str] = (),
     sink_keys: int = 1,
     window: int = 64,
     splits: int | None = None,
-    is_served: bool = False,
+    is_supported: bool = False,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Attend over a KV cache; returns output, log-sum-exp and statistics by name.
 
@@ -172,27 +172,42 @@ def decode(
         query: [batch, heads, queries, head_dim], the new tokens, whose keys and values are already in the cache.
         scale, head_scale: factors of the dot products; `head_scale` has one number per head.
         sinks: one learned sink logit per head.
-        left, right, kept: keys visible before and after the query's position, and first keys (attention sinks) that
-            stay visible outside the window; `right` is 0 for causal attention.
+        left, right, first_keys: keys visible before and after the query's position, and the number of first keys
+            (attention sinks) that are visible regardless of `left`; `right` is 0 for causal attention.
         table, table_zero: a relative bias [heads or 1, distances], as in `Mask.relative`.
         names, sink_keys, window: the statistics, as in `polyhead.Statistics`.
         splits: number of programs that share the keys of a sequence; chosen from the sizes by default.
-        is_served: the caller has already checked that `decode_reasons` is empty.
+        is_supported: the caller has already checked that `decode_reasons` is empty.
     """
     _check_shapes(query, cache, head_scale, sinks, table)
-    if kept and left is None:
-        raise OptionError(f"kept needs a left edge, which would mask those first keys, got kept {kept} and left None")
+    if first_keys and left is None:
+        raise OptionError(
+            "first_keys needs a left edge, outside of which those keys stay visible, "
+            f"got first_keys {first_keys} and left None"
+        )
     if "learned_sink_mass" in names and sinks is None:
         raise OptionError("learned_sink_mass needs learned sinks, got sinks None")
     if splits is not None and not 1 <= splits <= _MAX_SPLITS:
         raise OptionError(f"splits must be between 1 and {_MAX_SPLITS}, got {splits}")
-    if not is_served and len(reasons := decode_reasons(query, cache)):
+    if not is_supported and len(reasons := decode_reasons(query, cache)):
         raise BackendUnsupported("decode", reasons)
     if query.shape[2] == 1 and cache.key_position is None:
         right = None  # a single query is the last token
     statistics = [NAMES.index(name) for name in names]
     options = DecodeOptions(
-        head_scale, sinks, table, scale, softcap, left, right, kept, table_zero, statistics, sink_keys, window, splits
+        head_scale,
+        sinks,
+        table,
+        scale,
+        softcap,
+        left,
+        right,
+        first_keys,
+        table_zero,
+        statistics,
+        sink_keys,
+        window,
+        splits,
     )
     # Calling a custom operator costs as much host time as launching the kernels, so only traced calls use it.
     if is_traced(query):
@@ -203,11 +218,12 @@ def decode(
 
 
 def _run_decode(query: Tensor, cache: CacheArguments, options: DecodeOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the kernels; return output, log-sum-exp and the stacked statistics."""
     from polyhead.ops.decode.kernels.parts import join_kernel
     from polyhead.ops.decode.kernels.split_keys import CachePointers, decode_kernel
 
     key, value, lengths, new_lengths, key_position, query_position, block_table, key_scale, value_scale, _ = cache
-    head_scale, sinks, table, scale, softcap, left, right, kept, table_zero, statistics, *_ = options
+    head_scale, sinks, table, scale, softcap, left, right, first_keys, table_zero, statistics, *_ = options
     sink_keys, window, splits = options.sink_keys, options.window, options.splits
     batch, heads, queries, dim_key = query.shape
     dim_value = value.shape[3]
@@ -232,7 +248,7 @@ def _run_decode(query: Tensor, cache: CacheArguments, options: DecodeOptions) ->
         *_row_head_token(key_scale, paged),
         *_row_head_token(value_scale, paged),
     )
-    mask = _edges(left, right, kept)
+    mask = _edges(left, right, first_keys)
     if key_position is not None and query_position is not None:
         batch_rows = max(key_position.shape[0], query_position.shape[0])
         key_position, query_position = (x.expand(batch_rows, -1).contiguous() for x in (key_position, query_position))
@@ -265,7 +281,7 @@ def _run_decode(query: Tensor, cache: CacheArguments, options: DecodeOptions) ->
         blocks = plan_blocks(group_rows, dim_key, dim_value, key.element_size(), len(statistics), indirect)
     pairs = batch * kv_heads * -(-group_rows // blocks.rows)
     if splits is None:
-        reachable = slots if left is None or key_position is not None else min(slots, left + queries + kept)
+        reachable = slots if left is None or key_position is not None else min(slots, left + queries + first_keys)
         splits = plan_splits(pairs, -(-reachable // blocks.keys), blocks.resident * multiprocessors(query.get_device()))
     # A single program per row writes its output directly; the kernel for latents always writes partial results.
     in_parts = splits > 1 or isinstance(blocks, LatentBlocks)
@@ -340,7 +356,7 @@ _SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor? lengths, Tensor? new_lengths, Tensor? key_position, "
     "Tensor? query_position, Tensor? block_table, Tensor? key_scale, Tensor? value_scale, bool shared, "
     "Tensor? head_scale, Tensor? sinks, Tensor? table, float scale, float? softcap, SymInt? left, SymInt? right, "
-    "SymInt kept, SymInt table_zero, SymInt[] statistics, SymInt sink_keys, SymInt window, SymInt? splits) "
+    "SymInt first_keys, SymInt table_zero, SymInt[] statistics, SymInt sink_keys, SymInt window, SymInt? splits) "
     "-> (Tensor, Tensor, Tensor)"
 )
 
@@ -352,10 +368,11 @@ def _decode(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @_decode.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _outputs(query, value, rest[17])
+    return _outputs(query, value, rest[17])  # `statistics`
 
 
 def _outputs(query: Tensor, value: Tensor, statistics: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate output, log-sum-exp and the stacked statistics."""
     batch, heads, queries, _ = query.shape
     # Tokens before heads in memory, so that a layer can flatten the heads of a token without a copy.
     output = query.new_empty((batch, queries, heads, value.shape[3])).transpose(1, 2)
@@ -364,16 +381,16 @@ def _outputs(query: Tensor, value: Tensor, statistics: Sequence[int]) -> tuple[T
 
 
 @functools.lru_cache(maxsize=256)
-def _edges(left: int | None, right: int | None, kept: int) -> MaskArguments:
+def _edges(left: int | None, right: int | None, first_keys: int) -> MaskArguments:
     """Return a mask of edges alone; cached, because building a tuple of twenty fields is slow."""
     from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 
-    return MaskArguments(left=left, right=right, sinks=kept or None)
+    return MaskArguments(left=left, right=right, sinks=first_keys or None)
 
 
 @functools.lru_cache(maxsize=256)
 def _statistic_slots(statistics: tuple[int, ...]) -> Any:
-    """Return the slot of each requested statistic."""
+    """Return the index of each requested statistic in the stacked statistics."""
     from polyhead.ops.decode.kernels.parts import StatisticSlots
 
     return StatisticSlots(**{NAMES[name]: slot for slot, name in enumerate(statistics)})
@@ -393,9 +410,7 @@ class Blocks(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def plan_blocks(rows: int, dim_key: int, dim_value: int, itemsize: int, statistics: int, indirect: bool) -> Blocks:
-    """Choose tiles that fit into registers and shared memory.
-
-    The limits are the compiler's resource report for sm_90.
+    """Choose tiles that fit into registers and shared memory, by the compiler's resource report for sm_90.
 
     For plain 16-bit caches they were also timed on an H200, where two programs per SM were fastest: long tiles for few
     rows, three short ones in flight for more rows. The others are not timed.

@@ -1,6 +1,4 @@
-"""`profile`: a second pass over Q K^T for statistics of the final weights.
-
-The weights are never materialised.
+"""`profile`: a second pass over Q K^T for statistics of the final weights, which are never materialised.
 
 With the log-sum-exp L of each row, the weight of a logit s is exp(s - L): each tile of Q K^T is computed once, V is
 never read, and nothing of size queries x keys is stored.
@@ -149,7 +147,7 @@ def profile(
 
 
 def _full_precision(device_type: str) -> AbstractContextManager[Any]:
-    """Return a context without autocast, which would round the tiles."""
+    """Return a context in which autocast is disabled, which would round the tiles."""
     enabled = device_type != "meta" and torch.is_autocast_enabled(device_type)
     return torch.autocast(device_type, enabled=False) if enabled else nullcontext()
 
@@ -176,6 +174,7 @@ def unsupported_reasons(request: ProfileRequest) -> list[str]:
 
 
 def _choose(request: ProfileRequest, backend: str) -> str:
+    """Return the backend to run; raise BackendUnsupported if a named one does not support the request."""
     if backend not in ("auto", *BACKENDS):
         raise OptionError(f"backend must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
     if backend == "blockwise":
@@ -189,6 +188,7 @@ def _choose(request: ProfileRequest, backend: str) -> str:
 
 
 def _fused(request: ProfileRequest) -> dict[str, Tensor]:
+    """Compute the results that need tiles with the kernels; as `blockwise.run`."""
     from polyhead.ops.profile.kernels.divergence import divergences
     from polyhead.ops.profile.kernels.prepare import prepare
     from polyhead.ops.profile.kernels.second_pass import second_pass

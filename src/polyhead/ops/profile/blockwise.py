@@ -16,11 +16,10 @@ from torch.nn.functional import pad
 from polyhead.ops.common.visibility import Span
 from polyhead.ops.profile.request import FAR_BINS, NEAR, OFFSET_BINS, ProfileRequest
 
-_TILE_ELEMENTS = (
-    1 << 20
-)  # logits of one tile over all heads: 4 MB; smaller tiles are slower due to the overhead per call
+# Logits of one tile over all heads: 4 MB in float32. Smaller tiles are slower due to the overhead per call.
+_TILE_ELEMENTS = 1 << 20
 _TILE_COLUMNS = 512
-_NARROW = 64
+_NARROW = 64  # rows or columns of a window up to which tiles are longer
 
 
 def run(request: ProfileRequest) -> dict[str, Tensor]:
@@ -209,8 +208,9 @@ class _Offsets(_Accumulator):
             for histogram, index, tile in zip(self.histogram, bins, weights, strict=True):
                 histogram.index_add_(1, index, tile.flatten(1))
             return
-        # Offsets are constant along diagonals. Rows padded to one more column than there are diagonals, and read again
-        # as rows of that many columns less one, are each shifted right by one: diagonals become columns.
+        # Offsets are constant along diagonals. Rows are padded to one column more than there are diagonals, and their
+        # elements read again as rows of one column less: each row is then shifted right by one against the row before
+        # it, and diagonals are columns.
         height, width = weights.shape[2:]
         skewed = pad(weights.flip(2), (0, height)).flatten(2)[..., : height * (height + width - 1)]
         diagonals = skewed.unflatten(2, (height, height + width - 1)).sum(2)
@@ -298,13 +298,13 @@ class _HeadPairs(_Accumulator):
         if self.divergence is None or self.has_keys is None:
             self.divergence = weights.new_zeros(self.batch, len(self.pairs), rows[1] - rows[0])
             self.has_keys = torch.zeros_like(self.divergence, dtype=torch.bool)
-        filled = (log_weights != -torch.inf).any(-1)
+        sees_keys = (log_weights != -torch.inf).any(-1)  # in this tile
         step = max(1, self.heads)  # chunks of as many pairs as there are heads, to bound the memory of a tile
         for start in range(0, len(self.pairs), step):
             cut = slice(start, start + step)
             head_a, head_b = self.pairs[cut].unbind(-1)
             self.divergence[:, cut] += _divergence(weights[:, head_a], weights[:, head_b]).sum(-1)
-            self.has_keys[:, cut] |= filled[:, head_a] | filled[:, head_b]
+            self.has_keys[:, cut] |= sees_keys[:, head_a] | sees_keys[:, head_b]
 
     def finish_rows(self, rows: Span) -> None:
         if self.divergence is None or self.has_keys is None:
@@ -318,6 +318,7 @@ class _HeadPairs(_Accumulator):
 
 
 def mean_divergences(sums: Tensor) -> dict[str, Tensor]:
+    """Divide the sums over rows of divergence and distance, [3, batch, pairs], by the number of rows, their third."""
     divergence, distance, count = sums
     count = count.clamp_min(1)
     return {"head_divergence": divergence / count, "head_distance": distance / count}

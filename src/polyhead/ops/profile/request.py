@@ -63,6 +63,7 @@ class BlockMap:
 
 
 def _cheap_side(tokens: int, blocks: int) -> int:
+    """Return the smallest cheap side of blocks, of which at most `blocks` cover the tokens; see `BlockMap`."""
     min_side = max(1, -(-tokens // blocks))
     return 1 << (min_side - 1).bit_length() if min_side <= 128 else -(-min_side // 128) * 128
 
@@ -166,6 +167,7 @@ class ProfileRequest:
 
     @property
     def needs_tiles(self) -> bool:
+        """True if some result needs a pass over tiles; only the weights of pairs do not."""
         return self.received or self.block is not None or self.offsets or self.needs_rows or self.head_pairs is not None
 
     @property

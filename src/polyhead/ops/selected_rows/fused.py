@@ -19,7 +19,7 @@ from polyhead.ops.common.tracing import is_traced
 from polyhead.ops.selected_rows.request import RaggedRequest
 from polyhead.ops.selected_rows.rows import SelectedRows
 
-_PER_KEY = ("entropy", *LINEAR)
+_PER_KEY = ("entropy", *LINEAR)  # statistics whose gradient has a different term for each key of a row
 
 
 def unsupported_reasons(request: RaggedRequest) -> list[str]:
@@ -90,6 +90,7 @@ def _(*arguments: Any) -> list[Tensor]:
 
 
 def _backward_of_forward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    """Return the gradients of the operator's arguments, given those of its results."""
     arguments, (output, logsumexp, *statistics) = kernel_call.saved_call(ctx)
     grad_stats = dict(zip(kernel_call.split_names(arguments[-3]), grads[2:], strict=True))
     if any(grad_stats.get(name) is not None for name in MAXIMA):
@@ -167,8 +168,8 @@ def _backward(*arguments: Any) -> list[Tensor]:
     if call.sinks is not None:
         sink_stats = [name for name in ("entropy", "learned_sink_mass") if name in gradients]
         by_row = [{str(name): full.scatter(x[name]) for name in sink_stats} for x in (gradients, values)]
-        weights = full.scatter(logsumexp, -torch.inf), full.scatter(constant)
-        grads.append(sinks_gradient(call.sinks, *weights, *by_row))
+        full_rows = full.scatter(logsumexp, -torch.inf), full.scatter(constant)
+        grads.append(sinks_gradient(call.sinks, *full_rows, *by_row))
     return grads
 
 

@@ -151,16 +151,17 @@ def _sum_rows(rows: Tensor, matrices: Tensor, order: Tensor, ends: Tensor, slots
 
 
 def _outer_rows(
-    x: Tensor, rows: Tensor, order: Tensor, ends: Tensor, slots: int, complete: bool, turned: bool
+    x: Tensor, rows: Tensor, order: Tensor, ends: Tensor, slots: int, complete: bool, transposed: bool
 ) -> Tensor:
     """Sum x[r // slots]^T rows[r] over the rows of each group: [groups, x's width, rows' width].
 
-    With `turned` its memory layout is that of its transpose: a gradient in another layout than its weight is copied.
+    If `transposed`, its memory layout is that of its transpose: autograd would copy a gradient whose layout is not that
+    of its weight.
     """
     if not _kernels_support(x) and _grouped_mm_takes(x, rows):
         left, right = x[order // slots], rows[order]
-        return F.grouped_mm(right.T, left, offs=ends).mT if turned else F.grouped_mm(left.T, right, offs=ends)
-    result = _outer_result(x, rows, order, ends, slots, complete, turned)
+        return F.grouped_mm(right.T, left, offs=ends).mT if transposed else F.grouped_mm(left.T, right, offs=ends)
+    result = _outer_result(x, rows, order, ends, slots, complete, transposed)
     if _kernels_support(x):
         from polyhead.ops.selected_rows.kernels import grouped_product
 
@@ -172,9 +173,9 @@ def _outer_rows(
 
 
 def _outer_result(
-    x: Tensor, rows: Tensor, order: Tensor, ends: Tensor, slots: int, complete: bool, turned: bool
+    x: Tensor, rows: Tensor, order: Tensor, ends: Tensor, slots: int, complete: bool, transposed: bool
 ) -> Tensor:
-    if turned:
+    if transposed:
         return x.new_empty(ends.shape[0], rows.shape[1], x.shape[1]).mT
     return x.new_empty(ends.shape[0], x.shape[1], rows.shape[1])
 

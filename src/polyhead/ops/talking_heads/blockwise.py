@@ -61,10 +61,8 @@ class _Tiles(Tiling):
     def __init__(self, request: TalkingRequest, query_poison: Tensor | None, key_poison: Tensor | None) -> None:
         super().__init__(request.attention)
         self.scale = request.scale
-        self.query_poison_tokens, self.key_poison_tokens = (
-            query_poison,
-            key_poison,
-        )  # [batch, queries] and [batch, keys]
+        # [batch, queries] and [batch, keys]; those of `Tiling` are per head.
+        self.query_poison_tokens, self.key_poison_tokens = query_poison, key_poison
         elements = TILE_ELEMENTS if request.attention.query.device.type == "cpu" else _DEVICE_ELEMENTS
         self.rows = max(16, min(1024, elements // max(self.batch * self.heads * self.columns, 1)))
 
@@ -151,7 +149,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """Return output, log-sum-exp, softmax state and the statistics of every softmax.
 
-    The softmax state is row max and sum, [2, batch, heads, queries].
+    The softmax state is row max and sum, [2, batch, heads, queries]; 0 and 1 for rows without visible keys.
     """
     output = query.new_zeros(*query.shape[:3], value.shape[3])
     logsumexp = query.new_full(query.shape[:3], -torch.inf)
@@ -177,7 +175,10 @@ def _forward(
 def _row_softmax_state(
     tiles: _Tiles, query: Tensor, key: Tensor, logits_mix: Tensor, rows: Span
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the sum of exponentials of some rows, the row max subtracted in them, and the statistics."""
+    """Return the sum of exponentials of some rows, the row max subtracted in them, and the statistics.
+
+    In rows without visible keys the sum and the row max `m_safe` are 0.
+    """
     shape = (*query.shape[:2], rows[1] - rows[0])
     m_i, l_i = query.new_full(shape, -torch.inf), query.new_zeros(shape)
     m_safe = torch.zeros_like(l_i)
@@ -187,7 +188,7 @@ def _row_softmax_state(
         masked = allowed is not None
         tile_max = logits.amax(-1)
         if stats_accumulator is not None:
-            stats_accumulator.look(logits, columns, tile_max, masked=masked)
+            stats_accumulator.add_logits(logits, columns, tile_max, masked=masked)
         previous_m, m_i = m_i, torch.maximum(m_i, tile_max)
         previous_m_safe, m_safe = m_safe, torch.where(m_i == -torch.inf, 0.0, m_i)
         alpha = torch.exp(previous_m - m_safe)

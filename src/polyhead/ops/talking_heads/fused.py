@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Maximum of heads times 16-bit channels of a program, which keeps its rows of all heads and their accumulators on chip.
 _MAX_WIDTH = 2048
-_FEW_QUERIES = 32
+_FEW_QUERIES = 32  # up to which tiles of plain PyTorch are faster
 
 
 def unsupported_reasons(request: TalkingRequest) -> list[str]:
@@ -57,6 +57,7 @@ def unsupported_reasons(request: TalkingRequest) -> list[str]:
 
 
 def _padded(size: int) -> int:
+    """Return a number of heads or channels as tiles have it: a power of two of at least 16."""
     return max(16, 1 << max(size - 1, 0).bit_length())
 
 
@@ -71,6 +72,7 @@ def is_slower(request: TalkingRequest) -> bool:
 def run(request: TalkingRequest) -> AttentionOutput:
     inputs, clean, mask = _prepare(request)
     requested = inputs.statistics
+    # Only results that are returned need logits more precise than the inputs; see `kernels.launch.forward`.
     split = requested is not None or inputs.logsumexp
     # Calling a custom operator costs as much host time as launching a kernel, and twice that with autograd.
     traced = is_traced(inputs.query)
@@ -100,6 +102,7 @@ def mixed_weights(request: TalkingRequest) -> CombinedWeights:
 
 
 def _prepare(request: TalkingRequest) -> tuple[AttentionRequest, FiniteInputs, MaskArguments]:
+    """Return the attention request, its tensors without NaN and Inf, and its packed mask."""
     inputs = request.attention
     visibility = inputs.visibility
     if visibility is None:
@@ -108,7 +111,10 @@ def _prepare(request: TalkingRequest) -> tuple[AttentionRequest, FiniteInputs, M
 
 
 def _arguments(request: TalkingRequest, clean: FiniteInputs, mask: MaskArguments) -> tuple[Any, ...]:
-    """Return the leading arguments of every operator."""
+    """Return the leading arguments of every operator; a mask is passed as lists, one entry per field.
+
+    A field is a number if `mask_is_number`, else a tensor or None.
+    """
     tensors = [x if isinstance(x, Tensor) else None for x in mask]
     numbers = [0 if x is None or isinstance(x, Tensor) else x for x in mask]
     is_number = [x is not None and not isinstance(x, Tensor) for x in mask]
@@ -118,7 +124,7 @@ def _arguments(request: TalkingRequest, clean: FiniteInputs, mask: MaskArguments
 
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor logits_mix, Tensor weights_mix, float scale, "
-    "Tensor?[] mask_tensors, SymInt[] mask_numbers, bool[] mask_given, Tensor? query_poison, Tensor? key_poison"
+    "Tensor?[] mask_tensors, SymInt[] mask_numbers, bool[] mask_is_number, Tensor? query_poison, Tensor? key_poison"
 )
 
 
@@ -131,7 +137,7 @@ def _problem(
     scale: float,
     mask_tensors: Sequence[Tensor | None],
     mask_numbers: Sequence[int],
-    mask_given: Sequence[bool],
+    mask_is_number: Sequence[bool],
     query_poison: Tensor | None,
     key_poison: Tensor | None,
 ) -> Problem:
@@ -140,7 +146,7 @@ def _problem(
 
     fields: list[Any] = [
         number if is_number else tensor
-        for tensor, number, is_number in zip(mask_tensors, mask_numbers, mask_given, strict=True)
+        for tensor, number, is_number in zip(mask_tensors, mask_numbers, mask_is_number, strict=True)
     ]
     poisons = (None if x is None else x.float().contiguous() for x in (query_poison, key_poison))
     query, key, value = (with_dense_rows(x) for x in (query, key, value))
@@ -216,6 +222,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward_of_forward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    """Return the gradients of the operator's arguments, given that of its output; the log-sum-exp has none."""
     *inputs, query_poison, key_poison, logsumexp = ctx.saved_tensors
     scale, numbers, is_number = ctx.options
     grads: Sequence[Tensor | None] = [None] * 5

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyhead.masks import Mask
-from polyhead.ops.common.nonfinite import without_broken, without_broken_queries
+from polyhead.ops.common.nonfinite import without_nonfinite, without_nonfinite_queries
 from polyhead.ops.common.request import AttentionRequest
 
 
@@ -49,8 +49,8 @@ def remove_nonfinite(request: AttentionRequest) -> FiniteInputs:
     query, key, value = request.query, request.key, request.value
     if request.visibility is None or request.finite:
         return FiniteInputs(query, key, value, None, None)
-    query, query_poison = without_broken_queries(query)
-    key, value, key_poison = without_broken(key, value)
+    query, query_poison = without_nonfinite_queries(query)
+    key, value, key_poison = without_nonfinite(key, value)
     dtype = request.accumulation_dtype
     poisons = (None if x is None else x.detach().to(dtype).amax(1) for x in (query_poison, key_poison))
     return FiniteInputs(query, key, value, *poisons)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from polyhead.errors import OptionError
-from polyhead.report.packing import clipped, packed_floats, packed_shares
+from polyhead.report.packing import clipped, packed_floats, packed_weights
 from polyhead.report.viewer import tiles, words
 from polyhead.report.viewer.cache import TileCache
 from polyhead.report.viewer.distance import distances
@@ -184,7 +184,7 @@ class Viewer:
             yield {
                 "place": number,
                 "exact": rule is None,
-                "weights": packed_shares(cells) if all_weights else packed_floats(cells),
+                "weights": packed_weights(cells) if all_weights else packed_floats(cells),
                 "progress": {"step": "heads", "done": number + 1, "total": len(attentions), "unit": "layers"},
             }
         yield {"done": True}

@@ -46,12 +46,12 @@ def test_on_a_gpu_every_broken_element_is_zero_and_every_broken_key_is_marked(dt
 def test_no_kernel_is_launched_on_tensors_without_memory() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from polyhead.ops.common.nonfinite import without_broken
+    from polyhead.ops.common.nonfinite import without_nonfinite
 
     with FakeTensorMode():
         key = torch.randn(2, 3, 71, 16, device="cuda")
         for requires_grad in (False, True):
-            clean_key, clean_value, poison = without_broken(key.requires_grad_(requires_grad), key)
+            clean_key, clean_value, poison = without_nonfinite(key.requires_grad_(requires_grad), key)
             assert clean_key.shape == clean_value.shape == key.shape
             assert poison.shape == key.shape[:-1]
     torch.cuda.synchronize()

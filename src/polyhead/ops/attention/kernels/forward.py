@@ -54,6 +54,8 @@ RowPointers = row_tuple("RowPointers", (*NAMES, "argmax", "argmax_abs"), __name_
 
 
 class Sizes(NamedTuple):
+    """Sizes of one call, and the parameters of its statistics."""
+
     heads: int
     group: int  # query heads that share a KV head
     queries: int
@@ -115,7 +117,8 @@ def full_tiles(mask, rows, sizes, first_row, BLOCK_M: tl.constexpr, BLOCK_N: tl.
         full_from = tl.maximum(full_from, tl.cdiv(tl.minimum(sizes.sink_keys, sizes.keys), BLOCK_N))
     full_from = tl.minimum(full_from, last_tile)
     full_to = tl.minimum(tl.maximum(full_to, full_from), last_tile)
-    # Distances from `low` to `high` are counted by a mass; initially, only tiles with distances of both signs.
+    # Tiles with a distance from `low` to `high`, which a mass counts, are near. The initial empty range includes only
+    # tiles with distances of both signs, which the mean distance needs pair by pair.
     low, high = 1, -1
     if rows.self_mass is not None:
         low, high = 0, 0
@@ -780,6 +783,7 @@ def fits_descriptor(x: Tensor) -> bool:
 
 
 def row_descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """Return a tensor descriptor of [batch, heads, tokens, dim] for blocks of `rows` tokens and `width` channels."""
     # The stride of an axis of one element is never used, and may be any valid one.
     aligned = blocks_of(x.shape[3], 16) * 16
     strides = [stride if size > 1 else aligned for size, stride in zip(x.shape, x.stride(), strict=True)]

@@ -259,10 +259,13 @@ def _consumer(
         p = packed(weights, DTYPE)
         tile = last_tile - 1
 
-        # Tiles that an edge of the band or the diagonal crosses are masked; those in between are not.
+        # Tiles that an edge of the band or the diagonal crosses are masked; those in between are not. From right to
+        # left, each range with its leftmost tile: masked to `edge` (right edge of the band), full to `above`, masked to
+        # `below` (diagonal), full to `clear`, masked to `first_tile` (left edge of a window).
         position = row + offset
-        below = gl.maximum(position // BLOCK_N, first_tile)  # the last tile that the diagonal crosses
+        below = gl.maximum(position // BLOCK_N, first_tile)
         if FULL and not (DISTANCE or SIGNED):
+            # Only the end of the keys is masked, and the diagonal does not matter.
             below = gl.maximum(gl.minimum(num_keys // BLOCK_N, tile + 1), first_tile)
         if not CAUSAL and (DISTANCE or not FULL):
             # Right of the diagonal.

@@ -30,6 +30,7 @@ def is_readable(x: Tensor) -> bool:
 
 
 def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Return a TMA descriptor of [batch, heads, tokens, dim] for blocks of `rows` tokens and `columns` channels."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns], _layout(rows, columns, x.dtype))
 
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 
 class MaskArguments(NamedTuple):
+    """Terms of one mask; the module docstring describes their types."""
+
     left: int | None = None  # keys up to this many positions before the query are visible, None: any number
     right: int | None = None  # and up to this many after it
     sinks: int | None = None  # keys with a smaller ordinal are visible regardless of `left`
@@ -39,14 +41,17 @@ class MaskArguments(NamedTuple):
     bias_query: int = 0
     bias_key: int = 0
     table: Tensor | None = None  # [heads or 1, distances], contiguous: a bias by distance, clamped at its ends
-    table_head: int = 0
-    table_zero: int = 0
+    table_head: int = 0  # stride of heads, 0: shared
+    table_zero: int = 0  # column of distance 0
     table_width: int = 0
     poison: Tensor | None = None  # [batch, kv_heads, keys], contiguous: NaN at non-finite keys, which were replaced
 
     @property
     def is_band(self) -> bool:
-        """True if the mask is only a causal or sliding-window band, the same for all sequences and heads."""
+        """True if the mask is only a causal or sliding-window band, the same for all sequences and heads.
+
+        It has no attention sinks, unlike a `Visibility.is_band`.
+        """
         terms = (self.sinks, self.query_position, self.query_document, self.allowed, self.bias, self.table)
         return all(x is None for x in terms)
 

@@ -53,7 +53,7 @@ _fitting_tiles: dict[Hashable, Any] = {}
 
 @functools.cache
 def shared_memory(device: int | None) -> int:
-    """Return the bytes of shared memory per program; None, the interpreter, has as many as Hopper."""
+    """Return the bytes of shared memory per program: for the interpreter (None), as many as on Hopper."""
     return 232448 if device is None else driver.active.utils.get_device_properties(device)["max_shared_mem"]
 
 

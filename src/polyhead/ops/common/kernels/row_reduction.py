@@ -84,7 +84,8 @@ def _reduce_kernel(
     IN_CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # Columns of one chunk are adjacent programs: they read the same numbers of keys.
+    # Columns of one chunk are adjacent programs: they read the same numbers of keys. A slot is a head's index among the
+    # selected ones.
     i_column = tl.program_id(0) % COLUMNS
     i_chunk = (tl.program_id(0) // COLUMNS) % chunks
     i_slot = tl.program_id(0) // COLUMNS // chunks

@@ -50,7 +50,7 @@ def exp2(x, EXACT: tl.constexpr):
         x = tl.where(x < -127.0, -127.0, x)  # NaN propagates; at -127 the result is 0
         integer = tl.floor(x + 0.5)
         fraction = x - integer
-        # 2**part between -1/2 and 1/2, within 2e-9, and exactly 1 at 0.
+        # 2**fraction for a fraction between -1/2 and 1/2, within 2e-9, and exactly 1 at 0.
         series = 9.61843736e-03 + fraction * (1.33988744e-03 + fraction * 1.53533618e-04)
         series = 2.40226479e-01 + fraction * (5.55033247e-02 + fraction * series)
         near = 1.0 + fraction * (6.93147203e-01 + fraction * series)

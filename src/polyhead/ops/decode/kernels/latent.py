@@ -141,7 +141,7 @@ def latent_kernel(
     inner_from = tl.minimum(tl.maximum(inner_from, tile_from), tile_to)
     inner_to = tl.maximum(tl.minimum(inner_to, tile_to), inner_from)
 
-    # [BLOCK_M, BLOCK_RANK] and [BLOCK_M, BLOCK_TURNING]
+    # [BLOCK_M, BLOCK_RANK] and [BLOCK_M, BLOCK_ROPE]
     ptr_rows = ptr_query + i_batch.to(tl.int64) * stride_query_batch
     ptr_rows += offs_head.to(tl.int64) * stride_query_head + offs_query.to(tl.int64) * stride_query_token
     tile_query = load_rows(ptr_rows, mask_real, RANK, BLOCK_RANK)
@@ -193,7 +193,7 @@ def latent_kernel(
                 )
                 mask_n = tl.max(visible.to(tl.int32), 0) > 0
             ptr_tokens = ptr_latents + offs_n.to(tl.int64) * latents.token
-            # [BLOCK_N, BLOCK_RANK] and [BLOCK_N, BLOCK_TURNING]
+            # [BLOCK_N, BLOCK_RANK] and [BLOCK_N, BLOCK_ROPE]
             tile_latent = load_rows(ptr_tokens, mask_n, RANK, BLOCK_RANK)
             tile_key_rope = None
             if ROPE_DIM > 0:
@@ -298,7 +298,7 @@ def plan_parts(
     head_scale: Tensor | None,
     options: SoftmaxOptions,
 ) -> LatentBlocks:
-    """Choose the kernel and the tile sizes for `leave_parts`."""
+    """Return the tile sizes for `leave_parts`, and by them the kernel that it launches."""
     if has_hopper_kernels(query.device):
         from polyhead.ops.decode.kernels import latent_hopper as hopper
 

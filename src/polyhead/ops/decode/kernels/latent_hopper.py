@@ -6,7 +6,7 @@ registers for all. Tiles of 64 keys are loaded by the tensor memory accelerator 
 same shared memory for the logits and for the values. The product with the values of one tile and the logits of the next
 are issued back to back, while the tile after them is loaded.
 
-Compute-bound: with 128 heads each byte of a latent is multiplied 242 times.
+Compute-bound: with 128 heads there are 242 FLOPs per byte of the latents.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _thread_sums(x):
 
 @gluon.jit
 def _load_tile(desc_latent, desc_rope, latent_smem, rope_smem, ready, i_batch, i_kv_head, tile, step, pred):
-    """Start the TMA load of a tile of 64 keys into the stage of step - 2."""
+    """Start the TMA load of a tile of 64 keys into stage `step % 2`, if `pred`."""
     stage = step % 2
     bar = ready.index(stage)
     if desc_rope is not None:
@@ -243,6 +243,7 @@ def latent_hopper_kernel(
 
 
 def plan(rank: int) -> LatentBlocks:
+    """Return the tile sizes of this kernel."""
     return LatentBlocks(64, 64, max(128, power_of_two(rank)), 64, stages=2, warps=8, resident=1, on_hopper=True)
 
 

@@ -18,7 +18,7 @@ class Latents(NamedTuple):
     """Latents [batch, kv_heads, slots, rank + rope_dim] with strides; the last axis is contiguous."""
 
     data: Tensor
-    batch: int
+    batch: int  # strides, in elements
     head: int
     token: int
     lengths: Tensor | None = None  # [batch]: tokens of each sequence, the new ones included; None: every slot
@@ -69,9 +69,7 @@ def latent_reasons(width: int, rank: int) -> list[str]:
 
 @functools.lru_cache(maxsize=256)
 def plan_latent_blocks(rows: int, width: int, rank: int, itemsize: int) -> LatentBlocks:
-    """Choose tiles that fit into registers and shared memory.
-
-    The limits are the compiler's resource report for sm_90.
+    """Choose tiles that fit into registers and shared memory, by the compiler's resource report for sm_90.
 
     `rows` is the number of query heads per KV head times the new tokens. In float32, more rows would not fit together
     with the keys.

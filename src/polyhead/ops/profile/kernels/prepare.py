@@ -78,19 +78,19 @@ def prepare(
     row_count = rows[1] - rows[0]
     padded = blocks_of(row_count, MAX_TILE) * MAX_TILE
     lse = torch.empty(batch * heads, padded, device=query.device, dtype=torch.float32)
-    inner = _LOG2_E if softcap is None else 2 * _LOG2_E / softcap
+    to_base_two = _LOG2_E if softcap is None else 2 * _LOG2_E / softcap  # for the softcap see `tiles.log2_weights`
     head_sm_scales, ratios, sm_scale, ratio = None, None, 0.0, _LOG2_E
     if isinstance(scale, Tensor):
         exact = scale.double()
-        head_sm_scales = (exact * inner).float()
+        head_sm_scales = (exact * to_base_two).float()
         ratios = torch.full_like(exact, _LOG2_E)
         if softcap is None:
             ratios = torch.where(exact == 0, ratios, head_sm_scales.double() / exact)
     else:
-        sm_scale = _round_to_float32(scale * inner)
+        sm_scale = _round_to_float32(scale * to_base_two)
         if softcap is None and scale != 0:
             ratio = sm_scale / scale
-    high = _round_to_float32(ratio)
+    ratio_high = _round_to_float32(ratio)  # two float32 numbers have the digits of the ratio
     if lse.numel():
         block = min(1024, power_of_two(padded))
         with torch.cuda.device_of(query):
@@ -98,8 +98,8 @@ def prepare(
                 logsumexp,
                 lse,
                 ratios,
-                high,
-                ratio - high,
+                ratio_high,
+                ratio - ratio_high,
                 *logsumexp.stride(),
                 rows[0],
                 row_count,
@@ -173,7 +173,7 @@ def tiles_for(query: Tensor, *, by_columns: bool, register_heavy: bool = False, 
 
     Two programs of the column kernel share a multiprocessor up to head dim 128 (97 KiB and 128 registers per thread):
     one multiplies while the other computes exponentials. `register_heavy`: a tile of weights stays in registers for
-    further work, so tiles are smaller.
+    further work, so tiles are smaller. `heads_at_once`: heads of which a program holds tiles at the same time.
     """
     dim = block_dim(query)
     if query.dtype is torch.float32:
@@ -196,11 +196,13 @@ def tiles_for(query: Tensor, *, by_columns: bool, register_heavy: bool = False, 
 
 
 def _shared_bytes(tiles: Blocks, row_bytes: int, by_columns: bool) -> int:
+    """Return the shared memory of a program: one resident tile, and one streamed tile per pipeline stage."""
     resident, streamed = (tiles.columns, tiles.rows) if by_columns else (tiles.rows, tiles.columns)
     return (resident + streamed * tiles.stages) * row_bytes + 4096  # for reductions across warps
 
 
 def block_dim(query: Tensor) -> int:
+    """Return the head dim padded to a power of two that matrix products support."""
     return max(16, power_of_two(query.shape[3]))
 
 

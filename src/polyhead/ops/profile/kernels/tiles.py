@@ -98,7 +98,7 @@ def column_span(problem, mask, i_batch, first_row, BLOCK_M: tl.constexpr, BLOCK_
 
 @triton.jit
 def full_tiles(start, stop, first, last, BLOCK: tl.constexpr):
-    """Return the range of blocks between `first` and `last`; `start` twice if there are none."""
+    """Return the range of whole blocks, counted from `start`, between `first` and `last`; empty at `start` if none."""
     full_start = start + tl.cdiv(tl.maximum(first - start, 0), BLOCK) * BLOCK
     full_stop = start + tl.maximum(tl.minimum(stop, last) - start, 0) // BLOCK * BLOCK
     is_empty = full_stop <= full_start

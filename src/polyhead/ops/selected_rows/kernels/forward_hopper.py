@@ -1,10 +1,8 @@
-"""Forward kernel for selected rows on Hopper, in Gluon.
+"""Forward kernel for selected rows on Hopper, in Gluon: faster than `forward` for causal and window masks.
 
-It is faster than `forward` for causal and window masks.
-
-`attention.kernels.forward_hopper` for 128 selected rows instead of 128 consecutive ones. They are adjacent in memory,
-so one copy loads them, and ascending, so the first and the last of them bound the visible tiles; the mask of a row
-follows from the position of its query. It has the same bottleneck as `attention.kernels.forward_hopper`.
+A program processes 128 selected rows where that of `attention.kernels.forward_hopper` processes 128 consecutive ones,
+and has the same bottleneck. The rows are adjacent in memory, so one copy loads them, and ascending, so the first and
+the last of them bound the visible tiles; the mask of a row follows from the position of its query.
 """
 
 from __future__ import annotations

@@ -18,7 +18,11 @@ WIDTH = tl.constexpr(128)
 
 
 class Rows(NamedTuple):
-    """Selected rows as kernels read them; `first_key` and `last_key` are moved here from `MaskArguments`."""
+    """Selected rows as kernels read them.
+
+    `first_key` and `last_key` are moved here from `MaskArguments`, where `key_spans` would read them for consecutive
+    queries.
+    """
 
     positions: Tensor  # int32 [total]: query index of a row
     offsets: Tensor  # int32 [pairs + 1]

@@ -42,9 +42,9 @@ _WIDE_BLOCKS: dict[Pass, Blocks] = {
     "key": Blocks(16, 8, 16, 2),
     "value": Blocks(16, 16, 16, 2),
 }
-# The same with half the rows, if there are so few rows that multiprocessors would be idle.
+# Instead of `_BLOCKS`, if there are so few rows that multiprocessors would be idle.
 _FEW_ROWS_BLOCKS: dict[Pass, Blocks] = {"output": Blocks(16, 16, 8, 3), "delta": Blocks(16, 16, 8, 3)}
-_WIDE = 16 * 64
+_WIDE = 16 * 64  # heads times channels beyond which `_WIDE_BLOCKS` are used
 _MIN_TILE = 8  # rows or columns of a tile
 _WAVES = 2  # programs per multiprocessor for the log-sum-exp, if there are enough keys
 _MIN_PART_KEYS = 256  # loading the rows of a program costs as much as loading 64 keys
@@ -93,6 +93,7 @@ class Problem(NamedTuple):
 
 
 def _choose_blocks(problem: Problem, name: Pass) -> Blocks:
+    """Return the tile sizes of a kernel, before they are reduced to what fits."""
     if problem.is_wide:
         return _WIDE_BLOCKS[name]
     blocks = _BLOCKS[name]
@@ -115,9 +116,7 @@ def _launch(
     parts: int = 1,
     **sizes: Any,
 ) -> int:
-    """Launch a kernel over rows or columns of each sequence; returns the blocks per sequence.
-
-    There are `count` rows or columns.
+    """Launch a kernel over the `count` rows, or columns, of each sequence; returns the blocks per sequence.
 
     Each block is processed by `parts` programs.
     """
