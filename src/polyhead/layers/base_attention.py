@@ -217,13 +217,12 @@ class BaseAttention(nn.Module):
         if view is None or not (decode_runs_on(q) and call.is_plain):
             return None
         arguments = (q, view.storage if by_head is None else by_head(view.storage), view.num_keys)
-        options: dict[str, Any] = {"mask": call.mask, "scale": scale, "sinks": sinks}
-        if key_heads is None and len(cached_reasons(*arguments, **options)):
-            return None
-        options |= {"softcap": self.softcap, "statistics": call.statistics}
+        options: dict[str, Any] = {"mask": call.mask, "scale": scale, "sinks": sinks, "statistics": call.statistics}
         if key_heads is not None:
-            return uneven_cached_attention(*arguments, key_heads, **options)
-        return cached_attention(*arguments, **options)
+            return uneven_cached_attention(*arguments, key_heads, softcap=self.softcap, **options)
+        if len(cached_reasons(*arguments, **options)):
+            return None
+        return cached_attention(*arguments, softcap=self.softcap, **options)
 
     def _attention(
         self,
