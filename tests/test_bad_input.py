@@ -414,19 +414,19 @@ LAYERS: list[Refusal] = [
         "rotary of another width",
         lambda: MultiHeadAttention(12, 3, positions=Rotary(8)),
         ShapeError,
-        "for a head_dim of 4; build them with head_dim=4",
+        "for a layer with head_dim 4; build them with head_dim=4",
     ),
     (
         "biases of other heads",
         lambda: MultiHeadAttention(12, 3, positions=ALiBi(5)),
         ShapeError,
-        "for 3 heads; build them with num_heads=3",
+        "for a layer with num_heads 3; build them with num_heads=3",
     ),
     (
         "sinusoids of another width",
         lambda: MultiHeadAttention(12, 3, positions=Sinusoidal(10)),
         ShapeError,
-        "embed_dim of 12; build them",
+        "embed_dim 12; build them",
     ),
     ("input of rank 2", lambda: LAYER(X[0]), ShapeError, r"query must be \[batch, sequence, 12\], got shape \[5, 12\]"),
     (

@@ -368,7 +368,7 @@ def test_the_default_sizes() -> None:
         ({"qk_rope_head_dim": 4}, ShapeError, r"Rotary\(head_dim=6\) for a qk_rope_head_dim of 4"),
         ({"qk_rope_head_dim": 4, "positions": None}, OptionError, r"got 4 with positions None; pass .*Rotary\(4\)"),
         ({"positions": nn.Identity()}, OptionError, "a module of polyhead.layers.positions, got Identity"),
-        ({"positions": ALiBi(3)}, ShapeError, r"ALiBi\(num_heads=3\) for 5 heads"),
+        ({"positions": ALiBi(3)}, ShapeError, r"ALiBi\(num_heads=3\) for a layer with num_heads 5"),
         ({"form": "latent"}, OptionError, "form must be 'auto', 'expanded' or 'absorbed', got 'latent'"),
         ({"norm_eps": 0.0}, OptionError, "norm_eps must be positive and finite, got 0.0"),
         ({"window": 3}, OptionError, "needs causal=True, got window 3"),

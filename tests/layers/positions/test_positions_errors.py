@@ -90,7 +90,12 @@ REFUSALS: list[tuple[str, Callable[[], object], type[PolyheadError], str]] = [
         ShapeError,
         r"of 19 tokens of head_dim=26, got shape \[3, 5, 19, 24\]",
     ),
-    ("rotary for other heads", lambda: Rotary(24).check(LAYOUT), ShapeError, r"head_dim=24\) for a head_dim of 26"),
+    (
+        "rotary for other heads",
+        lambda: Rotary(24).check(LAYOUT),
+        ShapeError,
+        r"for a layer with head_dim 26",
+    ),
     # scalings
     ("factor below 1", lambda: LinearScaling(0.5), OptionError, r"factor must be at least 1, got 0.5"),
     ("factor of 0", lambda: YarnScaling(0, 64), OptionError, r"factor must be positive and finite, got 0"),
@@ -119,7 +124,12 @@ REFUSALS: list[tuple[str, Callable[[], object], type[PolyheadError], str]] = [
     ),
     # biases
     ("no heads", lambda: ALiBi(0), ShapeError, r"num_heads must be a positive integer, got 0"),
-    ("biases of other heads", lambda: ALiBi(7).check(LAYOUT), ShapeError, r"num_heads=7\) for 5 heads"),
+    (
+        "biases of other heads",
+        lambda: ALiBi(7).check(LAYOUT),
+        ShapeError,
+        r"=7\) for a layer with num_heads 5",
+    ),
     ("negative length", lambda: ALiBi(5).mask(-1, 3), OptionError, r"query_length must not be negative, got -1"),
     ("odd buckets", lambda: T5Bias(5, num_buckets=13), OptionError, r"even and at least 4 when bidirectional, got 13"),
     ("two buckets", lambda: T5Bias(5, num_buckets=2), OptionError, r"at least 4 when bidirectional, got 2"),
@@ -165,7 +175,7 @@ REFUSALS: list[tuple[str, Callable[[], object], type[PolyheadError], str]] = [
         "input of another width",
         lambda: Sinusoidal(26).check(LAYOUT),
         ShapeError,
-        r"embed_dim=26\) for an embed_dim of 130",
+        r"embed_dim=26\) for a layer with embed_dim 130",
     ),
     ("no positions", lambda: Learned(0, 26), ShapeError, r"max_length must be a positive integer, got 0"),
     (

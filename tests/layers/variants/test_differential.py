@@ -376,5 +376,5 @@ def test_a_wrong_option_is_refused_by_layer_and_config(
 
 def test_what_has_no_counterpart_is_refused() -> None:
     assert not {"from_torch", "to_torch"} & set(dir(DifferentialAttention(24, 6)))
-    with pytest.raises(ShapeError, match=r"Rotary\(head_dim=4\) for a head_dim of 2"):
+    with pytest.raises(ShapeError, match=r"Rotary\(head_dim=4\) for a layer with head_dim 2"):
         DifferentialAttention(24, 6, positions=Rotary(4))
