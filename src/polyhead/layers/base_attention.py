@@ -85,10 +85,7 @@ class BaseAttention(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         """Check the options that all layers have, and set all but `positions`, whose order among submodules varies."""
-        checks.check_rate("dropout", dropout)
-        checks.check_positive("softcap", softcap)
-        checks.check_finite("scale", scale)
-        checks.check_backend(backend)
+        checks.check_options(dropout=dropout, softcap=softcap, scale=scale, backend=backend)
         checks.check_dtype(dtype)
         if positions is not None and not isinstance(positions, Positions):
             raise OptionError(

@@ -50,6 +50,14 @@ def check_finite(name: str, number: float | None) -> None:
         raise OptionError(f"{name} must be a finite number, got {number!r}")
 
 
+def check_options(*, dropout: float, softcap: float | None, scale: float | None, backend: str) -> None:
+    """Check the options that all layers and their configs have."""
+    check_rate("dropout", dropout)
+    check_positive("softcap", softcap)
+    check_finite("scale", scale)
+    check_backend(backend)
+
+
 def check_one_of(name: str, value: Any, choices: tuple[str | None, ...]) -> None:
     if not (value is None or isinstance(value, str)) or value not in choices:
         *others, last = map(repr, choices)

@@ -294,6 +294,13 @@ class ProjectedHeads(BaseAttention):
             k, v = self.k_proj(key), self.v_proj(value)
         return self._source_heads(k, v)
 
+    @property
+    def output_gate(self) -> Literal["head", "channel"] | None:
+        """Kind of the output gate; "head" if heads have one channel, where both kinds are the same."""
+        if self.gate_proj is None:
+            return None
+        return "head" if self.gate_proj.out_features == self.layout.num_heads else "channel"
+
     # Head layouts and reshapes, overridden by subclasses.
 
     @property

@@ -198,13 +198,9 @@ class GroupedHeadsConfig(HeadsConfig):
     hidden_dim: int | None = None
     activation: Literal["gelu", "linear"] = "gelu"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    _parts = ("layout", "combine")
+
+    def _check_and_fill(self) -> None:
+        super()._check_and_fill()
         groups = HeadGroups(self.layout, self.num_groups, self.hidden_dim, activation=self.activation, device="meta")
         self._fill(hidden_dim=groups.width)
-
-    @classmethod
-    def _read(cls, layer: Any) -> dict[str, Any]:
-        groups = layer.combine
-        fields = {"num_groups": groups.num_groups, "hidden_dim": groups.width, "activation": groups.activation}
-        return {**super()._read(layer), **fields}

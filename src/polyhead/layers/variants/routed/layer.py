@@ -17,7 +17,7 @@ from polyhead.layers.base_attention import BaseAttention, CallOptions, Memory
 from polyhead.layers.joint_projection import JointProjection, apply_linears
 from polyhead.layers.kv_cache import KVCache
 from polyhead.layers.kv_cache.tokens import integers
-from polyhead.layers.positions import BiasesLogits, Positions
+from polyhead.layers.positions import Positions
 from polyhead.layers.steps import apply_norm, init_linear, qk_norms, restores_cache_on_error, split_heads
 from polyhead.layers.variants.routed.router import HeadRouter, Routing
 from polyhead.layers.variants.routed.row_order import (
@@ -163,7 +163,7 @@ class RoutedHeads(BaseAttention):
         )
         check_shape_options(shape, top_k, sinks=sinks, dropout=dropout)
         if positions is not None:
-            check_shape_positions(shape, isinstance(positions, BiasesLogits), type(positions).__name__)
+            check_shape_positions(shape, type(positions))
             positions.check(layout)
         self.router = HeadRouter(
             embed_dim,

@@ -10,6 +10,7 @@ from polyhead.errors import MaskError, OptionError, ShapeError
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
 from polyhead.layers.base_attention import Memory
+from polyhead.layers.positions import BiasesLogits, Positions
 from polyhead.layers.variants.routed.router import Routing
 from polyhead.masks import Mask
 
@@ -39,11 +40,11 @@ def check_shape_options(shape: str, top_k: int | None, *, sinks: bool, dropout: 
         )
 
 
-def check_shape_positions(shape: str, biases: bool, name: str) -> None:
-    if shape == "shared" and biases:
+def check_shape_positions(shape: str, positions: type[Positions]) -> None:
+    if shape == "shared" and issubclass(positions, BiasesLogits):
         raise OptionError(
             "shape 'shared' does not support positions that bias logits, since a slot may be any head; "
-            f"got positions {name}; use Rotary, or shape 'full'"
+            f"got positions {positions.__name__}; use Rotary, or shape 'full'"
         )
 
 
