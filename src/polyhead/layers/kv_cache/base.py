@@ -206,9 +206,10 @@ class KVCache(ABC):
     def fork(self) -> Self:
         """Return an independent copy."""
 
-    @abstractmethod
     def reset(self) -> None:
         """Drop all tokens and return to the state after construction."""
+        self._lengths = (0,) * (self._built_batch or 0)
+        self._width = 0
 
     # ---- implemented by subclasses
 

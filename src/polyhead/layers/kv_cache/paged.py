@@ -174,8 +174,7 @@ class PagedCache(KVCache):
         _free_all(self._pool, self._tables)
         self._tables[:] = [[] for _ in range(self._built_batch or 0)]
         self._tables_changed()
-        self._lengths = (0,) * (self._built_batch or 0)
-        self._width = 0
+        super().reset()
 
     # A copy or a pickle gets its own pool with only this cache's pages: the pool's counts include other caches.
 

@@ -49,8 +49,7 @@ class SlotCache(KVCache):
     def reset(self) -> None:
         if self._layout is not None and self.batch_size != self._built_batch:
             self._buffers = self._allocate(self._built_batch or 0, self._capacity, self._layout)
-        self._lengths = (0,) * (self._built_batch or 0)
-        self._width = 0
+        super().reset()
 
     # ---- storage format, overridden by subclasses
 
@@ -77,11 +76,13 @@ class SlotCache(KVCache):
         starts = self._lengths
         ends = [old + new for old, new in zip(starts, new_lengths, strict=True)]
         self._reserve(longest(ends, otherwise=self._width + num_tokens))
-        write = TokenWriter.build(starts, new_lengths, self._width, num_tokens, layout.device)
-        for buffer, block in zip(self._buffers, self._encode(key, value), strict=True):
-            write(buffer, block)
+        self._write(TokenWriter.build(starts, new_lengths, self._width, num_tokens, layout.device), key, value)
         self._advance(new_lengths, num_tokens)
         return self._view(self._stored(), self._lengths_mask(new_lengths, num_tokens), new_lengths)
+
+    def _write(self, write: TokenWriter, key: Tensor, value: Tensor) -> None:
+        for buffer, block in zip(self._buffers, self._encode(key, value), strict=True):
+            write(buffer, block)
 
     def _stored(self) -> tuple[Tensor, ...]:
         self._require_layout()
