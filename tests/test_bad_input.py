@@ -513,7 +513,7 @@ LAYERS: list[Refusal] = [
     ),
     ("query that is no tensor", lambda: LAYER([[1.0]]), DtypeError, "query must be a tensor .* got list"),
     ("cache that is a dict", lambda: LAYER(X, cache={}), OptionError, "cache must be a polyhead.KVCache, got dict"),
-    ("gate that is a number", lambda: LAYER(X, head_gate=0.5), ShapeError, "head_gate must be .* got float"),
+    ("gate that is a number", lambda: LAYER(X, head_gate=0.5), ShapeError, "a gate must have .* got float"),
     ("softcap inf", lambda: MultiHeadAttention(12, 3, softcap=math.inf), OptionError, "finite, got inf"),
     ("scale nan", lambda: MultiHeadAttention(12, 3, scale=math.nan), OptionError, "finite number, got nan"),
     ("dropout None", lambda: MultiHeadAttention(12, 3, dropout=None), OptionError, "less than 1, got None"),

@@ -19,6 +19,7 @@ from polyhead.layers.steps import first_position, layer_mask, position_bias
 from polyhead.masks import Mask
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, Statistics, attention
+from polyhead.ops.common.gates import gate_factors
 from polyhead.ops.decode.api import cached_attention, cached_reasons
 from polyhead.ops.decode.fused import CacheArguments, decode_runs_on
 from polyhead.ops.uneven_groups import uneven_attention, uneven_cached_attention
@@ -249,6 +250,17 @@ class BaseAttention(nn.Module):
         if key_heads is not None:
             return uneven_attention(q, k, v, key_heads, **options)
         return attention(q, k, v, **options)
+
+    def _head_gates(self, head_gate: Tensor | None) -> list[Tensor]:
+        """Return the head gates of the layer and of the call."""
+        return [gate for gate in (self.head_gate, head_gate) if gate is not None]
+
+    def _gated(self, heads: Tensor, gates: Sequence[Tensor]) -> Tensor:
+        """Multiply the outputs of heads [batch, heads, queries, value_dim] by head gates."""
+        batch, count, queries, _ = heads.shape
+        for gate in gates:
+            heads = heads * gate_factors(gate, batch, count, queries).to(heads.dtype)
+        return heads
 
     def _notify(
         self, q: Tensor, k: Tensor, v: Tensor, result: AttentionOutput, mask: Mask | None, scale: float | None

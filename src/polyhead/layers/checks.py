@@ -121,13 +121,6 @@ def check_memory(key: Tensor, value: Tensor, batch: int, layout: HeadLayout) -> 
             raise ShapeError(f"query and memory must have the same batch size, got {batch} and {tensor.shape[0]}")
 
 
-def check_gate(gate: Tensor, batch: int, heads: int, queries: int) -> None:
-    shapes = ((heads,), (batch, heads), (batch, heads, queries))
-    got = list(gate.shape) if isinstance(gate, Tensor) else type(gate).__name__
-    if not isinstance(gate, Tensor) or gate.shape not in shapes:
-        raise ShapeError(f"head_gate must be [{heads}], [{batch}, {heads}] or [{batch}, {heads}, {queries}], got {got}")
-
-
 class AnyLayout(Protocol):
     """Head layout of any attention layer."""
 

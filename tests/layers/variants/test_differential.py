@@ -160,7 +160,7 @@ def test_a_gate_multiplies_a_head_behind_its_norm_and_a_map_before_the_differenc
         close(layer(x, head_gate=shaped).output, expected)
     layer.head_gate = maps
     close(layer(x).output, expected)
-    with pytest.raises(ShapeError, match=r"head_gate must be \[6\]"):
+    with pytest.raises(ShapeError, match=r"a gate must have .*: \[6\]"):
         layer(x, head_gate=torch.ones(5))
 
 

@@ -30,7 +30,6 @@ from polyhead.layers.positions.position_encoding import Rotation
 from polyhead.layers.steps import apply_norm, init_linear, restores_cache_on_error, split_heads
 from polyhead.masks import Mask
 from polyhead.ops.attention import AttentionOutput, Statistics
-from polyhead.ops.common.gates import gate_factors
 
 Form = Literal["auto", "expanded", "absorbed"]
 
@@ -238,10 +237,7 @@ class LatentAttention(BaseAttention):
             result = self._absorbed(q_nope, q_rope, latents, call)
         else:
             result = self._expanded(q_nope, q_rope, latents if view is None else view.key, call)
-        heads = result.output
-        for gate in (self.head_gate, head_gate):
-            if gate is not None:
-                heads = heads * gate_factors(gate, batch, layout.num_heads, queries).to(heads.dtype)
+        heads = self._gated(result.output, self._head_gates(head_gate))
         return replace(result, output=self.out_proj(heads.transpose(1, 2).flatten(2)))
 
     def remember(self, key: Tensor) -> Memory:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -178,18 +178,16 @@ class DifferentialAttention(SeparateHeads):
 
     def _gated_maps(self, maps: Sequence[Tensor], head_gate: Tensor | None) -> Sequence[Tensor]:
         batch, _, queries, _ = maps[0].shape
-        for gate in (self.head_gate, head_gate):
-            if self._is_of_maps(gate):
-                factors = gate_factors(gate, batch, self.num_maps, queries).to(maps[0].dtype).chunk(2, 1)
-                maps = [x * factor for x, factor in zip(maps, factors, strict=True)]
+        for gate in filter(self._is_of_maps, super()._head_gates(head_gate)):
+            factors = gate_factors(gate, batch, self.num_maps, queries).to(maps[0].dtype).chunk(2, 1)
+            maps = [x * factor for x, factor in zip(maps, factors, strict=True)]
         return maps
 
-    def _gate_by_token(self, gate: Tensor, heads: Tensor) -> Tensor:
-        if self._is_of_maps(gate):  # already applied before the difference
-            return heads.new_ones(())
-        return super()._gate_by_token(gate, heads)
+    def _head_gates(self, head_gate: Tensor | None) -> list[Tensor]:
+        """Return the gates of heads; those of maps are applied before the difference."""
+        return [gate for gate in super()._head_gates(head_gate) if not self._is_of_maps(gate)]
 
-    def _is_of_maps(self, gate: Tensor | None) -> TypeGuard[Tensor]:
+    def _is_of_maps(self, gate: Tensor) -> bool:
         axis = 0 if isinstance(gate, Tensor) and gate.ndim == 1 else 1
         return isinstance(gate, Tensor) and 1 <= gate.ndim <= 3 and gate.shape[axis] == self.num_maps
 
