@@ -11,19 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import CheckpointError, DeviceError, DtypeError, OptionError, ShapeError
-from polyhead.geometry import HeadLayout
+from polyhead.geometry import HeadLayout, checked_integer
 from polyhead.ops.attention import BACKENDS, Statistics
 from polyhead.ops.common.statistics import as_statistics
 
 
 def check_size(name: str, size: int | None) -> None:
     """Check an optional size; None leaves it to the layer."""
-    if size is None:
-        return
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise ShapeError(f"{name} must be an integer, got {size!r}")
-    if size < 1:
-        raise ShapeError(f"{name} must be positive, got {size}")
+    if size is not None:
+        checked_integer(name, size, at_least=1)
 
 
 def layout_of(embed_dim: int, num_heads: int, options: Mapping[str, Any]) -> HeadLayout:

@@ -360,11 +360,11 @@ def test_the_default_sizes() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"kv_lora_rank": 0}, ShapeError, "kv_lora_rank must be positive, got 0"),
+        ({"kv_lora_rank": 0}, ShapeError, "kv_lora_rank must be at least 1, got 0"),
         ({"q_lora_rank": 2.0}, ShapeError, "q_lora_rank must be an integer, got 2.0"),
         ({"qk_nope_head_dim": None}, ShapeError, "when qk_nope_head_dim is not given, got 23 and 5"),
         ({"qk_rope_head_dim": {}, "positions": None}, ShapeError, "qk_rope_head_dim must be an integer, got {}"),
-        ({"qk_rope_head_dim": 0}, ShapeError, "qk_rope_head_dim must be positive, got 0"),
+        ({"qk_rope_head_dim": 0}, ShapeError, "qk_rope_head_dim must be at least 1, got 0"),
         ({"qk_rope_head_dim": 4}, ShapeError, r"Rotary\(head_dim=6\) for a qk_rope_head_dim of 4"),
         ({"qk_rope_head_dim": 4, "positions": None}, OptionError, r"got 4 with positions None; pass .*Rotary\(4\)"),
         ({"positions": nn.Identity()}, OptionError, "a module of polyhead.layers.positions, got Identity"),
@@ -384,9 +384,9 @@ def test_a_wrong_option_is_refused(options: dict[str, Any], error: type[Exceptio
 @pytest.mark.parametrize(
     ("embed_dim", "num_heads", "words"),
     [
-        (32, 0, "num_heads must be positive, got 0"),
-        (32, -4, "num_heads must be positive, got -4"),
-        (0, 4, "embed_dim must be positive, got 0"),
+        (32, 0, "num_heads must be at least 1, got 0"),
+        (32, -4, "num_heads must be at least 1, got -4"),
+        (0, 4, "embed_dim must be at least 1, got 0"),
         ("32", 4, "embed_dim must be an integer, got '32'"),
         (32, "4", "num_heads must be an integer, got '4'"),
         (None, 4, "embed_dim must be an integer, got None"),

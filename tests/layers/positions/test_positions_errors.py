@@ -33,8 +33,8 @@ REFUSALS: list[tuple[str, Callable[[], object], type[PolyheadError], str]] = [
     ("odd rotary_dim", lambda: Rotary(26, rotary_dim=13), ShapeError, r"rotary_dim must be even.* got 13"),
     ("odd head_dim", lambda: Rotary(13), ShapeError, r"rotary_dim must be even.* got 13"),
     ("wide rotary_dim", lambda: Rotary(26, rotary_dim=28), ShapeError, r"must not exceed head_dim, got 28 and 26"),
-    ("no rotary_dim", lambda: Rotary(26, rotary_dim=0), ShapeError, r"rotary_dim must be a positive integer, got 0"),
-    ("head_dim no integer", lambda: Rotary(26.0), ShapeError, r"head_dim must be a positive integer, got 26.0"),
+    ("no rotary_dim", lambda: Rotary(26, rotary_dim=0), ShapeError, r"rotary_dim must be at least 1, got 0"),
+    ("head_dim no integer", lambda: Rotary(26.0), ShapeError, r"head_dim must be an integer, got 26.0"),
     ("zero base", lambda: Rotary(26, base=0), OptionError, r"base must be positive and finite, got 0"),
     ("negative base", lambda: Rotary(26, base=-1.0), OptionError, r"base must be positive and finite, got -1.0"),
     ("infinite base", lambda: Rotary(26, base=float("inf")), OptionError, r"base must be positive and finite, got inf"),
@@ -100,7 +100,7 @@ REFUSALS: list[tuple[str, Callable[[], object], type[PolyheadError], str]] = [
     ("factor below 1", lambda: LinearScaling(0.5), OptionError, r"factor must be at least 1, got 0.5"),
     ("factor of 0", lambda: YarnScaling(0, 64), OptionError, r"factor must be positive and finite, got 0"),
     ("nan factor", lambda: NTKScaling(float("nan")), OptionError, r"factor must be positive and finite, got nan"),
-    ("no original length", lambda: DynamicNTKScaling(2.0, 0), ShapeError, r"original_length .*positive integer, got 0"),
+    ("no original length", lambda: DynamicNTKScaling(2.0, 0), ShapeError, r"original_length must be at least 1, got 0"),
     ("one pair", lambda: Rotary(2, scaling=NTKScaling(2.0)), OptionError, r"rotary_dim of at least 4, got 2"),
     (
         "one pair, dynamic",
@@ -123,7 +123,7 @@ REFUSALS: list[tuple[str, Callable[[], object], type[PolyheadError], str]] = [
         r"larger than low_freq_factor, got 1.0 and 4.0",
     ),
     # biases
-    ("no heads", lambda: ALiBi(0), ShapeError, r"num_heads must be a positive integer, got 0"),
+    ("no heads", lambda: ALiBi(0), ShapeError, r"num_heads must be at least 1, got 0"),
     (
         "biases of other heads",
         lambda: ALiBi(7).check(LAYOUT),
@@ -154,7 +154,7 @@ REFUSALS: list[tuple[str, Callable[[], object], type[PolyheadError], str]] = [
         ShapeError,
         r"a shift of 2 numbers for each of the 5 heads, got 5 of 1",
     ),
-    ("empty grid", lambda: QuadraticRelative2D(5, 0, 4), ShapeError, r"height must be a positive integer, got 0"),
+    ("empty grid", lambda: QuadraticRelative2D(5, 0, 4), ShapeError, r"height must be at least 1, got 0"),
     (
         "another grid",
         lambda: QuadraticRelative2D(5, 3, 7).mask(19, 19),
@@ -177,7 +177,7 @@ REFUSALS: list[tuple[str, Callable[[], object], type[PolyheadError], str]] = [
         ShapeError,
         r"embed_dim=26\) for a layer with embed_dim 130",
     ),
-    ("no positions", lambda: Learned(0, 26), ShapeError, r"max_length must be a positive integer, got 0"),
+    ("no positions", lambda: Learned(0, 26), ShapeError, r"max_length must be at least 1, got 0"),
     (
         "beyond the table",
         lambda: Learned(23, 26)(E, 5),

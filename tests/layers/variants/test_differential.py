@@ -361,7 +361,7 @@ def test_lambda_starts_by_the_layer() -> None:
     ("options", "error", "words"),
     [
         ({"head_dim": 7}, ShapeError, "head_dim must be even, a half for each of the two maps, got 7"),
-        ({"layer_index": -1}, OptionError, "layer_index must be an integer.*got -1"),
+        ({"layer_index": -1}, OptionError, "layer_index must be at least 0, got -1"),
         ({"norm_eps": 0.0}, OptionError, "norm_eps must be positive"),
         ({"qk_norm": "rms"}, OptionError, "do not support qk_norm, got 'rms'"),
     ],

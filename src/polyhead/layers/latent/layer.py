@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError, ShapeError
+from polyhead.geometry import checked_integer
 from polyhead.layers import checks
 from polyhead.layers.base_attention import BaseAttention, CallOptions, Memory
 from polyhead.layers.joint_projection import hooks_of, is_plain_linear
@@ -20,7 +21,6 @@ from polyhead.layers.latent.forms import (
     FormChoice,
     LatentLayout,
     absorbing_is_cheaper,
-    check_latent_size,
     decode_refusals,
     form_products,
     resolve_nope_head_dim,
@@ -364,7 +364,7 @@ class LatentAttention(BaseAttention):
 def _resolve_rope_head_dim(positions: Positions | None, given: int | None) -> int:
     """Return qk_rope_head_dim as given, or the `head_dim` of rotary positions."""
     if given is not None:
-        check_latent_size("qk_rope_head_dim", given)
+        checked_integer("qk_rope_head_dim", given)
     if not isinstance(positions, RotatesHeads):
         if given:
             raise OptionError(

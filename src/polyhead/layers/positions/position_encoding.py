@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from polyhead.errors import DeviceError, DtypeError, OptionError, ShapeError
-from polyhead.geometry import HeadLayout
+from polyhead.geometry import HeadLayout, checked_integer
 
 if TYPE_CHECKING:
     from polyhead.masks import Mask
 
+check_count = partial(checked_integer, at_least=1)
 _OFFSETS = (int, torch.SymInt)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -107,11 +109,6 @@ def check_positive(name: str, number: int | float) -> None:
     """Raise unless an option is a positive, finite number."""
     if not isinstance(number, int | float) or isinstance(number, bool) or not 0 < number < float("inf"):
         raise OptionError(f"{name} must be positive and finite, got {number!r}")
-
-
-def check_count(name: str, number: int) -> None:
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ShapeError(f"{name} must be a positive integer, got {number!r}")
 
 
 def check_floating(dtype: torch.dtype) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError, ShapeError
-from polyhead.geometry import HeadLayout
+from polyhead.geometry import HeadLayout, checked_integer
 from polyhead.layers import checks
 from polyhead.layers.base_attention import CallOptions
 from polyhead.layers.multi_head.separate_heads import SeparateHeads
@@ -223,8 +223,7 @@ def check_differential(layout: HeadLayout, layer_index: int, norm_eps: float, qk
     """Raise for options that differential heads do not support."""
     if layout.head_dim % 2:
         raise ShapeError(f"head_dim must be even, a half for each of the two maps, got {layout.head_dim}")
-    if isinstance(layer_index, bool) or not isinstance(layer_index, int) or layer_index < 0:
-        raise OptionError(f"layer_index must be an integer, 0 for the first layer, got {layer_index!r}")
+    checked_integer("layer_index", layer_index, error=OptionError)  # 0 for the first layer
     checks.check_positive("norm_eps", norm_eps)
     if qk_norm is not None:
         raise OptionError(f"differential heads do not support qk_norm, got {qk_norm!r}")
