@@ -273,7 +273,7 @@ class PagedCache(KVCache):
     def _view(
         self, stored: tuple[Tensor, ...], mask: Mask | None, new_lengths: tuple[int, ...] | None = None
     ) -> CacheView:
-        return CacheView(self, stored, self._width, mask, new_lengths)
+        return CacheView(self, stored, self._width, mask, self._lengths, new_lengths)
 
     def _reorder(self, rows: Sequence[int] | None, where: Tensor) -> None:
         assert rows is not None  # guaranteed by `_needs_rows_on_host`

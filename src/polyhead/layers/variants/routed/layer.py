@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadLayout
+from polyhead.layers import checks
 from polyhead.layers.base_attention import BaseAttention, CallOptions, Memory
 from polyhead.layers.joint_projection import JointProjection, apply_linears
 from polyhead.layers.kv_cache import KVCache
@@ -30,7 +31,6 @@ from polyhead.layers.variants.routed.row_order import (
 )
 from polyhead.layers.variants.routed.validation import (
     check_mask,
-    check_padded,
     check_routing,
     check_shape_options,
     check_shape_positions,
@@ -257,7 +257,7 @@ class RoutedHeads(BaseAttention):
             seed, logsumexp, backend: as in `polyhead.attention`.
         """
         layout = self.layout
-        check_padded("query", query, layout.embed_dim, self.k_proj)
+        checks.check_padded("routed heads take", "query", query, layout.embed_dim, self.k_proj)
         check_mask(mask)
         batch, queries, _ = query.shape
         if key is not None:
@@ -312,7 +312,7 @@ class RoutedHeads(BaseAttention):
 
     def remember(self, key: Tensor) -> Memory:
         """Project a source once, for repeated cross-attention with `forward(query, memory)`."""
-        check_padded("key", key, self.layout.embed_dim, self.k_proj)
+        checks.check_padded("routed heads take", "key", key, self.layout.embed_dim, self.k_proj)
         k, v = self._project(key)
         return Memory(self._apply_rotary(k), v)
 

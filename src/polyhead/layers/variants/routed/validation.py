@@ -48,16 +48,12 @@ def check_shape_positions(shape: str, positions: type[Positions]) -> None:
         )
 
 
-def check_padded(name: str, x: Tensor, width: int, projection: nn.Module) -> None:
-    checks.check_padded("routed heads take", name, x, width, projection)
-
-
 def check_source(key: Any, batch: int, layout: HeadLayout, projection: nn.Module) -> None:
     """Check that a source or `Memory` matches the layer and the batch size of the queries."""
     if isinstance(key, Memory):
         checks.check_memory(key.key, key.value, batch, layout)
         return
-    check_padded("key", key, layout.embed_dim, projection)
+    checks.check_padded("routed heads take", "key", key, layout.embed_dim, projection)
     if key.shape[0] != batch:
         raise ShapeError(
             f"query, key and value must have the same batch size, got {batch}, {key.shape[0]} and {key.shape[0]}"
