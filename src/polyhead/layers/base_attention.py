@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,7 @@ class Memory:
     value: Tensor  # [batch, kv_heads, keys, value_dim]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CallOptions:
+class CallOptions(NamedTuple):
     """Options of one attention call besides its tensors; a `view` of a cache contains the new tokens."""
 
     mask: Mask | None
@@ -251,16 +250,17 @@ class BaseAttention(nn.Module):
             return uneven_attention(q, k, v, key_heads, **options)
         return attention(q, k, v, **options)
 
-    def _head_gates(self, head_gate: Tensor | None) -> list[Tensor]:
-        """Return the head gates of the layer and of the call."""
-        return [gate for gate in (self.head_gate, head_gate) if gate is not None]
-
-    def _gated(self, heads: Tensor, gates: Sequence[Tensor]) -> Tensor:
-        """Multiply the outputs of heads [batch, heads, queries, value_dim] by head gates."""
+    def _gated(self, heads: Tensor, head_gate: Tensor | None) -> Tensor:
+        """Multiply the outputs of heads [batch, heads, queries, value_dim] by the head gates of layer and call."""
         batch, count, queries, _ = heads.shape
-        for gate in gates:
-            heads = heads * gate_factors(gate, batch, count, queries).to(heads.dtype)
+        for gate in (self.head_gate, head_gate):
+            if gate is not None and self._is_of_heads(gate):
+                heads = heads * gate_factors(gate, batch, count, queries).to(heads.dtype)
         return heads
+
+    def _is_of_heads(self, gate: Tensor) -> bool:
+        """Return True if a gate is to be applied to the outputs of the heads."""
+        return True
 
     def _notify(
         self, q: Tensor, k: Tensor, v: Tensor, result: AttentionOutput, mask: Mask | None, scale: float | None

@@ -160,6 +160,10 @@ class RollingCache(SlotCache):
 
     # ---- the ring
 
+    def _write(self, write: TokenWriter, key: Tensor, value: Tensor) -> None:
+        for buffer, block in zip(self._buffers, self._encode(key, value), strict=True):
+            write(buffer, block)
+
     def _windowed(self, mask: Mask | None, num_tokens: int, all_real: bool) -> Mask | None:
         """Return `mask` & window; omits the window if the slots contain exactly that of a single query."""
         if num_tokens <= 1 and self.rollback == 0 and all_real:

@@ -76,13 +76,11 @@ class SlotCache(KVCache):
         starts = self._lengths
         ends = [old + new for old, new in zip(starts, new_lengths, strict=True)]
         self._reserve(longest(ends, otherwise=self._width + num_tokens))
-        self._write(TokenWriter.build(starts, new_lengths, self._width, num_tokens, layout.device), key, value)
-        self._advance(new_lengths, num_tokens)
-        return self._view(self._stored(), self._lengths_mask(new_lengths, num_tokens), new_lengths)
-
-    def _write(self, write: TokenWriter, key: Tensor, value: Tensor) -> None:
+        write = TokenWriter.build(starts, new_lengths, self._width, num_tokens, layout.device)
         for buffer, block in zip(self._buffers, self._encode(key, value), strict=True):
             write(buffer, block)
+        self._advance(new_lengths, num_tokens)
+        return self._view(self._stored(), self._lengths_mask(new_lengths, num_tokens), new_lengths)
 
     def _stored(self) -> tuple[Tensor, ...]:
         self._require_layout()

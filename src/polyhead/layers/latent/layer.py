@@ -237,7 +237,9 @@ class LatentAttention(BaseAttention):
             result = self._absorbed(q_nope, q_rope, latents, call)
         else:
             result = self._expanded(q_nope, q_rope, latents if view is None else view.key, call)
-        heads = self._gated(result.output, self._head_gates(head_gate))
+        heads = result.output
+        if head_gate is not None or self.head_gate is not None:
+            heads = self._gated(heads, head_gate)
         return replace(result, output=self.out_proj(heads.transpose(1, 2).flatten(2)))
 
     def remember(self, key: Tensor) -> Memory:

@@ -240,8 +240,8 @@ class ProjectedHeads(BaseAttention):
         if self.gate_proj is not None:
             gate = torch.sigmoid(self.gate_proj(query)).unflatten(-1, (self.layout.num_heads, -1))
             heads = heads * gate.transpose(1, 2)
-        if gates := self._head_gates(head_gate):
-            heads = self._gated(heads, gates)
+        if head_gate is not None or self.head_gate is not None:
+            heads = self._gated(heads, head_gate)
         heads = heads.transpose(1, 2)  # [batch, queries, heads, value_dim]
         return replace(result, output=self.out_proj(heads.flatten(2) if self.combine is None else self.combine(heads)))
 

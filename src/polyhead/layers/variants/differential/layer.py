@@ -139,7 +139,7 @@ class DifferentialAttention(SeparateHeads):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: CallOptions) -> AttentionOutput:
         if call.dropout and call.seed is None:
-            call = replace(call, seed=draw_seed(q.device))
+            call = call._replace(seed=draw_seed(q.device))
         maps = self._maps(q, k, v, call)
         if self._listener is not None:
             result, view = _concat_maps(maps, torch.cat([x.output for x in maps], 1)), call.view
@@ -178,18 +178,17 @@ class DifferentialAttention(SeparateHeads):
 
     def _gated_maps(self, maps: Sequence[Tensor], head_gate: Tensor | None) -> Sequence[Tensor]:
         batch, _, queries, _ = maps[0].shape
-        for gate in filter(self._is_of_maps, super()._head_gates(head_gate)):
-            factors = gate_factors(gate, batch, self.num_maps, queries).to(maps[0].dtype).chunk(2, 1)
-            maps = [x * factor for x, factor in zip(maps, factors, strict=True)]
+        for gate in (self.head_gate, head_gate):
+            if gate is not None and not self._is_of_heads(gate):
+                factors = gate_factors(gate, batch, self.num_maps, queries).to(maps[0].dtype).chunk(2, 1)
+                maps = [x * factor for x, factor in zip(maps, factors, strict=True)]
         return maps
 
-    def _head_gates(self, head_gate: Tensor | None) -> list[Tensor]:
-        """Return the gates of heads; those of maps are applied before the difference."""
-        return [gate for gate in super()._head_gates(head_gate) if not self._is_of_maps(gate)]
-
-    def _is_of_maps(self, gate: Tensor) -> bool:
-        axis = 0 if isinstance(gate, Tensor) and gate.ndim == 1 else 1
-        return isinstance(gate, Tensor) and 1 <= gate.ndim <= 3 and gate.shape[axis] == self.num_maps
+    def _is_of_heads(self, gate: Tensor) -> bool:
+        """Return False for a gate of the maps, which `_gated_maps` applies before the difference."""
+        if not isinstance(gate, Tensor) or not 1 <= gate.ndim <= 3:
+            return True  # invalid, for which `gate_factors` raises
+        return gate.shape[0 if gate.ndim == 1 else 1] != self.num_maps
 
     # ---- the weights of the difference
 

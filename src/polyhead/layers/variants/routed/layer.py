@@ -382,9 +382,10 @@ class RoutedHeads(BaseAttention):
         """Sum weighted heads' outputs [batch, rows_per_head, slots, queries, value_dim] per token."""
         batch, per_head, _, queries, _ = heads.shape
         factors = routing.weights[..., None].to(heads.dtype)  # [batch, queries, slots, rows_per_head or 1]
-        for gate in self._head_gates(head_gate):
-            full = gate_factors(gate, batch, self.layout.num_heads, queries)
-            factors = factors * factors_of(full, routing, per_head).to(heads.dtype)
+        for gate in (self.head_gate, head_gate):
+            if gate is not None:
+                full = gate_factors(gate, batch, self.layout.num_heads, queries)
+                factors = factors * factors_of(full, routing, per_head).to(heads.dtype)
         rows = heads.permute(0, 3, 2, 1, 4)
         row_factors: Tensor | None = None
         if factors.shape[-1] == 1 and weighs_rows(rows, self.output_weight, factors):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -82,7 +82,7 @@ def factors_of(gate: Tensor, routing: Routing, kv_heads: int) -> Tensor:
 def result_by_head(result: AttentionOutput, routing: Routing) -> AttentionOutput:
     """Scatter row results [batch, kv_heads, slots, tokens] by head; unselected rows are fully masked."""
     fill_values = {"logsumexp": -torch.inf, "max_logit": -torch.inf}
-    return _map_rows(result, lambda name, x: by_head(x, routing, fill_values.get(name, 0.0)))
+    return _map_rows(result, result.output, lambda name, x: by_head(x, routing, fill_values.get(name, 0.0)))
 
 
 def reshaped(result: AttentionOutput, shape: tuple[int, int, int, int], order: Tensor | None = None) -> AttentionOutput:
@@ -95,24 +95,25 @@ def reshaped(result: AttentionOutput, shape: tuple[int, int, int, int], order: T
     if order is not None:
         places = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
 
-    def reshape(x: Tensor) -> Tensor:
+    def reshape(name: str, x: Tensor) -> Tensor:
         if places is None:
             return x.unflatten(1, (kv_heads, slots))
         rows = x[places].view(batch, tokens, slots, kv_heads, *x.shape[1:])
         return rows.permute(0, 3, 2, 1, *range(4, rows.ndim))
 
-    return _map_rows(replace(result, output=reshape(result.output)), lambda _, x: reshape(x))
+    return _map_rows(result, reshape("output", result.output), reshape)
 
 
-def _map_rows(result: AttentionOutput, function: Callable[[str, Tensor], Tensor]) -> AttentionOutput:
-    """Apply a function of name and tensor to the log-sum-exp, the weights and every statistic of a result."""
-    logsumexp, weights = (
-        None if (x := getattr(result, name)) is None else function(name, x) for name in ("logsumexp", "weights")
-    )
-    statistics = result.statistics
+def _map_rows(result: AttentionOutput, output: Tensor, function: Callable[[str, Tensor], Tensor]) -> AttentionOutput:
+    """Return `output` with a function of name and tensor applied to log-sum-exp, weights and statistics."""
+    logsumexp, weights, statistics = result.logsumexp, result.weights, result.statistics
+    if logsumexp is not None:
+        logsumexp = function("logsumexp", logsumexp)
+    if weights is not None:
+        weights = function("weights", weights)
     if statistics is not None:
         statistics = RowStatistics(**{name: function(name, x) for name, x in statistics.items()})
-    return replace(result, logsumexp=logsumexp, weights=weights, statistics=statistics)
+    return AttentionOutput(output, logsumexp, weights, statistics, result.backend)
 
 
 def _offsets(ends: Tensor) -> Tensor:
