@@ -190,7 +190,7 @@ def change_header(folder: Path, change: Callable[[dict[str, Any]], object]) -> N
         (lambda x: x["config"][0].update(name="auto_map"), "got 'auto_map'"),
         (lambda x: x["config"][0].update(path="__class__"), "in '__class__'"),
         (lambda x: x["config"][0].update(after=10**400), "1 to 16,777,216"),
-        (lambda x: x["layers"][0]["before"].update(num_heads=-3), "num_heads must be positive, got -3"),
+        (lambda x: x["layers"][0]["before"].update(num_heads=-3), "num_heads must be at least 1, got -3"),
         (lambda x: x.update(shapes=[1]), "shapes must be"),
     ],
 )

@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from polyhead.errors import OptionError, ShapeError
+from polyhead.errors import OptionError, PolyheadError, ShapeError
+
+
+def checked_integer(name: str, value: int, *, at_least: int = 0, error: type[PolyheadError] = ShapeError) -> int:
+    """Return `value`, or raise `error` unless it is an integer of at least that size; a bool is none."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise error(f"{name} must be an integer, got {value!r}")
+    if value < at_least:
+        raise error(f"{name} must be at least {at_least}, got {value}")
+    return value
 
 
 class HeadId(NamedTuple):
@@ -65,11 +74,8 @@ class HeadLayout:
         for field in dataclasses.fields(self):
             if field.name == "key_heads":
                 continue
-            size = getattr(self, field.name)
-            if isinstance(size, bool) or not isinstance(size, int):
-                raise ShapeError(f"{field.name} must be an integer, got {size!r}")
-            if size < 0 or (size == 0 and field.name in ("embed_dim", "num_heads")):
-                raise ShapeError(f"{field.name} must be positive, got {size}")
+            has_default = field.default is not dataclasses.MISSING
+            checked_integer(field.name, getattr(self, field.name), at_least=0 if has_default else 1)
         if self.head_dim == 0 and self.embed_dim % self.num_heads:
             raise ShapeError(
                 "embed_dim must be a multiple of num_heads when head_dim is not given, "

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from polyhead.errors import DtypeError, MaskError, OptionError
+from polyhead.geometry import checked_integer
 
 Side = Literal["left", "right"]
+_checked_int = partial(checked_integer, error=OptionError)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -346,14 +349,6 @@ def _intersect_windows(a: Mask, b: Mask) -> tuple[int | None, int]:
             f"got left {left} with sinks {sinks} and left {other_left} with sinks {other_sinks}"
         )
     return left, min(sinks, other_sinks)
-
-
-def _checked_int(name: str, value: int, *, at_least: int = 0) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise OptionError(f"{name} must be an integer, got {value!r}")
-    if value < at_least:
-        raise OptionError(f"{name} must be at least {at_least}, got {value}")
-    return value
 
 
 def is_readable(tensor: Tensor) -> bool:

@@ -484,7 +484,7 @@ def test_sizes_make_a_layout():
     model = from_sizes(512, 8, kv_heads=2, head_dim=128, layers=6, window=64)
     assert model.config == MultiHeadConfig(512, 8, num_kv_heads=2, head_dim=128, causal=True, window=64, bias=False)
     assert (model.layers, model.name) == (6, "8/2x128 at 512")
-    with pytest.raises(ShapeError, match="embed_dim must be positive, got -512"):
+    with pytest.raises(ShapeError, match="embed_dim must be at least 1, got -512"):
         from_sizes(-512, 8)
     with pytest.raises(OptionError, match="layers must be a positive integer, got 0"):
         from_sizes(512, 8, layers=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from polyhead.layers.steps import first_position, layer_mask, position_bias
 from polyhead.masks import Mask
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, Statistics, attention
+from polyhead.ops.common.gates import gate_factors
 from polyhead.ops.decode.api import cached_attention, cached_reasons
 from polyhead.ops.decode.fused import CacheArguments, decode_runs_on
 from polyhead.ops.uneven_groups import uneven_attention, uneven_cached_attention
@@ -35,8 +36,7 @@ class Memory:
     value: Tensor  # [batch, kv_heads, keys, value_dim]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CallOptions:
+class CallOptions(NamedTuple):
     """Options of one attention call besides its tensors; a `view` of a cache contains the new tokens."""
 
     mask: Mask | None
@@ -85,10 +85,7 @@ class BaseAttention(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         """Check the options that all layers have, and set all but `positions`, whose order among submodules varies."""
-        checks.check_rate("dropout", dropout)
-        checks.check_positive("softcap", softcap)
-        checks.check_finite("scale", scale)
-        checks.check_backend(backend)
+        checks.check_options(dropout=dropout, softcap=softcap, scale=scale, backend=backend)
         checks.check_dtype(dtype)
         if positions is not None and not isinstance(positions, Positions):
             raise OptionError(
@@ -217,13 +214,12 @@ class BaseAttention(nn.Module):
         if view is None or not (decode_runs_on(q) and call.is_plain):
             return None
         arguments = (q, view.storage if by_head is None else by_head(view.storage), view.num_keys)
-        options: dict[str, Any] = {"mask": call.mask, "scale": scale, "sinks": sinks}
-        if key_heads is None and len(cached_reasons(*arguments, **options)):
-            return None
-        options |= {"softcap": self.softcap, "statistics": call.statistics}
+        options: dict[str, Any] = {"mask": call.mask, "scale": scale, "sinks": sinks, "statistics": call.statistics}
         if key_heads is not None:
-            return uneven_cached_attention(*arguments, key_heads, **options)
-        return cached_attention(*arguments, **options)
+            return uneven_cached_attention(*arguments, key_heads, softcap=self.softcap, **options)
+        if len(cached_reasons(*arguments, **options)):
+            return None
+        return cached_attention(*arguments, softcap=self.softcap, **options)
 
     def _attention(
         self,
@@ -253,6 +249,18 @@ class BaseAttention(nn.Module):
         if key_heads is not None:
             return uneven_attention(q, k, v, key_heads, **options)
         return attention(q, k, v, **options)
+
+    def _gated(self, heads: Tensor, head_gate: Tensor | None) -> Tensor:
+        """Multiply the outputs of heads [batch, heads, queries, value_dim] by the head gates of layer and call."""
+        batch, count, queries, _ = heads.shape
+        for gate in (self.head_gate, head_gate):
+            if gate is not None and self._is_of_heads(gate):
+                heads = heads * gate_factors(gate, batch, count, queries).to(heads.dtype)
+        return heads
+
+    def _is_of_heads(self, gate: Tensor) -> bool:
+        """Return True if a gate is to be applied to the outputs of the heads."""
+        return True
 
     def _notify(
         self, q: Tensor, k: Tensor, v: Tensor, result: AttentionOutput, mask: Mask | None, scale: float | None

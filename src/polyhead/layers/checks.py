@@ -11,19 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import CheckpointError, DeviceError, DtypeError, OptionError, ShapeError
-from polyhead.geometry import HeadLayout
+from polyhead.geometry import HeadLayout, checked_integer
 from polyhead.ops.attention import BACKENDS, Statistics
 from polyhead.ops.common.statistics import as_statistics
 
 
 def check_size(name: str, size: int | None) -> None:
     """Check an optional size; None leaves it to the layer."""
-    if size is None:
-        return
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise ShapeError(f"{name} must be an integer, got {size!r}")
-    if size < 1:
-        raise ShapeError(f"{name} must be positive, got {size}")
+    if size is not None:
+        checked_integer(name, size, at_least=1)
 
 
 def layout_of(embed_dim: int, num_heads: int, options: Mapping[str, Any]) -> HeadLayout:
@@ -48,6 +44,14 @@ def check_positive(name: str, number: float | None) -> None:
 def check_finite(name: str, number: float | None) -> None:
     if number is not None and not (_is_number(number) and math.isfinite(number)):
         raise OptionError(f"{name} must be a finite number, got {number!r}")
+
+
+def check_options(*, dropout: float, softcap: float | None, scale: float | None, backend: str) -> None:
+    """Check the options that all layers and their configs have."""
+    check_rate("dropout", dropout)
+    check_positive("softcap", softcap)
+    check_finite("scale", scale)
+    check_backend(backend)
 
 
 def check_one_of(name: str, value: Any, choices: tuple[str | None, ...]) -> None:
@@ -111,13 +115,6 @@ def check_memory(key: Tensor, value: Tensor, batch: int, layout: HeadLayout) -> 
             )
         if tensor.shape[0] != batch:
             raise ShapeError(f"query and memory must have the same batch size, got {batch} and {tensor.shape[0]}")
-
-
-def check_gate(gate: Tensor, batch: int, heads: int, queries: int) -> None:
-    shapes = ((heads,), (batch, heads), (batch, heads, queries))
-    got = list(gate.shape) if isinstance(gate, Tensor) else type(gate).__name__
-    if not isinstance(gate, Tensor) or gate.shape not in shapes:
-        raise ShapeError(f"head_gate must be [{heads}], [{batch}, {heads}] or [{batch}, {heads}, {queries}], got {got}")
 
 
 class AnyLayout(Protocol):

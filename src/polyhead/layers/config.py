@@ -10,7 +10,7 @@ import dataclasses
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from polyhead.errors import OptionError
 from polyhead.files import in_one_line, short
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
-from polyhead.layers.positions.config import PositionsConfig, positions_config_of
+from polyhead.layers.positions.config import POSITIONS, PositionsConfig, positions_config_of
 from polyhead.layers.positions.position_encoding import Positions
 from polyhead.layers.registry import Registry, check_flags
 from polyhead.layers.steps import layer_mask
@@ -116,19 +116,53 @@ def config_of(layer: nn.Module) -> AttentionConfig:
     return config.of(layer)
 
 
+@dataclass(frozen=True)
 class LayerConfig(AttentionConfig):
-    """Base class of the configs of polyhead's own layers, whose fields are the options of the layer."""
+    """Base class of the configs of polyhead's own layers, whose fields are the options of the layer.
 
-    layout: Any
-    positions: PositionsConfig | None  # a config, not a module
-    bias: bool
-    output_bias: bool | None
-    causal: bool
-    window: int | None
-    softcap: float | None
-    scale: float | None
-    dropout: float
-    backend: str
+    Sizes that are left out are filled in with the layer's defaults. `positions` is a config, not a module.
+    """
+
+    embed_dim: int
+    num_heads: int
+    _: KW_ONLY
+    bias: bool = True
+    output_bias: bool | None = None
+    positions: PositionsConfig | None = field(default=None, metadata={"kinds": POSITIONS})
+    causal: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    sinks: bool = False
+    dropout: float = 0.0
+    finite: bool = False
+    backend: str = "auto"
+
+    _parts: ClassVar[tuple[str, ...]] = ("layout",)  # parts of the layer that have options as attributes
+
+    def __post_init__(self) -> None:
+        check_flags(self)
+        checks.check_options(dropout=self.dropout, softcap=self.softcap, scale=self.scale, backend=self.backend)
+        layer_mask(self.causal, self.window)
+        self._fill(output_bias=self.bias if self.output_bias is None else self.output_bias)
+        if self.positions is not None:
+            _check_positions(self.positions)
+        self._check_and_fill()
+        if self.positions is not None:
+            self._fill(positions=self.positions.fitted(self.turning))
+
+    @abstractmethod
+    def _check_and_fill(self) -> None:
+        """Check the options of this kind of layer, as the layer does, and fill in those that were left out."""
+
+    def _fill(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    @abstractmethod
+    def layout(self) -> Any:
+        """Head layout of the layer."""
 
     @property
     def turning(self) -> HeadLayout:
@@ -148,41 +182,25 @@ class LayerConfig(AttentionConfig):
 
     @classmethod
     def of(cls, layer: Any) -> Self:
-        return cls(**cls._read(layer))
+        options = cls._read(layer)
+        sources = [layer, *(getattr(layer, name) for name in cls._parts)]
+        for name in (x.name for x in dataclasses.fields(cls) if x.name not in options):
+            options[name] = next(getattr(source, name) for source in sources if hasattr(source, name))
+        return cls(**options)
 
     @classmethod
     def _read(cls, layer: Any) -> dict[str, Any]:
-        """Return the fields read from a layer; subclasses add their own."""
+        """Return the options that are not attributes of the same name of the layer or its `_parts`."""
         causal, window = _causal_and_window(layer.mask)
         return {
             "positions": None if layer.positions is None else positions_config_of(layer.positions),
             "causal": causal,
             "window": window,
-            "softcap": layer.softcap,
-            "scale": layer.scale,
             "sinks": layer.sinks is not None,
-            "dropout": layer.dropout,
-            "finite": layer.finite,
-            "backend": layer.backend,
         }
 
-    def _check_options(self) -> None:
-        """Check the options common to all layers, as the layers themselves do, and fill in `output_bias`."""
-        check_flags(self)
-        checks.check_rate("dropout", self.dropout)
-        checks.check_positive("softcap", self.softcap)
-        checks.check_finite("scale", self.scale)
-        checks.check_backend(self.backend)
-        layer_mask(self.causal, self.window)
-        self._fill(output_bias=self.bias if self.output_bias is None else self.output_bias)
 
-    def _fill(self, **values: Any) -> None:
-        """Set fields that were left out to the layer's defaults."""
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-
-
-def checked_positions(positions: object) -> PositionsConfig:
+def _check_positions(positions: object) -> None:
     if isinstance(positions, Positions):
         raise OptionError(
             f"positions of a config must be a PositionsConfig, got the module {type(positions).__name__}; "
@@ -190,7 +208,6 @@ def checked_positions(positions: object) -> PositionsConfig:
         )
     if not isinstance(positions, PositionsConfig):
         raise OptionError(f"positions must be a PositionsConfig such as RotaryConfig(), got {positions!r}")
-    return positions
 
 
 def _causal_and_window(mask: Mask | None) -> tuple[bool, int | None]:

@@ -196,7 +196,7 @@ class LanguageModel(_Trunk):
         if capacity is not None and issubclass(build, PagedCache):
             pages = -(-capacity // options.setdefault("page_size", 16))
             options.setdefault("num_pages", pages * batch_size)
-        elif capacity is not None and issubclass(build, PreallocatedCache | QuantizedCache):
+        elif capacity is not None and issubclass(build, PreallocatedCache):
             options["capacity"] = capacity
         caches = []
         for block in self.blocks:

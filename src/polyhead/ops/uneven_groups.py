@@ -24,7 +24,7 @@ from polyhead.geometry import checked_key_heads
 from polyhead.masks import Mask, RelativeBias
 from polyhead.ops.attention.api import attention
 from polyhead.ops.common.request import AttentionOutput
-from polyhead.ops.common.statistics import NAMES, RowStatistics
+from polyhead.ops.common.statistics import NAMES, RowStatistics, Statistics
 from polyhead.ops.decode.api import cached_attention, cached_reasons
 from polyhead.ops.decode.fused import CacheArguments
 
@@ -137,6 +137,7 @@ def uneven_cached_attention(
     mask: Mask | None,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    statistics: Statistics | None = None,
     **options: Any,
 ) -> AttentionOutput | None:
     """`cached_attention` with query head i reading KV head `key_heads[i]`; None if unsupported.
@@ -154,6 +155,7 @@ def uneven_cached_attention(
             "mask": None if mask is None else _mask_for_heads(mask, group.heads, num_heads),
             "scale": scale,
             "sinks": None if sinks is None else _select_per_head("sinks", sinks, group.heads, num_heads),
+            "statistics": statistics,
         }
         rows = select_heads(query, group.heads)
         if len(cached_reasons(rows, group_cache, num_keys, **requested)):

@@ -360,15 +360,15 @@ def test_the_default_sizes() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"kv_lora_rank": 0}, ShapeError, "kv_lora_rank must be positive, got 0"),
+        ({"kv_lora_rank": 0}, ShapeError, "kv_lora_rank must be at least 1, got 0"),
         ({"q_lora_rank": 2.0}, ShapeError, "q_lora_rank must be an integer, got 2.0"),
         ({"qk_nope_head_dim": None}, ShapeError, "when qk_nope_head_dim is not given, got 23 and 5"),
         ({"qk_rope_head_dim": {}, "positions": None}, ShapeError, "qk_rope_head_dim must be an integer, got {}"),
-        ({"qk_rope_head_dim": 0}, ShapeError, "qk_rope_head_dim must be positive, got 0"),
+        ({"qk_rope_head_dim": 0}, ShapeError, "qk_rope_head_dim must be at least 1, got 0"),
         ({"qk_rope_head_dim": 4}, ShapeError, r"Rotary\(head_dim=6\) for a qk_rope_head_dim of 4"),
         ({"qk_rope_head_dim": 4, "positions": None}, OptionError, r"got 4 with positions None; pass .*Rotary\(4\)"),
         ({"positions": nn.Identity()}, OptionError, "a module of polyhead.layers.positions, got Identity"),
-        ({"positions": ALiBi(3)}, ShapeError, r"ALiBi\(num_heads=3\) for 5 heads"),
+        ({"positions": ALiBi(3)}, ShapeError, r"ALiBi\(num_heads=3\) for a layer with num_heads 5"),
         ({"form": "latent"}, OptionError, "form must be 'auto', 'expanded' or 'absorbed', got 'latent'"),
         ({"norm_eps": 0.0}, OptionError, "norm_eps must be positive and finite, got 0.0"),
         ({"window": 3}, OptionError, "needs causal=True, got window 3"),
@@ -384,9 +384,9 @@ def test_a_wrong_option_is_refused(options: dict[str, Any], error: type[Exceptio
 @pytest.mark.parametrize(
     ("embed_dim", "num_heads", "words"),
     [
-        (32, 0, "num_heads must be positive, got 0"),
-        (32, -4, "num_heads must be positive, got -4"),
-        (0, 4, "embed_dim must be positive, got 0"),
+        (32, 0, "num_heads must be at least 1, got 0"),
+        (32, -4, "num_heads must be at least 1, got -4"),
+        (0, 4, "embed_dim must be at least 1, got 0"),
         ("32", 4, "embed_dim must be an integer, got '32'"),
         (32, "4", "num_heads must be an integer, got '4'"),
         (None, 4, "embed_dim must be an integer, got None"),

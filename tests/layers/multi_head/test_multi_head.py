@@ -336,9 +336,9 @@ def test_quadratic_relative_positions_bias_the_logits_on_a_line_and_on_a_grid(x:
 
 
 def test_positions_of_other_heads_are_refused() -> None:
-    with pytest.raises(ShapeError, match=r"Rotary\(head_dim=8\) for a head_dim of 10"):
+    with pytest.raises(ShapeError, match=r"Rotary\(head_dim=8\) for a layer with head_dim 10"):
         make(positions=Rotary(8))
-    with pytest.raises(ShapeError, match=r"ALiBi\(num_heads=5\) for 6 heads"):
+    with pytest.raises(ShapeError, match=r"ALiBi\(num_heads=5\) for a layer with num_heads 6"):
         make(positions=ALiBi(5))
     with pytest.raises(OptionError, match=r"positions must be a module of polyhead.layers.positions, got Linear"):
         make(positions=nn.Linear(3, 3))

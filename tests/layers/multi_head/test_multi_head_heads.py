@@ -350,5 +350,5 @@ def test_a_gate_works_beside_a_mask_a_gate_projection_and_left_out_rows(x: Tenso
 
 
 def test_a_gate_of_another_shape_is_refused(x: Tensor) -> None:
-    with pytest.raises(ShapeError, match=r"head_gate must be \[6\], \[3, 6\] or \[3, 6, 11\], got \[6, 3\]"):
+    with pytest.raises(ShapeError, match=r"a gate must have .* \[6\], \[3, 6\] or \[3, 6, 11\], got \[6, 3\]"):
         make()(x, head_gate=torch.ones(HEADS, BATCH))

@@ -306,7 +306,7 @@ def test_it_compiles_in_one_graph() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"shared_dim": 0}, ShapeError, "shared_dim must be positive, got 0"),
+        ({"shared_dim": 0}, ShapeError, "shared_dim must be at least 1, got 0"),
         ({"num_kv_heads": 2}, OptionError, "one key and as many values as heads, got num_kv_heads 2"),
         ({"key_heads": (0, 0, 0, 0, 0, 1)}, OptionError, "leave both out"),
         ({"qk_norm": "layer"}, OptionError, "do not support qk_norm.*'layer'"),

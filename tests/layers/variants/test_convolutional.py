@@ -342,7 +342,7 @@ def test_a_layer_of_ones_own_is_set_in_place() -> None:
         (lambda: line(4, 4), {"key_input_dim": 5}, ShapeError, r"4 wide, got \(4, 5, 5\) for queries, keys"),
         (lambda: plane(4, 4), {"grid": (2,)}, OptionError, r"grid must be \(height, width\), got \(2,\)"),
         (lambda: plane(4, 4), {"grid": 7}, OptionError, r"grid must be \(height, width\), got 7"),
-        (lambda: plane(4, 4), {"grid": (2, 0)}, ShapeError, "width must be a positive integer, got 0"),
+        (lambda: plane(4, 4), {"grid": (2, 0)}, ShapeError, "width must be at least 1, got 0"),
     ],
 )
 def test_what_is_no_such_convolution_is_refused(conv: Any, options: Any, error: type[Exception], words: str) -> None:

@@ -160,7 +160,7 @@ def test_a_gate_multiplies_a_head_behind_its_norm_and_a_map_before_the_differenc
         close(layer(x, head_gate=shaped).output, expected)
     layer.head_gate = maps
     close(layer(x).output, expected)
-    with pytest.raises(ShapeError, match=r"head_gate must be \[6\]"):
+    with pytest.raises(ShapeError, match=r"a gate must have .*: \[6\]"):
         layer(x, head_gate=torch.ones(5))
 
 
@@ -361,7 +361,7 @@ def test_lambda_starts_by_the_layer() -> None:
     ("options", "error", "words"),
     [
         ({"head_dim": 7}, ShapeError, "head_dim must be even, a half for each of the two maps, got 7"),
-        ({"layer_index": -1}, OptionError, "layer_index must be an integer.*got -1"),
+        ({"layer_index": -1}, OptionError, "layer_index must be at least 0, got -1"),
         ({"norm_eps": 0.0}, OptionError, "norm_eps must be positive"),
         ({"qk_norm": "rms"}, OptionError, "do not support qk_norm, got 'rms'"),
     ],
@@ -376,5 +376,5 @@ def test_a_wrong_option_is_refused_by_layer_and_config(
 
 def test_what_has_no_counterpart_is_refused() -> None:
     assert not {"from_torch", "to_torch"} & set(dir(DifferentialAttention(24, 6)))
-    with pytest.raises(ShapeError, match=r"Rotary\(head_dim=4\) for a head_dim of 2"):
+    with pytest.raises(ShapeError, match=r"Rotary\(head_dim=4\) for a layer with head_dim 2"):
         DifferentialAttention(24, 6, positions=Rotary(4))

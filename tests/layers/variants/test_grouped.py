@@ -239,15 +239,15 @@ def test_a_width_that_leaves_no_hidden_channel_is_refused() -> None:
     ("options", "error", "words"),
     [
         ({"num_groups": 4}, ShapeError, "num_heads must be a multiple of num_groups, got 6 and 4"),
-        ({"num_groups": 0}, ShapeError, "num_groups must be a positive integer, got 0"),
-        ({"num_groups": True}, ShapeError, "num_groups must be a positive integer, got True"),
-        ({"num_groups": 2, "hidden_dim": 0}, ShapeError, "hidden_dim must be positive, got 0"),
+        ({"num_groups": 0}, ShapeError, "num_groups must be at least 1, got 0"),
+        ({"num_groups": True}, ShapeError, "num_groups must be an integer, got True"),
+        ({"num_groups": 2, "hidden_dim": 0}, ShapeError, "hidden_dim must be at least 1, got 0"),
         (
             {"num_groups": 2, "activation": "relu"},
             OptionError,
             "activation must be 'gelu' or 'linear', got 'relu'",
         ),
-        ({"num_groups": 2, "head_dim": -1}, ShapeError, "head_dim must be positive, got -1"),
+        ({"num_groups": 2, "head_dim": -1}, ShapeError, "head_dim must be at least 1, got -1"),
     ],
 )
 def test_a_wrong_option_is_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:

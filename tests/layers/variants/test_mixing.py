@@ -223,7 +223,7 @@ def test_a_new_layer_keeps_its_heads_apart() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"num_rows": 0}, ShapeError, "num_rows must be positive, got 0"),
+        ({"num_rows": 0}, ShapeError, "num_rows must be at least 1, got 0"),
         ({"num_rows": 2.0}, ShapeError, "num_rows must be an integer, got 2.0"),
         ({"mix": "rows"}, OptionError, "mix must be 'heads' or 'full', got 'rows'"),
         (
@@ -232,7 +232,7 @@ def test_a_new_layer_keeps_its_heads_apart() -> None:
             "row_attention must be 'plain', 'projected' or None, got True",
         ),
         ({"backend": "fast"}, OptionError, "backend must be 'auto', .* got 'fast'"),
-        ({"value_dim": 0}, ShapeError, "value_dim must be positive, got 0"),
+        ({"value_dim": 0}, ShapeError, "value_dim must be at least 1, got 0"),
     ],
 )
 def test_a_wrong_option_is_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:

@@ -296,8 +296,8 @@ def test_under_autocast_the_products_are_those_of_the_lower_dtype():
         ({"top_p": 0.5, "dropout": 0.1}, OptionError, "got dropout 0.1 with shape 'shared' and a varying number"),
         ({"top_k": 2, "positions": ALiBi(HEADS)}, OptionError, "got positions ALiBi"),
         ({"top_k": 2, "shape": "full", "num_kv_heads": 4}, ShapeError, "multiple of num_kv_heads, got 6 and 4"),
-        ({"top_k": 2, "num_kv_heads": 0}, ShapeError, "num_kv_heads must be positive, got 0"),
-        ({"top_k": 2, "positions": Rotary(4)}, ShapeError, "head_dim of 5"),
+        ({"top_k": 2, "num_kv_heads": 0}, ShapeError, "num_kv_heads must be at least 1, got 0"),
+        ({"top_k": 2, "positions": Rotary(4)}, ShapeError, "head_dim 5"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options, error, words):

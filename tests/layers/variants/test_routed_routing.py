@@ -179,7 +179,7 @@ def test_every_head_is_a_routing_without_a_gate():
         ({"top_k": 2, "top_p": 0.5}, OptionError, "got top_k and top_p"),
         ({"top_k": 8}, ShapeError, "at most the number of routed heads, 7, got 8"),
         ({"top_k": 6, "always_on": 2}, ShapeError, "at most the number of routed heads, 5"),
-        ({"top_k": 0}, ShapeError, "top_k must be positive, got 0"),
+        ({"top_k": 0}, ShapeError, "top_k must be at least 1, got 0"),
         ({"top_k": 2, "k_max": 3}, OptionError, "k_max 3 and budget None; use top_p or threshold"),
         ({"top_k": 2, "budget": 3.0}, OptionError, "have no effect"),
         ({"top_p": 1.5}, OptionError, "top_p must be a probability, more than 0 and at most 1, got 1.5"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -17,6 +18,7 @@ from polyhead.masks import Mask
 from polyhead.ops.decode.fused import CacheArguments
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class CacheView:
     """Keys and values to attend to, and the mask that aligns them with the queries.
 
@@ -28,23 +30,13 @@ class CacheView:
     `new_lengths` is the number of non-padding tokens of each sequence in the block just appended; None for `view()`.
     """
 
-    __slots__ = ("_cache", "_stored", "_tensors", "lengths", "mask", "new_lengths", "num_keys")
-
-    def __init__(
-        self,
-        cache: KVCache,
-        stored: tuple[Tensor, ...],
-        num_keys: int,
-        mask: Mask | None,
-        new_lengths: tuple[int, ...] | None,
-    ) -> None:
-        self._cache = cache
-        self._stored = stored
-        self._tensors: tuple[Tensor, Tensor] | None = None
-        self.num_keys = num_keys
-        self.mask = mask
-        self.lengths = cache.lengths
-        self.new_lengths = new_lengths
+    _cache: KVCache
+    _stored: tuple[Tensor, ...]
+    num_keys: int
+    mask: Mask | None
+    lengths: tuple[int, ...]
+    new_lengths: tuple[int, ...] | None
+    _tensors: tuple[Tensor, Tensor] | None = None
 
     @property
     def storage(self) -> CacheArguments:
@@ -206,9 +198,10 @@ class KVCache(ABC):
     def fork(self) -> Self:
         """Return an independent copy."""
 
-    @abstractmethod
     def reset(self) -> None:
         """Drop all tokens and return to the state after construction."""
+        self._lengths = (0,) * (self._built_batch or 0)
+        self._width = 0
 
     # ---- implemented by subclasses
 
@@ -247,7 +240,7 @@ class KVCache(ABC):
     def _view(
         self, stored: tuple[Tensor, ...], mask: Mask | None, new_lengths: tuple[int, ...] | None = None
     ) -> CacheView:
-        return CacheView(self, stored, stored[0].shape[2], mask, new_lengths)
+        return CacheView(self, stored, stored[0].shape[2], mask, self._lengths, new_lengths)
 
     def _occupied_mask(self) -> Mask | None:
         if not self.is_ragged:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +18,21 @@ from polyhead.ops.decode.fused import CacheArguments
 class LatentStorage(SlotCache):
     """Base of latent caches: one buffer [batch, kv_heads, slots, head_dim], of which values are a slice.
 
-    `append` takes keys without values and raises on separate values, which would be lost.
+    `append` takes keys without values and raises on separate values, which would be lost. `options` of the constructor
+    are those of the growing or preallocated cache that the subclass also derives from.
     """
 
-    _value_dim: int
+    def __init__(
+        self, *, value_dim: int, num_kv_heads: int | None = 1, head_dim: int | None = None, **options: Any
+    ) -> None:
+        options |= {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+        super().__init__(**options)  # that of the growing or preallocated cache
+        positive("value_dim", value_dim)
+        if head_dim is not None and value_dim > head_dim:
+            raise CacheError(
+                f"value_dim must be at most head_dim, whose first channels it is, got {value_dim} and {head_dim}"
+            )
+        self._value_dim = value_dim
 
     def append(
         self, key: Tensor, value: Tensor | None = None, *, lengths: Sequence[int] | Tensor | None = None
@@ -61,26 +73,6 @@ class LatentCache(LatentStorage, GrowingCache):
     (torch.Size([2, 1, 3, 7]), torch.Size([2, 1, 3, 5]), True)
     """
 
-    def __init__(
-        self,
-        *,
-        value_dim: int,
-        batch_size: int | None = None,
-        num_kv_heads: int | None = 1,
-        head_dim: int | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(
-            batch_size=batch_size,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            dtype=dtype,
-            device=device,
-        )
-        self._value_dim = _checked_value_dim(value_dim, head_dim)
-
 
 class PreallocatedLatentCache(LatentStorage, PreallocatedCache):
     """Latent cache with memory for `capacity` tokens per sequence, allocated once.
@@ -89,34 +81,3 @@ class PreallocatedLatentCache(LatentStorage, PreallocatedCache):
     >>> cache.nbytes == 2 * 11 * 7 * 2
     True
     """
-
-    def __init__(
-        self,
-        *,
-        capacity: int,
-        batch_size: int,
-        head_dim: int,
-        value_dim: int,
-        num_kv_heads: int = 1,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(
-            capacity=capacity,
-            batch_size=batch_size,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            dtype=dtype,
-            device=device,
-        )
-        self._value_dim = _checked_value_dim(value_dim, head_dim)
-
-
-def _checked_value_dim(value_dim: int, head_dim: int | None) -> int:
-    positive("value_dim", value_dim)
-    if head_dim is not None and value_dim > head_dim:
-        raise CacheError(
-            f"value_dim must be at most head_dim, whose first channels it is, got {value_dim} and {head_dim}"
-        )
-    return value_dim

@@ -174,8 +174,7 @@ class PagedCache(KVCache):
         _free_all(self._pool, self._tables)
         self._tables[:] = [[] for _ in range(self._built_batch or 0)]
         self._tables_changed()
-        self._lengths = (0,) * (self._built_batch or 0)
-        self._width = 0
+        super().reset()
 
     # A copy or a pickle gets its own pool with only this cache's pages: the pool's counts include other caches.
 
@@ -274,7 +273,7 @@ class PagedCache(KVCache):
     def _view(
         self, stored: tuple[Tensor, ...], mask: Mask | None, new_lengths: tuple[int, ...] | None = None
     ) -> CacheView:
-        return CacheView(self, stored, self._width, mask, new_lengths)
+        return CacheView(self, stored, self._width, mask, self._lengths, new_lengths)
 
     def _reorder(self, rows: Sequence[int] | None, where: Tensor) -> None:
         assert rows is not None  # guaranteed by `_needs_rows_on_host`

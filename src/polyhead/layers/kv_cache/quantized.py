@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from polyhead.layers.kv_cache.slots import SlotCache
-from polyhead.layers.kv_cache.tokens import TokenLayout, count
+from polyhead.layers.kv_cache.slots import PreallocatedCache
+from polyhead.layers.kv_cache.tokens import TokenLayout
 from polyhead.ops.decode.fused import CacheArguments
 
 
-class QuantizedCache(SlotCache):
+class QuantizedCache(PreallocatedCache):
     """Preallocated cache of int8 keys and values with one float32 scale per sequence, head and token.
 
     The quantisation error is at most `largest / 254`, where `largest` is the largest magnitude of that token in that
@@ -23,20 +23,6 @@ class QuantizedCache(SlotCache):
     >>> cache.append(key, key).key
     tensor([[[[127., -64.]]]])
     """
-
-    def __init__(
-        self,
-        *,
-        capacity: int,
-        batch_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        value_dim: int | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        layout = TokenLayout.build(num_kv_heads, head_dim, value_dim, dtype, device)
-        super().__init__(count("batch_size", batch_size), layout, count("capacity", capacity))
 
     def _widths(self, layout: TokenLayout) -> tuple[tuple[int, torch.dtype], ...]:
         scale = (1, torch.float32)

@@ -49,8 +49,7 @@ class SlotCache(KVCache):
     def reset(self) -> None:
         if self._layout is not None and self.batch_size != self._built_batch:
             self._buffers = self._allocate(self._built_batch or 0, self._capacity, self._layout)
-        self._lengths = (0,) * (self._built_batch or 0)
-        self._width = 0
+        super().reset()
 
     # ---- storage format, overridden by subclasses
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyhead.errors import CacheError
+from polyhead.geometry import checked_integer
+
+count = partial(checked_integer, error=CacheError)
+positive = partial(checked_integer, at_least=1, error=CacheError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +79,3 @@ def all_equal(values: Sequence[Any]) -> bool:
 
 def longest(lengths: Sequence[int], *, otherwise: int) -> int:
     return max(lengths) if lengths else otherwise
-
-
-def count(name: str, value: int, *, at_least: int = 0) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise CacheError(f"{name} must be an integer, got {value!r}")
-    if value < at_least:
-        raise CacheError(f"{name} must be at least {at_least}, got {value}")
-    return value
-
-
-def positive(name: str, value: int) -> int:
-    return count(name, value, at_least=1)

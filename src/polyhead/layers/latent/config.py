@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal
 
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
-from polyhead.layers.config import LayerConfig, checked_positions, register_config
+from polyhead.layers.config import LayerConfig, register_config
 from polyhead.layers.latent.forms import FORMS, LatentLayout, resolve_nope_head_dim
 from polyhead.layers.latent.layer import LatentAttention
-from polyhead.layers.positions.config import POSITIONS, PositionsConfig, RotaryConfig
+from polyhead.layers.positions.config import RotaryConfig
 
 
 @register_config("latent", LatentAttention)
@@ -24,30 +24,16 @@ class LatentConfig(LayerConfig):
     (64, 160)
     """
 
-    embed_dim: int
-    num_heads: int
     _: KW_ONLY
     kv_lora_rank: int
     q_lora_rank: int | None = None
     qk_nope_head_dim: int | None = None
     qk_rope_head_dim: int | None = 0
     value_head_dim: int | None = None
-    bias: bool = True
-    output_bias: bool | None = None
-    positions: PositionsConfig | None = field(default=None, metadata={"kinds": POSITIONS})
     norm_eps: float = 1e-6
     form: Literal["auto", "expanded", "absorbed"] = "auto"
-    causal: bool = False
-    window: int | None = None
-    softcap: float | None = None
-    scale: float | None = None
-    sinks: bool = False
-    dropout: float = 0.0
-    finite: bool = False
-    backend: str = "auto"
 
-    def __post_init__(self) -> None:
-        self._check_options()
+    def _check_and_fill(self) -> None:
         checks.check_positive("norm_eps", self.norm_eps)
         checks.check_one_of("form", self.form, ("auto", *FORMS))
         for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "value_head_dim"):
@@ -58,15 +44,12 @@ class LatentConfig(LayerConfig):
             qk_rope_head_dim=0 if self.qk_rope_head_dim is None else self.qk_rope_head_dim,
             value_head_dim=self.value_head_dim or nope,
         )
-        layout = self.layout
-        positions = None if self.positions is None else checked_positions(self.positions)
-        if isinstance(positions, RotaryConfig) != (layout.qk_rope_head_dim > 0):
+        rotary_channels = self.layout.qk_rope_head_dim
+        if isinstance(self.positions, RotaryConfig) != (rotary_channels > 0):
             raise OptionError(
                 "qk_rope_head_dim is the number of channels with rotary positions, so each requires the other; "
-                f"got qk_rope_head_dim {layout.qk_rope_head_dim} and positions {positions}"
+                f"got qk_rope_head_dim {rotary_channels} and positions {self.positions}"
             )
-        if positions is not None:
-            self._fill(positions=positions.fitted(self.turning))
 
     @property
     def layout(self) -> LatentLayout:
@@ -85,10 +68,8 @@ class LatentConfig(LayerConfig):
     def _read(cls, layer: Any) -> dict[str, Any]:
         return {
             **super()._read(layer),
-            **layer.layout.to_dict(),
             "q_lora_rank": layer.layout.q_lora_rank or None,
             "bias": layer.kv_a_proj.bias is not None,
             "output_bias": layer.out_proj.bias is not None,
             "norm_eps": layer.kv_a_norm.eps,
-            "form": layer.form,
         }

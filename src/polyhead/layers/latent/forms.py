@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import ShapeError
-from polyhead.geometry import HeadLayout
+from polyhead.geometry import HeadLayout, checked_integer
 from polyhead.masks import Mask
 from polyhead.ops.decode.api import cached_reasons
 from polyhead.ops.decode.fused import CacheArguments
@@ -38,7 +38,8 @@ class LatentLayout:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            check_latent_size(field.name, getattr(self, field.name))
+            may_be_zero = field.name in ("q_lora_rank", "qk_rope_head_dim")
+            checked_integer(field.name, getattr(self, field.name), at_least=0 if may_be_zero else 1)
 
     @property
     def head_dim(self) -> int:
@@ -64,18 +65,10 @@ class LatentLayout:
         return dataclasses.asdict(self)
 
 
-def check_latent_size(name: str, size: object) -> None:
-    """Check a size of `LatentLayout`; `q_lora_rank` and `qk_rope_head_dim` may be 0."""
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise ShapeError(f"{name} must be an integer, got {size!r}")
-    if size < 0 or (size == 0 and name not in ("q_lora_rank", "qk_rope_head_dim")):
-        raise ShapeError(f"{name} must be positive, got {size}")
-
-
 def resolve_nope_head_dim(embed_dim: int, num_heads: int, given: int | None) -> int:
     """Return qk_nope_head_dim, the channels without rotary positions; embed_dim / num_heads by default."""
-    check_latent_size("embed_dim", embed_dim)
-    check_latent_size("num_heads", num_heads)
+    checked_integer("embed_dim", embed_dim, at_least=1)
+    checked_integer("num_heads", num_heads, at_least=1)
     if given is not None:
         return given
     if embed_dim % num_heads:

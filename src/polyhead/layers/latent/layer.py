@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError, ShapeError
+from polyhead.geometry import checked_integer
 from polyhead.layers import checks
 from polyhead.layers.base_attention import BaseAttention, CallOptions, Memory
 from polyhead.layers.joint_projection import hooks_of, is_plain_linear
@@ -20,7 +21,6 @@ from polyhead.layers.latent.forms import (
     FormChoice,
     LatentLayout,
     absorbing_is_cheaper,
-    check_latent_size,
     decode_refusals,
     form_products,
     resolve_nope_head_dim,
@@ -30,7 +30,6 @@ from polyhead.layers.positions.position_encoding import Rotation
 from polyhead.layers.steps import apply_norm, init_linear, restores_cache_on_error, split_heads
 from polyhead.masks import Mask
 from polyhead.ops.attention import AttentionOutput, Statistics
-from polyhead.ops.common.gates import gate_factors
 
 Form = Literal["auto", "expanded", "absorbed"]
 
@@ -239,9 +238,8 @@ class LatentAttention(BaseAttention):
         else:
             result = self._expanded(q_nope, q_rope, latents if view is None else view.key, call)
         heads = result.output
-        for gate in (self.head_gate, head_gate):
-            if gate is not None:
-                heads = heads * gate_factors(gate, batch, layout.num_heads, queries).to(heads.dtype)
+        if head_gate is not None or self.head_gate is not None:
+            heads = self._gated(heads, head_gate)
         return replace(result, output=self.out_proj(heads.transpose(1, 2).flatten(2)))
 
     def remember(self, key: Tensor) -> Memory:
@@ -368,7 +366,7 @@ class LatentAttention(BaseAttention):
 def _resolve_rope_head_dim(positions: Positions | None, given: int | None) -> int:
     """Return qk_rope_head_dim as given, or the `head_dim` of rotary positions."""
     if given is not None:
-        check_latent_size("qk_rope_head_dim", given)
+        checked_integer("qk_rope_head_dim", given)
     if not isinstance(positions, RotatesHeads):
         if given:
             raise OptionError(

@@ -236,9 +236,13 @@ class ProjectedHeads(BaseAttention):
             head_gate=head_gate,
         )
         result = self._attend(q, k, v, call)
-        heads = result.output.transpose(1, 2)  # [batch, queries, heads, value_dim]
-        if head_gate is not None or self.head_gate is not None or self.gate_proj is not None:
-            heads = self._gated(heads, query, head_gate)
+        heads = result.output
+        if self.gate_proj is not None:
+            gate = torch.sigmoid(self.gate_proj(query)).unflatten(-1, (self.layout.num_heads, -1))
+            heads = heads * gate.transpose(1, 2)
+        if head_gate is not None or self.head_gate is not None:
+            heads = self._gated(heads, head_gate)
+        heads = heads.transpose(1, 2)  # [batch, queries, heads, value_dim]
         return replace(result, output=self.out_proj(heads.flatten(2) if self.combine is None else self.combine(heads)))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: CallOptions) -> AttentionOutput:
@@ -294,6 +298,13 @@ class ProjectedHeads(BaseAttention):
             k, v = self.k_proj(key), self.v_proj(value)
         return self._source_heads(k, v)
 
+    @property
+    def output_gate(self) -> Literal["head", "channel"] | None:
+        """Kind of the output gate; "head" if heads have one channel, where both kinds are the same."""
+        if self.gate_proj is None:
+            return None
+        return "head" if self.gate_proj.out_features == self.layout.num_heads else "channel"
+
     # Head layouts and reshapes, overridden by subclasses.
 
     @property
@@ -318,23 +329,6 @@ class ProjectedHeads(BaseAttention):
 
     def _source_heads(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return split_heads(k, self.layout.num_kv_heads), split_heads(v, self.layout.num_kv_heads)
-
-    def _gated(self, heads: Tensor, x: Tensor, head_gate: Tensor | None) -> Tensor:
-        """Multiply the heads' outputs [batch, queries, heads, value_dim] by the output and head gates."""
-        if self.gate_proj is not None:
-            heads = heads * torch.sigmoid(self.gate_proj(x)).unflatten(-1, (self.layout.num_heads, -1))
-        for gate in (self.head_gate, head_gate):
-            if gate is not None:
-                heads = heads * self._gate_by_token(gate, heads)
-        return heads
-
-    def _gate_by_token(self, gate: Tensor, heads: Tensor) -> Tensor:
-        batch, queries, count, _ = heads.shape
-        checks.check_gate(gate, batch, count, queries)
-        gate = gate.to(heads.dtype)
-        if gate.ndim == 3:
-            return gate.transpose(1, 2)[..., None]
-        return gate[..., None] if gate.ndim == 1 else gate[:, None, :, None]
 
     def _forward_jagged(
         self, query: Tensor, key: Tensor | Memory | None, *, mask: Mask | None, **options: Any

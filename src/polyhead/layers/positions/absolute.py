@@ -63,10 +63,14 @@ class Sinusoidal(AddsToInput):
                 (encoding,) = self._table.recipe.build(torch.arange(positions, positions + count, device=device), dtype)
         return (x + encoding).to(x.dtype)
 
-    def extra_repr(self) -> str:
+    @property
+    def base(self) -> float:
         recipe = self._table.recipe
         assert isinstance(recipe, _Sinusoids)
-        return f"{self.embed_dim}, base={recipe.base}"
+        return recipe.base
+
+    def extra_repr(self) -> str:
+        return f"{self.embed_dim}, base={self.base}"
 
 
 class Learned(AddsToInput):

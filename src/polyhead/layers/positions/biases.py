@@ -76,6 +76,10 @@ class ALiBi(BiasesByDistance):
             with torch.no_grad():
                 self.weight.copy_(alibi_slopes(self.num_heads, self.weight.device))
 
+    @property
+    def learnable(self) -> bool:
+        return self.weight is not None
+
     def slopes(self, device: torch.device | str | None = None) -> Tensor:
         """Return the slope of every head, [heads]."""
         return self.weight if self.weight is not None else alibi_slopes(self.num_heads, bias_device(self, device))
@@ -88,7 +92,7 @@ class ALiBi(BiasesByDistance):
         return self.weight.to(device, dtype).unsqueeze(1) * -distance
 
     def extra_repr(self) -> str:
-        return f"{self.num_heads}, learnable={self.weight is not None}"
+        return f"{self.num_heads}, learnable={self.learnable}"
 
 
 @dataclass(frozen=True)

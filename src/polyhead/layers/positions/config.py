@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 
@@ -36,29 +35,38 @@ SCALINGS.register("llama3")(Llama3Scaling)
 
 
 @dataclass(frozen=True)
-class PositionsConfig(ABC):
-    """Base class of position configs; register a new kind as a dataclass with `@describes`."""
+class PositionsConfig:
+    """Base class of position configs, whose fields are the options of the module that they describe.
 
-    @abstractmethod
+    Register a new kind as a dataclass with `@describes`.
+    """
+
+    module: ClassVar[type[Positions]]  # set by `describes`
+
     def build(self, layout: HeadLayout) -> Positions:
         """Build the module for a head layout."""
+        options = {self.module.size: getattr(layout, self.module.size)}
+        return self.module(**options, **{x.name: getattr(self, x.name) for x in dataclasses.fields(self)})
 
     @classmethod
-    @abstractmethod
     def of(cls, module: Any) -> Self:
         """Return the config of `module`."""
+        return cls(**{x.name: getattr(module, x.name) for x in dataclasses.fields(cls)})
 
     def num_parameters(self, layout: HeadLayout) -> int:
         """Return the number of learned parameters; 0 for most kinds."""
-        return 0
+        return sum(parameter.numel() for parameter in self._on_meta(layout).parameters())
 
     def fitted(self, layout: HeadLayout) -> PositionsConfig:
         """Return the config with defaults filled in for a layout; raises where the module itself would."""
         check_flags(self)
-        with torch.device("meta"):
-            module = self.build(layout)
+        module = self._on_meta(layout)
         module.check(layout)
         return type(self).of(module)
+
+    def _on_meta(self, layout: HeadLayout) -> Positions:
+        with torch.device("meta"):
+            return self.build(layout)
 
 
 POSITIONS: Registry[PositionsConfig] = Registry("a description of positions")
@@ -71,6 +79,7 @@ def describes(module: type[Positions], kind: str) -> Callable[[Described], Descr
 
     def decorate(member: Described) -> Described:
         POSITIONS.register(kind)(member)
+        member.module = module
         _BY_MODULE[module] = member
         return member
 
@@ -104,21 +113,6 @@ class RotaryConfig(PositionsConfig):
     interleaved: bool = False
     scaling: RotaryScaling | None = field(default=None, metadata={"kinds": SCALINGS})
 
-    def build(self, layout: HeadLayout) -> Rotary:
-        return Rotary(
-            layout.head_dim,
-            base=self.base,
-            rotary_dim=self.rotary_dim,
-            interleaved=self.interleaved,
-            scaling=self.scaling,
-        )
-
-    @classmethod
-    def of(cls, module: Rotary) -> Self:
-        return cls(
-            base=module.base, rotary_dim=module.rotary_dim, interleaved=module.interleaved, scaling=module.scaling
-        )
-
 
 @describes(ALiBi, "alibi")
 @dataclass(frozen=True)
@@ -126,16 +120,6 @@ class ALiBiConfig(PositionsConfig):
     """Config of `ALiBi`, with fixed or learned slopes."""
 
     learnable: bool = False
-
-    def build(self, layout: HeadLayout) -> ALiBi:
-        return ALiBi(layout.num_heads, learnable=self.learnable)
-
-    @classmethod
-    def of(cls, module: ALiBi) -> Self:
-        return cls(module.weight is not None)
-
-    def num_parameters(self, layout: HeadLayout) -> int:
-        return layout.num_heads if self.learnable else 0
 
 
 @describes(T5Bias, "t5")
@@ -148,16 +132,6 @@ class T5BiasConfig(PositionsConfig):
     max_distance: int = 128
     bidirectional: bool = True
 
-    def build(self, layout: HeadLayout) -> T5Bias:
-        return T5Bias(layout.num_heads, **dataclasses.asdict(self))
-
-    @classmethod
-    def of(cls, module: T5Bias) -> Self:
-        return cls(num_buckets=module.num_buckets, max_distance=module.max_distance, bidirectional=module.bidirectional)
-
-    def num_parameters(self, layout: HeadLayout) -> int:
-        return self.num_buckets * layout.num_heads
-
 
 @describes(Sinusoidal, "sinusoidal")
 @dataclass(frozen=True)
@@ -166,14 +140,6 @@ class SinusoidalConfig(PositionsConfig):
 
     base: float = 10000.0
 
-    def build(self, layout: HeadLayout) -> Sinusoidal:
-        return Sinusoidal(layout.embed_dim, base=self.base)
-
-    @classmethod
-    def of(cls, module: Sinusoidal) -> Self:
-        recipe: Any = module._table.recipe
-        return cls(recipe.base)
-
 
 @describes(Learned, "learned")
 @dataclass(frozen=True)
@@ -181,16 +147,6 @@ class LearnedConfig(PositionsConfig):
     """Config of `Learned`, with `max_length` positions."""
 
     max_length: int
-
-    def build(self, layout: HeadLayout) -> Learned:
-        return Learned(self.max_length, layout.embed_dim)
-
-    @classmethod
-    def of(cls, module: Learned) -> Self:
-        return cls(module.max_length)
-
-    def num_parameters(self, layout: HeadLayout) -> int:
-        return self.max_length * layout.embed_dim
 
 
 @describes(QuadraticRelative1D, "quadratic_1d")
@@ -202,16 +158,10 @@ class QuadraticRelative1DConfig(PositionsConfig):
     alpha: float = 0.5
     center_std: float = 2.0
 
-    def build(self, layout: HeadLayout) -> QuadraticRelative1D:
-        return QuadraticRelative1D(layout.num_heads, alpha=self.alpha, center_std=self.center_std)
-
     @classmethod
     def of(cls, module: QuadraticRelative1D) -> Self:
         alpha, center_std = module._initial
         return cls(alpha=alpha, center_std=center_std)
-
-    def num_parameters(self, layout: HeadLayout) -> int:
-        return 2 * layout.num_heads  # a centre and a width
 
 
 @describes(QuadraticRelative2D, "quadratic_2d")
@@ -225,15 +175,7 @@ class QuadraticRelative2DConfig(PositionsConfig):
     alpha: float = 0.5
     center_std: float = 2.0
 
-    def build(self, layout: HeadLayout) -> QuadraticRelative2D:
-        return QuadraticRelative2D(
-            layout.num_heads, self.height, self.width, alpha=self.alpha, center_std=self.center_std
-        )
-
     @classmethod
     def of(cls, module: QuadraticRelative2D) -> Self:
         alpha, center_std = module._initial
         return cls(*module.grid, alpha=alpha, center_std=center_std)
-
-    def num_parameters(self, layout: HeadLayout) -> int:
-        return 3 * layout.num_heads  # a centre of two numbers and a width

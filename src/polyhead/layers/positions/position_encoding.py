@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from polyhead.errors import DeviceError, DtypeError, OptionError, ShapeError
-from polyhead.geometry import HeadLayout
+from polyhead.geometry import HeadLayout, checked_integer
 
 if TYPE_CHECKING:
     from polyhead.masks import Mask
 
+check_count = partial(checked_integer, at_least=1)
 _OFFSETS = (int, torch.SymInt)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -21,9 +23,17 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 class Positions(nn.Module, ABC):
     """Base class of position modules; a layer tests `isinstance` for one of the three kinds below."""
 
-    @abstractmethod
+    kind: ClassVar[str]  # for error messages
+    size: ClassVar[str]  # field of `HeadLayout` that the module is built with
+
     def check(self, layout: HeadLayout) -> None:
         """Raise a ShapeError unless the module was built for the layer's heads."""
+        built, required = getattr(self, self.size), getattr(layout, self.size)
+        if built != required:
+            raise ShapeError(
+                f"{self.kind} must have the layer's {self.size}, got {type(self).__name__}({self.size}={built}) "
+                f"for a layer with {self.size} {required}; build them with {self.size}={required}"
+            )
 
 
 class Rotation(NamedTuple):
@@ -42,6 +52,8 @@ class RotatesHeads(Positions):
     Self-attention calls `rotation` once and `rotate` for queries and keys; calling the module does both for one tensor.
     """
 
+    kind = "rotary positions"
+    size = "head_dim"
     head_dim: int
 
     @abstractmethod
@@ -55,17 +67,12 @@ class RotatesHeads(Positions):
     def forward(self, x: Tensor, positions: int | Tensor = 0, *, length: int | None = None) -> Tensor:
         return self.rotate(x, self.rotation(x, positions, length=length))
 
-    def check(self, layout: HeadLayout) -> None:
-        if layout.head_dim != self.head_dim:
-            raise ShapeError(
-                f"rotary positions must have the layer's head_dim, got {type(self).__name__}(head_dim={self.head_dim}) "
-                f"for a head_dim of {layout.head_dim}; build them with head_dim={layout.head_dim}"
-            )
-
 
 class BiasesLogits(Positions):
     """Base of positions that add a bias to the logits, returned as a Mask."""
 
+    kind = "position biases"
+    size = "num_heads"
     num_heads: int
 
     def mask(self, query_length: int, key_length: int, **options: Any) -> Mask:
@@ -78,30 +85,17 @@ class BiasesLogits(Positions):
         mask: Mask = self(query_length, key_length, **options)
         return mask
 
-    def check(self, layout: HeadLayout) -> None:
-        if layout.num_heads != self.num_heads:
-            raise ShapeError(
-                f"position biases must have the layer's num_heads, got {type(self).__name__}(num_heads="
-                f"{self.num_heads}) for {layout.num_heads} heads; build them with num_heads={layout.num_heads}"
-            )
-
 
 class AddsToInput(Positions):
     """Base of positions that are added to the layer's input, before any projection."""
 
+    kind = "additive positions"
+    size = "embed_dim"
     embed_dim: int
 
     @abstractmethod
     def forward(self, x: Tensor, positions: int | Tensor = 0) -> Tensor:
         """Return x [batch, sequence, embed_dim] plus the encoding of its positions, in the dtype of x."""
-
-    def check(self, layout: HeadLayout) -> None:
-        if layout.embed_dim != self.embed_dim:
-            raise ShapeError(
-                f"additive positions must have the layer's embed_dim, got {type(self).__name__}(embed_dim="
-                f"{self.embed_dim}) for an embed_dim of {layout.embed_dim}; "
-                f"build them with embed_dim={layout.embed_dim}"
-            )
 
     def _check_input(self, x: Tensor) -> None:
         if x.dim() != 3 or x.shape[2] != self.embed_dim:
@@ -115,11 +109,6 @@ def check_positive(name: str, number: int | float) -> None:
     """Raise unless an option is a positive, finite number."""
     if not isinstance(number, int | float) or isinstance(number, bool) or not 0 < number < float("inf"):
         raise OptionError(f"{name} must be positive and finite, got {number!r}")
-
-
-def check_count(name: str, number: int) -> None:
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ShapeError(f"{name} must be a positive integer, got {number!r}")
 
 
 def check_floating(dtype: torch.dtype) -> None:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyhead.errors import ShapeError
-from polyhead.geometry import HeadLayout
+from polyhead.geometry import HeadLayout, checked_integer
 from polyhead.layers import checks
 from polyhead.layers.combining import HeadCombiner
 from polyhead.layers.config import register_config
@@ -178,8 +178,7 @@ class GroupedHeads(ProjectedHeads):
 
 
 def _check_groups(num_heads: int, num_groups: int) -> None:
-    if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 1:
-        raise ShapeError(f"num_groups must be a positive integer, got {num_groups!r}")
+    checked_integer("num_groups", num_groups, at_least=1)
     if num_heads % num_groups:
         raise ShapeError(f"num_heads must be a multiple of num_groups, got {num_heads} and {num_groups}")
 
@@ -198,13 +197,9 @@ class GroupedHeadsConfig(HeadsConfig):
     hidden_dim: int | None = None
     activation: Literal["gelu", "linear"] = "gelu"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    _parts = ("layout", "combine")
+
+    def _check_and_fill(self) -> None:
+        super()._check_and_fill()
         groups = HeadGroups(self.layout, self.num_groups, self.hidden_dim, activation=self.activation, device="meta")
         self._fill(hidden_dim=groups.width)
-
-    @classmethod
-    def _read(cls, layer: Any) -> dict[str, Any]:
-        groups = layer.combine
-        fields = {"num_groups": groups.num_groups, "hidden_dim": groups.width, "activation": groups.activation}
-        return {**super()._read(layer), **fields}

@@ -211,13 +211,9 @@ class HeadMixConfig(HeadsConfig):
     mix: Literal["heads", "full"] = "heads"
     row_attention: Literal["plain", "projected"] | None = "plain"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    _parts = ("layout", "combine")
+
+    def _check_and_fill(self) -> None:
+        super()._check_and_fill()
         mixing = HeadMixing(self.layout, self.num_rows, mix=self.mix, row_attention=self.row_attention, device="meta")
         self._fill(num_rows=mixing.num_rows)
-
-    @classmethod
-    def _read(cls, layer: Any) -> dict[str, Any]:
-        mixing = layer.combine
-        fields = {"num_rows": mixing.num_rows, "mix": mixing.mix, "row_attention": mixing.row_attention}
-        return {**super()._read(layer), **fields}

@@ -23,7 +23,7 @@ from polyhead.layers.config import register_config
 from polyhead.layers.multi_head.config import HeadsConfig
 from polyhead.layers.multi_head.separate_heads import SeparateHeads
 from polyhead.layers.multi_head.torch_weights import from_torch
-from polyhead.layers.positions import BiasesLogits
+from polyhead.layers.positions import BiasesLogits, Positions
 from polyhead.masks import Mask
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput
@@ -78,8 +78,8 @@ class TalkingHeads(SeparateHeads):
             backend=options.get("backend", "auto"),
         )
         super().__init__(embed_dim, num_heads, device=device, dtype=dtype, **options)
-        if isinstance(self.positions, BiasesLogits):
-            refuse_biases(type(self.positions).__name__)
+        if self.positions is not None:
+            check_talking_positions(type(self.positions))
         self.logits_mix = nn.Parameter(torch.eye(num_heads, device=device, dtype=dtype))
         self.weights_mix = nn.Parameter(torch.eye(num_heads, device=device, dtype=dtype))
 
@@ -167,11 +167,12 @@ def check_talking(*, softcap: float | None, sinks: bool, dropout: float, key_hea
     checks.check_one_of("backend of talking heads", backend, ("auto", *TALKING_BACKENDS))
 
 
-def refuse_biases(name: str) -> None:
-    raise OptionError(
-        f"talking heads do not support positions that bias logits, which could be added before or after the mix; "
-        f"got {name}; use rotary, sinusoidal or learned positions"
-    )
+def check_talking_positions(positions: type[Positions]) -> None:
+    if issubclass(positions, BiasesLogits):
+        raise OptionError(
+            f"talking heads do not support positions that bias logits, which could be added before or after the mix; "
+            f"got {positions.__name__}; use rotary, sinusoidal or learned positions"
+        )
 
 
 @register_config("talking_heads", TalkingHeads)
@@ -183,8 +184,8 @@ class TalkingHeadsConfig(HeadsConfig):
     64
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_and_fill(self) -> None:
+        super()._check_and_fill()
         check_talking(
             softcap=self.softcap,
             sinks=self.sinks,
@@ -193,7 +194,4 @@ class TalkingHeadsConfig(HeadsConfig):
             backend=self.backend,
         )
         if self.positions is not None:
-            with torch.device("meta"):
-                module = self.positions.build(self.turning)
-            if isinstance(module, BiasesLogits):
-                refuse_biases(type(self.positions).__name__)
+            check_talking_positions(self.positions.module)

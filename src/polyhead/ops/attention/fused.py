@@ -19,7 +19,7 @@ from polyhead.ops.common.kernels.availability import HAS_TRITON, IS_INTERPRETED,
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.nonfinite import without_nonfinite
 from polyhead.ops.common.request import AttentionOutput, AttentionRequest
-from polyhead.ops.common.statistics import RowStatistics
+from polyhead.ops.common.statistics import RowStatistics, kernel_reasons
 from polyhead.ops.common.tracing import TRANSFORMED, is_traced, is_transformed
 
 LARGEST_DIM = 256
@@ -45,6 +45,8 @@ def unsupported_reasons(request: AttentionRequest) -> list[str]:
         reasons.append(f"our kernels take head and value dims from 1 to {LARGEST_DIM}, got {head_dim} and {value_dim}")
     if request.weights:
         reasons.append("our kernels never materialise the weights")
+    if request.statistics is not None:
+        reasons += kernel_reasons("attention", request.statistics.names)
     if is_transformed():
         reasons.append(TRANSFORMED)
     if torch.are_deterministic_algorithms_enabled() and request.needs_grad and _learns_shared_bias(request):

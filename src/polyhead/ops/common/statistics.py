@@ -18,7 +18,7 @@ max_logit and 0 for the rest; with a learned sink, its learned_sink_mass is 1. W
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -82,6 +82,40 @@ class RowStatistics:
 
 NAMES = tuple(field.name for field in fields(RowStatistics))
 torch.export.register_dataclass(RowStatistics, serialized_type_name="polyhead.RowStatistics")
+
+_IN_ALL_KERNELS = frozenset(
+    [
+        "max_logit",
+        "max_abs_logit",
+        "entropy",
+        "confidence",
+        "mean_distance",
+        "mean_offset",
+        "mean_squared_distance",
+        "sink_mass",
+        "self_mass",
+        "previous_mass",
+        "next_mass",
+        "window_mass",
+        "visible_keys",
+        "learned_sink_mass",
+    ]
+)
+# Names that the kernels of each operation write; selected rows share those of attention. Written out, not derived from
+# `NAMES`: a kernel leaves the memory of a statistic that it lacks uninitialised.
+IN_KERNELS = {
+    "attention": _IN_ALL_KERNELS,
+    "decode": _IN_ALL_KERNELS,
+    "talking heads": _IN_ALL_KERNELS - {"learned_sink_mass"},
+}
+
+
+def kernel_reasons(operation: str, names: Iterable[str]) -> list[str]:
+    """Return the reason why the kernels of an operation of `IN_KERNELS` do not support these statistics, if any."""
+    if IN_KERNELS[operation].issuperset(names):
+        return []
+    missing = [name for name in names if name not in IN_KERNELS[operation]]
+    return [f"the kernels of {operation} do not compute {', '.join(missing)}"]
 
 
 def row_tuple(name: str, names: tuple[str, ...], module: str) -> Any:

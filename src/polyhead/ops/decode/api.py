@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polyhead.masks import Mask, Padding
 from polyhead.ops.common.request import AttentionOutput
-from polyhead.ops.common.statistics import RowStatistics, Statistics
+from polyhead.ops.common.statistics import NAMES, RowStatistics, Statistics, kernel_reasons
 from polyhead.ops.common.tracing import EXPORTED, is_exporting
 from polyhead.ops.decode.fused import CacheArguments, decode, decode_reasons, width_reasons
 
@@ -25,6 +25,7 @@ def cached_reasons(
     mask: Mask | None,
     scale: float | Tensor | None = None,
     sinks: Tensor | None = None,
+    statistics: Statistics | None = None,
 ) -> list[str]:
     """Return the reasons why the decode kernels do not support this call; empty if they do.
 
@@ -45,6 +46,8 @@ def cached_reasons(
     for name, tensor in (("scale", scale), ("sinks", sinks)):
         if isinstance(tensor, Tensor):
             reasons += _per_head_reasons(name, tensor, query)
+    if statistics is not None:
+        reasons += kernel_reasons("decode", statistics.names or NAMES)
     if mask is None:
         return reasons
     if not isinstance(mask, Mask):

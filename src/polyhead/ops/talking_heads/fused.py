@@ -16,7 +16,7 @@ from polyhead.ops.common.kernel_masks import mask_reasons, pack
 from polyhead.ops.common.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.request import AttentionOutput, AttentionRequest
-from polyhead.ops.common.statistics import RowStatistics
+from polyhead.ops.common.statistics import RowStatistics, kernel_reasons
 from polyhead.ops.common.tracing import TRANSFORMED, is_traced, is_transformed
 from polyhead.ops.talking_heads.request import FiniteInputs, TalkingRequest, remove_nonfinite
 
@@ -51,6 +51,8 @@ def unsupported_reasons(request: TalkingRequest) -> list[str]:
         )
     if inputs.weights:
         reasons.append("the kernels never materialise the weights")
+    if inputs.statistics is not None:
+        reasons += kernel_reasons("talking heads", inputs.statistics.names)
     if is_transformed():
         reasons.append(TRANSFORMED)
     return reasons + mask_reasons(inputs.visibility)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any
 
 from polyhead.geometry import HeadLayout
 from polyhead.layers.config import register_config
@@ -23,17 +22,12 @@ class CollaborativeConfig(HeadsConfig):
     _: KW_ONLY
     shared_dim: int | None = None
 
-    def __post_init__(self) -> None:
-        layout = self._given_layout()
-        check_collaborative(layout, self.shared_dim, self.qk_norm)
-        self._fill(shared_dim=self.shared_dim or layout.num_heads * layout.head_dim)
-        super().__post_init__()
+    def _check_and_fill(self) -> None:
+        super()._check_and_fill()
+        check_collaborative(self.layout, self.shared_dim, self.qk_norm)
+        self._fill(shared_dim=self.shared_dim or self.layout.num_heads * self.layout.head_dim)
 
     @property
     def turning(self) -> HeadLayout:
         assert self.shared_dim is not None
         return replace(self.layout, head_dim=self.shared_dim)
-
-    @classmethod
-    def _read(cls, layer: Any) -> dict[str, Any]:
-        return {**super()._read(layer), "shared_dim": layer.shared_dim}

@@ -155,7 +155,6 @@ class CollaborativeAttention(ProjectedHeads):
             names = " and ".join(name for name, present in unsupported.items() if present)
             raise OptionError(f"from_multi_head does not support a layer with {names}")
         layout, weight = layer.layout, layer.out_proj.weight
-        gate = layer.gate_proj
         converted = cls(
             layout.embed_dim,
             layout.num_heads,
@@ -167,7 +166,7 @@ class CollaborativeAttention(ProjectedHeads):
             bias=layer.q_proj.bias is not None,
             output_bias=layer.out_proj.bias is not None,
             positions=layer.positions,
-            output_gate=None if gate is None else "head" if gate.out_features == layout.num_heads else "channel",
+            output_gate=layer.output_gate,
             softcap=layer.softcap,
             scale=layer.scale,
             sinks=layer.sinks is not None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any
 
 from polyhead.geometry import HeadLayout
 from polyhead.layers.config import register_config
@@ -25,14 +24,10 @@ class DifferentialConfig(HeadsConfig):
     layer_index: int = 0
     norm_eps: float = 1e-5
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_and_fill(self) -> None:
+        super()._check_and_fill()
         check_differential(self.layout, self.layer_index, self.norm_eps, self.qk_norm)
 
     @property
     def turning(self) -> HeadLayout:
         return replace(self.layout, head_dim=self.layout.head_dim // 2)
-
-    @classmethod
-    def _read(cls, layer: Any) -> dict[str, Any]:
-        return {**super()._read(layer), "layer_index": layer.layer_index, "norm_eps": layer.norm_eps}

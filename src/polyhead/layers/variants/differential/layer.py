@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError, ShapeError
-from polyhead.geometry import HeadLayout
+from polyhead.geometry import HeadLayout, checked_integer
 from polyhead.layers import checks
 from polyhead.layers.base_attention import CallOptions
 from polyhead.layers.multi_head.separate_heads import SeparateHeads
@@ -139,7 +139,7 @@ class DifferentialAttention(SeparateHeads):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: CallOptions) -> AttentionOutput:
         if call.dropout and call.seed is None:
-            call = replace(call, seed=draw_seed(q.device))
+            call = call._replace(seed=draw_seed(q.device))
         maps = self._maps(q, k, v, call)
         if self._listener is not None:
             result, view = _concat_maps(maps, torch.cat([x.output for x in maps], 1)), call.view
@@ -179,19 +179,16 @@ class DifferentialAttention(SeparateHeads):
     def _gated_maps(self, maps: Sequence[Tensor], head_gate: Tensor | None) -> Sequence[Tensor]:
         batch, _, queries, _ = maps[0].shape
         for gate in (self.head_gate, head_gate):
-            if self._is_of_maps(gate):
+            if gate is not None and not self._is_of_heads(gate):
                 factors = gate_factors(gate, batch, self.num_maps, queries).to(maps[0].dtype).chunk(2, 1)
                 maps = [x * factor for x, factor in zip(maps, factors, strict=True)]
         return maps
 
-    def _gate_by_token(self, gate: Tensor, heads: Tensor) -> Tensor:
-        if self._is_of_maps(gate):  # already applied before the difference
-            return heads.new_ones(())
-        return super()._gate_by_token(gate, heads)
-
-    def _is_of_maps(self, gate: Tensor | None) -> TypeGuard[Tensor]:
-        axis = 0 if isinstance(gate, Tensor) and gate.ndim == 1 else 1
-        return isinstance(gate, Tensor) and 1 <= gate.ndim <= 3 and gate.shape[axis] == self.num_maps
+    def _is_of_heads(self, gate: Tensor) -> bool:
+        """Return False for a gate of the maps, which `_gated_maps` applies before the difference."""
+        if not isinstance(gate, Tensor) or not 1 <= gate.ndim <= 3:
+            return True  # invalid, for which `gate_factors` raises
+        return gate.shape[0 if gate.ndim == 1 else 1] != self.num_maps
 
     # ---- the weights of the difference
 
@@ -225,8 +222,7 @@ def check_differential(layout: HeadLayout, layer_index: int, norm_eps: float, qk
     """Raise for options that differential heads do not support."""
     if layout.head_dim % 2:
         raise ShapeError(f"head_dim must be even, a half for each of the two maps, got {layout.head_dim}")
-    if isinstance(layer_index, bool) or not isinstance(layer_index, int) or layer_index < 0:
-        raise OptionError(f"layer_index must be an integer, 0 for the first layer, got {layer_index!r}")
+    checked_integer("layer_index", layer_index, error=OptionError)  # 0 for the first layer
     checks.check_positive("norm_eps", norm_eps)
     if qk_norm is not None:
         raise OptionError(f"differential heads do not support qk_norm, got {qk_norm!r}")

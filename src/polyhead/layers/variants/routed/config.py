@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
-
-import torch
 
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
-from polyhead.layers.config import LayerConfig, checked_positions, norm_name, register_config
-from polyhead.layers.positions import BiasesLogits
-from polyhead.layers.positions.config import POSITIONS, PositionsConfig
+from polyhead.layers.config import LayerConfig, norm_name, register_config
 from polyhead.layers.variants.routed.layer import RoutedHeads
 from polyhead.layers.variants.routed.router import HeadRouter
 from polyhead.layers.variants.routed.validation import check_shape_options, check_shape_positions, routed_layout
@@ -30,8 +26,6 @@ class RoutedConfig(LayerConfig):
     (32, 1, 4)
     """
 
-    embed_dim: int
-    num_heads: int
     _: KW_ONLY
     shape: Literal["shared", "full"] = "shared"
     top_k: int | None = None
@@ -46,31 +40,17 @@ class RoutedConfig(LayerConfig):
     num_kv_heads: int | None = None
     head_dim: int | None = None
     value_dim: int | None = None
-    bias: bool = True
-    output_bias: bool | None = None
-    positions: PositionsConfig | None = field(default=None, metadata={"kinds": POSITIONS})
-    causal: bool = False
-    window: int | None = None
     qk_norm: Literal["rms", "layer"] | None = None
-    softcap: float | None = None
-    scale: float | None = None
-    sinks: bool = False
-    dropout: float = 0.0
-    finite: bool = False
-    backend: str = "auto"
 
-    def __post_init__(self) -> None:
-        self._check_options()
+    _parts = ("layout", "router")
+
+    def _check_and_fill(self) -> None:
         checks.check_one_of("qk_norm", self.qk_norm, ("rms", "layer", None))
         layout = self.layout
         check_shape_options(self.shape, self.top_k, sinks=self.sinks, dropout=self.dropout)
         self._fill(k_max=self._router().k_max, **{name: getattr(layout, name) for name in _SIZES})
         if self.positions is not None:
-            positions = checked_positions(self.positions)
-            with torch.device("meta"):
-                biases = isinstance(positions.build(layout), BiasesLogits)
-            check_shape_positions(self.shape, biases, type(positions).__name__)
-            self._fill(positions=positions.fitted(layout))
+            check_shape_positions(self.shape, self.positions.module)
 
     def _router(self) -> HeadRouter:
         options = {name: getattr(self, name) for name in _ROUTER_FIELDS}
@@ -90,11 +70,6 @@ class RoutedConfig(LayerConfig):
     def _read(cls, layer: Any) -> dict[str, Any]:
         return {
             **super()._read(layer),
-            "embed_dim": layer.layout.embed_dim,
-            "num_heads": layer.num_heads,
-            "shape": layer.shape,
-            **{name: getattr(layer.router, name) for name in _ROUTER_FIELDS},
-            **{name: getattr(layer.layout, name) for name in _SIZES},
             "bias": layer.query_bias is not None,
             "output_bias": layer.output_bias is not None,
             "qk_norm": norm_name(layer.q_norm),

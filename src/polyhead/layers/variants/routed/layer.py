@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadLayout
+from polyhead.layers import checks
 from polyhead.layers.base_attention import BaseAttention, CallOptions, Memory
 from polyhead.layers.joint_projection import JointProjection, apply_linears
 from polyhead.layers.kv_cache import KVCache
 from polyhead.layers.kv_cache.tokens import integers
-from polyhead.layers.positions import BiasesLogits, Positions
+from polyhead.layers.positions import Positions
 from polyhead.layers.steps import apply_norm, init_linear, qk_norms, restores_cache_on_error, split_heads
 from polyhead.layers.variants.routed.router import HeadRouter, Routing
 from polyhead.layers.variants.routed.row_order import (
@@ -30,7 +31,6 @@ from polyhead.layers.variants.routed.row_order import (
 )
 from polyhead.layers.variants.routed.validation import (
     check_mask,
-    check_padded,
     check_routing,
     check_shape_options,
     check_shape_positions,
@@ -163,7 +163,7 @@ class RoutedHeads(BaseAttention):
         )
         check_shape_options(shape, top_k, sinks=sinks, dropout=dropout)
         if positions is not None:
-            check_shape_positions(shape, isinstance(positions, BiasesLogits), type(positions).__name__)
+            check_shape_positions(shape, type(positions))
             positions.check(layout)
         self.router = HeadRouter(
             embed_dim,
@@ -257,7 +257,7 @@ class RoutedHeads(BaseAttention):
             seed, logsumexp, backend: as in `polyhead.attention`.
         """
         layout = self.layout
-        check_padded("query", query, layout.embed_dim, self.k_proj)
+        checks.check_padded("routed heads take", "query", query, layout.embed_dim, self.k_proj)
         check_mask(mask)
         batch, queries, _ = query.shape
         if key is not None:
@@ -312,7 +312,7 @@ class RoutedHeads(BaseAttention):
 
     def remember(self, key: Tensor) -> Memory:
         """Project a source once, for repeated cross-attention with `forward(query, memory)`."""
-        check_padded("key", key, self.layout.embed_dim, self.k_proj)
+        checks.check_padded("routed heads take", "key", key, self.layout.embed_dim, self.k_proj)
         k, v = self._project(key)
         return Memory(self._apply_rotary(k), v)
 

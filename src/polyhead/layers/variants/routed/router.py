@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import DeviceError, DtypeError, OptionError, ShapeError
+from polyhead.geometry import checked_integer
 from polyhead.layers import checks
 from polyhead.ops.common.tracing import is_traced, is_transformed
 
@@ -222,9 +223,7 @@ class HeadRouter(nn.Module):
         super().__init__()
         checks.check_one_of("normalise", normalise, NORMALISATIONS)
         for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("k_min", k_min)):
-            if size is None:
-                raise ShapeError(f"{name} must be an integer, got None")
-            checks.check_size(name, size)
+            checked_integer(name, size, at_least=1)
         if isinstance(always_on, bool) or not isinstance(always_on, int) or not 0 <= always_on < num_heads:
             raise ShapeError(f"always_on must be 0 to num_heads - 1 = {num_heads - 1}, got {always_on!r}")
         routed = num_heads - always_on

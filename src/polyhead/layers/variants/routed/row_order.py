@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -80,17 +81,8 @@ def factors_of(gate: Tensor, routing: Routing, kv_heads: int) -> Tensor:
 
 def result_by_head(result: AttentionOutput, routing: Routing) -> AttentionOutput:
     """Scatter row results [batch, kv_heads, slots, tokens] by head; unselected rows are fully masked."""
-
-    def scatter(x: Tensor | None, fill_value: float = 0.0) -> Tensor | None:
-        return None if x is None else by_head(x, routing, fill_value)
-
-    statistics = None
-    if result.statistics is not None:
-        rows = {name: scatter(x, -torch.inf if name == "max_logit" else 0.0) for name, x in result.statistics.items()}
-        statistics = RowStatistics(**rows)
-    return AttentionOutput(
-        result.output, scatter(result.logsumexp, -torch.inf), scatter(result.weights), statistics, result.backend
-    )
+    fill_values = {"logsumexp": -torch.inf, "max_logit": -torch.inf}
+    return _map_rows(result, result.output, lambda name, x: by_head(x, routing, fill_values.get(name, 0.0)))
 
 
 def reshaped(result: AttentionOutput, shape: tuple[int, int, int, int], order: Tensor | None = None) -> AttentionOutput:
@@ -103,20 +95,25 @@ def reshaped(result: AttentionOutput, shape: tuple[int, int, int, int], order: T
     if order is not None:
         places = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
 
-    def reshape(x: Tensor | None) -> Tensor | None:
-        if x is None:
-            return None
+    def reshape(name: str, x: Tensor) -> Tensor:
         if places is None:
             return x.unflatten(1, (kv_heads, slots))
         rows = x[places].view(batch, tokens, slots, kv_heads, *x.shape[1:])
         return rows.permute(0, 3, 2, 1, *range(4, rows.ndim))
 
-    statistics = result.statistics
+    return _map_rows(result, reshape("output", result.output), reshape)
+
+
+def _map_rows(result: AttentionOutput, output: Tensor, function: Callable[[str, Tensor], Tensor]) -> AttentionOutput:
+    """Return `output` with a function of name and tensor applied to log-sum-exp, weights and statistics."""
+    logsumexp, weights, statistics = result.logsumexp, result.weights, result.statistics
+    if logsumexp is not None:
+        logsumexp = function("logsumexp", logsumexp)
+    if weights is not None:
+        weights = function("weights", weights)
     if statistics is not None:
-        statistics = RowStatistics(**{name: reshape(x) for name, x in statistics.items()})
-    output = reshape(result.output)
-    assert output is not None
-    return AttentionOutput(output, reshape(result.logsumexp), reshape(result.weights), statistics, result.backend)
+        statistics = RowStatistics(**{name: function(name, x) for name, x in statistics.items()})
+    return AttentionOutput(output, logsumexp, weights, statistics, result.backend)
 
 
 def _offsets(ends: Tensor) -> Tensor:

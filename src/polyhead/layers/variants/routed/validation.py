@@ -10,6 +10,7 @@ from polyhead.errors import MaskError, OptionError, ShapeError
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
 from polyhead.layers.base_attention import Memory
+from polyhead.layers.positions import BiasesLogits, Positions
 from polyhead.layers.variants.routed.router import Routing
 from polyhead.masks import Mask
 
@@ -39,16 +40,12 @@ def check_shape_options(shape: str, top_k: int | None, *, sinks: bool, dropout: 
         )
 
 
-def check_shape_positions(shape: str, biases: bool, name: str) -> None:
-    if shape == "shared" and biases:
+def check_shape_positions(shape: str, positions: type[Positions]) -> None:
+    if shape == "shared" and issubclass(positions, BiasesLogits):
         raise OptionError(
             "shape 'shared' does not support positions that bias logits, since a slot may be any head; "
-            f"got positions {name}; use Rotary, or shape 'full'"
+            f"got positions {positions.__name__}; use Rotary, or shape 'full'"
         )
-
-
-def check_padded(name: str, x: Tensor, width: int, projection: nn.Module) -> None:
-    checks.check_padded("routed heads take", name, x, width, projection)
 
 
 def check_source(key: Any, batch: int, layout: HeadLayout, projection: nn.Module) -> None:
@@ -56,7 +53,7 @@ def check_source(key: Any, batch: int, layout: HeadLayout, projection: nn.Module
     if isinstance(key, Memory):
         checks.check_memory(key.key, key.value, batch, layout)
         return
-    check_padded("key", key, layout.embed_dim, projection)
+    checks.check_padded("routed heads take", "key", key, layout.embed_dim, projection)
     if key.shape[0] != batch:
         raise ShapeError(
             f"query, key and value must have the same batch size, got {batch}, {key.shape[0]} and {key.shape[0]}"
