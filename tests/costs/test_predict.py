@@ -23,7 +23,8 @@ from polyhead.costs.work import AttentionCore, Product, Traffic, Work
 from polyhead.errors import OptionError
 from polyhead.layers import MultiHeadConfig
 from polyhead.layers.positions.config import ALiBiConfig
-from polyhead.ops.attention import fused, sdpa
+from polyhead.ops.attention import sdpa
+from polyhead.ops.common.kernels import availability
 
 BF16, F32 = torch.bfloat16, torch.float32
 RATE, BANDWIDTH, EXPONENTIALS = 800e12, 4e12, 2e12
@@ -245,8 +246,8 @@ def test_the_route_is_the_one_that_attention_takes(tokens, mask, expected):
 def test_the_route_on_a_gpu_is_the_one_that_attention_takes_there(monkeypatch, tokens, band, dim, dtype):
     """As `auto` says of tensors that claim to lie on a GPU whose kernels all serve."""
     monkeypatch.setattr(sdpa, "kernel", lambda request: "efficient")
-    monkeypatch.setattr(fused, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(fused, "HAS_TRITON", True)
+    monkeypatch.setattr(availability, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(availability, "HAS_TRITON", True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     mask = None if band == (None, None) else polyhead.Mask.causal()
     mask = mask if band in ((None, None), (None, 0)) else polyhead.Mask.window(left=band[0], right=band[1])
@@ -274,8 +275,8 @@ def test_memory_has_a_mask_tensor_where_attention_is_handed_one(heads, expected)
 @pytest.mark.parametrize("dim", [64, 320])
 def test_memory_has_a_bias_of_every_pair_where_attention_is_handed_one(monkeypatch, dim, dtype):
     monkeypatch.setattr(sdpa, "kernel", lambda request: "efficient")
-    monkeypatch.setattr(fused, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(fused, "HAS_TRITON", True)
+    monkeypatch.setattr(availability, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(availability, "HAS_TRITON", True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with FakeTensorMode():
         x, table = torch.empty(2, 4, 4096, dim, device="cuda", dtype=dtype), torch.empty(4, 8191, device="cuda")

@@ -16,6 +16,7 @@ from polyhead import Mask, attention, explain
 from polyhead.errors import BackendUnsupported, OptionError
 from polyhead.ops.attention import dispatch, fused, mask_rule, sdpa
 from polyhead.ops.attention.dispatch import BACKENDS, Explanation
+from polyhead.ops.common.kernels import availability
 from tests.ops.oracle import ON_THE_CPU, normal
 
 Q, K, V = normal(2, 6, 19, 8, seed=1).float(), normal(2, 2, 23, 8, seed=2).float(), normal(2, 2, 23, 11, seed=3).float()
@@ -288,8 +289,8 @@ SKIPS = "it computes every pair that the window masks"
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Pretend that tensors are on a GPU whose kernels support every request."""
     monkeypatch.setattr(sdpa, "kernel", lambda request: "efficient")
-    monkeypatch.setattr(fused, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(fused, "HAS_TRITON", True)
+    monkeypatch.setattr(availability, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(availability, "HAS_TRITON", True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with FakeTensorMode():
         yield
@@ -350,7 +351,7 @@ def test_what_our_kernel_cannot_serve_or_was_not_timed_in_stays_with_pytorch(
     assert explain(*far(dtype=torch.float32), mask=Mask.window(256)).chosen == "sdpa"
     assert explain(*far("cpu"), mask=Mask.window(256)).chosen == "sdpa"
     assert explain(*far(dim=320), mask=Mask.window(256)).chosen == "sdpa"
-    monkeypatch.setattr(fused, "capability", lambda device: (7, 5))
+    monkeypatch.setattr(availability, "capability", lambda device: (7, 5))
     assert explain(*far(), mask=Mask.window(256)).chosen == "sdpa"
 
 
@@ -461,7 +462,7 @@ def test_a_bias_by_distance_that_our_kernel_cannot_serve_or_was_not_timed_in_sta
     assert explain(*near("cpu"), mask=table(device="cpu")).chosen == "sdpa"
     assert explain(*near(dim=320), mask=table()).chosen == "sdpa"
     assert explain(*near(), mask=table() & table()).chosen == "sdpa"
-    monkeypatch.setattr(fused, "capability", lambda device: (7, 5))
+    monkeypatch.setattr(availability, "capability", lambda device: (7, 5))
     assert explain(*near(), mask=table()).chosen == "sdpa"
 
 

@@ -342,8 +342,8 @@ def test_invalid_arguments_raise() -> None:
     refused(DtypeError, "got torch.int64", weights_mix=torch.eye(6, dtype=torch.int64))
     refused(DeviceError, "logits_mix must be on the device of the query", logits_mix=torch.eye(6, device="meta"))
     refused(OptionError, "one number for talking heads, got a tensor", scale=torch.ones(6))
-    refused(OptionError, "backend of talking heads must be 'auto' or one of 'fused'.*got 'sdpa'", backend="sdpa")
-    refused(BackendUnsupported, "the kernels run on CUDA devices.*float16 or bfloat16", backend="fused")
+    refused(OptionError, "backend must be 'auto' or one of 'fused'.*got 'sdpa'", backend="sdpa")
+    refused(BackendUnsupported, "our kernels run on CUDA devices.*float16 or bfloat16", backend="fused")
     dense = torch.ones(1, 1, QUERIES, QUERIES, dtype=torch.bool)
     by_head = Mask.dense(dense.expand(1, HEADS, -1, -1))
     refused(

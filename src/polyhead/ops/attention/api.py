@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from polyhead.masks import Mask
@@ -14,6 +13,7 @@ from polyhead.ops.attention.dispatch import Explanation
 from polyhead.ops.attention.validation import checked_request
 from polyhead.ops.common.request import AttentionOutput
 from polyhead.ops.common.statistics import Statistics
+from polyhead.ops.common.validation import without_autocast
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -82,11 +82,8 @@ def attention(
         finite=finite,
         statistics=statistics,
     )
-    kind = query.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        with torch.autocast(kind, enabled=False):
-            return dispatch.run(request, backend)
-    return dispatch.run(request, backend)
+    with without_autocast(query.device.type):
+        return dispatch.run(request, backend)
 
 
 def explain(

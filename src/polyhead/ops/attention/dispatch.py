@@ -10,6 +10,7 @@ from polyhead.ops.attention import blockwise, fused, reference, sdpa
 from polyhead.ops.attention.mask_rule import is_bias_read_by_distance, is_mask_too_large, is_window_too_large
 from polyhead.ops.common.request import AttentionOutput, AttentionRequest
 from polyhead.ops.common.tracing import EXPORTED, is_exporting
+from polyhead.ops.common.validation import check_backend
 from polyhead.ops.common.visibility import Visibility
 
 
@@ -97,17 +98,11 @@ def choose(request: AttentionRequest) -> str:
 def run(request: AttentionRequest, backend: str) -> AttentionOutput:
     if backend == "auto":
         return _RUN[choose(request)](request)
-    check_name(backend)
+    check_backend(backend, BACKENDS)
     reasons = _REASONS[backend](request)
     if reasons:
         raise BackendUnsupported(backend, reasons)
     return _RUN[backend](request)
-
-
-def check_name(backend: str) -> None:
-    """Raise OptionError if there is no backend of this name; "auto" is not one."""
-    if not isinstance(backend, str) or backend not in _RUN:
-        raise OptionError(f"backend must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
 
 
 def explain(request: AttentionRequest) -> Explanation:

@@ -15,7 +15,7 @@ from polyhead.ops.common import kernel_call
 from polyhead.ops.common.dropout import draw_seed
 from polyhead.ops.common.kernel_call import FLAT, SCHEMA, KernelCall, row_poison, with_dense_rows
 from polyhead.ops.common.kernel_masks import mask_reasons, pack
-from polyhead.ops.common.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability, has_hopper_kernels
+from polyhead.ops.common.kernels.availability import device_reasons, has_hopper_kernels
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.nonfinite import without_nonfinite
 from polyhead.ops.common.request import AttentionOutput, AttentionRequest
@@ -27,17 +27,7 @@ LARGEST_DIM = 256
 
 def unsupported_reasons(request: AttentionRequest) -> list[str]:
     query = request.query
-    reasons = []
-    if not HAS_TRITON:
-        reasons.append("our kernels need Triton, which is not installed")
-    if query.device.type == "cuda":
-        if torch.version.cuda is None:
-            reasons.append("our kernels are written for NVIDIA's GPUs")
-        elif not torch.compiler.is_compiling() and capability(query.device.index) < (8, 0):
-            major, minor = capability(query.device.index)
-            reasons.append(f"our kernels need compute capability 8.0, got {major}.{minor}")
-    elif query.device.type != "cpu" or not IS_INTERPRETED:
-        reasons.append(f"our kernels run on CUDA devices, got tensors on {query.device.type}")
+    reasons = device_reasons(query.device)
     if query.dtype is torch.float64:
         reasons.append("our kernels take float16, bfloat16 or float32, got torch.float64")
     head_dim, value_dim = query.shape[-1], request.value.shape[-1]

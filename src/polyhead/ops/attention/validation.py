@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from polyhead.errors import DeviceError, DtypeError, MaskError, OptionError, ShapeError
+from polyhead.errors import DeviceError, DtypeError, OptionError, ShapeError
 from polyhead.masks import Mask
 from polyhead.ops.common.request import AttentionRequest, StatisticsRequest
 from polyhead.ops.common.statistics import Statistics, as_statistics
+from polyhead.ops.common.validation import (
+    DTYPES,
+    cast_for_autocast,
+    check_mask,
+    check_per_head,
+    check_softcap,
+    checked_scale,
+    is_number,
+)
 from polyhead.ops.common.visibility import Visibility, resolve
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 
 def checked_request(
@@ -44,17 +49,11 @@ def checked_request(
             "query, key and value must be [batch, heads, sequence, head_dim], "
             f"got shapes {list(query_shape)}, {list(key_shape)} and {list(value_shape)}"
         )
-    device = query.device
-    kind = device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        autocast_dtype = torch.get_autocast_dtype(kind)
-        query, key, value = (
-            x.to(autocast_dtype) if x.dtype in (torch.float32, torch.float16, torch.bfloat16) else x for x in (query, key, value)
-        )
-    dtype = query.dtype
+    query, key, value = cast_for_autocast(query, key, value)
+    device, dtype = query.device, query.dtype
     if not (dtype is key.dtype is value.dtype):
         raise DtypeError(f"query, key and value must have one dtype, got {dtype}, {key.dtype} and {value.dtype}")
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise DtypeError(f"attention takes float16, bfloat16, float32 or float64, got {dtype}")
     if not (device == key.device == value.device):
         raise DeviceError(f"query, key and value must be on one device, got {device}, {key.device} and {value.device}")
@@ -77,25 +76,17 @@ def checked_request(
         )
     if heads % kv_heads:
         raise ShapeError(f"query heads must be a multiple of KV heads, got {heads} and {kv_heads}")
-    if scale is None:
-        scale = 1.0 / math.sqrt(head_dim)
-    elif isinstance(scale, Tensor):
-        _check_per_head("scale", scale, heads, query)
-    elif not (_is_number(scale) and math.isfinite(scale)):
-        raise OptionError(f"scale must be a finite number, or a tensor with one number per head, got {scale!r}")
-    if softcap is not None and not (_is_number(softcap) and 0 < softcap < math.inf):
-        raise OptionError(f"softcap must be positive and finite, got {softcap!r}; pass None for no softcap")
+    scale = checked_scale(scale, heads, query)
+    check_softcap(softcap)
     if sinks is not None:
-        _check_per_head("sinks", sinks, heads, query)
-    if not (_is_number(dropout) and 0.0 <= dropout < 1.0):
+        check_per_head("sinks", sinks, heads, query)
+    if not (is_number(dropout) and 0.0 <= dropout < 1.0):
         raise OptionError(f"dropout must be at least 0 and less than 1, got {dropout!r}")
     requested = as_statistics(statistics)
     names = () if requested is None else requested.wanted(learned_sinks=sinks is not None)
     visibility, row_statistics = None, None
     if mask is not None:
-        if not isinstance(mask, Mask):
-            hint = "Mask.dense(mask) for a boolean tensor (True = may attend), Mask.bias(mask) for values to add"
-            raise MaskError(f"mask must be a polyhead.Mask, got {type(mask).__name__}; use {hint}")
+        check_mask(mask)
         visibility = resolve(
             mask,
             batch=batch,
@@ -114,10 +105,6 @@ def checked_request(
     return AttentionRequest(query, key, value, visibility, *options)
 
 
-def _is_number(x: object) -> bool:
-    return isinstance(x, _NUMBERS) and not isinstance(x, bool)
-
-
 def _seed(seed: int | Tensor, query: Tensor) -> Tensor:
     """Return the seed as an int64 tensor of one element on the device of the query."""
     if isinstance(seed, Tensor):
@@ -132,14 +119,3 @@ def _seed(seed: int | Tensor, query: Tensor) -> Tensor:
     if isinstance(seed, bool) or not isinstance(seed, int | torch.SymInt) or not -(1 << 63) <= seed < 1 << 63:
         raise OptionError(f"seed must be an integer of 64 bits, got {seed!r}")
     return torch.full((1,), seed, dtype=torch.int64, device=query.device)
-
-
-def _check_per_head(name: str, tensor: Tensor, heads: int, query: Tensor) -> None:
-    if not isinstance(tensor, Tensor):
-        raise OptionError(f"{name} must be a tensor with one number per head, got {type(tensor).__name__}")
-    if tensor.shape != (heads,):
-        raise ShapeError(f"{name} must have one number per head, got shape {list(tensor.shape)} for {heads} heads")
-    if not tensor.is_floating_point():
-        raise DtypeError(f"{name} must be floating point, got {tensor.dtype}")
-    if tensor.device != query.device:
-        raise DeviceError(f"{name} must be on the device of the query, got {tensor.device} and {query.device}")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polyhead.ops.common.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability
+from polyhead.ops.common.kernels.availability import device_reasons
 from polyhead.ops.common.statistics import RowStatistics
 from polyhead.ops.common.tracing import is_traced, is_transformed
 
@@ -65,11 +65,7 @@ def reduce_rows(
 
 
 def _has_kernel(keys: Tensor) -> bool:
-    if keys.is_cuda:
-        runs = HAS_TRITON and torch.version.cuda is not None and capability(keys.device.index) >= (8, 0)
-    else:
-        runs = IS_INTERPRETED and keys.is_cpu
-    return runs and not is_traced(keys) and not is_transformed()
+    return not device_reasons(keys.device) and not is_traced(keys) and not is_transformed()
 
 
 def _reduce_in_torch(

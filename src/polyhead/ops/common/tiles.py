@@ -18,7 +18,7 @@ from torch import Tensor
 from polyhead.ops.common.dropout import draw_seed, keep_tile
 from polyhead.ops.common.nonfinite import without_nonfinite, without_nonfinite_queries
 from polyhead.ops.common.request import AttentionRequest
-from polyhead.ops.common.visibility import Span, Visibility
+from polyhead.ops.common.visibility import Span, Visibility, select_heads
 
 # Logits of one tile over all heads: together with their exponentials they fit into a CPU's cache.
 TILE_ELEMENTS = 1 << 21
@@ -173,10 +173,10 @@ class Tiling:
         copy.heads, copy.kv_heads = part.heads.stop - part.heads.start, part.kv_heads.stop - part.kv_heads.start
         copy.query_poison = None if self.query_poison is None else self.query_poison[part.batch, part.heads]
         copy.poison = None if self.poison is None else self.poison[part.batch, part.kv_heads]
-        copy.visibility = None if self.visibility is None else visibility_of(self.visibility, part)
+        copy.visibility = None if self.visibility is None else self.visibility.select(part.batch, part.heads)
         copy.bias_tensors = [] if copy.visibility is None else copy.visibility.bias_tensors
         if self.statistics is not None:
-            copy.statistics = replace(self.statistics, places=visibility_of(self.statistics.places, part))
+            copy.statistics = replace(self.statistics, places=self.statistics.places.select(part.batch, part.heads))
         return copy
 
     # ---- tiles
@@ -319,39 +319,15 @@ def prepare(request: AttentionRequest, *, dropout: bool = True) -> Prepared:
     return Prepared(tiling, query, key, value, None if request.sinks is None else request.sinks.to(dtype))
 
 
-def visibility_of(visibility: Visibility, part: Part) -> Visibility:
-    """Return the mask of a part: every tensor sliced to its sequences and heads."""
-
-    def cut(x: Tensor | None) -> Tensor | None:
-        return x if x is None or x.shape[0] == 1 else x[part.batch]
-
-    documents = [(cut(query_ids), cut(key_ids)) for query_ids, key_ids in visibility.documents]
-    tensors = [slice_of(x, part) for x in visibility.biases]
-    tensors += [slice_of(term.table, part, table=True) for term in visibility.relative_biases]
-    copy = replace(
-        visibility,
-        query_positions=cut(visibility.query_positions),
-        key_positions=cut(visibility.key_positions),
-        key_ordinals=cut(visibility.key_ordinals),
-        query_real=cut(visibility.query_real),
-        key_real=cut(visibility.key_real),
-        documents=tuple(documents),  # type: ignore[arg-type]
-        allowed=None if visibility.allowed is None else slice_of(visibility.allowed, part),
-    )
-    return copy.with_bias_tensors(tensors)
-
-
-def slice_of(x: Tensor, part: Part, *, table: bool = False) -> Tensor:
-    """Return the view of a part in [batch or 1, heads or 1, ...], or in a table [heads or 1, distances]."""
-    if table:
-        return x if x.shape[0] == 1 else x[part.heads]
-    x = x if x.shape[0] == 1 else x[part.batch]
-    return x if x.shape[1] == 1 else x[:, part.heads]
-
-
 def slices_of_biases(
     visibility: Visibility | None, tensors: Sequence[Tensor | None], part: Part
 ) -> list[Tensor | None]:
     """Return the views of a part in tensors shaped like `bias_tensors`."""
     count = 0 if visibility is None else len(visibility.biases)
-    return [None if x is None else slice_of(x, part, table=index >= count) for index, x in enumerate(tensors)]
+
+    def view(x: Tensor, is_table: bool) -> Tensor:
+        if not is_table:
+            return select_heads(x, part.batch, part.heads)
+        return x if x.shape[0] == 1 else x[part.heads]
+
+    return [None if x is None else view(x, index >= count) for index, x in enumerate(tensors)]

@@ -15,6 +15,12 @@ from polyhead.ops.common.tracing import is_exporting
 Span = tuple[int, int]  # from, to (exclusive)
 
 
+def select_heads(x: Tensor, batch: slice, heads: slice) -> Tensor:
+    """Return the view of some sequences and heads of [batch or 1, heads or 1, ...]; broadcast axes stay."""
+    x = x if x.shape[0] == 1 else x[batch]
+    return x if x.shape[1] == 1 else x[:, heads]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Visibility:
     """Visible keys and additive bias of `num_queries` queries over `num_keys` keys.
@@ -75,6 +81,52 @@ class Visibility:
         """True if a row may see no key; False only where the sizes alone rule it out."""
         sees_own_position = self.offset >= 0 and self.num_keys > 0
         return not (self.is_band and sees_own_position and (self.right is None or self.num_queries <= self.num_keys))
+
+    def select(
+        self, batch: slice, heads: slice, queries: Tensor | None = None, keys: slice | None = None
+    ) -> Visibility:
+        """Return the mask of some sequences and heads, optionally of some queries (by index) and keys only.
+
+        Positions do not change: those of selected queries and keys become explicit.
+        """
+
+        def of_pairs(x: Tensor) -> Tensor:
+            x = select_heads(x, batch, heads)
+            x = x if queries is None or x.shape[2] == 1 else x[:, :, queries]
+            return x if keys is None else x[..., keys]
+
+        def of_queries(x: Tensor) -> Tensor:
+            x = x if x.shape[0] == 1 else x[batch]
+            return x if queries is None else x[:, queries]
+
+        def of_keys(x: Tensor) -> Tensor:
+            x = x if x.shape[0] == 1 else x[batch]
+            return x if keys is None else x[:, keys]
+
+        query_positions, key_positions, key_ordinals = self.query_positions, self.key_positions, self.key_ordinals
+        num_queries, num_keys = self.num_queries, self.num_keys
+        if queries is not None or keys is not None:
+            # Tensors of all tokens, of which the selected remain below.
+            indices = torch.arange(max(num_queries, num_keys), device=self.device)[None]
+            query_positions = indices[:, :num_queries] + self.offset if query_positions is None else query_positions
+            key_positions = indices[:, :num_keys] if key_positions is None else key_positions
+            key_ordinals = indices[:, :num_keys] if key_ordinals is None else key_ordinals
+        return replace(
+            self,
+            num_queries=num_queries if queries is None else queries.shape[0],
+            num_keys=num_keys if keys is None else len(range(num_keys)[keys]),
+            query_positions=None if query_positions is None else of_queries(query_positions),
+            key_positions=None if key_positions is None else of_keys(key_positions),
+            key_ordinals=None if key_ordinals is None else of_keys(key_ordinals),
+            query_real=None if self.query_real is None else of_queries(self.query_real),
+            key_real=None if self.key_real is None else of_keys(self.key_real),
+            documents=tuple([(of_queries(query_ids), of_keys(key_ids)) for query_ids, key_ids in self.documents]),
+            allowed=None if self.allowed is None else of_pairs(self.allowed),
+            biases=tuple([of_pairs(bias) for bias in self.biases]),
+            relative_biases=tuple(
+                [x if x.table.shape[0] == 1 else replace(x, table=x.table[heads]) for x in self.relative_biases]
+            ),
+        )
 
     def without_query_padding(self) -> Visibility:
         """Return a copy that treats padded queries as real, for a backend that clears their rows itself."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import BackendUnsupported, OptionError, ShapeError
-from polyhead.ops.common.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability, multiprocessors
+from polyhead.ops.common.kernels.availability import device_reasons, multiprocessors
 from polyhead.ops.common.kernels.sizes import power_of_two
 from polyhead.ops.common.statistics import NAMES
 from polyhead.ops.common.tracing import TRANSFORMED, is_traced, is_transformed
@@ -88,9 +88,7 @@ class DecodeOptions(NamedTuple):
 
 def decode_runs_on(query: Tensor) -> bool:
     """Return True if there are kernels for this device; a cheap check before `decode_reasons`."""
-    if query.is_cuda:
-        return HAS_TRITON and torch.version.cuda is not None
-    return IS_INTERPRETED and query.is_cpu
+    return not device_reasons(query.device)
 
 
 def decode_reasons(query: Tensor, cache: CacheArguments) -> list[str]:
@@ -121,14 +119,7 @@ def decode_reasons(query: Tensor, cache: CacheArguments) -> list[str]:
         reasons.append("decode has no gradient")
     if is_transformed():
         reasons.append(TRANSFORMED)
-    device_type = device.type
-    if device_type != "meta" and not decode_runs_on(query):
-        missing = "" if HAS_TRITON else ", and Triton is not installed"
-        reasons.append(f"the kernels run on CUDA devices, got tensors on {device_type}{missing}")
-    elif device_type == "cuda" and not torch.compiler.is_compiling() and capability(device.index) < (8, 0):
-        major, minor = capability(device.index)
-        reasons.append(f"the kernels need compute capability 8.0, got {major}.{minor}")
-    return reasons
+    return reasons if device.type == "meta" else reasons + device_reasons(device)
 
 
 def width_reasons(cache: CacheArguments) -> list[str]:

@@ -6,20 +6,18 @@ never read, and nothing of size queries x keys is stored.
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from polyhead.errors import BackendUnsupported, MaskError, OptionError
+from polyhead.errors import BackendUnsupported, OptionError
 from polyhead.masks import Mask
 from polyhead.ops.common.kernel_masks import mask_reasons, pack
-from polyhead.ops.common.kernels.availability import HAS_TRITON
+from polyhead.ops.common.kernels.availability import device_reasons
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
+from polyhead.ops.common.validation import check_backend, check_mask, check_softcap, checked_scale, without_autocast
 from polyhead.ops.common.visibility import Span, Visibility, resolve
 from polyhead.ops.profile import blockwise
 from polyhead.ops.profile import validation as checks
@@ -87,20 +85,18 @@ def profile(
     AttentionProfile(rows=(0, 5), columns=(0, 5), received=[2, 8, 5], block_map=[2, 8, 3, 1])
     """
     query, key = checks.cast_like_attention(query, key)
-    with torch.no_grad(), _full_precision(query.device.type):
+    with torch.no_grad(), without_autocast(query.device.type):
         checks.check_tensors(query, key, logsumexp)
-        batch, heads, queries, head_dim = query.shape
+        batch, heads, queries, _ = query.shape
         kv_heads, keys = key.shape[1:3]
-        checks.check_numbers(scale, softcap, topk, heads, query)
+        scale = checked_scale(scale, heads, query)
+        check_softcap(softcap)
+        checks.check_topk(topk)
         grid = checks.as_grid(block_map)
         row_window, column_window = checks.as_window("rows", rows, queries), checks.as_window("columns", columns, keys)
         visibility = None
         if mask is not None:
-            if not isinstance(mask, Mask):
-                raise MaskError(
-                    f"mask must be a polyhead.Mask, the one passed to attention, got {type(mask).__name__}; "
-                    "use Mask.dense(mask) for a boolean tensor (True = may attend)"
-                )
+            check_mask(mask)
             visibility = resolve(mask, batch=batch, heads=heads, queries=queries, keys=keys, device=query.device)
         request = ProfileRequest(
             query=query,
@@ -110,7 +106,7 @@ def profile(
             positions=Visibility(queries, keys, query.device, offset=keys - queries)
             if visibility is None
             else visibility,
-            scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
+            scale=scale,
             softcap=softcap,
             rows=row_window,
             columns=column_window,
@@ -146,22 +142,12 @@ def profile(
         return AttentionProfile(row_window, column_window, request.block, backend=backend, **results)
 
 
-def _full_precision(device_type: str) -> AbstractContextManager[Any]:
-    """Return a context in which autocast is disabled, which would round the tiles."""
-    enabled = device_type != "meta" and torch.is_autocast_enabled(device_type)
-    return torch.autocast(device_type, enabled=False) if enabled else nullcontext()
-
-
 # ---- backends
 
 
 def unsupported_reasons(request: ProfileRequest) -> list[str]:
     """Return the reasons why the kernels do not support a request; empty if they do."""
-    reasons = mask_reasons(request.visibility)
-    if request.query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        reasons.append(f"the kernels need a CUDA device, got tensors on {request.query.device}")
-    elif not HAS_TRITON:
-        reasons.append("Triton is not installed")
+    reasons = device_reasons(request.query.device) + mask_reasons(request.visibility)
     if request.query.dtype is torch.float64:
         reasons.append("the kernels take float16, bfloat16 and float32, got float64")
     if request.query.shape[3] > 256:
@@ -175,8 +161,7 @@ def unsupported_reasons(request: ProfileRequest) -> list[str]:
 
 def _choose(request: ProfileRequest, backend: str) -> str:
     """Return the backend to run; raise BackendUnsupported if a named one does not support the request."""
-    if backend not in ("auto", *BACKENDS):
-        raise OptionError(f"backend must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+    check_backend(backend, BACKENDS)
     if backend == "blockwise":
         return backend
     reasons = unsupported_reasons(request)

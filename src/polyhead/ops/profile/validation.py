@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from polyhead.errors import DeviceError, DtypeError, OptionError, ShapeError
+from polyhead.ops.common.validation import DTYPES, cast_for_autocast
 from polyhead.ops.common.visibility import Span
 from polyhead.ops.profile.request import MAX_TOPK, BlockMap, ProfileRequest
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def cast_like_attention(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """Cast the tensors as `attention` does under autocast, so that the logits are the same."""
     if not (isinstance(query, Tensor) and isinstance(key, Tensor)):
         raise DtypeError(f"query and key must be tensors, got {type(query).__name__} and {type(key).__name__}")
-    device_type = query.device.type
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return query, key
-    dtype = torch.get_autocast_dtype(device_type)
-    query, key = (x if x.dtype is torch.float64 or not x.is_floating_point() else x.to(dtype) for x in (query, key))
+    query, key = cast_for_autocast(query, key)
     return query, key
 
 
@@ -34,7 +27,7 @@ def check_tensors(query: Tensor, key: Tensor, logsumexp: Tensor) -> None:
         )
     if query.dtype is not key.dtype:
         raise DtypeError(f"query and key must have one dtype, got {query.dtype} and {key.dtype}")
-    if query.dtype not in _DTYPES:
+    if query.dtype not in DTYPES:
         raise DtypeError(f"profile takes float16, bfloat16, float32 or float64, got {query.dtype}")
     batch, heads, queries, head_dim = query.shape
     if key.shape[0] != batch or key.shape[3] != head_dim:
@@ -60,25 +53,9 @@ def check_tensors(query: Tensor, key: Tensor, logsumexp: Tensor) -> None:
         )
 
 
-def check_numbers(scale: float | Tensor | None, softcap: float | None, topk: int, heads: int, query: Tensor) -> None:
-    if isinstance(scale, Tensor):
-        if scale.shape != (heads,) or not scale.is_floating_point():
-            raise ShapeError(
-                f"scale must have one floating-point number per head, got {scale.dtype} of shape {list(scale.shape)} "
-                f"for {heads} heads"
-            )
-        if scale.device != query.device:
-            raise DeviceError(f"scale must be on the device of the query, got {scale.device} and {query.device}")
-    elif scale is not None and not (_is_number(scale) and math.isfinite(scale)):
-        raise OptionError(f"scale must be a finite number, or a tensor with one number per head, got {scale!r}")
-    if softcap is not None and not (_is_number(softcap) and 0 < softcap < math.inf):
-        raise OptionError(f"softcap must be positive and finite, got {softcap!r}; use None for no softcap")
+def check_topk(topk: int) -> None:
     if isinstance(topk, bool) or not isinstance(topk, int) or not 0 <= topk <= MAX_TOPK:
         raise OptionError(f"topk must be an integer from 0 to {MAX_TOPK}, got {topk!r}")
-
-
-def _is_number(x: object) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool)
 
 
 def as_grid(block_map: BlockMap | tuple[int, int] | None) -> BlockMap | None:

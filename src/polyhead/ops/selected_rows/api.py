@@ -14,6 +14,7 @@ from polyhead.masks import Mask
 from polyhead.ops.attention.validation import checked_request
 from polyhead.ops.common.request import AttentionOutput
 from polyhead.ops.common.statistics import Statistics
+from polyhead.ops.common.validation import check_backend, without_autocast
 from polyhead.ops.selected_rows import blockwise, fused
 from polyhead.ops.selected_rows.request import RaggedRequest
 from polyhead.ops.selected_rows.rows import SelectedRows
@@ -84,16 +85,12 @@ def ragged_attention(
     """
     options: dict[str, Any] = {"mask": mask, "scale": scale, "softcap": softcap, "sinks": sinks, "finite": finite}
     request = _checked(query, key, value, rows, statistics=statistics, **options)
-    device_type = query.device.type
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):
-        with torch.autocast(device_type, enabled=False):
-            return _run(request, backend)
-    return _run(request, backend)
+    with without_autocast(query.device.type):
+        return _run(request, backend)
 
 
 def _run(request: RaggedRequest, backend: str) -> AttentionOutput:
-    if backend != "auto" and backend not in BACKENDS:
-        raise OptionError(f"backend must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+    check_backend(backend, BACKENDS)
     if backend in ("auto", "fused"):
         reasons = fused.unsupported_reasons(request)
         if not reasons:

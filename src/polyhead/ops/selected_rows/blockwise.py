@@ -65,27 +65,25 @@ def _piece_request(
     i_head: int,
 ) -> AttentionRequest:
     """Return the request for the queries at `indices` of one pair: one sequence, one head."""
-    columns = _columns(full_request.visibility, indices) if full_request.visibility is not None else (0, key.shape[0])
-    per_head = slice(i_head, i_head + 1)
-    scale, requested = full_request.scale, full_request.statistics
+    visibility, requested, scale = full_request.visibility, full_request.statistics, full_request.scale
+    first, stop = (0, key.shape[0]) if visibility is None else _columns(visibility, indices)
+    per_sequence, per_head, keys = slice(i_batch, i_batch + 1), slice(i_head, i_head + 1), slice(first, stop)
+    if requested is not None:
+        requested = replace(requested, places=requested.places.select(per_sequence, per_head, indices, keys))
     return AttentionRequest(
         query[None, None],
-        key[None, None, columns[0] : columns[1]],
-        value[None, None, columns[0] : columns[1]],
-        None
-        if full_request.visibility is None
-        else _piece_visibility(full_request.visibility, indices, columns, i_batch, i_head),
-        scale[per_head] if isinstance(scale, Tensor) else scale,
-        full_request.softcap,
-        None if full_request.sinks is None else full_request.sinks[per_head],
-        0.0,
-        None,
-        False,
-        True,
-        full_request.finite,
-        None
-        if requested is None
-        else replace(requested, places=_piece_visibility(requested.places, indices, columns, i_batch, i_head)),
+        key[None, None, keys],
+        value[None, None, keys],
+        visibility=None if visibility is None else visibility.select(per_sequence, per_head, indices, keys),
+        scale=scale[per_head] if isinstance(scale, Tensor) else scale,
+        softcap=full_request.softcap,
+        sinks=None if full_request.sinks is None else full_request.sinks[per_head],
+        dropout=0.0,
+        seed=None,
+        weights=False,
+        logsumexp=True,
+        finite=full_request.finite,
+        statistics=requested,
     )
 
 
@@ -95,46 +93,6 @@ def _columns(visibility: Visibility, indices: Tensor) -> Span:
         return 0, visibility.num_keys
     spans = visibility.spans((int(indices[0]), int(indices[-1]) + 1))
     return (spans[0][0], spans[-1][1]) if len(spans) else (0, 0)
-
-
-def _piece_visibility(visibility: Visibility, indices: Tensor, columns: Span, i_batch: int, i_head: int) -> Visibility:
-    """Return the visibility of keys in `columns` for the queries at `indices` of one head."""
-    index = torch.arange(*columns, device=visibility.device)[None]
-
-    def select_rows(x: Tensor) -> Tensor:
-        return _select_one(x, 0, i_batch)[:, indices]
-
-    def select_keys(x: Tensor) -> Tensor:
-        return _select_one(x, 0, i_batch)[:, columns[0] : columns[1]]
-
-    def select_pairs(x: Tensor) -> Tensor:
-        x = _select_one(_select_one(x, 0, i_batch), 1, i_head)
-        return (x if x.shape[2] == 1 else x[:, :, indices])[..., columns[0] : columns[1]]
-
-    query_positions, key_positions, ordinals = (
-        visibility.query_positions,
-        visibility.key_positions,
-        visibility.key_ordinals,
-    )
-    return replace(
-        visibility,
-        num_queries=indices.shape[0],
-        num_keys=columns[1] - columns[0],
-        query_positions=indices[None] + visibility.offset if query_positions is None else select_rows(query_positions),
-        key_positions=index if key_positions is None else select_keys(key_positions),
-        key_ordinals=index if ordinals is None else select_keys(ordinals),
-        query_real=None if visibility.query_real is None else select_rows(visibility.query_real),
-        key_real=None if visibility.key_real is None else select_keys(visibility.key_real),
-        documents=tuple((select_rows(query_ids), select_keys(key_ids)) for query_ids, key_ids in visibility.documents),
-        allowed=None if visibility.allowed is None else select_pairs(visibility.allowed),
-        biases=tuple(select_pairs(bias) for bias in visibility.biases),
-        relative_biases=tuple(replace(x, table=_select_one(x.table, 0, i_head)) for x in visibility.relative_biases),
-    )
-
-
-def _select_one(x: Tensor, axis: int, index: int) -> Tensor:
-    """Select element `index` of an axis that may be broadcast; the axis stays, with size 1."""
-    return x if x.shape[axis] == 1 else x.narrow(axis, index, 1)
 
 
 def _concatenate(request: RaggedRequest, results: list[AttentionOutput], backend: str) -> AttentionOutput:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyhead.errors import ShapeError
-from polyhead.ops.common.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability
+from polyhead.ops.common.kernels.availability import capability, device_reasons
 from polyhead.ops.common.tracing import is_transformed, is_watched
 
 
@@ -188,11 +188,7 @@ def _parts(order: Tensor, ends: Tensor, matrices: Tensor) -> list[tuple[Tensor, 
 
 def _kernels_support(x: Tensor) -> bool:
     """Return True if the Triton kernels support `x`; they gather rows while multiplying."""
-    if not HAS_TRITON or x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return False
-    if x.is_cuda:
-        return torch.version.cuda is not None and capability(x.device.index) >= (8, 0)
-    return x.is_cpu and IS_INTERPRETED
+    return x.dtype in (torch.float16, torch.bfloat16, torch.float32) and not device_reasons(x.device)
 
 
 def _grouped_mm_takes(left: Tensor, right: Tensor) -> bool:

@@ -17,6 +17,7 @@ from polyhead.ops.common.combined_weights import COMBINED, CombinedWeights, chec
 from polyhead.ops.common.request import AttentionOutput
 from polyhead.ops.common.statistics import RowStatistics, Statistics
 from polyhead.ops.common.tracing import is_exporting
+from polyhead.ops.common.validation import check_backend, without_autocast
 from polyhead.ops.talking_heads import blockwise, fused, reference
 from polyhead.ops.talking_heads.request import TalkingRequest
 
@@ -74,12 +75,8 @@ def talking_attention(
     }  # fmt: skip
     request = _talking_request(query, key, value, logits_mix, weights_mix, mask=mask, scale=scale, **options)
     backend_name = _choose(request) if backend == "auto" else _named(backend, request)
-    device_type = query.device.type
-    if device_type == "meta":
+    with without_autocast(query.device.type):
         result = _BACKENDS[backend_name].run(request)
-    else:
-        with torch.autocast(device_type, enabled=False):
-            result = _BACKENDS[backend_name].run(request)
     return replace(
         result,
         logsumexp=None if result.logsumexp is None else result.logsumexp.detach(),
@@ -132,9 +129,7 @@ def _choose(request: TalkingRequest) -> str:
 
 
 def _named(backend: str, request: TalkingRequest) -> str:
-    if not isinstance(backend, str) or backend not in _BACKENDS:
-        known = ", ".join(map(repr, _BACKENDS))
-        raise OptionError(f"backend of talking heads must be 'auto' or one of {known}, got {backend!r}")
+    check_backend(backend, _BACKENDS)
     reasons = _BACKENDS[backend].unsupported_reasons(request)
     if reasons:
         raise BackendUnsupported(backend, reasons)

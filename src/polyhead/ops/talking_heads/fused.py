@@ -13,7 +13,7 @@ from polyhead.ops.attention.kernels.outputs import output_like
 from polyhead.ops.common.combined_weights import COMBINED, CombinedWeights
 from polyhead.ops.common.kernel_call import laid_out_like, with_dense_rows
 from polyhead.ops.common.kernel_masks import mask_reasons, pack
-from polyhead.ops.common.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability
+from polyhead.ops.common.kernels.availability import IS_INTERPRETED, device_reasons
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.request import AttentionOutput, AttentionRequest
 from polyhead.ops.common.statistics import RowStatistics, kernel_reasons
@@ -25,22 +25,13 @@ if TYPE_CHECKING:
 
 # Maximum of heads times 16-bit channels of a program, which keeps its rows of all heads and their accumulators on chip.
 _MAX_WIDTH = 2048
+_CAPABILITY = (9, 0)  # for its shared memory
 _FEW_QUERIES = 32  # up to which tiles of plain PyTorch are faster
 
 
 def unsupported_reasons(request: TalkingRequest) -> list[str]:
     inputs, query = request.attention, request.attention.query
-    reasons = []
-    if not HAS_TRITON:
-        reasons.append("the kernels need Triton, which is not installed")
-    if query.device.type == "cuda":
-        if torch.version.cuda is None:
-            reasons.append("the kernels support NVIDIA GPUs only")
-        elif not torch.compiler.is_compiling() and capability(query.device.index) < (9, 0):
-            major, minor = capability(query.device.index)
-            reasons.append(f"the kernels need the shared memory of compute capability 9.0, got {major}.{minor}")
-    elif query.device.type != "cpu" or not IS_INTERPRETED:
-        reasons.append(f"the kernels run on CUDA devices, got tensors on {query.device.type}")
+    reasons = device_reasons(query.device, required=_CAPABILITY)
     if query.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"the kernels take float16 or bfloat16, got {query.dtype}")
     heads, width = query.shape[1], max(query.shape[3], inputs.value.shape[3])
