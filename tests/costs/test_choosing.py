@@ -86,6 +86,12 @@ def test_time_is_limited_on_a_machine():
     assert all(choice.seconds <= limit for choice in limited.found)
 
 
+def test_a_search_estimates_no_memory(monkeypatch):
+    monkeypatch.setattr("polyhead.costs.phases.estimate_memory", None)
+    options = {"d_model": 256, "context": 512, "machine": "cpu-2-cores"}
+    assert choose(Budget(cache_bytes_per_token=4096), **options).found
+
+
 def test_known_models_are_points_of_reference():
     references = choose(Budget(cache_bytes_per_token=4096), d_model=512, context=512).references
     assert tuple(choice.name for choice in references) == KNOWN

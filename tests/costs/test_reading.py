@@ -15,7 +15,8 @@ from polyhead.costs.layouts.hf_config import read_hf_config
 from polyhead.costs.layouts.hf_families import FAMILIES
 from polyhead.costs.layouts.known_models import KNOWN, known_model
 from polyhead.costs.layouts.layout_sources import from_sizes, read_layout
-from polyhead.costs.layouts.model_layout import LayerGroup, ModelLayout, named_dtype
+from polyhead.costs.layouts.model_layout import LayerGroup, ModelLayout
+from polyhead.costs.quantities import named_dtype
 from polyhead.errors import OptionError, ShapeError
 from polyhead.layers import LatentConfig, MultiHeadConfig
 from polyhead.layers.config import AttentionConfig

@@ -15,11 +15,11 @@ from polyhead.costs.cost import estimate_cost
 from polyhead.costs.descriptions import describe
 from polyhead.costs.layout_warnings import Warned, warnings_of
 from polyhead.costs.layouts.layout_sources import read_layout
-from polyhead.costs.layouts.model_layout import ModelLayout, dtype_name
+from polyhead.costs.layouts.model_layout import ModelLayout
 from polyhead.costs.memory import MemoryEstimate, memory_caveats
-from polyhead.costs.parameters import Identity, Parameters, count_parameters, four_squares
+from polyhead.costs.parameters import Identity, Parameters, four_squares, total_parameters
 from polyhead.costs.phases import PhasePlan, can_roll, is_causal, plan_phase, rolling_cache_bytes
-from polyhead.costs.quantities import size
+from polyhead.costs.quantities import check_count, dtype_name, size
 from polyhead.costs.timing.machine import Machine
 from polyhead.costs.work import PHASES, Phase
 from polyhead.costs.workload import Workload
@@ -133,9 +133,6 @@ def plan(
     selected = _phases(model, phases)
     cached = is_causal(model)
     per_token = cache_bytes_per_token(model, cache_dtype) if cached else 0
-    parameters = Parameters(0, 0, 0, 0, 0)
-    for group in model.groups:
-        parameters = parameters + count_parameters(group.config).times(group.layers)
     windowed = [group.config for group in model.groups if getattr(group.config, "window", None)]
     if any(can_roll(config, cache_dtype) for config in windowed):
         notes.append("cache bytes count all tokens; in windowed layers a rolling cache stores only the window")
@@ -157,7 +154,7 @@ def plan(
         context=context,
         dtype=dtype,
         cache_dtype=cache_dtype,
-        parameters=parameters,
+        parameters=total_parameters(model),
         identity=four_squares(model.config),
         cache_bytes_per_token=per_token,
         cache_bytes=batch * context * per_token,
@@ -255,8 +252,7 @@ def _phases(model: ModelLayout, requested: Iterable[str] | None) -> tuple[Phase,
 
 def _check_sizes(model: ModelLayout, batch: int, context: int, beyond: bool) -> None:
     for name, number in (("batch", batch), ("context", context)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise OptionError(f"{name} must be a positive integer, got {number!r}")
+        check_count(name, number, least=1)
     if model.context is not None and context > model.context and not beyond:
         raise OptionError(
             f"context must be at most {model.context:,} tokens for {model.name}, got {context:,}; "
@@ -265,7 +261,7 @@ def _check_sizes(model: ModelLayout, batch: int, context: int, beyond: bool) -> 
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:
-    *others, last = (str(dtype_name(dtype)) for dtype in dtypes)
+    *others, last = (dtype_name(dtype) for dtype in dtypes)
     return f"{', '.join(others)} or {last}"
 
 

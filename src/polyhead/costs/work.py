@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 import torch
 
+from polyhead.costs.quantities import check_count
 from polyhead.costs.workload import visible_pairs
 from polyhead.errors import DtypeError, OptionError
 from polyhead.masks import Mask
@@ -317,9 +318,7 @@ def backward_pieces(forward: Sequence[Piece]) -> list[Piece]:
 
 def _check(value: object, names: tuple[str, ...]) -> None:
     for name in names:
-        size = getattr(value, name)
-        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            raise OptionError(f"{name} must be a non-negative integer, got {size!r}")
+        check_count(name, getattr(value, name))
     dtype = getattr(value, "dtype", torch.float32)
     if not isinstance(dtype, torch.dtype):
         raise DtypeError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")

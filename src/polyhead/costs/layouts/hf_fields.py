@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from polyhead.costs.quantities import check_count
 from polyhead.errors import OptionError
 
 # Aliases of each size in the configs of different families.
@@ -166,9 +167,8 @@ def _check_attn_config(fields: Fields) -> None:
 
 
 def checked_size(what: str, size: Any) -> int:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise OptionError(f"{what} must be a positive integer, got {size!r}")
-    return size
+    check_count(what, size, least=1)
+    return int(size)
 
 
 def filled_in(fields: Fields) -> list[str]:
