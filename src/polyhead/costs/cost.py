@@ -79,15 +79,10 @@ def estimate_cost(
     >>> cost.parameters, cost.forward.scores, cost.cache_bytes_per_token
     (41943040, 67108864, 4096)
     """
-    fused = form == "fused"
-    if not fused:
-        mask = None
-    elif config.mask is not None:
-        mask = config.mask if mask is None else config.mask & mask
-    pairs = work.batch * visible_pairs(work.queries, work.keys, mask)
-    layer = describe(config)
-    options: dict[str, Any] = {"mask": mask, "dtype": dtype, "cache_dtype": cache_dtype, "form": form}
-    call = Recorder.of(config, work, **options, cached=work.past > 0)
+    fused, layer = form == "fused", describe(config)
+    mask = mask if fused else None
+    call = Recorder(config, work, mask=mask, dtype=dtype, cache_dtype=cache_dtype, cached=work.past > 0, form=form)
+    pairs = work.batch * visible_pairs(work.queries, work.keys, call.mask if fused else None)
     layer.record(call)
     forward, backward = total_flops(call.pieces), MatrixFlops()
     exponentials = sum(piece.exponentials for piece in call.pieces)

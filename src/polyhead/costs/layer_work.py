@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from polyhead.costs.descriptions import describe
@@ -39,29 +41,22 @@ def layer_work(
     >>> [type(piece).__name__ for piece in work.pieces]
     ['Product', 'Traffic', 'AttentionCore', 'Product']
     """
-    mask, cached = checked_call(config, work, mask, cached)
-    call = Recorder.of(config, work, mask=mask, dtype=dtype, cache_dtype=cache_dtype, cached=cached)
+    call = checked_call(config, work, mask=mask, dtype=dtype, cache_dtype=cache_dtype, cached=cached)
     describe(config).record(call)
     pieces = [piece for piece in call.pieces if piece.bytes]
-    return Work(phase_of(work), (*pieces, *(backward_pieces(pieces) if work.training else ())), layers)
+    phase: Phase = "decode" if work.past and work.queries <= MOST_QUERIES else "prefill"
+    if not work.training:
+        return Work(phase, tuple(pieces), layers)
+    return Work("training", (*pieces, *backward_pieces(pieces)), layers)
 
 
-def checked_call(
-    config: AttentionConfig, work: Workload, mask: Mask | None, cached: bool | None
-) -> tuple[Mask | None, bool]:
-    """Return the mask of the call combined with the layer's, and whether the call uses a cache."""
-    mask = config.mask if mask is None else mask if config.mask is None else config.mask & mask
-    if mask is not None and (not mask.is_band or mask.sinks):
-        raise MaskError(f"mask must be a causal mask or a sliding window, got {mask!r}")
-    cached = work.past > 0 if cached is None else cached
-    if cached and (work.training or work.source is not None):
+def checked_call(config: AttentionConfig, work: Workload, *, cached: bool | None, **options: Any) -> Recorder:
+    """Return a recorder for a call whose work and memory can be counted; `cached` is by default `work.past > 0`."""
+    call = Recorder(config, work, cached=work.past > 0 if cached is None else cached, **options)
+    if call.mask is not None and (not call.mask.is_band or call.mask.sinks):
+        raise MaskError(f"mask must be a causal mask or a sliding window, got {call.mask!r}")
+    if call.cached and (work.training or work.source is not None):
         raise OptionError("a cache needs self-attention without gradients, got cached=True for training or a source")
-    if work.past and not cached:
+    if work.past and not call.cached:
         raise OptionError(f"past tokens need a cache, got cached=False with past {work.past}")
-    return mask, cached
-
-
-def phase_of(work: Workload) -> Phase:
-    if work.training:
-        return "training"
-    return "decode" if work.past and work.queries <= MOST_QUERIES else "prefill"
+    return call
