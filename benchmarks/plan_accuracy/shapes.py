@@ -17,9 +17,9 @@ import torch
 
 from polyhead.costs.layer_work import layer_work
 from polyhead.costs.timing.limits import MASK_TRAFFIC, route
-from polyhead.costs.timing.machine import DATASHEETS, Datasheet, Device
+from polyhead.costs.timing.machine import DATASHEETS, Datasheet
 from polyhead.costs.timing.predict import roofline
-from polyhead.costs.work import PHASES, AttentionCore, Phase, Piece, Work
+from polyhead.costs.work import PHASES, AttentionCore, Device, Phase, Piece, Work
 from polyhead.costs.workload import Workload
 from polyhead.errors import OptionError
 from polyhead.layers import MultiHeadConfig

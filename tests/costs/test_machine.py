@@ -153,9 +153,10 @@ def test_a_file_that_is_missing_broken_or_old_is_told(tmp_path):
         ({"samples": []}, "got 0 samples without product, attention, traffic; recalibrate it"),
         ({"samples": [{"kind": "abacus", "seconds": 1}]}, "it has no 'abacus'"),
         (
-            {"samples": [{"kind": "traffic", "role": "output", "bytes": 8, "dtype": "float12"}]},
-            "Traffic has no field 'role'",
+            {"samples": [{"kind": "traffic", "role": "output", "bytes": 8, "seconds": 1}]},
+            "a Traffic has the fields stage, bytes, .*, got no stage, 'role' as well",
         ),
+        ({"samples": [{"kind": "product", "dtype": "float12", "seconds": 1}]}, "dtype must be .*; got 'float12'"),
         ({"samples": 3}, "'int' object is not iterable"),
         ({"host": [3]}, "a HostCost must be an object with its fields, got 3"),
         ({"device": "tpu"}, "a device cuda or cpu, got 'toy' and 'tpu'"),

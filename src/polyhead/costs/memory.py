@@ -9,7 +9,8 @@ import torch
 from polyhead.costs.descriptions import describe
 from polyhead.costs.layer_work import checked_call
 from polyhead.costs.recording.attention_tensors import BACKWARD_COPIES, FORWARD_COPIES, KEPT_COPIES
-from polyhead.costs.recording.recorder import Device, Form
+from polyhead.costs.recording.recorder import Form
+from polyhead.costs.work import Device
 from polyhead.costs.workload import Workload
 from polyhead.layers import AttentionConfig, MultiHeadConfig
 from polyhead.layers.variants.routed.config import RoutedConfig

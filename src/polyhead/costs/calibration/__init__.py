@@ -21,9 +21,9 @@ from polyhead.costs.calibration.timing import device_seconds, undisturbed
 from polyhead.costs.measuring import machine_facts as described
 from polyhead.costs.measuring.runner import is_out_of_memory
 from polyhead.costs.timing.limits import route
-from polyhead.costs.timing.machine import Device, HostCost, Machine, Route, Sample
+from polyhead.costs.timing.machine import HostCost, Machine, Route, Sample
 from polyhead.costs.timing.predict import predict_piece
-from polyhead.costs.work import AttentionCore, Piece, Product
+from polyhead.costs.work import AttentionCore, Device, Piece, Product
 from polyhead.errors import OptionError
 from polyhead.progress import Progress, ProgressCallback, ignore_progress
 

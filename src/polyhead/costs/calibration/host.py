@@ -12,8 +12,8 @@ from polyhead.costs.calibration.layers import layer_call
 from polyhead.costs.calibration.timing import Call, host_samples
 from polyhead.costs.layer_work import layer_work
 from polyhead.costs.timing.limits import route
-from polyhead.costs.timing.machine import Device, HostCost, Route
-from polyhead.costs.work import AttentionCore, Work
+from polyhead.costs.timing.machine import HostCost, Route
+from polyhead.costs.work import AttentionCore, Device, Work
 from polyhead.costs.workload import Workload
 from polyhead.layers import MultiHeadConfig
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from polyhead.costs.timing.limits import MASK_BYTES, route
-from polyhead.costs.timing.machine import Device
-from polyhead.costs.work import AttentionCore, Direction, Piece, Product, Traffic
+from polyhead.costs.work import AttentionCore, Device, Direction, Piece, Product, Traffic
 
 ALWAYS = 2  # pieces of a group that are timed whatever time there is
 

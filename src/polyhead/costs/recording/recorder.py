@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from polyhead.costs.recording.tape import Block, Tape
-from polyhead.costs.work import AttentionCore, Direction, Piece, Product, Stage, Traffic
+from polyhead.costs.work import AttentionCore, Device, Direction, Piece, Product, Stage, Traffic
 from polyhead.costs.workload import Workload
 from polyhead.errors import OptionError
 from polyhead.layers.config import AttentionConfig
@@ -24,7 +24,6 @@ from polyhead.masks import Mask
 from polyhead.ops.decode.fused import MOST_QUERIES
 
 Form = Literal["fused", "materialised"]
-Device = Literal["cuda", "cpu"]
 BIASES = (ALiBiConfig, T5BiasConfig, QuadraticRelative1DConfig, QuadraticRelative2DConfig)
 INDEX = 8  # bytes of an index
 

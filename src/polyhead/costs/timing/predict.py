@@ -109,11 +109,6 @@ def place(piece: Product | AttentionCore, served: Route) -> tuple[float, ...]:
     return sizes
 
 
-def correction_of(kind: Kind, machine: Machine) -> Correction | None:
-    """Return the correction fitted to the samples of one kind, or None without samples."""
-    return _corrections(machine).get(kind)
-
-
 def _logarithms(*sizes: float) -> tuple[float, ...]:
     return tuple(math.log2(max(size, 1)) for size in sizes)
 
