@@ -17,14 +17,13 @@ import torch
 
 from benchmarks.measuring.verdicts import judge
 from benchmarks.plan_accuracy.shapes import REGIMES, Ranges, Regime, Shape
-from polyhead.costs.calibration.compiling import Task, compile_ahead, is_ours, layer_task
-from polyhead.costs.calibration.layers import layer_call
+from polyhead.costs.calibration.calls import layer_call
+from polyhead.costs.calibration.compiling import Task, compile_ahead, layer_tasks
 from polyhead.costs.calibration.timing import MOST_OF_THE_HOST, steady_samples
 from polyhead.costs.measuring.runner import is_out_of_memory
 from polyhead.costs.timing.limits import Bound
 from polyhead.costs.timing.machine import Datasheet, Machine
 from polyhead.costs.timing.predict import Prediction, predict, roofline
-from polyhead.costs.work import AttentionCore
 from polyhead.errors import OptionError
 from polyhead.observation.saving import write_atomically
 
@@ -141,16 +140,14 @@ def _outcome(shape: Shape, regime: Regime, samples: Sequence[float], machine: Ma
 
 
 def _tasks(shapes: Iterable[Shape], dtype: torch.dtype) -> list[Task]:
-    """Layers that meet kernels of ours, which are compiled for their heads; few at once have room for the largest."""
-    found = []
+    """Return tasks that compile our kernels for these layers, except the largest, since tasks share the memory."""
+    tasks: list[Task] = []
     for shape in shapes:
         work = shape.work(dtype)
-        cores = [piece for piece in work.pieces if isinstance(piece, AttentionCore)]
         cached = 2 * shape.batch * shape.tokens * shape.kv_heads * shape.head_dim * dtype.itemsize
-        held = work.bytes + (cached if shape.phase == "decode" else 0)
-        if any(map(is_ours, cores)) and held <= MOST_COMPILED_BYTES:
-            found.append(layer_task(shape.config, shape.workload, dtype))
-    return found
+        if work.bytes + (cached if shape.phase == "decode" else 0) <= MOST_COMPILED_BYTES:
+            tasks += layer_tasks(shape.config, shape.workload, work, dtype)
+    return tasks
 
 
 def promise(machine: Machine, dtype: torch.dtype) -> Datasheet:

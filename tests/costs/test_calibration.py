@@ -14,7 +14,7 @@ import torch
 
 import polyhead
 from polyhead.costs import Workload, calibration
-from polyhead.costs.calibration import calls, compiling, host, layers, places, timing
+from polyhead.costs.calibration import calls, compiling, host, places, timing
 from polyhead.costs.layer_work import layer_work
 from polyhead.costs.timing.limits import route
 from polyhead.costs.timing.machine import HostCost, Machine
@@ -36,11 +36,8 @@ TINY = places.Grid(
     cached=((2, 40),),
     kv_heads=2,
     middle=(20,),
-    tiled=(),
-    windows=(),
     cached_windows=(16,),
     most_flops=1e8,
-    most_windowed_flops=1e8,
     most_bytes=1e8,
 )
 
@@ -287,14 +284,14 @@ def test_a_product_and_a_copy_have_their_sizes():
 @pytest.mark.parametrize("window", [None, 9])
 def test_a_decoding_layer_gives_the_same_token_again_and_again(window):
     config = MultiHeadConfig(32, 4, num_kv_heads=2, causal=True, window=window)
-    call = layers.layer_call(config, Workload.decode(past=20, batch=3), device=CPU, dtype=F32)
+    call = calls.layer_call(config, Workload.decode(past=20, batch=3), device=CPU, dtype=F32)
     first = call()
     assert first.shape == (3, 1, 32)
     assert torch.equal(first, call())
 
 
 def test_a_cache_is_filled_in_pieces(monkeypatch):
-    monkeypatch.setattr(layers, "CHUNK", 2 * 2 * 8 * 3)
+    monkeypatch.setattr(calls, "CHUNK", 2 * 2 * 8 * 3)
     appended = []
     true = polyhead.layers.PreallocatedCache.append
     monkeypatch.setattr(
@@ -303,7 +300,7 @@ def test_a_cache_is_filled_in_pieces(monkeypatch):
         lambda self, key, value, **options: (appended.append(key.shape[2]), true(self, key, value, **options))[1],
     )
     config = MultiHeadConfig(32, 4, num_kv_heads=2, causal=True)
-    layers.layer_call(config, Workload.decode(past=8, batch=2), device=CPU, dtype=F32)
+    calls.layer_call(config, Workload.decode(past=8, batch=2), device=CPU, dtype=F32)
     assert appended == [3, 3, 2]
 
 
@@ -312,14 +309,14 @@ def test_a_training_step_leaves_gradients_of_everything(monkeypatch):
     true = MultiHeadConfig.build
     monkeypatch.setattr(MultiHeadConfig, "build", lambda self, **options: made.append(true(self, **options)) or made[0])
     config = MultiHeadConfig(32, 4, causal=True)
-    layers.layer_call(config, Workload.training_step(7, batch=2), device=CPU, dtype=F32)()
+    calls.layer_call(config, Workload.training_step(7, batch=2), device=CPU, dtype=F32)()
     assert all(parameter.grad is not None for parameter in made[0].parameters())
 
 
 def test_small_layers_of_a_gpu_go_by_every_route():
     found = {}
     for small in host.small_layers(torch.device("cuda")):
-        work = small.counted(BF16)
+        work = small.work(BF16)
         served = {route(piece, "cuda") for piece in work.pieces if isinstance(piece, AttentionCore)}
         found.setdefault(work.phase, set()).update(served)
     assert found["prefill"] == {"plain", "masked", "tiled"} == found["training"]
@@ -329,10 +326,10 @@ def test_small_layers_of_a_gpu_go_by_every_route():
 def test_small_layers_of_a_gpu_are_of_several_kinds_and_as_many_launches():
     layers = {}
     for small in host.small_layers(torch.device("cuda")):
-        layers.setdefault(small.counted(BF16).phase, []).append(small)
-    assert {len({small.counted(BF16).launches for small in of}) for of in layers.values()} == {1}
+        layers.setdefault(small.work(BF16).phase, []).append(small)
+    assert {len({small.work(BF16).launches for small in of}) for of in layers.values()} == {1}
     decoding = layers["decode"]
-    assert len({(small.config.num_heads, small.config.num_kv_heads, small.work.batch) for small in decoding}) == 3
+    assert len({(small.config.num_heads, small.config.num_kv_heads, small.workload.batch) for small in decoding}) == 3
     assert {small.config.window is None for small in decoding} == {True, False}
 
 
