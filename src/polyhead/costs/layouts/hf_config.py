@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from polyhead.costs.layouts.hf_built import Filled, built_projections, filled_fields
+from polyhead.costs.layouts.hf_built import built_projections, filled_fields
 from polyhead.costs.layouts.hf_families import FAMILIES, Family
 from polyhead.costs.layouts.hf_fields import (
     CONTEXT,
@@ -66,8 +66,8 @@ def read_hf_config(
     num_layers = Fields(text_config).find(*LAYERS)
     if isinstance(num_layers, int) and num_layers > _MAX_LAYERS:
         raise OptionError(f"a model may have at most {_MAX_LAYERS:,} layers, got {num_layers:,}")
-    filled = Filled() if complete else filled_fields(text_config, family_name)
-    fields = Fields(text_config, filled.fields, saved, filled.refusal)
+    defaults, refusal = ({}, None) if complete else filled_fields(text_config, family_name)
+    fields = Fields(text_config, defaults, saved, refusal)
     family = FAMILIES.get(family_name)
     _refuse_encoder_decoder(fields.quietly("is_encoder_decoder"), family_name)
     check_refused(fields)
