@@ -240,7 +240,7 @@ def test_every_shape_is_visited_several_times_and_told_by_its_fastest_moment_and
     monkeypatch.setattr(plan_accuracy, "_measured", lambda shape, *rest: next(times[shape]))
     monkeypatch.setattr(plan_accuracy, "compile_ahead", lambda tasks, device: 0)
     waits = {one: False, other: True}
-    monkeypatch.setattr(plan_accuracy, "_may_wait", lambda said: waits[shape_of[id(said)]])
+    monkeypatch.setattr(plan_accuracy, "_may_be_host_bound", lambda said: waits[shape_of[id(said)]])
     shape_of = {}
 
     def predicted(work, machine):
@@ -261,8 +261,8 @@ def test_every_shape_is_visited_several_times_and_told_by_its_fastest_moment_and
 def test_what_waits_for_its_host_at_a_disturbed_moment_is_visited_more_often():
     machine = Machine.load("nvidia-h200")
     small, large = Shape("prefill", 1, 2, 1, 64, 128), Shape("prefill", 8, 32, 32, 128, 8192)
-    assert plan_accuracy._may_wait(predict(small.work(torch.bfloat16), machine))
-    assert not plan_accuracy._may_wait(predict(large.work(torch.bfloat16), machine))
+    assert plan_accuracy._may_be_host_bound(predict(small.work(torch.bfloat16), machine))
+    assert not plan_accuracy._may_be_host_bound(predict(large.work(torch.bfloat16), machine))
 
 
 def test_a_machine_that_is_not_known_or_not_here_is_refused():
