@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 import torch
 
-from polyhead.costs.layer_work import layer_work
+from polyhead.costs.cost import layer_work
 from polyhead.costs.timing.limits import MASK_TRAFFIC, route
 from polyhead.costs.timing.machine import DATASHEETS, Datasheet
 from polyhead.costs.timing.predict import roofline

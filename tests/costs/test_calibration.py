@@ -15,7 +15,7 @@ import torch
 import polyhead
 from polyhead.costs import Workload, calibration
 from polyhead.costs.calibration import calls, compiling, host, places, timing
-from polyhead.costs.layer_work import layer_work
+from polyhead.costs.cost import layer_work
 from polyhead.costs.timing.limits import route
 from polyhead.costs.timing.machine import HostCost, Machine
 from polyhead.costs.timing.predict import predict

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import polyhead
 from polyhead.costs import Workload, estimate_memory
-from polyhead.costs.layer_work import layer_work
+from polyhead.costs.cost import layer_work
 from polyhead.costs.timing.correction import Correction
 from polyhead.costs.timing.limits import EDGE_KEYS, MASK_TRAFFIC, copy_seconds, limits, route
 from polyhead.costs.timing.machine import HostCost, Machine, Sample

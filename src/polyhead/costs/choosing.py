@@ -14,7 +14,7 @@ from polyhead.costs.layouts.known_models import KNOWN, known_model
 from polyhead.costs.layouts.layout_sources import from_sizes
 from polyhead.costs.layouts.model_layout import ModelLayout
 from polyhead.costs.parameters import total_parameters
-from polyhead.costs.phases import is_causal, phase_works
+from polyhead.costs.phases import phase_works
 from polyhead.costs.planning import cache_bytes_per_token, layer_dtype
 from polyhead.costs.quantities import check_count, dtype_name, plural
 from polyhead.costs.timing.machine import Machine
@@ -172,7 +172,7 @@ class _Request:
 
     def evaluate(self, model: ModelLayout, cache_dtype: torch.dtype, budget: Budget | None = None) -> Choice | None:
         """Return a layout with its costs, or None if it exceeds the budget; cheap limits are checked first."""
-        parameters, causal = total_parameters(model).total, is_causal(model)
+        parameters, causal = total_parameters(model).total, model.is_causal
         if budget and budget.parameters is not None and parameters > budget.parameters:
             return None
         cache = cache_bytes_per_token(model, cache_dtype) if causal else 0

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from polyhead.costs.cost import checked_call
 from polyhead.costs.descriptions import describe
-from polyhead.costs.layer_work import checked_call
 from polyhead.costs.recording.attention_tensors import BACKWARD_COPIES, FORWARD_COPIES, KEPT_COPIES
 from polyhead.costs.recording.recorder import Form
 from polyhead.costs.work import Device

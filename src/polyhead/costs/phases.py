@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from polyhead.costs.cost import layer_work
 from polyhead.costs.descriptions import describe
-from polyhead.costs.layer_work import layer_work
 from polyhead.costs.layouts.model_layout import ModelLayout
 from polyhead.costs.memory import MemoryEstimate, estimate_memory
 from polyhead.costs.recording.recorder import Form
@@ -101,7 +101,7 @@ def plan_phase(
 ) -> PhasePlan:
     """Compute the costs of one phase over all layers; times need a `machine`."""
     works = phase_works(model, phase, batch, context, dtype, cache_dtype)
-    workload, cached = workload_of(phase, batch, context, cached=is_causal(model))
+    workload, cached = _workload(model, phase, batch, context)
 
     def memory(form: Form) -> MemoryEstimate:
         device = "cuda" if machine is None else machine.device
@@ -133,7 +133,7 @@ def phase_works(
     model: ModelLayout, phase: Phase, batch: int, context: int, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> list[Work]:
     """Return the work of each kind of layer in one phase."""
-    workload, cached = workload_of(phase, batch, context, cached=is_causal(model))
+    workload, cached = _workload(model, phase, batch, context)
     options: dict[str, Any] = {"dtype": dtype, "cache_dtype": cache_dtype, "cached": cached}
     return [layer_work(group.config, workload, **options, layers=group.layers) for group in model.groups]
 
@@ -162,15 +162,10 @@ def can_roll(config: AttentionConfig, cache_dtype: torch.dtype) -> bool:
     return windowed and cache_dtype is not torch.int8 and not isinstance(config, LatentConfig)
 
 
-def workload_of(phase: Phase, batch: int, context: int, *, cached: bool = True) -> tuple[Workload, bool]:
-    """Return the workload of each layer in a phase, and whether it uses a cache; `cached` applies to the prefill."""
+def _workload(model: ModelLayout, phase: Phase, batch: int, context: int) -> tuple[Workload, bool]:
+    """Return the workload of each layer in a phase, and whether it uses a cache."""
     if phase == "training":
         return Workload.training_step(context, batch=batch), False
     if phase == "prefill":
-        return Workload.prefill(context, batch=batch), cached
+        return Workload.prefill(context, batch=batch), model.is_causal
     return Workload.decode(context - 1, batch=batch), context > 1
-
-
-def is_causal(model: ModelLayout) -> bool:
-    """Return True if every layer is causal, so that the model can decode."""
-    return all(getattr(group.config, "causal", False) for group in model.groups)

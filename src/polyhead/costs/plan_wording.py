@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polyhead.costs.layouts.model_layout import ModelLayout
-from polyhead.costs.phases import PhasePlan, is_causal
+from polyhead.costs.phases import PhasePlan
 from polyhead.costs.planning import Plan
 from polyhead.costs.quantities import count, dtype_name, plural, seconds, size
 
@@ -52,7 +52,7 @@ def title(plan: Plan, phase: PhasePlan) -> str:
         return "training step, forward and backward"
     if phase.phase == "decode":
         return "decode step, last token of the context"
-    return "prefill of the full context" if is_causal(plan.model) else "forward over the full context"
+    return "prefill of the full context" if plan.model.is_causal else "forward over the full context"
 
 
 def requested(plan: Plan) -> str:

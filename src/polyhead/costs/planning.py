@@ -17,7 +17,7 @@ from polyhead.costs.layouts.layout_sources import read_layout
 from polyhead.costs.layouts.model_layout import ModelLayout
 from polyhead.costs.memory import MemoryEstimate, memory_caveats
 from polyhead.costs.parameters import Identity, Parameters, four_squares, total_parameters
-from polyhead.costs.phases import PhasePlan, can_roll, is_causal, plan_phase, rolling_cache_bytes
+from polyhead.costs.phases import PhasePlan, can_roll, plan_phase, rolling_cache_bytes
 from polyhead.costs.quantities import check_count, dtype_name, size
 from polyhead.costs.timing.machine import Machine
 from polyhead.costs.work import PHASES, Phase
@@ -124,7 +124,7 @@ def plan(
     dtype, notes = layer_dtype(dtype, model.dtype, machine)
     cache_dtype = cache_dtype or model.cache_dtype or dtype
     selected = _phases(model, phases)
-    cached = is_causal(model)
+    cached = model.is_causal
     per_token = cache_bytes_per_token(model, cache_dtype) if cached else 0
     windowed = [group.config for group in model.groups if getattr(group.config, "window", None)]
     if any(can_roll(config, cache_dtype) for config in windowed):
@@ -222,7 +222,7 @@ def crossover(model: ModelLayout) -> int | None:
 
 
 def _phases(model: ModelLayout, requested: Iterable[str] | None) -> tuple[Phase, ...]:
-    supported = PHASES if is_causal(model) else tuple(phase for phase in PHASES if phase != "decode")
+    supported = PHASES if model.is_causal else tuple(phase for phase in PHASES if phase != "decode")
     if requested is None:
         return supported
     phases = tuple(dict.fromkeys(requested))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from polyhead.costs.calibration.calls import layer_call
 from polyhead.costs.calibration.timing import Call, host_samples
-from polyhead.costs.layer_work import layer_work
+from polyhead.costs.cost import layer_work
 from polyhead.costs.timing.limits import route
 from polyhead.costs.timing.machine import HostCost
 from polyhead.costs.work import AttentionCore, Device, Work

@@ -111,6 +111,11 @@ class Fields:
             )
         return checked_size(what, value)
 
+    def optional_size(self, what: str, *names: str) -> int | None:
+        """Return a size or its default; None if there is neither."""
+        value = self.or_default(*names)
+        return None if value is None else checked_size(what, value)
+
     def flag(self, value: bool | str) -> bool:
         """Return a boolean constant of the family, or the value of the field it names."""
         if isinstance(value, bool):

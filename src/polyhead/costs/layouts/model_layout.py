@@ -58,6 +58,11 @@ class ModelLayout:
         """Config of the most common kind of layer; the first of equally common ones."""
         return max(self.groups, key=lambda group: group.layers).config
 
+    @property
+    def is_causal(self) -> bool:
+        """True if every layer is causal, so that the model can decode."""
+        return all(getattr(group.config, "causal", False) for group in self.groups)
+
     def with_causal(self, causal: bool | None) -> ModelLayout:
         """Return the model with causal or bidirectional layers, and a note about it; None changes nothing."""
         if causal is None or all(getattr(group.config, "causal", None) is causal for group in self.groups):

@@ -64,8 +64,7 @@ def predict(work: Work, machine: Machine) -> Prediction:
     """Predict the time of `work` on `machine`.
 
     >>> from polyhead.layers import MultiHeadConfig
-    >>> from polyhead.costs import Workload
-    >>> from polyhead.costs.layer_work import layer_work
+    >>> from polyhead.costs import Workload, layer_work
     >>> work = layer_work(MultiHeadConfig(512, 8), Workload.forward(1024), dtype=torch.float32)
     >>> prediction = predict(work, Machine.load("cpu-2-cores"))
     >>> list(prediction.stages), prediction.seconds > prediction.device_seconds
