@@ -16,6 +16,7 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from benchmarks import tables
 from benchmarks.measuring.cases import Run
+from benchmarks.measuring.json_lines import append_result
 from benchmarks.measuring.runner import rows_of
 from benchmarks.surgery_quality import timing
 from benchmarks.surgery_quality.language import LanguageTask
@@ -24,7 +25,6 @@ from benchmarks.surgery_quality.points import (
     PARTS,
     Point,
     Result,
-    append_result,
     check_alike,
     curves,
     is_done,

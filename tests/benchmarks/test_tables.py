@@ -9,9 +9,10 @@ import torch
 
 from benchmarks import tables
 from benchmarks.measuring import results
+from benchmarks.measuring.json_lines import append_result
 from benchmarks.measuring.results import Row
 from benchmarks.measuring.verdicts import Comparison, Figure, Ratio
-from benchmarks.training.trials import RATES, SEEDS, Result, Trial, append_result
+from benchmarks.training.trials import RATES, SEEDS, Result, Trial
 from polyhead.costs.measuring import machine_facts
 from polyhead.costs.measuring.runner import Timings
 

@@ -51,6 +51,10 @@ class Budget:
         if self.parameters is None and self.cache_bytes_per_token is None and self.seconds is None:
             raise OptionError("a budget must limit parameters, cache bytes per token or time, got no limit")
 
+    def allows(self, name: str, amount: float) -> bool:
+        limit: float | None = getattr(self, name)
+        return limit is None or amount <= limit
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -146,17 +150,17 @@ def choose(
     if not considered:
         raise OptionError(_no_candidates(widths, shares, budget, layers))
     front = sorted(_pareto_front(within), key=lambda choice: (len(choice.warnings), *(-x for x in choice.capacity)))
-    references, other = [], []
+    references, without_int8 = [], []
     for name in KNOWN:
         model = known_model(name)
         has_latents = any(isinstance(group.config, LatentConfig) for group in model.groups)
-        is_other = has_latents and cache_dtype is torch.int8
-        choice = request.evaluate(model, dtype if is_other else cache_dtype)
+        lacks_int8 = has_latents and cache_dtype is torch.int8
+        choice = request.evaluate(model, dtype if lacks_int8 else cache_dtype)
         assert choice is not None
         references.append(choice)
-        other += [name] if is_other else []
-    if other:
-        notes.append(f"latent attention has no int8 cache: {', '.join(other)} cached in {dtype_name(dtype)}")
+        without_int8 += [name] if lacks_int8 else []
+    if without_int8:
+        notes.append(f"latent attention has no int8 cache: {', '.join(without_int8)} cached in {dtype_name(dtype)}")
     return Choices(tuple(front), tuple(references), considered, tuple(notes))
 
 
@@ -173,16 +177,16 @@ class _Request:
     def evaluate(self, model: ModelLayout, cache_dtype: torch.dtype, budget: Budget | None = None) -> Choice | None:
         """Return a layout with its costs, or None if it exceeds the budget; cheap limits are checked first."""
         parameters, causal = total_parameters(model).total, model.is_causal
-        if budget and budget.parameters is not None and parameters > budget.parameters:
+        if budget and not budget.allows("parameters", parameters):
             return None
         cache = cache_bytes_per_token(model, cache_dtype) if causal else 0
-        if budget and budget.cache_bytes_per_token is not None and cache > budget.cache_bytes_per_token:
+        if budget and not budget.allows("cache_bytes_per_token", cache):
             return None
         seconds = None
         if self.machine is not None and (causal or self.phase != "decode"):
             works = phase_works(model, self.phase, self.batch, self.context, self.dtype, cache_dtype)
             seconds = sum(predict(work, self.machine).seconds for work in works)
-        if budget and budget.seconds is not None and (seconds is None or seconds > budget.seconds):
+        if budget and seconds is not None and not budget.allows("seconds", seconds):
             return None
         sizes: dict[str, Any] = {"context": self.context, "batch": self.batch, "phase": self.phase}
         warnings = warnings_of(model.config, **sizes, machine=self.machine)
