@@ -159,7 +159,7 @@ def _rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
     place = ("regime", "phase", "batch x heads x n x d", "bound by")
     lines: list[tuple[str, ...]] = [(*place, "predicted", "measured", "error", "datasheet")]
     for outcome in sorted(outcomes, key=lambda outcome: REGIMES.index(outcome.regime)):
-        times = ("", "no memory", "")
+        times = ("no memory", "", "")
         if outcome.measured is not None:
             times = (f"{1e3 * outcome.measured:.4g} ms", f"{outcome.error:+.1%}", f"{outcome.datasheet_error:+.1%}")
         place = (outcome.regime, outcome.shape.phase, str(outcome.shape), outcome.bound)

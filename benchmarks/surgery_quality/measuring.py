@@ -38,7 +38,7 @@ class Bench:
         tries: int = TRIES,
         report: Callable[[str], None] | None = None,
     ) -> None:
-        """Set up a bench: `in_order_batches` of calibration text are read per layer; `report` is called in each step."""
+        """Set up a bench: `in_order_batches` of calibration text are read per layer; `report` is called per step."""
         self.task = task
         self.facts = facts or {}
         self.evidence = Evidence(task.model, task.calibration, task.objectives)

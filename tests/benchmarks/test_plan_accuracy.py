@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from benchmarks import plan_accuracy
 from benchmarks.app import app
-from benchmarks.plan_accuracy import Outcome, shapes, summaries
+from benchmarks.plan_accuracy import Outcome, command, shapes, summaries
 from benchmarks.plan_accuracy.shapes import CPU, GPU, Shape, draw
 from benchmarks.plan_tables import accuracy_section
 from polyhead.costs import calibration
@@ -126,12 +126,14 @@ def test_errors_are_shares_of_what_was_measured():
     assert (everything.regime, everything.missed) == ("all", True)
 
 
-def test_a_shape_without_memory_is_told_and_not_counted():
+def test_a_shape_without_memory_is_reported_and_not_counted():
     lost = outcome("prefill", 1.0, None)
     (prefill, _) = summaries([lost, outcome("prefill", 1.0, 1.0)])
     assert (prefill.shapes, prefill.missed) == (1, False)
     assert "error" not in plan_accuracy.to_dict([lost])[0]
     assert summaries([lost]) == []
+    header, row = command._rows([lost])
+    assert dict(zip(header, row, strict=True))["measured"] == "no memory"
 
 
 def test_the_promise_is_the_vendors_or_the_best_that_was_reached():
