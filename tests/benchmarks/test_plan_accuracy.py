@@ -99,7 +99,7 @@ def test_layers_that_meet_kernels_of_ours_are_compiled_for_ahead():
     assert [arguments[1] for _, arguments in tasks] == [tiled.workload, decode.workload]
 
 
-def test_quotas_that_cannot_be_filled_are_told(monkeypatch):
+def test_quotas_that_cannot_be_filled_are_reported(monkeypatch):
     monkeypatch.setattr(shapes, "MOST_DRAWS", 50)
     with pytest.raises(OptionError, match="50 draws must fill the quotas"):
         draw(dataclasses.replace(CPU, most_flops=0))
@@ -235,29 +235,29 @@ def test_a_shape_that_finds_no_memory_has_no_time(monkeypatch, error):
         plan_accuracy._measured(shape, torch.device("cpu"), torch.float32, 0)
 
 
-def test_every_shape_is_visited_several_times_and_told_by_its_fastest_moment_and_their_middle(monkeypatch):
+def test_every_shape_is_visited_several_times_and_reported_with_its_fastest_and_median_sample(monkeypatch):
     drawn = draw(dataclasses.replace(CPU, quotas={"prefill": 2, "decode": 0, "training": 0, "launch-bound": 0}))
     one, other = drawn
     times = {one: iter([[2.0, 5.0], [1.0], [9.0]]), other: iter([[], [4.0], [3.0], *([3.5] for _ in range(6))])}
     monkeypatch.setattr(plan_accuracy, "_measured", lambda shape, *rest: next(times[shape]))
     monkeypatch.setattr(plan_accuracy, "compile_ahead", lambda tasks, device: 0)
     waits = {one: False, other: True}
-    monkeypatch.setattr(plan_accuracy, "_may_be_host_bound", lambda said: waits[shape_of[id(said)]])
+    monkeypatch.setattr(plan_accuracy, "_may_be_host_bound", lambda prediction: waits[shape_of[id(prediction)]])
     shape_of = {}
 
     def predicted(work, machine):
-        said = predict(work, machine)
-        shape_of[id(said)] = next(shape for shape in drawn if shape.work(torch.float32) == work)
-        kept.append(said)  # an id is another's once its object is gone
-        return said
+        prediction = predict(work, machine)
+        shape_of[id(prediction)] = next(shape for shape in drawn if shape.work(torch.float32) == work)
+        kept.append(prediction)  # an id is another's once its object is gone
+        return prediction
 
     kept = []
     monkeypatch.setattr(plan_accuracy, "predict", predicted)
     machine = Machine.load("cpu-2-cores")
-    told = list(plan_accuracy.measure(drawn, machine, CPU, device=torch.device("cpu")))
-    assert [x.shape for x in told] == [one, other] * 3 + [other] * 6
-    assert [(x.measured, x.usual) for x in told[:2]] == [(2.0, 3.5), (None, None)]
-    assert [(x.measured, x.usual) for x in (told[4], told[-1])] == [(1.0, 3.5), (3.0, 3.5)]
+    reported = list(plan_accuracy.measure(drawn, machine, CPU, device=torch.device("cpu")))
+    assert [x.shape for x in reported] == [one, other] * 3 + [other] * 6
+    assert [(x.measured, x.usual) for x in reported[:2]] == [(2.0, 3.5), (None, None)]
+    assert [(x.measured, x.usual) for x in (reported[4], reported[-1])] == [(1.0, 3.5), (3.0, 3.5)]
 
 
 def test_what_waits_for_its_host_at_a_disturbed_moment_is_visited_more_often():
@@ -274,7 +274,7 @@ def test_a_machine_that_is_not_known_or_not_here_is_refused():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_gpu_that_is_not_here_is_told(tmp_path):
+def test_a_gpu_that_is_not_here_is_refused(tmp_path):
     machine = dataclasses.replace(Machine.load("cpu-2-cores"), device="cuda", name="far")
     result = CliRunner().invoke(app, ["plan", "--machine", str(machine.save(tmp_path / "far.json"))])
     assert result.exit_code == 2

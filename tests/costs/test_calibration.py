@@ -108,14 +108,14 @@ def test_what_it_measured_predicts_a_layer(machine):
     assert found.seconds == pytest.approx(found.device_seconds + found.host_seconds)
 
 
-def test_progress_is_told_before_each_measurement():
-    told = []
-    calibration.calibrate("cpu", grid=TINY, progress=lambda x: told.append((x.done, x.total, x.detail)))
-    assert [done for done, _, _ in told] == [0, *range(len(told) - 1)]
-    assert {total for _, total, _ in told} == {len(told) - 1}
+def test_progress_is_reported_before_each_measurement():
+    reported = []
+    calibration.calibrate("cpu", grid=TINY, progress=lambda x: reported.append((x.done, x.total, x.detail)))
+    assert [done for done, _, _ in reported] == [0, *range(len(reported) - 1)]
+    assert {total for _, total, _ in reported} == {len(reported) - 1}
     groups = len(calibration.planned(CPU, (F32,), TINY))
-    assert sum("small layer" in what for _, _, what in told) == 5 * (1 + math.ceil(groups / calibration.EVERY))
-    assert {what.split()[0] for _, _, what in told} == {
+    assert sum("small layer" in what for _, _, what in reported) == 5 * (1 + math.ceil(groups / calibration.EVERY))
+    assert {what.split()[0] for _, _, what in reported} == {
         "compiling",
         "a",
         "copy",
@@ -181,10 +181,10 @@ def test_a_host_costs_what_it_does_at_the_fastest_of_all_visits(monkeypatch):
     moments = iter([[9.0], [7.0], [2.0], [8.0], [3.0], [1.0]])  # of an operator and of a layer, in turns
     monkeypatch.setattr(host, "host_samples", lambda call, device: next(moments))
     visited = host.Host([next(host.small_layers(CPU))], CPU, F32)
-    told = []
+    reported = []
     for _ in range(3):
-        visited.visit(told.append)
-    assert told == ["a call of a small layer, prefill"] * 3
+        visited.visit(reported.append)
+    assert reported == ["a call of a small layer, prefill"] * 3
     (cost,) = visited.costs
     assert cost == HostCost("prefill", "plain", 1.0, 3)
     assert visited.launch_seconds == 2.0

@@ -13,9 +13,8 @@ from polyhead.costs.layout_warnings import Warned, warnings_of
 from polyhead.costs.layouts.known_models import KNOWN, known_model
 from polyhead.costs.layouts.layout_sources import from_sizes
 from polyhead.costs.layouts.model_layout import ModelLayout
-from polyhead.costs.parameters import total_parameters
 from polyhead.costs.phases import phase_works
-from polyhead.costs.planning import cache_bytes_per_token, layer_dtype
+from polyhead.costs.planning import cache_bytes_per_token, layer_dtype, total_parameters
 from polyhead.costs.quantities import check_count, dtype_name, plural
 from polyhead.costs.timing.machine import Machine
 from polyhead.costs.timing.predict import predict

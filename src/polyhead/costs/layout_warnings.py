@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from polyhead.costs.quantities import plural
+from polyhead.costs.timing.limits import KEY_TILE, QUERY_TILE
 from polyhead.costs.timing.machine import Machine
 from polyhead.costs.work import Phase
 from polyhead.layers.config import AttentionConfig
@@ -23,7 +24,6 @@ KINDS = {
     "rank": "a head of d channels distinguishes about exp(d / 8) keys, and its maps have rank d at most",
     "idle": "too few heads, sequences and tokens to give every multiprocessor a part of the attention",
 }
-QUERY_TILE, KEY_TILE = 128, 64  # tile sizes of the kernels, one tile per multiprocessor at a time
 _CALLS: dict[Phase, str] = {"training": "a training step", "prefill": "the prefill", "decode": "a decode step"}
 
 
@@ -102,7 +102,7 @@ def _channels(config: AttentionConfig) -> int:
 
 
 def _programs(config: AttentionConfig, visible: int, context: int, batch: int, phase: Phase) -> int:
-    """Return the number of kernel programs that run the attention in parallel."""
+    """Return the number of kernel programs that run the attention in parallel, one per tile."""
     layout = config.layout  # type: ignore[attr-defined]
     if phase == "decode":
         kv_heads = 1 if isinstance(config, LatentConfig) else layout.num_kv_heads

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polyhead.costs.descriptions import describe
-from polyhead.costs.layouts.model_layout import ModelLayout
 from polyhead.costs.work import Amounts
 from polyhead.layers.config import AttentionConfig
 from polyhead.layers.latent.config import LatentConfig
@@ -55,12 +54,6 @@ def count_parameters(config: AttentionConfig) -> Parameters:
     """
     layer = describe(config)
     return Parameters(*layer.projections, layer.other_parameters)
-
-
-def total_parameters(model: ModelLayout) -> Parameters:
-    """Count the parameters of all attention layers of a model."""
-    groups = (count_parameters(group.config).times(group.layers) for group in model.groups)
-    return sum(groups, Parameters(0, 0, 0, 0, 0))
 
 
 def four_squares(config: AttentionConfig) -> Identity:

@@ -16,7 +16,7 @@ from polyhead.costs.layout_warnings import Warned, warnings_of
 from polyhead.costs.layouts.layout_sources import read_layout
 from polyhead.costs.layouts.model_layout import ModelLayout
 from polyhead.costs.memory import MemoryEstimate, memory_caveats
-from polyhead.costs.parameters import Identity, Parameters, four_squares, total_parameters
+from polyhead.costs.parameters import Identity, Parameters, count_parameters, four_squares
 from polyhead.costs.phases import PhasePlan, can_roll, plan_phase, rolling_cache_bytes
 from polyhead.costs.quantities import check_count, dtype_name, size
 from polyhead.costs.timing.machine import Machine
@@ -194,6 +194,12 @@ def layer_dtype(
         )
         dtype = calibrated
     return dtype, notes
+
+
+def total_parameters(model: ModelLayout) -> Parameters:
+    """Count the parameters of all attention layers of a model."""
+    groups = (count_parameters(group.config).times(group.layers) for group in model.groups)
+    return sum(groups, Parameters(0, 0, 0, 0, 0))
 
 
 def cache_bytes_per_token(model: ModelLayout, dtype: torch.dtype) -> int:

@@ -31,10 +31,6 @@ class Part:
     seconds: float
     bound: Bound
 
-    @property
-    def stage(self) -> Stage:
-        return self.piece.stage
-
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -56,7 +52,7 @@ class Prediction:
         layers = self.device_seconds / per_layer if per_layer else 0.0
         seconds: dict[Stage, float] = {}
         for part in self.parts:
-            seconds[part.stage] = seconds.get(part.stage, 0.0) + layers * part.seconds
+            seconds[part.piece.stage] = seconds.get(part.piece.stage, 0.0) + layers * part.seconds
         return seconds
 
 
