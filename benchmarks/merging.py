@@ -318,7 +318,7 @@ def _figures(task: Any) -> dict[str, list[float]]:
     return {name: [round(x.value, 6), round(x.error, 6)] for name, x in task.figures("report").items()}
 
 
-# ---- told
+# ---- summary
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -12,10 +12,6 @@ from benchmarks.surgery_quality.standings import best_by_place, curves_of, forma
 from benchmarks.surgery_quality.tasks import Split
 
 SPLITS: tuple[Split, ...] = ("choose", "report")
-NOT_NATIVE = (
-    "Points that cannot are loaded by `polyhead.load`, or by plain transformers padded with zero heads, which saves no "
-    "time."
-)
 TITLES = {
     "perplexity": "perplexity",
     "ratio": "ratio to the unedited model",
@@ -35,7 +31,7 @@ def quality_section(path: Path) -> str:
         "",
         f"{len(results)} points in float32 without TF32, {machine['gpu'] or machine['cpu']}, torch "
         f"{versions['torch']}, commit {commits}. Shares are of {results[0].heads} heads. Methods are selected on the "
-        f"validation split (choosing) and reported on the test split (reporting).{_limits(facts)}",
+        f"validation split and reported on the test split.{_limits(facts)}",
         "",
         *_ways(results),
         *_curves(results),
@@ -112,8 +108,11 @@ def _curves(results: list[Result]) -> list[str]:
             cells.append(cell + (f" ({beside[curve.name].medians[at]:.2f})" if curve.name in beside else ""))
         lines.append(f"| {curve.name} | {' | '.join(cells)} |")
     native = any(result.form == "native" for result in results if is_curve(result.point))
-    first = "Some points of these curves" if native else "No point of these curves"
-    return [*lines, "", f"{first} can be saved in a form that native classes load. {NOT_NATIVE}"]
+    others = "Some points of these curves can be saved for the model's own class in transformers; the others"
+    if not native:
+        others = "No point of these curves can be saved for the model's own class in transformers; all"
+    loaded = "are loaded by `polyhead.load`, or by transformers with zero heads as padding, which saves no time."
+    return [*lines, "", f"{others} {loaded}"]
 
 
 def _seeds(figures: Sequence[float]) -> str:

@@ -34,11 +34,6 @@ SURGERY = "surgery-"
 PLAN = "plan-"
 RECORDED = "recorded-"
 GPU_SUITE = "gpu-suite-"
-MARKS = re.compile(r"(<!-- *figures: *begin *-->).*?(<!-- *figures: *end *-->)", re.DOTALL)
-COMPARED_MARKS = re.compile(r"(<!-- *compared: *begin *-->).*?(<!-- *compared: *end *-->)", re.DOTALL)
-TRAINING_MARKS = re.compile(r"(<!-- *training: *begin *-->).*?(<!-- *training: *end *-->)", re.DOTALL)
-QUALITY_MARKS = re.compile(r"(<!-- *quality: *begin *-->).*?(<!-- *quality: *end *-->)", re.DOTALL)
-RECORDED_MARKS = re.compile(r"(<!-- *recorded: *begin *-->).*?(<!-- *recorded: *end *-->)", re.DOTALL)
 COLUMNS = "| polyhead | baseline | baseline time | ratio [95% CI] | bound |"
 TRAINING_HEADER = {
     "equal": "equal budget of",
@@ -71,16 +66,6 @@ LABELS = {
     "the tile's rows, all of their weights": "all weights of the tile's rows",
     "exact picture": "exact map",
     "first picture, by sampled rows": "first map, from sampled rows",
-    "sum over 8 of 32 heads of": "sum over 8 of 32 heads:",
-    "sum over 4 of 16 heads of": "sum over 4 of 16 heads:",
-    "with a key of 64 more channels that turns": "with a rotary key of 64 more channels",
-    "heads should be able to say nothing": "heads should be able to output nothing",
-    "heads were pruned or grouped by what they do": "heads were pruned or grouped by function",
-    "heads should be combined other than linearly": "heads should be combined nonlinearly",
-    "one head's finding decides what becomes of another's": "the output of one head should gate another's",
-    "heads should agree on where to look": "heads should share attention patterns",
-    "hard tokens should cost more than simple ones": "hard tokens should cost more than easy ones",
-    "the cache must be as small as it can be": "the cache must be minimal",
 }
 
 
@@ -111,22 +96,22 @@ def variants_page(page: str, results: Path = RESULTS) -> str:
     page = _between_marks(page, paths, "heads and tokens")
     if paths:
         measured = json.loads(paths[0].read_text(encoding="utf-8"))
-        page = _filled(page, COMPARED_MARKS, "compared", _compared(measured))
+        page = _filled(page, "compared", _compared(measured))
     tables = [_training_table(path) for path in sorted(results.glob(f"{TRAINING}*.jsonl"))]
-    return _filled(page, TRAINING_MARKS, "training", "\n".join(tables)) if tables else page
+    return _filled(page, "training", "\n".join(tables)) if tables else page
 
 
 def surgery_page(page: str, results: Path = RESULTS) -> str:
     """Return docs/surgery.md with the results of `python -m benchmarks surgery`."""
     page = _between_marks(page, sorted(results.glob(f"{SURGERY}*.json")), "call")
     sections = [quality_section(path) for path in sorted(results.glob(f"{SURGERY}*.jsonl"))]
-    return _filled(page, QUALITY_MARKS, "quality", "\n".join(sections)) if sections else page
+    return _filled(page, "quality", "\n".join(sections)) if sections else page
 
 
 def plan_page(page: str, results: Path = RESULTS) -> str:
     """Return docs/plan.md with the results of `python -m benchmarks plan`."""
     sections = [accuracy_section(path) for path in sorted(results.glob(f"{PLAN}*.json"))]
-    return _filled(page, MARKS, "figures", "\n".join(sections)) if sections else page
+    return _filled(page, "figures", "\n".join(sections)) if sections else page
 
 
 def attention_page(page: str, results: Path = RESULTS) -> str:
@@ -134,7 +119,7 @@ def attention_page(page: str, results: Path = RESULTS) -> str:
     sections = [
         _recorded(json.loads(path.read_text(encoding="utf-8"))) for path in sorted(results.glob(f"{RECORDED}*"))
     ]
-    return _filled(page, RECORDED_MARKS, "recorded", "\n".join(sections)) if sections else page
+    return _filled(page, "recorded", "\n".join(sections)) if sections else page
 
 
 PAGES = {
@@ -152,10 +137,12 @@ PAGES = {
 def _between_marks(page: str, paths: Sequence[Path], shape: str) -> str:
     if not paths:
         return page
-    return _filled(page, MARKS, "figures", "\n".join(_section(path, shape) for path in paths))
+    return _filled(page, "figures", "\n".join(_section(path, shape) for path in paths))
 
 
-def _filled(page: str, marks: re.Pattern[str], name: str, content: str) -> str:
+def _filled(page: str, name: str, content: str) -> str:
+    """Return the page with `content` between its marks `<!-- name: begin -->` and `<!-- name: end -->`."""
+    marks = re.compile(rf"(<!-- *{name}: *begin *-->).*?(<!-- *{name}: *end *-->)", re.DOTALL)
     if len(marks.findall(page)) != 1:
         raise ValueError(f"a page needs the marks {name}: begin and {name}: end exactly once")
     return marks.sub(lambda match: f"{match[1]}\n\n{content}{match[2]}", page)
@@ -195,8 +182,8 @@ def _compared(result: dict[str, Any]) -> str:
         measured = [times.get(f"{name}, {mode}") for mode in (FORWARD, TRAINED)]
         forward, both = ("" if x is None else f"{x:.2f} ms" for x in measured)
         lines.append(
-            f"| {_label(name)} | {_label(variant.formula)} | {cost.parameters:,} | {cost.matrix_flops / 1e9:.0f} | "
-            f"{cost.cache_bytes_per_token:,} | {forward} | {both} | {_label(variant.when)} |"
+            f"| {_label(name)} | {variant.formula} | {cost.parameters:,} | {cost.matrix_flops / 1e9:.0f} | "
+            f"{cost.cache_bytes_per_token:,} | {forward} | {both} | {variant.when} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from benchmarks.measuring.agreement import hold
 from benchmarks.measuring.cases import Run
-from polyhead.costs.measuring.graphs import replayed
+from polyhead.costs.measuring.gpu import replayed
 
 FORWARD, TRAINING = "forward", "forward + backward"
 WITH_PYTHON = ", with its Python"  # of a call that is no CUDA graph

@@ -1,4 +1,4 @@
-"""Errors of predicted times against measured ones, on layers that no calibration saw, beside a datasheet's roofline."""
+"""Errors of predicted times on layers that no calibration has seen, compared with the roofline of a datasheet."""
 
 from __future__ import annotations
 
@@ -17,46 +17,45 @@ import torch
 
 from benchmarks.measuring.verdicts import judge
 from benchmarks.plan_accuracy.shapes import REGIMES, Ranges, Regime, Shape
-from polyhead.costs.calibration.compiling import Task, compile_ahead, is_ours, layer_task
-from polyhead.costs.calibration.layers import layer_call
+from polyhead.costs.calibration.calls import layer_call
+from polyhead.costs.calibration.compiling import Task, compile_ahead, layer_tasks
 from polyhead.costs.calibration.timing import MOST_OF_THE_HOST, steady_samples
 from polyhead.costs.measuring.runner import is_out_of_memory
 from polyhead.costs.timing.limits import Bound
 from polyhead.costs.timing.machine import Datasheet, Machine
 from polyhead.costs.timing.predict import Prediction, predict, roofline
-from polyhead.costs.work import AttentionCore
 from polyhead.errors import OptionError
 from polyhead.observation.saving import write_atomically
 
 __all__ = ["Outcome", "Summary", "measure", "predict_again", "summaries", "to_dict", "write"]
 
 MEDIAN_BOUND, WORST_BOUND = 0.15, 0.35
-VISITS, HOST_VISITS = 3, 9  # the second of shapes that may wait for their host
-MOST_COMPILED_BYTES = 8e9  # of a layer that is compiled for ahead, beside others
+VISITS, HOST_VISITS = 3, 9  # the second for shapes that may be host-bound
+MOST_COMPILED_BYTES = 8e9  # of a layer whose kernels are compiled ahead, in parallel with others
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One shape: what was said and what it took."""
+    """Predicted and measured time of one shape."""
 
     shape: Shape
     regime: Regime
-    measured: float | None  # seconds, of an undisturbed moment; None where there was no memory
-    usual: float | None  # the middle of all moments
+    measured: float | None  # fastest sample in seconds; None if memory did not suffice
+    usual: float | None  # median of all samples
     predicted: float
-    promised: float  # by the datasheet's roofline
+    promised: float  # roofline time of the datasheet
     bound: Bound
     device_seconds: float
     host_seconds: float
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a share of what was measured."""
+        """Relative error of the prediction."""
         return _error(self.predicted, self.measured)
 
     @property
     def usual_error(self) -> float:
-        """Of the prediction, as a share of what a call took in the middle of all moments, disturbed ones among them."""
+        """Relative error of the prediction to the median of all samples, which include disturbed ones."""
         return _error(self.predicted, self.usual)
 
     @property
@@ -66,7 +65,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The errors of one regime, or of all."""
+    """Errors of one regime, or of all."""
 
     regime: str
     shapes: int
@@ -94,12 +93,11 @@ def measure(
     seconds: float = math.inf,
     seed: int = 0,
 ) -> Iterator[Outcome]:
-    """Predict, then time, shape by shape, and begin none after so many seconds.
+    """Predict and time shape by shape, and start none after `seconds`.
 
-    A layer's calls follow one another, as layers do in a model. Every shape is visited several times, as far apart as
-    the run is long, and told of after each visit with the fastest of its moments so far, and their middle: a host whose
-    cores others use is up to twice as slow for seconds at a time, which no one can say ahead. What may wait for it is
-    visited more often.
+    Calls of a layer run back to back, as layers do in a model. Every shape is visited several times, spread over the
+    run, and its outcome so far is yielded after each visit: a host that other processes use is up to twice as slow for
+    seconds at a time, which cannot be predicted. Shapes that may be host-bound are visited more often.
     """
     began, times = time.perf_counter(), {shape: list[float]() for shape in shapes}
     compile_ahead(_tasks(shapes, ranges.dtype), device)
@@ -107,19 +105,19 @@ def measure(
         for shape, regime in shapes.items():
             if time.perf_counter() - began > seconds:
                 return
-            if visit >= VISITS and not _may_wait(predict(shape.work(ranges.dtype), machine)):
+            if visit >= VISITS and not _may_be_host_bound(predict(shape.work(ranges.dtype), machine)):
                 continue
             times[shape] += _measured(shape, device, ranges.dtype, seed)
             yield _outcome(shape, regime, times[shape], machine, ranges.dtype)
 
 
-def _may_wait(said: Prediction) -> bool:
-    """Return True if a disturbed host takes as long as the device."""
-    return said.host_seconds > MOST_OF_THE_HOST * said.device_seconds
+def _may_be_host_bound(prediction: Prediction) -> bool:
+    """Return True if a disturbed host may take longer than the device."""
+    return prediction.host_seconds > MOST_OF_THE_HOST * prediction.device_seconds
 
 
 def predict_again(content: Mapping[str, Any], machine: Machine) -> list[Outcome]:
-    """Predict the times that `write` has stored again, with another calibration, or a better prediction."""
+    """Predict the measured times of a file of `write` again, with another calibration or version of the library."""
     dtype = getattr(torch, content["dtype"])
     return [
         dataclasses.replace(
@@ -133,33 +131,38 @@ def predict_again(content: Mapping[str, Any], machine: Machine) -> list[Outcome]
 
 def _outcome(shape: Shape, regime: Regime, samples: Sequence[float], machine: Machine, dtype: torch.dtype) -> Outcome:
     work, sheet = shape.work(dtype), promise(machine, dtype)
-    found = predict(work, machine)
-    promised = roofline(work, sheet.flops, sheet.bandwidth)
-    times = (found.seconds, promised, found.bound, found.device_seconds, found.host_seconds)
-    fastest, usual = (min(samples), statistics.median(samples)) if len(samples) else (None, None)
-    return Outcome(shape, regime, fastest, usual, *times)
+    prediction = predict(work, machine)
+    return Outcome(
+        shape,
+        regime,
+        measured=min(samples, default=None),
+        usual=statistics.median(samples) if len(samples) else None,
+        predicted=prediction.seconds,
+        promised=roofline(work, sheet.flops, sheet.bandwidth),
+        bound=prediction.bound,
+        device_seconds=prediction.device_seconds,
+        host_seconds=prediction.host_seconds,
+    )
 
 
 def _tasks(shapes: Iterable[Shape], dtype: torch.dtype) -> list[Task]:
-    """Layers that meet kernels of ours, which are compiled for their heads; few at once have room for the largest."""
-    found = []
+    """Return tasks that compile our kernels for these layers, except the largest, since tasks share the memory."""
+    tasks: list[Task] = []
     for shape in shapes:
         work = shape.work(dtype)
-        cores = [piece for piece in work.pieces if isinstance(piece, AttentionCore)]
         cached = 2 * shape.batch * shape.tokens * shape.kv_heads * shape.head_dim * dtype.itemsize
-        held = work.bytes + (cached if shape.phase == "decode" else 0)
-        if any(map(is_ours, cores)) and held <= MOST_COMPILED_BYTES:
-            found.append(layer_task(shape.config, shape.workload, dtype))
-    return found
+        if work.bytes + (cached if shape.phase == "decode" else 0) <= MOST_COMPILED_BYTES:
+            tasks += layer_tasks(shape.config, shape.workload, work, dtype)
+    return tasks
 
 
 def promise(machine: Machine, dtype: torch.dtype) -> Datasheet:
-    """The vendor's figures, or, where none are known, the best that the machine reached."""
+    """Return the vendor's figures, or the best measured rates if none are known."""
     return machine.datasheet or Datasheet(machine.matrix_rate(dtype), machine.bandwidth)
 
 
 def _measured(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int) -> list[float]:
-    """Seconds of a call at some moments; none where there is no memory for it."""
+    """Return samples of the seconds of a call; none if memory does not suffice."""
     torch.manual_seed(seed)
     try:
         return steady_samples(layer_call(shape.config, shape.workload, device=device, dtype=dtype), device)
@@ -174,7 +177,7 @@ def _measured(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int)
 
 
 def summaries(outcomes: Sequence[Outcome]) -> list[Summary]:
-    """Of each regime that has any, then of all. Shapes that found no memory are not counted."""
+    """Return the summary of each regime with outcomes, then of all; shapes without a measurement are not counted."""
     ran = [outcome for outcome in outcomes if outcome.measured is not None]
     groups = {regime: [x for x in ran if x.regime == regime] for regime in REGIMES} | {"all": ran}
     return [_summary(name, group) for name, group in groups.items() if group]
@@ -185,18 +188,18 @@ def _summary(name: str, outcomes: Sequence[Outcome]) -> Summary:
         [abs(error) for error in errors]
         for errors in zip(*((x.error, x.usual_error, x.datasheet_error) for x in outcomes), strict=True)
     )
-    found = (figure for errors in (ours, usual, theirs) for figure in (statistics.median(errors), max(errors)))
-    return Summary(name, len(outcomes), *found)
+    figures = (figure for errors in (ours, usual, theirs) for figure in (statistics.median(errors), max(errors)))
+    return Summary(name, len(outcomes), *figures)
 
 
-def _error(said: float, taken: float | None) -> float:
-    if taken is None:
-        raise OptionError("there is no error without a measurement, got a shape that found no memory")
-    return said / taken - 1
+def _error(predicted: float, measured: float | None) -> float:
+    if measured is None:
+        raise OptionError("an error needs a measurement, got a shape for which memory did not suffice")
+    return predicted / measured - 1
 
 
 def to_dict(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Rows as they are written."""
+    """Return the outcomes as rows of a results file."""
     rows = []
     for outcome in outcomes:
         row = {**asdict(outcome), "shape": asdict(outcome.shape)}
@@ -209,12 +212,11 @@ def to_dict(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def write(path: Path, facts: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:
-    """The whole run with its errors by regime, as JSON."""
-    found = summaries(outcomes)
+    """Write the run with its errors by regime as JSON."""
     content = {
         **facts,
         "bounds": {"median": MEDIAN_BOUND, "worst": WORST_BOUND},
-        "summary": [{**asdict(summary), "missed": summary.missed} for summary in found],
+        "summary": [{**asdict(summary), "missed": summary.missed} for summary in summaries(outcomes)],
         "rows": to_dict(outcomes),
     }
     write_atomically(path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())

@@ -1,10 +1,11 @@
-"""`python -m benchmarks plan`: predicted times against measured ones, on layers that no calibration saw."""
+"""`python -m benchmarks plan`: errors of predicted times on layers that no calibration has seen."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,21 +24,21 @@ if TYPE_CHECKING:
 
 def plan(
     machine: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="A calibrated machine: the one this runs on, or its .json file.")
+        str, typer.Option(metavar="NAME|FILE", help="Calibrated machine that this runs on, or its .json file.")
     ],
     output: ResultFile = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A dozen small shapes, as on a CPU: a look, no figure.")
+        bool, typer.Option("--quick", help="A dozen small shapes, as on a CPU: a functional check.")
     ] = False,
-    seconds: Annotated[float | None, typer.Option(help="Begin no shape after so many seconds.")] = None,
-    seed: Annotated[int | None, typer.Option(help="By which the shapes are drawn, another than the usual.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Start no shape after this many seconds.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the shapes, instead of the committed one.")] = None,
     times: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             exists=True,
             dir_okay=False,
-            help="Measure nothing: predict again what was measured by the run kept there.",
+            help="Predict the measured times of this result file again, and measure nothing.",
         ),
     ] = None,
     commit: Commit = None,
@@ -45,8 +46,8 @@ def plan(
     """Measure the error of predicted times.
 
     Draws layers by a seed, log-uniform in every size, causal and windowed; predicts each on the calibrated machine,
-    then runs it: forward, one token of decoding, or a training step. Errors by regime, median and worst, beside those
-    of a datasheet's roofline. A miss is a median above 15% or a worst above 35%.
+    then runs it: forward, one token of decoding, or a training step. Prints median and worst errors by regime, next to
+    those of a datasheet's roofline. A miss is a median above 15% or a worst above 35%.
     """
     from benchmarks import plan_accuracy
     from benchmarks.measuring.runner import print_table
@@ -87,8 +88,8 @@ def _predicted_again(times: Path, calibrated: Machine) -> tuple[dict[str, object
         for outcome in outcomes:
             known = [seconds for seconds in (outcome.measured, outcome.usual) if seconds is not None]
             if outcome.regime not in REGIMES or len(known) == 1 or not all(0 < seconds < math.inf for seconds in known):
-                said = f"{outcome.regime!r} with {outcome.measured!r} and {outcome.usual!r} seconds"
-                raise typer.BadParameter(f"{rule} with a row of {said}", param_hint="--times")
+                row = f"{outcome.regime!r} with {outcome.measured!r} and {outcome.usual!r} seconds"
+                raise typer.BadParameter(f"{rule} with a row of {row}", param_hint="--times")
     except PolyheadError as error:
         raise typer.BadParameter(str(error), param_hint="--times") from None
     except (OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
@@ -119,7 +120,7 @@ def _measured(
     if gpu and quick:
         ranges = shapes.on_a_gpu(ranges)
     drawn_by = shapes.SEED if seed is None else seed
-    # All that a calibration may time, whatever this one had the time for: the same shapes for everybody.
+    # All pieces that a calibration may time, so that the shapes do not depend on how many this one did.
     known = [piece for group in calibration.planned(device, calibrated.dtypes) for piece in group.pieces]
     drawn = shapes.draw(ranges, seed=drawn_by, known=known)
     facts = {
@@ -158,7 +159,7 @@ def _rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
     place = ("regime", "phase", "batch x heads x n x d", "bound by")
     lines: list[tuple[str, ...]] = [(*place, "predicted", "measured", "error", "datasheet")]
     for outcome in sorted(outcomes, key=lambda outcome: REGIMES.index(outcome.regime)):
-        times = ("", "no memory", "")
+        times = ("no memory", "", "")
         if outcome.measured is not None:
             times = (f"{1e3 * outcome.measured:.4g} ms", f"{outcome.error:+.1%}", f"{outcome.datasheet_error:+.1%}")
         place = (outcome.regime, outcome.shape.phase, str(outcome.shape), outcome.bound)
@@ -171,8 +172,7 @@ def _summary(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
 
     errors = ("median error", "worst", "at any moment: median", "worst", "datasheet: median", "worst")
     lines: list[tuple[str, ...]] = [("regime", "shapes", *errors, "")]
-    for found in summaries(outcomes):
-        values = [found.median, found.worst, found.usual_median, found.usual_worst]
-        values += [found.datasheet_median, found.datasheet_worst]
-        lines.append((found.regime, str(found.shapes), *(f"{x:.1%}" for x in values), "miss" if found.missed else "ok"))
+    for summary in summaries(outcomes):
+        regime, shapes, *values = astuple(summary)
+        lines.append((regime, str(shapes), *(f"{x:.1%}" for x in values), "miss" if summary.missed else "ok"))
     return lines

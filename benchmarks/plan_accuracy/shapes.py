@@ -1,7 +1,6 @@
-"""Layers nobody has timed, drawn by a seed: what a prediction is held against.
+"""Layers that no calibration has timed, drawn by a seed, on which predictions are evaluated.
 
-Every rule by which a shape is drawn, sorted or left out goes by its sizes alone and was fixed before anything was
-measured.
+The rules by which a shape is drawn, sorted or excluded depend on its sizes alone and were fixed before any measurement.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from typing import Literal, get_args
 
 import torch
 
-from polyhead.costs.layer_work import layer_work
+from polyhead.costs.cost import layer_work
 from polyhead.costs.timing.limits import MASK_TRAFFIC, route
-from polyhead.costs.timing.machine import DATASHEETS, Datasheet, Device
+from polyhead.costs.timing.machine import DATASHEETS, Datasheet
 from polyhead.costs.timing.predict import roofline
-from polyhead.costs.work import PHASES, AttentionCore, Phase, Piece, Work
+from polyhead.costs.work import PHASES, AttentionCore, Device, Phase, Piece, Work
 from polyhead.costs.workload import Workload
 from polyhead.errors import OptionError
 from polyhead.layers import MultiHeadConfig
@@ -34,9 +33,9 @@ MOST_DRAWS = 200_000
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A layer of multi-head attention, causal or windowed, and what is asked of it.
+    """A layer of multi-head attention, causal or windowed, and its workload.
 
-    `tokens` are those of a sequence: the prompt, or all that one new token sees in a cache.
+    `tokens` is the length of a sequence: of the prompt, or of the cache including the decoded token.
     """
 
     phase: Phase
@@ -77,7 +76,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """From where to where shapes are drawn, and what is too large."""
+    """Ranges that shapes are drawn from, and upper limits of their cost."""
 
     device: Device
     tokens: tuple[int, int]
@@ -85,11 +84,11 @@ class Ranges:
     heads: tuple[int, int]
     dims: tuple[int, ...]
     dtype: torch.dtype
-    most_flops: float  # of one call, every pair that a mask tensor hides counted in
+    most_flops: float  # of one call, including the masked pairs of mask tensors
     most_bytes: float  # moved by one call, and of masks
     quotas: Mapping[Regime, int]
-    nominal: Datasheet  # by which it is told what is launch-bound
-    launch_seconds: float  # a launch that takes longer than all the work is what a call is bound by
+    nominal: Datasheet  # rates that decide what is launch-bound
+    launch_seconds: float  # of one kernel; a call is launch-bound if its launches take longer than its work
 
 
 GPU = Ranges(
@@ -105,7 +104,7 @@ GPU = Ranges(
     nominal=DATASHEETS["H200"],
     launch_seconds=15e-6,
 )
-# Small enough for two slow cores; a look at whether all of it works.
+# Small enough for two slow cores, as a functional check.
 CPU = Ranges(
     device="cpu",
     tokens=(32, 1024),
@@ -122,12 +121,12 @@ CPU = Ranges(
 
 
 def on_a_gpu(ranges: Ranges) -> Ranges:
-    """The same sizes on a GPU, in the numbers that it is calibrated in."""
+    """Return the same ranges for a GPU, in its dtype."""
     return replace(ranges, device=GPU.device, dtype=GPU.dtype)
 
 
 def draw(ranges: Ranges, *, seed: int = SEED, known: Iterable[Piece] = ()) -> dict[Shape, Regime]:
-    """Shapes by regime until every quota is full; what is too large, or `known` to a calibration, is drawn again."""
+    """Draw shapes until the quota of every regime is full, except those too large or `known` to a calibration."""
     generator = random.Random(seed)
     timed = {_place(piece) for piece in known if isinstance(piece, AttentionCore)}
     found: dict[Shape, Regime] = {}
@@ -148,7 +147,7 @@ def draw(ranges: Ranges, *, seed: int = SEED, known: Iterable[Piece] = ()) -> di
 
 
 def regime_of(shape: Shape, work: Work, ranges: Ranges) -> Regime:
-    """Launch-bound where a datasheet promises all the work in less time than its launches take."""
+    """Return the phase, or launch-bound if the roofline of the datasheet is shorter than the launches."""
     promised = roofline(work, ranges.nominal.flops, ranges.nominal.bandwidth)
     return "launch-bound" if promised < ranges.launch_seconds * work.launches else shape.phase
 
@@ -165,7 +164,7 @@ def fits(shape: Shape, work: Work, ranges: Ranges) -> bool:
 
 
 def _in_turns(found: Mapping[Shape, Regime]) -> dict[Shape, Regime]:
-    """A shape of each regime after the other, so that a run that is cut short has some of all."""
+    """Return the shapes with regimes taking turns, so that a run that is cut short has some of each."""
     queues = [[shape for shape, of in found.items() if of == regime] for regime in REGIMES]
     turns = itertools.chain.from_iterable(itertools.zip_longest(*queues))
     return {shape: found[shape] for shape in turns if shape is not None}

@@ -58,7 +58,7 @@ def sdpa(problem: Problem, name: str) -> Callable[[], Tensor]:
 
 
 def flex(problem: Problem) -> Callable[[], tuple[Tensor, Any]]:
-    """FlexAttention compiled for this shape alone, with all that it can tell of a row."""
+    """Return FlexAttention compiled for this shape, with the row statistics that it supports."""
     from torch.nn.attention import flex_attention as module
 
     if not hasattr(module, "AuxRequest"):
@@ -85,8 +85,8 @@ def _not_after(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tenso
 
 
 def read_flex(result: tuple[Tensor, Any]) -> Found:
-    output, told = result
-    return Found(output, {"logsumexp": told.lse, "max_logit": told.max_scores})
+    output, row_stats = result
+    return Found(output, {"logsumexp": row_stats.lse, "max_logit": row_stats.max_scores})
 
 
 def materialised(problem: Problem) -> Callable[[], Found]:

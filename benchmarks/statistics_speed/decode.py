@@ -13,8 +13,7 @@ from benchmarks.statistics_speed.contenders import CUDNN, WITH
 from benchmarks.statistics_speed.exact import Exact, Found
 from benchmarks.statistics_speed.places import DECODE_STATISTICS, Shape
 from benchmarks.statistics_speed.problem import Problem
-from polyhead.costs.measuring.graphs import replayed
-from polyhead.costs.measuring.l2_cache import caches_beyond, l2_bytes
+from polyhead.costs.measuring.gpu import caches_beyond, l2_bytes, replayed
 from polyhead.costs.measuring.runner import Timings
 from polyhead.ops.decode.fused import CacheArguments, decode
 

@@ -84,10 +84,10 @@ def formula(problem: Problem, index: Tensor, dtype: torch.dtype) -> Found:
     for head in range(problem.shape.kv_heads):
         query = problem.query[-1, head * group : (head + 1) * group, index].to(dtype)
         key, value = (x[-1, head].to(dtype) for x in (problem.key, problem.value))
-        output, told = _one_key_head(query, key, value, problem, index)
+        output, row_stats = _one_key_head(query, key, value, problem, index)
         outputs.append(output)
-        rows.append(told)
-    return Found(torch.cat(outputs)[None], {name: torch.cat([told[name] for told in rows])[None] for name in rows[0]})
+        rows.append(row_stats)
+    return Found(torch.cat(outputs)[None], {name: torch.cat([row[name] for row in rows])[None] for name in rows[0]})
 
 
 def _one_key_head(

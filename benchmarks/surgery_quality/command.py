@@ -54,7 +54,7 @@ def surgery(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Where finished points are kept, a line each; a run goes on there.",
+            help="File of finished points, one per line; a run resumes from it.",
             callback=writable_file,
         ),
     ] = None,
@@ -83,14 +83,15 @@ def surgery(
     """Measure the quality of models pruned in closed form.
 
     Every criterion at every share, not repaired and repaired, and random heads five times; then, where it matters,
-    ways to weigh errors, to repair in order and to search. The best way is chosen on the choosing split, and the last
-    table tells what it is worth on the reporting split. Finished points are kept one by one.
+    ways to weigh errors, to repair in order and to search. The best method is selected on the choosing split, and
+    the last table has its result on the reporting split. Finished points are kept one by one.
     """
     from rich.console import Console
 
+    from benchmarks.measuring.json_lines import append_result
     from benchmarks.measuring.runner import print_table, progress_bar
     from benchmarks.surgery_quality.measuring import Bench
-    from benchmarks.surgery_quality.points import append_result, check_alike, is_done, read_results
+    from benchmarks.surgery_quality.points import check_alike, is_done, read_results
     from benchmarks.surgery_quality.standings import rows as rows_of
 
     if timed:
@@ -119,7 +120,7 @@ def surgery(
             bench = Bench(task, facts=facts, report=lambda text: bar.update(shown, description=text))
             for point in left:
                 if minutes is not None and time.monotonic() - began > 60 * minutes:
-                    console.print(f"{minutes:g} minutes are over; the same command goes on", style="yellow")
+                    console.print(f"{minutes:g} minutes are over; run the same command to resume", style="yellow")
                     break
                 result = bench.measure(point, points[point])
                 append_result(output, result)

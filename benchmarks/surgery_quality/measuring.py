@@ -38,12 +38,12 @@ class Bench:
         tries: int = TRIES,
         report: Callable[[str], None] | None = None,
     ) -> None:
-        """`in_order_batches` of calibration text are read for each layer in order; `report` is told what is done."""
+        """Set up a bench: `in_order_batches` of calibration text are read per layer; `report` is called per step."""
         self.task = task
         self.facts = facts or {}
         self.evidence = Evidence(task.model, task.calibration, task.objectives)
         self.tries = tries
-        self.report = report or (lambda said: None)
+        self.report = report or (lambda text: None)
         step = max(1, len(task.calibration) // in_order_batches)
         self.read_in_order = task.calibration[::step]
         self._orders = cache(self._orders)  # type: ignore[method-assign]

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from benchmarks.measuring.json_lines import read_lines
 from benchmarks.surgery_quality.tasks import Figure, Split
 from polyhead.errors import OptionError
 from polyhead.surgery.compensation.least_squares import RIDGE
@@ -84,16 +85,7 @@ class Result:
 
 
 def read_results(path: Path) -> list[Result]:
-    """Read finished points. A last line that was cut short is a point to be done again."""
-    if not path.exists():
-        return []
-    return [Result.from_json(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1] if line]
-
-
-def append_result(path: Path, result: Result) -> None:
-    """One line in one write: several processes may share the file."""
-    with path.open("ab", buffering=0) as file:
-        file.write((result.to_json() + "\n").encode())
+    return read_lines(path, Result.from_json)
 
 
 def is_done(point: Point, results: Iterable[Result], splits: Iterable[Split]) -> bool:
@@ -153,7 +145,7 @@ def tuned(shares: Iterable[float], native: Iterable[str]) -> list[Point]:
 
 
 def parse_native(text: str) -> tuple[int, int]:
-    """Heads and KV heads of a layer, as "6/3" says them."""
+    """Parse the numbers of heads and KV heads of a layer, such as "6/3"."""
     heads, _, keys = text.partition("/")
     if not (heads.isdecimal() and keys.isdecimal() and int(keys) > 0 and int(heads) % int(keys) == 0):
         raise OptionError(f"heads and KV heads are written as 6/3, the second dividing the first, got {text!r}")

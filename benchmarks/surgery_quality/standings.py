@@ -69,12 +69,12 @@ def way_of(point: Point) -> str:
 
 
 def curves_of(results: Sequence[Result], figure: str, split: Split = "report") -> list[Curve]:
-    """Every way over its shares, in the order in which they are asked for; of results that make up curves alone."""
+    """Return the curve of every method over its shares, in the order of `curves`; other results are ignored."""
     found: dict[str, dict[float, list[float]]] = {}
     for result in results:
         if is_curve(result.point) and result.point.ridge == Point("compensated", 0).ridge:
             value = result.figures[split][figure].value
-            # A point may be asked for as a curve's and as a way's; it is one point all the same.
+            # A point may belong to a curve and to the tuned methods; it counts once.
             values = found.setdefault(way_of(result.point), {}).setdefault(result.point.share, [])
             if result.point.criterion == "random" or not values:
                 values.append(value)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks training`: arrangements of heads trained side by side, in as many runs as it takes."""
+"""`python -m benchmarks training`: attention variants trained under equal budgets, over any number of runs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def training(
             metavar="FILE",
             exists=True,
             dir_okay=False,
-            help="What to learn from and, its last tenth, to be asked about; plain or .gz.",
+            help="Text to train on, its last tenth held out; plain or .gz.",
         ),
     ],
     output: Annotated[
         Path,
         typer.Option(
             metavar="FILE",
-            help="Where finished trainings are kept, a line each; a run goes on there.",
+            help="File of finished trainings, one per line; a run resumes from it.",
             callback=writable_file,
         ),
     ],
@@ -42,8 +42,8 @@ def training(
 ) -> None:
     """Train models that differ only in their attention variant.
 
-    Byte models of about eleven million parameters each, whatever the arrangement takes: first over equally many
-    tokens, then over equal compute. Each gets the same sweep over four learning rates, and the best of them two more
+    Byte models of about eleven million parameters each, whatever the variant: first over equally many tokens, then
+    over equal compute. Each gets the same sweep over four learning rates, and the best of them two more
     seeds; how far the seeds of multi-head attention lie apart is the noise below which no difference counts. Finished
     trainings are kept one by one, so the comparison can be spread over any number of runs.
     """
@@ -81,6 +81,6 @@ def training(
         comparison = Comparison(requested, text, device, output, facts)
         for result in comparison.run(processes=processes, minutes=minutes, began=began, step=step):
             bar.remove_task(shown.pop(result.trial))
-            told = f"{result.bits:.4f} bits a byte after {result.steps} steps, {result.seconds:.0f} s"
-            console.print(f"{named(result.trial)}: {told}")
+            outcome = f"{result.bits:.4f} bits a byte after {result.steps} steps, {result.seconds:.0f} s"
+            console.print(f"{named(result.trial)}: {outcome}")
     print_table(*rows(standings(requested, read_results(output))))

@@ -1,4 +1,4 @@
-"""The arrangements that are compared, each as one would choose it for a model of this width."""
+"""The variants that are compared, each with sizes that suit a model of this width."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def contest(*, quick: bool = False) -> Contest:
 
 
 def variants(width: int, heads: int) -> Mapping[str, AttentionConfig]:
-    """By the names that the docs use. Heads are `width / heads` wide where nothing else is said; all are rotary."""
+    """Return the variants by their names in the docs; all are rotary, with head_dim `width / heads` by default."""
     dim = width // heads
     common: dict[str, Any] = {"causal": True, "positions": RotaryConfig()}
     return {

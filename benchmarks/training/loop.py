@@ -29,7 +29,7 @@ def train(
     facts: Mapping[str, Any] | None = None,
     report: Callable[[int, int], None] = lambda done, steps: None,
 ) -> Result:
-    """A trial's model, learned and asked. In bfloat16 with float32 weights on a GPU, in float32 elsewhere."""
+    """Train and evaluate the model of a trial: in bfloat16 with float32 weights on a GPU, in float32 elsewhere."""
     began = time.perf_counter()
     config, sizes = contest.variants[trial.variant], contest.sizes_of(trial.variant)
     steps = contest.steps_of(trial.variant, trial.budget)

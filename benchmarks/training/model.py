@@ -1,4 +1,4 @@
-"""A small language model of bytes in which every layer attends by one arrangement of heads."""
+"""A small byte-level language model whose layers have one attention variant."""
 
 from __future__ import annotations
 

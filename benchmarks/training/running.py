@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.measuring.json_lines import append_result
 from benchmarks.training.loop import train
 from benchmarks.training.text import Text
-from benchmarks.training.trials import Contest, Result, Trial, append_result, next_trial, read_results
+from benchmarks.training.trials import Contest, Result, Trial, next_trial, read_results
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ class Comparison:
         began: Callable[[Trial], None] = lambda trial: None,
         step: Callable[[int, int], None] | None = None,
     ) -> Iterator[Result]:
-        """Each training as it ends; none begins after so many minutes.
+        """Yield the result of each training as it ends; none starts after `minutes`.
 
-        `began` is told of each that begins, and `step` of the steps of one, where one runs at a time.
+        `began` is called with each trial that starts, and `step` with the steps of a trial if one runs at a time.
         """
         start = time.monotonic()
         running: dict[Future[Result], Trial] = {}

@@ -12,7 +12,7 @@ from benchmarks.training.trials import BUDGETS, RATES, Budget, Contest, Result, 
 
 @dataclass(frozen=True)
 class Standing:
-    """One arrangement under one budget, over its seeds."""
+    """Result of one variant under one budget, over its seeds."""
 
     variant: str
     budget: Budget

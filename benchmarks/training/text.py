@@ -1,4 +1,4 @@
-"""A text as bytes, cut into what is learned from and what is asked about, and the pieces of it that a step sees."""
+"""A text as bytes, split into training and held-out parts, and the sequences of a step."""
 
 from __future__ import annotations
 

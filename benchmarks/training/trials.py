@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.measuring.json_lines import read_lines
 from benchmarks.training.model import Sizes, parameters, step_flops
 from polyhead.errors import OptionError
 from polyhead.layers import AttentionConfig
@@ -26,7 +27,7 @@ class Contest:
     variants: Mapping[str, AttentionConfig]
     sizes: Sizes
     batch: int
-    steps: int  # of the first arrangement
+    steps: int  # of the baseline
 
     @property
     def baseline(self) -> str:
@@ -92,17 +93,7 @@ class Result:
 
 
 def read_results(path: Path) -> list[Result]:
-    """Read finished trials. A last line that was cut short is a training to be done again."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [Result.from_json(line) for line in lines[:-1] if line]
-
-
-def append_result(path: Path, result: Result) -> None:
-    """One line in one write: several processes may share the file."""
-    with path.open("ab", buffering=0) as file:
-        file.write((result.to_json() + "\n").encode())
+    return read_lines(path, Result.from_json)
 
 
 def best_rate(results: Iterable[Result], variant: str, budget: Budget) -> float | None:

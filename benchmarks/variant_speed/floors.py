@@ -1,4 +1,4 @@
-"""Each arrangement at one size, against its formula by hand: products by cuBLAS and the fastest attention there is."""
+"""Every variant at one size, against its formula written with cuBLAS products and the fastest attention kernels."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CORES = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One arrangement: its layer, what it computes, when one takes it; no `floor` where no other core computes that."""
+    """An attention variant: its layer, formula and use; `floor` is None if no other kernel computes its attention."""
 
     make: Callable[[], nn.Module]
     floor: Floor | None
@@ -58,10 +58,10 @@ class Variant:
 
 
 def layer(run: Run, name: str, *, quick: bool = False) -> Iterator[Case]:
-    """Two causal sequences in bfloat16, forward and training.
+    """Yield forward and training of two causal sequences in bfloat16.
 
-    At this size a layer's Python may take longer than its kernels, and how long depends on who else uses the host; the
-    bound is on the device's own time, and what a call takes by itself stands beside it.
+    At this size the host may take longer than the kernels, and how long depends on its load, so the bound is on device
+    time; the time of a call with its host overhead is reported as well.
     """
     variant = VARIANTS[name]
     module = drawn(variant.make(), run)
@@ -114,25 +114,25 @@ def _core(backend: SDPBackend | None) -> Core:
         assert backend is not None
         with sdpa_kernel(backend):
             if bias is not None:
-                return F.scaled_dot_product_attention(q, k, v, _written_down(bias, q))
+                return F.scaled_dot_product_attention(q, k, v, _dense_bias(bias, q))
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
     return ours if backend is None else theirs
 
 
-def _written_down(bias: RelativeBias, query: Tensor) -> Tensor:
-    """A bias by distance as a tensor of every pair, [1, heads, queries, keys], with later keys hidden."""
+def _dense_bias(bias: RelativeBias, query: Tensor) -> Tensor:
+    """Return a bias by distance as a tensor over all pairs, [1, heads, queries, keys], with later keys masked."""
     place = torch.arange(query.shape[2], device=query.device)
     distance = place - place[:, None]
     whole = bias.table.to(query.dtype)[:, distance + bias.zero]
     return whole.masked_fill(distance > 0, -torch.inf)[None]
 
 
-# ---- what each arrangement computes, on the weights of our layer
+# ---- the formula of each variant, on the weights of our layer
 
 
 def _heads(layer: Any, x: Tensor, core: Core) -> Tensor:
-    """Multi-head attention up to its heads, [batch, tokens, heads, dim]. One product for query, key and value."""
+    """Return the heads of multi-head attention, [batch, tokens, heads, dim]; Q, K and V are one product."""
     linears = (layer.q_proj, layer.k_proj, layer.v_proj)
     weight = torch.cat([linear.weight for linear in linears])
     sizes = [linear.out_features for linear in linears]
@@ -156,14 +156,14 @@ def _gated_by_head(layer: Any, x: Tensor, core: Core) -> Tensor:
 
 
 def _uneven(layer: Any, x: Tensor, core: Core) -> Tensor:
-    """Each head with a copy of the key and value that it reads, which is what a core of even groups needs."""
+    """Copy the keys and values that each head reads, as kernels for even groups need."""
     readers = _index(layer.layout.key_heads, x.device)
     return _plain(layer, x, lambda q, k, v: core(q, k[:, readers], v[:, readers]))
 
 
 @functools.cache
 def _index(key_heads: tuple[int, ...], device: torch.device) -> Tensor:
-    """Made once: nothing may come from the host while a graph is captured."""
+    """Return an index on the device, cached because nothing may be copied from the host during graph capture."""
     return torch.tensor(key_heads, device=device)
 
 
@@ -187,15 +187,15 @@ def _mixed(layer: Any, x: Tensor, core: Core) -> Tensor:
 
 
 def _latent(layer: Any, x: Tensor, core: Core) -> Tensor:
-    layout, turning = layer.layout, layer.layout.qk_rope_head_dim
-    latent, turned = F.linear(x, layer.kv_a_proj.weight).split([layout.kv_lora_rank, turning], -1)
+    layout, rope = layer.layout, layer.layout.qk_rope_head_dim
+    latent, k_rope = F.linear(x, layer.kv_a_proj.weight).split([layout.kv_lora_rank, rope], -1)
     q = split_heads(F.linear(x, layer.q_proj.weight), layout.num_heads)
     both = split_heads(F.linear(layer.kv_a_norm(latent), layer.kv_b_proj.weight), layout.num_heads)
     k, v = both.split([layout.qk_nope_head_dim, layout.value_head_dim], -1)
-    if turning:
-        still, q_turned = q.split([layout.qk_nope_head_dim, turning], -1)
-        q = torch.cat((still, layer.positions(q_turned)), -1)
-        k = torch.cat((k, layer.positions(turned[:, None]).expand(-1, layout.num_heads, -1, -1)), -1)
+    if rope:
+        q_nope, q_rope = q.split([layout.qk_nope_head_dim, rope], -1)
+        q = torch.cat((q_nope, layer.positions(q_rope)), -1)
+        k = torch.cat((k, layer.positions(k_rope[:, None]).expand(-1, layout.num_heads, -1, -1)), -1)
     return F.linear(core(q, k, v).transpose(1, 2).flatten(2), layer.out_proj.weight)
 
 
@@ -223,13 +223,13 @@ def _heads_of(**options: Any) -> Callable[[], nn.Module]:
 
 
 def _readers() -> tuple[int, ...]:
-    """The KV head of each head, four in all: half of the heads, a quarter, and the rest in halves."""
+    """Return the KV head of each head: four, read by a half, a quarter, an eighth and an eighth of the heads."""
     return tuple(
         0 if 2 * i < HEADS else 1 if 4 * i < 3 * HEADS else 2 if 8 * i < 7 * HEADS else 3 for i in range(HEADS)
     )
 
 
-def _turning() -> Rotary:
+def _rotary() -> Rotary:
     return Rotary(WIDTH // HEADS // 2, interleaved=True)
 
 
@@ -239,11 +239,9 @@ VARIANTS: dict[str, Variant] = {
     "grouped-query": Variant(
         _heads_of(num_kv_heads=4), _plain, "K_i, V_i shared by 4 heads", "the cache is too large, decoding too slow"
     ),
-    "multi-query": Variant(
-        _heads_of(num_kv_heads=1), _plain, "K, V shared by all", "the cache must be as small as it can be"
-    ),
+    "multi-query": Variant(_heads_of(num_kv_heads=1), _plain, "K, V shared by all", "the cache must be minimal"),
     "gated": Variant(
-        _heads_of(output_gate="channel"), _gated, "head_i * sigmoid(X Wg_i)", "heads should be able to say nothing"
+        _heads_of(output_gate="channel"), _gated, "head_i * sigmoid(X Wg_i)", "heads should be able to output nothing"
     ),
     "gated by head": Variant(
         _heads_of(output_gate="head"), _gated_by_head, "head_i * sigmoid(X wg_i)", "the same, for next to no parameters"
@@ -252,7 +250,7 @@ VARIANTS: dict[str, Variant] = {
         lambda: MultiHeadAttention(WIDTH, HEADS, key_heads=_readers(), **_OPTIONS),
         _uneven,
         "K, V of 4 heads, read by 8, 4, 2 and 2",
-        "heads were pruned or grouped by what they do",
+        "heads were pruned or grouped by function",
     ),
     "convolutional": Variant(
         lambda: MultiHeadAttention(WIDTH, HEADS, positions=QuadraticRelative1D(HEADS), **_OPTIONS),
@@ -267,28 +265,28 @@ VARIANTS: dict[str, Variant] = {
         "a small cache and many heads",
     ),
     "latent, turning": Variant(
-        lambda: LatentAttention(WIDTH, HEADS, kv_lora_rank=512, form="expanded", positions=_turning(), **_OPTIONS),
+        lambda: LatentAttention(WIDTH, HEADS, kv_lora_rank=512, form="expanded", positions=_rotary(), **_OPTIONS),
         _latent,
-        "the same, with a key of 64 more channels that turns",
+        "the same, with a rotary key of 64 more channels",
         "the same, with positions",
     ),
     "groups and MLP": Variant(
         lambda: GroupedHeads(WIDTH, HEADS, num_groups=4, **_OPTIONS),
         _grouped,
         "W_2 GELU(W_1 Concat(Concat(group_j) A_j))",
-        "heads should be combined other than linearly",
+        "heads should be combined nonlinearly",
     ),
     "across heads": Variant(
         lambda: HeadMix(WIDTH, HEADS, **_OPTIONS),
         _mixed,
         "Z = M [head_1 .. head_h]; softmax(Z Z^T) Z; W_O",
-        "one head's finding decides what becomes of another's",
+        "the output of one head should gate another's",
     ),
     "talking": Variant(
         lambda: TalkingHeads(WIDTH, HEADS, **_OPTIONS),
         None,
         "softmax(sum_h A_hg Q_h K_h^T), mixed by B, times V_g",
-        "heads should agree on where to look",
+        "heads should share attention patterns",
     ),
     "collaborative": Variant(
         lambda: CollaborativeAttention(WIDTH, HEADS, shared_dim=128, **_OPTIONS),
@@ -305,13 +303,13 @@ VARIANTS: dict[str, Variant] = {
     "routed, shared": Variant(
         lambda: RoutedHeads(WIDTH, 2 * HEADS, top_k=HEADS // 2, head_dim=WIDTH // HEADS, **_OPTIONS),
         None,
-        "sum over 8 of 32 heads of w_i head_i Wo_i; K, V shared",
+        "sum over 8 of 32 heads: w_i head_i Wo_i; K, V shared",
         "parameters should grow, compute should not",
     ),
     "routed, full": Variant(
         lambda: RoutedHeads(WIDTH, HEADS, shape="full", top_k=HEADS // 4, **_OPTIONS),
         None,
-        "sum over 4 of 16 heads of w_i head_i Wo_i",
-        "hard tokens should cost more than simple ones",
+        "sum over 4 of 16 heads: w_i head_i Wo_i",
+        "hard tokens should cost more than easy ones",
     ),
 }

@@ -11,8 +11,7 @@ from torch import Tensor
 from benchmarks.measuring.agreement import hold
 from benchmarks.measuring.cases import Case, Entrants, Pair, Run
 from benchmarks.measuring.verdicts import Figure
-from polyhead.costs.measuring.graphs import replayed
-from polyhead.costs.measuring.l2_cache import caches_beyond, l2_bytes
+from polyhead.costs.measuring.gpu import caches_beyond, l2_bytes, replayed
 from polyhead.costs.measuring.runner import Timings
 from polyhead.ops.decode.fused import CacheArguments, decode
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.measuring.calls import on_its_own, step
-from polyhead.costs.measuring.graphs import WARM_UPS, replayed
+from polyhead.costs.measuring.gpu import WARM_UPS, replayed
 
 
 class Stream:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from benchmarks import plan_accuracy
 from benchmarks.app import app
-from benchmarks.plan_accuracy import Outcome, shapes, summaries
+from benchmarks.plan_accuracy import Outcome, command, shapes, summaries
 from benchmarks.plan_accuracy.shapes import CPU, GPU, Shape, draw
 from benchmarks.plan_tables import accuracy_section
 from polyhead.costs import calibration
@@ -99,7 +99,7 @@ def test_layers_that_meet_kernels_of_ours_are_compiled_for_ahead():
     assert [arguments[1] for _, arguments in tasks] == [tiled.workload, decode.workload]
 
 
-def test_quotas_that_cannot_be_filled_are_told(monkeypatch):
+def test_quotas_that_cannot_be_filled_are_reported(monkeypatch):
     monkeypatch.setattr(shapes, "MOST_DRAWS", 50)
     with pytest.raises(OptionError, match="50 draws must fill the quotas"):
         draw(dataclasses.replace(CPU, most_flops=0))
@@ -126,12 +126,14 @@ def test_errors_are_shares_of_what_was_measured():
     assert (everything.regime, everything.missed) == ("all", True)
 
 
-def test_a_shape_without_memory_is_told_and_not_counted():
+def test_a_shape_without_memory_is_reported_and_not_counted():
     lost = outcome("prefill", 1.0, None)
     (prefill, _) = summaries([lost, outcome("prefill", 1.0, 1.0)])
     assert (prefill.shapes, prefill.missed) == (1, False)
     assert "error" not in plan_accuracy.to_dict([lost])[0]
     assert summaries([lost]) == []
+    header, row = command._rows([lost])
+    assert dict(zip(header, row, strict=True))["measured"] == "no memory"
 
 
 def test_the_promise_is_the_vendors_or_the_best_that_was_reached():
@@ -233,36 +235,36 @@ def test_a_shape_that_finds_no_memory_has_no_time(monkeypatch, error):
         plan_accuracy._measured(shape, torch.device("cpu"), torch.float32, 0)
 
 
-def test_every_shape_is_visited_several_times_and_told_by_its_fastest_moment_and_their_middle(monkeypatch):
+def test_every_shape_is_visited_several_times_and_reported_with_its_fastest_and_median_sample(monkeypatch):
     drawn = draw(dataclasses.replace(CPU, quotas={"prefill": 2, "decode": 0, "training": 0, "launch-bound": 0}))
     one, other = drawn
     times = {one: iter([[2.0, 5.0], [1.0], [9.0]]), other: iter([[], [4.0], [3.0], *([3.5] for _ in range(6))])}
     monkeypatch.setattr(plan_accuracy, "_measured", lambda shape, *rest: next(times[shape]))
     monkeypatch.setattr(plan_accuracy, "compile_ahead", lambda tasks, device: 0)
     waits = {one: False, other: True}
-    monkeypatch.setattr(plan_accuracy, "_may_wait", lambda said: waits[shape_of[id(said)]])
+    monkeypatch.setattr(plan_accuracy, "_may_be_host_bound", lambda prediction: waits[shape_of[id(prediction)]])
     shape_of = {}
 
     def predicted(work, machine):
-        said = predict(work, machine)
-        shape_of[id(said)] = next(shape for shape in drawn if shape.work(torch.float32) == work)
-        kept.append(said)  # an id is another's once its object is gone
-        return said
+        prediction = predict(work, machine)
+        shape_of[id(prediction)] = next(shape for shape in drawn if shape.work(torch.float32) == work)
+        kept.append(prediction)  # an id is another's once its object is gone
+        return prediction
 
     kept = []
     monkeypatch.setattr(plan_accuracy, "predict", predicted)
     machine = Machine.load("cpu-2-cores")
-    told = list(plan_accuracy.measure(drawn, machine, CPU, device=torch.device("cpu")))
-    assert [x.shape for x in told] == [one, other] * 3 + [other] * 6
-    assert [(x.measured, x.usual) for x in told[:2]] == [(2.0, 3.5), (None, None)]
-    assert [(x.measured, x.usual) for x in (told[4], told[-1])] == [(1.0, 3.5), (3.0, 3.5)]
+    reported = list(plan_accuracy.measure(drawn, machine, CPU, device=torch.device("cpu")))
+    assert [x.shape for x in reported] == [one, other] * 3 + [other] * 6
+    assert [(x.measured, x.usual) for x in reported[:2]] == [(2.0, 3.5), (None, None)]
+    assert [(x.measured, x.usual) for x in (reported[4], reported[-1])] == [(1.0, 3.5), (3.0, 3.5)]
 
 
 def test_what_waits_for_its_host_at_a_disturbed_moment_is_visited_more_often():
     machine = Machine.load("nvidia-h200")
     small, large = Shape("prefill", 1, 2, 1, 64, 128), Shape("prefill", 8, 32, 32, 128, 8192)
-    assert plan_accuracy._may_wait(predict(small.work(torch.bfloat16), machine))
-    assert not plan_accuracy._may_wait(predict(large.work(torch.bfloat16), machine))
+    assert plan_accuracy._may_be_host_bound(predict(small.work(torch.bfloat16), machine))
+    assert not plan_accuracy._may_be_host_bound(predict(large.work(torch.bfloat16), machine))
 
 
 def test_a_machine_that_is_not_known_or_not_here_is_refused():
@@ -272,7 +274,7 @@ def test_a_machine_that_is_not_known_or_not_here_is_refused():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_gpu_that_is_not_here_is_told(tmp_path):
+def test_a_gpu_that_is_not_here_is_refused(tmp_path):
     machine = dataclasses.replace(Machine.load("cpu-2-cores"), device="cuda", name="far")
     result = CliRunner().invoke(app, ["plan", "--machine", str(machine.save(tmp_path / "far.json"))])
     assert result.exit_code == 2

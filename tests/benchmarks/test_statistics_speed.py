@@ -192,10 +192,10 @@ def test_forward_rows_compare_with_and_without_statistics(on_the_cpu):
 def test_flex_attention_is_held_to_what_it_tells():
     problem = Problem.draw(RUN, SMALL, causal=True)
     result = contenders_blockwise(problem)
-    told = AuxOutput(lse=result.logsumexp, max_scores=result.statistics.max_logit)
-    Exact(problem).check(FLEX, contenders.read_flex((result.output, told)))
+    reported = AuxOutput(lse=result.logsumexp, max_scores=result.statistics.max_logit)
+    Exact(problem).check(FLEX, contenders.read_flex((result.output, reported)))
     with pytest.raises(Disagreement, match="max: max_logit is off"):
-        Exact(problem).check(FLEX, contenders.read_flex((result.output, told._replace(max_scores=told.lse))))
+        Exact(problem).check(FLEX, contenders.read_flex((result.output, reported._replace(max_scores=reported.lse))))
 
 
 def test_a_contender_that_a_machine_does_not_have_says_so_in_its_own_words():
@@ -377,7 +377,7 @@ def test_quick_shapes_are_a_part_of_the_whole():
         }
 
 
-def test_nothing_of_a_run_is_kept_without_being_asked(without_gpu, tmp_path: Path, monkeypatch):
+def test_nothing_of_a_run_is_kept_without_being_requested(without_gpu, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     invoke("--quick", "--only", "cpu", "--shapes", "1x2x19x16")
     assert list(tmp_path.iterdir()) == []

@@ -16,6 +16,7 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from benchmarks import tables
 from benchmarks.measuring.cases import Run
+from benchmarks.measuring.json_lines import append_result
 from benchmarks.measuring.runner import rows_of
 from benchmarks.surgery_quality import timing
 from benchmarks.surgery_quality.language import LanguageTask
@@ -24,7 +25,6 @@ from benchmarks.surgery_quality.points import (
     PARTS,
     Point,
     Result,
-    append_result,
     check_alike,
     curves,
     is_done,
@@ -200,7 +200,7 @@ def test_some_pairs_are_from_all_over():
     assert pairs(3, 0).some(None).one == pairs(3, 0).some(9).one == pairs(3, 0).one
 
 
-def test_a_point_is_done_when_it_was_measured_on_what_is_asked(sentences):
+def test_a_point_is_done_when_it_was_measured_on_what_is_requested(sentences):
     found = Bench(sentences).measure(Point("magnitude", 0.5), ("report",))
     assert set(found.figures) == {"report"}
     assert is_done(Point("magnitude", 0.5), [found], ("report",))
@@ -231,7 +231,7 @@ def result(point: Point, choose: float, report: float) -> Result:
     return Result(point, {"a": 3}, 10, "own", figures, 1.0)
 
 
-def test_the_best_way_is_chosen_on_one_split_and_told_on_the_other():
+def test_the_best_way_is_chosen_on_one_split_and_reported_on_the_other():
     found = [
         result(Point("plain", 0.3, "once"), 31.0, 30.0),
         result(Point("compensated", 0.3, "once"), 30.0, 33.0),
@@ -270,17 +270,17 @@ def measured(tmp_path):
 def test_curves_and_ways_are_tables_between_their_marks(tmp_path):
     measured(tmp_path)
     page = "a\n<!-- quality: begin -->old<!-- quality: end -->\n<!-- figures: begin --><!-- figures: end -->\n"
-    told = tables.surgery_page(page, tmp_path)
-    assert "### small, some.txt" in told
-    assert "old" not in told
-    assert "Shares are of 18 heads." in told
-    assert "Coarse: evaluated on 300 rows or pairs of each split." in told
-    assert "| perplexity, test | 20% | 50% |" in told
-    assert len([line for line in told.splitlines() if line.startswith("| random, ")]) == 2
-    assert "| **6/3, compensated, weighted by token, compensated (once, ridge 0.01)** | native |" in told
-    assert sum(line.startswith("| **") for line in told.splitlines()) == 3  # at 20%, at 50%, at 6/3
-    assert "| random heads, compensated, 5 seeds | polyhead |  | 36" in told
-    assert tables.surgery_page(told, tmp_path) == told
+    reported = tables.surgery_page(page, tmp_path)
+    assert "### small, some.txt" in reported
+    assert "old" not in reported
+    assert "Shares are of 18 heads." in reported
+    assert "Coarse: evaluated on 300 rows or pairs of each split." in reported
+    assert "| perplexity, test | 20% | 50% |" in reported
+    assert len([line for line in reported.splitlines() if line.startswith("| random, ")]) == 2
+    assert "| **6/3, compensated, weighted by token, compensated (once, ridge 0.01)** | native |" in reported
+    assert sum(line.startswith("| **") for line in reported.splitlines()) == 3  # at 20%, at 50%, at 6/3
+    assert "| random heads, compensated, 5 seeds | polyhead |  | 36" in reported
+    assert tables.surgery_page(reported, tmp_path) == reported
 
 
 def test_the_page_and_its_pictures_hold_what_was_measured(project_root):

@@ -9,9 +9,10 @@ import torch
 
 from benchmarks import tables
 from benchmarks.measuring import results
+from benchmarks.measuring.json_lines import append_result
 from benchmarks.measuring.results import Row
 from benchmarks.measuring.verdicts import Comparison, Figure, Ratio
-from benchmarks.training.trials import RATES, SEEDS, Result, Trial, append_result
+from benchmarks.training.trials import RATES, SEEDS, Result, Trial
 from polyhead.costs.measuring import machine_facts
 from polyhead.costs.measuring.runner import Timings
 
@@ -54,20 +55,20 @@ def test_trainings_are_a_table(tmp_path):
         result = Result(trial, 2.0 + number, steps=20, tokens=1, parameters=2000, flops=3, seconds=0.5, facts=facts)
         append_result(tmp_path / "training-a.jsonl", result)
     page = "before\n<!-- training: begin -->\nold\n<!-- training: end -->\nafter\n"
-    told = tables.variants_page(page, tmp_path)
-    assert "old" not in told
-    assert f"{len(RATES)} training runs on some.txt" in told
-    assert "| multi-head | tokens | 2,000 | 0.00 | 20 | 0.0005 (an end) | 2.0000 | nan of 1 |  |" in told
-    assert tables.variants_page(told, tmp_path) == told
+    reported = tables.variants_page(page, tmp_path)
+    assert "old" not in reported
+    assert f"{len(RATES)} training runs on some.txt" in reported
+    assert "| multi-head | tokens | 2,000 | 0.00 | 20 | 0.0005 (an end) | 2.0000 | nan of 1 |  |" in reported
+    assert tables.variants_page(reported, tmp_path) == reported
 
 
 def test_trainings_without_a_whole_sweep_are_counted_and_are_no_table_yet(tmp_path):
     facts = {**machine_facts.describe(CPU, "abc123"), "text": "some.txt", "quick": True}
     trial = Trial("multi-head", "tokens", RATES[0], SEEDS[0])
     append_result(tmp_path / "training-a.jsonl", Result(trial, 2.0, 20, 1, 2000, 3, 0.5, facts))
-    told = tables.variants_page("<!-- training: begin -->\n<!-- training: end -->\n", tmp_path)
-    assert "1 training runs on some.txt" in told
-    assert "|" not in told
+    reported = tables.variants_page("<!-- training: begin -->\n<!-- training: end -->\n", tmp_path)
+    assert "1 training runs on some.txt" in reported
+    assert "|" not in reported
 
 
 def test_each_page_takes_its_own_results_and_keeps_what_stands_around_the_marks(tmp_path):
@@ -81,18 +82,18 @@ def test_each_page_takes_its_own_results_and_keeps_what_stands_around_the_marks(
     other = Row("layer, forward", "2x3x5x1", "float32", Timings({"polyhead": [1.4], "floor": [1.0]}), (wide,))
     results.write(tmp_path / "cpu-b.json", facts, [other])
     page = "before\n<!-- figures:begin -->\nold\n<!-- figures:end -->\nafter\n"
-    told = tables.statistics_page(page, tmp_path)
-    assert told.startswith("before\n<!-- figures:begin -->\n")
-    assert told.endswith("<!-- figures:end -->\nafter\n")
-    assert "old" not in told
+    reported = tables.statistics_page(page, tmp_path)
+    assert reported.startswith("before\n<!-- figures:begin -->\n")
+    assert reported.endswith("<!-- figures:end -->\nafter\n")
+    assert "old" not in reported
     assert (
         "| forward | 1x2x3x4 | 2 ms (statistics) | materialised | 100 ms | 0.0200 [0.0199, 0.0201] | <= 1/45 ok |"
-    ) in told
-    assert "| forward | 1x2x3x4 | 28 bytes per row | beyond inputs |  |  | <= 24 **miss** |" in told
-    assert "| forward | 1x2x3x4 |  | flash | not here |  |  |" in told
-    assert "| forward | 1x2x3x4 |  |  | something broke |  | **miss** |" in told
-    assert "layer, forward" not in told
-    assert tables.statistics_page(told, tmp_path) == told
+    ) in reported
+    assert "| forward | 1x2x3x4 | 28 bytes per row | beyond inputs |  |  | <= 24 **miss** |" in reported
+    assert "| forward | 1x2x3x4 |  | flash | not here |  |  |" in reported
+    assert "| forward | 1x2x3x4 |  |  | something broke |  | **miss** |" in reported
+    assert "layer, forward" not in reported
+    assert tables.statistics_page(reported, tmp_path) == reported
     other_page = tables.performance_page(page, tmp_path)
     assert "**No miss, 1 unsettled (1 with a median above the bound).**" in other_page
     assert (

@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.app import app
+from benchmarks.measuring.json_lines import append_result
 from benchmarks.training.contestants import contest
 from benchmarks.training.loop import train
 from benchmarks.training.model import ByteModel, Sizes, parameters, step_flops
@@ -25,7 +26,6 @@ from benchmarks.training.trials import (
     Contest,
     Result,
     Trial,
-    append_result,
     best_rate,
     next_trial,
     read_results,

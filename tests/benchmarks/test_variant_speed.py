@@ -33,7 +33,7 @@ def test_routed_layers_are_held_to_all_heads(small, causal):
     assert bounds == [[0.45, 0.70], [None, None], [0.50, 0.75], [None, None]]
 
 
-def test_a_routed_layer_that_is_wrong_is_told(small, monkeypatch):
+def test_a_routed_layer_that_is_wrong_is_refused(small, monkeypatch):
     true = routed.RoutedHeads.forward
 
     def wrong(self, x, *, backend=None, **options):

@@ -1,4 +1,4 @@
-"""What the viewer's speed is measured with: every wait is timed, and a tile that is wrong is told."""
+"""What the viewer's speed is measured with: every wait is timed, and a tile that is wrong is reported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_wait_is_timed(small, causal):
     assert (compared.subject, compared.against) == (speed.TILE, speed.PLAIN)
 
 
-def test_a_tile_that_is_wrong_is_told(small, monkeypatch):
+def test_a_tile_that_is_wrong_is_refused(small, monkeypatch):
     true = tiles.window
     monkeypatch.setattr(tiles, "window", lambda *arguments: 1.01 * true(*arguments))
     (row,) = rows_of(speed.measure(small, speed.Place(131, True, heads=4, kv_heads=2, head_dim=7)), small)

@@ -14,8 +14,8 @@ import torch
 
 import polyhead
 from polyhead.costs import Workload, calibration
-from polyhead.costs.calibration import calls, compiling, host, layers, places, timing
-from polyhead.costs.layer_work import layer_work
+from polyhead.costs.calibration import calls, compiling, host, places, timing
+from polyhead.costs.cost import layer_work
 from polyhead.costs.timing.limits import route
 from polyhead.costs.timing.machine import HostCost, Machine
 from polyhead.costs.timing.predict import predict
@@ -36,11 +36,8 @@ TINY = places.Grid(
     cached=((2, 40),),
     kv_heads=2,
     middle=(20,),
-    tiled=(),
-    windows=(),
     cached_windows=(16,),
     most_flops=1e8,
-    most_windowed_flops=1e8,
     most_bytes=1e8,
 )
 
@@ -111,14 +108,14 @@ def test_what_it_measured_predicts_a_layer(machine):
     assert found.seconds == pytest.approx(found.device_seconds + found.host_seconds)
 
 
-def test_progress_is_told_before_each_measurement():
-    told = []
-    calibration.calibrate("cpu", grid=TINY, progress=lambda x: told.append((x.done, x.total, x.detail)))
-    assert [done for done, _, _ in told] == [0, *range(len(told) - 1)]
-    assert {total for _, total, _ in told} == {len(told) - 1}
+def test_progress_is_reported_before_each_measurement():
+    reported = []
+    calibration.calibrate("cpu", grid=TINY, progress=lambda x: reported.append((x.done, x.total, x.detail)))
+    assert [done for done, _, _ in reported] == [0, *range(len(reported) - 1)]
+    assert {total for _, total, _ in reported} == {len(reported) - 1}
     groups = len(calibration.planned(CPU, (F32,), TINY))
-    assert sum("small layer" in what for _, _, what in told) == 5 * (1 + math.ceil(groups / calibration.EVERY))
-    assert {what.split()[0] for _, _, what in told} == {
+    assert sum("small layer" in what for _, _, what in reported) == 5 * (1 + math.ceil(groups / calibration.EVERY))
+    assert {what.split()[0] for _, _, what in reported} == {
         "compiling",
         "a",
         "copy",
@@ -184,10 +181,10 @@ def test_a_host_costs_what_it_does_at_the_fastest_of_all_visits(monkeypatch):
     moments = iter([[9.0], [7.0], [2.0], [8.0], [3.0], [1.0]])  # of an operator and of a layer, in turns
     monkeypatch.setattr(host, "host_samples", lambda call, device: next(moments))
     visited = host.Host([next(host.small_layers(CPU))], CPU, F32)
-    told = []
+    reported = []
     for _ in range(3):
-        visited.visit(told.append)
-    assert told == ["a call of a small layer, prefill"] * 3
+        visited.visit(reported.append)
+    assert reported == ["a call of a small layer, prefill"] * 3
     (cost,) = visited.costs
     assert cost == HostCost("prefill", "plain", 1.0, 3)
     assert visited.launch_seconds == 2.0
@@ -287,14 +284,14 @@ def test_a_product_and_a_copy_have_their_sizes():
 @pytest.mark.parametrize("window", [None, 9])
 def test_a_decoding_layer_gives_the_same_token_again_and_again(window):
     config = MultiHeadConfig(32, 4, num_kv_heads=2, causal=True, window=window)
-    call = layers.layer_call(config, Workload.decode(past=20, batch=3), device=CPU, dtype=F32)
+    call = calls.layer_call(config, Workload.decode(past=20, batch=3), device=CPU, dtype=F32)
     first = call()
     assert first.shape == (3, 1, 32)
     assert torch.equal(first, call())
 
 
 def test_a_cache_is_filled_in_pieces(monkeypatch):
-    monkeypatch.setattr(layers, "CHUNK", 2 * 2 * 8 * 3)
+    monkeypatch.setattr(calls, "CHUNK", 2 * 2 * 8 * 3)
     appended = []
     true = polyhead.layers.PreallocatedCache.append
     monkeypatch.setattr(
@@ -303,7 +300,7 @@ def test_a_cache_is_filled_in_pieces(monkeypatch):
         lambda self, key, value, **options: (appended.append(key.shape[2]), true(self, key, value, **options))[1],
     )
     config = MultiHeadConfig(32, 4, num_kv_heads=2, causal=True)
-    layers.layer_call(config, Workload.decode(past=8, batch=2), device=CPU, dtype=F32)
+    calls.layer_call(config, Workload.decode(past=8, batch=2), device=CPU, dtype=F32)
     assert appended == [3, 3, 2]
 
 
@@ -312,14 +309,14 @@ def test_a_training_step_leaves_gradients_of_everything(monkeypatch):
     true = MultiHeadConfig.build
     monkeypatch.setattr(MultiHeadConfig, "build", lambda self, **options: made.append(true(self, **options)) or made[0])
     config = MultiHeadConfig(32, 4, causal=True)
-    layers.layer_call(config, Workload.training_step(7, batch=2), device=CPU, dtype=F32)()
+    calls.layer_call(config, Workload.training_step(7, batch=2), device=CPU, dtype=F32)()
     assert all(parameter.grad is not None for parameter in made[0].parameters())
 
 
 def test_small_layers_of_a_gpu_go_by_every_route():
     found = {}
     for small in host.small_layers(torch.device("cuda")):
-        work = small.counted(BF16)
+        work = small.work(BF16)
         served = {route(piece, "cuda") for piece in work.pieces if isinstance(piece, AttentionCore)}
         found.setdefault(work.phase, set()).update(served)
     assert found["prefill"] == {"plain", "masked", "tiled"} == found["training"]
@@ -329,10 +326,10 @@ def test_small_layers_of_a_gpu_go_by_every_route():
 def test_small_layers_of_a_gpu_are_of_several_kinds_and_as_many_launches():
     layers = {}
     for small in host.small_layers(torch.device("cuda")):
-        layers.setdefault(small.counted(BF16).phase, []).append(small)
-    assert {len({small.counted(BF16).launches for small in of}) for of in layers.values()} == {1}
+        layers.setdefault(small.work(BF16).phase, []).append(small)
+    assert {len({small.work(BF16).launches for small in of}) for of in layers.values()} == {1}
     decoding = layers["decode"]
-    assert len({(small.config.num_heads, small.config.num_kv_heads, small.work.batch) for small in decoding}) == 3
+    assert len({(small.config.num_heads, small.config.num_kv_heads, small.workload.batch) for small in decoding}) == 3
     assert {small.config.window is None for small in decoding} == {True, False}
 
 

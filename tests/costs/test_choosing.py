@@ -86,6 +86,12 @@ def test_time_is_limited_on_a_machine():
     assert all(choice.seconds <= limit for choice in limited.found)
 
 
+def test_a_search_estimates_no_memory(monkeypatch):
+    monkeypatch.setattr("polyhead.costs.phases.estimate_memory", None)
+    options = {"d_model": 256, "context": 512, "machine": "cpu-2-cores"}
+    assert choose(Budget(cache_bytes_per_token=4096), **options).found
+
+
 def test_known_models_are_points_of_reference():
     references = choose(Budget(cache_bytes_per_token=4096), d_model=512, context=512).references
     assert tuple(choice.name for choice in references) == KNOWN
@@ -114,7 +120,7 @@ def test_models_of_latents_have_no_int8_cache_and_are_shown_with_the_one_they_ha
     assert choose(budget, d_model=512, context=512).notes == ()
 
 
-def test_a_machine_that_was_not_calibrated_in_bfloat16_is_asked_in_what_it_was():
+def test_a_machine_that_was_not_calibrated_in_bfloat16_is_used_in_the_dtype_it_was():
     machine, budget = Machine.load("cpu-2-cores"), Budget(cache_bytes_per_token=1 << 20)
     options = {"d_model": 512, "layers": 4, "context": 512, "machine": machine}
     unsaid = choose(budget, **options)

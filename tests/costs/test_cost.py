@@ -23,7 +23,7 @@ from polyhead.costs import (
     layer_work,
 )
 from polyhead.costs.descriptions import DESCRIPTIONS
-from polyhead.costs.recording.recorder import Recorder
+from polyhead.costs.recording.recorder import Heads, Recorder
 from polyhead.costs.recording.tape import Block
 from polyhead.errors import DtypeError, MaskError, OptionError, ShapeError
 from polyhead.layers import AttentionConfig, MultiHeadConfig, build_attention
@@ -327,7 +327,7 @@ class MixedHeads(LayerDescription[MixedConfig]):
         return self.config.size**2
 
     def record(self, call: Recorder) -> Block:
-        call.core(1, 1, 1, 2)
+        call.core(Heads(1, 1, 1, 2))
         return call.linear("mixing", call.x, self.config.size, self.config.size)
 
 

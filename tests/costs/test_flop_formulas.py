@@ -56,7 +56,7 @@ def test_talking_heads_and_their_gradient():
     assert counted(torch.ops.polyhead.talking_backward, *inputs, grad, rows) == expected[1]
 
 
-def test_statistics_of_talking_heads_make_the_second_mix_where_it_is_asked_for():
+def test_statistics_of_talking_heads_make_the_second_mix_where_it_is_requested():
     query, key, value = tensors(HEADS)
     mix = torch.empty(HEADS, HEADS, device="meta")
     rows = torch.empty(BATCH, HEADS, QUERIES, device="meta")

@@ -122,7 +122,7 @@ def test_an_unknown_name_is_answered_with_those_that_are_known():
         Machine.load("abacus")
 
 
-def test_a_file_that_is_missing_broken_or_old_is_told(tmp_path):
+def test_a_file_that_is_missing_broken_or_old_is_refused(tmp_path):
     with pytest.raises(OptionError, match="must exist"):
         Machine.load(tmp_path / "none.json")
     broken = tmp_path / "broken.json"
@@ -153,9 +153,10 @@ def test_a_file_that_is_missing_broken_or_old_is_told(tmp_path):
         ({"samples": []}, "got 0 samples without product, attention, traffic; recalibrate it"),
         ({"samples": [{"kind": "abacus", "seconds": 1}]}, "it has no 'abacus'"),
         (
-            {"samples": [{"kind": "traffic", "role": "output", "bytes": 8, "dtype": "float12"}]},
-            "Traffic has no field 'role'",
+            {"samples": [{"kind": "traffic", "role": "output", "bytes": 8, "seconds": 1}]},
+            "a Traffic has the fields stage, bytes, .*, got no stage, 'role' as well",
         ),
+        ({"samples": [{"kind": "product", "dtype": "float12", "seconds": 1}]}, "dtype must be .*; got 'float12'"),
         ({"samples": 3}, "'int' object is not iterable"),
         ({"host": [3]}, "a HostCost must be an object with its fields, got 3"),
         ({"device": "tpu"}, "a device cuda or cpu, got 'toy' and 'tpu'"),
@@ -163,7 +164,7 @@ def test_a_file_that_is_missing_broken_or_old_is_told(tmp_path):
         ({"memory_bytes": "all"}, "memory_bytes of a machine must be a positive number, got 'all'"),
     ],
 )
-def test_a_file_of_another_hand_is_told_what_it_lacks(machine, tmp_path, change, words):
+def test_a_file_of_another_hand_is_refused_with_what_it_lacks(machine, tmp_path, change, words):
     file = tmp_path / "toy.json"
     file.write_text(json.dumps({**machine.to_dict(), **change}), encoding="utf-8")
     with pytest.raises(OptionError, match=words):
@@ -177,7 +178,7 @@ def test_a_piece_that_took_no_time_is_refused(machine):
         Machine.from_dict(content)
 
 
-def test_a_folder_that_cannot_be_written_is_told_before_and_after(machine, tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_written_is_reported_before_and_after(machine, tmp_path, monkeypatch):
     monkeypatch.setenv("POLYHEAD_MACHINES", str(tmp_path / "own"))
     check_own_folder()
     assert list((tmp_path / "own").iterdir()) == []

@@ -64,7 +64,7 @@ def test_phases_are_the_sums_of_their_layers():
     assert any("rolling cache" in note for note in plan.notes)
 
 
-def test_a_config_s_own_numbers_are_taken_unless_others_are_asked_for():
+def test_a_config_s_own_numbers_are_taken_unless_others_are_requested():
     model = dataclasses.replace(MIXED, dtype=torch.float32, cache_dtype=torch.int8)
     plan = planning.plan(model, context=19)
     assert (plan.dtype, plan.cache_dtype) == (torch.float32, torch.int8)
@@ -241,7 +241,7 @@ def test_what_cannot_be_planned_is_refused(options, words):
         planning.plan(MIXED, **options)
 
 
-def test_beyond_its_context_only_when_asked():
+def test_beyond_its_context_only_on_request():
     assert planning.plan(MIXED, context=65, beyond=True).context == 65
     plan = planning.plan(MIXED, context=5, phases=["prefill"])
     with pytest.raises(OptionError, match="one of this plan's, prefill; got 'decode'"):
@@ -257,7 +257,7 @@ def test_times_are_of_the_machine_that_was_named():
         assert phase.timing.seconds > 0
         assert set(phase.timing.stages) == {*phase.bytes, "launch"}
         assert sum(phase.timing.stages.values()) == pytest.approx(phase.timing.seconds)
-        assert phase.timing.working == pytest.approx(phase.timing.seconds - phase.timing.stages["launch"])
+        assert phase.timing.device_seconds == pytest.approx(phase.timing.seconds - phase.timing.stages["launch"])
     assert not [note for note in plan.notes if "memory" in note or "calibrated" in note]
     unsaid = planning.plan(MIXED, context=64, machine=machine)
     assert unsaid.dtype is torch.float32
@@ -268,10 +268,10 @@ def test_times_are_of_the_machine_that_was_named():
         "training needs more memory than cpu-2-cores has"
     ]
     tiny = dataclasses.replace(machine, memory_bytes=1)
-    told = [
+    reported = [
         note for note in planning.plan(MIXED, context=64, dtype=torch.float32, machine=tiny).notes if "needs" in note
     ]
-    assert ["with rolling caches" in note for note in told] == [False, True, True]  # a training step has no cache
+    assert ["with rolling caches" in note for note in reported] == [False, True, True]  # a training step has no cache
     with pytest.raises(OptionError, match="float16"):
         planning.plan(MIXED, context=64, dtype=torch.float16, machine=machine)
 
@@ -298,8 +298,8 @@ def test_a_phase_that_waits_for_its_host_says_what_it_would_take_without():
     found = planning.plan(MIXED, context=64, dtype=torch.float32, machine=slow, phases=["decode"])["decode"]
     assert found.timing is not None
     assert found.timing.bound == "launch"
-    assert found.timing.working < 1 < found.timing.stages["launch"]
-    assert f"which takes {seconds(found.timing.working)}" in dict(below(found))["bound by"]
+    assert found.timing.device_seconds < 1 < found.timing.stages["launch"]
+    assert f"which takes {seconds(found.timing.device_seconds)}" in dict(below(found))["bound by"]
     assert "launch overhead" in [row.name for row in rows(found)]
 
 
@@ -371,10 +371,10 @@ def test_words_of_a_plan():
         "2 layers of 6 heads x 4 over 2 KV heads",
     )
     assert layout_words(MIXED) == f"{windowed}; {full}, d_model 24"
-    told = dict(facts(plan))
-    assert told["cache"] == "160 B per token, 2.97 KiB in total, 1.56 KiB with rolling caches"
+    reported = dict(facts(plan))
+    assert reported["cache"] == "160 B per token, 2.97 KiB in total, 1.56 KiB with rolling caches"
     assert ("", f"{size(plan['decode'].rolling_total)} with rolling caches of 1.56 KiB") in below(plan["decode"])
-    assert told["identity"] == "0.667 of 4 d_model², because 6 heads share 2 KV heads"
+    assert reported["identity"] == "0.667 of 4 d_model², because 6 heads share 2 KV heads"
     shown = {row.name: row for row in rows(plan["decode"])}
     assert list(shown) == [
         "projection",

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import polyhead
 from polyhead.costs import Workload, estimate_memory
-from polyhead.costs.layer_work import layer_work
+from polyhead.costs.cost import layer_work
 from polyhead.costs.timing.correction import Correction
 from polyhead.costs.timing.limits import EDGE_KEYS, MASK_TRAFFIC, copy_seconds, limits, route
 from polyhead.costs.timing.machine import HostCost, Machine, Sample
@@ -154,7 +154,7 @@ def test_a_copy_between_two_that_were_timed_lies_between_them(machine):
 
 
 def test_making_a_mask_comes_on_top_of_the_kernel(machine):
-    """One that was timed is told; one with more heads has the same mask and a longer kernel."""
+    """One that was timed is reported; one with more heads has the same mask and a longer kernel."""
     small, large = (core(batch=1, heads=heads, kv_heads=heads, queries=2048, left=99, right=0) for heads in (4, 32))
     least = limits(small, machine)
     sample = Sample(small, least.before + 3 * least.kernel_seconds, "masked")
@@ -232,11 +232,11 @@ def test_a_roofline_is_the_longer_of_two(machine):
 )
 def test_the_route_is_the_one_that_attention_takes(tokens, mask, expected):
     x = torch.zeros(1, 1, tokens, 8)
-    said = polyhead.explain(x, x, x, mask=mask)
+    explanation = polyhead.explain(x, x, x, mask=mask)
     left, right = (None, None) if mask is None else (mask.left, mask.right)
     assert route(AttentionCore("forward", 1, 1, 1, tokens, tokens, 8, 8, F32, left, right), "cpu") == expected
-    assert (said.chosen == "sdpa") == (expected != "tiled")
-    assert bool(said["sdpa"].avoided) == (expected == "tiled")
+    assert (explanation.chosen == "sdpa") == (expected != "tiled")
+    assert bool(explanation["sdpa"].avoided) == (expected == "tiled")
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
@@ -253,9 +253,9 @@ def test_the_route_on_a_gpu_is_the_one_that_attention_takes_there(monkeypatch, t
     mask = mask if band in ((None, None), (None, 0)) else polyhead.Mask.window(left=band[0], right=band[1])
     with FakeTensorMode():
         x = torch.empty(2, 4, tokens, dim, device="cuda", dtype=dtype)
-        said = polyhead.explain(x, x, x, mask=mask)
+        explanation = polyhead.explain(x, x, x, mask=mask)
     served = route(AttentionCore("forward", 2, 4, 4, tokens, tokens, dim, dim, dtype, *band), "cuda")
-    assert bool(said["sdpa"].avoided) == (served == "tiled")
+    assert bool(explanation["sdpa"].avoided) == (served == "tiled")
     assert (served == "plain") == (band in ((None, None), (None, 0)))
 
 
@@ -280,13 +280,13 @@ def test_memory_has_a_bias_of_every_pair_where_attention_is_handed_one(monkeypat
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with FakeTensorMode():
         x, table = torch.empty(2, 4, 4096, dim, device="cuda", dtype=dtype), torch.empty(4, 8191, device="cuda")
-        said = polyhead.explain(x, x, x, mask=polyhead.Mask.relative(table, 4095))
-    assert (said.chosen == "sdpa") == (dtype is F32 or dim == 320)
+        explanation = polyhead.explain(x, x, x, mask=polyhead.Mask.relative(table, 4095))
+    assert (explanation.chosen == "sdpa") == (dtype is F32 or dim == 320)
     config = MultiHeadConfig(4 * dim, 4, positions=ALiBiConfig(), finite=True)
     plain, work = dataclasses.replace(config, positions=None), Workload(4096, batch=2)
     biased, without = (estimate_memory(x, work, dtype=dtype).activations for x in (config, plain))
     of_pairs = 4 * 4096**2 * dtype.itemsize
-    assert (biased - without > 0.5 * of_pairs) == (said.chosen == "sdpa")
+    assert (biased - without > 0.5 * of_pairs) == (explanation.chosen == "sdpa")
 
 
 def test_a_window_that_would_be_served_otherwise_now_is_no_sample_of_how_it_is(machine):

@@ -15,7 +15,8 @@ from polyhead.costs.layouts.hf_config import read_hf_config
 from polyhead.costs.layouts.hf_families import FAMILIES
 from polyhead.costs.layouts.known_models import KNOWN, known_model
 from polyhead.costs.layouts.layout_sources import from_sizes, read_layout
-from polyhead.costs.layouts.model_layout import LayerGroup, ModelLayout, named_dtype
+from polyhead.costs.layouts.model_layout import LayerGroup, ModelLayout
+from polyhead.costs.quantities import named_dtype
 from polyhead.errors import OptionError, ShapeError
 from polyhead.layers import LatentConfig, MultiHeadConfig
 from polyhead.layers.config import AttentionConfig
@@ -293,7 +294,7 @@ def test_a_model_that_cannot_be_built_is_taken_from_its_fields():
     assert any("its projections are read from the common field names" in note for note in model.notes)
 
 
-def test_norms_of_latents_are_not_said_to_be_left_out():
+def test_norms_of_latents_are_not_reported_as_left_out():
     latent = read_hf_config({**TINY, **LATENT, "model_type": "brand_new"}, causal=True)
     assert any(note.endswith("and parameters of biases are not counted") for note in latent.notes)
     plain = read_hf_config({**TINY, "model_type": "brand_new"}, causal=True)
@@ -356,7 +357,7 @@ def test_heads_that_do_not_divide_the_width_are_refused():
         )
 
 
-def test_a_bias_that_nobody_tells_is_asked_for():
+def test_an_unknown_bias_is_required():
     with pytest.raises(OptionError, match="attention_bias must be true or false for this model, got None"):
         read_hf_config({**GROUPED, "model_type": "llama"}, complete=True)
 
@@ -404,7 +405,7 @@ def test_a_layout_by_file_folder_dictionary_and_value(tmp_path):
         read_layout(folder, layers=3)
 
 
-def test_who_looks_ahead_is_as_asked_for_whatever_names_the_layout():
+def test_the_requested_mask_is_used_whatever_names_the_layout():
     ours = MultiHeadConfig(24, 6, num_kv_heads=2, causal=True, positions=RotaryConfig())
     both = ModelLayout("both", (LayerGroup(ours, 2), LayerGroup(MultiHeadConfig(24, 4), 3)))
     theirs = {**GROUPED, "model_type": "llama", "attention_bias": False}
@@ -462,7 +463,7 @@ PLAIN = {"kind": "multi_head", "embed_dim": 24, "num_heads": 6}
         ({"dtype": "float12"}, "got 'float12'"),
     ],
 )
-def test_a_layout_of_groups_that_is_none_is_told_what_it_lacks(change, words):
+def test_a_layout_of_groups_that_is_none_is_refused_with_what_it_lacks(change, words):
     with pytest.raises(OptionError, match=words):
         read_layout({"name": "x", "groups": [{"layers": 2, "config": PLAIN}], **change})
 

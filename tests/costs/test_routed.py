@@ -7,17 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from polyhead import Mask
 from polyhead.costs import Workload, estimate_cost
-from polyhead.layers.config import build_attention
-from polyhead.layers.kv_cache import GrowingCache, PreallocatedCache
+from polyhead.layers.kv_cache import PreallocatedCache
 from polyhead.layers.positions.config import ALiBiConfig, LearnedConfig, RotaryConfig
 from polyhead.layers.variants.routed.config import RoutedConfig
-
-BATCH, QUERIES, KEYS, PAST = 2, 5, 7, 3
-EMBED, HEADS = 24, 6
+from tests.costs.pytorch_counts import BATCH, EMBED, HEADS, PAST, QUERIES, built_parameters, counted_flops, workloads
 
 
 def routed(**options: Any) -> RoutedConfig:
@@ -35,48 +31,20 @@ CONFIGS: dict[str, RoutedConfig] = {
     "full, learned": routed(shape="full", top_k=4, positions=LearnedConfig(29), value_dim=7),
     "full, at most": routed(shape="full", threshold=ALL, k_max=3, positions=ALiBiConfig(learnable=True)),
 }
-WORK = {
-    "forward": Workload.forward(QUERIES, batch=BATCH),
-    "training": Workload.training_step(QUERIES, batch=BATCH),
-    "prefill": Workload.prefill(QUERIES, past=PAST, batch=BATCH),
-    "decode": Workload.decode(PAST, batch=BATCH),
-    "cross": Workload.cross(QUERIES, KEYS, batch=BATCH),
-    "remembered": Workload.cross(QUERIES, KEYS, batch=BATCH, remembered=True),
-    "cross, training": Workload.cross(QUERIES, KEYS, batch=BATCH, training=True),
-}
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-
-
-def counted(config: RoutedConfig, work: Workload) -> int:
-    # Where a mask hides keys from all rows of a piece, even the formula leaves them out.
-    layer = build_attention(dataclasses.replace(config, causal=False))
-    x = torch.randn(work.batch, work.queries, EMBED, requires_grad=True)
-    cache = None
-    with torch.set_grad_enabled(work.training):
-        source: tuple[Any, ...] = ()
-        if work.source is not None:
-            source = (torch.randn(work.batch, work.source, EMBED, requires_grad=True),)
-            source = (layer.remember(*source),) if work.remembered else source
-        if work.past:
-            cache = GrowingCache()
-            layer(torch.randn(work.batch, work.past, EMBED), cache=cache)
-        with FlopCounterMode(display=False) as counter:
-            output = layer(x, *source, cache=cache).output
-            if work.training:
-                output.sum().backward()
-    return counter.get_total_flops()
 
 
 @configs
 def test_parameters_are_those_of_the_built_layer(config):
-    built = sum(parameter.numel() for parameter in build_attention(config, device="meta").parameters())
-    assert estimate_cost(config, Workload.forward(QUERIES)).parameters == built
+    assert estimate_cost(config, Workload.forward(QUERIES)).parameters == built_parameters(config)
 
 
-@pytest.mark.parametrize("work", WORK.values(), ids=WORK)
+@workloads
 @configs
 def test_matrix_flops_are_those_that_pytorch_counts(config, work):
-    assert estimate_cost(config, work, form="materialised").matrix_flops == counted(config, work)
+    # Where a mask hides keys from all rows of a piece, even the formula leaves them out.
+    unmasked = dataclasses.replace(config, causal=False)
+    assert estimate_cost(config, work, form="materialised").matrix_flops == counted_flops(unmasked, work)
 
 
 def test_what_falls_with_the_heads_of_a_token_and_what_does_not():

@@ -6,16 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from polyhead import Mask
 from polyhead.costs import Workload, estimate_cost
-from polyhead.layers import AttentionConfig, GrowingCache, MultiHeadConfig, build_attention
+from polyhead.layers import AttentionConfig, MultiHeadConfig, build_attention
 from polyhead.layers.kv_cache import PreallocatedCache, QuantizedCache
 from polyhead.layers.positions.config import ALiBiConfig, LearnedConfig, RotaryConfig
 from polyhead.layers.variants import CollaborativeConfig, DifferentialConfig
-
-BATCH, QUERIES, KEYS, PAST, EMBED, HEADS = 3, 7, 11, 5, 24, 6
+from tests.costs.pytorch_counts import BATCH, EMBED, HEADS, PAST, QUERIES, built_parameters, counted_flops, workloads
 
 
 def differential(**options: Any) -> DifferentialConfig:
@@ -40,44 +38,17 @@ CONFIGS: dict[str, AttentionConfig] = {
     "collaborative, rotary": collaborative(shared_dim=10, positions=RotaryConfig()),
     "collaborative, learned": collaborative(shared_dim=10, positions=LearnedConfig(29)),
 }
-WORK = {
-    "forward": Workload.forward(QUERIES, batch=BATCH),
-    "training": Workload.training_step(QUERIES, batch=BATCH),
-    "decode": Workload.decode(PAST, batch=BATCH),
-    "prefill": Workload.prefill(QUERIES, past=PAST, batch=BATCH),
-    "cross": Workload.cross(QUERIES, KEYS, batch=BATCH),
-    "remembered": Workload.cross(QUERIES, KEYS, batch=BATCH, remembered=True),
-}
-
-
-def counted(config: AttentionConfig, work: Workload) -> int:
-    layer, cache = build_attention(config), None
-    x = torch.randn(work.batch, work.queries, EMBED, requires_grad=True)
-    with torch.set_grad_enabled(work.training):
-        source: tuple[Any, ...] = ()
-        if work.source is not None:
-            source = (torch.randn(work.batch, work.source, EMBED),)
-            source = (layer.remember(*source),) if work.remembered else source
-        if work.past:
-            cache = GrowingCache()
-            layer(torch.randn(work.batch, work.past, EMBED), cache=cache)
-        with FlopCounterMode(display=False) as counter:
-            output = layer(x, *source, cache=cache).output
-            if work.training:
-                output.sum().backward()
-    return counter.get_total_flops()
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_parameters_are_those_of_the_built_layer(config: AttentionConfig) -> None:
-    built = sum(parameter.numel() for parameter in build_attention(config, device="meta").parameters())
-    assert estimate_cost(config, Workload.forward(QUERIES)).parameters == built
+    assert estimate_cost(config, Workload.forward(QUERIES)).parameters == built_parameters(config)
 
 
-@pytest.mark.parametrize("work", WORK.values(), ids=WORK)
+@workloads
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_matrix_flops_are_those_that_pytorch_counts(config: AttentionConfig, work: Workload) -> None:
-    assert estimate_cost(config, work, form="materialised").matrix_flops == counted(config, work)
+    assert estimate_cost(config, work, form="materialised").matrix_flops == counted_flops(config, work)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

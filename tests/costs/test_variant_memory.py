@@ -208,7 +208,7 @@ def test_a_cache_in_other_numbers_is_put_together_on_a_cpu_and_read_where_it_lie
 # ---- in words
 
 
-def test_what_may_be_further_off_is_said():
+def test_what_may_be_further_off_is_reported():
     for name in ("talking, causal", "differential", "convolutional"):
         assert memory_caveats(CONFIGS[name], device="cpu") == ()
     assert "of talking heads over a cache" in memory_caveats(CONFIGS["talking, causal"])[0]

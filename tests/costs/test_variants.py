@@ -7,23 +7,29 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import polyhead
 from polyhead import Mask
 from polyhead.costs import MatrixFlops, Workload, estimate_cost
 from polyhead.errors import OptionError
 from polyhead.layers import AttentionConfig, MultiHeadConfig, build_attention
-from polyhead.layers.kv_cache import GrowingCache
-from polyhead.layers.kv_cache.latent import LatentCache, PreallocatedLatentCache
+from polyhead.layers.kv_cache.latent import PreallocatedLatentCache
 from polyhead.layers.latent.config import LatentConfig
 from polyhead.layers.latent.forms import form_products
 from polyhead.layers.positions.config import ALiBiConfig, LearnedConfig, RotaryConfig
 from polyhead.layers.variants import GroupedHeadsConfig, HeadMixConfig
 from polyhead.layers.variants import mixing as mixing_layer
-
-BATCH, QUERIES, KEYS, PAST = 3, 7, 11, 5
-EMBED, HEADS = 24, 6
+from tests.costs.pytorch_counts import (
+    BATCH,
+    EMBED,
+    HEADS,
+    KEYS,
+    PAST,
+    QUERIES,
+    built_parameters,
+    counted_flops,
+    workloads,
+)
 
 
 def latent(**options: Any) -> LatentConfig:
@@ -73,46 +79,15 @@ def reference_among_rows(monkeypatch):
     monkeypatch.setattr(mixing_layer, "attention", partial(polyhead.attention, backend="reference"))
 
 
-def counted(config: AttentionConfig, work: Workload) -> int:
-    layer = build_attention(config)
-    x = torch.randn(work.batch, work.queries, EMBED, requires_grad=True)
-    cache = None
-    with torch.set_grad_enabled(work.training):
-        source: tuple[Any, ...] = ()
-        if work.source is not None:
-            source = (torch.randn(work.batch, work.source, EMBED, requires_grad=True),)
-            source = (layer.remember(*source),) if work.remembered else source
-        if work.past:
-            cache = LatentCache(value_dim=config.kv_lora_rank) if isinstance(config, LatentConfig) else GrowingCache()
-            layer(torch.randn(work.batch, work.past, EMBED), cache=cache)
-        with FlopCounterMode(display=False) as counter:
-            output = layer(x, *source, cache=cache).output
-            if work.training:
-                output.sum().backward()
-    return counter.get_total_flops()
-
-
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_parameters_are_those_of_the_built_layer(config):
-    built = sum(parameter.numel() for parameter in build_attention(config, device="meta").parameters())
-    assert estimate_cost(config, Workload.forward(QUERIES)).parameters == built
+    assert estimate_cost(config, Workload.forward(QUERIES)).parameters == built_parameters(config)
 
 
-WORK = {
-    "forward": Workload.forward(QUERIES, batch=BATCH),
-    "training": Workload.training_step(QUERIES, batch=BATCH),
-    "prefill": Workload.prefill(QUERIES, past=PAST, batch=BATCH),
-    "decode": Workload.decode(PAST, batch=BATCH),
-    "cross": Workload.cross(QUERIES, KEYS, batch=BATCH),
-    "remembered": Workload.cross(QUERIES, KEYS, batch=BATCH, remembered=True),
-    "cross, training": Workload.cross(QUERIES, KEYS, batch=BATCH, training=True),
-}
-
-
-@pytest.mark.parametrize("work", WORK.values(), ids=WORK)
+@workloads
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_matrix_flops_are_those_that_pytorch_counts(config, work):
-    assert estimate_cost(config, work, form="materialised").matrix_flops == counted(config, work)
+    assert estimate_cost(config, work, form="materialised").matrix_flops == counted_flops(config, work)
 
 
 @pytest.mark.parametrize("form", ["expanded", "absorbed"])

@@ -36,8 +36,7 @@ from polyhead.layers.variants.collaborative.config import CollaborativeConfig
 from polyhead.layers.variants.differential.config import DifferentialConfig
 from polyhead.layers.variants.routed.config import RoutedConfig
 from polyhead.layers.variants.talking import TalkingHeadsConfig
-
-BATCH, QUERIES, KEYS, PAST, EMBED, HEADS = 3, 7, 11, 5, 24, 6
+from tests.costs.pytorch_counts import BATCH, EMBED, HEADS, QUERIES, WORKLOADS, workloads
 
 
 def made(kind: type, **options: Any) -> AttentionConfig:
@@ -70,15 +69,6 @@ LAYERS: dict[str, AttentionConfig] = {
     "routed, full": made(RoutedConfig, shape="full", top_k=2, num_kv_heads=2, always_on=2, sinks=True),
     "talking": made(TalkingHeadsConfig, causal=True),
 }
-WORKLOADS = {
-    "forward": Workload.forward(QUERIES, batch=BATCH),
-    "training": Workload.training_step(QUERIES, batch=BATCH),
-    "prefill": Workload.prefill(QUERIES, past=PAST, batch=BATCH),
-    "decode": Workload.decode(PAST, batch=BATCH),
-    "cross": Workload.cross(QUERIES, KEYS, batch=BATCH),
-    "remembered": Workload.cross(QUERIES, KEYS, batch=BATCH, remembered=True),
-    "cross, training": Workload.cross(QUERIES, KEYS, batch=BATCH, training=True),
-}
 layers = pytest.mark.parametrize("config", LAYERS.values(), ids=LAYERS)
 FUSED = ("scores", "values")
 
@@ -87,7 +77,7 @@ def test_every_kind_of_layer_is_described():
     assert {type(config) for config in LAYERS.values()} == set(CONFIGS._classes.values()) == set(DESCRIPTIONS)
 
 
-@pytest.mark.parametrize("work", WORKLOADS.values(), ids=WORKLOADS)
+@workloads
 @layers
 def test_the_pieces_add_up_to_the_counts(config, work):
     cost, found = estimate_cost(config, work), layer_work(config, work)
@@ -106,7 +96,7 @@ def test_a_mask_of_the_call_spares_pairs_as_it_does_in_the_counts(config):
     assert layer_work(config, work, mask=mask).flops == estimate_cost(config, work, mask=mask).matrix_flops
 
 
-@pytest.mark.parametrize("work", WORKLOADS.values(), ids=WORKLOADS)
+@workloads
 @layers
 def test_memory_of_every_arrangement_is_made_of_what_it_keeps(config, work):
     for form in ("fused", "materialised"):

@@ -86,8 +86,7 @@ def choose(
     import polyhead
     from polyhead.costs.choosing import Budget
     from polyhead.costs.layout_warnings import explained
-    from polyhead.costs.layouts.model_layout import named_dtype
-    from polyhead.costs.quantities import parse_count, parse_seconds
+    from polyhead.costs.quantities import named_dtype, parse_count, parse_seconds
     from polyhead.errors import OptionError
 
     limits = {

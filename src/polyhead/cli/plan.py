@@ -116,7 +116,7 @@ def plan(
     """
     import polyhead
     from polyhead.cli.plan_table import draw
-    from polyhead.costs.layouts.model_layout import named_dtype
+    from polyhead.costs.quantities import named_dtype
     from polyhead.costs.timing.machine import Machine
 
     size_options = {"--heads": heads, "--kv-heads": kv_heads, "--head-dim": head_dim, "--window": window}
@@ -218,7 +218,7 @@ def _check_calibration(calibrate: bool, hardware: str | None, dtype: str | None)
     import torch
 
     from polyhead.costs.calibration import DTYPES
-    from polyhead.costs.layouts.model_layout import dtype_name, named_dtype
+    from polyhead.costs.quantities import dtype_name, named_dtype
     from polyhead.costs.timing.machine import check_own_folder
     from polyhead.errors import OptionError
 
@@ -228,7 +228,7 @@ def _check_calibration(calibrate: bool, hardware: str | None, dtype: str | None)
         raise OptionError(f"--calibrate predicts for this machine, got --hardware {hardware} as well; omit one of them")
     calibrated = DTYPES["cuda" if torch.cuda.is_available() else "cpu"]
     if dtype is not None and named_dtype(dtype) not in calibrated:
-        names = ", ".join(str(dtype_name(x)) for x in calibrated)
+        names = ", ".join(dtype_name(x) for x in calibrated)
         raise OptionError(f"--dtype must be one that --calibrate measures here, {names}, got {dtype}")
     check_own_folder()
 

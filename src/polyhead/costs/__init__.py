@@ -1,9 +1,8 @@
 """Cost model of attention layers: parameters, FLOPs, bytes, memory and time, from a config alone."""
 
-from polyhead.costs.cost import CostEstimate, estimate_cost
+from polyhead.costs.cost import CostEstimate, estimate_cost, layer_work
 from polyhead.costs.descriptions import describe
 from polyhead.costs.descriptions.layer_description import LayerDescription
-from polyhead.costs.layer_work import layer_work
 from polyhead.costs.layouts.layout_sources import from_sizes, read_layout
 from polyhead.costs.layouts.model_layout import LayerGroup, ModelLayout
 from polyhead.costs.memory import MemoryEstimate, estimate_memory, memory_caveats

@@ -11,14 +11,16 @@ import torch
 
 from polyhead.costs.layout_warnings import Warned, warnings_of
 from polyhead.costs.layouts.known_models import KNOWN, known_model
-from polyhead.costs.layouts.model_layout import ModelLayout, dtype_name
-from polyhead.costs.parameters import count_parameters
-from polyhead.costs.phases import is_causal, plan_phase
-from polyhead.costs.planning import cache_bytes_per_token, layer_dtype
+from polyhead.costs.layouts.layout_sources import from_sizes
+from polyhead.costs.layouts.model_layout import ModelLayout
+from polyhead.costs.phases import phase_works
+from polyhead.costs.planning import cache_bytes_per_token, layer_dtype, total_parameters
+from polyhead.costs.quantities import check_count, dtype_name, plural
 from polyhead.costs.timing.machine import Machine
+from polyhead.costs.timing.predict import predict
 from polyhead.costs.work import PHASES, Phase
 from polyhead.errors import OptionError
-from polyhead.layers import AttentionConfig, MultiHeadConfig
+from polyhead.layers import AttentionConfig
 from polyhead.layers.latent.config import LatentConfig
 from polyhead.layers.positions.config import RotaryConfig
 
@@ -47,6 +49,10 @@ class Budget:
                 raise OptionError(f"{field.name} of a budget must be positive, got {limit!r}")
         if self.parameters is None and self.cache_bytes_per_token is None and self.seconds is None:
             raise OptionError("a budget must limit parameters, cache bytes per token or time, got no limit")
+
+    def allows(self, name: str, amount: float) -> bool:
+        limit: float | None = getattr(self, name)
+        return limit is None or amount <= limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,110 +126,94 @@ def choose(
     if d_model is None and budget.parameters is None:
         raise OptionError("without d_model the budget must limit parameters, got neither; pass one of them")
     for name, number in (("d_model", d_model), ("layers", layers), ("context", context), ("batch", batch)):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-            raise OptionError(f"{name} must be a positive integer, got {number!r}")
+        if number is not None:
+            check_count(name, number, least=1)
     if latents and cache_dtype is torch.int8:
         raise OptionError(
             "latent attention has no int8 cache, got latents with cache_dtype int8; drop one of the two (--latents, "
             "--cache-dtype)"
         )
     dtype, notes = layer_dtype(dtype, machine=machine)
-    requested = _Request(layers, context, batch, phase, dtype, cache_dtype or dtype, machine)
+    cache_dtype = cache_dtype or dtype
+    request = _Request(context, batch, phase, dtype, machine)
     considered, within = 0, []
     shares = (1.0,) if budget.parameters is None else SHARES
     max_parameters = None if budget.parameters is None else budget.parameters // layers
     widths = WIDTHS if d_model is None else (d_model,)
     for width in widths:
-        for name, config in _candidates(width, shares, max_parameters, latents):
+        for model in _candidates(width, shares, max_parameters, layers, latents):
             considered += 1
-            choice = requested.within_budget(name, config, budget)
+            choice = request.evaluate(model, cache_dtype, budget)
             if choice is not None:
                 within.append(choice)
     if not considered:
         raise OptionError(_no_candidates(widths, shares, budget, layers))
     front = sorted(_pareto_front(within), key=lambda choice: (len(choice.warnings), *(-x for x in choice.capacity)))
-    references = tuple(requested.reference(name) for name in KNOWN)
-    other = [choice.name for choice in references if choice.cache_dtype != dtype_name(requested.cache_dtype)]
-    if other:
-        notes.append(f"latent attention has no int8 cache: {', '.join(other)} cached in {dtype_name(dtype)}")
-    return Choices(tuple(front), references, considered, tuple(notes))
+    references, without_int8 = [], []
+    for name in KNOWN:
+        model = known_model(name)
+        has_latents = any(isinstance(group.config, LatentConfig) for group in model.groups)
+        lacks_int8 = has_latents and cache_dtype is torch.int8
+        choice = request.evaluate(model, dtype if lacks_int8 else cache_dtype)
+        assert choice is not None
+        references.append(choice)
+        without_int8 += [name] if lacks_int8 else []
+    if without_int8:
+        notes.append(f"latent attention has no int8 cache: {', '.join(without_int8)} cached in {dtype_name(dtype)}")
+    return Choices(tuple(front), tuple(references), considered, tuple(notes))
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
     """Sizes, dtypes and machine that every candidate is evaluated with."""
 
-    layers: int
     context: int
     batch: int
     phase: Phase
     dtype: torch.dtype
-    cache_dtype: torch.dtype
     machine: Machine | None
 
-    def within_budget(self, name: str, config: AttentionConfig, budget: Budget) -> Choice | None:
-        """Return the layout with its costs, or None if it exceeds the budget; cheap limits are checked first."""
-        model = ModelLayout.of(config, self.layers, name=name)
-        parameters = self.layers * count_parameters(config).total
-        if budget.parameters is not None and parameters > budget.parameters:
+    def evaluate(self, model: ModelLayout, cache_dtype: torch.dtype, budget: Budget | None = None) -> Choice | None:
+        """Return a layout with its costs, or None if it exceeds the budget; cheap limits are checked first."""
+        parameters, causal = total_parameters(model).total, model.is_causal
+        if budget and not budget.allows("parameters", parameters):
             return None
-        cache = cache_bytes_per_token(model, self.cache_dtype)
-        if budget.cache_bytes_per_token is not None and cache > budget.cache_bytes_per_token:
-            return None
-        seconds = self._seconds(model, self.cache_dtype)
-        if budget.seconds is not None and (seconds is None or seconds > budget.seconds):
-            return None
-        cache_dtype = str(dtype_name(self.cache_dtype))
-        return Choice(name, config, self.layers, parameters, cache, cache_dtype, seconds, self._warnings(config))
-
-    def reference(self, name: str) -> Choice:
-        """Return a known model with its own number of layers; latents are cached in `dtype` instead of int8."""
-        model = known_model(name)
-        parameters = sum(group.layers * count_parameters(group.config).total for group in model.groups)
-        causal = is_causal(model)
-        has_latents = any(isinstance(group.config, LatentConfig) for group in model.groups)
-        cache_dtype = self.dtype if has_latents and self.cache_dtype is torch.int8 else self.cache_dtype
         cache = cache_bytes_per_token(model, cache_dtype) if causal else 0
-        seconds = self._seconds(model, cache_dtype) if causal or self.phase != "decode" else None
-        costs = (parameters, cache, str(dtype_name(cache_dtype)), seconds)
-        return Choice(name, model.config, model.layers, *costs, self._warnings(model.config))
-
-    def _seconds(self, model: ModelLayout, cache_dtype: torch.dtype) -> float | None:
-        if self.machine is None:
+        if budget and not budget.allows("cache_bytes_per_token", cache):
             return None
-        sizes = (self.batch, self.context, self.dtype, cache_dtype, self.machine)
-        timing = plan_phase(model, self.phase, *sizes).timing
-        assert timing is not None
-        return timing.seconds
-
-    def _warnings(self, config: AttentionConfig) -> tuple[Warned, ...]:
-        options: dict[str, Any] = {"context": self.context, "batch": self.batch, "phase": self.phase}
-        return warnings_of(config, **options, machine=self.machine)
+        seconds = None
+        if self.machine is not None and (causal or self.phase != "decode"):
+            works = phase_works(model, self.phase, self.batch, self.context, self.dtype, cache_dtype)
+            seconds = sum(predict(work, self.machine).seconds for work in works)
+        if budget and seconds is not None and not budget.allows("seconds", seconds):
+            return None
+        sizes: dict[str, Any] = {"context": self.context, "batch": self.batch, "phase": self.phase}
+        warnings = warnings_of(model.config, **sizes, machine=self.machine)
+        costs = (model.layers, parameters, cache, dtype_name(cache_dtype), seconds)
+        return Choice(model.name, model.config, *costs, warnings)
 
 
 def _candidates(
-    width: int, shares: Sequence[float], max_parameters: int | None, latents: bool
-) -> Iterator[tuple[str, AttentionConfig]]:
-    """Yield layers at one width; skip those whose Q and O projections alone exceed `max_parameters`."""
+    width: int, shares: Sequence[float], max_parameters: int | None, layers: int, latents: bool
+) -> Iterator[ModelLayout]:
+    """Yield layouts at one width; skip those whose Q and O projections alone exceed `max_parameters`."""
     for heads, head_dim in _divisions(width, shares):
         if max_parameters is not None and 2 * heads * head_dim * width > max_parameters:
             continue
         for kv_heads in (x for x in range(1, heads + 1) if heads % x == 0):
-            yield _heads(width, heads, kv_heads, head_dim)
+            yield from_sizes(width, heads, kv_heads=kv_heads, head_dim=head_dim, layers=layers, rotary=True)
         for rank in LATENT_RANKS if latents else ():
-            yield (
-                f"{heads}x{head_dim} over a latent of {rank} at {width}",
-                LatentConfig(
-                    width,
-                    heads,
-                    kv_lora_rank=rank,
-                    qk_nope_head_dim=head_dim,
-                    qk_rope_head_dim=LATENT_ROPE,
-                    positions=RotaryConfig(interleaved=True),
-                    causal=True,
-                    bias=False,
-                ),
+            config = LatentConfig(
+                width,
+                heads,
+                kv_lora_rank=rank,
+                qk_nope_head_dim=head_dim,
+                qk_rope_head_dim=LATENT_ROPE,
+                positions=RotaryConfig(interleaved=True),
+                causal=True,
+                bias=False,
             )
+            yield ModelLayout.of(config, layers, name=f"{heads}x{head_dim} over a latent of {rank} at {width}")
 
 
 def _divisions(width: int, shares: Sequence[float]) -> Iterator[tuple[int, int]]:
@@ -235,17 +225,13 @@ def _divisions(width: int, shares: Sequence[float]) -> Iterator[tuple[int, int]]
                 yield int(heads), head_dim
 
 
-def _heads(width: int, heads: int, kv_heads: int, head_dim: int) -> tuple[str, MultiHeadConfig]:
-    shared = "" if kv_heads == heads else f"/{kv_heads}"
-    config = MultiHeadConfig(
-        width, heads, num_kv_heads=kv_heads, head_dim=head_dim, positions=RotaryConfig(), causal=True, bias=False
-    )
-    return f"{heads}{shared}x{head_dim} at {width}", config
-
-
 def _no_candidates(widths: Sequence[int], shares: Sequence[float], budget: Budget, layers: int) -> str:
     """Return a message that explains why there is no candidate, and what to change."""
-    smallest = [_heads(width, heads, 1, head_dim) for width in widths for heads, head_dim in _divisions(width, shares)]
+    smallest = [
+        from_sizes(width, heads, kv_heads=1, head_dim=head_dim, layers=layers, rotary=True)
+        for width in widths
+        for heads, head_dim in _divisions(width, shares)
+    ]
     if not smallest:
         head_dims = f"{', '.join(map(str, HEAD_DIMS[:-1]))} or {HEAD_DIMS[-1]}"
         product = "d_model" if len(shares) == 1 else "d_model, half or twice that"
@@ -253,10 +239,10 @@ def _no_candidates(widths: Sequence[int], shares: Sequence[float], budget: Budge
             f"no candidate layout: head_dim is {head_dims} and num_heads * head_dim is {product}, got d_model "
             f"{widths[0]}, which no head_dim divides; use a multiple of {HEAD_DIMS[0]}"
         )
-    parameters, name = min((layers * count_parameters(config).total, name) for name, config in smallest)
+    parameters, name = min((total_parameters(model).total, model.name) for model in smallest)
     return (
-        f"no candidate layout: the smallest, {name}, has {parameters:,} parameters in {layers:,} "
-        f"layer{'' if layers == 1 else 's'}, got a budget of {budget.parameters:,}; raise it, or use fewer layers "
+        f"no candidate layout: the smallest, {name}, has {parameters:,} parameters in "
+        f"{plural(layers, 'layer')}, got a budget of {budget.parameters:,}; raise it, or use fewer layers "
         "or a smaller d_model"
     )
 

@@ -1,7 +1,7 @@
-"""Count parameters, matrix FLOPs, exponentials and cache bytes of a layer from its config alone.
+"""Costs of a layer from its config alone: totals (`estimate_cost`), and its work piece by piece (`layer_work`).
 
-Nothing is built and nothing is measured; tests compare the counts with built layers, PyTorch's FLOP counter and real
-caches, and require equality.
+Nothing is built and nothing is measured; tests compare parameters, matrix FLOPs, exponentials and cache bytes with
+built layers, PyTorch's FLOP counter and real caches, and require equality.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import torch
 
 from polyhead.costs.descriptions import describe
 from polyhead.costs.recording.recorder import Form, Recorder
-from polyhead.costs.work import AttentionCore, MatrixFlops, backward_pieces, total_flops
+from polyhead.costs.work import AttentionCore, MatrixFlops, Phase, Work, backward_pieces, total_flops
 from polyhead.costs.workload import Workload, visible_pairs
+from polyhead.errors import MaskError, OptionError
 from polyhead.layers.config import AttentionConfig
 from polyhead.masks import Mask
+from polyhead.ops.decode.fused import MOST_QUERIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +81,10 @@ def estimate_cost(
     >>> cost.parameters, cost.forward.scores, cost.cache_bytes_per_token
     (41943040, 67108864, 4096)
     """
-    fused = form == "fused"
-    if not fused:
-        mask = None
-    elif config.mask is not None:
-        mask = config.mask if mask is None else config.mask & mask
-    pairs = work.batch * visible_pairs(work.queries, work.keys, mask)
-    layer = describe(config)
-    options: dict[str, Any] = {"mask": mask, "dtype": dtype, "cache_dtype": cache_dtype, "form": form}
-    call = Recorder.of(config, work, **options, cached=work.past > 0)
+    fused, layer = form == "fused", describe(config)
+    mask = mask if fused else None
+    call = Recorder(config, work, mask=mask, dtype=dtype, cache_dtype=cache_dtype, cached=work.past > 0, form=form)
+    pairs = work.batch * visible_pairs(work.queries, work.keys, call.mask if fused else None)
     layer.record(call)
     forward, backward = total_flops(call.pieces), MatrixFlops()
     exponentials = sum(piece.exponentials for piece in call.pieces)
@@ -109,3 +106,49 @@ def estimate_cost(
         cache_bytes_per_token=per_token,
         cache_bytes=work.batch * work.keys * per_token,
     )
+
+
+def layer_work(
+    config: AttentionConfig,
+    work: Workload,
+    *,
+    mask: Mask | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None,
+    cached: bool | None = None,
+    layers: int = 1,
+) -> Work:
+    """Return the work of a layer with this config, using fused attention.
+
+    Args:
+        mask: a causal mask or sliding window passed to the call, in addition to the layer's own.
+        cache_dtype: dtype of the cache, default `dtype`.
+        cached: whether the call writes and reads a cache; by default if there are past tokens.
+        layers: number of such layers in a row.
+
+    >>> from polyhead.layers.multi_head.config import MultiHeadConfig
+    >>> work = layer_work(MultiHeadConfig(512, 8, causal=True), Workload.decode(past=1000, batch=4))
+    >>> work.phase, work.flops, work.bytes
+    ('decode', 16588800, 10346496)
+    >>> [type(piece).__name__ for piece in work.pieces]
+    ['Product', 'Traffic', 'AttentionCore', 'Product']
+    """
+    call = checked_call(config, work, mask=mask, dtype=dtype, cache_dtype=cache_dtype, cached=cached)
+    describe(config).record(call)
+    pieces = [piece for piece in call.pieces if piece.bytes]
+    phase: Phase = "decode" if work.past and work.queries <= MOST_QUERIES else "prefill"
+    if not work.training:
+        return Work(phase, tuple(pieces), layers)
+    return Work("training", (*pieces, *backward_pieces(pieces)), layers)
+
+
+def checked_call(config: AttentionConfig, work: Workload, *, cached: bool | None, **options: Any) -> Recorder:
+    """Return a recorder for a call whose work and memory can be counted; `cached` is by default `work.past > 0`."""
+    call = Recorder(config, work, cached=work.past > 0 if cached is None else cached, **options)
+    if call.mask is not None and (not call.mask.is_band or call.mask.sinks):
+        raise MaskError(f"mask must be a causal mask or a sliding window, got {call.mask!r}")
+    if call.cached and (work.training or work.source is not None):
+        raise OptionError("a cache needs self-attention without gradients, got cached=True for training or a source")
+    if work.past and not call.cached:
+        raise OptionError(f"past tokens need a cache, got cached=False with past {work.past}")
+    return call

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from polyhead.costs.work import AttentionCore
+from polyhead.costs.work import AttentionCore, Direction
 
 # Imported for the operators that they define.
 from polyhead.ops.attention import fused as _attention_operators  # noqa: F401
@@ -30,30 +30,18 @@ _OPERATORS = torch.ops.polyhead
 Shape = tuple[int, ...]
 
 
-def _core(query: Shape, key: Shape, value: Shape, **options: Any) -> int:
-    batch, heads, queries, head_dim = query
-    sizes = (batch, heads, key[1], queries, key[2], head_dim, value[3])
-    return AttentionCore(options.pop("direction", "forward"), *sizes, torch.float32, **options).flops
+def _register_core(operator: Any, direction: Direction, *, mixing: bool = False) -> None:
+    @register_flop_formula(operator)
+    def core(query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any) -> int:
+        batch, heads, queries, head_dim = query
+        sizes = (batch, heads, key[1], queries, key[2], head_dim, value[3])
+        return AttentionCore(direction, *sizes, torch.float32, mixing=mixing).flops
 
 
-@register_flop_formula(_OPERATORS.attention_forward)
-def _attention_forward(query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any) -> int:
-    return _core(query, key, value)
-
-
-@register_flop_formula(_OPERATORS.attention_backward)
-def _attention_backward(query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any) -> int:
-    return _core(query, key, value, direction="backward")
-
-
-@register_flop_formula(_OPERATORS.talking_forward)
-def _talking_forward(query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any) -> int:
-    return _core(query, key, value, mixing=True)
-
-
-@register_flop_formula(_OPERATORS.talking_backward)
-def _talking_backward(query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any) -> int:
-    return _core(query, key, value, direction="backward", mixing=True)
+_register_core(_OPERATORS.attention_forward, "forward")
+_register_core(_OPERATORS.attention_backward, "backward")
+_register_core(_OPERATORS.talking_forward, "forward", mixing=True)
+_register_core(_OPERATORS.talking_backward, "backward", mixing=True)
 
 
 @register_flop_formula(_OPERATORS.talking_statistics)
@@ -99,26 +87,21 @@ def _decode(
     return 2 * pairs * heads * (head_dim + value.shape[3])
 
 
-def _rows_and_keys(key: Tensor, positions: Tensor, offsets: Tensor) -> int:
-    """Return the pairs of all selected rows; rows after the last offset are padding."""
-    rows = int(offsets[-1]) if _is_readable(offsets) else positions.shape[0]
-    return rows * key.shape[2]
+def _register_selected_rows(operator: Any, scores: int, values: int) -> None:
+    """Register an operator with so many products of head_dim and of value_dim channels per pair."""
+
+    @register_flop_formula(operator, get_raw=True)
+    def selected_rows(
+        positions: Tensor, offsets: Tensor, num_queries: int, by_head: bool, query: Tensor, key: Tensor, value: Tensor,
+        *args: Any, **kwargs: Any,
+    ) -> int:  # fmt: skip
+        # Rows after the last offset are padding.
+        rows = int(offsets[-1]) if _is_readable(offsets) else positions.shape[0]
+        return 2 * rows * key.shape[2] * (scores * key.shape[3] + values * value.shape[3])
 
 
-@register_flop_formula(_OPERATORS.ragged_attention_forward, get_raw=True)
-def _ragged_forward(
-    positions: Tensor, offsets: Tensor, num_queries: int, by_head: bool, query: Tensor, key: Tensor, value: Tensor,
-    *args: Any, **kwargs: Any,
-) -> int:  # fmt: skip
-    return 2 * _rows_and_keys(key, positions, offsets) * (key.shape[3] + value.shape[3])
-
-
-@register_flop_formula(_OPERATORS.ragged_attention_backward, get_raw=True)
-def _ragged_backward(
-    positions: Tensor, offsets: Tensor, num_queries: int, by_head: bool, query: Tensor, key: Tensor, value: Tensor,
-    *args: Any, **kwargs: Any,
-) -> int:  # fmt: skip
-    return 2 * _rows_and_keys(key, positions, offsets) * (3 * key.shape[3] + 2 * value.shape[3])
+_register_selected_rows(_OPERATORS.ragged_attention_forward, scores=1, values=1)
+_register_selected_rows(_OPERATORS.ragged_attention_backward, scores=3, values=2)
 
 
 def _grouped_matmul(order: Tensor, ends: Tensor, inputs: int, outputs: int) -> int:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from polyhead.costs.quantities import plural
+from polyhead.costs.timing.limits import KEY_TILE, QUERY_TILE
 from polyhead.costs.timing.machine import Machine
 from polyhead.costs.work import Phase
 from polyhead.layers.config import AttentionConfig
@@ -22,7 +24,6 @@ KINDS = {
     "rank": "a head of d channels distinguishes about exp(d / 8) keys, and its maps have rank d at most",
     "idle": "too few heads, sequences and tokens to give every multiprocessor a part of the attention",
 }
-QUERY_TILE, KEY_TILE = 128, 64  # tile sizes of the kernels, one tile per multiprocessor at a time
 _CALLS: dict[Phase, str] = {"training": "a training step", "prefill": "the prefill", "decode": "a decode step"}
 
 
@@ -64,14 +65,14 @@ def warnings_of(
     if heads == 1:
         warnings.append(Warned("one head", "one head has one attention map"))
     if dim == 1:
-        warnings.append(Warned("one channel", f"{_plural(heads, 'head')} of one channel each"))
+        warnings.append(Warned("one channel", f"{plural(heads, 'head')} of one channel each"))
     if dim < NARROW:
-        warnings.append(Warned("narrow", f"heads of {_plural(dim, 'channel')} are narrower than {NARROW}"))
+        warnings.append(Warned("narrow", f"heads of {plural(dim, 'channel')} are narrower than {NARROW}"))
     window = getattr(config, "window", None)
     visible = context if window is None else min(context, window)
     if dim < channels_for(visible):
-        keys, verb = _plural(math.floor(math.exp(dim / 8)), "key"), "distinguishes" if dim == 1 else "distinguish"
-        text = f"{_plural(dim, 'channel')} {verb} about {keys}, and a token sees {visible:,}"
+        keys, verb = plural(math.floor(math.exp(dim / 8)), "key"), "distinguishes" if dim == 1 else "distinguish"
+        text = f"{plural(dim, 'channel')} {verb} about {keys}, and a token sees {visible:,}"
         warnings.append(Warned("rank", f"{text}: {channels_for(visible)} channels would do"))
     if machine is not None and machine.device == "cuda":
         programs = _programs(config, visible, context, batch, phase)
@@ -100,12 +101,8 @@ def _channels(config: AttentionConfig) -> int:
     return dim // 2 if isinstance(config, DifferentialConfig) else dim
 
 
-def _plural(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def _programs(config: AttentionConfig, visible: int, context: int, batch: int, phase: Phase) -> int:
-    """Return the number of kernel programs that run the attention in parallel."""
+    """Return the number of kernel programs that run the attention in parallel, one per tile."""
     layout = config.layout  # type: ignore[attr-defined]
     if phase == "decode":
         kv_heads = 1 if isinstance(config, LatentConfig) else layout.num_kv_heads

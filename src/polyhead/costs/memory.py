@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from polyhead.costs.cost import checked_call
 from polyhead.costs.descriptions import describe
-from polyhead.costs.layer_work import checked_call
 from polyhead.costs.recording.attention_tensors import BACKWARD_COPIES, FORWARD_COPIES, KEPT_COPIES
-from polyhead.costs.recording.recorder import Device, Form, Recorder
+from polyhead.costs.recording.recorder import Form
+from polyhead.costs.work import Device
 from polyhead.costs.workload import Workload
 from polyhead.layers import AttentionConfig, MultiHeadConfig
 from polyhead.layers.variants.routed.config import RoutedConfig
@@ -94,10 +95,8 @@ def estimate_memory(
     >>> fused.total >> 20, materialised.total >> 20, materialised.weights == 3 * 4 * 8 * 8192**2
     (50, 6250, True)
     """
-    mask, cached = checked_call(config, work, mask, cached)
-    call = Recorder.of(
-        config, work, mask=mask, dtype=dtype, cache_dtype=cache_dtype, cached=cached, form=form, device=device
-    )
+    dtypes = {"dtype": dtype, "cache_dtype": cache_dtype}
+    call = checked_call(config, work, mask=mask, cached=cached, form=form, device=device, **dtypes)
     layer, tape = describe(config), call.tape
     output = layer.record(call)
     per_token = layer.cache_bytes_per_token(call.cache_dtype)
@@ -106,7 +105,7 @@ def estimate_memory(
     source = 0 if work.source is None else activation // max(1, work.queries) * work.source
     largest = max(call.weight_sizes, default=0)
     if not work.training:
-        cache = layers * work.batch * work.keys * per_token if cached else 0
+        cache = layers * work.batch * work.keys * per_token if call.cached else 0
         transient, weights = tape.peak - activation, FORWARD_COPIES * largest
         return MemoryEstimate(parameters, 0, cache, 2 * activation + source, 0, transient, 0, weights, 0)
     tape.finish(output)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polyhead.costs.descriptions import describe
+from polyhead.costs.work import Amounts
 from polyhead.layers.config import AttentionConfig
 from polyhead.layers.latent.config import LatentConfig
 from polyhead.layers.multi_head.config import HeadsConfig
@@ -13,7 +14,7 @@ from polyhead.layers.variants.routed.config import RoutedConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters:
+class Parameters(Amounts):
     """Weights of the four projections, and `other`: biases, norms, gates, and parameters of the variant.
 
     For latent attention (MLA) `key` contains the down-projection and the up-projections of keys and values, and
@@ -27,24 +28,8 @@ class Parameters:
     other: int
 
     @property
-    def total(self) -> int:
-        return self.query + self.key + self.value + self.output + self.other
-
-    @property
     def projections(self) -> int:
         return self.total - self.other
-
-    def __add__(self, other: Parameters) -> Parameters:
-        return Parameters(
-            self.query + other.query,
-            self.key + other.key,
-            self.value + other.value,
-            self.output + other.output,
-            self.other + other.other,
-        )
-
-    def times(self, layers: int) -> Parameters:
-        return Parameters(*(layers * x for x in (self.query, self.key, self.value, self.output, self.other)))
 
 
 @dataclass(frozen=True, slots=True)

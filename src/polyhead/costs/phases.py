@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from polyhead.costs.cost import layer_work
 from polyhead.costs.descriptions import describe
-from polyhead.costs.layer_work import layer_work
 from polyhead.costs.layouts.model_layout import ModelLayout
 from polyhead.costs.memory import MemoryEstimate, estimate_memory
+from polyhead.costs.recording.recorder import Form
 from polyhead.costs.timing.machine import Machine
 from polyhead.costs.timing.predict import Prediction, predict
 from polyhead.costs.work import MatrixFlops, Phase, Work
@@ -32,7 +35,7 @@ class Timing:
     stages: dict[str, float]
 
     @property
-    def working(self) -> float:
+    def device_seconds(self) -> float:
         """Device time without launch overhead, as under a CUDA graph."""
         return self.seconds - self.stages.get("launch", 0.0)
 
@@ -97,41 +100,42 @@ def plan_phase(
     machine: Machine | None = None,
 ) -> PhasePlan:
     """Compute the costs of one phase over all layers; times need a `machine`."""
-    workload, cached = workload_of(phase, batch, context, cached=is_causal(model))
-    options: dict[str, Any] = {"dtype": dtype, "cache_dtype": cache_dtype}
-    device = "cuda" if machine is None else machine.device
-    layer_works: list[Work] = []
-    memory: dict[str, MemoryEstimate | None] = {"fused": None, "materialised": None}
-    for group in model.groups:
-        layer_works.append(layer_work(group.config, workload, **options, cached=cached, layers=group.layers))
-        for form, subtotal in memory.items():
-            estimate = estimate_memory(
-                group.config,
-                workload,
-                form=form,  # type: ignore[arg-type]
-                cached=cached,
-                layers=group.layers,
-                device=device,
-                **options,
-            )
-            memory[form] = estimate if subtotal is None else subtotal + estimate
+    works = phase_works(model, phase, batch, context, dtype, cache_dtype)
+    workload, cached = _workload(model, phase, batch, context)
+
+    def memory(form: Form) -> MemoryEstimate:
+        device = "cuda" if machine is None else machine.device
+        options: dict[str, Any] = {"form": form, "dtype": dtype, "cache_dtype": cache_dtype, "device": device}
+        groups = (
+            estimate_memory(group.config, workload, cached=cached, layers=group.layers, **options)
+            for group in model.groups
+        )
+        return functools.reduce(operator.add, groups)
+
     moved: dict[str, int] = {}
-    for layer in layer_works:
-        for stage in layer.stages:
-            moved[stage] = moved.get(stage, 0) + layer.only(stage).bytes
-    fused, materialised = memory["fused"], memory["materialised"]
-    assert fused is not None and materialised is not None
+    for work in works:
+        for stage in work.stages:
+            moved[stage] = moved.get(stage, 0) + work.only(stage).bytes
     return PhasePlan(
         phase=phase,
-        flops=sum((layer.matrix_flops for layer in layer_works), MatrixFlops()),
-        exponentials=sum(layer.exponentials for layer in layer_works),
+        flops=sum((work.matrix_flops for work in works), MatrixFlops()),
+        exponentials=sum(work.exponentials for work in works),
         bytes=moved,
-        launches=sum(layer.launches for layer in layer_works),
-        fused=fused,
-        materialised=materialised,
+        launches=sum(work.launches for work in works),
+        fused=memory("fused"),
+        materialised=memory("materialised"),
         rolling_cache=rolling_cache_bytes(model, cache_dtype, batch, context) if cached else 0,
-        timing=None if machine is None else Timing.of([predict(layer, machine) for layer in layer_works]),
+        timing=None if machine is None else Timing.of([predict(work, machine) for work in works]),
     )
+
+
+def phase_works(
+    model: ModelLayout, phase: Phase, batch: int, context: int, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> list[Work]:
+    """Return the work of each kind of layer in one phase."""
+    workload, cached = _workload(model, phase, batch, context)
+    options: dict[str, Any] = {"dtype": dtype, "cache_dtype": cache_dtype, "cached": cached}
+    return [layer_work(group.config, workload, **options, layers=group.layers) for group in model.groups]
 
 
 def rolling_cache_bytes(model: ModelLayout, dtype: torch.dtype, batch: int, context: int) -> int:
@@ -158,15 +162,10 @@ def can_roll(config: AttentionConfig, cache_dtype: torch.dtype) -> bool:
     return windowed and cache_dtype is not torch.int8 and not isinstance(config, LatentConfig)
 
 
-def workload_of(phase: Phase, batch: int, context: int, *, cached: bool = True) -> tuple[Workload, bool]:
-    """Return the workload of each layer in a phase, and whether it uses a cache; `cached` applies to the prefill."""
+def _workload(model: ModelLayout, phase: Phase, batch: int, context: int) -> tuple[Workload, bool]:
+    """Return the workload of each layer in a phase, and whether it uses a cache."""
     if phase == "training":
         return Workload.training_step(context, batch=batch), False
     if phase == "prefill":
-        return Workload.prefill(context, batch=batch), cached
+        return Workload.prefill(context, batch=batch), model.is_causal
     return Workload.decode(context - 1, batch=batch), context > 1
-
-
-def is_causal(model: ModelLayout) -> bool:
-    """Return True if every layer is causal, so that the model can decode."""
-    return all(getattr(group.config, "causal", False) for group in model.groups)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polyhead.costs.layouts.model_layout import ModelLayout, dtype_name
-from polyhead.costs.phases import PhasePlan, is_causal
+from polyhead.costs.layouts.model_layout import ModelLayout
+from polyhead.costs.phases import PhasePlan
 from polyhead.costs.planning import Plan
-from polyhead.costs.quantities import count, seconds, size
+from polyhead.costs.quantities import count, dtype_name, plural, seconds, size
 
 BOUNDS = {
     "matrix": "matrix units",
@@ -52,13 +52,13 @@ def title(plan: Plan, phase: PhasePlan) -> str:
         return "training step, forward and backward"
     if phase.phase == "decode":
         return "decode step, last token of the context"
-    return "prefill of the full context" if is_causal(plan.model) else "forward over the full context"
+    return "prefill of the full context" if plan.model.is_causal else "forward over the full context"
 
 
 def requested(plan: Plan) -> str:
     """Return one line with the plan's batch, context, dtypes and machine."""
     where = f" on {plan.machine}" if plan.machine else ""
-    dtypes = str(dtype_name(plan.dtype))
+    dtypes = dtype_name(plan.dtype)
     if plan.cache_dtype is not plan.dtype:
         dtypes += f", cache in {dtype_name(plan.cache_dtype)}"
     return f"batch {plan.batch}, context {plan.context:,}, {dtypes}{where}; attention layers only"
@@ -76,11 +76,11 @@ def layout_words(model: ModelLayout) -> str:
         layout = group.config.layout  # type: ignore[attr-defined]
         width = layout.embed_dim
         heads = getattr(group.config, "num_heads", layout.num_heads)
-        text = f"{_plural(group.layers, 'layer')} of {_plural(heads, 'head')} x {layout.head_dim}"
+        text = f"{plural(group.layers, 'layer')} of {plural(heads, 'head')} x {layout.head_dim}"
         if hasattr(layout, "kv_lora_rank"):
             text += f" over a latent of {layout.cache_width}"
         elif layout.num_kv_heads != heads:
-            text += f" over {_plural(layout.num_kv_heads, 'KV head')}"
+            text += f" over {plural(layout.num_kv_heads, 'KV head')}"
         window = getattr(group.config, "window", None)
         groups.append(text + (f" and a window of {window:,}" if window else ""))
     return f"{'; '.join(groups)}, d_model {width}"
@@ -157,10 +157,6 @@ def below(phase: PhasePlan) -> list[tuple[str, str]]:
     if phase.timing is not None:
         bound = BOUNDS[phase.timing.bound]
         if phase.timing.bound == "launch":
-            bound += f", which takes {seconds(phase.timing.working)}"
+            bound += f", which takes {seconds(phase.timing.device_seconds)}"
         lines.append(("bound by", bound))
     return lines
-
-
-def _plural(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

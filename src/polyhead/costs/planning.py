@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +14,11 @@ from polyhead.costs.cost import estimate_cost
 from polyhead.costs.descriptions import describe
 from polyhead.costs.layout_warnings import Warned, warnings_of
 from polyhead.costs.layouts.layout_sources import read_layout
-from polyhead.costs.layouts.model_layout import ModelLayout, dtype_name
+from polyhead.costs.layouts.model_layout import ModelLayout
 from polyhead.costs.memory import MemoryEstimate, memory_caveats
 from polyhead.costs.parameters import Identity, Parameters, count_parameters, four_squares
-from polyhead.costs.phases import PhasePlan, can_roll, is_causal, plan_phase, rolling_cache_bytes
-from polyhead.costs.quantities import size
+from polyhead.costs.phases import PhasePlan, can_roll, plan_phase, rolling_cache_bytes
+from polyhead.costs.quantities import check_count, dtype_name, size
 from polyhead.costs.timing.machine import Machine
 from polyhead.costs.work import PHASES, Phase
 from polyhead.costs.workload import Workload
@@ -46,6 +45,7 @@ class Plan:
     context: int
     dtype: torch.dtype
     cache_dtype: torch.dtype
+    machine: str | None
     parameters: Parameters
     identity: Identity
     cache_bytes_per_token: int
@@ -53,7 +53,6 @@ class Plan:
     rolling_cache_bytes: int
     crossover: int | None
     phases: tuple[PhasePlan, ...]
-    machine: str | None = None
     warnings: tuple[Warned, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -78,18 +77,12 @@ class Plan:
             for x in self.phases
         ]
         return {
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
             "model": self.model.to_dict(),
-            "batch": self.batch,
-            "context": self.context,
             "dtype": dtype_name(self.dtype),
             "cache_dtype": dtype_name(self.cache_dtype),
-            "machine": self.machine,
             "parameters": {**dataclasses.asdict(self.parameters), "total": self.parameters.total},
             "identity": {**dataclasses.asdict(self.identity), "holds": self.identity.holds},
-            "cache_bytes_per_token": self.cache_bytes_per_token,
-            "cache_bytes": self.cache_bytes,
-            "rolling_cache_bytes": self.rolling_cache_bytes,
-            "crossover": self.crossover,
             "phases": phases,
             "warnings": [warning._asdict() for warning in self.warnings],
             "notes": [*self.model.notes, *self.notes],
@@ -131,11 +124,8 @@ def plan(
     dtype, notes = layer_dtype(dtype, model.dtype, machine)
     cache_dtype = cache_dtype or model.cache_dtype or dtype
     selected = _phases(model, phases)
-    cached = is_causal(model)
+    cached = model.is_causal
     per_token = cache_bytes_per_token(model, cache_dtype) if cached else 0
-    parameters = Parameters(0, 0, 0, 0, 0)
-    for group in model.groups:
-        parameters = parameters + count_parameters(group.config).times(group.layers)
     windowed = [group.config for group in model.groups if getattr(group.config, "window", None)]
     if any(can_roll(config, cache_dtype) for config in windowed):
         notes.append("cache bytes count all tokens; in windowed layers a rolling cache stores only the window")
@@ -143,36 +133,37 @@ def plan(
         notes.append("cache bytes count all tokens; latent and int8 caches cannot roll")
     device = "cuda" if machine is None else machine.device
     notes += dict.fromkeys(doubt for group in model.groups for doubt in memory_caveats(group.config, device=device))
+    warnings = (
+        warning
+        for group in model.groups
+        for phase in selected
+        for warning in warnings_of(group.config, context=context, batch=batch, phase=phase, machine=machine)
+    )
     planned = tuple(plan_phase(model, phase, batch, context, dtype, cache_dtype, machine) for phase in selected)
-    if machine is not None:
-        notes += [
-            f"{phase.phase} needs more memory than {machine.name} has: {size(phase.fused.total)} of "
-            f"{size(machine.memory_bytes)}{_with_rolling(phase)}"
-            for phase in planned
-            if phase.fused.total > machine.memory_bytes
-        ]
+    for phase_plan in planned:
+        if machine is not None and phase_plan.fused.total > machine.memory_bytes:
+            rolling = f"; {size(phase_plan.rolling_total)} with rolling caches"
+            notes.append(
+                f"{phase_plan.phase} needs more memory than {machine.name} has: {size(phase_plan.fused.total)} of "
+                f"{size(machine.memory_bytes)}" + (rolling if phase_plan.rolling_total < phase_plan.fused.total else "")
+            )
     return Plan(
         model=model,
         batch=batch,
         context=context,
         dtype=dtype,
         cache_dtype=cache_dtype,
-        parameters=parameters,
+        machine=None if machine is None else machine.name,
+        parameters=total_parameters(model),
         identity=four_squares(model.config),
         cache_bytes_per_token=per_token,
         cache_bytes=batch * context * per_token,
         rolling_cache_bytes=rolling_cache_bytes(model, cache_dtype, batch, context) if cached else 0,
         crossover=crossover(model),
         phases=planned,
-        machine=None if machine is None else machine.name,
-        warnings=_warnings(model, context, batch, selected, machine),
+        warnings=tuple(dict.fromkeys(warnings)),
         notes=tuple(notes),
     )
-
-
-def _with_rolling(phase: PhasePlan) -> str:
-    """Return a suffix with the memory under rolling caches; empty if no cache can roll."""
-    return "" if phase.rolling_total == phase.fused.total else f"; {size(phase.rolling_total)} with rolling caches"
 
 
 def layer_dtype(
@@ -185,8 +176,10 @@ def layer_dtype(
     """
     if requested is not None:
         if requested not in COMPUTED:
+            *others, last = map(dtype_name, COMPUTED)
+            computed = f"{', '.join(others)} or {last}"
             raise DtypeError(
-                f"dtype must be {_names(COMPUTED)}, got {dtype_name(requested)}; "
+                f"dtype must be {computed}, got {dtype_name(requested)}; "
                 "set a smaller dtype for the cache alone with --cache-dtype (cache_dtype=...)"
             )
         return requested, []
@@ -201,6 +194,12 @@ def layer_dtype(
         )
         dtype = calibrated
     return dtype, notes
+
+
+def total_parameters(model: ModelLayout) -> Parameters:
+    """Count the parameters of all attention layers of a model."""
+    groups = (count_parameters(group.config).times(group.layers) for group in model.groups)
+    return sum(groups, Parameters(0, 0, 0, 0, 0))
 
 
 def cache_bytes_per_token(model: ModelLayout, dtype: torch.dtype) -> int:
@@ -228,20 +227,8 @@ def crossover(model: ModelLayout) -> int | None:
     return high
 
 
-def _warnings(
-    model: ModelLayout, context: int, batch: int, phases: Iterable[Phase], machine: Machine | None
-) -> tuple[Warned, ...]:
-    """Return the distinct warnings of all kinds of layers in all phases."""
-    warnings = (
-        warnings_of(group.config, context=context, batch=batch, phase=phase, machine=machine)
-        for group in model.groups
-        for phase in phases
-    )
-    return tuple(dict.fromkeys(itertools.chain.from_iterable(warnings)))
-
-
 def _phases(model: ModelLayout, requested: Iterable[str] | None) -> tuple[Phase, ...]:
-    supported = PHASES if is_causal(model) else tuple(phase for phase in PHASES if phase != "decode")
+    supported = PHASES if model.is_causal else tuple(phase for phase in PHASES if phase != "decode")
     if requested is None:
         return supported
     phases = tuple(dict.fromkeys(requested))
@@ -255,18 +242,12 @@ def _phases(model: ModelLayout, requested: Iterable[str] | None) -> tuple[Phase,
 
 def _check_sizes(model: ModelLayout, batch: int, context: int, beyond: bool) -> None:
     for name, number in (("batch", batch), ("context", context)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise OptionError(f"{name} must be a positive integer, got {number!r}")
+        check_count(name, number, least=1)
     if model.context is not None and context > model.context and not beyond:
         raise OptionError(
             f"context must be at most {model.context:,} tokens for {model.name}, got {context:,}; "
             "use a shorter one, or allow it with --beyond (beyond=True)"
         )
-
-
-def _names(dtypes: Sequence[torch.dtype]) -> str:
-    *others, last = (str(dtype_name(dtype)) for dtype in dtypes)
-    return f"{', '.join(others)} or {last}"
 
 
 def _memory(memory: MemoryEstimate) -> dict[str, int]:

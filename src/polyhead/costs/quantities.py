@@ -1,13 +1,25 @@
-"""Format and parse counts, sizes in bytes and times: 1.34 G, 16 GiB, 230 µs."""
+"""Check, format and parse quantities: counts, sizes in bytes, times and dtypes."""
 
 from __future__ import annotations
 
 import re
 
+import torch
+
+from polyhead.errors import OptionError
+
 _COUNTS = ("", "K", "M", "G", "T", "P", "E")
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)", re.IGNORECASE)
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+_DTYPES |= {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|µs|ms|s)")
+
+
+def check_count(name: str, number: object, *, least: int = 0) -> None:
+    """Raise unless `number` is an integer of at least `least`, 0 or 1."""
+    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+        raise OptionError(f"{name} must be a {'positive' if least else 'non-negative'} integer, got {number!r}")
 
 
 def count(number: float) -> str:
@@ -63,6 +75,32 @@ def parse_seconds(text: str) -> float:
     if match is None:
         raise ValueError(f"expected a time such as 2s, 20ms or 300us; got {text!r}")
     return float(match[1]) / {"s": 1, "ms": 1e3, "us": 1e6, "µs": 1e6}[match[2]]
+
+
+def plural(number: int, noun: str) -> str:
+    """Format a number of things.
+
+    >>> plural(1, "head"), plural(4096, "head")
+    ('1 head', '4,096 heads')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def named_dtype(name: object) -> torch.dtype:
+    """Return the dtype with this name.
+
+    >>> named_dtype("bf16"), named_dtype("torch.float32")
+    (torch.bfloat16, torch.float32)
+    """
+    text = str(name).removeprefix("torch.").lower()
+    dtype = getattr(torch, _DTYPES.get(text, text), None)
+    if not isinstance(dtype, torch.dtype):
+        raise OptionError(f"dtype must be float32, bfloat16, float16, float8_e4m3fn or int8; got {name!r}")
+    return dtype
 
 
 def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:

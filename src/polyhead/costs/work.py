@@ -9,14 +9,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, Self, get_args
 
 import torch
 
+from polyhead.costs.quantities import check_count
 from polyhead.costs.workload import visible_pairs
 from polyhead.errors import DtypeError, OptionError
 from polyhead.masks import Mask
 
+Device = Literal["cuda", "cpu"]
 Phase = Literal["training", "prefill", "decode"]
 Stage = Literal["projection", "positions", "cache", "attention", "mixing", "output"]
 Direction = Literal["forward", "backward", "decode"]
@@ -25,7 +27,25 @@ STAGES: tuple[Stage, ...] = get_args(Stage)
 
 
 @dataclass(frozen=True, slots=True)
-class MatrixFlops:
+class Amounts:
+    """Amounts by purpose, which are added and multiplied field by field."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (getattr(self, field.name) for field in dataclasses.fields(self))
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def times(self, layers: int) -> Self:
+        return type(self)(*(layers * amount for amount in self))
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixFlops(Amounts):
     """FLOPs of matrix products by purpose; a multiply-add counts as two."""
 
     projection: int = 0  # input to queries, keys, values and gates
@@ -33,19 +53,6 @@ class MatrixFlops:
     values: int = 0  # attention weights by values
     mixing: int = 0  # linear maps over heads, in variants that mix them
     output: int = 0  # heads to output
-
-    def __iter__(self) -> Iterator[int]:
-        return iter((self.projection, self.scores, self.values, self.mixing, self.output))
-
-    @property
-    def total(self) -> int:
-        return sum(self)
-
-    def __add__(self, other: MatrixFlops) -> MatrixFlops:
-        return MatrixFlops(*(a + b for a, b in zip(self, other, strict=True)))
-
-    def times(self, layers: int) -> MatrixFlops:
-        return MatrixFlops(*(layers * flops for flops in self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,7 @@ class Product:
     inner: int  # k
     dtype: torch.dtype
     count: int = 1
+    exponentials: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         _check(self, ("rows", "columns", "inner", "count"))
@@ -75,10 +83,6 @@ class Product:
     @property
     def matrix_flops(self) -> MatrixFlops:
         return MatrixFlops(**{self.stage: self.flops})
-
-    @property
-    def exponentials(self) -> int:
-        return 0
 
     @property
     def bytes(self) -> int:
@@ -99,7 +103,10 @@ class Product:
 
 
 # Number of products over all (query, key) pairs, by (backward, mixing): with head_dim channels (scores), with value_dim
-# channels (values), and over heads (mixes of logits or weights). Those with mixing count what the kernels recompute.
+# channels (values), and over heads (mixes of logits or weights). A forward counts each product once; the kernels of
+# talking heads compute the scores and their mix a second time, for the log-sum-exp. Their backward counts three passes
+# (delta, queries, keys and values), each of which recomputes the scores and their mix: 3, 4 and 4 mixes. The kernels
+# save one mix of the first pass unless all heads together are wide; then they split the third pass.
 _PRODUCTS = {
     (False, False): (1, 1, 0),
     (True, False): (3, 2, 0),
@@ -223,19 +230,14 @@ class Traffic:
     bytes: int
     launches: int = 1
     gradient_bytes: int | None = None
+    flops: ClassVar[int] = 0
+    exponentials: ClassVar[int] = 0
+    matrix_flops: ClassVar[MatrixFlops] = MatrixFlops()
 
     def __post_init__(self) -> None:
         _check(self, ("bytes", "launches"))
         if self.gradient_bytes is not None:
             _check(self, ("gradient_bytes",))
-
-    @property
-    def flops(self) -> int:
-        return 0
-
-    @property
-    def exponentials(self) -> int:
-        return 0
 
 
 Piece = Product | AttentionCore | Traffic
@@ -297,7 +299,7 @@ class Work:
 
 def total_flops(pieces: Iterable[Piece]) -> MatrixFlops:
     """Return the FLOPs of all matrix products, by purpose."""
-    return sum((piece.matrix_flops for piece in pieces if not isinstance(piece, Traffic)), MatrixFlops())
+    return sum((piece.matrix_flops for piece in pieces), MatrixFlops())
 
 
 def backward_pieces(forward: Sequence[Piece]) -> list[Piece]:
@@ -317,9 +319,7 @@ def backward_pieces(forward: Sequence[Piece]) -> list[Piece]:
 
 def _check(value: object, names: tuple[str, ...]) -> None:
     for name in names:
-        size = getattr(value, name)
-        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            raise OptionError(f"{name} must be a non-negative integer, got {size!r}")
+        check_count(name, getattr(value, name))
     dtype = getattr(value, "dtype", torch.float32)
     if not isinstance(dtype, torch.dtype):
         raise DtypeError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")

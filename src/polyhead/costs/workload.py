@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from polyhead.costs.quantities import check_count
 from polyhead.errors import MaskError, OptionError
 from polyhead.masks import Mask
 
@@ -28,12 +29,10 @@ class Workload:
     training: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("queries", "batch", "past", "source"):
-            size = getattr(self, name)
-            if name == "source" and size is None:
-                continue
-            if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-                raise OptionError(f"{name} must be a non-negative integer, got {size!r}")
+        for name in ("queries", "batch", "past"):
+            check_count(name, getattr(self, name))
+        if self.source is not None:
+            check_count("source", self.source)
         if self.source is not None and self.past:
             raise OptionError(
                 "past (self-attention over a cache) and source (cross-attention) are exclusive, "

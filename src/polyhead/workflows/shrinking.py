@@ -178,7 +178,7 @@ def shrink(
         with with_outputs(shrinker.model, evidence.layers, outputs):
             quality = report.measure()
         edits = shrinker.edits(removed)
-        counted, size = shrinker.counted(removed), shrinker.size(removed)
+        counted, size = shrinker.preview(removed), shrinker.size(removed)
         return ShrunkModel(
             loaded=loaded,
             edits=tuple(edits),

@@ -78,7 +78,7 @@ def test_sizes_are_those_that_edits_leave(batches):
     shrinker = Shrinker(Evidence(build(FAMILIES["llama"]), batches, Objectives(slope=language_slope)))
     for steps in (1, 4, 5, 2):
         removed = shrinker.removed(steps)
-        counted = shrinker.counted(removed)
+        counted = shrinker.preview(removed)
         rest = other_flops(shrinker.model, shrinker.work)
         assert shrinker.size(removed) == Size(
             counted.after.heads / counted.before.heads,

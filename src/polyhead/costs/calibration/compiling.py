@@ -1,7 +1,7 @@
-"""Kernels of ours compiled side by side before anything is timed, into the cache that Triton keeps on disk.
+"""Compilation of our kernels in parallel processes before anything is timed, into Triton's cache on disk.
 
-One kernel takes seconds to compile and a calibration meets a dozen, so a few processes share them. Whatever fails here
-is met again, and told, by the measurement itself.
+A kernel takes seconds to compile and a calibration needs a dozen. A task that fails here fails again, and is reported,
+in the measurement itself.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 
-from polyhead.costs.calibration.calls import calls_of
-from polyhead.costs.calibration.layers import layer_call
+from polyhead.costs.calibration.calls import calls_of, layer_call
 from polyhead.costs.calibration.timing import undisturbed
 from polyhead.costs.measuring.machine_facts import usable_cores
 from polyhead.costs.timing.limits import route
-from polyhead.costs.work import AttentionCore, Piece
+from polyhead.costs.work import AttentionCore, Piece, Work
 from polyhead.costs.workload import Workload
 from polyhead.layers import MultiHeadConfig
 
 MOST_WORKERS = 12
 MOST_SECONDS = 45.0
-MOST_BYTES = 1 << 30  # of one piece, where a dozen processes share the memory of one GPU
-FEWEST_TASKS = 2  # fewer are compiled sooner by who meets them than by a process that has to start first
+MOST_BYTES = 1 << 30  # of one piece, since a dozen processes share the memory of one GPU
+FEWEST_TASKS = 2  # fewer are compiled sooner on demand than in a process that has to start first
 
 Task = tuple[Callable[..., None], tuple[object, ...]]
 
 
 def compile_ahead(tasks: Sequence[Task], device: torch.device) -> int:
-    """Run the tasks in other processes and wait for them; how many went well."""
+    """Run the tasks in other processes, wait for them, and return the number of successful ones."""
     workers = min(len(tasks), MOST_WORKERS, max(usable_cores() - 2, 1))
     if device.type != "cuda" or len(tasks) < FEWEST_TASKS or workers < FEWEST_TASKS:
         return 0
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
-    with _without_a_script():
+    with _without_missing_script():
         futures = [pool.submit(function, *arguments) for function, arguments in tasks]
     done, _ = wait(futures, MOST_SECONDS)
     pool.shutdown(wait=len(done) == len(futures), cancel_futures=True)
@@ -46,8 +46,8 @@ def compile_ahead(tasks: Sequence[Task], device: torch.device) -> int:
 
 
 @contextlib.contextmanager
-def _without_a_script() -> Iterator[None]:
-    """A process begins with the file of the program that starts it; a program that was piped in names one in vain."""
+def _without_missing_script() -> Iterator[None]:
+    """Hide the file of the main program if it does not exist (a piped program): a new process would try to run it."""
     program = sys.modules["__main__"]
     file = getattr(program, "__file__", None)
     if file is None or Path(file).exists():
@@ -61,26 +61,27 @@ def _without_a_script() -> Iterator[None]:
 
 
 def piece_tasks(pieces: Iterable[Piece]) -> list[Task]:
-    """A task for each kernel of ours among them, with its smaller pieces: it is not compiled for their sizes."""
-    found: dict[tuple[object, ...], list[AttentionCore]] = {}
+    """Return a task for each of our kernels among the pieces; it runs the smaller ones, whatever their sizes."""
+    by_kernel: dict[tuple[object, ...], list[AttentionCore]] = {}
     for piece in pieces:
-        if isinstance(piece, AttentionCore) and is_ours(piece):
+        if _is_ours(piece):
             kernel = (piece.direction, piece.head_dim, piece.heads // piece.kv_heads, piece.dtype)
-            found.setdefault(kernel, []).append(piece)
+            by_kernel.setdefault(kernel, []).append(piece)
     tasks: list[Task] = []
-    for group in found.values():
+    for group in by_kernel.values():
         smallest = min(group, key=lambda piece: piece.bytes)
         tasks.append((run_pieces, (tuple(x for x in group if x is smallest or x.bytes <= MOST_BYTES),)))
     return tasks
 
 
-def layer_task(config: MultiHeadConfig, work: Workload, dtype: torch.dtype) -> Task:
-    return run_layer, (config, work, dtype)
+def layer_tasks(config: MultiHeadConfig, workload: Workload, work: Work, dtype: torch.dtype) -> list[Task]:
+    """Return a task that runs a layer if our kernels serve it, else none."""
+    return [(run_layer, (config, workload, dtype))] if any(map(_is_ours, work.pieces)) else []
 
 
-def is_ours(piece: AttentionCore) -> bool:
-    """Return True if our kernels serve it on a GPU; PyTorch's need no compilation."""
-    return piece.direction == "decode" or route(piece, "cuda") == "tiled"
+def _is_ours(piece: Piece) -> TypeGuard[AttentionCore]:
+    """Return True if our kernels serve a piece on a GPU; PyTorch's need no compilation."""
+    return isinstance(piece, AttentionCore) and (piece.direction == "decode" or route(piece, "cuda") == "tiled")
 
 
 def run_pieces(pieces: Sequence[AttentionCore]) -> None:

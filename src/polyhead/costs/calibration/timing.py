@@ -1,4 +1,4 @@
-"""Seconds of a call on the device alone, and seconds that a call costs its host."""
+"""Device time of a call, and host time of a call."""
 
 from __future__ import annotations
 
@@ -11,44 +11,43 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from polyhead.costs.measuring.graphs import replayed
+from polyhead.costs.measuring.gpu import replayed
 from polyhead.costs.measuring.runner import seconds_of, settled
 
 Call = Callable[[], object]
-HARMLESS = "Attempting to run cuBLAS, but there was no current CUDA context"  # autograd's thread makes itself one
+HARMLESS = "Attempting to run cuBLAS, but there was no current CUDA context"  # autograd's thread then creates one
 
-GRAPHED_BELOW = 3e-3  # seconds of a call that is put into a graph; beside a longer one its Python is nothing
+GRAPHED_BELOW = 3e-3  # seconds of a call that is captured in a graph; the host time of longer ones is negligible
 GRAPH_SECONDS, MOST_IN_A_GRAPH = 1e-3, 20
 SAMPLES = {"cuda": 7, "cpu": 25}
 FEWEST = 3
-# Of a call's time: one whose host takes more is not the device's, since a host takes up to twice what it takes at best.
+# Maximum host time of a call relative to its device time, since a busy host takes up to twice its shortest time.
 MOST_OF_THE_HOST = 0.5
 SAMPLE_SECONDS = {"cuda": 5e-4, "cpu": 2e-4}  # shorter ones measure the clock
-STEADY_SECONDS = {"cuda": 3e-2, "cpu": 2e-4}  # so long that the first call and the last make no difference
-SLOW_SECONDS = 1e-2  # a sample as long as this is taken the fewest times
+STEADY_SECONDS = {"cuda": 3e-2, "cpu": 2e-4}  # so long that the first and the last call make no difference
+SLOW_SECONDS = 1e-2  # longer samples are taken `FEWEST` times
 HOST_CALLS = {"cuda": 20, "cpu": 5}
-HOST_SAMPLES = {"cuda": 3, "cpu": 12}  # of a visit
+HOST_SAMPLES = {"cuda": 3, "cpu": 12}  # per visit
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Around all measurements: collections look at nothing old, and one warning that means nothing is not shown."""
+    """Exclude existing objects from garbage collection, and ignore a harmless warning, during measurements."""
     with settled(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=HARMLESS)
         yield
 
 
 def device_seconds(calls: Sequence[Call], device: torch.device, *, graphs: bool = True) -> float | None:
-    """Of one call, by a few samples; `calls` do the same with other data and run in turns.
+    """Return the seconds of one call from a few samples; `calls` do the same with other data and take turns.
 
-    On a GPU short calls are replayed as a graph, which leaves out what they cost the host. What cannot be captured
-    (`graphs=False`) is timed as it is called, and None says that this took the host about as long as the device.
+    On a GPU short calls are replayed as a graph, which excludes their host time. Calls that cannot be captured
+    (`graphs=False`) are timed as they are; None if the host takes about as long as the device.
     """
     calls[0]()  # compiles, allocates
     once = min(seconds_of(calls[0], 1, device) for _ in range(2))
     if device.type == "cuda" and graphs and once < GRAPHED_BELOW:
-        count = max(1, min(MOST_IN_A_GRAPH, int(GRAPH_SECONDS / once)))
-        count = max(count, len(calls))
+        count = max(1, min(MOST_IN_A_GRAPH, int(GRAPH_SECONDS / once)), len(calls))
         return _sampled(replayed([calls[i % len(calls)] for i in range(count)], device), device) / count
     taken = _sampled(calls[0], device)
     if device.type == "cuda" and _issue_seconds(calls[0], device) > MOST_OF_THE_HOST * taken:
@@ -57,7 +56,7 @@ def device_seconds(calls: Sequence[Call], device: torch.device, *, graphs: bool 
 
 
 def _issue_seconds(call: Call, device: torch.device) -> float:
-    """Host time of a call, without synchronisation."""
+    """Return the host time of a call, without synchronisation."""
     taken = []
     for _ in range(FEWEST):
         torch.cuda.synchronize(device)
@@ -69,14 +68,14 @@ def _issue_seconds(call: Call, device: torch.device) -> float:
 
 
 def host_samples(call: Call, device: torch.device) -> list[float]:
-    """Seconds of one of many calls that follow one another, each with too little to compute to be waited for."""
+    """Return seconds per call of several calls in a row, each with too little device work to wait for."""
     times = HOST_CALLS[device.type]
     seconds_of(call, times, device)
     return [seconds_of(call, times, device) / times for _ in range(HOST_SAMPLES[device.type])]
 
 
 def steady_samples(call: Call, device: torch.device) -> list[float]:
-    """Seconds of one of many calls that follow one another, whatever they wait for: the host, the device or both."""
+    """Return seconds per call of many calls in a row, whether host or device bounds them."""
     call()
     once = min(seconds_of(call, 1, device) for _ in range(2))
     times = max(1, math.ceil(STEADY_SECONDS[device.type] / once))
@@ -85,7 +84,7 @@ def steady_samples(call: Call, device: torch.device) -> list[float]:
 
 
 def _sampled(call: Call, device: torch.device) -> float:
-    """The median on a GPU, whose own clock varies. On a CPU the fastest: others who use it only make it slower."""
+    """Return the median sample on a GPU, whose clock varies, and the fastest on a CPU, which others may slow down."""
     once = min(seconds_of(call, 1, device) for _ in range(2))
     times = max(1, round(SAMPLE_SECONDS[device.type] / once))
     count = FEWEST if once * times > SLOW_SECONDS else SAMPLES[device.type]

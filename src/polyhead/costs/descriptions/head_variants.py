@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from polyhead.costs.descriptions.plain_heads import PlainHeads
-from polyhead.costs.recording.attention_tensors import record_attention
+from polyhead.costs.recording.attention_tensors import record_attention, record_heads, talking_tiles
 from polyhead.costs.recording.recorder import Heads, Recorder
 from polyhead.costs.recording.tape import Block
-from polyhead.costs.recording.tile_tensors import talking_tiles
-from polyhead.costs.recording.uneven import record_heads
 from polyhead.costs.work import AttentionCore, Traffic
 from polyhead.layers.variants import GroupedHeadsConfig, HeadMixConfig
 from polyhead.layers.variants.collaborative.config import CollaborativeConfig
@@ -30,14 +27,9 @@ class GroupedHeads(PlainHeads[GroupedHeadsConfig]):
 
     @property
     def extra_parameters(self) -> int:
-        width = self.layout.embed_dim
-        projections = self.outputs * self.hidden + (self.hidden - self.outputs) * width
-        return (
-            super().extra_parameters
-            + self.mixing_weights
-            + projections
-            + (self.hidden if self.config.output_bias else 0)
-        )
+        projections = self.outputs * self.hidden + (self.hidden - self.outputs) * self.layout.embed_dim
+        bias = self.hidden if self.config.output_bias else 0
+        return super().extra_parameters + self.mixing_weights + projections + bias
 
     def combine(self, call: Recorder, heads: Block) -> Block:
         tape, groups, size = call.tape, self.config.num_groups, call.size(call.tokens * self.outputs)
@@ -50,8 +42,7 @@ class GroupedHeads(PlainHeads[GroupedHeadsConfig]):
         tape.release(contiguous)
         call.passes("output", call.tokens * self.hidden)
         if self.config.activation == "gelu":
-            hidden_before, up = up, tape.step(up, output_size=up.size, saves=(up,))
-            tape.release(hidden_before)
+            up = tape.step(up, output_size=up.size, saves=(up,), frees=(up,))
         tape.release(mixed)
         return call.linear("output", up, self.layout.embed_dim, self.hidden)
 
@@ -77,9 +68,7 @@ class HeadMix(PlainHeads[HeadMixConfig]):
         if config.mix == "heads":
             call.product("mixing", rows, dim, self.layout.num_heads, call.tokens)
             by_head = tape.step(heads, output_size=joined, passes_gradient=True)
-            mixed = tape.step(by_head, output_size=size, saves=(by_head,))
-            tape.release(by_head)
-            mixed.is_strided = True
+            mixed = tape.step(by_head, output_size=size, saves=(by_head,), frees=(by_head,), is_strided=True)
         else:
             mixed = call.linear("mixing", call.flattened(heads, joined), rows * dim, self.outputs)
         attended = mixed if config.row_attention is None else self._attend_rows(call, mixed)
@@ -94,27 +83,26 @@ class HeadMix(PlainHeads[HeadMixConfig]):
         query = key = value = mixed
         if self.config.row_attention == "projected":
             query, key, value = (self._projected_rows(call, mixed) for _ in range(3))
-        core = AttentionCore("forward", tokens, 1, 1, rows, rows, dim, dim, call.dtype, stage="mixing")
-        call.pieces.append(core)
+        call.pieces.append(AttentionCore("forward", tokens, 1, 1, rows, rows, dim, dim, call.dtype, stage="mixing"))
         if call.on_gpu and call.form == "fused" and rows <= FEW_ROWS:
             weights = call.size(tokens * rows**2)
             scaled = tape.step(query, output_size=size)
             logits = tape.step(scaled, key, output_size=weights, saves=(scaled, key))
-            softmax = tape.step(logits, output_size=weights, save_output=True)
-            tape.release(scaled, logits)
-            output = tape.step(softmax, value, output_size=size, saves=(softmax, value))
-            tape.release(softmax)
+            softmax = tape.step(logits, output_size=weights, save_output=True, frees=(scaled, logits))
+            output = tape.step(softmax, value, output_size=size, saves=(softmax, value), frees=(softmax,))
         else:
             copies = call.wide(tokens * rows**2) if call.form == "materialised" else 0
             call.weight_sizes.append(copies)
-            options: dict[str, Any] = {
-                "saves": (query, key, value),
-                "save_output": True,
-                "workspace": copies,
-                "backward_workspace": 4 * copies,
-            }
             output = tape.step(
-                query, key, value, output_size=size, saved_bytes=4 * tokens * rows + 2 * copies, **options
+                query,
+                key,
+                value,
+                output_size=size,
+                saves=(query, key, value),
+                save_output=True,
+                saved_bytes=4 * tokens * rows + 2 * copies,
+                workspace=copies,
+                backward_workspace=4 * copies,
             )
         output.is_strided = query.is_strided
         if query is not mixed:
@@ -143,8 +131,8 @@ class DifferentialHeads(PlainHeads[DifferentialConfig]):
         """Record the two attention calls, their difference and its norm."""
         tape, maps = call.tape, replace(self.heads, head_dim=self.layout.head_dim // 2)
         elements = call.tokens * self.outputs
-        call.core(2 * maps.queries, 2 * maps.keys, maps.head_dim, maps.value_dim, sinks=self.config.sinks)
-        call.passes("attention", elements, reads=3, writes=2, launches=3)
+        call.core(replace(maps, queries=2 * maps.queries, keys=2 * maps.keys), sinks=self.config.sinks)
+        call.passes("attention", elements, transfers=5, launches=3)
         halves = [tape.views(block, block.gradient_size // 2, block.gradient_size // 2) for block in (query, key)]
         first, second = (
             record_heads(call, q, k, value, maps, self.layout.key_heads) for q, k in zip(*halves, strict=True)
@@ -155,10 +143,8 @@ class DifferentialHeads(PlainHeads[DifferentialConfig]):
         # Rows in token order are normalised without a copy; a GPU copies others, and later their gradient.
         copies = 2 if first.is_strided else 0
         normed = call.normed(difference, elements, self.layout.value_dim, has_weight=False, gradient_copies=copies)
-        scaled = tape.step(normed, output_size=normed.size)
-        tape.release(difference, normed)
-        scaled.is_strided = first.is_strided and not call.on_gpu
-        return scaled
+        is_strided = first.is_strided and not call.on_gpu
+        return tape.step(normed, output_size=normed.size, frees=(difference, normed), is_strided=is_strided)
 
 
 class CollaborativeHeads(PlainHeads[CollaborativeConfig]):
@@ -183,13 +169,11 @@ class CollaborativeHeads(PlainHeads[CollaborativeConfig]):
         heads, dim = layout.num_heads, layout.value_dim
         elements = call.tokens * heads * shared
         call.passes("attention", elements)  # queries times each head's mixing vector
-        call.core(heads, 1, shared, dim, sinks=self.config.sinks)
+        call.core(Heads(heads, 1, shared, dim), sinks=self.config.sinks)
         others = work.batch * work.keys * (layout.num_kv_heads - 1) * dim
         call.pieces.append(Traffic("attention", others * call.cache_dtype.itemsize, 0))
-        mixed = tape.step(
-            query, output_size=call.size(elements), saves=(query,), backward_workspace=call.size(elements)
-        )
-        mixed.is_strided = True
+        size = call.size(elements)
+        mixed = tape.step(query, output_size=size, saves=(query,), backward_workspace=size, is_strided=True)
         # Keys are expanded over the heads; their gradients are summed in the backward.
         (expanded,) = tape.views(key, call.size(work.batch * work.keys * heads * shared))
         return record_attention(call, mixed, expanded, value, Heads(heads, heads, shared, dim))
@@ -208,7 +192,7 @@ class TalkingHeads(PlainHeads[TalkingHeadsConfig]):
     def attend(self, call: Recorder, query: Block, key: Block, value: Block) -> Block:
         layout, work, tape = self.layout, call.work, call.tape
         heads, dim = layout.num_heads, layout.value_dim
-        call.core(heads, layout.num_kv_heads, layout.head_dim, dim, mixing=True)
+        call.core(self.heads, mixing=True)
         if call.form == "materialised":
             return record_attention(call, query, key, value, self.heads)
         rows = work.batch * heads * work.queries
@@ -216,21 +200,20 @@ class TalkingHeads(PlainHeads[TalkingHeadsConfig]):
         read: tuple[Block, ...] = (query, key, value)
         if call.on_gpu and call.is_guarded:
             read = tuple(tape.step(block, output_size=block.gradient_size, passes_gradient=True) for block in read)
-        saved_bytes, extra, backward_workspace = 4 * rows, 0, out
+        saved_bytes, workspace, backward_workspace = 4 * rows, 0, out
         if call.on_gpu and heads != layout.num_kv_heads:
             backward_workspace += 4 * work.batch * heads * work.keys * (layout.head_dim + dim)
         if not call.on_gpu:
-            extra, backward_tiles = talking_tiles(call, heads)
+            workspace, backward_tiles = talking_tiles(call, heads)
             saved_bytes, backward_workspace = 3 * saved_bytes, backward_workspace + backward_tiles
             saved_bytes += sum(2 * block.gradient_size for block in read) if call.is_narrow else 0
-        outputs = tape.step(
+        return tape.step(
             *read,
             output_size=out,
             saves=read,
             saved_bytes=saved_bytes,
-            workspace=extra,
+            workspace=workspace,
             backward_workspace=backward_workspace,
+            frees=[block for block in read if block not in (query, key, value)],
+            is_strided=not call.on_gpu,
         )
-        tape.release(*(block for block in read if block not in (query, key, value)))
-        outputs.is_strided = not call.on_gpu
-        return outputs

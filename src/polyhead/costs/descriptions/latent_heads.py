@@ -84,8 +84,7 @@ class LatentHeads(LayerDescription[LatentConfig]):
         else:
             rotated = call.rotated(k_rope, new * rope)
             normed = call.normed(latent, new * rank, rank)
-            latents = tape.step(normed, rotated, output_size=call.size(new * cache_width))
-            tape.release(normed, rotated)
+            latents = tape.step(normed, rotated, output_size=call.size(new * cache_width), frees=(normed, rotated))
         tape.release(compressed)
         return latents
 
@@ -100,19 +99,22 @@ class LatentHeads(LayerDescription[LatentConfig]):
         query = tape.step(q_nope, output_size=call.size(rows * rank), saves=(q_nope,), backward_workspace=up_key)
         call.passes("attention", rows * cache_width)
         if rope:
-            absorbed, query = query, tape.step(query, q_rope, output_size=call.size(rows * cache_width))
-            tape.release(absorbed)
+            query = tape.step(query, q_rope, output_size=call.size(rows * cache_width), frees=(query,))
         (value,) = tape.views(latents, call.size(keys * rank))
-        call.core(heads, 1, cache_width, rank, shared=True, sinks=self.config.sinks)
-        summed = record_attention(call, query, latents, value, Heads(heads, 1, cache_width, rank))
+        over_latents = Heads(heads, 1, cache_width, rank)
+        call.core(over_latents, shared=True, sinks=self.config.sinks)
+        summed = record_attention(call, query, latents, value, over_latents)
         if rope:  # sums that are not contiguous head by head are copied
             summed = tape.step(summed, output_size=call.size(rows * rank))
         call.product("output", call.tokens, value_dim, rank, heads)
-        up_value, size = call.size(heads * rank * value_dim), call.size(rows * value_dim)
-        outputs = tape.step(summed, output_size=size, saves=(summed,), backward_workspace=up_value)
-        tape.release(query)
-        outputs.is_strided = True
-        return outputs
+        return tape.step(
+            summed,
+            output_size=call.size(rows * value_dim),
+            saves=(summed,),
+            backward_workspace=call.size(heads * rank * value_dim),
+            frees=(query,),
+            is_strided=True,
+        )
 
     def _expanded(self, call: Recorder, q_nope: Block, q_rope: Block, latents: Block) -> Block:
         """Record attention with keys and values per head, expanded from all latents."""
@@ -125,12 +127,12 @@ class LatentHeads(LayerDescription[LatentConfig]):
         call.passes("attention", (rows + keys * heads) * head_dim, launches=2)
         query = q_nope
         if rope:
-            query = tape.step(q_nope, q_rope, output_size=call.size(rows * head_dim))
-            query.is_strided = call.on_gpu
+            query = tape.step(q_nope, q_rope, output_size=call.size(rows * head_dim), is_strided=call.on_gpu)
             # All heads share the rotary key, so its gradients are summed over heads.
             shared = call.size(keys * heads * rope)
             key = tape.step(key, k_rope, output_size=call.size(keys * heads * head_dim), backward_workspace=shared)
-        call.core(heads, heads, head_dim, value_dim, cached=False, sinks=self.config.sinks)
-        outputs = record_attention(call, query, key, value, Heads(heads, heads, head_dim, value_dim))
+        expanded = Heads(heads, heads, head_dim, value_dim)
+        call.core(expanded, cached=False, sinks=self.config.sinks)
+        outputs = record_attention(call, query, key, value, expanded)
         tape.release(up, *((query, key) if rope else ()))
         return outputs

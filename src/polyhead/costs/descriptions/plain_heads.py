@@ -6,9 +6,9 @@ from abc import abstractmethod
 from typing import TypeVar
 
 from polyhead.costs.descriptions.layer_description import LayerDescription
+from polyhead.costs.recording.attention_tensors import record_heads
 from polyhead.costs.recording.recorder import Heads, Recorder
 from polyhead.costs.recording.tape import Block
-from polyhead.costs.recording.uneven import record_heads
 from polyhead.costs.work import Traffic
 from polyhead.errors import ShapeError
 from polyhead.layers.multi_head.config import HeadsConfig
@@ -103,9 +103,8 @@ class PlainHeads(ProjectedHeads[AnyHeads]):
 
     def attend(self, call: Recorder, query: Block, key: Block, value: Block) -> Block:
         """Record the outputs of all heads."""
-        heads = self.heads
-        call.core(heads.queries, heads.keys, heads.head_dim, heads.value_dim, sinks=self.config.sinks)
-        return record_heads(call, query, key, value, heads, self.layout.key_heads)
+        call.core(self.heads, sinks=self.config.sinks)
+        return record_heads(call, query, key, value, self.heads, self.layout.key_heads)
 
     def combine(self, call: Recorder, heads: Block) -> Block:
         """Record the output projection of the heads."""
@@ -146,12 +145,15 @@ class PlainHeads(ProjectedHeads[AnyHeads]):
         """Record the output gates and the heads multiplied by them."""
         tape, gates, outputs = call.tape, self.gates, call.tokens * self.outputs
         logits = call.linear("projection", call.x, gates, self.layout.embed_dim)
-        call.passes("output", outputs, reads=2, launches=2)
-        gate = tape.step(logits, output_size=call.size(call.tokens * gates), save_output=True)
-        tape.release(logits)
-        # The gradient of a per-head gate is first computed per channel.
-        workspace = call.size(outputs) if self.config.output_gate == "head" else 0
-        gated = tape.step(heads, gate, output_size=heads.size, saves=(heads, gate), backward_workspace=workspace)
-        tape.release(gate)
-        gated.is_strided = heads.is_strided
-        return gated
+        call.passes("output", outputs, transfers=3, launches=2)
+        gate = tape.step(logits, output_size=call.size(call.tokens * gates), save_output=True, frees=(logits,))
+        return tape.step(
+            heads,
+            gate,
+            output_size=heads.size,
+            saves=(heads, gate),
+            # The gradient of a per-head gate is first computed per channel.
+            backward_workspace=call.size(outputs) if self.config.output_gate == "head" else 0,
+            frees=(gate,),
+            is_strided=heads.is_strided,
+        )

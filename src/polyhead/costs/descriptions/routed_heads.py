@@ -30,30 +30,27 @@ class RoutedHeads(ProjectedHeads[RoutedConfig]):
         factors = self._gate(call, rows)
         order = tape.step(output_size=INDEX * rows)
         call.product("projection", tokens, slots * inside, width)
-        spread = tape.step(
+        query = tape.step(
             call.x,
             output_size=call.size(rows * inside),
             saves=(call.x, order),
             workspace=self._one_head(call, rows, width + inside),
             backward_workspace=max(self._summed(call, rows, inside), self._outer(call, rows, inside)),
         )
-        query = spread
         if config.bias:
-            query = tape.step(spread, output_size=spread.size, workspace=spread.size, passes_gradient=True)
-            tape.release(spread)
+            size = query.size
+            query = tape.step(query, output_size=size, workspace=size, passes_gradient=True, frees=(query,))
         if per_head > 1:  # rows are regrouped by KV head
-            before, query = query, tape.step(query, output_size=query.size, passes_gradient=True)
-            query.is_strided = True
-            tape.release(before)
+            query = tape.step(query, output_size=query.size, passes_gradient=True, frees=(query,), is_strided=True)
         source = call.x if call.work.source is None else tape.external(call.size(new * width))
         joined = call.linear("projection", source, keys + values, width, rows=new, joined=True)
         key, value = tape.views(joined, call.size(new * keys), call.size(new * values))
         query, key = self.normed_and_rotated(call, query, key, slots * inside, keys)
         # A dense grid over the selected heads; rows of heads that only some tokens select are packed.
         num_rows = slots * per_head
-        call.core(num_rows, min(kv_heads, num_rows), layout.head_dim, layout.value_dim, sinks=config.sinks)
-        if config.shape == "shared" and config.top_k is not None:
-            heads = Heads(slots * kv_heads, kv_heads, layout.head_dim, layout.value_dim)
+        heads = Heads(num_rows, min(kv_heads, num_rows), layout.head_dim, layout.value_dim)
+        call.core(heads, sinks=config.sinks)
+        if config.shape == "shared" and config.top_k is not None:  # all queries of a selected head
             outputs = record_attention(call, query, key, value, heads)
         else:
             # Rows over shared keys need a separate sort order.
@@ -61,8 +58,9 @@ class RoutedHeads(ProjectedHeads[RoutedConfig]):
             outputs = self._chosen_rows(call, query, key, value, rows * per_head, sorting)
         weighed = outputs
         if tape.training or not call.on_gpu:  # otherwise the kernel applies the weights during the product
-            weighed = tape.step(outputs, factors, output_size=call.size(rows * outside), saves=(outputs, factors))
-            weighed.is_strided = outputs.is_strided
+            saves = (outputs, factors)
+            size = call.size(rows * outside)
+            weighed = tape.step(*saves, output_size=size, saves=saves, is_strided=outputs.is_strided)
         flat = call.flattened(weighed, weighed.size)
         if flat is not weighed and weighed is not outputs:
             tape.release(weighed)
@@ -76,9 +74,7 @@ class RoutedHeads(ProjectedHeads[RoutedConfig]):
         )
         if not config.output_bias:
             return output
-        bare, output = output, tape.step(output, output_size=output.size, passes_gradient=True)
-        tape.release(bare)
-        return output
+        return tape.step(output, output_size=output.size, passes_gradient=True, frees=(output,))
 
     def _gate(self, call: Recorder, rows: int) -> Block:
         """Record the routing weights of the selected heads, [rows]."""
@@ -86,9 +82,7 @@ class RoutedHeads(ProjectedHeads[RoutedConfig]):
         logits = call.linear("projection", call.x, routed, self.layout.embed_dim)
         top_logits = tape.step(logits, output_size=call.wide(rows), saved_bytes=INDEX * rows, save_output=True)
         softmax = tape.step(logits, output_size=call.wide(call.tokens * routed), save_output=True)
-        factors = tape.step(softmax, output_size=call.wide(rows))
-        tape.release(top_logits, softmax)
-        return factors
+        return tape.step(softmax, output_size=call.wide(rows), frees=(top_logits, softmax))
 
     def _one_head(self, call: Recorder, rows: int, channels: int) -> int:
         """Return the bytes of one head's product on a CPU, which loops over heads; 0 on a GPU."""
@@ -143,9 +137,6 @@ class RoutedHeads(ProjectedHeads[RoutedConfig]):
             saved_bytes=saved_bytes,
             workspace=extra,
             backward_workspace=backward_workspace,
+            frees=read[1:] if copied else (),
         )
-        if copied:
-            tape.release(*read[1:])
-        outputs = tape.step(sorted_rows, output_size=out, saves=(order,))
-        tape.release(by_head, sorted_rows)
-        return outputs
+        return tape.step(sorted_rows, output_size=out, saves=(order,), frees=(by_head, sorted_rows))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,14 +12,6 @@ import torch
 _OF_ATTENTION = re.compile(r"\b(?:layers|layer|h|blocks|block)\.(\d+)\.(?:self_attn|self_attention|attention|attn)\.")
 # Exceptions that configs and models raise on unsupported sizes.
 _REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-
-
-@dataclass(frozen=True)
-class Filled:
-    """All fields of a config with transformers' defaults, or its error message if it refuses the config."""
-
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    refusal: str | None = None
 
 
 def config_class(family: str) -> Any:
@@ -33,19 +24,22 @@ def config_class(family: str) -> Any:
         return None
 
 
-def filled_fields(content: Mapping[str, Any], family: str) -> Filled:
-    """Return the fields completed by transformers; empty if it is missing or does not support the family."""
-    config = _config(content, family)
-    if config is None or isinstance(config, str):
-        return Filled(refusal=config)
+def filled_fields(content: Mapping[str, Any], family: str) -> tuple[Mapping[str, Any], str | None]:
+    """Return the fields completed by transformers, and its error message if it refuses the config.
+
+    There are no fields if transformers is missing or does not support the family.
+    """
+    config, refusal = _config(content, family)
+    if config is None:
+        return {}, refusal
     text = _text_part(config)
-    return Filled(config.to_dict() if text is config else {**config.to_dict(), **text.to_dict()})
+    return (config.to_dict() if text is config else {**config.to_dict(), **text.to_dict()}), None
 
 
 def built_projections(content: Mapping[str, Any], family: str) -> frozenset[int]:
     """Return the distinct numbers of attention weights per layer; empty if the model cannot be built."""
-    config = _config(content, family)
-    if config is None or isinstance(config, str):
+    config, _ = _config(content, family)
+    if config is None:
         return frozenset()
     from transformers import AutoModel
 
@@ -70,19 +64,19 @@ def _text_part(config: Any) -> Any:
     return text if hasattr(text, "to_dict") else config
 
 
-def _config(content: Mapping[str, Any], family: str) -> Any:
-    """Return transformers' config, its error message if it refuses the fields, or None for an unknown family."""
+def _config(content: Mapping[str, Any], family: str) -> tuple[Any, str | None]:
+    """Return transformers' config, or None with its error message if it refuses the fields of a known family."""
     kind = config_class(family)
     if kind is None:
-        return None
+        return None, None
     from huggingface_hub.errors import StrictDataclassError
 
     from polyhead.sources.load_errors import quiet
 
     with quiet(progress=False):
         try:
-            return kind.from_dict(dict(content))
+            return kind.from_dict(dict(content)), None
         except (*_REFUSALS, StrictDataclassError) as error:
             # The last line is the reason; the lines before it name the check and the class of the error.
             lines = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-            return re.sub(r"^\s*\w+Error: ", "", lines[0]).strip().rstrip(".")
+            return None, re.sub(r"^\s*\w+Error: ", "", lines[0]).strip().rstrip(".")

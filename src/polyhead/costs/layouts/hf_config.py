@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from polyhead.costs.layouts.hf_built import Filled, built_projections, filled_fields
+from polyhead.costs.layouts.hf_built import built_projections, filled_fields
 from polyhead.costs.layouts.hf_families import FAMILIES, Family
 from polyhead.costs.layouts.hf_fields import (
     CONTEXT,
@@ -35,7 +35,7 @@ from polyhead.costs.parameters import count_parameters
 from polyhead.errors import OptionError
 from polyhead.layers import AttentionConfig, MultiHeadConfig
 from polyhead.layers.latent.config import LatentConfig
-from polyhead.layers.positions.config import PositionsConfig, RotaryConfig
+from polyhead.layers.positions.config import RotaryConfig
 
 # Dtypes of an 8-bit cache, as compressed-tensors and ModelOpt name them.
 _CACHED = {"float": torch.float8_e4m3fn, "int": torch.int8}
@@ -66,8 +66,8 @@ def read_hf_config(
     num_layers = Fields(text_config).find(*LAYERS)
     if isinstance(num_layers, int) and num_layers > _MAX_LAYERS:
         raise OptionError(f"a model may have at most {_MAX_LAYERS:,} layers, got {num_layers:,}")
-    filled = Filled() if complete else filled_fields(text_config, family_name)
-    fields = Fields(text_config, filled.fields, saved, filled.refusal)
+    defaults, refusal = ({}, None) if complete else filled_fields(text_config, family_name)
+    fields = Fields(text_config, defaults, saved, refusal)
     family = FAMILIES.get(family_name)
     _refuse_encoder_decoder(fields.quietly("is_encoder_decoder"), family_name)
     check_refused(fields)
@@ -84,11 +84,10 @@ def read_hf_config(
         notes.append(_check_against_built(groups, text_config, family_name, complete=complete))
     if fields.refusal is not None:
         notes.append(f"transformers refuses this config, so no defaults were used: {fields.refusal}")
-    context = fields.or_default(*CONTEXT)
     return ModelLayout(
         name=name or str(text_config.get("_name_or_path") or "") or family_name or "config",
         groups=groups,
-        context=None if context is None else checked_size("maximum context", context),
+        context=fields.optional_size("maximum context", *CONTEXT),
         dtype=_dtype(fields.find(*DTYPE) or Fields(config).find(*DTYPE)),
         cache_dtype=_cache_dtype(config.get("quantization_config")),
         notes=(*notes, *filled_in(fields), *unread(fields)),
@@ -106,12 +105,10 @@ def _layers(fields: Fields, family: Family, layers: int, notes: list[str]) -> li
 
 def _heads(fields: Fields, family: Family, window: int | None) -> MultiHeadConfig:
     width, heads = fields.size("width", *WIDTH), fields.size("number of heads", *HEADS)
-    head_dim = fields.or_default(*HEAD_DIM)
+    head_dim = fields.optional_size("head_dim", *HEAD_DIM)
     kv_heads = _kv_heads(fields, heads)
-    head_dim = None if head_dim is None else checked_size("head_dim", head_dim)
     check_window(window, causal=family.causal is True)
     rotary = family.rotary and (head_dim or width // heads) % 2 == 0
-    positions: PositionsConfig | None = RotaryConfig() if rotary else None
     return MultiHeadConfig(
         width,
         heads,
@@ -122,7 +119,7 @@ def _heads(fields: Fields, family: Family, window: int | None) -> MultiHeadConfi
         causal=family.causal is True,
         window=window,
         qk_norm=family.qk_norm,
-        positions=positions,
+        positions=RotaryConfig() if rotary else None,
         sinks=family.sinks,
     )
 
@@ -138,12 +135,9 @@ def _kv_heads(fields: Fields, heads: int) -> Any:
             )
         return groups if in_groups else heads
     multi_query, new = fields.or_default("multi_query"), fields.or_default("new_decoder_architecture")
-    if multi_query and not new:
+    if not new and (multi_query or multi_query is False):
         fields.read.update(KV_HEADS)
-        return 1
-    if multi_query is False and not new:
-        fields.read.update(KV_HEADS)
-        return heads
+        return 1 if multi_query else heads
     kv_heads = fields.or_default(*KV_HEADS)
     if isinstance(kv_heads, list | tuple):
         raise OptionError(f"all layers must have the same number of KV heads, got one per layer: {list(kv_heads)}")
@@ -158,13 +152,12 @@ def _latent(fields: Fields, family: Family) -> LatentConfig:
     if missing:
         raise OptionError(f"latent attention needs {', '.join(LATENT)}, got a config without {', '.join(missing)}")
     rank, nope, rope, value = (checked_size(name, fields.find(name)) for name in LATENT)
-    queries = fields.or_default("q_lora_rank")
     fields.read.update((*KV_HEADS, *HEAD_DIM))  # present in such configs, but without effect on latent attention
     return LatentConfig(
         fields.size("width", *WIDTH),
         fields.size("number of heads", *HEADS),
         kv_lora_rank=rank,
-        q_lora_rank=None if queries is None else checked_size("q_lora_rank", queries),
+        q_lora_rank=fields.optional_size("q_lora_rank", "q_lora_rank"),
         qk_nope_head_dim=nope,
         qk_rope_head_dim=rope,
         value_head_dim=value,

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from polyhead.costs.quantities import check_count
 from polyhead.errors import OptionError
 
 # Aliases of each size in the configs of different families.
@@ -110,6 +111,11 @@ class Fields:
             )
         return checked_size(what, value)
 
+    def optional_size(self, what: str, *names: str) -> int | None:
+        """Return a size or its default; None if there is neither."""
+        value = self.or_default(*names)
+        return None if value is None else checked_size(what, value)
+
     def flag(self, value: bool | str) -> bool:
         """Return a boolean constant of the family, or the value of the field it names."""
         if isinstance(value, bool):
@@ -166,9 +172,8 @@ def _check_attn_config(fields: Fields) -> None:
 
 
 def checked_size(what: str, size: Any) -> int:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise OptionError(f"{what} must be a positive integer, got {size!r}")
-    return size
+    check_count(what, size, least=1)
+    return int(size)
 
 
 def filled_in(fields: Fields) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from polyhead.costs.quantities import check_count, dtype_name, named_dtype
 from polyhead.errors import OptionError
 from polyhead.layers.config import AttentionConfig
 
@@ -21,8 +22,7 @@ class LayerGroup:
     layers: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.layers, bool) or not isinstance(self.layers, int) or self.layers < 1:
-            raise OptionError(f"layers must be a positive integer, got {self.layers!r}")
+        check_count("layers", self.layers, least=1)
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,11 @@ class ModelLayout:
         """Config of the most common kind of layer; the first of equally common ones."""
         return max(self.groups, key=lambda group: group.layers).config
 
+    @property
+    def is_causal(self) -> bool:
+        """True if every layer is causal, so that the model can decode."""
+        return all(getattr(group.config, "causal", False) for group in self.groups)
+
     def with_causal(self, causal: bool | None) -> ModelLayout:
         """Return the model with causal or bidirectional layers, and a note about it; None changes nothing."""
         if causal is None or all(getattr(group.config, "causal", None) is causal for group in self.groups):
@@ -70,8 +75,8 @@ class ModelLayout:
             "name": self.name,
             "groups": [{"layers": group.layers, "config": group.config.to_dict()} for group in self.groups],
             "context": self.context,
-            "dtype": dtype_name(self.dtype),
-            "cache_dtype": dtype_name(self.cache_dtype),
+            "dtype": None if self.dtype is None else dtype_name(self.dtype),
+            "cache_dtype": None if self.cache_dtype is None else dtype_name(self.cache_dtype),
             "notes": list(self.notes),
         }
 
@@ -124,24 +129,3 @@ def grouped(configs: Iterable[AttentionConfig]) -> tuple[LayerGroup, ...]:
     for config in configs:
         counts[config] = counts.get(config, 0) + 1
     return tuple(LayerGroup(config, count) for config, count in counts.items())
-
-
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
-_SHORT |= {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-
-
-def named_dtype(name: str) -> torch.dtype:
-    """Return the dtype with this name.
-
-    >>> named_dtype("bf16"), named_dtype("torch.float32")
-    (torch.bfloat16, torch.float32)
-    """
-    text = str(name).removeprefix("torch.").lower()
-    dtype = getattr(torch, _SHORT.get(text, text), None)
-    if not isinstance(dtype, torch.dtype):
-        raise OptionError(f"dtype must be float32, bfloat16, float16, float8_e4m3fn or int8; got {name!r}")
-    return dtype
-
-
-def dtype_name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parents[2]
 
 
 def describe(device: torch.device, known_commit: str | None = None) -> dict[str, object]:
-    """Machine, versions, commit and date, as they are written beside the results."""
+    """Return the machine, versions, commit and date, which are saved with results."""
     return {
         "machine": {
             "cpu": cpu_model(),
@@ -41,7 +41,7 @@ def describe(device: torch.device, known_commit: str | None = None) -> dict[str,
 
 
 def version(package: str) -> str | None:
-    """The installed version, or None."""
+    """Return the installed version of a package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -53,7 +53,7 @@ def usable_cores() -> int:
 
 
 def cpu_model() -> str:
-    """The processor's name; Arm machines keep it where only lscpu looks."""
+    """Return the name of the processor; on Arm machines only lscpu knows it."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -67,8 +67,8 @@ def cpu_model() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the source, marked where the tree differs from it; None outside a repository."""
-    # An installed package may lie within somebody else's repository, which does not track it.
+    """Return the commit of the source, marked if the tree differs from it; None outside a repository."""
+    # An installed package may be inside another repository, which does not track it.
     if not _output("git", "ls-files", "--error-unmatch", "__init__.py"):
         return None
     changed = _output("git", "status", "--porcelain", "--", ".", ":(top,glob)benchmarks/**/*.py")
@@ -76,7 +76,7 @@ def commit() -> str | None:
 
 
 def _output(*command: str) -> str:
-    """Return the output of a program of the machine; empty if it is missing or fails."""
+    """Return the output of a program; empty if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE, check=False, timeout=30)
     except OSError:

@@ -1,11 +1,10 @@
-"""One way to time everything: contenders alternate within one run, so that their samples come in pairs.
+"""Paired timings: contenders alternate within one run, so that their samples come in pairs.
 
-Machines drift: another process wakes up, a clock falls, a card warms. A ratio of two medians taken minutes apart
-carries that drift; the ratio of two samples taken one after the other hardly does.
+Machines drift: another process starts, clock rates fall, a GPU heats up. A ratio of two medians taken minutes apart
+includes that drift; the ratio of two consecutive samples hardly does.
 
-On a GPU a sample follows a call of the same, as layers follow each other in a model: what is timed is how long a call
-takes where calls come one after the other. A call whose kernels take longer than its Python is then as long as its
-kernels, and one whose Python takes longer is as long as that.
+On a GPU a sample follows a call of the same contender, as layers follow each other in a model. A call then takes as
+long as its kernels, or as long as its Python if that takes longer.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from typing import NamedTuple
 import torch
 
 ALTERNATIONS = 31
-FEWEST = 7  # alternations of calls so slow that their time is limited
+FEWEST = 7  # alternations of slow calls, whose time is limited
 SAMPLE_SECONDS = 2e-3  # shorter samples measure the clock and the scheduler
 WARM_UPS = 3
-WARM_SECONDS = 0.5  # a call as slow as this is warm after one
-LEAD_SECONDS = 5e-3  # beside a call as slow as this, its Python is nothing
+WARM_SECONDS = 0.5  # warm-up ends after this time
+LEAD_SECONDS = 5e-3  # the Python of slower calls is negligible
 OUT_OF_MEMORY = "out of memory"
 
 
 @dataclass(frozen=True)
 class Timings:
-    """Milliseconds a call, one sample an alternation, in the order in which they were taken."""
+    """Milliseconds per call, one sample per alternation, in the order of measurement."""
 
     samples_ms: Mapping[str, list[float]]
-    absent: Mapping[str, str] = field(default_factory=dict)  # who could not run, and why
+    absent: Mapping[str, str] = field(default_factory=dict)  # contenders that could not run, and the reasons
     peak_mib: Mapping[str, float] = field(default_factory=dict)
 
     def median_ms(self, name: str) -> float:
@@ -53,10 +52,10 @@ def alternate(
     seconds: float | None = None,
     fewest: int = FEWEST,
 ) -> Timings:
-    """Time every call once an alternation, in an order drawn anew for each.
+    """Time every call once per alternation, in random order.
 
-    A call that runs out of memory while it is warmed up is recorded as such and left out; the others go on. Where
-    `seconds` are given, slow calls get as many alternations as fit into them, and no fewer than `fewest`.
+    A call that runs out of memory during warm-up is recorded as `absent`. With `seconds`, slow calls get as many
+    alternations as fit into that time, but at least `fewest`.
     """
     missing = dict(absent or {})
     warm: dict[str, WarmUp] = {}
@@ -95,7 +94,7 @@ def alternate(
 
 @contextlib.contextmanager
 def settled() -> Iterator[None]:
-    """Leave what is there already out of every collection within: to look through all of torch takes half a second."""
+    """Exclude existing objects from garbage collection inside the block: scanning all of torch takes half a second."""
     gc.collect()
     gc.freeze()
     try:
@@ -105,7 +104,7 @@ def settled() -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """The CPU's allocator has no error class of its own."""
+    """Return True for an out-of-memory error; that of the CPU's allocator has no class of its own."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
@@ -136,7 +135,7 @@ def _warm_up(call: Callable[[], object], device: torch.device) -> WarmUp:
 
 
 def seconds_of(call: Callable[[], object], times: int, device: torch.device, leads: int = 0) -> float:
-    """The time of so many calls; `leads` go before them, whose kernels still run while the first is prepared."""
+    """Return the time of `times` calls, after `leads` calls whose kernels still run while the first is launched."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(device)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
 from polyhead.costs.recording.recorder import INDEX, Heads, Recorder
 from polyhead.costs.recording.tape import Block
-from polyhead.costs.recording.tile_tensors import record_tiles
 from polyhead.ops.attention.fused import LARGEST_DIM
 from polyhead.ops.attention.mask_rule import is_bias_read_by_distance, is_mask_too_large, is_window_too_large
+from polyhead.ops.common.tiles import TILE_COLUMNS, TILE_ELEMENTS, tile_sizes
+from polyhead.ops.uneven_groups import calls_of, is_view_of
 
 # Live copies of the weights in the formula: logits, exponentials and weights in the forward; the last two are saved for
 # the backward, which allocates four more on the way to the gradient of the logits.
@@ -14,6 +19,51 @@ FORWARD_COPIES, KEPT_COPIES, BACKWARD_COPIES = 3, 2, 6
 # Copies of an index in PyTorch's backward of a gather: indices and their order, each unsorted and sorted, and the
 # workspace of the sort.
 SORTED_COPIES = 6
+
+
+def record_heads(
+    call: Recorder, query: Block, key: Block, value: Block, heads: Heads, key_heads: Sequence[int] | None
+) -> Block:
+    """Record attention in which head i reads KV head `key_heads[i]`; None for even groups."""
+    if key_heads is None or call.reads_cache:
+        return record_attention(call, query, key, value, heads)
+    work, tape = call.work, call.tape
+    row, key_row = call.size(work.batch * work.queries), call.size(work.batch * work.keys)
+    outputs: list[Block] = []
+    order: list[int] = []
+    for group in calls_of(key_heads, work.queries, work.keys):
+        selected = (
+            _selected(call, query, group.heads, heads.queries, row * heads.head_dim),
+            _selected(call, key, group.key_heads, heads.keys, key_row * heads.head_dim),
+            _selected(call, value, group.key_heads, heads.keys, key_row * heads.value_dim),
+        )
+        group_heads = replace(heads, queries=len(group.heads), keys=len(group.key_heads))
+        outputs.append(record_attention(call, *selected, group_heads))
+        tape.release(*(block for block in selected if block not in (query, key, value)))
+        order += group.heads
+    together = outputs[0]
+    if len(outputs) > 1:
+        # The gradients of the groups are views of one tensor, which lives until the first group's is read.
+        size = row * heads.queries * heads.value_dim
+        together = tape.step(*outputs, output_size=size, passes_gradient=True, frees=outputs, is_strided=True)
+    places = [order.index(head) for head in range(heads.queries)]
+    output = _selected(call, together, places, heads.queries, row * heads.value_dim)
+    if output is not together:
+        tape.release(together)
+    return output
+
+
+def _selected(call: Recorder, block: Block, heads: Sequence[int], count: int, size: int) -> Block:
+    """Record a selection among `count` heads of `size` bytes each; gradients of repeated heads are summed."""
+    if list(heads) == list(range(count)):
+        return block
+    if is_view_of(heads):
+        (selection,) = call.tape.views(block, len(heads) * size)
+    else:
+        sums = sum(times > 1 for times in Counter(heads).values()) * size
+        selection = call.tape.step(block, output_size=len(heads) * size, backward_workspace=sums)
+    selection.is_strided = block.is_strided
+    return selection
 
 
 def record_attention(call: Recorder, query: Block, key: Block, value: Block, heads: Heads) -> Block:
@@ -29,10 +79,8 @@ def record_attention(call: Recorder, query: Block, key: Block, value: Block, hea
     if call.form == "fused" and _is_ours(call, heads):
         tape.release(*sources)
         return bare
-    output = tape.step(bare, output_size=bare.size, passes_gradient=True)
-    tape.release(bare, *sources)
-    output.is_strided = bare.is_strided
-    return output
+    frees = (bare, *sources)
+    return tape.step(bare, output_size=bare.size, passes_gradient=True, frees=frees, is_strided=bare.is_strided)
 
 
 def _copied_sources(call: Recorder, key: Block, value: Block, heads: Heads) -> tuple[Block, Block]:
@@ -50,8 +98,8 @@ def _attention(call: Recorder, query: Block, key: Block, value: Block, heads: He
     mask_size = _mask_size(call, heads.queries)
     learned = call.bias == "learned" and call.tape.training
     if not call.on_gpu and (call.special or learned or is_mask_too_large(mask_size)):
-        return record_tiles(call, query, key, value, heads)
-    work, read = call.work, (query, key, value)
+        return _tiled(call, query, key, value, heads)
+    work, tape, read = call.work, call.tape, (query, key, value)
     rows, key_rows = work.batch * heads.queries * work.queries, work.batch * heads.keys * work.keys
     is_ours = _is_ours(call, heads)
     has_mask = mask_size > 0 and not (call.special or is_mask_too_large(mask_size) or is_ours)
@@ -81,12 +129,17 @@ def _attention(call: Recorder, query: Block, key: Block, value: Block, heads: He
         else:
             read = (read[0], key, call.copied(value, key_rows * width))
     tensors = (*read, *(() if mask is None else (_over_batch(call, mask),)), *(() if table is None else (table,)))
-    options = {"save_output": True, "saved_bytes": 4 * rows, "backward_workspace": backward_workspace}
-    output = call.tape.step(*tensors, output_size=call.size(rows * width), saves=tensors, **options)  # type: ignore[arg-type]
+    output = tape.step(
+        *tensors,
+        output_size=call.size(rows * width),
+        saves=tensors,
+        save_output=True,
+        saved_bytes=4 * rows,
+        backward_workspace=backward_workspace,
+    )
     if is_opened:
-        bare, output = output, call.copied(output, rows * width)
-        call.tape.release(bare)
-    call.tape.release(*(block.root for block in tensors if block not in (query, key, value, table)))
+        output = call.copied(output, rows * width, frees=(output,))
+    tape.release(*(block.root for block in tensors if block not in (query, key, value, table)))
     # The layout of the queries; padded outputs are head by head, or a slice of the kernel's output.
     output.is_strided = query.is_strided or (not call.on_gpu and heads.head_dim != heads.value_dim)
     return output
@@ -139,17 +192,14 @@ def _mask_tensor(call: Recorder, heads: int) -> Block:
         )
         if call.mask is not None or call.is_dense:
             saved_bytes = pairs if learned else 0
-            bare, mask = (
+            mask = tape.step(
                 mask,
-                tape.step(
-                    mask,
-                    output_size=numbers,
-                    saved_bytes=saved_bytes,
-                    workspace=pairs - saved_bytes,
-                    passes_gradient=not learned,
-                ),
+                output_size=numbers,
+                saved_bytes=saved_bytes,
+                workspace=pairs - saved_bytes,
+                passes_gradient=not learned,
+                frees=() if call.is_dense else (mask,),
             )
-            tape.release(*(() if call.is_dense else (bare,)))
     else:
         tape.step(output_size=pairs, workspace=(INDEX + 2) * pairs)
         mask = tape.step(output_size=call.size(pairs))
@@ -168,7 +218,7 @@ def _table(call: Recorder, heads: int) -> Block:
     # A learned bias saves distances from the learned centre and their squares; a fixed table is cached for later calls.
     table = call.tape.step(output_size=size, saved_bytes=2 * size if learned else 0)
     if not learned:
-        call.tape.last(size)
+        call.tape.keep(size)
         table.gradient_size = 0
     return table
 
@@ -192,7 +242,7 @@ def _materialised(call: Recorder, query: Block, key: Block, value: Block, heads:
     gradients = query.gradient_size + key.gradient_size + value.gradient_size
     # At the backward of the softmax the outputs and their gradients are freed, and only the value gradient exists yet.
     at_softmax = 4 * key_rows * heads.value_dim + (BACKWARD_COPIES - KEPT_COPIES) * weights - 2 * out - gradients
-    output = call.tape.step(
+    return call.tape.step(
         query,
         key,
         value,
@@ -202,6 +252,65 @@ def _materialised(call: Recorder, query: Block, key: Block, value: Block, heads:
         saved_bytes=4 * rows + widened + KEPT_COPIES * weights,
         workspace=(FORWARD_COPIES - KEPT_COPIES) * weights,
         backward_workspace=max(0, at_softmax),
+        is_strided=query.is_strided,
     )
-    output.is_strided = query.is_strided
-    return output
+
+
+def _tiled(call: Recorder, query: Block, key: Block, value: Block, heads: Heads) -> Block:
+    """Record blockwise attention in PyTorch operators, which serves a CPU where PyTorch's kernels do not apply.
+
+    It computes in float32, one part of the heads at a time and one block of rows within a part.
+    """
+    work, wide = call.work, call.wide
+    rows, key_rows = work.batch * heads.queries * work.queries, work.batch * heads.keys * work.keys
+    queries, keys = wide(rows * heads.head_dim), wide(key_rows * heads.head_dim)
+    values, out = wide(key_rows * heads.value_dim), wide(rows * heads.value_dim)
+    group, all_pairs = heads.queries // heads.keys, max(1, work.batch * heads.keys)
+    height, columns, pairs = tile_sizes(all_pairs, group, work.queries, work.keys)
+    height = min(work.queries, height)
+
+    def part(size: int, *, of_rows: bool = False) -> int:
+        """Return the bytes of a tensor of `size` bytes that one part has, or one block of rows of the part."""
+        share = size * pairs // all_pairs
+        return share * height // max(1, work.queries) if of_rows else share
+
+    area = height * columns
+    tile, band = wide(pairs * group * area), 0 if call.mask is None else (INDEX + 1) * area
+    in_parts = pairs < all_pairs
+    # A single part is copied as a whole; with several, each has its own output in addition to the full one.
+    forward = part(keys) + (part(out) + 2 * part(out, of_rows=True) if in_parts else queries + values + out)
+    backward = 2 * (out + part(keys) + part(values)) + part(queries, of_rows=True) + part(keys, of_rows=True)
+    backward += 0 if in_parts else queries + out
+    of_bias = gradient_of_bias = dense = 0
+    if call.bias is not None:
+        by_head = wide(min(pairs * group, heads.queries) * area)
+        # The gradient of a tile is accumulated by distance in float64.
+        of_bias, gradient_of_bias = tile + by_head, INDEX * area + 3 * by_head
+    if call.is_dense:
+        dense = wide(heads.queries * work.queries * work.keys)
+        gradient_of_bias = tile + 2 * dense + dense // 4
+    return call.tape.step(
+        query,
+        key,
+        value,
+        output_size=out,
+        saves=(key, value),
+        save_output=True,
+        saved_bytes=queries + 3 * 4 * rows + dense + (keys + values if call.is_narrow else 0),
+        workspace=forward + tile + band + of_bias,
+        backward_workspace=backward + 2 * tile + band + gradient_of_bias,
+        is_strided=True,
+    )
+
+
+def talking_tiles(call: Recorder, heads: int) -> tuple[int, int]:
+    """Return the bytes of the live tiles of talking heads, in the forward and in the backward.
+
+    A second block of columns is allocated while Python still references the tensors of the first.
+    """
+    work = call.work
+    columns = max(1, min(TILE_COLUMNS, work.keys))
+    rows = max(16, min(1024, TILE_ELEMENTS // max(1, work.batch * heads * columns)))
+    tile = call.wide(work.batch * heads * min(rows, work.queries) * columns)
+    forward, backward = (5, 9) if work.keys <= columns else (10, 11)
+    return forward * tile, backward * tile

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 
 from polyhead.costs.recording.tape import Block, Tape
-from polyhead.costs.work import AttentionCore, Direction, Piece, Product, Stage, Traffic
+from polyhead.costs.work import AttentionCore, Device, Direction, Piece, Product, Stage, Traffic
 from polyhead.costs.workload import Workload
 from polyhead.errors import OptionError
 from polyhead.layers.config import AttentionConfig
@@ -23,8 +24,6 @@ from polyhead.masks import Mask
 from polyhead.ops.decode.fused import MOST_QUERIES
 
 Form = Literal["fused", "materialised"]
-Device = Literal["cuda", "cpu"]
-Bias = Literal["fixed", "learned"] | None
 BIASES = (ALiBiConfig, T5BiasConfig, QuadraticRelative1DConfig, QuadraticRelative2DConfig)
 INDEX = 8  # bytes of an index
 
@@ -39,33 +38,11 @@ class Heads:
     value_dim: int
 
 
-@dataclass(frozen=True, slots=True)
 class Recorder:
-    """Recording of one call of a layer: its pieces of work, and its tensors on a device with one form of attention.
+    """Recording of one call of a layer: its pieces of work, and its tensors on a device with one form of attention."""
 
-    `mask` is the mask of the call combined with that of the layer. `x` is the layer's input.
-    """
-
-    work: Workload
-    mask: Mask | None
-    dtype: torch.dtype
-    cache_dtype: torch.dtype
-    cached: bool
-    finite: bool
-    form: Form
-    device: Device
-    tape: Tape
-    x: Block
-    bias: Bias = None  # bias that positions add to the logits, if any
-    is_dense: bool = False  # whether the bias is stored per pair rather than per distance
-    max_distance: int | None = None  # distance beyond which the bias is constant
-    special: bool = False  # whether the layer needs what PyTorch's kernels lack: sinks, softcap, dropout on a CPU
-    pieces: list[Piece] = field(default_factory=list)  # of the forward, in execution order
-    weight_sizes: list[int] = field(default_factory=list)  # bytes of the materialised weights of each attention call
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         config: AttentionConfig,
         work: Workload,
         *,
@@ -75,31 +52,27 @@ class Recorder:
         cached: bool,
         form: Form = "fused",
         device: Device = "cuda",
-    ) -> Recorder:
+    ) -> None:
         if form not in get_args(Form):
             raise OptionError(f"form must be 'fused' or 'materialised', got {form!r}")
-        tape, width = Tape(work.training), config.embed_dim  # type: ignore[attr-defined]
-        positions, bias = getattr(config, "positions", None), cast(Bias, None)
+        self.work, self.form, self.device, self.on_gpu = work, form, device, device == "cuda"
+        self.dtype, self.cache_dtype, self.cached = dtype, cache_dtype or dtype, cached
+        self.mask = config.mask if mask is None else mask if config.mask is None else config.mask & mask
+        self.finite: bool = getattr(config, "finite", False)
+        positions = getattr(config, "positions", None)
+        self.bias: Literal["fixed", "learned"] | None = None  # bias that positions add to the logits
         if isinstance(positions, BIASES):
-            bias = "learned" if getattr(positions, "learnable", True) else "fixed"
-        special = bool(getattr(config, "sinks", False)) or getattr(config, "softcap", None) is not None
-        special |= device == "cpu" and work.training and getattr(config, "dropout", 0.0) > 0
-        return cls(
-            work,
-            mask,
-            dtype,
-            cache_dtype or dtype,
-            cached,
-            getattr(config, "finite", False),
-            form,
-            device,
-            tape,
-            tape.external(work.batch * work.queries * width * dtype.itemsize),
-            bias,
-            is_dense=isinstance(positions, QuadraticRelative2DConfig),
-            max_distance=positions.max_distance if isinstance(positions, T5BiasConfig) else None,
-            special=special,
-        )
+            self.bias = "learned" if getattr(positions, "learnable", True) else "fixed"
+        # Whether the bias is stored per pair rather than per distance, and the distance beyond which it is constant.
+        self.is_dense = isinstance(positions, QuadraticRelative2DConfig)
+        self.max_distance = positions.max_distance if isinstance(positions, T5BiasConfig) else None
+        # Whether the layer needs what PyTorch's kernels lack: sinks, softcap, dropout on a CPU.
+        self.special = bool(getattr(config, "sinks", False)) or getattr(config, "softcap", None) is not None
+        self.special |= not self.on_gpu and work.training and getattr(config, "dropout", 0.0) > 0
+        self.tape = Tape(work.training)
+        self.x = self.tape.external(self.size(self.tokens * config.embed_dim))  # type: ignore[attr-defined]
+        self.pieces: list[Piece] = []  # of the forward, in execution order
+        self.weight_sizes: list[int] = []  # bytes of the materialised weights of each attention call
 
     # ---- pieces of work
 
@@ -121,40 +94,33 @@ class Recorder:
         self.pieces.append(Product(stage, rows, columns, inner, self.dtype, count))
 
     def passes(
-        self,
-        stage: Stage,
-        numbers: int,
-        *,
-        reads: int = 1,
-        writes: int = 1,
-        launches: int = 1,
-        gradient_bytes: int | None = None,
+        self, stage: Stage, numbers: int, *, transfers: int = 2, launches: int = 1, gradient_bytes: int | None = None
     ) -> None:
-        """Add elementwise passes over `numbers` elements of the layer's dtype."""
-        self.pieces.append(Traffic(stage, self.size((reads + writes) * numbers), launches, gradient_bytes))
+        """Add elementwise passes that read and write `numbers` elements of the layer's dtype `transfers` times."""
+        self.pieces.append(Traffic(stage, self.size(transfers * numbers), launches, gradient_bytes))
 
-    def core(
-        self, heads: int, kv_heads: int, head_dim: int, value_dim: int, *, cached: bool | None = None, **options: Any
-    ) -> None:
+    def core(self, heads: Heads, *, cached: bool | None = None, **options: Any) -> None:
         """Add the attention of these heads, and the passes around it that keep NaN and Inf from spreading.
 
-        `cached` is False where keys and values are freshly projected although the layer has a cache.
+        `cached` is False where keys and values are freshly projected although the layer has a cache. Attention with
+        materialised weights computes every pair.
         """
-        work, mask, cached = self.work, self.mask, self.cached if cached is None else cached
+        work, cached = self.work, self.cached if cached is None else cached
+        mask = self.mask if self.form == "fused" else None
         decodes = cached and self.decodes
         is_guarded = not (decodes or self.finite or mask is None)
         if is_guarded:  # the gradient passes through unchanged
-            source = work.batch * work.keys * kv_heads * (head_dim + value_dim)
+            source = work.batch * work.keys * heads.keys * (heads.head_dim + heads.value_dim)
             self.passes("attention", source, gradient_bytes=0)
         if mask is not None:
             options |= {"left": mask.left, "right": mask.right, "first_keys": mask.sinks}
         direction: Direction = "decode" if decodes else "forward"
-        sizes = (work.batch, heads, kv_heads, work.queries, work.keys, head_dim, value_dim, self.dtype)
-        self.pieces.append(
-            AttentionCore(direction, *sizes, cache_dtype=self.cache_dtype if cached else None, **options)
-        )
+        sizes = (work.batch, heads.queries, heads.keys, work.queries, work.keys, heads.head_dim, heads.value_dim)
+        cache_dtype = self.cache_dtype if cached else None
+        self.pieces.append(AttentionCore(direction, *sizes, self.dtype, cache_dtype=cache_dtype, **options))
         if is_guarded:
-            self.passes("attention", self.tokens * heads * value_dim, launches=2, gradient_bytes=0)
+            outputs = self.tokens * heads.queries * heads.value_dim
+            self.passes("attention", outputs, launches=2, gradient_bytes=0)
 
     def cache_writes(self, numbers: int) -> None:
         """Add the writes of `numbers` elements per token to the cache: one pass for keys, one for values."""
@@ -170,10 +136,6 @@ class Recorder:
             self.pieces.append(Traffic("positions", self.tokens * channels * sum(passes), len(passes)))
 
     # ---- tensors
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device == "cuda"
 
     @property
     def is_narrow(self) -> bool:
@@ -217,39 +179,38 @@ class Recorder:
         """
         size, rows = self.size(numbers), 4 * (numbers // width)
         plain = kind == "rms" and not self.on_gpu
-        saved_bytes = rows * (1 if kind == "rms" else 2) + (self.wide(numbers) if plain and has_weight else 0)
-        workspace = size if by_head or (plain and has_weight) else 0
-        normed = self.tape.step(
+        saves_normed = plain and has_weight
+        return self.tape.step(
             block,
             output_size=size,
             saves=(block,),
-            saved_bytes=saved_bytes,
-            workspace=workspace,
+            saved_bytes=rows * (1 if kind == "rms" else 2) + (self.wide(numbers) if saves_normed else 0),
+            workspace=size if by_head or saves_normed else 0,
             backward_workspace=3 * self.wide(numbers) if plain else gradient_copies * size,
+            is_strided=by_head,
         )
-        normed.is_strided = by_head
-        return normed
 
     def rotary_tables(self, channels: int) -> None:
         """Record the cos and sin tables of RoPE, which the layer keeps."""
-        self.tape.last(2 * self.wide((self.work.past + self.work.queries) * channels))
+        self.tape.keep(2 * self.wide((self.work.past + self.work.queries) * channels))
 
     def rotated(self, block: Block, numbers: int) -> Block:
         """Record RoPE on heads: roll, multiply, add in float32, round."""
-        # The rolled tensor, the product and the sum; in 16 bits the product is freed before the output is allocated.
-        workspace = self.wide(numbers) + (self.wide(numbers) if self.is_narrow else self.size(numbers))
-        backward_workspace = 2 * self.wide(numbers) if self.is_narrow else self.size(numbers)
-        output = self.tape.step(
-            block, output_size=self.size(numbers), workspace=workspace, backward_workspace=backward_workspace
+        size, wide = self.size(numbers), self.wide(numbers)
+        return self.tape.step(
+            block,
+            output_size=size,
+            # The rolled tensor, the product and the sum; in 16 bits the product is freed before the output exists.
+            workspace=2 * wide if self.is_narrow else wide + size,
+            backward_workspace=2 * wide if self.is_narrow else size,
+            is_strided=block.is_strided,
         )
-        output.is_strided = block.is_strided
-        return output
 
     def flattened(self, heads: Block, size: int) -> Block:
         """Record the concatenated heads of each token: a copy if they are strided."""
-        return (
-            self.tape.step(heads, output_size=size, passes_gradient=heads.size == size) if heads.is_strided else heads
-        )
+        if not heads.is_strided:
+            return heads
+        return self.tape.step(heads, output_size=size, passes_gradient=heads.size == size)
 
     @property
     def reads_cache(self) -> bool:
@@ -265,6 +226,6 @@ class Recorder:
         biased = self.bias is not None and (self.form == "fused" or self.is_dense)
         return (self.mask is not None or biased) and not self.finite and not self.reads_cache
 
-    def copied(self, block: Block, numbers: int) -> Block:
+    def copied(self, block: Block, numbers: int, *, frees: Iterable[Block] = ()) -> Block:
         """Record a copy of `numbers` elements."""
-        return self.tape.step(block, output_size=self.size(numbers))
+        return self.tape.step(block, output_size=self.size(numbers), frees=frees)

@@ -67,6 +67,8 @@ class Tape:
         workspace: int = 0,
         backward_workspace: int = 0,
         passes_gradient: bool = False,
+        frees: Iterable[Block] = (),
+        is_strided: bool = False,
     ) -> Block:
         """Record an operation on `reads` and return its output of `output_size` bytes.
 
@@ -76,8 +78,10 @@ class Tape:
             workspace: temporary bytes while the operation runs; `backward_workspace` the same for its backward,
                 including gradients of parameters before they are accumulated.
             passes_gradient: the gradient of its one input is the gradient of its output, without a copy.
+            frees: tensors that are released after the operation.
+            is_strided: whether the heads of a token are not contiguous in the output.
         """
-        result = Block(output_size, output_size)
+        result = Block(output_size, output_size, is_strided=is_strided)
         private = Block(saved_bytes, 0)
         self._made.append(result)
         self._grow(output_size + saved_bytes + workspace)
@@ -87,10 +91,10 @@ class Tape:
             for block in saved_blocks:
                 block.root.save_count += 1
             self._steps.append(_Step(reads, (result,), saved_blocks, backward_workspace, passes_gradient))
-        self.release(private)
+        self.release(private, *frees)
         return result
 
-    def last(self, size: int) -> None:
+    def keep(self, size: int) -> None:
         """Add bytes that outlive the call: tables that a layer builds in its first call and keeps."""
         self._grow(size)
 

@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from polyhead.costs.timing.machine import Device, Machine, Route
-from polyhead.costs.work import AttentionCore, Piece, Product, Traffic
+from polyhead.costs.timing.machine import Machine, Route
+from polyhead.costs.work import AttentionCore, Device, Piece, Product, Traffic
 from polyhead.ops.attention.fused import LARGEST_DIM
 from polyhead.ops.attention.mask_rule import is_mask_too_large, is_window_too_large
 

@@ -12,7 +12,6 @@ import math
 import os
 import re
 import tempfile
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +19,12 @@ from typing import Any, Literal, Self, get_args
 
 import torch
 
-from polyhead.costs.work import AttentionCore, Phase, Piece, Product, Traffic
+from polyhead.costs.quantities import dtype_name, named_dtype
+from polyhead.costs.work import AttentionCore, Device, Phase, Piece, Product, Traffic
 from polyhead.errors import OptionError
 from polyhead.files import as_type, build, read_json, refusing, short
 
 Route = Literal["plain", "masked", "tiled"]
-Device = Literal["cuda", "cpu"]
 SHIPPED = Path(__file__).parent / "machines"
 FORMAT = 2
 _MOST = 1 << 62
@@ -101,19 +100,16 @@ class Machine:
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """Dtypes with measured matrix products."""
-        return tuple(dict.fromkeys(x.piece.dtype for x in self.samples if isinstance(x.piece, Product)))
+        return tuple(self._matrix_rates)
 
     @functools.cached_property
     def _matrix_rates(self) -> Mapping[torch.dtype, float]:
-        products = [x for x in self.samples if isinstance(x.piece, Product)]
-        return {
-            dtype: max(
-                x.piece.flops / x.seconds
-                for x in products
-                if x.piece.dtype is dtype  # type: ignore[union-attr]
-            )
-            for dtype in self.dtypes
-        }
+        rates: dict[torch.dtype, float] = {}
+        for sample in self.samples:
+            if isinstance(sample.piece, Product):
+                dtype = sample.piece.dtype
+                rates[dtype] = max(rates.get(dtype, 0.0), sample.piece.flops / sample.seconds)
+        return rates
 
     def matrix_rate(self, dtype: torch.dtype) -> float:
         """Return the FLOPs per second of the fastest measured product."""
@@ -122,8 +118,9 @@ class Machine:
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         if dtype not in self._matrix_rates:
+            dtypes = ", ".join(map(dtype_name, self.dtypes))
             raise OptionError(
-                f"machine {self.name!r} was calibrated in {', '.join(map(_short, self.dtypes))}, got {_short(dtype)}; "
+                f"machine {self.name!r} was calibrated in {dtypes}, got {dtype_name(dtype)}; "
                 "recalibrate it with that dtype"
             )
 
@@ -299,47 +296,23 @@ def _files() -> dict[str, Path]:
 
 
 def _sample_to_dict(sample: Sample) -> dict[str, Any]:
-    content = _to_dict(sample.piece)
+    """Return the kind of the piece, all its fields that differ from their defaults, the route and the seconds."""
+    (kind,) = (name for name, piece_class in _PIECES.items() if type(sample.piece) is piece_class)
+    content: dict[str, Any] = {"kind": kind}
+    for item in dataclasses.fields(sample.piece):
+        value = getattr(sample.piece, item.name)
+        if value != item.default:
+            content[item.name] = dtype_name(value) if isinstance(value, torch.dtype) else value
     content |= {} if sample.route == "plain" else {"route": sample.route}
     return {**content, "seconds": float(f"{sample.seconds:.5g}")}
 
 
 def _sample_from_dict(content: Mapping[str, Any]) -> Sample:
-    piece = _from_dict({name: x for name, x in content.items() if name not in ("seconds", "route")})
-    route = as_type(content.get("route", "plain"), Route, "route")
-    return Sample(piece, as_type(content["seconds"], float, "seconds"), route)
-
-
-def _to_dict(piece: Piece) -> dict[str, Any]:
-    """Return the kind of a piece and all fields that differ from their defaults, dtypes by name."""
-    (kind,) = (name for name, piece_class in _PIECES.items() if type(piece) is piece_class)
-    content: dict[str, Any] = {"kind": kind}
-    for item in dataclasses.fields(piece):
-        value = getattr(piece, item.name)
-        if value != item.default:
-            content[item.name] = _short(value) if isinstance(value, torch.dtype) else value
-    return content
-
-
-def _from_dict(content: dict[str, Any]) -> Piece:
-    kind = _PIECES[content.pop("kind")]
-    hints = typing.get_type_hints(kind)
-    values: dict[str, Any] = {}
-    for name, x in content.items():
-        if name not in hints:
-            raise OptionError(f"{kind.__name__} has no field {short(name)}")
-        values[name] = _dtype(x) if name.endswith("dtype") else as_type(x, hints[name], name)
-        if isinstance(values[name], int) and not 0 <= values[name] <= _MOST:
-            raise OptionError(f"{name} of a {kind.__name__} must be 0 to {_MOST:,}, got {short(x)}")
-    return kind(**values)
-
-
-def _dtype(name: object) -> torch.dtype:
-    dtype = getattr(torch, name, None) if isinstance(name, str) else None
-    if not isinstance(dtype, torch.dtype):
-        raise OptionError(f"dtype must be a name such as float32, got {short(name)}")
-    return dtype
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    fields: dict[str, Any] = {name: named_dtype(x) if name.endswith("dtype") else x for name, x in content.items()}
+    kind, seconds = _PIECES[fields.pop("kind")], as_type(fields.pop("seconds"), float, "seconds")
+    route = as_type(fields.pop("route", "plain"), Route, "route")
+    piece = build(kind, fields)
+    for name, value in dataclasses.asdict(piece).items():
+        if isinstance(value, int) and not 0 <= value <= _MOST:
+            raise OptionError(f"{name} of a {kind.__name__} must be 0 to {_MOST:,}, got {short(value)}")
+    return Sample(piece, seconds, route)

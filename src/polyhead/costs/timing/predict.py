@@ -31,10 +31,6 @@ class Part:
     seconds: float
     bound: Bound
 
-    @property
-    def stage(self) -> Stage:
-        return self.piece.stage
-
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -56,7 +52,7 @@ class Prediction:
         layers = self.device_seconds / per_layer if per_layer else 0.0
         seconds: dict[Stage, float] = {}
         for part in self.parts:
-            seconds[part.stage] = seconds.get(part.stage, 0.0) + layers * part.seconds
+            seconds[part.piece.stage] = seconds.get(part.piece.stage, 0.0) + layers * part.seconds
         return seconds
 
 
@@ -64,8 +60,7 @@ def predict(work: Work, machine: Machine) -> Prediction:
     """Predict the time of `work` on `machine`.
 
     >>> from polyhead.layers import MultiHeadConfig
-    >>> from polyhead.costs import Workload
-    >>> from polyhead.costs.layer_work import layer_work
+    >>> from polyhead.costs import Workload, layer_work
     >>> work = layer_work(MultiHeadConfig(512, 8), Workload.forward(1024), dtype=torch.float32)
     >>> prediction = predict(work, Machine.load("cpu-2-cores"))
     >>> list(prediction.stages), prediction.seconds > prediction.device_seconds
@@ -107,11 +102,6 @@ def place(piece: Product | AttentionCore, served: Route) -> tuple[float, ...]:
         visible = piece.pairs / max(piece.batch * piece.queries, 1)
         return (*sizes, *_logarithms(visible))
     return sizes
-
-
-def correction_of(kind: Kind, machine: Machine) -> Correction | None:
-    """Return the correction fitted to the samples of one kind, or None without samples."""
-    return _corrections(machine).get(kind)
 
 
 def _logarithms(*sizes: float) -> tuple[float, ...]:

@@ -165,7 +165,7 @@ class Trials:
             PruneHeads(layers[path].number, tuple(heads), stack=layers[path].stack) for path, heads in removed.items()
         ]
 
-    def counted(self, removed: Mapping[str, Sequence[int]]) -> Preview:
+    def preview(self, removed: Mapping[str, Sequence[int]]) -> Preview:
         """Preview the model without these heads."""
         return preview(self.model, self.edits(removed), work=self.work)
 
@@ -176,7 +176,7 @@ class Trials:
             return Size(1.0, 1.0 if self._has_cache else None, 1.0)
         # A search requests many sizes, mostly of layers that were counted before.
         if unknown := {path: heads for path, heads in pruned.items() if (path, heads) not in self._counts}:
-            for layer in self.counted(unknown).layers:
+            for layer in self.preview(unknown).layers:
                 self._counts[layer.path, ()] = layer.before
                 if layer.path in unknown:
                     self._counts[layer.path, unknown[layer.path]] = layer.after

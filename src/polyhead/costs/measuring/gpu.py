@@ -1,4 +1,4 @@
-"""Calls as CUDA graphs, which leave out what they cost the host."""
+"""Calls as CUDA graphs, without their host time, and working sets larger than the L2 cache of a GPU."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import torch
 
 T = TypeVar("T")
 WARM_UPS = 3
+TIMES_L2 = 3
 
 
 @dataclass(frozen=True, eq=False)
 class Replay(Generic[T]):
-    """Calls as one CUDA graph. What they read was not allocated for it, so that they are kept for as long as it is."""
+    """Calls as one CUDA graph; it refers to the calls because it reads their tensors."""
 
     graph: torch.cuda.CUDAGraph
     calls: Sequence[Callable[[], T]]
@@ -26,7 +27,7 @@ class Replay(Generic[T]):
 
 
 def replayed(calls: Sequence[Callable[[], T]], device: torch.device) -> Replay[T]:
-    """All calls, one after the other, as one CUDA graph: what is left is the device's own time."""
+    """Capture all calls, one after the other, in one CUDA graph, which takes device time alone."""
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
@@ -38,3 +39,16 @@ def replayed(calls: Sequence[Callable[[], T]], device: torch.device) -> Replay[T
     with torch.cuda.graph(graph):
         results = [call() for call in calls]
     return Replay(graph, calls, results)
+
+
+def caches_beyond(l2: int, cache: int) -> int:
+    """Return the number of caches to alternate between so that none is in L2 when it is read again.
+
+    >>> caches_beyond(50, 40), caches_beyond(50, 1000)
+    (4, 2)
+    """
+    return max(2, -(-TIMES_L2 * l2 // cache))
+
+
+def l2_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).L2_cache_size

@@ -1,0 +1,26 @@
+"""Files of finished results, one JSON line each, which several processes may share and a run resumes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class Writable(Protocol):
+    def to_json(self) -> str: ...
+
+
+def read_lines(path: Path, parse: Callable[[str], T]) -> list[T]:
+    """Return the parsed lines of a file, if it exists; a last line that was cut short is left out."""
+    if not path.exists():
+        return []
+    return [parse(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1] if line]
+
+
+def append_result(path: Path, result: Writable) -> None:
+    """Append a line in a single write, since several processes may share the file."""
+    with path.open("ab", buffering=0) as file:
+        file.write((result.to_json() + "\n").encode())
