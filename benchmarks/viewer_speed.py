@@ -15,8 +15,8 @@ from polyhead.costs.measuring.runner import Timings
 from polyhead.masks import Mask
 from polyhead.ops.attention import attention
 from polyhead.report.packing import packed_floats
-from polyhead.report.viewer import tiles, words
-from polyhead.report.viewer.reading import KeptAttention
+from polyhead.report.viewer import tiles, token_weights
+from polyhead.report.viewer.trace import RecordedAttention
 
 FIRST = "first picture, by sampled rows"
 PICTURE = "exact picture"
@@ -70,7 +70,7 @@ def measure(run: Run, place: Place) -> Iterator[Case]:
         return packed_floats(tiles.stacked(made)[0])
 
     def token() -> object:
-        return [side(kept, first).to_dict(1024) for side in (words.attends, words.attended)]
+        return [side(kept, first).to_dict(1024) for side in (token_weights.attends, token_weights.attended)]
 
     def waits(timings: Timings) -> list[Figure]:
         samples = timings.samples_ms
@@ -86,16 +86,16 @@ def measure(run: Run, place: Place) -> Iterator[Case]:
     yield Case("viewer", str(place), calls, [Pair(TILE, PLAIN, 1.0)], failed=failed, figures=waits)
 
 
-def _kept(run: Run, place: Place) -> KeptAttention:
+def _kept(run: Run, place: Place) -> RecordedAttention:
     query = run.inputs(1, place.heads, place.tokens, place.head_dim, salt=1)
     key = run.inputs(1, place.kv_heads, place.tokens, place.head_dim, salt=2)
     mask = Mask.causal() if place.causal else None
     logsumexp = attention(query, key, key, mask=mask, logsumexp=True).logsumexp
     assert logsumexp is not None
-    return KeptAttention(query, key, logsumexp, mask)
+    return RecordedAttention(query, key, logsumexp, mask)
 
 
-def _plain(head: KeptAttention, rows: tiles.Span, dtype: torch.dtype = torch.float32) -> Tensor:
+def _plain(head: RecordedAttention, rows: tiles.Span, dtype: torch.dtype = torch.float32) -> Tensor:
     """The weights of some rows by the formula, without the log-sum-exp: every logit of theirs, [rows, keys]."""
     logits = head.query[0, 0, slice(*rows)].to(dtype) @ head.key[0, 0].to(dtype).T * head.query.shape[3] ** -0.5
     if head.mask is not None:
@@ -104,7 +104,7 @@ def _plain(head: KeptAttention, rows: tiles.Span, dtype: torch.dtype = torch.flo
     return logits.softmax(-1)
 
 
-def _error(head: KeptAttention, rows: tiles.Span, columns: tiles.Span) -> str:
+def _error(head: RecordedAttention, rows: tiles.Span, columns: tiles.Span) -> str:
     """Compare some rows of a tile with float64; return the error, if any."""
     some = rows[0], min(rows[0] + 64, rows[1])
     exact = _plain(head, some, torch.float64)[:, slice(*columns)].cpu()

@@ -1,32 +1,33 @@
-/** The frame around every view: what was looked at, where one can go, language and theme. */
+/** Frame of the page: model, navigation, language and theme. */
 import type { JSX } from "preact";
-import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
-import { Frame, SkipLink } from "../parts/frame";
-import { useWords, type Language, type StringName } from "../parts/language";
-import { changed, go, hrefOf, useRoute, type Route } from "../parts/router";
+import { useLayoutEffect, useRef, useState } from "preact/hooks";
+import { Frame, SkipLink, useViewChange } from "../parts/frame";
+import { useLocale, type Language, type StringName } from "../parts/language";
+import { hrefOf, replaceQuery, useRoute, type Route } from "../parts/router";
+import { strings } from "../parts/strings";
 import { Line } from "../parts/tokens";
-import { AlikeView } from "./alike";
+import { SimilarHeads } from "./similar-heads";
 import { CopyLink } from "./copy-link";
 import { FindingsView } from "./findings";
 import { HeadCard } from "./head-card";
-import { MattersView } from "./matters";
+import { Importance } from "./importance";
 import { ModelContext, useModel, type Model } from "./model";
 import { Overview } from "./overview";
 import { SyntaxView } from "./syntax";
 
 export function App({ model }: { model: Model }): JSX.Element {
   const route = useRoute();
-  const asked = route.query.lang;
+  const requested = route.query.lang;
   const [language, setLanguage] = useState<Language>(model.page.lang);
   useLayoutEffect(() => {
-    if (asked === "en" || asked === "zh") setLanguage(asked);
-  }, [asked]);
+    if (requested === "en" || requested === "zh") setLanguage(requested);
+  }, [requested]);
   const chooseLanguage = (chosen: Language) => {
     setLanguage(chosen);
-    if (asked) go(changed(route, { lang: null }), true);
+    if (requested) replaceQuery(route, { lang: null });
   };
   return (
-    <Frame language={language} onLanguage={chooseLanguage}>
+    <Frame language={language} onLanguage={chooseLanguage} strings={strings}>
       {(switches) => (
         <ModelContext.Provider value={model}>
           <Page route={route} switches={switches} />
@@ -38,19 +39,13 @@ export function App({ model }: { model: Model }): JSX.Element {
 
 function Page({ route, switches }: { route: Route; switches: JSX.Element }): JSX.Element {
   const { facts } = useModel().page;
-  const { say } = useWords();
+  const { t } = useLocale();
   const main = useRef<HTMLElement>(null);
   const view = route.path.join("/") || "overview";
-  const first = useRef(true);
-  useEffect(() => {
-    if (first.current) {
-      first.current = false;
-      return;
-    }
-    // A new view starts at its top, for the eye and for a screen reader.
+  useViewChange(view, () => {
     scrollTo(0, 0);
     main.current?.querySelector<HTMLElement>("h2")?.focus({ preventScroll: true });
-  }, [view]);
+  });
   return (
     <>
       <SkipLink main={main} />
@@ -70,7 +65,7 @@ function Page({ route, switches }: { route: Route; switches: JSX.Element }): JSX
       <main id="main" tabIndex={-1} ref={main}>
         <View route={route} />
       </main>
-      <footer>{say("madeBy", { version: facts.versions.polyhead ?? "" })}</footer>
+      <footer>{t("generatedBy", { version: facts.versions.polyhead ?? "" })}</footer>
     </>
   );
 }
@@ -79,11 +74,11 @@ function View({ route }: { route: Route }): JSX.Element {
   const [name, ...rest] = route.path;
   switch (name) {
     case "head":
-      return <HeadCard route={route} place={[Number(rest[0]), Number(rest[1])]} />;
+      return <HeadCard route={route} id={[Number(rest[0]), Number(rest[1])]} />;
     case "alike":
-      return <AlikeView route={route} />;
+      return <SimilarHeads route={route} />;
     case "matters":
-      return <MattersView route={route} />;
+      return <Importance route={route} />;
     case "syntax":
       return <SyntaxView route={route} />;
     case "findings":
@@ -95,25 +90,25 @@ function View({ route }: { route: Route }): JSX.Element {
 
 function FactLine(): JSX.Element {
   const { page } = useModel();
-  const { say, count, text } = useWords();
+  const { t, count, text } = useLocale();
   const layers = new Set(page.heads.map((head) => head.site)).size;
   const facts = [
-    say("factHeads", { heads: count(page.heads.length), layers: count(layers) }),
-    say("factTokens", { tokens: count(page.facts.tokens), documents: count(page.facts.documents) }),
-    say("factContext", { context: count(page.facts.context) }),
+    t("factHeads", { heads: count(page.heads.length), layers: count(layers) }),
+    t("factTokens", { tokens: count(page.facts.tokens), documents: count(page.facts.documents) }),
+    t("factContext", { context: count(page.facts.context) }),
   ];
   return (
     <p class="facts">
       {facts.join(" · ")}
-      {page.facts.interrupted ? <strong> · {say("interrupted")}</strong> : null}
-      {page.facts.edits ? <Line text={` · ${say("edited", { edits: text(page.facts.edits) })}`} /> : null}
+      {page.facts.interrupted ? <strong> · {t("interrupted")}</strong> : null}
+      {page.facts.edits ? <Line text={` · ${t("edited", { edits: text(page.facts.edits) })}`} /> : null}
     </p>
   );
 }
 
 function Navigation({ route }: { route: Route }): JSX.Element {
   const { page } = useModel();
-  const { say } = useWords();
+  const { t } = useLocale();
   const views: [string, StringName, boolean][] = [
     ["overview", "overview", true],
     ["alike", "alike", true],
@@ -123,12 +118,12 @@ function Navigation({ route }: { route: Route }): JSX.Element {
   ];
   const here = route.path[0] ?? "overview";
   return (
-    <nav class="views" aria-label={say("views")}>
+    <nav class="views" aria-label={t("views")}>
       {views
         .filter(([, , shown]) => shown)
         .map(([name, label]) => (
           <a href={hrefOf([name])} aria-current={here === name ? "page" : undefined}>
-            {say(label)}
+            {t(label)}
           </a>
         ))}
     </nav>

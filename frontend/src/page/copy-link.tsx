@@ -1,19 +1,14 @@
-/** The address of the view, to be sent to somebody. */
+/** Button that copies the link to the current view. */
 import type { JSX } from "preact";
-import { CopyButton } from "../parts/copying";
-import { useWords } from "../parts/language";
-import { changed, type Route } from "../parts/router";
+import { CopyButton } from "../parts/copy-button";
+import { useLocale } from "../parts/language";
+import { withQuery, type Route } from "../parts/router";
 import { useModel } from "./model";
 
 export function CopyLink({ route }: { route: Route }): JSX.Element {
   const { page } = useModel();
-  const { say, language } = useWords();
-  const here = changed(
-    { ...route, path: route.path.length ? route.path : ["overview"] },
-    {
-      lang: language === page.lang ? null : language,
-    },
-  );
-  const address = location.href.replace(/#.*$/, "") + here;
-  return <CopyButton text={address} label={say("copyLink")} about={say("linkHere")} />;
+  const { t, language } = useLocale();
+  const path = route.path.length ? route.path : ["overview"];
+  const hash = withQuery({ ...route, path }, { lang: language === page.lang ? null : language });
+  return <CopyButton text={location.href.replace(/#.*$/, "") + hash} label={t("copyLink")} about={t("linkHere")} />;
 }

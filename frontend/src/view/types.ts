@@ -1,17 +1,15 @@
-/** What the viewer's server says (report/viewer/), as values. */
-import type { Packed, Text } from "../data";
+/** The messages of the viewer's server (report/viewer/). */
+import type { HeadId, Packed, Text } from "../data";
 
-/** A place's index among `state.places`, and a head's number there. */
-export type HeadAt = readonly [place: number, head: number];
 export type Slot = "A" | "B";
 export type AxisName = "text" | "target";
 export type Pool = "sum" | "max";
 
 export interface Axis {
   tokens: string[];
-  /** Indices of tokens that stand for no text. */
+  /** Indices of special tokens. */
   special: number[];
-  /** Code points in the text; -1 for tokens that stand for none of it. */
+  /** Span in code points of the text; -1 for tokens without one. */
   start: number[];
   end: number[];
 }
@@ -36,58 +34,46 @@ export interface VectorOutput {
   of: "mean" | "last";
 }
 
-export type Output = TokenOutput | VectorOutput;
-
-export interface Reading {
+/** A text that was run through the model. */
+export interface Trace {
   id: number;
   slot: Slot;
   text: Axis;
-  /** What the decoder of an encoder-decoder has read or written. */
+  /** What the decoder of an encoder-decoder has generated. */
   target: Axis | null;
   cut: { tokens_in_text: number; tokens_read: number } | null;
-  off: HeadAt[];
+  ablated: HeadId[];
   generated: number;
-  output: Output;
+  output: TokenOutput | VectorOutput;
   bytes: number;
   seconds: number;
 }
 
-export interface PlaceInfo {
-  name: string;
-  kind: "self" | "cross";
+export interface LayerInfo {
   stack: string;
-  layer: number;
+  /** Index in its stack. */
+  depth: number;
   heads: number;
-  /** What each head was in the unedited model; null for one that has its number from the beginning. */
+  /** The origin of each head in the unedited model; null if its number did not change. */
   origins: (Text | null)[];
-  call: number;
   queries: AxisName;
   keys: AxisName;
+  /** Index among the sites of the run. */
   run_site: number | null;
 }
 
 export interface State {
-  format: 1;
   lang: "en" | "zh";
   version: string;
-  model: {
-    name: string;
-    kind: string;
-    class: string;
-    origin: string;
-    device: string;
-    dtype: string;
-    parameters: number;
-  };
+  model: { name: string; kind: string; class: string; device: string; dtype: string; parameters: number };
   context: number;
   context_reason: "trained" | "memory" | "requested";
-  output: Output["kind"];
   generates: boolean;
-  stacks: { name: string; kind: "self" | "cross"; places: number[] }[];
-  places: PlaceInfo[];
-  limits: { picture_cells: number; tile_cells: number; window_tokens: number; word_cells: number };
-  readings: Record<Slot, Reading | null>;
-  /** The heads that were removed, merged and grown; null for a model as it was trained. */
+  stacks: { name: string; kind: "self" | "cross"; layers: number[] }[];
+  layers: LayerInfo[];
+  limits: { picture_cells: number; tile_cells: number; word_cells: number };
+  traces: Record<Slot, Trace | null>;
+  /** The heads that were removed, merged and added; null for an unedited model. */
   edits: Text | null;
   run: boolean;
 }
@@ -99,59 +85,56 @@ export interface Progress {
   unit: string;
 }
 
-export interface How {
+export interface Precision {
   kind: "weights" | "blocks" | "estimate";
   exact: boolean;
-  /** How many tokens a side of a cell has. */
+  /** Tokens per side of a cell. */
   block: number;
-  rule: { text: string; every: number; rows: number } | null;
+  rule: { every: number; rows: number } | null;
 }
 
-/** One token's weights along the other tokens, in every head of a place. */
+/** The weights between one token and all others, in every head of a layer. */
 export interface WeightRow {
   weights: Packed;
   block: number;
   top: { tokens: number[][]; weights: number[][] };
 }
 
-export interface WordLine {
-  place: number;
+export interface TokenRow {
+  layer: number;
   attends: WeightRow | null;
   attended: WeightRow | null;
-}
-
-export interface Change {
-  id: number;
-  text: string;
-  before: number | null;
-  after: number | null;
 }
 
 export interface Difference {
   divergence: number | null;
   cosine: number | null;
-  top: Change[] | null;
-}
-
-export interface Effect extends Difference {
-  before: Output;
-  after: Output;
+  top: { id: number; text: string; before: number | null; after: number | null }[] | null;
 }
 
 export interface Tile {
   rows: [number, number];
   columns: [number, number];
-  block: number;
   weights: Packed;
 }
 
-export const headKey = ([place, head]: HeadAt): string => `${place}.${head}`;
+export const headKey = ([layer, head]: HeadId): string => `${layer}.${head}`;
 
-export function headOf(key: string): HeadAt {
-  const [place, head] = key.split(".").map(Number);
-  return [place ?? 0, head ?? 0];
+export function headOf(key: string): HeadId {
+  const [layer, head] = key.split(".").map(Number);
+  return [layer ?? 0, head ?? 0];
 }
 
-export function axisOf(reading: Reading, name: AxisName): Axis {
-  return name === "target" && reading.target ? reading.target : reading.text;
+export function axisOf(trace: Trace, name: AxisName): Axis {
+  return name === "target" && trace.target ? trace.target : trace.text;
+}
+
+/** The text of a token; undefined if there is none. */
+export function tokenAt(trace: Trace, { axis, index }: TokenId): string | undefined {
+  return axisOf(trace, axis).tokens[index];
+}
+
+export interface TokenId {
+  axis: AxisName;
+  index: number;
 }

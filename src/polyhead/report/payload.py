@@ -54,9 +54,9 @@ def page_of(inspection: Inspection, *, language: Language = "en", syntax: Syntax
         "likeness": None
         if inspection.likeness is None
         else {"threshold": inspection.likeness.threshold, "null": inspection.likeness.null},
-        "groups": [{"heads": _places(index, group.heads), "least": group.least} for group in inspection.groups],
+        "groups": [{"heads": _head_ids(index, group.heads), "least": group.least} for group in inspection.groups],
         "pairs": [
-            {"one": _place(index, x.one), "other": _place(index, x.other), "cosine": x.cosine, "guess": x.guess}
+            {"one": _head_id(index, x.one), "other": _head_id(index, x.other), "cosine": x.cosine, "guess": x.guess}
             for x in inspection.pairs
         ],
         "importance": _importance(inspection),
@@ -228,7 +228,7 @@ def _alike(inspection: Inspection, index: Mapping[AttentionSite, int]) -> dict[H
         similar.setdefault(pair.other, []).append((pair.cosine, pair.one, True))
     return {
         head: [
-            {"place": _place(index, other), "cosine": cosine, "across": across}
+            {"head": _head_id(index, other), "cosine": cosine, "across": across}
             for cosine, other, across in sorted(others, key=lambda x: -x[0])
             if math.isfinite(cosine)
         ]
@@ -249,15 +249,15 @@ def _finding(finding: Finding, index: Mapping[AttentionSite, int]) -> dict[str, 
     return {
         "text": _clipped(Text(words_of(finding), words_of(finding, "zh"))),
         "kind": finding.kind,
-        "heads": _places(index, finding.heads),
+        "heads": _head_ids(index, finding.heads),
         "view": _VIEWS.get(finding.kind, "overview"),
         "column": finding.column,
     }
 
 
-def _place(index: Mapping[AttentionSite, int], head: Head) -> list[int]:
+def _head_id(index: Mapping[AttentionSite, int], head: Head) -> list[int]:
     return [index[head[0]], head[1]]
 
 
-def _places(index: Mapping[AttentionSite, int], heads: tuple[Head, ...]) -> list[list[int]]:
-    return [_place(index, head) for head in heads]
+def _head_ids(index: Mapping[AttentionSite, int], heads: tuple[Head, ...]) -> list[list[int]]:
+    return [_head_id(index, head) for head in heads]

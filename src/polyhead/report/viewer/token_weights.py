@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyhead.report.packing import packed_floats
-from polyhead.report.viewer.reading import KeptAttention
+from polyhead.report.viewer.trace import RecordedAttention
 
 STRONGEST = 8
 
@@ -27,22 +27,22 @@ class WeightRow:
         shown = self.weights
         if block > 1:
             shown = torch.nn.functional.pad(shown, (0, -tokens % block)).unflatten(1, (-1, block)).amax(-1)
-        values, places = self.weights.topk(min(STRONGEST, tokens), -1)
+        values, positions = self.weights.topk(min(STRONGEST, tokens), -1)
         return {
             "weights": packed_floats(shown),
             "block": block,
-            "top": {"tokens": places.tolist(), "weights": [[float(x) for x in row] for row in values]},
+            "top": {"tokens": positions.tolist(), "weights": [[float(x) for x in row] for row in values]},
         }
 
 
-def attends(attention: KeptAttention, token: int) -> WeightRow:
+def attends(attention: RecordedAttention, token: int) -> WeightRow:
     """Return the weights of one query on all keys."""
     weights = attention.profile(block_map=(1, 1), rows=(token, token + 1)).block_map
     assert weights is not None
     return WeightRow(weights[0, :, 0].cpu())
 
 
-def attended(attention: KeptAttention, token: int) -> WeightRow:
+def attended(attention: RecordedAttention, token: int) -> WeightRow:
     """Return the weights of all queries on one key."""
     weights = attention.profile(block_map=(1, 1), columns=(token, token + 1)).block_map
     assert weights is not None
