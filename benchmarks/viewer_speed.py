@@ -55,8 +55,8 @@ def plan(*, quick: bool = False, seed: int = 0, gpu: torch.device | None = None)
 
 def measure(run: Run, place: Place) -> Iterator[Case]:
     """Time the server up to the text that it sends."""
-    kept = _kept(run, place)
-    head = kept.head(place.heads - 1)
+    recorded = _recorded(run, place)
+    head = recorded.head(place.heads - 1)
     first = place.tokens // 2
     side = min(1024, place.tokens - first)
     rows, columns = (first, first + side), (first - side // 3, first - side // 3 + side)
@@ -70,7 +70,8 @@ def measure(run: Run, place: Place) -> Iterator[Case]:
         return packed_floats(tiles.stacked(made)[0])
 
     def token() -> object:
-        return [side(kept, first).to_dict(1024) for side in (token_weights.attends, token_weights.attended)]
+        rows = [token_weights.attends(recorded, first), token_weights.attended(recorded, first)]
+        return [token_weights.row_message(row, 1024) for row in rows]
 
     def waits(timings: Timings) -> list[Figure]:
         samples = timings.samples_ms
@@ -86,7 +87,7 @@ def measure(run: Run, place: Place) -> Iterator[Case]:
     yield Case("viewer", str(place), calls, [Pair(TILE, PLAIN, 1.0)], failed=failed, figures=waits)
 
 
-def _kept(run: Run, place: Place) -> RecordedAttention:
+def _recorded(run: Run, place: Place) -> RecordedAttention:
     query = run.inputs(1, place.heads, place.tokens, place.head_dim, salt=1)
     key = run.inputs(1, place.kv_heads, place.tokens, place.head_dim, salt=2)
     mask = Mask.causal() if place.causal else None

@@ -1,19 +1,28 @@
 /** Frame of the page: model, navigation, language and theme. */
-import type { JSX } from "preact";
-import { useLayoutEffect, useRef, useState } from "preact/hooks";
-import { Frame, SkipLink, useViewChange } from "../parts/frame";
-import { useLocale, type Language, type StringName } from "../parts/language";
-import { hrefOf, replaceQuery, useRoute, type Route } from "../parts/router";
+import type { ComponentType, JSX } from "preact";
+import { useLayoutEffect, useState } from "preact/hooks";
+import { CopyButton } from "../parts/copy-button";
+import { Frame, Shell } from "../parts/frame";
+import { useLocale, type Language } from "../parts/language";
+import { hrefOf, replaceQuery, useRoute, withQuery, type Route } from "../parts/router";
 import { strings } from "../parts/strings";
 import { Line } from "../parts/tokens";
-import { SimilarHeads } from "./similar-heads";
-import { CopyLink } from "./copy-link";
 import { FindingsView } from "./findings";
 import { HeadCard } from "./head-card";
 import { Importance } from "./importance";
 import { ModelContext, useModel, type Model } from "./model";
 import { Overview } from "./overview";
+import { SimilarHeads } from "./similar-heads";
 import { SyntaxView } from "./syntax";
+
+const VIEWS = {
+  overview: Overview,
+  alike: SimilarHeads,
+  matters: Importance,
+  syntax: SyntaxView,
+  findings: FindingsView,
+} satisfies Record<string, ComponentType<{ route: Route }>>;
+const VIEW_NAMES = Object.keys(VIEWS) as (keyof typeof VIEWS)[];
 
 export function App({ model }: { model: Model }): JSX.Element {
   const route = useRoute();
@@ -38,57 +47,35 @@ export function App({ model }: { model: Model }): JSX.Element {
 }
 
 function Page({ route, switches }: { route: Route; switches: JSX.Element }): JSX.Element {
-  const { facts } = useModel().page;
+  const { page } = useModel();
   const { t } = useLocale();
-  const main = useRef<HTMLElement>(null);
-  const view = route.path.join("/") || "overview";
-  useViewChange(view, () => {
-    scrollTo(0, 0);
-    main.current?.querySelector<HTMLElement>("h2")?.focus({ preventScroll: true });
-  });
+  const path = route.path.length ? route.path : ["overview"];
+  const [name, site, head] = path;
+  const View = VIEWS[VIEW_NAMES.find((one) => one === name) ?? "overview"];
+  const available = VIEW_NAMES.filter(
+    (one) => (one !== "matters" || page.importance) && (one !== "syntax" || page.syntax),
+  );
   return (
-    <>
-      <SkipLink main={main} />
-      <header class="page-head">
-        <div class="title">
-          <h1>
-            <Line text={facts.model} />
-          </h1>
-          <FactLine />
-        </div>
-        <div class="switches">
+    <Shell
+      title={page.facts.model}
+      facts={<Facts />}
+      switches={
+        <>
           {switches}
-          <CopyLink route={route} />
-        </div>
-      </header>
-      <Navigation route={route} />
-      <main id="main" tabIndex={-1} ref={main}>
-        <View route={route} />
-      </main>
-      <footer>{t("generatedBy", { version: facts.versions.polyhead ?? "" })}</footer>
-    </>
+          <CopyLink route={{ ...route, path }} />
+        </>
+      }
+      links={available.map((one) => ({ href: hrefOf([one]), label: t(one), current: one === name }))}
+      view={path.join("/")}
+      scrolls
+      footer={t("generatedBy", { version: page.facts.versions.polyhead ?? "" })}
+    >
+      {name === "head" ? <HeadCard route={route} id={[Number(site), Number(head)]} /> : <View route={route} />}
+    </Shell>
   );
 }
 
-function View({ route }: { route: Route }): JSX.Element {
-  const [name, ...rest] = route.path;
-  switch (name) {
-    case "head":
-      return <HeadCard route={route} id={[Number(rest[0]), Number(rest[1])]} />;
-    case "alike":
-      return <SimilarHeads route={route} />;
-    case "matters":
-      return <Importance route={route} />;
-    case "syntax":
-      return <SyntaxView route={route} />;
-    case "findings":
-      return <FindingsView />;
-    default:
-      return <Overview route={route} />;
-  }
-}
-
-function FactLine(): JSX.Element {
+function Facts(): JSX.Element {
   const { page } = useModel();
   const { t, count, text } = useLocale();
   const layers = new Set(page.heads.map((head) => head.site)).size;
@@ -98,34 +85,18 @@ function FactLine(): JSX.Element {
     t("factContext", { context: count(page.facts.context) }),
   ];
   return (
-    <p class="facts">
+    <>
       {facts.join(" · ")}
       {page.facts.interrupted ? <strong> · {t("interrupted")}</strong> : null}
       {page.facts.edits ? <Line text={` · ${t("edited", { edits: text(page.facts.edits) })}`} /> : null}
-    </p>
+    </>
   );
 }
 
-function Navigation({ route }: { route: Route }): JSX.Element {
+/** Copies the link to the current view. */
+function CopyLink({ route }: { route: Route }): JSX.Element {
   const { page } = useModel();
-  const { t } = useLocale();
-  const views: [string, StringName, boolean][] = [
-    ["overview", "overview", true],
-    ["alike", "alike", true],
-    ["matters", "matters", page.importance !== null],
-    ["syntax", "syntax", page.syntax !== null],
-    ["findings", "findings", true],
-  ];
-  const here = route.path[0] ?? "overview";
-  return (
-    <nav class="views" aria-label={t("views")}>
-      {views
-        .filter(([, , shown]) => shown)
-        .map(([name, label]) => (
-          <a href={hrefOf([name])} aria-current={here === name ? "page" : undefined}>
-            {t(label)}
-          </a>
-        ))}
-    </nav>
-  );
+  const { t, language } = useLocale();
+  const hash = withQuery(route, { lang: language === page.lang ? null : language });
+  return <CopyButton text={location.href.replace(/#.*$/, "") + hash} label={t("copyLink")} about={t("linkHere")} />;
 }

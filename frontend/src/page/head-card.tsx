@@ -130,7 +130,7 @@ function Bars({ name, title, note, bars }: BarsProps): JSX.Element | null {
     <section class="panel" aria-labelledby={name}>
       <h3 id={name}>{title}</h3>
       <p class="note">{note}</p>
-      <ol class="bars">
+      <ol class="plain bars">
         {bars.map(({ content, share, value }, i) => (
           <li key={i} style={{ "--share": String(share) }}>
             {content}

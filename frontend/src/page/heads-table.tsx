@@ -4,7 +4,7 @@ import type { ColumnGroup, Head } from "../data";
 import { Segments } from "../parts/controls";
 import { useLocale } from "../parts/language";
 import { replaceQuery, type Route } from "../parts/router";
-import { SortableTable, type TableColumn } from "../parts/sortable-table";
+import { numberColumn, SortableTable, type TableColumn } from "../parts/sortable-table";
 import { headColumn } from "./head-link";
 import { idOf, isNumber, keyOf, useModel } from "./model";
 import { rolesColumn } from "./role-chips";
@@ -27,15 +27,13 @@ export function HeadsTable({ route, heads, marks, groups }: HeadsTableProps): JS
     rolesColumn(model, t("roles")),
     ...statistics.map((column): TableColumn<Head> => {
       const [low, high] = model.range(column);
-      const share = (value: number) => (low >= 0 && high > low ? (value - low) / (high - low) : null);
+      const valueOf = (head: Head) => head.values[column.name];
+      const share = (value: number | null | undefined) =>
+        isNumber(value) && low >= 0 && high > low ? (value - low) / (high - low) : null;
       return {
-        name: column.name,
-        label: text(column.label),
+        ...numberColumn(column.name, text(column.label), valueOf, (value) => number(value, column.format)),
         about: text(column.about),
-        numeric: true,
-        by: (head) => head.values[column.name] ?? null,
-        show: (head) => number(head.values[column.name], column.format),
-        bar: ({ values: { [column.name]: value } }) => (isNumber(value) ? share(value) : null),
+        bar: (head) => share(valueOf(head)),
       };
     }),
   ];

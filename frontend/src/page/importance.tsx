@@ -6,7 +6,7 @@ import type { Head } from "../data";
 import { ChartFigure, widthOf, type Build } from "../parts/chart";
 import { useLocale } from "../parts/language";
 import type { Route } from "../parts/router";
-import { SortableTable, type TableColumn } from "../parts/sortable-table";
+import { numberColumn, SortableTable, type TableColumn } from "../parts/sortable-table";
 import { headColumn } from "./head-link";
 import { idOf, keyOf, markedIn, useModel, withUnit } from "./model";
 import { rolesColumn } from "./role-chips";
@@ -70,22 +70,11 @@ export function Importance({ route }: { route: Route }): JSX.Element {
     );
   }
   const name = model.fullName(idOf(best), locale);
+  const format = (value: number | null | undefined) => number(value, column.format);
   const columns: TableColumn<Head>[] = [
     headColumn("head", t("head"), idOf),
-    {
-      name: "value",
-      label: text(importance.label),
-      numeric: true,
-      by: (head) => head.values[column.name] ?? null,
-      show: (head) => number(head.values[column.name], column.format),
-    },
-    {
-      name: "error",
-      label: t("standardError"),
-      numeric: true,
-      by: (head) => head.errors[column.name] ?? null,
-      show: (head) => number(head.errors[column.name], column.format),
-    },
+    numberColumn("value", text(importance.label), (head) => head.values[column.name], format),
+    numberColumn("error", t("standardError"), (head) => head.errors[column.name], format),
     rolesColumn(model, t("roles")),
   ];
   return (

@@ -4,7 +4,7 @@ import { useMemo } from "preact/hooks";
 import { Select } from "../parts/controls";
 import { useLocale } from "../parts/language";
 import { replaceQuery, type Route } from "../parts/router";
-import { SortableTable, type TableColumn } from "../parts/sortable-table";
+import { numberColumn, SortableTable, type TableColumn } from "../parts/sortable-table";
 import { Line } from "../parts/tokens";
 import { EditsOfGroup, EditsOfModel } from "./edits";
 import { headColumn, HeadLink } from "./head-link";
@@ -108,7 +108,7 @@ function Groups({ marks }: { marks: Set<string> }): JSX.Element {
           : t("noRedundancy")}
       </p>
       {groups.length ? (
-        <ul class="groups">
+        <ul class="plain groups">
           {groups.map((group) => {
             const keys = group.heads.map(keyOf);
             return (
@@ -147,13 +147,12 @@ function PairTable({ value, marks, ...table }: PairTableProps): JSX.Element {
   const columns: TableColumn<HeadPair>[] = [
     headColumn("one", t("oneHead"), (pair) => pair.one),
     headColumn("other", t("otherHead"), (pair) => pair.other),
-    {
-      name: "similarity",
-      label: value,
-      numeric: true,
-      by: (pair) => pair.similarity,
-      show: (pair) => number(pair.value),
-    },
+    numberColumn(
+      "similarity",
+      value,
+      (pair) => pair.similarity,
+      (_, pair) => number(pair.value),
+    ),
   ];
   return (
     <SortableTable

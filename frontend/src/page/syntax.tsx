@@ -7,10 +7,15 @@ import { Chart, drawPlot, widthOf, type Build } from "../parts/chart";
 import { Figure } from "../parts/figure";
 import { useLocale } from "../parts/language";
 import type { Route } from "../parts/router";
-import { SortableTable, type TableColumn } from "../parts/sortable-table";
+import { numberColumn, SortableTable, type TableColumn } from "../parts/sortable-table";
 import { Line } from "../parts/tokens";
 import { isNumber, useModel } from "./model";
 import { headColumn } from "./head-link";
+
+/** Accuracy above the baseline. */
+function gainOf({ accuracy, baseline }: SyntaxRow): number | null {
+  return isNumber(baseline) ? accuracy - baseline : null;
+}
 
 export function SyntaxView({ route }: { route: Route }): JSX.Element {
   const model = useModel();
@@ -26,6 +31,9 @@ export function SyntaxView({ route }: { route: Route }): JSX.Element {
     );
   }
   const direction = (row: SyntaxRow) => t(row.direction === "head" ? "toHead" : "toDependent");
+  const share = (value: number | null | undefined) => number(value, "share");
+  const interval = ({ low, high }: SyntaxRow) =>
+    isNumber(low) && isNumber(high) ? ` (${share(low)}–${share(high)})` : "";
   const columns: TableColumn<SyntaxRow>[] = [
     {
       name: "relation",
@@ -35,44 +43,32 @@ export function SyntaxView({ route }: { route: Route }): JSX.Element {
     },
     { name: "direction", label: t("direction"), by: direction, show: direction },
     headColumn("head", t("bestHead"), (row) => row.head),
-    {
-      name: "accuracy",
-      label: t("accuracy"),
-      numeric: true,
-      by: (row) => row.accuracy,
-      show: (row) =>
-        isNumber(row.low) && isNumber(row.high)
-          ? `${number(row.accuracy, "share")} (${number(row.low, "share")}–${number(row.high, "share")})`
-          : number(row.accuracy, "share"),
-    },
-    {
-      name: "baseline",
-      label: t("baseline"),
-      numeric: true,
-      by: (row) => row.baseline,
-      show: (row) => number(row.baseline, "share"),
-    },
-    {
-      name: "gain",
-      label: t("gain"),
-      numeric: true,
-      by: (row) => (isNumber(row.baseline) ? row.accuracy - row.baseline : null),
-      show: (row) => <Gain row={row} />,
-    },
+    numberColumn(
+      "accuracy",
+      t("accuracy"),
+      (row) => row.accuracy,
+      (value, row) => share(value) + interval(row),
+    ),
+    numberColumn("baseline", t("baseline"), (row) => row.baseline, share),
+    numberColumn("gain", t("gain"), gainOf, (_, row) => <Gain row={row} />),
     {
       name: "verdict",
       label: t("verdict"),
       by: (row) => ["worse", "", "better"].indexOf(row.verdict),
       show: (row) => t(`verdict_${row.verdict || "none"}`),
     },
-    {
-      name: "offset",
-      label: t("bestOffset"),
-      numeric: true,
-      by: (row) => row.offset,
-      show: (row) => number(row.offset),
-    },
-    { name: "words", label: t("wordCount"), numeric: true, by: (row) => row.words, show: (row) => count(row.words) },
+    numberColumn(
+      "offset",
+      t("bestOffset"),
+      (row) => row.offset,
+      (value) => number(value),
+    ),
+    numberColumn(
+      "words",
+      t("wordCount"),
+      (row) => row.words,
+      (_, row) => count(row.words),
+    ),
   ];
   return (
     <>
@@ -137,7 +133,7 @@ function Gain({ row }: { row: SyntaxRow }): JSX.Element {
     }),
     [row],
   );
-  const gain = isNumber(row.baseline) ? row.accuracy - row.baseline : null;
+  const gain = gainOf(row);
   return (
     <span class="gain">
       <Chart

@@ -13,28 +13,8 @@ const DIVERGING_DARK = ["#ffd199", "#e0862f", "#7a4516", "#1d1f28", "#4b3a7a", "
 const [divergingLight, divergingDark] = [interpolateRgbBasis(DIVERGING_LIGHT), interpolateRgbBasis(DIVERGING_DARK)];
 
 // Paul Tol's "light" scheme and its dark counterpart; a role is also named by letters.
-const CATEGORIES_LIGHT = [
-  "#77aadd",
-  "#ee8866",
-  "#eedd88",
-  "#ffaabb",
-  "#99ddff",
-  "#44bb99",
-  "#bbcc33",
-  "#d3b5e5",
-  "#c9b79c",
-];
-const CATEGORIES_DARK = [
-  "#3f6fae",
-  "#a6492c",
-  "#8f7d1c",
-  "#a34a63",
-  "#22708f",
-  "#15705a",
-  "#66741a",
-  "#74508f",
-  "#6b5a40",
-];
+const LIGHT = ["#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#d3b5e5", "#c9b79c"];
+const DARK = ["#3f6fae", "#a6492c", "#8f7d1c", "#a34a63", "#22708f", "#15705a", "#66741a", "#74508f", "#6b5a40"];
 
 export const NO_VALUE = { light: "#eceeef", dark: "#262933" };
 
@@ -87,7 +67,7 @@ export function scaleOf(low: number, high: number, dark: boolean, gamma = 1): Sc
 }
 
 export function categoryColour(index: number, dark: boolean): string {
-  const colours = dark ? CATEGORIES_DARK : CATEGORIES_LIGHT;
+  const colours = dark ? DARK : LIGHT;
   return colours[index % colours.length] as string;
 }
 

@@ -1,10 +1,11 @@
-/** Frame of the page and of the viewer: language and colour switches, and a link that skips them. */
-import type { ComponentChildren, JSX, RefObject } from "preact";
+/** Frame of the page and of the viewer: language, colours, header and navigation. */
+import type { ComponentChildren, JSX } from "preact";
 import { useEffect, useLayoutEffect, useMemo, useRef } from "preact/hooks";
 import type { Text } from "../data";
 import { createLocale, LocaleContext, useLocale, type Language } from "./language";
 import "./frame.css";
 import { DarkContext, useTheme, type Theme } from "./theme";
+import { Line } from "./tokens";
 
 const THEMES: Theme[] = ["auto", "light", "dark"];
 const LANGUAGES: [Language, string][] = [
@@ -58,25 +59,63 @@ function Switch<Value extends string>({ label, value, options, onChange }: Switc
   );
 }
 
-/** Calls back when a view is replaced by another, not for the first one. */
-export function useViewChange(view: string, onChange: () => void): void {
-  const first = useRef(true);
-  useEffect(() => {
-    if (!first.current) onChange();
-    first.current = false;
-  }, [view]);
+interface ShellProps {
+  title: string;
+  facts: ComponentChildren;
+  switches: ComponentChildren;
+  /** Content between the header and the navigation. */
+  tools?: ComponentChildren;
+  links: { href: string; label: string; current: boolean }[];
+  /** Identifies the view; when it changes, the heading of the new view receives the focus. */
+  view: string;
+  /** Scrolls to the top of a new view. */
+  scrolls?: boolean;
+  footer: string;
+  children: ComponentChildren;
 }
 
-/** First stop of the keyboard. */
-export function SkipLink({ main }: { main: RefObject<HTMLElement | null> }): JSX.Element {
+/** Header, navigation and footer around a view. */
+export function Shell(props: ShellProps): JSX.Element {
   const { t } = useLocale();
+  const main = useRef<HTMLElement>(null);
+  const isFirst = useRef(true);
+  useEffect(() => {
+    if (!isFirst.current) {
+      if (props.scrolls) scrollTo(0, 0);
+      main.current?.querySelector<HTMLElement>("h2")?.focus({ preventScroll: Boolean(props.scrolls) });
+    }
+    isFirst.current = false;
+  }, [props.view]);
   const skip = (event: Event) => {
     event.preventDefault();
     main.current?.focus();
   };
   return (
-    <a class="skip" href="#main" onClick={skip}>
-      {t("skip")}
-    </a>
+    <>
+      <a class="skip" href="#main" onClick={skip}>
+        {t("skip")}
+      </a>
+      <header class="page-head">
+        <div class="title">
+          <h1>
+            <Line text={props.title} />
+          </h1>
+          <p class="facts">{props.facts}</p>
+        </div>
+        <div class="switches">{props.switches}</div>
+      </header>
+      {props.tools}
+      <nav class="views" aria-label={t("views")}>
+        {props.links.map(({ href, label, current }) => (
+          <a href={href} aria-current={current ? "page" : undefined}>
+            {label}
+          </a>
+        ))}
+      </nav>
+      <main id="main" tabIndex={-1} ref={main}>
+        {props.children}
+      </main>
+      <footer>{props.footer}</footer>
+    </>
   );
 }

@@ -44,7 +44,7 @@ export function CategoryLegend(props: {
   onChoose: (key: string) => void;
 }): JSX.Element {
   return (
-    <ul class="categories" aria-label={props.label}>
+    <ul class="plain categories" aria-label={props.label}>
       {props.categories.map((category) => (
         <li key={category.key}>
           <button

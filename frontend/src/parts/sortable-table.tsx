@@ -17,6 +17,16 @@ export interface TableColumn<Row> {
   bar?: (row: Row) => number | null;
 }
 
+/** A column of numbers. */
+export function numberColumn<Row>(
+  name: string,
+  label: string,
+  by: (row: Row) => number | null | undefined,
+  format: (value: number | null | undefined, row: Row) => ComponentChildren,
+): TableColumn<Row> {
+  return { name, label, numeric: true, by: (row) => by(row) ?? null, show: (row) => format(by(row), row) };
+}
+
 interface SortableTableProps<Row> {
   label: string;
   columns: TableColumn<Row>[];

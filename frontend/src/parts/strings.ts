@@ -1,7 +1,7 @@
 /** Interface strings, in English and Chinese. */
 
 export const strings = {
-  // The frame
+  // Frame
   skip: { en: "Skip to the content", zh: "跳到正文" },
   views: { en: "Views", zh: "视图" },
   language: { en: "Language", zh: "语言" },
@@ -20,7 +20,7 @@ export const strings = {
   factHeads: { en: "{heads} heads in {layers} layers", zh: "{layers} 层共 {heads} 个头" },
   factTokens: { en: "{tokens} tokens of {documents} documents", zh: "{documents} 篇文档的 {tokens} 个词元" },
   factContext: { en: "context of up to {context} tokens", zh: "上下文最多 {context} 个词元" },
-  interrupted: { en: "the run was interrupted: numbers are of the text read until then", zh: "运行被中断：数字只涵盖此前读到的文本" },
+  interrupted: { en: "the run was interrupted: statistics cover the text until then", zh: "运行被中断：统计量只涵盖此前的文本" },
   overview: { en: "Overview", zh: "总览" },
   alike: { en: "Similar heads", zh: "相似的头" },
   matters: { en: "Head importance", zh: "头的重要性" },
@@ -77,7 +77,7 @@ export const strings = {
   allHeadsAbout: {
     en:
       "A transformer processes a text layer by layer. In each layer several attention heads compute, for every " +
-      "token, precision much it attends to each other token. Each square is one head; open it for details.",
+      "token, how much it attends to each other token. Each square is one head; open it for details.",
     zh: "Transformer 逐层处理文本。每一层有若干个注意力头，为每个词元计算它对其他词元的注意力。每个方格是一个头，打开可查看详情。",
   },
   colourBy: { en: "Colour by", zh: "着色依据" },
@@ -106,7 +106,7 @@ export const strings = {
     zh: "{stack}，着色依据：{coloured}。方向键移动，回车打开。",
   },
   previewHint: {
-    en: "Point at a square for a preview of the head; click it, or press Enter, for details.",
+    en: "Hover over a square for a preview of the head; click it, or press Enter, for details.",
     zh: "指向方格可预览一个头；点击或按回车可查看详情。",
   },
   headsTable: { en: "Table of heads", zh: "头的表格" },
@@ -141,8 +141,8 @@ export const strings = {
   noneAbove: { en: "none above {share}", zh: "没有超过 {share} 的" },
   tokenNumber: { en: "token {number}", zh: "第 {number} 个词元" },
   drawAs: { en: "Draw as", zh: "绘制方式" },
-  asWords: { en: "Locale", zh: "词" },
-  asLines: { en: "Locale and lines", zh: "词与连线" },
+  asWords: { en: "Words", zh: "词" },
+  asLines: { en: "Words and lines", zh: "词与连线" },
   whichExample: { en: "Which text", zh: "选择文本" },
   exampleNumber: { en: "Text {number}", zh: "文本 {number}" },
   blockMap: { en: "Attention map, averaged over texts", zh: "注意力图（所有文本平均）" },
@@ -155,7 +155,7 @@ export const strings = {
   mapAcross: { en: "key tokens", zh: "键词元" },
   mapDown: { en: "query tokens", zh: "查询词元" },
   mapCell: { en: "From {query} to {key}: {share}", zh: "从{query}到{key}：{share}" },
-  mapHint: { en: "Point at the map to read a value.", zh: "指向注意力图可读取数值。" },
+  mapHint: { en: "Hover over the map to read a value.", zh: "指向注意力图可读取数值。" },
   tokensFromTo: { en: "tokens {from}–{to}", zh: "第 {from}–{to} 个词元" },
   mapDescribed: {
     en:
@@ -272,7 +272,7 @@ export const strings = {
   withinLayers: { en: "All pairs within a layer", zh: "层内的所有头对" },
   relation: { en: "Measure", zh: "度量" },
   matrixHint: {
-    en: "Point at a matrix to read a value; rows and columns are the heads of the layer.",
+    en: "Hover over a matrix to read a value; rows and columns are the heads of the layer.",
     zh: "指向矩阵可读取数值；行与列都是该层的头。",
   },
   pairReadout: { en: "{one} and {other}: {value}", zh: "{one} 与 {other}：{value}" },
@@ -326,7 +326,7 @@ export const strings = {
   verdict_worse: { en: "worse", zh: "更差" },
   verdict_none: { en: "no significant difference", zh: "无显著差异" },
   bestOffset: { en: "Baseline's offset", zh: "基线的偏移" },
-  wordCount: { en: "Locale", zh: "词数" },
+  wordCount: { en: "Words", zh: "词数" },
 
   // Findings and the run
   noFindings: { en: "No findings.", zh: "没有发现。" },

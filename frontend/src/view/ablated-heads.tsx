@@ -17,7 +17,7 @@ export function AblatedHeads(): JSX.Element {
       <h3>{t("ablatedHeads")}</h3>
       {heads.length ? (
         <>
-          <ul class="ablated-list">
+          <ul class="plain ablated-list">
             {heads.map((head) => {
               const name = headName(store.state, head, locale);
               const label = t("restoreNamed", { head: name });

@@ -1,9 +1,9 @@
 /** Frame of the viewer: model, texts, errors, language and theme. */
 import type { JSX } from "preact";
-import { useEffect, useRef, useState } from "preact/hooks";
-import { Frame, SkipLink, useViewChange } from "../parts/frame";
+import { useEffect, useState } from "preact/hooks";
+import { Frame, Shell } from "../parts/frame";
 import type { Language } from "../parts/language";
-import { hrefOf, useRoute, type Route } from "../parts/router";
+import { hrefOf, useRoute } from "../parts/router";
 import { Line } from "../parts/tokens";
 import { get, ServerError } from "./api";
 import { HeadView } from "./head-view";
@@ -64,65 +64,43 @@ function Loading({ error }: { error: string | null }): JSX.Element {
 
 function Viewer({ switches }: { switches: JSX.Element }): JSX.Element {
   const { state, pendingRequests } = useStore();
-  const { t } = useViewLocale();
+  const locale = useViewLocale();
+  const { t } = locale;
   const route = useRoute();
-  const main = useRef<HTMLElement>(null);
-  const view = route.path[0] ?? "";
-  useViewChange(view, () => main.current?.querySelector<HTMLElement>("h2")?.focus());
-  return (
+  const [view = "", layer, head] = route.path;
+  const isHead = view === "head";
+  const name = headName(state, [Number(layer), Number(head)], locale);
+  const links = [
+    { href: hrefOf([]), label: t("allHeads"), current: !isHead },
+    ...(isHead ? [{ href: hrefOf(route.path, route.query), label: name, current: true }] : []),
+  ];
+  const tools = (
     <>
-      <SkipLink main={main} />
-      <header class="page-head">
-        <div class="title">
-          <h1>
-            <Line text={state.model.name} />
-          </h1>
-          <FactLine />
-        </div>
-        <div class="switches">{switches}</div>
-      </header>
       <TextPanel />
       <Errors />
       <p class="waiting" role="status">
         {pendingRequests ? t("waitingForServer", { count: pendingRequests }) : ""}
       </p>
-      <Navigation route={route} />
-      <main id="main" tabIndex={-1} ref={main}>
-        {view === "head" ? <HeadView route={route} /> : <Home />}
-      </main>
-      <footer>{t("servedBy", { version: state.version })}</footer>
     </>
+  );
+  const footer = t("servedBy", { version: state.version });
+  return (
+    <Shell title={state.model.name} facts={<Facts />} {...{ switches, tools, links, view, footer }}>
+      {isHead ? <HeadView route={route} /> : <Home />}
+    </Shell>
   );
 }
 
-function FactLine(): JSX.Element {
+function Facts(): JSX.Element {
   const { model, context, context_reason, edits } = useStore().state;
   const { t, count, text } = useViewLocale();
   const about = { kind: model.class, dtype: model.dtype, device: model.device, parameters: count(model.parameters) };
   const most = t("factMost", { context: count(context) });
   return (
-    <p class="facts">
+    <>
       {t("factModel", about)} · {most} ({t(`context_${context_reason}`)})
       {edits ? <Line text={` · ${t("edited", { edits: text(edits) })}`} /> : null}
-    </p>
-  );
-}
-
-function Navigation({ route }: { route: Route }): JSX.Element {
-  const { state } = useStore();
-  const locale = useViewLocale();
-  const isHead = route.path[0] === "head";
-  return (
-    <nav class="views" aria-label={locale.t("views")}>
-      <a href={hrefOf([])} aria-current={isHead ? undefined : "page"}>
-        {locale.t("allHeads")}
-      </a>
-      {isHead ? (
-        <a href={hrefOf(route.path, route.query)} aria-current="page">
-          {headName(state, [Number(route.path[1]), Number(route.path[2])], locale)}
-        </a>
-      ) : null}
-    </nav>
+    </>
   );
 }
 

@@ -45,12 +45,7 @@ export function HeadView({ route }: { route: Route }): JSX.Element {
       <div class="head-top">
         <h2 tabIndex={-1}>{name}</h2>
         <Neighbours head={head} linkTo={linkTo} />
-        <button
-          type="button"
-          class="ablate"
-          aria-pressed={store.isAblated(head)}
-          onClick={() => store.toggle(head)}
-        >
+        <button type="button" class="ablate" aria-pressed={store.isAblated(head)} onClick={() => store.toggle(head)}>
           {t(store.isAblated(head) ? "restoreHead" : "ablateHead")}
         </button>
         <CompareChoice route={route} head={head} slot={slot} other={other} />

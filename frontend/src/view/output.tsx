@@ -57,7 +57,7 @@ function Candidates({ trace, output }: { trace: Trace; output: TokenOutput }): J
           <p class="note">{t("appendOneOf")}</p>
         </>
       ) : null}
-      <ol class="candidates">
+      <ol class="plain candidates">
         {output.top.slice(0, CANDIDATES).map(({ id, text, probability }) => {
           const share = number(probability, "share");
           const label = t("candidate", { token: plainToken(text), share });

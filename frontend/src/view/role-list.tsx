@@ -14,7 +14,7 @@ export function RoleList({ head }: { head: HeadId }): JSX.Element | null {
   if (!roles) return null;
   const supported = roles.get(headKey(head)) ?? [];
   return (
-    <ul class="role-list" aria-label={t("roles")}>
+    <ul class="plain role-list" aria-label={t("roles")}>
       {supported.map(({ role, score, number }) => {
         const colour = categoryColour(number, dark);
         return (

@@ -1,7 +1,7 @@
 /** Interface strings of the viewer only, in English and Chinese. */
 
 export const viewStrings = {
-  // The frame and the text
+  // Frame and texts
   loading: { en: "Loading …", zh: "正在加载……" },
   factModel: {
     en: "{kind}, {parameters} parameters, {dtype} on {device}",
@@ -60,7 +60,7 @@ export const viewStrings = {
   gridAbout: {
     en:
       "Each square is the attention map of one head: rows are query tokens, from the start of the text to its " +
-      "end, columns are key tokens; darker is more attention. Open one, or choose a word below to stream it " +
+      "end, columns are key tokens; darker is more attention. Open one, or choose a word below to follow it " +
       "through all heads.",
     zh: "每个方格是一个头的注意力图：行是查询词元，从文首到文末；列是键词元；颜色越深，注意力越多。可以打开一个头，或在下方选一个词，在所有头中跟踪它。",
   },
@@ -78,19 +78,19 @@ export const viewStrings = {
   drawing: { en: "Drawing: layer {done} of {total}", zh: "绘制中：第 {done} 层，共 {total} 层" },
   clickAction: { en: "A click", zh: "点击" },
   clickOpens: { en: "opens a head", zh: "打开头" },
-  clickAblates: { en: "ablates it or restores it", zh: "消融或恢复头" },
+  clickAblates: { en: "ablates or restores it", zh: "消融或恢复头" },
   ablated: { en: "ablated", zh: "已消融" },
   stackOf: { en: "Layers and heads", zh: "层与头" },
 
   // A word
   wordsAbout: {
     en:
-      "Point at a word, or move with the arrow keys. Shaded words are those it attends to in this head; a bar " +
+      "Hover over a word, or move with the arrow keys. Shaded words are those it attends to in this head; a bar " +
       "under a word means that it attends to the chosen one. A click pins the choice.",
     zh: "指向一个词，或用方向键移动。着色的是它在此头中关注的词；词下的横条表示该词关注所选的词。点击可固定选择。",
   },
   wordsAboutAll: {
-    en: "Point at a word, or move with the arrow keys, to see it in every head. A click pins the choice.",
+    en: "Hover over a word, or move with the arrow keys, to see it in every head. A click pins the choice.",
     zh: "指向一个词，或用方向键移动，即可在每个头中看到它。点击可固定选择。",
   },
   wordInHeads: { en: "“{word}” in every head", zh: "“{word}”在每个头中" },
@@ -102,12 +102,12 @@ export const viewStrings = {
   attendsTo: { en: "attends to", zh: "关注" },
   attendedBy: { en: "attended to by", zh: "被关注" },
   wordCell: { en: "{head}: {token} {share}", zh: "{head}：{token} {share}" },
-  notInLayer: { en: "{head}: not part of this attention", zh: "{head}：不属于此注意力" },
+  notInLayer: { en: "{head}: the word is not among the tokens of this layer", zh: "{head}：该词不属于此层的词元" },
   partsOfText: { en: "Part of the text", zh: "文本的部分" },
   partOfText: { en: "Tokens {first} to {last} of {total}", zh: "第 {first} 到 {last} 个词元，共 {total} 个" },
   previousPart: { en: "Previous", zh: "向前" },
   nextPart: { en: "Next", zh: "向后" },
-  textLine: { en: "Locale of the text", zh: "文本的词" },
+  textLine: { en: "Words of the text", zh: "文本的词" },
   targetLine: { en: "Generated words", zh: "生成的词" },
 
   // One head
@@ -130,7 +130,7 @@ export const viewStrings = {
   maskedToken: { en: "Token at position {position}", zh: "第 {position} 位的词元" },
   vectorOutput: {
     en:
-      "An encoder reconnects an embedding of {size} dimensions; ablate heads, or run a second text, to see precision it " +
+      "An encoder returns an embedding of {size} dimensions; ablate heads, or run a second text, to see how it " +
       "changes.",
     zh: "编码器返回 {size} 维的嵌入向量；消融某些头或运行第二段文本，可看到它如何变化。",
   },
@@ -150,7 +150,7 @@ export const viewStrings = {
   restoreAll: { en: "Restore all", zh: "全部恢复" },
   runWithout: { en: "Run again without them", zh: "不用它们重新运行" },
   runWithoutAbout: {
-    en: "The maps are of the intact model; run again to see nextPart layers with these heads ablated.",
+    en: "The maps are of the intact model; run again to see later layers with these heads ablated.",
     zh: "图中是完整的模型；重新运行可看到消融这些头时后面各层的情形。",
   },
   ranWithout: { en: "Text {slot} was run with {heads} ablated.", zh: "文本 {slot} 运行时消融了{heads}。" },

@@ -45,7 +45,7 @@ def test_ablating_a_head_changes_the_output_as_computed(open_view, keep_picture)
     opened.run_text()
     tab, model, ids = opened.tab, opened.server.eager, opened.server.viewer.traces["A"].ids
     expect(tab.locator(".ablated-heads .measure")).to_have_count(0)
-    tab.get_by_role("button", name="ablates it or restores it").click()
+    tab.get_by_role("button", name="ablates or restores it").click()
     tab.locator("a.cell[data-key='1.2']").click()
     before = log_probabilities(model, ids)
     for ablated in ([(1, 2)], [(1, 2), (0, 3)]):

@@ -135,8 +135,8 @@ def test_estimate_of_an_incomplete_block_is_exact():
 @pytest.mark.parametrize("kind", ["full", "causal", "window", "biased"])
 def test_a_token_in_every_head(kind):
     recorded, weights = case(67, 67, kind)
-    torch.testing.assert_close(token_weights.attends(recorded, 41).weights, weights[:, 41], atol=1e-6, rtol=1e-4)
-    torch.testing.assert_close(token_weights.attended(recorded, 29).weights, weights[:, :, 29], atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(token_weights.attends(recorded, 41), weights[:, 41], atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(token_weights.attended(recorded, 29), weights[:, :, 29], atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["full", "causal", "window"])
@@ -144,8 +144,8 @@ def test_thin_windows_of_a_long_text(kind):
     """A few rows with all keys, and a few keys with all rows, are tiled differently."""
     queries = 1511
     recorded, weights = case(queries, queries if kind != "full" else 1301, kind)
-    torch.testing.assert_close(token_weights.attends(recorded, 1401).weights, weights[:, 1401], atol=1e-6, rtol=1e-4)
-    torch.testing.assert_close(token_weights.attended(recorded, 907).weights, weights[:, :, 907], atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(token_weights.attends(recorded, 1401), weights[:, 1401], atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(token_weights.attended(recorded, 907), weights[:, :, 907], atol=1e-6, rtol=1e-4)
     found = recorded.profile(
         block_map=(7, 32), rows=(1200, 1219), received=True, argmax=True, topk=3, offsets=True, key_set=[0, 5, 600]
     )
@@ -170,14 +170,14 @@ def test_long_row_is_pooled_and_lists_its_top_tokens():
     import base64
 
     weights = torch.rand(3, 43)
-    row = token_weights.WeightRow(weights).to_dict(16)
+    row = token_weights.row_message(weights, 16)
     assert row["block"] == 4
     assert row["weights"]["shape"] == [3, 11]
     cells = torch.frombuffer(bytearray(base64.b64decode(row["weights"]["data"])), dtype=torch.float32).view(3, 11)
     assert torch.equal(cells[:, 10], weights[:, 40:].amax(1))
     assert torch.equal(cells[:, 2], weights[:, 8:12].amax(1))
     assert row["top"]["tokens"][1] == weights[1].sort(descending=True).indices[:8].tolist()
-    assert token_weights.WeightRow(weights).to_dict(43)["block"] == 1
+    assert token_weights.row_message(weights, 43)["block"] == 1
 
 
 def test_the_distance_of_two_heads_is_that_of_their_rows(monkeypatch):

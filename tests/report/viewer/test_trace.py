@@ -239,8 +239,8 @@ def test_progress_is_reported_per_layer_and_can_stop_the_run(viewed):
 def test_rows_and_columns_of_a_token_are_those_of_the_weights(viewed):
     trace = viewed("llama").trace("A", TEXT, ())
     weights = all_weights(trace, 1)
-    torch.testing.assert_close(token_weights.attends(trace.attentions[1], 7).weights, weights[:, 7])
-    torch.testing.assert_close(token_weights.attended(trace.attentions[1], 7).weights, weights[:, :, 7])
+    torch.testing.assert_close(token_weights.attends(trace.attentions[1], 7), weights[:, 7])
+    torch.testing.assert_close(token_weights.attended(trace.attentions[1], 7), weights[:, :, 7])
 
 
 def test_shared_module_is_one_layer_per_call(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,39 +10,28 @@ from torch import Tensor
 from polyhead.report.packing import packed_floats
 from polyhead.report.viewer.trace import RecordedAttention
 
-STRONGEST = 8
+TOP = 8
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WeightRow:
-    """Weights between one token and all others, [heads, tokens], on the CPU."""
-
-    weights: Tensor
-
-    def to_dict(self, cells: int) -> dict[str, Any]:
-        """Return at most `cells` cells, each the maximum of a block of tokens, and the tokens of largest weight."""
-        tokens = self.weights.shape[1]
-        block = 1 << max(0, (-(-tokens // cells) - 1).bit_length())
-        shown = self.weights
-        if block > 1:
-            shown = torch.nn.functional.pad(shown, (0, -tokens % block)).unflatten(1, (-1, block)).amax(-1)
-        values, positions = self.weights.topk(min(STRONGEST, tokens), -1)
-        return {
-            "weights": packed_floats(shown),
-            "block": block,
-            "top": {"tokens": positions.tolist(), "weights": [[float(x) for x in row] for row in values]},
-        }
-
-
-def attends(attention: RecordedAttention, token: int) -> WeightRow:
-    """Return the weights of one query on all keys."""
+def attends(attention: RecordedAttention, token: int) -> Tensor:
+    """Return the weights of one query on all keys, [heads, keys] on the CPU."""
     weights = attention.profile(block_map=(1, 1), rows=(token, token + 1)).block_map
     assert weights is not None
-    return WeightRow(weights[0, :, 0].cpu())
+    return weights[0, :, 0].cpu()
 
 
-def attended(attention: RecordedAttention, token: int) -> WeightRow:
-    """Return the weights of all queries on one key."""
+def attended(attention: RecordedAttention, token: int) -> Tensor:
+    """Return the weights of all queries on one key, [heads, queries] on the CPU."""
     weights = attention.profile(block_map=(1, 1), columns=(token, token + 1)).block_map
     assert weights is not None
-    return WeightRow(weights[0, :, :, 0].cpu())
+    return weights[0, :, :, 0].cpu()
+
+
+def row_message(weights: Tensor, cells: int) -> dict[str, Any]:
+    """Return weights [heads, tokens] pooled to at most `cells` maxima of blocks, and the tokens of largest weight."""
+    tokens = weights.shape[1]
+    block = 1 << max(0, (-(-tokens // cells) - 1).bit_length())
+    pooled = torch.nn.functional.pad(weights, (0, -tokens % block)).unflatten(1, (-1, block)).amax(-1)
+    values, positions = weights.topk(min(TOP, tokens), -1)
+    top = {"tokens": positions.tolist(), "weights": values.tolist()}
+    return {"weights": packed_floats(pooled), "block": block, "top": top}

@@ -14,7 +14,7 @@ import torch
 
 from polyhead.errors import OptionError
 from polyhead.report.packing import clipped, packed_floats, packed_shares
-from polyhead.report.viewer import tiles, token_weights
+from polyhead.report.viewer import tiles
 from polyhead.report.viewer.cache import TileCache
 from polyhead.report.viewer.distance import distances
 from polyhead.report.viewer.failures import gone
@@ -22,6 +22,7 @@ from polyhead.report.viewer.jobs import Job, Message
 from polyhead.report.viewer.model import Head, Progress, ViewedModel
 from polyhead.report.viewer.output import difference
 from polyhead.report.viewer.tiles import Pool, Rule
+from polyhead.report.viewer.token_weights import attended, attends, row_message
 from polyhead.report.viewer.trace import RecordedAttention, Trace
 
 SLOTS = ("A", "B")
@@ -130,7 +131,7 @@ class Viewer:
         ids, axis = trace.extended
         extended = "text" if trace.target_ids is None else "target"
         rows = [
-            {"layer": number, "attends": token_weights.attends(attention, attention.queries - 1).to_dict(WORD_CELLS)}
+            {"layer": number, "attends": row_message(attends(attention, attention.queries - 1), WORD_CELLS)}
             for number, (layer, attention) in enumerate(zip(self.model.layers, trace.attentions, strict=True))
             if layer.queries == extended
         ]
@@ -188,8 +189,8 @@ class Viewer:
             is_query, is_key = layer.queries == axis, layer.keys == axis
             yield {
                 "layer": number,
-                "attends": token_weights.attends(attention, token).to_dict(cells) if is_query else None,
-                "attended": token_weights.attended(attention, token).to_dict(cells) if is_key else None,
+                "attends": row_message(attends(attention, token), cells) if is_query else None,
+                "attended": row_message(attended(attention, token), cells) if is_key else None,
             }
         yield {"done": True}
 
