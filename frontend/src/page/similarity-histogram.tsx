@@ -19,7 +19,7 @@ export function SimilarityHistogram(): JSX.Element | null {
     () => (width) => {
       const lines = likeness
         ? [
-            { at: likeness.null, name: t("chance"), colour: "var(--second)", dy: -20 },
+            { at: likeness.null, name: t("keyChance"), colour: "var(--second)", dy: -20 },
             { at: likeness.threshold, name: t("threshold"), colour: "var(--ink)", dy: -4 },
           ]
         : [];

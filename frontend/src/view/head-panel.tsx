@@ -95,7 +95,7 @@ interface LineProps {
   attends: HeadRow | null;
   attended: HeadRow | null;
   average: Float32Array | null;
-  /** Whether the words are keys, which are shaded, and queries, which are underlined. */
+  /** True if the words are keys, which are shaded, and if they are queries, which are underlined. */
   isKeys: boolean;
   isQueries: boolean;
 }
