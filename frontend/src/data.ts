@@ -43,14 +43,12 @@ export interface Stack {
   sites: number[];
 }
 
-export interface Site {
+interface Site {
   name: string;
   kind: "self" | "cross";
   stack: string;
   layer: number;
   heads: number;
-  /** The number of each head in the unedited model: "5", "2+7" for a merged one, "new". */
-  originals: string[];
 }
 
 export type NumberFormat = "share" | "number" | "tokens" | "nats";
@@ -115,11 +113,10 @@ export interface Group {
   least: number;
 }
 
-export interface Pair {
+interface Pair {
   one: HeadId;
   other: HeadId;
   cosine: number;
-  guess: number | null;
 }
 
 export interface SyntaxRow {
@@ -143,7 +140,7 @@ export interface Example {
   sites: Record<string, Packed>;
 }
 
-export type ViewName = "head" | "alike" | "matters" | "overview" | "roles";
+type ViewName = "head" | "alike" | "matters" | "overview" | "roles";
 
 export interface Finding {
   text: Text;

@@ -72,7 +72,7 @@ export function categoryColour(index: number, dark: boolean): string {
 }
 
 /** Red, green and blue, 0 to 255. */
-export function channels(colour: string): [number, number, number] {
+function channels(colour: string): [number, number, number] {
   const hex = /^#(..)(..)(..)$/.exec(colour);
   if (hex) return [1, 2, 3].map((i) => parseInt(hex[i] as string, 16)) as [number, number, number];
   return (colour.match(/[\d.]+/g) ?? ["0", "0", "0"]).slice(0, 3).map(Number) as [number, number, number];

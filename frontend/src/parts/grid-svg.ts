@@ -8,7 +8,7 @@ const LEFT = 44;
 const TOP = 30;
 const LINE = 11; // height of a line of a badge
 
-export interface GridDrawing {
+interface GridDrawing {
   legend: string;
   columns: string[];
   rows: GridRow[];

@@ -68,7 +68,7 @@ export function heatUrl(heat: Heat, scale: Scale): string {
   return canvas.toDataURL("image/png");
 }
 
-export interface HeatAxes {
+interface HeatAxes {
   across: string;
   down: string;
 }

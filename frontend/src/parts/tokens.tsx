@@ -32,14 +32,14 @@ const NAMES: Record<number, string> = {
 // Control, format, unassigned, private-use and surrogate characters, line separators, and blank fillers.
 const INVISIBLE = /[\p{Cc}\p{Cf}\p{Cn}\p{Co}\p{Cs}\p{Zl}\p{Zp}\u00a0\u115f\u1160\u3164\uffa0\ufe00-\ufe0f]/u;
 
-export interface Piece {
+interface Piece {
   text: string;
   /** The name of an invisible character. */
   invisible: boolean;
 }
 
 /** A token as visible pieces. */
-export function piecesOf(token: string, longest = LONGEST): Piece[] {
+function piecesOf(token: string, longest = LONGEST): Piece[] {
   // A character takes at most two units; a very long token is never split as a whole.
   const letters = Array.from(token.slice(0, 2 * longest + 2));
   const truncated = letters.length > longest;

@@ -9,7 +9,7 @@ import { headExists, layerName } from "./names";
 import { useRequest, useStore } from "./store";
 import { axisOf, type Slot, type State } from "./types";
 
-export interface HeadOfText {
+interface HeadOfText {
   slot: Slot;
   head: HeadId;
 }

@@ -2,7 +2,7 @@
 import type { Page, Role, RoleScore } from "../data";
 import { headKey, type State } from "./types";
 
-export interface HeadRole {
+interface HeadRole {
   role: Role;
   score: RoleScore;
   /** Index among all roles, which determines its colour. */

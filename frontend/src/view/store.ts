@@ -7,7 +7,7 @@ import { rolesOf, type Roles } from "./roles";
 import { headKey, headOf, type Candidate, type Difference, type Precision, type Progress } from "./types";
 import type { Slot, State, TokenRow, Trace } from "./types";
 
-export const SLOTS: Slot[] = ["A", "B"];
+const SLOTS: Slot[] = ["A", "B"];
 export const RETRY = 2000; // milliseconds between attempts to reach the server
 
 /** The maps of all heads of a text. */

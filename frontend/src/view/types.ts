@@ -7,8 +7,6 @@ export type Pool = "sum" | "max";
 
 export interface Axis {
   tokens: string[];
-  /** Indices of special tokens. */
-  special: number[];
   /** Span in code points of the text; -1 for tokens without one. */
   start: number[];
   end: number[];
@@ -25,10 +23,9 @@ export interface TokenOutput {
   position: number;
   top: Candidate[];
   entropy: number | null;
-  greedy: number;
 }
 
-export interface VectorOutput {
+interface VectorOutput {
   kind: "vector";
   size: number;
   of: "mean" | "last";

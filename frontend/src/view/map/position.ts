@@ -4,7 +4,7 @@ import { withQuery, currentRoute, go, type Route } from "../../parts/router";
 import type { Pool } from "../types";
 
 /** The upper left corner in (fractional) tokens, and the number of tokens across the window. */
-export interface Position {
+interface Position {
   query: number;
   key: number;
   across: number;
@@ -14,12 +14,12 @@ const REST = 300; // milliseconds without movement after which the link is updat
 const LINK = /^(-?\d+(?:\.\d+)?)_(-?\d+(?:\.\d+)?)_(\d+(?:\.\d+)?)$/;
 
 /** The position of a link, `1200.5_300_64`; null for the whole matrix, and for an invalid link. */
-export function positionIn(link: string | null): Position | null {
+function positionIn(link: string | null): Position | null {
   const [query, key, across] = (LINK.exec(link ?? "") ?? []).slice(1).map(Number);
   return query !== undefined && key !== undefined && across ? { query, key, across } : null;
 }
 
-export function linkOf(position: Position | null): string | null {
+function linkOf(position: Position | null): string | null {
   if (!position) return null;
   const { query, key, across } = position;
   // A hundredth of a token is less than half a pixel at the closest zoom.

@@ -31,9 +31,7 @@ class RequestFields:
 
     def integer(self, name: str, least: int, most: int, default: Any = _MISSING) -> Any:
         value = self._take(name, default)
-        if value is default:
-            return value
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        if value is not default and (type(value) is not int or not least <= value <= most):
             raise invalid(f"{name} must be an integer from {least} to {most}, got {_shown(value)}")
         return value
 

@@ -5,7 +5,6 @@ Each computation is a generator of messages: JSON-compatible values, the last of
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -79,7 +78,6 @@ class Viewer:
         self.run = run
         self.lang = lang
         self._slots: dict[str, Trace | None] = dict.fromkeys(SLOTS)
-        self._lock = threading.Lock()
 
     # ---- loaded texts
 
@@ -106,8 +104,7 @@ class Viewer:
 
     def put(self, slot: str, trace: Trace | None) -> None:
         """Replace the text of a slot; None removes it."""
-        with self._lock:
-            before, self._slots[slot] = self._slots[slot], trace
+        before, self._slots[slot] = self._slots[slot], trace
         if before is not None:
             self.cache.forget(before.number)
 
