@@ -15,8 +15,8 @@ from polyhead.costs.measuring.runner import Timings
 from polyhead.masks import Mask
 from polyhead.ops.attention import attention
 from polyhead.report.packing import packed_floats
-from polyhead.report.viewer import tiles, words
-from polyhead.report.viewer.reading import KeptAttention
+from polyhead.report.viewer import tiles, token_weights
+from polyhead.report.viewer.trace import RecordedAttention
 
 FIRST = "first picture, by sampled rows"
 PICTURE = "exact picture"
@@ -55,8 +55,8 @@ def plan(*, quick: bool = False, seed: int = 0, gpu: torch.device | None = None)
 
 def measure(run: Run, place: Place) -> Iterator[Case]:
     """Time the server up to the text that it sends."""
-    kept = _kept(run, place)
-    head = kept.head(place.heads - 1)
+    recorded = _recorded(run, place)
+    head = recorded.head(place.heads - 1)
     first = place.tokens // 2
     side = min(1024, place.tokens - first)
     rows, columns = (first, first + side), (first - side // 3, first - side // 3 + side)
@@ -70,7 +70,8 @@ def measure(run: Run, place: Place) -> Iterator[Case]:
         return packed_floats(tiles.stacked(made)[0])
 
     def token() -> object:
-        return [side(kept, first).to_dict(1024) for side in (words.attends, words.attended)]
+        rows = [token_weights.attends(recorded, first), token_weights.attended(recorded, first)]
+        return [token_weights.row_message(row, 1024) for row in rows]
 
     def waits(timings: Timings) -> list[Figure]:
         samples = timings.samples_ms
@@ -86,16 +87,16 @@ def measure(run: Run, place: Place) -> Iterator[Case]:
     yield Case("viewer", str(place), calls, [Pair(TILE, PLAIN, 1.0)], failed=failed, figures=waits)
 
 
-def _kept(run: Run, place: Place) -> KeptAttention:
+def _recorded(run: Run, place: Place) -> RecordedAttention:
     query = run.inputs(1, place.heads, place.tokens, place.head_dim, salt=1)
     key = run.inputs(1, place.kv_heads, place.tokens, place.head_dim, salt=2)
     mask = Mask.causal() if place.causal else None
     logsumexp = attention(query, key, key, mask=mask, logsumexp=True).logsumexp
     assert logsumexp is not None
-    return KeptAttention(query, key, logsumexp, mask)
+    return RecordedAttention(query, key, logsumexp, mask)
 
 
-def _plain(head: KeptAttention, rows: tiles.Span, dtype: torch.dtype = torch.float32) -> Tensor:
+def _plain(head: RecordedAttention, rows: tiles.Span, dtype: torch.dtype = torch.float32) -> Tensor:
     """The weights of some rows by the formula, without the log-sum-exp: every logit of theirs, [rows, keys]."""
     logits = head.query[0, 0, slice(*rows)].to(dtype) @ head.key[0, 0].to(dtype).T * head.query.shape[3] ** -0.5
     if head.mask is not None:
@@ -104,7 +105,7 @@ def _plain(head: KeptAttention, rows: tiles.Span, dtype: torch.dtype = torch.flo
     return logits.softmax(-1)
 
 
-def _error(head: KeptAttention, rows: tiles.Span, columns: tiles.Span) -> str:
+def _error(head: RecordedAttention, rows: tiles.Span, columns: tiles.Span) -> str:
     """Compare some rows of a tile with float64; return the error, if any."""
     some = rows[0], min(rows[0] + 64, rows[1])
     exact = _plain(head, some, torch.float64)[:, slice(*columns)].cpu()

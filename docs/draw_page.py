@@ -1,4 +1,4 @@
-"""Draws docs/images/page-*.png, the pictures of the page, in the system's chromium.
+"""Draw docs/images/page-*.png, screenshots of the page, in the chromium of the system.
 
 polyhead inspect --html page.html
 python docs/draw_page.py page.html
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-# The view, its size and colours; each shows what a screen shows before anybody scrolls.
+# View, window size and colour scheme; only the part that is visible without scrolling is captured.
 VIEWS = {
     "overview": ("#/overview", (1280, 1250), "light"),
     "head": ("#/head/1/3?word=26", (1280, 1000), "light"),

@@ -1,4 +1,4 @@
-"""Draws docs/images/view-*.png, the pictures of the live viewer, in the system's chromium.
+"""Draw docs/images/view-*.png, screenshots of the live viewer, in the chromium of the system.
 
 python docs/draw_view.py
 """
@@ -23,17 +23,16 @@ IMAGES = Path(__file__).parent / "images"
 def draw(page: Page, address: str) -> None:
     page.goto(address)
     page.get_by_role("textbox").first.fill(TEXT)
-    page.get_by_role("button", name="Read", exact=True).click()
-    page.get_by_text("tokens read in").wait_for()
-    page.get_by_text("A cell is one weight.").wait_for()
+    page.get_by_role("button", name="Run", exact=True).click()
+    page.locator(".pictures-note[data-done=true]").wait_for()
     page.screenshot(path=IMAGES / "view-heads.png", animations="disabled")
     page.goto(f"{address}#/head/1/3")
-    page.get_by_text("Exact", exact=True).wait_for()
+    page.locator(".map-state[data-state=exact]").wait_for()
     page.screenshot(path=IMAGES / "view-head.png", animations="disabled")
-    # One head that looks at the word before and one that looks at the word after, both at the same words.
+    # A previous-token head and a next-token head, zoomed in on the same words.
     page.goto(f"{address}#/head/0/2?with=A.1.8&map=1_1_15")
     for number in range(2):
-        page.get_by_text("Exact", exact=True).nth(number).wait_for()
+        page.locator(".map-state[data-state=exact]").nth(number).wait_for()
     maps = page.locator("figure.map")
     maps.first.scroll_into_view_if_needed()
     left, right = (maps.nth(number).bounding_box() for number in range(2))

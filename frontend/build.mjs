@@ -11,12 +11,12 @@ const assets = process.argv[2] ?? join(here, "..", "src", "polyhead", "report", 
 const CONFIGURATION = ["build.mjs", "package.json", "package-lock.json", "tsconfig.json"];
 
 async function filesUnder(folder, recursive) {
-  const found = await readdir(join(here, folder), { recursive, withFileTypes: true });
-  const files = found.filter((one) => one.isFile()).map((one) => join(one.parentPath, one.name));
+  const entries = await readdir(join(here, folder), { recursive, withFileTypes: true });
+  const files = entries.filter((one) => one.isFile()).map((one) => join(one.parentPath, one.name));
   return files.map((file) => relative(here, file).split(sep).join("/"));
 }
 
-// Everything a bundle can depend on. tests/report/test_assets.py computes the same digest without Node.
+// All files that a bundle can depend on. tests/report/test_assets.py computes the same digest without Node.
 async function sourcesOf(bundle) {
   const shared = [...(await filesUnder("src", false)), ...(await filesUnder("src/parts", true))];
   return [...CONFIGURATION, ...shared, ...(await filesUnder(`src/${bundle}`, true))].sort();
@@ -56,24 +56,22 @@ for (const bundle of bundles.sort()) {
   const inputs = Object.values(metafile.outputs).flatMap((output) => Object.entries(output.inputs));
   for (const [input, { bytesInOutput }] of inputs) {
     if (bytesInOutput === 0) continue;
-    const found = /^node_modules\/((?:@[^/]+\/)?[^/]+)\//.exec(input);
-    if (found) bundled.add(found[1]);
+    const match = /^node_modules\/((?:@[^/]+\/)?[^/]+)\//.exec(input);
+    if (match) bundled.add(match[1]);
   }
 }
 
-// Whoever is inside a bundle is named beside it, with the licence that asks for it.
+// The licences of all bundled packages.
 async function licences() {
   const texts = [];
   for (const name of [...bundled].sort()) {
     const folder = join(here, "node_modules", name);
     const { version, license } = JSON.parse(await readFile(join(folder, "package.json"), "utf8"));
     const file = (await readdir(folder)).find((one) => /^licen[cs]e/i.test(one));
-    if (!file) throw new Error(`${name} is bundled, so its licence must be shipped, and it has no such file`);
+    if (!file) throw new Error(`${name} is bundled, so it must have a licence file`);
     texts.push(`${name} ${version} (${license})\n\n${(await readFile(join(folder, file), "utf8")).trim()}\n`);
   }
   return texts.join(`\n${"-".repeat(80)}\n\n`);
 }
 
 await writeFile(join(assets, "LICENSES.txt"), await licences());
-// Styles that a library puts into the document by itself would be listed here; parts/chart.tsx takes Plot's away.
-await writeFile(join(assets, "csp.json"), `${JSON.stringify({ styles: [] }, null, 2)}\n`);

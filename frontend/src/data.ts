@@ -1,12 +1,12 @@
-/** The page's data as Python writes it (report/payload.py), and the unpacking of its arrays. */
+/** The data of the page as report/payload.py writes it, and the unpacking of its arrays. */
 
 export interface Text {
   en: string;
   zh: string;
 }
 
-/** A site's index among `sites`, and a head's number there. */
-export type Place = [site: number, head: number];
+/** Index among the sites of the page, or the layers of the viewer, and number of the head there. */
+export type HeadId = readonly [layer: number, head: number];
 
 export interface Packed {
   shape: number[];
@@ -17,7 +17,7 @@ export interface Packed {
 
 export interface Facts {
   model: string;
-  /** What a command calls the model; null where it was not loaded by a name. */
+  /** The name of the model in commands; null if it was not loaded by name. */
   name: string | null;
   kind: Text;
   tokens: number;
@@ -26,14 +26,14 @@ export interface Facts {
   context: number;
   seconds: number;
   interrupted: boolean;
-  /** The share of the text's tokens that the model's vocabulary does not have. */
+  /** The share of tokens outside the vocabulary. */
   unknown: number;
   intervals_over: string;
   pairs_by: Text | null;
   left_out: Text[];
   versions: Record<string, string>;
   loss: Text | null;
-  /** The heads that were removed, merged and grown, by their original numbers; null for a model as it was trained. */
+  /** The heads that were removed, merged and added, by their original numbers; null for an unedited model. */
   edits: Text | null;
 }
 
@@ -43,14 +43,12 @@ export interface Stack {
   sites: number[];
 }
 
-export interface Site {
+interface Site {
   name: string;
   kind: "self" | "cross";
   stack: string;
   layer: number;
   heads: number;
-  /** The number of each head in the unedited model: "5", "2+7" for a merged one, "new". */
-  originals: string[];
 }
 
 export type NumberFormat = "share" | "number" | "tokens" | "nats";
@@ -83,8 +81,8 @@ export interface RoleScore {
   evidence: Text;
 }
 
-export interface Alike {
-  place: Place;
+export interface Similar {
+  head: HeadId;
   cosine: number;
   across: boolean;
 }
@@ -92,15 +90,15 @@ export interface Alike {
 export interface Head {
   site: number;
   head: number;
-  /** What it was in the unedited model, where it has another number now. */
+  /** Its origin in the unedited model, if its number changed. */
   origin: Text | null;
   values: Record<string, number | null>;
   spreads: Record<string, number | null>;
   errors: Record<string, number | null>;
-  /** What a head would show that looks as often at every token. */
+  /** The values under uniform attention. */
   chances: Record<string, number | null>;
   roles: RoleScore[];
-  alike: Alike[];
+  alike: Similar[];
   top_keys: { text: string; share: number }[];
 }
 
@@ -111,28 +109,27 @@ export interface Relation {
 }
 
 export interface Group {
-  heads: Place[];
+  heads: HeadId[];
   least: number;
 }
 
-export interface Pair {
-  one: Place;
-  other: Place;
+interface Pair {
+  one: HeadId;
+  other: HeadId;
   cosine: number;
-  guess: number | null;
 }
 
 export interface SyntaxRow {
   relation: string;
   direction: "head" | "dependent";
-  head: Place;
+  head: HeadId;
   accuracy: number;
   low: number | null;
   high: number | null;
   baseline: number | null;
   offset: number | null;
   words: number;
-  /** Against the best fixed distance, on the same words; empty where they cannot be told apart. */
+  /** Compared with the best fixed offset, on the same words; empty without a significant difference. */
   verdict: "better" | "worse" | "";
 }
 
@@ -143,12 +140,12 @@ export interface Example {
   sites: Record<string, Packed>;
 }
 
-export type ViewName = "head" | "alike" | "matters" | "overview" | "roles";
+type ViewName = "head" | "alike" | "matters" | "overview" | "roles";
 
 export interface Finding {
   text: Text;
   kind: string;
-  heads: Place[];
+  heads: HeadId[];
   view: ViewName;
   column: string | null;
 }
@@ -164,7 +161,7 @@ export interface Page {
   roles: Role[];
   heads: Head[];
   maps: Record<string, Packed>;
-  /** How many tokens a side of a map's cell has. */
+  /** Tokens per side of a cell of a map. */
   map_block?: number;
   offsets: { edges: number[]; sites: Record<string, Packed> };
   relations: Record<string, Record<string, Packed>>;
@@ -178,17 +175,17 @@ export interface Page {
   findings: Finding[];
 }
 
-/** A packed array as numbers, in the order of its shape. */
+/** An unpacked array, row-major. */
 export interface Unpacked {
   shape: number[];
   values: Float32Array;
 }
 
-const unpackedBefore = new WeakMap<Packed, Unpacked>();
+const unpackedCache = new WeakMap<Packed, Unpacked>();
 
 export function unpack(packed: Packed): Unpacked {
-  const known = unpackedBefore.get(packed);
-  if (known) return known;
+  const cached = unpackedCache.get(packed);
+  if (cached) return cached;
   const letters = atob(packed.data);
   const bytes = new Uint8Array(letters.length);
   for (let i = 0; i < letters.length; i++) bytes[i] = letters.charCodeAt(i);
@@ -206,11 +203,11 @@ export function unpack(packed: Packed): Unpacked {
     }
   }
   const unpacked = { shape: packed.shape, values };
-  unpackedBefore.set(packed, unpacked);
+  unpackedCache.set(packed, unpacked);
   return unpacked;
 }
 
-/** The part of an array that belongs to one index of its first axis. */
+/** The slice at one index of the first axis. */
 export function part(array: Unpacked, index: number): Unpacked {
   const shape = array.shape.slice(1);
   const each = shape.reduce((product, size) => product * size, 1);

@@ -1,4 +1,4 @@
-"""Violations of accessibility rules that axe finds in a page."""
+"""Violations of accessibility rules, found by axe."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from functools import cache
 from typing import Any
 
 SERIOUS = ("serious", "critical")
-# What passes is not listed node by node, which takes most of the time.
+# Passed rules are not listed per node, which would take most of the time.
 ONLY = {"resultTypes": ["violations"]}
-# The rules about languages, names and texts that stand for something else: what a translation can break.
+# Rules about languages, names and text alternatives, which a translation can break.
 OF_WORDS = ("cat.language", "cat.name-role-value", "cat.forms", "cat.text-alternatives")
 # One of the elements that have words of their own for each tag, class, colour and size of the words, and everything
 # that is painted behind them. Contrast takes three quarters of axe's time, so much for each element.
@@ -41,18 +41,18 @@ def serious_violations(tab: Any) -> list[str]:
 
 
 def bad_contrasts(tab: Any) -> list[str]:
-    """Return each kind of element whose words are hard to see: all that another colour scheme can break."""
+    """Return the kinds of elements with insufficient contrast, which another colour scheme can break."""
     assert tab.evaluate(f"({ONE_OF_A_KIND})().length") > 10
     return _violations(tab, f"({ONE_OF_A_KIND})()", {"runOnly": ["color-contrast"]})
 
 
 def bad_words(tab: Any) -> list[str]:
-    """Return each serious violation of a rule about languages, names and texts: all that another language can break."""
+    """Return the serious violations of rules about languages, names and texts, which another language can break."""
     return _violations(tab, "document", {"runOnly": list(OF_WORDS)})
 
 
 def violations_in_dark_and_chinese(opened: Any) -> list[str]:
-    """Switch the page to dark and then to Chinese, and return what each can break; the page stays like that."""
+    """Switch the page to dark and then to Chinese, and return the violations that each can cause."""
     tab = opened.tab
     opened.of.change_scheme("dark")
     tab.locator("html[data-theme=dark]").wait_for()

@@ -1,4 +1,4 @@
-"""A real browser, opened once a process: pages are written as a user's are, and whatever goes wrong is written down."""
+"""A real browser, one per process, and pages whose errors are recorded."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import pytest
 
 from polyhead.report.page import Assets, html_of
 from tests.browser.payloads import synthetic
-from tests.browser.tabs import PATIENCE, Kept, Tab, Tabs
+from tests.browser.tabs import PATIENCE, SharedPage, Tab, Tabs
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 SCREENSHOTS = "POLYHEAD_SCREENSHOTS"
-FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-software-rasterizer")  # nothing here is drawn by a graphics card
+FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-software-rasterizer")  # no graphics card
 
 HAS_FAILED = pytest.StashKey[bool]()
-# Everything that a page shows is made anew on the way from one view to another; language and colours stay.
+# Navigation creates the content of a page again; language and colours are reset here.
 RESET = """async ([elsewhere, view]) => {
   for (const [known, first] of [["auto", "auto"], ["zh", "en"]]) {
     const choice = document.querySelector(`.switches select:has(option[value=${known}])`);
@@ -44,14 +44,14 @@ RESET = """async ([elsewhere, view]) => {
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Remember of a test that it failed, for what it leaves to the next."""
+    """Record whether a test failed, for the pages shared with the next."""
     report = yield
     item.stash[HAS_FAILED] = item.stash.get(HAS_FAILED, False) or report.failed
     return report
 
 
 def _missing(what: str, how: str) -> None:
-    """In CI a browser is a duty; elsewhere its absence is a reason to skip."""
+    """Fail in CI, where a browser is required; skip elsewhere."""
     words = f"pages are tested in a real browser, {what}; {how}"
     if os.environ.get("CI"):
         pytest.fail(words, pytrace=False)
@@ -82,7 +82,7 @@ def tabs(browser: Any) -> Tabs:
 
 @dataclass
 class Opened:
-    """A page in the browser, with all that went wrong in it."""
+    """A page in the browser, with its errors."""
 
     of: Tab
     file: Path
@@ -92,7 +92,7 @@ class Opened:
         return self.of.page
 
     def go(self, view: str) -> None:
-        """Open a view by its link, as a reader who was sent it."""
+        """Open a view by its link."""
         self.tab.goto(f"{self.file.as_uri()}#/{view}")
         self.tab.wait_for_selector("main h2")
 
@@ -114,7 +114,7 @@ def small_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def pages(tabs: Tabs) -> Iterator[Callable[..., Opened]]:
-    """Opens a page in an empty tab; afterwards nothing may have gone wrong, and nothing was requested but the page."""
+    """Open pages in empty tabs, and check afterwards that there were no errors and no other requests."""
     all_opened: list[Opened] = []
 
     def opening(file: Path, view: str | None, **options: Any) -> Opened:
@@ -135,32 +135,32 @@ def pages(tabs: Tabs) -> Iterator[Callable[..., Opened]]:
 
 
 @pytest.fixture(scope="session")
-def kept_page(tabs: Tabs, small_page: Path) -> Iterator[Kept]:
-    """The small page, one for the tests that start from one of its views."""
+def shared_page(tabs: Tabs, small_page: Path) -> Iterator[SharedPage]:
+    """The small page, shared by tests that start from one of its views."""
 
     @contextmanager
     def opening() -> Iterator[Opened]:
         with pages(tabs) as open_one:
             yield open_one(small_page, "overview")
 
-    kept = Kept(opening)
-    yield kept
-    kept.close()
+    shared = SharedPage(opening)
+    yield shared
+    shared.close()
 
 
 @pytest.fixture
 def open_page(
-    request: pytest.FixtureRequest, tabs: Tabs, small_page: Path, kept_page: Kept
+    request: pytest.FixtureRequest, tabs: Tabs, small_page: Path, shared_page: SharedPage
 ) -> Iterator[Callable[..., Opened]]:
-    """Opens a page: the small one as the last test left it, but for all that it can have changed, others anew.
+    """Open a page: the shared small one, reset, or another one in a new tab.
 
-    `fresh` loads the small one anew too, for what a page does when it is opened by a link, and where Tab begins.
+    `fresh` reloads the small one as well, for tests of links and of the initial focus.
     """
     used = False
 
-    def take_kept(view: str, viewport: tuple[int, int] = (1280, 800), color_scheme: str = "light") -> Opened:
+    def take_shared(view: str, viewport: tuple[int, int] = (1280, 800), color_scheme: str = "light") -> Opened:
         nonlocal used
-        used, opened = True, kept_page.take()
+        used, opened = True, shared_page.take()
         opened.of.change_size(viewport)
         opened.of.change_scheme(color_scheme)
         opened.tab.mouse.move(0, 0)
@@ -175,17 +175,17 @@ def open_page(
             ) -> Opened:
                 if fresh or used or file != small_page or view is None or options.keys() - {"viewport", "color_scheme"}:
                     return open_one(file, view, **options)
-                return take_kept(view, **options)
+                return take_shared(view, **options)
 
             yield opening
     finally:
         if used:
-            kept_page.leave(request.node.stash.get(HAS_FAILED, False))
+            shared_page.leave(request.node.stash.get(HAS_FAILED, False))
 
 
 @pytest.fixture
 def keep_picture() -> Callable[[Opened, str], None]:
-    """Keeps a screenshot in the folder that POLYHEAD_SCREENSHOTS names, if it names one."""
+    """Save a screenshot in the folder of POLYHEAD_SCREENSHOTS, if it is set."""
 
     def keeping(opened: Opened, name: str) -> None:
         folder = os.environ.get(SCREENSHOTS)

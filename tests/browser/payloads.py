@@ -1,4 +1,4 @@
-"""Pages made of known numbers: small enough to read, with sizes that all differ."""
+"""Synthetic pages of known numbers, with sizes that all differ."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ GROUPS = {"output_norm": "writes", "copying": "writes", "ablation": "matters"}
 FORMATS = {"entropy": "nats", "mean_distance": "tokens", "sink_mass": "share"}
 
 
-def said(english: str) -> dict[str, str]:
+def bilingual(english: str) -> dict[str, str]:
     return {"en": english, "zh": f"中文：{english}"}
 
 
 def synthetic() -> Payload:
-    """A model with a stack of self-attention and one of cross-attention; every part of a page is there."""
+    """Return a page with all its parts, of a model with self- and cross-attention."""
     draw = torch.Generator().manual_seed(20_231)
     sites = [_site("encoder", "self", layer, HEADS) for layer in range(LAYERS)]
     sites += [_site("decoder", "cross", layer, CROSS_HEADS) for layer in range(CROSS_LAYERS)]
@@ -40,13 +40,18 @@ def synthetic() -> Payload:
         "title": "polyhead: small",
         "facts": _facts(),
         "stacks": [
-            {"label": said("Encoder"), "kind": "self", "sites": self_sites},
-            {"label": said("Decoder to encoder"), "kind": "cross", "sites": cross_sites},
+            {"label": bilingual("Encoder"), "kind": "self", "sites": self_sites},
+            {"label": bilingual("Decoder to encoder"), "kind": "cross", "sites": cross_sites},
         ],
         "sites": sites,
         "columns": [_column(name) for name in COLUMNS],
         "roles": [
-            {"name": name, "letters": name[:2], "label": said(f"{name} role"), "about": said(f"What {name} does.")}
+            {
+                "name": name,
+                "letters": name[:2],
+                "label": bilingual(f"{name} role"),
+                "about": bilingual(f"What {name} does."),
+            }
             for name in ROLES
         ],
         "heads": heads,
@@ -61,13 +66,25 @@ def synthetic() -> Payload:
             for site in range(len(sites))
         },
         "relation_names": [
-            {"name": "attention_distance", "label": said("look differently"), "about": said("0 is the same places.")},
-            {"name": "cosine", "label": said("cosine similarity of outputs"), "about": said("1 is the same.")},
+            {
+                "name": "attention_distance",
+                "label": bilingual("look differently"),
+                "about": bilingual("0 is the same places."),
+            },
+            {
+                "name": "cosine",
+                "label": bilingual("cosine similarity of outputs"),
+                "about": bilingual("1 is the same."),
+            },
         ],
         "likeness": {"threshold": 0.55, "null": 0.11},
         "groups": [{"heads": [[1, 0], [1, 3]], "least": 0.81}],
         "pairs": [{"one": [0, 2], "other": [2, 4], "cosine": 0.61, "guess": 0.6}],
-        "importance": {"column": "ablation", "label": said("loss without it"), "about": said("How much worse.")},
+        "importance": {
+            "column": "ablation",
+            "label": bilingual("loss without it"),
+            "about": bilingual("How much worse."),
+        },
         "syntax": {
             "treebank": "small.conllu",
             "rows": [_syntax("obj", "head", 0.7), _syntax("nsubj", "dependent", 0.4)],
@@ -78,7 +95,7 @@ def synthetic() -> Payload:
 
 
 def bare() -> Payload:
-    """What a run with everything switched off leaves: one layer, one number, and that of some heads only."""
+    """Return the page of a minimal run: one layer and one statistic, of some heads only."""
     page = synthetic()
     page |= {"importance": None, "syntax": None, "likeness": None, "groups": [], "pairs": [], "findings": []}
     page |= {"maps": {}, "relations": {}, "relation_names": [], "examples": [], "roles": []}
@@ -94,7 +111,7 @@ def bare() -> Payload:
 
 
 def few_heads() -> Payload:
-    """The same page with the numbers of eight heads, those that its findings name and one of each other layer."""
+    """Return the same page with eight heads: those of its findings and one of each other layer."""
     page = synthetic()
     places = {(0, 2), (0, 4), (1, 0), (1, 3), (2, 1), (2, 4), (3, 1), (4, 0)}
     page["heads"] = [head for head in page["heads"] if (head["site"], head["head"]) in places]
@@ -102,7 +119,7 @@ def few_heads() -> Payload:
 
 
 def weights(page: Payload, example: int, site: int) -> torch.Tensor:
-    """The weights that an example's packed bytes stand for, [heads, queries, keys]."""
+    """Return the unpacked weights of an example, [heads, queries, keys]."""
     packed = page["examples"][example]["sites"][str(site)]
     data = torch.frombuffer(bytearray(base64.b64decode(packed["data"])), dtype=torch.uint8)
     scale = torch.tensor(packed["scale"]).reshape(-1, 1, 1)
@@ -110,7 +127,7 @@ def weights(page: Payload, example: int, site: int) -> torch.Tensor:
 
 
 def with_tokens(page: Payload, tokens: list[str]) -> Payload:
-    """The same page, with other texts wherever a corpus could have put some."""
+    """Return the same page with other texts wherever a corpus provides them."""
     found = copy.deepcopy(page)
     count = len(tokens)
     for site in range(LAYERS):
@@ -140,7 +157,7 @@ def _facts() -> Payload:
     return {
         "model": "small: a model of known numbers",
         "name": "small",
-        "kind": said("encoder-decoder"),
+        "kind": bilingual("encoder-decoder"),
         "tokens": 12_345,
         "documents": 17,
         "contexts": 19,
@@ -149,10 +166,10 @@ def _facts() -> Payload:
         "interrupted": False,
         "unknown": 0.013,
         "intervals_over": "documents",
-        "pairs_by": said("every pair is measured"),
-        "left_out": [said("pronouns: no sentence could be read")],
+        "pairs_by": bilingual("every pair is measured"),
+        "left_out": [bilingual("pronouns: no sentence could be read")],
         "versions": {"polyhead": "0.1.0", "torch": "2.13.0"},
-        "loss": said("next token"),
+        "loss": bilingual("next token"),
     }
 
 
@@ -160,8 +177,8 @@ def _column(name: str) -> Payload:
     shares = name == "sink_mass"
     return {
         "name": name,
-        "label": said(name.replace("_", " ")),
-        "about": said(f"What {name} means."),
+        "label": bilingual(name.replace("_", " ")),
+        "about": bilingual(f"What {name} means."),
         "group": GROUPS.get(name, "looks"),
         "format": FORMATS.get(name, "number"),
         "low": 0.0 if shares else None,
@@ -190,17 +207,17 @@ def _head(site: int, head: int, draw: torch.Generator) -> Payload:
                 "low": 0.6875 if holds[role] else 0.1875,
                 "high": 0.8125 if holds[role] else 0.3125,
                 "holds": holds[role],
-                "evidence": said(f"{role} in {75 if holds[role] else 25}% of positions (chance 12%)"),
+                "evidence": bilingual(f"{role} in {75 if holds[role] else 25}% of positions (chance 12%)"),
             }
             for role in ROLES
         ],
-        "alike": [{"place": [0, (head + 1) % HEADS], "cosine": 0.44, "across": site != 0}],
+        "alike": [{"head": [0, (head + 1) % HEADS], "cosine": 0.44, "across": site != 0}],
         "top_keys": [{"text": "the", "share": 0.31}, {"text": ".", "share": 0.11}],
     }
 
 
 def _map(heads: int) -> torch.Tensor:
-    """Head h looks h blocks back, the first block on itself."""
+    """Return maps in which head h attends h blocks back, and the first block to itself."""
     found = torch.zeros(heads, GRID, GRID)
     for head in range(heads):
         for row in range(GRID):
@@ -238,7 +255,7 @@ def _syntax(relation: str, direction: str, accuracy: float) -> Payload:
 
 
 def _self_example(sites: list[int]) -> Payload:
-    """Head h of a layer looks mostly h words back."""
+    """Return weights with which head h mostly attends h words back."""
     n = len(SENTENCE)
     each = torch.full((HEADS, n, n), 0.02)
     for head in range(HEADS):
@@ -271,7 +288,7 @@ def _cross_example(sites: list[int]) -> Payload:
 
 def _findings() -> list[Payload]:
     def finding(text: str, view: str, heads: list[list[int]], column: str | None = None) -> Payload:
-        return {"text": said(text), "kind": view, "heads": heads, "view": view, "column": column}
+        return {"text": bilingual(text), "kind": view, "heads": heads, "view": view, "column": column}
 
     return [
         finding("layer 2 head 1 repeats", "head", [[2, 1]]),

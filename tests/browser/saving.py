@@ -1,4 +1,4 @@
-"""Figures that a page saved as files, and what every such file must be."""
+"""Figures saved as files, and checks of such files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DRAW_FRAMES = """() => {
     next();
   };
 }"""
-BURST, BURST_SECONDS = 10, 1.1  # the browser ignores what a page saves beyond ten files a second
+BURST, BURST_SECONDS = 10, 1.1  # the browser ignores more than ten downloads per second
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 
 
@@ -30,7 +30,7 @@ _latest: deque[float] = deque(maxlen=BURST)
 
 
 def saved(tab: Any, button: Any) -> tuple[Path, str]:
-    """The file that a button saves, and its name."""
+    """Return the file that a button saves, and its name."""
     if len(_latest) == BURST:
         time.sleep(max(0.0, _latest[0] + BURST_SECONDS - time.monotonic()))
     _latest.append(time.monotonic())
@@ -44,13 +44,13 @@ def number(text: str) -> float:
 
 
 def saved_svg(tab: Any, figure: Any) -> ElementTree.Element:
-    """What a figure saves as SVG; it stands by itself and bears its title."""
+    """Return the saved SVG of a figure, checked to be self-contained."""
     file, name = saved(tab, figure.get_by_role("button", name="as SVG"))
     assert name.endswith(".svg")
     root = ElementTree.parse(file).getroot()
     assert root.tag == f"{SVG}svg"
     text = file.read_text(encoding="utf-8")
-    # No style of the page, nothing that runs, nothing from elsewhere.
+    # No styles of the page, no scripts, no external resources.
     assert "var(" not in text
     assert "currentColor" not in text
     assert {element.tag.removeprefix(SVG) for element in root.iter()}.isdisjoint({"style", "script", "foreignObject"})
@@ -63,12 +63,12 @@ def saved_svg(tab: Any, figure: Any) -> ElementTree.Element:
 
 
 def title_of(root: ElementTree.Element) -> str:
-    """The title of a saved figure, whose lines stand above the rest."""
+    """Return the title of a saved figure."""
     return "".join(element.text or "" for element in root.findall(f"{SVG}text"))
 
 
 def check_png(tab: Any, figure: Any, root: ElementTree.Element) -> None:
-    """What a figure saves as PNG is the same picture at twice the size."""
+    """Check that the saved PNG of a figure has twice the size of its SVG."""
     tab.evaluate(DRAW_FRAMES)
     file, name = saved(tab, figure.get_by_role("button", name="as PNG"))
     assert name.endswith(".png")

@@ -1,4 +1,4 @@
-"""Tabs that serve one test after another: opening one takes longer than loading a page into it."""
+"""Browser tabs, reused between tests because opening one is slow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-PATIENCE = 60_000  # milliseconds; a machine that does other work besides is slow and not wrong
+PATIENCE = 60_000  # milliseconds; tests must also pass on a busy machine
 EMPTY = "about:blank"
 WATCH = """
 window.violations = [];
@@ -19,11 +19,11 @@ document.addEventListener("securitypolicyviolation", (event) => {
 
 @dataclass
 class Tab:
-    """A tab in a context of its own, with everything that went wrong in it since it was taken."""
+    """A tab in a context of its own, with the errors since it was taken."""
 
     page: Any
     kind: str  # the options of its context
-    is_expected: Callable[[str], bool]  # of an address that the page may request
+    is_expected: Callable[[str], bool]  # True for an address that the page may request
     problems: list[str] = field(default_factory=list)
     color_scheme: str = "light"  # as a context has it by default
     permissions: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class Tab:
         self.page.on("request", self._requested)
 
     def change_scheme(self, color_scheme: str) -> None:
-        """Prefer light or dark, as the settings of a system do."""
+        """Set the preferred colour scheme of the system."""
         if self.color_scheme != color_scheme:
             self.page.emulate_media(color_scheme=color_scheme)
         self.color_scheme = color_scheme
@@ -55,7 +55,7 @@ class Tab:
 
 
 class Tabs:
-    """The tabs of one browser. A tab that comes back is emptied: storage, routes, permissions, pointer and problems."""
+    """The tabs of one browser. A returned tab is reset: storage, routes, permissions, pointer and problems."""
 
     def __init__(self, browser: Any) -> None:
         self.browser = browser
@@ -87,7 +87,7 @@ class Tabs:
         return tab
 
     def give_back(self, tabs: list[Tab]) -> None:
-        """Empty tabs that were taken and keep them for the next test; close one that cannot be emptied."""
+        """Reset tabs for the next test; close one that cannot be reset."""
         for tab in tabs:
             page, context = tab.page, tab.page.context
             try:
@@ -107,8 +107,8 @@ class Tabs:
             self.free.setdefault(tab.kind, []).append(tab)
 
 
-class Kept:
-    """A page that stays open for one test after another; when one has failed, the next gets a page just loaded."""
+class SharedPage:
+    """A page that stays open between tests, and is reloaded after a failed one."""
 
     def __init__(self, opening: Callable[[], AbstractContextManager[Any]]) -> None:
         self.opening = opening
@@ -121,7 +121,7 @@ class Kept:
         return self.opened
 
     def leave(self, has_failed: bool) -> None:
-        """Check what a test did to the page, and close it where anything is wrong."""
+        """Check the page after a test, and close it if anything is wrong."""
         opened, is_well = self.opened, False
         if opened is None:
             return  # it could not be opened

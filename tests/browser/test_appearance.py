@@ -1,4 +1,4 @@
-"""How the page looks: dark and light, English and Chinese, phone to 4k, and to a screen reader."""
+"""Appearance of the page: dark and light, English and Chinese, screen sizes, accessibility."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 
 
 @pytest.mark.parametrize(("scheme", "colour"), [("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 22, 29)")])
-def test_it_is_as_dark_as_the_system_asks(open_page, scheme, colour):
+def test_theme_follows_the_system(open_page, scheme, colour):
     opened = open_page(color_scheme=scheme)
     assert opened.tab.evaluate(BACKGROUND) == colour
     opened.of.change_scheme("light" if scheme == "dark" else "dark")
@@ -36,7 +36,7 @@ def test_it_is_as_dark_as_the_system_asks(open_page, scheme, colour):
     expect(opened.tab.locator("body")).to_have_css("background-color", other)
 
 
-def test_the_reader_chooses_the_theme_and_it_stays(open_page):
+def test_chosen_theme_is_remembered(open_page):
     tab = open_page(color_scheme="light").tab
     # Far from the diagonal, where head 0 of the payload does not look.
     corner = """(() => {
@@ -47,7 +47,7 @@ def test_the_reader_chooses_the_theme_and_it_stays(open_page):
     assert tab.evaluate(corner) > 200
     tab.get_by_label("Colours").select_option("dark")
     assert tab.evaluate(BACKGROUND) == "rgb(20, 22, 29)"
-    assert tab.evaluate(corner) < 60  # a canvas knows no style sheet: it is painted anew
+    assert tab.evaluate(corner) < 60  # a canvas has no style sheet and is painted again
     tab.reload()
     tab.locator("main h2").first.wait_for()
     assert tab.evaluate(BACKGROUND) == "rgb(20, 22, 29)"
@@ -55,7 +55,7 @@ def test_the_reader_chooses_the_theme_and_it_stays(open_page):
     assert tab.evaluate(BACKGROUND) == "rgb(255, 255, 255)"
 
 
-def test_the_language_is_switched_and_the_link_keeps_it(open_page):
+def test_language_is_switched_and_kept_in_the_link(open_page):
     opened = open_page()
     tab = opened.tab
     tab.get_by_label("Language").select_option("zh")
@@ -69,7 +69,7 @@ def test_the_language_is_switched_and_the_link_keeps_it(open_page):
 
 
 def test_no_string_of_the_interface_is_left_in_english(open_page):
-    """In Chinese, what the payload does not write itself has no English words but names."""
+    """In Chinese, the interface has no English words but names."""
     opened = open_page(view="overview?lang=zh")
     tab = opened.tab
     names = {"SVG", "PNG", "English", "Transformer", "polyhead"}
@@ -81,7 +81,7 @@ def test_no_string_of_the_interface_is_left_in_english(open_page):
             assert words <= names | {"Encoder", "Decoder", "to", "encoder", "How", "much", "worse"}, (view, text)
 
 
-def test_chinese_is_drawn_and_not_as_empty_boxes(open_page, keep_picture):
+def test_chinese_glyphs_are_drawn(open_page, keep_picture):
     """A browser without a font for a character draws the same box for each."""
     opened = open_page(view="overview?lang=zh")
     drawn = opened.tab.evaluate(
@@ -110,7 +110,7 @@ def test_a_phone_never_scrolls_sideways(open_page, keep_picture, language):
         keep_picture(opened, f"phone-{language}-{view.split('?')[0].replace('/', '-')}")
 
 
-def test_a_wall_is_filled(open_page, keep_picture):
+def test_large_screen_is_filled(open_page, keep_picture):
     opened = open_page(viewport=(3840, 2160))
     width = opened.tab.evaluate("document.querySelector('#polyhead-page').clientWidth")
     assert width > 3000
@@ -119,7 +119,7 @@ def test_a_wall_is_filled(open_page, keep_picture):
 
 
 def test_axe_finds_nothing_serious_in_any_view(open_page, keep_picture, tmp_path):
-    """All rules in light and English; in dark those about contrast alone, in Chinese those about words."""
+    """All rules in light and English; contrast only in dark; texts only in Chinese."""
     opened = open_page(written(few_heads(), tmp_path / "page.html"))
     tab = opened.tab
     for view in VIEWS:
@@ -136,7 +136,7 @@ def test_axe_finds_nothing_serious_in_any_view(open_page, keep_picture, tmp_path
         tab.locator("html[data-theme=light]").wait_for()
 
 
-def test_axe_notices_what_a_scheme_and_a_language_can_break(open_page):
+def test_axe_detects_bad_contrast_and_missing_names(open_page):
     tab = open_page(view="matters", fresh=True).tab
     assert (bad_contrasts(tab), bad_words(tab)) == ([], [])
     tab.locator("p.facts").evaluate("(line) => { line.style.color = 'rgb(200, 200, 200)'; }")

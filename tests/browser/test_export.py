@@ -1,4 +1,4 @@
-"""Any chart as a file: an SVG that stands by itself, and a PNG of it."""
+"""Saved charts: self-contained SVG and PNG."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_every_figure_of_a_view_is_saved(open_page, view):
         check_png(tab, figure, root)
 
 
-def test_a_saved_chart_has_the_colours_it_is_seen_in(open_page):
+def test_saved_chart_has_the_colours_of_the_page(open_page):
     tab = open_page(view="matters", color_scheme="dark").tab
     file, _ = saved(tab, tab.get_by_role("button", name="as SVG").first)
     root = ElementTree.parse(file).getroot()

@@ -1,4 +1,4 @@
-"""In a notebook the page stands in a frame, which may have neither an address nor storage of its own."""
+"""The page in the frame of a notebook, which may have neither an address nor storage of its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from playwright.sync_api import expect
 
 
 @pytest.mark.parametrize("sandbox", ["allow-scripts", None])
-def test_it_works_in_a_frame(open_page, small_page, tmp_path, sandbox):
+def test_page_works_in_a_frame(open_page, small_page, tmp_path, sandbox):
     attribute = "" if sandbox is None else f'sandbox="{sandbox}"'
     inner = html.escape(small_page.read_text(encoding="utf-8"), quote=True)
     outer = tmp_path / "notebook.html"
@@ -28,6 +28,6 @@ def test_it_works_in_a_frame(open_page, small_page, tmp_path, sandbox):
     frame.get_by_label("Language").select_option("zh")
     expect(frame.locator("main h2").first).to_have_text("头的重要性")
     frame.get_by_role("button", name="复制链接").click()
-    # Where the clipboard is closed, the link is shown to be copied by hand.
+    # Without access to the clipboard the link is shown for copying by hand.
     frame.locator(".copy").get_by_text("已复制").or_(frame.locator(".copy input")).first.wait_for(state="attached")
-    expect(tab.locator("h2")).to_have_text("cell")  # the notebook itself went nowhere
+    expect(tab.locator("h2")).to_have_text("cell")  # the notebook itself did not navigate

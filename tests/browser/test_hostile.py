@@ -1,4 +1,4 @@
-"""Text from a corpus is hostile: nothing of it runs, nothing of it breaks the page, all of it can be seen."""
+"""Hostile text of a corpus: it does not run, does not break the page, and is visible."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ VIEWS = ("overview", "head/0/1?draw=lines&word=8", "head/1/1?word=17", "alike", 
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
-def test_nothing_runs_and_nothing_breaks(open_page, keep_picture, tmp_path, language):
+def test_hostile_text_neither_runs_nor_breaks_the_page(open_page, keep_picture, tmp_path, language):
     page = with_tokens({**synthetic(), "lang": language}, TOKENS)
     opened = open_page(written(page, tmp_path / "hostile.html"), viewport=(360, 740))
     tab = opened.tab
@@ -44,14 +44,14 @@ def test_nothing_runs_and_nothing_breaks(open_page, keep_picture, tmp_path, lang
         expect(tab.locator("main img, main script, main iframe, main object")).to_have_count(0)
         assert tab.evaluate("document.documentElement.scrollWidth") <= 360, view
         keep_picture(opened, f"hostile-{language}-{view.split('?')[0].replace('/', '-')}")
-    # The data arrived whole: the page still has every head and every word.
+    # The data are complete: every head and every word.
     opened.go("overview")
     expect(tab.locator("a.cell")).to_have_count(23)
     opened.go("head/0/1")
     expect(tab.locator(".word-line button")).to_have_count(len(TOKENS))
 
 
-def test_what_cannot_be_seen_is_shown_by_its_name(open_page, tmp_path):
+def test_invisible_characters_are_shown_by_name(open_page, tmp_path):
     tab = open_page(written(with_tokens(synthetic(), TOKENS), tmp_path / "hostile.html"), "head/0/1").tab
     words = tab.locator(".word-line button")
     shown = [words.nth(i).text_content() for i in range(len(TOKENS))]
@@ -64,8 +64,8 @@ def test_what_cannot_be_seen_is_shown_by_its_name(open_page, tmp_path):
         "lineU+2028paragraphU+2029",
     ]
     assert shown[14:17] == ["∅", "␣", "LF"]
-    assert words.nth(8).locator(".unseen").all_text_contents() == ["RLO", "PDF"]
-    # A token that turns the text around it is kept inside its own box.
+    assert words.nth(8).locator(".invisible").all_text_contents() == ["RLO", "PDF"]
+    # A bidirectional override does not affect other tokens.
     assert words.nth(8).locator("bdi").evaluate("x => getComputedStyle(x).unicodeBidi") == "isolate"
     assert shown[17] == f"{'x' * 40}… 100000"
     assert words.nth(17).bounding_box()["height"] < 200

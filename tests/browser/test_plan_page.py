@@ -1,4 +1,4 @@
-"""The page of a plan in a real browser: nothing is fetched, and it is readable in light and dark, large and small."""
+"""The page of a plan in a real browser: no requests, legible in light and dark, large and small."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ def page(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
-def test_it_is_read_without_trouble(open_page, page, keep_picture, scheme, width):
+def test_page_of_a_plan_opens_without_errors(open_page, page, keep_picture, scheme, width):
     opened = open_page(page, None, viewport=(width, 800), color_scheme=scheme)
     expect(opened.tab.locator("figure")).to_have_count(3 * 3 + 1)
     assert opened.tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    # Every bar and point is drawn in a colour of the style, and none in the black of a variable that is missing.
+    # Every bar and point has a colour of the style sheet, not the black of an undefined variable.
     fills = opened.tab.evaluate(
         "[...new Set([...document.querySelectorAll('rect, circle')].map((x) => getComputedStyle(x).fill))]"
     )
     assert len(fills) >= 4
     assert "rgb(0, 0, 0)" not in fills
-    # No word of a chart lies on another, nor beyond its edge.
+    # No labels overlap or exceed the chart.
     assert opened.tab.evaluate(_OVERLAPS) == []
     assert serious_violations(opened.tab) == []
     keep_picture(opened, f"plan-{scheme}-{width}")
 
 
-def test_values_are_written_as_in_the_tables(open_page, page, plan):
+def test_values_are_formatted_as_in_the_tables(open_page, page, plan):
     tab = open_page(page, None).tab
     titles = set(tab.locator("svg title").all_text_contents())
     for phase, tokens in zip(plan.phases, (4096, 4096, 1), strict=True):
@@ -56,7 +56,7 @@ def test_values_are_written_as_in_the_tables(open_page, page, plan):
         assert f"4K tokens of context: activations {size(phase.fused.activations)}" in titles
         assert f"4K tokens of context: materialised weights {size(phase.materialised.total)}" in titles
     assert f"4K tokens of context: cache {size(plan.cache_bytes)}" in titles  # 2.625 GiB: halves are rounded alike
-    # Bars stand on the axis in the order of the legend, as high as the tick labels say.
+    # Bars are stacked in the order of the legend, with heights that match the tick labels.
     first = tab.locator("figure").first
     assert (
         first.locator("svg")
@@ -76,7 +76,7 @@ def test_a_chart_is_saved_with_its_title_and_the_names_of_its_series(open_page, 
     assert any((text or "").startswith("Training step, forward and backward") for text in texts)
 
 
-def test_tables_and_cards_are_read_without_scripts(open_page, page, plan):
+def test_tables_and_cards_are_readable_without_javascript(open_page, page, plan):
     tab = open_page(page, None, java_script_enabled=False).tab
     expect(tab.locator("table")).to_have_count(3)
     expect(tab.locator(".cards li")).to_have_count(4)

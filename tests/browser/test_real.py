@@ -26,7 +26,7 @@ def test_every_view_of_a_real_inspection_opens(open_page, real_page):
     tab = opened.tab
     heads = tab.evaluate("JSON.parse(document.getElementById('polyhead-data').textContent).heads.length")
     expect(tab.locator("a.cell")).to_have_count(heads)
-    expect(tab.locator(".head-grid")).to_have_count(3)  # encoder, decoder, and the decoder's look at the encoder
+    expect(tab.locator(".head-grid")).to_have_count(3)  # encoder, decoder and cross-attention
     columns = tab.eval_on_selector_all("select optgroup option", "all => all.map(x => x.value)")
     for column in columns:
         tab.get_by_label("Colour by").select_option(column)

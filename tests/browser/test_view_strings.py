@@ -1,4 +1,4 @@
-"""What the viewer alone says is said in both languages, with the same values filled in."""
+"""Strings of the viewer in both languages, with the same placeholders."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ STRINGS = Path(__file__).parents[2] / "frontend" / "src" / "view" / "strings.ts"
 
 
 @pytest.mark.skipif(not STRINGS.is_file(), reason="the front end's sources are in a checkout only")
-def test_every_string_of_the_viewer_is_said_in_both_languages():
-    text = re.sub(r'"\s*\+\s*"', "", STRINGS.read_text(encoding="utf-8"))  # long strings stand on several lines
+def test_every_string_of_the_viewer_exists_in_both_languages():
+    text = re.sub(r'"\s*\+\s*"', "", STRINGS.read_text(encoding="utf-8"))  # long strings span several lines
     entries = re.findall(r"([\w\"-]+): \{\s*en:\s*\"((?:[^\"\\]|\\.)*)\",\s*zh: \"((?:[^\"\\]|\\.)*)\",?\s*\}", text)
     assert len(entries) == len(re.findall(r"\ben:\s*\"", text)) > 80
     for name, english, chinese in entries:

@@ -1,4 +1,4 @@
-"""Every view of the page: what it shows is what the data say, and each is a link."""
+"""Every view of the page, opened by its link, shows its data."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def cells(tab, script: str) -> list:
     return tab.eval_on_selector_all(".head-grid a.cell", f"cells => cells.map(cell => {script})")
 
 
-def test_it_opens_with_every_head_and_what_was_found(open_page):
+def test_overview_shows_every_head_and_the_findings(open_page):
     tab = open_page(fresh=True).tab
     expect(tab.locator(".head-grid")).to_have_count(2)
     expect(tab.locator("a.cell")).to_have_count(ALL)
@@ -63,10 +63,10 @@ def test_it_opens_with_every_head_and_what_was_found(open_page):
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844), (3840, 2160)])
-def test_what_people_ask_first_is_answered_before_anybody_scrolls(open_page, keep_picture, width, height):
+def test_summary_is_visible_without_scrolling(open_page, keep_picture, width, height):
     opened = open_page(viewport=(width, height))
     tab = opened.tab
-    answers = dict(zip(tab.locator(".glance dt").all_inner_texts(), tab.locator(".glance dd").all(), strict=True))
+    answers = dict(zip(tab.locator(".answers dt").all_inner_texts(), tab.locator(".answers dd").all(), strict=True))
 
     def named(question: str) -> list[str]:
         links = answers[question].locator(".answer a")
@@ -80,8 +80,8 @@ def test_what_people_ask_first_is_answered_before_anybody_scrolls(open_page, kee
     needed = sorted(PAGE["heads"], key=lambda head: -head["values"]["ablation"])[:3]
     assert named("Which are most important?") == [link(head["site"], head["head"]) for head in needed]
     assert "cosine 0.81: redundant" in answers["Which two have the most similar outputs?"].inner_text()
-    assert "the first previous in 75% of positions (chance 12%)" in tab.locator(".glance").inner_text()
-    bottom = tab.locator(".glance").bounding_box()
+    assert "the first previous in 75% of positions (chance 12%)" in tab.locator(".answers").inner_text()
+    bottom = tab.locator(".answers").bounding_box()
     assert bottom["y"] + bottom["height"] <= height
     assert tab.evaluate("scrollY") == 0
     keep_picture(opened, f"glance-{width}")
@@ -93,7 +93,7 @@ def test_every_view_opens_by_its_link(open_page, view):
     expect(tab.locator("main h2").first).to_have_text(VIEWS[view])
 
 
-def test_a_number_colours_the_grid_from_light_to_dark(open_page):
+def test_statistic_colours_the_grid_from_light_to_dark(open_page):
     opened = open_page(view="overview?color=sink_mass", color_scheme="light")
     tab = opened.tab
     assert tab.get_by_label("Colour by").input_value() == "sink_mass"
@@ -110,7 +110,7 @@ def test_a_number_colours_the_grid_from_light_to_dark(open_page):
     assert "previous role" in name
 
 
-def test_the_role_filter_leaves_the_heads_that_have_it(open_page):
+def test_role_filter_keeps_the_heads_with_that_role(open_page):
     tab = open_page().tab
     tab.get_by_label("Only heads with the role").select_option("previous")
     expected = holders("previous")
@@ -119,8 +119,8 @@ def test_the_role_filter_leaves_the_heads_that_have_it(open_page):
     assert lit == [f"{site}.{head}" for site, head in expected]
     expect(tab.locator("table.sortable tbody tr")).to_have_count(len(expected))
     assert "role=previous" in tab.url
-    # The legend's button does the same, and a second press takes it back.
-    tab.locator("button.kind", has_text="previous role").click()
+    # The legend's button does the same, and a second click undoes it.
+    tab.locator("button.category", has_text="previous role").click()
     expect(tab.locator("a.cell.faded")).to_have_count(0)
 
 
@@ -147,7 +147,7 @@ def test_the_table_sorts_by_any_column_and_the_link_keeps_it(open_page):
     assert tab.locator("table.sortable thead th[aria-sort=ascending]").inner_text().strip() == "mean distance"
 
 
-def test_a_card_shows_what_is_known_of_a_head(open_page):
+def test_card_of_a_head(open_page):
     tab = open_page().tab
     tab.locator("a.cell[data-key='2.1']").click()
     expect(tab.locator("main h2")).to_have_text(VIEWS["head/2/1"])
@@ -162,7 +162,7 @@ def test_a_card_shows_what_is_known_of_a_head(open_page):
     (head,) = (x for x in PAGE["heads"] if (x["site"], x["head"]) == (2, 1))
     expect(ablation.first).to_have_text(f"{head['values']['ablation']:.3g} ± 0.03")
     rank = 1 + sum(x["values"]["ablation"] > head["values"]["ablation"] for x in PAGE["heads"])
-    expect(ablation.nth(1)).to_have_text("")  # what chance would show is known of shares of the text alone
+    expect(ablation.nth(1)).to_have_text("")  # chance levels exist for shares of the text only
     expect(ablation.nth(2)).to_have_text(f"{rank} of {ALL}")
     sink = tab.locator("table.numbers tr", has_text="sink mass")
     expect(sink.locator("td").nth(1)).to_have_text("6.3%")
@@ -176,8 +176,8 @@ def test_a_card_shows_what_is_known_of_a_head(open_page):
     expect(tab.locator("main h2")).to_have_text(VIEWS["head/2/1"])
 
 
-def test_the_block_map_is_darkest_where_the_head_looks(open_page):
-    """Head 2 of the payload looks two blocks back, and on the first block where there are none."""
+def test_attention_map_is_darkest_at_the_largest_weights(open_page):
+    """Head 2 of the payload attends two blocks back, or to the first block."""
     tab = open_page(view="head/1/2", color_scheme="light").tab
     canvas = tab.locator(".map canvas")
     size, darkest = canvas.evaluate("""canvas => {
@@ -193,7 +193,7 @@ def test_the_block_map_is_darkest_where_the_head_looks(open_page):
     expect(tab.locator(".map-figure .readout")).to_have_text("From tokens 0–15 to tokens 0–15: 50%")
 
 
-def test_offsets_near_stand_alone_and_far_ones_together(open_page):
+def test_far_offsets_are_binned(open_page):
     tab = open_page(view="head/1/3").tab
     described = tab.locator(".offset-figure svg").get_attribute("aria-label")
     assert described == "Bar chart of attention by distance. The largest: −3: 75% and +9…+16: 15%."
@@ -218,7 +218,7 @@ def test_findings_lead_to_their_evidence(open_page):
     expect(tab.locator("tr.marked th a")).to_have_text(["Encoder 0.4"])
 
 
-def test_heads_alike_are_ranked_by_the_chosen_relation(open_page):
+def test_similar_heads_are_ranked_by_the_chosen_relation(open_page):
     tab = open_page(view="alike").tab
     first = tab.locator("table.sortable").first.locator("tbody tr").first
     expect(first.locator("th, td")).to_have_text(["Encoder 1.0", "Encoder 1.3", "0.81"])
@@ -228,7 +228,7 @@ def test_heads_alike_are_ranked_by_the_chosen_relation(open_page):
     expect(tab.locator(".matrix canvas")).to_have_count(LAYERS + CROSS_LAYERS)
 
 
-def test_a_group_can_be_acted_on_by_a_command_to_copy(open_page, keep_picture):
+def test_commands_for_a_redundancy_group_can_be_copied(open_page, keep_picture):
     opened = open_page(view="alike", permissions=("clipboard-read", "clipboard-write"))
     tab = opened.tab
     weaker, stronger = sorted((head_at(1, 0), head_at(1, 3)), key=lambda head: head["values"]["ablation"])
@@ -246,7 +246,7 @@ def test_a_group_can_be_acted_on_by_a_command_to_copy(open_page, keep_picture):
     keep_picture(opened, "edits")
 
 
-def test_a_model_of_one_stack_is_offered_a_share_of_its_heads(tmp_path, open_page):
+def test_command_for_a_share_of_the_heads_of_a_single_stack(tmp_path, open_page):
     page = synthetic()
     page |= {"groups": [], "stacks": page["stacks"][:1]}
     page["facts"]["name"] = "my models/it's small"
@@ -258,7 +258,7 @@ def test_a_model_of_one_stack_is_offered_a_share_of_its_heads(tmp_path, open_pag
     assert not open_page(written(page, tmp_path / "page.html"), view="alike").tab.locator(".command").count()
 
 
-def test_what_matters_most_stands_first(open_page):
+def test_most_important_head_is_first(open_page):
     tab = open_page(view="matters").tab
     best = max(PAGE["heads"], key=lambda head: head["values"]["ablation"])
     layer = PAGE["sites"][best["site"]]["layer"]
@@ -267,7 +267,7 @@ def test_what_matters_most_stands_first(open_page):
     assert row[1:3] == [f"{best['values']['ablation']:.3g}", "0.03"]
 
 
-def test_grammar_stands_beside_its_baseline(open_page):
+def test_syntax_is_compared_with_its_baseline(open_page):
     tab = open_page(view="syntax").tab
     row = tab.locator("table.sortable tbody tr").first.locator("th, td").all_inner_texts()
     assert row[:5] == ["obj", "to the syntactic head", "Encoder 1.2", "70% (60%–80%)", "35%"]
@@ -284,7 +284,7 @@ def test_a_link_to_the_view_is_copied(open_page, small_page):
     assert tab.evaluate("navigator.clipboard.readText()") == f"{small_page.as_uri()}#/head/2/1?word=3&lang=zh"
 
 
-def test_a_bare_run_and_a_wrong_link_show_what_there_is(open_page, tmp_path):
+def test_minimal_run_and_invalid_links(open_page, tmp_path):
     opened = open_page(written(bare(), tmp_path / "bare.html"), "%")
     views = ["overview", "head/0/0", "head/9/9", "alike", "head/x/y", "matters", "syntax", "findings", "%"]
     expected = {"head/9/9": "This model has no such head", "head/x/y": "This model has no such head"}
@@ -294,7 +294,7 @@ def test_a_bare_run_and_a_wrong_link_show_what_there_is(open_page, tmp_path):
         expect(opened.tab.locator("nav.views a")).to_have_text(["Overview", "Similar heads", "Findings"])
 
 
-def test_a_head_of_an_edited_model_is_named_by_what_it_was(open_page, tmp_path):
+def test_head_of_an_edited_model_shows_its_origin(open_page, tmp_path):
     page = synthetic()
     page["facts"]["edits"] = {"en": "removed 0.3", "zh": "去除 0.3"}
     first = page["heads"][1]

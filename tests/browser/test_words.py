@@ -10,7 +10,7 @@ PAGE = synthetic()
 
 
 def strongest(tab, index: int) -> list[tuple[str, str]]:
-    """The words and shares of one of the lists under a sentence."""
+    """Return the words and shares of one of the lists of top words."""
     rows = tab.locator(".strongest > div").nth(index).locator("li").all_inner_texts()
     return [tuple(row.rsplit(" ", 1)) for row in rows]
 
@@ -24,14 +24,14 @@ def expected(shares, words) -> list[tuple[str, str]]:
 
 
 def same(shown, wanted) -> None:
-    """The order of words of equal weight is not told by the weights."""
+    """Words of equal weight may have any order."""
     assert [share for _, share in shown] == [share for _, share in wanted]
     assert [word for word, share in shown if share != wanted[-1][1]] == [
         word for word, share in wanted if share != wanted[-1][1]
     ]
 
 
-def test_a_chosen_word_shows_whom_it_looks_at_and_who_looks_at_it(open_page):
+def test_chosen_word_shows_what_it_attends_to_and_what_attends_to_it(open_page):
     tab = open_page(view="head/1/2", color_scheme="light").tab
     here = weights(PAGE, 0, 1)[2]
     expect(tab.locator(".strongest h4")).to_have_text(["Most attended, on average"])
@@ -50,7 +50,7 @@ def test_a_chosen_word_shows_whom_it_looks_at_and_who_looks_at_it(open_page):
     expect(tab.locator(".strongest h4")).to_have_text(["Most attended, on average"])
 
 
-def test_words_of_two_texts_stand_in_two_lines(open_page):
+def test_cross_attention_has_two_lines_of_words(open_page):
     tab = open_page(view="head/3/1").tab
     here = weights(PAGE, 1, 3)[1]
     lines = tab.locator(".word-line")
@@ -73,7 +73,7 @@ def test_lines_join_the_words(open_page):
     expect(svg.locator("path")).to_have_count(drawn)
 
 
-def test_the_keyboard_alone_opens_a_head_and_reads_its_words(open_page):
+def test_head_and_words_are_reachable_by_keyboard(open_page):
     tab = open_page(fresh=True).tab
     tab.keyboard.press("Tab")
     assert tab.evaluate("document.activeElement.textContent") == "Skip to the content"
@@ -99,7 +99,7 @@ def test_the_keyboard_alone_opens_a_head_and_reads_its_words(open_page):
         assert at() == place
     tab.keyboard.press("Control+End")
     assert at() == "2.4"
-    tab.keyboard.press("ArrowDown")  # the last layer: nowhere to go
+    tab.keyboard.press("ArrowDown")  # the last layer: no further row
     assert at() == "2.4"
     # The grid is one stop: one Tab leads to the next stack.
     tab.keyboard.press("Tab")
@@ -126,7 +126,7 @@ def test_the_keyboard_alone_opens_a_head_and_reads_its_words(open_page):
     expect(tab.locator(".strongest h4")).to_have_text(["Most attended, on average"])
 
 
-def test_a_link_to_a_word_that_is_not_there_chooses_none(open_page):
+def test_link_to_a_missing_word_chooses_none(open_page):
     opened = open_page()
     for word in ("99", "k99", "-1", "x"):
         opened.go(f"head/1/2?word={word}&example=77")

@@ -199,11 +199,11 @@ def test_the_page_names_them(run):
 def test_the_viewer_names_them_and_takes_no_run_of_other_heads(run, edited, whole):
     model = ViewedModel(load_model(edited("pruned")))
     state = state_of(Viewer(model, run=page_of(run("pruned"))))
-    assert state["places"][0]["origins"] == [
+    assert state["layers"][0]["origins"] == [
         None, {"en": "originally 0.2", "zh": "原为 0.2"}, {"en": "originally 0.3", "zh": "原为 0.3"},
     ]  # fmt: skip
     assert state["edits"]["en"].startswith("removed 0.1, 1.0")
-    assert state["places"][0]["run_site"] == 0
+    assert state["layers"][0]["run_site"] == 0
     for other in (run(), run("merged")):
         with pytest.raises(OptionError, match=r"must have the same heads.*a model whose heads are originally 0, 2, 3"):
             Viewer(model, run=page_of(other))

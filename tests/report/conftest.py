@@ -1,4 +1,4 @@
-"""What the tests of the page share: inspections of small models, and assets that stand in for the built ones."""
+"""Fixtures of the page: inspections of small models, and minimal assets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.inspection.small_models import model_folder, text_folder
 
 @pytest.fixture(scope="session")
 def inspections(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Inspection]:
-    """A model that makes vectors (its heads are taken out), one that writes (gradients), an encoder-decoder."""
+    """Inspections of an encoder (ablation), a causal model (gradients) and an encoder-decoder."""
     folder = tmp_path_factory.mktemp("inspections")
     text = str(text_folder(folder / "text", documents=3, words=60))
     return {
@@ -25,7 +25,7 @@ def inspections(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Inspectio
 
 @pytest.fixture
 def assets(tmp_path: Path) -> Assets:
-    """A script that counts the heads it was given, and a style sheet."""
+    """Minimal assets: a script that counts the heads, and a style sheet."""
     folder = tmp_path / "assets"
     folder.mkdir()
     (folder / "page.js").write_text(
@@ -33,5 +33,4 @@ def assets(tmp_path: Path) -> Assets:
         'document.getElementById("polyhead-page").textContent=d.heads.length+" heads"})();\n'
     )
     (folder / "page.css").write_text("body{margin:0}\n")
-    (folder / "csp.json").write_text('{"styles": ["sha256-AAAA"]}')
     return Assets.load(folder)

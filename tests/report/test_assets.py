@@ -1,4 +1,4 @@
-"""The built front end is what its sources say: stale assets fail, with Node or without it."""
+"""The built assets match their sources, with or without Node."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ pytestmark = pytest.mark.skipif(not FRONTEND.is_dir(), reason="the front end's s
 
 
 def sources_of(bundle: str) -> list[Path]:
-    """Everything a bundle can depend on: how it is built, what all bundles share, and its own folder."""
+    """Return all files that a bundle can depend on: configuration, shared sources and its own folder."""
     source = FRONTEND / "src"
     found = [*source.glob("*"), *(source / "parts").rglob("*"), *(source / bundle).rglob("*")]
     return [*(FRONTEND / name for name in CONFIGURATION), *(path for path in found if path.is_file())]
 
 
 def digest_of(bundle: str) -> str:
-    """What build.mjs writes at the head of a bundle."""
+    """Return the digest that build.mjs writes at the top of a bundle."""
     digest = hashlib.sha256()
     for name in sorted(path.relative_to(FRONTEND).as_posix() for path in sources_of(bundle)):
         content = (FRONTEND / name).read_bytes()
@@ -37,11 +37,11 @@ def digest_of(bundle: str) -> str:
 
 
 def bundles() -> list[str]:
-    """One script and one style sheet for each folder of src/ with a main.tsx."""
+    """Return the script and the style sheet of each folder of src/ with a main.tsx."""
     return sorted(f"{main.parent.name}{end}" for main in FRONTEND.glob("src/*/main.tsx") for end in (".js", ".css"))
 
 
-def test_there_is_a_page():
+def test_page_bundle_exists():
     assert {"page.js", "page.css"} <= set(bundles())
 
 
@@ -54,8 +54,8 @@ def test_assets_were_built_from_these_sources(name):
 
 
 @pytest.mark.parametrize("name", bundles())
-def test_assets_can_stand_inside_a_page(name):
-    """Nothing in them ends the element they stand in, asks for a network, or makes code of text."""
+def test_assets_can_be_inlined(name):
+    """They contain nothing that ends their element, uses the network, or evaluates text."""
     text = (ASSETS / name).read_text(encoding="utf-8")
     assert len(text) < LARGEST_SCRIPT
     for markup in ("</script", "</style", "<!--", "\r", "\0"):
@@ -68,11 +68,7 @@ def test_assets_can_stand_inside_a_page(name):
         assert "http" not in text
 
 
-def test_no_style_needs_an_exception_in_the_policy():
-    assert json.loads((ASSETS / "csp.json").read_text(encoding="utf-8")) == {"styles": []}
-
-
-def test_who_is_inside_a_bundle_is_named_with_its_licence():
+def test_licences_of_bundled_packages_are_listed():
     package = json.loads((FRONTEND / "package.json").read_text(encoding="utf-8"))
     sources = {path for name in bundles() for path in sources_of(Path(name).stem) if path.suffix in (".ts", ".tsx")}
     code = "".join(path.read_text(encoding="utf-8") for path in sources)
@@ -95,9 +91,9 @@ def test_versions_are_exact_and_locked():
     assert all("integrity" in entry for path, entry in lock["packages"].items() if path)
 
 
-def test_every_string_is_said_in_both_languages():
+def test_every_string_exists_in_both_languages():
     text = (FRONTEND / "src" / "parts" / "strings.ts").read_text(encoding="utf-8")
-    text = re.sub(r'"\s*\+\s*"', "", text)  # long strings stand on several lines
+    text = re.sub(r'"\s*\+\s*"', "", text)  # long strings span several lines
     entries = re.findall(r"(\w+): \{\s*en:\s*\"((?:[^\"\\]|\\.)*)\",\s*zh: \"((?:[^\"\\]|\\.)*)\",?\s*\}", text)
     assert len(entries) == len(re.findall(r"\ben:\s*\"", text)) > 100
     for name, english, chinese in entries:
@@ -112,5 +108,5 @@ def test_a_rebuild_gives_the_same_bytes(tmp_path):
     if node is None or not (FRONTEND / "node_modules" / "esbuild").is_dir():
         pytest.skip("needs Node.js and its packages: `make frontend` makes them run")
     subprocess.run([node, "build.mjs", str(tmp_path)], cwd=FRONTEND, check=True, capture_output=True, timeout=120)
-    for name in (*bundles(), "csp.json", "LICENSES.txt"):
+    for name in (*bundles(), "LICENSES.txt"):
         assert (tmp_path / name).read_bytes() == (ASSETS / name).read_bytes(), f"`make frontend` writes another {name}"

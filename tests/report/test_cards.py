@@ -1,4 +1,4 @@
-"""What a notebook shows of heads: fragments that need no script, in which every text is escaped."""
+"""Heads in a notebook: HTML fragments without scripts, with escaped texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EMPTY_ELEMENTS = ("br",)
 
 
 class Checked(HTMLParser):
-    """Every element is closed, in the order in which it was opened, and none runs anything or fetches anything."""
+    """Parser that checks that elements are nested and closed, and that none runs or loads anything."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -47,20 +47,20 @@ def words_of(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "t5"])
-def test_an_inspection_shows_findings_roles_and_a_card_for_each_head(inspections, name):
+def test_inspection_shows_findings_roles_and_a_card_per_head(inspections, name):
     inspection = inspections[name]
     shown = inspection._repr_html_()
     Checked(shown)
-    said = words_of(shown)
+    text = words_of(shown)
     for finding in inspection.findings:
-        assert str(finding).replace("'", "&#x27;") in said
+        assert str(finding).replace("'", "&#x27;") in text
     for site in dict.fromkeys(inspection.table.sites):
-        assert f"cards of {site.name}, {site.kind}-attention" in said
+        assert f"cards of {site.name}, {site.kind}-attention" in text
     assert shown.count("display: inline-block") == len(inspection.table)
     held = [score for head in inspection.roles for score in head.scores if score.holds]
     assert held or name != "t5"
     for score in held:
-        assert f"{score.role}: {score.evidence}" in said
+        assert f"{score.role}: {score.evidence}" in text
 
 
 def test_a_profile_of_a_session_shows_a_shaded_grid_and_cards():
@@ -86,7 +86,7 @@ def test_many_heads_have_a_grid_and_a_table_and_no_cards(inspections, monkeypatc
     assert shown.count("<td>encoder.layer.1.attention.self</td>") == 4
 
 
-def test_names_that_are_markup_are_shown_as_text(inspections):
+def test_markup_in_names_is_escaped(inspections):
     inspection = inspections["bert"]
     evil = "<script>alert(1)</script>\"' onload=x"
     renamed = {site: dataclasses.replace(site, name=evil, stack=evil) for site in inspection.table.sites}
@@ -104,7 +104,7 @@ def test_names_that_are_markup_are_shown_as_text(inspections):
 
 
 @pytest.mark.parametrize("name", ["bert", "t5"])
-def test_tables_go_to_arrow_pandas_and_polars(inspections, name):
+def test_tables_convert_to_arrow_pandas_and_polars(inspections, name):
     table = inspections[name].table
     for tool, rows in (
         ("pyarrow", lambda: table.to_arrow().to_pylist()),
@@ -118,7 +118,7 @@ def test_tables_go_to_arrow_pandas_and_polars(inspections, name):
             assert repr(row) == repr(expected), tool  # NaN is not equal to itself
 
 
-def test_a_tool_that_is_missing_is_named_with_how_to_get_it(inspections, monkeypatch):
+def test_missing_package_is_named_with_its_install_command(inspections, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "polars", None)
     with pytest.raises(OptionError, match=r"needs the package polars; install it with: pip install 'polars'"):
         inspections["bert"].table.to_polars()

@@ -1,4 +1,4 @@
-"""Numbers and texts as a page carries them: what is unpacked is what was packed, and no text can be code."""
+"""Packed arrays and texts of a page: unpacking inverts packing, and text cannot become code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def unpacked(packed: dict) -> np.ndarray:
     return numbers * scale
 
 
-def test_shares_come_back_to_within_half_a_step_of_their_head():
+def test_unpacked_shares_are_within_half_a_quantisation_step():
     shares = torch.rand(5, 7, 11).softmax(-1) * torch.tensor([1.0, 1e-3, 0.5, 0.02, 1e-6])[:, None, None]
     found = unpacked(packed_weights(shares))
     bound = 0.5 / 255 * shares.flatten(1).amax(1).numpy() * (1 + 1e-4)
@@ -48,14 +48,14 @@ def test_shares_that_are_zero_or_not_finite_are_zero():
     assert packed_weights(torch.zeros(3, 0, 0))["data"] == ""
 
 
-def test_floats_come_back_bit_by_bit():
+def test_unpacked_floats_are_identical():
     numbers = torch.tensor([[1.5, -2.25e-8], [math.nan, 3e38]])
     np.testing.assert_array_equal(unpacked(packed_floats(numbers)), numbers.numpy())
     np.testing.assert_array_equal(unpacked(packed_floats(numbers.T)), numbers.T.numpy())
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_hostile_text_is_data_and_nothing_else(text):
+def test_hostile_text_cannot_leave_the_json(text):
     written = json_in_html({"token": text, text: 1})
     assert json.loads(written) == {"token": text, text: 1}
     assert not re.search("[<>&\u2028\u2029\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]", written)
@@ -67,13 +67,13 @@ def test_halves_of_surrogate_pairs_become_the_replacement_character():
     assert json.loads(written.encode("utf-8")) == ["\ufffd", "ok\ufffd", "\U0001f600"]
 
 
-def test_enormous_text_is_cut_and_says_so():
+def test_long_text_is_truncated_with_an_ellipsis():
     assert clipped("x" * 100_000) == "x" * LONGEST_TEXT + "…"
     assert clipped("x" * LONGEST_TEXT) == "x" * LONGEST_TEXT
     assert clipped("\udc80") == "\ufffd"
 
 
-def test_what_is_not_finite_is_null():
+def test_non_finite_numbers_are_null():
     assert plain({"a": (math.nan, -math.inf, 1 / 3), "b": True, "c": 3}) == {
         "a": [None, None, 0.333333],
         "b": True,

@@ -1,4 +1,4 @@
-"""The value of a page: everything of an inspection, in both languages, by the names that the front end reads."""
+"""The payload of a page: all data of an inspection, in both languages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMES = ("bert", "llama", "t5")
 
 
 def texts_in(value: Any, path: str = "") -> list[tuple[str, dict]]:
-    """Every text in two languages, with where it stands."""
+    """Yield every bilingual text with its path."""
     if isinstance(value, dict):
         if set(value) == {"en", "zh"}:
             return [(path, value)]
@@ -50,12 +50,12 @@ def pages(inspections) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_is_plain_json_and_says_everything_twice(pages, name):
+def test_payload_is_plain_json_with_texts_in_both_languages(pages, name):
     page = pages[name]
     assert json.loads(json.dumps(page, allow_nan=False)) == page
-    said = texts_in(page)
-    assert len(said) > 40
-    for path, text in said:
+    texts = texts_in(page)
+    assert len(texts) > 40
+    for path, text in texts:
         assert text["en"], path
         assert text["zh"], path
         assert any("\u4e00" <= character <= "\u9fff" for character in text["zh"]), (path, text)
@@ -70,18 +70,18 @@ def numbers_in(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_facts_of_a_run_are_said_in_chinese_too(pages, inspections, name):
+def test_facts_of_a_run_are_translated(pages, inspections, name):
     facts = pages[name]["facts"]
     assert inspections[name].facts["left_out"]
     assert len(facts["left_out"]) == len(inspections[name].facts["left_out"])
-    told = [facts["kind"], facts["pairs_by"], *facts["left_out"], *([] if facts["loss"] is None else [facts["loss"]])]
-    for text in told:
+    texts = [facts["kind"], facts["pairs_by"], *facts["left_out"], *([] if facts["loss"] is None else [facts["loss"]])]
+    for text in texts:
         assert english_words(text["en"])
         assert english_words(text["zh"]) <= {"MiB"}, text
         assert numbers_in(text["en"]) == numbers_in(text["zh"])
 
 
-def test_every_reason_that_a_run_can_give_has_chinese_words(inspections):
+def test_every_reason_of_a_run_is_translated(inspections):
     head_projections = {(f"layer.{number}", "self"): torch.eye(5).expand(3, -1, -1) for number in range(2)}
     reasons = [
         *(cross_layer_similarity.rule(TokenSample(head_projections, 1024, name=name)) for name in ("said", "sketches")),
@@ -102,7 +102,7 @@ def test_every_reason_that_a_run_can_give_has_chinese_words(inspections):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_heads_carry_the_numbers_of_the_table(pages, inspections, name):
+def test_heads_have_the_numbers_of_the_table(pages, inspections, name):
     page, table = pages[name], inspections[name].table
     assert [(page["sites"][x["site"]]["name"], x["head"]) for x in page["heads"]] == [
         (site.name, head) for site, head in zip(table.sites, table.heads, strict=True)
@@ -134,7 +134,7 @@ def test_an_encoder_decoder_has_three_grids_and_names_them(pages):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_roles_stand_in_one_order_with_null_interval_and_evidence(pages, inspections, name):
+def test_roles_are_ordered_with_null_interval_and_evidence(pages, inspections, name):
     page = pages[name]
     order = [role["name"] for role in page["roles"]]
     assert len({role["letters"] for role in page["roles"]}) == len(order)
@@ -186,12 +186,12 @@ def test_relations_alike_and_importance(pages, inspections):
         assert cosines == sorted(cosines, reverse=True)
         assert 1 <= len(cosines) <= 5
         for other in head["alike"]:
-            assert other["place"] != [head["site"], head["head"]]
-            assert other["across"] == (other["place"][0] != head["site"])
+            assert other["head"] != [head["site"], head["head"]]
+            assert other["across"] == (other["head"][0] != head["site"])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_findings_point_at_heads_and_views_there_are(pages, name):
+def test_findings_refer_to_existing_heads_and_views(pages, name):
     page = pages[name]
     assert len(page["findings"]) >= 3
     for finding in page["findings"]:
@@ -202,7 +202,7 @@ def test_findings_point_at_heads_and_views_there_are(pages, name):
         assert finding["column"] is None or finding["column"] in [x["name"] for x in page["columns"]]
 
 
-def test_the_most_attended_tokens_and_what_chance_shows_stand_beside_each_head(pages, inspections):
+def test_heads_have_top_keys_and_chance_levels(pages, inspections):
     page, inspection = pages["llama"], inspections["llama"]
     for head in page["heads"]:
         site = next(x for x in inspection.top_keys if x.name == page["sites"][head["site"]]["name"])
@@ -214,7 +214,7 @@ def test_the_most_attended_tokens_and_what_chance_shows_stand_beside_each_head(p
         assert "punctuation_mass" in head["chances"]
 
 
-def test_a_run_that_was_interrupted_makes_a_page_of_what_there_is(inspections):
+def test_interrupted_run_has_a_page(inspections):
     less = {"roles": (), "likeness": None, "groups": (), "pairs": (), "relations": {}, "looks": {}, "examples": ()}
     facts = {**inspections["bert"].facts, "interrupted": True}
     page = page_of(dataclasses.replace(inspections["bert"], facts=facts, top_keys={}, **less))
@@ -224,12 +224,12 @@ def test_a_run_that_was_interrupted_makes_a_page_of_what_there_is(inspections):
     assert page["roles"] == page["examples"] == page["groups"] == []
 
 
-def test_a_run_that_was_kept_makes_the_same_page(inspections, pages, tmp_path):
+def test_saved_run_has_the_same_page(inspections, pages, tmp_path):
     save_inspection(tmp_path, inspections["t5"])
     assert page_of(load_inspection(tmp_path)) == pages["t5"]
 
 
-def test_hostile_and_enormous_tokens_pass_as_text(inspections):
+def test_hostile_and_long_tokens_are_text(inspections):
     inspection = inspections["bert"]
     tokens = (*HOSTILE, "x" * 100_000, "half \ud800 pair")
     shape = (inspection.table.sites[0].num_heads, len(tokens), len(tokens))
@@ -245,7 +245,7 @@ def test_hostile_and_enormous_tokens_pass_as_text(inspections):
     json.dumps(page, ensure_ascii=False).encode("utf-8")
 
 
-def test_maps_of_many_heads_are_pooled_so_that_they_have_room(inspections):
+def test_maps_of_many_heads_are_pooled_to_the_limit(inspections):
     inspection = inspections["bert"]
     site = dataclasses.replace(inspection.table.sites[0], num_heads=600)
     looks = HeadMaps(8, torch.rand(600, 61, 61).softmax(-1), torch.zeros(600, len(bin_edges()) - 1))
@@ -276,7 +276,7 @@ def row_of(site: str, head: int, **other: Any) -> SyntaxRow:
 
 
 @pytest.mark.parametrize("suffix", [".json", ".parquet"])
-def test_a_syntax_table_is_shown_beside_the_inspection(inspections, tmp_path, suffix):
+def test_syntax_table_is_part_of_the_page(inspections, tmp_path, suffix):
     inspection = inspections["bert"]
     site = inspection.table.sites[-1]
     rows = (row_of(site.name, 3), row_of(site.name, 1, relation="obj", direction=DOWNWARD, offset=-2))

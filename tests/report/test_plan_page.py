@@ -1,4 +1,4 @@
-"""The page of a plan: its text and the data of its charts, for which layouts there are charts, and safe markup."""
+"""The page of a plan: texts, data of the charts, and safe markup."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.report.test_page import Parts, data_of
 
 
 def page_of(model: ModelLayout, context: int) -> str:
-    """The page up to its script: markup, style sheet and data."""
+    """Return the page up to its script."""
     plan = planning.plan(model, context=context, phases=["decode"])
     return plan_html(plan, over_context(plan), over_heads(plan)).split("<script>")[0]
 
@@ -33,12 +33,12 @@ def test_groups_of_any_size_have_a_page_with_a_curve_over_heads(width, heads, kv
     assert f"relative to {size} x {width // size}, at d_model {width:,}" in text
 
 
-def test_heads_that_cannot_be_as_wide_as_the_model_leave_the_curve_out():
+def test_no_chart_over_heads_if_their_total_width_is_fixed_otherwise():
     text = page_of(ModelLayout.of(MultiHeadConfig(64, 6, num_kv_heads=2, head_dim=16, causal=True)), 512)
     assert "By number of heads" not in text
 
 
-def test_warnings_are_told_with_their_reasons_where_there_are_some():
+def test_warnings_are_shown_with_their_reasons():
     text = page_of(ModelLayout.of(MultiHeadConfig(48, 48, causal=True)), 64)
     assert "<h2>Warnings</h2>" in text
     for kind in ("one channel", "narrow", "rank"):
@@ -47,7 +47,7 @@ def test_warnings_are_told_with_their_reasons_where_there_are_some():
     assert "Warnings" not in page_of(ModelLayout.of(MultiHeadConfig(128, 2, causal=True)), 64)
 
 
-def test_rolling_caches_stand_beside_those_of_every_token():
+def test_rolling_caches_are_shown_beside_full_ones():
     full, windowed = (MultiHeadConfig(24, 6, num_kv_heads=2, causal=True, window=window) for window in (None, 4))
     text = page_of(ModelLayout("mixed", (LayerGroup(windowed, 3), LayerGroup(full, 2))), 19)
     assert "1.56 KiB with rolling caches" in text
@@ -62,10 +62,10 @@ def charts_of(machine: Machine | None, context: int = 1000) -> tuple[planning.Pl
 
 
 @pytest.mark.parametrize("machine", [None, Machine.load("cpu-2-cores")], ids=["FLOPs", "time"])
-def test_charts_hold_the_numbers_of_the_plan(machine):
+def test_charts_contain_the_numbers_of_the_plan(machine):
     plan, charts = charts_of(machine)
     assert [chart["kind"] for chart in charts["context"]] == ["bars", "bars", "lines"] * 3
-    at = charts["context"][0]["places"].index("1,000")
+    at = charts["context"][0]["x_values"].index("1,000")
     for phase, tokens, (per_token, memory, both) in zip(
         plan.phases, (3000, 3000, 3), zip(*[iter(charts["context"])] * 3, strict=True), strict=True
     ):
@@ -75,12 +75,12 @@ def test_charts_hold_the_numbers_of_the_plan(machine):
         assert sum(series["values"][at] for series in memory["series"]) == phase.fused.total
         assert [series["values"][at] for series in both["series"]] == [phase.fused.total, phase.materialised.total]
     (heads,) = charts["heads"]
-    assert heads["places"] == ("3", "6", "12", "24")
+    assert heads["x_values"] == ("3", "6", "12", "24")
     assert {series["name"]: series["values"][1] for series in heads["series"]}["exponentials"] == 2
     assert ("predicted time" in {series["name"] for series in heads["series"]}) == (machine is not None)
 
 
-def test_series_without_cost_are_left_out_and_the_others_keep_their_colours():
+def test_series_without_cost_are_omitted_and_colours_are_stable():
     _, charts = charts_of(None)
     training, prefill = (
         {series["name"]: series["colour"] for series in charts["context"][i]["series"]} for i in (1, 4)
@@ -89,7 +89,7 @@ def test_series_without_cost_are_left_out_and_the_others_keep_their_colours():
     assert prefill == {"parameters": 0, "cache": 2, "activations": 3}
 
 
-def test_hostile_names_add_no_element_and_nothing_but_the_own_script_may_run():
+def test_hostile_names_add_no_element():
     config = MultiHeadConfig(24, 6, num_kv_heads=2, causal=True)
     tame, wild = (
         plan_html(plan, over_context(plan), over_heads(plan))

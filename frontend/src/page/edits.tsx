@@ -1,86 +1,88 @@
-/** What could be done about heads that are alike: edits as commands to copy. */
+/** Commands that prune or merge redundant heads. */
 import type { JSX } from "preact";
-import type { Group, Place } from "../data";
-import { CopyButton } from "../parts/copying";
-import { useWords } from "../parts/language";
-import { keyOf, useModel, type Model } from "./model";
+import type { Group, HeadId } from "../data";
+import { CopyButton } from "../parts/copy-button";
+import { useLocale } from "../parts/language";
+import { idOf, keyOf, useModel, type Model } from "./model";
 
-/** A text to calibrate on is the reader's; this stands for it. */
-const TEXT = "text.txt";
+const TEXT = "text.txt"; // placeholder for calibration data
 const SHARE = "20%";
 
-/** A group as one head, and as the one of its heads that matters most while the others make up for the rest. */
+/** Keep the most important head of a group and prune the rest, or merge the group into one head. */
 export function EditsOfGroup({ group }: { group: Group }): JSX.Element | null {
   const model = useModel();
-  const { say } = useWords();
+  const { t } = useLocale();
   const name = model.page.facts.name;
   if (!name) return null;
-  const [kept, ...others] = byImportance(model, group.heads);
-  if (!kept || !others.length) return null;
-  const stack = stackOf(model, kept);
-  const heads = [...group.heads].sort((one, other) => one[1] - other[1]);
-  const removed = others.sort((one, other) => one[1] - other[1]);
+  const [best, ...others] = byImportance(model, group.heads);
+  if (!best || !others.length) return null;
+  const stack = stackOf(model, best);
+  const listed = (heads: HeadId[], separator: string) =>
+    [...heads]
+      .sort((one, other) => one[1] - other[1])
+      .map((id) => headNumber(model, id))
+      .join(separator);
   return (
     <>
       <Command
-        about={say("editPrune", { head: numbered(model, kept) })}
-        words={["prune", name, "--heads", removed.map((x) => numbered(model, x)).join(","), ...stack, "--text", TEXT]}
+        about={t("editPrune", { head: headNumber(model, best) })}
+        options={["prune", name, "--heads", listed(others, ","), ...stack, "--text", TEXT]}
         output="pruned"
       />
       <Command
-        about={say("editMerge")}
-        words={["merge", name, "--heads", heads.map((x) => numbered(model, x)).join("+"), ...stack]}
+        about={t("editMerge")}
+        options={["merge", name, "--heads", listed(group.heads, "+"), ...stack]}
         output="merged"
       />
     </>
   );
 }
 
-/** Heads that the others can make up for, whoever they are alike. */
+/** Prune a share of all heads. */
 export function EditsOfModel(): JSX.Element | null {
   const { page } = useModel();
-  const { say } = useWords();
-  // Shares are taken of one stack of layers, which a model with several would have to name.
+  const { t } = useLocale();
+  // A share refers to one stack; with several, the command would have to name it.
   if (!page.facts.name || page.stacks.length !== 1) return null;
   return (
     <Command
-      about={say("editShare", { share: SHARE })}
-      words={["prune", page.facts.name, "--share", SHARE, "--text", TEXT]}
+      about={t("editShare", { share: SHARE })}
+      options={["prune", page.facts.name, "--share", SHARE, "--text", TEXT]}
       output="pruned"
     />
   );
 }
 
-function Command({ about, words, output }: { about: string; words: string[]; output: string }): JSX.Element {
-  const { say } = useWords();
-  const command = ["polyhead", ...words.map(quoted), "--output", output].join(" ");
+function Command({ about, options, output }: { about: string; options: string[]; output: string }): JSX.Element {
+  const { t } = useLocale();
+  const command = ["polyhead", ...options.map(quoted), "--output", output].join(" ");
   return (
     <div class="command">
       <span class="note">{about}</span>
       <code>{command}</code>
-      <CopyButton text={command} label={say("copy")} about={say("copyCommand")} />
+      <CopyButton text={command} label={t("copy")} about={t("copyCommand")} />
     </div>
   );
 }
 
-/** As a shell reads one word. */
+/** Quotes a word for a shell. */
 function quoted(word: string): string {
   return /^[\w.,:/%+@=-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`;
 }
 
-/** `2.7`, as commands number heads. */
-function numbered(model: Model, [site, head]: Place): string {
-  return `${model.page.sites[site]?.layer ?? "?"}.${head}`;
+/** `2.7`, as heads are written in commands. */
+function headNumber(model: Model, [site, head]: HeadId): string {
+  return `${model.layer(site)}.${head}`;
 }
 
-/** Which layers a command means, where a model has several stacks of them. */
-function stackOf(model: Model, [site]: Place): string[] {
+/** The option that selects a stack, if there are several. */
+function stackOf(model: Model, [site]: HeadId): string[] {
   return model.page.stacks.length < 2 ? [] : ["--stack", model.page.sites[site]?.stack ?? "?"];
 }
 
-/** The one the model would miss most first; as they stand where that was not measured. */
-function byImportance(model: Model, heads: Place[]): Place[] {
-  const ranked = new Map(model.ranked().map((head, i) => [keyOf([head.site, head.head]), i]));
-  const rank = (place: Place) => ranked.get(keyOf(place)) ?? ranked.size;
+/** The most important head first; in the given order if importance was not measured. */
+function byImportance(model: Model, heads: HeadId[]): HeadId[] {
+  const ranked = new Map(model.ranked().map((head, i) => [keyOf(idOf(head)), i]));
+  const rank = (id: HeadId) => ranked.get(keyOf(id)) ?? ranked.size;
   return [...heads].sort((one, other) => rank(one) - rank(other));
 }

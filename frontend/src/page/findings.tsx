@@ -1,14 +1,14 @@
-/** What was found, in plain words, each a link to its evidence; and how this was made. */
+/** Findings, each with a link to its evidence, and the settings of the run. */
 import type { JSX } from "preact";
 import type { Finding } from "../data";
-import { useWords } from "../parts/language";
+import { useLocale } from "../parts/language";
 import { hrefOf } from "../parts/router";
 import { Line } from "../parts/tokens";
 import { overName } from "./head-roles";
 import { headHref, marksOf, useModel } from "./model";
 
-/** Where the evidence of a finding is. */
-export function evidenceOf(finding: Finding): string {
+/** The view with the evidence of a finding. */
+function evidenceOf(finding: Finding): string {
   const mark = marksOf(finding.heads);
   const [first] = finding.heads;
   switch (finding.view) {
@@ -29,7 +29,7 @@ function sentence(text: string): string {
 }
 
 export function FindingList({ findings }: { findings: Finding[] }): JSX.Element {
-  const { text, say } = useWords();
+  const { text, t } = useLocale();
   return (
     <ol class="findings">
       {findings.map((finding) => (
@@ -39,7 +39,7 @@ export function FindingList({ findings }: { findings: Finding[] }): JSX.Element 
             <span class="go" aria-hidden="true">
               {"\u00a0→"}
             </span>
-            <span class="offstage">{say("seeEvidence")}</span>
+            <span class="offstage">{t("seeEvidence")}</span>
           </a>
         </li>
       ))}
@@ -49,31 +49,27 @@ export function FindingList({ findings }: { findings: Finding[] }): JSX.Element 
 
 export function FindingsView(): JSX.Element {
   const { page } = useModel();
-  const { say, count, number, text } = useWords();
+  const { t, count, number, text } = useLocale();
   const { facts } = page;
+  const versions = Object.entries(facts.versions).map(([name, version]) => `${name} ${version}`);
   const rows: [string, string][] = [
-    [say("aboutModel"), say("modelOf", { model: facts.model, kind: text(facts.kind) })],
-    ...(facts.edits ? [[say("aboutEdits"), text(facts.edits)] as [string, string]] : []),
-    [say("aboutText"), say("factTokens", { tokens: count(facts.tokens), documents: count(facts.documents) })],
-    [say("aboutContexts"), say("contextsOf", { contexts: count(facts.contexts), context: count(facts.context) })],
-    [say("aboutIntervals"), say(overName(facts.intervals_over))],
-    [say("aboutUnknown"), number(facts.unknown, "share")],
-    [say("aboutLoss"), facts.loss ? text(facts.loss) : "–"],
-    [say("aboutPairs"), facts.pairs_by ? text(facts.pairs_by) : "–"],
-    [say("aboutTime"), say("seconds", { seconds: number(facts.seconds) })],
-    [
-      say("aboutVersions"),
-      Object.entries(facts.versions)
-        .map(([name, version]) => `${name} ${version}`)
-        .join(", "),
-    ],
+    [t("aboutModel"), t("modelOf", { model: facts.model, kind: text(facts.kind) })],
+    ...(facts.edits ? [[t("aboutEdits"), text(facts.edits)] as [string, string]] : []),
+    [t("aboutText"), t("factTokens", { tokens: count(facts.tokens), documents: count(facts.documents) })],
+    [t("aboutContexts"), t("contextsOf", { contexts: count(facts.contexts), context: count(facts.context) })],
+    [t("aboutIntervals"), t(overName(facts.intervals_over))],
+    [t("aboutUnknown"), number(facts.unknown, "share")],
+    [t("aboutLoss"), facts.loss ? text(facts.loss) : "–"],
+    [t("aboutPairs"), facts.pairs_by ? text(facts.pairs_by) : "–"],
+    [t("aboutTime"), t("seconds", { seconds: number(facts.seconds) })],
+    [t("aboutVersions"), versions.join(", ")],
   ];
   return (
     <>
-      <h2 tabIndex={-1}>{say("findings")}</h2>
-      {page.findings.length ? <FindingList findings={page.findings} /> : <p class="muted">{say("noFindings")}</p>}
+      <h2 tabIndex={-1}>{t("findings")}</h2>
+      {page.findings.length ? <FindingList findings={page.findings} /> : <p class="muted">{t("noFindings")}</p>}
       <section class="panel" aria-labelledby="about-run">
-        <h3 id="about-run">{say("aboutRun")}</h3>
+        <h3 id="about-run">{t("aboutRun")}</h3>
         <dl class="about">
           {rows.map(([name, value]) => (
             <div>
@@ -86,7 +82,7 @@ export function FindingsView(): JSX.Element {
         </dl>
         {facts.left_out.length ? (
           <>
-            <h4>{say("leftOut")}</h4>
+            <h4>{t("leftOut")}</h4>
             <ul>
               {facts.left_out.map((reason) => (
                 <li>

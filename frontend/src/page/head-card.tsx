@@ -1,63 +1,90 @@
-/** Everything about one head. */
-import type { JSX } from "preact";
-import type { Place } from "../data";
-import { useWords } from "../parts/language";
+/** The card of one head. */
+import type { ComponentChildren, JSX } from "preact";
+import type { HeadId } from "../data";
+import { useLocale } from "../parts/language";
 import { hrefOf, type Route } from "../parts/router";
 import { Line, Token } from "../parts/tokens";
+import { BlockMapFigure, OffsetFigure } from "./head-attention";
 import { HeadExamples } from "./head-examples";
-import { BlockMapFigure, OffsetFigure } from "./head-looks";
+import { HeadLink } from "./head-link";
 import { HeadNumbers } from "./head-numbers";
 import { HeadRoles } from "./head-roles";
-import { headHref, useModel, type Model } from "./model";
-import { PlaceLink } from "./place-link";
+import { headHref, idOf, keyOf, useModel } from "./model";
 import { RoleChips } from "./role-chips";
 
-export function HeadCard({ place, route }: { place: Place; route: Route }): JSX.Element {
+export function HeadCard({ id, route }: { id: HeadId; route: Route }): JSX.Element {
   const model = useModel();
-  const words = useWords();
-  const { say, text } = words;
-  const head = model.head(place);
+  const locale = useLocale();
+  const { t, text, number } = locale;
+  const head = model.head(id);
   if (!head) {
     return (
       <>
-        <h2 tabIndex={-1}>{say("noSuchHead")}</h2>
+        <h2 tabIndex={-1}>{t("noSuchHead")}</h2>
         <p>
-          <a href={hrefOf(["overview"])}>{say("toOverview")}</a>
+          <a href={hrefOf(["overview"])}>{t("toOverview")}</a>
         </p>
       </>
     );
   }
-  const held = model.held(head);
+  const roles = model.rolesOf(head);
+  const { likeness } = model.page;
+  const redundancy = likeness
+    ? t("redundancyShort", { threshold: number(likeness.threshold), chance: number(likeness.null) })
+    : "";
   return (
-    <article class="card" aria-labelledby="head-name" key={`${place[0]}.${place[1]}`}>
+    <article class="card" aria-labelledby="head-name" key={keyOf(id)}>
       <div class="card-head">
-        <Neighbours model={model} place={place} />
+        <Neighbours id={id} />
         <h2 id="head-name" tabIndex={-1}>
-          {model.long(place, words)}
+          {model.fullName(id, locale)}
         </h2>
         <RoleChips head={head} />
       </div>
       <div class="summary">
-        {held.length ? (
+        {roles.length ? (
           <ul>
-            {held.map((score) => (
+            {roles.map((score) => (
               <li key={score.role}>
                 <Line text={text(score.evidence)} />
               </li>
             ))}
           </ul>
         ) : (
-          <p>{say("noRoleHere")}</p>
+          <p>{t("noRoleSupported")}</p>
         )}
       </div>
       <div class="card-body">
-        <HeadExamples place={place} route={route} />
-        <BlockMapFigure place={place} />
-        <OffsetFigure place={place} />
+        <HeadExamples id={id} route={route} />
+        <BlockMapFigure id={id} />
+        <OffsetFigure id={id} />
         <HeadRoles head={head} />
         <div class="side">
-          <LookAlikes place={place} />
-          <TopKeys place={place} />
+          <Bars
+            name="look-alikes"
+            title={t("mostSimilarHeads")}
+            note={`${t("mostSimilarAbout")} ${redundancy}`}
+            bars={head.alike.map((other) => ({
+              share: Math.abs(other.cosine),
+              value: number(other.cosine),
+              content: (
+                <>
+                  <HeadLink id={other.head} />
+                  <span class="muted">{other.across ? t("otherLayer") : t("sameLayer")}</span>
+                </>
+              ),
+            }))}
+          />
+          <Bars
+            name="top-keys"
+            title={t("topKeys")}
+            note={t("topKeysAbout")}
+            bars={head.top_keys.map((key) => ({
+              share: key.share,
+              value: number(key.share, "share"),
+              content: <Token text={key.text} />,
+            }))}
+          />
         </div>
         <HeadNumbers head={head} />
       </div>
@@ -65,71 +92,49 @@ export function HeadCard({ place, route }: { place: Place; route: Route }): JSX.
   );
 }
 
-function Neighbours({ model, place }: { model: Model; place: Place }): JSX.Element {
-  const words = useWords();
+function Neighbours({ id }: { id: HeadId }): JSX.Element {
+  const model = useModel();
+  const locale = useLocale();
   const { heads } = model.page;
-  const index = heads.findIndex((head) => head.site === place[0] && head.head === place[1]);
+  const index = heads.findIndex((head) => keyOf(idOf(head)) === keyOf(id));
   const [before, after] = [heads[index - 1], heads[index + 1]];
   return (
-    <nav class="neighbours" aria-label={words.say("neighbours")}>
+    <nav class="neighbours" aria-label={locale.t("neighbours")}>
       {before ? (
-        <a href={headHref([before.site, before.head])} rel="prev">
-          ← {model.short([before.site, before.head], words)}
-          <span class="offstage"> {words.say("previousHead")}</span>
+        <a href={headHref(idOf(before))} rel="prev">
+          ← {model.shortName(idOf(before), locale)}
+          <span class="offstage"> {locale.t("previousHead")}</span>
         </a>
       ) : null}
-      <a href={hrefOf(["overview"])}>{words.say("allHeads")}</a>
+      <a href={hrefOf(["overview"])}>{locale.t("allHeads")}</a>
       {after ? (
-        <a href={headHref([after.site, after.head])} rel="next">
-          {model.short([after.site, after.head], words)} →<span class="offstage"> {words.say("nextHead")}</span>
+        <a href={headHref(idOf(after))} rel="next">
+          {model.shortName(idOf(after), locale)} →<span class="offstage"> {locale.t("nextHead")}</span>
         </a>
       ) : null}
     </nav>
   );
 }
 
-function LookAlikes({ place }: { place: Place }): JSX.Element | null {
-  const model = useModel();
-  const { say, number } = useWords();
-  const alike = model.head(place)?.alike ?? [];
-  if (!alike.length) return null;
-  const likeness = model.page.likeness;
-  return (
-    <section class="panel" aria-labelledby="look-alikes">
-      <h3 id="look-alikes">{say("lookAlikes")}</h3>
-      <p class="note">
-        {say("lookAlikesAbout")}{" "}
-        {likeness
-          ? say("likenessShort", { threshold: number(likeness.threshold), chance: number(likeness.null) })
-          : null}
-      </p>
-      <ol class="bars">
-        {alike.map((one) => (
-          <li key={one.place.join(".")} style={{ "--share": String(Math.abs(one.cosine)) }}>
-            <PlaceLink place={one.place} />
-            <span class="muted">{one.across ? say("otherLayer") : say("sameLayer")}</span>
-            <span class="value">{number(one.cosine)}</span>
-          </li>
-        ))}
-      </ol>
-    </section>
-  );
+interface BarsProps {
+  name: string;
+  title: string;
+  note: string;
+  bars: { content: ComponentChildren; share: number; value: string }[];
 }
 
-function TopKeys({ place }: { place: Place }): JSX.Element | null {
-  const model = useModel();
-  const { say, number } = useWords();
-  const keys = model.head(place)?.top_keys ?? [];
-  if (!keys.length) return null;
+/** A list with a bar behind each entry. */
+function Bars({ name, title, note, bars }: BarsProps): JSX.Element | null {
+  if (!bars.length) return null;
   return (
-    <section class="panel" aria-labelledby="top-keys">
-      <h3 id="top-keys">{say("topKeys")}</h3>
-      <p class="note">{say("topKeysAbout")}</p>
-      <ol class="bars">
-        {keys.map((key, i) => (
-          <li key={i} style={{ "--share": String(key.share) }}>
-            <Token text={key.text} />
-            <span class="value">{number(key.share, "share")}</span>
+    <section class="panel" aria-labelledby={name}>
+      <h3 id={name}>{title}</h3>
+      <p class="note">{note}</p>
+      <ol class="plain bars">
+        {bars.map(({ content, share, value }, i) => (
+          <li key={i} style={{ "--share": String(share) }}>
+            {content}
+            <span class="value">{value}</span>
           </li>
         ))}
       </ol>

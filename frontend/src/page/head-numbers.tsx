@@ -1,52 +1,49 @@
-/** One head's numbers, each with a strip that shows where it lies among all heads. */
+/** Statistics of one head, each with a strip plot of all heads. */
 import { dot, text as textMark, tickX } from "@observablehq/plot";
 import type { JSX } from "preact";
 import { useMemo } from "preact/hooks";
 import type { Column, ColumnGroup, Head } from "../data";
 import { Chart, drawPlot, widthOf, type Build } from "../parts/chart";
+import { TableRegion } from "../parts/controls";
 import { Figure } from "../parts/figure";
-import { useWords, type Words } from "../parts/language";
-import { isNumber, useModel, withUnit, type Model } from "./model";
+import { useLocale, type Locale } from "../parts/language";
+import { idOf, isNumber, useModel, withUnit, type Model } from "./model";
 
 const GROUPS: ColumnGroup[] = ["looks", "writes", "matters", "other"];
 const STRIP = 22;
 
-/** How many heads have less. */
+/** The rank among all heads, from the largest. */
 function rankOf(model: Model, column: Column, value: number): number {
   return model.values(column.name).filter((other) => other > value).length + 1;
 }
 
 export function HeadNumbers({ head }: { head: Head }): JSX.Element {
   const model = useModel();
-  const words = useWords();
-  const { say } = words;
+  const locale = useLocale();
+  const { t } = locale;
   const columns = GROUPS.flatMap((group) => model.page.columns.filter((column) => column.group === group)).filter(
     (column) => isNumber(head.values[column.name]),
   );
   return (
     <Figure
       class="wide"
-      title={say("numbers")}
-      note={say("numbersAbout")}
+      title={t("numbers")}
+      note={t("numbersAbout")}
       name={`head-${head.site}-${head.head}-numbers`}
-      fileTitle={`${model.long([head.site, head.head], words)}: ${say("numbers")}`}
-      draw={() => stripsSvg(model, head, columns, words)}
+      fileTitle={`${model.fullName(idOf(head), locale)}: ${t("numbers")}`}
+      draw={() => stripsSvg(model, head, columns, locale)}
     >
-      <div class="table-scroll" tabIndex={0} role="region" aria-label={say("numbers")}>
+      <TableRegion label={t("numbers")}>
         <table class="numbers">
           <thead>
             <tr>
-              <th scope="col">{say("number")}</th>
-              <th scope="col" class="numeric">
-                {say("value")}
-              </th>
-              <th scope="col" class="numeric">
-                {say("chance")}
-              </th>
-              <th scope="col" class="numeric">
-                {say("rank")}
-              </th>
-              <th scope="col">{say("amongAll")}</th>
+              <th scope="col">{t("number")}</th>
+              {(["value", "chance", "rank"] as const).map((name) => (
+                <th scope="col" class="numeric">
+                  {t(name)}
+                </th>
+              ))}
+              <th scope="col">{t("amongAll")}</th>
             </tr>
           </thead>
           <tbody>
@@ -55,15 +52,15 @@ export function HeadNumbers({ head }: { head: Head }): JSX.Element {
             ))}
           </tbody>
         </table>
-      </div>
+      </TableRegion>
     </Figure>
   );
 }
 
 function NumberRow({ head, column }: { head: Head; column: Column }): JSX.Element {
   const model = useModel();
-  const words = useWords();
-  const { say, text, number } = words;
+  const locale = useLocale();
+  const { t, text, number } = locale;
   const value = head.values[column.name] as number;
   const error = head.errors[column.name];
   const spread = head.spreads[column.name];
@@ -98,22 +95,19 @@ function NumberRow({ head, column }: { head: Head; column: Column }): JSX.Elemen
         <details>
           <summary>{text(column.label)}</summary>
           <p>{text(column.about)}</p>
-          {isNumber(spread) ? <p class="muted">{say("spread", { spread: number(spread, column.format) })}</p> : null}
+          {isNumber(spread) ? <p class="muted">{t("spread", { spread: number(spread, column.format) })}</p> : null}
         </details>
       </th>
       <td class="numeric">
-        {withUnit(value, column.format, words)}
+        {withUnit(value, column.format, locale)}
         {isNumber(error) ? <span class="muted"> ± {number(error, column.format)}</span> : null}
       </td>
       <td class="numeric muted">{isNumber(chance) ? number(chance, column.format) : ""}</td>
-      <td class="numeric muted">{say("rankOf", { rank, all: all.length })}</td>
+      <td class="numeric muted">{t("rankOf", { rank, all: all.length })}</td>
       <td class="strip-cell">
         <div class="strip">
           <span class="strip-end">{low}</span>
-          <Chart
-            build={build}
-            label={say("stripDescribed", { low: least, high: most, rank, all: all.length })}
-          />
+          <Chart build={build} label={t("stripDescribed", { low: least, high: most, rank, all: all.length })} />
           <span class="strip-end">{high}</span>
         </div>
       </td>
@@ -121,20 +115,20 @@ function NumberRow({ head, column }: { head: Head; column: Column }): JSX.Elemen
   );
 }
 
-/** All strips in one drawing, for a file. */
-function stripsSvg(model: Model, head: Head, columns: Column[], words: Words): SVGSVGElement {
+/** All strip plots as one drawing, for a file. */
+function stripsSvg(model: Model, head: Head, columns: Column[], locale: Locale): SVGSVGElement {
   const share = (column: Column, value: number) => {
     const all = model.values(column.name);
     const [low, high] = [Math.min(...all), Math.max(...all)];
     return high > low ? (value - low) / (high - low) : 0.5;
   };
-  const label = (column: Column) => words.text(column.label);
+  const label = (column: Column) => locale.text(column.label);
   const others = columns.flatMap((column) =>
     model.values(column.name).map((value) => ({ row: label(column), at: share(column, value) })),
   );
   const own = columns.map((column) => {
     const value = head.values[column.name] as number;
-    return { row: label(column), at: share(column, value), words: withUnit(value, column.format, words) };
+    return { row: label(column), at: share(column, value), text: withUnit(value, column.format, locale) };
   });
   return drawPlot(
     {
@@ -148,9 +142,9 @@ function stripsSvg(model: Model, head: Head, columns: Column[], words: Words): S
       marks: [
         tickX(others, { x: "at", y: "row", stroke: "var(--muted)", strokeOpacity: 0.45, inset: 4 }),
         dot(own, { x: "at", y: "row", r: 5, fill: "var(--first)" }),
-        textMark(own, { x: 1, y: "row", text: "words", textAnchor: "start", dx: 12, fill: "var(--ink)" }),
+        textMark(own, { x: 1, y: "row", text: "text", textAnchor: "start", dx: 12, fill: "var(--ink)" }),
       ],
     },
-    words.say("numbers"),
+    locale.t("numbers"),
   );
 }

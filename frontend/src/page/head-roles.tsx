@@ -1,19 +1,22 @@
-/** How far one head has each role: the score, its interval, and what chance would show. */
+/** Role scores of one head, with intervals and chance levels. */
 import { axisX, axisY, dot, link, ruleX, ruleY, tickX } from "@observablehq/plot";
 import type { JSX } from "preact";
 import { useMemo } from "preact/hooks";
 import type { Head, RoleScore } from "../data";
 import { ChartFigure, widthOf, type Build } from "../parts/chart";
-import { useWords, type StringName } from "../parts/language";
+import { TableRegion } from "../parts/controls";
+import { useLocale, type StringName } from "../parts/language";
 import { Line } from "../parts/tokens";
-import { isNumber, useModel } from "./model";
+import { idOf, isNumber, useModel } from "./model";
 
 const ROW = 24;
+const INTERVAL = { stroke: "var(--first)", strokeWidth: 3, strokeOpacity: 0.55 };
+const AXIS = { label: null, tickSize: 0, fontSize: 12, textOverflow: "ellipsis" } as const;
 
 export function HeadRoles({ head }: { head: Head }): JSX.Element | null {
   const model = useModel();
-  const words = useWords();
-  const { say, text, number } = words;
+  const locale = useLocale();
+  const { t, text, number } = locale;
   const scores = useMemo(() => head.roles.filter((score) => isNumber(score.score)), [head]);
   const labelOf = (score: RoleScore) => {
     const role = model.role(score.role);
@@ -23,8 +26,10 @@ export function HeadRoles({ head }: { head: Head }): JSX.Element | null {
     () => (width) => {
       const ends = scores.flatMap((score) => [score.score, score.low, score.high, score.null]).filter(isNumber);
       const labels = scores.map(labelOf);
+      const intervals = scores.filter((score) => isNumber(score.low) && isNumber(score.high));
+      const chances = scores.filter((score) => isNumber(score.null));
+      const fillOf = (score: RoleScore) => (score.holds ? "var(--first)" : "var(--paper)");
       const longest = Math.max(0, ...labels.map((label) => widthOf(label)));
-      const row = (score: RoleScore) => labelOf(score);
       return {
         width,
         height: ROW * scores.length + 60,
@@ -34,69 +39,46 @@ export function HeadRoles({ head }: { head: Head }): JSX.Element | null {
         x: { domain: [Math.min(0, ...ends), Math.max(1, ...ends)], nice: true },
         y: { type: "band", domain: labels },
         marks: [
-          ruleY(scores, { y: row, stroke: "var(--line)" }),
+          ruleY(scores, { y: labelOf, stroke: "var(--line)" }),
           ruleX([0], { stroke: "var(--muted)" }),
-          link(
-            scores.filter((score) => isNumber(score.low) && isNumber(score.high)),
-            { x1: "low", x2: "high", y1: row, y2: row, stroke: "var(--first)", strokeWidth: 3, strokeOpacity: 0.55 },
-          ),
-          tickX(
-            scores.filter((score) => isNumber(score.null)),
-            { x: "null", y: row, stroke: "var(--second)", strokeWidth: 2, inset: 5 },
-          ),
-          dot(scores, {
-            x: "score",
-            y: row,
-            r: 5,
-            fill: (score: RoleScore) => (score.holds ? "var(--first)" : "var(--paper)"),
-            stroke: "var(--first)",
-            strokeWidth: 1.5,
-          }),
+          link(intervals, { x1: "low", x2: "high", y1: labelOf, y2: labelOf, ...INTERVAL }),
+          tickX(chances, { x: "null", y: labelOf, stroke: "var(--second)", strokeWidth: 2, inset: 5 }),
+          dot(scores, { x: "score", y: labelOf, r: 5, fill: fillOf, stroke: "var(--first)", strokeWidth: 1.5 }),
           axisX({ anchor: "top", label: null, ticks: Math.max(3, Math.floor(width / 110)) }),
-          axisY({
-            label: null,
-            tickSize: 0,
-            fontSize: 12,
-            lineWidth: (width * 0.46 - 12) / 12,
-            textOverflow: "ellipsis",
-          }),
+          axisY({ ...AXIS, lineWidth: (width * 0.46 - 12) / 12 }),
         ],
       };
     },
-    [scores, words],
+    [scores, locale],
   );
   if (!scores.length) return null;
   return (
     <ChartFigure
       class="tall"
-      title={say("roleScores")}
+      title={t("roleScores")}
       note={
         <>
-          {say("roleScoresAbout", { over: say(overName(model.page.facts.intervals_over)) })}{" "}
+          {t("roleScoresAbout", { over: t(overName(model.page.facts.intervals_over)) })}{" "}
           <span class="key">
-            <span class="key-dot full" /> {say("keyHolds")} <span class="key-dot" /> {say("keyHoldsNot")}{" "}
-            <span class="key-bar" /> {say("keyInterval")} <span class="key-tick" /> {say("keyChance")}
+            <span class="key-dot full" /> {t("keyHolds")} <span class="key-dot" /> {t("keyHoldsNot")}{" "}
+            <span class="key-bar" /> {t("keyInterval")} <span class="key-tick" /> {t("keyChance")}
           </span>
         </>
       }
       name={`head-${head.site}-${head.head}-roles`}
-      fileTitle={`${model.long([head.site, head.head], words)}: ${say("roleScores")}`}
-      label={say("roleScoresDescribed", {
-        roles: model.held(head).map(labelOf).join(", ") || say("noRole"),
-      })}
+      fileTitle={`${model.fullName(idOf(head), locale)}: ${t("roleScores")}`}
+      label={t("roleScoresDescribed", { roles: model.rolesOf(head).map(labelOf).join(", ") || t("noRole") })}
       build={build}
     >
       <details>
-        <summary>{say("asTable")}</summary>
-        <div class="table-scroll" tabIndex={0} role="region" aria-label={say("roleScores")}>
+        <summary>{t("asTable")}</summary>
+        <TableRegion label={t("roleScores")}>
           <table>
             <thead>
               <tr>
-                <th scope="col">{say("role")}</th>
-                <th scope="col">{say("score")}</th>
-                <th scope="col">{say("interval")}</th>
-                <th scope="col">{say("chance")}</th>
-                <th scope="col">{say("evidence")}</th>
+                {(["role", "score", "interval", "chance", "evidence"] as const).map((name) => (
+                  <th scope="col">{t(name)}</th>
+                ))}
               </tr>
             </thead>
             <tbody>
@@ -115,13 +97,13 @@ export function HeadRoles({ head }: { head: Head }): JSX.Element | null {
               ))}
             </tbody>
           </table>
-        </div>
+        </TableRegion>
       </details>
     </ChartFigure>
   );
 }
 
-/** What intervals are drawn from. */
+/** The unit that intervals are computed over. */
 export function overName(over: string): StringName {
   return over === "contexts" ? "over_contexts" : "over_documents";
 }

@@ -1,12 +1,13 @@
-/** All heads as a table that sorts by any of its columns. */
+/** Sortable table of all heads. */
 import type { JSX } from "preact";
 import type { ColumnGroup, Head } from "../data";
-import { useWords } from "../parts/language";
-import { changed, go, type Route } from "../parts/router";
-import { SortableTable, type TableColumn } from "../parts/sortable-table";
-import { isNumber, keyOf, useModel } from "./model";
-import { PlaceLink } from "./place-link";
-import { RoleChips } from "./role-chips";
+import { Segments } from "../parts/controls";
+import { useLocale } from "../parts/language";
+import { replaceQuery, type Route } from "../parts/router";
+import { numberColumn, SortableTable, type TableColumn } from "../parts/sortable-table";
+import { headColumn } from "./head-link";
+import { idOf, isNumber, keyOf, useModel } from "./model";
+import { rolesColumn } from "./role-chips";
 
 interface HeadsTableProps {
   route: Route;
@@ -17,66 +18,41 @@ interface HeadsTableProps {
 
 export function HeadsTable({ route, heads, marks, groups }: HeadsTableProps): JSX.Element {
   const model = useModel();
-  const { say, text, number } = useWords();
-  const there = groups.filter((group) => model.page.columns.some((column) => column.group === group));
-  const chosen = there.find((group) => group === route.query.group) ?? there[0];
-
+  const { t, text, number } = useLocale();
+  const available = groups.filter((group) => model.page.columns.some((column) => column.group === group));
+  const chosen = available.find((group) => group === route.query.group) ?? available[0];
+  const statistics = model.page.columns.filter((column) => column.group === chosen);
   const columns: TableColumn<Head>[] = [
-    {
-      name: "head",
-      label: say("head"),
-      by: (head) => head.site * 10_000 + head.head,
-      show: (head) => <PlaceLink place={[head.site, head.head]} />,
-    },
-    {
-      name: "roles",
-      label: say("roles"),
-      by: (head) =>
-        model
-          .held(head)
-          .map((score) => score.role)
-          .join(" "),
-      show: (head) => <RoleChips head={head} />,
-    },
-    ...model.page.columns
-      .filter((column) => column.group === chosen)
-      .map((column): TableColumn<Head> => {
-        const [low, high] = model.range(column);
-        return {
-          name: column.name,
-          label: text(column.label),
-          about: text(column.about),
-          numeric: true,
-          by: (head) => head.values[column.name] ?? null,
-          show: (head) => number(head.values[column.name], column.format),
-          bar: (head) => {
-            const value = head.values[column.name];
-            return isNumber(value) && low >= 0 && high > low ? (value - low) / (high - low) : null;
-          },
-        };
-      }),
+    headColumn("head", t("head"), idOf),
+    rolesColumn(model, t("roles")),
+    ...statistics.map((column): TableColumn<Head> => {
+      const [low, high] = model.range(column);
+      const valueOf = (head: Head) => head.values[column.name];
+      const share = (value: number | null | undefined) =>
+        isNumber(value) && low >= 0 && high > low ? (value - low) / (high - low) : null;
+      return {
+        ...numberColumn(column.name, text(column.label), valueOf, (value) => number(value, column.format)),
+        about: text(column.about),
+        bar: (head) => share(valueOf(head)),
+      };
+    }),
   ];
   return (
     <>
-      <div class="segments" role="group" aria-label={say("whichNumbers")}>
-        {there.map((group) => (
-          <button
-            type="button"
-            aria-pressed={group === chosen}
-            onClick={() => go(changed(route, { group, sort: null, order: null }), true)}
-          >
-            {say(`group_${group}`)}
-          </button>
-        ))}
-      </div>
+      <Segments
+        label={t("whichNumbers")}
+        options={available.map((group) => [group, t(`group_${group}`)])}
+        value={chosen}
+        onChange={(group) => replaceQuery(route, { group, sort: null })}
+      />
       <SortableTable
-        label={say("headsTable")}
+        label={t("headsTable")}
         columns={columns}
         rows={heads}
-        keyOf={(head) => keyOf([head.site, head.head])}
-        marked={(head) => marks.has(keyOf([head.site, head.head]))}
-        sorting={{ column: route.query.sort ?? "head", down: route.query.order === "down" }}
-        onSort={({ column, down }) => go(changed(route, { sort: column, order: down ? "down" : "up" }), true)}
+        keyOf={(head) => keyOf(idOf(head))}
+        marked={(head) => marks.has(keyOf(idOf(head)))}
+        route={route}
+        order="head-up"
       />
     </>
   );

@@ -1,15 +1,15 @@
-/** One small matrix a layer: how each two of its heads relate. */
+/** One matrix per layer: the similarity of each pair of its heads. */
 import type { JSX } from "preact";
 import { useMemo, useState } from "preact/hooks";
-import { unpack, type Place, type Relation } from "../data";
+import { unpack, type Relation } from "../data";
 import { scaleOf } from "../parts/colour";
 import { Figure } from "../parts/figure";
 import { HeatMap, heatSvg, type Heat } from "../parts/heat-map";
-import { useWords } from "../parts/language";
+import { useLocale } from "../parts/language";
 import { RampLegend } from "../parts/legend";
 import { useDark } from "../parts/theme";
 import { useModel } from "./model";
-import { pairsOf, rangeOf } from "./relations";
+import { pairsOf, rangeOf, type HeadPair } from "./relations";
 
 interface Matrix {
   site: number;
@@ -18,12 +18,16 @@ interface Matrix {
   marked: boolean;
 }
 
+function pairAt({ site, heat }: Matrix, one: number, other: number) {
+  return { one: [site, one], other: [site, other], value: heat.values[one * heat.columns + other] ?? NaN } as const;
+}
+
 export function LayerMatrices({ relation, marks }: { relation: Relation; marks: Set<string> }): JSX.Element {
   const model = useModel();
-  const words = useWords();
-  const { say, text, number } = words;
+  const locale = useLocale();
+  const { t, text, number } = locale;
   const dark = useDark();
-  const [pointed, setPointed] = useState<{ one: Place; other: Place; value: number } | null>(null);
+  const [hovered, setHovered] = useState<Omit<HeadPair, "similarity"> | null>(null);
   const pairs = useMemo(() => pairsOf(model, relation.name), [model, relation.name]);
   const scale = useMemo(() => scaleOf(...rangeOf(pairs), dark), [pairs, dark]);
 
@@ -35,10 +39,10 @@ export function LayerMatrices({ relation, marks }: { relation: Relation; marks: 
         const site = Number(key);
         const { shape, values } = unpack(packed);
         const heads = shape[0] ?? 0;
-        // A head is always like itself: the diagonal is left blank, so that it does not outshine what is of interest.
+        // The diagonal is blank: a head is identical to itself.
         const shown = values.map((value, i) => (i % heads === Math.floor(i / heads) ? NaN : value));
-        const stack = model.stackName(site, words);
-        const layer = say("layerName", { layer: model.page.sites[site]?.layer ?? site });
+        const stack = model.stackName(site, locale);
+        const layer = t("layerName", { layer: model.layer(site) });
         return [
           {
             site,
@@ -48,13 +52,13 @@ export function LayerMatrices({ relation, marks }: { relation: Relation; marks: 
           },
         ];
       }),
-    [model, relation, words, marks],
+    [model, relation, locale, marks],
   );
 
   const describe = (matrix: Matrix) => {
     const best = pairs.find((pair) => pair.one[0] === matrix.site);
     if (!best) return matrix.label;
-    return say("matrixDescribed", {
+    return t("matrixDescribed", {
       layer: matrix.label,
       one: best.one[1],
       other: best.other[1],
@@ -66,13 +70,13 @@ export function LayerMatrices({ relation, marks }: { relation: Relation; marks: 
       <div class="matrix-legend">
         <RampLegend scale={scale} format={(x) => number(x)} />
         <p class="readout" aria-hidden="true">
-          {pointed
-            ? say("pairReadout", {
-                one: model.short(pointed.one, words),
-                other: model.short(pointed.other, words),
-                value: number(pointed.value),
+          {hovered
+            ? t("pairReadout", {
+                one: model.shortName(hovered.one, locale),
+                other: model.shortName(hovered.other, locale),
+                value: number(hovered.value),
               })
-            : say("matrixHint")}
+            : t("matrixHint")}
         </p>
       </div>
       <div class="matrices">
@@ -83,21 +87,13 @@ export function LayerMatrices({ relation, marks }: { relation: Relation; marks: 
             title={matrix.label}
             name={`layer-${matrix.site}-${relation.name}`}
             fileTitle={`${text(relation.label)}, ${matrix.label}`}
-            draw={() => heatSvg(matrix.heat, scale, { across: say("head"), down: say("head"), size: 360 })}
+            draw={() => heatSvg(matrix.heat, scale, { across: t("head"), down: t("head") }, 360)}
           >
             <HeatMap
               {...matrix.heat}
               scale={scale}
               label={describe(matrix)}
-              onPoint={(cell) =>
-                setPointed(
-                  cell && {
-                    one: [matrix.site, cell[0]],
-                    other: [matrix.site, cell[1]],
-                    value: matrix.heat.values[cell[0] * matrix.heat.columns + cell[1]] ?? NaN,
-                  },
-                )
-              }
+              onHover={(cell) => setHovered(cell && pairAt(matrix, ...cell))}
             />
           </Figure>
         ))}

@@ -1,29 +1,28 @@
-/** The page's data with what every view asks of it: places by name, roles of a head, values of a column. */
+/** The data of the page with lookups: heads by id, roles of a head, values of a column. */
 import { createContext } from "preact";
 import { useContext } from "preact/hooks";
-import type { Column, Head, NumberFormat, Page, Place, Role, RoleScore } from "../data";
-import { kindColour, scaleOf, type Scale } from "../parts/colour";
-import type { Words } from "../parts/language";
+import type { Column, Head, HeadId, NumberFormat, Page, Role, RoleScore } from "../data";
+import { categoryColour, scaleOf, type Scale } from "../parts/colour";
+import type { Locale } from "../parts/language";
 import { hrefOf } from "../parts/router";
 
 export class Model {
-  private readonly byPlace = new Map<string, Head>();
-  private readonly roleOrder = new Map<string, number>();
-  private readonly columnByName = new Map<string, Column>();
-  private readonly ranges = new Map<string, [low: number, high: number]>();
+  private readonly heads: Map<string, Head>;
+  private readonly columns: Map<string, Column>;
+  private readonly roleOrder: Map<string, number>;
 
   constructor(readonly page: Page) {
-    for (const head of page.heads) this.byPlace.set(keyOf([head.site, head.head]), head);
-    page.roles.forEach((role, i) => this.roleOrder.set(role.name, i));
-    for (const column of page.columns) this.columnByName.set(column.name, column);
+    this.heads = new Map(page.heads.map((head) => [keyOf(idOf(head)), head]));
+    this.columns = new Map(page.columns.map((column) => [column.name, column]));
+    this.roleOrder = new Map(page.roles.map((role, i) => [role.name, i]));
   }
 
-  head([site, head]: Place): Head | undefined {
-    return this.byPlace.get(keyOf([site, head]));
+  head(id: HeadId): Head | undefined {
+    return this.heads.get(keyOf(id));
   }
 
   column(name: string): Column | undefined {
-    return this.columnByName.get(name);
+    return this.columns.get(name);
   }
 
   role(name: string): Role | undefined {
@@ -31,48 +30,58 @@ export class Model {
   }
 
   roleColour(name: string, dark: boolean): string {
-    return kindColour(this.roleOrder.get(name) ?? 0, dark);
+    return categoryColour(this.roleOrder.get(name) ?? 0, dark);
   }
 
-  /** The roles a head has, the most telling first. */
-  held(head: Head): RoleScore[] {
+  /** The roles of a head, the most informative first. */
+  rolesOf(head: Head): RoleScore[] {
     const order = (score: RoleScore) => this.roleOrder.get(score.role) ?? this.roleOrder.size;
     return head.roles.filter((score) => score.holds).sort((one, other) => order(one) - order(other));
   }
 
-  /** The heads that have a role, by how far they have it. */
-  holding(role: string): Head[] {
-    const score = (head: Head) => head.roles.find((one) => one.role === role && one.holds)?.score;
-    const heads = this.page.heads.filter((head) => score(head) !== undefined);
-    return heads.sort((one, other) => (score(other) ?? 0) - (score(one) ?? 0));
+  hasRole(head: Head, role: string): boolean {
+    return head.roles.some((score) => score.role === role && score.holds);
   }
 
-  /** The heads by what the model loses without them, the largest first; none where that was not measured. */
+  /** The heads with a role, by descending score. */
+  headsWithRole(role: string): Head[] {
+    const score = (head: Head) => head.roles.find((one) => one.role === role)?.score ?? 0;
+    const heads = this.page.heads.filter((head) => this.hasRole(head, role));
+    return heads.sort((one, other) => score(other) - score(one));
+  }
+
+  /** The heads by descending importance; empty if it was not measured. */
   ranked(): Head[] {
     const name = this.page.importance?.column ?? "";
     const heads = this.page.heads.filter((head) => isNumber(head.values[name]));
     return heads.sort((one, other) => (other.values[name] as number) - (one.values[name] as number));
   }
 
-  /** `2.7`, with the stack before it where a model has several. */
-  short([site, head]: Place, words: Words): string {
-    const stack = this.stackName(site, words);
-    return `${stack ? `${stack} ` : ""}${this.page.sites[site]?.layer ?? "?"}.${head}`;
+  /** The index of a layer in its stack. */
+  layer(site: number): number | string {
+    return this.page.sites[site]?.layer ?? "?";
   }
 
-  /** `Layer 2, head 7`, with what it was before edits. */
-  long([site, head]: Place, words: Words): string {
-    const name = words.say("place", { layer: this.page.sites[site]?.layer ?? "?", head });
+  /** `2.7`, after the name of the stack if there are several. */
+  shortName([site, head]: HeadId, locale: Locale): string {
+    const stack = this.stackName(site, locale);
+    return `${stack ? `${stack} ` : ""}${this.layer(site)}.${head}`;
+  }
+
+  /** `Layer 2, head 7`, with the origin of the head in the unedited model. */
+  fullName([site, head]: HeadId, locale: Locale): string {
+    let name = locale.t("headId", { layer: this.layer(site), head });
     const origin = this.head([site, head])?.origin;
-    const place = origin ? words.say("placeFrom", { place: name, origin: words.text(origin) }) : name;
-    const stack = this.stackName(site, words);
-    return stack ? words.say("placeIn", { place, stack }) : place;
+    if (origin) name = locale.t("nameWithOrigin", { name, origin: locale.text(origin) });
+    const stack = this.stackName(site, locale);
+    return stack ? locale.t("nameInStack", { name, stack }) : name;
   }
 
-  stackName(site: number, words: Words): string {
+  /** Empty for a model with a single stack. */
+  stackName(site: number, locale: Locale): string {
     if (this.page.stacks.length < 2) return "";
     const stack = this.page.stacks.find((one) => one.sites.includes(site));
-    return stack ? words.text(stack.label) : "";
+    return stack ? locale.text(stack.label) : "";
   }
 
   /** The finite values of a column. */
@@ -80,15 +89,10 @@ export class Model {
     return this.page.heads.map((head) => head.values[column]).filter(isNumber);
   }
 
-  /** From the least to the largest: as the column says, or as its values are. */
+  /** The range of a column: as declared, else of its values. */
   range(column: Column): [low: number, high: number] {
-    let range = this.ranges.get(column.name);
-    if (!range) {
-      const values = this.values(column.name);
-      range = values.length ? [column.low ?? Math.min(...values), column.high ?? Math.max(...values)] : [0, 1];
-      this.ranges.set(column.name, range);
-    }
-    return range;
+    const values = this.values(column.name);
+    return values.length ? [column.low ?? Math.min(...values), column.high ?? Math.max(...values)] : [0, 1];
   }
 
   scale(column: Column, dark: boolean): Scale {
@@ -100,17 +104,26 @@ export function isNumber(value: number | null | undefined): value is number {
   return value !== null && value !== undefined && Number.isFinite(value);
 }
 
-export function keyOf([site, head]: Place): string {
+export function idOf(head: Head): HeadId {
+  return [head.site, head.head];
+}
+
+export function keyOf([site, head]: HeadId): string {
   return `${site}.${head}`;
 }
 
-export function headHref(place: Place): string {
-  return hrefOf(["head", ...place]);
+/** Sorts heads by layer. */
+export function orderOf([site, head]: HeadId): number {
+  return site * 10_000 + head;
 }
 
-/** Places in a link: `0.3~2.7`. */
-export function marksOf(places: Place[]): string {
-  return places.map(keyOf).join("~");
+export function headHref(id: HeadId): string {
+  return hrefOf(["head", ...id]);
+}
+
+/** Marked heads in a link: `0.3~2.7`. */
+export function marksOf(ids: HeadId[]): string {
+  return ids.map(keyOf).join("~");
 }
 
 export function markedIn(marks: string | undefined): Set<string> {
@@ -118,16 +131,16 @@ export function markedIn(marks: string | undefined): Set<string> {
 }
 
 /** A number with its unit. */
-export function withUnit(value: number | null | undefined, format: NumberFormat, words: Words): string {
-  const number = words.number(value, format);
+export function withUnit(value: number | null | undefined, format: NumberFormat, locale: Locale): string {
+  const number = locale.number(value, format);
   if (!isNumber(value) || format === "number" || format === "share") return number;
-  return words.say(format === "nats" ? "inNats" : "inTokens", { number });
+  return locale.t(format === "nats" ? "inNats" : "inTokens", { number });
 }
 
 export const ModelContext = createContext<Model | null>(null);
 
 export function useModel(): Model {
   const model = useContext(ModelContext);
-  if (!model) throw new Error("a view must stand inside ModelContext");
+  if (!model) throw new Error("a view must be inside ModelContext");
   return model;
 }

@@ -1,101 +1,91 @@
-/** Every head at once: layers by heads, coloured by any number or by role, and the table of them all. */
+/** Overview: summary, findings, the grid of all heads coloured by a statistic or by role, and the table of heads. */
 import type { JSX } from "preact";
 import { useCallback, useMemo, useRef } from "preact/hooks";
 import type { ColumnGroup } from "../data";
-import { KindLegend, RampLegend, type Kind } from "../parts/legend";
-import { useWords } from "../parts/language";
-import { changed, go, hrefOf, type Route } from "../parts/router";
+import { Select } from "../parts/controls";
+import { useLocale } from "../parts/language";
+import { CategoryLegend, RampLegend, type Category } from "../parts/legend";
+import { hrefOf, replaceQuery, type Query, type Route } from "../parts/router";
 import { useDark } from "../parts/theme";
 import { FindingList } from "./findings";
-import { Glance } from "./glance";
 import { HeadsTable } from "./heads-table";
 import { markedIn, useModel, withUnit } from "./model";
-import { Peek } from "./peek";
-import { gridWidth, StackGrid } from "./stack-grid";
+import { Preview } from "./preview";
+import { BY_MAP, BY_ROLE, gridWidth, StackGrid } from "./stack-grid";
+import { Summary } from "./summary";
 
 const GROUPS: ColumnGroup[] = ["looks", "writes", "matters", "other"];
 const FINDINGS = 4;
-const PICTURES = 400;
-/** Colours that are no column. */
-export const BY_ROLE = "role";
-export const BY_MAP = "map";
+const MAX_MAPS = 400; // heads up to which maps are shown by default: more are slow to draw
 
-export function Overview({ route }: { route: Route }): JSX.Element {
+export function Overview({ route: { query } }: { route: Route }): JSX.Element {
   const model = useModel();
   const { page } = model;
-  const words = useWords();
-  const { say, text } = words;
+  const locale = useLocale();
+  const { t, text } = locale;
   const dark = useDark();
-  const point = useRef<((key: string) => void) | null>(null);
-  const onPoint = useCallback((key: string | null) => void (key && point.current?.(key)), []);
+  const hover = useRef<((key: string) => void) | null>(null);
+  const onHover = useCallback((key: string | null) => void (key && hover.current?.(key)), []);
 
-  // A picture says more of a head without a role than an empty square; a thousand pictures are slow to draw unasked.
-  const pictures = Object.keys(page.maps).length > 0 && page.heads.length <= PICTURES;
-  const asked = route.query.color ?? (pictures ? BY_MAP : BY_ROLE);
-  const column = model.column(asked);
-  const color = column || asked === BY_MAP ? asked : BY_ROLE;
-  const role = model.role(route.query.role ?? "") ? (route.query.role as string) : "";
-  const marks = useMemo(() => markedIn(route.query.mark), [route.query.mark]);
-  const here = { ...route, path: ["overview"] };
-  const set = (query: Record<string, string | null>) => go(changed(here, query), true);
+  const hasMaps = Object.keys(page.maps).length > 0;
+  const requested = query.color ?? (hasMaps && page.heads.length <= MAX_MAPS ? BY_MAP : BY_ROLE);
+  const column = model.column(requested);
+  const color = column || requested === BY_MAP ? requested : BY_ROLE;
+  const role = model.role(query.role ?? "");
+  const marks = useMemo(() => markedIn(query.mark), [query.mark]);
+  const route = { path: ["overview"], query };
+  const set = (changes: Query) => replaceQuery(route, changes);
 
-  const holding = page.heads.filter((head) => !role || head.roles.some((score) => score.role === role && score.holds));
-  const kinds: Kind[] = page.roles
+  const heads = role ? page.heads.filter((head) => model.hasRole(head, role.name)) : page.heads;
+  const categories: Category[] = page.roles
     .map((one) => ({
       key: one.name,
       letters: one.letters,
       label: text(one.label),
       about: text(one.about),
       colour: model.roleColour(one.name, dark),
-      count: page.heads.filter((head) => head.roles.some((score) => score.role === one.name && score.holds)).length,
+      count: page.heads.filter((head) => model.hasRole(head, one.name)).length,
     }))
-    .filter((kind) => kind.count > 0 || kind.key === role);
-  const roleAbout = model.role(role);
+    .filter((category) => category.count > 0 || category.key === role?.name);
 
   return (
     <>
-      <Glance />
+      <Summary />
 
       <section class="headline" aria-labelledby="headline">
-        <h2 id="headline">{say("whatWasFound")}</h2>
+        <h2 id="headline">{t("findings")}</h2>
         {page.findings.length ? <FindingList findings={page.findings.slice(0, FINDINGS)} /> : null}
         {page.findings.length > FINDINGS ? (
-          <a href={hrefOf(["findings"])}>{say("allFindings", { count: page.findings.length })}</a>
+          <a href={hrefOf(["findings"])}>{t("allFindings", { count: page.findings.length })}</a>
         ) : null}
       </section>
 
       <section aria-labelledby="every-head">
-        <h2 id="every-head">{say("everyHead")}</h2>
-        <p class="lead">{say("everyHeadAbout")}</p>
+        <h2 id="every-head">{t("allHeads")}</h2>
+        <p class="lead">{t("allHeadsAbout")}</p>
         <div class="controls">
-          <label>
-            {say("colourBy")}
-            <select value={color} onChange={(event) => set({ color: event.currentTarget.value, mark: null })}>
-              <option value={BY_ROLE}>{say("byRole")}</option>
-              {Object.keys(page.maps).length ? <option value={BY_MAP}>{say("byMap")}</option> : null}
-              {GROUPS.map((group) => {
-                const columns = page.columns.filter((one) => one.group === group);
-                return columns.length ? (
-                  <optgroup label={say(`group_${group}`)}>
-                    {columns.map((one) => (
-                      <option value={one.name}>{text(one.label)}</option>
-                    ))}
-                  </optgroup>
-                ) : null;
-              })}
-            </select>
-          </label>
-          <label>
-            {say("onlyRole")}
-            <select value={role} onChange={(event) => set({ role: event.currentTarget.value })}>
-              <option value="">{say("anyRole")}</option>
-              {kinds.map((kind) => (
-                <option value={kind.key}>{`${kind.label} (${kind.count})`}</option>
-              ))}
-            </select>
-          </label>
+          <Select label={t("colourBy")} value={color} onChange={(value) => set({ color: value, mark: null })}>
+            <option value={BY_ROLE}>{t("byRole")}</option>
+            {hasMaps ? <option value={BY_MAP}>{t("byMap")}</option> : null}
+            {GROUPS.map((group) => {
+              const columns = page.columns.filter((one) => one.group === group);
+              return columns.length ? (
+                <optgroup label={t(`group_${group}`)}>
+                  {columns.map((one) => (
+                    <option value={one.name}>{text(one.label)}</option>
+                  ))}
+                </optgroup>
+              ) : null;
+            })}
+          </Select>
+          <Select label={t("onlyRole")} value={role?.name ?? ""} onChange={(value) => set({ role: value })}>
+            <option value="">{t("anyRole")}</option>
+            {categories.map((category) => (
+              <option value={category.key}>{`${category.label} (${category.count})`}</option>
+            ))}
+          </Select>
           <span class="muted" role="status">
-            {say("shownHeads", { shown: holding.length, all: page.heads.length })}
+            {t("shownHeads", { shown: heads.length, all: page.heads.length })}
           </span>
         </div>
         <div class="explained">
@@ -104,26 +94,34 @@ export function Overview({ route }: { route: Route }): JSX.Element {
               <p>
                 <strong>{text(column.label)}</strong> {text(column.about)}
               </p>
-              <RampLegend scale={model.scale(column, dark)} format={(value) => withUnit(value, column.format, words)} />
+              <RampLegend
+                scale={model.scale(column, dark)}
+                format={(value) => withUnit(value, column.format, locale)}
+              />
             </>
           ) : (
-            <p>{color === BY_MAP ? say("byMapAbout") : roleAbout ? text(roleAbout.about) : say("byRoleAbout")}</p>
+            <p>{color === BY_MAP ? t("byMapAbout") : role ? text(role.about) : t("byRoleAbout")}</p>
           )}
         </div>
-        <KindLegend label={say("roles")} kinds={kinds} chosen={role} onChoose={(key) => set({ role: key })} />
-        <div class="grid-and-peek">
+        <CategoryLegend
+          label={t("roles")}
+          categories={categories}
+          chosen={role?.name ?? ""}
+          onChoose={(key) => set({ role: key })}
+        />
+        <div class="grid-and-preview">
           <div class="stacks" style={{ flexBasis: gridWidth(Math.max(...page.sites.map((site) => site.heads))) }}>
             {page.stacks.map((stack, i) => (
-              <StackGrid key={i} stack={stack} color={color} role={role} marks={marks} onPoint={onPoint} />
+              <StackGrid key={i} stack={stack} color={color} role={role?.name ?? ""} marks={marks} onHover={onHover} />
             ))}
           </div>
-          <Peek point={point} column={column} />
+          <Preview hover={hover} column={column} />
         </div>
       </section>
 
       <section aria-labelledby="heads-table">
-        <h2 id="heads-table">{say("headsTable")}</h2>
-        <HeadsTable route={here} heads={holding} marks={marks} groups={GROUPS} />
+        <h2 id="heads-table">{t("headsTable")}</h2>
+        <HeadsTable route={route} heads={heads} marks={marks} groups={GROUPS} />
       </section>
     </>
   );

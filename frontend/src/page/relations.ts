@@ -1,23 +1,20 @@
-/** How two heads of a layer relate, number by number. */
-import { unpack, type Place } from "../data";
+/** Similarity of the pairs of heads of a layer. */
+import { unpack, type HeadId } from "../data";
 import type { Model } from "./model";
 
-/** Of this relation a smaller number means more alike. */
+/** The relation by which a smaller number means more similar. */
 const DISTANCE = "attention_distance";
+export const DEFAULT_RELATION = "cosine";
 
 export interface HeadPair {
-  one: Place;
-  other: Place;
+  one: HeadId;
+  other: HeadId;
   value: number;
-  /** Larger is more alike. */
-  near: number;
+  /** Larger means more similar. */
+  similarity: number;
 }
 
-export function isDistance(relation: string): boolean {
-  return relation === DISTANCE;
-}
-
-/** Every two heads of a layer, the most alike first. */
+/** All pairs of heads of a layer, the most similar first. */
 export function pairsOf(model: Model, relation: string): HeadPair[] {
   const pairs: HeadPair[] = [];
   for (const [site, relations] of Object.entries(model.page.relations)) {
@@ -29,28 +26,29 @@ export function pairsOf(model: Model, relation: string): HeadPair[] {
       for (let j = i + 1; j < heads; j++) {
         const value = values[i * heads + j] ?? NaN;
         if (!Number.isFinite(value)) continue;
-        const near = isDistance(relation) ? -value : value;
-        pairs.push({ one: [Number(site), i], other: [Number(site), j], value, near });
+        const similarity = relation === DISTANCE ? -value : value;
+        pairs.push({ one: [Number(site), i], other: [Number(site), j], value, similarity });
       }
     }
   }
-  return pairs.sort((one, other) => other.near - one.near);
+  return bySimilarity(pairs);
 }
 
-/** By what heads are called alike unless a reader chooses otherwise. */
-export const PREFERRED = "cosine";
-
-/** Pairs of heads of different layers, as a run found them. */
+/** Pairs of heads of different layers. */
 export function pairsAcross(model: Model): HeadPair[] {
-  return model.page.pairs.map(({ one, other, cosine }) => ({ one, other, value: cosine, near: cosine }));
+  return model.page.pairs.map(({ one, other, cosine }) => ({ one, other, value: cosine, similarity: cosine }));
 }
 
-/** The two that are most alike of all. */
-export function mostAlike(model: Model): HeadPair | undefined {
-  return [...pairsOf(model, PREFERRED), ...pairsAcross(model)].sort((one, other) => other.near - one.near)[0];
+/** The most similar pair of all. */
+export function mostSimilar(model: Model): HeadPair | undefined {
+  return bySimilarity([...pairsOf(model, DEFAULT_RELATION), ...pairsAcross(model)])[0];
 }
 
-/** The range of a relation over all layers, a head with itself left out. */
+function bySimilarity(pairs: HeadPair[]): HeadPair[] {
+  return pairs.sort((one, other) => other.similarity - one.similarity);
+}
+
+/** The range of a relation over all layers, without the diagonals. */
 export function rangeOf(pairs: HeadPair[]): [low: number, high: number] {
   if (!pairs.length) return [0, 1];
   const values = pairs.map((pair) => pair.value);

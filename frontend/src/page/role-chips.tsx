@@ -1,28 +1,34 @@
-/** A head's roles as small labels. */
+/** The roles of a head as labels. */
 import type { JSX } from "preact";
 import type { Head } from "../data";
-import { inkOn } from "../parts/colour";
-import { useWords } from "../parts/language";
+import { textColourOn } from "../parts/colour";
+import { useLocale } from "../parts/language";
+import type { TableColumn } from "../parts/sortable-table";
 import { useDark } from "../parts/theme";
-import { useModel } from "./model";
+import { useModel, type Model } from "./model";
 
 export function RoleChips({ head }: { head: Head }): JSX.Element {
   const model = useModel();
-  const { text, say } = useWords();
+  const { text, t } = useLocale();
   const dark = useDark();
-  const held = model.held(head);
-  if (!held.length) return <span class="muted">{say("noRole")}</span>;
+  const roles = model.rolesOf(head);
+  if (!roles.length) return <span class="muted">{t("noRole")}</span>;
   return (
     <span class="chips">
-      {held.map((score) => {
-        const role = model.role(score.role);
-        const colour = model.roleColour(score.role, dark);
+      {roles.map(({ role: name }) => {
+        const role = model.role(name);
+        const colour = model.roleColour(name, dark);
         return (
-          <span class="chip" key={score.role} style={{ background: colour, color: inkOn(colour) }}>
-            {role ? text(role.label) : score.role}
+          <span class="chip" key={name} style={{ background: colour, color: textColourOn(colour) }}>
+            {role ? text(role.label) : name}
           </span>
         );
       })}
     </span>
   );
+}
+
+export function rolesColumn(model: Model, label: string): TableColumn<Head> {
+  const names = (head: Head) => model.rolesOf(head).map((score) => score.role);
+  return { name: "roles", label, by: (head) => names(head).join(" "), show: (head) => <RoleChips head={head} /> };
 }

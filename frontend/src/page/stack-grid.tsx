@@ -1,36 +1,28 @@
-/** The grid of one stack of layers. */
+/** Grid of the heads of one stack of layers. */
 import type { JSX } from "preact";
 import { useMemo } from "preact/hooks";
-import { part, unpack, type Head, type Place, type Stack } from "../data";
-import { NOTHING, scaleOf, type Scale } from "../parts/colour";
+import { part, unpack, type Head, type HeadId, type Stack } from "../data";
+import { NO_VALUE, scaleOf, type Scale } from "../parts/colour";
 import { Figure } from "../parts/figure";
 import { gridSvg } from "../parts/grid-svg";
 import { HeadGrid, type GridCell, type GridRow } from "../parts/head-grid";
 import type { Heat } from "../parts/heat-map";
-import { useWords, type Words } from "../parts/language";
+import { useLocale } from "../parts/language";
 import { useDark } from "../parts/theme";
-import { headHref, keyOf, useModel, withUnit, type Model } from "./model";
+import { headHref, idOf, keyOf, useModel, withUnit, type Model } from "./model";
 
-// The side of a cell, in the size of a letter.
-const LARGEST = 5;
+const MAX_CELL = 5; // side of a cell, in rem
+/** Colourings that are no column. */
+export const BY_ROLE = "role";
+export const BY_MAP = "map";
 
-/** As wide as cells of that size make a grid. */
+/** The width of a grid of cells of the maximum size. */
 export function gridWidth(columns: number): string {
-  return `${Math.max(16, LARGEST * columns + 2.2)}rem`;
+  return `${Math.max(16, MAX_CELL * columns + 2.2)}rem`;
 }
 
-interface StackGridProps {
-  stack: Stack;
-  /** A column, "role" or "map". */
-  color: string;
-  /** Only heads that have it are lit; empty for all. */
-  role: string;
-  marks: Set<string>;
-  onPoint: (key: string | null) => void;
-}
-
-/** A head's block map, with its scale: small shares are seen better under a square root. */
-export function mapOf(model: Model, [site, head]: Place, dark: boolean): { heat: Heat; scale: Scale } | null {
+/** The attention map of a head, with a square-root scale that shows small weights. */
+export function mapOf(model: Model, [site, head]: HeadId, dark: boolean): { heat: Heat; scale: Scale } | null {
   const packed = model.page.maps[String(site)];
   if (!packed) return null;
   const map = part(unpack(packed), head);
@@ -39,65 +31,63 @@ export function mapOf(model: Model, [site, head]: Place, dark: boolean): { heat:
   return { heat: { rows, columns, values: map.values }, scale: scaleOf(0, largest || 1, dark, 0.5) };
 }
 
-function cellOf(model: Model, head: Head, props: StackGridProps, words: Words, dark: boolean): GridCell {
-  const { color, role, marks } = props;
-  const place: Place = [head.site, head.head];
-  const column = model.column(color);
-  const held = model.held(head);
-  const main = held.find((score) => score.role === role) ?? held[0];
-  const roles = held.map((score) => words.text(model.role(score.role)?.label ?? { en: score.role, zh: score.role }));
-  const value = column ? `${words.text(column.label)} ${withUnit(head.values[column.name], column.format, words)}` : "";
-  const colour = column
-    ? model.scale(column, dark).of(head.values[column.name])
-    : main && color !== "map"
-      ? model.roleColour(main.role, dark)
-      : NOTHING[dark ? "dark" : "light"];
-  const picture = color === "map" ? mapOf(model, place, dark) : null;
-  return {
-    key: keyOf(place),
-    href: headHref(place),
-    name: [model.long(place, words), value, roles.length ? words.list(roles) : words.say("noRole")]
-      .filter(Boolean)
-      .join(", "),
-    colour,
-    letters: main ? (model.role(main.role)?.letters ?? "") : "",
-    faded: role !== "" && main?.role !== role,
-    marked: marks.has(keyOf(place)),
-    ...(picture ? { picture } : {}),
-    ...(main ? { badge: model.roleColour(main.role, dark) } : {}),
-  };
+interface StackGridProps {
+  stack: Stack;
+  /** A column, "role" or "map". */
+  color: string;
+  /** Other heads are faded; empty for all. */
+  role: string;
+  marks: Set<string>;
+  onHover?: (key: string | null) => void;
 }
 
-export function StackGrid(props: StackGridProps): JSX.Element {
+export function StackGrid({ stack, color, role, marks, onHover }: StackGridProps): JSX.Element {
   const model = useModel();
-  const words = useWords();
+  const locale = useLocale();
+  const { t, text } = locale;
   const dark = useDark();
-  const { stack, color, role, marks, onPoint } = props;
   const { page } = model;
+  const column = model.column(color);
   const most = Math.max(0, ...stack.sites.map((site) => page.sites[site]?.heads ?? 0));
   const columns = Array.from({ length: most }, (_, head) => String(head));
-  const rows = useMemo<GridRow[]>(
-    () =>
-      stack.sites.map((site) => ({
-        label: String(page.sites[site]?.layer ?? site),
-        name: words.say("layerName", { layer: page.sites[site]?.layer ?? site }),
-        cells: columns.map((_, number) => {
-          const head = model.head([site, number]);
-          return head ? cellOf(model, head, props, words, dark) : null;
-        }),
-      })),
-    [model, words, dark, stack, color, role, marks],
-  );
-  const column = model.column(color);
-  const coloured = column ? words.text(column.label) : words.say(color === "map" ? "byMap" : "byRole");
-  const title = page.stacks.length > 1 ? words.text(stack.label) : words.say("gridTitle");
-  const legend = column
-    ? `${coloured}: ${model
-        .range(column)
-        .map((x) => withUnit(x, column.format, words))
-        .join(" – ")}`
-    : coloured;
-  const name = words.say("gridName", { stack: title, coloured });
+
+  const rows = useMemo<GridRow[]>(() => {
+    const scale = column && model.scale(column, dark);
+    const noValue = dark ? NO_VALUE.dark : NO_VALUE.light;
+    const cellOf = (head: Head): GridCell => {
+      const roles = model.rolesOf(head);
+      const main = roles.find((score) => score.role === role) ?? roles[0];
+      const badge = main && model.roleColour(main.role, dark);
+      const picture = color === BY_MAP ? mapOf(model, idOf(head), dark) : null;
+      const value = column ? `${text(column.label)} ${withUnit(head.values[column.name], column.format, locale)}` : "";
+      const names = roles.map((score) => text(model.role(score.role)?.label ?? { en: score.role, zh: score.role }));
+      const described = [model.fullName(idOf(head), locale), value, names.length ? locale.list(names) : t("noRole")];
+      return {
+        key: keyOf(idOf(head)),
+        href: headHref(idOf(head)),
+        name: described.filter(Boolean).join(", "),
+        colour: column && scale ? scale.of(head.values[column.name]) : color === BY_MAP ? noValue : (badge ?? noValue),
+        letters: main ? (model.role(main.role)?.letters ?? "") : "",
+        faded: role !== "" && main?.role !== role,
+        marked: marks.has(keyOf(idOf(head))),
+        ...(picture ? { picture } : {}),
+        ...(badge ? { badge } : {}),
+      };
+    };
+    return stack.sites.map((site) => ({
+      label: String(model.layer(site)),
+      name: t("layerName", { layer: model.layer(site) }),
+      cells: columns.map((_, number) => {
+        const head = model.head([site, number]);
+        return head ? cellOf(head) : null;
+      }),
+    }));
+  }, [model, locale, dark, stack, color, role, marks]);
+
+  const coloured = column ? text(column.label) : t(color === BY_MAP ? "byMap" : "byRole");
+  const title = page.stacks.length > 1 ? text(stack.label) : t("gridTitle");
+  const range = column ? model.range(column).map((x) => withUnit(x, column.format, locale)) : [];
+  const legend = column ? `${coloured}: ${range.join(" – ")}` : coloured;
   return (
     <Figure
       title={title}
@@ -107,12 +97,12 @@ export function StackGrid(props: StackGridProps): JSX.Element {
       draw={() => gridSvg({ legend, columns, rows })}
     >
       <HeadGrid
-        label={name}
-        corner={words.say("gridCorner")}
+        label={t("gridName", { stack: title, coloured })}
+        corner={t("gridCorner")}
         columns={columns}
-        columnName={(head) => words.say("headName", { head })}
+        columnName={(head) => t("headName", { head })}
         rows={rows}
-        onPoint={onPoint}
+        {...(onHover ? { onHover } : {})}
       />
     </Figure>
   );

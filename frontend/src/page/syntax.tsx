@@ -1,135 +1,124 @@
-/** Which grammatical relations a head knows, beside the best that a fixed distance could do. */
+/** Dependency relations with their best heads, compared with the best fixed offset. */
 import { dot, link, ruleX, tickX } from "@observablehq/plot";
 import type { JSX } from "preact";
 import { useMemo } from "preact/hooks";
 import type { SyntaxRow } from "../data";
 import { Chart, drawPlot, widthOf, type Build } from "../parts/chart";
 import { Figure } from "../parts/figure";
-import { useWords } from "../parts/language";
-import { changed, go, type Route } from "../parts/router";
-import { SortableTable, type TableColumn } from "../parts/sortable-table";
+import { useLocale } from "../parts/language";
+import type { Route } from "../parts/router";
+import { numberColumn, SortableTable, type TableColumn } from "../parts/sortable-table";
 import { Line } from "../parts/tokens";
 import { isNumber, useModel } from "./model";
-import { PlaceLink } from "./place-link";
+import { headColumn } from "./head-link";
+
+/** Accuracy above the baseline. */
+function gainOf({ accuracy, baseline }: SyntaxRow): number | null {
+  return isNumber(baseline) ? accuracy - baseline : null;
+}
 
 export function SyntaxView({ route }: { route: Route }): JSX.Element {
   const model = useModel();
-  const words = useWords();
-  const { say, number, count } = words;
+  const locale = useLocale();
+  const { t, number, count } = locale;
   const { syntax } = model.page;
   if (!syntax) {
     return (
       <>
-        <h2 tabIndex={-1}>{say("syntax")}</h2>
-        <p>{say("noSyntax")}</p>
+        <h2 tabIndex={-1}>{t("syntax")}</h2>
+        <p>{t("noSyntax")}</p>
       </>
     );
   }
-  const way = (row: SyntaxRow) => say(row.direction === "head" ? "toHead" : "toDependent");
+  const direction = (row: SyntaxRow) => t(row.direction === "head" ? "toHead" : "toDependent");
+  const share = (value: number | null | undefined) => number(value, "share");
+  const interval = ({ low, high }: SyntaxRow) =>
+    isNumber(low) && isNumber(high) ? ` (${share(low)}–${share(high)})` : "";
   const columns: TableColumn<SyntaxRow>[] = [
     {
       name: "relation",
-      label: say("syntaxRelation"),
+      label: t("syntaxRelation"),
       by: (row) => row.relation,
       show: (row) => <Line text={row.relation} />,
     },
-    { name: "direction", label: say("direction"), by: way, show: way },
-    {
-      name: "head",
-      label: say("bestHead"),
-      by: (row) => row.head[0] * 10_000 + row.head[1],
-      show: (row) => <PlaceLink place={row.head} />,
-    },
-    {
-      name: "accuracy",
-      label: say("accuracy"),
-      numeric: true,
-      by: (row) => row.accuracy,
-      show: (row) =>
-        isNumber(row.low) && isNumber(row.high)
-          ? `${number(row.accuracy, "share")} (${number(row.low, "share")}–${number(row.high, "share")})`
-          : number(row.accuracy, "share"),
-    },
-    {
-      name: "baseline",
-      label: say("baseline"),
-      numeric: true,
-      by: (row) => row.baseline,
-      show: (row) => number(row.baseline, "share"),
-    },
-    {
-      name: "gain",
-      label: say("gain"),
-      numeric: true,
-      by: (row) => (isNumber(row.baseline) ? row.accuracy - row.baseline : null),
-      show: (row) => <Gain row={row} />,
-    },
+    { name: "direction", label: t("direction"), by: direction, show: direction },
+    headColumn("head", t("bestHead"), (row) => row.head),
+    numberColumn(
+      "accuracy",
+      t("accuracy"),
+      (row) => row.accuracy,
+      (value, row) => share(value) + interval(row),
+    ),
+    numberColumn("baseline", t("baseline"), (row) => row.baseline, share),
+    numberColumn("gain", t("gain"), gainOf, (_, row) => <Gain row={row} />),
     {
       name: "verdict",
-      label: say("verdict"),
+      label: t("verdict"),
       by: (row) => ["worse", "", "better"].indexOf(row.verdict),
-      show: (row) => say(`verdict_${row.verdict || "none"}`),
+      show: (row) => t(`verdict_${row.verdict || "none"}`),
     },
-    {
-      name: "offset",
-      label: say("bestOffset"),
-      numeric: true,
-      by: (row) => row.offset,
-      show: (row) => number(row.offset),
-    },
-    { name: "words", label: say("wordsSeen"), numeric: true, by: (row) => row.words, show: (row) => count(row.words) },
+    numberColumn(
+      "offset",
+      t("bestOffset"),
+      (row) => row.offset,
+      (value) => number(value),
+    ),
+    numberColumn(
+      "words",
+      t("wordCount"),
+      (row) => row.words,
+      (_, row) => count(row.words),
+    ),
   ];
-  const here = { ...route, path: ["syntax"] };
   return (
     <>
-      <h2 tabIndex={-1}>{say("syntax")}</h2>
-      <p class="lead">{say("syntaxAbout")}</p>
+      <h2 tabIndex={-1}>{t("syntax")}</h2>
+      <p class="lead">{t("syntaxAbout")}</p>
       <Figure
-        title={say("syntaxTable")}
+        title={t("syntaxTable")}
         note={
           <>
-            {say("treebank")}: <Line text={syntax.treebank} />
+            {t("treebank")}: <Line text={syntax.treebank} />
           </>
         }
         name="syntax"
-        draw={() => drawAll(syntax.rows, (row) => `${row.relation}, ${way(row)}`)}
+        draw={() => drawAll(syntax.rows, (row) => `${row.relation}, ${direction(row)}`)}
       >
         <SortableTable
-          label={say("syntaxTable")}
+          label={t("syntaxTable")}
           columns={columns}
           rows={syntax.rows}
           keyOf={(row) => `${row.relation} ${row.direction}`}
-          sorting={{ column: route.query.sort ?? "gain", down: (route.query.order ?? "down") === "down" }}
-          onSort={(next) => go(changed(here, { sort: next.column, order: next.down ? "down" : "up" }), true)}
+          route={route}
+          order="gain-down"
         />
       </Figure>
     </>
   );
 }
 
-const marksOf = (rows: SyntaxRow[], y?: (row: SyntaxRow) => string) => [
-  ruleX([0, 1], { stroke: "var(--line)" }),
-  link(
-    rows.filter((row) => isNumber(row.low) && isNumber(row.high)),
-    {
+/** Accuracies with their intervals, and baselines as ticks; `y` places the rows. */
+function marksOf(rows: SyntaxRow[], y: (row: SyntaxRow) => string | number = () => 0) {
+  const intervals = rows.filter((row) => isNumber(row.low) && isNumber(row.high));
+  const baselines = rows.filter((row) => isNumber(row.baseline));
+  return [
+    ruleX([0, 1], { stroke: "var(--line)" }),
+    link(intervals, {
       x1: "low",
       x2: "high",
-      ...(y ? { y1: y, y2: y } : { y1: 0, y2: 0 }),
+      y1: y,
+      y2: y,
       stroke: "var(--first)",
       strokeWidth: 3,
       strokeOpacity: 0.55,
-    },
-  ),
-  tickX(
-    rows.filter((row) => isNumber(row.baseline)),
-    { x: "baseline", ...(y ? { y } : {}), stroke: "var(--second)", strokeWidth: 2 },
-  ),
-  dot(rows, { x: "accuracy", y: y ?? (() => 0), r: 4.5, fill: "var(--first)" }),
-];
+    }),
+    tickX(baselines, { x: "baseline", y, stroke: "var(--second)", strokeWidth: 2 }),
+    dot(rows, { x: "accuracy", y, r: 4.5, fill: "var(--first)" }),
+  ];
+}
 
-/** Accuracy with its interval, and the baseline as a tick. */
 function Gain({ row }: { row: SyntaxRow }): JSX.Element {
-  const { say, number } = useWords();
+  const { t, number } = useLocale();
   const build = useMemo<Build>(
     () => (width) => ({
       width,
@@ -144,12 +133,12 @@ function Gain({ row }: { row: SyntaxRow }): JSX.Element {
     }),
     [row],
   );
-  const gain = isNumber(row.baseline) ? row.accuracy - row.baseline : null;
+  const gain = gainOf(row);
   return (
     <span class="gain">
       <Chart
         build={build}
-        label={say("gainDescribed", {
+        label={t("gainDescribed", {
           accuracy: number(row.accuracy, "share"),
           baseline: number(row.baseline, "share"),
         })}

@@ -1,45 +1,37 @@
-/** Attention drawn on the words of a sentence: choose a word and see whom it looks at, and who looks at it. */
+/** Attention of one head on the words of a text: choose a word to see what it attends to, and what attends to it. */
 import type { JSX } from "preact";
 import { useRef, useState } from "preact/hooks";
-import { inkOn, scaleOf } from "./colour";
-import { useWords } from "./language";
+import { scaleOf, textColourOn } from "./colour";
+import { useLocale } from "./language";
 import { useDark } from "./theme";
 import { plainToken, Token } from "./tokens";
 
-/** One head's weights, [queries, keys], row by row. */
+/** Attention weights of one head, [queries, keys], row by row. */
 export interface Weights {
   queries: string[];
   keys: string[];
   values: ArrayLike<number>;
-  /** Whether the keys are words of another text than the queries; they then stand in a line of their own. */
+  /** True if queries and keys are words of different texts, shown as two lines. */
   cross: boolean;
 }
 
-/** Which word is chosen: of a self-attention there is one line of words, of a cross-attention there are two. */
+/** The chosen word; self-attention has one line of words, cross-attention two. */
 export interface Chosen {
   line: "query" | "key";
   index: number;
 }
 
-const STRONGEST = 5;
-const FAINTEST = 0.005;
+const TOP = 5;
+const LEAST = 0.005; // smaller weights are not shown
 
 export function weightAt(weights: Weights, query: number, key: number): number {
   return weights.values[query * weights.keys.length + key] ?? 0;
 }
 
-/** What a word gives to every key, or gets from every query. */
-export function given(weights: Weights, query: number): number[] {
-  return weights.keys.map((_, key) => weightAt(weights, query, key));
-}
-
-export function received(weights: Weights, key: number): number[] {
-  return weights.queries.map((_, query) => weightAt(weights, query, key));
-}
-
 function averageReceived(weights: Weights): number[] {
-  const count = Math.max(1, weights.queries.length);
-  return weights.keys.map((_, key) => received(weights, key).reduce((sum, x) => sum + x, 0) / count);
+  const { queries, keys } = weights;
+  const sums = keys.map((_, key) => queries.reduce((sum, _, query) => sum + weightAt(weights, query, key), 0));
+  return sums.map((sum) => sum / Math.max(1, queries.length));
 }
 
 interface AttentionWordsProps {
@@ -50,47 +42,47 @@ interface AttentionWordsProps {
 }
 
 export function AttentionWords({ weights, chosen, onChoose, label }: AttentionWordsProps): JSX.Element {
-  const { say } = useWords();
-  const one = !weights.cross;
-  const asQuery = chosen && (one || chosen.line === "query") ? given(weights, chosen.index) : null;
-  const asKey = chosen && (one || chosen.line === "key") ? received(weights, chosen.index) : null;
+  const { t } = useLocale();
+  const { queries, keys, cross } = weights;
+  const index = chosen?.index ?? 0;
+  const isChosen = (line: Chosen["line"]) => chosen !== null && (!cross || chosen.line === line);
+  const attends = isChosen("query") ? keys.map((_, key) => weightAt(weights, index, key)) : null;
+  const attended = isChosen("key") ? queries.map((_, query) => weightAt(weights, query, index)) : null;
   const average = chosen ? null : averageReceived(weights);
+  const word = chosen ? plainToken((chosen.line === "key" ? keys : queries)[index] ?? "") : "";
+  const lineOf = (line: Chosen["line"], name: string, shade: number[] | null, underline: number[] | null) => (
+    <WordLine
+      label={name}
+      tokens={line === "key" ? keys : queries}
+      shade={shade}
+      underline={underline}
+      chosen={isChosen(line) ? index : null}
+      onChoose={(next) => onChoose(next === null ? null : { line, index: next })}
+    />
+  );
   return (
     <div class="attention-words">
       <div>
-        {one ? (
-          <WordLine
-            label={label}
-            tokens={weights.keys}
-            shade={asQuery ?? average}
-            underline={asKey}
-            chosen={chosen?.index ?? null}
-            onChoose={(index) => onChoose(index === null ? null : { line: "query", index })}
-          />
-        ) : (
+        {cross ? (
           <>
-            <p class="line-name">{say("theseLook")}</p>
-            <WordLine
-              label={`${label}: ${say("theseLook")}`}
-              tokens={weights.queries}
-              shade={null}
-              underline={asKey}
-              chosen={chosen?.line === "query" ? chosen.index : null}
-              onChoose={(index) => onChoose(index === null ? null : { line: "query", index })}
-            />
-            <p class="line-name">{say("theseAreLookedAt")}</p>
-            <WordLine
-              label={`${label}: ${say("theseAreLookedAt")}`}
-              tokens={weights.keys}
-              shade={asQuery ?? average}
-              underline={null}
-              chosen={chosen?.line === "key" ? chosen.index : null}
-              onChoose={(index) => onChoose(index === null ? null : { line: "key", index })}
-            />
+            <p class="line-name">{t("queries")}</p>
+            {lineOf("query", `${label}: ${t("queries")}`, null, attended)}
+            <p class="line-name">{t("keys")}</p>
+            {lineOf("key", `${label}: ${t("keys")}`, attends ?? average, null)}
           </>
+        ) : (
+          lineOf("query", label, attends ?? average, attended)
         )}
       </div>
-      <Strongest weights={weights} chosen={chosen} given={asQuery} received={asKey} average={average} />
+      <div class="strongest" aria-live="polite">
+        {average ? <TopTokens title={t("mostAttended")} tokens={keys} top={topOf(average)} kind="shade" /> : null}
+        {attends ? (
+          <TopTokens title={t("wordAttendsTo", { word })} tokens={keys} top={topOf(attends)} kind="shade" />
+        ) : null}
+        {attended ? (
+          <TopTokens title={t("wordAttendedBy", { word })} tokens={queries} top={topOf(attended)} kind="underline" />
+        ) : null}
+      </div>
     </div>
   );
 }
@@ -98,66 +90,58 @@ export function AttentionWords({ weights, chosen, onChoose, label }: AttentionWo
 interface WordLineProps {
   label: string;
   tokens: string[];
-  /** Colours the words. */
-  shade: number[] | null;
-  /** Draws a bar under the words. */
-  underline: number[] | null;
+  /** Weights that colour the words. */
+  shade: ArrayLike<number> | null;
+  /** Weights drawn as bars under the words. */
+  underline: ArrayLike<number> | null;
   chosen: number | null;
   onChoose: (index: number | null) => void;
-  /** The chosen word that stays when the pointer leaves, where pointing chooses too. */
-  kept?: number | null;
-  onPoint?: (index: number | null) => void;
+  /** The word that remains chosen when the pointer leaves, where hovering chooses too. */
+  pinned?: number | null;
+  onHover?: (index: number | null) => void;
 }
 
-export function WordLine({
-  label,
-  tokens,
-  shade,
-  underline,
-  chosen,
-  onChoose,
-  kept = chosen,
-  onPoint,
-}: WordLineProps): JSX.Element {
+export function WordLine(props: WordLineProps): JSX.Element {
+  const { label, tokens, shade, underline, chosen, onChoose, pinned = chosen, onHover } = props;
   const dark = useDark();
-  const place = useRef<HTMLDivElement>(null);
-  const [at, setAt] = useState(0);
-  // Small weights are seen better under a square root; the list below has the numbers.
+  const container = useRef<HTMLDivElement>(null);
+  const [focus, setFocus] = useState(0);
   const scale = scaleOf(0, 1, dark, 0.6);
-  const walk = (event: KeyboardEvent, index: number) => {
+  const moveFocus = (event: KeyboardEvent, index: number) => {
     const step = event.key === "ArrowRight" ? 1 : event.key === "ArrowLeft" ? -1 : 0;
     const next = event.key === "Home" ? 0 : event.key === "End" ? tokens.length - 1 : index + step;
     if (event.key === "Escape") onChoose(null);
     if (next === index || next < 0 || next >= tokens.length) return;
     event.preventDefault();
-    place.current?.querySelectorAll<HTMLButtonElement>("button")[next]?.focus();
+    container.current?.querySelectorAll<HTMLButtonElement>("button")[next]?.focus();
   };
+  const onMouseLeave = onHover && (() => onHover(null));
   return (
-    <div class="word-line" role="group" aria-label={label} ref={place} onMouseLeave={onPoint && (() => onPoint(null))}>
+    <div class="word-line" role="group" aria-label={label} ref={container} onMouseLeave={onMouseLeave}>
       {tokens.map((token, index) => {
         const weight = shade?.[index] ?? 0;
-        const colour = weight >= FAINTEST ? scale.of(weight) : null;
+        const colour = weight >= LEAST ? scale.of(weight) : null;
         const bar = underline?.[index] ?? 0;
         return (
           <button
             type="button"
             key={index}
             class="word"
-            tabIndex={index === at ? 0 : -1}
+            tabIndex={index === focus ? 0 : -1}
             aria-pressed={chosen === index}
             style={{
               background: colour ?? "transparent",
-              color: colour ? inkOn(colour) : "inherit",
-              boxShadow: bar >= FAINTEST ? `0 ${(1 + 6 * Math.sqrt(bar)).toFixed(1)}px 0 0 var(--second)` : "none",
+              color: colour ? textColourOn(colour) : "inherit",
+              boxShadow: bar >= LEAST ? `0 ${(1 + 6 * Math.sqrt(bar)).toFixed(1)}px 0 0 var(--second)` : "none",
             }}
             onFocus={(event) => {
-              setAt(index);
-              // A click focuses too, and then toggles by itself.
+              setFocus(index);
+              // A click focuses as well, and toggles in onClick.
               if (event.currentTarget.matches(":focus-visible")) onChoose(index);
             }}
-            onMouseEnter={onPoint && (() => onPoint(index))}
-            onClick={() => onChoose(kept === index ? null : index)}
-            onKeyDown={(event) => walk(event, index)}
+            onMouseEnter={onHover && (() => onHover(index))}
+            onClick={() => onChoose(pinned === index ? null : index)}
+            onKeyDown={(event) => moveFocus(event, index)}
           >
             <Token text={token} />
           </button>
@@ -167,60 +151,50 @@ export function WordLine({
   );
 }
 
-interface StrongestProps {
-  weights: Weights;
-  chosen: Chosen | null;
-  given: number[] | null;
-  received: number[] | null;
-  average: number[] | null;
+export interface TopToken {
+  token: number;
+  weight: number;
 }
 
-function Strongest({ weights, chosen, given, received, average }: StrongestProps): JSX.Element {
-  const { say } = useWords();
-  const tokens = chosen?.line === "key" ? weights.keys : weights.queries;
-  const word = chosen ? plainToken(tokens[chosen.index] ?? "") : "";
-  return (
-    <div class="strongest" aria-live="polite">
-      {average ? (
-        <StrongestList title={say("lookedAtOnAverage")} tokens={weights.keys} shares={average} kind="shade" />
-      ) : null}
-      {given ? (
-        <StrongestList title={say("wordLooksAt", { word })} tokens={weights.keys} shares={given} kind="shade" />
-      ) : null}
-      {received ? (
-        <StrongestList
-          title={say("wordSeenBy", { word })}
-          tokens={weights.queries}
-          shares={received}
-          kind="underline"
-        />
-      ) : null}
-    </div>
-  );
+/** The tokens of largest weight. */
+export function topOf(weights: ArrayLike<number>, count = TOP): TopToken[] {
+  const all = Array.from(weights, (weight, token) => ({ token, weight }));
+  return all.sort((one, other) => other.weight - one.weight).slice(0, count);
 }
 
-function StrongestList(props: { title: string; tokens: string[]; shares: number[]; kind: string }): JSX.Element {
-  const { say, number } = useWords();
-  const order = props.shares
-    .map((share, index) => ({ share, index }))
-    .sort((one, other) => other.share - one.share)
-    .slice(0, STRONGEST)
-    .filter(({ share }) => share >= FAINTEST);
+interface TopTokensProps {
+  title: string;
+  tokens: string[];
+  top: TopToken[];
+  kind: "shade" | "underline";
+  /** Smaller weights are not listed. */
+  least?: number;
+  /** Adds the position of each token. */
+  numbered?: boolean;
+}
+
+export function TopTokens({ title, tokens, top, kind, least = LEAST, numbered }: TopTokensProps): JSX.Element {
+  const { t, number, count } = useLocale();
+  const listed = top.filter(({ weight }) => weight >= least);
   return (
     <div>
-      <h4 class={`strongest-${props.kind}`}>
-        <bdi>{props.title}</bdi>
+      <h4 class={`strongest-${kind}`}>
+        <bdi>{title}</bdi>
       </h4>
-      {order.length ? (
+      {listed.length ? (
         <ol>
-          {order.map(({ share, index }, place) => (
-            <li key={place}>
-              <Token text={props.tokens[index] ?? ""} /> <span class="muted">{number(share, "share")}</span>
+          {listed.map(({ token, weight }) => (
+            <li key={token} data-token={token} data-weight={weight}>
+              <Token text={tokens[token] ?? ""} />{" "}
+              <span class="muted">
+                {number(weight, "share")}
+                {numbered ? <span title={t("tokenNumber", { number: count(token) })}> · {count(token)}</span> : null}
+              </span>
             </li>
           ))}
         </ol>
       ) : (
-        <p class="muted">{say("nobody")}</p>
+        <p class="muted">{t("noneAbove", { share: `${100 * least}%` })}</p>
       )}
     </div>
   );

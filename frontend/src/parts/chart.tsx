@@ -1,19 +1,19 @@
-/** A chart of Observable Plot, as wide as its place. */
+/** A chart of Observable Plot, as wide as its container. */
 import { plot, type PlotOptions } from "@observablehq/plot";
-import type { ComponentChildren, JSX } from "preact";
+import type { JSX } from "preact";
 import { useLayoutEffect, useRef } from "preact/hooks";
-import { Figure } from "./figure";
+import { Figure, type FigureProps } from "./figure";
 import { useDark } from "./theme";
 
-/** Says what to draw at a width. */
+/** Returns the options of a chart for a width. */
 export type Build = (width: number) => PlotOptions;
 
 const FILE_WIDTH = 760;
 
-/** The chart as an element, its description beside it. */
+/** The chart as an element with a description for screen readers. */
 export function drawPlot(options: PlotOptions, label: string): SVGSVGElement {
   const svg = plot({ ...options, figure: false, className: "plot" }) as SVGSVGElement;
-  // Plot's own <style> would need an exception in the content security policy; parts.css says the same.
+  // Plot's own <style> would need an exception in the content security policy; parts.css has the same rules.
   for (const style of svg.querySelectorAll("style")) style.remove();
   svg.setAttribute("role", "img");
   svg.setAttribute("aria-label", label);
@@ -21,53 +21,46 @@ export function drawPlot(options: PlotOptions, label: string): SVGSVGElement {
   return svg;
 }
 
-/** About how many pixels a label takes at 12 px; a Chinese character is twice as wide as a letter. */
+/** Approximate width of a label at 12 px; a Chinese character is twice as wide as a letter. */
 export function widthOf(label: string): number {
   return Array.from(label).reduce((sum, letter) => sum + (letter.charCodeAt(0) > 0x2e80 ? 12.5 : 6.6), 0);
 }
 
-/** How much larger than 16 pixels a letter is; phones and desks are drawn as they are. */
+/** Factor by which charts are enlarged on large screens, where the font is larger. */
 function zoom(): number {
   return Math.max(1, parseFloat(getComputedStyle(document.documentElement).fontSize) / 17);
 }
 
 export function Chart({ build, label }: { build: Build; label: string }): JSX.Element {
-  const place = useRef<HTMLDivElement>(null);
+  const container = useRef<HTMLDivElement>(null);
   const dark = useDark();
   useLayoutEffect(() => {
-    const host = place.current;
+    const host = container.current;
     if (!host) return undefined;
     let drawn = 0;
     const draw = () => {
       const width = Math.floor(host.clientWidth);
       if (width === drawn || width === 0) return;
       drawn = width;
-      // Plot counts in pixels: on a wall, where letters are larger, the whole chart grows with them.
+      // Plot measures in pixels: with a larger font the whole chart is scaled.
       const svg = drawPlot(build(Math.floor(width / zoom())), label);
       svg.style.width = "100%";
       host.replaceChildren(svg);
     };
     draw();
-    const watcher = new ResizeObserver(draw);
-    watcher.observe(host);
-    return () => watcher.disconnect();
+    const observer = new ResizeObserver(draw);
+    observer.observe(host);
+    return () => observer.disconnect();
   }, [build, label, dark]);
-  return <div class="chart" ref={place} />;
+  return <div class="chart" ref={container} />;
 }
 
-interface ChartFigureProps {
-  title: string;
-  note?: ComponentChildren;
-  name: string;
-  fileTitle?: string;
+interface ChartFigureProps extends Omit<FigureProps, "draw"> {
   label: string;
   build: Build;
-  controls?: ComponentChildren;
-  class?: string;
-  children?: ComponentChildren;
 }
 
-/** A chart with its title and the buttons that save it. */
+/** A chart as a figure. */
 export function ChartFigure({ build, label, children, ...rest }: ChartFigureProps): JSX.Element {
   return (
     <Figure {...rest} draw={() => drawPlot(build(FILE_WIDTH), label)}>

@@ -1,100 +1,85 @@
-/** Colours by number and by kind: ordered in lightness, so that they can be read without telling hues apart. */
+/** Colour scales for numbers, ordered in lightness so that hue is not needed to read them, and colours of categories. */
 import { interpolateRgbBasis } from "d3-interpolate";
 
 type Ramp = (share: number) => string;
 
-// Seaborn's "mako", from the colour of the paper to its opposite.
+// Seaborn's "mako", starting at the background colour.
 const MAKO = ["#2b1c35", "#3e356b", "#3b5698", "#357ba2", "#38aaac", "#78d6ae", "#def5e5"];
 const sequentialLight = interpolateRgbBasis(["#f7faf7", ...[...MAKO].reverse()]);
 const sequentialDark = interpolateRgbBasis(["#191b25", "#231f38", ...MAKO.slice(1)]);
-// Orange below zero, purple above, the pair that every kind of colour blindness tells apart.
-const divergingLight = interpolateRgbBasis([
-  "#8a3f06",
-  "#d9781c",
-  "#f6c88f",
-  "#f7f7f5",
-  "#c3bbdc",
-  "#7d6cab",
-  "#3d1a66",
-]);
-const divergingDark = interpolateRgbBasis([
-  "#ffd199",
-  "#e0862f",
-  "#7a4516",
-  "#1d1f28",
-  "#4b3a7a",
-  "#8d78c9",
-  "#d9ccff",
-]);
+// Orange below zero, purple above: distinct under every kind of colour blindness.
+const DIVERGING_LIGHT = ["#8a3f06", "#d9781c", "#f6c88f", "#f7f7f5", "#c3bbdc", "#7d6cab", "#3d1a66"];
+const DIVERGING_DARK = ["#ffd199", "#e0862f", "#7a4516", "#1d1f28", "#4b3a7a", "#8d78c9", "#d9ccff"];
+const [divergingLight, divergingDark] = [interpolateRgbBasis(DIVERGING_LIGHT), interpolateRgbBasis(DIVERGING_DARK)];
 
-// Paul Tol's "light" scheme and its dark twin; a role is always named by letters too.
-const KINDS_LIGHT = ["#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#d3b5e5", "#c9b79c"];
-const KINDS_DARK = ["#3f6fae", "#a6492c", "#8f7d1c", "#a34a63", "#22708f", "#15705a", "#66741a", "#74508f", "#6b5a40"];
+// Paul Tol's "light" scheme and its dark counterpart; a role is also named by letters.
+const LIGHT = ["#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#d3b5e5", "#c9b79c"];
+const DARK = ["#3f6fae", "#a6492c", "#8f7d1c", "#a34a63", "#22708f", "#15705a", "#66741a", "#74508f", "#6b5a40"];
 
-export const NOTHING = { light: "#eceeef", dark: "#262933" };
+export const NO_VALUE = { light: "#eceeef", dark: "#262933" };
 
 export interface Scale {
   low: number;
   high: number;
   diverging: boolean;
-  /** The colour of a value; `null` has that of nothing. */
+  /** The colour of a value; `NO_VALUE` for null. */
   of: (value: number | null | undefined) => string;
-  /** The same as red, green and blue, in 256 steps: what a picture of many cells is painted with. */
+  /** The same as red, green and blue, in 256 steps, for images of many cells. */
   paint: (value: number | null | undefined) => Colour;
 }
 
 type Colour = readonly [red: number, green: number, blue: number];
 
-const stepsOfRamps = new Map<Ramp, Colour[]>();
+const stepCache = new Map<Ramp, Colour[]>();
 
 function stepsOf(ramp: Ramp): Colour[] {
-  let steps = stepsOfRamps.get(ramp);
+  let steps = stepCache.get(ramp);
   if (!steps) {
     steps = Array.from({ length: 256 }, (_, i) => channels(ramp(i / 255)));
-    stepsOfRamps.set(ramp, steps);
+    stepCache.set(ramp, steps);
   }
   return steps;
 }
 
-/** The scale from low to high; around zero where both signs occur. `bend` below 1 shows small values better. */
-export function scaleOf(low: number, high: number, dark: boolean, bend = 1): Scale {
+/** The scale from low to high; symmetric around zero where both signs occur. `gamma` below 1 expands small values. */
+export function scaleOf(low: number, high: number, dark: boolean, gamma = 1): Scale {
   const diverging = low < 0 && high > 0;
   const ramp = diverging ? (dark ? divergingDark : divergingLight) : dark ? sequentialDark : sequentialLight;
   const widest = Math.max(Math.abs(low), Math.abs(high));
   const from = diverging ? -widest : low;
   const span = diverging ? 2 * widest : high - low;
-  const nothing = dark ? NOTHING.dark : NOTHING.light;
+  const noValue = dark ? NO_VALUE.dark : NO_VALUE.light;
   const steps = stepsOf(ramp);
   const shareOf = (value: number | null | undefined) => {
     if (value === null || value === undefined || !Number.isFinite(value)) return null;
     const share = span > 0 ? Math.min(1, Math.max(0, (value - from) / span)) : 0.5;
-    return bend === 1 ? share : share ** bend;
+    return gamma === 1 ? share : share ** gamma;
   };
   const of = (value: number | null | undefined) => {
     const share = shareOf(value);
-    return share === null ? nothing : ramp(share);
+    return share === null ? noValue : ramp(share);
   };
   const paint = (value: number | null | undefined) => {
     const share = shareOf(value);
-    return share === null ? channels(nothing) : (steps[Math.round(255 * share)] as Colour);
+    return share === null ? channels(noValue) : (steps[Math.round(255 * share)] as Colour);
   };
   return { low: from, high: from + span, diverging, of, paint };
 }
 
-export function kindColour(index: number, dark: boolean): string {
-  const colours = dark ? KINDS_DARK : KINDS_LIGHT;
+export function categoryColour(index: number, dark: boolean): string {
+  const colours = dark ? DARK : LIGHT;
   return colours[index % colours.length] as string;
 }
 
 /** Red, green and blue, 0 to 255. */
-export function channels(colour: string): [number, number, number] {
+function channels(colour: string): [number, number, number] {
   const hex = /^#(..)(..)(..)$/.exec(colour);
   if (hex) return [1, 2, 3].map((i) => parseInt(hex[i] as string, 16)) as [number, number, number];
   return (colour.match(/[\d.]+/g) ?? ["0", "0", "0"]).slice(0, 3).map(Number) as [number, number, number];
 }
 
-/** Black or white, whichever is read better on a colour. */
-export function inkOn(colour: string): string {
+/** Black or white, whichever has more contrast. */
+export function textColourOn(colour: string): string {
   const [r, g, b] = channels(colour).map((x) => {
     const share = x / 255;
     return share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;

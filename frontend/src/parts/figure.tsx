@@ -1,69 +1,49 @@
-/** A picture with its title, its explanation and the buttons that save it. */
+/** A figure with its title, its caption and buttons that save it. */
 import type { ComponentChildren, JSX } from "preact";
 import { savePng, saveSvg, standalone, titled, type Picture } from "./export";
-import { useWords } from "./language";
+import { useLocale } from "./language";
 import { plainLine } from "./tokens";
 
-interface FigureProps {
+export interface FigureProps {
   title: string;
-  /** What is shown and how to read it. */
+  /** Caption. */
   note?: ComponentChildren;
-  /** The file's name without its ending. */
+  /** Name of the saved file, without its extension. */
   name: string;
-  /** What the file says it shows; the title unless more must be said. */
+  /** Title inside the saved file, if it differs. */
   fileTitle?: string;
-  /** Draws the picture for a file; null while there is nothing to draw. */
+  /** Draws the figure for a file; null while there is nothing to draw. */
   draw: (() => SVGSVGElement) | null;
   /** Controls beside the title. */
   controls?: ComponentChildren;
   class?: string;
   maxWidth?: string;
-  children: ComponentChildren;
+  children?: ComponentChildren;
 }
 
-export function Figure({
-  title,
-  note,
-  name,
-  fileTitle,
-  draw,
-  controls,
-  children,
-  maxWidth,
-  ...rest
-}: FigureProps): JSX.Element {
-  const { say } = useWords();
-  const saved = (save: (picture: Picture, name: string) => void) => () => {
-    if (draw) save(standalone(titled(draw(), plainLine(fileTitle ?? title))), name);
+export function Figure({ title, note, name, fileTitle, draw, controls, ...rest }: FigureProps): JSX.Element {
+  const { t } = useLocale();
+  const button = (format: string, label: string, save: (picture: Picture, name: string) => void) => {
+    const onClick = () => draw && save(standalone(titled(draw(), plainLine(fileTitle ?? title))), name);
+    return (
+      <button type="button" class="quiet" aria-label={label} disabled={!draw} onClick={onClick}>
+        {format}
+      </button>
+    );
   };
+  const style = rest.maxWidth ? { maxWidth: rest.maxWidth } : {};
   return (
-    <figure class={`figure ${rest.class ?? ""}`} aria-label={title} style={maxWidth ? { maxWidth } : {}}>
+    <figure class={`figure ${rest.class ?? ""}`} aria-label={title} style={style}>
       <div class="figure-head">
         <h3>{title}</h3>
         {controls}
         <span class="save">
-          <button
-            type="button"
-            class="quiet"
-            aria-label={say("saveSvg", { title })}
-            disabled={!draw}
-            onClick={saved(saveSvg)}
-          >
-            SVG
-          </button>
-          <button
-            type="button"
-            class="quiet"
-            aria-label={say("savePng", { title })}
-            disabled={!draw}
-            onClick={saved(savePng)}
-          >
-            PNG
-          </button>
+          {button("SVG", t("saveSvg", { title }), saveSvg)}
+          {button("PNG", t("savePng", { title }), savePng)}
         </span>
       </div>
       {note ? <figcaption>{note}</figcaption> : null}
-      {children}
+      {rest.children}
     </figure>
   );
 }

@@ -1,18 +1,18 @@
-/** The grid of heads as a drawing for a file. */
-import { inkOn } from "./colour";
+/** The grid of heads for a file. */
+import { textColourOn } from "./colour";
 import type { GridCell, GridRow } from "./head-grid";
 import { heatUrl } from "./heat-map";
-import { CENTRED, newDrawing, type Drawing } from "./svg";
+import { CENTRED, createSvg, type Drawing } from "./svg";
 
 const LEFT = 44;
 const TOP = 30;
-const LINE = 11; // of a badge
+const LINE = 11; // height of a line of a badge
 
-export interface GridDrawing {
+interface GridDrawing {
   legend: string;
   columns: string[];
   rows: GridRow[];
-  /** Of a cell, in pixels. */
+  /** Size of a cell in pixels. */
   cell?: { width: number; height: number };
 }
 
@@ -26,7 +26,7 @@ interface Box {
 export function gridSvg({ legend, columns, rows, cell = { width: 30, height: 30 } }: GridDrawing): SVGSVGElement {
   const width = Math.max(LEFT + cell.width * columns.length + 12, 360);
   const height = TOP + cell.height * rows.length + 30;
-  const drawing = newDrawing(width, height);
+  const drawing = createSvg(width, height);
   const { svg, add } = drawing;
   const small = { "font-size": 11, fill: "var(--muted)" };
   add("text", { x: 8, y: height - 10, ...small }, legend);
@@ -55,9 +55,9 @@ function drawCell({ add }: Drawing, cell: GridCell, box: Box): void {
   if (cell.letters && cell.picture && cell.badge) drawBadge({ add }, cell.letters.split("\n"), cell.badge, box);
   else if (!cell.picture) {
     const middle = { x: box.x + box.width / 2, y: box.y + box.height / 2 };
-    add("text", { ...middle, ...CENTRED, "font-size": 11, fill: inkOn(colour) }, cell.letters);
+    add("text", { ...middle, ...CENTRED, "font-size": 11, fill: textColourOn(colour) }, cell.letters);
   }
-  if (cell.off) {
+  if (cell.ablated) {
     const [right, bottom] = [box.x + box.width, box.y + box.height];
     const cross = { stroke: "var(--second)", "stroke-width": 2 };
     add("line", { x1: box.x, y1: box.y, x2: right, y2: bottom, ...cross });
@@ -65,16 +65,16 @@ function drawCell({ add }: Drawing, cell: GridCell, box: Box): void {
   }
 }
 
-/** One line stands small in the upper corner, several fill the lower edge. */
-function drawBadge({ add }: Pick<Drawing, "add">, lines: string[], ground: string, box: Box): void {
+/** One line is drawn in the upper corner, several across the lower edge. */
+function drawBadge({ add }: Pick<Drawing, "add">, lines: string[], background: string, box: Box): void {
   const several = lines.length > 1;
   const width = several ? box.width : 16;
   const height = LINE * lines.length + 1;
   const x = box.x + box.width - width;
   const y = several ? box.y + box.height - height : box.y;
-  add("rect", { x, y, width, height, rx: several ? 0 : 2, fill: ground });
+  add("rect", { x, y, width, height, rx: several ? 0 : 2, fill: background });
   lines.forEach((line, i) => {
     const at = { x: x + width / 2, y: y + LINE * (i + 0.5) + 0.5 };
-    add("text", { ...at, ...CENTRED, "font-size": 9, fill: inkOn(ground) }, line);
+    add("text", { ...at, ...CENTRED, "font-size": 9, fill: textColourOn(background) }, line);
   });
 }

@@ -1,25 +1,23 @@
-/** Layers by heads, a cell each: arrow keys walk, Enter opens. */
+/** Grid of heads, one row per layer: arrow keys move, Enter opens. */
 import type { JSX } from "preact";
 import { useRef, useState } from "preact/hooks";
-import { inkOn } from "./colour";
-import { HeatMap } from "./heat-map";
-import type { Heat } from "./heat-map";
-import type { Scale } from "./colour";
+import { textColourOn, type Scale } from "./colour";
+import { HeatMap, type Heat } from "./heat-map";
 
 export interface GridCell {
   key: string;
   href: string;
-  /** Place, value and role in words. */
+  /** Head, value and role in words. */
   name: string;
   colour: string;
   letters: string;
   faded: boolean;
   marked: boolean;
   picture?: { heat: Heat; scale: Scale };
-  /** The colour of the letters' ground where there is a picture. */
+  /** Background of the letters over a picture. */
   badge?: string;
-  /** Drawn crossed out. */
-  off?: boolean;
+  /** Crossed out. */
+  ablated?: boolean;
 }
 
 export interface GridRow {
@@ -34,8 +32,8 @@ interface HeadGridProps {
   columns: string[];
   columnName: (label: string) => string;
   rows: GridRow[];
-  onPoint?: (key: string | null) => void;
-  /** What happens in place of following a cell's link. */
+  onHover?: (key: string | null) => void;
+  /** Called instead of following the link of a cell. */
   onPick?: (key: string) => void;
 }
 
@@ -46,33 +44,33 @@ const STEPS: Record<string, [down: number, right: number]> = {
   ArrowRight: [0, 1],
 };
 
-function classOf({ faded, marked, off }: GridCell): string {
-  return ["cell", faded && "faded", marked && "marked", off && "off"].filter(Boolean).join(" ");
+function classOf({ faded, marked, ablated }: GridCell): string {
+  return ["cell", faded && "faded", marked && "marked", ablated && "ablated"].filter(Boolean).join(" ");
 }
 
 function Letters({ cell }: { cell: GridCell }): JSX.Element | null {
   if (!cell.letters) return null;
-  const ground = cell.picture ? cell.badge : undefined;
-  if (!ground) return <span>{cell.letters}</span>;
+  const background = cell.picture ? cell.badge : undefined;
+  if (!background) return <span>{cell.letters}</span>;
   return (
-    <span class="badge" style={{ background: ground, color: inkOn(ground) }}>
+    <span class="badge" style={{ background, color: textColourOn(background) }}>
       {cell.letters}
     </span>
   );
 }
 
-export function HeadGrid({ label, corner, columns, columnName, rows, onPoint, onPick }: HeadGridProps): JSX.Element {
+export function HeadGrid({ label, corner, columns, columnName, rows, onHover, onPick }: HeadGridProps): JSX.Element {
   const table = useRef<HTMLTableElement>(null);
-  const [[atRow, atColumn], setAt] = useState<[number, number]>([0, 0]);
+  const [[focusRow, focusColumn], setFocus] = useState<[number, number]>([0, 0]);
 
   const linkAt = (row: number, column: number) =>
     table.current?.querySelector<HTMLAnchorElement>(`a[data-row="${row}"][data-column="${column}"]`);
 
-  const walk = (event: KeyboardEvent, row: number, column: number) => {
+  const moveFocus = (event: KeyboardEvent, row: number, column: number) => {
     let link: HTMLAnchorElement | null | undefined = null;
     const step = STEPS[event.key];
     if (step) {
-      // A layer may have lost a head: go on until there is one.
+      // Skip heads that a layer does not have.
       for (let n = 1; !link && n <= rows.length + columns.length; n++) {
         link = linkAt(row + n * step[0], column + n * step[1]);
       }
@@ -86,6 +84,11 @@ export function HeadGrid({ label, corner, columns, columnName, rows, onPoint, on
     link?.focus();
   };
 
+  const pick = (event: Event, key: string) => {
+    event.preventDefault();
+    event.stopPropagation();
+    onPick?.(key);
+  };
   return (
     <div class="grid-scroll">
       <table
@@ -94,7 +97,7 @@ export function HeadGrid({ label, corner, columns, columnName, rows, onPoint, on
         aria-label={label}
         ref={table}
         style={{ minWidth: `${1.5 * columns.length + 2}rem`, "--columns": String(columns.length) }}
-        onMouseLeave={() => onPoint?.(null)}
+        onMouseLeave={() => onHover?.(null)}
       >
         <thead>
           <tr>
@@ -124,22 +127,15 @@ export function HeadGrid({ label, corner, columns, columnName, rows, onPoint, on
                       data-row={i}
                       data-column={j}
                       data-key={cell.key}
-                      tabIndex={i === atRow && j === atColumn ? 0 : -1}
-                      style={cell.faded ? {} : { background: cell.colour, color: inkOn(cell.colour) }}
-                      onKeyDown={(event) => walk(event, i, j)}
-                      onClick={
-                        onPick &&
-                        ((event) => {
-                          event.preventDefault();
-                          event.stopPropagation();
-                          onPick(cell.key);
-                        })
-                      }
+                      tabIndex={i === focusRow && j === focusColumn ? 0 : -1}
+                      style={cell.faded ? {} : { background: cell.colour, color: textColourOn(cell.colour) }}
+                      onKeyDown={(event) => moveFocus(event, i, j)}
+                      onClick={onPick && ((event) => pick(event, cell.key))}
                       onFocus={() => {
-                        setAt([i, j]);
-                        onPoint?.(cell.key);
+                        setFocus([i, j]);
+                        onHover?.(cell.key);
                       }}
-                      onMouseEnter={() => onPoint?.(cell.key)}
+                      onMouseEnter={() => onHover?.(cell.key)}
                     >
                       {cell.picture && !cell.faded ? (
                         <HeatMap {...cell.picture.heat} scale={cell.picture.scale} label="" />

@@ -1,8 +1,8 @@
-/** A grid of numbers as a picture: a block map of attention, or how alike the heads of a layer are. */
+/** A matrix as an image: an attention map, or the similarities of the heads of a layer. */
 import type { JSX } from "preact";
 import { useLayoutEffect, useRef } from "preact/hooks";
 import type { Scale } from "./colour";
-import { newDrawing } from "./svg";
+import { createSvg } from "./svg";
 
 export interface Heat {
   rows: number;
@@ -10,36 +10,38 @@ export interface Heat {
   values: ArrayLike<number>;
 }
 
-/** Draws one pixel a cell; the browser makes them larger. */
+/** Paints rows of cells onto a canvas, one pixel per cell, from the row `top` on. */
+export function paintCells(canvas: HTMLCanvasElement, { rows, columns, values }: Heat, scale: Scale, top = 0): void {
+  const context = canvas.getContext("2d");
+  if (!context || rows < 1 || columns < 1) return;
+  const image = context.createImageData(columns, rows);
+  for (let i = 0; i < rows * columns; i++) {
+    const colour = scale.paint(values[i]);
+    image.data[4 * i] = colour[0];
+    image.data[4 * i + 1] = colour[1];
+    image.data[4 * i + 2] = colour[2];
+    image.data[4 * i + 3] = 255;
+  }
+  context.putImageData(image, 0, top);
+}
+
 function paint(canvas: HTMLCanvasElement, heat: Heat, scale: Scale): void {
   canvas.width = heat.columns;
   canvas.height = heat.rows;
-  const context = canvas.getContext("2d");
-  if (!context || heat.rows === 0 || heat.columns === 0) return;
-  const image = context.createImageData(heat.columns, heat.rows);
-  const { data } = image;
-  for (let i = 0; i < heat.rows * heat.columns; i++) {
-    const colour = scale.paint(heat.values[i]);
-    data[4 * i] = colour[0];
-    data[4 * i + 1] = colour[1];
-    data[4 * i + 2] = colour[2];
-    data[4 * i + 3] = 255;
-  }
-  context.putImageData(image, 0, 0);
+  paintCells(canvas, heat, scale);
 }
 
 interface HeatMapProps extends Heat {
   scale: Scale;
-  /** What a reader who cannot see it should know; empty for a picture that only repeats what stands beside it. */
+  /** Description for screen readers; empty if the image repeats what is beside it. */
   label: string;
-  onPoint?: (cell: [row: number, column: number] | null) => void;
-  onPick?: (cell: [row: number, column: number]) => void;
+  onHover?: (cell: [row: number, column: number] | null) => void;
 }
 
-export function HeatMap({ rows, columns, values, scale, label, onPoint, onPick }: HeatMapProps): JSX.Element {
-  const place = useRef<HTMLCanvasElement>(null);
+export function HeatMap({ rows, columns, values, scale, label, onHover }: HeatMapProps): JSX.Element {
+  const canvas = useRef<HTMLCanvasElement>(null);
   useLayoutEffect(() => {
-    if (place.current) paint(place.current, { rows, columns, values }, scale);
+    if (canvas.current) paint(canvas.current, { rows, columns, values }, scale);
   }, [rows, columns, values, scale]);
   const cellAt = (event: MouseEvent): [number, number] => {
     const box = (event.currentTarget as Element).getBoundingClientRect();
@@ -51,38 +53,35 @@ export function HeatMap({ rows, columns, values, scale, label, onPoint, onPick }
   return (
     <canvas
       class="heat"
-      ref={place}
+      ref={canvas}
       {...described}
-      onMouseMove={onPoint && ((event) => onPoint(cellAt(event)))}
-      onMouseLeave={onPoint && (() => onPoint(null))}
-      onClick={onPick && ((event) => onPick(cellAt(event)))}
+      onMouseMove={onHover && ((event) => onHover(cellAt(event)))}
+      onMouseLeave={onHover && (() => onHover(null))}
     />
   );
 }
 
-/** The picture as a data address, one pixel a cell. */
+/** The image as a data URL, one pixel per cell. */
 export function heatUrl(heat: Heat, scale: Scale): string {
   const canvas = document.createElement("canvas");
   paint(canvas, heat, scale);
   return canvas.toDataURL("image/png");
 }
 
-export interface HeatFrame {
+interface HeatAxes {
   across: string;
   down: string;
-  size?: number;
 }
 
-/** The same picture for a file, with its axes named. */
-export function heatSvg(heat: Heat, scale: Scale, frame: HeatFrame): SVGSVGElement {
-  const size = frame.size ?? 480;
+/** The image with its axes, for a file. */
+export function heatSvg(heat: Heat, scale: Scale, axes: HeatAxes, size = 480): SVGSVGElement {
   const [left, top] = [34, 30];
   const height = Math.round((size * heat.rows) / Math.max(1, heat.columns));
-  const { svg, add } = newDrawing(size + left + 12, height + top + 12);
+  const { svg, add } = createSvg(size + left + 12, height + top + 12);
   const picture = { href: heatUrl(heat, scale), preserveAspectRatio: "none", "image-rendering": "pixelated" };
+  const style = { "font-size": 12, fill: "currentColor" };
   add("image", { x: left, y: top, width: size, height, ...picture });
-  add("text", { x: left, y: 18, "font-size": 12, fill: "currentColor" }, `${frame.across} →`);
-  const turned = `rotate(-90 22 ${top + height})`;
-  add("text", { x: 22, y: top + height, "font-size": 12, fill: "currentColor", transform: turned }, `← ${frame.down}`);
+  add("text", { x: left, y: 18, ...style }, `${axes.across} →`);
+  add("text", { x: 22, y: top + height, transform: `rotate(-90 22 ${top + height})`, ...style }, `← ${axes.down}`);
   return svg;
 }

@@ -1,4 +1,4 @@
-/** Words and numbers in the reader's language. */
+/** Interface strings and numbers in the language of the reader. */
 import { createContext } from "preact";
 import { useContext } from "preact/hooks";
 import type { NumberFormat, Text } from "../data";
@@ -7,10 +7,10 @@ import { strings } from "./strings";
 export type Language = "en" | "zh";
 export type StringName = keyof typeof strings;
 
-export interface Words {
+export interface Locale<Name extends string = StringName> {
   language: Language;
-  /** A string of the interface, with `{name}` filled in. */
-  say: (name: StringName, values?: Record<string, string | number>) => string;
+  /** An interface string, with `{name}` replaced by its value. */
+  t: (name: Name, values?: Record<string, string | number>) => string;
   /** A text that came with the data. */
   text: (text: Text) => string;
   number: (value: number | null | undefined, format?: NumberFormat) => string;
@@ -18,36 +18,30 @@ export interface Words {
   list: (items: string[]) => string;
 }
 
-export function wordsOf(language: Language): Words {
+export function createLocale(language: Language, table: Record<string, Text> = strings): Locale<string> {
   const locale = language === "zh" ? "zh-CN" : "en";
   const whole = new Intl.NumberFormat(locale);
   const significant = new Intl.NumberFormat(locale, { maximumSignificantDigits: 3 });
   const oneDecimal = new Intl.NumberFormat(locale, { maximumFractionDigits: 1 });
   const percent = new Intl.NumberFormat(locale, { style: "percent", maximumFractionDigits: 0 });
   const finePercent = new Intl.NumberFormat(locale, { style: "percent", maximumFractionDigits: 1 });
-  const small = new Intl.NumberFormat(locale, { notation: "scientific", maximumFractionDigits: 1 });
-  const together = new Intl.ListFormat(locale, { type: "conjunction" });
-
-  function plain(value: number): string {
-    return value !== 0 && Math.abs(value) < 1e-4 ? small.format(value) : significant.format(value);
-  }
-
-  const words: Words = {
+  const scientific = new Intl.NumberFormat(locale, { notation: "scientific", maximumFractionDigits: 1 });
+  const conjunction = new Intl.ListFormat(locale, { type: "conjunction" });
+  return {
     language,
-    say: (name, values = {}) =>
-      strings[name][language].replace(/\{(\w+)\}/g, (whole, key: string) => String(values[key] ?? whole)),
+    t: (name, values = {}) =>
+      (table[name]?.[language] ?? name).replace(/\{(\w+)\}/g, (match, key: string) => String(values[key] ?? match)),
     text: (text) => text[language],
     number: (value, format = "number") => {
       if (value === null || value === undefined || !Number.isFinite(value)) return "–";
       if (format === "share") return (Math.abs(value) < 0.1 ? finePercent : percent).format(value);
       if (format === "tokens") return Math.abs(value) < 10 ? significant.format(value) : oneDecimal.format(value);
-      return plain(value);
+      return value !== 0 && Math.abs(value) < 1e-4 ? scientific.format(value) : significant.format(value);
     },
     count: (value) => whole.format(value),
-    list: (items) => together.format(items),
+    list: (items) => conjunction.format(items),
   };
-  return words;
 }
 
-export const WordsContext = createContext<Words>(wordsOf("en"));
-export const useWords = () => useContext(WordsContext);
+export const LocaleContext = createContext<Locale>(createLocale("en"));
+export const useLocale = () => useContext(LocaleContext);

@@ -1,6 +1,6 @@
-/** What the colours mean: a ramp with its ends, or a list of kinds. */
+/** Legends: a colour ramp, or a list of categories. */
 import type { JSX } from "preact";
-import { inkOn, type Scale } from "./colour";
+import { textColourOn, type Scale } from "./colour";
 
 const STOPS = 24;
 
@@ -9,7 +9,7 @@ interface RampLegendProps {
   format: (value: number) => string;
 }
 
-/** The ramp as the scale bends it: its middle is the middle value's colour. */
+/** The ramp of a scale, linear in the values. */
 export function RampLegend({ scale, format }: RampLegendProps): JSX.Element {
   const colours = Array.from({ length: STOPS + 1 }, (_, i) =>
     scale.of(scale.low + (i / STOPS) * (scale.high - scale.low)),
@@ -27,7 +27,7 @@ export function RampLegend({ scale, format }: RampLegendProps): JSX.Element {
   );
 }
 
-export interface Kind {
+export interface Category {
   key: string;
   letters: string;
   label: string;
@@ -36,28 +36,32 @@ export interface Kind {
   count: number;
 }
 
-/** The kinds as buttons: one that is pressed alone stays lit. */
-export function KindLegend(props: {
+/** Categories as buttons; pressing one selects it alone. */
+export function CategoryLegend(props: {
   label: string;
-  kinds: Kind[];
+  categories: Category[];
   chosen: string;
   onChoose: (key: string) => void;
 }): JSX.Element {
   return (
-    <ul class="kinds" aria-label={props.label}>
-      {props.kinds.map((kind) => (
-        <li key={kind.key}>
+    <ul class="plain categories" aria-label={props.label}>
+      {props.categories.map((category) => (
+        <li key={category.key}>
           <button
             type="button"
-            class="kind"
-            aria-pressed={props.chosen === kind.key}
-            title={kind.about}
-            onClick={() => props.onChoose(props.chosen === kind.key ? "" : kind.key)}
+            class="category"
+            aria-pressed={props.chosen === category.key}
+            title={category.about}
+            onClick={() => props.onChoose(props.chosen === category.key ? "" : category.key)}
           >
-            <span class="swatch" style={{ background: kind.colour, color: inkOn(kind.colour) }} aria-hidden="true">
-              {kind.letters}
+            <span
+              class="swatch"
+              style={{ background: category.colour, color: textColourOn(category.colour) }}
+              aria-hidden="true"
+            >
+              {category.letters}
             </span>
-            {kind.label} <span class="muted">{kind.count}</span>
+            {category.label} <span class="muted">{category.count}</span>
           </button>
         </li>
       ))}

@@ -1,4 +1,4 @@
-/** Every view is a link: `#/head/2/7?example=1`. Works from a file, and in a notebook's frame. */
+/** Routes in the fragment, `#/head/2/7?example=1`; also from a file and in the frame of a notebook. */
 import { useEffect, useState } from "preact/hooks";
 
 export interface Route {
@@ -8,7 +8,7 @@ export interface Route {
 
 export type Query = Record<string, string | number | null | undefined>;
 
-export function parseRoute(hash: string): Route {
+function parseRoute(hash: string): Route {
   const [path = "", query = ""] = hash.replace(/^#\/?/, "").split("?", 2);
   return {
     path: path.split("/").filter(Boolean).map(decoded),
@@ -20,28 +20,28 @@ function decoded(segment: string): string {
   try {
     return decodeURIComponent(segment);
   } catch {
-    return segment; // a hand-written link may hold a lone %
+    return segment; // a hand-written link may contain a lone %
   }
 }
 
 export function hrefOf(path: readonly (string | number)[], query: Query = {}): string {
   const kept = Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== "");
-  const asked = new URLSearchParams(kept.map(([name, value]) => [name, String(value)])).toString();
-  return `#/${path.map((segment) => encodeURIComponent(String(segment))).join("/")}${asked ? `?${asked}` : ""}`;
+  const search = new URLSearchParams(kept.map(([name, value]) => [name, String(value)])).toString();
+  return `#/${path.map((segment) => encodeURIComponent(String(segment))).join("/")}${search ? `?${search}` : ""}`;
 }
 
 const listeners = new Set<() => void>();
 let current = location.hash;
-let address = current; // `location.hash` when `current` was last brought up to date
+let address = current; // `location.hash` when `current` was last updated
 
-/** Goes to a view. With `replace`, the browser's history gains no entry. */
+/** Navigates to a view; with `replace`, without an entry in the history. */
 export function go(href: string, replace = false): void {
   current = href;
   try {
     if (replace) history.replaceState(null, "", href);
     else location.hash = href.slice(1);
   } catch {
-    // A frame without an origin of its own may not touch its address: the view changes all the same.
+    // A frame without an origin of its own cannot change its address; the view changes anyway.
   }
   address = location.hash;
   for (const listener of listeners) listener();
@@ -52,7 +52,7 @@ addEventListener("hashchange", () => {
   for (const listener of listeners) listener();
 });
 
-// In a frame made by `srcdoc`, `#/…` is taken relative to the page around it, so links are followed here.
+// In a `srcdoc` frame `#/…` is relative to the surrounding page, so links are handled here.
 document.addEventListener("click", (event) => {
   const link = event.target instanceof Element ? event.target.closest("a[href^='#/']") : null;
   const plain = event.button === 0 && !event.ctrlKey && !event.metaKey && !event.shiftKey && !event.altKey;
@@ -61,7 +61,7 @@ document.addEventListener("click", (event) => {
   go(link.getAttribute("href") ?? "#/");
 });
 
-/** What the address says now, even if `hashchange` has yet to be dispatched. */
+/** The route of the current address, even before `hashchange` is dispatched. */
 export function currentRoute(): Route {
   if (location.hash !== address) current = address = location.hash;
   return parseRoute(current);
@@ -78,7 +78,12 @@ export function useRoute(): Route {
   return parseRoute(hash);
 }
 
-/** The same view with some of its query changed. */
-export function changed(route: Route, query: Query): string {
+/** The link to a view with some of its query changed. */
+export function withQuery(route: Route, query: Query): string {
   return hrefOf(route.path, { ...route.query, ...query });
+}
+
+/** Changes some of the query of a view, without an entry in the history. */
+export function replaceQuery(route: Route, query: Query): void {
+  go(withQuery(route, query), true);
 }

@@ -1,23 +1,30 @@
-/** A table whose columns sort it. */
+/** A table that can be sorted by each of its columns; the order is part of the link. */
 import type { ComponentChildren, JSX } from "preact";
 import { useState } from "preact/hooks";
-import { useWords } from "./language";
+import { TableRegion } from "./controls";
+import { useLocale } from "./language";
+import { replaceQuery, type Route } from "./router";
 
 export interface TableColumn<Row> {
   name: string;
   label: string;
   about?: string;
   numeric?: boolean;
-  /** What rows are sorted by; nothing sorts last. */
+  /** The sort key; null sorts last. */
   by: (row: Row) => number | string | null;
   show: (row: Row) => ComponentChildren;
-  /** The share of a bar behind the number. */
+  /** The length of a bar behind the number, from 0 to 1. */
   bar?: (row: Row) => number | null;
 }
 
-export interface Sorting {
-  column: string;
-  down: boolean;
+/** A column of numbers. */
+export function numberColumn<Row>(
+  name: string,
+  label: string,
+  by: (row: Row) => number | null | undefined,
+  format: (value: number | null | undefined, row: Row) => ComponentChildren,
+): TableColumn<Row> {
+  return { name, label, numeric: true, by: (row) => by(row) ?? null, show: (row) => format(by(row), row) };
 }
 
 interface SortableTableProps<Row> {
@@ -25,14 +32,17 @@ interface SortableTableProps<Row> {
   columns: TableColumn<Row>[];
   rows: Row[];
   keyOf: (row: Row) => string;
-  sorting: Sorting;
-  onSort: (sorting: Sorting) => void;
+  route: Route;
+  /** Query parameter that holds the order. */
+  parameter?: string;
+  /** The initial order: `column-down` or `column-up`. */
+  order: string;
   marked?: (row: Row) => boolean;
-  /** How many rows are shown before the reader asks for all. */
+  /** Rows shown until all are requested. */
   first?: number;
 }
 
-export function sorted<Row>(rows: Row[], column: TableColumn<Row> | undefined, down: boolean): Row[] {
+function sorted<Row>(rows: Row[], column: TableColumn<Row> | undefined, down: boolean): Row[] {
   if (!column) return rows;
   const missing = (value: number | string | null) => value === null || value === "";
   return [...rows].sort((one, other) => {
@@ -43,44 +53,40 @@ export function sorted<Row>(rows: Row[], column: TableColumn<Row> | undefined, d
   });
 }
 
-// Few columns across a wide screen would be too far apart to be read as rows.
+// A table of fewer columns is not stretched to a wide screen.
 const WIDE = 5;
 
 export function SortableTable<Row>(props: SortableTableProps<Row>): JSX.Element {
-  const { say } = useWords();
+  const { t } = useLocale();
   const [all, setAll] = useState(false);
-  const { sorting, first = 40 } = props;
+  const { route, columns, parameter = "sort", first = 40 } = props;
+  const [sortedBy, direction] = (route.query[parameter] ?? props.order).split("-");
+  const down = direction === "down";
   const rows = sorted(
     props.rows,
-    props.columns.find((column) => column.name === sorting.column),
-    sorting.down,
+    columns.find((column) => column.name === sortedBy),
+    down,
   );
   const shown = all ? rows : rows.slice(0, first);
-  const direction = sorting.down ? "descending" : "ascending";
+  const sortBy = ({ name, numeric }: TableColumn<Row>) => {
+    const next = name === sortedBy ? !down : Boolean(numeric);
+    replaceQuery(route, { [parameter]: `${name}-${next ? "down" : "up"}` });
+  };
   return (
     <>
-      <div class="table-scroll" tabIndex={0} role="region" aria-label={props.label}>
-        <table class={`sortable${props.columns.length > WIDE ? " full" : ""}`}>
-          <caption class="unseen-caption">{props.label}</caption>
+      <TableRegion label={props.label}>
+        <table class={`sortable${columns.length > WIDE ? " full" : ""}`}>
+          <caption class="offstage">{props.label}</caption>
           <thead>
             <tr>
-              {props.columns.map((column) => (
+              {columns.map((column) => (
                 <th
                   scope="col"
                   key={column.name}
                   class={column.numeric ? "numeric" : ""}
-                  aria-sort={sorting.column === column.name ? direction : "none"}
+                  aria-sort={sortedBy === column.name ? (down ? "descending" : "ascending") : "none"}
                 >
-                  <button
-                    type="button"
-                    title={column.about}
-                    onClick={() =>
-                      props.onSort({
-                        column: column.name,
-                        down: sorting.column === column.name ? !sorting.down : Boolean(column.numeric),
-                      })
-                    }
-                  >
+                  <button type="button" title={column.about} onClick={() => sortBy(column)}>
                     {column.label}
                   </button>
                 </th>
@@ -90,17 +96,17 @@ export function SortableTable<Row>(props: SortableTableProps<Row>): JSX.Element 
           <tbody>
             {shown.map((row) => (
               <tr key={props.keyOf(row)} class={props.marked?.(row) ? "marked" : ""}>
-                {props.columns.map((column, i) => (
+                {columns.map((column, i) => (
                   <Cell column={column} row={row} heading={i === 0} />
                 ))}
               </tr>
             ))}
           </tbody>
         </table>
-      </div>
+      </TableRegion>
       {rows.length > shown.length ? (
         <button type="button" class="more" onClick={() => setAll(true)}>
-          {say("showAll", { count: rows.length })}
+          {t("showAll", { count: rows.length })}
         </button>
       ) : null}
     </>

@@ -1,7 +1,7 @@
 /** Interface strings, in English and Chinese. */
 
 export const strings = {
-  // The frame
+  // Frame
   skip: { en: "Skip to the content", zh: "跳到正文" },
   views: { en: "Views", zh: "视图" },
   language: { en: "Language", zh: "语言" },
@@ -13,14 +13,14 @@ export const strings = {
   copied: { en: "Copied", zh: "已复制" },
   copy: { en: "Copy", zh: "复制" },
   linkHere: { en: "Link to this view", zh: "此视图的链接" },
-  madeBy: {
+  generatedBy: {
     en: "Made by polyhead {version}. This file is self-contained and makes no network requests.",
     zh: "由 polyhead {version} 生成。此文件自含全部内容，不访问网络。",
   },
   factHeads: { en: "{heads} heads in {layers} layers", zh: "{layers} 层共 {heads} 个头" },
   factTokens: { en: "{tokens} tokens of {documents} documents", zh: "{documents} 篇文档的 {tokens} 个词元" },
   factContext: { en: "context of up to {context} tokens", zh: "上下文最多 {context} 个词元" },
-  interrupted: { en: "the run was interrupted: numbers are of the text read until then", zh: "运行被中断：数字只涵盖此前读到的文本" },
+  interrupted: { en: "the run was interrupted: statistics cover the text until then", zh: "运行被中断：统计量只涵盖此前的文本" },
   overview: { en: "Overview", zh: "总览" },
   alike: { en: "Similar heads", zh: "相似的头" },
   matters: { en: "Head importance", zh: "头的重要性" },
@@ -31,10 +31,10 @@ export const strings = {
   showAll: { en: "Show all {count}", zh: "显示全部 {count} 行" },
   asTable: { en: "As a table", zh: "以表格显示" },
 
-  // Places and numbers
-  place: { en: "Layer {layer}, head {head}", zh: "第 {layer} 层第 {head} 头" },
-  placeIn: { en: "{place} ({stack})", zh: "{place}（{stack}）" },
-  placeFrom: { en: "{place}, {origin}", zh: "{place}，{origin}" },
+  // Names and numbers
+  headId: { en: "Layer {layer}, head {head}", zh: "第 {layer} 层第 {head} 头" },
+  nameInStack: { en: "{name} ({stack})", zh: "{name}（{stack}）" },
+  nameWithOrigin: { en: "{name}, {origin}", zh: "{name}，{origin}" },
   edited: { en: "Edited: {edits}", zh: "经过编辑：{edits}" },
   layerName: { en: "Layer {layer}", zh: "第 {layer} 层" },
   headName: { en: "Head {head}", zh: "第 {head} 头" },
@@ -50,32 +50,31 @@ export const strings = {
   group_other: { en: "Other", zh: "其他" },
 
   // Summary at the top of the overview
-  atAGlance: { en: "Summary", zh: "概要" },
-  glanceNames: {
+  summary: { en: "Summary", zh: "概要" },
+  summaryNames: {
     en: "Heads are named layer.head: 2.7 is head 7 of layer 2. Both are counted from 0.",
     zh: "头以“层.头”命名：2.7 即第 2 层第 7 头。两者都从 0 数起。",
   },
-  glancePrevious: { en: "Which are previous-token heads?", zh: "哪些是前一词元头？" },
-  glanceNoPrevious: { en: "None reliably.", zh: "没有稳定的此类头。" },
-  glanceAlike: { en: "Which two have the most similar outputs?", zh: "哪两个头的输出最相似？" },
-  glanceSame: { en: "cosine {value}: redundant", zh: "余弦 {value}：冗余" },
-  glanceNotSame: {
+  summaryPrevious: { en: "Which are previous-token heads?", zh: "哪些是前一词元头？" },
+  summaryNoPrevious: { en: "None reliably.", zh: "没有稳定的此类头。" },
+  summarySimilar: { en: "Which two have the most similar outputs?", zh: "哪两个头的输出最相似？" },
+  summaryRedundant: { en: "cosine {value}: redundant", zh: "余弦 {value}：冗余" },
+  summaryNotRedundant: {
     en: "cosine {value}: similar, below the redundancy threshold of {threshold}",
     zh: "余弦 {value}：相似，但低于冗余阈值 {threshold}",
   },
-  glanceCosine: { en: "cosine {value}", zh: "余弦 {value}" },
-  glanceNoPairs: { en: "Not measured in this run.", zh: "此次运行没有测量。" },
-  glanceMatters: { en: "Which are most important?", zh: "哪些头最重要？" },
-  glanceFirst: { en: "the first {evidence}", zh: "第一个{evidence}" },
-  glanceMost: { en: "the first: {column} {value}", zh: "第一个：{column} {value}" },
-  glanceAll: { en: "more", zh: "更多" },
+  summaryCosine: { en: "cosine {value}", zh: "余弦 {value}" },
+  summaryNoPairs: { en: "Not measured in this run.", zh: "此次运行没有测量。" },
+  summaryImportant: { en: "Which are most important?", zh: "哪些头最重要？" },
+  summaryFirst: { en: "the first {evidence}", zh: "第一个{evidence}" },
+  summaryMost: { en: "the first: {column} {value}", zh: "第一个：{column} {value}" },
+  summaryMore: { en: "more", zh: "更多" },
 
   // Overview
-  whatWasFound: { en: "Findings", zh: "发现" },
   allFindings: { en: "All {count} findings", zh: "全部 {count} 条发现" },
   seeEvidence: { en: " (see the evidence)", zh: "（查看证据）" },
-  everyHead: { en: "All heads", zh: "所有头" },
-  everyHeadAbout: {
+  allHeads: { en: "All heads", zh: "所有头" },
+  allHeadsAbout: {
     en:
       "A transformer processes a text layer by layer. In each layer several attention heads compute, for every " +
       "token, how much it attends to each other token. Each square is one head; open it for details.",
@@ -106,8 +105,8 @@ export const strings = {
     en: "{stack}, coloured by: {coloured}. Arrow keys move, Enter opens a head.",
     zh: "{stack}，着色依据：{coloured}。方向键移动，回车打开。",
   },
-  peekHint: {
-    en: "Point at a square for a preview of the head; click it, or press Enter, for details.",
+  previewHint: {
+    en: "Hover over a square for a preview of the head; click it, or press Enter, for details.",
     zh: "指向方格可预览一个头；点击或按回车可查看详情。",
   },
   headsTable: { en: "Table of heads", zh: "头的表格" },
@@ -119,8 +118,7 @@ export const strings = {
   neighbours: { en: "Neighbouring heads", zh: "相邻的头" },
   previousHead: { en: "previous head", zh: "上一个头" },
   nextHead: { en: "next head", zh: "下一个头" },
-  allHeads: { en: "All heads", zh: "所有头" },
-  noRoleHere: { en: "None of the roles is supported by the evidence for this head.", zh: "所考察的角色中，没有一个得到证据支持。" },
+  noRoleSupported: { en: "None of the roles is supported by the evidence for this head.", zh: "所考察的角色中，没有一个得到证据支持。" },
   examples: { en: "Attention on example texts", zh: "示例文本上的注意力" },
   examplesAbout: {
     en:
@@ -135,12 +133,13 @@ export const strings = {
       " it attends to, or one of the lower to see which words attend to it.",
     zh: "交叉注意力：一段文本的词关注另一段文本的词。选择上方的词可看到它关注哪里，选择下方的词可看到哪些词关注它。",
   },
-  theseLook: { en: "Queries", zh: "查询" },
-  theseAreLookedAt: { en: "Keys", zh: "键" },
-  lookedAtOnAverage: { en: "Most attended, on average", zh: "平均得到最多注意力" },
-  wordLooksAt: { en: "“{word}” attends to", zh: "“{word}”关注" },
-  wordSeenBy: { en: "“{word}” is attended to by", zh: "关注“{word}”的有" },
-  nobody: { en: "none above 0.5%", zh: "没有超过 0.5% 的" },
+  queries: { en: "Queries", zh: "查询" },
+  keys: { en: "Keys", zh: "键" },
+  mostAttended: { en: "Most attended, on average", zh: "平均得到最多注意力" },
+  wordAttendsTo: { en: "“{word}” attends to", zh: "“{word}”关注" },
+  wordAttendedBy: { en: "“{word}” is attended to by", zh: "关注“{word}”的有" },
+  noneAbove: { en: "none above {share}", zh: "没有超过 {share} 的" },
+  tokenNumber: { en: "token {number}", zh: "第 {number} 个词元" },
   drawAs: { en: "Draw as", zh: "绘制方式" },
   asWords: { en: "Words", zh: "词" },
   asLines: { en: "Words and lines", zh: "词与连线" },
@@ -156,7 +155,7 @@ export const strings = {
   mapAcross: { en: "key tokens", zh: "键词元" },
   mapDown: { en: "query tokens", zh: "查询词元" },
   mapCell: { en: "From {query} to {key}: {share}", zh: "从{query}到{key}：{share}" },
-  mapHint: { en: "Point at the map to read a value.", zh: "指向地图可读取数值。" },
+  mapHint: { en: "Hover over the map to read a value.", zh: "指向注意力图可读取数值。" },
   tokensFromTo: { en: "tokens {from}–{to}", zh: "第 {from}–{to} 个词元" },
   mapDescribed: {
     en:
@@ -192,12 +191,12 @@ export const strings = {
   interval: { en: "Interval (95%)", zh: "区间（95%）" },
   chance: { en: "Chance", zh: "随机水平" },
   evidence: { en: "Evidence", zh: "证据" },
-  lookAlikes: { en: "Most similar heads", zh: "最相似的头" },
-  lookAlikesAbout: {
+  mostSimilarHeads: { en: "Most similar heads", zh: "最相似的头" },
+  mostSimilarAbout: {
     en: "Heads with the most similar outputs (cosine similarity; 1 is identical).",
     zh: "输出最相似的头（余弦相似度；1 为相同）。",
   },
-  likenessShort: {
+  redundancyShort: {
     en: "From {threshold} on heads count as redundant; random weights reach {chance}.",
     zh: "达到 {threshold} 即视为冗余；随机权重可达 {chance}。",
   },
@@ -227,30 +226,30 @@ export const strings = {
   },
 
   // Similar heads
-  alikeAbout: {
+  similarAbout: {
     en:
       "Heads with nearly the same output are redundant: one of them may suffice. Below: redundancy groups, all " +
       "pairs of heads of a layer, and pairs across layers.",
     zh: "输出几乎相同的头是冗余的：保留其一可能就够了。下面是冗余组、同层的每一对头，以及跨层的配对。",
   },
-  mostAlikeOfAll: {
+  mostSimilarPair: {
     en: "The two most similar heads: {one} and {other}, with a cosine similarity of {value}.",
     zh: "最相似的两个头：{one}与{other}，余弦相似度为 {value}。",
   },
   groups: { en: "Redundancy groups", zh: "冗余组" },
   noGroups: { en: "No two heads of a layer are above the threshold.", zh: "没有同层的两个头高于阈值。" },
-  noLikeness: {
+  noRedundancy: {
     en: "This run had no baseline with random weights, so there is no threshold and there are no groups.",
     zh: "此次运行没有随机权重的基线，因此没有阈值，也没有分组。",
   },
-  likenessAbout: {
+  redundancyAbout: {
     en:
       "Heads of one layer form a group if the cosine similarity of their outputs is at least {threshold} for " +
       "every pair. The same model with random weights reaches {chance}; the threshold is halfway between that " +
       "and 1.",
     zh: "同层的头若两两输出的余弦相似度都不低于 {threshold}，即归为一组。同一模型换成随机权重可达 {chance}；阈值取其与 1 的中点。",
   },
-  leastAlike: { en: "(least similar pair: {cosine})", zh: "（最不相似的一对：{cosine}）" },
+  leastSimilar: { en: "(least similar pair: {cosine})", zh: "（最不相似的一对：{cosine}）" },
   editPrune: {
     en: "Keep {head} and prune the rest, with compensation in the remaining heads on calibration data:",
     zh: "保留 {head}，剪去其余的头，并用校准数据在保留的头中补偿：",
@@ -261,9 +260,9 @@ export const strings = {
     zh: "剪去全部头的 {share}，即在校准数据上最易补偿的那些：",
   },
   copyCommand: { en: "Copy the command", zh: "复制命令" },
-  likenessTitle: { en: "Similarity of heads of a layer", zh: "同层的头的相似度" },
-  likenessNote: { en: "Cosine similarity of outputs, for all pairs of heads of a layer.", zh: "同层每一对头的输出的余弦相似度。" },
-  likenessDescribed: {
+  similarityTitle: { en: "Similarity of heads of a layer", zh: "同层的头的相似度" },
+  similarityNote: { en: "Cosine similarity of outputs, for all pairs of heads of a layer.", zh: "同层每一对头的输出的余弦相似度。" },
+  similarityDescribed: {
     en: "Histogram of the cosine similarity of {pairs} pairs of heads; {above} are above the threshold.",
     zh: "{pairs} 对头的余弦相似度直方图；其中 {above} 对高于阈值。",
   },
@@ -273,7 +272,7 @@ export const strings = {
   withinLayers: { en: "All pairs within a layer", zh: "层内的所有头对" },
   relation: { en: "Measure", zh: "度量" },
   matrixHint: {
-    en: "Point at a matrix to read a value; rows and columns are the heads of the layer.",
+    en: "Hover over a matrix to read a value; rows and columns are the heads of the layer.",
     zh: "指向矩阵可读取数值；行与列都是该层的头。",
   },
   pairReadout: { en: "{one} and {other}: {value}", zh: "{one} 与 {other}：{value}" },
@@ -281,7 +280,7 @@ export const strings = {
     en: "{layer}: the most similar are heads {one} and {other}, {value}.",
     zh: "{layer}：最相似的是第 {one} 与第 {other} 头，{value}。",
   },
-  mostAlike: { en: "The most similar: {relation}", zh: "最相似的：{relation}" },
+  mostSimilar: { en: "The most similar: {relation}", zh: "最相似的：{relation}" },
   oneHead: { en: "First head", zh: "头一" },
   otherHead: { en: "Second head", zh: "头二" },
   acrossLayers: { en: "Across layers", zh: "跨层" },
@@ -293,7 +292,7 @@ export const strings = {
 
   // Head importance
   noImportance: { en: "Importance was not measured in this run.", zh: "此次运行没有测量重要性。" },
-  mattersMost: { en: "{head} is the most important.", zh: "{head}最重要。" },
+  mostImportant: { en: "{head} is the most important.", zh: "{head}最重要。" },
   ranking: { en: "The {count} most important heads", zh: "最重要的 {count} 个头" },
   rankingAbout: { en: "Error bars are 1.96 standard errors on either side.", zh: "误差线为两侧各 1.96 个标准误。" },
   rankingDescribed: {
@@ -327,7 +326,7 @@ export const strings = {
   verdict_worse: { en: "worse", zh: "更差" },
   verdict_none: { en: "no significant difference", zh: "无显著差异" },
   bestOffset: { en: "Baseline's offset", zh: "基线的偏移" },
-  wordsSeen: { en: "Words", zh: "词数" },
+  wordCount: { en: "Words", zh: "词数" },
 
   // Findings and the run
   noFindings: { en: "No findings.", zh: "没有发现。" },

@@ -1,6 +1,6 @@
-/** Drawings for files, made by hand. */
+/** SVG drawings that are saved as files. */
 
-const NAMESPACE = "http://www.w3.org/2000/svg";
+export const SVG_NAMESPACE = "http://www.w3.org/2000/svg";
 
 export type Attributes = Record<string, string | number>;
 
@@ -9,18 +9,20 @@ export interface Drawing {
   add: (tag: string, attributes: Attributes, text?: string) => void;
 }
 
-export function newDrawing(width: number, height: number): Drawing {
-  const svg = document.createElementNS(NAMESPACE, "svg");
-  svg.setAttribute("class", "plot");
-  svg.setAttribute("width", String(width));
-  svg.setAttribute("height", String(height));
+export function createSvg(width: number, height: number): Drawing {
+  const svg = createElement("svg", { class: "plot", width, height }) as SVGSVGElement;
   const add = (tag: string, attributes: Attributes, text = "") => {
-    const element = document.createElementNS(NAMESPACE, tag);
-    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, String(value));
+    const element = createElement(tag, attributes);
     element.textContent = text;
     svg.append(element);
   };
   return { svg, add };
+}
+
+export function createElement(tag: string, attributes: Attributes): SVGElement {
+  const element = document.createElementNS(SVG_NAMESPACE, tag) as SVGElement;
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, String(value));
+  return element;
 }
 
 export const CENTRED = { "text-anchor": "middle", "dominant-baseline": "central" };

@@ -1,4 +1,4 @@
-/** Light or dark: as the system asks, or as the reader chose. */
+/** Light or dark colours: those of the system, or as chosen. */
 import { createContext } from "preact";
 import { useContext, useEffect, useState } from "preact/hooks";
 
@@ -19,11 +19,11 @@ function remember(theme: Theme): void {
   try {
     localStorage.setItem(KEY, theme);
   } catch {
-    // The choice then lasts as long as the page.
+    // The choice is then not remembered.
   }
 }
 
-/** Whether the page is dark now; canvases and charts choose their colours by it. */
+/** True in dark mode; canvases and charts choose their colours by it. */
 export const DarkContext = createContext(false);
 export const useDark = () => useContext(DarkContext);
 

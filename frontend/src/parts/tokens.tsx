@@ -1,7 +1,7 @@
-/** Text from a corpus is hostile: set as text, the unseen shown by its name, the endless cut. */
+/** Untrusted text: set as text, with invisible characters shown by name and long tokens truncated. */
 import type { JSX } from "preact";
 
-/** How many characters of a token are shown before it is cut. */
+/** Characters of a token after which it is truncated. */
 const LONGEST = 40;
 const LONGEST_LINE = 400;
 
@@ -29,42 +29,42 @@ const NAMES: Record<number, string> = {
   0x2069: "PDI",
   0xfeff: "BOM",
 };
-// Control, format, unassigned, private-use and surrogate characters, ends of lines, and fillers that draw nothing.
-const UNSEEN = /[\p{Cc}\p{Cf}\p{Cn}\p{Co}\p{Cs}\p{Zl}\p{Zp}\u00a0\u115f\u1160\u3164\uffa0\ufe00-\ufe0f]/u;
+// Control, format, unassigned, private-use and surrogate characters, line separators, and blank fillers.
+const INVISIBLE = /[\p{Cc}\p{Cf}\p{Cn}\p{Co}\p{Cs}\p{Zl}\p{Zp}\u00a0\u115f\u1160\u3164\uffa0\ufe00-\ufe0f]/u;
 
-export interface Piece {
+interface Piece {
   text: string;
-  /** A name in place of a character that cannot be seen. */
-  unseen: boolean;
+  /** The name of an invisible character. */
+  invisible: boolean;
 }
 
-/** A token in pieces that can be shown. */
-export function piecesOf(token: string, longest = LONGEST): Piece[] {
-  // A character takes at most two units, so that what is endless is never taken apart whole.
+/** A token as visible pieces. */
+function piecesOf(token: string, longest = LONGEST): Piece[] {
+  // A character takes at most two units; a very long token is never split as a whole.
   const letters = Array.from(token.slice(0, 2 * longest + 2));
-  const cut = letters.length > longest;
+  const truncated = letters.length > longest;
   const pieces: Piece[] = [];
-  let seen = "";
-  for (const letter of cut ? letters.slice(0, longest) : letters) {
-    if (!UNSEEN.test(letter) && token.trim() !== "") {
-      seen += letter;
+  let visible = "";
+  for (const letter of truncated ? letters.slice(0, longest) : letters) {
+    if (!INVISIBLE.test(letter) && token.trim() !== "") {
+      visible += letter;
       continue;
     }
-    if (seen) pieces.push({ text: seen, unseen: false });
-    seen = "";
+    if (visible) pieces.push({ text: visible, invisible: false });
+    visible = "";
     const code = letter.codePointAt(0) as number;
-    pieces.push({ text: NAMES[code] ?? `U+${code.toString(16).toUpperCase().padStart(4, "0")}`, unseen: true });
+    pieces.push({ text: NAMES[code] ?? `U+${code.toString(16).toUpperCase().padStart(4, "0")}`, invisible: true });
   }
-  if (seen) pieces.push({ text: seen, unseen: false });
-  if (cut) pieces.push({ text: `… ${token.length}`, unseen: true });
-  if (token === "") pieces.push({ text: "∅", unseen: true });
+  if (visible) pieces.push({ text: visible, invisible: false });
+  if (truncated) pieces.push({ text: `… ${token.length}`, invisible: true });
+  if (token === "") pieces.push({ text: "∅", invisible: true });
   return pieces;
 }
 
 /** A token as one line of plain text, for names and descriptions. */
 export function plainToken(token: string, longest?: number): string {
   return piecesOf(token, longest)
-    .map((piece) => (piece.unseen ? `[${piece.text}]` : piece.text))
+    .map((piece) => (piece.invisible ? `[${piece.text}]` : piece.text))
     .join("")
     .trim();
 }
@@ -72,12 +72,14 @@ export function plainToken(token: string, longest?: number): string {
 export function Token({ text, longest }: { text: string; longest?: number }): JSX.Element {
   return (
     <bdi class="token">
-      {piecesOf(text, longest).map((piece) => (piece.unseen ? <span class="unseen">{piece.text}</span> : piece.text))}
+      {piecesOf(text, longest).map((piece) =>
+        piece.invisible ? <span class="invisible">{piece.text}</span> : piece.text,
+      )}
     </bdi>
   );
 }
 
-/** The same of a name or a sentence. */
+/** The same for a name or a sentence. */
 export function plainLine(text: string): string {
   return plainToken(text, LONGEST_LINE);
 }

@@ -1,4 +1,4 @@
-/** A chart of a plan, as report/plan_payload.py describes it: stacked bars, or lines on a logarithmic axis. */
+/** A chart of a plan (report/plan_payload.py): stacked bars, or lines on a logarithmic axis. */
 import { axisX, axisY, barY, dot, gridY, line, ruleY, text, type Markish, type PlotOptions } from "@observablehq/plot";
 import type { JSX } from "preact";
 import { useMemo } from "preact/hooks";
@@ -15,16 +15,16 @@ interface Series {
 export interface PlanChart {
   kind: "bars" | "lines";
   title: string;
-  axis: string;
   unit: keyof typeof FORMATS;
-  along: string;
-  places: string[];
+  x_label: string;
+  y_label: string;
+  x_values: string[];
   series: Series[];
 }
 
 const [LEFT, ROW, SWATCH] = [82, 18, 16];
-const CHANNELS = { x: "place", y: "value" };
-const inkOf = (one: Series) => `var(--p${one.colour})`;
+const CHANNELS = { x: "x", y: "value" };
+const colourOf = (one: Series) => `var(--p${one.colour})`;
 
 export function PlanFigure({ chart }: { chart: PlanChart }): JSX.Element {
   const build = useMemo<Build>(() => (width) => optionsOf(chart, width), [chart]);
@@ -34,10 +34,10 @@ export function PlanFigure({ chart }: { chart: PlanChart }): JSX.Element {
 }
 
 function optionsOf(chart: PlanChart, width: number): PlotOptions {
-  const { places, series } = chart;
+  const { x_values, series } = chart;
   const legend = legendOf(series, width);
-  // As many names of places as fit beside each other.
-  const every = Math.ceil(((Math.max(...places.map(widthOf)) + 6) * places.length) / (width - LEFT));
+  // As many tick labels as fit side by side.
+  const every = Math.ceil(((Math.max(...x_values.map(widthOf)) + 6) * x_values.length) / (width - LEFT));
   const axis = { labelAnchor: "center", labelArrow: "none", tickSize: 0, fontSize: 12 } as const;
   const { x, y, ticks, marks } = chart.kind === "bars" ? barsOf(chart) : linesOf(chart);
   return {
@@ -52,55 +52,55 @@ function optionsOf(chart: PlanChart, width: number): PlotOptions {
     marks: [
       gridY({ ticks, stroke: "var(--line)", strokeOpacity: 1 }),
       ...marks,
-      axisX({ ...axis, label: chart.along, ticks: places.filter((_, i) => i % every === 0) }),
-      axisY({ ...axis, label: chart.axis, ticks, tickFormat: FORMATS[chart.unit] }),
+      axisX({ ...axis, label: chart.x_label, ticks: x_values.filter((_, i) => i % every === 0) }),
+      axisY({ ...axis, label: chart.y_label, ticks, tickFormat: FORMATS[chart.unit] }),
       ...legend.marks,
     ],
   };
 }
 
-interface Drawn extends Pick<PlotOptions, "x" | "y"> {
+interface PlotParts extends Pick<PlotOptions, "x" | "y"> {
   ticks: number | number[];
   marks: Markish[];
 }
 
-function barsOf(chart: PlanChart): Drawn {
-  const { places, series } = chart;
-  const totals = places.map((_, i) => series.reduce((sum, one) => sum + (one.values[i] ?? 0), 0));
+function barsOf(chart: PlanChart): PlotParts {
+  const { x_values, series } = chart;
+  const totals = x_values.map((_, i) => series.reduce((sum, one) => sum + (one.values[i] ?? 0), 0));
   const ticks = chart.unit === "bytes" ? multiplesUpTo(Math.max(...totals)) : 5;
   const rows = series.flatMap((one) => rowsOf(chart, one));
   return {
-    x: { type: "band", domain: places, padding: 0.28 },
+    x: { type: "band", domain: x_values, padding: 0.28 },
     y: typeof ticks === "number" ? { nice: ticks } : { domain: [0, ticks.at(-1)] },
     ticks,
-    marks: [barY(rows, { ...CHANNELS, title: "title", fill: "ink" }), ruleY([0], { stroke: "var(--muted)" })],
+    marks: [barY(rows, { ...CHANNELS, title: "title", fill: "colour" }), ruleY([0], { stroke: "var(--muted)" })],
   };
 }
 
-function linesOf(chart: PlanChart): Drawn {
-  const all = chart.series.map((one) => ({ ...one, rows: rowsOf(chart, one), ink: inkOf(one) }));
+function linesOf(chart: PlanChart): PlotParts {
+  const all = chart.series.map((one) => ({ ...one, rows: rowsOf(chart, one), colour: colourOf(one) }));
   const ticks = powersAround(all.flatMap((one) => one.rows.map((row) => row.value)));
   return {
-    x: { type: "point", domain: chart.places, padding: 0.4 },
+    x: { type: "point", domain: chart.x_values, padding: 0.4 },
     y: { type: "log", base: 2, domain: [ticks[0], ticks.at(-1)] },
     ticks,
-    marks: all.flatMap(({ rows, ink, dashed }) => [
-      line(rows, { ...CHANNELS, stroke: ink, strokeWidth: 2.2, strokeDasharray: dashed ? "6,4" : undefined }),
-      dot(rows, { ...CHANNELS, title: "title", fill: ink, r: 3.4 }),
+    marks: all.flatMap(({ rows, colour, dashed }) => [
+      line(rows, { ...CHANNELS, stroke: colour, strokeWidth: 2.2, strokeDasharray: dashed ? "6,4" : undefined }),
+      dot(rows, { ...CHANNELS, title: "title", fill: colour, r: 3.4 }),
     ]),
   };
 }
 
-/** The places where a series has a value, with what is said of it. */
-function rowsOf({ places, along, unit }: PlanChart, one: Series) {
-  return places.flatMap((place, i) => {
+/** The values of a series, with tooltips. */
+function rowsOf({ x_values, x_label, unit }: PlanChart, one: Series) {
+  return x_values.flatMap((x, i) => {
     const value = one.values[i];
     if (!value) return [];
-    return { place, value, ink: inkOf(one), title: `${place} ${along}: ${one.name} ${FORMATS[unit](value)}` };
+    return { x, value, colour: colourOf(one), title: `${x} ${x_label}: ${one.name} ${FORMATS[unit](value)}` };
   });
 }
 
-/** The names of the series above the frame; part of the drawing, so that a saved file has them. */
+/** The legend above the frame, part of the drawing so that a saved file has it. */
 function legendOf(series: Series[], width: number): { height: number; marks: Markish[] } {
   let [next, row] = [0, 0];
   const placed = series.map((one) => {
@@ -114,7 +114,7 @@ function legendOf(series: Series[], width: number): { height: number; marks: Mar
   const marks = placed.flatMap(({ one, x, y }) => {
     const at = { frameAnchor: "top-left", dy: y - height } as const;
     return [
-      dot([one], { ...at, dx: x + 5, symbol: "square", r: 5, fill: inkOf(one) }),
+      dot([one], { ...at, dx: x + 5, symbol: "square", r: 5, fill: colourOf(one) }),
       text([one.name], { ...at, dx: x + SWATCH, textAnchor: "start", lineAnchor: "middle", fontSize: 12 }),
     ];
   });

@@ -16,13 +16,13 @@ export const FORMATS = {
   ratio: (value: number) => `${(value < 10 ? significant : whole).format(value)}x`,
 };
 
-/** Where a binary axis from zero has its labels: at most six multiples of a power of two, the last above all values. */
+/** Ticks of a binary axis from zero: at most six multiples of a power of two, the last above all values. */
 export function multiplesUpTo(largest: number): number[] {
   const step = 2 ** Math.ceil(Math.log2(largest / 5));
   return Array.from({ length: Math.ceil(largest / step) + 1 }, (_, i) => step * i);
 }
 
-/** Where a logarithmic axis has its labels: at most ten powers of two, equally far apart, that enclose all values. */
+/** Ticks of a logarithmic axis: at most ten equidistant powers of two that enclose all values. */
 export function powersAround(values: number[]): number[] {
   const low = Math.floor(Math.log2(Math.min(...values)));
   const high = Math.max(low + 1, Math.ceil(Math.log2(Math.max(...values))));

@@ -1,141 +1,126 @@
-/** Questions to the server: one JSON object each, answers whole or line by line; failures are values with a kind. */
+/** Requests to the server: one JSON object each, answered by JSON lines. */
 import type { Progress } from "./types";
 
-/** Words of the server's own, or "offline" where nobody answered. */
+/** An error of the server, or "offline" if it does not respond. */
 export class ServerError extends Error {
   constructor(
     readonly kind: string,
-    readonly status: number,
-    message: string,
+    message = "",
   ) {
     super(message);
   }
 }
 
-/** Whether this page called a question off; nothing is wrong then. */
-export function calledOff(error: unknown): boolean {
+/** True if this page aborted the request. */
+export function isAborted(error: unknown): boolean {
   return error instanceof DOMException && error.name === "AbortError";
 }
 
-export type Line = Record<string, unknown> & { progress?: Progress; done?: boolean };
+export type Message = Record<string, unknown> & { progress?: Progress; done?: boolean };
 
-const PAUSE = 1000; // milliseconds at least, before a question that the server was too busy for is asked again
-// Lets the server tell tabs apart.
-const client = Array.from(crypto.getRandomValues(new Uint8Array(12)), (x) => x.toString(16).padStart(2, "0")).join("");
+const MIN_PAUSE = 1000; // milliseconds before a request to a busy server is repeated
 
-type Watcher = (waiting: number) => void;
+type PendingListener = (pending: number) => void;
 
-const watchers = new Set<Watcher>();
-let waiting = 0;
+const listeners = new Set<PendingListener>();
+let pending = 0;
 
-/** Calls back with how many questions wait for a busy server, whenever that changes. */
-export function watchWaiting(watcher: Watcher): () => void {
-  watchers.add(watcher);
-  return () => void watchers.delete(watcher);
+/** Calls back with the number of requests that wait for a busy server, whenever it changes. */
+export function onPendingChange(listener: PendingListener): void {
+  listeners.add(listener);
 }
 
-function addWaiting(change: 1 | -1): void {
-  waiting += change;
-  for (const watcher of watchers) watcher(waiting);
+function addPending(change: 1 | -1): void {
+  pending += change;
+  for (const listener of listeners) listener(pending);
 }
 
-async function failureOf(response: Response): Promise<ServerError> {
+/** Awaits a step of a request; a lost connection becomes an error of kind "offline". */
+async function connected<Value>(step: Promise<Value>): Promise<Value> {
+  try {
+    return await step;
+  } catch (error) {
+    throw isAborted(error) ? error : new ServerError("offline");
+  }
+}
+
+async function errorOf(response: Response): Promise<ServerError> {
   try {
     const { error } = (await response.json()) as { error: { kind: string; message: string } };
-    return new ServerError(error.kind, response.status, error.message);
+    return new ServerError(error.kind, error.message);
   } catch (error) {
-    if (calledOff(error)) throw error;
-    return new ServerError("failed", response.status, response.statusText);
+    if (isAborted(error)) throw error;
+    return new ServerError("failed", response.statusText);
   }
 }
 
 function pause(milliseconds: number, signal?: AbortSignal): Promise<void> {
   return new Promise((resolve, reject) => {
     signal?.throwIfAborted();
-    const giveUp = () => {
+    const abort = () => {
       clearTimeout(timer);
       reject(signal?.reason);
     };
     const timer = setTimeout(() => {
-      signal?.removeEventListener("abort", giveUp);
+      signal?.removeEventListener("abort", abort);
       resolve();
     }, milliseconds);
-    signal?.addEventListener("abort", giveUp);
+    signal?.addEventListener("abort", abort);
   });
 }
 
-/** As long as the server asks for, and a little longer by chance, so that those who wait do not come back together. */
+/** The time that the server requests, with jitter so that clients do not return at once. */
 function pauseAfter(response: Response): number {
-  const asked = 1000 * Number(response.headers.get("Retry-After"));
-  return Math.max(PAUSE, asked || 0) * (1 + Math.random() / 2);
+  const requested = 1000 * Number(response.headers.get("Retry-After"));
+  return Math.max(MIN_PAUSE, requested || 0) * (1 + Math.random() / 2);
 }
 
-async function reached(address: string, options: RequestInit): Promise<Response> {
-  try {
-    return await fetch(address, options);
-  } catch (error) {
-    if (calledOff(error)) throw error;
-    throw new ServerError("offline", 0, "");
-  }
-}
-
-async function asked(route: string, body: object, signal?: AbortSignal): Promise<Response> {
+async function post(route: string, body: object, signal?: AbortSignal): Promise<Response> {
   const options: RequestInit = {
     method: "POST",
     headers: { "Content-Type": "application/json" },
-    body: JSON.stringify({ ...body, client }),
+    body: JSON.stringify(body),
     ...(signal ? { signal } : {}),
   };
-  let waits = false;
+  let isPending = false;
   try {
-    // A busy server is asked again until it answers, or until somebody calls the question off.
+    // A request to a busy server is repeated until it is answered or aborted.
     for (;;) {
-      const response = await reached(`api/${route}`, options);
+      const response = await connected(fetch(`api/${route}`, options));
       if (response.ok) return response;
-      const failure = await failureOf(response);
-      if (failure.kind !== "busy") throw failure;
-      if (!waits) addWaiting(1);
-      waits = true;
+      const error = await errorOf(response);
+      if (error.kind !== "busy") throw error;
+      if (!isPending) addPending(1);
+      isPending = true;
       await pause(pauseAfter(response), signal);
     }
   } finally {
-    if (waits) addWaiting(-1);
+    if (isPending) addPending(-1);
   }
 }
 
 export async function get<Value>(route: string): Promise<Value> {
-  const response = await reached(`api/${route}`, {});
-  if (!response.ok) throw await failureOf(response);
+  const response = await connected(fetch(`api/${route}`));
+  if (!response.ok) throw await errorOf(response);
   return (await response.json()) as Value;
 }
 
-/** One question, one answer. */
-export async function ask<Value>(route: string, body: object, signal?: AbortSignal): Promise<Value> {
-  const response = await asked(route, body, signal);
-  try {
-    return (await response.json()) as Value;
-  } catch (error) {
-    if (calledOff(error)) throw error;
-    throw new ServerError("offline", 0, ""); // it went away in the middle of a word
-  }
-}
-
-/** One question, an answer of many lines; the last is returned. */
-export async function follow<Last = Line>(
+/** Sends a request and returns the last message of the answer; `onMessage` is called with every one. */
+export async function request<Last = Message>(
   route: string,
   body: object,
-  onLine: (line: Line) => void,
   signal?: AbortSignal,
+  onMessage: (message: Message) => void = () => {},
 ): Promise<Last> {
-  const response = await asked(route, body, signal);
-  let last: Line | null = null;
-  for await (const text of linesOf(response)) {
-    const line = JSON.parse(text) as Line & { error?: { kind: string; status: number; message: string } };
-    if (line.error) throw new ServerError(line.error.kind, line.error.status, line.error.message);
-    last = line;
-    onLine(line);
+  const response = await post(route, body, signal);
+  let last: Message | null = null;
+  for await (const line of linesOf(response)) {
+    const message = JSON.parse(line) as Message & { error?: { kind: string; message: string } };
+    if (message.error) throw new ServerError(message.error.kind, message.error.message);
+    last = message;
+    onMessage(message);
   }
-  if (!last?.done) throw new ServerError("offline", 0, "");
+  if (!last?.done) throw new ServerError("offline");
   return last as Last;
 }
 
@@ -144,13 +129,7 @@ async function* linesOf(response: Response): AsyncGenerator<string> {
   if (!reader) return;
   let rest = "";
   for (;;) {
-    let part: ReadableStreamReadResult<string>;
-    try {
-      part = await reader.read();
-    } catch (error) {
-      if (calledOff(error)) throw error;
-      throw new ServerError("offline", 0, "");
-    }
+    const part = await connected(reader.read());
     if (part.done) break;
     const lines = (rest + part.value).split("\n");
     rest = lines.pop() ?? "";

@@ -1,153 +1,120 @@
-/** The frame around every view: the model, the texts, what went wrong, language and theme. */
+/** Frame of the viewer: model, texts, errors, language and theme. */
 import type { JSX } from "preact";
-import { useEffect, useRef, useState } from "preact/hooks";
-import { Frame, SkipLink } from "../parts/frame";
+import { useEffect, useState } from "preact/hooks";
+import { Frame, Shell } from "../parts/frame";
 import type { Language } from "../parts/language";
-import { hrefOf, useRoute, type Route } from "../parts/router";
+import { hrefOf, useRoute } from "../parts/router";
 import { Line } from "../parts/tokens";
 import { get, ServerError } from "./api";
-import { AskPanel } from "./ask";
 import { HeadView } from "./head-view";
 import { Home } from "./home";
-import { troubleName, useView } from "./language";
+import { allStrings, errorStringName, useViewLocale } from "./language";
 import { headName } from "./names";
-import { Store, StoreContext, useStore } from "./store";
-import type { HeadAt, State } from "./types";
-
-const EVERY = 2000; // milliseconds between two looks whether the server is there
+import { RETRY, Store, StoreContext, useStore } from "./store";
+import { TextPanel } from "./text-panel";
+import type { State } from "./types";
 
 export function App(props: { language: Language }): JSX.Element {
   const [language, setLanguage] = useState(props.language);
-  const store = useLoaded();
+  const store = useLoadedStore();
   return (
-    <Frame language={language} onLanguage={setLanguage}>
+    <Frame language={language} onLanguage={setLanguage} strings={allStrings}>
       {(switches) =>
         store instanceof Store ? (
           <StoreContext.Provider value={store}>
             <Viewer switches={switches} />
           </StoreContext.Provider>
         ) : (
-          <Waiting trouble={store} />
+          <Loading error={store} />
         )
       }
     </Frame>
   );
 }
 
-/** The store when the server has answered, until then what is wrong, if anything is. */
-function useLoaded(): Store | string | null {
-  const [found, setFound] = useState<Store | string | null>(null);
+/** The store once the server has answered; until then an error message, empty if the server does not respond. */
+function useLoadedStore(): Store | string | null {
+  const [store, setStore] = useState<Store | string | null>(null);
   useEffect(() => {
     let timer = 0;
     const load = async () => {
       try {
-        setFound(new Store(await get<State>("state")));
+        setStore(new Store(await get<State>("state")));
       } catch (error) {
-        const away = error instanceof ServerError && error.kind === "offline";
-        setFound(away ? "" : String(error instanceof Error ? error.message : error));
-        if (away) timer = setTimeout(load, EVERY);
+        const offline = error instanceof ServerError && error.kind === "offline";
+        setStore(offline ? "" : String(error instanceof Error ? error.message : error));
+        if (offline) timer = setTimeout(load, RETRY);
       }
     };
     void load();
     return () => clearTimeout(timer);
   }, []);
-  return found;
+  return store;
 }
 
-function Waiting({ trouble }: { trouble: string | null }): JSX.Element {
-  const { say } = useView();
+function Loading({ error }: { error: string | null }): JSX.Element {
+  const { t } = useViewLocale();
   return (
     <main id="main">
       <h1>polyhead</h1>
-      <p role="status">{trouble === null ? say("loading") : trouble || say("offline")}</p>
+      <p role="status">{error === null ? t("loading") : error || t("offline")}</p>
     </main>
   );
 }
 
 function Viewer({ switches }: { switches: JSX.Element }): JSX.Element {
-  const store = useStore();
-  const { say } = useView();
+  const { state, pendingRequests } = useStore();
+  const locale = useViewLocale();
+  const { t } = locale;
   const route = useRoute();
-  const main = useRef<HTMLElement>(null);
-  const first = useRef(true);
-  const view = route.path[0] ?? "";
-  useEffect(() => {
-    if (first.current) {
-      first.current = false;
-      return;
-    }
-    // A new view is told to a screen reader; the text above stays where it is.
-    main.current?.querySelector<HTMLElement>("h2")?.focus();
-  }, [view]);
+  const [view = "", layer, head] = route.path;
+  const isHead = view === "head";
+  const name = headName(state, [Number(layer), Number(head)], locale);
+  const links = [
+    { href: hrefOf([]), label: t("allHeads"), current: !isHead },
+    ...(isHead ? [{ href: hrefOf(route.path, route.query), label: name, current: true }] : []),
+  ];
+  const tools = (
+    <>
+      <TextPanel />
+      <Errors />
+      <p class="waiting" role="status">
+        {pendingRequests ? t("waitingForServer", { count: pendingRequests }) : ""}
+      </p>
+    </>
+  );
+  const footer = t("servedBy", { version: state.version });
+  return (
+    <Shell title={state.model.name} facts={<Facts />} {...{ switches, tools, links, view, footer }}>
+      {isHead ? <HeadView route={route} /> : <Home />}
+    </Shell>
+  );
+}
+
+function Facts(): JSX.Element {
+  const { model, context, context_reason, edits } = useStore().state;
+  const { t, count, text } = useViewLocale();
+  const about = { kind: model.class, dtype: model.dtype, device: model.device, parameters: count(model.parameters) };
+  const most = t("factMost", { context: count(context) });
   return (
     <>
-      <SkipLink main={main} />
-      <header class="view-head">
-        <div class="title">
-          <h1>
-            <Line text={store.state.model.name} />
-          </h1>
-          <FactLine />
-        </div>
-        <div class="switches">{switches}</div>
-      </header>
-      <AskPanel />
-      <Troubles />
-      <p class="waiting" role="status">
-        {store.waitingQuestions ? say("waitingForServer", { count: store.waitingQuestions }) : ""}
-      </p>
-      <Navigation route={route} />
-      <main id="main" tabIndex={-1} ref={main}>
-        {view === "head" ? <HeadView route={route} /> : <Home />}
-      </main>
-      <footer>{say("servedBy", { version: store.state.version })}</footer>
+      {t("factModel", about)} · {most} ({t(`context_${context_reason}`)})
+      {edits ? <Line text={` · ${t("edited", { edits: text(edits) })}`} /> : null}
     </>
   );
 }
 
-function FactLine(): JSX.Element {
-  const { model, context, context_reason, edits } = useStore().state;
-  const { say, count, text } = useView();
-  const about = { kind: model.class, dtype: model.dtype, device: model.device, parameters: count(model.parameters) };
-  const most = say("factMost", { context: count(context) });
-  return (
-    <p class="facts">
-      {say("factModel", about)} · {most} ({say(`context_${context_reason}`)})
-      {edits ? <Line text={` · ${say("edited", { edits: text(edits) })}`} /> : null}
-    </p>
-  );
-}
-
-function Navigation({ route }: { route: Route }): JSX.Element {
-  const { state } = useStore();
-  const words = useView();
-  const head: HeadAt = [Number(route.path[1]), Number(route.path[2])];
-  const isHead = route.path[0] === "head";
-  return (
-    <nav class="views" aria-label={words.say("views")}>
-      <a href={hrefOf([])} aria-current={isHead ? undefined : "page"}>
-        {words.say("allHeads")}
-      </a>
-      {isHead ? (
-        <a href={hrefOf(route.path, route.query)} aria-current="page">
-          {headName(state, head, words)}
-        </a>
-      ) : null}
-    </nav>
-  );
-}
-
-function Troubles(): JSX.Element {
+function Errors(): JSX.Element {
   const store = useStore();
-  const { say } = useView();
+  const { t } = useViewLocale();
   return (
-    <div class="troubles" role="alert">
-      {store.offline ? <p class="trouble">{say("offline")}</p> : null}
-      {store.trouble ? (
-        <p class="trouble">
-          <strong>{say(troubleName(store.trouble.kind))}</strong> <Line text={store.trouble.message} />{" "}
-          <button type="button" onClick={() => store.forgive()}>
-            {say("close")}
+    <div role="alert">
+      {store.offline ? <p class="error">{t("offline")}</p> : null}
+      {store.error ? (
+        <p class="error">
+          <strong>{t(errorStringName(store.error.kind))}</strong> <Line text={store.error.message} />{" "}
+          <button type="button" onClick={() => store.dismissError()}>
+            {t("close")}
           </button>
         </p>
       ) : null}

@@ -1,8 +1,8 @@
-/** Every head at once: a picture of its attention, or one word's place in it. */
+/** Grids of all heads: the attention map of each, or the attention from and to one word. */
 import type { JSX } from "preact";
 import { useMemo } from "preact/hooks";
-import { part, type Unpacked } from "../data";
-import { kindColour, scaleOf, type Scale } from "../parts/colour";
+import { part, type HeadId, type Unpacked } from "../data";
+import { categoryColour, scaleOf } from "../parts/colour";
 import { Figure } from "../parts/figure";
 import { gridSvg } from "../parts/grid-svg";
 import { HeadGrid, type GridCell, type GridRow } from "../parts/head-grid";
@@ -10,181 +10,157 @@ import type { Heat } from "../parts/heat-map";
 import { hrefOf } from "../parts/router";
 import { useDark } from "../parts/theme";
 import { plainToken } from "../parts/tokens";
-import { highest } from "./exposure";
-import { useView, type ViewWords } from "./language";
+import { useViewLocale, type ViewLocale } from "./language";
+import { colourRange } from "./map/colour-range";
 import { headName, layerName, stackName } from "./names";
-import { useStore, type Pictures, type Store } from "./store";
-import { axisOf, headKey, headOf, type HeadAt, type Reading, type Slot } from "./types";
-import { rowOf, type Side, type WordRows } from "./words";
+import { useStore, type Pictures } from "./store";
+import { axisOf, headKey, headOf, type Trace } from "./types";
+import { rowOf, type Side, type TokenRows } from "./token-rows";
 
-const BEND = 0.5; // small shares are seen
-const STRIP = 64; // cells of a word's strip
-const LETTERS = 10; // of a token, that a cell has room for
+const GAMMA = 0.5; // expands small weights
+const STRIP_CELLS = 64; // of the weights of a word
+const MAX_LETTERS = 10; // of a token in a cell
 const WORD_CELL = { width: 64, height: 44 }; // in a file, with room for a token
 
-export function hrefOfHead([place, head]: HeadAt, slot: Slot): string {
-  return hrefOf(["head", place, head], slot === "A" ? {} : { text: slot });
-}
+const heats = new WeakMap<Unpacked, Map<number, Heat>>(); // unchanged maps are not painted again
 
-const heats = new WeakMap<Unpacked, Map<number, Heat>>(); // so that a picture that did not change is not painted again
-
-/** The picture of one head; a sum over a block becomes the mean share of its queries. */
-function heatOf(pictures: Pictures | undefined, [place, head]: HeadAt, queries: number): Heat | null {
-  const found = pictures?.places.get(place);
-  if (!pictures || !found) return null;
-  const known = heats.get(found) ?? new Map<number, Heat>();
-  heats.set(found, known);
-  let heat = known.get(head);
+/** The map of one head; the sum over a block becomes the mean per query. */
+function heatOf(pictures: Pictures | undefined, [layer, head]: HeadId, queries: number): Heat | null {
+  const unpacked = pictures?.layers.get(layer);
+  if (!pictures || !unpacked) return null;
+  const cached = heats.get(unpacked) ?? new Map<number, Heat>();
+  heats.set(unpacked, cached);
+  let heat = cached.get(head);
   if (!heat) {
-    const { shape, values } = part(found, head);
+    const { shape, values } = part(unpacked, head);
     const [rows = 0, columns = 0] = shape;
-    const { block } = pictures.how;
+    const { block } = pictures.precision;
     const share = (value: number, i: number) => value / Math.min(block, queries - Math.floor(i / columns) * block);
     heat = { rows, columns, values: block === 1 ? values : values.map(share) };
-    known.set(head, heat);
+    cached.set(head, heat);
   }
   return heat;
 }
 
-/** Long rows in few cells, each the largest of those it stands for. */
-function strip(cells: Float32Array): Heat {
-  const each = Math.ceil(cells.length / STRIP);
+/** A row of weights in a few cells, each the maximum of several. */
+function stripOf(cells: Float32Array): Heat {
+  const each = Math.ceil(cells.length / STRIP_CELLS);
   const columns = Math.ceil(cells.length / each);
   const values = Array.from({ length: columns }, (_, i) => Math.max(0, ...cells.subarray(i * each, (i + 1) * each)));
-  const high = highest(Math.max(0, ...values));
+  const high = colourRange(Math.max(0, ...values));
   return { rows: 1, columns, values: values.map((value) => value / high) };
 }
 
-interface Drawn {
-  store: Store;
-  reading: Reading;
-  scale: Scale;
-  dark: boolean;
-  narrow: boolean;
-  words: ViewWords;
-}
-
-function pictureCell(drawn: Drawn, head: HeadAt, marked: string | null): GridCell {
-  const { store, reading, scale, words } = drawn;
-  const queries = axisOf(reading, store.state.places[head[0]]?.queries ?? "text").tokens.length;
-  const heat = heatOf(store.pictures.get(reading.id), head, queries);
-  const role = store.roles?.get(headKey(head))?.[0];
-  const name = headName(store.state, head, words);
-  return {
-    ...plainCell(drawn, head, role ? `${name}, ${words.text(role.role.label)}` : name, marked),
-    ...(heat ? { picture: { heat, scale } } : {}),
-    ...(role && !drawn.narrow ? { letters: role.role.letters, badge: kindColour(role.number, drawn.dark) } : {}),
-  };
-}
-
-function plainCell(
-  { store, reading, words, scale }: Drawn,
-  head: HeadAt,
-  name: string,
-  marked: string | null,
-): GridCell {
-  const off = store.isOff(head);
-  return {
-    key: headKey(head),
-    href: hrefOfHead(head, reading.slot),
-    name: off ? `${name}, ${words.say("isOff")}` : name,
-    colour: scale.of(0),
-    letters: "",
-    faded: false,
-    marked: headKey(head) === marked,
-    off,
-  };
-}
-
-function wordCell(drawn: Drawn, head: HeadAt, rows: WordRows, side: Side, marked: string | null): GridCell {
-  const { store, reading, words, scale } = drawn;
-  const name = headName(store.state, head, words);
-  const row = rowOf(rows, head, side);
-  const info = store.state.places[head[0]];
-  if (!row || !info) return { ...plainCell(drawn, head, words.say("notHere", { head: name }), marked), faded: true };
-  const { tokens } = axisOf(reading, side === "attends" ? info.keys : info.queries);
-  const best = row.top[0];
-  const token = best ? plainToken(tokens[best.token] ?? "") : "";
-  const share = words.number(best?.weight, "share");
-  const letters = token.length > LETTERS ? `${token.slice(0, LETTERS - 1)}…` : token;
-  const told = words.say("wordCell", { head: name, token: `“${token}”`, share });
-  return {
-    ...plainCell(drawn, head, told, marked),
-    letters: `${letters}\n${share}`,
-    picture: { heat: strip(row.cells), scale },
-    badge: drawn.dark ? "#14161d" : "#ffffff",
-  };
-}
-
-/** A word that is followed through the heads, in one direction. */
+/** A word that is followed through all heads, in one direction. */
 interface FollowedWord {
-  rows: WordRows;
+  rows: TokenRows;
   side: Side;
   token: string;
 }
 
 interface GridsProps {
-  reading: Reading;
-  /** What is shown, where the model has one stack alone; several have names of their own. */
+  trace: Trace;
+  /** Title of a model with a single stack; several have names of their own. */
   title?: string;
   word?: FollowedWord | null;
-  marked?: HeadAt | null;
-  onPick?: (head: HeadAt) => void;
-  /** Small cells, beside something larger. */
+  marked?: HeadId | null;
+  onPick?: (head: HeadId) => void;
+  /** Small cells. */
   narrow?: boolean;
-  /** Stacks in which a word has no part are left out. */
-  onlyParts?: boolean;
+  /** Omits the stacks that do not involve the word. */
+  onlyInvolved?: boolean;
 }
 
-export function Grids({ reading, title, word, marked, onPick, narrow, onlyParts }: GridsProps): JSX.Element {
+export function Grids({ trace, title, word, marked, onPick, narrow, onlyInvolved }: GridsProps): JSX.Element {
   const store = useStore();
-  const words = useView();
-  const { say } = words;
+  const { state } = store;
+  const locale = useViewLocale();
+  const { t, text, number } = locale;
   const dark = useDark();
-  const scale = useMemo(() => scaleOf(0, 1, dark, BEND), [dark]);
-  const drawn = { store, reading, scale, words, dark, narrow: narrow ?? false };
-  const mark = marked ? headKey(marked) : null;
-  const cellOf = (head: HeadAt) =>
-    word ? wordCell(drawn, head, word.rows, word.side, mark) : pictureCell(drawn, head, mark);
-  const hasPart = (place: number) => !word || Boolean(word.rows.get(place)?.[word.side]);
-  const stacks = store.state.stacks.filter((stack) => !onlyParts || stack.places.some(hasPart));
-  const followed = word
-    ? say(word.side === "attends" ? "wordLooksAt" : "wordSeenBy", { word: plainToken(word.token) })
-    : "";
+  const scale = useMemo(() => scaleOf(0, 1, dark, GAMMA), [dark]);
+  const pictures = store.pictures.get(trace.id);
+
+  const baseCell = (head: HeadId, name: string): GridCell => {
+    const ablated = store.isAblated(head);
+    return {
+      key: headKey(head),
+      href: hrefOf(["head", ...head], trace.slot === "A" ? {} : { text: trace.slot }),
+      name: ablated ? `${name}, ${t("ablated")}` : name,
+      colour: scale.of(0),
+      letters: "",
+      faded: false,
+      marked: marked ? headKey(head) === headKey(marked) : false,
+      ablated,
+    };
+  };
+  const mapCell = (head: HeadId): GridCell => {
+    const queries = axisOf(trace, state.layers[head[0]]?.queries ?? "text").tokens.length;
+    const heat = heatOf(pictures, head, queries);
+    const main = store.roles?.get(headKey(head))?.[0];
+    const name = headName(state, head, locale);
+    return {
+      ...baseCell(head, main ? `${name}, ${text(main.role.label)}` : name),
+      ...(heat ? { picture: { heat, scale } } : {}),
+      ...(main && !narrow ? { letters: main.role.letters, badge: categoryColour(main.number, dark) } : {}),
+    };
+  };
+  const wordCell = (head: HeadId, { rows, side }: FollowedWord): GridCell => {
+    const name = headName(state, head, locale);
+    const row = rowOf(rows, head, side);
+    const info = state.layers[head[0]];
+    if (!row || !info) return { ...baseCell(head, t("notInLayer", { head: name })), faded: true };
+    const { tokens } = axisOf(trace, side === "attends" ? info.keys : info.queries);
+    const best = row.top[0];
+    const token = best ? plainToken(tokens[best.token] ?? "") : "";
+    const share = number(best?.weight, "share");
+    const letters = token.length > MAX_LETTERS ? `${token.slice(0, MAX_LETTERS - 1)}…` : token;
+    return {
+      ...baseCell(head, t("wordCell", { head: name, token: `“${token}”`, share })),
+      letters: `${letters}\n${share}`,
+      picture: { heat: stripOf(row.cells), scale },
+      badge: dark ? "#14161d" : "#ffffff",
+    };
+  };
+
+  const isInvolved = (layer: number) => !word || Boolean(word.rows.get(layer)?.[word.side]);
+  const stacks = state.stacks.filter((stack) => !onlyInvolved || stack.layers.some(isInvolved));
+  const legend = word ? t("wordInHeadsAbout") : cellMeaning(pictures, locale);
   return (
     <div class={`grids${word ? " of-word" : ""}${narrow ? " narrow" : ""}`}>
-      {stacks.map((stack) => {
-        const heads = Math.max(...stack.places.map((place) => store.state.places[place]?.heads ?? 0));
-        const stackTitle = stackName(store.state, stack.places[0] ?? 0, words);
-        const name = stackTitle || title || say("stackOf");
+      {stacks.map(({ layers }) => {
+        const heads = Math.max(...layers.map((layer) => state.layers[layer]?.heads ?? 0));
+        const stack = stackName(state, layers[0] ?? 0, locale);
+        const name = stack || title || t("stackOf");
         const columns = Array.from({ length: heads }, (_, head) => String(head));
-        const rows: GridRow[] = stack.places.map((place) => ({
-          label: String(store.state.places[place]?.layer ?? place),
-          name: layerName(store.state, place, words),
-          cells: columns.map((_, head) =>
-            head < (store.state.places[place]?.heads ?? 0) ? cellOf([place, head]) : null,
-          ),
+        const cellOf = (id: HeadId) => {
+          if (id[1] >= (state.layers[id[0]]?.heads ?? 0)) return null;
+          return word ? wordCell(id, word) : mapCell(id);
+        };
+        const rows: GridRow[] = layers.map((layer) => ({
+          label: String(state.layers[layer]?.depth ?? layer),
+          name: layerName(state, layer, locale),
+          cells: columns.map((_, head) => cellOf([layer, head])),
         }));
-        const shown = followed ? [followed, stackTitle].filter(Boolean).join(", ") : `${name}: ${say("byMap")}`;
+        let shown = `${name}: ${t("byMap")}`;
+        if (word) {
+          const direction = word.side === "attends" ? "wordAttendsTo" : "wordAttendedBy";
+          shown = [t(direction, { word: plainToken(word.token) }), stack].filter(Boolean).join(", ");
+        }
         return (
           <Figure
-            key={stack.places.join(" ")}
+            key={layers.join(" ")}
             class="stack"
             title={name}
-            name={`heads-${word ? word.side : "maps"}-${reading.slot}`}
-            fileTitle={say("gridFile", { shown, slot: reading.slot, model: store.state.model.name })}
+            name={`heads-${word ? word.side : "maps"}-${trace.slot}`}
+            fileTitle={t("gridFile", { shown, slot: trace.slot, model: state.model.name })}
             maxWidth={narrow ? "100%" : `${7 * heads + 3}rem`}
-            draw={() =>
-              word
-                ? gridSvg({ legend: say("wordInHeadsAbout"), columns, rows, cell: WORD_CELL })
-                : gridSvg({ legend: cellMeaning(store.pictures.get(reading.id), words), columns, rows })
-            }
+            draw={() => gridSvg({ legend, columns, rows, ...(word ? { cell: WORD_CELL } : {}) })}
           >
             <HeadGrid
-              label={say("gridLabel", { stack: stackTitle || say("stackOf"), slot: reading.slot })}
+              label={t("gridLabel", { stack: stack || t("stackOf"), slot: trace.slot })}
               corner=""
               columns={columns}
-              columnName={(head) => say("headName", { head })}
+              columnName={(head) => t("headName", { head })}
               rows={rows}
               {...(onPick ? { onPick: (key: string) => onPick(headOf(key)) } : {})}
             />
@@ -195,8 +171,8 @@ export function Grids({ reading, title, word, marked, onPick, narrow, onlyParts 
   );
 }
 
-/** What a cell of the pictures stands for. */
-export function cellMeaning(pictures: Pictures | undefined, { say, count }: ViewWords): string {
-  const block = pictures?.how.block ?? 1;
-  return block > 1 ? say("gridBlocks", { block: count(block) }) : say("gridWeights");
+/** The meaning of a cell of the maps. */
+export function cellMeaning(pictures: Pictures | undefined, { t, count }: ViewLocale): string {
+  const block = pictures?.precision.block ?? 1;
+  return block > 1 ? t("gridBlocks", { block: count(block) }) : t("gridWeights");
 }

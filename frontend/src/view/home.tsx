@@ -1,40 +1,37 @@
-/** The first view: every head at once, the words to follow through them, and what the model says. */
+/** Home view: all heads, the words to follow through them, and the output. */
 import type { JSX } from "preact";
 import { useState } from "preact/hooks";
+import { Segments } from "../parts/controls";
 import { plainToken } from "../parts/tokens";
 import { cellMeaning, Grids } from "./grid";
-import { useView } from "./language";
+import { useViewLocale } from "./language";
 import { OutputPanel } from "./output";
-import { SLOTS, useStore } from "./store";
-import { TextWords, useChosen, usePart, type ChosenWord } from "./text-words";
-import { axisOf, type AxisName, type Reading } from "./types";
-import { useWord, type ChosenToken, type Side } from "./words";
+import { useStore } from "./store";
+import { TextWords, useChosenWord, usePart, type ChosenWord } from "./text-words";
+import { useTokenRows, type Side } from "./token-rows";
+import { tokenAt, type AxisName, type Trace } from "./types";
 
 export function Home(): JSX.Element {
-  const store = useStore();
-  const { say } = useView();
-  const readings = SLOTS.map((slot) => store.readings[slot]).filter((reading) => reading !== null);
-  const [switching, setSwitching] = useState(false);
-  if (!readings.length) return <p class="lead empty">{say("nothingRead")}</p>;
+  const { loaded } = useStore();
+  const { t } = useViewLocale();
+  const [ablating, setAblating] = useState(false);
+  if (!loaded.length) return <p class="lead empty">{t("noText")}</p>;
+  const actions = [
+    [false, t("clickOpens")],
+    [true, t("clickAblates")],
+  ] as const;
   return (
     <div class="home">
       <section class="all-heads">
-        <h2 tabIndex={-1}>{say("allHeads")}</h2>
-        <p class="note">{say("gridAbout")}</p>
+        <h2 tabIndex={-1}>{t("allHeads")}</h2>
+        <p class="note">{t("gridAbout")}</p>
         <div class="controls">
-          <span>{say("picking")}</span>
-          <span class="segments" role="group" aria-label={say("picking")}>
-            <button type="button" aria-pressed={!switching} onClick={() => setSwitching(false)}>
-              {say("pickOpens")}
-            </button>
-            <button type="button" aria-pressed={switching} onClick={() => setSwitching(true)}>
-              {say("pickSwitches")}
-            </button>
-          </span>
+          <span>{t("clickAction")}</span>
+          <Segments label={t("clickAction")} options={actions} value={ablating} onChange={setAblating} />
         </div>
-        <div class={`texts count-${readings.length}`}>
-          {readings.map((reading) => (
-            <TextInHeads key={reading.slot} reading={reading} switching={switching} alone={readings.length === 1} />
+        <div class={`texts count-${loaded.length}`}>
+          {loaded.map((trace) => (
+            <TextInHeads key={trace.slot} trace={trace} ablating={ablating} alone={loaded.length === 1} />
           ))}
         </div>
       </section>
@@ -43,77 +40,58 @@ export function Home(): JSX.Element {
   );
 }
 
-function TextInHeads(props: { reading: Reading; switching: boolean; alone: boolean }): JSX.Element {
-  const { reading } = props;
+function TextInHeads(props: { trace: Trace; ablating: boolean; alone: boolean }): JSX.Element {
+  const { trace } = props;
   const store = useStore();
-  const { say } = useView();
-  const chosen = useChosen(reading);
+  const { t } = useViewLocale();
+  const chosen = useChosenWord(trace);
   const [side, setSide] = useState<Side>("attends");
-  const rows = useWord(reading, chosen.shown);
-  const token = chosen.shown ? (axisOf(reading, chosen.shown.axis).tokens[chosen.shown.index] ?? "") : "";
+  const rows = useTokenRows(trace, chosen.shown);
+  const token = (chosen.shown && tokenAt(trace, chosen.shown)) ?? "";
+  const name = t("textSlot", { slot: trace.slot });
+  const sides = [
+    ["attends", t("attendsTo")],
+    ["attended", t("attendedBy")],
+  ] as const;
   return (
-    <section class="text-in-heads" data-slot={reading.slot} aria-label={say("textSlot", { slot: reading.slot })}>
-      {props.alone ? null : <h3>{say("textSlot", { slot: reading.slot })}</h3>}
-      <p class="note">{say("wordsAboutAll")}</p>
-      <AxisWords reading={reading} axisName="text" chosen={chosen} />
-      {reading.target ? <AxisWords reading={reading} axisName="target" chosen={chosen} /> : null}
+    <section class="text-in-heads" data-slot={trace.slot} aria-label={name}>
+      {props.alone ? null : <h3>{name}</h3>}
+      <p class="note">{t("wordsAboutAll")}</p>
+      <AxisWords trace={trace} axisName="text" chosen={chosen} />
+      {trace.target ? <AxisWords trace={trace} axisName="target" chosen={chosen} /> : null}
       <div class="controls word-controls">
         <bdi class="word-name" aria-live="polite">
-          {chosen.shown ? say("wordInHeads", { word: plainToken(token) }) : ""}
+          {chosen.shown ? t("wordInHeads", { word: plainToken(token) }) : ""}
         </bdi>
-        <span class="segments" role="group" aria-label={say("whichWay")}>
-          <button type="button" aria-pressed={side === "attends"} onClick={() => setSide("attends")}>
-            {say("looksAt")}
-          </button>
-          <button type="button" aria-pressed={side === "attended"} onClick={() => setSide("attended")}>
-            {say("isSeenBy")}
-          </button>
-        </span>
+        <Segments<Side> label={t("whichWay")} options={sides} value={side} onChange={setSide} />
       </div>
       <Grids
-        reading={reading}
+        trace={trace}
         word={rows ? { rows, side, token } : null}
-        {...(props.switching ? { onPick: (head) => store.toggle(head) } : {})}
+        {...(props.ablating ? { onPick: (head) => store.toggle(head) } : {})}
       />
-      <PicturesNote reading={reading} />
+      <PicturesNote trace={trace} />
     </section>
   );
 }
 
-function AxisWords(props: { reading: Reading; axisName: AxisName; chosen: ChosenWord }): JSX.Element {
-  const { say } = useView();
-  const axis = axisOf(props.reading, props.axisName);
-  const { kept, keep, point, shown } = props.chosen;
-  const mine = (token: ChosenToken | null) => (token?.axis === props.axisName ? token.index : null);
-  const part = usePart(axis.tokens.length, mine(kept));
-  return (
-    <TextWords
-      axis={axis}
-      axisName={props.axisName}
-      label={say(props.axisName === "text" ? "textLine" : "targetLine")}
-      part={part}
-      chosen={shown}
-      kept={kept}
-      onKeep={keep}
-      onPoint={point}
-    />
-  );
+function AxisWords(props: { trace: Trace; axisName: AxisName; chosen: ChosenWord }): JSX.Element {
+  return <TextWords {...props} part={usePart(props.trace, props.axisName, props.chosen)} />;
 }
 
-/** How exact the pictures are, and how many are there. */
-function PicturesNote({ reading }: { reading: Reading }): JSX.Element {
+/** The precision of the maps, and the progress of drawing them. */
+function PicturesNote({ trace }: { trace: Trace }): JSX.Element {
   const store = useStore();
-  const words = useView();
-  const { say, count } = words;
-  const pictures = store.pictures.get(reading.id);
-  const total = store.state.places.length;
+  const locale = useViewLocale();
+  const { t, count } = locale;
+  const pictures = store.pictures.get(trace.id);
   if (!pictures) return <p class="note" />;
-  const { how } = pictures;
+  const { kind, rule } = pictures.precision;
   return (
-    <p class="note pictures-note" data-kind={how.kind} data-done={pictures.done}>
-      {cellMeaning(pictures, words)}{" "}
-      {how.rule ? `${say("gridEstimate", { every: count(how.rule.every), rows: count(how.rule.rows) })} ` : ""}
-      {pictures.done ? "" : say("drawing", { done: pictures.places.size, total })}
+    <p class="note pictures-note" data-kind={kind} data-done={pictures.done}>
+      {cellMeaning(pictures, locale)}{" "}
+      {rule ? `${t("gridEstimate", { every: count(rule.every), rows: count(rule.rows) })} ` : ""}
+      {pictures.done ? "" : t("drawing", { done: pictures.layers.size, total: store.state.layers.length })}
     </p>
   );
 }

@@ -1,16 +1,9 @@
-/** Asks the server what there is, and draws it. */
+/** Entry point of the viewer. */
 import { render } from "preact";
 import "../parts/parts.css";
-import type { Language } from "../parts/language";
 import { App } from "./app";
 import "./view.css";
 
-function start(): void {
-  const root = document.getElementById("polyhead-view");
-  if (!root) throw new Error("the page must hold #polyhead-view");
-  const language: Language = root.dataset.lang === "zh" ? "zh" : "en";
-  render(<App language={language} />, root);
-}
-
-if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", start);
-else start();
+const root = document.getElementById("polyhead-view");
+if (!root) throw new Error("the page must contain #polyhead-view");
+render(<App language={root.dataset.lang === "zh" ? "zh" : "en"} />, root);

@@ -1,35 +1,38 @@
-/** What heads, layers and stacks are called. */
-import type { ViewWords } from "./language";
-import type { HeadAt, State } from "./types";
+/** Names of heads, layers and stacks. */
+import type { HeadId } from "../data";
+import type { ViewLocale } from "./language";
+import type { State } from "./types";
 
-/** Empty where the model has one stack alone. */
-export function stackName(state: State, place: number, { say }: ViewWords): string {
-  const info = state.places[place];
+/** Empty for a model with a single stack. */
+export function stackName(state: State, layer: number, { t }: ViewLocale): string {
+  const info = state.layers[layer];
   if (!info || state.stacks.length < 2) return "";
-  if (info.keys !== info.queries) return say("crossing");
-  if (info.queries === "target") return say("decoder");
-  return state.places.some((other) => other.queries === "target") ? say("encoder") : info.stack;
+  if (info.keys !== info.queries) return t("crossAttention");
+  if (info.queries === "target") return t("decoder");
+  return state.layers.some((other) => other.queries === "target") ? t("encoder") : info.stack;
 }
 
-export function layerName(state: State, place: number, words: ViewWords): string {
-  const layer = words.say("layerName", { layer: state.places[place]?.layer ?? place });
-  const stack = stackName(state, place, words);
-  return stack ? words.say("placeIn", { place: layer, stack }) : layer;
+function inStack(state: State, layer: number, name: string, locale: ViewLocale): string {
+  const stack = stackName(state, layer, locale);
+  return stack ? locale.t("nameInStack", { name, stack }) : name;
 }
 
-export function headName(state: State, [place, head]: HeadAt, words: ViewWords): string {
-  const own = words.say("place", { layer: state.places[place]?.layer ?? place, head });
-  const origin = state.places[place]?.origins[head];
-  const name = origin ? words.say("placeFrom", { place: own, origin: words.text(origin) }) : own;
-  const stack = stackName(state, place, words);
-  return stack ? words.say("placeIn", { place: name, stack }) : name;
+export function layerName(state: State, layer: number, locale: ViewLocale): string {
+  return inStack(state, layer, locale.t("layerName", { layer: state.layers[layer]?.depth ?? layer }), locale);
 }
 
-export function headExists(state: State, [place, head]: HeadAt): boolean {
-  return Number.isInteger(place) && Number.isInteger(head) && head >= 0 && head < (state.places[place]?.heads ?? 0);
+export function headName(state: State, [layer, head]: HeadId, locale: ViewLocale): string {
+  const name = locale.t("headId", { layer: state.layers[layer]?.depth ?? layer, head });
+  const origin = state.layers[layer]?.origins[head];
+  const full = origin ? locale.t("nameWithOrigin", { name, origin: locale.text(origin) }) : name;
+  return inStack(state, layer, full, locale);
 }
 
-/** All heads in the order of depth. */
-export function allHeads(state: State): HeadAt[] {
-  return state.places.flatMap(({ heads }, place) => Array.from({ length: heads }, (_, head): HeadAt => [place, head]));
+export function headExists(state: State, [layer, head]: HeadId): boolean {
+  return Number.isInteger(layer) && Number.isInteger(head) && head >= 0 && head < (state.layers[layer]?.heads ?? 0);
+}
+
+/** All heads in order of depth. */
+export function allHeads(state: State): HeadId[] {
+  return state.layers.flatMap(({ heads }, layer) => Array.from({ length: heads }, (_, head): HeadId => [layer, head]));
 }

@@ -1,96 +1,77 @@
-/** What the model says of a text, and going on writing it. */
+/** The output of the model for a text, and generation. */
 import type { JSX } from "preact";
-import { useEffect, useState } from "preact/hooks";
 import { plainToken, Token } from "../parts/tokens";
-import { ask } from "./api";
+import { AblatedHeads } from "./ablated-heads";
 import { DifferenceTable } from "./difference";
 import { Grids } from "./grid";
-import { useView } from "./language";
-import { OffHeads } from "./off-heads";
-import { SLOTS, useStore } from "./store";
-import type { Difference, Reading, TokenOutput } from "./types";
+import { useViewLocale } from "./language";
+import { useRequest, useStore } from "./store";
+import type { Difference, TokenOutput, Trace } from "./types";
 
 const CANDIDATES = 8;
 
 export function OutputPanel(): JSX.Element {
-  const { say } = useView();
-  const store = useStore();
+  const { t } = useViewLocale();
+  const { loaded } = useStore();
+  const [one, other] = loaded;
   return (
-    <aside class="output" aria-label={say("output")}>
-      <h2>{say("output")}</h2>
-      {SLOTS.map((slot) => {
-        const reading = store.readings[slot];
-        return reading ? (
-          <OutputOf key={slot} reading={reading} alone={!store.readings.B || !store.readings.A} />
-        ) : null;
-      })}
-      <OffHeads />
-      {store.readings.A && store.readings.B ? <BetweenTexts one={store.readings.A} other={store.readings.B} /> : null}
+    <aside class="output" aria-label={t("output")}>
+      <h2>{t("output")}</h2>
+      {loaded.map((trace) => (
+        <section key={trace.slot} class="output-of">
+          {other ? <h3>{t("textSlot", { slot: trace.slot })}</h3> : null}
+          {trace.output.kind === "vector" ? (
+            <p class="note">{t("vectorOutput", { size: trace.output.size })}</p>
+          ) : (
+            <Candidates trace={trace} output={trace.output} />
+          )}
+        </section>
+      ))}
+      <AblatedHeads />
+      {one && other ? <TextDifference one={one} other={other} /> : null}
     </aside>
   );
 }
 
-function OutputOf({ reading, alone }: { reading: Reading; alone: boolean }): JSX.Element {
-  const { say } = useView();
-  const { output } = reading;
-  return (
-    <section class="output-of">
-      {alone ? null : <h3>{say("textSlot", { slot: reading.slot })}</h3>}
-      {output.kind === "vector" ? (
-        <p class="note">{say("vectorOutput", { size: output.size })}</p>
-      ) : (
-        <Candidates reading={reading} output={output} />
-      )}
-    </section>
-  );
-}
-
-/** The likeliest tokens; where the model writes on, each is a button that writes it. */
-function Candidates({ reading, output }: { reading: Reading; output: TokenOutput }): JSX.Element {
+/** The most likely tokens; buttons that append one if the model generates. */
+function Candidates({ trace, output }: { trace: Trace; output: TokenOutput }): JSX.Element {
   const store = useStore();
-  const { say, number } = useView();
-  const writes = store.state.generates && reading.slot === "A";
-  const title = output.kind === "next-token" ? say("nextToken") : say("maskedToken", { position: output.position });
+  const { t, number } = useViewLocale();
+  const generates = store.state.generates && trace.slot === "A";
+  const busy = store.busy.size > 0;
+  const { generated } = trace;
   return (
     <>
-      <h3>{title}</h3>
-      {writes ? (
-        <div class="writing">
-          <button type="button" class="strong" disabled={store.busy.size > 0} onClick={() => void store.step()}>
-            {say("writeNext")}
-          </button>
-          <button
-            type="button"
-            disabled={store.busy.size > 0 || reading.generated === 0}
-            onClick={() => void store.back()}
-          >
-            {say("takeBack")}
-          </button>
-          {reading.generated ? <span class="muted">{say("writtenCount", { count: reading.generated })}</span> : null}
-        </div>
+      <h3>{output.kind === "next-token" ? t("nextToken") : t("maskedToken", { position: output.position })}</h3>
+      {generates ? (
+        <>
+          <div class="buttons">
+            <button type="button" class="strong" disabled={busy} onClick={() => void store.step()}>
+              {t("appendMostLikely")}
+            </button>
+            <button type="button" disabled={busy || generated === 0} onClick={() => void store.undo()}>
+              {t("undo")}
+            </button>
+            {generated ? <span class="muted">{t("generatedCount", { count: generated })}</span> : null}
+          </div>
+          <p class="note">{t("appendOneOf")}</p>
+        </>
       ) : null}
-      {writes ? <p class="note">{say("chooseCandidate")}</p> : null}
-      <ol class="candidates">
-        {output.top.slice(0, CANDIDATES).map((candidate) => {
-          const share = number(candidate.probability, "share");
-          const bar = { width: `${(100 * (candidate.probability ?? 0)).toFixed(2)}%` };
+      <ol class="plain candidates">
+        {output.top.slice(0, CANDIDATES).map(({ id, text, probability }) => {
+          const share = number(probability, "share");
+          const label = t("candidate", { token: plainToken(text), share });
           const content = (
             <>
-              <span class="bar" style={bar} />
-              <Token text={candidate.text} /> <span class="muted">{share}</span>
+              <span class="bar" style={{ width: `${(100 * (probability ?? 0)).toFixed(2)}%` }} />
+              <Token text={text} /> <span class="muted">{share}</span>
             </>
           );
-          const label = say("candidate", { token: plainToken(candidate.text), share });
+          const append = () => void store.step(id);
           return (
-            <li key={candidate.id} data-token={candidate.id}>
-              {writes ? (
-                <button
-                  type="button"
-                  class="candidate"
-                  aria-label={label}
-                  disabled={store.busy.size > 0}
-                  onClick={() => void store.step(candidate.id)}
-                >
+            <li key={id} data-token={id}>
+              {generates ? (
+                <button type="button" class="candidate" aria-label={label} disabled={busy} onClick={append}>
                   {content}
                 </button>
               ) : (
@@ -100,44 +81,36 @@ function Candidates({ reading, output }: { reading: Reading; output: TokenOutput
           );
         })}
       </ol>
-      <p class="note">{say("entropyIs", { nats: say("inNats", { number: number(output.entropy) }) })}</p>
-      {writes ? <NewestToken reading={reading} /> : null}
+      <p class="note">{t("entropyIs", { nats: t("inNats", { number: number(output.entropy) }) })}</p>
+      {generates ? <NewestToken trace={trace} /> : null}
     </>
   );
 }
 
-/** Whom the token that was written last looks at, in every head. */
-function NewestToken({ reading }: { reading: Reading }): JSX.Element | null {
-  const { written } = useStore();
-  const { say } = useView();
-  if (!written || written.reading !== reading.id) return null;
-  const rows = new Map(written.lines.map((line) => [line.place, line]));
+/** The attention of the newest generated token in every head. */
+function NewestToken({ trace }: { trace: Trace }): JSX.Element | null {
+  const { newest } = useStore();
+  const { t } = useViewLocale();
+  if (!newest || newest.trace !== trace.id) return null;
+  const rows = new Map(newest.rows.map((row) => [row.layer, row]));
+  const token = newest.token.text;
   return (
     <section class="newest">
       <h3>
-        <bdi>{say("writtenAbout", { token: plainToken(written.token.text) })}</bdi>
+        <bdi>{t("newestToken", { token: plainToken(token) })}</bdi>
       </h3>
-      <Grids reading={reading} word={{ rows, side: "attends", token: written.token.text }} onlyParts />
+      <Grids trace={trace} word={{ rows, side: "attends", token }} onlyInvolved />
     </section>
   );
 }
 
-function BetweenTexts({ one, other }: { one: Reading; other: Reading }): JSX.Element {
-  const store = useStore();
-  const { say } = useView();
-  const [found, setFound] = useState<Difference | null>(null);
-  useEffect(() => {
-    const controller = new AbortController();
-    setFound(null);
-    ask<Difference>("compare", { one: one.id, other: other.id }, controller.signal)
-      .then(setFound)
-      .catch((error) => store.fail(error));
-    return () => controller.abort();
-  }, [one.id, other.id]);
+function TextDifference({ one, other }: { one: Trace; other: Trace }): JSX.Element {
+  const { t } = useViewLocale();
+  const difference = useRequest<Difference>("compare", { one: one.id, other: other.id });
   return (
     <section class="between">
-      <h3>{say("betweenTexts")}</h3>
-      {found ? <DifferenceTable found={found} columns={["A", "B"]} /> : null}
+      <h3>{t("betweenTexts")}</h3>
+      {difference ? <DifferenceTable difference={difference} columns={["A", "B"]} /> : null}
     </section>
   );
 }

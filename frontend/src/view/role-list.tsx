@@ -1,31 +1,32 @@
-/** The roles of one head, in words. */
+/** The roles of one head, with their evidence. */
 import type { JSX } from "preact";
-import { inkOn, kindColour } from "../parts/colour";
+import type { HeadId } from "../data";
+import { categoryColour, textColourOn } from "../parts/colour";
 import { useDark } from "../parts/theme";
-import { useView } from "./language";
+import { useViewLocale } from "./language";
 import { useStore } from "./store";
-import { headKey, type HeadAt } from "./types";
+import { headKey } from "./types";
 
-export function RoleList({ head }: { head: HeadAt }): JSX.Element | null {
+export function RoleList({ head }: { head: HeadId }): JSX.Element | null {
   const { roles } = useStore();
-  const { text, say } = useView();
+  const { text, t } = useViewLocale();
   const dark = useDark();
-  const held = roles?.get(headKey(head));
   if (!roles) return null;
+  const supported = roles.get(headKey(head)) ?? [];
   return (
-    <ul class="role-list" aria-label={say("roles")}>
-      {(held ?? []).map(({ role, score, number }) => {
-        const colour = kindColour(number, dark);
+    <ul class="plain role-list" aria-label={t("roles")}>
+      {supported.map(({ role, score, number }) => {
+        const colour = categoryColour(number, dark);
         return (
           <li key={role.name}>
-            <span class="swatch" style={{ background: colour, color: inkOn(colour) }}>
+            <span class="swatch" style={{ background: colour, color: textColourOn(colour) }}>
               {text(role.label)}
             </span>{" "}
             <span class="muted">{text(score.evidence)}</span>
           </li>
         );
       })}
-      {held ? null : <li class="muted">{say("noRole")}</li>}
+      {supported.length ? null : <li class="muted">{t("noRole")}</li>}
     </ul>
   );
 }

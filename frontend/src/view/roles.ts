@@ -1,27 +1,27 @@
-/** What a run of `polyhead inspect` found of each head, where the viewer was opened on one. */
+/** Roles of the heads, if the viewer was opened on a run of `polyhead inspect`. */
 import type { Page, Role, RoleScore } from "../data";
 import { headKey, type State } from "./types";
 
-export interface HeldRole {
+interface HeadRole {
   role: Role;
   score: RoleScore;
-  /** Its number among all roles, which gives it its colour. */
+  /** Index among all roles, which determines its colour. */
   number: number;
 }
 
-export type Roles = Map<string, HeldRole[]>;
+export type Roles = Map<string, HeadRole[]>;
 
-/** The roles that heads have, the most telling first, by the places of the model. */
+/** The roles of the heads of the model, the most informative first. */
 export function rolesOf(page: Page, state: State): Roles {
-  const found: Roles = new Map();
-  state.places.forEach(({ run_site }, place) => {
+  const roles: Roles = new Map();
+  state.layers.forEach(({ run_site }, layer) => {
     for (const head of page.heads.filter(({ site }) => site === run_site)) {
-      const held = page.roles.flatMap((role, number): HeldRole[] => {
+      const supported = page.roles.flatMap((role, number): HeadRole[] => {
         const score = head.roles.find((one) => one.role === role.name && one.holds);
         return score ? [{ role, score, number }] : [];
       });
-      if (held.length) found.set(headKey([place, head.head]), held);
+      if (supported.length) roles.set(headKey([layer, head.head]), supported);
     }
   });
-  return found;
+  return roles;
 }

@@ -1,66 +1,61 @@
-/** What the page knows: the model, the texts it has read, every head's picture, and which heads are switched off. */
+/** State of the viewer's page: the model, its texts, the maps of all heads, and the ablated heads. */
 import { createContext } from "preact";
 import { useContext, useEffect, useState } from "preact/hooks";
-import { unpack, type Packed, type Page, type Unpacked } from "../data";
-import { calledOff, follow, get, ServerError, watchWaiting, type Line } from "./api";
+import { unpack, type HeadId, type Packed, type Page, type Unpacked } from "../data";
+import { get, isAborted, onPendingChange, request, ServerError, type Message } from "./api";
 import { rolesOf, type Roles } from "./roles";
-import { headKey, headOf, type Effect, type HeadAt, type How, type Progress } from "./types";
-import type { Candidate, Reading, Slot, State, WordLine } from "./types";
+import { headKey, headOf, type Candidate, type Difference, type Precision, type Progress } from "./types";
+import type { Slot, State, TokenRow, Trace } from "./types";
 
-export const SLOTS: Slot[] = ["A", "B"];
-const EVERY = 2000; // milliseconds between two looks whether the server is there again
+const SLOTS: Slot[] = ["A", "B"];
+export const RETRY = 2000; // milliseconds between attempts to reach the server
 
+/** The maps of all heads of a text. */
 export interface Pictures {
-  how: How;
-  /** Of each place, [heads, rows, columns]. */
-  places: Map<number, Unpacked>;
+  precision: Precision;
+  /** Of each layer, [heads, rows, columns]. */
+  layers: Map<number, Unpacked>;
   done: boolean;
 }
 
-export interface Trouble {
-  kind: string;
-  message: string;
-}
-
-/** The newest token that was written, and whom it attends to in every head. */
-export interface Written {
-  reading: number;
+/** The newest generated token, with its attention in every head. */
+interface NewestToken {
+  trace: number;
   token: Candidate;
-  lines: WordLine[];
+  rows: Omit<TokenRow, "attended">[];
 }
-
-type Read = { reading: Reading };
 
 export class Store {
-  readings: Record<Slot, Reading | null>;
-  /** What was typed; a text that came from a file is put together from its tokens. */
+  traces: Record<Slot, Trace | null>;
+  /** The typed texts; that of a file is reconstructed from its tokens. */
   texts: Record<Slot, string>;
   pictures = new Map<number, Pictures>();
-  off = new Set<string>();
-  effects: Record<Slot, Effect | null> = { A: null, B: null };
-  written: Written | null = null;
-  /** The texts that are being read, and how far that is. */
+  ablated = new Set<string>();
+  /** The effect of the ablated heads on the output of each text. */
+  effects: Record<Slot, Difference | null> = { A: null, B: null };
+  newest: NewestToken | null = null;
+  /** Progress of the texts that are being run. */
   busy = new Map<Slot, Progress | null>();
-  /** How many questions the server was too busy for; they are asked again. */
-  waitingQuestions = 0;
-  trouble: Trouble | null = null;
+  /** Number of requests that wait for a busy server. */
+  pendingRequests = 0;
+  error: { kind: string; message: string } | null = null;
   offline = false;
-  /** How often the server came back: whatever was being fetched then is fetched anew. */
-  returns = 0;
-  /** Null where the viewer was opened on a model, and not on a run. */
+  /** Number of reconnections; each repeats the requests that were interrupted. */
+  reconnects = 0;
+  /** Null if the viewer was opened on a model and not on a run. */
   roles: Roles | null = null;
 
   private listeners = new Set<() => void>();
   private controllers = new Map<string, AbortController>();
 
   constructor(readonly state: State) {
-    this.readings = { ...state.readings };
-    this.texts = { A: textOf(state.readings.A), B: textOf(state.readings.B) };
-    watchWaiting((count) => {
-      this.waitingQuestions = count;
-      this.tell();
+    this.traces = { ...state.traces };
+    this.texts = { A: textOf(state.traces.A), B: textOf(state.traces.B) };
+    onPendingChange((count) => {
+      this.pendingRequests = count;
+      this.notify();
     });
-    for (const slot of SLOTS) void this.draw(slot);
+    for (const slot of SLOTS) void this.fetchPictures(slot);
     if (state.run) void this.fetchRoles();
   }
 
@@ -69,218 +64,212 @@ export class Store {
     return () => void this.listeners.delete(listener);
   }
 
-  private tell(): void {
+  private notify(): void {
     for (const listener of this.listeners) listener();
+  }
+
+  get loaded(): Trace[] {
+    return SLOTS.map((slot) => this.traces[slot]).filter((trace) => trace !== null);
   }
 
   // ---- texts
 
-  read(slot: Slot, text: string): Promise<void> {
+  run(slot: Slot, text: string): Promise<void> {
     this.texts[slot] = text;
-    const off = [...this.off].map(headOf);
-    const asked = this.readings[slot]?.off.length ? { slot, text, off } : { slot, text };
-    return this.readBy(slot, "read", asked);
+    const ablated = this.traces[slot]?.ablated.length ? this.ablatedHeads() : [];
+    return this.trace(slot, "trace", { slot, text, ablated });
   }
 
-  /** The same tokens once more, so that every attention is that of the model without the heads that are off. */
-  async readAgain(): Promise<void> {
-    const off = [...this.off].map(headOf);
-    for (const slot of SLOTS) {
-      const reading = this.readings[slot];
-      if (reading) await this.readBy(slot, "again", { reading: reading.id, off });
-    }
+  /** Runs the same tokens again with the ablated heads, so that later layers are affected as well. */
+  async rerun(): Promise<void> {
+    const ablated = this.ablatedHeads();
+    for (const { slot, id } of this.loaded) await this.trace(slot, "retrace", { trace: id, ablated });
   }
 
   async step(token?: number): Promise<void> {
-    const reading = this.readings.A;
-    if (reading) await this.readBy("A", "step", { reading: reading.id, ...(token === undefined ? {} : { token }) });
+    const trace = this.traces.A;
+    if (trace) await this.trace("A", "step", { trace: trace.id, ...(token === undefined ? {} : { token }) });
   }
 
-  async back(): Promise<void> {
-    const reading = this.readings.A;
-    if (reading) await this.readBy("A", "back", { reading: reading.id });
+  async undo(): Promise<void> {
+    const trace = this.traces.A;
+    if (trace) await this.trace("A", "undo", { trace: trace.id });
   }
 
   async close(slot: Slot): Promise<void> {
-    await this.guarded(`read ${slot}`, async (signal) => {
-      await follow("close", { slot }, () => {}, signal);
+    await this.exclusive(`run ${slot}`, async (signal) => {
+      await request("close", { slot }, signal);
       this.texts[slot] = "";
-      this.hold(slot, null);
+      this.replace(slot, null);
     });
   }
 
   stop(): void {
-    for (const slot of SLOTS) this.controllers.get(`read ${slot}`)?.abort();
+    for (const slot of SLOTS) this.controllers.get(`run ${slot}`)?.abort();
     this.busy.clear();
-    this.tell();
+    this.notify();
   }
 
-  private async readBy(slot: Slot, route: string, body: object): Promise<void> {
+  private async trace(slot: Slot, route: string, body: object): Promise<void> {
     this.busy.set(slot, null);
-    // What is still asked of the text that goes would be answered that it is gone.
+    // Requests about the text that is being replaced would fail.
     for (const name of ["heads", "effect"]) this.controllers.get(`${name} ${slot}`)?.abort();
-    this.tell();
-    const before = this.readings[slot];
-    const isNewest = await this.guarded(`read ${slot}`, async (signal) => {
-      const onLine = (line: Line) => {
-        if (!line.progress) return;
-        this.busy.set(slot, line.progress);
-        this.tell();
+    this.notify();
+    const before = this.traces[slot];
+    const isNewest = await this.exclusive(`run ${slot}`, async (signal) => {
+      const onMessage = ({ progress }: Message) => {
+        if (!progress) return;
+        this.busy.set(slot, progress);
+        this.notify();
       };
-      const last = await follow<Read & { token?: Candidate; rows?: Omit<WordLine, "attended">[] }>(
-        route,
-        body,
-        onLine,
-        signal,
-      );
-      this.trouble = null;
-      const lines = (last.rows ?? []).map((row) => ({ ...row, attended: null }));
-      this.written = last.token ? { reading: last.reading.id, token: last.token, lines } : null;
-      this.hold(slot, last.reading);
+      type Last = { trace: Trace; token?: Candidate; rows?: NewestToken["rows"] };
+      const { trace, token, rows = [] } = await request<Last>(route, body, signal, onMessage);
+      this.error = null;
+      this.newest = token ? { trace: trace.id, token, rows } : null;
+      this.replace(slot, trace);
     });
     if (isNewest) {
       this.busy.delete(slot);
-      // No new text came of it: what was called off is asked again.
-      if (before && this.readings[slot] === before) {
-        if (!this.pictures.get(before.id)?.done) void this.draw(slot);
-        if (!this.effects[slot]) void this.weigh();
+      // The text was not replaced: repeat the aborted requests.
+      if (before && this.traces[slot] === before) {
+        if (!this.pictures.get(before.id)?.done) void this.fetchPictures(slot);
+        if (!this.effects[slot]) void this.updateEffects();
       }
     }
-    this.tell();
+    this.notify();
   }
 
-  private hold(slot: Slot, reading: Reading | null): void {
-    const before = this.readings[slot];
+  private replace(slot: Slot, trace: Trace | null): void {
+    const before = this.traces[slot];
     if (before) this.pictures.delete(before.id);
-    this.readings[slot] = reading;
+    this.traces[slot] = trace;
     this.effects[slot] = null;
-    this.tell();
-    void this.draw(slot);
-    void this.weigh();
+    this.notify();
+    void this.fetchPictures(slot);
+    void this.updateEffects();
   }
 
-  /** Fetches every head's picture of a text, layer by layer. */
-  private async draw(slot: Slot): Promise<void> {
-    const reading = this.readings[slot];
-    if (!reading) return;
-    await this.guarded(`heads ${slot}`, async (signal) => {
-      const found: Pictures = {
-        how: { kind: "blocks", exact: true, block: 1, rule: null },
-        places: new Map(),
-        done: false,
-      };
-      const onLine = (line: Line) => {
-        if (line.how) found.how = line.how as How;
-        if (typeof line.place === "number") found.places.set(line.place, unpack(line.weights as Packed));
-        this.pictures.set(reading.id, { ...found, done: Boolean(line.done) });
-        this.tell();
-      };
-      await follow("heads", { reading: reading.id }, onLine, signal);
+  /** Fetches the maps of all heads of a text, layer by layer. */
+  private async fetchPictures(slot: Slot): Promise<void> {
+    const trace = this.traces[slot];
+    if (!trace) return;
+    await this.exclusive(`heads ${slot}`, async (signal) => {
+      let precision: Precision = { kind: "blocks", exact: true, block: 1, rule: null };
+      const layers = new Map<number, Unpacked>();
+      await request("heads", { trace: trace.id }, signal, (message) => {
+        if (message.precision) precision = message.precision as Precision;
+        if (typeof message.layer === "number") layers.set(message.layer, unpack(message.weights as Packed));
+        this.pictures.set(trace.id, { precision, layers, done: Boolean(message.done) });
+        this.notify();
+      });
     });
   }
 
-  // ---- heads that are off
+  // ---- ablated heads
 
-  isOff(head: HeadAt): boolean {
-    return this.off.has(headKey(head));
+  isAblated(head: HeadId): boolean {
+    return this.ablated.has(headKey(head));
   }
 
-  toggle(head: HeadAt): void {
+  ablatedHeads(): HeadId[] {
+    return [...this.ablated].map(headOf);
+  }
+
+  toggle(head: HeadId): void {
     const key = headKey(head);
-    if (!this.off.delete(key)) this.off.add(key);
-    this.tell();
-    void this.weigh();
+    if (!this.ablated.delete(key)) this.ablated.add(key);
+    this.notify();
+    void this.updateEffects();
   }
 
-  async reset(): Promise<void> {
-    this.off.clear();
-    this.tell();
-    if (SLOTS.some((slot) => this.readings[slot]?.off.length)) await this.readAgain();
-    else await this.weigh();
+  async restoreAll(): Promise<void> {
+    this.ablated.clear();
+    this.notify();
+    if (this.loaded.some((trace) => trace.ablated.length)) await this.rerun();
+    else await this.updateEffects();
   }
 
-  /** The heads that are off now, and were not when the text was read. */
-  waiting(reading: Reading): HeadAt[] {
-    const already = new Set(reading.off.map(headKey));
-    return [...this.off].filter((key) => !already.has(key)).map(headOf);
+  /** The ablated heads that were not ablated when the text was run. */
+  newlyAblated(trace: Trace): HeadId[] {
+    const already = new Set(trace.ablated.map(headKey));
+    return this.ablatedHeads().filter((head) => !already.has(headKey(head)));
   }
 
-  /** Asks what the output becomes without the heads that are off. */
-  private async weigh(): Promise<void> {
-    await Promise.all(SLOTS.map((slot) => this.weighIn(slot)));
-    this.tell();
+  private async updateEffects(): Promise<void> {
+    await Promise.all(SLOTS.map((slot) => this.updateEffect(slot)));
+    this.notify();
   }
 
-  private async weighIn(slot: Slot): Promise<void> {
-    const reading = this.readings[slot];
-    const off = reading ? this.waiting(reading) : [];
+  private async updateEffect(slot: Slot): Promise<void> {
+    const trace = this.traces[slot];
+    const ablated = trace ? this.newlyAblated(trace) : [];
     this.controllers.get(`effect ${slot}`)?.abort();
     this.effects[slot] = null;
-    if (!reading || !off.length) return;
-    await this.guarded(`effect ${slot}`, async (signal) => {
-      this.effects[slot] = await follow<Effect>("effect", { reading: reading.id, off }, () => {}, signal);
+    if (!trace || !ablated.length) return;
+    await this.exclusive(`effect ${slot}`, async (signal) => {
+      this.effects[slot] = await request<Difference>("effect", { trace: trace.id, ablated }, signal);
     });
   }
 
   private async fetchRoles(): Promise<void> {
     try {
       this.roles = rolesOf(await get<Page>("run"), this.state);
-      this.tell();
+      this.notify();
     } catch (error) {
       this.fail(error);
     }
   }
 
-  // ---- what goes wrong
+  // ---- errors
 
-  fail(error: unknown): void {
-    if (calledOff(error)) return;
-    // The server gives up a question whose answer nobody took for long, as of a computer that slept: "superseded".
-    const isCutOff = error instanceof ServerError && ["offline", "superseded"].includes(error.kind);
-    if (isCutOff) this.waitForServer();
-    else if (error instanceof ServerError && error.kind === "gone") this.refresh().catch((again) => this.fail(again));
-    else if (error instanceof ServerError) this.trouble = { kind: error.kind, message: error.message };
-    else this.trouble = { kind: "failed", message: String(error) };
-    this.tell();
-  }
+  fail = (error: unknown): void => {
+    if (isAborted(error)) return;
+    const kind = error instanceof ServerError ? error.kind : "failed";
+    // The server cancels a request whose answer is not read for long, as by a computer that slept.
+    if (kind === "offline" || kind === "cancelled") this.waitForServer();
+    else if (kind === "gone") this.refresh().catch(this.fail);
+    else this.error = { kind, message: error instanceof ServerError ? error.message : String(error) };
+    this.notify();
+  };
 
-  forgive(): void {
-    this.trouble = null;
-    this.tell();
+  dismissError(): void {
+    this.error = null;
+    this.notify();
   }
 
   private waitForServer(): void {
     if (this.offline) return;
     this.offline = true;
-    const look = async () => {
+    const reconnect = async () => {
       try {
         await this.refresh();
         this.offline = false;
-        this.returns++;
-        this.tell();
+        this.reconnects++;
+        this.notify();
       } catch {
-        setTimeout(look, EVERY);
+        setTimeout(reconnect, RETRY);
       }
     };
-    setTimeout(look, EVERY);
+    setTimeout(reconnect, RETRY);
   }
 
-  /** Takes over what the server holds now. */
+  /** Adopts the texts of the server. */
   private async refresh(): Promise<void> {
-    const state = await get<State>("state");
+    const { traces } = await get<State>("state");
     for (const slot of SLOTS) {
-      if (state.readings[slot]?.id !== this.readings[slot]?.id) this.hold(slot, state.readings[slot]);
-      else if (!this.pictures.get(this.readings[slot]?.id ?? -1)?.done) void this.draw(slot);
+      const known = this.traces[slot];
+      if (traces[slot]?.id !== known?.id) this.replace(slot, traces[slot]);
+      else if (known && !this.pictures.get(known.id)?.done) void this.fetchPictures(slot);
     }
   }
 
-  /** One question of a name at a time: a newer one calls the older off. Says whether none newer has come. */
-  private async guarded(name: string, work: (signal: AbortSignal) => Promise<void>): Promise<boolean> {
+  /** Runs one task per name at a time, aborting the previous one; returns whether it is still the newest. */
+  private async exclusive(name: string, task: (signal: AbortSignal) => Promise<void>): Promise<boolean> {
     this.controllers.get(name)?.abort();
     const controller = new AbortController();
     this.controllers.set(name, controller);
     try {
-      await work(controller.signal);
+      await task(controller.signal);
     } catch (error) {
       this.fail(error);
     }
@@ -288,15 +277,15 @@ export class Store {
   }
 }
 
-/** A text put together from its tokens: what stands between them was white. */
-function textOf(reading: Reading | null): string {
-  if (!reading) return "";
-  const { tokens, start, end } = reading.text;
+/** The text of the tokens; gaps between them become spaces. */
+function textOf(trace: Trace | null): string {
+  if (!trace) return "";
+  const { tokens, start, end } = trace.text;
   let text = "";
   let length = 0;
   tokens.forEach((token, i) => {
     const [from, to] = [start[i] ?? -1, end[i] ?? -1];
-    if (from < length) return; // special, generated, or one more byte of the same character
+    if (from < length) return; // special, generated, or another byte of the same character
     text += " ".repeat(from - length) + token;
     length = to;
   });
@@ -305,11 +294,36 @@ function textOf(reading: Reading | null): string {
 
 export const StoreContext = createContext<Store | null>(null);
 
-/** The store; whoever uses it is drawn again when it changes. */
+/** The store; the component is rendered again when it changes. */
 export function useStore(): Store {
   const store = useContext(StoreContext);
   const [, setCount] = useState(0);
   useEffect(() => store?.subscribe(() => setCount((count) => count + 1)), [store]);
-  if (!store) throw new Error("a view must stand inside StoreContext");
+  if (!store) throw new Error("a view must be inside StoreContext");
   return store;
+}
+
+/** The answer to a request, null until it arrives or without a body; `onError` may replace an error by a value. */
+export function useRequest<Value>(
+  route: string,
+  body: object | null,
+  onError: (error: unknown) => Value | null = () => null,
+): Value | null {
+  const store = useStore();
+  const [answer, setAnswer] = useState<{ key: string; value: Value } | null>(null);
+  const key = body ? JSON.stringify([route, body, store.reconnects]) : "";
+  useEffect(() => {
+    if (!body) return;
+    const controller = new AbortController();
+    request<Value>(route, body, controller.signal)
+      .catch((error) => {
+        const value = onError(error);
+        if (value === null) throw error;
+        return value;
+      })
+      .then((value) => setAnswer({ key, value }))
+      .catch(store.fail);
+    return () => controller.abort();
+  }, [key]);
+  return answer?.key === key ? answer.value : null;
 }

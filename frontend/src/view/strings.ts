@@ -1,7 +1,7 @@
 /** Interface strings of the viewer only, in English and Chinese. */
 
 export const viewStrings = {
-  // The frame and the text
+  // Frame and texts
   loading: { en: "Loading …", zh: "正在加载……" },
   factModel: {
     en: "{kind}, {parameters} parameters, {dtype} on {device}",
@@ -15,23 +15,22 @@ export const viewStrings = {
     en: "polyhead {version}, local only. The texts you type stay on this machine.",
     zh: "polyhead {version}，只在本机运行。您输入的文本不会离开本机。",
   },
-  allHeads: { en: "All heads", zh: "所有头" },
   theText: { en: "Text", zh: "文本" },
   textSlot: { en: "Text {slot}", zh: "文本 {slot}" },
   placeholder: { en: "Type a sentence, or paste a long text", zh: "输入一句话，或粘贴一篇长文" },
-  readIt: { en: "Run", zh: "运行" },
-  stopReading: { en: "Stop", zh: "停止" },
-  keysToRead: { en: "Ctrl+Enter runs", zh: "Ctrl+Enter 运行" },
+  run: { en: "Run", zh: "运行" },
+  stop: { en: "Stop", zh: "停止" },
+  runShortcut: { en: "Ctrl+Enter runs", zh: "Ctrl+Enter 运行" },
   secondText: { en: "Compare with a second text", zh: "与第二段文本比较" },
   closeSecond: { en: "Remove text B", zh: "移除文本 B" },
-  readProgress: { en: "Running: layer {done} of {total}", zh: "运行中：第 {done} 层，共 {total} 层" },
-  readStarts: { en: "Running …", zh: "运行中……" },
-  readDone: {
+  runProgress: { en: "Running: layer {done} of {total}", zh: "运行中：第 {done} 层，共 {total} 层" },
+  runStarts: { en: "Running …", zh: "运行中……" },
+  runDone: {
     en: "{tokens} tokens in {seconds} s, {bytes} MB in memory",
     zh: "{seconds} 秒处理 {tokens} 个词元，占用 {bytes} MB",
   },
-  readCut: { en: "The text has {total} tokens; only the first {read} are used.", zh: "文本有 {total} 个词元；只用了前 {read} 个。" },
-  nothingRead: {
+  truncated: { en: "The text has {total} tokens; only the first {read} are used.", zh: "文本有 {total} 个词元；只用了前 {read} 个。" },
+  noText: {
     en: "No text yet. Type a text above and press Run to see the attention of every head.",
     zh: "尚无文本。请在上方输入文本并点“运行”，即可看到每个头的注意力。",
   },
@@ -42,11 +41,11 @@ export const viewStrings = {
     en: "The server is busy. Missing data is requested again every second; pending requests: {count}",
     zh: "服务器正忙。缺少的数据每秒会重新请求；等待中的请求：{count}",
   },
-  "trouble_too-large": { en: "The text is too long.", zh: "文本过长。" },
-  "trouble_out-of-memory": { en: "Out of memory. A shorter text needs less.", zh: "内存不足。较短的文本所需更少。" },
-  trouble_invalid: { en: "The server rejected the request.", zh: "服务器拒绝了该请求。" },
-  trouble_closing: { en: "The server is shutting down.", zh: "服务器正在关闭。" },
-  trouble_failed: { en: "Internal server error.", zh: "服务器内部错误。" },
+  "error_too-large": { en: "The text is too long.", zh: "文本过长。" },
+  "error_out-of-memory": { en: "Out of memory. A shorter text needs less.", zh: "内存不足。较短的文本所需更少。" },
+  error_invalid: { en: "The server rejected the request.", zh: "服务器拒绝了该请求。" },
+  error_closing: { en: "The server is shutting down.", zh: "服务器正在关闭。" },
+  error_failed: { en: "Internal server error.", zh: "服务器内部错误。" },
   offline: {
     en:
       "The server does not respond. The page keeps what it shows and continues when the server responds again. " +
@@ -57,7 +56,7 @@ export const viewStrings = {
   // All heads
   encoder: { en: "Encoder", zh: "编码器" },
   decoder: { en: "Decoder", zh: "解码器" },
-  crossing: { en: "Cross-attention", zh: "交叉注意力" },
+  crossAttention: { en: "Cross-attention", zh: "交叉注意力" },
   gridAbout: {
     en:
       "Each square is the attention map of one head: rows are query tokens, from the start of the text to its " +
@@ -77,22 +76,21 @@ export const viewStrings = {
     zh: "估计值：每 {every} 个查询词元只抽取中间 {rows} 个。打开一个头可得到精确数值。",
   },
   drawing: { en: "Drawing: layer {done} of {total}", zh: "绘制中：第 {done} 层，共 {total} 层" },
-  picking: { en: "A click", zh: "点击" },
-  pickOpens: { en: "opens a head", zh: "打开头" },
-  pickSwitches: { en: "ablates it or restores it", zh: "消融或恢复头" },
-  isOff: { en: "ablated", zh: "已消融" },
+  clickAction: { en: "A click", zh: "点击" },
+  clickOpens: { en: "opens a head", zh: "打开头" },
+  clickAblates: { en: "ablates or restores it", zh: "消融或恢复头" },
+  ablated: { en: "ablated", zh: "已消融" },
   stackOf: { en: "Layers and heads", zh: "层与头" },
 
   // A word
-  chooseWord: { en: "Words", zh: "词" },
   wordsAbout: {
     en:
-      "Point at a word, or move with the arrow keys. Shaded words are those it attends to in this head; a bar " +
+      "Hover over a word, or move with the arrow keys. Shaded words are those it attends to in this head; a bar " +
       "under a word means that it attends to the chosen one. A click pins the choice.",
     zh: "指向一个词，或用方向键移动。着色的是它在此头中关注的词；词下的横条表示该词关注所选的词。点击可固定选择。",
   },
   wordsAboutAll: {
-    en: "Point at a word, or move with the arrow keys, to see it in every head. A click pins the choice.",
+    en: "Hover over a word, or move with the arrow keys, to see it in every head. A click pins the choice.",
     zh: "指向一个词，或用方向键移动，即可在每个头中看到它。点击可固定选择。",
   },
   wordInHeads: { en: "“{word}” in every head", zh: "“{word}”在每个头中" },
@@ -101,30 +99,23 @@ export const viewStrings = {
     zh: "每个方格写出最大注意力权重的词元；色条显示全文各处的权重。",
   },
   whichWay: { en: "Direction", zh: "方向" },
-  looksAt: { en: "attends to", zh: "关注" },
-  isSeenBy: { en: "attended to by", zh: "被关注" },
+  attendsTo: { en: "attends to", zh: "关注" },
+  attendedBy: { en: "attended to by", zh: "被关注" },
   wordCell: { en: "{head}: {token} {share}", zh: "{head}：{token} {share}" },
-  notHere: { en: "{head}: not part of this attention", zh: "{head}：不属于此注意力" },
-  pagesOfText: { en: "Part of the text", zh: "文本的部分" },
-  tokensFromTo: { en: "Tokens {first} to {last} of {total}", zh: "第 {first} 到 {last} 个词元，共 {total} 个" },
-  earlier: { en: "Previous", zh: "向前" },
-  later: { en: "Next", zh: "向后" },
+  notInLayer: { en: "{head}: the word is not among the tokens of this layer", zh: "{head}：该词不属于此层的词元" },
+  partsOfText: { en: "Part of the text", zh: "文本的部分" },
+  partOfText: { en: "Tokens {first} to {last} of {total}", zh: "第 {first} 到 {last} 个词元，共 {total} 个" },
+  previousPart: { en: "Previous", zh: "向前" },
+  nextPart: { en: "Next", zh: "向后" },
   textLine: { en: "Words of the text", zh: "文本的词" },
   targetLine: { en: "Generated words", zh: "生成的词" },
-  tokenNumber: { en: "token {number}", zh: "第 {number} 个词元" },
 
   // One head
-  noSuchHead: { en: "There is no such head.", zh: "没有这样的头。" },
   noSuchText: { en: "Text {slot} has not been run.", zh: "文本 {slot} 尚未运行。" },
-  previousHead: { en: "Previous head", zh: "上一个头" },
-  nextHead: { en: "Next head", zh: "下一个头" },
-  switchOff: { en: "Ablate this head", zh: "消融此头" },
-  switchOn: { en: "Restore this head", zh: "恢复此头" },
+  ablateHead: { en: "Ablate this head", zh: "消融此头" },
+  restoreHead: { en: "Restore this head", zh: "恢复此头" },
   compareWith: { en: "Compare with", zh: "与之比较" },
-  nothing: { en: "nothing", zh: "无" },
-  whichText: { en: "Text", zh: "文本" },
   whichLayer: { en: "Layer", zh: "层" },
-  whichHead: { en: "Head", zh: "头" },
   distanceIs: {
     en: "Mean Jensen-Shannon distance of the rows: {distance} (0 identical, {most} disjoint).",
     zh: "各行的平均 Jensen-Shannon 距离：{distance}（0 为相同，{most} 为毫无重合）。",
@@ -145,29 +136,29 @@ export const viewStrings = {
   },
   entropyIs: { en: "Entropy {nats}", zh: "熵 {nats}" },
   candidate: { en: "Append “{token}”, probability {share}", zh: "追加“{token}”，概率 {share}" },
-  writeNext: { en: "Append the most likely token", zh: "追加最可能的词元" },
-  takeBack: { en: "Undo", zh: "撤销" },
-  chooseCandidate: { en: "Append one of these:", zh: "追加其中之一：" },
-  writtenAbout: { en: "Attention of the newest token, “{token}”", zh: "最新的词元“{token}”的注意力" },
-  writtenCount: { en: "Generated tokens: {count}", zh: "已生成词元：{count}" },
-  offHeads: { en: "Ablated heads", zh: "已消融的头" },
-  offNone: {
+  appendMostLikely: { en: "Append the most likely token", zh: "追加最可能的词元" },
+  undo: { en: "Undo", zh: "撤销" },
+  appendOneOf: { en: "Append one of these:", zh: "追加其中之一：" },
+  newestToken: { en: "Attention of the newest token, “{token}”", zh: "最新的词元“{token}”的注意力" },
+  generatedCount: { en: "Generated tokens: {count}", zh: "已生成词元：{count}" },
+  ablatedHeads: { en: "Ablated heads", zh: "已消融的头" },
+  noneAblated: {
     en: "None. Ablate one in its panel, or in the grid, to see what changes.",
     zh: "无。可在头的面板或网格中消融一个头，看有何变化。",
   },
-  switchBack: { en: "Restore {head}", zh: "恢复{head}" },
-  allOn: { en: "Restore all", zh: "全部恢复" },
-  readWithout: { en: "Run again without them", zh: "不用它们重新运行" },
-  readWithoutAbout: {
+  restoreNamed: { en: "Restore {head}", zh: "恢复{head}" },
+  restoreAll: { en: "Restore all", zh: "全部恢复" },
+  runWithout: { en: "Run again without them", zh: "不用它们重新运行" },
+  runWithoutAbout: {
     en: "The maps are of the intact model; run again to see later layers with these heads ablated.",
     zh: "图中是完整的模型；重新运行可看到消融这些头时后面各层的情形。",
   },
-  wereOff: { en: "Text {slot} was run with {heads} ablated.", zh: "文本 {slot} 运行时消融了{heads}。" },
+  ranWithout: { en: "Text {slot} was run with {heads} ablated.", zh: "文本 {slot} 运行时消融了{heads}。" },
   effectOf: { en: "Effect on text {slot}", zh: "对文本 {slot} 的影响" },
   effectComputing: { en: "Computing the effect …", zh: "正在计算影响……" },
   divergenceIs: { en: "Kullback-Leibler divergence: {nats}", zh: "KL 散度：{nats}" },
   cosineIs: { en: "Cosine similarity of the two embeddings: {cosine}", zh: "两个向量的余弦相似度：{cosine}" },
-  endless: { en: "not finite", zh: "非有限值" },
+  notFinite: { en: "not finite", zh: "非有限值" },
   token: { en: "Token", zh: "词元" },
   before: { en: "Before", zh: "之前" },
   after: { en: "After", zh: "之后" },
@@ -191,7 +182,6 @@ export const viewStrings = {
   zoomIn: { en: "Zoom in", zh: "放大" },
   zoomOut: { en: "Zoom out", zh: "缩小" },
   zoomWhole: { en: "Whole", zh: "全部" },
-  zoomTokens: { en: "Tokens", zh: "词元" },
   pool: { en: "Cells of several tokens show", zh: "多词元的格显示" },
   pool_sum: { en: "share of attention", zh: "注意力比例" },
   pool_max: { en: "max attention weight", zh: "最大注意力权重" },
@@ -209,5 +199,4 @@ export const viewStrings = {
     en: "Tokens {rows} attend to tokens {columns}: at most {share}",
     zh: "词元 {rows} 关注词元 {columns}：最多 {share}",
   },
-  stripOfHeads: { en: "All heads", zh: "所有的头" },
 } as const;

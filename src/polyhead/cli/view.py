@@ -100,7 +100,7 @@ def view(
         )
         if initial_text is not None:
             typer.echo(f"Reading {text} ...", err=True)
-            viewer.hold(viewer.model.read("A", initial_text, frozenset()))
+            viewer.put("A", viewer.model.trace("A", initial_text, ()))
         if serve(viewer, port=port, ready=ready):
             sys.stdout.flush()
             os._exit(0)  # a normal exit would wait for the layer being computed, or crash
@@ -158,7 +158,7 @@ def _is_run(folder: Path) -> bool:
 
 def _content(path: Path) -> str:
     from polyhead.errors import OptionError
-    from polyhead.report.viewer.asking import TEXT_BYTES
+    from polyhead.report.viewer.handlers import TEXT_BYTES
 
     try:
         # The path may be a pipe without end.

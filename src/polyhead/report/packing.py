@@ -9,6 +9,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
 from typing import Any
 
 import torch
@@ -58,7 +59,12 @@ def clipped(text: str, longest: int = LONGEST_TEXT) -> str:
 
 
 def plain(x: Any) -> Any:
-    """Return a JSON-compatible value: six significant digits, null for non-finite, no lone surrogates, no tuples."""
+    """Return a JSON-compatible value: six significant digits, null for non-finite, no lone surrogates, no tuples.
+
+    Dataclasses become objects with the names of their fields.
+    """
+    if is_dataclass(x) and not isinstance(x, type):
+        x = asdict(x)
     if isinstance(x, str):
         return _LONE_SURROGATE.sub("\ufffd", x)
     if isinstance(x, float):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -33,11 +32,10 @@ _NEEDS_SCRIPT = Text("This page needs JavaScript, which is disabled here.", "此
 
 @dataclass(frozen=True, slots=True)
 class Assets:
-    """The built script and style sheet of a page, and hashes of styles that the script adds at run time."""
+    """The built script and style sheet of a page."""
 
     script: str
     style: str
-    style_hashes: tuple[str, ...] = ()
 
     @classmethod
     def load(cls, folder: Traversable | None = None, *, name: str = "page") -> Assets:
@@ -51,9 +49,7 @@ class Assets:
                 "in a checkout, `make frontend` builds them"
             )
         script, style = (file.read_text(encoding="utf-8") for file in files)
-        exceptions = place / "csp.json"
-        listed = json.loads(exceptions.read_text(encoding="utf-8")) if exceptions.is_file() else {}
-        assets = cls(script, style, tuple(f"'{x.strip(chr(39))}'" for x in listed.get("styles", ())))
+        assets = cls(script, style)
         assets.check(f"{place / name}")
         return assets
 
@@ -143,11 +139,10 @@ def document(title: str, body: str, data: Mapping[str, Any], assets: Assets, lan
 
 
 def policy_of(assets: Assets) -> str:
-    """Return the content security policy: this script and these styles by their hashes, and nothing else."""
-    styles = " ".join([_hash(assets.style), *assets.style_hashes])
+    """Return the content security policy: this script and this style sheet by their hashes, and nothing else."""
     return (
-        f"default-src 'none'; script-src {_hash(assets.script)}; style-src {styles}; img-src data: blob:; "
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src {_hash(assets.script)}; style-src {_hash(assets.style)}; "
+        "img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
 
 

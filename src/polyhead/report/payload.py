@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from polyhead.analysis.roles import HeadRoles, RoleScore
+from polyhead.analysis.roles import HeadRoles
 from polyhead.inspection import Inspection
 from polyhead.inspection.findings import findings
 from polyhead.inspection.heads import Head
 from polyhead.inspection.identity import edits_of, originally
-from polyhead.inspection.vocabulary import RELATIONS, ROLE_ORDER, Language, Text, column_of, relation_of, role_of
+from polyhead.inspection.vocabulary import RELATIONS, ROLE_ORDER, Language, Term, Text, column_of, relation_of, role_of
 from polyhead.inspection.wording import Finding, kind_of_model, loss_in_words, words_of
 from polyhead.observation import AttentionSite
 from polyhead.report import pictures
@@ -35,15 +35,16 @@ def page_of(inspection: Inspection, *, language: Language = "en", syntax: Syntax
     sites = sites_of(inspection)
     index = {site: number for number, site in enumerate(sites)}
     edits = edits_of(sites)
+    requested_roles = {score.role for head in inspection.roles for score in head.scores}
     page = {
         "format": FORMAT,
         "lang": language,
         "title": clipped(f"polyhead: {inspection.facts['model']}"),
-        "facts": {**_facts(inspection.facts), "edits": None if edits is None else _clipped(edits)},
+        "facts": {**_facts(inspection.facts), "edits": _clipped(edits)},
         "stacks": _stacks(sites),
         "sites": [_site(site) for site in sites],
-        "columns": [_column(name, inspection.facts.get("loss")) for name in _column_names(inspection)],
-        "roles": [_role(name) for name in ROLE_ORDER if name in _requested_roles(inspection)],
+        "columns": [column_of(name, inspection.facts.get("loss")) for name in _column_names(inspection)],
+        "roles": [role_of(name) for name in ROLE_ORDER if name in requested_roles],
         "heads": list(_heads(inspection, index)),
         **pictures.pictures_of(inspection, index),
         "relations": {
@@ -51,12 +52,10 @@ def page_of(inspection: Inspection, *, language: Language = "en", syntax: Syntax
             for site, matrices in inspection.relations.items()
         },
         "relation_names": _relation_names(inspection),
-        "likeness": None
-        if inspection.likeness is None
-        else {"threshold": inspection.likeness.threshold, "null": inspection.likeness.null},
-        "groups": [{"heads": _places(index, group.heads), "least": group.least} for group in inspection.groups],
+        "likeness": inspection.likeness,
+        "groups": [{"heads": _head_ids(index, group.heads), "least": group.least} for group in inspection.groups],
         "pairs": [
-            {"one": _place(index, x.one), "other": _place(index, x.other), "cosine": x.cosine, "guess": x.guess}
+            {"one": _head_id(index, x.one), "other": _head_id(index, x.other), "cosine": x.cosine, "guess": x.guess}
             for x in inspection.pairs
         ],
         "importance": _importance(inspection),
@@ -91,7 +90,7 @@ def _stacks(sites: list[AttentionSite]) -> list[dict[str, Any]]:
     for number, site in enumerate(sites):
         stacks.setdefault((site.stack, site.kind), []).append(number)
     return [
-        {"label": _stack_label(stack, kind, several=len(stacks) > 1).to_dict(), "kind": kind, "sites": numbers}
+        {"label": _stack_label(stack, kind, several=len(stacks) > 1), "kind": kind, "sites": numbers}
         for (stack, kind), numbers in stacks.items()
     ]
 
@@ -111,45 +110,17 @@ def _column_names(inspection: Inspection) -> list[str]:
     return ["tokens", *(name for name in inspection.table.names if name != "tokens")]
 
 
-def _column(name: str, loss: str | None) -> dict[str, Any]:
-    column = column_of(name, loss)
-    return {
-        "name": name,
-        "label": column.label.to_dict(),
-        "about": column.about.to_dict(),
-        "group": column.group,
-        "format": column.format,
-        "low": column.low,
-        "high": column.high,
-    }
-
-
-def _requested_roles(inspection: Inspection) -> set[str]:
-    return {score.role for head in inspection.roles for score in head.scores}
-
-
-def _role(name: str) -> dict[str, Any]:
-    role = role_of(name)
-    return {
-        "name": name,
-        "letters": role.letters,
-        "label": role.label.to_dict(),
-        "about": role.about.to_dict(),
-    }
-
-
-def _relation_names(inspection: Inspection) -> list[dict[str, Any]]:
+def _relation_names(inspection: Inspection) -> list[Term]:
     present = {name for matrices in inspection.relations.values() for name in matrices}
     names = [name for name in RELATIONS if name in present]
-    terms = [relation_of(name) for name in [*names, *sorted(present - set(names))]]
-    return [{"name": x.name, "label": x.label.to_dict(), "about": x.about.to_dict()} for x in terms]
+    return [relation_of(name) for name in [*names, *sorted(present - set(names))]]
 
 
 def _importance(inspection: Inspection) -> dict[str, Any] | None:
     for name in IMPORTANCE:
         if name in inspection.table.names:
             column = column_of(name, inspection.facts.get("loss"))
-            return {"column": name, "label": column.label.to_dict(), "about": column.about.to_dict()}
+            return {"column": name, "label": column.label, "about": column.about}
     return None
 
 
@@ -169,8 +140,8 @@ def _facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _clipped(text: Text) -> dict[str, str]:
-    return {language: clipped(words, LONGEST_FACT) for language, words in text.to_dict().items()}
+def _clipped(text: Text | None) -> Text | None:
+    return None if text is None else Text(clipped(text.en, LONGEST_FACT), clipped(text.zh, LONGEST_FACT))
 
 
 # ---- heads
@@ -183,17 +154,16 @@ def _heads(inspection: Inspection, index: Mapping[AttentionSite, int]) -> Iterat
     table = inspection.table
     columns = {name: column.tolist() for name, column in table.columns.items()}
     for row, head in enumerate(zip(table.sites, table.heads, strict=True)):
-        values = {name: columns[name][row] for name in names if name in columns}
-        spreads = {name: columns[f"{name}_std"][row] for name in names if f"{name}_std" in columns}
-        errors = {name: columns[f"{name}_error"][row] for name in names if f"{name}_error" in columns}
+        suffixes = {"values": "", "spreads": "_std", "errors": "_error", "chances": "_chance"}
+        numbers = {
+            part: {name: columns[name + suffix][row] for name in names if name + suffix in columns}
+            for part, suffix in suffixes.items()
+        }
         yield {
             "site": index[head[0]],
             "head": head[1],
-            "origin": None if (origin := originally(head)) is None else origin.to_dict(),
-            "values": values,
-            "spreads": spreads,
-            "errors": errors,
-            "chances": {name: columns[f"{name}_chance"][row] for name in names if f"{name}_chance" in columns},
+            "origin": originally(head),
+            **numbers,
             "roles": [] if head not in roles else _scores(roles[head]),
             "alike": alike.get(head, [])[:MOST_ALIKE],
             "top_keys": _top_keys(inspection, head),
@@ -201,19 +171,9 @@ def _heads(inspection: Inspection, index: Mapping[AttentionSite, int]) -> Iterat
 
 
 def _scores(head: HeadRoles) -> list[dict[str, Any]]:
-    return [_score(score) for score in sorted(head.scores, key=lambda x: ROLE_ORDER.index(x.role))]
-
-
-def _score(score: RoleScore) -> dict[str, Any]:
-    return {
-        "role": score.role,
-        "score": score.score,
-        "null": score.null,
-        "low": score.low,
-        "high": score.high,
-        "holds": score.holds,
-        "evidence": score.text.to_dict(),
-    }
+    names = ("role", "score", "null", "low", "high", "holds")
+    scores = sorted(head.scores, key=lambda x: ROLE_ORDER.index(x.role))
+    return [{**{name: getattr(score, name) for name in names}, "evidence": score.text} for score in scores]
 
 
 def _alike(inspection: Inspection, index: Mapping[AttentionSite, int]) -> dict[Head, list[dict[str, Any]]]:
@@ -228,7 +188,7 @@ def _alike(inspection: Inspection, index: Mapping[AttentionSite, int]) -> dict[H
         similar.setdefault(pair.other, []).append((pair.cosine, pair.one, True))
     return {
         head: [
-            {"place": _place(index, other), "cosine": cosine, "across": across}
+            {"head": _head_id(index, other), "cosine": cosine, "across": across}
             for cosine, other, across in sorted(others, key=lambda x: -x[0])
             if math.isfinite(cosine)
         ]
@@ -249,15 +209,15 @@ def _finding(finding: Finding, index: Mapping[AttentionSite, int]) -> dict[str, 
     return {
         "text": _clipped(Text(words_of(finding), words_of(finding, "zh"))),
         "kind": finding.kind,
-        "heads": _places(index, finding.heads),
+        "heads": _head_ids(index, finding.heads),
         "view": _VIEWS.get(finding.kind, "overview"),
         "column": finding.column,
     }
 
 
-def _place(index: Mapping[AttentionSite, int], head: Head) -> list[int]:
+def _head_id(index: Mapping[AttentionSite, int], head: Head) -> list[int]:
     return [index[head[0]], head[1]]
 
 
-def _places(index: Mapping[AttentionSite, int], heads: tuple[Head, ...]) -> list[list[int]]:
-    return [_place(index, head) for head in heads]
+def _head_ids(index: Mapping[AttentionSite, int], heads: tuple[Head, ...]) -> list[list[int]]:
+    return [_head_id(index, head) for head in heads]

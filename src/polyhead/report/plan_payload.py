@@ -19,7 +19,7 @@ Unit = Literal["count", "bytes", "seconds", "ratio"]
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One series of a chart: a value at each place, None where there is none."""
+    """One series of a chart: one value per position, None where there is none."""
 
     name: str
     values: tuple[float | None, ...]
@@ -33,10 +33,10 @@ class Chart:
 
     kind: Literal["bars", "lines"]
     title: str
-    axis: str
+    y_label: str
     unit: Unit
-    along: str
-    places: tuple[str, ...]
+    x_label: str
+    x_values: tuple[str, ...]
     series: tuple[Series, ...]
 
 
@@ -47,7 +47,7 @@ def plan_charts(plan: Plan, contexts: Sequence[ContextPoint], heads: Sequence[He
 
 
 def _over_context(plan: Plan, points: Sequence[ContextPoint]) -> Iterator[Chart]:
-    along, places = "tokens of context", tuple(_short(point.context) for point in points)
+    x_label, x_values = "tokens of context", tuple(_short(point.context) for point in points)
     for index, phase in enumerate(plan.phases):
         phases = [point.phases[index] for point in points]
         # A decode step computes one token; the other phases compute all of them.
@@ -60,16 +60,16 @@ def _over_context(plan: Plan, points: Sequence[ContextPoint]) -> Iterator[Chart]
             stages = [x.timing.stages for x in phases if x.timing is not None]
             costs = {wording.STAGE_NAMES[name]: [x.get(name, 0.0) for x in stages] for name in _STAGES}
         per_token = _stack({name: [x / n for x, n in zip(row, tokens, strict=True)] for name, row in costs.items()})
-        axis = f"{'FLOPs' if phase.timing is None else 'time'} per token"
-        yield Chart("bars", f"{title}: {axis}", axis, unit, along, places, per_token)
+        y_label = f"{'FLOPs' if phase.timing is None else 'time'} per token"
+        yield Chart("bars", f"{title}: {y_label}", y_label, unit, x_label, x_values, per_token)
         memory = _stack({name: [getattr(x.fused, name) for x in phases] for name in _MEMORY})
-        yield Chart("bars", f"{title}: memory, fused attention", "peak memory", "bytes", along, places, memory)
+        yield Chart("bars", f"{title}: memory, fused attention", "peak memory", "bytes", x_label, x_values, memory)
         both = (
             Series("fused", tuple(x.fused.total for x in phases), 0),
             Series("materialised weights", tuple(x.materialised.total for x in phases), 1, dashed=True),
         )
         name = f"{title}: memory of fused and materialised attention"
-        yield Chart("lines", name, "peak memory", "bytes", along, places, both)
+        yield Chart("lines", name, "peak memory", "bytes", x_label, x_values, both)
 
 
 def _stack(parts: dict[str, list[float]]) -> tuple[Series, ...]:
@@ -97,8 +97,8 @@ def _over_heads(plan: Plan, points: Sequence[HeadsPoint]) -> Iterator[Chart]:
         f"{wording.title(plan, first.phase).capitalize()}, relative to {first.heads:,} x {first.head_dim:,}, "
         f"at d_model {first.heads * first.head_dim:,}"
     )
-    places = tuple(_short(point.heads) for point in points)
-    yield Chart("lines", title, "relative cost", "ratio", "heads, at constant total width", places, series)
+    x_values = tuple(_short(point.heads) for point in points)
+    yield Chart("lines", title, "relative cost", "ratio", "heads, at constant total width", x_values, series)
 
 
 def _short(number: int) -> str:

@@ -1,4 +1,4 @@
-"""The live viewer in a real browser: a server on small models, a page that types into it, and weights to hold it to."""
+"""The live viewer in a real browser: servers of small models, pages, and reference weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from polyhead.report.viewer.model import ViewedModel
 from polyhead.report.viewer.viewing import Viewer
 from polyhead.workflows.model_loading import load_model
 from tests.browser.conftest import HAS_FAILED
-from tests.browser.tabs import PATIENCE, Kept, Tab, Tabs
+from tests.browser.tabs import PATIENCE, SharedPage, Tab, Tabs
 from tests.browser.view.map_page import go_anew, open_long
 from tests.inspection import small_models
 
@@ -63,19 +63,19 @@ class Running:
 
     @cached_property
     def eager(self) -> Any:
-        """The same model as transformers itself runs it."""
+        """The same model with eager attention of transformers."""
         kind = self.viewer.model.loaded.kind
         auto = transformers.AutoModelForCausalLM if kind == "causal" else transformers.AutoModelForSeq2SeqLM
         return auto.from_pretrained(self.folder, attn_implementation="eager").eval()
 
     @torch.no_grad()
     def weights(self, slot: str = "A") -> torch.Tensor:
-        """Of the decoder's text in that slot, [layers, heads, queries, keys]."""
-        ids = torch.tensor([self.viewer.readings[slot].ids])
+        """Return the weights of the text in a slot, [layers, heads, queries, keys]."""
+        ids = torch.tensor([self.viewer.traces[slot].ids])
         return torch.cat(self.eager(ids, output_attentions=True).attentions)
 
     def tokens(self, slot: str = "A") -> tuple[str, ...]:
-        return self.viewer.readings[slot].text.tokens
+        return self.viewer.traces[slot].text.tokens
 
 
 def small_viewer(folder: Path, name: str) -> tuple[Viewer, Path]:
@@ -85,7 +85,7 @@ def small_viewer(folder: Path, name: str) -> tuple[Viewer, Path]:
 
 @pytest.fixture(scope="session")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Running]]:
-    """A server on the small model of a name, one for all tests: llama, t5, or long, which reads 3,100 tokens."""
+    """Start one server per model for all tests: llama, t5, or long, with a context of 3,100 tokens."""
     servers: dict[str, Running] = {}
 
     def start(name: str) -> Running:
@@ -109,13 +109,13 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
 
 @dataclass
 class Opened:
-    """The viewer's page in the browser, with all that went wrong in it."""
+    """The page of the viewer in the browser, with its errors."""
 
     of: Tab
     server: Running
 
     def __post_init__(self) -> None:
-        self.first_readings = dict(self.server.viewer.readings)
+        self.first_traces = dict(self.server.viewer.traces)
 
     @property
     def tab(self) -> Any:
@@ -129,36 +129,36 @@ class Opened:
         self.tab.goto(f"{self.server.address}#/{view}")
         self.tab.wait_for_selector("main")
 
-    def read(self, text: str = SENTENCE, slot: str = "A") -> None:
+    def run_text(self, text: str = SENTENCE, slot: str = "A") -> None:
         """Type a text and wait until every head is drawn."""
-        before = self.server.viewer.readings[slot]
+        before = self.server.viewer.traces[slot]
         self.tab.locator(f"#text-{slot}").fill(text)
-        with self.tab.expect_response("**/api/heads"):  # the pictures of this text, not of the one before
+        with self.tab.expect_response("**/api/heads"):  # the maps of this text, not of the previous one
             self.tab.locator(f"form:has(#text-{slot}) button[type=submit]").click()
-        self.wait(lambda: self.server.viewer.readings[slot] is not before)
+        self.wait(lambda: self.server.viewer.traces[slot] is not before)
         self.tab.wait_for_selector(f"[data-slot={slot}] .pictures-note[data-done=true]")
 
-    def hurry(self) -> None:
-        """Let the timers of the page run ten times as fast until it may walk again, and note how long each was."""
+    def speed_up_timers(self) -> None:
+        """Run the timers of the page ten times as fast, and record their delays."""
         self.tab.evaluate(
             """() => {
               const wait = window.setTimeout;
-              window.walk = () => { window.setTimeout = wait; };
-              window.pauses = [];
+              window.restoreTimers = () => { window.setTimeout = wait; };
+              window.delays = [];
               window.setTimeout = (call, milliseconds = 0, ...rest) => {
-                window.pauses.push(milliseconds);
+                window.delays.push(milliseconds);
                 return wait(call, milliseconds / 10, ...rest);
               };
             }"""
         )
 
-    def walk(self) -> None:
-        """End a hurry, if there is one."""
-        self.tab.evaluate("window.walk?.()")
+    def restore_timers(self) -> None:
+        """Restore the speed of the timers."""
+        self.tab.evaluate("window.restoreTimers?.()")
 
-    def pauses(self) -> list[float]:
-        """The milliseconds of every timer since `hurry`, as the page set it."""
-        return self.tab.evaluate("window.pauses")
+    def timer_delays(self) -> list[float]:
+        """Return the milliseconds of all timers since `speed_up_timers`."""
+        return self.tab.evaluate("window.delays")
 
     def wait(self, is_so: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE / 1000
@@ -167,15 +167,15 @@ class Opened:
             self.tab.wait_for_timeout(20)
 
     def check(self) -> None:
-        if self.server.viewer.readings != self.first_readings:
-            # A question on its way while its text was replaced is refused, which the browser itself writes down.
+        if self.server.viewer.traces != self.first_traces:
+            # A request for a text that was replaced meanwhile is refused, which the browser logs.
             self.problems[:] = [problem for problem in self.problems if "410 (Gone)" not in problem]
         assert [*self.problems, *self.tab.evaluate("window.violations ?? []")] == []
 
 
 @contextmanager
 def views(tabs: Tabs, running: Callable[[str], Running]) -> Iterator[Callable[..., Opened]]:
-    """Opens the viewer in an empty tab; afterwards no error, no foreign request, no violation of its policy."""
+    """Open the viewer in an empty tab, and check it afterwards for errors, foreign requests and policy violations."""
     all_opened: list[Opened] = []
 
     def opening(server: str | Running = "llama", view: str = "", **options: Any) -> Opened:
@@ -201,22 +201,22 @@ def open_view(tabs: Tabs, running: Callable[[str], Running]) -> Iterator[Callabl
 
 
 @pytest.fixture(scope="session")
-def long_page(tabs: Tabs, running: Callable[[str], Running]) -> Iterator[Kept]:
-    """A page on the long text, one for the tests that ask nothing of a page just loaded."""
+def long_page(tabs: Tabs, running: Callable[[str], Running]) -> Iterator[SharedPage]:
+    """A page of the long text, shared by tests that do not need a fresh page."""
 
     @contextmanager
     def opening() -> Iterator[Opened]:
         with views(tabs, running) as open_one:
             yield open_long(open_one, "head/1/2")
 
-    kept = Kept(opening)
-    yield kept
-    kept.close()
+    shared = SharedPage(opening)
+    yield shared
+    shared.close()
 
 
 @pytest.fixture
-def opened_long(request: pytest.FixtureRequest, long_page: Kept) -> Iterator[Opened]:
-    """Head 2 of layer 1 over a long text, its whole matrix computed and no tile of it in the page."""
+def opened_long(request: pytest.FixtureRequest, long_page: SharedPage) -> Iterator[Opened]:
+    """Head 2 of layer 1 over the long text: the exact whole matrix and no tiles."""
     opened = long_page.take()
     opened.of.change_size((1280, 800))
     opened.of.change_scheme("light")
@@ -225,14 +225,14 @@ def opened_long(request: pytest.FixtureRequest, long_page: Kept) -> Iterator[Ope
     yield opened
     try:
         opened.tab.unroute_all()
-        opened.walk()
+        opened.restore_timers()
     finally:
         long_page.leave(request.node.stash.get(HAS_FAILED, False))
 
 
 @pytest.fixture(scope="session")
-def sentence_page(tabs: Tabs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
-    """A page on a server of its own that has read the sentence, one for the tests that change neither."""
+def sentence_page(tabs: Tabs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedPage]:
+    """A page of the sentence on a server of its own, shared by tests that change neither."""
 
     def no_other(name: str) -> Running:
         raise AssertionError(f"{name} is not the server of this page")
@@ -244,17 +244,17 @@ def sentence_page(tabs: Tabs, tmp_path_factory: pytest.TempPathFactory) -> Itera
             views(tabs, no_other) as open_one,
         ):
             opened = open_one(server)
-            opened.read()
+            opened.run_text()
             yield opened
 
-    kept = Kept(opening)
-    yield kept
-    kept.close()
+    shared = SharedPage(opening)
+    yield shared
+    shared.close()
 
 
 @pytest.fixture
-def read_sentence(request: pytest.FixtureRequest, sentence_page: Kept) -> Iterator[Callable[..., Opened]]:
-    """All heads of the sentence, as a reader comes to them from one head: no word is chosen."""
+def read_sentence(request: pytest.FixtureRequest, sentence_page: SharedPage) -> Iterator[Callable[..., Opened]]:
+    """All heads of the sentence, without a chosen word."""
 
     def opening(viewport: tuple[int, int] = (1280, 800)) -> Opened:
         opened = sentence_page.take()

@@ -1,4 +1,4 @@
-"""How the viewer looks and feels: hostile text, keyboard alone, dark, Chinese, phone to wall, to a screen reader."""
+"""Appearance of the viewer: hostile text, keyboard, dark mode, Chinese, screen sizes, accessibility."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_hostile_text_is_text(open_view, keep_picture, language):
     opened = open_view(viewport=(360, 740))
     tab = opened.tab
     tab.get_by_label("Language").select_option(language)
-    opened.read(" ".join(HOSTILE))
+    opened.run_text(" ".join(HOSTILE))
     for view in VIEWS:
         opened.go(view)
         tab.locator(".word").nth(5).hover()
@@ -40,13 +40,13 @@ def test_hostile_text_is_text(open_view, keep_picture, language):
     assert len(words) == len(opened.server.tokens())
     assert {"<", "script", ">", "window"} <= set(words)
     assert "RLO" in "".join(words)
-    assert any(word.startswith("x" * 40 + "… ") for word in words)  # what is endless is cut
+    assert any(word.startswith("x" * 40 + "… ") for word in words)  # long tokens are truncated
     assert not any(mark in "".join(words) for mark in ("\u202e", "\u2067", "\u200b", "\x07", "\x00"))
     labels = tab.locator(".map-rows .mark").all_text_contents()
     assert not any(mark in "".join(labels) for mark in ("\u202e", "\u2067", "\u200b", "\x07", "\x00"))
 
 
-def test_the_keyboard_alone_reads_opens_and_points(open_view):
+def test_viewer_works_with_the_keyboard_alone(open_view):
     opened = open_view()
     tab = opened.tab
 
@@ -82,7 +82,7 @@ def test_the_keyboard_alone_reads_opens_and_points(open_view):
     opened.wait(lambda: focused("textContent") == "Layer 1, head 2")
     tab_to("textContent", "Ablate this head")
     tab.keyboard.press("Enter")
-    tab.locator(".off-heads .measure").wait_for()
+    tab.locator(".ablated-heads .measure").wait_for()
     tab_to("className", "word")
     tab.keyboard.press("End")
     tab.get_by_role("heading", name="“w4” attends to").wait_for()
@@ -91,16 +91,16 @@ def test_the_keyboard_alone_reads_opens_and_points(open_view):
     expect(tab.locator(".map-readout")).to_contain_text("“w1” (1) attends to “[CLS]” (0)")
 
 
-def test_dark_and_light_and_what_is_drawn_follows(open_view, keep_picture):
+def test_drawings_follow_the_colour_scheme(open_view, keep_picture):
     opened = open_view(color_scheme="light")
-    opened.read()
+    opened.run_text()
     tab = opened.tab
     corner = """(() => {
         const drawn = document.querySelector("a.cell canvas");
         const copy = new OffscreenCanvas(drawn.width, drawn.height).getContext("2d");
         copy.drawImage(drawn, 0, 0);
         return copy.getImageData(drawn.width - 1, 0, 1, 1).data[0];
-    })()"""  # a token that the first may not look at
+    })()"""  # a key that is masked for the first query
     assert tab.evaluate(BACKGROUND) == "rgb(255, 255, 255)"
     assert tab.evaluate(corner) > 200
     tab.get_by_label("Colours").select_option("dark")
@@ -108,13 +108,13 @@ def test_dark_and_light_and_what_is_drawn_follows(open_view, keep_picture):
     assert tab.evaluate(corner) < 60
     keep_picture(opened, "view-dark")
     opened.go("head/1/2")
-    tab.locator(".map-state[data-how=exact]").wait_for()
+    tab.locator(".map-state[data-state=exact]").wait_for()
     keep_picture(opened, "view-dark-head")
 
 
 def test_no_string_is_left_in_english(open_view, keep_picture):
     opened = open_view()
-    opened.read()
+    opened.run_text()
     tab = opened.tab
     tab.get_by_label("Language").select_option("zh")
     assert tab.evaluate("document.documentElement.lang") == "zh-Hans"
@@ -135,20 +135,20 @@ def test_no_string_is_left_in_english(open_view, keep_picture):
         "view",
     }
     tab.locator("a.cell").first.click()
-    tab.locator(".gate").click()
-    tab.locator(".off-heads .measure").wait_for()
+    tab.locator(".ablate").click()
+    tab.locator(".ablated-heads .measure").wait_for()
     for view in ("head", ""):
         if not view:
             tab.locator("nav.views a").first.click()
-        told = tab.locator(".note, h2, h3, h4, button:not(.word):not(.candidate), .facts, footer, nav a, label")
-        for text in told.all_inner_texts():
+        texts = tab.locator(".note, h2, h3, h4, button:not(.word):not(.candidate), .facts, footer, nav a, label")
+        for text in texts.all_inner_texts():
             words = {word for word in text.replace("，", " ").split() if word.isascii() and word.isalpha()}
             assert words <= names | {"LlamaForCausalLM"}, text
         keep_picture(opened, f"view-zh-{view or 'home'}")
 
 
 @pytest.mark.parametrize("width", [360, 3840])
-def test_a_phone_never_scrolls_sideways_and_a_wall_is_filled(read_sentence, keep_picture, width):
+def test_layout_from_phone_to_large_screen(read_sentence, keep_picture, width):
     opened = read_sentence((width, width * 9 // 16 if width > 1000 else 740))
     for view in VIEWS:
         opened.go(view)
@@ -160,10 +160,10 @@ def test_a_phone_never_scrolls_sideways_and_a_wall_is_filled(read_sentence, keep
 
 
 def test_axe_finds_nothing_serious(open_view):
-    """All rules in light and English; in dark those about contrast alone, in Chinese those about words."""
+    """All rules in light and English; contrast only in dark; texts only in Chinese."""
     opened = open_view()
     tab = opened.tab
-    opened.read("w1 w2 w3 w4")
+    opened.run_text("w1 w2 w3 w4")
     tab.locator(".candidates button").first.click()
     tab.locator(".newest").wait_for()
     for view in VIEWS:
@@ -171,8 +171,8 @@ def test_axe_finds_nothing_serious(open_view):
         tab.locator(".word").nth(3).click()
         tab.locator(".of-word").first.wait_for()
         if view == "head/1/2":
-            tab.locator(".gate").click()
-            tab.locator(".off-heads .measure").wait_for()
+            tab.locator(".ablate").click()
+            tab.locator(".ablated-heads .measure").wait_for()
         assert serious_violations(tab) == [], view
         assert violations_in_dark_and_chinese(opened) == [], view
         tab.get_by_label("语言").select_option("en")

@@ -1,4 +1,4 @@
-"""Every picture of the viewer as a file: grids of heads, a word in all of them, the strip, the map at any zoom."""
+"""Saved figures of the viewer: grids of heads, the grids of a word, and the map at any zoom."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def texts(root) -> list[str]:
     return [element.text for element in root.iter(f"{SVG}text") if element.text]
 
 
-def test_every_picture_of_the_viewer_is_saved(open_view):
+def test_every_figure_of_the_viewer_is_saved(open_view):
     opened = open_view()
-    opened.read()
+    opened.run_text()
     tab = opened.tab
     (figure,) = tab.locator("figure").all()
     root = saved_svg(tab, figure)
@@ -34,8 +34,8 @@ def test_every_picture_of_the_viewer_is_saved(open_view):
             assert tokens[int(weights[layer, head, 3].argmax())] in texts(root)
     # Ablated heads are crossed out.
     opened.go("head/1/2")
-    tab.locator(".gate").click()
-    tab.locator(".map-state[data-how=exact]").wait_for()
+    tab.locator(".ablate").click()
+    tab.locator(".map-state[data-state=exact]").wait_for()
     tab.locator(".word").nth(3).click()
     tab.locator(".word-in-heads figure").nth(1).wait_for()
     figures = tab.locator("figure")
@@ -52,8 +52,8 @@ def test_every_picture_of_the_viewer_is_saved(open_view):
     assert len(list(strip.iter(f"{SVG}line"))) == 2
 
 
-def test_a_saved_map_is_what_is_seen(opened_long):
-    """In light with all its words and as a PNG, in dark its colours."""
+def test_saved_map_equals_the_visible_one(opened_long):
+    """The texts and the PNG in light mode, the colours in dark mode."""
     opened = opened_long
     go_anew(opened, "head/1/2?map=1200.5_300.25_16")
     view, tab, tokens = Map(opened), opened.tab, opened.server.tokens()
@@ -63,12 +63,12 @@ def test_a_saved_map_is_what_is_seen(opened_long):
     check_png(tab, figure, root)
     assert "Layer1,head2,textA" in title_of(root).replace(" ", "")
     # The tokens along both sides, in their order.
-    said = texts(root)
+    labels = texts(root)
     for first in (1201, 301):
         wanted = [token.strip() or "[␣]" for token in tokens[first : first + 15]]
-        assert any(said[i : i + 15] == wanted for i in range(len(said)))
+        assert any(labels[i : i + 15] == wanted for i in range(len(labels)))
     ends = tab.locator("figure.map .ramp-ends span").all_inner_texts()
-    assert {"key tokens →", "← query tokens", ends[0], ends[-1]} <= set(said)
+    assert {"key tokens →", "← query tokens", ends[0], ends[-1]} <= set(labels)
     light = check_colours(tab, root)
     opened.of.change_scheme("dark")
     tab.locator("html[data-theme=dark]").wait_for()
@@ -101,12 +101,12 @@ def check_colours(tab, root) -> list[int]:
     return same[0]
 
 
-def test_a_hostile_word_in_a_saved_map_is_text(open_view):
+def test_hostile_word_in_a_saved_map_is_text(open_view):
     opened = open_view()
-    opened.read("<script>window.hacked=1</script> a\u202eb w1")
+    opened.run_text("<script>window.hacked=1</script> a\u202eb w1")
     opened.go("head/1/2")
-    opened.tab.locator(".map-state[data-how=exact]").wait_for()
+    opened.tab.locator(".map-state[data-state=exact]").wait_for()
     root = saved_svg(opened.tab, opened.tab.locator("figure.map"))
-    said = texts(root)
-    assert {"<", "script", ">"} <= set(said)
-    assert not any("\u202e" in text for text in said)
+    labels = texts(root)
+    assert {"<", "script", ">"} <= set(labels)
+    assert not any("\u202e" in text for text in labels)

@@ -1,4 +1,4 @@
-"""Every head at once, and one word in all of them: what is drawn and said is what the model computes."""
+"""All heads, and one word in all heads: drawings and texts agree with the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from polyhead.workflows.model_loading import load_model
 from tests.browser.view.conftest import SENTENCE, Running, small_viewer
 from tests.inspection import small_models
 
-# The grey of every pixel of a head's picture, row by row.
+# The grey values of a head's map, row by row.
 PIXELS = """(cell) => {
   const drawn = cell.querySelector("canvas");
   const { data, width, height } = drawn.getContext("2d").getImageData(0, 0, drawn.width, drawn.height);
@@ -25,18 +25,18 @@ PIXELS = """(cell) => {
 
 
 def share(weight: float) -> str:
-    """A weight as the page writes it."""
+    """Format a weight as the page does."""
     return f"{weight:.{0 if round(weight, 9) >= 0.1 else 1}%}".replace(".0%", "%")
 
 
 def listed(tab, number: int) -> list[tuple[int, float, str]]:
-    """The tokens of a list under the words: where, how much, and as written."""
+    """Return the entries of a list of top tokens: index, weight and text."""
     rows = tab.locator(".strongest > div").nth(number).locator("li").all()
     return [(int(x.get_attribute("data-token")), float(x.get_attribute("data-weight")), x.inner_text()) for x in rows]
 
 
 def check_list(found, weights, tokens) -> None:
-    """The strongest of these weights, in their order, each with its own token and share."""
+    """Check that a list has the largest weights in order, with their tokens and shares."""
     strongest = weights.topk(8).values
     assert len(found) == int((strongest >= 0.0005).sum()) > 0
     for (token, weight, text), expected in zip(found, strongest, strict=False):
@@ -56,9 +56,9 @@ def test_the_address_needs_its_token(open_view, running):
         expect(page.locator("#text-A")).to_have_count(0)
 
 
-def test_a_text_is_read_and_every_head_is_drawn(open_view, keep_picture):
+def test_every_head_of_a_text_is_drawn(open_view, keep_picture):
     opened = open_view(color_scheme="light")
-    opened.read()
+    opened.run_text()
     weights = opened.server.weights()
     layers, heads, tokens, _ = weights.shape
     cells = opened.tab.locator("a.cell")
@@ -83,19 +83,19 @@ def test_a_word_is_followed_through_every_head(read_sentence, keep_picture):
     opened.tab.locator(".grids.of-word").wait_for()
     expect(opened.tab.locator(".word-name")).to_have_text(f"“{tokens[word]}” in every head")
     sides = [("attends to", lambda x: x[word]), ("attended to by", lambda x: x[:, word])]
-    opened.tab.locator(".word").nth(word).click()  # stays when the pointer leaves
+    opened.tab.locator(".word").nth(word).click()  # remains when the pointer leaves
     for name, row_of in sides:
         opened.tab.get_by_role("button", name=name, exact=True).click()
         for key in ("0.0", "0.3", "1.1", "1.2"):
             layer, head = map(int, key.split("."))
             row = row_of(weights[layer, head])
             best = int(row.argmax())
-            said = opened.tab.locator(f"a.cell[data-key='{key}']").get_attribute("aria-label")
-            assert said == f"Layer {layer}, head {head}: “{tokens[best]}” {share(float(row[best]))}"
+            label = opened.tab.locator(f"a.cell[data-key='{key}']").get_attribute("aria-label")
+            assert label == f"Layer {layer}, head {head}: “{tokens[best]}” {share(float(row[best]))}"
     keep_picture(opened, "view-word-in-heads")
 
 
-def test_a_head_shows_whom_a_word_looks_at_and_who_looks_at_it(read_sentence, keep_picture):
+def test_head_shows_what_a_word_attends_to_and_what_attends_to_it(read_sentence, keep_picture):
     opened = read_sentence()
     opened.tab.locator("a.cell[data-key='1.2']").click()
     opened.tab.get_by_role("heading", name="Layer 1, head 2", exact=True).wait_for()
@@ -108,7 +108,7 @@ def test_a_head_shows_whom_a_word_looks_at_and_who_looks_at_it(read_sentence, ke
     shades = opened.tab.eval_on_selector_all(".word", "all => all.map((x) => x.style.background !== 'transparent')")
     assert shades == [weight >= 0.005 for weight in weights[word].tolist()]
     keep_picture(opened, "view-head")
-    opened.tab.mouse.move(2, 2)  # the pointer leaves: nothing is chosen
+    opened.tab.mouse.move(2, 2)  # without the pointer nothing is chosen
     opened.tab.get_by_role("heading", name="Most attended, on average").wait_for()
 
 
@@ -124,17 +124,17 @@ def test_a_link_keeps_the_chosen_word(read_sentence):
     tab.get_by_role("heading", name="Layer 1, head 3", exact=True).wait_for()
     expect(tab.locator(".word[aria-pressed=true]")).to_have_text(opened.server.tokens()[4])
     tab.mouse.move(0, 0)
-    tab.locator(".word").nth(4).click()  # once more: chosen no longer
+    tab.locator(".word").nth(4).click()  # a second click unpins
     opened.wait(lambda: tab.url.endswith("#/head/1/3"))
     for word in ("99", "t0", "-1", "x"):
         opened.go(f"head/1/2?word={word}")
-        tab.locator(".map-state[data-how=exact]").wait_for()
+        tab.locator(".map-state[data-state=exact]").wait_for()
         expect(tab.locator("[role=alert]")).to_be_empty()
 
 
 def test_words_of_two_texts_of_an_encoder_decoder(open_view, keep_picture):
     opened = open_view("t5")
-    opened.read()
+    opened.run_text()
     tab = opened.tab
     expect(tab.locator(".stack h3")).to_have_text(["Encoder", "Decoder", "Cross-attention"])
     tab.get_by_role("button", name="Append the most likely token").click()
@@ -142,24 +142,24 @@ def test_words_of_two_texts_of_an_encoder_decoder(open_view, keep_picture):
     expect(tab.locator(".newest .stack h3")).to_have_text(["Decoder", "Cross-attention"])
     tab.locator(".text-in-heads a.cell[data-key='3.1']").click()
     tab.locator(".head-words .line-name").first.wait_for()
-    reading, model = opened.server.viewer.readings["A"], opened.server.eager
+    trace, model = opened.server.viewer.traces["A"], opened.server.eager
     with torch.no_grad():
         found = model(
-            input_ids=torch.tensor([reading.ids]),
-            decoder_input_ids=torch.tensor([reading.target_ids]),
+            input_ids=torch.tensor([trace.ids]),
+            decoder_input_ids=torch.tensor([trace.target_ids]),
             output_attentions=True,
         ).cross_attentions[0][0, 1]
     lines = tab.locator(".head-words .word-line")
-    assert lines.nth(0).locator(".word").count() == len(reading.target_ids) == 2
-    expect(lines.nth(1).locator(".word")).to_have_count(len(reading.ids))
+    assert lines.nth(0).locator(".word").count() == len(trace.target_ids) == 2
+    expect(lines.nth(1).locator(".word")).to_have_count(len(trace.ids))
     lines.nth(0).locator(".word").nth(1).hover()
     tab.locator(".strongest li").first.wait_for()
-    check_list(listed(tab, 0), found[1], reading.text.tokens)
+    check_list(listed(tab, 0), found[1], trace.text.tokens)
     expect(tab.locator(".strongest > div")).to_have_count(1)
     keep_picture(opened, "view-cross")
 
 
-def test_two_heads_stand_side_by_side(read_sentence, keep_picture):
+def test_two_heads_side_by_side(read_sentence, keep_picture):
     opened = read_sentence()
     opened.go("head/0/1?with=A.1.3")
     opened.tab.locator(".distance[data-distance]").wait_for()
@@ -177,13 +177,13 @@ def test_two_heads_stand_side_by_side(read_sentence, keep_picture):
     keep_picture(opened, "view-two-heads")
 
 
-def test_two_texts_stand_side_by_side(open_view, keep_picture):
+def test_two_texts_side_by_side(open_view, keep_picture):
     opened = open_view()
-    opened.read()
+    opened.run_text()
     tab = opened.tab
     tab.get_by_role("button", name="Compare with a second text").click()
-    opened.read("w9 w8 w7 w1", slot="B")
-    before, after = (opened.server.viewer.readings[slot].output.values.double() for slot in "AB")
+    opened.run_text("w9 w8 w7 w1", slot="B")
+    before, after = (opened.server.viewer.traces[slot].output.values.double() for slot in "AB")
     tab.locator(".between .measure").wait_for()
     found = float(tab.locator(".between .measure").get_attribute("data-divergence"))
     assert found == pytest.approx(float((before.exp() * (before - after)).sum()), rel=1e-5)
@@ -193,18 +193,19 @@ def test_two_texts_stand_side_by_side(open_view, keep_picture):
     tab.locator(".distance").get_by_text("different numbers of tokens").wait_for()
     keep_picture(opened, "view-two-texts")
     tab.get_by_role("button", name="Remove text B").click()
-    opened.wait(lambda: opened.server.viewer.readings["B"] is None)
+    opened.wait(lambda: opened.server.viewer.traces["B"] is None)
 
 
 def test_roles_of_a_run_are_shown_on_its_heads(open_view, tmp_path):
-    def said(words):
+    def bilingual(words):
         return {"en": words, "zh": f"中文：{words}"}
 
     roles = [
-        {"name": name, "letters": name[0].upper(), "label": said(name), "about": said("")} for name in ("sink", "next")
+        {"name": name, "letters": name[0].upper(), "label": bilingual(name), "about": bilingual("")}
+        for name in ("sink", "next")
     ]
-    scores = [{"role": "next", "holds": True, "evidence": said("9 of 10 <b>times</b>")}]
-    scores.append({"role": "sink", "holds": False, "evidence": said("nothing")})
+    scores = [{"role": "next", "holds": True, "evidence": bilingual("9 of 10 <b>times</b>")}]
+    scores.append({"role": "sink", "holds": False, "evidence": bilingual("nothing")})
     run = {
         "sites": [{"name": "model.layers.1.self_attn", "kind": "self", "originals": ["0", "1", "2", "3"]}],
         "roles": roles,
@@ -213,7 +214,7 @@ def test_roles_of_a_run_are_shown_on_its_heads(open_view, tmp_path):
     viewer, folder = small_viewer(tmp_path / "llama", "llama")
     with Running(Viewer(viewer.model, run=run), folder) as server:
         opened = open_view(server)
-        opened.read()
+        opened.run_text()
         expect(opened.tab.locator("a.cell .badge")).to_have_text(["N"])
         opened.tab.get_by_role("link", name="Layer 1, head 2, next").click()
         expect(opened.tab.locator(".role-list li")).to_have_text(["next 9 of 10 <b>times</b>"])
@@ -222,7 +223,7 @@ def test_roles_of_a_run_are_shown_on_its_heads(open_view, tmp_path):
         opened.check()
 
 
-def test_heads_of_an_edited_model_are_named_by_what_they_were(open_view, tmp_path):
+def test_heads_of_an_edited_model_show_their_origin(open_view, tmp_path):
     path = small_models.model_folder(tmp_path / "llama", "llama")
     loaded = load_model(path)
     apply(loaded.model, [PruneHeads(0, (0,))])
@@ -230,7 +231,7 @@ def test_heads_of_an_edited_model_are_named_by_what_they_were(open_view, tmp_pat
     with Running(Viewer(ViewedModel(loaded)), path) as server:
         opened = open_view(server)
         expect(opened.tab.locator("header .facts")).to_contain_text("Edited: removed 0.0")
-        opened.read()
+        opened.run_text()
         opened.go("head/0/1")
         expect(opened.tab.locator("main h2").first).to_contain_text("originally 0.2")
         opened.check()

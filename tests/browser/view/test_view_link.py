@@ -1,4 +1,4 @@
-"""Where a map looks stands in the address, so that a link opens it again; maps side by side move as one."""
+"""The position of a map is part of the link, and is shared by maps side by side."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROUNDED = 1e-3
 
 
 def zoom(opened, view: Map, times: int) -> None:
-    """By wheel, at one place of the window, and until the address says so."""
+    """Zoom by wheel at one point of the window, and wait for the link to change."""
     before = opened.tab.url
     view.point(*HERE)
     view.zoom_in(times)
@@ -25,21 +25,21 @@ def zoom(opened, view: Map, times: int) -> None:
 
 def test_a_link_opens_the_same_view(opened_long, open_view):
     opened = opened_long
-    assert "map=" not in opened.tab.url  # the whole needs no place
+    assert "map=" not in opened.tab.url  # the whole matrix needs no position
     view = Map(opened)
     zoom(opened, view, 5)
     opened.tab.get_by_role("button", name="max attention weight").click()
     view.settle()
-    scale, told = view.scale, view.read_at(*HERE)
-    assert "at most" in told or "attends to" in told
+    scale, readout = view.scale, view.read_at(*HERE)
+    assert "at most" in readout or "attends to" in readout
     link = opened.tab.url.partition("#/")[2]
     assert re.fullmatch(r"head/1/2\?map=[\d.]+_[\d.]+_[\d.]+&pool=max", link)
 
     again = Map(open_long(open_view, link))
     again.settle()
     assert again.scale == pytest.approx(scale, rel=ROUNDED)
-    assert again.read_at(*HERE) == told
-    # Another head is opened at the same place.
+    assert again.read_at(*HERE) == readout
+    # Another head is opened at the same position.
     again.tab.locator(".strip a.cell[data-key='0.1']").click()
     again.tab.get_by_role("heading", name="Layer 0, head 1", exact=True).wait_for()
     again.settle()
@@ -77,7 +77,7 @@ def test_a_position_written_late_does_not_undo_a_navigation(opened_long, elsewhe
     opened.tab.evaluate(
         """() => {
           const wait = window.setTimeout;
-          window.walk = () => { window.setTimeout = wait; };
+          window.restoreTimers = () => { window.setTimeout = wait; };
           window.late = [];
           window.setTimeout = (call, milliseconds = 0, ...rest) => {
             if (milliseconds !== 300) return wait(call, milliseconds, ...rest);
@@ -101,15 +101,15 @@ def test_a_position_written_late_does_not_undo_a_navigation(opened_long, elsewhe
     assert found == ["#/head/1/2", elsewhere]
 
 
-def test_a_link_that_makes_no_sense_shows_the_whole(opened_long):
+def test_invalid_link_shows_the_whole_matrix(opened_long):
     whole = Map(opened_long).scale
-    for place in ("nonsense", "1_2_0", "1_2", "-5e9_0_10", "<b>_1_1"):
-        go_anew(opened_long, f"head/1/2?map={place}&pool=median")
-        assert (Map(opened_long).level, Map(opened_long).scale) == (3, whole), place
+    for link in ("nonsense", "1_2_0", "1_2", "-5e9_0_10", "<b>_1_1"):
+        go_anew(opened_long, f"head/1/2?map={link}&pool=median")
+        assert (Map(opened_long).level, Map(opened_long).scale) == (3, whole), link
     assert "attend to tokens" in Map(opened_long).read_at(*HERE)
 
 
-def test_a_link_beyond_the_text_shows_its_end(opened_long):
+def test_link_beyond_the_text_shows_its_end(opened_long):
     go_anew(opened_long, "head/1/2?map=999999_999999_20")
     view = Map(opened_long)
     view.settle()
@@ -117,7 +117,7 @@ def test_a_link_beyond_the_text_shows_its_end(opened_long):
     assert "(2,999) attends to" in view.read_at(0.99, 0.99)
 
 
-def test_compared_maps_zoom_and_move_together(open_view, keep_picture):
+def test_compared_maps_zoom_and_pan_together(open_view, keep_picture):
     opened = open_long(open_view, "head/1/2?with=A.0.1", viewport=(1600, 900))
     one, other = Map(opened), Map(opened, 1)
     zoom(opened, one, 12)
@@ -149,12 +149,12 @@ def test_compared_maps_zoom_and_move_together(open_view, keep_picture):
         expect(button).to_have_attribute("aria-pressed", "true")
 
 
-def test_a_short_text_beside_a_long_one_goes_as_far_as_it_can(opened_long):
+def test_short_text_beside_a_long_one_follows_within_its_limits(opened_long):
     opened = opened_long
     opened.tab.get_by_role("button", name="Compare with a second text").click()
     opened.tab.locator("#text-B").fill("w1 w2 w3 w4 w5 w6 w7 w8 w9")
     opened.tab.keyboard.press("Control+Enter")
-    opened.wait(lambda: opened.server.viewer.readings["B"] is not None)
+    opened.wait(lambda: opened.server.viewer.traces["B"] is not None)
     go(opened, "head/1/2?with=B.1.2")
     long, short = Map(opened), Map(opened, 1)
     long.settle()
@@ -164,10 +164,10 @@ def test_a_short_text_beside_a_long_one_goes_as_far_as_it_can(opened_long):
     assert "“w9” (9) attends to “w9” (9)" in short.read_at(0.99, 0.99)
     zoomed = long.scale
     short.point(0.5, 0.5)
-    opened.tab.mouse.wheel(0, 500)  # it shows all of its own text already
+    opened.tab.mouse.wheel(0, 500)  # it already shows the whole matrix
     opened.tab.wait_for_timeout(400)
     assert long.scale == pytest.approx(zoomed, rel=ROUNDED)
     opened.tab.locator(".map-zoom button").last.click()
     opened.wait(lambda: long.scale == pytest.approx(whole, rel=ROUNDED))
-    opened.tab.get_by_role("button", name="Remove text B").click()  # what follows on this server has one text
-    opened.wait(lambda: opened.server.viewer.readings["B"] is None)
+    opened.tab.get_by_role("button", name="Remove text B").click()  # later tests on this server expect one text
+    opened.wait(lambda: opened.server.viewer.traces["B"] is None)

@@ -1,4 +1,4 @@
-"""Deep zoom: from the whole matrix to single tokens and back, the right text and the right number at each place."""
+"""Zooming from the whole matrix to single tokens: texts and numbers are those of the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.browser.view.map_page import TOKENS, Map, go
 
 @pytest.fixture(scope="module")
 def weights(running):
-    """Of that head, computed once the first test has read the text."""
+    """Return those of that head, computed once."""
     found = []
 
     def compute():
@@ -26,19 +26,19 @@ def weights(running):
 
 
 def check_written(text: str, weight: float) -> None:
-    """Three digits are shown, two of what is below a ten-thousandth; and float32 leaves the fifth open."""
+    """Three digits are shown, two below 1e-4; float32 leaves the fifth digit undetermined."""
     last_digit = 10.0 ** (math.floor(math.log10(weight)) - (1 if weight < 1e-4 else 2))
     assert float(text.replace("E", "e")) == pytest.approx(weight, abs=last_digit / 2 + 1e-4 * weight)
 
 
-def test_from_the_whole_to_single_tokens_and_back(opened_long, weights, keep_picture):
+def test_zoom_from_the_whole_matrix_to_single_tokens(opened_long, weights, keep_picture):
     view, tokens, exact = Map(opened_long), opened_long.server.tokens(), weights()
     n = len(tokens)
     assert n == TOKENS + 1
     assert view.level == 3
     assert view.scale * n == pytest.approx(view.plot.bounding_box()["width"], rel=0.01)
     keep_picture(opened_long, "view-map-whole")
-    # The whole: cells of 4 x 4 tokens, whose sum is told as the share of their four queries.
+    # The whole: cells of 4 x 4 tokens, whose sum is shown as the share of their four queries.
     x, y = view.point(0.31, 0.77)
     expect(opened_long.tab.locator(".map-readout")).to_contain_text("attend to tokens")
     numbers = [int(part.replace(",", "")) for part in re.findall(r"[\d,]+(?=–)|(?<=–)[\d,]+", view.readout())]
@@ -73,7 +73,7 @@ def test_from_the_whole_to_single_tokens_and_back(opened_long, weights, keep_pic
     assert [int(x.replace(",", "")) for x in re.findall(r"[\d,]+(?=–)", view.readout())] == [first_row, first_column]
 
 
-def test_what_is_drawn_is_what_is_told(opened_long, weights):
+def test_drawn_colours_match_the_readout(opened_long, weights):
     """The pixels of single tokens are in the order of their weights."""
     view, exact = Map(opened_long), weights()
     view.point(0.2, 0.6)
@@ -107,7 +107,7 @@ def test_what_is_drawn_is_what_is_told(opened_long, weights):
     assert greys[0] > greys[-1] + 50
 
 
-def test_a_click_chooses_the_word_that_looks_however_far_it_stands(opened_long, weights):
+def test_click_chooses_the_query_in_any_part_of_the_text(opened_long, weights):
     view, exact, tokens, tab = Map(opened_long), weights(), opened_long.server.tokens(), opened_long.tab
     view.point(0.31, 0.77)
     view.zoom_in()
@@ -126,7 +126,7 @@ def test_a_click_chooses_the_word_that_looks_however_far_it_stands(opened_long, 
 
 
 def test_words_of_a_long_text_are_shaded_by_single_weights(opened_long, weights):
-    """What is sent of so long a row is the largest of several; the words drawn have their own."""
+    """A long row has maxima of blocks; the shown words have single weights."""
     tab, query = opened_long.tab, 23
     tab.locator(".word").nth(query).click()
     shaded = "all => all.map((word) => word.style.background !== 'transparent')"
@@ -135,7 +135,7 @@ def test_words_of_a_long_text_are_shaded_by_single_weights(opened_long, weights)
     opened_long.wait(lambda: tab.eval_on_selector_all(".word", shaded) == wanted)
 
 
-def test_the_largest_weight_of_a_cell(opened_long, weights):
+def test_maximum_weight_of_a_cell(opened_long, weights):
     view, exact = Map(opened_long), weights()
     opened_long.tab.get_by_role("button", name="max attention weight").click()
     view.settle()
@@ -148,7 +148,7 @@ def test_the_largest_weight_of_a_cell(opened_long, weights):
     assert share == pytest.approx(float(exact[row : last_row + 1, column : last_column + 1].max()), abs=6e-4)
 
 
-def test_the_keyboard_alone_reaches_a_token(opened_long, weights):
+def test_keyboard_alone_reaches_a_token(opened_long, weights):
     view, exact, tokens = Map(opened_long), weights(), opened_long.server.tokens()
     tab = opened_long.tab
     tab.locator(".map-zoom button").last.focus()
@@ -176,30 +176,30 @@ def test_the_keyboard_alone_reaches_a_token(opened_long, weights):
     assert view.level == 3
 
 
-def test_an_estimate_is_called_one_until_the_exact_numbers_are_there(opened_long, monkeypatch):
+def test_estimate_is_labelled_until_exact_values_arrive(opened_long, monkeypatch):
     from polyhead.report.viewer import tiles
 
     opened = opened_long
     monkeypatch.setitem(tiles.ESTIMATE_PAIRS, "cpu", 1 << 18)
     monkeypatch.setitem(tiles.STRIP_PAIRS, "cpu", 1 << 16)
-    opened.server.viewer.cache.clear()  # of a picture that another test computed no estimate is made
+    opened.server.viewer.cache.clear()  # a cached picture would have no estimate
     opened.tab.evaluate(
         """() => {
           window.seen = [];
           const watch = () => {
             const state = document.querySelector(".map-state");
-            if (state && window.seen.at(-1) !== state.dataset.how) window.seen.push(state.dataset.how);
+            if (state && window.seen.at(-1) !== state.dataset.state) window.seen.push(state.dataset.state);
           };
           new MutationObserver(watch).observe(document.body, { subtree: true, childList: true, attributes: true });
         }"""
     )
     opened.tab.locator(".strip a.cell[data-key='0.1']").click()  # the strip of all heads beside the map
     opened.tab.get_by_role("heading", name="Layer 0, head 1", exact=True).wait_for()
-    opened.tab.locator(".map-state[data-how=exact]").wait_for()
+    opened.tab.locator(".map-state[data-state=exact]").wait_for()
     opened.wait(lambda: opened.tab.evaluate("window.seen.slice(-2)") == ["estimate", "exact"])
 
 
-def test_moving_on_calls_off_what_is_no_longer_looked_at(opened_long):
+def test_panning_aborts_requests_for_invisible_tiles(opened_long):
     opened, tab = opened_long, opened_long.tab
     failed = []
     tab.on("requestfailed", lambda request: failed.append((request.url.rpartition("/")[2], request.failure)))
@@ -218,7 +218,7 @@ def test_moving_on_calls_off_what_is_no_longer_looked_at(opened_long):
     view.settle()
 
 
-def test_a_tile_that_fails_is_told_and_keeps_no_other_from_coming(opened_long):
+def test_failed_tile_is_reported_and_others_load(opened_long):
     opened, tab, view = opened_long, opened_long.tab, Map(opened_long)
     requested: list[str] = []
     failure = {"error": {"status": 507, "kind": "out-of-memory", "message": "Its own words."}}
@@ -231,16 +231,16 @@ def test_a_tile_that_fails_is_told_and_keeps_no_other_from_coming(opened_long):
             route.continue_()
 
     tab.route("**/api/tile", fail_first)
-    go(opened, "head/1/2?map=1000_1000_700")  # from 1,000 to 1,700 in tiles of 512: three a side
+    go(opened, "head/1/2?map=1000_1000_700")  # from 1,000 to 1,700 in tiles of 512: three per side
     expect(tab.locator("[role=alert]")).to_contain_text("Its own words.")
     view.settle()
     assert len(set(requested)) == len(requested) == 9
-    tab.locator(".trouble").get_by_role("button").click()
+    tab.locator(".error").get_by_role("button").click()
     expect(tab.locator("[role=alert]")).to_be_empty()
-    opened.problems.clear()  # a refused request is written down by the browser itself
+    opened.problems.clear()  # the browser logs a refused request itself
 
 
-def test_a_tile_that_a_busy_server_refused_is_asked_for_again_while_it_is_looked_at(opened_long):
+def test_tile_refused_by_a_busy_server_is_requested_again_while_visible(opened_long):
     opened, tab, view = opened_long, opened_long.tab, Map(opened_long)
     refused: list[str] = []
     busy = {"error": {"status": 429, "kind": "busy", "message": "Too many."}}
@@ -249,7 +249,7 @@ def test_a_tile_that_a_busy_server_refused_is_asked_for_again_while_it_is_looked
         refused.append(route.request.post_data)
         route.fulfill(status=429, headers={"Retry-After": "1"}, body=json.dumps(busy))
 
-    opened.hurry()
+    opened.speed_up_timers()
     tab.route("**/api/tile", refuse)
     view.point(0.5, 0.6)
     for _ in range(4):
@@ -257,13 +257,13 @@ def test_a_tile_that_a_busy_server_refused_is_asked_for_again_while_it_is_looked
         tab.wait_for_timeout(50)
     opened.wait(lambda: max(map(refused.count, refused), default=0) > 1)
     expect(tab.locator(".waiting")).to_contain_text("The server is busy.")
-    # Who has moved on waits for nothing.
+    # After panning, nothing is pending.
     view.panel.get_by_role("button", name="Whole", exact=True).click()
     expect(tab.locator(".waiting")).to_be_empty()
     requested = len(refused)
     tab.wait_for_timeout(400)  # twice as long as the longest pause
     assert len(refused) == requested
-    # Back there, everything comes as soon as the server has room.
+    # After returning, all tiles load once the server is free.
     tab.go_back()
     opened.wait(lambda: len(refused) > requested)
     assert view.plot.get_attribute("data-level") != "3"
@@ -271,4 +271,4 @@ def test_a_tile_that_a_busy_server_refused_is_asked_for_again_while_it_is_looked
     view.settle()
     expect(tab.locator(".waiting")).to_be_empty()
     expect(tab.locator("[role=alert]")).to_be_empty()
-    opened.problems.clear()  # a refused request is written down by the browser itself
+    opened.problems.clear()  # the browser logs a refused request itself

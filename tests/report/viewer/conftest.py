@@ -1,4 +1,4 @@
-"""Small models that the viewer looks into, one of each kind, read from their folders once."""
+"""Small models of each kind for the viewer, loaded once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEXT = "w1 w2 w3 . a w5 w1 w2 , w7 w8 w9 a w11 w12 . w3"
 
 @pytest.fixture(scope="session")
 def loaded(tmp_path_factory):
-    """The small model of a name, loaded once."""
+    """Load the small model of a name, once."""
     models = {}
 
     def load(name):
@@ -28,7 +28,7 @@ def loaded(tmp_path_factory):
 
 @pytest.fixture
 def viewed(loaded):
-    """The small model of a name, ready to read."""
+    """Return the small model of a name, ready for the viewer."""
     return lambda name, **options: ViewedModel(loaded(name), **options)
 
 
@@ -40,7 +40,7 @@ def viewer(viewed):
 
 @pytest.fixture
 def assets(tmp_path):
-    """A page of almost nothing, beside a file that nobody may read."""
+    """Minimal assets, beside a file that must not be served."""
     folder = tmp_path / "assets"
     folder.mkdir()
     (folder / "view.js").write_text("'the script'")

@@ -1,4 +1,4 @@
-"""One computation at a time: who goes first, who is called off, and what the worker outlives."""
+"""Job queue: priorities, cancellation, and errors that the worker survives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from polyhead.report.viewer import jobs as jobs_module
-from polyhead.report.viewer.failures import Failure, Refused, failure_of
+from polyhead.report.viewer.failures import RequestError, request_error
 from polyhead.report.viewer.jobs import BACKGROUND, INTERACTIVE, Jobs
 
 
@@ -23,7 +23,7 @@ def jobs():
 
 
 def run(coroutine):
-    """In a thread of its own: a browser that other tests drive may have left a loop running in this one."""
+    """Run in a new thread: the browser of other tests may have left an event loop running in this one."""
 
     async def limited():
         return await asyncio.wait_for(coroutine, 30)
@@ -37,7 +37,7 @@ async def all_of(job):
 
 
 class Gate:
-    """Work that waits for a word before each of its messages."""
+    """A computation that waits for `go` before each message."""
 
     def __init__(self, count=1):
         self.begun, self.go, self.count, self.closed = threading.Event(), threading.Semaphore(0), count, False
@@ -59,7 +59,7 @@ def test_messages_arrive_in_order(jobs):
     assert run(scenario()) == [{"number": x} for x in range(20)]
 
 
-def test_small_computations_go_between_the_parts_of_a_long_one(jobs):
+def test_interactive_jobs_run_between_the_parts_of_a_background_job(jobs):
     order = []
 
     def work(name, parts):
@@ -74,8 +74,8 @@ def test_small_computations_go_between_the_parts_of_a_long_one(jobs):
         gate = Gate()
         first = jobs.submit(gate)
         gate.begun.wait(10)
-        long = jobs.submit(work("long", 3), urgency=BACKGROUND)
-        small = [jobs.submit(work(name, 1), urgency=INTERACTIVE) for name in ("one", "two")]
+        long = jobs.submit(work("long", 3), priority=BACKGROUND)
+        small = [jobs.submit(work(name, 1), priority=INTERACTIVE) for name in ("one", "two")]
         gate.go.release()
         await asyncio.gather(*(all_of(x) for x in (first, long, *small)))
 
@@ -83,65 +83,33 @@ def test_small_computations_go_between_the_parts_of_a_long_one(jobs):
     assert [name for name, _ in order] == ["one", "two", "long", "long", "long"]
 
 
-def test_a_newer_turn_calls_off_the_older_ones_of_its_lane_alone(jobs):
-    async def scenario():
-        gate = Gate(3)
-        running = jobs.submit(gate, client="page", lane="tile", turn=1)
-        gate.begun.wait(10)
-        waiting = jobs.submit(Gate(), client="page", lane="tile", turn=1)
-        elsewhere = jobs.submit(lambda job: iter([{"fine": 1}]), client="page", lane="heads", turn=1)
-        other = jobs.submit(lambda job: iter([{"fine": 2}]), client="another page", lane="tile", turn=1)
-        newest = jobs.submit(lambda job: iter([{"fine": 3}]), client="page", lane="tile", turn=2)
-        with pytest.raises(Refused, match="replaced by a newer one"):
-            jobs.submit(Gate(), client="page", lane="tile", turn=1)
-        gate.go.release()
-        return gate, [await all_of(x) for x in (running, waiting, elsewhere, other, newest)]
-
-    gate, found = run(scenario())
-    assert [[x.status for x in messages] for messages in found[:2]] == [[409], [409]]
-    assert found[2:] == [[{"fine": 1}], [{"fine": 2}], [{"fine": 3}]]
-    assert gate.closed
-
-
-def test_questions_of_one_turn_live_side_by_side(jobs):
-    async def scenario():
-        made = [
-            jobs.submit(lambda job, number=x: iter([{"number": number}]), client="page", lane="tile", turn=5)
-            for x in range(6)
-        ]
-        return [await all_of(job) for job in made]
-
-    assert run(scenario()) == [[{"number": x}] for x in range(6)]
-
-
-def test_what_a_client_calls_off_ends(jobs):
+def test_cancelled_job_ends_and_closes_its_computation(jobs):
     async def scenario():
         gate = Gate(2)
-        job = jobs.submit(gate, client="page", lane="picture")
+        job = jobs.submit(gate)
         gate.begun.wait(10)
-        assert jobs.cancel("page", "tile") == 0
-        assert jobs.cancel("page") == 1
+        job.cancel()
         gate.go.release()
         return gate, await all_of(job)
 
-    gate, (failure,) = run(scenario())
-    assert failure.status == 409
+    gate, (error,) = run(scenario())
+    assert (error.status, error.kind) == (409, "cancelled")
     assert gate.closed
 
 
-def test_there_are_so_many_places_and_no_more(jobs):
-    held = [jobs.place() for _ in range(4)]
-    for place in held:
-        place.__enter__()
-    with pytest.raises(Refused, match="accepts 4 requests at a time") as caught, jobs.place():
+def test_number_of_open_requests_is_limited(jobs):
+    held = [jobs.slot() for _ in range(4)]
+    for slot in held:
+        slot.__enter__()
+    with pytest.raises(RequestError, match="accepts 4 requests at a time") as caught, jobs.slot():
         pass
-    assert caught.value.failure.status == 429
+    assert caught.value.status == 429
     held[0].__exit__(None, None, None)
-    with jobs.place():
+    with jobs.slot():
         pass
 
 
-def test_what_nobody_reads_is_not_computed(jobs):
+def test_unread_job_is_suspended(jobs):
     produced = []
 
     def work(job):
@@ -151,9 +119,9 @@ def test_what_nobody_reads_is_not_computed(jobs):
 
     async def scenario():
         unread = jobs.submit(work)
-        # Those that come after it are served; by then it has stopped.
+        # Later jobs are served; by then it is suspended.
         for _ in range(3):
-            await all_of(jobs.submit(lambda job: iter([{}]), urgency=BACKGROUND))
+            await all_of(jobs.submit(lambda job: iter([{}]), priority=BACKGROUND))
         count = len(produced)
         messages = await all_of(unread)
         return count, messages
@@ -163,7 +131,7 @@ def test_what_nobody_reads_is_not_computed(jobs):
     assert len(messages) == 1000
 
 
-def test_a_client_that_never_reads_is_given_up(jobs, monkeypatch):
+def test_job_of_a_client_that_never_reads_is_cancelled(jobs, monkeypatch):
     monkeypatch.setattr(jobs_module, "UNREAD_SECONDS", 0.0)
     closed = threading.Event()
 
@@ -190,7 +158,7 @@ def test_a_client_that_never_reads_is_given_up(jobs, monkeypatch):
         MemoryError(),
     ],
 )
-def test_a_computation_that_runs_out_of_memory_ends_and_the_next_begins(error):
+def test_out_of_memory_ends_one_job_only(error):
     let_go = []
     jobs = Jobs(4, on_memory=lambda: let_go.append(1))
 
@@ -211,27 +179,29 @@ def test_a_computation_that_runs_out_of_memory_ends_and_the_next_begins(error):
     assert second == [{"fine": 1}]
 
 
-def test_a_computation_that_fails_is_logged_and_tells_no_secrets(jobs, log):
+def test_error_of_a_job_is_logged_and_not_disclosed(jobs, log):
     def fail(job):
-        raise KeyError("somebody/private")
+        raise KeyError("secret/path")
         yield
 
     async def scenario():
         return await all_of(jobs.submit(fail)), await all_of(jobs.submit(lambda job: iter([{"fine": 1}])))
 
-    (failure,), second = run(scenario())
-    assert failure == Failure(500, "failed", "The computation failed with KeyError; see the terminal of the viewer.")
-    assert "private" in log.getvalue()
+    (error,), second = run(scenario())
+    assert (error.status, error.kind) == (500, "failed")
+    assert error.message == "The computation failed with KeyError; see the terminal of the viewer."
+    assert "secret/path" in log.getvalue()
     assert second == [{"fine": 1}]
 
 
-def test_an_error_of_ours_is_told_in_its_own_words():
+def test_own_errors_keep_their_message():
     from polyhead.errors import OptionError
 
-    assert failure_of(OptionError("a port is a number, got x")) == Failure(422, "invalid", "a port is a number, got x")
+    error = request_error(OptionError("a port is a number, got x"))
+    assert (error.status, error.kind, error.message) == (422, "invalid", "a port is a number, got x")
 
 
-def test_closing_calls_off_everything():
+def test_closing_cancels_all_jobs():
     jobs = Jobs(4)
 
     async def scenario():
@@ -244,12 +214,12 @@ def test_closing_calls_off_everything():
         gate.go.release()
         await closing
         found = [await all_of(x) for x in (running, waiting)]
-        with pytest.raises(Refused, match="shutting down"):
+        with pytest.raises(RequestError, match="shutting down"):
             jobs.submit(Gate())
         return found
 
     found = run(scenario())
     assert [x[-1].status for x in found] == [503, 503]
-    with pytest.raises(Refused, match="shutting down"), jobs.place():
+    with pytest.raises(RequestError, match="shutting down"), jobs.slot():
         pass
     assert not jobs._thread.is_alive()

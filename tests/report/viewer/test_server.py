@@ -1,4 +1,4 @@
-"""The viewer as a real server: clients that vanish, a thousand at once, slow readers, and Ctrl-C."""
+"""The viewer as a real server: disconnects, a thousand clients, slow readers, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import httpx
 import pytest
 
 from polyhead.errors import OptionError
-from polyhead.report.viewer import answering, tiles
 from polyhead.report.viewer import app as viewer_app
+from polyhead.report.viewer import endpoint, tiles
 from polyhead.report.viewer import jobs as jobs_module
 from polyhead.report.viewer.serve import serve
 from polyhead.report.viewer.viewing import Viewer
@@ -59,11 +59,11 @@ class Running:
     def post(self, path, **body):
         return httpx.post(f"{self.address}api/{path}", json=body, timeout=60)
 
-    def read(self, text="w1 w2 w3"):
-        return json.loads(self.post("read", slot="A", text=text).text.splitlines()[-1])["reading"]
+    def trace(self, text="w1 w2 w3"):
+        return json.loads(self.post("trace", slot="A", text=text).text.splitlines()[-1])["trace"]
 
     def raw(self, path, body):
-        """A request on a socket of its own, whose answer is left to the caller."""
+        """Send a request on a new socket, and return the socket."""
         data = json.dumps(body).encode()
         head = (
             f"POST /{TOKEN}/api/{path} HTTP/1.1\r\nHost: 127.0.0.1:{self.port}\r\nContent-Type: application/json\r\n"
@@ -75,7 +75,7 @@ class Running:
 
 
 class Endless:
-    """A computation that goes on until somebody ends it."""
+    """A computation without end."""
 
     def __init__(self):
         self.begun, self.closed, self.produced = threading.Event(), threading.Event(), 0
@@ -104,20 +104,20 @@ def wait_for(is_so, seconds=30):
         time.sleep(0.01)
 
 
-def test_a_client_that_vanishes_ends_its_computation(running, viewer, monkeypatch):
-    reading = running.read()["id"]
+def test_disconnect_ends_the_computation(running, viewer, monkeypatch):
+    trace = running.trace()["id"]
     endless = Endless()
     monkeypatch.setattr(viewer, "heads", endless)
-    connection = running.raw("heads", {"reading": reading})
+    connection = running.raw("heads", {"trace": trace})
     assert connection.recv(100).startswith(b"HTTP/1.1 200")
     connection.close()
     assert endless.closed.wait(20)
     assert httpx.get(f"{running.address}api/state").status_code == 200
 
 
-def test_a_picture_that_nobody_waits_for_is_not_finished(running, viewer, monkeypatch):
-    """The computation itself, of which every strip is counted."""
-    reading = running.read(" ".join(["w1 w2 w3 w4 ."] * 25))["id"]
+def test_disconnect_stops_a_picture_between_strips(running, viewer, monkeypatch):
+    """The strips that are computed are counted."""
+    trace = running.trace(" ".join(["w1 w2 w3 w4 ."] * 25))["id"]
     monkeypatch.setattr(tiles, "STRIP_PAIRS", {"cpu": 1})  # a strip is a row
     begun, ended, made = threading.Event(), threading.Event(), []
     window, picture = tiles.window, viewer.picture
@@ -136,18 +136,18 @@ def test_a_picture_that_nobody_waits_for_is_not_finished(running, viewer, monkey
 
     monkeypatch.setattr(tiles, "window", counted)
     monkeypatch.setattr(viewer, "picture", watched)
-    connection = running.raw("picture", {"reading": reading, "place": 0, "head": 1})
+    connection = running.raw("picture", {"trace": trace, "layer": 0, "head": 1})
     assert begun.wait(20)
     connection.close()
     assert ended.wait(20)
     assert 0 < len(made) < 126
-    assert len(viewer.cache) == 0  # half a picture is none
+    assert len(viewer.cache) == 0  # an incomplete picture is not cached
     monkeypatch.setattr(tiles, "window", window)
-    assert running.post("tile", reading=reading, place=0, head=1, level=0, row=0, column=0).status_code == 200
+    assert running.post("tile", trace=trace, layer=0, head=1, level=0, row=0, column=0).status_code == 200
 
 
-def test_a_client_that_vanishes_before_the_first_line_ends_its_computation(running, viewer, monkeypatch):
-    reading = running.read()["id"]
+def test_disconnect_before_the_first_line_ends_the_computation(running, viewer, monkeypatch):
+    trace = running.trace()["id"]
     begun, closed = threading.Event(), threading.Event()
 
     def silent(job, *_):
@@ -160,71 +160,52 @@ def test_a_client_that_vanishes_before_the_first_line_ends_its_computation(runni
             closed.set()
 
     monkeypatch.setattr(viewer, "tile", silent)
-    connection = running.raw("tile", {"reading": reading, "place": 0, "head": 0, "level": 0, "row": 0, "column": 0})
+    connection = running.raw("tile", {"trace": trace, "layer": 0, "head": 0, "level": 0, "row": 0, "column": 0})
     assert begun.wait(20)
     connection.close()
     assert closed.wait(20)
 
 
-def test_a_client_that_vanishes_in_the_middle_of_its_question_costs_nothing(running):
+def test_disconnect_during_the_body_has_no_effect(running):
     connection = socket.create_connection(("127.0.0.1", running.port), timeout=30)
-    head = f"POST /{TOKEN}/api/read HTTP/1.1\r\nHost: 127.0.0.1:{running.port}\r\nContent-Type: application/json\r\n"
+    head = f"POST /{TOKEN}/api/trace HTTP/1.1\r\nHost: 127.0.0.1:{running.port}\r\nContent-Type: application/json\r\n"
     connection.sendall(head.encode() + b"Content-Length: 1000\r\n\r\n{")
     connection.close()
-    assert running.read()["text"]["tokens"] == ["[CLS]", "w1", "w2", "w3"]
+    assert running.trace()["text"]["tokens"] == ["[CLS]", "w1", "w2", "w3"]
 
 
-def test_a_question_that_is_never_finished_gives_its_place_back(running, monkeypatch):
-    monkeypatch.setattr(answering, "BODY_SECONDS", 0.2)
+def test_incomplete_body_times_out(running, monkeypatch):
+    monkeypatch.setattr(endpoint, "BODY_SECONDS", 0.2)
     connection = socket.create_connection(("127.0.0.1", running.port), timeout=30)
-    head = f"POST /{TOKEN}/api/read HTTP/1.1\r\nHost: 127.0.0.1:{running.port}\r\nContent-Type: application/json\r\n"
+    head = f"POST /{TOKEN}/api/trace HTTP/1.1\r\nHost: 127.0.0.1:{running.port}\r\nContent-Type: application/json\r\n"
     connection.sendall(head.encode() + b"Content-Length: 1000\r\n\r\n{")
     assert connection.recv(1000).startswith(b"HTTP/1.1 408")
     connection.close()
 
 
-def test_a_client_that_does_not_read_holds_nothing_up(running, viewer, monkeypatch):
+def test_slow_reader_does_not_block_others(running, viewer, monkeypatch):
     monkeypatch.setattr(jobs_module, "UNREAD_SECONDS", 0.5)
-    reading = running.read()["id"]
+    trace = running.trace()["id"]
     endless = Endless()
     monkeypatch.setattr(viewer, "heads", endless)
-    connection = running.raw("heads", {"reading": reading})
+    connection = running.raw("heads", {"trace": trace})
     assert endless.begun.wait(20)
-    # Nobody reads; others are served meanwhile, and at last the computation is given up.
-    requested = {"reading": reading, "place": 0, "head": 0, "rows": [0, 1], "columns": [0, 1]}
+    # The answer is not read; others are served, and the computation is cancelled.
+    requested = {"trace": trace, "layer": 0, "head": 0, "rows": [0, 1], "columns": [0, 1]}
     assert running.post("window", **requested).status_code == 200
     assert endless.closed.wait(20)
-    assert endless.produced < 1000  # what the sockets hold, and a few
+    assert endless.produced < 1000  # buffered in the sockets, and a few more
     connection.close()
 
 
-def test_a_newer_question_ends_an_older_one_of_the_same_page(running, viewer, monkeypatch):
-    reading = running.read()["id"]
-    endless = Endless()
-    true = viewer.heads
-    monkeypatch.setattr(viewer, "heads", endless)
-    connection = running.raw("heads", {"reading": reading, "client": "page", "turn": 1})
-    assert endless.begun.wait(20)
-    monkeypatch.setattr(viewer, "heads", true)
-    newer = running.post("heads", reading=reading, client="page", turn=2)
-    assert json.loads(newer.text.splitlines()[-1]) == {"done": True}
-    received = b""
-    while b'"superseded"' not in received[-1000:]:
-        chunk = connection.recv(1 << 20)
-        assert chunk
-        received += chunk
-    assert endless.closed.wait(20)
-    connection.close()
-
-
-def test_a_thousand_questions_at_once(running, viewer):
-    reading = running.read(" ".join(["w1 w2 w3 w4 ."] * 25))["id"]
+def test_a_thousand_requests_at_once(running, viewer):
+    trace = running.trace(" ".join(["w1 w2 w3 w4 ."] * 25))["id"]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    body = {"reading": reading, "grid": 128}
+    body = {"trace": trace}
 
-    async def ask(number):
+    async def request():
         reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
-        data = json.dumps({**body, "client": str(number)}).encode()
+        data = json.dumps(body).encode()
         head = (
             f"POST /{TOKEN}/api/heads HTTP/1.1\r\nHost: 127.0.0.1:{running.port}\r\nConnection: close\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -236,11 +217,11 @@ def test_a_thousand_questions_at_once(running, viewer):
         head, _, rest = answer.partition(b"\r\n\r\n")
         return int(head.split(b" ")[1]), head, rest
 
-    async def everybody():
-        return await asyncio.wait_for(asyncio.gather(*(ask(number) for number in range(1000))), 300)
+    async def all_requests():
+        return await asyncio.wait_for(asyncio.gather(*(request() for _ in range(1000))), 300)
 
-    with ThreadPoolExecutor(1) as pool:  # another test's browser may have left a loop running in this thread
-        answers = pool.submit(asyncio.run, everybody()).result()
+    with ThreadPoolExecutor(1) as pool:  # a browser of other tests may have left an event loop in this thread
+        answers = pool.submit(asyncio.run, all_requests()).result()
     statuses = [status for status, _, _ in answers]
     assert len(statuses) == 1000
     assert set(statuses) == {200, 429}
@@ -253,7 +234,7 @@ def test_a_thousand_questions_at_once(running, viewer):
             assert b"accepts 64 requests at a time" in rest
     assert viewer.cache.bytes <= viewer.cache.most_bytes
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    assert grown < 400 << 20  # the clients are here too
+    assert grown < 400 << 20  # includes the clients
     assert running.post("heads", **body).status_code == 200
 
 
@@ -270,18 +251,18 @@ def test_only_loopback_is_listened_to(viewer, assets, monkeypatch):
         self.should_exit = True
 
     monkeypatch.setattr(uvicorn.Server, "startup", no_startup)
-    with ThreadPoolExecutor(1) as pool:  # another test's browser may have left a loop running in this thread
+    with ThreadPoolExecutor(1) as pool:  # a browser of other tests may have left an event loop in this thread
         pool.submit(serve, viewer, assets=assets, ready=requested.append).result()
     assert listened == ["127.0.0.1"]
-    assert requested == []  # nobody is told of a server that did not start
+    assert requested == []  # `ready` is not called if the server did not start
 
 
-def test_a_page_that_was_not_built_says_how(viewer, tmp_path):
+def test_missing_assets_are_reported(viewer, tmp_path):
     with pytest.raises(OptionError, match="make frontend"):
         serve(viewer, assets=tmp_path)
 
 
-def test_a_port_that_is_taken_is_named(viewer, assets):
+def test_occupied_port_is_reported(viewer, assets):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -292,7 +273,7 @@ def test_a_port_that_is_taken_is_named(viewer, assets):
         serve(viewer, port=70_000, assets=assets)
 
 
-def test_a_missing_package_is_named(viewer, assets, monkeypatch):
+def test_missing_package_is_reported(viewer, assets, monkeypatch):
     monkeypatch.setattr("polyhead.report.viewer.serve.find_spec", lambda name: None)
     with pytest.raises(OptionError, match=r"needs starlette and uvicorn.*polyhead\[report\]"):
         serve(viewer, assets=assets)
@@ -316,7 +297,7 @@ def command(assets):
             one.end(signal.SIGKILL)
 
 
-def test_the_command_prints_its_address_and_ends_with_ctrl_c(tmp_path, command):
+def test_command_prints_its_address_and_ends_with_ctrl_c(tmp_path, command):
     folder = small_models.model_folder(tmp_path / "llama", "llama")
     (tmp_path / "text.txt").write_text("w1 w2 w3", encoding="utf-8")
     viewing, address = command(
@@ -327,7 +308,7 @@ def test_the_command_prints_its_address_and_ends_with_ctrl_c(tmp_path, command):
     with urllib.request.urlopen(address + "api/state", timeout=30) as answer:
         state = json.load(answer)
     assert (state["context"], state["lang"]) == (50, "zh")
-    assert state["readings"]["A"]["text"]["tokens"] == ["[CLS]", "w1", "w2", "w3"]
+    assert state["traces"]["A"]["text"]["tokens"] == ["[CLS]", "w1", "w2", "w3"]
     _, errors = viewing.end(signal.SIGINT)  # what Ctrl-C sends
     assert viewing.returncode == 0, errors
     assert "Traceback" not in errors
@@ -342,7 +323,7 @@ def test_the_command_prints_its_address_and_ends_with_ctrl_c(tmp_path, command):
         (["--port", "70000"], "must be from 0 to 65535"),
     ],
 )
-def test_what_the_command_cannot_do_it_says(tmp_path, assets, arguments, message, capsys, monkeypatch):
+def test_invalid_options_are_reported(tmp_path, assets, arguments, message, capsys, monkeypatch):
     from typer.testing import CliRunner
 
     from polyhead.cli import app
@@ -354,7 +335,7 @@ def test_what_the_command_cannot_do_it_says(tmp_path, assets, arguments, message
     assert message in result.stderr
 
 
-def test_a_run_is_opened_with_its_model_and_its_roles(tmp_path, assets, monkeypatch):
+def test_run_is_opened_with_its_model_and_roles(tmp_path, assets, monkeypatch):
     from typer.testing import CliRunner
 
     from polyhead.cli import app
@@ -380,15 +361,15 @@ def test_a_run_is_opened_with_its_model_and_its_roles(tmp_path, assets, monkeypa
     assert viewer.model.loaded.name == "bert"
     assert len(viewer.run["heads"]) == 8
     json.dumps(viewer.run, allow_nan=False)
-    assert loaded[0]["allow_pickle"] is False  # what a run was trusted with is not passed on
+    assert loaded[0]["allow_pickle"] is False  # permissions of a run are not inherited
 
 
-# ---- what a server of this machine must bear
+# ---- robustness
 
 
 @pytest.fixture(scope="module")
-def patient(tmp_path_factory):
-    """A model that reads for minutes."""
+def slow_model(tmp_path_factory):
+    """A model whose forward pass takes minutes."""
     import torch
     import transformers
 
@@ -401,27 +382,27 @@ def patient(tmp_path_factory):
     return folder
 
 
-def test_ctrl_c_during_a_read_ends_it_within_three_seconds_and_without_a_traceback(patient, command):
-    viewing, address = command("view", patient, "--no-open", "--device", "cpu")
+def test_ctrl_c_during_a_forward_pass_ends_within_three_seconds(slow_model, command):
+    viewing, address = command("view", slow_model, "--no-open", "--device", "cpu")
     text = " ".join(f"w{number % 90}" for number in range(30_000))
     answers: list[int] = []
 
     def read():
-        body = {"slot": "A", "client": "c", "turn": 1, "text": text}
-        with httpx.stream("POST", address + "api/read", json=body, timeout=60) as answer:
+        body = {"slot": "A", "text": text}
+        with httpx.stream("POST", address + "api/trace", json=body, timeout=60) as answer:
             answers.append(answer.status_code)
             for _ in answer.iter_lines():
                 pass
 
-    reading = threading.Thread(target=read)
-    reading.start()
+    reader = threading.Thread(target=read)
+    reader.start()
     idle = cpu_seconds(viewing.pid)
     wait_for(lambda: cpu_seconds(viewing.pid) > idle + 0.5)
-    assert reading.is_alive()  # in the middle of it
+    assert reader.is_alive()  # still running
     began = time.monotonic()
     _, errors = viewing.end(signal.SIGINT)
     took = time.monotonic() - began
-    reading.join(10)
+    reader.join(10)
     assert viewing.returncode == 0, errors
     assert "Traceback" not in errors
     assert answers in ([200], [503])
@@ -429,7 +410,7 @@ def test_ctrl_c_during_a_read_ends_it_within_three_seconds_and_without_a_traceba
 
 
 def cpu_seconds(process: int) -> float:
-    """The seconds that a process has computed."""
+    """Return the CPU seconds of a process."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -442,7 +423,7 @@ def _accepts(connection: socket.socket) -> bool:
     return True
 
 
-def test_half_sent_headers_keep_nobody_out_and_are_closed_in_time(viewer, assets, monkeypatch):
+def test_incomplete_headers_do_not_block_others_and_time_out(viewer, assets, monkeypatch):
     from polyhead.report.viewer import connections
 
     monkeypatch.setattr(connections, "HEADER_SECONDS", 1.0)
@@ -468,7 +449,7 @@ def test_half_sent_headers_keep_nobody_out_and_are_closed_in_time(viewer, assets
                 assert httpx.get(addresses[0] + "api/state", timeout=10).status_code == 200
                 assert time.monotonic() - began < 5
         assert len(servers[0].server_state.connections) <= connections.MOST_CONNECTIONS + 1
-        # A byte now and then does not keep a connection open.
+        # An occasional byte does not keep a connection open.
         last = half[-1]
         last.settimeout(10)
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Tiles, pictures and strips of the viewer, held against weights that are computed here; and what is kept."""
+"""Tiles, pictures and strips of the viewer, compared with full weights; and the cache."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 from polyhead.errors import OptionError
 from polyhead.masks import Mask
 from polyhead.ops.attention import attention
-from polyhead.report.viewer import tiles, words
+from polyhead.report.viewer import tiles, token_weights
 from polyhead.report.viewer.cache import TileCache
 from polyhead.report.viewer.distance import distances
-from polyhead.report.viewer.failures import Refused
-from polyhead.report.viewer.reading import KeptAttention
+from polyhead.report.viewer.failures import RequestError
+from polyhead.report.viewer.trace import RecordedAttention
 
 HEADS, KV_HEADS, DIM = 6, 3, 5
 
 
 def case(queries, keys, kind="causal", seed=0):
-    """An attention that was kept, and all of its weights, [heads, queries, keys]."""
+    """Return a recorded attention, and all of its weights [heads, queries, keys]."""
     torch.manual_seed(seed)
     query, key = 2 * torch.randn(1, HEADS, queries, DIM), 2 * torch.randn(1, KV_HEADS, keys, DIM)
     mask, scale, softcap = None, None, None
@@ -32,11 +32,11 @@ def case(queries, keys, kind="causal", seed=0):
     found = attention(
         query, key, key, mask=mask, scale=scale, softcap=softcap, weights=True, logsumexp=True, backend="reference"
     )
-    return KeptAttention(query, key, found.logsumexp, mask, scale, softcap), found.weights[0]
+    return RecordedAttention(query, key, found.logsumexp, mask, scale, softcap), found.weights[0]
 
 
 def pooled(weights, block, pool):
-    """The formula: each cell is the sum or the largest of a block of weights, those at the edges of fewer."""
+    """Return the sum or the maximum of each block of weights; blocks at the edges are smaller."""
     rows, columns = (-(-size // block) for size in weights.shape)
     padded = torch.zeros(rows * block, columns * block)  # no weight is negative
     padded[: weights.shape[0], : weights.shape[1]] = weights
@@ -55,8 +55,8 @@ def small_sizes(monkeypatch):
 @pytest.mark.parametrize("pool", ["sum", "max"])
 @pytest.mark.parametrize("kind", ["full", "causal", "window", "biased"])
 def test_every_tile_of_every_level_is_exact(small_sizes, kind, pool):
-    kept, weights = case(131, 131 if kind != "full" else 97, kind)
-    head, expected = kept.head(4), weights[4]
+    recorded, weights = case(131, 131 if kind != "full" else 97, kind)
+    head, expected = recorded.head(4), weights[4]
     top = tiles.top_level(head)
     assert top == 4
     picture_level = tiles.level_of(head, tiles.PICTURE_CELLS)
@@ -78,10 +78,10 @@ def test_every_tile_of_every_level_is_exact(small_sizes, kind, pool):
                     torch.testing.assert_close(cut, whole, atol=1e-5, rtol=1e-5)
 
 
-def test_strips_follow_each_other(small_sizes):
-    kept, _ = case(131, 131)
-    strips = list(tiles.strips(kept.head(0), 1, "sum"))
-    assert len(strips) == -(-131 // tiles.strip_height(kept.head(0), 1, (0, 131))) > 5
+def test_strips_are_contiguous(small_sizes):
+    recorded, _ = case(131, 131)
+    strips = list(tiles.strips(recorded.head(0), 1, "sum"))
+    assert len(strips) == -(-131 // tiles.strip_height(recorded.head(0), 1, (0, 131))) > 5
     reached = 0
     for strip in strips:
         assert strip.first == reached
@@ -89,22 +89,22 @@ def test_strips_follow_each_other(small_sizes):
     assert reached == 66
 
 
-def test_a_tile_that_is_not_there_is_refused():
-    kept, _ = case(19, 23, "full")
-    with pytest.raises(Refused, match="level must be 0 to 0 for this text, got 1"):
-        tiles.tile_spans(kept, 1, 0, 0)
-    with pytest.raises(Refused, match="the row of a tile of level 0 must be 0 to 0 for this text, got 1"):
-        tiles.tile_spans(kept, 0, 1, 0)
-    with pytest.raises(Refused, match=r"the column .* got 7"):
-        tiles.tile_spans(kept, 0, 0, 7)
+def test_tile_outside_the_matrix_is_refused():
+    recorded, _ = case(19, 23, "full")
+    with pytest.raises(RequestError, match="level must be 0 to 0 for this text, got 1"):
+        tiles.tile_spans(recorded, 1, 0, 0)
+    with pytest.raises(RequestError, match="the row of a tile of level 0 must be 0 to 0 for this text, got 1"):
+        tiles.tile_spans(recorded, 0, 1, 0)
+    with pytest.raises(RequestError, match=r"the column .* got 7"):
+        tiles.tile_spans(recorded, 0, 0, 7)
 
 
 @pytest.mark.parametrize("pool", ["sum", "max"])
-def test_an_estimate_is_made_by_its_rule(pool):
-    kept, weights = case(131, 131)
-    rule = tiles.rule_for(kept, 4, pool, pairs=3 * HEADS * 131 * 9)
+def test_estimate_follows_its_sampling_rule(pool):
+    recorded, weights = case(131, 131)
+    rule = tiles.rule_for(recorded, 4, pool, pairs=3 * HEADS * 131 * 9)
     assert rule == tiles.Rule(16, 3, pool)
-    found = tiles.stacked(tiles.estimate(kept, 4, rule))
+    found = tiles.stacked(tiles.estimate(recorded, 4, rule))
     assert found.shape == (HEADS, 9, 9)
     for number in range(9):
         start, stop = 16 * number, min(16 * number + 16, 131)
@@ -119,35 +119,34 @@ def test_an_estimate_is_made_by_its_rule(pool):
             torch.testing.assert_close(found[head, number : number + 1], cells, atol=1e-6, rtol=1e-4)
     if pool == "sum":  # the weights of each row add up to 1, so that every row of blocks has its mass
         torch.testing.assert_close(found.sum(-1)[0], torch.tensor([16.0] * 8 + [3.0]), atol=1e-4, rtol=0)
-    assert "of every 16 queries the middle 3 are sampled" in rule.to_dict()["text"]
 
 
-def test_no_estimate_is_made_where_it_would_be_everything():
-    kept, _ = case(131, 131)
-    assert tiles.rule_for(kept, 4, "sum") is None
+def test_no_estimate_if_it_would_include_all_rows():
+    recorded, _ = case(131, 131)
+    assert tiles.rule_for(recorded, 4, "sum") is None
 
 
-def test_an_estimate_never_looks_at_more_than_all():
-    kept, _ = case(17, 17)
-    found = tiles.stacked(tiles.estimate(kept, 3, tiles.Rule(8, 5, "sum")))
+def test_estimate_of_an_incomplete_block_is_exact():
+    recorded, _ = case(17, 17)
+    found = tiles.stacked(tiles.estimate(recorded, 3, tiles.Rule(8, 5, "sum")))
     torch.testing.assert_close(found.sum(-1), torch.tensor([8.0, 8.0, 1.0]).expand(HEADS, 3), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["full", "causal", "window", "biased"])
 def test_a_token_in_every_head(kind):
-    kept, weights = case(67, 67, kind)
-    torch.testing.assert_close(words.attends(kept, 41).weights, weights[:, 41], atol=1e-6, rtol=1e-4)
-    torch.testing.assert_close(words.attended(kept, 29).weights, weights[:, :, 29], atol=1e-6, rtol=1e-4)
+    recorded, weights = case(67, 67, kind)
+    torch.testing.assert_close(token_weights.attends(recorded, 41), weights[:, 41], atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(token_weights.attended(recorded, 29), weights[:, :, 29], atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["full", "causal", "window"])
 def test_thin_windows_of_a_long_text(kind):
-    """They are cut into other tiles than the rest: a few rows along all keys, a few keys along all rows."""
+    """A few rows with all keys, and a few keys with all rows, are tiled differently."""
     queries = 1511
-    kept, weights = case(queries, queries if kind != "full" else 1301, kind)
-    torch.testing.assert_close(words.attends(kept, 1401).weights, weights[:, 1401], atol=1e-6, rtol=1e-4)
-    torch.testing.assert_close(words.attended(kept, 907).weights, weights[:, :, 907], atol=1e-6, rtol=1e-4)
-    found = kept.profile(
+    recorded, weights = case(queries, queries if kind != "full" else 1301, kind)
+    torch.testing.assert_close(token_weights.attends(recorded, 1401), weights[:, 1401], atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(token_weights.attended(recorded, 907), weights[:, :, 907], atol=1e-6, rtol=1e-4)
+    found = recorded.profile(
         block_map=(7, 32), rows=(1200, 1219), received=True, argmax=True, topk=3, offsets=True, key_set=[0, 5, 600]
     )
     rows = weights[:, 1200:1219]
@@ -158,7 +157,7 @@ def test_thin_windows_of_a_long_text(kind):
     assert torch.equal(found.argmax[0], rows.argmax(-1))
     torch.testing.assert_close(found.top_weights[0], rows.topk(3).values, atol=1e-6, rtol=1e-4)
     torch.testing.assert_close(found.key_set_mass[0], rows[..., [0, 5, 600]].sum(-1), atol=1e-6, rtol=1e-4)
-    columns = kept.profile(received=True, offsets=True, argmax=True, columns=(300, 303))
+    columns = recorded.profile(received=True, offsets=True, argmax=True, columns=(300, 303))
     torch.testing.assert_close(columns.received[0], weights[..., 300:303].sum(1), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(columns.offsets[0].sum(-1), weights[..., 300:303].sum((1, 2)), atol=1e-5, rtol=1e-4)
 
@@ -167,18 +166,18 @@ def row_of_blocks(rows, width):
     return torch.stack([rows[:, j : j + width].sum() for j in range(0, rows.shape[1], width)])
 
 
-def test_a_long_row_is_told_in_blocks_with_its_strongest_by_name():
+def test_long_row_is_pooled_and_lists_its_top_tokens():
     import base64
 
     weights = torch.rand(3, 43)
-    told = words.WeightRow(weights).to_dict(16)
-    assert told["block"] == 4
-    assert told["weights"]["shape"] == [3, 11]
-    cells = torch.frombuffer(bytearray(base64.b64decode(told["weights"]["data"])), dtype=torch.float32).view(3, 11)
+    row = token_weights.row_message(weights, 16)
+    assert row["block"] == 4
+    assert row["weights"]["shape"] == [3, 11]
+    cells = torch.frombuffer(bytearray(base64.b64decode(row["weights"]["data"])), dtype=torch.float32).view(3, 11)
     assert torch.equal(cells[:, 10], weights[:, 40:].amax(1))
     assert torch.equal(cells[:, 2], weights[:, 8:12].amax(1))
-    assert told["top"]["tokens"][1] == weights[1].sort(descending=True).indices[:8].tolist()
-    assert words.WeightRow(weights).to_dict(43)["block"] == 1
+    assert row["top"]["tokens"][1] == weights[1].sort(descending=True).indices[:8].tolist()
+    assert token_weights.row_message(weights, 43)["block"] == 1
 
 
 def test_the_distance_of_two_heads_is_that_of_their_rows(monkeypatch):
@@ -195,18 +194,18 @@ def test_the_distance_of_two_heads_is_that_of_their_rows(monkeypatch):
     assert found.distance == pytest.approx(float(divergence.clamp_min(0).sqrt().mean()), rel=1e-4)
 
 
-def test_heads_that_cannot_be_held_against_each_other_are_refused():
+def test_heads_that_cannot_be_compared_are_refused():
     one, other, longer = case(19, 19)[0], case(19, 19, "full")[0], case(23, 23)[0]
-    with pytest.raises(Refused, match="19 x 19 tokens and one over 23 x 23"):
+    with pytest.raises(RequestError, match="19 x 19 tokens and one over 23 x 23"):
         next(distances(one.head(0), longer.head(0)))
-    with pytest.raises(Refused, match=r"the same mask to be compared, got Mask\(causal\) and None"):
+    with pytest.raises(RequestError, match=r"the same mask to be compared, got Mask\(causal\) and None"):
         next(distances(one.head(0), other.head(0)))
 
 
-# ---- what is kept
+# ---- cache
 
 
-def test_a_cache_never_holds_more_than_its_bound():
+def test_cache_never_exceeds_its_limit():
     cache = TileCache(1000)
     for number in range(50):
         cache.put(torch.full((5, 5), float(number)), 1, number)
@@ -216,7 +215,7 @@ def test_a_cache_never_holds_more_than_its_bound():
     assert float(cache.get(1, 40)[0, 0]) == 40.0
 
 
-def test_what_was_looked_at_last_stays():
+def test_least_recently_used_tile_is_evicted_first():
     cache = TileCache(300)
     for number in range(3):
         cache.put(torch.zeros(25), 1, number)
@@ -226,10 +225,10 @@ def test_what_was_looked_at_last_stays():
     assert cache.get(1, 0) is not None
 
 
-def test_a_reading_is_forgotten_whole_and_no_other():
+def test_tiles_of_one_trace_are_removed_together():
     cache = TileCache(10_000)
-    for reading in (1, 2):
-        cache.put(torch.zeros(25), reading, "picture")
+    for trace in (1, 2):
+        cache.put(torch.zeros(25), trace, "picture")
     cache.forget(1)
     assert cache.get(1, "picture") is None
     assert cache.get(2, "picture") is not None

@@ -1,25 +1,27 @@
-/** The attention of one head as a map: from the whole down to single tokens. */
+/** Zoomable attention matrix of one head. */
 import type { JSX } from "preact";
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
-import { NOTHING, scaleOf } from "../../parts/colour";
+import type { HeadId } from "../../data";
+import { NO_VALUE, scaleOf } from "../../parts/colour";
+import { Segments } from "../../parts/controls";
 import { Figure } from "../../parts/figure";
 import { RampLegend } from "../../parts/legend";
 import { useDark } from "../../parts/theme";
-import { highest } from "../exposure";
-import { useView } from "../language";
+import { useViewLocale } from "../language";
 import { headName } from "../names";
 import { useStore } from "../store";
-import { axisOf, headKey, type HeadAt, type Pool, type Reading } from "../types";
+import { axisOf, headKey, type Pool, type Trace } from "../types";
 import { MapAxis } from "./axes";
+import { colourRange } from "./colour-range";
 import { drawCursor, drawMap, type Colours, type Cursor } from "./drawing";
 import { mapSvg } from "./map-svg";
-import type { Outlook } from "./position";
+import type { MapView } from "./position";
 import { MapReadout, MapState } from "./readout";
 import { HeadSource } from "./source";
 import { levelFor, spansOf, type Matrix } from "./viewport";
 import { useZoom } from "./zooming";
 
-const BEND = 0.4; // small shares are seen
+const GAMMA = 0.4; // expands small weights
 const POOLS: Pool[] = ["sum", "max"];
 
 interface Pixel {
@@ -34,48 +36,49 @@ function pixelOf(event: MouseEvent): Pixel {
 }
 
 interface AttentionMapProps {
-  reading: Reading;
-  head: HeadAt;
-  outlook: Outlook;
+  trace: Trace;
+  head: HeadId;
+  mapView: MapView;
   onPick: (cell: Cursor) => void;
 }
 
-export function AttentionMap({ reading, head, outlook, onPick }: AttentionMapProps): JSX.Element {
+export function AttentionMap({ trace, head, mapView, onPick }: AttentionMapProps): JSX.Element {
   const store = useStore();
-  const words = useView();
-  const { say } = words;
+  const locale = useViewLocale();
+  const { t } = locale;
   const dark = useDark();
   const canvas = useRef<HTMLCanvasElement>(null);
   const plot = useRef<HTMLDivElement>(null);
-  const { pool } = outlook;
+  const { pool } = mapView;
   const [version, setVersion] = useState(0);
   const [pointer, setPointer] = useState<Pixel | null>(null);
-  const [asked, setCursor] = useState<Cursor>({ query: 0, key: 0 });
+  const [requested, setCursor] = useState<Cursor>({ query: 0, key: 0 });
   const [focused, setFocused] = useState(false);
 
-  const place = store.state.places[head[0]];
-  const queries = axisOf(reading, place?.queries ?? "text").tokens;
-  const keys = axisOf(reading, place?.keys ?? "text").tokens;
+  const layer = store.state.layers[head[0]];
+  const queries = axisOf(trace, layer?.queries ?? "text").tokens;
+  const keys = axisOf(trace, layer?.keys ?? "text").tokens;
   const matrix: Matrix = useMemo(() => ({ queries: queries.length, keys: keys.length }), [queries.length, keys.length]);
   const within = (token: number, count: number) => Math.min(count - 1, Math.max(0, token));
-  // Another text may end sooner.
-  const cursor = { query: within(asked.query, matrix.queries), key: within(asked.key, matrix.keys) };
-  const { view, size, zoomBy, show, whole } = useZoom(plot, matrix, outlook.shared);
+  // Another text may be shorter.
+  const cursor = { query: within(requested.query, matrix.queries), key: within(requested.key, matrix.keys) };
+  const { view, size, zoomBy, show, whole } = useZoom(plot, matrix, mapView.shared);
 
   const [source, setSource] = useState<HeadSource | null>(null);
   useEffect(() => {
-    const made = new HeadSource(
-      reading,
+    const onChange = () => setVersion((count) => count + 1);
+    const created = new HeadSource({
+      trace,
       head,
       pool,
       matrix,
-      store.state.limits,
-      () => setVersion((count) => count + 1),
-      (error) => store.fail(error),
-    );
-    setSource(made);
-    return () => made.stop();
-  }, [reading.id, headKey(head), pool, matrix, store.returns]);
+      limits: store.state.limits,
+      onChange,
+      onError: store.fail,
+    });
+    setSource(created);
+    return () => created.stop();
+  }, [trace.id, headKey(head), pool, matrix, store.reconnects]);
 
   const level = levelFor(view.scale);
   const { rows, columns } = spansOf(view, size, matrix);
@@ -84,16 +87,16 @@ export function AttentionMap({ reading, head, outlook, onPick }: AttentionMapPro
     const query = Math.floor((y - view.y) / view.scale);
     return query >= 0 && key >= 0 && query < matrix.queries && key < matrix.keys ? { query, key } : null;
   };
-  const pointed = pointer && tokenAt(pointer); // found anew when the map moves under the pointer
-  const cell = pointed ?? (focused ? cursor : null);
+  const hovered = pointer && tokenAt(pointer); // updated when the map moves under the pointer
+  const cell = hovered ?? (focused ? cursor : null);
   const found = source && cell ? source.at(cell.query, cell.key, level) : null;
 
-  const high = source ? highest(source.bright(rows, columns, level)) : 1;
-  const scale = useMemo(() => scaleOf(0, high, dark, BEND), [high, dark]);
-  const colours: Colours = { scale, ground: dark ? NOTHING.dark : NOTHING.light };
-  const share = (value: number) => words.number(value, high < 0.02 ? "number" : "share");
+  const high = source ? colourRange(source.bright(rows, columns, level)) : 1;
+  const scale = useMemo(() => scaleOf(0, high, dark, GAMMA), [high, dark]);
+  const colours: Colours = { scale, background: dark ? NO_VALUE.dark : NO_VALUE.light };
+  const share = (value: number) => locale.number(value, high < 0.02 ? "number" : "share");
 
-  useEffect(() => source?.want(rows, columns, level), [source, rows[0], rows[1], columns[0], columns[1], level]);
+  useEffect(() => source?.request(rows, columns, level), [source, rows[0], rows[1], columns[0], columns[1], level]);
   useLayoutEffect(() => {
     if (!canvas.current || !source) return;
     drawMap(canvas.current, source, view, size, colours);
@@ -112,11 +115,12 @@ export function AttentionMap({ reading, head, outlook, onPick }: AttentionMapPro
   };
   const onKeyDown = (event: KeyboardEvent) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const [zoomIn, zoomOut] = [2, 0.5].map((factor) => () => zoomBy(factor, cursor)) as [() => void, () => void];
     const actions: Record<string, () => void> = {
-      "+": () => zoomBy(2, cursor),
-      "=": () => zoomBy(2, cursor),
-      "-": () => zoomBy(0.5, cursor),
-      "−": () => zoomBy(0.5, cursor),
+      "+": zoomIn,
+      "=": zoomIn,
+      "-": zoomOut,
+      "−": zoomOut,
       "0": whole,
       Enter: () => onPick(cursor),
       ArrowUp: () => moveCursor(-1, 0),
@@ -129,62 +133,47 @@ export function AttentionMap({ reading, head, outlook, onPick }: AttentionMapPro
     event.preventDefault();
     action();
   };
-  const name = headName(store.state, head, words);
-  const axes = { across: say("mapAcross"), down: say("mapDown") };
+  const name = headName(store.state, head, locale);
+  const axes = { across: t("mapAcross"), down: t("mapDown") };
   return (
     <Figure
       class="map"
-      title={say("map")}
-      name={`map-${head.join("-")}-${reading.slot}`}
-      fileTitle={`${say("mapOf", { head: name, slot: reading.slot })}: ${store.state.model.name}`}
+      title={t("map")}
+      name={`map-${head.join("-")}-${trace.slot}`}
+      fileTitle={`${t("mapOf", { head: name, slot: trace.slot })}: ${store.state.model.name}`}
       draw={
-        source && (() => mapSvg({ source, view, size, colours, queries, keys, ...axes, count: words.count, share }))
+        source && (() => mapSvg({ source, view, size, colours, queries, keys, ...axes, count: locale.count, share }))
       }
     >
       <div class="map-controls">
-        <span class="segments" role="group" aria-label={say("pool")}>
-          {POOLS.map((value) => (
-            <button type="button" aria-pressed={pool === value} onClick={() => outlook.choosePool(value)}>
-              {say(`pool_${value}`)}
-            </button>
-          ))}
-        </span>
+        <Segments<Pool>
+          label={t("pool")}
+          options={POOLS.map((value) => [value, t(`pool_${value}`)])}
+          value={pool}
+          onChange={mapView.choosePool}
+        />
         <span class="map-zoom">
-          <button type="button" aria-label={say("zoomIn")} onClick={() => zoomBy(2, null)}>
+          <button type="button" aria-label={t("zoomIn")} onClick={() => zoomBy(2, null)}>
             +
           </button>
-          <button type="button" aria-label={say("zoomOut")} onClick={() => zoomBy(0.5, null)}>
+          <button type="button" aria-label={t("zoomOut")} onClick={() => zoomBy(0.5, null)}>
             −
           </button>
           <button type="button" onClick={whole}>
-            {say("zoomWhole")}
+            {t("zoomWhole")}
           </button>
         </span>
         <MapState source={source} />
       </div>
       <div class="map-frame">
-        <MapAxis
-          side="columns"
-          tokens={keys}
-          span={columns}
-          offset={view.x}
-          scale={view.scale}
-          chosen={cell?.key ?? null}
-        />
-        <MapAxis
-          side="rows"
-          tokens={queries}
-          span={rows}
-          offset={view.y}
-          scale={view.scale}
-          chosen={cell?.query ?? null}
-        />
+        <MapAxis side="columns" tokens={keys} span={columns} offset={view.x} scale={view.scale} chosen={cell?.key} />
+        <MapAxis side="rows" tokens={queries} span={rows} offset={view.y} scale={view.scale} chosen={cell?.query} />
         <div
           class="map-plot"
           ref={plot}
           role="application"
           tabIndex={0}
-          aria-label={say("mapLabel", { head: name })}
+          aria-label={t("mapLabel", { head: name })}
           data-level={level}
           data-scale={view.scale.toFixed(4)}
           onKeyDown={onKeyDown}
@@ -205,7 +194,7 @@ export function AttentionMap({ reading, head, outlook, onPick }: AttentionMapPro
       <MapReadout cell={cell} found={found} pool={pool} matrix={matrix} queries={queries} keys={keys} />
       <div class="map-foot">
         <RampLegend scale={scale} format={share} />
-        <p class="note">{say("mapHelp")}</p>
+        <p class="note">{t("mapHelp")}</p>
       </div>
     </Figure>
   );

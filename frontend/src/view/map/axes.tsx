@@ -1,26 +1,26 @@
-/** The tokens along both sides of a map, by name when there is room, else by number. */
+/** Axis of a map: tokens by name where there is room, else by number. */
 import type { JSX } from "preact";
-import { useWords } from "../../parts/language";
+import { useLocale } from "../../parts/language";
 import { Token } from "../../parts/tokens";
-import { marksOf, type Span } from "./viewport";
+import { ticksOf, type Span } from "./viewport";
 
 interface AxisProps {
   side: "rows" | "columns";
   tokens: string[];
   span: Span;
-  /** Where the first token of the text begins, in pixels, and how large one is. */
+  /** Start of the first token and size of a token, in pixels. */
   offset: number;
   scale: number;
-  chosen: number | null;
+  chosen: number | undefined;
 }
 
 export function MapAxis({ side, tokens, span, offset, scale, chosen }: AxisProps): JSX.Element {
-  const { count } = useWords();
-  const { named, marks } = marksOf(span, scale);
+  const { count } = useLocale();
+  const { named, ticks } = ticksOf(span, scale);
   const [start, extent] = side === "rows" ? (["top", "height"] as const) : (["left", "width"] as const);
   return (
     <div class={`map-axis map-${side}${named ? " named" : ""}`} aria-hidden="true">
-      {marks.map((token) => (
+      {ticks.map((token) => (
         <span
           key={token}
           class={token === chosen ? "mark chosen" : "mark"}

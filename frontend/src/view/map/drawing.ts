@@ -1,4 +1,4 @@
-/** Paints what a window shows of a head onto its canvas. */
+/** Paints the visible part of a map onto a canvas. */
 import type { Scale } from "../../parts/colour";
 import type { HeadSource } from "./source";
 import { levelFor, type Size, type View } from "./viewport";
@@ -10,7 +10,7 @@ export interface Cursor {
 
 export interface Colours {
   scale: Scale;
-  ground: string;
+  background: string;
 }
 
 export function drawMap(
@@ -18,37 +18,37 @@ export function drawMap(
   source: HeadSource,
   view: View,
   size: Size,
-  { scale, ground }: Colours,
-  sharpness = devicePixelRatio || 1,
+  { scale, background }: Colours,
+  pixelRatio = devicePixelRatio || 1,
 ): void {
   const context = canvas.getContext("2d");
-  const [width, height] = [Math.round(size.width * sharpness), Math.round(size.height * sharpness)];
+  const [width, height] = [Math.round(size.width * pixelRatio), Math.round(size.height * pixelRatio)];
   if (!context || width < 1 || height < 1) return;
   if (canvas.width !== width || canvas.height !== height) {
     canvas.width = width;
     canvas.height = height;
   }
   context.setTransform(1, 0, 0, 1, 0, 0);
-  context.fillStyle = ground;
+  context.fillStyle = background;
   context.fillRect(0, 0, width, height);
-  context.setTransform(sharpness, 0, 0, sharpness, 0, 0);
+  context.setTransform(pixelRatio, 0, 0, pixelRatio, 0, 0);
   const { queries, keys } = source.matrix;
   context.save();
   context.beginPath();
-  context.rect(view.x, view.y, keys * view.scale, queries * view.scale); // the last cells reach over the end
+  context.rect(view.x, view.y, keys * view.scale, queries * view.scale); // the last cells may extend beyond the end
   context.clip();
-  for (const sheet of source.sheets(levelFor(view.scale))) {
-    const cell = sheet.block * view.scale;
-    const [x, y] = [sheet.firstKey * view.scale + view.x, sheet.firstQuery * view.scale + view.y];
-    const [wide, high] = [sheet.columns * cell, sheet.rows * cell];
+  for (const tile of source.tilesAt(levelFor(view.scale))) {
+    const cell = tile.block * view.scale;
+    const [x, y] = [tile.firstKey * view.scale + view.x, tile.firstQuery * view.scale + view.y];
+    const [wide, high] = [tile.columns * cell, tile.rows * cell];
     if (x > size.width || y > size.height || x + wide < 0 || y + high < 0) continue;
     context.imageSmoothingEnabled = cell < 1;
-    context.drawImage(sheet.painted(scale), x, y, wide, high);
+    context.drawImage(tile.painted(scale), x, y, wide, high);
   }
   context.restore();
 }
 
-/** The cell under the keyboard's cursor, framed. */
+/** A frame around the cell of the keyboard cursor. */
 export function drawCursor(canvas: HTMLCanvasElement, cursor: Cursor, block: number, view: View, colour: string): void {
   const context = canvas.getContext("2d");
   if (!context) return;

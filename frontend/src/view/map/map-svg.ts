@@ -1,15 +1,15 @@
-/** What a map shows now, as a drawing for a file: the picture, the tokens along its sides, and what its colours mean. */
-import { CENTRED, newDrawing, type Attributes } from "../../parts/svg";
+/** The visible part of a map for a file, with its axes and legend. */
+import { CENTRED, createSvg, type Attributes } from "../../parts/svg";
 import { plainToken } from "../../parts/tokens";
 import { drawMap, type Colours } from "./drawing";
 import type { HeadSource } from "./source";
-import { marksOf, spansOf, type Size, type View } from "./viewport";
+import { ticksOf, spansOf, type Size, type View } from "./viewport";
 
 const [LEFT, TOP, RIGHT] = [112, 112, 16];
-const FOOT = 44; // for the ramp
-const SHARPNESS = 2;
-const STEPS = 48; // of the ramp
-const LETTERS = 14; // of a token, that its side has room for
+const FOOT = 44; // height of the legend
+const PIXEL_RATIO = 2;
+const STEPS = 48; // of the legend
+const MAX_LETTERS = 14; // of a token on an axis
 
 interface MapDrawing {
   source: HeadSource;
@@ -20,32 +20,32 @@ interface MapDrawing {
   keys: string[];
   across: string;
   down: string;
-  /** A token's number, and a share, in words. */
+  /** Formatting of positions and of shares. */
   count: (token: number) => string;
   share: (value: number) => string;
 }
 
 export function mapSvg(drawn: MapDrawing): SVGSVGElement {
   const { source, view, size, colours, count, share } = drawn;
-  const { svg, add } = newDrawing(LEFT + size.width + RIGHT, TOP + size.height + FOOT);
+  const { svg, add } = createSvg(LEFT + size.width + RIGHT, TOP + size.height + FOOT);
   const canvas = document.createElement("canvas");
-  drawMap(canvas, source, view, size, colours, SHARPNESS);
+  drawMap(canvas, source, view, size, colours, PIXEL_RATIO);
   const href = canvas.toDataURL("image/png");
   add("image", { x: LEFT, y: TOP, width: size.width, height: size.height, href, "image-rendering": "pixelated" });
   const frame = { fill: "none", stroke: "var(--line)", "stroke-width": 1 };
   add("rect", { x: LEFT, y: TOP, width: size.width, height: size.height, ...frame });
 
   const { rows, columns } = spansOf(view, size, source.matrix);
-  const name = (tokens: string[], token: number) => plainToken(tokens[token] ?? "", LETTERS);
-  const down = marksOf(rows, view.scale);
-  for (const token of down.marks) {
+  const name = (tokens: string[], token: number) => plainToken(tokens[token] ?? "", MAX_LETTERS);
+  const down = ticksOf(rows, view.scale);
+  for (const token of down.ticks) {
     const y = (token + (down.named ? 0.5 : 0)) * view.scale + view.y;
     if (y < 0 || y > size.height) continue;
     const at = { x: LEFT - 6, y: TOP + y, "text-anchor": "end", "dominant-baseline": "central" };
     add("text", { ...at, ...label(view.scale, down.named) }, down.named ? name(drawn.queries, token) : count(token));
   }
-  const across = marksOf(columns, view.scale);
-  for (const token of across.marks) {
+  const across = ticksOf(columns, view.scale);
+  for (const token of across.ticks) {
     const x = LEFT + (token + (across.named ? 0.5 : 0)) * view.scale + view.x;
     if (x < LEFT || x > LEFT + size.width) continue;
     const at: Attributes = across.named

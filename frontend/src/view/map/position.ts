@@ -1,39 +1,39 @@
-/** Where maps look: one place for all that stand side by side, and in the address, so that a link opens it again. */
+/** Visible part of the maps, shared by maps side by side and stored in the link. */
 import { useEffect, useState } from "preact/hooks";
-import { changed, currentRoute, go, type Route } from "../../parts/router";
+import { withQuery, currentRoute, go, type Route } from "../../parts/router";
 import type { Pool } from "../types";
 
-/** The tokens in the upper left corner, in parts of a token too, and how many lie across the window. */
-export interface Position {
+/** The upper left corner in (fractional) tokens, and the number of tokens across the window. */
+interface Position {
   query: number;
   key: number;
   across: number;
 }
 
-const REST = 300; // milliseconds without a movement, after which the address is written
+const REST = 300; // milliseconds without movement after which the link is updated
 const LINK = /^(-?\d+(?:\.\d+)?)_(-?\d+(?:\.\d+)?)_(\d+(?:\.\d+)?)$/;
 
-/** What a link says, `1200.5_300_64`; null for the whole, and for what makes no sense. */
-export function positionIn(link: string | null): Position | null {
+/** The position of a link, `1200.5_300_64`; null for the whole matrix, and for an invalid link. */
+function positionIn(link: string | null): Position | null {
   const [query, key, across] = (LINK.exec(link ?? "") ?? []).slice(1).map(Number);
   return query !== undefined && key !== undefined && across ? { query, key, across } : null;
 }
 
-export function linkOf(position: Position | null): string | null {
+function linkOf(position: Position | null): string | null {
   if (!position) return null;
   const { query, key, across } = position;
-  // A hundredth of a token is less than half a pixel at the closest.
+  // A hundredth of a token is less than half a pixel at the closest zoom.
   return [query, key, across].map((tokens) => String(Number(tokens.toFixed(2)))).join("_");
 }
 
-type Follow = () => void;
+type Listener = () => void;
 
 export class SharedPosition {
   position: Position | null;
-  private followers = new Set<Follow>();
+  private listeners = new Set<Listener>();
   private timer = 0;
 
-  /** Begins where the address of a view says. */
+  /** `view` is the first segment of the route, `link` the position in it. */
   constructor(
     private view: string | undefined,
     private link: string | null,
@@ -41,26 +41,26 @@ export class SharedPosition {
     this.position = positionIn(link);
   }
 
-  subscribe(follow: Follow): () => void {
-    this.followers.add(follow);
-    return () => void this.followers.delete(follow);
+  subscribe(listener: Listener): () => void {
+    this.listeners.add(listener);
+    return () => void this.listeners.delete(listener);
   }
 
-  /** One map was moved: the others follow at once, the address when it has come to rest. */
-  move(position: Position | null, mover: Follow): void {
+  /** Moves the other maps at once, and updates the link after the last movement. */
+  move(position: Position | null, mover: Listener): void {
     this.position = position;
-    for (const follow of this.followers) if (follow !== mover) follow();
+    for (const listener of this.listeners) if (listener !== mover) listener();
     clearTimeout(this.timer);
     this.timer = setTimeout(() => this.write(), REST);
   }
 
-  /** The address was changed from outside: back, forward, or another link. */
-  take(link: string | null): void {
+  /** Follows a navigation: back, forward, or another link. */
+  navigate(link: string | null): void {
     if (link === this.link) return;
     this.link = link;
     this.position = positionIn(link);
     clearTimeout(this.timer);
-    for (const follow of this.followers) follow();
+    for (const listener of this.listeners) listener();
   }
 
   stop(): void {
@@ -70,29 +70,29 @@ export class SharedPosition {
   private write(): void {
     const link = linkOf(this.position);
     const route = currentRoute();
-    // Somebody has left for another view or another place meanwhile, and must not be brought back.
-    const isLeft = route.path[0] !== this.view || (route.query.map ?? null) !== this.link;
-    if (isLeft || link === this.link) return;
+    // A navigation to another view or position must not be undone.
+    const hasNavigated = route.path[0] !== this.view || (route.query.map ?? null) !== this.link;
+    if (hasNavigated || link === this.link) return;
     this.link = link;
-    go(changed(route, { map: link }));
+    go(withQuery(route, { map: link }));
   }
 }
 
-/** How the maps of a view are looked at. */
-export interface Outlook {
+/** Position and pooling of the maps of a view. */
+export interface MapView {
   shared: SharedPosition;
   pool: Pool;
   choosePool: (pool: Pool) => void;
 }
 
-export function useOutlook(route: Route): Outlook {
+export function useMapView(route: Route): MapView {
   const link = route.query.map ?? null;
   const [shared] = useState(() => new SharedPosition(route.path[0], link));
-  useEffect(() => shared.take(link), [link]);
+  useEffect(() => shared.navigate(link), [link]);
   useEffect(() => () => shared.stop(), []);
   return {
     shared,
     pool: route.query.pool === "max" ? "max" : "sum",
-    choosePool: (pool) => go(changed(currentRoute(), { pool: pool === "sum" ? null : pool })),
+    choosePool: (pool) => go(withQuery(currentRoute(), { pool: pool === "sum" ? null : pool })),
   };
 }

@@ -1,15 +1,15 @@
-/** What a map says in words: the cell that is pointed at, and how exact the picture is by now. */
+/** Readout of the hovered cell of a map, and the precision of the map. */
 import type { JSX } from "preact";
 import { plainToken } from "../../parts/tokens";
-import { useView } from "../language";
+import { useViewLocale } from "../language";
 import type { Pool } from "../types";
 import type { Cursor } from "./drawing";
-import type { Found, HeadSource } from "./source";
+import type { CellValue, HeadSource } from "./source";
 import type { Matrix } from "./viewport";
 
 interface ReadoutProps {
   cell: Cursor | null;
-  found: Found | null;
+  found: CellValue | null;
   pool: Pool;
   matrix: Matrix;
   queries: string[];
@@ -17,14 +17,14 @@ interface ReadoutProps {
 }
 
 export function MapReadout({ cell, found, pool, matrix, queries, keys }: ReadoutProps): JSX.Element {
-  const { say, number, count } = useView();
-  const between = (token: number, block: number, total: number) => {
+  const { t, number, count } = useViewLocale();
+  const rangeOf = (token: number, block: number, total: number) => {
     const first = Math.floor(token / block) * block;
     return `${count(first)}–${count(Math.min(total, first + block) - 1)}`;
   };
   let text = "";
   if (cell && found && found.block === 1) {
-    text = say("cellOne", {
+    text = t("cellOne", {
       query: `“${plainToken(queries[cell.query] ?? "")}”`,
       key: `“${plainToken(keys[cell.key] ?? "")}”`,
       i: count(cell.query),
@@ -32,9 +32,9 @@ export function MapReadout({ cell, found, pool, matrix, queries, keys }: Readout
       weight: number(found.share),
     });
   } else if (cell && found) {
-    text = say(pool === "sum" ? "cellSum" : "cellMax", {
-      rows: between(cell.query, found.block, matrix.queries),
-      columns: between(cell.key, found.block, matrix.keys),
+    text = t(pool === "sum" ? "cellSum" : "cellMax", {
+      rows: rangeOf(cell.query, found.block, matrix.queries),
+      columns: rangeOf(cell.key, found.block, matrix.keys),
       share: `${found.exact ? "" : "≈ "}${number(found.share, "share")}`,
     });
   }
@@ -45,24 +45,19 @@ export function MapReadout({ cell, found, pool, matrix, queries, keys }: Readout
   );
 }
 
-/** Whether what is seen is an estimate, how far the exact numbers are, or that they are there. */
+/** Precision of the map, with the progress of the exact computation. */
 export function MapState({ source }: { source: HeadSource | null }): JSX.Element {
-  const { say } = useView();
+  const { t } = useViewLocale();
   if (!source) return <span class="map-state" />;
-  const { progress, done, hasEstimate, tilesOnTheirWay } = source;
-  const how = done ? "exact" : hasEstimate ? "estimate" : "waiting";
+  const { progress, done, hasEstimate, pendingTiles } = source;
+  const state = done ? "exact" : hasEstimate ? "estimate" : "waiting";
   const steps = { done: progress?.done ?? 0, total: progress?.total ?? "…" };
-  const text = done
-    ? tilesOnTheirWay
-      ? say("mapTiles", { count: tilesOnTheirWay })
-      : say("mapExact")
-    : hasEstimate
-      ? say("mapEstimate", steps)
-      : progress
-        ? say("mapComputing", steps)
-        : say("mapWaiting");
+  let text = t("mapWaiting");
+  if (done) text = pendingTiles ? t("mapTiles", { count: pendingTiles }) : t("mapExact");
+  else if (hasEstimate) text = t("mapEstimate", steps);
+  else if (progress) text = t("mapComputing", steps);
   return (
-    <span class={`map-state ${how}`} data-how={how} data-tiles={tilesOnTheirWay}>
+    <span class={`map-state ${state}`} data-state={state} data-tiles={pendingTiles}>
       {done ? null : <progress value={progress?.done} max={progress?.total} aria-label={text} />} {text}
     </span>
   );

@@ -1,47 +1,49 @@
-/** Where the cells of one head come from: the whole at once as an estimate, then exactly; finer tiles on demand. */
-import { unpack, type Packed } from "../../data";
-import { ask, follow, ServerError, type Line } from "../api";
-import type { HeadAt, How, Pool, Progress, Reading, State, Tile } from "../types";
-import { Sheet } from "./sheet";
+/** Cells of the map of one head: the whole matrix first as an estimate, then exact, and finer tiles on demand. */
+import { unpack, type HeadId, type Packed } from "../../data";
+import { request, ServerError, type Message } from "../api";
+import type { Pool, Precision, Progress, State, Tile, Trace } from "../types";
+import { MapTile } from "./tile";
 import { levelOf, tilesIn, type Matrix, type Span } from "./viewport";
 
-const AT_ONCE = 4;
-const KEPT = 96; // tiles, of half a megabyte each with their picture
+const CONCURRENT = 4; // requests
+const MAX_TILES = 96; // of half a megabyte each with their image
+const SAMPLES = 48; // per side, of the cells that determine the colour range
 
-const SAMPLES = 48; // a side, of the cells by which colours are chosen
-
-export interface Found {
+export interface CellValue {
   share: number;
-  /** How many tokens a side of the cell has. */
+  /** Tokens per side of the cell. */
   block: number;
   exact: boolean;
 }
 
+interface SourceOptions {
+  trace: Trace;
+  head: HeadId;
+  pool: Pool;
+  matrix: Matrix;
+  limits: State["limits"];
+  onChange: () => void;
+  onError: (error: unknown) => void;
+}
+
 export class HeadSource {
+  readonly matrix: Matrix;
   progress: Progress | null = null;
   done = false;
-  private estimate: Sheet | null = null;
-  private picture: Sheet | null = null;
-  private tiles = new Map<string, Sheet>();
+  private estimate: MapTile | null = null;
+  private picture: MapTile | null = null;
+  private tiles = new Map<string, MapTile>();
   private loading = new Map<string, AbortController>();
   private waiting: [level: number, row: number, column: number][] = [];
   private readonly controller = new AbortController();
-  private readonly asked: object;
+  private readonly body: object;
   private readonly pictureLevel: number;
-  private readonly tileCells: number;
 
-  constructor(
-    reading: Reading,
-    head: HeadAt,
-    readonly pool: Pool,
-    readonly matrix: Matrix,
-    limits: State["limits"],
-    private readonly onChange: () => void,
-    private readonly onError: (error: unknown) => void,
-  ) {
-    this.asked = { reading: reading.id, place: head[0], head: head[1], pool };
+  constructor(private readonly options: SourceOptions) {
+    const { trace, head, pool, matrix, limits } = options;
+    this.matrix = matrix;
+    this.body = { trace: trace.id, layer: head[0], head: head[1], pool };
     this.pictureLevel = levelOf(matrix, limits.picture_cells);
-    this.tileCells = limits.tile_cells;
     void this.fetchPicture();
   }
 
@@ -55,20 +57,20 @@ export class HeadSource {
     return this.estimate !== null;
   }
 
-  get tilesOnTheirWay(): number {
+  get pendingTiles(): number {
     return this.loading.size + this.waiting.length;
   }
 
-  /** What there is to draw, the coarsest first; tiles that are finer than a level asked for are left out. */
-  sheets(level: number): Sheet[] {
+  /** The tiles to draw, the coarsest first, without those finer than a level. */
+  tilesAt(level: number): MapTile[] {
     const tiles = [...this.tiles.values()].filter((tile) => tile.level >= level);
     tiles.sort((one, other) => other.level - one.level);
-    return [this.estimate, this.picture, ...tiles].filter((sheet) => sheet !== null);
+    return [this.estimate, this.picture, ...tiles].filter((tile) => tile !== null);
   }
 
-  /** Asks for the tiles of a window; those that left it are called off. */
-  want(rows: Span, columns: Span, level: number): void {
-    const wanted = level < this.pictureLevel ? tilesIn(rows, columns, level, this.tileCells) : [];
+  /** Requests the tiles of a window, and aborts requests for others. */
+  request(rows: Span, columns: Span, level: number): void {
+    const wanted = level < this.pictureLevel ? tilesIn(rows, columns, level, this.options.limits.tile_cells) : [];
     const keys = new Set(wanted.map(([row, column]) => `${level}/${row}/${column}`));
     for (const [key, loading] of this.loading) {
       if (!keys.has(key)) {
@@ -81,31 +83,31 @@ export class HeadSource {
       const key = `${level}/${row}/${column}`;
       const known = this.tiles.get(key);
       if (known) {
-        this.tiles.delete(key); // and again at the end: the longest unseen is dropped first
+        this.tiles.delete(key); // moved to the end: the least recently used is evicted first
         this.tiles.set(key, known);
       } else if (!this.loading.has(key)) this.waiting.push([level, row, column]);
     }
-    this.next();
+    this.fetchNext();
   }
 
-  /** The number that is drawn for two tokens. */
-  at(query: number, key: number, level: number): Found | null {
-    for (const sheet of this.sheets(level).reverse()) {
-      const share = sheet.at(query, key);
-      if (share !== null) return { share, block: sheet.block, exact: sheet.exact };
+  /** The drawn value of a query and a key. */
+  at(query: number, key: number, level: number): CellValue | null {
+    for (const tile of this.tilesAt(level).reverse()) {
+      const share = tile.at(query, key);
+      if (share !== null) return { share, block: tile.block, exact: tile.exact };
     }
     return null;
   }
 
-  /** The share that one in a hundred of the cells in a window exceeds, among those that are looked at at all. */
+  /** The 99th percentile of the nonzero values in a window. */
   bright(rows: Span, columns: Span, level: number): number {
-    const sheets = this.sheets(level).reverse();
+    const tiles = this.tilesAt(level).reverse();
     const shares: number[] = [];
     const step = (span: Span) => Math.max(1, (span[1] - span[0]) / SAMPLES);
     for (let query = rows[0]; query < rows[1]; query += step(rows)) {
       for (let key = columns[0]; key < columns[1]; key += step(columns)) {
         let share: number | null = null;
-        for (const sheet of sheets) if ((share = sheet.at(query, key)) !== null) break;
+        for (const tile of tiles) if ((share = tile.at(query, key)) !== null) break;
         if (share) shares.push(share);
       }
     }
@@ -113,33 +115,37 @@ export class HeadSource {
     return shares[Math.floor(0.99 * shares.length)] ?? 1;
   }
 
+  private fill(tile: MapTile | null, first: number, weights: Packed): void {
+    tile?.fill(first, unpack(weights), this.options.pool, this.matrix);
+  }
+
   private async fetchPicture(): Promise<void> {
     try {
-      await follow("picture", this.asked, (line) => this.take(line), this.controller.signal);
+      await request("picture", this.body, this.controller.signal, (message) => this.receive(message));
       this.done = true;
       this.progress = null;
-      this.onChange();
+      this.options.onChange();
     } catch (error) {
-      this.onError(error);
+      this.options.onError(error);
     }
   }
 
-  private take(line: Line): void {
-    const how = line.how as How | undefined;
-    if (how) {
-      const sheet = Sheet.whole(this.matrix, line.level as number, how.exact);
-      if (line.weights) sheet.fill(0, unpack(line.weights as Packed), this.pool, this.matrix);
-      if (how.exact) this.picture = sheet;
-      else this.estimate = sheet;
+  private receive(message: Message): void {
+    const precision = message.precision as Precision | undefined;
+    if (precision) {
+      const tile = MapTile.whole(this.matrix, message.level as number, precision.exact);
+      if (message.weights) this.fill(tile, 0, message.weights as Packed);
+      if (precision.exact) this.picture = tile;
+      else this.estimate = tile;
     }
-    const strip = line.strip as { first: number; weights: Packed } | undefined;
-    if (strip) this.picture?.fill(strip.first, unpack(strip.weights), this.pool, this.matrix);
-    if (line.progress) this.progress = line.progress;
-    this.onChange();
+    const strip = message.strip as { first: number; weights: Packed } | undefined;
+    if (strip) this.fill(this.picture, strip.first, strip.weights);
+    if (message.progress) this.progress = message.progress;
+    this.options.onChange();
   }
 
-  private next(): void {
-    while (this.loading.size < AT_ONCE) {
+  private fetchNext(): void {
+    while (this.loading.size < CONCURRENT) {
       const tile = this.waiting.shift();
       if (!tile) return;
       void this.fetchTile(...tile);
@@ -151,28 +157,21 @@ export class HeadSource {
     const controller = new AbortController();
     this.loading.set(key, controller);
     try {
-      const tile = await ask<Tile>("tile", { ...this.asked, level, row, column }, controller.signal);
-      const cells = unpack(tile.weights);
-      const [rows = 0, columns = 0] = cells.shape;
-      const sheet = new Sheet(level, tile.rows[0], tile.columns[0], rows, columns, true);
-      sheet.fill(0, cells, this.pool, this.matrix);
-      this.tiles.set(key, sheet);
-      this.forget();
+      const body = { ...this.body, level, row, column };
+      const { rows, columns, weights } = await request<Tile>("tile", body, controller.signal);
+      const [height = 0, width = 0] = weights.shape;
+      const tile = new MapTile(level, rows[0], columns[0], height, width, true);
+      this.fill(tile, 0, weights);
+      this.tiles.set(key, tile);
+      for (const oldest of this.tiles.keys()) if (this.tiles.size > MAX_TILES) this.tiles.delete(oldest);
     } catch (error) {
-      this.onError(error);
-      // Without a server or its text the others would only fail too.
+      this.options.onError(error);
+      // Without a server or its text the other requests would fail too.
       if (error instanceof ServerError && ["offline", "gone"].includes(error.kind)) this.waiting = [];
     } finally {
       if (this.loading.get(key) === controller) this.loading.delete(key);
     }
-    this.next();
-    this.onChange();
-  }
-
-  private forget(): void {
-    for (const key of this.tiles.keys()) {
-      if (this.tiles.size <= KEPT) return;
-      this.tiles.delete(key);
-    }
+    this.fetchNext();
+    this.options.onChange();
   }
 }

@@ -1,4 +1,4 @@
-/** Which tokens a window onto a matrix shows, and at which level of detail. */
+/** The visible part of a matrix, and its level of detail. */
 
 /** A pixel is `token * scale + x` across and `token * scale + y` down. */
 export interface View {
@@ -19,9 +19,9 @@ export interface Matrix {
 
 export type Span = readonly [first: number, end: number];
 
-const CLOSEST = 40; // pixels a token, at least where there are few
+const CLOSEST = 40; // maximum pixels per token, more for a few tokens
 
-/** The scale at which everything is seen. */
+/** The scale at which the whole matrix fits. */
 export function fitting({ queries, keys }: Matrix, { width, height }: Size): number {
   return Math.min(width / Math.max(1, keys), height / Math.max(1, queries));
 }
@@ -30,12 +30,12 @@ export function closest(matrix: Matrix, size: Size): number {
   return Math.max(CLOSEST, fitting(matrix, size));
 }
 
-/** The finest level whose cells, of 2^level tokens a side, are a pixel wide at least. */
+/** The finest level whose cells, of 2^level tokens per side, are at least a pixel wide. */
 export function levelFor(scale: number): number {
   return Math.max(0, Math.ceil(-Math.log2(scale) - 1e-6));
 }
 
-/** The finest level at which a matrix has so many cells a side at most. */
+/** The finest level with at most `cells` cells per side. */
 export function levelOf({ queries, keys }: Matrix, cells: number): number {
   return Math.max(0, Math.ceil(Math.log2(Math.max(queries, keys) / cells)));
 }
@@ -52,7 +52,7 @@ function span(from: number, to: number, count: number): Span {
   return [first, Math.max(first, Math.min(count, Math.ceil(to - 1e-6)))];
 }
 
-/** The tiles of a level that touch a window, the middle ones first. */
+/** The tiles of a level that intersect a window, the central ones first. */
 export function tilesIn(rows: Span, columns: Span, level: number, cells: number): [row: number, column: number][] {
   const side = cells * 2 ** level;
   const found: [number, number][] = [];
@@ -64,21 +64,21 @@ export function tilesIn(rows: Span, columns: Span, level: number, cells: number)
   return found.sort((one, other) => far(one) - far(other));
 }
 
-const ROOM = 12; // pixels a name needs
-const APART = 64; // pixels between two numbers
+const NAME_SIZE = 12; // pixels
+const TICK_DISTANCE = 64; // pixels between two numbers
 
-/** The tokens that are marked along an axis: all by name where there is room, else a few by number. */
-export function marksOf(span: Span, scale: number): { named: boolean; marks: number[] } {
-  const named = scale >= ROOM;
-  const step = named ? 1 : markEvery(scale, APART);
-  const marks: number[] = [];
-  for (let token = Math.ceil(span[0] / step) * step; token < span[1]; token += step) marks.push(token);
-  return { named, marks };
+/** The ticks of an axis: every token by name where there is room, else a few by number. */
+export function ticksOf(span: Span, scale: number): { named: boolean; ticks: number[] } {
+  const named = scale >= NAME_SIZE;
+  const step = named ? 1 : tickStep(scale);
+  const ticks: number[] = [];
+  for (let token = Math.ceil(span[0] / step) * step; token < span[1]; token += step) ticks.push(token);
+  return { named, ticks };
 }
 
-/** How many tokens lie between two marks of an axis, so that they are `apart` pixels from each other at least. */
-function markEvery(scale: number, apart: number): number {
+/** The smallest of 1, 2, 5, 10, ... tokens at which ticks are far enough apart. */
+function tickStep(scale: number): number {
   let step = 1;
-  for (let i = 0; step * scale < apart; i++) step = [1, 2, 5][i % 3]! * 10 ** Math.floor(i / 3);
+  for (let i = 0; step * scale < TICK_DISTANCE; i++) step = [1, 2, 5][i % 3]! * 10 ** Math.floor(i / 3);
   return step;
 }

@@ -12,7 +12,7 @@ from polyhead.errors import OptionError
 
 
 class TileCache:
-    """LRU cache of tensors, bounded in bytes and thread-safe; a key starts with the number of its reading."""
+    """LRU cache of tensors, bounded in bytes and thread-safe; a key starts with the number of its trace."""
 
     def __init__(self, most_bytes: int) -> None:
         if most_bytes < 0:
@@ -50,10 +50,10 @@ class TileCache:
             while self._bytes > self.most_bytes:
                 self._drop(next(iter(self._tiles)))
 
-    def forget(self, reading: int) -> None:
-        """Remove all tiles of one reading."""
+    def forget(self, trace: int) -> None:
+        """Remove all tiles of one trace."""
         with self._lock:
-            for key in [key for key in self._tiles if key[0] == reading]:
+            for key in [key for key in self._tiles if key[0] == trace]:
                 self._drop(key)
 
     def clear(self) -> None:

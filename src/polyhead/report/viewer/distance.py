@@ -11,8 +11,8 @@ from torch import Tensor
 from polyhead.masks import Mask
 from polyhead.ops.profile import profile
 from polyhead.report.viewer.failures import invalid
-from polyhead.report.viewer.reading import KeptAttention
 from polyhead.report.viewer.tiles import strip_height
+from polyhead.report.viewer.trace import RecordedAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Distance:
     rows: int
 
 
-def distances(one: KeptAttention, other: KeptAttention) -> Iterator[Distance]:
+def distances(one: RecordedAttention, other: RecordedAttention) -> Iterator[Distance]:
     """Yield the running means for two single heads; the last value covers all rows."""
     _check(one, other)
     query, key, logsumexp = (
@@ -47,7 +47,7 @@ def distances(one: KeptAttention, other: KeptAttention) -> Iterator[Distance]:
         yield Distance(divergence, distance, count)
 
 
-def _check(one: KeptAttention, other: KeptAttention) -> None:
+def _check(one: RecordedAttention, other: RecordedAttention) -> None:
     if (one.queries, one.keys) != (other.queries, other.keys):
         raise invalid(
             "two heads must have the same tokens to be compared, got one over "
@@ -70,7 +70,7 @@ def _same_mask(one: Mask | None, other: Mask | None) -> bool:
     return (one.left, one.right, one.sinks) == (other.left, other.right, other.sinks)
 
 
-def _scale(attention: KeptAttention) -> Tensor:
+def _scale(attention: RecordedAttention) -> Tensor:
     scale = attention.scale
     if isinstance(scale, Tensor):
         return scale

@@ -7,54 +7,34 @@ rejected, as are requests under another host name (DNS rebinding) or from anothe
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from polyhead.report.viewer.failures import Failure
+from polyhead.report.viewer.endpoint import error_response
+from polyhead.report.viewer.failures import RequestError
 
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
-
-
-def content_security_policy(style_hashes: Sequence[str] = ()) -> str:
-    """Return the content security policy: own script and style, generated images, and requests to this server."""
-    styles = " ".join(["'self'", *(f"'{x}'" for x in style_hashes)])
-    return "; ".join(
-        [
-            "default-src 'none'",
-            "script-src 'self'",
-            f"style-src {styles}",
-            "img-src 'self' data: blob:",
-            "connect-src 'self'",
-            "base-uri 'none'",
-            "form-action 'none'",
-            "frame-ancestors 'none'",
-        ]
-    )
-
-
-def security_headers(policy: str) -> dict[str, str]:
-    return {
-        "Content-Security-Policy": policy,
-        "X-Content-Type-Options": "nosniff",
-        "X-Frame-Options": "DENY",
-        "Referrer-Policy": "no-referrer",
-        "Cross-Origin-Opener-Policy": "same-origin",
-        "Cross-Origin-Resource-Policy": "same-origin",
-        "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
-        "Cache-Control": "no-store",
-    }
+# The page may load its own script and style and generated images, and send requests to this server.
+_SECURITY_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
+    "Cache-Control": "no-store",
+}
 
 
 class Guard:
     """ASGI middleware: check access, strip `/TOKEN` from the path, and add the security headers to every response."""
 
-    def __init__(self, app: ASGIApp, *, token: str, policy: str) -> None:
+    def __init__(self, app: ASGIApp, *, token: str) -> None:
         self.app = app
         self.token = token.encode()
-        self.headers = security_headers(policy)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -66,39 +46,38 @@ class Guard:
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in self.headers.items():
-                    headers[name] = value
+                MutableHeaders(scope=message).update(_SECURITY_HEADERS)
             await send(message)
 
-        failure = self.refusal(scope)
-        if failure is not None:
-            response = JSONResponse(failure.to_dict(), failure.status)
-            await response(scope, receive, send_with_headers)
+        error = self.refusal(scope)
+        if error is not None:
+            await error_response(error)(scope, receive, send_with_headers)
             return
         path = "/" + scope["path"].lstrip("/").partition("/")[2]
         await self.app({**scope, "path": path, "raw_path": path.encode()}, receive, send_with_headers)
 
-    def refusal(self, scope: Scope) -> Failure | None:
+    def refusal(self, scope: Scope) -> RequestError | None:
         """Return the reason for which a request is rejected; None if it is accepted."""
         headers = Headers(scope=scope)
         hosts = _hosts(scope)
         host = headers.get("host", "").lower()
         if host not in hosts:
-            return Failure(421, "forbidden", f"The viewer is served at {hosts[0]}; the request has another host name.")
+            return _forbidden(f"The viewer is served at {hosts[0]}; the request has another host name.", 421)
         origin = headers.get("origin")
         if origin is not None and origin.lower() != f"{scope['scheme']}://{host}":
-            return Failure(403, "forbidden", "The viewer accepts requests of its own page only, not another origin.")
+            return _forbidden("The viewer accepts requests of its own page only, not another origin.")
         token, slash, rest = scope["path"].removeprefix("/").partition("/")
         # A link to the page may be on any site, but it must open the page itself, as a top-level document.
         is_link = not rest and scope["method"] == "GET" and headers.get("sec-fetch-dest") == "document"
         if headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not is_link:
-            return Failure(403, "forbidden", "The viewer accepts requests of its own page only, not another site.")
+            return _forbidden("The viewer accepts requests of its own page only, not another site.")
         if not secrets.compare_digest(token.encode(errors="surrogateescape"), self.token) or not slash:
-            return Failure(
-                403, "forbidden", "The address must contain the token that `polyhead view` printed; copy all of it."
-            )
+            return _forbidden("The address must contain the token that `polyhead view` printed; copy all of it.")
         return None
+
+
+def _forbidden(message: str, status: int = 403) -> RequestError:
+    return RequestError(status, "forbidden", message)
 
 
 def _hosts(scope: Scope) -> list[str]:

@@ -1,7 +1,7 @@
 """Job queue of the viewer: bounded, with one worker thread and cancellation.
 
-A computation is a generator of messages. Between two messages the worker reschedules: quick jobs run before the next
-part of a long one, cancelled jobs are closed, and jobs whose client does not read are suspended.
+A computation is a generator of messages. Between two messages the worker reschedules: interactive jobs run before the
+next part of a background job, cancelled jobs are closed, and jobs whose client does not read are suspended.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from polyhead.report.viewer.failures import Failure, busy, closing, failure_of, is_out_of_memory, superseded
+from polyhead.report.viewer.failures import RequestError, busy, cancelled, closing, is_out_of_memory, request_error
 
 logger = logging.getLogger("polyhead.view")
 
 Message = dict[str, Any]
 Work = Callable[["Job"], Iterator[Message]]
 
-INTERACTIVE, BACKGROUND = 0, 1  # quick jobs run between the parts of patient ones
+INTERACTIVE, BACKGROUND = 0, 1  # interactive jobs run between the parts of background jobs
 UNREAD_MESSAGES = 8  # unread messages after which a job is suspended
 CLOSE_SECONDS = 1.0  # for the current layer to finish when the viewer is closed
 UNREAD_SECONDS = 30.0  # after which the client is considered gone
@@ -32,29 +32,27 @@ UNREAD_SECONDS = 30.0  # after which the client is considered gone
 class Job:
     """A running or queued computation; the worker sends its messages, one client reads them."""
 
-    def __init__(
-        self, work: Work, loop: asyncio.AbstractEventLoop, *, client: str, lane: str, turn: int, urgency: int
-    ) -> None:
-        self.client, self.lane, self.turn, self.urgency = client, lane, turn, urgency
+    def __init__(self, work: Work, loop: asyncio.AbstractEventLoop, priority: int, on_read: Callable[[], None]) -> None:
+        self.priority = priority
         self.order = 0  # lowest first: the job that has waited longest
-        self.waits_since = time.monotonic()  # when its client last took a message, or the job was created
-        self.over = False
+        self.last_read = time.monotonic()  # when its client last read a message, or the job was created
+        self.finished = False
+        self.cancelled = threading.Event()
         self._work = work
         self._parts: Iterator[Message] | None = None
         self._loop = loop
         self._arrived = asyncio.Event()
-        self._outbox: deque[Message | Failure | None] = deque()
-        self.cancelled = threading.Event()
-        self.on_taken: Callable[[], None] = lambda: None
+        self._outbox: deque[Message | RequestError | None] = deque()
+        self._on_read = on_read
 
     # ---- for the worker
 
     def check(self) -> None:
         """Raise if the job was cancelled."""
         if self.cancelled.is_set():
-            raise superseded()
+            raise cancelled()
 
-    def send(self, message: Message | Failure | None) -> None:
+    def send(self, message: Message | RequestError | None) -> None:
         """Send a message to the client, from any thread; None ends the job."""
         self._outbox.append(message)
         try:
@@ -75,43 +73,43 @@ class Job:
             message = next(self._parts, None)
             self.check()
         except Exception as error:  # no error of a computation may stop the viewer
-            failure = failure_of(error)
-            if failure.status == 500:
+            reported = request_error(error)
+            if reported.status == 500:
                 logger.exception("a computation of the viewer failed")
-            self.end(failure)
+            self._end(reported)
             return not is_out_of_memory(error)
         self.send(message)
-        self.over = message is None
+        self.finished = message is None
         return True
 
-    def end(self, failure: Failure) -> None:
+    def _end(self, error: RequestError) -> None:
         close = getattr(self._parts, "close", None)
         if close is not None:
             close()
         self._parts = None
-        self.over = True
-        self.send(failure)
+        self.finished = True
+        self.send(error)
 
     # ---- for the client
 
     def cancel(self) -> None:
         """Cancel the job."""
         self.cancelled.set()
-        self.on_taken()
+        self._on_read()
 
-    async def messages(self) -> AsyncIterator[Message | Failure]:
-        """Yield the messages until the end; a failure is the last."""
+    async def messages(self) -> AsyncIterator[Message | RequestError]:
+        """Yield the messages until the end; an error is the last."""
         while True:
-            while not len(self._outbox):
+            while not self._outbox:
                 self._arrived.clear()
-                if not len(self._outbox):
+                if not self._outbox:
                     await self._arrived.wait()
             message = self._outbox.popleft()
-            self.waits_since = time.monotonic()
-            self.on_taken()
+            self.last_read = time.monotonic()
+            self._on_read()
             if message is not None:
                 yield message
-            if message is None or isinstance(message, Failure):
+            if message is None or isinstance(message, RequestError):
                 return
 
 
@@ -121,7 +119,7 @@ class Jobs:
     def __init__(self, limit: int, *, on_memory: Callable[[], None] = lambda: None) -> None:
         self.limit = limit
         self._on_memory = on_memory
-        self._places = 0
+        self._open = 0
         self._waiting: list[Job] = []
         self._running: Job | None = None
         self._order = itertools.count()
@@ -131,46 +129,30 @@ class Jobs:
         self._thread.start()
 
     @contextmanager
-    def place(self) -> Iterator[None]:
+    def slot(self) -> Iterator[None]:
         """Occupy one of the `limit` slots, from before a request's body is read until it is answered."""
         with self._condition:
             if self._closed:
                 raise closing()
-            if self._places >= self.limit:
+            if self._open >= self.limit:
                 raise busy(self.limit)
-            self._places += 1
+            self._open += 1
         try:
             yield
         finally:
             with self._condition:
-                self._places -= 1
+                self._open -= 1
 
-    def submit(self, work: Work, *, client: str = "", lane: str = "", turn: int = 0, urgency: int = INTERACTIVE) -> Job:
-        """Queue a computation; older ones of the same client and lane are cancelled."""
-        job = Job(work, asyncio.get_running_loop(), client=client, lane=lane, turn=turn, urgency=urgency)
-        job.on_taken = self._wake
+    def submit(self, work: Work, *, priority: int = INTERACTIVE) -> Job:
+        """Queue a computation."""
+        job = Job(work, asyncio.get_running_loop(), priority, self._wake)
         with self._condition:
             if self._closed:
                 raise closing()
-            same_lane = [x for x in self._all() if client and (x.client, x.lane) == (client, lane)]
-            if any(x.turn > turn for x in same_lane):
-                raise superseded()
-            for older in same_lane:
-                if older.turn < turn:
-                    older.cancelled.set()
             job.order = next(self._order)
             self._waiting.append(job)
             self._condition.notify_all()
         return job
-
-    def cancel(self, client: str, lane: str | None = None) -> int:
-        """Cancel the jobs of a client, of one lane or all; return their number."""
-        with self._condition:
-            jobs = [x for x in self._all() if x.client == client and lane in (None, x.lane)]
-            for job in jobs:
-                job.cancelled.set()
-            self._condition.notify_all()
-        return len(jobs)
 
     def cancel_all(self) -> None:
         """Accept no more jobs, and end all waiting clients immediately."""
@@ -178,9 +160,9 @@ class Jobs:
             if self._closed:
                 return
             self._closed = True
-            for job in self._all():
+            for job in [*self._waiting, *([] if self._running is None else [self._running])]:
                 job.cancelled.set()
-                job.send(closing().failure)
+                job.send(closing())
             self._condition.notify_all()
 
     def close(self) -> None:
@@ -197,9 +179,6 @@ class Jobs:
         """True while the thread is alive: after `close`, in a layer that takes longer than `CLOSE_SECONDS`."""
         return self._thread.is_alive()
 
-    def _all(self) -> list[Job]:
-        return [*self._waiting, *([] if self._running is None else [self._running])]
-
     def _wake(self) -> None:
         with self._condition:
             self._condition.notify_all()
@@ -211,9 +190,9 @@ class Jobs:
             with self._condition:
                 job = self._next()
                 while job is None:
-                    if self._closed and not len(self._waiting):
+                    if self._closed and not self._waiting:
                         return
-                    self._condition.wait(timeout=1.0 if len(self._waiting) else None)
+                    self._condition.wait(timeout=1.0 if self._waiting else None)
                     job = self._next()
                 self._waiting.remove(job)
                 self._running = job
@@ -221,7 +200,7 @@ class Jobs:
                 self._free_memory()
             with self._condition:
                 self._running = None
-                if not job.over:
+                if not job.finished:
                     job.order = next(self._order)
                     self._waiting.append(job)
 
@@ -232,12 +211,12 @@ class Jobs:
             logger.exception("memory could not be freed")
 
     def _next(self) -> Job | None:
-        """Return the next job: cancelled jobs first, which cost nothing, then quick before patient, then by age."""
+        """Return the next job: cancelled ones first, which cost nothing, then interactive ones, then the oldest."""
         now = time.monotonic()
         for job in self._waiting:
-            if job.is_unread and now - job.waits_since > UNREAD_SECONDS:
+            if job.is_unread and now - job.last_read > UNREAD_SECONDS:
                 job.cancelled.set()
             if job.cancelled.is_set():
                 return job
         ready = [job for job in self._waiting if not job.is_unread]
-        return min(ready, key=lambda job: (job.urgency, job.order), default=None)
+        return min(ready, key=lambda job: (job.priority, job.order), default=None)

@@ -7,7 +7,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -15,17 +15,17 @@ from torch import Tensor
 
 from polyhead.errors import OptionError
 from polyhead.observation import AttentionSite, observe
-from polyhead.report.viewer.failures import Refused, invalid
+from polyhead.report.viewer.failures import RequestError, invalid
 from polyhead.report.viewer.output import Output, OutputKind
-from polyhead.report.viewer.reading import AxisName, Keeper, KeptAttention, Place, Reading
-from polyhead.report.viewer.token_texts import Axis, axis_of_ids, text_after, tokenise_text
+from polyhead.report.viewer.token_texts import TokenisedText, axis_of_ids, text_after, tokenise_text
+from polyhead.report.viewer.trace import AttentionRecorder, AxisName, Layer, RecordedAttention, Trace, TraceInputs
 from polyhead.sources import LoadedModel, special_tokens
 
 DEFAULT_CONTEXT = 131_072  # tokens, for a model whose config states no maximum
 # Each text may use a quarter of the memory: two are stored, and a third exists while one of them is run again.
 MEMORY_DIVISOR = 4
 
-Head = tuple[int, int]  # index into `ViewedModel.places`, head
+Head = tuple[int, int]  # index into `ViewedModel.layers`, head
 Progress = Callable[[int, int], None]  # attention calls done, and their total
 
 
@@ -42,7 +42,7 @@ class Context:
 
 
 class ViewedModel:
-    """A loaded model and its attention calls (`places`), found by running it on a few tokens once.
+    """A loaded model and its attention calls (`layers`), found by running it on a few tokens once.
 
     An encoder-decoder reads the text with its encoder and generates the target, which begins with the start token of
     the decoder; a causal model extends the text itself.
@@ -67,7 +67,7 @@ class ViewedModel:
         self.loaded = loaded
         self.model: Any = loaded.model
         self.tokenizer: Any = loaded.tokenizer
-        self.places: tuple[Place, ...] = ()  # unknown until the probe below has run
+        self.layers: tuple[Layer, ...] = ()  # unknown until the probe below has run
         self._numbers = itertools.count(1)
         parameter = next(self.model.parameters())
         self.device: torch.device = parameter.device
@@ -79,13 +79,13 @@ class ViewedModel:
         )
         self._encoder = self._path_of_encoder() if self.writes_target else ""
         self._target_start = self._find_target_start() if self.writes_target else None
-        probe = tuple(tokenise_text(self.tokenizer, "a 0", 16, closed=True).ids)
-        calls = self._forward(probe, self._target_start, frozenset(), keep=True)[1]
-        self.places = tuple(
-            Place(site, call, *self._axes(site)) for site, kept in calls.items() for call in range(len(kept))
+        probe = self._inputs("", tokenise_text(self.tokenizer, "a 0", 16, closed=True))
+        calls = self._forward(probe, records=True)[1]
+        self.layers = tuple(
+            Layer(site, call, *self._axes(site)) for site, recorded in calls.items() for call in range(len(recorded))
         )
-        probe_bytes = sum(x.bytes for kept in calls.values() for x in kept)
-        self.bytes_per_token = -(-probe_bytes // len(probe))
+        probe_bytes = sum(x.bytes for recorded in calls.values() for x in recorded)
+        self.bytes_per_token = -(-probe_bytes // len(probe.ids))
         max_bytes = memory if memory is not None else _memory_of(self.device) // MEMORY_DIVISOR
         max_tokens = context or max_context or DEFAULT_CONTEXT
         self.context = Context(max_tokens, "trained" if context is None else "requested")
@@ -94,81 +94,66 @@ class ViewedModel:
 
     # ---- running and generating
 
-    def read(self, slot: str, text: str, off: Iterable[Head], progress: Progress = _quietly) -> Reading:
-        """Run the model on a text with the heads `off` ablated.
+    def trace(self, slot: str, text: str, ablated: Iterable[Head], progress: Progress = _quietly) -> Trace:
+        """Run the model on a text with some heads ablated.
 
-        A text longer than the context is truncated, which the reading records.
+        A text longer than the context is truncated, which the trace records.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise invalid(f"a text must be valid Unicode, got a lone surrogate at {error.start}") from error
         # A causal model generates after the text, so no trailing special tokens may end it.
-        tokenised = tokenise_text(
-            self.tokenizer, text, self.context.tokens, closed=not self.generates or self.writes_target
-        )
+        closed = not self.generates or self.writes_target
+        tokenised = tokenise_text(self.tokenizer, text, self.context.tokens, closed=closed)
         if len(tokenised.axis.special) == len(tokenised.ids):
             raise invalid(
                 f"a text must have at least one token, got {len(text)} characters without one; type a few words"
             )
-        target = None if self._target_start is None else axis_of_ids(self.tokenizer, self._target_start)
-        return self._reading(
-            slot,
-            tokenised.ids,
-            tokenised.axis,
-            self._target_start,
-            target,
-            tokenised.total,
-            frozenset(off),
-            0,
-            progress,
+        return self.retrace(self._inputs(slot, tokenised), ablated, progress)
+
+    def retrace(self, inputs: TraceInputs, ablated: Iterable[Head], progress: Progress = _quietly) -> Trace:
+        """Run the same tokens, including generated ones, with other heads ablated."""
+        inputs = replace(inputs, ablated=frozenset(ablated))
+        began = time.perf_counter()
+        model_output, calls = self._forward(inputs, records=True, progress=progress)
+        return Trace(
+            **{field.name: getattr(inputs, field.name) for field in fields(TraceInputs)},
+            number=next(self._numbers),
+            output=self._output(model_output, inputs),
+            attentions=tuple(calls[layer.site][layer.call] for layer in self.layers),
+            seconds=time.perf_counter() - began,
         )
 
-    def again(self, reading: Reading, off: Iterable[Head], progress: Progress = _quietly) -> Reading:
-        """Run the same tokens again, including generated ones, with other heads ablated."""
-        return self._reading(
-            reading.slot,
-            reading.ids,
-            reading.text,
-            reading.target_ids,
-            reading.target,
-            reading.tokens_in_text,
-            frozenset(off),
-            reading.generated,
-            progress,
-        )
-
-    def step(self, reading: Reading, token: int | None, progress: Progress) -> Reading:
+    def step(self, trace: Trace, token: int | None, progress: Progress) -> Trace:
         """Run the text again with one more token: `token`, or the most likely one if None."""
         self._check_generates()
-        token = reading.output.greedy if token is None else token
-        vocabulary = len(reading.output.values)
+        token = trace.output.greedy if token is None else token
+        vocabulary = len(trace.output.values)
         if not 0 <= token < vocabulary:
             raise invalid(f"token must be from 0 to {vocabulary - 1}, got {token}")
-        ids, axis = self._extended_sequence(reading)
+        ids, axis = trace.extended
         if len(ids) >= self.context.tokens:
-            raise Refused(413, "too-large", f"A text must have at most {self.context.tokens} tokens, got {len(ids)}.")
+            raise RequestError(
+                413, "too-large", f"A text must have at most {self.context.tokens} tokens, got {len(ids)}."
+            )
         special = token in special_tokens(self.tokenizer).ids
         axis = axis.with_token(text_after(self.tokenizer, ids, token), special=special)
-        return self._run_with(reading, (*ids, token), axis, reading.generated + 1, progress)
+        return self.retrace(trace.extended_to((*ids, token), axis, trace.generated + 1), trace.ablated, progress)
 
-    def back(self, reading: Reading, progress: Progress) -> Reading:
+    def undo(self, trace: Trace, progress: Progress) -> Trace:
         """Run the text again without the last generated token."""
         self._check_generates()
-        if reading.generated < 1:
+        if trace.generated < 1:
             raise invalid("only generated tokens can be removed, got a text without any")
-        ids, axis = self._extended_sequence(reading)
-        last = len(ids) - 1
-        special = tuple(place for place in axis.special if place < last)
-        axis = Axis(axis.tokens[:last], special, axis.starts[:last], axis.ends[:last])
-        return self._run_with(reading, ids[:last], axis, reading.generated - 1, progress)
+        ids, axis = trace.extended
+        shorter = trace.extended_to(ids[:-1], axis.without_last(), trace.generated - 1)
+        return self.retrace(shorter, trace.ablated, progress)
 
-    def output_without(self, reading: Reading, off: Iterable[Head], progress: Progress) -> Output:
-        """Return the output for the same text with the heads `off` ablated as well."""
-        model_output, _ = self._forward(
-            reading.ids, reading.target_ids, reading.off | frozenset(off), keep=False, progress=progress
-        )
-        return self._output(model_output, reading.ids, reading.target_ids)
+    def output_without(self, trace: Trace, ablated: Iterable[Head], progress: Progress) -> Output:
+        """Return the output for the same text with some heads ablated as well."""
+        inputs = replace(trace, ablated=trace.ablated | frozenset(ablated))
+        return self._output(self._forward(inputs, records=False, progress=progress)[0], inputs)
 
     def _check_generates(self) -> None:
         if not self.generates:
@@ -176,83 +161,45 @@ class ViewedModel:
                 f"only a model that predicts the next token can generate, got {self.loaded.name}, {self.loaded.kind}"
             )
 
-    def _extended_sequence(self, reading: Reading) -> tuple[tuple[int, ...], Axis]:
-        """Return the sequence that generation extends: the target of an encoder-decoder, else the text itself."""
-        if reading.target_ids is not None and reading.target is not None:
-            return reading.target_ids, reading.target
-        return reading.ids, reading.text
-
-    def _run_with(
-        self, reading: Reading, ids: tuple[int, ...], axis: Axis, generated: int, progress: Progress
-    ) -> Reading:
-        """Run the reading again with another sequence in place of the one that generation extends."""
-        if reading.target_ids is None:
-            changed = replace(reading, ids=ids, text=axis, generated=generated)
-        else:
-            changed = replace(reading, target_ids=ids, target=axis, generated=generated)
-        return self.again(changed, reading.off, progress)
-
-    def _reading(
-        self,
-        slot: str,
-        ids: tuple[int, ...],
-        text: Axis,
-        target_ids: tuple[int, ...] | None,
-        target: Axis | None,
-        tokens_in_text: int,
-        off: frozenset[Head],
-        generated: int,
-        progress: Progress,
-    ) -> Reading:
-        began = time.perf_counter()
-        model_output, calls = self._forward(ids, target_ids, off, keep=True, progress=progress)
-        attentions = tuple(calls[place.site][place.call] for place in self.places)
-        output = self._output(model_output, ids, target_ids)
-        seconds = time.perf_counter() - began
-        return Reading(
-            next(self._numbers), slot, ids, text, target_ids, target, tokens_in_text, off, generated, output,
-            attentions, seconds,
-        )  # fmt: skip
+    def _inputs(self, slot: str, tokenised: TokenisedText) -> TraceInputs:
+        target = None if self._target_start is None else axis_of_ids(self.tokenizer, self._target_start)
+        return TraceInputs(slot, tokenised.ids, tokenised.axis, self._target_start, target, tokenised.total)
 
     # ---- calling the model
 
     @torch.no_grad()
     def _forward(
-        self,
-        ids: tuple[int, ...],
-        target_ids: tuple[int, ...] | None,
-        off: frozenset[Head],
-        *,
-        keep: bool,
-        progress: Progress = _quietly,
-    ) -> tuple[Any, dict[AttentionSite, tuple[KeptAttention, ...]]]:
-        """Return the output of the model with the heads `off` ablated, and its attention calls if `keep`."""
+        self, inputs: TraceInputs, *, records: bool, progress: Progress = _quietly
+    ) -> tuple[Any, dict[AttentionSite, tuple[RecordedAttention, ...]]]:
+        """Return the output of the model, and its attention calls if `records`."""
         done = itertools.count(1)
-        total = len(self.places)
-        session = observe(self.model, statistics=False, collect=[Keeper(lambda: progress(next(done), total), keep)])
-        for place, head in off:
-            site = self.places[place].site
+        total = len(self.layers)
+        recorder = AttentionRecorder(lambda: progress(next(done), total), records)
+        session = observe(self.model, statistics=False, collect=[recorder])
+        for layer, head in inputs.ablated:
+            site = self.layers[layer].site
             gate = session.gates.setdefault(
                 (site.name, site.kind), torch.ones(site.num_heads, device=self.device, dtype=self.dtype)
             )
             gate[head] = 0.0
-        inputs: dict[str, Any] = {"input_ids": self._batch(ids)}
-        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        if target_ids is not None:
-            inputs["decoder_input_ids"] = self._batch(target_ids)
+        ids = self._batch(inputs.ids)
+        arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if inputs.target_ids is not None:
+            arguments["decoder_input_ids"] = self._batch(inputs.target_ids)
         if self.loaded.kind not in ("encoder", "masked"):
-            inputs["use_cache"] = False
+            arguments["use_cache"] = False
         if self.loaded.kind == "causal" and "logits_to_keep" in inspect.signature(self.model.forward).parameters:
-            inputs["logits_to_keep"] = 1  # the logits of all tokens would be by far the largest tensor
+            arguments["logits_to_keep"] = 1  # the logits of all tokens would be by far the largest tensor
         with session:
-            model_output = self.model(**inputs)
-        return model_output, {site: values["kept"].calls for site, values in session.observations.collected.items()}  # type: ignore[attr-defined]
+            model_output = self.model(**arguments)
+        collected = session.observations.collected
+        return model_output, {site: values["recorded"].calls for site, values in collected.items()}  # type: ignore[attr-defined]
 
     def _batch(self, ids: tuple[int, ...]) -> Tensor:
         return torch.tensor([ids], dtype=torch.int64, device=self.device)
 
-    def _output(self, model_output: Any, ids: tuple[int, ...], target_ids: tuple[int, ...] | None) -> Output:
-        tokenizer, written = self.tokenizer, ids if target_ids is None else target_ids
+    def _output(self, model_output: Any, inputs: TraceInputs) -> Output:
+        tokenizer, ids, written = self.tokenizer, inputs.ids, inputs.extended[0]
         if self.output_kind == "vector":
             states = model_output.last_hidden_state[0].float()
             is_mean = self.loaded.kind == "encoder"
@@ -262,7 +209,7 @@ class ViewedModel:
         if self.output_kind == "masked-token":
             # The first mask token, else the last token of the text itself.
             wrapping = special_tokens(tokenizer)
-            masked = [place for place, token in enumerate(ids) if token == tokenizer.mask_token_id]
+            masked = [position for position, token in enumerate(ids) if token == tokenizer.mask_token_id]
             position = masked[0] if masked else len(ids) - len(wrapping.after) - 1
             logits = model_output.logits[0, position]
         else:

@@ -67,15 +67,15 @@ def difference(before: Output, after: Output) -> dict[str, Any]:
     terms = torch.where(log_before == -torch.inf, 0.0, log_before.exp() * (log_before - log_after))
     ids = list(dict.fromkeys([*before.top_ids, *after.top_ids]))
     change = (after.values[ids].exp() - before.values[ids].exp()).abs()
-    order = sorted(range(len(ids)), key=lambda place: -float(change[place]))
+    order = sorted(range(len(ids)), key=lambda i: -float(change[i]))
     top = [
         {
-            "id": ids[place],
-            "text": clipped(before.describe(ids[place])),
-            "before": before.probability(ids[place]),
-            "after": after.probability(ids[place]),
+            "id": ids[i],
+            "text": clipped(before.describe(ids[i])),
+            "before": before.probability(ids[i]),
+            "after": after.probability(ids[i]),
         }
-        for place in order
+        for i in order
     ]
     return {"divergence": finite(terms.sum().clamp_min(0.0)), "cosine": None, "top": top}
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from polyhead.ops.profile import BlockMap
 from polyhead.report.viewer.failures import invalid
-from polyhead.report.viewer.reading import KeptAttention
+from polyhead.report.viewer.trace import RecordedAttention
 
 Pool = Literal["sum", "max"]
 Span = tuple[int, int]
@@ -38,14 +38,6 @@ class Rule:
     rows: int
     pool: Pool
 
-    def to_dict(self) -> dict[str, object]:
-        meaning = "represent the others" if self.pool == "sum" else "others may have larger weights"
-        return {
-            "every": self.every,
-            "rows": self.rows,
-            "text": f"An estimate: of every {self.every} queries the middle {self.rows} are sampled and {meaning}.",
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class Strip:
@@ -55,18 +47,18 @@ class Strip:
     cells: Tensor  # [heads, rows, columns], on the CPU
 
 
-def level_of(attention: KeptAttention, cells: int) -> int:
+def level_of(attention: RecordedAttention, cells: int) -> int:
     """Return the finest level at which an attention matrix has at most `cells` cells per side."""
     longest = max(attention.queries, attention.keys)
     return max(0, (-(-longest // cells) - 1).bit_length())
 
 
-def top_level(attention: KeptAttention) -> int:
+def top_level(attention: RecordedAttention) -> int:
     """Return the level at which one tile covers the whole matrix."""
     return level_of(attention, TILE_CELLS)
 
 
-def window(attention: KeptAttention, rows: Span, columns: Span, level: int, pool: Pool) -> Tensor:
+def window(attention: RecordedAttention, rows: Span, columns: Span, level: int, pool: Pool) -> Tensor:
     """Return the cells of a window, [heads, rows, columns] on the CPU."""
     block = 1 << level
     result = attention.profile(block_map=BlockMap(block=(block, block), pool=pool), rows=rows, columns=columns)
@@ -74,7 +66,7 @@ def window(attention: KeptAttention, rows: Span, columns: Span, level: int, pool
     return result.block_map[0].cpu()
 
 
-def tile_spans(attention: KeptAttention, level: int, row: int, column: int) -> tuple[Span, Span]:
+def tile_spans(attention: RecordedAttention, level: int, row: int, column: int) -> tuple[Span, Span]:
     """Return the token ranges that a tile covers; raise if the tile does not exist."""
     highest = top_level(attention)
     if not 0 <= level <= highest:
@@ -107,7 +99,7 @@ def pooled(cells: Tensor, factor: int, pool: Pool) -> Tensor:
 
 
 def strips(
-    attention: KeptAttention, level: int, pool: Pool, rows: Span | None = None, columns: Span | None = None
+    attention: RecordedAttention, level: int, pool: Pool, rows: Span | None = None, columns: Span | None = None
 ) -> Iterator[Strip]:
     """Yield a window, or the whole matrix, exactly, as strips from top to bottom."""
     (first, last), columns = rows or (0, attention.queries), columns or (0, attention.keys)
@@ -117,13 +109,13 @@ def strips(
         yield Strip((start - first) >> level, cells)
 
 
-def strip_height(attention: KeptAttention, level: int, columns: Span) -> int:
+def strip_height(attention: RecordedAttention, level: int, columns: Span) -> int:
     """Return the height of a strip in tokens, a multiple of the cell size."""
     pairs = max(1, attention.heads * (columns[1] - columns[0]))
     return max(1, STRIP_PAIRS[_kind(attention)] // pairs >> level) << level
 
 
-def rule_for(attention: KeptAttention, level: int, pool: Pool, pairs: int | None = None) -> Rule | None:
+def rule_for(attention: RecordedAttention, level: int, pool: Pool, pairs: int | None = None) -> Rule | None:
     """Return the sampling rule of an estimate of about `pairs` token pairs; None if it would include all rows."""
     block = 1 << level
     most = ESTIMATE_PAIRS[_kind(attention)] if pairs is None else pairs
@@ -132,7 +124,7 @@ def rule_for(attention: KeptAttention, level: int, pool: Pool, pairs: int | None
     return None if rows >= block else Rule(block, rows, pool)
 
 
-def estimate(attention: KeptAttention, level: int, rule: Rule) -> Iterator[Strip]:
+def estimate(attention: RecordedAttention, level: int, rule: Rule) -> Iterator[Strip]:
     """Yield the estimated picture, one row of cells at a time, [heads, 1, columns] each."""
     block = 1 << level
     for number, start in enumerate(range(0, attention.queries, block)):
@@ -151,5 +143,5 @@ def stacked(parts: Iterator[Strip]) -> Tensor:
     return torch.cat([part.cells for part in parts], 1)
 
 
-def _kind(attention: KeptAttention) -> str:
+def _kind(attention: RecordedAttention) -> str:
     return "cuda" if attention.query.device.type == "cuda" else "cpu"

@@ -31,8 +31,14 @@ class Axis:
 
     def with_token(self, text: str, *, special: bool) -> Axis:
         """Return the axis with one more token, which has no span in the text."""
-        places = (*self.special, len(self.tokens)) if special else self.special
-        return Axis((*self.tokens, text), places, (*self.starts, -1), (*self.ends, -1))
+        positions = (*self.special, len(self.tokens)) if special else self.special
+        return Axis((*self.tokens, text), positions, (*self.starts, -1), (*self.ends, -1))
+
+    def without_last(self) -> Axis:
+        """Return the axis without its last token."""
+        last = len(self.tokens) - 1
+        special = tuple(position for position in self.special if position < last)
+        return Axis(self.tokens[:last], special, self.starts[:last], self.ends[:last])
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +70,16 @@ def tokenise_text(tokenizer: Any, text: str, most: int, *, closed: bool) -> Toke
     ids = (*before, *inner, *after)
     texts, starts, ends = [], [], []
     names = tokenizer.convert_ids_to_tokens(list(ids))
-    for place, name in enumerate(names):
-        number = place - len(before)
+    for position, name in enumerate(names):
+        number = position - len(before)
         start, end = spans[number] if spans is not None and 0 <= number < len(inner) else (-1, -1)
         if end <= start:  # a special token, or a tokenizer without offsets
             start = end = -1
         texts.append(text[start:end] if start >= 0 else str(name))
         starts.append(start)
         ends.append(end)
-    outside = {place for place in range(len(ids)) if not len(before) <= place < len(before) + len(inner)}
-    outside |= {place for place, token in enumerate(ids) if token in wrapping.ids}
+    outside = {position for position in range(len(ids)) if not len(before) <= position < len(before) + len(inner)}
+    outside |= {position for position, token in enumerate(ids) if token in wrapping.ids}
     return TokenisedText(ids, Axis(tuple(texts), tuple(sorted(outside)), tuple(starts), tuple(ends)), total)
 
 
@@ -81,8 +87,8 @@ def axis_of_ids(tokenizer: Any, ids: Sequence[int]) -> Axis:
     """Return the axis of tokens without a text, such as the start tokens of a decoder."""
     special = special_tokens(tokenizer).ids
     axis = Axis((), (), (), ())
-    for place, token in enumerate(ids):
-        axis = axis.with_token(text_after(tokenizer, ids[:place], token), special=token in special)
+    for position, token in enumerate(ids):
+        axis = axis.with_token(text_after(tokenizer, ids[:position], token), special=token in special)
     return axis
 
 

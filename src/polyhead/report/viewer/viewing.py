@@ -5,27 +5,28 @@ Each computation is a generator of messages: JSON-compatible values, the last of
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from polyhead.errors import OptionError
 from polyhead.report.packing import clipped, packed_floats, packed_weights
-from polyhead.report.viewer import tiles, words
+from polyhead.report.viewer import tiles
 from polyhead.report.viewer.cache import TileCache
 from polyhead.report.viewer.distance import distances
 from polyhead.report.viewer.failures import gone
 from polyhead.report.viewer.jobs import Job, Message
 from polyhead.report.viewer.model import Head, Progress, ViewedModel
 from polyhead.report.viewer.output import difference
-from polyhead.report.viewer.reading import KeptAttention, Reading
 from polyhead.report.viewer.tiles import Pool, Rule
+from polyhead.report.viewer.token_weights import attended, attends, row_message
+from polyhead.report.viewer.trace import RecordedAttention, Trace
 
 SLOTS = ("A", "B")
 PAUSE: Message = {}  # empty: lets another job run
+HEADS_CELLS = 32  # per side, of the maps of all heads of a longer text
 ALL_WEIGHTS_TOKENS = 128  # up to which all weights of all heads are sent at once
 WINDOW_TOKENS = 1024
 WORD_CELLS = 1024
@@ -34,22 +35,22 @@ ROUGH_PAIRS = 1 << 27  # sampled by the estimates of all heads together
 
 
 @dataclass(frozen=True, slots=True)
-class HeadPlace:
-    """One head of one reading."""
+class TracedHead:
+    """One head of one trace."""
 
-    reading: Reading
-    place: int
+    trace: Trace
+    layer: int
     head: int
 
     @property
-    def attention(self) -> KeptAttention:
-        return self.reading.attentions[self.place].head(self.head)
+    def attention(self) -> RecordedAttention:
+        return self.trace.attentions[self.layer].head(self.head)
 
 
 def _check_run(run: Mapping[str, Any], model: ViewedModel) -> None:
     """Check that a run has the heads that the model has now; the model may have been edited since."""
     originals = {(site["name"], site["kind"]): site["originals"] for site in run["sites"]}
-    for site in (place.site for place in model.places):
+    for site in (layer.site for layer in model.layers):
         of_model = [site.label(head) for head in range(site.num_heads)]
         if (of_run := originals.get((site.name, site.kind), of_model)) != of_model:
             raise OptionError(
@@ -76,24 +77,23 @@ class Viewer:
         self.cache = TileCache(cache_bytes)
         self.run = run
         self.lang = lang
-        self._slots: dict[str, Reading | None] = dict.fromkeys(SLOTS)
-        self._lock = threading.Lock()
+        self._slots: dict[str, Trace | None] = dict.fromkeys(SLOTS)
 
     # ---- loaded texts
 
-    def reading(self, number: int) -> Reading:
-        for reading in self._slots.values():
-            if reading is not None and reading.number == number:
-                return reading
+    def find(self, number: int) -> Trace:
+        for trace in self._slots.values():
+            if trace is not None and trace.number == number:
+                return trace
         raise gone(number)
 
     @property
     def head_counts(self) -> tuple[int, ...]:
-        return tuple(place.site.num_heads for place in self.model.places)
+        return tuple(layer.site.num_heads for layer in self.model.layers)
 
     @property
-    def readings(self) -> Mapping[str, Reading | None]:
-        """The reading of each slot."""
+    def traces(self) -> Mapping[str, Trace | None]:
+        """The trace of each slot."""
         return dict(self._slots)
 
     def forget(self) -> None:
@@ -102,144 +102,128 @@ class Viewer:
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def hold(self, reading: Reading) -> None:
-        """Put a text into its slot, in place of the earlier one."""
-        self._hold(reading.slot, reading)
-
-    def _hold(self, slot: str, reading: Reading | None) -> None:
-        with self._lock:
-            before, self._slots[slot] = self._slots[slot], reading
+    def put(self, slot: str, trace: Trace | None) -> None:
+        """Replace the text of a slot; None removes it."""
+        before, self._slots[slot] = self._slots[slot], trace
         if before is not None:
             self.cache.forget(before.number)
 
     # ---- texts
 
-    def read(self, job: Job, slot: str, text: str, off: frozenset[Head]) -> Iterator[Message]:
-        reading = self.model.read(slot, text, off, _progress(job, "read"))
-        job.check()  # a cancelled job must not change the slot
-        self.hold(reading)
-        yield {"done": True, "reading": reading.to_dict()}
+    def trace(self, job: Job, slot: str, text: str, ablated: frozenset[Head]) -> Iterator[Message]:
+        yield self._loaded(job, self.model.trace(slot, text, ablated, _progress(job, "trace")))
 
-    def again(self, job: Job, before: Reading, off: frozenset[Head]) -> Iterator[Message]:
-        self.reading(before.number)  # raises if it was replaced while the job was queued
-        reading = self.model.again(before, off, _progress(job, "read"))
-        job.check()
-        self.hold(reading)
-        yield {"done": True, "reading": reading.to_dict()}
+    def retrace(self, job: Job, before: Trace, ablated: frozenset[Head]) -> Iterator[Message]:
+        self.find(before.number)  # raises if it was replaced while the job was queued
+        yield self._loaded(job, self.model.retrace(before, ablated, _progress(job, "trace")))
 
     def close(self, job: Job, slot: str) -> Iterator[Message]:
-        self._hold(slot, None)
+        self.put(slot, None)
         yield {"done": True}
 
-    def step(self, job: Job, before: Reading, token: int | None) -> Iterator[Message]:
-        self.reading(before.number)  # raises if it was replaced while the job was queued
-        reading = self.model.step(before, token, _progress(job, "read"))
-        job.check()
-        self.hold(reading)
-        ids, axis = (reading.ids, reading.text) if reading.target_ids is None else (reading.target_ids, reading.target)
-        assert axis is not None
-        written = "text" if reading.target_ids is None else "target"
+    def step(self, job: Job, before: Trace, token: int | None) -> Iterator[Message]:
+        self.find(before.number)
+        trace = self.model.step(before, token, _progress(job, "trace"))
+        loaded = self._loaded(job, trace)
+        ids, axis = trace.extended
+        extended = "text" if trace.target_ids is None else "target"
         rows = [
-            {"place": number, "attends": words.attends(attention, attention.queries - 1).to_dict(WORD_CELLS)}
-            for number, (place, attention) in enumerate(zip(self.model.places, reading.attentions, strict=True))
-            if place.queries == written
+            {"layer": number, "attends": row_message(attends(attention, attention.queries - 1), WORD_CELLS)}
+            for number, (layer, attention) in enumerate(zip(self.model.layers, trace.attentions, strict=True))
+            if layer.queries == extended
         ]
-        token = ids[-1]
-        new_token = {"id": token, "text": clipped(axis.tokens[-1]), "probability": before.output.probability(token)}
-        yield {"done": True, "token": new_token, "reading": reading.to_dict(), "rows": rows}
+        probability = before.output.probability(ids[-1])
+        new_token = {"id": ids[-1], "text": clipped(axis.tokens[-1]), "probability": probability}
+        yield {**loaded, "token": new_token, "rows": rows}
 
-    def back(self, job: Job, before: Reading) -> Iterator[Message]:
-        self.reading(before.number)
-        reading = self.model.back(before, _progress(job, "read"))
+    def undo(self, job: Job, before: Trace) -> Iterator[Message]:
+        self.find(before.number)
+        yield self._loaded(job, self.model.undo(before, _progress(job, "trace")))
+
+    def _loaded(self, job: Job, trace: Trace) -> Message:
+        """Put a trace into its slot, unless the job was cancelled."""
         job.check()
-        self.hold(reading)
-        yield {"done": True, "reading": reading.to_dict()}
+        self.put(trace.slot, trace)
+        return {"done": True, "trace": trace.to_dict()}
 
     # ---- model output
 
-    def effect(self, job: Job, reading: Reading, off: frozenset[Head]) -> Iterator[Message]:
-        after = self.model.output_without(reading, off, _progress(job, "read without them"))
-        outputs = {"before": reading.output.to_dict(), "after": after.to_dict()}
-        yield {"done": True, **outputs, **difference(reading.output, after)}
+    def effect(self, job: Job, trace: Trace, ablated: frozenset[Head]) -> Iterator[Message]:
+        after = self.model.output_without(trace, ablated, _progress(job, "effect"))
+        outputs = {"before": trace.output.to_dict(), "after": after.to_dict()}
+        yield {"done": True, **outputs, **difference(trace.output, after)}
 
-    def compare(self, job: Job, one: Reading, other: Reading) -> Iterator[Message]:
-        yield difference(one.output, other.output)
+    def compare(self, job: Job, one: Trace, other: Trace) -> Iterator[Message]:
+        yield {"done": True, **difference(one.output, other.output)}
 
     # ---- all heads
 
-    def heads(self, job: Job, reading: Reading, grid: int, pool: Pool) -> Iterator[Message]:
-        attentions = reading.attentions
+    def heads(self, job: Job, trace: Trace) -> Iterator[Message]:
+        """Yield the attention maps of all heads, layer by layer: all weights, or blocks, or an estimate of them."""
+        attentions = trace.attentions
         longest = max(max(x.queries, x.keys) for x in attentions)
         pairs = sum(x.heads * x.queries * x.keys for x in attentions)
         all_weights = longest <= ALL_WEIGHTS_TOKENS
-        level = 0 if all_weights else max(tiles.level_of(x, grid) for x in attentions)
+        level = 0 if all_weights else max(tiles.level_of(x, HEADS_CELLS) for x in attentions)
         rough = pairs > EXACT_PAIRS and not all_weights
-        rules = [tiles.rule_for(x, level, pool, ROUGH_PAIRS // len(attentions)) if rough else None for x in attentions]
+        rules = [tiles.rule_for(x, level, "sum", ROUGH_PAIRS // len(attentions)) if rough else None for x in attentions]
         kind = "weights" if all_weights else "estimate" if any(rules) else "blocks"
-        yield {"how": _how(level, next((x for x in rules if x is not None), None), kind)}
+        yield {"precision": _precision(level, next((x for x in rules if x is not None), None), kind)}
         for number, (attention, rule) in enumerate(zip(attentions, rules, strict=True)):
-            parts = [] if rule is None else [*_checked(job, tiles.estimate(attention, level, rule))]
-            parts = parts or [*_checked(job, tiles.strips(attention, level, pool))]
-            cells = torch.cat([part.cells for part in parts], 1)
+            parts = tiles.strips(attention, level, "sum") if rule is None else tiles.estimate(attention, level, rule)
+            cells = tiles.stacked(_checked(job, parts))
             yield {
-                "place": number,
+                "layer": number,
                 "exact": rule is None,
                 "weights": packed_weights(cells) if all_weights else packed_floats(cells),
                 "progress": {"step": "heads", "done": number + 1, "total": len(attentions), "unit": "layers"},
             }
         yield {"done": True}
 
-    def word(
-        self, job: Job, reading: Reading, token: int, axis: str, side: str, places: tuple[int, ...], cells: int
-    ) -> Iterator[Message]:
-        for number in places:
-            place, attention = self.model.places[number], reading.attentions[number]
-            is_query = side != "keys" and place.queries == axis
-            is_key = side != "queries" and place.keys == axis
+    def word(self, job: Job, trace: Trace, token: int, axis: str, cells: int) -> Iterator[Message]:
+        """Yield the weights from and to one token in all heads, layer by layer."""
+        for number, (layer, attention) in enumerate(zip(self.model.layers, trace.attentions, strict=True)):
+            is_query, is_key = layer.queries == axis, layer.keys == axis
             yield {
-                "place": number,
-                "attends": words.attends(attention, token).to_dict(cells) if is_query else None,
-                "attended": words.attended(attention, token).to_dict(cells) if is_key else None,
+                "layer": number,
+                "attends": row_message(attends(attention, token), cells) if is_query else None,
+                "attended": row_message(attended(attention, token), cells) if is_key else None,
             }
         yield {"done": True}
 
     # ---- one head
 
-    def picture(self, job: Job, head: HeadPlace, pool: Pool) -> Iterator[Message]:
+    def picture(self, job: Job, head: TracedHead, pool: Pool) -> Iterator[Message]:
         """Yield the whole matrix: an estimate first, then exact strips."""
         attention = head.attention
         level = tiles.level_of(attention, tiles.PICTURE_CELLS)
+        exact = {"precision": _precision(level, None, "blocks"), "level": level}
         known = self.known_picture(head, pool)
         if known is not None:
-            yield {"how": _how(level, None, "blocks"), "level": level, "weights": packed_floats(known)}
+            yield {**exact, "weights": packed_floats(known)}
             yield {"done": True}
             return
         coarse = tiles.level_of(attention, tiles.ESTIMATE_CELLS)
         rule = tiles.rule_for(attention, coarse, pool)
         if rule is not None:
             cells = tiles.stacked(_checked(job, tiles.estimate(attention, coarse, rule)))[0]
-            yield {"how": _how(coarse, rule, "estimate"), "level": coarse, "weights": packed_floats(cells)}
-        yield {"how": _how(level, None, "blocks"), "level": level}
-        yield from self._exact_picture(head, pool)
-        yield {"done": True}
-
-    def _exact_picture(self, head: HeadPlace, pool: Pool) -> Iterator[Message]:
-        attention = head.attention
-        level = tiles.level_of(attention, tiles.PICTURE_CELLS)
+            yield {"precision": _precision(coarse, rule, "estimate"), "level": coarse, "weights": packed_floats(cells)}
+        yield exact
         total = -(-attention.queries // tiles.strip_height(attention, level, (0, attention.keys)))
-        made = []
+        parts = []
         for number, strip in enumerate(tiles.strips(attention, level, pool)):
-            made.append(strip.cells[0])
+            parts.append(strip.cells[0])
             yield {
                 "strip": {"first": strip.first, "weights": packed_floats(strip.cells[0])},
                 "progress": {"step": "picture", "done": number + 1, "total": total, "unit": "strips"},
             }
-        self._keep(torch.cat(made), head, pool, "picture")
+        self._cache(torch.cat(parts), head, pool, "picture")
+        yield {"done": True}
 
-    def known_picture(self, head: HeadPlace, pool: Pool) -> torch.Tensor | None:
-        return self.cache.get(head.reading.number, head.place, head.head, pool, "picture")
+    def known_picture(self, head: TracedHead, pool: Pool) -> torch.Tensor | None:
+        return self.cache.get(head.trace.number, head.layer, head.head, pool, "picture")
 
-    def tile(self, job: Job, head: HeadPlace, pool: Pool, level: int, row: int, column: int) -> Iterator[Message]:
+    def tile(self, job: Job, head: TracedHead, pool: Pool, level: int, row: int, column: int) -> Iterator[Message]:
         """Compute one tile."""
         rows, columns = tiles.tile_spans(head.attention, level, row, column)
         parts = []
@@ -247,49 +231,44 @@ class Viewer:
             parts.append(strip.cells[0])
             yield PAUSE
         cells = torch.cat(parts)
-        self._keep(cells, head, pool, level, row, column)
+        self._cache(cells, head, pool, level, row, column)
         yield tile_message(cells, rows, columns, level)
 
-    def known_tile(self, head: HeadPlace, pool: Pool, level: int, row: int, column: int) -> Message | None:
+    def known_tile(self, head: TracedHead, pool: Pool, level: int, row: int, column: int) -> Message | None:
         """Return a tile from the cache, or pooled from a cached picture; None if there is neither."""
         attention = head.attention
         spans = tiles.tile_spans(attention, level, row, column)
         picture_level = tiles.level_of(attention, tiles.PICTURE_CELLS)
         if level >= picture_level and (picture := self.known_picture(head, pool)) is not None:
             return tile_message(tiles.cut_out(picture, picture_level, level, row, column, pool), *spans, level)
-        cells = self.cache.get(head.reading.number, head.place, head.head, pool, level, row, column)
+        cells = self.cache.get(head.trace.number, head.layer, head.head, pool, level, row, column)
         return None if cells is None else tile_message(cells, *spans, level)
 
-    def window(self, job: Job, head: HeadPlace, rows: tiles.Span, columns: tiles.Span) -> Iterator[Message]:
-        yield {"weights": packed_floats(tiles.window(head.attention, rows, columns, 0, "sum")[0])}
+    def window(self, job: Job, head: TracedHead, rows: tiles.Span, columns: tiles.Span) -> Iterator[Message]:
+        weights = tiles.window(head.attention, rows, columns, 0, "sum")[0]
+        yield {"done": True, "weights": packed_floats(weights)}
 
-    def distance(self, job: Job, one: HeadPlace, other: HeadPlace) -> Iterator[Message]:
+    def distance(self, job: Job, one: TracedHead, other: TracedHead) -> Iterator[Message]:
         """Yield progress and then the mean Jensen-Shannon divergence and distance of two heads."""
         result = None
         total = one.attention.queries
         for result in distances(one.attention, other.attention):
             yield {"progress": {"step": "distance", "done": result.rows, "total": total, "unit": "rows"}}
         assert result is not None
-        values = {"divergence": result.divergence, "distance": result.distance, "rows": result.rows}
-        yield {"done": True, **values}
+        yield {"done": True, **asdict(result)}
 
-    def _keep(self, cells: torch.Tensor, head: HeadPlace, *key: Any) -> None:
-        # Tiles of a reading that was replaced in the meantime are of no use.
-        if self._slots[head.reading.slot] is head.reading:
-            self.cache.put(cells, head.reading.number, head.place, head.head, *key)
+    def _cache(self, cells: torch.Tensor, head: TracedHead, *key: Any) -> None:
+        # Tiles of a trace that was replaced in the meantime are of no use.
+        if self._slots[head.trace.slot] is head.trace:
+            self.cache.put(cells, head.trace.number, head.layer, head.head, *key)
 
 
 def tile_message(cells: torch.Tensor, rows: tiles.Span, columns: tiles.Span, level: int) -> Message:
-    return {"rows": list(rows), "columns": list(columns), "block": 1 << level, "weights": packed_floats(cells)}
+    return {"done": True, "rows": rows, "columns": columns, "block": 1 << level, "weights": packed_floats(cells)}
 
 
-def _how(level: int, rule: Rule | None, kind: str) -> Message:
-    return {
-        "kind": kind,
-        "exact": rule is None,
-        "block": 1 << level,
-        "rule": None if rule is None else rule.to_dict(),
-    }
+def _precision(level: int, rule: Rule | None, kind: str) -> Message:
+    return {"kind": kind, "exact": rule is None, "block": 1 << level, "rule": None if rule is None else asdict(rule)}
 
 
 def _checked(job: Job, parts: Iterator[tiles.Strip]) -> Iterator[tiles.Strip]:

@@ -1,19 +1,19 @@
-/** Where one head looks: as a map of places, and by distance. */
+/** Attention of one head by position and by distance. */
 import { axisX, axisY, barY, ruleX, ruleY } from "@observablehq/plot";
 import type { JSX } from "preact";
 import { useMemo, useState } from "preact/hooks";
-import { part, unpack, type Place } from "../data";
+import { part, unpack, type HeadId } from "../data";
 import { ChartFigure, type Build } from "../parts/chart";
 import { Figure } from "../parts/figure";
 import { HeatMap, heatSvg, type Heat } from "../parts/heat-map";
-import { useWords, type Words } from "../parts/language";
+import { useLocale, type Locale } from "../parts/language";
 import { RampLegend } from "../parts/legend";
 import { useDark } from "../parts/theme";
 import { useModel } from "./model";
 import { mapOf } from "./stack-grid";
 
-/** What the map shows, in words: how much lies on the diagonal, on the first keys, and where it is strongest. */
-function described(heat: Heat, words: Words): string {
+/** Description of a map: its mass on the diagonal and on the first keys, and its maximum. */
+function described(heat: Heat, locale: Locale): string {
   let [all, diagonal, first, best] = [0, 0, 0, 0];
   for (let i = 0; i < heat.rows * heat.columns; i++) {
     const value = heat.values[i] ?? 0;
@@ -23,48 +23,48 @@ function described(heat: Heat, words: Words): string {
     if (column === 0) first += value;
     if (value > (heat.values[best] ?? 0)) best = i;
   }
-  return words.say("mapDescribed", {
+  return locale.t("mapDescribed", {
     rows: heat.rows,
     columns: heat.columns,
-    diagonal: words.number(diagonal / (all || 1), "share"),
-    first: words.number(first / (all || 1), "share"),
+    diagonal: locale.number(diagonal / (all || 1), "share"),
+    first: locale.number(first / (all || 1), "share"),
     row: Math.floor(best / heat.columns) + 1,
     column: (best % heat.columns) + 1,
   });
 }
 
-export function BlockMapFigure({ place }: { place: Place }): JSX.Element | null {
+export function BlockMapFigure({ id }: { id: HeadId }): JSX.Element | null {
   const model = useModel();
-  const words = useWords();
-  const { say, number } = words;
+  const locale = useLocale();
+  const { t, number } = locale;
   const dark = useDark();
-  const [pointed, setPointed] = useState<[number, number] | null>(null);
-  const map = useMemo(() => mapOf(model, place, dark), [model, place[0], place[1], dark]);
+  const [hovered, setHovered] = useState<[number, number] | null>(null);
+  const map = useMemo(() => mapOf(model, id, dark), [model, ...id, dark]);
   if (!map) return null;
   const { heat, scale } = map;
   const block = model.page.map_block;
   const span = (index: number) =>
-    block ? say("tokensFromTo", { from: index * block, to: (index + 1) * block - 1 }) : String(index + 1);
-  const value = pointed ? heat.values[pointed[0] * heat.columns + pointed[1]] : null;
-  const axes = { across: say("mapAcross"), down: say("mapDown") };
+    block ? t("tokensFromTo", { from: index * block, to: (index + 1) * block - 1 }) : String(index + 1);
+  const value = hovered ? heat.values[hovered[0] * heat.columns + hovered[1]] : null;
+  const axes = { across: t("mapAcross"), down: t("mapDown") };
   return (
     <Figure
       class="map-figure"
-      title={say("blockMap")}
-      note={say("blockMapAbout")}
-      name={`head-${place.join("-")}-map`}
-      fileTitle={`${model.long(place, words)}: ${say("blockMap")}`}
+      title={t("blockMap")}
+      note={t("blockMapAbout")}
+      name={`head-${id.join("-")}-map`}
+      fileTitle={`${model.fullName(id, locale)}: ${t("blockMap")}`}
       draw={() => heatSvg(heat, scale, axes)}
     >
       <div class="map">
         <span class="across">{axes.across} →</span>
         <span class="down">← {axes.down}</span>
-        <HeatMap {...heat} scale={scale} label={described(heat, words)} onPoint={setPointed} />
+        <HeatMap {...heat} scale={scale} label={described(heat, locale)} onHover={setHovered} />
       </div>
       <p class="readout" aria-hidden="true">
-        {pointed
-          ? say("mapCell", { query: span(pointed[0]), key: span(pointed[1]), share: number(value, "share") })
-          : say("mapHint")}
+        {hovered
+          ? t("mapCell", { query: span(hovered[0]), key: span(hovered[1]), share: number(value, "share") })
+          : t("mapHint")}
       </p>
       <RampLegend scale={scale} format={(x) => number(x, "share")} />
     </Figure>
@@ -78,9 +78,10 @@ interface Bar {
   share: number;
 }
 
-const SINGLE = 4;
+const axis = { labelArrow: "none" } as const;
+const SINGLE = 4; // offsets with a bar of their own
 
-/** Offsets up to four singly, further ones in spans that double, so that near and far are both seen. */
+/** One bar per offset up to 4, then bins of doubling width. */
 function barsOf(edges: number[], shares: ArrayLike<number>): Bar[] {
   const bars = new Map<string, Bar>();
   for (let i = 0; i + 1 < edges.length; i++) {
@@ -108,14 +109,14 @@ function spanned(from: number, to: number): string {
   return from < 0 ? `−${-from}…−${-to}` : `+${from}…+${to}`;
 }
 
-export function OffsetFigure({ place }: { place: Place }): JSX.Element | null {
+export function OffsetFigure({ id }: { id: HeadId }): JSX.Element | null {
   const model = useModel();
-  const words = useWords();
-  const { say, number } = words;
-  const packed = model.page.offsets.sites[String(place[0])];
+  const locale = useLocale();
+  const { t, number } = locale;
+  const packed = model.page.offsets.sites[String(id[0])];
   const bars = useMemo(
-    () => (packed ? barsOf(model.page.offsets.edges, part(unpack(packed), place[1]).values) : []),
-    [packed, place[1]],
+    () => (packed ? barsOf(model.page.offsets.edges, part(unpack(packed), id[1]).values) : []),
+    [packed, id[1]],
   );
   const build = useMemo<Build>(
     () => (width) => ({
@@ -133,37 +134,30 @@ export function OffsetFigure({ place }: { place: Place }): JSX.Element | null {
         ),
         ruleY([0], { stroke: "var(--muted)" }),
         axisX({
-          label: say("offsetAxis"),
+          ...axis,
+          label: t("offsetAxis"),
           labelAnchor: "center",
-          labelArrow: "none",
           tickRotate: width < 420 ? -90 : -60,
           tickSize: 3,
         }),
-        axisY({
-          label: say("shareOfAttention"),
-          tickFormat: (x: number) => number(x, "share"),
-          ticks: 5,
-          labelArrow: "none",
-        }),
+        axisY({ ...axis, label: t("shareOfAttention"), tickFormat: (x: number) => number(x, "share"), ticks: 5 }),
       ],
     }),
-    [bars, words],
+    [bars, locale],
   );
   if (!bars.length) return null;
-  const most = [...bars]
-    .sort((one, other) => other.share - one.share)
-    .slice(0, 3)
-    .filter((bar) => bar.share > 0);
-  const label = say("offsetDescribed", {
-    most: words.list(most.map((bar) => `${bar.label}: ${number(bar.share, "share")}`)),
+  const largest = [...bars].sort((one, other) => other.share - one.share).slice(0, 3);
+  const most = largest.filter((bar) => bar.share > 0);
+  const label = t("offsetDescribed", {
+    most: locale.list(most.map((bar) => `${bar.label}: ${number(bar.share, "share")}`)),
   });
   return (
     <ChartFigure
       class="offset-figure"
-      title={say("offsetProfile")}
-      note={say("offsetAbout")}
-      name={`head-${place.join("-")}-offsets`}
-      fileTitle={`${model.long(place, words)}: ${say("offsetProfile")}`}
+      title={t("offsetProfile")}
+      note={t("offsetAbout")}
+      name={`head-${id.join("-")}-offsets`}
+      fileTitle={`${model.fullName(id, locale)}: ${t("offsetProfile")}`}
       label={label}
       build={build}
     />

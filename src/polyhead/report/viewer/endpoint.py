@@ -1,4 +1,4 @@
-"""Request handling: read the bounded body, await the computation, and cancel it when the client disconnects."""
+"""Request handling: read the bounded body, stream the messages of a computation, and cancel it on a disconnect."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from polyhead.report.packing import plain
-from polyhead.report.viewer.failures import Failure, Refused
-from polyhead.report.viewer.jobs import Job, Jobs
-from polyhead.report.viewer.questions import Question
+from polyhead.report.viewer.failures import RequestError
+from polyhead.report.viewer.jobs import Job, Jobs, Message, Work
+from polyhead.report.viewer.request_fields import RequestFields
 
 JSON = "application/json"
-LINES = b"application/x-ndjson"
+JSON_LINES = b"application/x-ndjson"
 
 BODY_SECONDS = 30.0  # an incomplete request would otherwise occupy a slot forever
-
-Value = dict[str, Any]
 
 
 def as_json(value: Any) -> bytes:
@@ -33,59 +31,61 @@ def as_json(value: Any) -> bytes:
         return json.dumps(plain(value), allow_nan=False, separators=(",", ":")).encode()
 
 
-def answer(value: Any, status: int = 200) -> Response:
-    return Response(as_json(value), status, media_type=JSON)
+def json_response(value: Any) -> Response:
+    return Response(as_json(value), media_type=JSON)
 
 
-def refuse(failure: Failure) -> Response:
-    headers = {"Retry-After": "1"} if failure.status == 429 else {}
-    return Response(as_json(failure.to_dict()), failure.status, headers, JSON)
+def error_response(error: RequestError) -> Response:
+    headers = {"Retry-After": "1"} if error.status == 429 else {}
+    return Response(as_json(error.to_dict()), error.status, headers, JSON)
 
 
-async def read_body(request: Request, most: int) -> bytes:
-    """Return the body if it is JSON of at most `most` bytes; never buffer more than that."""
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Return the body if it is JSON of at most `max_bytes`; never buffer more than that."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != JSON:
-        raise Refused(415, "invalid", f"a request must have the content type {JSON}, got {kind[:80]!r}")
-    too_large = Refused(413, "too-large", f"a request must have at most {most} bytes, got more")
+        raise RequestError(415, "invalid", f"a request must have the content type {JSON}, got {kind[:80]!r}")
+    too_large = RequestError(413, "too-large", f"a request must have at most {max_bytes} bytes, got more")
     length = request.headers.get("content-length", "0")
-    if not length.isascii() or not length.isdecimal() or len(length) > 15 or int(length) > most:
+    if not length.isascii() or not length.isdecimal() or len(length) > 15 or int(length) > max_bytes:
         raise too_large
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > most:
+                if len(body) > max_bytes:
                     raise too_large
     except TimeoutError:
-        raise Refused(
+        raise RequestError(
             408, "slow", f"a request must arrive within {BODY_SECONDS} seconds, got {len(body)} bytes of it"
         ) from None
     return bytes(body)
 
 
-class Ask:
-    """ASGI app of one route. `handle` maps a request to a job, or to an immediate answer."""
+class Endpoint:
+    """ASGI app of one route. `handle` maps the fields of a request to a computation, or to an immediate answer."""
 
     def __init__(
-        self, jobs: Jobs, handle: Callable[[Question], Job | Value], *, streams: bool, most_bytes: int
+        self, jobs: Jobs, handle: Callable[[RequestFields], Work | Message], *, priority: int, max_bytes: int
     ) -> None:
-        self.jobs, self.handle, self.streams, self.most_bytes = jobs, handle, streams, most_bytes
+        self.jobs, self.handle, self.priority, self.max_bytes = jobs, handle, priority, max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         try:
-            with self.jobs.place():
-                body = await read_body(request, self.most_bytes)
-                result = self.handle(Question.of(body))
-                if not isinstance(result, Job):
-                    await answer(result)(scope, receive, send)
+            with self.jobs.slot():
+                fields = RequestFields.parse(await read_body(request, self.max_bytes))
+                work = self.handle(fields)
+                fields.end()
+                if isinstance(work, dict):
+                    await json_response(work)(scope, receive, send)
                     return
-                async with _cancelled_on_disconnect(receive, result):
-                    await self._respond(result, scope, receive, send)
-        except Refused as error:
-            await refuse(error.failure)(scope, receive, send)
+                job = self.jobs.submit(work, priority=self.priority)
+                async with _cancelled_on_disconnect(receive, job):
+                    await self._respond(job, scope, receive, send)
+        except RequestError as error:
+            await error_response(error)(scope, receive, send)
         except ClientDisconnect:
             return
         except asyncio.CancelledError:
@@ -93,20 +93,17 @@ class Ask:
                 raise  # otherwise the viewer is closing, and this client is not reading
 
     async def _respond(self, job: Job, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send one line per message; an error before the first line is an error response."""
         started = False
         async for message in job.messages():
-            if isinstance(message, Failure) and not started:
-                await refuse(message)(scope, receive, send)
-                return
+            if isinstance(message, RequestError) and not started:
+                raise message
             if not message:
                 continue
-            if not self.streams:
-                await answer(message)(scope, receive, send)
-                return
             if not started:
-                await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", LINES)]})
+                await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", JSON_LINES)]})
                 started = True
-            line = as_json(message.to_dict() if isinstance(message, Failure) else message) + b"\n"
+            line = as_json(message.to_dict() if isinstance(message, RequestError) else message) + b"\n"
             await send({"type": "http.response.body", "body": line, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -6,7 +6,7 @@ All weights can be recomputed from these, with memory linear in the length of th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 import torch
@@ -24,8 +24,8 @@ AxisName = Literal["text", "target"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """One attention call of a forward pass: a site, and the index of the call where layers share a module.
+class Layer:
+    """One attention layer of a forward pass: a site, and the index of the call where layers share a module.
 
     Its queries and keys are tokens of the text, or of the target, which is what a decoder has generated so far.
     """
@@ -37,7 +37,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeptAttention:
+class RecordedAttention:
     """One attention call over one text, without values: enough to recompute every weight."""
 
     query: Tensor  # [1, heads, queries, head_dim]
@@ -48,7 +48,7 @@ class KeptAttention:
     softcap: float | None = None
 
     @classmethod
-    def of(cls, attended: Attended) -> KeptAttention:
+    def of(cls, attended: Attended) -> RecordedAttention:
         logsumexp = attended.result.logsumexp
         assert logsumexp is not None
         # Copies, as views would keep larger tensors alive.
@@ -76,7 +76,7 @@ class KeptAttention:
             tensors += [*self.mask.allowed, *self.mask.biases]
         return sum(x.numel() * x.element_size() for x in tensors)
 
-    def head(self, number: int) -> KeptAttention:
+    def head(self, number: int) -> RecordedAttention:
         """Return the attention of one head, as views."""
         kv_head = number // (self.heads // self.key.shape[1])
         scale = self.scale[number : number + 1] if isinstance(self.scale, Tensor) else self.scale
@@ -119,21 +119,40 @@ def _mask_of_head(mask: Mask, head: int) -> Mask:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reading:
-    """A text with the model's output and all attention calls; `number` is unique."""
+class TraceInputs:
+    """Token ids of a text, and of the target of an encoder-decoder, and the heads to ablate."""
 
-    number: int
     slot: str
     ids: tuple[int, ...]
     text: Axis
     target_ids: tuple[int, ...] | None  # of an encoder-decoder
     target: Axis | None
     tokens_in_text: int  # special tokens included; more than len(ids) if the text was truncated
-    off: frozenset[tuple[int, int]]  # ablated heads, (place, head)
-    generated: int
-    output: Output
-    attentions: tuple[KeptAttention, ...]  # one per place
-    seconds: float
+    ablated: frozenset[tuple[int, int]] = frozenset()  # (layer, head)
+    generated: int = 0
+
+    @property
+    def extended(self) -> tuple[tuple[int, ...], Axis]:
+        """The sequence that generation extends: the target of an encoder-decoder, else the text itself."""
+        if self.target_ids is not None and self.target is not None:
+            return self.target_ids, self.target
+        return self.ids, self.text
+
+    def extended_to(self, ids: tuple[int, ...], axis: Axis, generated: int) -> Self:
+        """Return the same inputs with another sequence in place of the one that generation extends."""
+        if self.target_ids is None:
+            return replace(self, ids=ids, text=axis, generated=generated)
+        return replace(self, target_ids=ids, target=axis, generated=generated)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace(TraceInputs):
+    """A text with the model's output and all attention calls; `number` is unique."""
+
+    number: int = field(kw_only=True)
+    output: Output = field(kw_only=True)
+    attentions: tuple[RecordedAttention, ...] = field(kw_only=True)  # one per layer
+    seconds: float = field(kw_only=True)
 
     @property
     def bytes(self) -> int:
@@ -148,7 +167,7 @@ class Reading:
             "text": self.text.to_dict(),
             "target": None if self.target is None else self.target.to_dict(),
             "cut": cut,
-            "off": sorted(self.off),
+            "ablated": sorted(self.ablated),
             "generated": self.generated,
             "output": self.output.to_dict(),
             "bytes": self.bytes,
@@ -160,37 +179,37 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Keeper:
-    """Collector of a `KeptAttention` per call, or of nothing; `after` is called after each."""
+class AttentionRecorder:
+    """Collector of a `RecordedAttention` per call, or of nothing; `after` is called after each."""
 
     after: Callable[[], None]
-    keep: bool = True
+    records: bool = True
 
     @property
     def name(self) -> str:
-        return "kept"
+        return "recorded"
 
-    def empty(self, site: AttentionSite, device: torch.device) -> KeptCalls:
-        return KeptCalls(self, ())
+    def empty(self, site: AttentionSite, device: torch.device) -> RecordedCalls:
+        return RecordedCalls(self, ())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeptCalls:
+class RecordedCalls:
     """The calls of one site, in order."""
 
-    keeper: Keeper
-    calls: tuple[KeptAttention, ...]
+    recorder: AttentionRecorder
+    calls: tuple[RecordedAttention, ...]
 
     def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
-        kept = (KeptAttention.of(attended),) if self.keeper.keep else ()
-        self.keeper.after()
-        return replace(self, calls=self.calls + kept)
+        recorded = (RecordedAttention.of(attended),) if self.recorder.records else ()
+        self.recorder.after()
+        return replace(self, calls=self.calls + recorded)
 
     def merge(self, other: Self) -> Self:
         return replace(self, calls=self.calls + other.calls)
 
     def state(self) -> dict[str, Tensor]:
-        raise OptionError("the attention calls of a viewer are kept in memory only and cannot be saved")
+        raise OptionError("the attention calls of a viewer are in memory only and cannot be saved")
 
     def with_state(self, state: Mapping[str, Tensor]) -> Self:
-        raise OptionError("the attention calls of a viewer are kept in memory only and cannot be saved")
+        raise OptionError("the attention calls of a viewer are in memory only and cannot be saved")

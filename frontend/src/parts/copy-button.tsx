@@ -1,9 +1,9 @@
-/** A button that copies a text; where the clipboard is closed, the text is shown to be copied by hand. */
+/** A button that copies a text; without access to the clipboard, the text is shown for copying by hand. */
 import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
-import { useWords } from "./language";
+import { useLocale } from "./language";
 
-/** A frame may close the clipboard; browsers that cannot tell are asked by trying. */
+/** A frame may deny the clipboard; other browsers only fail when it is used. */
 function mayCopy(): boolean {
   const policy = (document as { featurePolicy?: { allowsFeature: (name: string) => boolean } }).featurePolicy;
   return policy ? policy.allowsFeature("clipboard-write") : true;
@@ -11,19 +11,19 @@ function mayCopy(): boolean {
 
 interface CopyButtonProps {
   text: string;
-  /** What stands on the button. */
+  /** Caption of the button. */
   label: string;
-  /** What the text is, for who cannot see where it stands. */
+  /** Description of the text for screen readers. */
   about: string;
 }
 
 export function CopyButton({ text, label, about }: CopyButtonProps): JSX.Element {
-  const { say } = useWords();
+  const { t } = useLocale();
   const [state, setState] = useState<"ready" | "copied" | "shown">("ready");
   useEffect(() => setState("ready"), [text]);
   const copy = async () => {
     try {
-      if (!mayCopy()) throw new Error("the frame around the page has closed the clipboard");
+      if (!mayCopy()) throw new Error("the surrounding frame denies access to the clipboard");
       await navigator.clipboard.writeText(text);
       setState("copied");
     } catch {
@@ -33,10 +33,10 @@ export function CopyButton({ text, label, about }: CopyButtonProps): JSX.Element
   return (
     <span class="copy">
       <button type="button" onClick={copy} aria-label={state === "ready" && about.includes(label) ? about : undefined}>
-        {state === "copied" ? say("copied") : label}
+        {state === "copied" ? t("copied") : label}
       </button>
       <span class="offstage" role="status">
-        {state === "copied" ? say("copied") : ""}
+        {state === "copied" ? t("copied") : ""}
       </span>
       {state === "shown" ? (
         <input aria-label={about} readOnly value={text} onFocus={(event) => event.currentTarget.select()} />

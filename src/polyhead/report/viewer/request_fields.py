@@ -6,34 +6,32 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from polyhead.report.viewer.failures import Refused, invalid
+from polyhead.report.viewer.failures import RequestError, invalid
 
-LONGEST_CLIENT = 64
 _MISSING = object()
 
 
-class Question:
+class RequestFields:
     """The JSON object of a request; each field is read once, and `end` rejects unknown fields."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._fields = dict(fields)
         self._known: list[str] = []
+        self._parts: list[RequestFields] = []
 
     @classmethod
-    def of(cls, body: bytes) -> Question:
+    def parse(cls, body: bytes) -> RequestFields:
         try:
             fields = json.loads(body)
         except (ValueError, RecursionError) as error:
-            raise Refused(400, "malformed", "a request must be a JSON object, got invalid JSON") from error
+            raise RequestError(400, "malformed", "a request must be a JSON object, got invalid JSON") from error
         if not isinstance(fields, dict):
-            raise Refused(400, "malformed", f"a request must be a JSON object, got {_kind(fields)}")
+            raise RequestError(400, "malformed", f"a request must be a JSON object, got {_kind(fields)}")
         return cls(fields)
 
     def integer(self, name: str, least: int, most: int, default: Any = _MISSING) -> Any:
         value = self._take(name, default)
-        if value is default:
-            return value
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        if value is not default and (type(value) is not int or not least <= value <= most):
             raise invalid(f"{name} must be an integer from {least} to {most}, got {_shown(value)}")
         return value
 
@@ -44,7 +42,7 @@ class Question:
         if not isinstance(value, str):
             raise invalid(f"{name} must be a text, got {_kind(value)}")
         if len(value) > most:
-            raise Refused(413, "too-large", f"{name} must have at most {most} characters, got {len(value)}")
+            raise RequestError(413, "too-large", f"{name} must have at most {most} characters, got {len(value)}")
         return value
 
     def choice(self, name: str, options: Collection[str], default: Any = _MISSING) -> Any:
@@ -59,42 +57,34 @@ class Question:
         if not is_pair or not 0 <= value[0] < value[1] <= size:
             raise invalid(f"{name} must be [first, one past the last] within {size} tokens, got {_shown(value)}")
         if value[1] - value[0] > most:
-            raise Refused(413, "too-large", f"{name} must have at most {most} tokens, got {value[1] - value[0]}")
+            raise RequestError(413, "too-large", f"{name} must have at most {most} tokens, got {value[1] - value[0]}")
         return value[0], value[1]
 
-    def numbers(self, name: str, count: int, default: Any = _MISSING) -> Any:
-        """Return distinct integers from 0 to count - 1."""
-        value = self._take(name, default)
-        if value is default:
-            return value
-        if not isinstance(value, list) or len(value) > count or not all(type(x) is int for x in value):
-            raise invalid(f"{name} must be a list of at most {count} integers, got {_shown(value)}")
-        if len(set(value)) < len(value) or not all(0 <= x < count for x in value):
-            raise invalid(f"{name} must be distinct integers from 0 to {count - 1}, got {_shown(value)}")
-        return tuple(value)
-
     def heads(self, name: str, sizes: Sequence[int], default: Any = _MISSING) -> Any:
-        """Return heads as pairs [place, head]; `sizes` has the number of heads of each place."""
+        """Return heads as pairs [layer, head]; `sizes` has the number of heads of each layer."""
         value = self._take(name, default)
         if value is default:
             return value
         if not isinstance(value, list) or len(value) > sum(sizes):
-            raise invalid(f"{name} must be a list of at most {sum(sizes)} heads [place, head], got {_shown(value)}")
+            raise invalid(f"{name} must be a list of at most {sum(sizes)} heads [layer, head], got {_shown(value)}")
         for pair in value:
             is_pair = isinstance(pair, list) and len(pair) == 2 and all(type(x) is int for x in pair)
             if not is_pair or not 0 <= pair[0] < len(sizes) or not 0 <= pair[1] < sizes[pair[0]]:
-                raise invalid(f"{name} must be heads [place, head] that this model has, got {_shown(pair)}")
-        return frozenset((place, head) for place, head in value)
+                raise invalid(f"{name} must be heads [layer, head] that this model has, got {_shown(pair)}")
+        return frozenset((layer, head) for layer, head in value)
 
-    def part(self, name: str) -> Question:
-        """Return a nested object; the caller must `end` it."""
+    def part(self, name: str) -> RequestFields:
+        """Return a nested object."""
         value = self._take(name, _MISSING)
         if not isinstance(value, dict):
             raise invalid(f"{name} must be an object, got {_kind(value)}")
-        return Question(value)
+        self._parts.append(RequestFields(value))
+        return self._parts[-1]
 
     def end(self) -> None:
-        """Raise if there are fields that were not read."""
+        """Raise if there are fields that were not read, also in nested objects."""
+        for part in self._parts:
+            part.end()
         unknown = [name for name in self._fields if name not in self._known]
         if unknown:
             raise invalid(f"this request has the fields {', '.join(self._known)}, got {_shown(unknown[0])} as well")
@@ -108,14 +98,8 @@ class Question:
 
 
 def _kind(x: object) -> str:
-    names = {
-        dict: "an object",
-        list: "a list",
-        str: "a text",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-    }
+    number = "a number"
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", int: number, float: number}
     return names.get(type(x), "nothing")
 
 

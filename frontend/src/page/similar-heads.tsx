@@ -1,0 +1,167 @@
+/** Similar heads: redundancy groups, all pairs of heads of a layer, and pairs across layers. */
+import type { JSX } from "preact";
+import { useMemo } from "preact/hooks";
+import { Select } from "../parts/controls";
+import { useLocale } from "../parts/language";
+import { replaceQuery, type Route } from "../parts/router";
+import { numberColumn, SortableTable, type TableColumn } from "../parts/sortable-table";
+import { Line } from "../parts/tokens";
+import { EditsOfGroup, EditsOfModel } from "./edits";
+import { headColumn, HeadLink } from "./head-link";
+import { LayerMatrices } from "./layer-matrices";
+import { keyOf, markedIn, useModel } from "./model";
+import { DEFAULT_RELATION, mostSimilar, pairsAcross, pairsOf, type HeadPair } from "./relations";
+import { SimilarityHistogram } from "./similarity-histogram";
+
+const MOST_PAIRS = 200;
+
+export function SimilarHeads({ route }: { route: Route }): JSX.Element {
+  const model = useModel();
+  const { page } = model;
+  const locale = useLocale();
+  const { t, text, number } = locale;
+  const names = page.relation_names;
+  const find = (name: string | undefined) => names.find((one) => one.name === name);
+  const relation = find(route.query.relation) ?? find(DEFAULT_RELATION) ?? names[0];
+  const marks = useMemo(() => markedIn(route.query.mark), [route.query.mark]);
+  const best = mostSimilar(model);
+  return (
+    <>
+      <h2 tabIndex={-1}>{t("alike")}</h2>
+      <p class="lead">
+        {best ? (
+          <strong>
+            {t("mostSimilarPair", {
+              one: model.fullName(best.one, locale),
+              other: model.fullName(best.other, locale),
+              value: number(best.value),
+            })}
+          </strong>
+        ) : null}{" "}
+        {t("similarAbout")}
+      </p>
+      <div class="two">
+        <Groups marks={marks} />
+        <SimilarityHistogram />
+      </div>
+
+      {relation ? (
+        <section aria-labelledby="within-layers">
+          <h2 id="within-layers">{t("withinLayers")}</h2>
+          <div class="controls">
+            <Select
+              label={t("relation")}
+              value={relation.name}
+              onChange={(name) => replaceQuery(route, { relation: name })}
+            >
+              {names.map((one) => (
+                <option value={one.name}>{text(one.label)}</option>
+              ))}
+            </Select>
+          </div>
+          <p class="explained">{text(relation.about)}</p>
+          <LayerMatrices relation={relation} marks={marks} />
+          <PairTable
+            label={t("mostSimilar", { relation: text(relation.label) })}
+            rows={pairsOf(model, relation.name).slice(0, MOST_PAIRS)}
+            value={text(relation.label)}
+            route={route}
+            parameter="pairs"
+            marks={marks}
+          />
+        </section>
+      ) : null}
+
+      <section aria-labelledby="across-layers">
+        <h2 id="across-layers">{t("acrossLayers")}</h2>
+        {page.pairs.length ? (
+          <>
+            <p class="explained">
+              {t("acrossAbout")} {page.facts.pairs_by ? <Line text={text(page.facts.pairs_by)} /> : null}
+            </p>
+            <PairTable
+              label={t("acrossLayers")}
+              rows={pairsAcross(model)}
+              value={t("cosine")}
+              route={route}
+              parameter="across"
+              marks={marks}
+            />
+          </>
+        ) : (
+          <p class="muted">{t("noPairs")}</p>
+        )}
+      </section>
+    </>
+  );
+}
+
+function Groups({ marks }: { marks: Set<string> }): JSX.Element {
+  const { groups, likeness } = useModel().page;
+  const { t, number } = useLocale();
+  return (
+    <section class="panel" aria-labelledby="groups">
+      <h3 id="groups">{t("groups")}</h3>
+      <p class="note">
+        {likeness
+          ? t("redundancyAbout", { threshold: number(likeness.threshold), chance: number(likeness.null) })
+          : t("noRedundancy")}
+      </p>
+      {groups.length ? (
+        <ul class="plain groups">
+          {groups.map((group) => {
+            const keys = group.heads.map(keyOf);
+            return (
+              <li key={keys.join(" ")} class={keys.some((key) => marks.has(key)) ? "marked" : ""}>
+                {group.heads.map((id, i) => (
+                  <span key={keyOf(id)}>
+                    {i ? " · " : ""}
+                    <HeadLink id={id} />
+                  </span>
+                ))}
+                <span class="muted"> {t("leastSimilar", { cosine: number(group.least) })}</span>
+                <EditsOfGroup group={group} />
+              </li>
+            );
+          })}
+        </ul>
+      ) : (
+        <p>{t("noGroups")}</p>
+      )}
+      <EditsOfModel />
+    </section>
+  );
+}
+
+interface PairTableProps {
+  label: string;
+  rows: HeadPair[];
+  value: string;
+  route: Route;
+  parameter: string;
+  marks: Set<string>;
+}
+
+function PairTable({ value, marks, ...table }: PairTableProps): JSX.Element {
+  const { t, number } = useLocale();
+  const columns: TableColumn<HeadPair>[] = [
+    headColumn("one", t("oneHead"), (pair) => pair.one),
+    headColumn("other", t("otherHead"), (pair) => pair.other),
+    numberColumn(
+      "similarity",
+      value,
+      (pair) => pair.similarity,
+      (_, pair) => number(pair.value),
+    ),
+  ];
+  return (
+    <SortableTable
+      {...table}
+      columns={columns}
+      first={10}
+      keyOf={(pair) => `${keyOf(pair.one)} ${keyOf(pair.other)}`}
+      marked={(pair) => marks.has(keyOf(pair.one)) && marks.has(keyOf(pair.other))}
+      order="similarity-down"
+    />
+  );
+}

@@ -1,0 +1,108 @@
+/** Answers to three common questions: previous-token heads, the most similar pair, the most important heads. */
+import type { ComponentChildren, JSX } from "preact";
+import type { HeadId } from "../data";
+import { useLocale } from "../parts/language";
+import { hrefOf } from "../parts/router";
+import { Line } from "../parts/tokens";
+import { HeadLink } from "./head-link";
+import { idOf, keyOf, marksOf, useModel, withUnit } from "./model";
+import { mostSimilar } from "./relations";
+
+const PREVIOUS = "previous";
+const MAX_PREVIOUS = 6; // heads listed
+const MAX_IMPORTANT = 3;
+
+export function Summary(): JSX.Element {
+  const { t } = useLocale();
+  const model = useModel();
+  return (
+    <section class="answers" aria-labelledby="summary">
+      <h2 id="summary" tabIndex={-1}>
+        {t("summary")}
+      </h2>
+      <p class="note">{t("summaryNames")}</p>
+      <dl>
+        {model.role(PREVIOUS) ? <PreviousToken /> : null}
+        <Similar />
+        {model.page.importance ? <Important /> : null}
+      </dl>
+    </section>
+  );
+}
+
+interface AnswerProps {
+  question: string;
+  heads: HeadId[];
+  /** Link to the full answer. */
+  more: string;
+  children: ComponentChildren;
+}
+
+function Answer({ question, heads, more, children }: AnswerProps): JSX.Element {
+  const { t } = useLocale();
+  const { stacks } = useModel().page;
+  return (
+    <div>
+      <dt>{question}</dt>
+      <dd>
+        {heads.length ? (
+          <span class={stacks.length > 1 ? "answer long" : "answer"}>
+            {heads.map((id) => (
+              <HeadLink key={keyOf(id)} id={id} />
+            ))}
+          </span>
+        ) : null}
+        <span class="muted">{children}</span>{" "}
+        <a href={more} aria-label={`${question} ${t("summaryMore")}`}>
+          {t("summaryMore")}
+        </a>
+      </dd>
+    </div>
+  );
+}
+
+function PreviousToken(): JSX.Element {
+  const { t, text } = useLocale();
+  const heads = useModel().headsWithRole(PREVIOUS);
+  const best = heads[0]?.roles.find((score) => score.role === PREVIOUS);
+  return (
+    <Answer
+      question={t("summaryPrevious")}
+      heads={heads.slice(0, MAX_PREVIOUS).map(idOf)}
+      more={hrefOf(["overview"], { role: PREVIOUS })}
+    >
+      {best ? <Line text={t("summaryFirst", { evidence: text(best.evidence) })} /> : t("summaryNoPrevious")}
+    </Answer>
+  );
+}
+
+function Similar(): JSX.Element {
+  const model = useModel();
+  const { t, number } = useLocale();
+  const pair = mostSimilar(model);
+  const heads = pair ? [pair.one, pair.other] : [];
+  const threshold = model.page.likeness?.threshold;
+  const values = { value: number(pair?.value), threshold: number(threshold) };
+  let answer = t("summaryNoPairs");
+  if (pair && threshold === undefined) answer = t("summaryCosine", values);
+  else if (pair) answer = t(pair.value >= (threshold ?? 0) ? "summaryRedundant" : "summaryNotRedundant", values);
+  return (
+    <Answer question={t("summarySimilar")} heads={heads} more={hrefOf(["alike"], { mark: marksOf(heads) })}>
+      {answer}
+    </Answer>
+  );
+}
+
+function Important(): JSX.Element {
+  const model = useModel();
+  const locale = useLocale();
+  const { t, text } = locale;
+  const heads = model.ranked().slice(0, MAX_IMPORTANT);
+  const column = model.column(model.page.importance?.column ?? "");
+  const value = column ? withUnit(heads[0]?.values[column.name], column.format, locale) : "";
+  return (
+    <Answer question={t("summaryImportant")} heads={heads.map(idOf)} more={hrefOf(["matters"])}>
+      {column && heads.length ? t("summaryMost", { column: text(column.label), value }) : t("noImportance")}
+    </Answer>
+  );
+}
