@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import torch
 
-from polyhead.errors import OptionError
 from polyhead.geometry import HeadLayout
 from polyhead.layers.positions.absolute import Learned, Sinusoidal
 from polyhead.layers.positions.biases import ALiBi, T5Bias
@@ -38,10 +36,10 @@ SCALINGS.register("llama3")(Llama3Scaling)
 class PositionsConfig:
     """Base class of position configs, whose fields are the options of the module that they describe.
 
-    Register a new kind as a dataclass with `@describes`.
+    Register a new kind as a dataclass with `@register_positions`.
     """
 
-    module: ClassVar[type[Positions]]  # set by `describes`
+    module: ClassVar[type[Positions]]  # set by `register_positions`
 
     def build(self, layout: HeadLayout) -> Positions:
         """Build the module for a head layout."""
@@ -69,21 +67,8 @@ class PositionsConfig:
             return self.build(layout)
 
 
-POSITIONS: Registry[PositionsConfig] = Registry("a description of positions")
-_BY_MODULE: dict[type[Positions], type[PositionsConfig]] = {}
-Described = TypeVar("Described", bound=type[PositionsConfig])
-
-
-def describes(module: type[Positions], kind: str) -> Callable[[Described], Described]:
-    """Register a dataclass as the config of `module`, with `kind` as its name in JSON."""
-
-    def decorate(member: Described) -> Described:
-        POSITIONS.register(kind)(member)
-        member.module = module
-        _BY_MODULE[module] = member
-        return member
-
-    return decorate
+POSITIONS: Registry[PositionsConfig] = Registry("a description of positions", attribute="module")
+register_positions = POSITIONS.register  # with the module's class
 
 
 def positions_config_of(module: Positions) -> PositionsConfig:
@@ -92,17 +77,10 @@ def positions_config_of(module: Positions) -> PositionsConfig:
     >>> positions_config_of(ALiBi(8, learnable=True))
     ALiBiConfig(learnable=True)
     """
-    member = _BY_MODULE.get(type(module))
-    if member is None:
-        known = ", ".join(kind.__name__ for kind in _BY_MODULE)
-        raise OptionError(
-            f"positions_config_of takes one of {known}; got {type(module).__name__}: "
-            "register a PositionsConfig for it with polyhead.layers.positions.config.describes"
-        )
-    return member.of(module)
+    return POSITIONS.describe(module)
 
 
-@describes(Rotary, "rotary")
+@register_positions("rotary", Rotary)
 @dataclass(frozen=True)
 class RotaryConfig(PositionsConfig):
     """Config of `Rotary`; `rotary_dim` is head_dim by default."""
@@ -114,7 +92,7 @@ class RotaryConfig(PositionsConfig):
     scaling: RotaryScaling | None = field(default=None, metadata={"kinds": SCALINGS})
 
 
-@describes(ALiBi, "alibi")
+@register_positions("alibi", ALiBi)
 @dataclass(frozen=True)
 class ALiBiConfig(PositionsConfig):
     """Config of `ALiBi`, with fixed or learned slopes."""
@@ -122,7 +100,7 @@ class ALiBiConfig(PositionsConfig):
     learnable: bool = False
 
 
-@describes(T5Bias, "t5")
+@register_positions("t5", T5Bias)
 @dataclass(frozen=True)
 class T5BiasConfig(PositionsConfig):
     """Config of `T5Bias`; each layer built from it has its own table."""
@@ -133,7 +111,7 @@ class T5BiasConfig(PositionsConfig):
     bidirectional: bool = True
 
 
-@describes(Sinusoidal, "sinusoidal")
+@register_positions("sinusoidal", Sinusoidal)
 @dataclass(frozen=True)
 class SinusoidalConfig(PositionsConfig):
     """Config of `Sinusoidal`."""
@@ -141,7 +119,7 @@ class SinusoidalConfig(PositionsConfig):
     base: float = 10000.0
 
 
-@describes(Learned, "learned")
+@register_positions("learned", Learned)
 @dataclass(frozen=True)
 class LearnedConfig(PositionsConfig):
     """Config of `Learned`, with `max_length` positions."""
@@ -149,7 +127,7 @@ class LearnedConfig(PositionsConfig):
     max_length: int
 
 
-@describes(QuadraticRelative1D, "quadratic_1d")
+@register_positions("quadratic_1d", QuadraticRelative1D)
 @dataclass(frozen=True)
 class QuadraticRelative1DConfig(PositionsConfig):
     """Config of `QuadraticRelative1D`; `alpha` and `center_std` are initial values, not learned ones."""
@@ -164,7 +142,7 @@ class QuadraticRelative1DConfig(PositionsConfig):
         return cls(alpha=alpha, center_std=center_std)
 
 
-@describes(QuadraticRelative2D, "quadratic_2d")
+@register_positions("quadratic_2d", QuadraticRelative2D)
 @dataclass(frozen=True)
 class QuadraticRelative2DConfig(PositionsConfig):
     """Config of `QuadraticRelative2D`; `alpha` and `center_std` are initial values, not learned ones."""
