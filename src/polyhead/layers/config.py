@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
@@ -22,7 +22,7 @@ from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
 from polyhead.layers.positions.config import POSITIONS, PositionsConfig
 from polyhead.layers.positions.position_encoding import Positions
-from polyhead.layers.registry import Registry, check_flags
+from polyhead.layers.registry import Member, Registry, check_flags
 from polyhead.layers.steps import layer_mask
 from polyhead.masks import Mask
 
@@ -73,7 +73,11 @@ class AttentionConfig(ABC):
 
 
 CONFIGS: Registry[AttentionConfig] = Registry("an attention config", attribute="layer")
-register_config = CONFIGS.register  # with the layer's class
+
+
+def register_config(kind: str, layer: type[nn.Module]) -> Callable[[Member], Member]:
+    """Register a dataclass as the config of `layer`, with `kind` as its name in JSON."""
+    return CONFIGS.register(kind, layer)
 
 
 def build_attention(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -22,7 +23,7 @@ from polyhead.layers.positions.rotary_scaling import (
     RotaryScaling,
     YarnScaling,
 )
-from polyhead.layers.registry import Registry, check_flags
+from polyhead.layers.registry import Member, Registry, check_flags
 
 SCALINGS: Registry[RotaryScaling] = Registry("a rotary scaling")
 SCALINGS.register("linear")(LinearScaling)
@@ -36,10 +37,10 @@ SCALINGS.register("llama3")(Llama3Scaling)
 class PositionsConfig:
     """Base class of position configs, whose fields are the options of the module that they describe.
 
-    Register a new kind as a dataclass with `@register_positions`.
+    Register a new kind as a dataclass with `@describes`.
     """
 
-    module: ClassVar[type[Positions]]  # set by `register_positions`
+    module: ClassVar[type[Positions]]  # set by `describes`
 
     def build(self, layout: HeadLayout) -> Positions:
         """Build the module for a head layout."""
@@ -68,7 +69,11 @@ class PositionsConfig:
 
 
 POSITIONS: Registry[PositionsConfig] = Registry("a description of positions", attribute="module")
-register_positions = POSITIONS.register  # with the module's class
+
+
+def describes(module: type[Positions], kind: str) -> Callable[[Member], Member]:
+    """Register a dataclass as the config of `module`, with `kind` as its name in JSON."""
+    return POSITIONS.register(kind, module)
 
 
 def positions_config_of(module: Positions) -> PositionsConfig:
@@ -80,7 +85,7 @@ def positions_config_of(module: Positions) -> PositionsConfig:
     return POSITIONS.describe(module)
 
 
-@register_positions("rotary", Rotary)
+@describes(Rotary, "rotary")
 @dataclass(frozen=True)
 class RotaryConfig(PositionsConfig):
     """Config of `Rotary`; `rotary_dim` is head_dim by default."""
@@ -92,7 +97,7 @@ class RotaryConfig(PositionsConfig):
     scaling: RotaryScaling | None = field(default=None, metadata={"kinds": SCALINGS})
 
 
-@register_positions("alibi", ALiBi)
+@describes(ALiBi, "alibi")
 @dataclass(frozen=True)
 class ALiBiConfig(PositionsConfig):
     """Config of `ALiBi`, with fixed or learned slopes."""
@@ -100,7 +105,7 @@ class ALiBiConfig(PositionsConfig):
     learnable: bool = False
 
 
-@register_positions("t5", T5Bias)
+@describes(T5Bias, "t5")
 @dataclass(frozen=True)
 class T5BiasConfig(PositionsConfig):
     """Config of `T5Bias`; each layer built from it has its own table."""
@@ -111,7 +116,7 @@ class T5BiasConfig(PositionsConfig):
     bidirectional: bool = True
 
 
-@register_positions("sinusoidal", Sinusoidal)
+@describes(Sinusoidal, "sinusoidal")
 @dataclass(frozen=True)
 class SinusoidalConfig(PositionsConfig):
     """Config of `Sinusoidal`."""
@@ -119,7 +124,7 @@ class SinusoidalConfig(PositionsConfig):
     base: float = 10000.0
 
 
-@register_positions("learned", Learned)
+@describes(Learned, "learned")
 @dataclass(frozen=True)
 class LearnedConfig(PositionsConfig):
     """Config of `Learned`, with `max_length` positions."""
@@ -127,7 +132,7 @@ class LearnedConfig(PositionsConfig):
     max_length: int
 
 
-@register_positions("quadratic_1d", QuadraticRelative1D)
+@describes(QuadraticRelative1D, "quadratic_1d")
 @dataclass(frozen=True)
 class QuadraticRelative1DConfig(PositionsConfig):
     """Config of `QuadraticRelative1D`; `alpha` and `center_std` are initial values, not learned ones."""
@@ -142,7 +147,7 @@ class QuadraticRelative1DConfig(PositionsConfig):
         return cls(alpha=alpha, center_std=center_std)
 
 
-@register_positions("quadratic_2d", QuadraticRelative2D)
+@describes(QuadraticRelative2D, "quadratic_2d")
 @dataclass(frozen=True)
 class QuadraticRelative2DConfig(PositionsConfig):
     """Config of `QuadraticRelative2D`; `alpha` and `center_std` are initial values, not learned ones."""
