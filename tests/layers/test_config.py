@@ -16,7 +16,6 @@ from torch import nn
 from polyhead import Mask, MultiHeadAttention
 from polyhead.errors import OptionError, ShapeError
 from polyhead.layers import MultiHeadConfig
-from polyhead.layers import config as config_module
 from polyhead.layers.config import (
     CONFIGS,
     AttentionConfig,
@@ -283,9 +282,9 @@ def test_what_a_config_cannot_hold_is_refused():
     class Bias(BiasesLogits):
         num_heads = HEADS
 
-    with pytest.raises(OptionError, match="got Bias: register a PositionsConfig"):
+    with pytest.raises(OptionError, match="got Bias; register a dataclass"):
         positions_config_of(Bias())
-    with pytest.raises(OptionError, match=r"config_of takes one of MultiHeadAttention.*; got Linear"):
+    with pytest.raises(OptionError, match=r"describes one of MultiHeadAttention.*; got Linear"):
         config_of(nn.Linear(2, 3))
     with pytest.raises(OptionError, match="takes an AttentionConfig, got dict"):
         build_attention({"kind": "multi_head"})
@@ -307,9 +306,9 @@ def test_what_a_config_cannot_hold_is_refused():
 
 @pytest.fixture
 def registry(monkeypatch):
-    """The registries as they are, put back after the test."""
+    """The registry as it is, put back after the test."""
     monkeypatch.setattr(CONFIGS, "_classes", dict(CONFIGS._classes))
-    monkeypatch.setattr(config_module, "_BY_LAYER", dict(config_module._BY_LAYER))
+    monkeypatch.setattr(CONFIGS, "_descriptions", dict(CONFIGS._descriptions))
 
 
 class Averaging(nn.Module):

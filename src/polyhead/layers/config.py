@@ -11,7 +11,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import nn
@@ -20,9 +20,9 @@ from polyhead.errors import OptionError
 from polyhead.files import in_one_line, short
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
-from polyhead.layers.positions.config import POSITIONS, PositionsConfig, positions_config_of
+from polyhead.layers.positions.config import POSITIONS, PositionsConfig
 from polyhead.layers.positions.position_encoding import Positions
-from polyhead.layers.registry import Registry, check_flags
+from polyhead.layers.registry import Member, Registry, check_flags
 from polyhead.layers.steps import layer_mask
 from polyhead.masks import Mask
 
@@ -72,21 +72,12 @@ class AttentionConfig(ABC):
         return cls.from_dict(data)
 
 
-CONFIGS: Registry[AttentionConfig] = Registry("an attention config")
-_BY_LAYER: dict[type[nn.Module], type[AttentionConfig]] = {}
-Config = TypeVar("Config", bound=type[AttentionConfig])
+CONFIGS: Registry[AttentionConfig] = Registry("an attention config", attribute="layer")
 
 
-def register_config(kind: str, layer: type[nn.Module]) -> Callable[[Config], Config]:
+def register_config(kind: str, layer: type[nn.Module]) -> Callable[[Member], Member]:
     """Register a dataclass as the config of `layer`, with `kind` as its name in JSON."""
-
-    def decorate(config: Config) -> Config:
-        CONFIGS.register(kind)(config)
-        config.layer = layer
-        _BY_LAYER[layer] = config
-        return config
-
-    return decorate
+    return CONFIGS.register(kind, layer)
 
 
 def build_attention(
@@ -109,11 +100,7 @@ def build_attention(
 
 def config_of(layer: nn.Module) -> AttentionConfig:
     """Return the config of a polyhead attention layer, without its weights and any `head_gate` set on it."""
-    config = _BY_LAYER.get(type(layer))
-    if config is None:
-        known = ", ".join(kind.__name__ for kind in _BY_LAYER)
-        raise OptionError(f"config_of takes one of {known}; got {type(layer).__name__}")
-    return config.of(layer)
+    return CONFIGS.describe(layer)
 
 
 @dataclass(frozen=True)
@@ -193,7 +180,7 @@ class LayerConfig(AttentionConfig):
         """Return the options that are not attributes of the same name of the layer or its `_parts`."""
         causal, window = _causal_and_window(layer.mask)
         return {
-            "positions": None if layer.positions is None else positions_config_of(layer.positions),
+            "positions": None if layer.positions is None else POSITIONS.describe(layer.positions),
             "causal": causal,
             "window": window,
             "sinks": layer.sinks is not None,

@@ -15,7 +15,8 @@ Member = TypeVar("Member", bound=type)
 class Registry(Generic[T]):
     """Dataclasses of one family by `kind`, with conversion to and from dictionaries.
 
-    A field whose value is None or belongs to another registry declares it: `field(metadata={"kinds": registry})`.
+    A field whose value is None or belongs to another registry declares it: `field(metadata={"kinds": registry})`. A
+    dataclass may be registered as the description of another class, which is set as its class attribute `attribute`.
 
     >>> engines = Registry[Any]("an engine")
     >>> @engines.register("electric")
@@ -29,16 +30,18 @@ class Registry(Generic[T]):
     polyhead.errors.OptionError: an engine of kind 'electric' has no field amperes; its fields are volts
     """
 
-    def __init__(self, noun: str) -> None:
+    def __init__(self, noun: str, attribute: str = "described") -> None:
         self.noun = noun  # with its article, for error messages: "an engine"
+        self.attribute = attribute
         self._classes: dict[str, type] = {}
+        self._descriptions: dict[type, Any] = {}  # by the class that they describe
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._classes)
 
-    def register(self, kind: str) -> Callable[[Member], Member]:
-        """Return a decorator that registers a dataclass as `kind`."""
+    def register(self, kind: str, described: type | None = None) -> Callable[[Member], Member]:
+        """Return a decorator that registers a dataclass as `kind`, and as the description of a class."""
 
         def decorate(member: Member) -> Member:
             if self._classes.get(kind, member) is not member:
@@ -47,9 +50,22 @@ class Registry(Generic[T]):
                     f"got {member.__name__}; choose another name"
                 )
             self._classes[kind] = member
+            if described is not None:
+                setattr(member, self.attribute, described)
+                self._descriptions[described] = member
             return member
 
         return decorate
+
+    def describe(self, value: object) -> T:
+        """Return the description of an object, by the `of` of the class that is registered for its class."""
+        description = self._descriptions.get(type(value))
+        if description is None:
+            raise OptionError(
+                f"{self.noun} describes one of {', '.join(x.__name__ for x in self._descriptions)}; "
+                f"got {type(value).__name__}; register a dataclass that describes it"
+            )
+        return cast(T, description.of(value))
 
     def kind_of(self, value: object) -> str:
         for kind, member in self._classes.items():

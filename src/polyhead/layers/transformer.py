@@ -150,10 +150,8 @@ class LanguageModel(_Trunk):
             mask, lengths = padding if mask is None else mask & padding, None
         source_mask = None
         if source_lengths is not None:
-            every = torch.full(
-                (batch,), count
-            )  # explicit, because with equal lengths queries would be padded like keys
-            source_mask = Mask.lengths(source_lengths, queries=every).to(tokens.device)
+            # Explicit query lengths, because with as many keys as queries these would be padded alike.
+            source_mask = Mask.lengths(source_lengths, queries=torch.full((batch,), count)).to(tokens.device)
         start: int | Tensor = 0
         if token_positions is not None:
             start = token_positions
@@ -242,10 +240,8 @@ class LanguageModel(_Trunk):
         prompt_lengths = [width] * batch if lengths is None else list(lengths)
         if len(prompt_lengths) != batch or not all(1 <= length <= width for length in prompt_lengths):
             raise OptionError(f"lengths must be 1 to {width} for each of {batch} prompts, got {prompt_lengths}")
-        rows, ends = (
-            torch.arange(batch, device=tokens.device),
-            torch.tensor(prompt_lengths, dtype=torch.long, device=tokens.device),
-        )
+        rows = torch.arange(batch, device=tokens.device)
+        ends = torch.tensor(prompt_lengths, dtype=torch.long, device=tokens.device)
         if side == "left":
             place = torch.arange(width, device=tokens.device) + (width - ends)[:, None]
             tokens = tokens.gather(1, place % max(width, 1))  # left padding becomes right padding

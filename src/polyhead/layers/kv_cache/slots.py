@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -109,20 +109,19 @@ class SlotCache(KVCache):
             )
 
 
-class TokenWriter:
+class TokenWriter(NamedTuple):
     """Appends the non-padding tokens of a block to the sequences of a buffer; built once for all buffers."""
 
-    def __init__(self, start: int, num_tokens: int, index: Tensor | None) -> None:
-        self._start = start
-        self._num_tokens = num_tokens
-        self._index = index  # [3, tokens]: row, slot, index in the block
+    start: int
+    num_tokens: int
+    places: Tensor | None  # [3, tokens]: row, slot, index in the block; None: one slice from `start` for all rows
 
     @classmethod
     def build(
         cls, starts: Sequence[int], new_lengths: Sequence[int], width: int, num_tokens: int, device: torch.device
     ) -> TokenWriter:
         if all_equal(starts):
-            # One slice for all rows; padding written after a shorter row is masked until it is overwritten.
+            # Padding written after a shorter row is masked until it is overwritten.
             return cls(width, longest(new_lengths, otherwise=num_tokens), None)
         is_token = torch.arange(num_tokens) < torch.tensor(new_lengths)[:, None]
         row, in_block = is_token.nonzero(as_tuple=True)
@@ -130,11 +129,11 @@ class TokenWriter:
         return cls(0, 0, index.to(device, non_blocking=True))
 
     def __call__(self, buffer: Tensor, block: Tensor) -> None:
-        if self._index is None:
-            block = block if block.shape[2] == self._num_tokens else block.narrow(2, 0, self._num_tokens)
-            buffer.narrow(2, self._start, self._num_tokens).copy_(block)
+        if self.places is None:
+            block = block if block.shape[2] == self.num_tokens else block.narrow(2, 0, self.num_tokens)
+            buffer.narrow(2, self.start, self.num_tokens).copy_(block)
         else:
-            row, slot, in_block = self._index
+            row, slot, in_block = self.places
             buffer[row, :, slot] = block[row, :, in_block]
 
 

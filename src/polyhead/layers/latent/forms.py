@@ -117,9 +117,8 @@ def absorbing_is_cheaper(layout: LatentLayout, queries: int, keys: int | None) -
     Self-attention is a separate case, so that a traced graph has no guard on a symbolic sequence length.
     """
     head_channels = layout.qk_nope_head_dim + layout.value_head_dim
-    extra_channels = (
-        2 * layout.kv_lora_rank - head_channels
-    )  # additional channels of a query-key pair in the latent space
+    # Additional channels of a query-key pair in the latent space.
+    extra_channels = 2 * layout.kv_lora_rank - head_channels
     if keys is None:
         return extra_channels < 0
     return (keys - queries) * layout.kv_lora_rank * head_channels > queries * keys * extra_channels

@@ -47,16 +47,10 @@ def write_conv_kernel(layer: Layer, conv: Convolution, sharpness: float, outside
 
 
 def init_conv_heads(layer: Layer) -> None:
-    """Initialise a layer with `init="conv"`: a freshly initialised convolution and Glorot-uniform keys."""
-    conv = _fresh_convolution(layer)
-    nn.init.xavier_uniform_(layer.k_proj.weight)
-    write_conv_kernel(layer, conv, SHARPNESS, None)
+    """Initialise a layer with `init="conv"`: a freshly initialised convolution and Glorot-uniform keys.
 
-
-def _fresh_convolution(layer: Layer) -> Convolution:
-    """Return a convolution with PyTorch's initialisation, the layer's width and one tap per head.
-
-    It pads with zeros if the layer has sinks, otherwise by replication.
+    The convolution has PyTorch's initialisation, the layer's width and one tap per head. It pads with zeros if the
+    layer has sinks, otherwise by replication.
     """
     _check_layer(layer)
     heads, weight, width = layer.layout.num_heads, layer.out_proj.weight, layer.layout.embed_dim
@@ -78,8 +72,8 @@ def _fresh_convolution(layer: Layer) -> Convolution:
         conv = nn.Conv2d(width, width, side, **options)
     else:
         conv = nn.Conv1d(width, width, heads, **options)
-    _check_fit(layer, conv, shifts_of(conv), outside_of(conv, None))  # before the keys are initialised
-    return conv
+    write_conv_kernel(layer, conv, SHARPNESS, None)
+    nn.init.xavier_uniform_(layer.k_proj.weight)
 
 
 def _check_layer(layer: Layer) -> None:

@@ -238,8 +238,8 @@ class ProjectedHeads(BaseAttention):
         result = self._attend(q, k, v, call)
         heads = result.output
         if self.gate_proj is not None:
-            gate = torch.sigmoid(self.gate_proj(query)).unflatten(-1, (self.layout.num_heads, -1))
-            heads = heads * gate.transpose(1, 2)
+            by_head = (self.layout.num_heads, -1)
+            heads = heads * torch.sigmoid(self.gate_proj(query)).unflatten(-1, by_head).transpose(1, 2)
         if head_gate is not None or self.head_gate is not None:
             heads = self._gated(heads, head_gate)
         heads = heads.transpose(1, 2)  # [batch, queries, heads, value_dim]

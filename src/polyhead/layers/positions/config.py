@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import torch
 
-from polyhead.errors import OptionError
 from polyhead.geometry import HeadLayout
 from polyhead.layers.positions.absolute import Learned, Sinusoidal
 from polyhead.layers.positions.biases import ALiBi, T5Bias
@@ -24,7 +23,7 @@ from polyhead.layers.positions.rotary_scaling import (
     RotaryScaling,
     YarnScaling,
 )
-from polyhead.layers.registry import Registry, check_flags
+from polyhead.layers.registry import Member, Registry, check_flags
 
 SCALINGS: Registry[RotaryScaling] = Registry("a rotary scaling")
 SCALINGS.register("linear")(LinearScaling)
@@ -69,21 +68,12 @@ class PositionsConfig:
             return self.build(layout)
 
 
-POSITIONS: Registry[PositionsConfig] = Registry("a description of positions")
-_BY_MODULE: dict[type[Positions], type[PositionsConfig]] = {}
-Described = TypeVar("Described", bound=type[PositionsConfig])
+POSITIONS: Registry[PositionsConfig] = Registry("a description of positions", attribute="module")
 
 
-def describes(module: type[Positions], kind: str) -> Callable[[Described], Described]:
+def describes(module: type[Positions], kind: str) -> Callable[[Member], Member]:
     """Register a dataclass as the config of `module`, with `kind` as its name in JSON."""
-
-    def decorate(member: Described) -> Described:
-        POSITIONS.register(kind)(member)
-        member.module = module
-        _BY_MODULE[module] = member
-        return member
-
-    return decorate
+    return POSITIONS.register(kind, module)
 
 
 def positions_config_of(module: Positions) -> PositionsConfig:
@@ -92,14 +82,7 @@ def positions_config_of(module: Positions) -> PositionsConfig:
     >>> positions_config_of(ALiBi(8, learnable=True))
     ALiBiConfig(learnable=True)
     """
-    member = _BY_MODULE.get(type(module))
-    if member is None:
-        known = ", ".join(kind.__name__ for kind in _BY_MODULE)
-        raise OptionError(
-            f"positions_config_of takes one of {known}; got {type(module).__name__}: "
-            "register a PositionsConfig for it with polyhead.layers.positions.config.describes"
-        )
-    return member.of(module)
+    return POSITIONS.describe(module)
 
 
 @describes(Rotary, "rotary")

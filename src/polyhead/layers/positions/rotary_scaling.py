@@ -192,7 +192,6 @@ class Llama3Scaling(RotaryScaling):
     def frequencies(self, base: float, rotary_dim: int, device: torch.device, length: int | None) -> Tensor:
         unscaled = inverse_frequencies(base, rotary_dim, device)
         rotations = unscaled * (self.original_length / (2.0 * math.pi))
-        unscaled_share = ((rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(
-            0.0, 1.0
-        )
+        ramp = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        unscaled_share = ramp.clamp(0.0, 1.0)
         return unscaled * unscaled_share + unscaled / self.factor * (1.0 - unscaled_share)

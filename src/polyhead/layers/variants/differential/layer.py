@@ -237,12 +237,12 @@ def _concat_maps(maps: Sequence[AttentionOutput], output: Tensor) -> AttentionOu
     """Return `output` with the weights, statistics and log-sum-exp of both maps concatenated over heads."""
     first, second = maps
 
-    def both(name: str) -> Tensor | None:
-        pair = [x for x in (getattr(first, name), getattr(second, name)) if x is not None]
-        return torch.cat(pair, 1) if len(pair) == 2 else None
+    def both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+        return None if a is None or b is None else torch.cat((a, b), 1)
 
     statistics = None
     if first.statistics is not None and second.statistics is not None:
         pairs = zip(first.statistics.items(), second.statistics.items(), strict=True)
         statistics = RowStatistics(**{name: torch.cat((a, b), 1) for (name, a), (_, b) in pairs})
-    return AttentionOutput(output, both("logsumexp"), both("weights"), statistics, first.backend)
+    logsumexp, weights = both(first.logsumexp, second.logsumexp), both(first.weights, second.weights)
+    return AttentionOutput(output, logsumexp, weights, statistics, first.backend)
