@@ -26,7 +26,7 @@ from polyhead.surgery.selection.shrinker import Shrinker
 from polyhead.surgery.selection.uniform import UniformShrinker, uniform_layouts
 from polyhead.version import VERSION
 from polyhead.workflows.calibration_text import model_inputs
-from polyhead.workflows.edited_model import EditedModel
+from polyhead.workflows.edited_model import AttentionSwitch, EditedModel
 from polyhead.workflows.model_loading import Model, as_loaded
 from polyhead.workflows.objectives import objectives_of, weighting_of
 
@@ -179,11 +179,16 @@ def shrink(
             quality = report.measure()
         edits = shrinker.edits(removed)
         counted, size = shrinker.counted(removed), shrinker.size(removed)
+        attention, record = AttentionSwitch(loaded.model), None
+        if not preview:
+            record = apply(loaded.model, edits, compensation=GivenOutputs(outputs))
+            attention.to_polyhead_if_uneven()
         return ShrunkModel(
             loaded=loaded,
             edits=tuple(edits),
             preview=counted,
-            record=None if preview else apply(loaded.model, edits, compensation=GivenOutputs(outputs)),
+            record=record,
+            attention=attention,
             target=goal,
             measured=measured,
             tokens=parts.text.tokens,

@@ -18,8 +18,8 @@ from polyhead.observation.origins import IN_CONFIG
 from polyhead.sources.config_sizes import check_config, check_room
 from polyhead.sources.load_errors import describe_failure, quiet
 from polyhead.sources.models import check_kernels, find_class, read_weights
-from polyhead.surgery.adapters.attention_layer import AttentionLayer, key_map_of
-from polyhead.surgery.adapters.discovery import find_layers
+from polyhead.surgery.adapters.attention_layer import AttentionLayer
+from polyhead.surgery.adapters.discovery import find_layers, has_key_maps
 from polyhead.surgery.adapters.expected_model import fingerprint
 from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read_heads
 from polyhead.surgery.edits.applying import Changes, committed, origins_after
@@ -70,7 +70,7 @@ def load_saved(folder: Path, dtype: torch.dtype | None = None) -> Any:
             f"{actual}: they are damaged or another model's. If they were trained since, remove {MANIFEST} to load "
             "them as any model"
         )
-    if any(key_map_of(layer, layer.layout) for layer in find_layers(model) if layer.layout is not None):
+    if has_key_maps(model):
         set_attention(model, register())
     return model if dtype is None else _cast(model, dtype)
 
