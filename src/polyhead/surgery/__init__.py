@@ -28,7 +28,7 @@ from polyhead.surgery.kv_sharing.conversion import convert_groups
 from polyhead.surgery.kv_sharing.fused_heads import FuseHeads, fuse
 from polyhead.surgery.kv_sharing.shared_keys import ShareKeys, share
 from polyhead.surgery.kv_sharing.symmetries import change_key_basis, change_value_basis
-from polyhead.surgery.selection.orders import PruningOrder, choose_heads, pruning_order
+from polyhead.surgery.selection.criteria import PruningOrder, choose_heads, pruning_order
 from polyhead.surgery.storage.loading import load, load_record
 from polyhead.surgery.storage.saving import SavedModel, save
 from polyhead.surgery.storage.side_files import SideFiles

@@ -13,13 +13,17 @@ from polyhead.surgery.compensation.sequential import apply_in_order
 from polyhead.surgery.edits.applying import apply
 from polyhead.surgery.edits.head_edits import PruneHeads
 from polyhead.surgery.edits.preview import preview as count
-from polyhead.surgery.selection.criteria import orders_by
-from polyhead.surgery.selection.measurements import Evidence
-from polyhead.surgery.selection.orders import choose_heads
-from polyhead.workflows.calibration_text import BatchesWithProgress, CalibrationText
+from polyhead.surgery.selection.criteria import choose_heads, orders_by
+from polyhead.surgery.selection.evidence import Evidence
+from polyhead.workflows.calibration_text import (
+    BatchesWithProgress,
+    CalibrationText,
+    check_criterion,
+    objectives_of,
+    weighting_of,
+)
 from polyhead.workflows.edited_model import AttentionSwitch, EditedModel
 from polyhead.workflows.model_loading import Model, as_loaded
-from polyhead.workflows.objectives import check_criterion, objectives_of, weighting_of
 
 
 def prune(

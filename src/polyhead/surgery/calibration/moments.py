@@ -57,6 +57,17 @@ class OutputMoments:
         signature = other.signature if self.signature is None else self.signature
         return OutputMoments(self.count + other.count, self.total + total, self.products + products, signature)
 
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return the fields as tensors, to be stored."""
+        tensors = {"count": torch.tensor(self.count, dtype=torch.float64), "total": self.total}
+        tensors["products"] = self.products
+        return tensors if self.signature is None else {**tensors, "signature": self.signature}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> OutputMoments:
+        """Return the moments that `to_tensors` was called on."""
+        return cls(int(tensors["count"]), tensors["total"], tensors["products"], tensors.get("signature"))
+
     def compute(self, *, centred: bool) -> tuple[Tensor, Tensor]:
         """Return the mean and the second moment of the head outputs, or with `centred` their covariance, on the CPU."""
         if not self.count:

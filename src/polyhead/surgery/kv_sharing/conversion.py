@@ -23,7 +23,7 @@ from polyhead.surgery.calibration.key_transforms import KeyTransform, find_key_t
 from polyhead.surgery.calibration.streams import Streams
 from polyhead.surgery.calibration.temporary import evaluating
 from polyhead.surgery.compensation.least_squares import check_ridge, with_output
-from polyhead.surgery.compensation.targets import collect_targets
+from polyhead.surgery.compensation.sequential import collect_targets
 from polyhead.surgery.edits.applying import apply, changed
 from polyhead.surgery.edits.records import EditRecord
 from polyhead.surgery.kv_sharing.grouping import Groups, neighbours, similar_groups
@@ -175,6 +175,5 @@ def _convert(
         shared = refined(shared, sample, ridge=ridge, rounds=rounds)
         converted = Converted.of(model, layer, groups, shared)
     moments = collect_targets(model, layer, text, lending | dict(converted.parameters))
-    problem = moments.problem(shared, ridge, layer.path)
-    matrix, bias = problem.solve(range(shared.num_heads))
+    matrix, bias = moments.regression(shared, ridge, layer.path).solve(range(shared.num_heads))
     return Converted.of(model, layer, groups, with_output(shared, matrix, bias))

@@ -13,12 +13,13 @@ from polyhead.costs.measuring import runner
 from polyhead.errors import OptionError
 from polyhead.integrations.huggingface import register, set_attention
 from polyhead.surgery.edits.applying import apply
-from polyhead.surgery.selection.budgets import RemovedHeads, Target, Trials
+from polyhead.surgery.selection.budgets import Target
 from polyhead.surgery.selection.journal import Journal
+from polyhead.surgery.selection.shrinker import BaseShrinker, RemovedHeads
 
 
 def meet_measured_target(
-    trials: Trials,
+    shrinker: BaseShrinker,
     stages: Sequence[RemovedHeads],
     target: Target,
     batches: Sequence[Mapping[str, Any]],
@@ -32,7 +33,7 @@ def meet_measured_target(
     """
     ratio = 0.0
     for removed in stages:
-        (ratio,) = journal.numbers("times faster", partial(_timed, trials, removed, batches))
+        (ratio,) = journal.numbers("times faster", partial(_speedup, shrinker, removed, batches))
         progress(1)
         if ratio >= target.amount:
             return removed
@@ -42,16 +43,12 @@ def meet_measured_target(
     )
 
 
-def _timed(trials: Trials, removed: RemovedHeads, batches: Sequence[Mapping[str, Any]]) -> tuple[float]:
-    return (speedup(trials, removed, batches),)
-
-
-def speedup(trials: Trials, removed: RemovedHeads, batches: Sequence[Mapping[str, Any]]) -> float:
+def _speedup(shrinker: BaseShrinker, removed: RemovedHeads, batches: Sequence[Mapping[str, Any]]) -> tuple[float]:
     """Return the original model's time over the pruned model's, measured in alternation."""
     # Copies, since both run on polyhead's attention, which supports uneven groups; the model itself is not changed.
-    model: Any = trials.model
+    model: Any = shrinker.model
     original, pruned = (copy.deepcopy(model) for _ in range(2))
-    apply(pruned, trials.edits(removed))
+    apply(pruned, shrinker.edits(removed))
     for candidate in (original, pruned):
         set_attention(candidate, register())
     batch = max(batches, key=lambda inputs: inputs["input_ids"].numel())
@@ -61,4 +58,4 @@ def speedup(trials: Trials, removed: RemovedHeads, batches: Sequence[Mapping[str
             device=next(pruned.parameters()).device,
             alternations=7,
         )
-    return timings.median_ms("original") / timings.median_ms("pruned")
+    return (timings.median_ms("original") / timings.median_ms("pruned"),)
