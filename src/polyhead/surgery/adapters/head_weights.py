@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from polyhead.geometry import HeadLayout
 from polyhead.surgery.adapters.attention_layer import AttentionLayer, linear_axis
+from polyhead.surgery.adapters.projection_formats import Part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,6 +81,21 @@ class HeadWeights:
     def readers(self) -> list[list[int]]:
         """Query heads that read each KV head."""
         return [[head for head, kv in enumerate(self.key_heads) if kv == key] for key in range(self.key.shape[0])]
+
+    def augmented(self, part: Part) -> Tensor:
+        """Return the matrices of a part with the bias (or zeros) as an extra column, in float64."""
+        weight, bias = getattr(self, part), getattr(self, f"{part}_bias")
+        column = weight.new_zeros(weight.shape[:2]) if bias is None else bias
+        return torch.cat((weight, column[..., None]), -1).to(torch.float64)
+
+    def with_augmented(self, **parts: Tensor) -> HeadWeights:
+        """Return heads with these augmented matrices; the last column is dropped where there is no bias."""
+        changed: dict[str, Tensor | None] = {}
+        for part, matrices in parts.items():
+            changed[part] = matrices[..., :-1].to(getattr(self, part))
+            bias = getattr(self, f"{part}_bias")
+            changed[f"{part}_bias"] = None if bias is None else matrices[..., -1].to(bias)
+        return replace(self, **changed)  # type: ignore[arg-type]
 
     def select(self, heads: Sequence[int]) -> HeadWeights:
         """Return these query heads in this order, and the KV heads they read in order of their first reader."""

@@ -54,12 +54,6 @@ def centred(moments: Tensor) -> Tensor:
     return moments - torch.outer(mean, mean)
 
 
-def with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return matrices [heads, dim, width] with the bias (or zeros) as an extra column, in float64."""
-    column = weight.new_zeros(weight.shape[:2]) if bias is None else bias
-    return torch.cat((weight, column[..., None]), -1).to(torch.float64)
-
-
 def collect_inputs(
     model: nn.Module,
     layer: AttentionLayer,
