@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.surgery_quality.points import Point, Result, parse_native
 from benchmarks.surgery_quality.tasks import Split, Task
-from polyhead.surgery.calibration.sensitivity import token_weights
+from polyhead.surgery.calibration.moments import token_weights
 from polyhead.surgery.compensation.least_squares import (
     OutputProjection,
     OutputRegression,

@@ -1,13 +1,12 @@
 """Edit the heads of a trained model: describe, preview, apply and undo."""
 
 from polyhead.geometry import HeadOrigins
+from polyhead.sources.fingerprint import fingerprint
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers, head_origins
-from polyhead.surgery.adapters.expected_model import fingerprint
 from polyhead.surgery.adapters.head_weights import HeadWeights, read_heads
 from polyhead.surgery.calibration.key_transforms import KeyTransform, find_key_transforms
-from polyhead.surgery.calibration.moments import OutputMoments, collect_moments
-from polyhead.surgery.calibration.sensitivity import loss_weights
+from polyhead.surgery.calibration.moments import OutputMoments, collect_moments, loss_weights
 from polyhead.surgery.compensation.least_squares import OutputCompensation
 from polyhead.surgery.compensation.sequential import apply_in_order
 from polyhead.surgery.edits.applying import apply, take_shape, undo

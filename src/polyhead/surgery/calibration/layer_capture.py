@@ -1,9 +1,9 @@
-"""Capture the activations of one attention layer in a running model, up to its W_O."""
+"""Run a model with temporary changes, and capture the activations of one attention layer up to its W_O."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,28 @@ from polyhead.ops.attended import Attended
 from polyhead.ops.attention import attention
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.projection_formats import Part
+
+
+@contextmanager
+def swapped_parameters(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    """Swap in parameters of the same shapes within the context; restored on exit, also on errors."""
+    with ExitStack() as stack:
+        for name, value in parameters.items():
+            parameter = model.get_parameter(name)
+            stack.callback(setattr, parameter, "data", parameter.data)
+            parameter.data = value.to(parameter.device, parameter.dtype)
+        yield
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put the model into evaluation mode within the context."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 class StopForward(Exception):
@@ -79,14 +101,14 @@ class AttentionRecorder:
 
     name: str  # `AttentionLayer.site` of the layer
     attended: Attended | None = None
-    real: Tensor | None = None  # [batch or 1, queries], False for padding
+    non_padding: Tensor | None = None  # [batch or 1, queries]
 
     def empty(self, site: AttentionSite, device: torch.device) -> AttentionRecorder | None:
         return self if site.name == self.name else None
 
-    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> AttentionRecorder:
+    def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> AttentionRecorder:
         if self.attended is None:
-            self.attended, self.real = attended, real
+            self.attended, self.non_padding = attended, non_padding
         return self
 
     def merge(self, other: AttentionRecorder) -> AttentionRecorder:
@@ -125,8 +147,13 @@ def non_padding_mask(model: nn.Module, layer: AttentionLayer, batch: Mapping[str
 
 def unpadded_rows(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, Any], x: Tensor) -> Tensor:
     """Return the non-padding rows of x [batch, tokens, channels] as [rows, channels]."""
-    real = non_padding_mask(model, layer, batch, x)
+    non_padding = non_padding_mask(model, layer, batch, x)
     mask = batch.get("attention_mask")
-    if real is None and isinstance(mask, Tensor) and tuple(mask.shape) == tuple(x.shape[:-1]):
-        real = mask.to(x.device) != 0  # the source of a cross-attention
-    return x.flatten(0, -2) if real is None else x[real]
+    if non_padding is None and isinstance(mask, Tensor) and tuple(mask.shape) == tuple(x.shape[:-1]):
+        non_padding = mask.to(x.device) != 0  # the source of a cross-attention
+    return rows_of(x, non_padding)
+
+
+def rows_of(x: Tensor, non_padding: Tensor | None) -> Tensor:
+    """Return the rows of x [batch, tokens, channels] that a mask selects, or all, as [rows, channels]."""
+    return x.flatten(0, -2) if non_padding is None else x[non_padding]

@@ -18,8 +18,13 @@ from torch import Tensor, nn
 from polyhead.observation import observe
 from polyhead.ops.attended import Attended
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
-from polyhead.surgery.calibration.layer_capture import AttentionRecorder, LayerCapture, StopForward, capture_layer
-from polyhead.surgery.calibration.temporary import swapped_parameters
+from polyhead.surgery.calibration.layer_capture import (
+    AttentionRecorder,
+    LayerCapture,
+    StopForward,
+    capture_layer,
+    swapped_parameters,
+)
 
 MAX_CACHE_BYTES = 2 << 30  # of cached block outputs; for a longer text the model runs from the start
 
@@ -64,7 +69,7 @@ class AttentionCapture:
 
     capture: LayerCapture
     attended: Attended
-    real: Tensor | None  # [batch or 1, queries], False for padding
+    non_padding: Tensor | None  # [batch or 1, queries]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,7 +114,7 @@ class Piece:
             capture = self.capture(model, layer, lending=lending)
         if capture is None or recorder.attended is None:
             return None
-        return AttentionCapture(capture, recorder.attended, recorder.real)
+        return AttentionCapture(capture, recorder.attended, recorder.non_padding)
 
 
 @dataclass(eq=False)

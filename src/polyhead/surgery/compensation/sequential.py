@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError
+from polyhead.sources.fingerprint import fingerprint
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
-from polyhead.surgery.adapters.expected_model import check_expected, fingerprint
 from polyhead.surgery.adapters.head_weights import HeadWeights, read_heads
-from polyhead.surgery.calibration.layer_capture import StopForward, non_padding_mask, record_stream
+from polyhead.surgery.calibration.layer_capture import StopForward, evaluating, non_padding_mask, record_stream, rows_of
 from polyhead.surgery.calibration.moments import OutputMoments
 from polyhead.surgery.calibration.streams import Piece, Streams
-from polyhead.surgery.calibration.temporary import evaluating
 from polyhead.surgery.compensation.least_squares import (
     RIDGE,
     OutputProjection,
@@ -33,7 +32,7 @@ from polyhead.surgery.compensation.least_squares import (
     projection_parameters,
     remaining_heads,
 )
-from polyhead.surgery.edits.applying import apply, changed, edits_by_layer
+from polyhead.surgery.edits.applying import apply, changed, check_expected, edits_by_layer
 from polyhead.surgery.edits.head_edits import HeadEdit, checked_edits
 from polyhead.surgery.edits.records import EditRecord
 
@@ -133,7 +132,7 @@ def collect_targets(
         if has_stream and original.stream is not None and current.stream is not None:
             target = target + original.stream - current.stream
         mask = non_padding_mask(model, layer, piece.batch, current.heads)
-        rows, target = (x.flatten(0, -2) if mask is None else x[mask] for x in (current.heads, target))
+        rows, target = rows_of(current.heads, mask), rows_of(target, mask)
         token_weights = None
         if weights is not None:
             token_weights = weights[number].flatten() if mask is None else weights[number][mask]

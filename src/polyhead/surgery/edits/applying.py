@@ -18,6 +18,7 @@ from polyhead.integrations.huggingface.attention import KEY_HEADS
 from polyhead.integrations.huggingface.registration import NAME
 from polyhead.layers import MultiHeadAttention, MultiHeadConfig
 from polyhead.observation.origins import ATTRIBUTE, IN_CONFIG, config_entry
+from polyhead.sources.fingerprint import fingerprint
 from polyhead.surgery.adapters.attention_layer import (
     AttentionLayer,
     choose_layer,
@@ -27,7 +28,6 @@ from polyhead.surgery.adapters.attention_layer import (
     sizes_of,
 )
 from polyhead.surgery.adapters.discovery import find_layers
-from polyhead.surgery.adapters.expected_model import check_expected, fingerprint
 from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read_heads
 from polyhead.surgery.edits.head_edits import HeadEdit, checked_edits
 from polyhead.surgery.edits.records import EditRecord, LayerRecord
@@ -101,6 +101,12 @@ def apply(
         after = fingerprint(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
     return EditRecord(edits, before, after, tuple(records), config, tensors, shapes)
+
+
+def check_expected(expect: str | None, actual: str) -> None:
+    """Raise `OptionError` if the model's fingerprint is not the expected one; None accepts any."""
+    if expect is not None and expect != actual:
+        raise OptionError(f"these edits are for the model with fingerprint {expect}, got one with {actual}")
 
 
 def undo(model: nn.Module, record: EditRecord) -> None:

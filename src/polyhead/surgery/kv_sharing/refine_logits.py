@@ -69,8 +69,8 @@ def sample_logits(
 def _sample(heads: HeadWeights, form: KeyTransform, capture: AttentionCapture) -> LogitSample:
     attended, inputs = capture.attended, capture.capture.inputs
     weights = attention_weights(attended).float()
-    if capture.real is not None:
-        weights = weights * capture.real[:, None, :, None].to(weights)
+    if capture.non_padding is not None:
+        weights = weights * capture.non_padding[:, None, :, None].to(weights)
     readers = list(heads.key_heads)
     key = attended.key if attended.key.shape[1] == heads.num_heads else attended.key[:, readers]
     attended_by: dict[Side, Tensor] = {"query": attended.query.float(), "key": key.float()}

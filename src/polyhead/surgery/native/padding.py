@@ -40,8 +40,8 @@ class Padding:
     @property
     def repeated(self) -> int:
         """Number of duplicated KV heads."""
-        real = [key for key in self.key_heads if key is not None]
-        return len(real) - len(set(real))
+        sources = [key for key in self.key_heads if key is not None]
+        return len(sources) - len(set(sources))
 
     def pad(self, heads: HeadWeights) -> HeadWeights:
         """Return the padded heads. A zero head contributes nothing because its output matrix is zero."""

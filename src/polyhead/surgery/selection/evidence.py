@@ -17,8 +17,13 @@ from polyhead.errors import OptionError
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import HeadWeights, read_heads
-from polyhead.surgery.calibration.moments import OutputMoments, collect_moments
-from polyhead.surgery.calibration.sensitivity import Sensitivity, loss_sensitivities, weighed_moments
+from polyhead.surgery.calibration.moments import (
+    OutputMoments,
+    Sensitivity,
+    collect_moments,
+    loss_sensitivities,
+    weighed_moments,
+)
 from polyhead.surgery.compensation.least_squares import RIDGE
 from polyhead.surgery.selection.journal import Journal
 

@@ -16,11 +16,11 @@ from polyhead.geometry import HeadLayout
 from polyhead.integrations.huggingface.registration import register, set_attention
 from polyhead.observation.origins import IN_CONFIG
 from polyhead.sources.config_sizes import check_config, check_room
+from polyhead.sources.fingerprint import fingerprint
 from polyhead.sources.load_errors import describe_failure, quiet
 from polyhead.sources.models import check_kernels, find_class, read_weights
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers, has_key_maps
-from polyhead.surgery.adapters.expected_model import fingerprint
 from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read_heads
 from polyhead.surgery.edits.applying import Changes, committed, origins_after
 from polyhead.surgery.edits.records import EditRecord

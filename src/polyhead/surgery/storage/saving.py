@@ -18,11 +18,11 @@ from polyhead.errors import CheckpointError, OptionError
 from polyhead.files import in_one_line
 from polyhead.geometry import HeadOrigins
 from polyhead.observation.origins import IN_CONFIG, config_entry
+from polyhead.sources.fingerprint import fingerprint
 from polyhead.sources.load_errors import quiet
 from polyhead.sources.models import read_weights
 from polyhead.surgery.adapters.attention_layer import AttentionLayer, layer_origins
 from polyhead.surgery.adapters.discovery import find_layers
-from polyhead.surgery.adapters.expected_model import fingerprint
 from polyhead.surgery.edits.records import EditRecord
 from polyhead.surgery.native.configs import ConfigChange, join_changes
 from polyhead.surgery.native.fitting import NativeFit, fit_uniform, is_transformers_model
