@@ -8,9 +8,13 @@ from polyhead.errors import OptionError
 from polyhead.progress import ProgressCallback, Step, ignore_progress
 from polyhead.sources.text_contexts import TOKENS, Text
 from polyhead.surgery.edits.preview import preview as count
-from polyhead.surgery.kv_sharing.conversion import GROUPINGS, Grouping, convert_groups, layers_to_convert
-from polyhead.surgery.kv_sharing.grouping import neighbours
-from polyhead.surgery.kv_sharing.shared_keys import ShareKeys
+from polyhead.surgery.kv_sharing.conversion import (
+    GROUPINGS,
+    Grouping,
+    convert_groups,
+    layers_to_convert,
+    share_neighbours,
+)
 from polyhead.workflows.calibration_text import CalibrationText
 from polyhead.workflows.edited_model import AttentionSwitch, EditedModel
 from polyhead.workflows.model_loading import Model, as_loaded
@@ -50,11 +54,7 @@ def convert(
         raise OptionError(f"grouping must be one of {', '.join(GROUPINGS)}, got {grouping!r}")
     loaded = as_loaded(model, tokenizer, dtype="saved")
     layers = layers_to_convert(loaded.model, kv_heads, stack)
-    edits = tuple(
-        ShareKeys(layer.number, neighbours(layer.layout.num_kv_heads, kv_heads), stack=layer.stack)
-        for layer in layers
-        if layer.layout is not None
-    )
+    edits = tuple(share_neighbours(layer, kv_heads) for layer in layers)
     counted = count(loaded.model, edits)
     if preview:
         return EditedModel(loaded=loaded, edits=edits, preview=counted)

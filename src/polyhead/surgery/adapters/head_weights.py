@@ -36,23 +36,37 @@ class HeadWeights:
     made_of: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def blank(cls, layout: HeadLayout) -> HeadWeights:
-        """Return heads of this layout on the meta device, without biases; enough to trace edits."""
-
-        def rows(count: int, dim: int, width: int) -> Tensor:
-            return torch.empty(count, dim, width, device="meta")
-
+    def unedited(cls, layout: HeadLayout, **parts: Tensor | None) -> HeadWeights:
+        """Return heads with these parts, each its own origin."""
         heads = range(layout.num_heads)
         return cls(
-            query=rows(layout.num_heads, layout.head_dim, layout.embed_dim),
-            key=rows(layout.num_kv_heads, layout.head_dim, layout.key_input_dim),
-            value=rows(layout.num_kv_heads, layout.value_dim, layout.value_input_dim),
-            output=rows(layout.num_heads, layout.value_dim, layout.embed_dim),
-            **dict.fromkeys(("query_bias", "key_bias", "value_bias", "output_bias")),
+            **parts,  # type: ignore[arg-type]
             key_heads=tuple(layout.key_head(i) for i in heads),
             origins=tuple(heads),
             made_of=tuple((i,) for i in heads),
         )
+
+    @classmethod
+    def blank(cls, layout: HeadLayout, like: HeadWeights | None = None) -> HeadWeights:
+        """Return heads of this layout without values, with the biases and dtypes of other heads if passed.
+
+        By default they are on the meta device and have no biases; enough to trace edits.
+        """
+        sizes = {
+            "query": (layout.num_heads, layout.head_dim, layout.embed_dim),
+            "key": (layout.num_kv_heads, layout.head_dim, layout.key_input_dim),
+            "value": (layout.num_kv_heads, layout.value_dim, layout.value_input_dim),
+            "output": (layout.num_heads, layout.value_dim, layout.embed_dim),
+        }
+        if like is None:
+            parts = {part: torch.empty(size, device="meta") for part, size in sizes.items()}
+            return cls.unedited(layout, **parts, **dict.fromkeys(f"{part}_bias" for part in sizes))
+        parts = {part: getattr(like, part).new_empty(size) for part, size in sizes.items()}
+        biases = {f"{part}_bias": getattr(like, f"{part}_bias") for part in sizes}
+        for part in ("query", "key", "value"):
+            if (bias := biases[f"{part}_bias"]) is not None:
+                biases[f"{part}_bias"] = bias.new_empty(sizes[part][:2])
+        return cls.unedited(layout, **parts, **biases)
 
     @property
     def num_heads(self) -> int:
@@ -141,13 +155,7 @@ def read_heads(model: nn.Module, layer: AttentionLayer, device: torch.device | s
     by_row = weight if linear_axis(linear, outputs=False) == 0 else weight.T  # a row per input channel
     parts["output"] = by_row.reshape(layout.num_heads, layout.value_dim, -1).clone()
     parts["output_bias"] = None if bias is None else bias.clone()
-    heads = range(layout.num_heads)
-    return HeadWeights(
-        **parts,  # type: ignore[arg-type]
-        key_heads=tuple(layout.key_head(i) for i in heads),
-        origins=tuple(heads),
-        made_of=tuple((i,) for i in heads),
-    )
+    return HeadWeights.unedited(layout, **parts)
 
 
 def pack_heads(model: nn.Module, layer: AttentionLayer, heads: HeadWeights) -> dict[str, Tensor]:

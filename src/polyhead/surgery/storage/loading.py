@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +128,7 @@ def _read_uneven(folder: Path, manifest: Manifest) -> Any:
         layer = _known(layers, path, folder)
         if layer.layout != layout:
             layouts[path] = layout
-            blank = pack_heads(model, layer, _empty_heads(read_heads(model, layer, device="meta"), layout))
+            blank = pack_heads(model, layer, HeadWeights.blank(layout, read_heads(model, layer, device="meta")))
             for name, x in blank.items():
                 if name not in tensors or tensors[name].shape != x.shape:
                     raise _other_tensor(folder, name, tensors.get(name), x)
@@ -174,23 +173,6 @@ def _known(layers: dict[str, AttentionLayer], path: str, folder: Path) -> Attent
             f"{MANIFEST} in {folder} describes the heads of {path}, got {why}; is it another model's?"
         )
     return layer
-
-
-def _empty_heads(heads: HeadWeights, layout: HeadLayout) -> HeadWeights:
-    """Return uninitialised heads of this layout, with biases where `heads` has them."""
-    sizes = {
-        "query": (layout.num_heads, layout.head_dim),
-        "key": (layout.num_kv_heads, layout.head_dim),
-        "value": (layout.num_kv_heads, layout.value_dim),
-    }
-    parts: dict[str, Any] = {"output": heads.output.new_empty(layout.num_heads, *heads.output.shape[1:])}
-    for part, size in sizes.items():
-        for name in (part, f"{part}_bias"):
-            tensor: Tensor | None = getattr(heads, name)
-            parts[name] = None if tensor is None else tensor.new_empty(*size, *tensor.shape[2:])
-    key_heads = tuple(layout.key_head(head) for head in range(layout.num_heads))
-    made_of = tuple((head,) for head in range(layout.num_heads))
-    return replace(heads, **parts, key_heads=key_heads, origins=(None,) * layout.num_heads, made_of=made_of)
 
 
 def _cast(model: Any, dtype: torch.dtype) -> Any:
