@@ -40,9 +40,8 @@ from polyhead.surgery import (
 )
 from polyhead.surgery.adapters.head_weights import pack_heads
 from polyhead.surgery.calibration.input_moments import collect_inputs
-from polyhead.surgery.calibration.layer_capture import swapped_parameters
 from polyhead.surgery.calibration.moments import OutputMoments
-from polyhead.surgery.calibration.streams import Piece, Streams
+from polyhead.surgery.calibration.streams import Piece, Streams, swapped_parameters
 from polyhead.surgery.compensation.least_squares import OutputRegression
 from polyhead.surgery.compensation.sequential import collect_targets
 

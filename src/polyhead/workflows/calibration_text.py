@@ -57,6 +57,14 @@ class CalibrationText:
             return None
         return Fidelity(self.loaded.model, list(model_inputs(self.loaded, self.held_out)))
 
+    def evaluated(self, quality: Fidelity | None) -> dict[str, Any]:
+        """Return the fields of `EditedModel` about the held-out part, measured on the model as it is now."""
+        return {
+            "fidelity": None if quality is None else quality.measure(),
+            "held_out_tokens": sum(len(context.ids) for context in self.held_out),
+            "held_out_contexts": len(self.held_out),
+        }
+
 
 def model_inputs(loaded: LoadedModel, contexts: Sequence[Context]) -> Iterator[dict[str, Any]]:
     """Yield batches of contexts as keyword arguments of the model, on its device."""

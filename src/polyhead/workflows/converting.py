@@ -81,8 +81,6 @@ def convert(
         edits=record.edits,
         preview=counted,
         record=record,
-        fidelity=None if quality is None else quality.measure(),
-        held_out_tokens=sum(len(context.ids) for context in calibration.held_out),
-        held_out_contexts=len(calibration.held_out),
         attention=attention,
+        **calibration.evaluated(quality),
     )

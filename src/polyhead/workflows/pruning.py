@@ -95,16 +95,9 @@ def prune(
     else:
         record = apply(loaded.model, edits)
     attention.to_polyhead_if_uneven()
-    held_out = () if calibration is None else calibration.held_out
+    evaluation = {} if calibration is None else calibration.evaluated(quality)
     return EditedModel(
-        loaded=loaded,
-        edits=tuple(edits),
-        preview=counted,
-        record=record,
-        fidelity=None if quality is None else quality.measure(),
-        held_out_tokens=sum(len(context.ids) for context in held_out),
-        held_out_contexts=len(held_out),
-        attention=attention,
+        loaded=loaded, edits=tuple(edits), preview=counted, record=record, attention=attention, **evaluation
     )
 
 

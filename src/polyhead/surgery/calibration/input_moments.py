@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from polyhead.errors import OptionError
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.head_weights import HeadWeights
-from polyhead.surgery.calibration.layer_capture import unpadded_rows
 from polyhead.surgery.calibration.moments import OutputMoments
-from polyhead.surgery.calibration.streams import Piece
+from polyhead.surgery.calibration.streams import Piece, unpadded_rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,7 +19,7 @@ from polyhead.ops.attention.scaled_dot_product import without_cudnn
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import read_heads
-from polyhead.surgery.calibration.layer_capture import evaluating, non_padding_mask, rows_of
+from polyhead.surgery.calibration.streams import evaluating, non_padding_mask, rows_of
 
 Loss = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 EIGENVALUE_FLOOR = 1e-12  # eigenvalues below this share of the largest are treated as zero

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from polyhead.errors import OptionError
 from polyhead.surgery.adapters.attention_layer import AttentionLayer, linear_axis
 from polyhead.surgery.adapters.head_weights import HeadWeights, oriented, read_heads
-from polyhead.surgery.calibration.layer_capture import swapped_parameters
 from polyhead.surgery.calibration.moments import OutputMoments, output_signature, same_layer
+from polyhead.surgery.calibration.streams import swapped_parameters
 
 RIDGE = 1e-4
 

@@ -20,9 +20,16 @@ from polyhead.sources.fingerprint import fingerprint
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import HeadWeights, read_heads
-from polyhead.surgery.calibration.layer_capture import StopForward, evaluating, non_padding_mask, record_stream, rows_of
 from polyhead.surgery.calibration.moments import OutputMoments
-from polyhead.surgery.calibration.streams import Piece, Streams
+from polyhead.surgery.calibration.streams import (
+    Piece,
+    StopForward,
+    Streams,
+    evaluating,
+    non_padding_mask,
+    record_stream,
+    rows_of,
+)
 from polyhead.surgery.compensation.least_squares import (
     RIDGE,
     OutputProjection,

@@ -77,14 +77,16 @@ def apply(
     before = fingerprint(model)
     check_expected(expect, before)
     layers = find_layers(model)
-    parameters, layouts, origins = {}, {}, {}
+    parameters, layouts, origins, records = {}, {}, {}, []
     for layer, layer_edits in edits_by_layer(layers, edits):
-        original = read_heads(model, layer)
+        assert layer.layout is not None
+        original, origins_before = read_heads(model, layer), layer_origins(model, layer)
         heads = changed(layer, original, layer_edits)
-        origins[layer.path] = layer_origins(model, layer).then(heads.made_of)
+        origins[layer.path] = origins_before.then(heads.made_of)
         if compensation is not None:
             heads = compensation(layer.path, original, heads)
         layouts[layer.path] = heads.layout
+        records.append(LayerRecord(layer.path, layer.layout, heads.layout, origins_before))
         for name, tensor in pack_heads(model, layer, heads).items():
             if not torch.equal(tensor, model.get_parameter(name)):
                 parameters[name] = tensor
@@ -92,12 +94,7 @@ def apply(
     changes = Changes(parameters, layouts, config, origins)
     _check_config(layers, changes)
     tensors = {name: model.get_parameter(name).detach().cpu().clone() for name in parameters}
-    by_path = {layer.path: layer for layer in layers}
-    records = [
-        LayerRecord(path, _layout(by_path[path]), layout, layer_origins(model, by_path[path]))
-        for path, layout in layouts.items()
-    ]
-    with committed(model, by_path, changes):
+    with committed(model, {layer.path: layer for layer in layers}, changes):
         after = fingerprint(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
     return EditRecord(edits, before, after, tuple(records), config, tensors, shapes)
@@ -265,11 +262,6 @@ def _as_checkpoint_error() -> Iterator[None]:
             f"the parts of a record must fit each other, got one that does not: {in_one_line(error)}; the model is "
             "unchanged"
         ) from error
-
-
-def _layout(layer: AttentionLayer) -> HeadLayout:
-    assert layer.layout is not None
-    return layer.layout
 
 
 def _set(owner: Any, name: str, value: Any, back: ExitStack, *, remove: bool = False) -> None:

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.head_weights import HeadWeights, sum_over_readers
 from polyhead.surgery.calibration.key_transforms import KeyTransform
-from polyhead.surgery.calibration.layer_capture import attention_weights
-from polyhead.surgery.calibration.streams import AttentionCapture, Piece
+from polyhead.surgery.calibration.streams import AttentionCapture, Piece, attention_weights
 from polyhead.surgery.kv_sharing.conjugate_gradients import TINY, conjugate_gradients
 
 Side = Literal["query", "key"]

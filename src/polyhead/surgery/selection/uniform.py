@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +66,10 @@ def ranked_sets(
     regression = OutputRegression.of(moments, heads, ridge)
     sets = math.comb(len(groups), num_kv_heads) * math.prod(math.comb(len(group), size) for group in groups)
     if regression.scale == 0 or sets > MAX_SETS:
-        return [RankedSet(0.0, _greedy_set(moments, heads, groups, size, num_kv_heads, ridge, root))]
+        order = partial(pruning_order, moments, heads, ridge=ridge, root=root)
+        dropped_keys = order(together=groups).heads[: len(groups) - num_kv_heads]
+        pruned = {head for key in dropped_keys for head in groups[key]} | set(order(least=size).heads)
+        return [RankedSet(0.0, tuple(sorted(pruned)))]
     inverse = torch.cholesky_inverse(regression.factor(regression.channels(range(heads.num_heads))))
     matrix = in_metric(regression.matrix, root)
 
@@ -73,30 +77,12 @@ def ranked_sets(
         channels = regression.channels(pruned)
         return float((matrix[channels] * torch.linalg.solve(inverse[channels][:, channels], matrix[channels])).sum())
 
-    candidates = [
-        tuple(
-            head for head in range(heads.num_heads) if head not in {x for group_heads in remaining for x in group_heads}
-        )
-        for kept_groups in itertools.combinations(groups, num_kv_heads)
-        for remaining in itertools.product(*(itertools.combinations(group, size) for group in kept_groups))
-    ]
+    candidates = []
+    for kept_groups in itertools.combinations(groups, num_kv_heads):
+        for remaining in itertools.product(*(itertools.combinations(group, size) for group in kept_groups)):
+            kept = set(itertools.chain(*remaining))
+            candidates.append(tuple(head for head in range(heads.num_heads) if head not in kept))
     return sorted((RankedSet(cost(pruned) if pruned else 0.0, pruned) for pruned in candidates), key=lambda x: x.cost)
-
-
-def _greedy_set(
-    moments: OutputMoments,
-    heads: HeadWeights,
-    groups: list[list[int]],
-    size: int,
-    num_kv_heads: int,
-    ridge: float,
-    root: Tensor | None,
-) -> tuple[int, ...]:
-    order = pruning_order(moments, heads, ridge=ridge, root=root, together=groups)
-    dropped = order.heads[: len(groups) - num_kv_heads]
-    pruned = [head for key in dropped for head in groups[key]]
-    each = pruning_order(moments, heads, ridge=ridge, root=root, least=size)
-    return tuple(sorted({*pruned, *(head for head in each.heads if head not in pruned)}))
 
 
 def fits_native(model: nn.Module, removed: Mapping[str, Sequence[int]]) -> bool:
