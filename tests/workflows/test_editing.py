@@ -126,6 +126,14 @@ def test_uneven_groups_run_on_polyhead_attention_until_they_are_undone(place):
         assert torch.equal(model(ids).logits, expected)
 
 
+def test_a_model_restored_from_a_folder_has_the_default_attention(place, tmp_path):
+    edited = polyhead.prune(place / "llama", "0.1", compensate=False)
+    saved = edited.save(tmp_path / "uneven")
+    assert saved.form == "uneven"
+    assert polyhead.load(saved.folder).config._attn_implementation == "polyhead"
+    assert polyhead.undo(saved.folder).model.config._attn_implementation == "sdpa"
+
+
 def test_a_model_is_shrunk_to_a_target_and_the_curve_is_data(place, tmp_path):
     model = in_memory(place / "llama")
     options = {"context": 16, "tokens": 400}

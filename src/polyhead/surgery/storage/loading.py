@@ -53,8 +53,11 @@ def load_record(folder: str | os.PathLike[str]) -> EditRecord | None:
     return EditRecord.load(path) if path.is_file() else None
 
 
-def load_saved(folder: Path, dtype: torch.dtype | None = None) -> Any:
-    """Return the model that `save` wrote to a folder; None for other folders."""
+def load_saved(folder: Path, dtype: torch.dtype | None = None, *, switch_attention: bool = True) -> Any:
+    """Return the model that `save` wrote to a folder; None for other folders.
+
+    One with uneven groups is switched to polyhead's attention, unless it is not going to be run.
+    """
     manifest = Manifest.read(folder)
     if manifest is None:
         return None
@@ -69,7 +72,7 @@ def load_saved(folder: Path, dtype: torch.dtype | None = None) -> Any:
             f"{actual}: they are damaged or another model's. If they were trained since, remove {MANIFEST} to load "
             "them as any model"
         )
-    if has_key_maps(model):
+    if switch_attention and has_key_maps(model):
         set_attention(model, register())
     return model if dtype is None else _cast(model, dtype)
 
