@@ -23,7 +23,6 @@ from polyhead.surgery.edits.applying import apply
 from polyhead.surgery.selection.budgets import Size, Target, check_target
 from polyhead.surgery.selection.evidence import Evidence
 from polyhead.surgery.selection.journal import Journal
-from polyhead.surgery.selection.measured_speed import meet_measured_target
 from polyhead.surgery.selection.quality import Fidelity, Measurement, Perplexity, Quality
 from polyhead.surgery.selection.shrinker import BaseShrinker, CurvePoint, RemovedHeads, Shrinker
 from polyhead.surgery.selection.uniform import UniformShrinker, uniform_layouts
@@ -165,7 +164,7 @@ def shrink(
         if measured:
             stages = shrinker.stages()
             step = Step(progress, "Time the model with fewer and fewer heads", len(stages), "runs")
-            removed = meet_measured_target(shrinker, stages, goal, calibration, journal, progress=step.advance)
+            removed = shrinker.meet_measured_target(stages, goal, calibration, journal, progress=step.advance)
         gain = None
         if few is not None:
             removed, gain = _search(shrinker, goal, few, select, progress)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 
 from polyhead.costs import Workload
+from polyhead.costs.measuring import runner
 from polyhead.errors import OptionError
+from polyhead.integrations.huggingface import register, set_attention
 from polyhead.surgery.compensation.least_squares import (
     OutputProjection,
     OutputRegression,
     swapped_projections,
     unchanged_projections,
 )
+from polyhead.surgery.edits.applying import apply
 from polyhead.surgery.edits.head_edits import PruneHeads
 from polyhead.surgery.edits.preview import HeadCounts, Preview, preview
 from polyhead.surgery.selection.budgets import Size, Target, keeps_cache, other_flops
@@ -29,6 +34,7 @@ from polyhead.surgery.selection.criteria import (
     pruning_order,
 )
 from polyhead.surgery.selection.evidence import Evidence, Weighting
+from polyhead.surgery.selection.journal import Journal
 from polyhead.surgery.selection.quality import Measurement, Quality
 from polyhead.surgery.selection.search import TRIES, Measure, Projections, measured_orders, refined
 
@@ -204,6 +210,46 @@ class BaseShrinker(ABC):
         """Return the loss of the model with these output projections."""
         with swapped_projections(self.model, self.evidence.layers, projections):
             return quality.loss()
+
+    def meet_measured_target(
+        self,
+        stages: Sequence[RemovedHeads],
+        target: Target,
+        batches: Sequence[Mapping[str, Any]],
+        journal: Journal,
+        *,
+        progress: Callable[[int], object] = ignore_count,
+    ) -> RemovedHeads:
+        """Return the first of increasing sets of removed heads that reaches a speed target on this machine.
+
+        `progress` is called with 1 after every measurement.
+        """
+        ratio = 0.0
+        for removed in stages:
+            (ratio,) = journal.numbers("times faster", partial(self._measure_speedup, removed, batches))
+            progress(1)
+            if ratio >= target.amount:
+                return removed
+        raise OptionError(
+            f"the target must be at most {ratio:.2f}x-faster, measured here without all removable heads, got "
+            f"{target.amount:g}x-faster"
+        )
+
+    def _measure_speedup(self, removed: RemovedHeads, batches: Sequence[Mapping[str, Any]]) -> tuple[float]:
+        """Return the original model's time over the pruned model's, measured in alternation."""
+        # Copies, since both run on polyhead's attention, which supports uneven groups; the model itself is not changed.
+        original, pruned = (copy.deepcopy(self.model) for _ in range(2))
+        apply(pruned, self.edits(removed))
+        for candidate in (original, pruned):
+            set_attention(candidate, register())
+        batch = max(batches, key=lambda inputs: inputs["input_ids"].numel())
+        with torch.no_grad():
+            timings = runner.alternate(
+                {"original": lambda: original(**batch), "pruned": lambda: pruned(**batch)},
+                device=next(pruned.parameters()).device,
+                alternations=7,
+            )
+        return (timings.median_ms("original") / timings.median_ms("pruned"),)
 
     def searched(
         self,
