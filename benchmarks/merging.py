@@ -41,10 +41,9 @@ from polyhead.surgery import (
 from polyhead.surgery.adapters.head_weights import pack_heads
 from polyhead.surgery.calibration.input_moments import collect_inputs
 from polyhead.surgery.calibration.moments import OutputMoments
-from polyhead.surgery.calibration.streams import Piece, Streams
-from polyhead.surgery.calibration.temporary import swapped_parameters
-from polyhead.surgery.compensation.least_squares import Problem
-from polyhead.surgery.compensation.targets import collect_targets
+from polyhead.surgery.calibration.streams import Piece, Streams, swapped_parameters
+from polyhead.surgery.compensation.least_squares import OutputRegression
+from polyhead.surgery.compensation.sequential import collect_targets
 
 RIDGE = 1e-3
 PAIRS = 3
@@ -148,7 +147,7 @@ class Trial:
 
     def __post_init__(self) -> None:
         self.problem, self.held_problem = (
-            Problem.of(x, self.heads, RIDGE, self.layer.path) for x in (self.moments, self.held_moments)
+            OutputRegression.of(x, self.heads, RIDGE, self.layer.path) for x in (self.moments, self.held_moments)
         )
         self.order = pruning_order(self.moments, self.heads, ridge=RIDGE).heads
 
@@ -190,7 +189,7 @@ class Trial:
         spread = replace(self.heads, **held)
         lending = pack_heads(self.model, self.layer, spread)
         problems = (
-            collect_targets(self.model, self.layer, text, lending).problem(spread, RIDGE, self.layer.path)
+            collect_targets(self.model, self.layer, text, lending).regression(spread, RIDGE, self.layer.path)
             for text in (self.calibration, self.held_out)
         )
         return self._solved(spread, kept, *problems)
@@ -198,7 +197,9 @@ class Trial:
     def _without(self, gone: Sequence[int]) -> list[int]:
         return [head for head in range(self.heads.num_heads) if head not in gone]
 
-    def _solved(self, spread: HeadWeights, kept: list[int], problem: Problem, held_problem: Problem) -> Outcome:
+    def _solved(
+        self, spread: HeadWeights, kept: list[int], problem: OutputRegression, held_problem: OutputRegression
+    ) -> Outcome:
         matrix, bias = problem.solve(kept)
         output = torch.zeros_like(spread.output)
         output[kept] = matrix.unflatten(0, (len(kept), -1)).to(output)
@@ -212,7 +213,7 @@ class Trial:
         return Outcome(heads, calibrated, held_out)
 
 
-def _missing(problem: Problem, kept: list[int], matrix: Tensor, bias: Tensor, energy: float) -> float:
+def _missing(problem: OutputRegression, kept: list[int], matrix: Tensor, bias: Tensor, energy: float) -> float:
     """The mean square of what is missing, as a share of what is written (without its mean where there is a bias)."""
     at = problem.channels(kept)
     off = energy - 2 * float((matrix * problem.cross[at]).sum())

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.surgery_quality.tasks import Batch, Figure, Split
 from polyhead.errors import OptionError
-from polyhead.surgery.selection.measurements import Objectives
+from polyhead.surgery.selection.evidence import Objectives
 
 CONTEXT = 512
 CHOOSING_ROWS = 64

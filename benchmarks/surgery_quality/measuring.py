@@ -11,13 +11,16 @@ from torch import Tensor
 
 from benchmarks.surgery_quality.points import Point, Result, parse_native
 from benchmarks.surgery_quality.tasks import Split, Task
-from polyhead.surgery.calibration.sensitivity import token_weights
-from polyhead.surgery.compensation.least_squares import Problem
-from polyhead.surgery.compensation.masked_trial import Outputs, plain_outputs, with_outputs
+from polyhead.surgery.calibration.moments import token_weights
+from polyhead.surgery.compensation.least_squares import (
+    OutputProjection,
+    OutputRegression,
+    swapped_projections,
+    unchanged_projections,
+)
 from polyhead.surgery.compensation.sequential import solve_in_order
-from polyhead.surgery.selection.criteria import orders_by
-from polyhead.surgery.selection.measurements import Evidence, Weighting
-from polyhead.surgery.selection.orders import PruningOrder, choose_heads
+from polyhead.surgery.selection.criteria import PruningOrder, choose_heads, orders_by
+from polyhead.surgery.selection.evidence import Evidence, Weighting
 from polyhead.surgery.selection.search import TRIES, measured_orders, refined, refined_sets
 from polyhead.surgery.selection.uniform import fits_native, uniform_sets
 
@@ -59,7 +62,7 @@ class Bench:
         began = time.perf_counter()
         gone = self.choose(point)
         outputs = self.outputs(point, gone)
-        with with_outputs(self.task.model, self.evidence.layers, outputs):
+        with swapped_projections(self.task.model, self.evidence.layers, outputs):
             figures = {split: self.task.figures(split) for split in splits}
         form = "native" if fits_native(self.task.model, gone) else "own"
         seconds = round(time.perf_counter() - began, 2)
@@ -82,24 +85,23 @@ class Bench:
         measured = self._measured(point.criterion, point.weighting, point.seed)
         counts = {path: len(heads) for path, heads in choose_heads(measured, count).items()}
         self.report("moving heads between layers")
-        found = refined(
+        numbers, *_ = refined(
             counts,
             measured,
             lambda path, taken: self._once(path, orders[path].heads[:taken], point.weighting),
             self._loss,
             tries=self.tries,
         )
-        return {path: orders[path].heads[:taken] for path, taken in found.counts.items()}
+        return {path: orders[path].heads[:taken] for path, taken in numbers.items()}
 
-    def outputs(self, point: Point, gone: RemovedHeads) -> dict[str, Outputs]:
+    def outputs(self, point: Point, gone: RemovedHeads) -> dict[str, OutputProjection]:
         """Return the output matrices of the layers without those heads."""
         model = self.task.model
         if point.compensation == "no":
-            return plain_outputs(model, self.evidence.layers, gone)
+            return unchanged_projections(model, self.evidence.layers, gone)
         if point.compensation == "once":
             return {
-                path: Outputs.solved(self._problem(path, point.ridge, point.weighting), heads)
-                for path, heads in gone.items()
+                path: self._problem(path, point.ridge, point.weighting).without(heads) for path, heads in gone.items()
             }
         self.report("compensating layer by layer")
         weights = self._token_weights if point.weighting == "token" else None
@@ -116,9 +118,9 @@ class Bench:
         self.report(f"choosing by {criterion}")
         return orders_by(criterion, self.evidence, weighting=weighting, seed=seed)
 
-    def _problem(self, path: str, ridge: float, weighting: Weighting) -> Problem:
+    def _problem(self, path: str, ridge: float, weighting: Weighting) -> OutputRegression:
         moments = self.evidence.moments_for(weighting)
-        return Problem.of(moments[path], self.evidence.heads[path], ridge, path)
+        return OutputRegression.of(moments[path], self.evidence.heads[path], ridge, path)
 
     def _measured(self, criterion: str, weighting: Weighting, seed: int) -> dict[str, PruningOrder]:
         orders = self._orders(criterion, weighting, seed)
@@ -127,9 +129,9 @@ class Bench:
             orders, lambda path, taken: self._once(path, orders[path].heads[:taken], weighting), self._loss
         )
 
-    def _once(self, path: str, gone: tuple[int, ...], weighting: Weighting) -> Outputs:
-        return Outputs.solved(self._problem(path, 1e-3, weighting), gone)
+    def _once(self, path: str, gone: tuple[int, ...], weighting: Weighting) -> OutputProjection:
+        return self._problem(path, 1e-3, weighting).without(gone)
 
-    def _loss(self, outputs: Mapping[str, Outputs]) -> float:
-        with with_outputs(self.task.model, self.evidence.layers, outputs):
+    def _loss(self, outputs: Mapping[str, OutputProjection]) -> float:
+        with swapped_projections(self.task.model, self.evidence.layers, outputs):
             return self.task.loss()

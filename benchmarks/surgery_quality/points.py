@@ -12,8 +12,8 @@ from benchmarks.measuring.json_lines import read_lines
 from benchmarks.surgery_quality.tasks import Figure, Split
 from polyhead.errors import OptionError
 from polyhead.surgery.compensation.least_squares import RIDGE
-from polyhead.surgery.selection.criteria import CRITERIA
-from polyhead.surgery.selection.measurements import Weighting
+from polyhead.surgery.selection.criteria import CRITERIA, WEIGHTED
+from polyhead.surgery.selection.evidence import Weighting
 
 # "once" solves all layers on what the whole model feeds them; the others go in order, by what a layer should write.
 Compensation = Literal["no", "once", "layer", "output", "stream"]
@@ -106,8 +106,8 @@ def curves(shares: Iterable[float] = SHARES) -> list[Point]:
     """Every criterion at every share, with and without compensation; errors weighted and not, and the controls."""
     found = []
     for share in shares:
-        for name, criterion in CRITERIA.items():
-            for weighting in DRAWN if criterion.weighs else DRAWN[:1]:
+        for name in CRITERIA:
+            for weighting in DRAWN if name in WEIGHTED else DRAWN[:1]:
                 for seed in SEEDS if name == "random" else SEEDS[:1]:
                     for compensation in ("no", "once"):
                         found.append(Point(name, share, compensation, weighting, seed=seed))

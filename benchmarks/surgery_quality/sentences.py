@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks.surgery_quality.tasks import Batch, Figure, Split, spearman
 from polyhead.errors import OptionError
-from polyhead.surgery.selection.measurements import Objectives
+from polyhead.surgery.selection.evidence import Objectives
 
 LONGEST = 128
 SENTENCES = 4096  # to calibrate on, of the ten thousand that there are

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from polyhead.surgery.selection.measurements import Objectives
+from polyhead.surgery.selection.evidence import Objectives
 
 Split = Literal["choose", "report"]
 Batch = Mapping[str, Any]

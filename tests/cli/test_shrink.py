@@ -18,9 +18,8 @@ from benchmarks.surgery_quality.points import read_results
 from polyhead.cli import app
 from polyhead.cli.line_plot import line_plot
 from polyhead.surgery import find_layers
-from polyhead.surgery.selection.budgets import SearchResult
 from polyhead.surgery.selection.quality import Measurement
-from polyhead.surgery.selection.shrinker import Shrinker
+from polyhead.surgery.selection.shrinker import SearchResult, Shrinker
 from tests.inspection.small_models import model_folder, text_folder
 
 
@@ -125,17 +124,18 @@ def test_heads_are_moved_between_layers_by_what_is_measured(place, tmp_path, mon
     seen = {}  # what is found and what it is worth are the test's own from here on
 
     def searched(shrinker, target, quality, *, progress):
-        seen["rows"] = sum(len(batch["input_ids"]) for batch in quality._quality.batches)
+        seen["rows"] = sum(len(batch["input_ids"]) for batch in quality.batches)
         first = shrinker.meet_target(target)
         other = min(shrinker.evidence.layers, key=lambda path: len(first.get(path, ())))
         gone = {other: (0, 1)}
         return SearchResult(gone, first, 0.1, 0.2, 50)
 
     monkeypatch.setattr(Shrinker, "searched", searched)
-    measure_without = iter([Measurement(0.8, 0), Measurement(0.9, 0), Measurement(0.9, 0), Measurement(0.8, 0)])
+    # Of each run: before and after the search, and the result on the test set.
+    measured = iter([Measurement(x, 0) for x in (0.8, 0.9, 0.7, 0.9, 0.8, 0.7)])
     monkeypatch.setattr(Shrinker, "curve", lambda self, *x, **y: [])
     monkeypatch.setattr("polyhead.cli.shrink.show_curve", lambda *x: None)
-    monkeypatch.setattr(Shrinker, "measure_without", lambda self, gone, quality: next(measure_without))
+    monkeypatch.setattr(Shrinker, "measure", lambda self, projections, quality: next(measured))
     shown = invoke("shrink", place / "bert", *options, "--search", "--preview").stdout
     gained = "on the text that selects the compensation fidelity 0.9 instead of 0.8, original model 1"
     assert re.search(rf"Search, 50 measurements: [12] heads? moved between layers; {gained}", shown)

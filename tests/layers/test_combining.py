@@ -82,7 +82,7 @@ class Concatenates(HeadCombiner):
     def __init__(self, layout: HeadLayout) -> None:
         super().__init__()
         self.num_heads, self.value_dim = layout.num_heads, layout.value_dim
-        self.width = layout.num_heads * layout.value_dim
+        self.output_dim = layout.num_heads * layout.value_dim
 
     def forward(self, heads: Tensor) -> Tensor:
         return heads.flatten(2)

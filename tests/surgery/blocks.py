@@ -7,7 +7,7 @@ from torch import nn
 
 from polyhead.layers import MultiHeadAttention
 from polyhead.surgery import HeadWeights, OutputMoments, collect_moments, find_layers, read_heads
-from polyhead.surgery.compensation.least_squares import Problem
+from polyhead.surgery.compensation.least_squares import OutputRegression
 
 
 class Block(nn.Module):
@@ -49,14 +49,14 @@ def grouped(heads: int = 6, kv_heads: int = 3) -> Block:
     return Block(MultiHeadAttention(35, heads, num_kv_heads=kv_heads, head_dim=5, bias=False).double())
 
 
-def loss_without(problem: Problem, removed, root=None) -> float:
+def loss_without(problem: OutputRegression, removed, root=None) -> float:
     """Return the mean square error after compensation, solved directly, in a metric."""
     count = len(problem.mean) // problem.head_width
     kept = [head for head in range(count) if head not in removed]
     return loss_with(problem, kept, problem.solve(kept)[0], root)
 
 
-def loss_with(problem: Problem, kept, matrix: torch.Tensor, root=None) -> float:
+def loss_with(problem: OutputRegression, kept, matrix: torch.Tensor, root=None) -> float:
     """Return the mean square error if only these heads write, with this output matrix."""
     off = problem.matrix.clone()
     off[problem.channels(kept)] -= matrix

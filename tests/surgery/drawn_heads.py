@@ -7,7 +7,7 @@ from torch import Tensor
 
 from polyhead.layers import MultiHeadAttention
 from polyhead.surgery import HeadWeights, KeyTransform, find_layers, read_heads
-from polyhead.surgery.calibration.input_moments import InputMoments, with_bias
+from polyhead.surgery.calibration.input_moments import InputMoments
 from polyhead.surgery.calibration.moments import OutputMoments
 from polyhead.surgery.kv_sharing.symmetries import blocks
 
@@ -34,12 +34,12 @@ def root(moments: Tensor) -> Tensor:
 
 def products(heads: HeadWeights) -> Tensor:
     """Return the products of queries and keys, biases included: [heads, width + 1, width + 1]."""
-    query, key = with_bias(heads.query, heads.query_bias), with_bias(heads.key, heads.key_bias)
+    query, key = heads.augmented("query"), heads.augmented("key")
     return query.mT @ key[list(heads.key_heads)]
 
 
 def written(heads: HeadWeights) -> Tensor:
-    return with_bias(heads.value, heads.value_bias)[list(heads.key_heads)].mT @ heads.output
+    return heads.augmented("value")[list(heads.key_heads)].mT @ heads.output
 
 
 def conditioned(dim: int, seed: int, condition: float = 30.0) -> Tensor:

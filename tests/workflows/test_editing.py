@@ -90,6 +90,50 @@ def test_a_model_is_converted_to_one_kv_head_and_back(place, tmp_path):
     assert fingerprint(polyhead.load(tmp_path / "back")) == before
 
 
+def test_undo_restores_the_attention_that_a_converted_model_had(place):
+    model = in_memory(place / "llama")
+    model.set_attn_implementation("eager")
+    text, options = documents(place), {"tokenizer": tokenizer(), "context": 40}
+    edited = polyhead.convert(model, 1, text=text, **options)
+    assert model.config._attn_implementation == "polyhead"
+    edited.undo()
+    assert model.config._attn_implementation == "eager"
+    polyhead.convert(model, 1, text=text, **options)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(OptionError, match="every layer has 1 KV heads already"):
+        polyhead.convert(model, 1, text=text, **options)
+    assert model.config._attn_implementation == "sdpa"  # set by the user since
+
+
+def test_a_failed_conversion_leaves_the_attention_as_it_was(place):
+    model = in_memory(place / "llama")
+    with pytest.raises(OptionError, match="at least as many tokens"):
+        polyhead.convert(model, 1, text=documents(place)[:1], tokenizer=tokenizer(), context=16, tokens=16)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_uneven_groups_run_on_polyhead_attention_until_they_are_undone(place):
+    model, options = in_memory(place / "llama"), {"tokenizer": tokenizer(), "context": 40}
+    ids = torch.tensor([[5, 7, 11, 13]])
+    with torch.no_grad():
+        expected = model(ids).logits
+        edited = polyhead.prune(model, "0.1", text=documents(place), **options)
+        assert 0 < edited.fidelity.value < 1
+        assert model.config._attn_implementation == "polyhead"
+        assert not torch.equal(model(ids).logits, expected)
+        edited.undo()
+        assert model.config._attn_implementation == "sdpa"
+        assert torch.equal(model(ids).logits, expected)
+
+
+def test_a_model_restored_from_a_folder_has_the_default_attention(place, tmp_path):
+    edited = polyhead.prune(place / "llama", "0.1", compensate=False)
+    saved = edited.save(tmp_path / "uneven")
+    assert saved.form == "uneven"
+    assert polyhead.load(saved.folder).config._attn_implementation == "polyhead"
+    assert polyhead.undo(saved.folder).model.config._attn_implementation == "sdpa"
+
+
 def test_a_model_is_shrunk_to_a_target_and_the_curve_is_data(place, tmp_path):
     model = in_memory(place / "llama")
     options = {"context": 16, "tokens": 400}

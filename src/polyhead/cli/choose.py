@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from polyhead.cli.options import optional, wide_console
 from polyhead.cli.progress_bars import report_errors
 
 if TYPE_CHECKING:
@@ -20,29 +21,15 @@ T = TypeVar("T")
 
 def choose(
     parameters: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N", help="Maximum parameters of all attention layers, e.g. 500M or 1.5G.", show_default=False
-        ),
+        str | None, optional("Maximum parameters of all attention layers, e.g. 500M or 1.5G.", metavar="N")
     ] = None,
     cache: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BYTES", help="Maximum KV cache per token over all layers, e.g. 128KiB.", show_default=False
-        ),
+        str | None, optional("Maximum KV cache per token over all layers, e.g. 128KiB.", metavar="BYTES")
     ] = None,
     latency: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME",
-            help="Maximum predicted time of the phase, e.g. 20ms; requires --hardware.",
-            show_default=False,
-        ),
+        str | None, optional("Maximum predicted time of the phase, e.g. 20ms; requires --hardware.", metavar="TIME")
     ] = None,
-    d_model: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Width of the model. [default: try common widths]", show_default=False),
-    ] = None,
+    d_model: Annotated[int | None, optional("Width of the model. [default: try common widths]", metavar="N")] = None,
     layers: Annotated[int, typer.Option(metavar="N", help="Number of attention layers.")] = 32,
     context: Annotated[int, typer.Option(metavar="N", help="Tokens per sequence.")] = 4096,
     batch: Annotated[int, typer.Option(metavar="N", help="Sequences per batch.")] = 1,
@@ -50,23 +37,13 @@ def choose(
         str, typer.Option(metavar="training|prefill|decode", help="Phase whose time is limited and shown.")
     ] = "decode",
     dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Dtype of the layers. [default: bfloat16, or one that --hardware was calibrated in]",
-            show_default=False,
-        ),
+        str | None, optional("Dtype of the layers. [default: bfloat16, or one that --hardware was calibrated in]")
     ] = None,
     cache_dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Dtype of the KV cache, also int8 or float8_e4m3fn. [default: that of the layers]", show_default=False
-        ),
+        str | None, optional("Dtype of the KV cache, also int8 or float8_e4m3fn. [default: that of the layers]")
     ] = None,
     hardware: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FILE", help="Predict times for this calibrated machine or .json file.", show_default=False
-        ),
+        str | None, optional("Predict times for this calibrated machine or .json file.", metavar="NAME|FILE")
     ] = None,
     latents: Annotated[
         bool, typer.Option("--latents", help="Include multi-head latent attention (MLA), as in DeepSeek.")
@@ -81,8 +58,6 @@ def choose(
 
     Example: `polyhead choose --d-model 4096 --layers 32 --cache 128KiB`
     """
-    from rich.console import Console
-
     import polyhead
     from polyhead.costs.choosing import Budget
     from polyhead.costs.layout_warnings import explained
@@ -112,8 +87,7 @@ def choose(
     if as_json:
         typer.echo(json.dumps(_as_dict(choices), indent=2))
         return
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(width=120, highlight=False)
+    console = wide_console()
     timed = hardware is not None
     front = choices.found
     if front:

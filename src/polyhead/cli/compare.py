@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from polyhead.cli.options import optional
 from polyhead.cli.progress_bars import report_errors
 
 if TYPE_CHECKING:
@@ -21,9 +22,7 @@ def compare(
         typer.Argument(metavar="B", help="Another run folder, e.g. after training, after pruning, on another text."),
     ],
     most: Annotated[int, typer.Option(metavar="N", help="Maximum number of differences to show.")] = 20,
-    statistic: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Show only differences in this column.", show_default=False)
-    ] = None,
+    statistic: Annotated[str | None, optional("Show only differences in this column.", metavar="NAME")] = None,
 ) -> None:
     """Compare two inspections head by head.
 

@@ -22,7 +22,7 @@ from polyhead.cli.edit_options import (
     check_reading,
 )
 from polyhead.cli.edit_results import model_loader, show_edited, write_edited
-from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode
+from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode, optional
 from polyhead.cli.progress_bars import ProgressBars, report_errors
 
 
@@ -30,21 +30,16 @@ def convert(
     model: Model,
     kv_heads: Annotated[
         int,
-        typer.Option(
+        optional(
+            "KV heads per layer after the conversion; must divide the current number. 1: multi-query attention.",
             metavar="N",
-            help="KV heads per layer after the conversion; must divide the current number. 1: multi-query attention.",
-            show_default=False,
         ),
     ],
     output: Output = None,
     text: Text = None,
     field: Field = "text",
     grouping: Annotated[
-        str,
-        typer.Option(
-            metavar="similar|neighbours",
-            help="Merge KV heads that are similar, or neighbouring ones.",
-        ),
+        str, typer.Option(metavar="similar|neighbours", help="Merge KV heads that are similar, or neighbouring ones.")
     ] = "similar",
     rounds: Annotated[
         int,

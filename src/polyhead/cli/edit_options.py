@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from polyhead.cli.options import check_positive, check_text
+from polyhead.cli.options import check_positive, check_text, optional
 
 FORMS = ("uniform", "uneven", "padded")
 
@@ -20,19 +20,15 @@ Model = Annotated[
     ),
 ]
 Output = Annotated[
-    Path | None,
-    typer.Option(
-        "--output", "-o", metavar="FOLDER", help="Write the edited model to this new folder.", show_default=False
-    ),
+    Path | None, optional("Write the edited model to this new folder.", "--output", "-o", metavar="FOLDER")
 ]
 SavedForm = Annotated[
     str | None,
-    typer.Option(
-        metavar="|".join(FORMS),
-        help="Format of the saved model. uniform: equal heads in every layer, loads in plain transformers. padded: "
+    optional(
+        "Format of the saved model. uniform: equal heads in every layer, loads in plain transformers. padded: "
         "removed heads are zeros, loads in plain transformers, saves no time. uneven: loads with polyhead.load only. "
         "[default: uniform if possible, else uneven]",
-        show_default=False,
+        metavar="|".join(FORMS),
     ),
 ]
 Replace = Annotated[
@@ -41,46 +37,35 @@ Replace = Annotated[
 PreviewOnly = Annotated[bool, typer.Option("--preview", help="Show the effect on size and cost; write nothing.")]
 Stack = Annotated[
     str | None,
-    typer.Option(
+    optional(
+        "Stack of layers to edit, for models with several (encoder and decoder); an error lists the names.",
         metavar="NAME",
-        help="Stack of layers to edit, for models with several (encoder and decoder); an error lists the names.",
-        show_default=False,
     ),
 ]
 Text = Annotated[
     str | None,
-    typer.Option(
-        metavar="FILE|DIR|-",
-        help="Calibration text: .txt, .md, .jsonl or .parquet (also .gz), a folder of them, or - for standard input. "
+    optional(
+        "Calibration text: .txt, .md, .jsonl or .parquet (also .gz), a folder of them, or - for standard input. "
         "Use text like the model's inputs. [default: a short built-in text in English and Chinese]",
-        show_default=False,
+        metavar="FILE|DIR|-",
     ),
 ]
 Field = Annotated[str, typer.Option(help="Text field of .jsonl files, or text column of .parquet files.")]
 ContextLength = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        help="Tokens per context. [default: 512, or the model's maximum if smaller]",
-        show_default=False,
-    ),
+    int | None, optional("Tokens per context. [default: 512, or the model's maximum if smaller]", metavar="N")
 ]
 Tokens = Annotated[int, typer.Option(metavar="N", help="Maximum number of tokens to read from the text.")]
 ResumeIn = Annotated[
     Path | None,
-    typer.Option(
+    optional(
+        "Save progress in this folder; repeat the same command to continue an interrupted run.",
         "--resume",
         metavar="DIR",
-        help="Save progress in this folder; repeat the same command to continue an interrupted run.",
-        show_default=False,
     ),
 ]
 SavedDtype = Annotated[
     str | None,
-    typer.Option(
-        help="Dtype of the weights: float32, bfloat16 or float16. [default: as saved, so that undo is bit-exact]",
-        show_default=False,
-    ),
+    optional("Dtype of the weights: float32, bfloat16 or float16. [default: as saved, so that undo is bit-exact]"),
 ]
 
 

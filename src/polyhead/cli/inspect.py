@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from polyhead.cli.edit_options import ContextLength, Field
 from polyhead.cli.options import (
     AllowPickle,
     Device,
@@ -18,6 +19,7 @@ from polyhead.cli.options import (
     check_dtype,
     check_positive,
     check_text,
+    optional,
 )
 from polyhead.cli.progress_bars import ProgressBars, report_errors
 from polyhead.cli.report import check_page, write
@@ -54,35 +56,24 @@ def inspect(
     ] = None,
     text: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE|DIR|-",
-            help="Text to read: .txt, .md, .jsonl or .parquet (also .gz), a folder of them, or - for standard input. "
+        optional(
+            "Text to read: .txt, .md, .jsonl or .parquet (also .gz), a folder of them, or - for standard input. "
             "[default: a built-in text in English and Chinese]",
-            show_default=False,
+            metavar="FILE|DIR|-",
         ),
     ] = None,
-    field: Annotated[str, typer.Option(help="Text field of .jsonl files, or text column of .parquet files.")] = "text",
-    context: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Tokens per context. [default: 512, or the model's maximum if smaller]",
-            show_default=False,
-        ),
-    ] = None,
+    field: Field = "text",
+    context: ContextLength = None,
     tokens: Annotated[int, typer.Option(metavar="N", help="Maximum number of tokens to read.")] = 65_536,
     batch: Annotated[int, typer.Option(metavar="N", help="Maximum number of tokens per batch.")] = 4096,
-    layers: Annotated[
-        str | None, typer.Option(metavar="0,1,...", help="Inspect only these layers, from 0.", show_default=False)
-    ] = None,
+    layers: Annotated[str | None, optional("Inspect only these layers, from 0.", metavar="0,1,...")] = None,
     statistics: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME,...",
-            help="Compute only these statistics: entropy, normalized_entropy, confidence, max_logit, max_abs_logit, "
+        optional(
+            "Compute only these statistics: entropy, normalized_entropy, confidence, max_logit, max_abs_logit, "
             "mean_distance, mean_offset, mean_squared_distance, sink_mass, self_mass, previous_mass, next_mass, "
             "window_mass, learned_sink_mass.",
-            show_default=False,
+            metavar="NAME,...",
         ),
     ] = None,
     importance: Annotated[
@@ -109,27 +100,16 @@ def inspect(
         ),
     ] = False,
     save: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Save the table, similarity matrices and raw observations to this folder.",
-            show_default=False,
-        ),
+        Path | None, optional("Save the table, similarity matrices and raw observations to this folder.", metavar="DIR")
     ] = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Continue an interrupted run from its folder.", show_default=False),
-    ] = None,
+    resume: Annotated[Path | None, optional("Continue an interrupted run from its folder.", metavar="DIR")] = None,
     save_seconds: Annotated[
         float, typer.Option(metavar="SECONDS", help="Interval between saves to the run's folder, in seconds.")
     ] = 30.0,
     table: Annotated[
         bool, typer.Option("--table", help="Also print all values per head, and its most attended tokens.")
     ] = False,
-    html: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Also write a self-contained HTML report.", show_default=False),
-    ] = None,
+    html: Annotated[Path | None, optional("Also write a self-contained HTML report.", metavar="FILE")] = None,
     lang: Language = "en",
     device: Device = None,
     dtype: Dtype = None,

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from polyhead.cli.edit_options import Model, Output, PreviewOnly, Replace, SavedDtype, SavedForm, Stack, check_output
 from polyhead.cli.edit_results import model_loader, show_edited, write_edited
-from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode
+from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode, optional
 from polyhead.cli.progress_bars import ProgressBars, report_errors
 
 
@@ -16,11 +14,10 @@ def merge(
     model: Model,
     heads: Annotated[
         str,
-        typer.Option(
-            metavar="LAYER.HEAD+LAYER.HEAD,...",
-            help="Heads to merge into one, e.g. 1.3+1.7; separate several groups by commas. Numbers are those before "
+        optional(
+            "Heads to merge into one, e.g. 1.3+1.7; separate several groups by commas. Numbers are those before "
             "any merge.",
-            show_default=False,
+            metavar="LAYER.HEAD+LAYER.HEAD,...",
         ),
     ],
     output: Output = None,

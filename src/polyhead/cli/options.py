@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from polyhead.errors import OptionError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def optional(help: str, *names: str, metavar: str | None = None, **options: Any) -> Any:
+    """Return an option without a default; the help text says in brackets what its absence means."""
+    return typer.Option(*names, metavar=metavar, help=help, show_default=False, **options)
 
 
 def writable_file(file: Path | None) -> Path | None:
@@ -29,23 +37,25 @@ ResultFile = Annotated[
     typer.Option(metavar="FILE", help="Write the results to this JSON file, with all samples.", callback=writable_file),
 ]
 Language = Annotated[str, typer.Option(metavar="en|zh", help="Initial language of the page; readers can switch.")]
-Device = Annotated[
-    str | None, typer.Option(help="Device: cpu, cuda, cuda:1, ... [default: a GPU if available]", show_default=False)
-]
+Device = Annotated[str | None, optional("Device: cpu, cuda, cuda:1, ... [default: a GPU if available]")]
 Dtype = Annotated[
-    str | None,
-    typer.Option(
-        help="Dtype: float32, bfloat16 or float16. [default: float32 on a CPU, else bfloat16]", show_default=False
-    ),
+    str | None, optional("Dtype: float32, bfloat16 or float16. [default: float32 on a CPU, else bfloat16]")
 ]
 AllowPickle = Annotated[
     bool,
     typer.Option("--allow-pickle", help="Load pickled weights, which can run code. Use only with models you trust."),
 ]
 TrustRemoteCode = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", help="Run code shipped with the model. Use only with models you trust."),
+    bool, typer.Option("--trust-remote-code", help="Run code shipped with the model. Use only with models you trust.")
 ]
+
+
+def wide_console() -> Console:
+    """Return a console for tables: files and pipes have no width, and a fixed one keeps tables from wrapping."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(width=120, highlight=False)
 
 
 def check_language(lang: str) -> None:

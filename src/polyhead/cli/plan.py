@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from polyhead.cli.options import optional, wide_console
 from polyhead.cli.progress_bars import ProgressBars, report_errors
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from polyhead.costs.layouts.model_layout import ModelLayout
     from polyhead.costs.timing.machine import Machine
 
@@ -27,83 +26,46 @@ def plan(
             show_default=False,
         ),
     ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="JSON config, of Hugging Face or polyhead.", show_default=False),
-    ] = None,
-    d_model: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Width of the model; with --heads, instead of MODEL.", show_default=False),
-    ] = None,
-    heads: Annotated[int | None, typer.Option(metavar="N", help="Number of query heads.", show_default=False)] = None,
-    kv_heads: Annotated[
-        int | None, typer.Option(metavar="N", help="Number of KV heads. [default: that of --heads]", show_default=False)
-    ] = None,
-    head_dim: Annotated[
-        int | None, typer.Option(metavar="N", help="Width of a head. [default: d-model / heads]", show_default=False)
-    ] = None,
+    config: Annotated[Path | None, optional("JSON config, of Hugging Face or polyhead.", metavar="FILE")] = None,
+    d_model: Annotated[int | None, optional("Width of the model; with --heads, instead of MODEL.", metavar="N")] = None,
+    heads: Annotated[int | None, optional("Number of query heads.", metavar="N")] = None,
+    kv_heads: Annotated[int | None, optional("Number of KV heads. [default: that of --heads]", metavar="N")] = None,
+    head_dim: Annotated[int | None, optional("Width of a head. [default: d-model / heads]", metavar="N")] = None,
     layers: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Layers, with --d-model or a polyhead config. [default: 1]", show_default=False),
+        int | None, optional("Layers, with --d-model or a polyhead config. [default: 1]", metavar="N")
     ] = None,
     window: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Sliding window in tokens, with --d-model. [default: full attention]", show_default=False
-        ),
+        int | None, optional("Sliding window in tokens, with --d-model. [default: full attention]", metavar="N")
     ] = None,
     rotary: Annotated[bool, typer.Option("--rotary", help="Use rotary positions (RoPE), with --d-model.")] = False,
     causal: Annotated[
         bool | None,
-        typer.Option(
-            "--causal/--bidirectional",
-            help="Attention mask. [default: the model's; causal with --d-model]",
-            show_default=False,
-        ),
+        optional("Attention mask. [default: the model's; causal with --d-model]", "--causal/--bidirectional"),
     ] = None,
     batch: Annotated[int, typer.Option(metavar="N", help="Sequences per batch.")] = 1,
     context: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Tokens per sequence. [default: 4096, or the model's maximum if smaller]",
-            show_default=False,
-        ),
+        int | None, optional("Tokens per sequence. [default: 4096, or the model's maximum if smaller]", metavar="N")
     ] = None,
     beyond: Annotated[bool, typer.Option("--beyond", help="Allow a context longer than the model's maximum.")] = False,
     dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Dtype of the layers: bfloat16, float16, float32. [default: the model's, or bfloat16]",
-            show_default=False,
-        ),
+        str | None, optional("Dtype of the layers: bfloat16, float16, float32. [default: the model's, or bfloat16]")
     ] = None,
     cache_dtype: Annotated[
         str | None,
-        typer.Option(
-            help="Dtype of the KV cache, also int8 or float8_e4m3fn. [default: the model's, or that of the layers]",
-            show_default=False,
-        ),
+        optional("Dtype of the KV cache, also int8 or float8_e4m3fn. [default: the model's, or that of the layers]"),
     ] = None,
     phase: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PHASE,...", help="Phases to plan: training, prefill, decode. [default: all]", show_default=False
-        ),
+        str | None, optional("Phases to plan: training, prefill, decode. [default: all]", metavar="PHASE,...")
     ] = None,
     hardware: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FILE", help="Predict times for this calibrated machine or .json file.", show_default=False
-        ),
+        str | None, optional("Predict times for this calibrated machine or .json file.", metavar="NAME|FILE")
     ] = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure and save this machine first (minutes), and predict for it.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     output: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.html", help="Write a self-contained HTML page with plots.", show_default=False),
+        Path | None, optional("Write a self-contained HTML page with plots.", metavar="FILE.html")
     ] = None,
 ) -> None:
     """Estimate the cost of a model's attention: parameters, FLOPs, bytes moved, memory, KV cache, time.
@@ -150,7 +112,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps(result.to_dict(), indent=2))
     else:
-        draw(result, _console())
+        draw(result, wide_console())
     if written is not None:
         typer.echo(str(written), err=as_json)
 
@@ -243,11 +205,3 @@ def _check_output(output: Path | None) -> None:
     if output is not None:
         check_file(output, "--output")
         check_place(output)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    # Files and pipes have no width; a fixed one keeps tables from wrapping.
-    return console if console.is_terminal else Console(width=120, highlight=False)

@@ -24,23 +24,15 @@ from polyhead.cli.edit_options import (
     check_reading,
 )
 from polyhead.cli.edit_results import model_loader, show_edited, write_edited
-from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode
+from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode, optional
 from polyhead.cli.progress_bars import ProgressBars, report_errors
 
 
 def prune(
     model: Model,
-    heads: Annotated[
-        str | None,
-        typer.Option(metavar="LAYER.HEAD,...", help="Heads to remove, e.g. 0.3,1.7.", show_default=False),
-    ] = None,
+    heads: Annotated[str | None, optional("Heads to remove, e.g. 0.3,1.7.", metavar="LAYER.HEAD,...")] = None,
     share: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N%",
-            help="Remove this share of all heads, e.g. 30%, selected by --criterion.",
-            show_default=False,
-        ),
+        str | None, optional("Remove this share of all heads, e.g. 30%, selected by --criterion.", metavar="N%")
     ] = None,
     criterion: Annotated[
         str,

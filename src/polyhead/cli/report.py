@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polyhead.cli.options import Language, check_language
+from polyhead.cli.options import Language, check_language, optional
 from polyhead.cli.progress_bars import report_errors
 
 if TYPE_CHECKING:
@@ -19,19 +19,11 @@ NAME = "polyhead-report.html"
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder written by `polyhead inspect --save`.")],
     html: Annotated[
-        Path | None,
-        typer.Option(
-            "--html", metavar="FILE", help=f"Output file. [default: {NAME} in the run's folder]", show_default=False
-        ),
+        Path | None, optional(f"Output file. [default: {NAME} in the run's folder]", "--html", metavar="FILE")
     ] = None,
     lang: Language = "en",
     syntax: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Include the results of `polyhead syntax --output` for the same model.",
-            show_default=False,
-        ),
+        Path | None, optional("Include the results of `polyhead syntax --output` for the same model.", metavar="FILE")
     ] = None,
     show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:

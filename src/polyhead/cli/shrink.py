@@ -20,7 +20,7 @@ from polyhead.cli.edit_options import (
     check_reading,
 )
 from polyhead.cli.edit_results import model_loader, show_preview, write_edited
-from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode
+from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode, optional, wide_console
 from polyhead.cli.progress_bars import ProgressBars, report_errors
 from polyhead.cli.shrink_curve import show_curve
 
@@ -42,21 +42,19 @@ def shrink(
     ],
     text: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE|DIR|-",
-            help="Text like the model's inputs (required): .txt, .md, .jsonl or .parquet (also .gz), a folder of them, "
+        optional(
+            "Text like the model's inputs (required): .txt, .md, .jsonl or .parquet (also .gz), a folder of them, "
             "or - for standard input. The first 60% select heads, the next 20% the compensation, the last 20% are the "
             "test set.",
-            show_default=False,
+            metavar="FILE|DIR|-",
         ),
     ] = None,
     metric: Annotated[
         str | None,
-        typer.Option(
-            metavar="perplexity|fidelity",
-            help="Quality: perplexity (causal models), or fidelity, the mean cosine of final hidden states with those "
+        optional(
+            "Quality: perplexity (causal models), or fidelity, the mean cosine of final hidden states with those "
             "of the original. [default: perplexity for causal models, else fidelity]",
-            show_default=False,
+            metavar="perplexity|fidelity",
         ),
     ] = None,
     output: Output = None,
@@ -101,12 +99,9 @@ def shrink(
 
     Example: `polyhead shrink smollm2 --target 30%-heads --text corpus.txt --output small`
     """
-    from rich.console import Console
-
     import polyhead
 
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(width=120, highlight=False)
+    console = wide_console()
     with report_errors("shrink", resume), ProgressBars() as progress:
         check_output(output, form, preview=preview, replace=replace, source=model)
         check_reading(text, field, context, tokens)

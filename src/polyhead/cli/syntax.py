@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from polyhead.cli.edit_options import ResumeIn
-from polyhead.cli.options import AllowPickle, TrustRemoteCode, check_device
+from polyhead.cli.options import AllowPickle, TrustRemoteCode, check_device, wide_console
 from polyhead.cli.progress_bars import ProgressBars, report_errors
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from polyhead.analysis.shares import Shares
     from polyhead.analysis.syntax_tables import SyntaxTable
 
@@ -31,8 +29,7 @@ def syntax(
         ),
     ] = None,
     treebank: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Treebank in CoNLL-U format, .conllu or .conllu.gz (required)."),
+        Path | None, typer.Option(metavar="FILE", help="Treebank in CoNLL-U format, .conllu or .conllu.gz (required).")
     ] = None,
     sentences: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Read only the first N sentences. [default: all]")
@@ -121,7 +118,7 @@ def _show(table: SyntaxTable) -> None:
         drawn.add_column(name, justify="left" if index < 2 else "right", no_wrap=True)
     for cells, entry in zip(body, table.entries, strict=True):
         drawn.add_row(*cells, style={"better": "green", "worse": "dim"}.get(entry.verdict, ""))
-    _wide(console).print(drawn)
+    wide_console().print(drawn)
     console.print(f"\n{table.notes()}", soft_wrap=not console.is_terminal)
 
 
@@ -142,11 +139,4 @@ def _show_shares(shares: Shares) -> None:
             place = f"{entry.layer}.{entry.head}" + (f" (originally {entry.original_head})" if moved else "")
             drawn.add_row(circle, str(entry.words), place, f"{entry.share:.3f}", interval, f"{entry.expected:.3f}")
     console.print(f"\nThe {MOST_INSIDE} heads with the largest share of attention inside:")
-    _wide(console).print(drawn)
-
-
-def _wide(console: Console) -> Console:
-    """Return a console for tables: files and pipes have no width, and a fixed one keeps tables from wrapping."""
-    from rich.console import Console
-
-    return console if console.is_terminal else Console(width=120, highlight=False)
+    wide_console().print(drawn)

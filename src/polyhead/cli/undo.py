@@ -15,8 +15,7 @@ from polyhead.cli.progress_bars import ProgressBars, report_errors
 def undo(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of an edited model saved by polyhead.")],
     output: Annotated[
-        Path,
-        typer.Option("--output", "-o", metavar="FOLDER", help="Write the original model to this new folder."),
+        Path, typer.Option("--output", "-o", metavar="FOLDER", help="Write the original model to this new folder.")
     ],
     replace: Replace = False,
 ) -> None:

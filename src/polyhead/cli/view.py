@@ -20,6 +20,7 @@ from polyhead.cli.options import (
     check_language,
     check_positive,
     default_device,
+    optional,
 )
 
 if TYPE_CHECKING:
@@ -37,23 +38,13 @@ def view(
         ),
     ] = None,
     text: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="UTF-8 text to open with, or - for standard input.",
-            show_default=False,
-            allow_dash=True,
-        ),
+        Path | None, optional("UTF-8 text to open with, or - for standard input.", metavar="FILE", allow_dash=True)
     ] = None,
     port: Annotated[int, typer.Option(metavar="N", help="Port on localhost; 0 selects a free one.")] = 0,
     open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
     context: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help="Maximum tokens of a text. [default: the model's maximum, or what fits in memory]",
-            show_default=False,
-        ),
+        optional("Maximum tokens of a text. [default: the model's maximum, or what fits in memory]", metavar="N"),
     ] = None,
     cache: Annotated[int, typer.Option(metavar="MB", help="Size of the cache of computed tiles, in MB.")] = 256,
     lang: Language = "en",

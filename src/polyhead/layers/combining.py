@@ -13,17 +13,17 @@ from polyhead.geometry import HeadLayout
 class HeadCombiner(nn.Module, ABC):
     """Base class of modules that replace Concat(heads) before the output projection.
 
-    The layer passes it the gated head outputs; the layer's output projection then has `width` input channels. Each
+    The layer passes it the gated head outputs; the layer's output projection then has `output_dim` input channels. Each
     position is combined independently, so masks and caches are unaffected.
     """
 
     num_heads: int
     value_dim: int
-    width: int
+    output_dim: int
 
     @abstractmethod
     def forward(self, heads: Tensor) -> Tensor:
-        """Map heads [batch, queries, num_heads, value_dim] to [batch, queries, width]."""
+        """Map heads [batch, queries, num_heads, value_dim] to [batch, queries, output_dim]."""
 
     @abstractmethod
     def reset_parameters(self) -> None:

@@ -52,42 +52,40 @@ class Batch:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Batches:
     """Iterable of the padded batches of a stream of contexts; created by `batches`, recomputed by each iteration."""
 
-    def __init__(
-        self, contexts: Iterable[Context], pad_id: int, batch_tokens: int, side: Side, start: int, digest: str | None
-    ) -> None:
-        self._contexts = contexts
-        self._pad_id = pad_id
-        self._batch_tokens = batch_tokens
-        self._side = side
-        self._start = start
-        self._digest = digest
+    contexts: Iterable[Context]
+    pad_id: int
+    batch_tokens: int
+    side: Side
+    start: int
+    digest: str | None
 
     def __iter__(self) -> Iterator[Batch]:
         digest = hashlib.blake2b(digest_size=16)
         count = 0
-        for index, group in enumerate(_groups(self._contexts, self._batch_tokens)):
+        for index, group in enumerate(_groups(self.contexts, self.batch_tokens)):
             for context in group:
                 digest.update(f"{context.document},{context.piece},{context.ids};".encode())
             digest.update(b"|")
             count = index + 1
-            if count == self._start:
+            if count == self.start:
                 self._compare(digest.hexdigest())
-            if index >= self._start:
-                yield _pad(group, self._pad_id, self._side, index, digest.hexdigest())
-        if count < self._start:
+            if index >= self.start:
+                yield _pad(group, self.pad_id, self.side, index, digest.hexdigest())
+        if count < self.start:
             raise OptionError(
-                f"resuming after {self._start} batches needs the same text and contexts, got only {count} batches: "
+                f"resuming after {self.start} batches needs the same text and contexts, got only {count} batches: "
                 "the text or its splitting has changed"
             )
 
     def _compare(self, digest: str) -> None:
-        if self._digest is not None and digest != self._digest:
+        if self.digest is not None and digest != self.digest:
             raise OptionError(
                 f"a run can only be resumed with the text, tokenizer and batch size it was started with, got different "
-                f"batches before batch {self._start}: digest {digest}, not {self._digest}"
+                f"batches before batch {self.start}: digest {digest}, not {self.digest}"
             )
 
 

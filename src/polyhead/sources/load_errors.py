@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from polyhead.errors import CheckpointError, OptionError, PolyheadError
 from polyhead.files import in_one_line
@@ -23,31 +23,27 @@ def quiet(*, progress: bool) -> Iterator[None]:
     from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging
 
-    verbosity, bars, hub_verbosity = (
-        logging.get_verbosity(),
-        logging.is_progress_bar_enabled(),
-        hub_logging.get_verbosity(),
-    )
-    gguf_bar, conversion = gguf.tqdm, os.environ.get(_NO_CONVERSION)
-    logging.set_verbosity_error()
-    os.environ[_NO_CONVERSION] = "1"
-    if not progress:
-        hub_logging.set_verbosity_error()  # it logs every attempt to reach the hub
-        gguf.tqdm = logging.tqdm  # the one progress bar that ignores transformers' own setting
-        if bars:
-            logging.disable_progress_bar()
-    try:
+    with ExitStack() as restore:
+        restore.callback(logging.set_verbosity, logging.get_verbosity())
+        logging.set_verbosity_error()
+        restore.callback(_restore_variable, _NO_CONVERSION, os.environ.get(_NO_CONVERSION))
+        os.environ[_NO_CONVERSION] = "1"
+        if not progress:
+            restore.callback(hub_logging.set_verbosity, hub_logging.get_verbosity())
+            hub_logging.set_verbosity_error()  # it logs every attempt to reach the hub
+            restore.callback(setattr, gguf, "tqdm", gguf.tqdm)
+            gguf.tqdm = logging.tqdm  # the one progress bar that ignores transformers' own setting
+            if logging.is_progress_bar_enabled():
+                restore.callback(logging.enable_progress_bar)
+                logging.disable_progress_bar()
         yield
-    finally:
-        logging.set_verbosity(verbosity)
-        hub_logging.set_verbosity(hub_verbosity)
-        gguf.tqdm = gguf_bar
-        if bars and not progress:
-            logging.enable_progress_bar()
-        if conversion is None:
-            del os.environ[_NO_CONVERSION]
-        else:
-            os.environ[_NO_CONVERSION] = conversion
+
+
+def _restore_variable(name: str, value: str | None) -> None:
+    if value is None:
+        del os.environ[name]
+    else:
+        os.environ[name] = value
 
 
 @contextmanager

@@ -1,13 +1,12 @@
 """Edit the heads of a trained model: describe, preview, apply and undo."""
 
 from polyhead.geometry import HeadOrigins
+from polyhead.sources.fingerprint import fingerprint
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers, head_origins
-from polyhead.surgery.adapters.expected_model import fingerprint
 from polyhead.surgery.adapters.head_weights import HeadWeights, read_heads
 from polyhead.surgery.calibration.key_transforms import KeyTransform, find_key_transforms
-from polyhead.surgery.calibration.moments import OutputMoments, collect_moments
-from polyhead.surgery.calibration.sensitivity import loss_weights
+from polyhead.surgery.calibration.moments import OutputMoments, collect_moments, loss_weights
 from polyhead.surgery.compensation.least_squares import OutputCompensation
 from polyhead.surgery.compensation.sequential import apply_in_order
 from polyhead.surgery.edits.applying import apply, take_shape, undo
@@ -28,7 +27,7 @@ from polyhead.surgery.kv_sharing.conversion import convert_groups
 from polyhead.surgery.kv_sharing.fused_heads import FuseHeads, fuse
 from polyhead.surgery.kv_sharing.shared_keys import ShareKeys, share
 from polyhead.surgery.kv_sharing.symmetries import change_key_basis, change_value_basis
-from polyhead.surgery.selection.orders import PruningOrder, choose_heads, pruning_order
+from polyhead.surgery.selection.criteria import PruningOrder, choose_heads, pruning_order
 from polyhead.surgery.storage.loading import load, load_record
 from polyhead.surgery.storage.saving import SavedModel, save
 from polyhead.surgery.storage.side_files import SideFiles

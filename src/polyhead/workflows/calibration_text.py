@@ -1,4 +1,4 @@
-"""Calibration data of the editing workflows: a text split into contexts and batches, with a held-out part."""
+"""Calibration of the editing workflows: a text in contexts and batches, a held-out part, and objectives on it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from polyhead.analysis.importance.losses import Masked
+from polyhead.errors import OptionError
 from polyhead.progress import Step
 from polyhead.sources import Context, LoadedModel, batches
 from polyhead.sources.text_contexts import TOKENS, Text, TextContexts, read_contexts
-from polyhead.surgery.selection.quality import Fidelity
+from polyhead.surgery.selection.criteria import CRITERIA, WEIGHTED
+from polyhead.surgery.selection.evidence import Objectives, Weighting
+from polyhead.surgery.selection.quality import Fidelity, Probe, language_slope
 
 # From MIN_CONTEXTS contexts on, every HELD_OUT_EVERY-th is held out for evaluation, up to MAX_HELD_OUT_TOKENS tokens.
 MIN_CONTEXTS, HELD_OUT_EVERY, MAX_HELD_OUT_TOKENS = 10, 5, 8192
@@ -53,6 +57,14 @@ class CalibrationText:
             return None
         return Fidelity(self.loaded.model, list(model_inputs(self.loaded, self.held_out)))
 
+    def evaluated(self, quality: Fidelity | None) -> dict[str, Any]:
+        """Return the fields of `EditedModel` about the held-out part, measured on the model as it is now."""
+        return {
+            "fidelity": None if quality is None else quality.measure(),
+            "held_out_tokens": sum(len(context.ids) for context in self.held_out),
+            "held_out_contexts": len(self.held_out),
+        }
+
 
 def model_inputs(loaded: LoadedModel, contexts: Sequence[Context]) -> Iterator[dict[str, Any]]:
     """Yield batches of contexts as keyword arguments of the model, on its device."""
@@ -84,3 +96,25 @@ class BatchesWithProgress(Sequence[Mapping[str, Any]]):
         for batch in self._batches:
             yield batch
             self._step.advance()
+
+
+def objectives_of(loaded: LoadedModel) -> Objectives:
+    """Return the objective of a model: its token loss (causal or masked), else fidelity of its representations."""
+    if loaded.kind == "causal":
+        return Objectives(slope=language_slope, ablated="language", gradient="language", slopes=8, ablations=1)
+    if loaded.kind == "masked":
+        loss = Masked(loaded.tokenizer.mask_token_id)
+        return Objectives(slope=Probe(), ablated=loss, gradient=loss, slopes=8, ablations=1)
+    return Objectives(slope=Probe(), ablated="representation", slopes=8, ablations=1)
+
+
+def weighting_of(criterion: str) -> Weighting:
+    """Return per-token weighting by the loss for criteria that support weights, else none; raises on unknown ones."""
+    check_criterion(criterion)
+    return "token" if criterion in WEIGHTED else "none"
+
+
+def check_criterion(criterion: str) -> None:
+    """Raise if there is no such criterion."""
+    if criterion not in CRITERIA:
+        raise OptionError(f"criterion must be one of {', '.join(CRITERIA)}, got {criterion!r}")

@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from polyhead.errors import OptionError
-from polyhead.integrations.huggingface import register, set_attention
 from polyhead.progress import ProgressCallback, Step, ignore_progress
 from polyhead.sources.text_contexts import TOKENS, Text
 from polyhead.surgery.edits.preview import preview as count
-from polyhead.surgery.kv_sharing.conversion import GROUPINGS, Grouping, convert_groups, layers_to_convert
-from polyhead.surgery.kv_sharing.grouping import neighbours
-from polyhead.surgery.kv_sharing.shared_keys import ShareKeys
+from polyhead.surgery.kv_sharing.conversion import (
+    GROUPINGS,
+    Grouping,
+    convert_groups,
+    layers_to_convert,
+    share_neighbours,
+)
 from polyhead.workflows.calibration_text import CalibrationText
-from polyhead.workflows.edited_model import EditedModel
+from polyhead.workflows.edited_model import AttentionSwitch, EditedModel
 from polyhead.workflows.model_loading import Model, as_loaded
 
 
@@ -51,33 +54,33 @@ def convert(
         raise OptionError(f"grouping must be one of {', '.join(GROUPINGS)}, got {grouping!r}")
     loaded = as_loaded(model, tokenizer, dtype="saved")
     layers = layers_to_convert(loaded.model, kv_heads, stack)
-    edits = tuple(
-        ShareKeys(layer.number, neighbours(layer.layout.num_kv_heads, kv_heads), stack=layer.stack)
-        for layer in layers
-        if layer.layout is not None
-    )
+    edits = tuple(share_neighbours(layer, kv_heads) for layer in layers)
     counted = count(loaded.model, edits)
     if preview:
         return EditedModel(loaded=loaded, edits=edits, preview=counted)
     calibration = CalibrationText.of(loaded, text, field=field, context=context, tokens=tokens)
-    set_attention(loaded.model, register())
-    quality = calibration.fidelity()
-    step = Step(progress, "Merge KV heads, layer by layer", len(layers), "layers")
-    record = convert_groups(
-        loaded.model,
-        kv_heads,
-        calibration.batches,
-        stack=stack,
-        grouping=grouping,
-        rounds=rounds,
-        progress=lambda *_: step.advance(),
-    )
+    attention = AttentionSwitch(loaded.model)
+    attention.to_polyhead()
+    try:
+        quality = calibration.fidelity()
+        step = Step(progress, "Merge KV heads, layer by layer", len(layers), "layers")
+        record = convert_groups(
+            loaded.model,
+            kv_heads,
+            calibration.batches,
+            stack=stack,
+            grouping=grouping,
+            rounds=rounds,
+            progress=lambda *_: step.advance(),
+        )
+    except BaseException:
+        attention.restore()
+        raise
     return EditedModel(
         loaded=loaded,
         edits=record.edits,
         preview=counted,
         record=record,
-        fidelity=None if quality is None else quality.measure(),
-        held_out_tokens=sum(len(context.ids) for context in calibration.held_out),
-        held_out_contexts=len(calibration.held_out),
+        attention=attention,
+        **calibration.evaluated(quality),
     )

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from polyhead.errors import OptionError
+from polyhead.integrations.huggingface import NAME, register, set_attention
 from polyhead.sources.models import LoadedModel
+from polyhead.surgery.adapters.discovery import has_key_maps
 from polyhead.surgery.edits.applying import undo
 from polyhead.surgery.edits.head_edits import HeadEdit
 from polyhead.surgery.edits.preview import Preview
 from polyhead.surgery.edits.records import EditRecord, join_records
+from polyhead.surgery.native.configs import configs_of
 from polyhead.surgery.selection.quality import Measurement
 from polyhead.surgery.storage.loading import load_record
 from polyhead.surgery.storage.manifest import Form
@@ -21,13 +24,40 @@ from polyhead.surgery.storage.saving import SavedModel, save
 from polyhead.surgery.storage.side_files import SideFiles
 
 
+class AttentionSwitch:
+    """The attention implementations that a model has before an edit, to be restored when the edit is undone."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        configs = [getattr(module, "config", None) for module in model.modules()]
+        every = [config for outer in configs if hasattr(outer, "sub_configs") for _, config in configs_of(outer)]
+        # The private attribute: the public setter also changes other configs.
+        self._before = [(config, config._attn_implementation_internal) for config in every]
+
+    def to_polyhead(self) -> None:
+        """Switch the model to polyhead's attention."""
+        set_attention(self._model, register())
+
+    def to_polyhead_if_uneven(self) -> None:
+        """Switch the model to polyhead's attention if an edit made groups of query heads that no other supports."""
+        if has_key_maps(self._model):
+            self.to_polyhead()
+
+    def restore(self) -> None:
+        """Restore the implementations, except those that the user has changed since the switch."""
+        for config, implementation in self._before:
+            if config._attn_implementation_internal == NAME:
+                config._attn_implementation_internal = implementation
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EditedModel:
     """A model with edited heads: `loaded.model` itself, edited in place.
 
-    `preview` counts heads, parameters, FLOPs and cache before and after. `fidelity` is the mean cosine of the final
-    hidden states with those of the original, on `held_out_tokens` tokens that did not calibrate the edit; None if it
-    was not measured. With `preview=True` the model is not edited, and `record` is None.
+    A converted model, and one with uneven groups, runs on polyhead's attention until `undo`. `preview` counts heads,
+    parameters, FLOPs and cache before and after. `fidelity` is the mean cosine of the final hidden states with those of
+    the original, on `held_out_tokens` tokens that did not calibrate the edit; None if it was not measured. With
+    `preview=True` the model is not edited, and `record` is None.
     """
 
     loaded: LoadedModel
@@ -37,6 +67,7 @@ class EditedModel:
     fidelity: Measurement | None = None
     held_out_tokens: int = 0
     held_out_contexts: int = 0
+    attention: AttentionSwitch | None = None
 
     @property
     def model(self) -> Any:
@@ -55,8 +86,10 @@ class EditedModel:
         return save(self.model, folder, form=form, record=record, tokenizer=side_files, replace=replace)
 
     def undo(self) -> None:
-        """Revert the edits in place, bit for bit."""
+        """Revert the edits in place, bit for bit, and restore the attention implementation."""
         undo(self.model, self._record())
+        if self.attention is not None:
+            self.attention.restore()
 
     @property
     def undoes_all(self) -> bool:

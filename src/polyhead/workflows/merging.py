@@ -9,7 +9,7 @@ from polyhead.geometry import HeadId
 from polyhead.surgery.edits.applying import apply
 from polyhead.surgery.edits.head_edits import MergeHeads
 from polyhead.surgery.edits.preview import preview as count
-from polyhead.workflows.edited_model import EditedModel
+from polyhead.workflows.edited_model import AttentionSwitch, EditedModel
 from polyhead.workflows.model_loading import Model, as_loaded
 
 Groups = str | Iterable[Sequence[HeadId | tuple[int, int]]]
@@ -30,8 +30,12 @@ def merge(model: Model, heads: Groups, *, preview: bool = False, stack: str | No
     edits = merge_edits(heads, stack)
     loaded = as_loaded(model, dtype="saved")
     counted = count(loaded.model, edits)
-    record = None if preview else apply(loaded.model, edits)
-    return EditedModel(loaded=loaded, edits=tuple(edits), preview=counted, record=record)
+    if preview:
+        return EditedModel(loaded=loaded, edits=tuple(edits), preview=counted)
+    attention = AttentionSwitch(loaded.model)
+    record = apply(loaded.model, edits)
+    attention.to_polyhead_if_uneven()
+    return EditedModel(loaded=loaded, edits=tuple(edits), preview=counted, record=record, attention=attention)
 
 
 def merge_edits(heads: Groups, stack: str | None = None) -> list[MergeHeads]:

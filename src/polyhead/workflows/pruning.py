@@ -13,13 +13,17 @@ from polyhead.surgery.compensation.sequential import apply_in_order
 from polyhead.surgery.edits.applying import apply
 from polyhead.surgery.edits.head_edits import PruneHeads
 from polyhead.surgery.edits.preview import preview as count
-from polyhead.surgery.selection.criteria import orders_by
-from polyhead.surgery.selection.measurements import Evidence
-from polyhead.surgery.selection.orders import choose_heads
-from polyhead.workflows.calibration_text import BatchesWithProgress, CalibrationText
-from polyhead.workflows.edited_model import EditedModel
+from polyhead.surgery.selection.criteria import choose_heads, orders_by
+from polyhead.surgery.selection.evidence import Evidence
+from polyhead.workflows.calibration_text import (
+    BatchesWithProgress,
+    CalibrationText,
+    check_criterion,
+    objectives_of,
+    weighting_of,
+)
+from polyhead.workflows.edited_model import AttentionSwitch, EditedModel
 from polyhead.workflows.model_loading import Model, as_loaded
-from polyhead.workflows.objectives import check_criterion, objectives_of, weighting_of
 
 
 def prune(
@@ -83,21 +87,17 @@ def prune(
     if preview:
         return EditedModel(loaded=loaded, edits=tuple(edits), preview=counted)
     quality = None if calibration is None else calibration.fidelity()
+    attention = AttentionSwitch(loaded.model)
     if compensate:
         assert calibration is not None
         step = Step(progress, "Compensate layer by layer", len({(x.stack, x.layer) for x in edits}), "layers")
         record = apply_in_order(loaded.model, edits, calibration.batches, progress=lambda *_: step.advance())
     else:
         record = apply(loaded.model, edits)
-    held_out = () if calibration is None else calibration.held_out
+    attention.to_polyhead_if_uneven()
+    evaluation = {} if calibration is None else calibration.evaluated(quality)
     return EditedModel(
-        loaded=loaded,
-        edits=tuple(edits),
-        preview=counted,
-        record=record,
-        fidelity=None if quality is None else quality.measure(),
-        held_out_tokens=sum(len(context.ids) for context in held_out),
-        held_out_contexts=len(held_out),
+        loaded=loaded, edits=tuple(edits), preview=counted, record=record, attention=attention, **evaluation
     )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+
+from torch import Tensor
 
 from polyhead.errors import OptionError
 from polyhead.observation.run_folder import lock_folder
@@ -15,20 +17,19 @@ from polyhead.progress import Progress, ProgressCallback, Step, ignore_progress
 from polyhead.sources import Context, LoadedModel
 from polyhead.sources.fingerprint import model_digest
 from polyhead.sources.text_contexts import TOKENS, Text, TextContexts, read_contexts
-from polyhead.surgery.compensation.masked_trial import GivenOutputs, Outputs, with_outputs
-from polyhead.surgery.compensation.sequential import AIMS, solve_in_order
+from polyhead.surgery.compensation.least_squares import OutputProjection, PrecomputedProjections
+from polyhead.surgery.compensation.sequential import AIMS, Aim, solve_in_order
 from polyhead.surgery.edits.applying import apply
-from polyhead.surgery.selection.budgets import CurvePoint, RemovedHeads, Size, Target, Trials, check_target
-from polyhead.surgery.selection.journal import Journal, JournaledEvidence, JournaledQuality
-from polyhead.surgery.selection.measured_speed import meet_measured_target
+from polyhead.surgery.selection.budgets import Size, Target, check_target
+from polyhead.surgery.selection.evidence import Evidence
+from polyhead.surgery.selection.journal import Journal
 from polyhead.surgery.selection.quality import Fidelity, Measurement, Perplexity, Quality
-from polyhead.surgery.selection.shrinker import Shrinker
+from polyhead.surgery.selection.shrinker import BaseShrinker, CurvePoint, RemovedHeads, Shrinker
 from polyhead.surgery.selection.uniform import UniformShrinker, uniform_layouts
 from polyhead.version import VERSION
-from polyhead.workflows.calibration_text import model_inputs
-from polyhead.workflows.edited_model import EditedModel
+from polyhead.workflows.calibration_text import model_inputs, objectives_of, weighting_of
+from polyhead.workflows.edited_model import AttentionSwitch, EditedModel
 from polyhead.workflows.model_loading import Model, as_loaded
-from polyhead.workflows.objectives import objectives_of, weighting_of
 
 METRICS = ("perplexity", "fidelity")
 SPLITS = (0.6, 0.8)  # ends of the text that selects heads, and of the text that selects the compensation
@@ -125,9 +126,7 @@ def shrink(
     goal = target if isinstance(target, Target) else Target.parse(target)
     _check(text, metric, goal, criterion, uniform=uniform, measured=measured, search=search)
     weighting = weighting_of(criterion)
-    with ExitStack() as stack:
-        if resume is not None:
-            stack.enter_context(lock_folder(resume))
+    with nullcontext() if resume is None else lock_folder(resume):
         loaded = as_loaded(model, tokenizer, dtype="saved")
         check_target(goal, loaded.model)
         layouts = None
@@ -137,26 +136,21 @@ def shrink(
         parts = _Parts.of(read_contexts(loaded, text, field=field, context=context, tokens=tokens, purpose="shrinking"))
         name = _metric(loaded, metric)
         progress(Progress(f"Measure the {name} of the original model"))
-        options = {
-            "target": str(goal),
-            "criterion": criterion,
-            "form": "uniform" if uniform else None,
-            "measured": measured,
-            "search": search,
-        }
+        form = "uniform" if uniform else None
+        options = {"target": str(goal), "criterion": criterion, "form": form, "measured": measured, "search": search}
         journal = _journal(resume, loaded, parts.text, name, options)
         kind = Perplexity if name == "perplexity" else Fidelity
 
         def quality_on(role: str, contexts: Sequence[Context]) -> Quality:
-            return JournaledQuality(kind(loaded.model, list(model_inputs(loaded, contexts))), journal, role)
+            return kind(loaded.model, list(model_inputs(loaded, contexts)), journal=journal, role=role)
 
         select, report = quality_on("choose", parts.select), quality_on("report", parts.report)
         few = quality_on("search", parts.few()) if search else None
-        calibration = list(model_inputs(loaded, parts.calibrate))
-        evidence = JournaledEvidence(loaded.model, calibration, objectives_of(loaded))
-        evidence.journal = journal
+
         progress(Progress(f"Select heads by {criterion}"))
-        shrinker: Shrinker | UniformShrinker
+        calibration = list(model_inputs(loaded, parts.calibrate))
+        evidence = Evidence(loaded.model, calibration, objectives_of(loaded), journal=journal)
+        shrinker: BaseShrinker
         if layouts is not None:
             shrinker = UniformShrinker(evidence, weighting=weighting, layouts=layouts)
         else:
@@ -170,20 +164,25 @@ def shrink(
         if measured:
             stages = shrinker.stages()
             step = Step(progress, "Time the model with fewer and fewer heads", len(stages), "runs")
-            removed = meet_measured_target(shrinker, stages, goal, calibration, journal, progress=step.advance)
+            removed = shrinker.meet_measured_target(stages, goal, calibration, journal, progress=step.advance)
         gain = None
         if few is not None:
             removed, gain = _search(shrinker, goal, few, select, progress)
-        outputs, compensation = _compensate(shrinker, removed, calibration, select, journal, progress)
-        with with_outputs(shrinker.model, evidence.layers, outputs):
-            quality = report.measure()
+        projections, compensation = _compensate(shrinker, removed, calibration, select, journal, progress)
+        quality = shrinker.measure(projections, report)
+
         edits = shrinker.edits(removed)
         counted, size = shrinker.preview(removed), shrinker.size(removed)
+        attention, record = AttentionSwitch(loaded.model), None
+        if not preview:
+            record = apply(loaded.model, edits, compensation=PrecomputedProjections(projections))
+            attention.to_polyhead_if_uneven()
         return ShrunkModel(
             loaded=loaded,
             edits=tuple(edits),
             preview=counted,
-            record=None if preview else apply(loaded.model, edits, compensation=GivenOutputs(outputs)),
+            record=record,
+            attention=attention,
             target=goal,
             measured=measured,
             tokens=parts.text.tokens,
@@ -265,7 +264,7 @@ def _journal(
 
 
 def _search(
-    shrinker: Shrinker | UniformShrinker, target: Target, few: Quality, quality: Quality, progress: ProgressCallback
+    shrinker: BaseShrinker, target: Target, few: Quality, quality: Quality, progress: ProgressCallback
 ) -> tuple[RemovedHeads, SearchGain]:
     """Search by the quality on a few contexts; keep the result only if it is better on the whole part."""
     total = shrinker.search_measurements()
@@ -273,32 +272,35 @@ def _search(
     found = shrinker.searched(target, few, progress=step.advance)
     if not found.moved:
         return found.first, SearchGain(found.measured, 0, shrinker.searches, quality.original)
-    before, after = (shrinker.measure_without(removed, quality).value for removed in (found.first, found.removed))
+    before, after = (
+        shrinker.measure(shrinker.compensated(removed), quality).value for removed in (found.first, found.removed)
+    )
     used = after > before if quality.name == "fidelity" else after < before
     gain = SearchGain(found.measured, found.moved, shrinker.searches, quality.original, before, after, used)
     return (found.removed if used else found.first), gain
 
 
 def _compensate(
-    shrinker: Trials,
+    shrinker: BaseShrinker,
     removed: RemovedHeads,
     calibration: Sequence[Mapping[str, Any]],
     quality: Quality,
     journal: Journal,
     progress: ProgressCallback,
-) -> tuple[dict[str, Outputs], str]:
-    """Compensate all layers at once and layer by layer; return the outputs with the smallest loss, and their name."""
-    ways = {ALL_AT_ONCE: shrinker.compensated(removed)}
+) -> tuple[Mapping[str, OutputProjection], str]:
+    """Compensate all layers at once and layer by layer; return W_O with the smallest loss, and its description."""
     step = Step(progress, "Compensate layer by layer", len(AIMS) * len(removed), "layers")
+
+    def in_order(aim: Aim) -> dict[str, dict[str, Tensor]]:
+        solved = solve_in_order(
+            shrinker.model, removed, lambda: calibration, aim=aim, ridge=1e-3, progress=lambda *_: step.advance()
+        )
+        return {path: projection.to_tensors() for path, projection in solved.items()}
+
+    ways = {ALL_AT_ONCE: shrinker.compensated(removed)}
     for aim in AIMS:
-        solve = partial(
-            solve_in_order, shrinker.model, removed, lambda: calibration, aim=aim, ridge=1e-3,
-            progress=lambda *_: step.advance(),
-        )  # fmt: skip
-        ways[BY_LAYER[aim]] = journal.outputs(f"repaired_for_{aim}", solve)
-    losses = {}
-    for name, outputs in ways.items():
-        with with_outputs(shrinker.model, shrinker.evidence.layers, outputs):
-            losses[name] = quality.loss()
+        stored = journal.by_layer(f"repaired_for_{aim}", partial(in_order, aim))
+        ways[BY_LAYER[aim]] = {path: OutputProjection.from_tensors(tensors) for path, tensors in stored.items()}
+    losses = {name: shrinker.loss(projections, quality) for name, projections in ways.items()}
     best = min(losses, key=losses.__getitem__)
     return ways[best], best

@@ -12,7 +12,7 @@ from polyhead.errors import OptionError
 from polyhead.progress import Progress, ProgressCallback, ignore_progress
 from polyhead.surgery.edits.applying import undo as revert
 from polyhead.surgery.edits.records import EditRecord
-from polyhead.surgery.storage.loading import load, load_record
+from polyhead.surgery.storage.loading import load, load_record, load_saved
 from polyhead.surgery.storage.saving import SavedModel, save
 from polyhead.surgery.storage.side_files import SideFiles
 
@@ -43,6 +43,7 @@ def undo(folder: str | os.PathLike[str], *, progress: ProgressCallback = ignore_
     if record is None:
         raise OptionError(f"undo needs the record saved with an edited model, got {path} without one")
     progress(Progress("Load the model"))
-    model = load(path)
+    saved = load_saved(path, switch_attention=False)
+    model = load(path) if saved is None else saved
     revert(model, record)
     return RestoredModel(model, record, path)

@@ -347,7 +347,7 @@ def test_a_subclass_of_tensors_in_the_drop_in_does_not_reach_a_plan_of_pytorchs(
 def test_gradient_scores_of_a_model_with_pytorchs_attention_do_not_reach_a_plan_of_pytorchs():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from polyhead.surgery.calibration.sensitivity import loss_weights
+    from polyhead.surgery.calibration.moments import loss_weights
 
     config = LlamaConfig(
         vocab_size=64, hidden_size=256, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,

@@ -7,7 +7,7 @@ import torch
 
 from polyhead.errors import OptionError
 from polyhead.surgery import loss_weights
-from polyhead.surgery.calibration.sensitivity import token_weights, weighed_moments
+from polyhead.surgery.calibration.moments import token_weights, weighed_moments
 from tests.integrations.huggingface import models
 from tests.surgery.gated import FAMILIES, build
 

@@ -21,8 +21,8 @@ from polyhead.surgery import (
     undo,
 )
 from polyhead.surgery.adapters.head_weights import read_heads
-from polyhead.surgery.compensation.least_squares import Problem
-from polyhead.surgery.selection.orders import PruningOrder
+from polyhead.surgery.compensation.least_squares import OutputRegression
+from polyhead.surgery.selection.criteria import PruningOrder
 from tests.surgery.blocks import block, loss_with, of_layer, outputs_of_heads, text
 
 
@@ -86,7 +86,7 @@ def test_a_large_ridge_leaves_the_heads_as_they_were():
 def test_repaired_reconstruction_loses_less_than_plain():
     model = block()
     moments, heads = of_layer(model, text())
-    problem = Problem.of(moments, heads, 1e-4)
+    problem = OutputRegression.of(moments, heads, 1e-4)
     for kept in itertools.combinations(range(5), 3):
         as_it_was = problem.matrix[problem.channels(kept)]
         assert loss_with(problem, kept, problem.solve(kept)[0]) < loss_with(problem, kept, as_it_was)

@@ -18,7 +18,7 @@ from polyhead.surgery import (
 )
 from polyhead.surgery.calibration import streams
 from polyhead.surgery.calibration.streams import Piece
-from polyhead.surgery.compensation.masked_trial import Outputs, with_outputs
+from polyhead.surgery.compensation.least_squares import OutputProjection, OutputRegression, swapped_projections
 from polyhead.surgery.compensation.sequential import AIMS, adds_to_stream, solve_in_order
 from tests.integrations.huggingface import models
 from tests.surgery.gated import FAMILIES, build
@@ -57,7 +57,7 @@ def test_whole_models_are_repaired_at_once_and_in_order(name):
 
 def test_a_failure_in_the_middle_of_an_order_takes_everything_back(monkeypatch):
     model = build(FAMILIES["llama"])
-    before, solved, solve = fingerprint(model), [], Outputs.solved
+    before, solved, solve = fingerprint(model), [], OutputRegression.without
 
     def fails_at_the_second(problem, removed):
         if solved:
@@ -72,7 +72,7 @@ def test_a_failure_in_the_middle_of_an_order_takes_everything_back(monkeypatch):
     for some in (edits, edits[1:]):
         with pytest.raises(OptionError, match="got no batch"):
             apply_in_order(model, some, list, expect=before)
-    monkeypatch.setattr(Outputs, "solved", fails_at_the_second)
+    monkeypatch.setattr(OutputRegression, "without", fails_at_the_second)
     with pytest.raises(RuntimeError, match="no more memory"):
         apply_in_order(model, edits, lambda: batches, ridge=0.1, expect=before)
     assert len(solved) == 1
@@ -122,7 +122,7 @@ def test_in_order_each_aim_is_least_squares_for_what_it_aims_at(batches):
     off = {}
     for aim in AIMS:
         outputs = solve_in_order(model, removed, lambda: batches, aim=aim, ridge=1e-9)
-        with with_outputs(model, layers, outputs):
+        with swapped_projections(model, layers, outputs):
             off[aim] = float(
                 (torch.cat([stream_behind(model, last, batch) for batch in batches]) - whole).square().sum()
             )
@@ -133,10 +133,10 @@ def test_in_order_each_aim_is_least_squares_for_what_it_aims_at(batches):
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
         step = torch.randn(best[last].matrix.shape, generator=generator, dtype=torch.float64) * 1e-2
-        moved = {**best, last: Outputs(best[last].heads, best[last].matrix + step, best[last].bias)}
+        moved = {**best, last: OutputProjection(best[last].heads, best[last].matrix + step, best[last].bias)}
         errors = []
         for outputs in (best, moved):
-            with with_outputs(model, layers, outputs):
+            with swapped_projections(model, layers, outputs):
                 rows = torch.cat([stream_behind(model, last, batch) for batch in batches])
             errors.append(float((rows - whole).square().sum()))
         assert errors[0] < errors[1]

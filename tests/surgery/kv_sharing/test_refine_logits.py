@@ -8,7 +8,6 @@ from torch import Tensor
 
 import polyhead.integrations.huggingface
 from polyhead.surgery import HeadWeights, KeyTransform, find_key_transforms, find_layers, read_heads, share
-from polyhead.surgery.calibration.input_moments import with_bias
 from polyhead.surgery.calibration.streams import uncached_pieces
 from polyhead.surgery.kv_sharing import refine_logits as module
 from polyhead.surgery.kv_sharing.refine_logits import LogitSample, refined_logits, sample_logits
@@ -48,8 +47,8 @@ def again(heads: HeadWeights, form: KeyTransform, one: LogitSample) -> Tensor:
     """Return the logits of these heads, with rotary positions applied by hand."""
     turned = []
     for x, turns, held in (
-        (one.query_inputs, one.query_rotations, with_bias(heads.query, heads.query_bias)),
-        (one.key_inputs, one.key_rotations, with_bias(heads.key, heads.key_bias)[list(heads.key_heads)]),
+        (one.inputs["query"], one.rotations["query"], heads.augmented("query")),
+        (one.inputs["key"], one.rotations["key"], heads.augmented("key")[list(heads.key_heads)]),
     ):
         made = torch.einsum("bni,hdi->bhnd", x.double(), held)
         for number, (first, second) in enumerate(form.pairs):
@@ -91,20 +90,20 @@ def test_queries_are_those_of_least_squares_solved_at_once(monkeypatch):
     heads, form, seen = seen_in("bert")
     shared = share(heads, ((0, 1, 2, 3),), form)
     found = refined_logits(shared, form, seen[:1], rounds=0)
-    one, key = seen[0], with_bias(shared.key, shared.key_bias)[0]
-    keys = one.key_inputs.double() @ key.T * one.scale
+    one, key = seen[0], shared.augmented("key")[0]
+    keys = one.inputs["key"].double() @ key.T * one.scale
     for head in range(4):
         rows, wanted = [], []
         for batch in range(3):
             for place in range(23):
                 weight = one.weights[batch, head, place].double()
                 around = keys[batch] - weight @ keys[batch]
-                x = one.query_inputs[batch, place].double()
+                x = one.inputs["query"][batch, place].double()
                 rows.append(weight.sqrt()[:, None] * torch.einsum("md,i->mdi", around, x).flatten(1))
                 wanted.append(weight.sqrt() * one.logits[batch, head, place].double())
         solution = torch.linalg.lstsq(torch.cat(rows), torch.cat(wanted), driver="gelsd").solution
         best = float((torch.cat(wanted) - torch.cat(rows) @ solution).square().sum())
-        queries = (with_bias(x.query, x.query_bias)[head].flatten() for x in (found, shared))
+        queries = (x.augmented("query")[head].flatten() for x in (found, shared))
         reached, before = (float((torch.cat(wanted) - torch.cat(rows) @ x).square().sum()) for x in queries)
         assert best <= reached <= best + 0.03 * (before - best)
 

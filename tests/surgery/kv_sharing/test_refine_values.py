@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from polyhead.surgery import HeadWeights, KeyTransform, share
-from polyhead.surgery.calibration.input_moments import with_bias
 from polyhead.surgery.kv_sharing.refine_values import AttendedInputs, refined
 from tests.surgery.drawn_heads import heads_of
 
@@ -24,7 +23,7 @@ def test_refined_values_write_what_is_asked_nearer_than_any_output_matrix_could(
     sample = AttendedInputs(drawn, targets)
 
     def off(x: HeadWeights) -> float:
-        value = with_bias(x.value, x.value_bias)[list(x.key_heads)].float()
+        value = x.augmented("value")[list(x.key_heads)].float()
         made = torch.einsum("thw,hdw->thd", torch.cat((drawn, torch.ones_like(drawn[..., :1])), -1), value)
         written = torch.einsum("thd,hde->te", made, x.output.float())
         left = targets - written

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyhead.surgery import HeadWeights, KeyTransform, ShareKeys, apply, find_layers, fingerprint, preview, share, undo
-from polyhead.surgery.calibration.input_moments import centred, with_bias
+from polyhead.surgery.calibration.input_moments import centred
 from tests.surgery.drawn_heads import heads_of, inputs_of, products, root
 from tests.surgery.gated import FAMILIES, build
 
@@ -33,7 +33,7 @@ def test_shared_values_are_the_leading_singular_vectors_of_what_is_written(bias)
     found = share(heads, ((0, 2, 4), (1, 3, 5)), KeyTransform(), inputs)
 
     def written(x: HeadWeights) -> Tensor:
-        return with_bias(x.value, x.value_bias)[list(x.key_heads)].mT @ x.output
+        return x.augmented("value")[list(x.key_heads)].mT @ x.output
 
     moments = root(centred(inputs.value) if bias else inputs.value)
     left_over = 0.0

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from polyhead.errors import OptionError, ShapeError
-from polyhead.surgery.compensation.least_squares import Problem
-from polyhead.surgery.selection.orders import (
+from polyhead.surgery.compensation.least_squares import OutputRegression
+from polyhead.surgery.selection.criteria import (
     PruningOrder,
     choose_heads,
     energies,
@@ -27,7 +27,7 @@ def test_orders_in_a_metric_cost_what_solving_anew_says(root, bias):
     model = block(bias=bias)
     moments, heads = of_layer(model, text())
     order = pruning_order(moments, heads, ridge=1e-10, root=root)
-    problem = Problem.of(moments, heads, 1e-10)
+    problem = OutputRegression.of(moments, heads, 1e-10)
     assert len(order.heads) == 4
     for step in range(4):
         removed = order.heads[:step]
@@ -86,7 +86,7 @@ def test_scores_become_orders_least_first():
 def test_readers_of_a_key_head_go_together_or_equally():
     model = grouped()
     moments, heads = of_layer(model, text())
-    problem = Problem.of(moments, heads, 1e-4)
+    problem = OutputRegression.of(moments, heads, 1e-4)
     groups = [[head for head in range(6) if heads.key_heads[head] == key] for key in range(3)]
     order = pruning_order(moments, heads, together=groups)
     assert len(order.heads) == 2

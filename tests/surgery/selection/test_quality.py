@@ -7,7 +7,7 @@ import torch
 
 from polyhead.errors import OptionError
 from polyhead.surgery import PruneHeads, apply, find_layers, undo
-from polyhead.surgery.calibration.sensitivity import loss_sensitivities
+from polyhead.surgery.calibration.moments import loss_sensitivities
 from polyhead.surgery.selection.quality import Fidelity, Perplexity, Probe
 from tests.integrations.huggingface import models
 from tests.surgery.gated import FAMILIES, build

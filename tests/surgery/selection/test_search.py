@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from polyhead.errors import OptionError
-from polyhead.surgery.compensation.masked_trial import Outputs
-from polyhead.surgery.selection.orders import PruningOrder
+from polyhead.surgery.compensation.least_squares import OutputProjection
+from polyhead.surgery.selection.criteria import PruningOrder
 from polyhead.surgery.selection.search import measured_orders, refined
 
 LOSSES = {"a": (1.0, 2.0, 9.0), "b": (0.5, 4.0, 5.0), "c": (0.1, 0.3, 0.6)}
 
 
-def outputs_of(path: str, taken: int) -> Outputs:
-    return Outputs(tuple(range(taken)), torch.zeros(1), torch.zeros(1))
+def projection_of(path: str, taken: int) -> OutputProjection:
+    return OutputProjection(tuple(range(taken)), torch.zeros(1), torch.zeros(1))
 
 
 def loss(outputs) -> float:
@@ -25,23 +25,20 @@ def loss(outputs) -> float:
 
 def test_losses_are_measured_layer_by_layer():
     orders = {path: PruningOrder((2, 0, 1), (0.0, 0.0, 0.0)) for path in LOSSES}
-    told = []
-    found = measured_orders(orders, outputs_of, loss, progress=lambda done, of: told.append((done, of)))
+    found = measured_orders(orders, projection_of, loss)
     assert {path: order.losses for path, order in found.items()} == {k: pytest.approx(v) for k, v in LOSSES.items()}
-    assert told[-1] == (9, 9)
-    short = measured_orders(orders, outputs_of, loss, most=2)
-    assert short["b"] == PruningOrder((2, 0), pytest.approx(LOSSES["b"][:2]))
+    assert all(order.heads == (2, 0, 1) for order in found.values())
 
 
 def test_heads_move_to_where_the_model_loses_less():
     orders = {path: PruningOrder((2, 0, 1), losses) for path, losses in LOSSES.items()}
-    found = refined({"a": 2, "c": 2}, orders, outputs_of, loss)
-    assert found.first_loss == pytest.approx(7 + 2 + 0.3 + 3)
-    assert found.counts == {"b": 1, "c": 3}  # the best of all four
-    assert found.loss == pytest.approx(7 + 0.5 + 0.6)
-    assert refined({"a": 2, "c": 2}, orders, outputs_of, loss, tries=1).counts == {"a": 2, "c": 2}
+    counts, last, first = refined({"a": 2, "c": 2}, orders, projection_of, loss)
+    assert first == pytest.approx(7 + 2 + 0.3 + 3)
+    assert counts == {"b": 1, "c": 3}  # the best of all four
+    assert last == pytest.approx(7 + 0.5 + 0.6)
+    assert refined({"a": 2, "c": 2}, orders, projection_of, loss, tries=1)[0] == {"a": 2, "c": 2}
     with pytest.raises(OptionError, match="tries must be at least 1"):
-        refined({}, orders, outputs_of, loss, tries=0)
+        refined({}, orders, projection_of, loss, tries=0)
 
 
 def test_only_moves_that_are_allowed_are_measured():
@@ -58,8 +55,10 @@ def test_only_moves_that_are_allowed_are_measured():
         seen.append({path: len(x.heads) for path, x in outputs.items()})
         return loss(outputs)
 
-    found = refined({"a": 2, "c": 2}, orders, outputs_of, measure, allowed=allowed)
-    assert found.counts == {"a": 1, "c": 3}  # the best of those that leave one in a
+    counts, *_ = refined({"a": 2, "c": 2}, orders, projection_of, measure, allowed=allowed)
+    assert counts == {"a": 1, "c": 3}  # the best of those that leave one in a
     assert all(counts.get("a") for counts in seen)
     assert any(not counts["a"] for counts in requested)
-    assert refined({"a": 2}, orders, outputs_of, loss, allowed=lambda counts: False).measured == 1
+    seen.clear()
+    refined({"a": 2}, orders, projection_of, measure, allowed=lambda counts: False)
+    assert seen == [{"a": 2}]

@@ -8,7 +8,7 @@ import torch
 from polyhead.errors import OptionError
 from polyhead.surgery import fingerprint
 from polyhead.surgery.selection.budgets import Size, Target, other_flops
-from polyhead.surgery.selection.measurements import Evidence, Objectives
+from polyhead.surgery.selection.evidence import Evidence, Objectives
 from polyhead.surgery.selection.quality import Fidelity, Probe, language_slope
 from polyhead.surgery.selection.shrinker import Shrinker
 from tests.integrations.huggingface import models
@@ -116,8 +116,8 @@ def test_a_search_finds_where_heads_matter_less():
     assert {path: len(own) for path, own in found.removed.items()} == {first_layer: 1, last_layer: 5}
     assert found.moved == 4
     assert found.loss < 0.5 * found.first_loss
-    assert 1 - shrinker.measure_without(found.removed, quality).value == pytest.approx(found.loss)
-    assert 1 - shrinker.measure_without(found.first, quality).value == pytest.approx(found.first_loss)
+    assert 1 - shrinker.measure(shrinker.compensated(found.removed), quality).value == pytest.approx(found.loss)
+    assert 1 - shrinker.measure(shrinker.compensated(found.first), quality).value == pytest.approx(found.first_loss)
     assert sum(told) == found.measured <= shrinker.search_measurements()
     assert fingerprint(model) == before
     # The losses that are measured say where to begin; without moves that is where it ends.

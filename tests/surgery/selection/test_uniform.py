@@ -11,11 +11,10 @@ from transformers import LlamaForCausalLM
 
 from polyhead.errors import OptionError
 from polyhead.surgery import PruneHeads, apply, find_layers, save
-from polyhead.surgery.compensation.least_squares import Problem
-from polyhead.surgery.compensation.masked_trial import GivenOutputs, with_outputs
+from polyhead.surgery.compensation.least_squares import OutputRegression, PrecomputedProjections, swapped_projections
 from polyhead.surgery.selection import uniform
 from polyhead.surgery.selection.budgets import Target
-from polyhead.surgery.selection.measurements import Evidence, Objectives
+from polyhead.surgery.selection.evidence import Evidence, Objectives
 from polyhead.surgery.selection.quality import Fidelity, language_slope
 from polyhead.surgery.selection.search import RankedSet, refined_sets
 from polyhead.surgery.selection.uniform import (
@@ -34,7 +33,7 @@ from tests.surgery.gated import FAMILIES, batches_of_tokens, build, decoder
 def test_heads_that_go_are_the_cheapest_of_all_sets_in_equal_groups(heads_left, keys_left, options):
     model = grouped()
     moments, heads = of_layer(model, text())
-    problem = Problem.of(moments, heads, 1e-10)
+    problem = OutputRegression.of(moments, heads, 1e-10)
     found = ranked_sets(moments, heads, heads_left, keys_left, ridge=1e-10)[0].heads
     size = heads_left // keys_left
     sets = []
@@ -149,7 +148,7 @@ def test_a_search_exchanges_heads_within_layers_while_that_helps():
         path: len(own) for path, own in found.first.items()
     }
     assert fits_native(shrinker.model, found.removed)
-    with with_outputs(shrinker.model, shrinker.evidence.layers, shrinker.compensated(found.removed)):
+    with swapped_projections(shrinker.model, shrinker.evidence.layers, shrinker.compensated(found.removed)):
         assert quality.loss() == pytest.approx(found.loss, abs=1e-9)
 
 
@@ -173,9 +172,9 @@ def test_a_model_of_one_layout_is_stock_and_gives_the_same(tmp_path):
     removed = shrinker.meet_target(Target("heads", 0.5))
     outputs, ids = shrinker.compensated(removed), batches_of_tokens()[0]["input_ids"]
     with torch.no_grad():
-        with with_outputs(shrinker.model, shrinker.evidence.layers, outputs):
+        with swapped_projections(shrinker.model, shrinker.evidence.layers, outputs):
             wanted = shrinker.model(ids).logits
-        apply(shrinker.model, shrinker.edits(removed), compensation=GivenOutputs(outputs))
+        apply(shrinker.model, shrinker.edits(removed), compensation=PrecomputedProjections(outputs))
         assert save(shrinker.model, tmp_path / "saved", form="uniform").loads_natively
         loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved").eval()
         found = loaded(ids).logits

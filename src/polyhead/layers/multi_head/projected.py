@@ -107,7 +107,7 @@ class ProjectedHeads(BaseAttention):
         self.q_proj = linear(embed_dim, queries, bias)
         self.k_proj = linear(layout.key_input_dim, keys, bias)
         self.v_proj = linear(layout.value_input_dim, values, bias)
-        combined = num_heads * layout.value_dim if combine is None else combine.width
+        combined = num_heads * layout.value_dim if combine is None else combine.output_dim
         self.out_proj = linear(combined, embed_dim, bias if output_bias is None else output_bias)
         self.q_norm, self.k_norm = qk_norms(qk_norm, layout.head_dim, device=device, dtype=dtype)
         gates = {None: 0, "head": num_heads, "channel": num_heads * layout.value_dim}

@@ -75,11 +75,11 @@ class HeadGroups(HeadCombiner):
         self.value_dim = layout.value_dim
         self.num_groups = num_groups
         self.activation = activation
-        self.width = hidden_dim_at_parity(layout, num_groups) if hidden_dim is None else hidden_dim
+        self.output_dim = hidden_dim_at_parity(layout, num_groups) if hidden_dim is None else hidden_dim
         concat_dim = layout.num_heads * layout.value_dim
         group_dim = concat_dim // num_groups
         self.group_weight = nn.Parameter(torch.empty(num_groups, group_dim, group_dim, device=device, dtype=dtype))
-        self.up = nn.Linear(concat_dim, self.width, bias=bias, device=device, dtype=dtype)
+        self.up = nn.Linear(concat_dim, self.output_dim, bias=bias, device=device, dtype=dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -174,7 +174,7 @@ class GroupedHeads(ProjectedHeads):
 
     @property
     def hidden_dim(self) -> int:
-        return self.combine.width
+        return self.combine.output_dim
 
 
 def _check_groups(num_heads: int, num_groups: int) -> None:
@@ -202,4 +202,4 @@ class GroupedHeadsConfig(HeadsConfig):
     def _check_and_fill(self) -> None:
         super()._check_and_fill()
         groups = HeadGroups(self.layout, self.num_groups, self.hidden_dim, activation=self.activation, device="meta")
-        self._fill(hidden_dim=groups.width)
+        self._fill(hidden_dim=groups.output_dim)

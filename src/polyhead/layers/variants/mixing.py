@@ -60,7 +60,7 @@ class HeadMixing(HeadCombiner):
         self.mix = mix
         self.row_attention = row_attention
         self.backend = backend
-        self.width = rows * dim
+        self.output_dim = rows * dim
         shape = (rows, heads) if mix == "heads" else (rows, dim, heads, dim)
         self.mix_weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
@@ -111,7 +111,7 @@ class HeadMixing(HeadCombiner):
         return AttentionOutput(output, weights=row_weights, backend=result.backend)
 
     def _as_matrix(self, weight: Tensor) -> Tensor:
-        return weight if self.mix == "heads" else weight.view(self.width, self.num_heads * self.value_dim)
+        return weight if self.mix == "heads" else weight.view(self.output_dim, self.num_heads * self.value_dim)
 
     def extra_repr(self) -> str:
         return f"{self.num_heads} heads to {self.num_rows} rows, mix={self.mix!r}, row_attention={self.row_attention!r}"

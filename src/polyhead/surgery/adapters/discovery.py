@@ -20,7 +20,14 @@ from polyhead.layers import MultiHeadAttention
 from polyhead.layers.multi_head.projected import ProjectedHeads
 from polyhead.layers.positions import BiasesLogits
 from polyhead.observation.transformers_models import asking_modules
-from polyhead.surgery.adapters.attention_layer import AttentionLayer, is_conv1d, layer_origins, linear_axis, sizes_of
+from polyhead.surgery.adapters.attention_layer import (
+    AttentionLayer,
+    is_conv1d,
+    key_map_of,
+    layer_origins,
+    linear_axis,
+    sizes_of,
+)
 from polyhead.surgery.adapters.projection_formats import (
     ARGUMENTS,
     GROUP_SIZES,
@@ -74,6 +81,11 @@ def head_origins(model: nn.Module) -> dict[str, HeadOrigins]:
     HeadOrigins(heads=((0,), (2,), (3,)), total=4)
     """
     return {layer.path: layer_origins(model, layer) for layer in find_layers(model) if layer.layout is not None}
+
+
+def has_key_maps(model: nn.Module) -> bool:
+    """Return whether heads of some layer read their KV heads by a map, which only polyhead's attention supports."""
+    return any(key_map_of(layer, layer.layout) for layer in find_layers(model) if layer.layout is not None)
 
 
 def _refuse(*reasons: str) -> dict[str, Any]:

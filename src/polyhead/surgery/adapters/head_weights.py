@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from polyhead.geometry import HeadLayout
 from polyhead.surgery.adapters.attention_layer import AttentionLayer, linear_axis
+from polyhead.surgery.adapters.projection_formats import Part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,23 +36,37 @@ class HeadWeights:
     made_of: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def blank(cls, layout: HeadLayout) -> HeadWeights:
-        """Return heads of this layout on the meta device, without biases; enough to trace edits."""
-
-        def rows(count: int, dim: int, width: int) -> Tensor:
-            return torch.empty(count, dim, width, device="meta")
-
+    def unedited(cls, layout: HeadLayout, **parts: Tensor | None) -> HeadWeights:
+        """Return heads with these parts, each its own origin."""
         heads = range(layout.num_heads)
         return cls(
-            query=rows(layout.num_heads, layout.head_dim, layout.embed_dim),
-            key=rows(layout.num_kv_heads, layout.head_dim, layout.key_input_dim),
-            value=rows(layout.num_kv_heads, layout.value_dim, layout.value_input_dim),
-            output=rows(layout.num_heads, layout.value_dim, layout.embed_dim),
-            **dict.fromkeys(("query_bias", "key_bias", "value_bias", "output_bias")),
+            **parts,  # type: ignore[arg-type]
             key_heads=tuple(layout.key_head(i) for i in heads),
             origins=tuple(heads),
             made_of=tuple((i,) for i in heads),
         )
+
+    @classmethod
+    def blank(cls, layout: HeadLayout, like: HeadWeights | None = None) -> HeadWeights:
+        """Return heads of this layout without values, with the biases and dtypes of other heads if passed.
+
+        By default they are on the meta device and have no biases; enough to trace edits.
+        """
+        sizes = {
+            "query": (layout.num_heads, layout.head_dim, layout.embed_dim),
+            "key": (layout.num_kv_heads, layout.head_dim, layout.key_input_dim),
+            "value": (layout.num_kv_heads, layout.value_dim, layout.value_input_dim),
+            "output": (layout.num_heads, layout.value_dim, layout.embed_dim),
+        }
+        if like is None:
+            parts = {part: torch.empty(size, device="meta") for part, size in sizes.items()}
+            return cls.unedited(layout, **parts, **dict.fromkeys(f"{part}_bias" for part in sizes))
+        parts = {part: getattr(like, part).new_empty(size) for part, size in sizes.items()}
+        biases = {f"{part}_bias": getattr(like, f"{part}_bias") for part in sizes}
+        for part in ("query", "key", "value"):
+            if (bias := biases[f"{part}_bias"]) is not None:
+                biases[f"{part}_bias"] = bias.new_empty(sizes[part][:2])
+        return cls.unedited(layout, **parts, **biases)
 
     @property
     def num_heads(self) -> int:
@@ -80,6 +95,21 @@ class HeadWeights:
     def readers(self) -> list[list[int]]:
         """Query heads that read each KV head."""
         return [[head for head, kv in enumerate(self.key_heads) if kv == key] for key in range(self.key.shape[0])]
+
+    def augmented(self, part: Part) -> Tensor:
+        """Return the matrices of a part with the bias (or zeros) as an extra column, in float64."""
+        weight, bias = getattr(self, part), getattr(self, f"{part}_bias")
+        column = weight.new_zeros(weight.shape[:2]) if bias is None else bias
+        return torch.cat((weight, column[..., None]), -1).to(torch.float64)
+
+    def with_augmented(self, **parts: Tensor) -> HeadWeights:
+        """Return heads with these augmented matrices; the last column is dropped where there is no bias."""
+        changed: dict[str, Tensor | None] = {}
+        for part, matrices in parts.items():
+            changed[part] = matrices[..., :-1].to(getattr(self, part))
+            bias = getattr(self, f"{part}_bias")
+            changed[f"{part}_bias"] = None if bias is None else matrices[..., -1].to(bias)
+        return replace(self, **changed)  # type: ignore[arg-type]
 
     def select(self, heads: Sequence[int]) -> HeadWeights:
         """Return these query heads in this order, and the KV heads they read in order of their first reader."""
@@ -125,13 +155,7 @@ def read_heads(model: nn.Module, layer: AttentionLayer, device: torch.device | s
     by_row = weight if linear_axis(linear, outputs=False) == 0 else weight.T  # a row per input channel
     parts["output"] = by_row.reshape(layout.num_heads, layout.value_dim, -1).clone()
     parts["output_bias"] = None if bias is None else bias.clone()
-    heads = range(layout.num_heads)
-    return HeadWeights(
-        **parts,  # type: ignore[arg-type]
-        key_heads=tuple(layout.key_head(i) for i in heads),
-        origins=tuple(heads),
-        made_of=tuple((i,) for i in heads),
-    )
+    return HeadWeights.unedited(layout, **parts)
 
 
 def pack_heads(model: nn.Module, layer: AttentionLayer, heads: HeadWeights) -> dict[str, Tensor]:

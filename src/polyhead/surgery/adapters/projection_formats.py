@@ -28,17 +28,12 @@ class Source:
     def rows(self, layout: HeadLayout) -> dict[Part, Tensor]:
         """Return the row indices of each head, [heads, dim] for each part."""
         sizes = {part: size_of(part, layout) for part in self.holds}
-        if self.by_head:
-            width = sum(dim for _, dim in sizes.values())
-            rows, start = {}, 0
-            for part, (heads, dim) in sizes.items():
-                rows[part] = torch.arange(heads)[:, None] * width + start + torch.arange(dim)
-                start += dim
-            return rows
+        width = sum(dim for _, dim in sizes.values())  # of the parts of one head
         rows, start = {}, 0
         for part, (heads, dim) in sizes.items():
-            rows[part] = start + torch.arange(heads * dim).view(heads, dim)
-            start += heads * dim
+            stride = width if self.by_head else dim
+            rows[part] = start + torch.arange(heads)[:, None] * stride + torch.arange(dim)
+            start += dim if self.by_head else heads * dim
         return rows
 
 

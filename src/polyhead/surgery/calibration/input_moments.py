@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from polyhead.errors import OptionError
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.head_weights import HeadWeights
-from polyhead.surgery.calibration.layer_capture import unpadded_rows
 from polyhead.surgery.calibration.moments import OutputMoments
-from polyhead.surgery.calibration.streams import Piece
+from polyhead.surgery.calibration.streams import Piece, unpadded_rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,12 +51,6 @@ def centred(moments: Tensor) -> Tensor:
     """Return moments about the mean, from augmented moments."""
     mean = moments[:, -1]
     return moments - torch.outer(mean, mean)
-
-
-def with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return matrices [heads, dim, width] with the bias (or zeros) as an extra column, in float64."""
-    column = weight.new_zeros(weight.shape[:2]) if bias is None else bias
-    return torch.cat((weight, column[..., None]), -1).to(torch.float64)
 
 
 def collect_inputs(

@@ -23,8 +23,7 @@ from polyhead.ops.attended import Attended
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.projection_formats import NORMS
-from polyhead.surgery.calibration.layer_capture import AttentionRecorder
-from polyhead.surgery.calibration.temporary import evaluating
+from polyhead.surgery.calibration.streams import AttentionRecorder, evaluating
 
 Pairing = Literal["none", "half", "interleaved"]
 Norm = Literal["none", "rms", "layer"]

@@ -1,12 +1,12 @@
-"""Moments of a layer's concatenated head outputs, the input of W_O: sums over tokens in float64.
+"""Moments of a layer's concatenated head outputs, the input of W_O, and of the gradients of a loss by its output.
 
-Memory is quadratic in the layer width and independent of the text length. The sums are mergeable accumulators: any
-split of a corpus, merged in any order, equals one pass.
+They are sums over tokens in float64, of a size that is quadratic in the layer width and independent of the text length,
+and mergeable: any split of a corpus, merged in any order, equals one pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError, ShapeError
+from polyhead.ops.attention.scaled_dot_product import without_cudnn
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import read_heads
-from polyhead.surgery.calibration.layer_capture import non_padding_mask
-from polyhead.surgery.calibration.temporary import evaluating
+from polyhead.surgery.calibration.streams import evaluating, non_padding_mask, rows_of
 
+Loss = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 EIGENVALUE_FLOOR = 1e-12  # eigenvalues below this share of the largest are treated as zero
 
 
@@ -57,6 +58,17 @@ class OutputMoments:
         signature = other.signature if self.signature is None else self.signature
         return OutputMoments(self.count + other.count, self.total + total, self.products + products, signature)
 
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return the fields as tensors, to be stored."""
+        tensors = {"count": torch.tensor(self.count, dtype=torch.float64), "total": self.total}
+        tensors["products"] = self.products
+        return tensors if self.signature is None else {**tensors, "signature": self.signature}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> OutputMoments:
+        """Return the moments that `to_tensors` was called on."""
+        return cls(int(tensors["count"]), tensors["total"], tensors["products"], tensors.get("signature"))
+
     def compute(self, *, centred: bool) -> tuple[Tensor, Tensor]:
         """Return the mean and the second moment of the head outputs, or with `centred` their covariance, on the CPU."""
         if not self.count:
@@ -85,9 +97,8 @@ def collect_moments(
 
     def record_hook(layer: AttentionLayer) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            rows = args[0].detach()
-            mask = non_padding_mask(model, layer, current, rows)
-            rows = rows.flatten(0, -2) if mask is None else rows[mask]
+            head_outputs = args[0].detach()
+            rows = rows_of(head_outputs, non_padding_mask(model, layer, current, head_outputs))
             moments = collected.get(layer.path)
             if moments is None:
                 signature = output_signature(read_heads(model, layer).output)
@@ -130,3 +141,131 @@ def root(symmetric: Tensor) -> Tensor:
     """Return R with R Rᵀ equal to a symmetric positive semi-definite matrix (batched)."""
     values, vectors = torch.linalg.eigh(symmetric)
     return vectors * values.clamp_min(0.0).sqrt()[..., None, :]
+
+
+def loss_weights(model: nn.Module, batches: Iterable[Mapping[str, Any]], loss: Loss) -> dict[str, float]:
+    """Return a weight for each attention layer, by path, for `choose_heads(orders, count, weights=...)`.
+
+    The weight is the mean over tokens and channels of the squared gradient of the loss by the layer's output: to second
+    order, with the empirical Fisher information for the Hessian, and for errors without a preferred direction, the mean
+    square error of the output times this weight is the increase of the loss. Padding tokens, whose gradient is zero,
+    count equally in every layer.
+
+    Args:
+        loss: `loss(model, batch)`, which calls the model and returns the loss summed over its predictions.
+    """
+    squares: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    for path, _, gradient in _gradients(model, batches, loss):
+        squares[path] = squares.get(path, 0.0) + float(gradient.double().square().sum())
+        counts[path] = counts.get(path, 0) + gradient.numel()
+    return {path: squares[path] / counts[path] for path in squares}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sensitivity:
+    """Empirical Fisher information of a layer's output: the mean outer product G of its gradient.
+
+    An error e in the output costs eᵀ G e, up to a factor shared by all layers.
+    """
+
+    products: Tensor  # [embed_dim, embed_dim], float64
+
+    @property
+    def weight(self) -> float:
+        """Mean cost of an error without a preferred direction."""
+        return float(self.products.diagonal().mean())
+
+    def root(self) -> Tensor:
+        """Return R with R Rᵀ = G."""
+        return root(self.products)
+
+
+def loss_sensitivities(model: nn.Module, batches: Iterable[Mapping[str, Any]], loss: Loss) -> dict[str, Sensitivity]:
+    """Return the Fisher information of each layer's output, by path; arguments as in `loss_weights`."""
+    products: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+    for path, _, gradient in _gradients(model, batches, loss):
+        rows = gradient.flatten(0, -2).double()
+        products[path] = products.get(path, 0.0) + rows.T @ rows
+        counts[path] = counts.get(path, 0) + len(rows)
+    return {path: Sensitivity(x / counts[path]) for path, x in products.items()}
+
+
+def weighed_moments(model: nn.Module, batches: Iterable[Mapping[str, Any]], loss: Loss) -> dict[str, OutputMoments]:
+    """Collect the moments of `collect_moments`, tokens weighted by their squared gradients, 1 on average.
+
+    Compensation over these moments favours tokens to which the loss is sensitive. Padding tokens have no gradient, and
+    so no weight; arguments are as in `loss_weights`.
+    """
+    layers = {layer.path: layer for layer in find_layers(model)}
+    sums: dict[str, OutputMoments] = {}
+    weights: dict[str, float] = {}
+    for path, head_outputs, gradient in _gradients(model, batches, loss):
+        token_weight = gradient.double().square().sum(-1).flatten()
+        moments = sums.get(path)
+        if moments is None:
+            signature = output_signature(read_heads(model, layers[path]).output)
+            moments = OutputMoments.empty(head_outputs.shape[-1], head_outputs.device, signature)
+        rows = head_outputs.flatten(0, -2).double()
+        products = moments.products + rows.T @ (rows * token_weight[:, None])
+        count = moments.count + int((token_weight > 0).sum())
+        sums[path] = replace(moments, count=count, total=moments.total + token_weight @ rows, products=products)
+        weights[path] = weights.get(path, 0.0) + float(token_weight.sum())
+    return {path: _scaled(moments, weights[path]) for path, moments in sums.items()}
+
+
+def token_weights(model: nn.Module, batches: Iterable[Mapping[str, Any]], loss: Loss) -> dict[str, list[Tensor]]:
+    """Return the token weights of `weighed_moments`: by path, one tensor per batch, 1 on average."""
+    by_path: dict[str, list[Tensor]] = {}
+    for path, _, gradient in _gradients(model, batches, loss):
+        by_path.setdefault(path, []).append(gradient.double().square().sum(-1))
+    for path, weights in by_path.items():
+        count, total = (
+            sum(float(weight) for weight in x) for x in ([(w > 0).sum() for w in weights], [w.sum() for w in weights])
+        )
+        by_path[path] = [weight * (count / total if total else 0.0) for weight in weights]
+    return by_path
+
+
+def _scaled(moments: OutputMoments, weight: float) -> OutputMoments:
+    """Rescale weighted sums as if the weights, which have this sum, had mean 1."""
+    factor = moments.count / weight if weight else 0.0
+    return replace(moments, total=moments.total * factor, products=moments.products * factor)
+
+
+def _gradients(
+    model: nn.Module, batches: Iterable[Mapping[str, Any]], loss: Loss
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield, per layer and batch, the input of W_O and the gradient of the loss by its output."""
+    layers = [layer for layer in find_layers(model) if not layer.refusals]
+    probes: list[tuple[str, Tensor, Tensor]] = []
+    any_batch = False
+
+    def probe_hook(layer: AttentionLayer) -> Callable[..., Tensor]:
+        def add_probe(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            probe = torch.zeros_like(output, requires_grad=True)
+            probes.append((layer.path, args[0].detach(), probe))
+            return output + probe
+
+        return add_probe
+
+    with evaluating(model), ExitStack() as hooks:
+        for layer in layers:
+            hooks.callback(model.get_submodule(layer.output).register_forward_hook(probe_hook(layer)).remove)
+        for batch in batches:
+            probes.clear()
+            with torch.enable_grad(), without_cudnn():
+                value = loss(model, batch)
+            if not probes or value.numel() != 1 or not value.requires_grad:
+                raise OptionError(
+                    "a loss must call the model and return one number with a gradient, got "
+                    + ("a loss that calls no attention layer" if not probes else f"a tensor {list(value.shape)}")
+                )
+            with without_cudnn():  # checkpointed activations are recomputed here
+                gradients = torch.autograd.grad(value, [probe for _, _, probe in probes], allow_unused=True)
+            for (path, head_outputs, probe), gradient in zip(probes, gradients, strict=True):
+                yield path, head_outputs, torch.zeros_like(probe) if gradient is None else gradient
+            any_batch = True
+    if not any_batch:
+        raise OptionError("measuring weights needs some text, got no batch")

@@ -10,14 +10,17 @@ the Optimal Brain Surgeon (Hassibi & Stork 1992), with the Hessian XᵀX of the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from polyhead.errors import OptionError
-from polyhead.surgery.adapters.head_weights import HeadWeights
+from polyhead.surgery.adapters.attention_layer import AttentionLayer, linear_axis
+from polyhead.surgery.adapters.head_weights import HeadWeights, oriented, read_heads
 from polyhead.surgery.calibration.moments import OutputMoments, output_signature, same_layer
+from polyhead.surgery.calibration.streams import swapped_parameters
 
 RIDGE = 1e-4
 
@@ -39,13 +42,38 @@ class OutputCompensation:
     def __call__(self, path: str, before: HeadWeights, after: HeadWeights) -> HeadWeights:
         if path not in self.moments:
             raise OptionError(f"compensation needs the moments of every edited layer, got none of {path!r}")
-        problem = Problem.of(self.moments[path], before, self.ridge, path)
-        return with_output(after, *problem.solve(remaining_heads(path, after)))
+        regression = OutputRegression.of(self.moments[path], before, self.ridge, path)
+        return with_output(after, *regression.solve(remaining_heads(path, after)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Problem:
-    """Least-squares problem of one layer, in float64, on the device of its moments."""
+class OutputProjection:
+    """W_O of one layer's remaining heads, with its bias."""
+
+    heads: tuple[int, ...]  # the remaining heads, in order
+    matrix: Tensor  # [their channels, embed_dim]
+    bias: Tensor  # [embed_dim], zero where the layer has none
+
+    @classmethod
+    def unchanged(cls, heads: HeadWeights, pruned: Sequence[int]) -> OutputProjection:
+        """Return the rows of the remaining heads as they are."""
+        matrix, bias = output_projection(heads)
+        remaining = tuple(head for head in range(heads.num_heads) if head not in pruned)
+        return cls(remaining, matrix.unflatten(0, (heads.num_heads, -1))[list(remaining)].flatten(0, 1), bias)
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return the fields as tensors, to be stored."""
+        return {"heads": torch.tensor(self.heads), "matrix": self.matrix, "bias": self.bias}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> OutputProjection:
+        """Return the projection that `to_tensors` was called on."""
+        return cls(tuple(tensors["heads"].tolist()), tensors["matrix"], tensors["bias"])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OutputRegression:
+    """Least-squares problem of one layer's W_O, in float64, on the device of its moments."""
 
     products: Tensor  # [channels, channels], centred where a bias can absorb the mean
     mean: Tensor  # [channels]
@@ -58,23 +86,29 @@ class Problem:
     centred: bool
 
     @classmethod
-    def of(cls, moments: OutputMoments, heads: HeadWeights, ridge: float, path: str = "the layer") -> Problem:
-        """Problem whose target is the layer's full output matrix applied to the same head outputs."""
+    def of(
+        cls,
+        moments: OutputMoments,
+        heads: HeadWeights,
+        ridge: float,
+        path: str = "the layer",
+        *,
+        target: tuple[Tensor, Tensor] | None = None,
+    ) -> OutputRegression:
+        """Return the problem of reconstructing the output of the full W_O from fewer heads.
+
+        `target` is another output to reconstruct: its mean, and the mean products of head outputs with it.
+        """
         check_moments(moments, heads, path)
         centred = heads.output_bias is not None
         mean, products = (x.to(moments.total.device) for x in moments.compute(centred=centred))
         matrix, bias = (x.to(mean.device) for x in output_projection(heads))
-        return cls(
-            products,
-            mean,
-            matrix,
-            products @ matrix,
-            mean @ matrix + bias,
-            bias,
-            heads.output.shape[1],
-            ridge,
-            centred,
-        )
+        if target is None:
+            target_mean, cross = mean @ matrix + bias, products @ matrix
+        else:
+            target_mean, cross = target
+            cross = cross - torch.outer(mean, target_mean) if centred else cross
+        return cls(products, mean, matrix, cross, target_mean, bias, heads.output.shape[1], ridge, centred)
 
     @property
     def scale(self) -> float:
@@ -105,6 +139,65 @@ class Problem:
             return old, self.bias
         new = torch.cholesky_solve(self.cross[channels] + ridge * old, self.factor(channels))
         return new, (self.target_mean - self.mean[channels] @ new if self.centred else self.bias)
+
+    def without(self, pruned: Sequence[int]) -> OutputProjection:
+        """Return W_O of the other heads, which compensates for the pruned ones."""
+        remaining = tuple(head for head in range(len(self.mean) // self.head_width) if head not in pruned)
+        return OutputProjection(remaining, *self.solve(remaining))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrecomputedProjections:
+    """Compensates edited layers by precomputed output projections, as `OutputCompensation` does by moments."""
+
+    projections: Mapping[str, OutputProjection]
+
+    def __call__(self, path: str, before: HeadWeights, after: HeadWeights) -> HeadWeights:
+        projection = self.projections[path]
+        blocks = projection.matrix.unflatten(0, (len(projection.heads), -1))
+        ordered = blocks[[projection.heads.index(head) for head in remaining_heads(path, after)]].flatten(0, 1)
+        return with_output(after, ordered, projection.bias)
+
+
+def swapped_projections(
+    model: nn.Module, layers: Mapping[str, AttentionLayer], projections: Mapping[str, OutputProjection]
+) -> AbstractContextManager[None]:
+    """Replace the output projections within the context, as if heads were pruned; restored bit for bit on exit.
+
+    Equivalent to the pruned model, but no module is rebuilt and every shape is unchanged, so that a search can
+    evaluate hundreds of candidates.
+    """
+    return swapped_parameters(model, projection_parameters(model, layers, projections))
+
+
+def projection_parameters(
+    model: nn.Module, layers: Mapping[str, AttentionLayer], projections: Mapping[str, OutputProjection]
+) -> dict[str, Tensor]:
+    """Return W_O and bias of each layer by parameter name, with zeros for pruned heads, for `swapped_parameters`."""
+    parameters: dict[str, Tensor] = {}
+    for path, projection in projections.items():
+        layer = layers[path]
+        linear = model.get_submodule(layer.output)
+        weight = linear.get_parameter("weight")
+        assert layer.layout is not None
+        blocks = projection.matrix.new_zeros(layer.layout.num_heads, layer.layout.value_dim, projection.matrix.shape[1])
+        blocks[list(projection.heads)] = projection.matrix.unflatten(0, (len(projection.heads), -1))
+        rows = blocks.flatten(0, 1).to(weight.device, weight.dtype)
+        parameters[f"{layer.output}.weight"] = oriented(rows, linear_axis(linear, outputs=False))
+        if isinstance(linear.bias, Tensor):
+            parameters[f"{layer.output}.bias"] = projection.bias
+    return parameters
+
+
+def unchanged_projections(
+    model: nn.Module, layers: Mapping[str, AttentionLayer], removed: Mapping[str, Sequence[int]]
+) -> dict[str, OutputProjection]:
+    """Return the output projections of layers without these heads, not compensated."""
+    return {
+        path: OutputProjection.unchanged(read_heads(model, layers[path]), heads)
+        for path, heads in removed.items()
+        if len(heads)
+    }
 
 
 def remaining_heads(path: str, after: HeadWeights) -> list[int]:

@@ -9,23 +9,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError
+from polyhead.sources.fingerprint import fingerprint
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
-from polyhead.surgery.adapters.expected_model import check_expected, fingerprint
-from polyhead.surgery.adapters.head_weights import read_heads
-from polyhead.surgery.calibration.layer_capture import StopForward, non_padding_mask, record_stream
-from polyhead.surgery.calibration.streams import Piece, Streams
-from polyhead.surgery.calibration.temporary import evaluating
-from polyhead.surgery.compensation.least_squares import RIDGE, check_ridge, remaining_heads
-from polyhead.surgery.compensation.masked_trial import GivenOutputs, Outputs, output_parameters
-from polyhead.surgery.compensation.targets import TargetMoments
-from polyhead.surgery.edits.applying import apply, changed, edits_by_layer
+from polyhead.surgery.adapters.head_weights import HeadWeights, read_heads
+from polyhead.surgery.calibration.moments import OutputMoments
+from polyhead.surgery.calibration.streams import (
+    Piece,
+    StopForward,
+    Streams,
+    evaluating,
+    non_padding_mask,
+    record_stream,
+    rows_of,
+)
+from polyhead.surgery.compensation.least_squares import (
+    RIDGE,
+    OutputProjection,
+    OutputRegression,
+    PrecomputedProjections,
+    check_ridge,
+    projection_parameters,
+    remaining_heads,
+)
+from polyhead.surgery.edits.applying import apply, changed, check_expected, edits_by_layer
 from polyhead.surgery.edits.head_edits import HeadEdit, checked_edits
 from polyhead.surgery.edits.records import EditRecord
 
@@ -62,8 +76,8 @@ def apply_in_order(
         heads = read_heads(model, layer, device="meta")
         remaining = remaining_heads(layer.path, changed(layer, heads, layer_edits))
         pruned[layer.path] = tuple(head for head in range(heads.num_heads) if head not in remaining)
-    outputs = solve_in_order(model, pruned, batches, aim=aim, ridge=ridge, progress=progress)
-    return apply(model, edits, compensation=GivenOutputs(outputs))
+    projections = solve_in_order(model, pruned, batches, aim=aim, ridge=ridge, progress=progress)
+    return apply(model, edits, compensation=PrecomputedProjections(projections))
 
 
 @torch.no_grad()
@@ -76,8 +90,8 @@ def solve_in_order(
     ridge: float = RIDGE,
     weights: Mapping[str, Sequence[Tensor]] | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> dict[str, Outputs]:
-    """Solve W_O of pruned layers, by path, for `with_outputs` or `GivenOutputs`; the model is unchanged.
+) -> dict[str, OutputProjection]:
+    """Solve W_O of pruned layers, by path; the model is unchanged.
 
     `removed` are the pruned heads by path; `weights` are token weights by path and batch, from `token_weights`.
     """
@@ -85,32 +99,36 @@ def solve_in_order(
     if aim not in AIMS:
         raise OptionError(f"aim must be one of {', '.join(AIMS)}, got {aim!r}")
     layers = {layer.path: layer for layer in find_layers(model)}
-    solved: dict[str, Outputs] = {}
+    solved: dict[str, OutputProjection] = {}
     edited = [path for path in layers if path in removed]
     streams = Streams(model, list(batches()), needs_original=aim != "layer")
     with evaluating(model):
         for index, path in enumerate(edited):
-            layer, lending = layers[path], output_parameters(model, layers, solved)
-            heads, text = read_heads(model, layer), streams.before(layer, lending)
-            moments = _collect(model, layer, text, lending, aim, None if weights is None else weights[path])
-            solved[path] = Outputs.solved(moments.problem(heads, ridge, path), removed[path])
+            layer, lending = layers[path], projection_parameters(model, layers, solved)
+            text, layer_weights = streams.before(layer, lending), None if weights is None else weights[path]
+            moments = collect_targets(model, layer, text, lending, aim=aim, weights=layer_weights)
+            solved[path] = moments.regression(read_heads(model, layer), ridge, path).without(removed[path])
             if progress is not None:
                 progress(index + 1, len(edited))
     return solved
 
 
-def _collect(
+def collect_targets(
     model: nn.Module,
     layer: AttentionLayer,
-    text: Sequence[Piece],
+    text: Iterable[Piece],
     lending: Mapping[str, Tensor],
-    aim: Aim,
-    weights: Sequence[Tensor] | None,
+    *,
+    aim: Aim = "output",
+    weights: Sequence[Tensor] | None = None,
 ) -> TargetMoments:
+    """Collect a layer's head outputs with `lending` parameters swapped in, and its target outputs by `aim`.
+
+    `weights` are the weights of tokens, one tensor per batch.
+    """
     moments: TargetMoments | None = None
     has_stream: bool | None = None
     for number, piece in enumerate(text):
-        batch = piece.batch
         current = piece.capture(model, layer, lending=lending)
         original = current if aim == "layer" else piece.capture(model, layer, lending=None)
         if current is None or original is None:
@@ -120,19 +138,16 @@ def _collect(
         target = original.written
         if has_stream and original.stream is not None and current.stream is not None:
             target = target + original.stream - current.stream
-        mask = non_padding_mask(model, layer, batch, current.heads)
-        rows, target = (x.flatten(0, -2) if mask is None else x[mask] for x in (current.heads, target))
+        mask = non_padding_mask(model, layer, piece.batch, current.heads)
+        rows, target = rows_of(current.heads, mask), rows_of(target, mask)
+        token_weights = None
+        if weights is not None:
+            token_weights = weights[number].flatten() if mask is None else weights[number][mask]
         if moments is None:
             moments = TargetMoments.empty(rows.shape[-1], target.shape[-1], rows.device)
-        token_weights = None if weights is None else weights[number]
-        token_weights = (
-            token_weights if token_weights is None else token_weights.flatten() if mask is None else token_weights[mask]
-        )
         moments = moments.update(rows, target, token_weights)
     if moments is None:
-        raise OptionError(
-            "calibration needs some text, got no batch, or batches for which no attention layer was called"
-        )
+        raise OptionError("calibration needs some text, got no batch, or batches for which the layer was not called")
     return moments
 
 
@@ -168,3 +183,35 @@ def adds_to_stream(model: nn.Module, layer: AttentionLayer, piece: Piece) -> boo
         with suppress(StopForward):
             model(**piece.batch)
     return any(matches)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TargetMoments:
+    """Sums over tokens of head outputs, target outputs and their products."""
+
+    outputs: OutputMoments
+    total: Tensor  # [embed_dim], sum of the targets
+    cross: Tensor  # [channels, embed_dim]
+
+    @classmethod
+    def empty(cls, channels: int, width: int, device: torch.device) -> TargetMoments:
+        zeros = torch.zeros(channels, width, dtype=torch.float64, device=device)
+        return cls(OutputMoments.empty(channels, device), zeros[0].clone(), zeros)
+
+    def update(self, rows: Tensor, targets: Tensor, weights: Tensor | None = None) -> TargetMoments:
+        """Return the moments with rows [tokens, channels] and targets [tokens, embed_dim] added.
+
+        `weights`, [tokens], are the token weights.
+        """
+        rows, targets = rows.to(torch.float64), targets.to(torch.float64)
+        if weights is not None:
+            root = weights.to(rows).sqrt()[:, None]
+            sums = OutputMoments(len(rows), (root.square() * rows).sum(0), (root * rows).T @ (root * rows))
+            total, cross = (root.square() * targets).sum(0), (root * rows).T @ (root * targets)
+            return TargetMoments(self.outputs.merge(sums), self.total + total, self.cross + cross)
+        return TargetMoments(self.outputs.update(rows), self.total + targets.sum(0), self.cross + rows.T @ targets)
+
+    def regression(self, heads: HeadWeights, ridge: float, path: str) -> OutputRegression:
+        """Return the least-squares problem of these targets for these heads."""
+        target = self.total / self.outputs.count, self.cross / self.outputs.count
+        return OutputRegression.of(self.outputs, heads, ridge, path, target=target)

@@ -18,6 +18,7 @@ from polyhead.integrations.huggingface.attention import KEY_HEADS
 from polyhead.integrations.huggingface.registration import NAME
 from polyhead.layers import MultiHeadAttention, MultiHeadConfig
 from polyhead.observation.origins import ATTRIBUTE, IN_CONFIG, config_entry
+from polyhead.sources.fingerprint import fingerprint
 from polyhead.surgery.adapters.attention_layer import (
     AttentionLayer,
     choose_layer,
@@ -27,7 +28,6 @@ from polyhead.surgery.adapters.attention_layer import (
     sizes_of,
 )
 from polyhead.surgery.adapters.discovery import find_layers
-from polyhead.surgery.adapters.expected_model import check_expected, fingerprint
 from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read_heads
 from polyhead.surgery.edits.head_edits import HeadEdit, checked_edits
 from polyhead.surgery.edits.records import EditRecord, LayerRecord
@@ -77,14 +77,16 @@ def apply(
     before = fingerprint(model)
     check_expected(expect, before)
     layers = find_layers(model)
-    parameters, layouts, origins = {}, {}, {}
+    parameters, layouts, origins, records = {}, {}, {}, []
     for layer, layer_edits in edits_by_layer(layers, edits):
-        original = read_heads(model, layer)
+        assert layer.layout is not None
+        original, origins_before = read_heads(model, layer), layer_origins(model, layer)
         heads = changed(layer, original, layer_edits)
-        origins[layer.path] = layer_origins(model, layer).then(heads.made_of)
+        origins[layer.path] = origins_before.then(heads.made_of)
         if compensation is not None:
             heads = compensation(layer.path, original, heads)
         layouts[layer.path] = heads.layout
+        records.append(LayerRecord(layer.path, layer.layout, heads.layout, origins_before))
         for name, tensor in pack_heads(model, layer, heads).items():
             if not torch.equal(tensor, model.get_parameter(name)):
                 parameters[name] = tensor
@@ -92,15 +94,16 @@ def apply(
     changes = Changes(parameters, layouts, config, origins)
     _check_config(layers, changes)
     tensors = {name: model.get_parameter(name).detach().cpu().clone() for name in parameters}
-    by_path = {layer.path: layer for layer in layers}
-    records = [
-        LayerRecord(path, _layout(by_path[path]), layout, layer_origins(model, by_path[path]))
-        for path, layout in layouts.items()
-    ]
-    with committed(model, by_path, changes):
+    with committed(model, {layer.path: layer for layer in layers}, changes):
         after = fingerprint(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
     return EditRecord(edits, before, after, tuple(records), config, tensors, shapes)
+
+
+def check_expected(expect: str | None, actual: str) -> None:
+    """Raise `OptionError` if the model's fingerprint is not the expected one; None accepts any."""
+    if expect is not None and expect != actual:
+        raise OptionError(f"these edits are for the model with fingerprint {expect}, got one with {actual}")
 
 
 def undo(model: nn.Module, record: EditRecord) -> None:
@@ -259,11 +262,6 @@ def _as_checkpoint_error() -> Iterator[None]:
             f"the parts of a record must fit each other, got one that does not: {in_one_line(error)}; the model is "
             "unchanged"
         ) from error
-
-
-def _layout(layer: AttentionLayer) -> HeadLayout:
-    assert layer.layout is not None
-    return layer.layout
 
 
 def _set(owner: Any, name: str, value: Any, back: ExitStack, *, remove: bool = False) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from polyhead.surgery.adapters.head_weights import HeadWeights
-from polyhead.surgery.calibration.input_moments import InputMoments, with_bias
+from polyhead.surgery.calibration.input_moments import InputMoments
 from polyhead.surgery.calibration.key_transforms import KEY_TRANSFORMS, KeyTransform
 from polyhead.surgery.calibration.moments import EIGENVALUE_FLOOR
 from polyhead.surgery.edits.head_edits import EDITS, GroupQueries, HeadEdit
@@ -55,7 +55,7 @@ def aligned(
     form.check(heads.layout)
     inputs = InputMoments.white(heads) if inputs is None else inputs
     inputs = inputs.to(heads.key.device)
-    keys, values = with_bias(heads.key, heads.key_bias), with_bias(heads.value, heads.value_bias)
+    keys, values = heads.augmented("key"), heads.augmented("value")
     key_maps, value_maps = (
         torch.eye(x.shape[1], dtype=x.dtype, device=x.device).repeat(len(x), 1, 1) for x in (keys, values)
     )

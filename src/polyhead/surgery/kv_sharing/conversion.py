@@ -8,7 +8,7 @@ text for the layer's original output. Unlike GQA uptraining (Ainslie et al. 2023
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -20,10 +20,9 @@ from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read_heads
 from polyhead.surgery.calibration.input_moments import collect_inputs
 from polyhead.surgery.calibration.key_transforms import KeyTransform, find_key_transforms
-from polyhead.surgery.calibration.streams import Streams
-from polyhead.surgery.calibration.temporary import evaluating
+from polyhead.surgery.calibration.streams import Streams, evaluating
 from polyhead.surgery.compensation.least_squares import check_ridge, with_output
-from polyhead.surgery.compensation.targets import collect_targets
+from polyhead.surgery.compensation.sequential import collect_targets
 from polyhead.surgery.edits.applying import apply, changed
 from polyhead.surgery.edits.records import EditRecord
 from polyhead.surgery.kv_sharing.grouping import Groups, neighbours, similar_groups
@@ -88,7 +87,7 @@ def convert_groups(
     edits = [
         ShareKeys(layer.number, converted[layer.path].groups, forms[layer.path], stack=layer.stack) for layer in layers
     ]
-    return apply(model, edits, compensation=_Precomputed(converted))
+    return apply(model, edits, compensation=lambda path, before, after: sort_by_group(converted[path].heads))
 
 
 def layers_to_convert(model: nn.Module, num_kv_heads: int, stack: str | None = None) -> list[AttentionLayer]:
@@ -104,14 +103,18 @@ def layers_to_convert(model: nn.Module, num_kv_heads: int, stack: str | None = N
         raise OptionError(f"the heads of {refused.path!r} cannot be edited: {'; '.join(refused.refusals)}")
     selected = []
     for layer in layers:
-        assert layer.layout is not None
-        edit = ShareKeys(layer.number, neighbours(layer.layout.num_kv_heads, num_kv_heads), stack=layer.stack)
-        changed(layer, read_heads(model, layer, device="meta"), [edit])
-        if layer.layout.num_kv_heads != num_kv_heads:
+        changed(layer, read_heads(model, layer, device="meta"), [share_neighbours(layer, num_kv_heads)])
+        if layer.layout is not None and layer.layout.num_kv_heads != num_kv_heads:
             selected.append(layer)
     if not selected:
         raise OptionError(f"every layer has {num_kv_heads} KV heads already; choose a smaller number")
     return selected
+
+
+def share_neighbours(layer: AttentionLayer, num_kv_heads: int) -> ShareKeys:
+    """Return the edit that shares KV heads between neighbours, which has the size of any other grouping."""
+    assert layer.layout is not None
+    return ShareKeys(layer.number, neighbours(layer.layout.num_kv_heads, num_kv_heads), stack=layer.stack)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,25 +127,11 @@ class Converted:
 
     @classmethod
     def of(cls, model: nn.Module, layer: AttentionLayer, groups: Groups, heads: HeadWeights) -> Converted:
+        group_of = {key: index for index, group in enumerate(groups) for key in group}
         before = read_heads(model, layer, device="meta")
-        return cls(groups, heads, pack_heads(model, layer, spread(heads, groups, before)))
-
-
-def spread(heads: HeadWeights, groups: Sequence[Sequence[int]], before: HeadWeights) -> HeadWeights:
-    """Repeat shared KV heads for every original KV head: the same function in the old shapes."""
-    group_of = {key: index for index, group in enumerate(groups) for key in group}
-    index = [group_of[key] for key in range(len(group_of))]
-    return heads.with_keys(index, before.key_heads)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Precomputed:
-    """Writes the converted heads, sorted by group; for `apply(..., compensation=...)`."""
-
-    converted: Mapping[str, Converted]
-
-    def __call__(self, path: str, before: HeadWeights, after: HeadWeights) -> HeadWeights:
-        return sort_by_group(self.converted[path].heads)
+        # Shared KV heads are repeated for every original KV head: the same function in the old shapes.
+        repeated = heads.with_keys([group_of[key] for key in range(len(group_of))], before.key_heads)
+        return cls(groups, heads, pack_heads(model, layer, repeated))
 
 
 def _convert(
@@ -175,6 +164,5 @@ def _convert(
         shared = refined(shared, sample, ridge=ridge, rounds=rounds)
         converted = Converted.of(model, layer, groups, shared)
     moments = collect_targets(model, layer, text, lending | dict(converted.parameters))
-    problem = moments.problem(shared, ridge, layer.path)
-    matrix, bias = problem.solve(range(shared.num_heads))
+    matrix, bias = moments.regression(shared, ridge, layer.path).solve(range(shared.num_heads))
     return Converted.of(model, layer, groups, with_output(shared, matrix, bias))

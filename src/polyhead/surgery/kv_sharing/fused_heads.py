@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polyhead.errors import OptionError
 from polyhead.surgery.adapters.head_weights import HeadWeights, with_row
-from polyhead.surgery.calibration.input_moments import InputMoments, centred, with_bias
+from polyhead.surgery.calibration.input_moments import InputMoments, centred
 from polyhead.surgery.calibration.key_transforms import KEY_TRANSFORMS, KeyTransform
 from polyhead.surgery.calibration.moments import EIGENVALUE_FLOOR
 from polyhead.surgery.edits.head_edits import EDITS, EditHeads, MergeHeads
@@ -60,8 +60,8 @@ def fuse(
     if len({heads.key_heads[head] for head in group}) == 1:  # they share a basis, and perhaps other readers
         return merged
     first, indices, keys = min(group), list(group), [heads.key_heads[head] for head in group]
-    query, key = with_bias(heads.query, heads.query_bias)[indices], with_bias(heads.key, heads.key_bias)[keys]
-    value, output = with_bias(heads.value, heads.value_bias)[keys], heads.output[indices].to(torch.float64)
+    query, key = heads.augmented("query")[indices], heads.augmented("key")[keys]
+    value, output = heads.augmented("value")[keys], heads.output[indices].to(torch.float64)
     value_moments = inputs.value if heads.output_bias is None else centred(inputs.value)
     weight = torch.einsum("hdi,ij,hej,hdo,heo->h", value, value_moments, value, output, output)
     weight = weight / weight.sum().clamp_min(torch.finfo(torch.float64).tiny)

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.head_weights import HeadWeights, sum_over_readers
-from polyhead.surgery.calibration.layer_capture import attention_weights, unpadded_rows
-from polyhead.surgery.calibration.streams import Piece
+from polyhead.surgery.calibration.streams import Piece, attention_weights, unpadded_rows
 from polyhead.surgery.kv_sharing.conjugate_gradients import TINY, conjugate_gradients
 
 SAMPLE_BYTES = 192 << 20  # independent of the text length

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from polyhead.surgery.adapters.head_weights import HeadWeights, sum_over_readers
-from polyhead.surgery.calibration.input_moments import InputMoments, centred, with_bias
+from polyhead.surgery.calibration.input_moments import InputMoments, centred
 from polyhead.surgery.calibration.key_transforms import KeyTransform
 from polyhead.surgery.calibration.moments import EIGENVALUE_FLOOR, root
 from polyhead.surgery.edits.head_edits import EDITS, GroupQueries
@@ -59,13 +59,7 @@ def share(
     value, output = _shared_values(heads, groups, inputs)
     unshared = {group[0] for group in groups if len(group) == 1}
     shared = replace(
-        heads,
-        query=query[..., :-1].to(heads.query.dtype),
-        query_bias=None if heads.query_bias is None else query[..., -1].to(heads.query.dtype),
-        key=key[..., :-1].to(heads.key.dtype),
-        key_bias=None if heads.key_bias is None else key[..., -1].to(heads.key.dtype),
-        value=value[..., :-1].to(heads.value.dtype),
-        value_bias=None if heads.value_bias is None else value[..., -1].to(heads.value.dtype),
+        heads.with_augmented(query=query, key=key, value=value),
         output=output.to(heads.output.dtype),
         key_heads=tuple(group_of[key] for key in heads.key_heads),
         origins=tuple(x if key in unshared else None for key, x in zip(heads.key_heads, heads.origins, strict=True)),
@@ -78,16 +72,16 @@ def share(
 
 def key_factors(heads: HeadWeights, inputs: InputMoments) -> tuple[Tensor, Tensor]:
     """Return keys [kv_heads, dim, width + 1] and the moments of their queries [kv_heads, dim, dim]."""
-    query = with_bias(heads.query, heads.query_bias)
+    query = heads.augmented("query")
     query_moments = query @ inputs.query @ query.mT
-    return with_bias(heads.key, heads.key_bias), sum_over_readers(query_moments, heads.key_heads, len(heads.key))
+    return heads.augmented("key"), sum_over_readers(query_moments, heads.key_heads, len(heads.key))
 
 
 def value_factors(heads: HeadWeights) -> tuple[Tensor, Tensor]:
     """Return values and the Gram matrices of their output matrices, shaped as in `key_factors`."""
     output = heads.output.to(torch.float64)
     output_grams = sum_over_readers(output @ output.mT, heads.key_heads, len(heads.key))
-    return with_bias(heads.value, heads.value_bias), output_grams
+    return heads.augmented("value"), output_grams
 
 
 def value_moments(heads: HeadWeights, inputs: InputMoments) -> Tensor:
@@ -98,7 +92,7 @@ def value_moments(heads: HeadWeights, inputs: InputMoments) -> Tensor:
 def _shared_keys(
     heads: HeadWeights, groups: Sequence[Sequence[int]], form: KeyTransform, inputs: InputMoments
 ) -> tuple[Tensor, Tensor]:
-    query = with_bias(heads.query, heads.query_bias)
+    query = heads.augmented("query")
     keys, query_moments = key_factors(heads, inputs)
     shared = keys.new_zeros(len(groups), *keys.shape[1:])
     if form.norm != "none":
@@ -185,7 +179,7 @@ def _shared_pairs(pairs: Tensor, weights: Tensor, moments: Tensor) -> tuple[Tens
 
 def _equalise_norms(heads: HeadWeights, moments: Tensor) -> HeadWeights:
     """Scale keys to one mean norm, so that a mean of keys weights each equally; a norm undoes it."""
-    keys = with_bias(heads.key, heads.key_bias)
+    keys = heads.augmented("key")
     sizes = torch.einsum("hdi,ij,hdj->h", keys, moments, keys).clamp_min(torch.finfo(torch.float64).tiny).sqrt()
     scale = (sizes.mean() / sizes).to(heads.key.dtype)
     bias = None if heads.key_bias is None else heads.key_bias * scale[:, None]
@@ -194,5 +188,5 @@ def _equalise_norms(heads: HeadWeights, moments: Tensor) -> HeadWeights:
 
 def _mean_output(heads: HeadWeights, inputs: InputMoments) -> Tensor:
     """Return the heads' mean output if each attended uniformly to its inputs."""
-    means = with_bias(heads.value, heads.value_bias) @ inputs.value[:, -1]
+    means = heads.augmented("value") @ inputs.value[:, -1]
     return torch.einsum("hd,hde->e", means[list(heads.key_heads)], heads.output.to(torch.float64))

@@ -88,14 +88,11 @@ def fit_native(
     built = build_native(model, changes)
     if isinstance(built, str):
         return NativeFit(rule=built)
-    expected = {name: tuple(x.shape) for name, x in model.state_dict().items()} | dict(shapes or {})
-    actual = {name: tuple(x.shape) for name, x in built.state_dict().items()}
-    for name in sorted(set(expected) ^ set(actual)):
-        problem = "has no" if name in expected else "has an extra"
-        return NativeFit(rule=f"{type(model).__name__} of its config {problem} {name}")
     in_config = {layer.path: layer for layer in find_layers(built)}
     for path, layout in layouts.items():
-        layer = in_config[path]
+        layer = in_config.get(path)
+        if layer is None:
+            return NativeFit(rule=f"{type(model).__name__} of its config has no attention layer {path}")
         if layer.layout is None:
             return NativeFit(rule=f"{type(layer.module).__name__} of its config cannot run: {layer.refusals[0]}")
         if layer.layout != layout:
@@ -103,12 +100,20 @@ def fit_native(
                 rule=f"a config of {type(model).__name__} gives {_describe(layer.layout)} where {path} has "
                 f"{_describe(layout)}"
             )
-    for name, shape in expected.items():
-        if actual[name] != shape:
-            return NativeFit(
-                rule=f"{type(model).__name__} of its config has {name} of shape {list(actual[name])}, not {list(shape)}"
-            )
-    return NativeFit(built, tuple(changes))
+    expected = {name: tuple(x.shape) for name, x in model.state_dict().items()} | dict(shapes or {})
+    mismatch = tensor_mismatch(built, expected)
+    return NativeFit(rule=mismatch) if mismatch else NativeFit(built, tuple(changes))
+
+
+def tensor_mismatch(built: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return the first tensor in which a native class differs from these shapes, in words; empty if there is none."""
+    actual = {name: tuple(x.shape) for name, x in built.state_dict().items()}
+    for name in sorted(set(shapes) | set(actual)):
+        if shapes.get(name) != actual.get(name):
+            has = f"{name} of shape {list(actual[name])}" if name in actual else f"no {name}"
+            expected = f"one of shape {list(shapes[name])}" if name in shapes else "none"
+            return f"{type(built).__name__} of its config has {has}, but the model has {expected}"
+    return ""
 
 
 def build_native(model: Any, changes: Sequence[ConfigChange]) -> Any:

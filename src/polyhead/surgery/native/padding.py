@@ -15,7 +15,7 @@ from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read_heads
 from polyhead.surgery.native.configs import ConfigChange, configs_of, head_count_changes
-from polyhead.surgery.native.fitting import NativeFit, build_native
+from polyhead.surgery.native.fitting import NativeFit, build_native, tensor_mismatch
 
 Places = tuple[int | None, ...]
 _PER_HEAD = ("query", "output", "query_bias")
@@ -40,8 +40,8 @@ class Padding:
     @property
     def repeated(self) -> int:
         """Number of duplicated KV heads."""
-        real = [key for key in self.key_heads if key is not None]
-        return len(real) - len(set(real))
+        sources = [key for key in self.key_heads if key is not None]
+        return len(sources) - len(set(sources))
 
     def pad(self, heads: HeadWeights) -> HeadWeights:
         """Return the padded heads. A zero head contributes nothing because its output matrix is zero."""
@@ -60,11 +60,10 @@ class Padding:
         """Return the original heads of a padded layer, bit for bit."""
         heads = [self.heads.index(head) for head in range(layout.num_heads)]
         keys = [self.key_heads.index(key) for key in range(layout.num_kv_heads)]
-        parts: dict[str, Any] = {name: x[heads] for name, x in _present(padded, _PER_HEAD)}
+        parts: dict[str, Tensor | None] = dict.fromkeys(("query_bias", "key_bias", "value_bias"))
+        parts |= {name: x[heads] for name, x in _present(padded, _PER_HEAD)}
         parts |= {name: x[keys] for name, x in _present(padded, _PER_KV_HEAD)}
-        key_heads = tuple(layout.key_head(head) for head in range(layout.num_heads))
-        made_of = tuple((head,) for head in range(layout.num_heads))
-        return replace(padded, **parts, key_heads=key_heads, origins=tuple(range(layout.num_heads)), made_of=made_of)
+        return HeadWeights.unedited(layout, **parts, output_bias=padded.output_bias)
 
     def to_dict(self) -> dict[str, list[int | None]]:
         return {"heads": list(self.heads), "key_heads": list(self.key_heads)}
@@ -177,12 +176,8 @@ def _attempt(model: Any, layers: Sequence[AttentionLayer], changes: Sequence[Con
             paddings[layer.path] = padding
             heads = padding.pad(read_heads(model, layer, device="meta"))
             shapes |= {name: tuple(x.shape) for name, x in pack_heads(built, layer, heads).items()}
-    actual = {name: tuple(x.shape) for name, x in built.state_dict().items()}
-    for name in sorted(set(shapes) | set(actual)):
-        if shapes.get(name) != actual.get(name):
-            problem = "no such tensor" if name not in actual else f"one of shape {list(actual[name])}"
-            return PaddedFit(rule=f"{type(model).__name__} of its config has {problem} for {name}")
-    return PaddedFit(built, tuple(changes), paddings=paddings)
+    mismatch = tensor_mismatch(built, shapes)
+    return PaddedFit(rule=mismatch) if mismatch else PaddedFit(built, tuple(changes), paddings=paddings)
 
 
 def _counted(number: int, singular: str, plural: str) -> str:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +19,6 @@ from torch import Tensor
 from polyhead.errors import OptionError
 from polyhead.observation.run_folder import check_origin, remove_leftovers
 from polyhead.observation.saving import write_atomically
-from polyhead.surgery.calibration.moments import OutputMoments
-from polyhead.surgery.calibration.sensitivity import Sensitivity
-from polyhead.surgery.compensation.masked_trial import Outputs
-from polyhead.surgery.selection.measurements import Evidence
-from polyhead.surgery.selection.quality import Measurement, Quality
 
 FORMAT = 1
 NUMBERS = "journal.json"
@@ -85,15 +79,38 @@ class Journal:
             self._write()
         return row
 
-    def tensors(self, name: str, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Return the tensors of this name: stored, or computed and stored."""
+    def by_layer(
+        self,
+        name: str,
+        compute: Callable[[], Mapping[str, Mapping[str, Tensor]]],
+        generator: torch.Generator | None = None,
+    ) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return the tensors of this name, by layer and part: stored, or computed and stored.
+
+        The state of the random `generator` that the computation advances is stored and restored with them.
+        """
         if self.folder is None:
             return compute()
+
+        def flattened() -> dict[str, Tensor]:
+            tensors = {f"{path}/{part}": x for path, parts in compute().items() for part, x in parts.items()}
+            return tensors if generator is None else {**tensors, "random/state": generator.get_state()}
+
+        stored = self._tensors(self.folder / f"{name}.safetensors", flattened)
+        state = stored.pop("random/state", None)
+        if generator is not None and state is not None:
+            generator.set_state(state)
+        layers: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in stored.items():
+            path, _, part = key.rpartition("/")
+            layers.setdefault(path, {})[part] = tensor
+        return layers
+
+    def _tensors(self, path: Path, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         from safetensors import SafetensorError
         from safetensors.torch import load_file, save
 
-        path = self.folder / f"{name}.safetensors"
-        remove_leftovers(self.folder, path.name)
+        remove_leftovers(path.parent, path.name)
         if path.exists():
             try:
                 return load_file(path)
@@ -103,137 +120,3 @@ class Journal:
         computed = {key: x.detach().cpu().contiguous() for key, x in compute().items()}
         write_atomically(path, save(computed))
         return computed
-
-    def outputs(self, name: str, compute: Callable[[], dict[str, Outputs]]) -> dict[str, Outputs]:
-        """Return the output matrices of this name, by layer."""
-
-        def packed() -> dict[str, Tensor]:
-            return {
-                f"{path}/{part}": x
-                for path, layer_outputs in compute().items()
-                for part, x in (
-                    ("heads", torch.tensor(layer_outputs.heads)),
-                    ("matrix", layer_outputs.matrix),
-                    ("bias", layer_outputs.bias),
-                )
-            }
-
-        if self.folder is None:
-            return compute()
-        stored = self.tensors(name, packed)
-        paths = dict.fromkeys(key.rpartition("/")[0] for key in stored)
-        return {
-            path: Outputs(tuple(stored[f"{path}/heads"].tolist()), stored[f"{path}/matrix"], stored[f"{path}/bias"])
-            for path in paths
-        }
-
-
-class JournaledQuality:
-    """A quality whose measurements go through a journal, under the name of its role."""
-
-    def __init__(self, quality: Quality, journal: Journal, role: str) -> None:
-        self._quality = quality
-        self._journal = journal
-        self._role = role
-
-    @property
-    def name(self) -> str:
-        return self._quality.name
-
-    @property
-    def words(self) -> str:
-        return self._quality.words
-
-    @property
-    def original(self) -> float:
-        return self._quality.original
-
-    def measure(self) -> Measurement:
-        def measured() -> tuple[float, float]:
-            quality = self._quality.measure()
-            return quality.value, quality.error
-
-        return Measurement(*self._journal.numbers(f"{self._role} measure", measured))
-
-    def loss(self) -> float:
-        (loss,) = self._journal.numbers(f"{self._role} loss", lambda: (self._quality.loss(),))
-        return loss
-
-
-class JournaledEvidence(Evidence):
-    """Evidence whose parts go through a journal, with the state of the random generator they used."""
-
-    journal: Journal
-
-    def _stored(self, name: str, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        generator = getattr(self.objectives.slope, "generator", None)
-
-        def computed() -> dict[str, Tensor]:
-            result = compute()
-            return result if generator is None else {**result, "random/state": generator.get_state()}
-
-        stored = dict(self.journal.tensors(name, computed))
-        state = stored.pop("random/state", None)
-        if generator is not None and state is not None:
-            generator.set_state(state)
-        return stored
-
-    def _moments(self, name: str, compute: Callable[[], dict[str, OutputMoments]]) -> dict[str, OutputMoments]:
-        def packed() -> dict[str, Tensor]:
-            return {
-                f"{path}/{part}": x
-                for path, moments in compute().items()
-                for part, x in (
-                    ("count", torch.tensor(moments.count, dtype=torch.float64)),
-                    ("total", moments.total),
-                    ("products", moments.products),
-                    ("signature", moments.signature),
-                )
-                if x is not None
-            }
-
-        stored = self._stored(name, packed)
-        return {
-            path: OutputMoments(
-                int(stored[f"{path}/count"]),
-                stored[f"{path}/total"],
-                stored[f"{path}/products"],
-                stored.get(f"{path}/signature"),
-            )
-            for path in self._in_order(stored)
-        }
-
-    def _in_order(self, stored: Mapping[str, Tensor]) -> list[str]:
-        """Return the layers in model order; a safetensors file lists its tensors in another."""
-        paths = {key.rpartition("/")[0] for key in stored}
-        return [path for path in self.layers if path in paths]
-
-    @cached_property
-    def moments(self) -> dict[str, OutputMoments]:
-        return self._moments("moments", lambda: super(JournaledEvidence, self).moments)
-
-    @cached_property
-    def weighed_moments(self) -> dict[str, OutputMoments]:
-        return self._moments("weighed_moments", lambda: super(JournaledEvidence, self).weighed_moments)
-
-    @cached_property
-    def sensitivities(self) -> dict[str, Sensitivity]:
-        def packed() -> dict[str, Tensor]:
-            return {f"{path}/products": x.products for path, x in super(JournaledEvidence, self).sensitivities.items()}
-
-        stored = self._stored("sensitivities", packed)
-        return {path: Sensitivity(stored[f"{path}/products"]) for path in self._in_order(stored)}
-
-    @cached_property
-    def ablation(self) -> dict[str, list[float]]:
-        return self._scores("ablation", lambda: super(JournaledEvidence, self).ablation)
-
-    def slopes(self, measure: Literal["gradient", "taylor"]) -> dict[str, list[float]]:
-        return self._scores(measure, lambda: super(JournaledEvidence, self).slopes(measure))
-
-    def _scores(self, name: str, compute: Callable[[], dict[str, list[float]]]) -> dict[str, list[float]]:
-        def packed() -> dict[str, Tensor]:
-            return {f"{path}/scores": torch.tensor(x, dtype=torch.float64) for path, x in compute().items()}
-
-        stored = self._stored(name, packed)
-        return {path: stored[f"{path}/scores"].tolist() for path in self._in_order(stored)}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from polyhead.analysis.importance.examples import Examples
 from polyhead.analysis.importance.losses import Language
 from polyhead.errors import OptionError
+from polyhead.surgery.selection.journal import Journal
 
 Batch = Mapping[str, Any]
 
@@ -26,55 +28,66 @@ class Measurement:
     error: float
 
 
-class Quality(Protocol):
-    """A quality of the model at the time of the call, relative to the model at construction."""
+class Quality(ABC):
+    """A quality of the model at the time of the call, relative to the model at construction.
 
-    @property
-    def name(self) -> str: ...
+    Measurements go through a journal, under the name of the role that this quality has in a run.
+    """
 
-    @property
-    def words(self) -> str:
-        """Name with a description of what it measures."""
+    name: str
+    words: str  # name with a description of what it measures
+    original: float  # value of the unpruned model
 
-    @property
-    def original(self) -> float:
-        """Value of the unpruned model."""
+    def __init__(
+        self, model: nn.Module, batches: Sequence[Batch], *, journal: Journal | None = None, role: str = ""
+    ) -> None:
+        if not len(batches):
+            raise OptionError(f"{self.name} needs some text, got no batch")
+        self.model = model
+        self.batches = batches
+        self._journal = Journal() if journal is None else journal
+        self._role = role
+        self.original = self._evaluate_original()
 
-    def measure(self) -> Measurement: ...
+    def measure(self) -> Measurement:
+        """Return the value and its standard error."""
+        return Measurement(*self._journal.numbers(f"{self._role} measure", self._measure))
 
     def loss(self) -> float:
         """Return the quality as one number, lower is better."""
+        return self._journal.numbers(f"{self._role} loss", lambda: (self._loss(),))[0]
+
+    @abstractmethod
+    def _evaluate_original(self) -> float:
+        """Return the value of the unpruned model, and keep what measurements are compared with."""
+
+    @abstractmethod
+    def _measure(self) -> tuple[float, float]: ...
+
+    @abstractmethod
+    def _loss(self) -> float: ...
 
 
-class Perplexity:
+class Perplexity(Quality):
     """Next-token perplexity of a causal model."""
 
     name = "perplexity"
     words = "perplexity of the next token"
 
-    def __init__(self, model: nn.Module, batches: Sequence[Batch]) -> None:
-        if not len(batches):
-            raise OptionError("perplexity needs some text, got no batch")
-        self.model = model
-        self.batches = batches
-        self._totals, self._weights = self._rows()
-        if not float(self._weights.sum()):
+    def _evaluate_original(self) -> float:
+        self._totals, weights = self._rows()
+        if not float(weights.sum()):
             raise OptionError("perplexity needs rows of two tokens or more, got none")
+        return math.exp(float(self._totals.sum() / weights.sum()))
 
-    @property
-    def original(self) -> float:
-        return math.exp(float(self._totals.sum() / self._weights.sum()))
-
-    def measure(self) -> Measurement:
+    def _measure(self) -> tuple[float, float]:
         totals, weights = self._rows()
         mean = float(totals.sum() / weights.sum())
         # Ratio estimator: rows have different numbers of tokens.
         residuals = totals - self._totals - float((totals - self._totals).sum() / weights.sum()) * weights
-        count = len(residuals)
-        error = math.sqrt(float(residuals.square().sum()) * count / max(count - 1, 1)) / float(weights.sum())
-        return Measurement(math.exp(mean), math.exp(mean) * error)
+        return math.exp(mean), math.exp(mean) * _standard_error(residuals, float(weights.sum()))
 
-    def loss(self) -> float:
+    def _loss(self) -> float:
         totals, weights = self._rows()
         return float(totals.sum() / weights.sum())
 
@@ -85,38 +98,38 @@ class Perplexity:
         return torch.cat(totals), torch.cat(weights)
 
 
-class Fidelity:
+class Fidelity(Quality):
     """Mean cosine of final hidden states with those of the unpruned model; 1 is identical."""
 
     name = "fidelity"
     words = "fidelity, the mean cosine of final hidden states to those of the unpruned model"
-    original = 1.0
 
-    def __init__(self, model: nn.Module, batches: Sequence[Batch]) -> None:
-        if not len(batches):
-            raise OptionError("fidelity needs some text, got no batch")
-        self.model = model
-        self.batches = batches
+    def _evaluate_original(self) -> float:
         self._states = self._rows()
+        return 1.0
 
-    def measure(self) -> Measurement:
+    def _measure(self) -> tuple[float, float]:
         cosines = [(a * b).sum(-1).double().cpu() for a, b in zip(self._rows(), self._states, strict=True)]
         mean = float(torch.cat(cosines).mean())
         # Tokens of one row are not independent; rows are.
         residuals = torch.cat(
             [_sums(row_cosines - mean, batch) for row_cosines, batch in zip(cosines, self.batches, strict=True)]
         )
-        count, tokens = len(residuals), sum(map(len, cosines))
-        error = math.sqrt(float(residuals.square().sum()) * count / max(count - 1, 1)) / tokens
-        return Measurement(mean, error)
+        return mean, _standard_error(residuals, sum(map(len, cosines)))
 
-    def loss(self) -> float:
-        return 1 - self.measure().value
+    def _loss(self) -> float:
+        return 1 - self._measure()[0]
 
     @torch.no_grad()
     def _rows(self) -> list[Tensor]:
         """Return the normalised states of non-padding tokens, one tensor per batch."""
         return [states(self.model, batch) for batch in self.batches]
+
+
+def _standard_error(residuals: Tensor, total: float) -> float:
+    """Return the standard error of a mean over `total` tokens, from the summed residuals of each row."""
+    count = len(residuals)
+    return math.sqrt(float(residuals.square().sum()) * count / max(count - 1, 1)) / total
 
 
 def _sums(tokens: Tensor, batch: Batch) -> Tensor:

@@ -10,68 +10,46 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from polyhead.errors import OptionError
-from polyhead.surgery.compensation.masked_trial import Outputs
-from polyhead.surgery.selection.orders import PruningOrder
+from polyhead.surgery.compensation.least_squares import OutputProjection
+from polyhead.surgery.selection.criteria import PruningOrder
 
-# Outputs of a layer without the first n heads of its order: (path, n) -> outputs.
-OutputsOf = Callable[[str, int], Outputs]
-# Loss of the model with these outputs.
-Measure = Callable[[Mapping[str, Outputs]], float]
+Projections = Mapping[str, OutputProjection]  # by path of the layer
+# W_O of a layer without the first n heads of its order: (path, n) -> projection.
+ProjectionOf = Callable[[str, int], OutputProjection]
+# Loss of the model with these output projections.
+Measure = Callable[[Projections], float]
 TRIES = 80
 DOUBT = 0.5  # assumed relative error of the evidence's costs
 
 
 def measured_orders(
-    orders: Mapping[str, PruningOrder],
-    outputs_of: OutputsOf,
-    measure: Measure,
-    *,
-    most: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    orders: Mapping[str, PruningOrder], projection_of: ProjectionOf, measure: Measure
 ) -> dict[str, PruningOrder]:
-    """Return the orders with measured losses: of the model without each prefix of each order.
-
-    Args:
-        most: maximum number of heads to prune per layer; the orders are cut there.
-        progress: called after every measurement with the number done and the total.
-    """
-    depth = {path: len(order.heads) if most is None else min(most, len(order.heads)) for path, order in orders.items()}
-    baseline, done, measured = measure({}), 0, {}
-    for path, order in orders.items():
-        losses = []
-        for count in range(1, depth[path] + 1):
-            losses.append(measure({path: outputs_of(path, count)}) - baseline)
-            done += 1
-            if progress is not None:
-                progress(done, sum(depth.values()))
-        measured[path] = PruningOrder(order.heads[: depth[path]], tuple(losses))
-    return measured
-
-
-@dataclass(frozen=True, slots=True)
-class Refined:
-    """Number of heads to prune per layer, the loss then, and the number of measurements it took."""
-
-    counts: Mapping[str, int]
-    loss: float
-    first_loss: float
-    measured: int
+    """Return the orders with measured losses: of the model without each prefix of each order."""
+    baseline = measure({})
+    return {
+        path: PruningOrder(
+            order.heads,
+            tuple(measure({path: projection_of(path, count)}) - baseline for count in range(1, len(order.heads) + 1)),
+        )
+        for path, order in orders.items()
+    }
 
 
 def refined(
     counts: Mapping[str, int],
     orders: Mapping[str, PruningOrder],
-    outputs_of: OutputsOf,
+    projection_of: ProjectionOf,
     measure: Measure,
     *,
     tries: int = TRIES,
     allowed: Callable[[Mapping[str, int]], bool] | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Refined:
+) -> tuple[dict[str, int], float, float]:
     """Move single heads between layers while that lowers the measured loss.
 
     Moves are tried in the order of the gain that the orders' own losses predict, each once from the current
-    distribution, and the first improvement is taken.
+    distribution, and the first improvement is taken. Returns the number of heads to prune per layer, the loss then, and
+    the initial loss.
 
     Args:
         counts: initial number of heads to prune per layer.
@@ -82,29 +60,26 @@ def refined(
     if tries < 1:
         raise OptionError(f"tries must be at least 1, got {tries}")
     current = {path: counts.get(path, 0) for path in orders}
-    cache: dict[tuple[str, int], Outputs] = {}
+    cache: dict[tuple[str, int], OutputProjection] = {}
 
-    def outputs(numbers: Mapping[str, int]) -> dict[str, Outputs]:
+    def projections(numbers: Mapping[str, int]) -> dict[str, OutputProjection]:
         for path, count in numbers.items():
             if count and (path, count) not in cache:
-                cache[path, count] = outputs_of(path, count)
+                cache[path, count] = projection_of(path, count)
         return {path: cache[path, count] for path, count in numbers.items() if count}
 
     def loss_at(path: str, count: int) -> float:
         return orders[path].losses[count - 1] if count else 0.0
 
-    best = first = measure(outputs(current))
-    measurements, rejected = 1, set[tuple[str, str]]()
-    while measurements < tries:
+    def predicted_loss(less: str, more: str) -> float:
+        added = loss_at(more, current[more] + 1) - loss_at(more, current[more])
+        return added - loss_at(less, current[less]) + loss_at(less, current[less] - 1)
+
+    best = first = measure(projections(current))
+    rejected: set[tuple[str, str]] = set()
+    for _ in range(1, tries):
         moves = sorted(
-            (
-                loss_at(more, current[more] + 1)
-                - loss_at(more, current[more])
-                - loss_at(less, current[less])
-                + loss_at(less, current[less] - 1),
-                less,
-                more,
-            )
+            (predicted_loss(less, more), less, more)
             for less in current
             for more in current
             if less != more
@@ -119,8 +94,7 @@ def refined(
         if option is None:
             break
         less, more, moved = option
-        loss = measure(outputs(moved))
-        measurements += 1
+        loss = measure(projections(moved))
         if loss < best:
             best, current = loss, moved
             # Moves that involve the changed layers may help now; the others have just been rejected.
@@ -128,9 +102,7 @@ def refined(
             rejected.add((more, less))
         else:
             rejected.add((less, more))
-        if progress is not None:
-            progress(measurements, tries)
-    return Refined({path: count for path, count in current.items() if count}, best, first, measurements)
+    return {path: count for path, count in current.items() if count}, best, first
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +115,7 @@ class RankedSet:
 
 def refined_sets(
     ranked: Mapping[str, Sequence[RankedSet]],
-    outputs_of: Callable[[str, tuple[int, ...]], Outputs],
+    projection_of: Callable[[str, tuple[int, ...]], OutputProjection],
     measure: Measure,
     *,
     tries: int = TRIES,
@@ -156,14 +128,14 @@ def refined_sets(
     if tries < 1:
         raise OptionError(f"tries must be at least 1, got {tries}")
     current = {path: sets[0].heads for path, sets in ranked.items()}
-    outputs = {path: outputs_of(path, heads) for path, heads in current.items() if heads}
-    best = first = measure(outputs)
+    projections = {path: projection_of(path, heads) for path, heads in current.items() if heads}
+    best = first = measure(projections)
     alternatives = [
         (x.cost - (1 + DOUBT) * sets[0].cost, path, x.heads) for path, sets in ranked.items() for x in sets[1:]
     ]
     for _, path, heads in sorted(alternatives)[: tries - 1]:
-        tried = {**outputs, path: outputs_of(path, heads)}
+        tried = {**projections, path: projection_of(path, heads)}
         loss = measure(tried)
         if loss < best:
-            best, outputs, current = loss, tried, {**current, path: heads}
+            best, projections, current = loss, tried, {**current, path: heads}
     return current, best, first

@@ -1,33 +1,293 @@
-"""Shrink a model to a budget, with any number of remaining heads per layer."""
+"""Shrink a model to a budget: choose heads to prune, and measure the model without them."""
 
 from __future__ import annotations
 
+import copy
+from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 
 from polyhead.costs import Workload
+from polyhead.costs.measuring import runner
 from polyhead.errors import OptionError
-from polyhead.surgery.compensation.masked_trial import Outputs
-from polyhead.surgery.selection.budgets import SEEDS, Choice, Losses, RemovedHeads, SearchResult, Target, Trials
-from polyhead.surgery.selection.criteria import orders_by
-from polyhead.surgery.selection.measurements import Evidence, Weighting
-from polyhead.surgery.selection.orders import PruningOrder, choose_heads, order_by_score, pruning_order
-from polyhead.surgery.selection.quality import Quality
-from polyhead.surgery.selection.search import TRIES, measured_orders, refined
+from polyhead.integrations.huggingface import register, set_attention
+from polyhead.surgery.compensation.least_squares import (
+    OutputProjection,
+    OutputRegression,
+    swapped_projections,
+    unchanged_projections,
+)
+from polyhead.surgery.edits.applying import apply
+from polyhead.surgery.edits.head_edits import PruneHeads
+from polyhead.surgery.edits.preview import HeadCounts, Preview, preview
+from polyhead.surgery.selection.budgets import Size, Target, keeps_cache, other_flops
+from polyhead.surgery.selection.criteria import (
+    PruningOrder,
+    choose_heads,
+    order_by_score,
+    orders_by,
+    pruning_order,
+)
+from polyhead.surgery.selection.evidence import Evidence, Weighting
+from polyhead.surgery.selection.journal import Journal
+from polyhead.surgery.selection.quality import Measurement, Quality
+from polyhead.surgery.selection.search import TRIES, Measure, Projections, measured_orders, refined
 
-SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+RemovedHeads = dict[str, tuple[int, ...]]  # pruned heads, by layer
+SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # of the heads, pruned at the points of a curve
+SEEDS = (0, 1, 2)  # of the randomly pruned controls of a curve
 
 
-class Shrinker(Trials):
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Heads to prune, and as many random heads for each seed as controls; `layout` is the uniform layout, if any."""
+
+    removed: RemovedHeads
+    random: tuple[RemovedHeads, ...]
+    layout: str | None = None
+
+    @property
+    def measurements(self) -> int:
+        """Number of quality measurements for this point: compensated, not compensated, and each control."""
+        return 2 + len(self.random)
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """A model with `removed` heads pruned: its size, its quality, and the quality of its controls."""
+
+    removed: int
+    size: Size
+    compensated: Measurement
+    not_compensated: Measurement
+    random: tuple[Measurement, ...]  # as many random heads pruned and compensated, for each seed
+    layout: str | None = None  # heads/KV heads of every layer, if uniform
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """Result of a search: the heads to prune, the initial choice, and the loss after each."""
+
+    removed: RemovedHeads
+    first: RemovedHeads  # initial choice, from the evidence alone
+    loss: float
+    first_loss: float
+    measured: int  # number of measurements made
+
+    @property
+    def moved(self) -> int:
+        """Number of heads by which the result differs from the initial choice."""
+        paths = {**self.removed, **self.first}
+        sets = [(set(self.removed.get(path, ())), set(self.first.get(path, ()))) for path in paths]
+        return max(sum(len(last - first) for last, first in sets), sum(len(first - last) for last, first in sets))
+
+
+def ignore_count(count: int) -> None:
+    """Report nothing; the default callback of measurements."""
+
+
+class BaseShrinker(ABC):
+    """Choose heads to prune for a target, and measure the size and quality of the model without them."""
+
+    searches: str  # what a search does with heads, for the summary: "3 heads moved between layers"
+
+    def __init__(self, evidence: Evidence, *, weighting: Weighting = "token", work: Workload | None = None) -> None:
+        """Set up the evidence; `work` is the call whose FLOPs are counted, 512 tokens by default."""
+        self.evidence = evidence
+        self.model = evidence.model
+        self.weighting = weighting
+        self.work = Workload.forward(512) if work is None else work
+        self._regressions: dict[str, OutputRegression] = {}
+        self._counts: dict[tuple[str, tuple[int, ...]], HeadCounts] = {}  # of layers without these heads
+
+    @abstractmethod
+    def meet_target(self, target: Target) -> RemovedHeads:
+        """Return the heads to prune for a target; raises if it cannot be reached."""
+
+    @abstractmethod
+    def choices(self) -> list[Choice]:
+        """Return heads to prune for models of several sizes, with random controls, for `curve`."""
+
+    @abstractmethod
+    def stages(self) -> list[RemovedHeads]:
+        """Return increasing sets of heads to prune."""
+
+    @abstractmethod
+    def search_measurements(self, tries: int = TRIES) -> int:
+        """Return the maximum number of measurements of a search."""
+
+    @abstractmethod
+    def _search(self, target: Target, measure: Measure, tries: int) -> tuple[RemovedHeads, RemovedHeads, float, float]:
+        """Return the heads to prune after a search and before it, and the loss after each."""
+
+    def summary(self, removed: Mapping[str, Sequence[int]]) -> str:
+        """Describe how many heads are pruned."""
+        return f"{sum(map(len, removed.values()))} heads are pruned"
+
+    def edits(self, removed: Mapping[str, Sequence[int]]) -> list[PruneHeads]:
+        layers = self.evidence.layers
+        return [
+            PruneHeads(layers[path].number, tuple(heads), stack=layers[path].stack) for path, heads in removed.items()
+        ]
+
+    def preview(self, removed: Mapping[str, Sequence[int]]) -> Preview:
+        """Preview the model without these heads."""
+        return preview(self.model, self.edits(removed), work=self.work)
+
+    def size(self, removed: Mapping[str, Sequence[int]]) -> Size:
+        """Return the size of the model without these heads."""
+        pruned = {path: tuple(heads) for path, heads in removed.items() if len(heads)}
+        if not pruned:
+            return Size(1.0, 1.0 if self._has_cache else None, 1.0)
+        # A search requests many sizes, mostly of layers that were counted before.
+        if unknown := {path: heads for path, heads in pruned.items() if (path, heads) not in self._counts}:
+            for layer in self.preview(unknown).layers:
+                self._counts[layer.path, ()] = layer.before
+                if layer.path in unknown:
+                    self._counts[layer.path, unknown[layer.path]] = layer.after
+        before = [self._counts[path, ()] for path in self.evidence.layers]
+        after = [self._counts[path, pruned.get(path, ())] for path in self.evidence.layers]
+        return Size(
+            sum(x.heads for x in after) / sum(x.heads for x in before),
+            sum(x.cache_bytes_per_token for x in after) / sum(x.cache_bytes_per_token for x in before)
+            if self._has_cache
+            else None,
+            (sum(x.flops for x in after) + self._other_flops) / (sum(x.flops for x in before) + self._other_flops),
+        )
+
+    @cached_property
+    def _has_cache(self) -> bool:
+        return keeps_cache(self.model)
+
+    @cached_property
+    def _other_flops(self) -> int:
+        return other_flops(self.model, self.work)
+
+    def curve(
+        self, quality: Quality, choices: Iterable[Choice], *, progress: Callable[[int], object] = ignore_count
+    ) -> list[CurvePoint]:
+        """Measure each choice compensated, uncompensated, and with as many random heads pruned instead.
+
+        `progress` is called with 1 after every measurement.
+        """
+        points = []
+        for choice in choices:
+            measurements = []
+            for projections in self._trials(choice):
+                measurements.append(self.measure(projections, quality))
+                progress(1)
+            compensated, not_compensated, *random = measurements
+            count = sum(map(len, choice.removed.values()))
+            size = self.size(choice.removed)
+            points.append(CurvePoint(count, size, compensated, not_compensated, tuple(random), choice.layout))
+        return points
+
+    def _trials(self, choice: Choice) -> Iterator[Projections]:
+        yield self.compensated(choice.removed)
+        yield unchanged_projections(self.model, self.evidence.layers, choice.removed)
+        for removed in choice.random:
+            yield self.compensated(removed)
+
+    def compensated(self, removed: Mapping[str, Sequence[int]]) -> Projections:
+        """Return W_O of layers without these heads, all compensated at once: calibrated on the unpruned model."""
+        moments, heads = self.evidence.moments_for(self.weighting), self.evidence.heads
+        for path in removed:
+            if path not in self._regressions:
+                self._regressions[path] = OutputRegression.of(moments[path], heads[path], self.evidence.ridge, path)
+        return {path: self._regressions[path].without(pruned) for path, pruned in removed.items() if len(pruned)}
+
+    def measure(self, projections: Projections, quality: Quality) -> Measurement:
+        """Measure the model with these output projections."""
+        with swapped_projections(self.model, self.evidence.layers, projections):
+            return quality.measure()
+
+    def loss(self, projections: Projections, quality: Quality) -> float:
+        """Return the loss of the model with these output projections."""
+        with swapped_projections(self.model, self.evidence.layers, projections):
+            return quality.loss()
+
+    def meet_measured_target(
+        self,
+        stages: Sequence[RemovedHeads],
+        target: Target,
+        batches: Sequence[Mapping[str, Any]],
+        journal: Journal,
+        *,
+        progress: Callable[[int], object] = ignore_count,
+    ) -> RemovedHeads:
+        """Return the first of increasing sets of removed heads that reaches a speed target on this machine.
+
+        `progress` is called with 1 after every measurement.
+        """
+        ratio = 0.0
+        for removed in stages:
+            (ratio,) = journal.numbers("times faster", partial(self._measure_speedup, removed, batches))
+            progress(1)
+            if ratio >= target.amount:
+                return removed
+        raise OptionError(
+            f"the target must be at most {ratio:.2f}x-faster, measured here without all removable heads, got "
+            f"{target.amount:g}x-faster"
+        )
+
+    def _measure_speedup(self, removed: RemovedHeads, batches: Sequence[Mapping[str, Any]]) -> tuple[float]:
+        """Return the original model's time over the pruned model's, measured in alternation."""
+        # Copies, since both run on polyhead's attention, which supports uneven groups; the model itself is not changed.
+        original, pruned = (copy.deepcopy(self.model) for _ in range(2))
+        apply(pruned, self.edits(removed))
+        for candidate in (original, pruned):
+            set_attention(candidate, register())
+        batch = max(batches, key=lambda inputs: inputs["input_ids"].numel())
+        with torch.no_grad():
+            timings = runner.alternate(
+                {"original": lambda: original(**batch), "pruned": lambda: pruned(**batch)},
+                device=next(pruned.parameters()).device,
+                alternations=7,
+            )
+        return (timings.median_ms("original") / timings.median_ms("pruned"),)
+
+    def searched(
+        self,
+        target: Target,
+        quality: Quality,
+        *,
+        tries: int = TRIES,
+        progress: Callable[[int], object] = ignore_count,
+    ) -> SearchResult:
+        """Choose heads for a target, improved by local search while the target holds.
+
+        All layers are compensated at once. On this quality the loss is at most that of `meet_target`.
+
+        Args:
+            quality: evaluated several hundred times, so its data should be small.
+            tries: maximum number of measurements of moves.
+            progress: called with 1 after every measurement.
+        """
+        measured = 0
+
+        def measure(projections: Projections) -> float:
+            nonlocal measured
+            loss = self.loss(projections, quality)
+            measured += 1
+            progress(1)
+            return loss
+
+        return SearchResult(*self._search(target, measure, tries), measured)
+
+
+class Shrinker(BaseShrinker):
     """Choose the heads of a model to prune for a target, by the pruning order of each layer.
 
     The unit of an order is a head or, with `by_key_heads`, a KV head with all query heads that read it, which shrinks
     the KV cache of grouped layers. Every layer keeps at least one unit.
     """
 
-    searches = "moved between layers"  # what a search does with heads, for the summary: "3 heads moved between layers"
+    searches = "moved between layers"
 
     def __init__(
         self,
@@ -113,39 +373,17 @@ class Shrinker(Trials):
         random = [self._random_orders(seed) for seed in seeds]
         return [Choice(self.removed(steps), tuple(self.removed(steps, orders) for orders in random)) for steps in sizes]
 
-    def summary(self, removed: Mapping[str, Sequence[int]]) -> str:
-        return f"{sum(map(len, removed.values()))} heads are pruned"
-
     def search_measurements(self, tries: int = TRIES) -> int:
         """Return the maximum number of measurements: unpruned model, every unit, two initial choices, and moves."""
         return 1 + self.steps + 2 + tries
 
-    def searched(
-        self,
-        target: Target,
-        quality: Quality,
-        *,
-        tries: int = TRIES,
-        progress: Callable[[int], None] | None = None,
-    ) -> SearchResult:
-        """Choose heads for a target, with the number per layer searched by the measured loss.
-
-        The loss is measured with the first 1, 2, ... units of one layer pruned, for each layer by itself. Starting from
-        the better of the choices by `orders` and by these losses, one unit at a time is moved between layers while that
-        lowers the loss and the target is still met. All layers are compensated at once. The loss measured by `quality`
-        is at most that of `meet_target`.
-
-        Args:
-            quality: evaluated several hundred times, so its data should be small.
-            tries: maximum number of measurements of moves.
-            progress: called with 1 after every measurement.
-        """
-        measure = Losses(self, quality, progress)
+    def _search(self, target: Target, measure: Measure, tries: int) -> tuple[RemovedHeads, RemovedHeads, float, float]:
+        """Start from the orders by evidence or by measured losses, whichever is better, and move heads."""
 
         def heads_of(counts: Mapping[str, int]) -> RemovedHeads:
             return {path: self._heads(path, self.orders[path].heads[:count]) for path, count in counts.items() if count}
 
-        def outputs_of(path: str, count: int) -> Outputs:
+        def projection_of(path: str, count: int) -> OutputProjection:
             return self.compensated(heads_of({path: count}))[path]
 
         def initial_choice(orders: Mapping[str, PruningOrder]) -> tuple[float, dict[str, int]]:
@@ -154,17 +392,17 @@ class Shrinker(Trials):
             return measure(self.compensated(heads_of(counts))), counts
 
         first_loss, first = initial_choice(self.orders)
-        orders = measured_orders(self.orders, outputs_of, measure)
+        orders = measured_orders(self.orders, projection_of, measure)
         loss, counts = initial_choice(orders)
-        best = refined(
+        counts, loss, _ = refined(
             counts if loss < first_loss else first,
             orders,
-            outputs_of,
+            projection_of,
             measure,
             tries=tries,
             allowed=lambda moved: self.size(heads_of(moved)).reaches(target),
         )
-        return SearchResult(heads_of(best.counts), heads_of(first), best.loss, first_loss, measure.made)
+        return heads_of(counts), heads_of(first), loss, first_loss
 
     @property
     def _units(self) -> int:

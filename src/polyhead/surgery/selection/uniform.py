@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +17,15 @@ from polyhead.geometry import HeadLayout
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read_heads
 from polyhead.surgery.calibration.moments import OutputMoments
-from polyhead.surgery.compensation.least_squares import RIDGE, Problem
+from polyhead.surgery.compensation.least_squares import RIDGE, OutputRegression
 from polyhead.surgery.edits.applying import changed
 from polyhead.surgery.edits.head_edits import PruneHeads
 from polyhead.surgery.native.fitting import config_changes
-from polyhead.surgery.selection.budgets import SEEDS, Choice, Losses, RemovedHeads, SearchResult, Target, Trials
-from polyhead.surgery.selection.measurements import Evidence, Weighting
-from polyhead.surgery.selection.orders import in_metric, pruning_order
-from polyhead.surgery.selection.quality import Quality
-from polyhead.surgery.selection.search import TRIES, RankedSet, refined_sets
+from polyhead.surgery.selection.budgets import Target
+from polyhead.surgery.selection.criteria import in_metric, pruning_order
+from polyhead.surgery.selection.evidence import Evidence, Weighting
+from polyhead.surgery.selection.search import TRIES, Measure, RankedSet, refined_sets
+from polyhead.surgery.selection.shrinker import SEEDS, BaseShrinker, Choice, RemovedHeads
 
 MAX_SETS = 512  # compared exhaustively; beyond that, heads are pruned greedily
 MAX_LAYOUTS = 12  # points of a curve
@@ -62,41 +63,26 @@ def ranked_sets(
             f"a layer of {heads.num_heads} heads over {len(groups)} KV heads can be reduced to fewer of both, in "
             f"groups of one size, got {num_heads} over {num_kv_heads}"
         )
-    problem = Problem.of(moments, heads, ridge)
+    regression = OutputRegression.of(moments, heads, ridge)
     sets = math.comb(len(groups), num_kv_heads) * math.prod(math.comb(len(group), size) for group in groups)
-    if problem.scale == 0 or sets > MAX_SETS:
-        return [RankedSet(0.0, _greedy_set(moments, heads, groups, size, num_kv_heads, ridge, root))]
-    inverse = torch.cholesky_inverse(problem.factor(problem.channels(range(heads.num_heads))))
-    matrix = in_metric(problem.matrix, root)
+    if regression.scale == 0 or sets > MAX_SETS:
+        order = partial(pruning_order, moments, heads, ridge=ridge, root=root)
+        dropped_keys = order(together=groups).heads[: len(groups) - num_kv_heads]
+        pruned = {head for key in dropped_keys for head in groups[key]} | set(order(least=size).heads)
+        return [RankedSet(0.0, tuple(sorted(pruned)))]
+    inverse = torch.cholesky_inverse(regression.factor(regression.channels(range(heads.num_heads))))
+    matrix = in_metric(regression.matrix, root)
 
     def cost(pruned: Sequence[int]) -> float:
-        channels = problem.channels(pruned)
+        channels = regression.channels(pruned)
         return float((matrix[channels] * torch.linalg.solve(inverse[channels][:, channels], matrix[channels])).sum())
 
-    candidates = [
-        tuple(
-            head for head in range(heads.num_heads) if head not in {x for group_heads in remaining for x in group_heads}
-        )
-        for kept_groups in itertools.combinations(groups, num_kv_heads)
-        for remaining in itertools.product(*(itertools.combinations(group, size) for group in kept_groups))
-    ]
+    candidates = []
+    for kept_groups in itertools.combinations(groups, num_kv_heads):
+        for remaining in itertools.product(*(itertools.combinations(group, size) for group in kept_groups)):
+            kept = set(itertools.chain(*remaining))
+            candidates.append(tuple(head for head in range(heads.num_heads) if head not in kept))
     return sorted((RankedSet(cost(pruned) if pruned else 0.0, pruned) for pruned in candidates), key=lambda x: x.cost)
-
-
-def _greedy_set(
-    moments: OutputMoments,
-    heads: HeadWeights,
-    groups: list[list[int]],
-    size: int,
-    num_kv_heads: int,
-    ridge: float,
-    root: Tensor | None,
-) -> tuple[int, ...]:
-    order = pruning_order(moments, heads, ridge=ridge, root=root, together=groups)
-    dropped = order.heads[: len(groups) - num_kv_heads]
-    pruned = [head for key in dropped for head in groups[key]]
-    each = pruning_order(moments, heads, ridge=ridge, root=root, least=size)
-    return tuple(sorted({*pruned, *(head for head in each.heads if head not in pruned)}))
 
 
 def fits_native(model: nn.Module, removed: Mapping[str, Sequence[int]]) -> bool:
@@ -166,7 +152,7 @@ def uniform_sets(
     }
 
 
-class UniformShrinker(Trials):
+class UniformShrinker(BaseShrinker):
     """A model, its evidence, and the uniform layouts that a native class can hold."""
 
     searches = "exchanged within layers"
@@ -218,25 +204,13 @@ class UniformShrinker(Trials):
         """Return the maximum number of measurements of a search."""
         return tries
 
-    def searched(
-        self,
-        target: Target,
-        quality: Quality,
-        *,
-        tries: int = TRIES,
-        progress: Callable[[int], None] | None = None,
-    ) -> SearchResult:
-        """Choose heads for a target, with the set of each layer searched by the measured loss.
-
-        Layers keep their layout; alternative sets are tried in the order of their cost by the evidence. All layers are
-        compensated at once. On this quality the loss is at most that of `meet_target`.
-        """
-        layout, measure = self._reached(target), Losses(self, quality, progress)
+    def _search(self, target: Target, measure: Measure, tries: int) -> tuple[RemovedHeads, RemovedHeads, float, float]:
+        """Exchange the sets of heads of the layers, in the order of their cost by the evidence; layouts stay."""
+        layout = self._reached(target)
         chosen, loss, first_loss = refined_sets(
             self.sets(layout), lambda path, heads: self.compensated({path: heads})[path], measure, tries=tries
         )
-        removed = {path: heads for path, heads in chosen.items() if heads}
-        return SearchResult(removed, self.removed(layout), loss, first_loss, measure.made)
+        return {path: heads for path, heads in chosen.items() if heads}, self.removed(layout), loss, first_loss
 
     def stages(self) -> list[RemovedHeads]:
         """Return increasing sets of heads to prune, layout by layout."""
@@ -253,7 +227,7 @@ class UniformShrinker(Trials):
         path, heads = next(iter(self.evidence.heads.items()))
         remaining = [head for head in range(heads.num_heads) if head not in removed.get(path, ())]
         layout = UniformLayout(len(remaining), len({heads.key_heads[head] for head in remaining}))
-        return f"{sum(map(len, removed.values()))} heads are pruned, {layout} heads/KV heads remain in every layer"
+        return f"{super().summary(removed)}, {layout} heads/KV heads remain in every layer"
 
     def _random(self, layout: UniformLayout, seed: int) -> RemovedHeads:
         generator = torch.Generator().manual_seed(seed)

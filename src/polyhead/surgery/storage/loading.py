@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ from polyhead.geometry import HeadLayout
 from polyhead.integrations.huggingface.registration import register, set_attention
 from polyhead.observation.origins import IN_CONFIG
 from polyhead.sources.config_sizes import check_config, check_room
+from polyhead.sources.fingerprint import fingerprint
 from polyhead.sources.load_errors import describe_failure, quiet
 from polyhead.sources.models import check_kernels, find_class, read_weights
-from polyhead.surgery.adapters.attention_layer import AttentionLayer, key_map_of
-from polyhead.surgery.adapters.discovery import find_layers
-from polyhead.surgery.adapters.expected_model import fingerprint
+from polyhead.surgery.adapters.attention_layer import AttentionLayer
+from polyhead.surgery.adapters.discovery import find_layers, has_key_maps
 from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read_heads
 from polyhead.surgery.edits.applying import Changes, committed, origins_after
 from polyhead.surgery.edits.records import EditRecord
@@ -54,8 +53,11 @@ def load_record(folder: str | os.PathLike[str]) -> EditRecord | None:
     return EditRecord.load(path) if path.is_file() else None
 
 
-def load_saved(folder: Path, dtype: torch.dtype | None = None) -> Any:
-    """Return the model that `save` wrote to a folder; None for other folders."""
+def load_saved(folder: Path, dtype: torch.dtype | None = None, *, switch_attention: bool = True) -> Any:
+    """Return the model that `save` wrote to a folder; None for other folders.
+
+    One with uneven groups is switched to polyhead's attention, unless it is not going to be run.
+    """
     manifest = Manifest.read(folder)
     if manifest is None:
         return None
@@ -70,7 +72,7 @@ def load_saved(folder: Path, dtype: torch.dtype | None = None) -> Any:
             f"{actual}: they are damaged or another model's. If they were trained since, remove {MANIFEST} to load "
             "them as any model"
         )
-    if any(key_map_of(layer, layer.layout) for layer in find_layers(model) if layer.layout is not None):
+    if switch_attention and has_key_maps(model):
         set_attention(model, register())
     return model if dtype is None else _cast(model, dtype)
 
@@ -129,7 +131,7 @@ def _read_uneven(folder: Path, manifest: Manifest) -> Any:
         layer = _known(layers, path, folder)
         if layer.layout != layout:
             layouts[path] = layout
-            blank = pack_heads(model, layer, _empty_heads(read_heads(model, layer, device="meta"), layout))
+            blank = pack_heads(model, layer, HeadWeights.blank(layout, read_heads(model, layer, device="meta")))
             for name, x in blank.items():
                 if name not in tensors or tensors[name].shape != x.shape:
                     raise _other_tensor(folder, name, tensors.get(name), x)
@@ -174,23 +176,6 @@ def _known(layers: dict[str, AttentionLayer], path: str, folder: Path) -> Attent
             f"{MANIFEST} in {folder} describes the heads of {path}, got {why}; is it another model's?"
         )
     return layer
-
-
-def _empty_heads(heads: HeadWeights, layout: HeadLayout) -> HeadWeights:
-    """Return uninitialised heads of this layout, with biases where `heads` has them."""
-    sizes = {
-        "query": (layout.num_heads, layout.head_dim),
-        "key": (layout.num_kv_heads, layout.head_dim),
-        "value": (layout.num_kv_heads, layout.value_dim),
-    }
-    parts: dict[str, Any] = {"output": heads.output.new_empty(layout.num_heads, *heads.output.shape[1:])}
-    for part, size in sizes.items():
-        for name in (part, f"{part}_bias"):
-            tensor: Tensor | None = getattr(heads, name)
-            parts[name] = None if tensor is None else tensor.new_empty(*size, *tensor.shape[2:])
-    key_heads = tuple(layout.key_head(head) for head in range(layout.num_heads))
-    made_of = tuple((head,) for head in range(layout.num_heads))
-    return replace(heads, **parts, key_heads=key_heads, origins=(None,) * layout.num_heads, made_of=made_of)
 
 
 def _cast(model: Any, dtype: torch.dtype) -> Any:

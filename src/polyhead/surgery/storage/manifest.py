@@ -77,14 +77,15 @@ class Manifest:
                 raise CheckpointError(f"{MANIFEST} must be unmodified, got one in {folder} that was changed")
             if content["form"] not in FORMS:
                 raise CheckpointError(f"a saved model must have a form of {', '.join(FORMS)}, got {content['form']!r}")
+            origins = content.get("origins")
             return cls(
                 form=content["form"],
                 architecture=as_type(content["architecture"], str, "architecture"),
                 fingerprint=as_type(content["fingerprint"], str, "fingerprint"),
-                layers={path: HeadLayout.from_dict(_with_map(one)) for path, one in content["layers"].items()},
+                layers={path: HeadLayout.from_dict(one) for path, one in content["layers"].items()},
                 paddings={path: Padding.from_dict(one) for path, one in content["paddings"].items()},
                 shared=as_type(content["shared"], Mapping[str, str], "shared"),
-                origins=_origins(content["origins"]) if "origins" in content else None,
+                origins=None if origins is None else {path: HeadOrigins.from_dict(x) for path, x in origins.items()},
             )
         except (ValueError, KeyError, TypeError, AttributeError, ShapeError, RecursionError) as error:
             raise CheckpointError(
@@ -96,12 +97,3 @@ def _digest(content: Mapping[str, Any]) -> str:
     """Return a digest of the content: a damaged map from heads to KV heads could still be consistent."""
     written = json.dumps(content, sort_keys=True)
     return hashlib.blake2b(written.encode(), digest_size=16).hexdigest()
-
-
-def _origins(content: Mapping[str, Any]) -> dict[str, HeadOrigins]:
-    return {path: HeadOrigins.from_dict(one) for path, one in content.items()}
-
-
-def _with_map(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    key_heads = sizes.get("key_heads")
-    return dict(sizes) if key_heads is None else {**sizes, "key_heads": tuple(key_heads)}

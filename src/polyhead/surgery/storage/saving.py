@@ -18,15 +18,15 @@ from polyhead.errors import CheckpointError, OptionError
 from polyhead.files import in_one_line
 from polyhead.geometry import HeadOrigins
 from polyhead.observation.origins import IN_CONFIG, config_entry
+from polyhead.sources.fingerprint import fingerprint
 from polyhead.sources.load_errors import quiet
 from polyhead.sources.models import read_weights
 from polyhead.surgery.adapters.attention_layer import AttentionLayer, layer_origins
 from polyhead.surgery.adapters.discovery import find_layers
-from polyhead.surgery.adapters.expected_model import fingerprint
 from polyhead.surgery.edits.records import EditRecord
 from polyhead.surgery.native.configs import ConfigChange, join_changes
-from polyhead.surgery.native.fitting import NativeFit, fit_uniform, is_transformers_model
-from polyhead.surgery.native.padding import PaddedFit, fit_padded
+from polyhead.surgery.native.fitting import fit_uniform, is_transformers_model
+from polyhead.surgery.native.padding import fit_padded
 from polyhead.surgery.storage.folders import check_free, check_not_source, written_atomically
 from polyhead.surgery.storage.loading import load_saved
 from polyhead.surgery.storage.manifest import FORMS, RECORD, WEIGHTS, Form, Manifest
@@ -82,16 +82,19 @@ def save(
             f"{model_fingerprint}"
         )
     layers = find_layers(model)
-    plan = _make(model, layers, model_fingerprint, form)
+    plan = _make_plan(model, layers, model_fingerprint, form)
 
     def write() -> SavedModel:
         with quiet(progress=False), written_atomically(folder, replace=replace) as temporary:
-            _write_native(model, temporary, plan) if plan.built is not None else _write_uneven(
-                model, temporary, plan.manifest
-            )
+            if plan.built is None:
+                _write_uneven(model, temporary, plan.manifest)
+            else:
+                _write_native(model, temporary, plan)
             _read_back(model, temporary)
             if record is not None:
-                _with_config(record, plan.changes).save(temporary / RECORD)
+                # With the config changes of the written model, so that `undo` reverts them.
+                changes = join_changes(record.config, plan.changes)
+                dataclasses.replace(record, config=changes).save(temporary / RECORD)
             if tokenizer is not None:
                 tokenizer.save_pretrained(temporary)
         num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
@@ -135,39 +138,31 @@ class _Plan:
     tensors: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
-def _make(model: nn.Module, layers: Sequence[AttentionLayer], model_fingerprint: str, form: Form | None) -> _Plan:
+def _make_plan(model: nn.Module, layers: Sequence[AttentionLayer], model_fingerprint: str, form: Form | None) -> _Plan:
     layouts = {layer.path: layer.layout for layer in layers if layer.layout is not None}
     origins = {layer.path: layer_origins(model, layer) for layer in layers if layer.layout is not None}
     origins = {path: heads for path, heads in origins.items() if not heads.is_unedited}
     name = type(model).__name__
-    uniform = NativeFit(rule="not requested") if form == "padded" else fit_uniform(model, layers)
+    manifest = Manifest("uneven", name, model_fingerprint, layouts, origins=origins)
+    loads = f"plain transformers loads it as {name}"
     if form == "padded":
-        padded: PaddedFit = fit_padded(model, layers)
+        padded = fit_padded(model, layers)
         if padded.built is None:
             raise OptionError(
                 f"the padded form must fit into a native config, got a model that does not: {padded.rule}; save it "
                 "uneven"
             )
-        return _Plan(
-            Manifest("padded", name, model_fingerprint, layouts, padded.paddings, origins=origins),
-            f"plain transformers loads it as {name}{padded.summary}",
-            padded.built,
-            padded.changes,
-            padded.tensors(model, layers),
-        )
+        manifest = dataclasses.replace(manifest, form="padded", paddings=padded.paddings)
+        tensors = padded.tensors(model, layers)
+        return _Plan(manifest, f"{loads}{padded.summary}", padded.built, padded.changes, tensors)
+    uniform = fit_uniform(model, layers)
     if uniform.built is not None and form != "uneven":
-        return _Plan(
-            Manifest("uniform", name, model_fingerprint, layouts, origins=origins),
-            f"plain transformers loads it as {name}",
-            uniform.built,
-            uniform.changes,
-        )
+        return _Plan(dataclasses.replace(manifest, form="uniform"), loads, uniform.built, uniform.changes)
     if form == "uniform":
         raise OptionError(
             f"the uniform form needs a native config that describes the model, got one without: {uniform.rule}; "
             "save it uneven, or padded"
         )
-    manifest = Manifest("uneven", name, model_fingerprint, layouts, origins=origins)
     return _uneven_plan(model, manifest, f": {uniform.rule}" if uniform.rule else ", in this form")
 
 
@@ -252,12 +247,6 @@ def _shared(model: nn.Module) -> dict[str, str]:
             shared[name] = first[storage]
         first.setdefault(storage, name)
     return shared
-
-
-def _with_config(record: EditRecord, changes: Sequence[ConfigChange]) -> EditRecord:
-    """Return the record with the config changes of the written model added, so that `undo` reverts them."""
-    config = join_changes(record.config, changes)
-    return record if config == record.config else dataclasses.replace(record, config=config)
 
 
 def check_savable(model: nn.Module, folder: Path | None = None) -> None:

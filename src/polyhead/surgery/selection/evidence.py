@@ -17,9 +17,15 @@ from polyhead.errors import OptionError
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import HeadWeights, read_heads
-from polyhead.surgery.calibration.moments import OutputMoments, collect_moments
-from polyhead.surgery.calibration.sensitivity import Sensitivity, loss_sensitivities, weighed_moments
+from polyhead.surgery.calibration.moments import (
+    OutputMoments,
+    Sensitivity,
+    collect_moments,
+    loss_sensitivities,
+    weighed_moments,
+)
 from polyhead.surgery.compensation.least_squares import RIDGE
+from polyhead.surgery.selection.journal import Journal
 
 Weighting = Literal["none", "layer", "direction", "token"]
 WEIGHTINGS: tuple[Weighting, ...] = get_args(Weighting)
@@ -45,15 +51,25 @@ class Objectives:
 
 
 class Evidence:
-    """Measurements that criteria use; each part is computed on first use, on the model as it is then."""
+    """Measurements that criteria use; each part is computed on first use, on the model as it is then.
+
+    With a journal, parts are stored, and read instead of computed.
+    """
 
     def __init__(
-        self, model: nn.Module, batches: Sequence[Batch], objectives: Objectives, *, ridge: float = RIDGE
+        self,
+        model: nn.Module,
+        batches: Sequence[Batch],
+        objectives: Objectives,
+        *,
+        ridge: float = RIDGE,
+        journal: Journal | None = None,
     ) -> None:
         self.model = model
         self.batches = batches
         self.objectives = objectives
         self.ridge = ridge
+        self._journal = Journal() if journal is None else journal
         self._roots: dict[str, Tensor] = {}
 
     @cached_property
@@ -69,32 +85,37 @@ class Evidence:
 
     @cached_property
     def moments(self) -> dict[str, OutputMoments]:
-        return collect_moments(self.model, self.batches)
+        return self._moments("moments", lambda: collect_moments(self.model, self.batches))
 
     @cached_property
     def weighed_moments(self) -> dict[str, OutputMoments]:
-        return weighed_moments(self.model, self.batches, self._slope)
+        return self._moments("weighed_moments", lambda: weighed_moments(self.model, self.batches, self._slope))
 
     def moments_for(self, weighting: Weighting) -> dict[str, OutputMoments]:
         """Return the moments over which errors are measured and compensated."""
         return self.weighed_moments if weighting == "token" else self.moments
 
-    @property
-    def _slope(self) -> Callable[[nn.Module, Batch], Tensor]:
-        if self.objectives.slope is None:
-            raise OptionError("weighting errors needs the gradients of a loss, got objectives without slope")
-        return self.objectives.slope
-
     @cached_property
     def sensitivities(self) -> dict[str, Sensitivity]:
-        return loss_sensitivities(self.model, _some(self.batches, self.objectives.slopes), self._slope)
+        def products() -> dict[str, dict[str, Tensor]]:
+            some = _some(self.batches, self.objectives.slopes)
+            found = loss_sensitivities(self.model, some, self._slope)
+            return {path: {"products": sensitivity.products} for path, sensitivity in found.items()}
+
+        stored = self._stored("sensitivities", products)
+        return {path: Sensitivity(parts["products"]) for path, parts in stored.items()}
 
     @cached_property
     def ablation(self) -> dict[str, list[float]]:
-        if self.objectives.ablated is None:
-            raise OptionError("ablation needs a loss to evaluate without each head, got objectives without ablated")
-        importance = ablate(self.model, _some(self.batches, self.objectives.ablations), self.objectives.ablated)
-        return self._by_layer(importance, "ablation")
+        def compute() -> Importance:
+            if self.objectives.ablated is None:
+                raise OptionError("ablation needs a loss to evaluate without each head, got objectives without ablated")
+            return ablate(self.model, _some(self.batches, self.objectives.ablations), self.objectives.ablated)
+
+        return self._scores("ablation", compute)
+
+    def slopes(self, measure: Literal["gradient", "taylor"]) -> dict[str, list[float]]:
+        return self._scores(measure, lambda: self.gradients)
 
     @cached_property
     def gradients(self) -> Importance:
@@ -107,9 +128,6 @@ class Evidence:
         return gradient_scores(
             self.model, _some(batches, self.objectives.slopes), self.objectives.gradient, overlap=False
         )
-
-    def slopes(self, measure: Literal["gradient", "taylor"]) -> dict[str, list[float]]:
-        return self._by_layer(self.gradients, measure)
 
     def root(self, path: str, weighting: Weighting) -> Tensor | None:
         """Return a root of a layer's error metric, as `pruning_order` takes it; None for the identity."""
@@ -124,12 +142,35 @@ class Evidence:
             self._roots[path] = sensitivity.root()
         return self._roots[path]
 
-    def _by_layer(self, importance: Importance, measure: str) -> dict[str, list[float]]:
-        scores: dict[str, list[float]] = {path: [0.0] * heads.num_heads for path, heads in self.heads.items()}
-        for site, head, score in zip(importance.sites, importance.heads, importance[measure].tolist(), strict=True):
-            if site.name in scores:
-                scores[site.name][head] = score
-        return scores
+    @property
+    def _slope(self) -> Callable[[nn.Module, Batch], Tensor]:
+        if self.objectives.slope is None:
+            raise OptionError("weighting errors needs the gradients of a loss, got objectives without slope")
+        return self.objectives.slope
+
+    def _moments(self, name: str, collect: Callable[[], dict[str, OutputMoments]]) -> dict[str, OutputMoments]:
+        stored = self._stored(name, lambda: {path: moments.to_tensors() for path, moments in collect().items()})
+        return {path: OutputMoments.from_tensors(parts) for path, parts in stored.items()}
+
+    def _scores(self, name: str, compute: Callable[[], Importance]) -> dict[str, list[float]]:
+        """Return the scores of this name by layer, 0 for heads that the loss does not depend on."""
+
+        def by_layer() -> dict[str, dict[str, Tensor]]:
+            scores = {path: torch.zeros(heads.num_heads, dtype=torch.float64) for path, heads in self.heads.items()}
+            importance = compute()
+            for site, head, score in zip(importance.sites, importance.heads, importance[name].tolist(), strict=True):
+                if site.name in scores:
+                    scores[site.name][head] = score
+            return {path: {"scores": x} for path, x in scores.items()}
+
+        return {path: parts["scores"].tolist() for path, parts in self._stored(name, by_layer).items()}
+
+    def _stored(
+        self, name: str, compute: Callable[[], Mapping[str, Mapping[str, Tensor]]]
+    ) -> dict[str, Mapping[str, Tensor]]:
+        """Return the tensors of a part, by layer in the order of the model; a file lists them in another."""
+        stored = self._journal.by_layer(name, compute, getattr(self.objectives.slope, "generator", None))
+        return {path: stored[path] for path in self.layers if path in stored}
 
 
 def _some(batches: Sequence[Any], count: int | None) -> Sequence[Any]:
