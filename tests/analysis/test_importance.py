@@ -268,7 +268,7 @@ def test_overlap_of_a_head_without_effect_is_unknown_and_parts_merge():
     torch.testing.assert_close(parts[2].merge(parts[0]).merge(parts[1]).products, whole.products)
     assert whole.compute()[2].isnan().all()
     assert whole.compute()[0, 0] == pytest.approx(1.0)
-    assert torch.equal(GradientOverlap.from_state(whole.state()).products, whole.products)
+    assert torch.equal(GradientOverlap(**whole.state()).products, whole.products)
     with pytest.raises(ShapeError, match=r"\[batch, 4 heads, tokens\], got shape \[3, 5, 7\]"):
         whole.update(torch.ones(3, 5, 7))
     with pytest.raises(ShapeError, match="same number of heads, got 4 and 5"):

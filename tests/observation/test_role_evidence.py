@@ -330,7 +330,7 @@ def test_a_state_goes_through_a_file_and_back(tmp_path) -> None:
     back = empty.with_state(load_file(tmp_path / "evidence.safetensors"))
     for name, tensor in found.state().items():
         assert torch.equal(back.state()[name], tensor)
-    with pytest.raises(OptionError, match="saved evidence must contain"):
+    with pytest.raises(OptionError, match="a saved HeadEvidence must contain documents, sums"):
         empty.with_state({})
 
 

@@ -71,7 +71,7 @@ def _moments(values: Mapping[str, CollectorState]) -> HeadMoments | None:
     contributions = values.get("contributions")
     if not isinstance(contributions, SiteContributions) or contributions.moments is None:
         return None
-    return HeadMoments.from_state({name: x.cpu() for name, x in contributions.moments.state().items()})
+    return HeadMoments(**{name: x.cpu() for name, x in contributions.moments.state().items()})
 
 
 def _enough(moments: HeadMoments, dims: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 import torch
@@ -48,3 +48,19 @@ class Collector(Protocol):
 
     def empty(self, site: AttentionSite, device: torch.device) -> CollectorState | None:
         """Return an empty state; None if this site is not collected."""
+
+
+def exclude_padding(attended: Attended, real: Tensor | None) -> Attended:
+    """Return the attention with a log-sum-exp of -inf in padding rows, so that their weights are 0 in every sum."""
+    logsumexp = attended.result.logsumexp
+    assert logsumexp is not None
+    if real is None:
+        return attended
+    logsumexp = torch.where(real[:, None], logsumexp, -torch.inf)
+    return replace(attended, result=replace(attended.result, logsumexp=logsumexp))
+
+
+def counted_rows(attended: Attended) -> Tensor:
+    """Return the rows with a visible key in any head, boolean [batch, queries]."""
+    assert attended.result.logsumexp is not None
+    return torch.isfinite(attended.result.logsumexp).any(1)

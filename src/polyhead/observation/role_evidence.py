@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Self
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError, ShapeError
 from polyhead.masks import Mask
+from polyhead.observation.accumulators import NamedTensors
 from polyhead.observation.collectors import BatchMetadata
 from polyhead.observation.role_evidence_rows import COLUMNS, BatchBaseline, EvidenceSums, measure, measure_baseline
 from polyhead.observation.role_evidence_tokens import BINS, Segments, TokenTables, TokenVectors
@@ -90,7 +91,7 @@ def _same_keys(first: Mask | None, second: Mask | None) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeadEvidence:
+class HeadEvidence(NamedTensors):
     """State of `EvidenceCollector` at one site: sums per document, sorted by document index."""
 
     collector: EvidenceCollector = field(repr=False)
@@ -159,30 +160,9 @@ class HeadEvidence:
             table = torch.zeros(len(all_documents), *own.shape[1:], dtype=own.dtype, device=own.device)
             return table.index_add_(0, own_rows, own).index_add_(0, added_rows, new)
 
-        return replace(
-            self,
-            documents=all_documents,
-            sums=combine(self.sums, added.sums),
-            hits=combine(self.hits, added.hits),
-            available=combine(self.available, added.available),
-            chance=combine(self.chance, added.chance),
-        )
-
-    def state(self) -> dict[str, Tensor]:
-        names = ("documents", "sums", "hits", "available", "chance")
-        return {name: getattr(self, name) for name in names}
+        sums: dict[str, Any] = {x.name: combine(getattr(self, x.name), getattr(added, x.name)) for x in fields(added)}
+        return replace(self, documents=all_documents, **sums)
 
     def with_state(self, state: Mapping[str, Tensor]) -> Self:
-        missing = [name for name in self.state() if name not in state]
-        if len(missing):
-            raise OptionError(
-                f"saved evidence must contain {', '.join(self.state())}, got none for {', '.join(missing)}"
-            )
-        return replace(
-            self,
-            documents=state["documents"].cpu(),
-            sums=state["sums"],
-            hits=state["hits"],
-            available=state["available"],
-            chance=state["chance"],
-        )
+        loaded = NamedTensors.with_state(self, state)
+        return replace(loaded, documents=loaded.documents.cpu())

@@ -12,7 +12,7 @@ from torch import Tensor
 from polyhead.errors import ShapeError
 from polyhead.layers.variants.routed.layer import RoutedAttended
 from polyhead.layers.variants.routed.router import Routing
-from polyhead.observation.accumulators import MeanAndStd, Moments
+from polyhead.observation.accumulators import MeanAndStd, Moments, Sums
 from polyhead.observation.collectors import BatchMetadata
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
@@ -52,11 +52,11 @@ class SiteRouting:
         return {} if self.counts is None else self.counts.state()
 
     def with_state(self, state: Mapping[str, Tensor]) -> Self:
-        return type(self)(RoutingCounts.from_state(state) if len(state) else None)
+        return type(self)(RoutingCounts.empty(len(state["weight"])).with_state(state) if len(state) else None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RoutingCounts:
+class RoutingCounts(Sums):
     """Sums over non-padding tokens, in float64; any split of the data, merged in any order, equals one pass.
 
     >>> import torch
@@ -108,14 +108,7 @@ class RoutingCounts:
                 "only counts with the same number of heads can be merged, "
                 f"got {self.weight.shape[0]} and {other.weight.shape[0]}"
             )
-        device = self.together.device
-        return type(self)(
-            self.tokens + other.tokens.to(device),
-            self.together + other.together.to(device),
-            self.weight + other.weight.to(device),
-            self.taken.merge(other.taken),
-            self.entropy.merge(other.entropy),
-        )
+        return Sums.merge(self, other)
 
     @property
     def load(self) -> Tensor:
@@ -140,18 +133,3 @@ class RoutingCounts:
     @property
     def heads_per_token(self) -> Moments:
         return self.taken.compute()
-
-    def state(self) -> dict[str, Tensor]:
-        tensors = {name: getattr(self, name) for name in ("tokens", "together", "weight")}
-        for part in ("taken", "entropy"):
-            tensors |= {f"{part}.{name}": x for name, x in getattr(self, part).state().items()}
-        return tensors
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Tensor]) -> Self:
-        def part(prefix: str) -> MeanAndStd:
-            return MeanAndStd.from_state(
-                {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
-            )
-
-        return cls(state["tokens"], state["together"], state["weight"], part("taken."), part("entropy."))

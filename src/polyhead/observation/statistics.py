@@ -12,7 +12,7 @@ from torch import Tensor
 from polyhead.errors import OptionError
 from polyhead.files import build
 from polyhead.geometry import HeadOrigins
-from polyhead.observation.accumulators import Maximum, MeanAndStd
+from polyhead.observation.accumulators import Maximum, MeanAndStd, NamedTensors
 from polyhead.ops.attention import RowStatistics, Statistics
 from polyhead.ops.common.row_reduction import SHARE, RowTotals, reduce_rows
 from polyhead.ops.common.statistics import NAMES as ROW_NAMES
@@ -127,7 +127,7 @@ class StatisticsRequest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SiteStatistics:
+class SiteStatistics(NamedTensors):
     """Accumulated statistics of one site, mergeable; each tensor is [statistics, heads]."""
 
     site: AttentionSite
@@ -174,18 +174,3 @@ class SiteStatistics:
             columns[f"{name}_std"] = std[index]
             columns[f"{name}_max"] = largest[index]
         return columns
-
-    def state(self) -> dict[str, Tensor]:
-        return {
-            **{f"moments.{name}": tensor for name, tensor in self.moments.state().items()},
-            **{f"largest.{name}": tensor for name, tensor in self.largest.state().items()},
-        }
-
-    def with_state(self, state: Mapping[str, Tensor]) -> Self:
-        """Return a copy with the saved tensors."""
-
-        def part(prefix: str) -> dict[str, Tensor]:
-            return {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
-
-        moments, largest = MeanAndStd.from_state(part("moments.")), Maximum.from_state(part("largest."))
-        return type(self)(self.site, self.heads, self.columns, moments, largest)

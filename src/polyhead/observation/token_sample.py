@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError
-from polyhead.observation.collectors import BatchMetadata
+from polyhead.observation.collectors import BatchMetadata, counted_rows, exclude_padding
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
 
@@ -61,8 +61,7 @@ class SiteSample:
     values: Tensor  # [tokens, heads, any]
 
     def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
-        output, logsumexp = attended.result.output.detach(), attended.result.logsumexp
-        assert logsumexp is not None
+        output = attended.result.output.detach()
         if metadata.documents is None:
             raise OptionError(
                 "a token sample needs the document index of each row; "
@@ -71,9 +70,7 @@ class SiteSample:
         batch, _, queries, dim = output.shape
         if not dim:
             return self  # only the weights are available (via_weights)
-        counted = torch.isfinite(logsumexp).any(1)
-        if real is not None:
-            counted = counted & real
+        counted = counted_rows(exclude_padding(attended, real))
         chosen = self.sample.heads.get(self.place)
         outputs = output if chosen is None else torch.stack([output[:, head] for head in chosen], 1)
         hashes = torch.where(counted, _hashes(metadata, counted, self.sample.seed), _PADDING_HASH).flatten()
