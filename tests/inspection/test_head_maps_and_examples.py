@@ -144,7 +144,7 @@ def test_a_model_that_is_read_by_its_own_weights_has_looks_and_examples(text, tm
     settings = Settings(str(model_folder(tmp_path, "bert")), str(text), context=64, via_weights=True, chance=False)
     found = inspect_model(settings)
     assert len(found.examples) == 3
-    assert len(found.looks) == 2
+    assert len(found.head_maps) == 2
     for weights in found.examples[0].weights.values():
         torch.testing.assert_close(weights.sum(-1), torch.ones(4, 32), atol=1e-4, rtol=0)
 

@@ -215,7 +215,15 @@ def test_the_most_attended_tokens_and_what_chance_shows_stand_beside_each_head(p
 
 
 def test_a_run_that_was_interrupted_makes_a_page_of_what_there_is(inspections):
-    less = {"roles": (), "likeness": None, "groups": (), "pairs": (), "relations": {}, "looks": {}, "examples": ()}
+    less = {
+        "roles": (),
+        "redundancy": None,
+        "groups": (),
+        "pairs": (),
+        "relations": {},
+        "head_maps": {},
+        "examples": (),
+    }
     facts = {**inspections["bert"].facts, "interrupted": True}
     page = page_of(dataclasses.replace(inspections["bert"], facts=facts, top_keys={}, **less))
     assert page["facts"]["interrupted"]
@@ -249,7 +257,7 @@ def test_maps_of_many_heads_are_pooled_so_that_they_have_room(inspections):
     inspection = inspections["bert"]
     site = dataclasses.replace(inspection.table.sites[0], num_heads=600)
     looks = HeadMaps(8, torch.rand(600, 61, 61).softmax(-1), torch.zeros(600, len(bin_edges()) - 1))
-    page = page_of(dataclasses.replace(inspection, looks={site: looks}, relations={}, examples=()))
+    page = page_of(dataclasses.replace(inspection, head_maps={site: looks}, relations={}, examples=()))
     (packed,) = page["maps"].values()
     assert packed["shape"] == [600, 31, 31]
     assert 600 * 31 * 31 <= MOST_MAP_CELLS < 600 * 61 * 61

@@ -270,10 +270,10 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
         console.print()
         console.print(drawn)
     console.print(legend(found))
-    if found.likeness is not None:
+    if found.redundancy is not None:
         console.print(
-            f"Heads are redundant from a cosine of {found.likeness.threshold:.2f}: halfway between 1 and the "
-            f"{found.likeness.null:.2f} of random weights.",
+            f"Heads are redundant from a cosine of {found.redundancy.threshold:.2f}: halfway between 1 and the "
+            f"{found.redundancy.null:.2f} of random weights.",
             style="dim",
         )
     if len(found.findings):

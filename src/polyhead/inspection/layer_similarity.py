@@ -128,17 +128,17 @@ def groups_of(
     if not len(nulls):
         return {}
     groups: list[Group] = []
-    likeness = None
+    threshold: RedundancyThreshold | None = None
     for site, of_site in matrices.items():
         if "cosine" not in of_site or site.num_heads < 2:
             continue
         redundant = redundancy(of_site["cosine"], nulls)
-        likeness = RedundancyThreshold(redundant.threshold, redundant.null)
+        threshold = RedundancyThreshold(redundant.threshold, redundant.null)
         for group in redundant.groups:
             index = torch.tensor(group)
             least = float(of_site["cosine"][index][:, index].min())
             groups.append(Group(tuple((site, head) for head in group), least))
-    return {"likeness": likeness, "groups": tuple(groups)}
+    return {"redundancy": threshold, "groups": tuple(groups)}
 
 
 def widened(table: HeadProfile, parts: Sequence[SiteColumns], importance: Importance | None) -> HeadProfile:

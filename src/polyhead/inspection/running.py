@@ -125,7 +125,7 @@ class _Run:
             layer_similarity.widened(table, columns, importance),
             roles,
             relations=matrices,
-            looks=head_maps_of(observations.collected),
+            head_maps=head_maps_of(observations.collected),
             top_keys=top_keys_of(observations.collected, self.loaded.tokenizer, self.reader.counts),
             spectra=spectra,
             **parts,

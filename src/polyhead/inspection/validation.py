@@ -124,14 +124,14 @@ def check_tensors(inspection: Inspection) -> None:
         for name, matrix in matrices.items():
             _check_shape(f"{short(name)} of {short(site.name)}", matrix, (site.num_heads, site.num_heads))
     bins = (0, len(offset_bins()))
-    for site, looks in inspection.looks.items():
-        if looks.block < 1:
-            raise OptionError(f"a block of a map must have at least 1 token, got {looks.block}")
-        side = looks.map.shape[-1] if looks.map.ndim == 3 else -1
-        _check_shape(f"the map of {short(site.name)}", looks.map, (site.num_heads, side, side))
-        _check_shape(f"the offsets of {short(site.name)}", looks.offsets, (site.num_heads, None))
-        if looks.offsets.shape[-1] not in bins:
-            raise OptionError(f"offsets must have {bins[1]} bins, got {looks.offsets.shape[-1]}")
+    for site, maps in inspection.head_maps.items():
+        if maps.block < 1:
+            raise OptionError(f"a block of a map must have at least 1 token, got {maps.block}")
+        side = maps.map.shape[-1] if maps.map.ndim == 3 else -1
+        _check_shape(f"the map of {short(site.name)}", maps.map, (site.num_heads, side, side))
+        _check_shape(f"the offsets of {short(site.name)}", maps.offsets, (site.num_heads, None))
+        if maps.offsets.shape[-1] not in bins:
+            raise OptionError(f"offsets must have {bins[1]} bins, got {maps.offsets.shape[-1]}")
     for site, spectra in inspection.spectra.items():
         for name, spectrum in spectra.items():
             _check_shape(f"the spectrum {short(name)} of {short(site.name)}", spectrum, (site.num_heads, None))

@@ -52,8 +52,8 @@ def page_of(inspection: Inspection, *, language: Language = "en", syntax: Syntax
         },
         "relation_names": _relation_names(inspection),
         "likeness": None
-        if inspection.likeness is None
-        else {"threshold": inspection.likeness.threshold, "null": inspection.likeness.null},
+        if inspection.redundancy is None
+        else {"threshold": inspection.redundancy.threshold, "null": inspection.redundancy.null},
         "groups": [{"heads": _places(index, group.heads), "least": group.least} for group in inspection.groups],
         "pairs": [
             {"one": _place(index, x.one), "other": _place(index, x.other), "cosine": x.cosine, "guess": x.guess}
@@ -69,7 +69,7 @@ def page_of(inspection: Inspection, *, language: Language = "en", syntax: Syntax
 
 def sites_of(inspection: Inspection) -> list[AttentionSite]:
     """Return the sites of a page in the order of the table; `[site, head]` in a page indexes this list."""
-    return list(dict.fromkeys([*inspection.table.sites, *inspection.relations, *inspection.looks]))
+    return list(dict.fromkeys([*inspection.table.sites, *inspection.relations, *inspection.head_maps]))
 
 
 # ---- labels
