@@ -17,7 +17,7 @@ from polyhead.observation import BatchMetadata, role_evidence
 from polyhead.observation.role_evidence import EvidenceCollector, HeadEvidence
 from polyhead.observation.role_evidence_rows import COLUMNS, WINDOW
 from polyhead.observation.role_evidence_tokens import BINS, NEAR, NEAREST, TokenVectors, rare_tokens
-from polyhead.observation.transformers_models import asking_modules
+from polyhead.observation.transformers_models import interface_modules
 from tests.integrations.huggingface import models
 from tests.waiting import waiting_is_an_error
 
@@ -402,9 +402,9 @@ def test_nothing_waits_for_the_device() -> None:
             )
             model(input_ids=given, use_cache=False)
             if number == 0:  # the kernels are compiled; transformers itself waits where it makes its mask
-                for module in asking_modules(model):
+                for module in interface_modules(model):
                     module.forward = guarded(module.forward)
-    for module in asking_modules(model):
+    for module in interface_modules(model):
         del module.forward
     on_cpu = model.cpu()
     with torch.no_grad(), polyhead.observe(on_cpu, statistics=False, collect=[collector]) as again:

@@ -159,7 +159,7 @@ def inspect(
 
     from polyhead.inspection import Settings, save_inspection
     from polyhead.inspection.inspection_files import FILES, OBSERVATIONS, REST
-    from polyhead.observation.run_folder import check_place
+    from polyhead.observation.run_folder import check_folder
     from polyhead.workflows.inspecting import inspect_model
 
     if resume is not None:
@@ -205,7 +205,7 @@ def inspect(
                 f"the folder must not contain {existing[0]}, got {save}; choose another one", param_hint="--save"
             )
         if folder is not None:
-            check_place(folder, "--save" if resume is None else "--resume")
+            check_folder(folder, "--save" if resume is None else "--resume")
         with ProgressBars() as progress:
             found = inspect_model(
                 settings,

@@ -48,7 +48,7 @@ class SiteWeights:
     sums: Mapping[int, Tensor] = field(default_factory=dict)  # [heads, queries, keys] each
     calls: Mapping[int, int] = field(default_factory=dict)
 
-    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
+    def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
         assert metadata.documents is not None
         weights = attended.profile(block_map=(1, 1)).block_map  # blocks of one query and one key: the weights
         assert weights is not None and weights.shape[0] == 1

@@ -72,8 +72,8 @@ class SiteMaps(Sums):
     offsets: Tensor
     received: Tensor  # [heads, key blocks]: summed weight received by the keys of a block
 
-    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
-        unpadded = exclude_padding(attended, real)
+    def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
+        unpadded = exclude_padding(attended, non_padding)
         summary = unpadded.profile(
             received=True, block_map=(self.block, self.block), offsets=self.offsets.shape[-1] > 0
         )

@@ -26,8 +26,8 @@ class BatchMetadata:
 class CollectorState(Protocol):
     """State of a collector at one site: a mergeable value, like those of `accumulators`."""
 
-    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
-        """Add one attention call; `real` [batch or 1, queries] is False for padding, None where there is none.
+    def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
+        """Add one attention call; `non_padding` is [batch or 1, queries], None without padding.
 
         Must not synchronise with the device.
         """
@@ -50,13 +50,13 @@ class Collector(Protocol):
         """Return an empty state; None if this site is not collected."""
 
 
-def exclude_padding(attended: Attended, real: Tensor | None) -> Attended:
+def exclude_padding(attended: Attended, non_padding: Tensor | None) -> Attended:
     """Return the attention with a log-sum-exp of -inf in padding rows, so that their weights are 0 in every sum."""
     logsumexp = attended.result.logsumexp
     assert logsumexp is not None
-    if real is None:
+    if non_padding is None:
         return attended
-    logsumexp = torch.where(real[:, None], logsumexp, -torch.inf)
+    logsumexp = torch.where(non_padding[:, None], logsumexp, -torch.inf)
     return replace(attended, result=replace(attended.result, logsumexp=logsumexp))
 
 

@@ -33,12 +33,12 @@ class SiteContributions:
 
     moments: HeadMoments | None
 
-    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
+    def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
         output = attended.result.output.detach()
         batch, heads, queries, dim = output.shape
         if not dim:
             return self  # only the weights are available (via_weights)
-        counted = counted_rows(exclude_padding(attended, real))  # rows without visible keys have no output
+        counted = counted_rows(exclude_padding(attended, non_padding))  # rows without visible keys have no output
         moments = HeadMoments.empty(heads, dim, output.device) if self.moments is None else self.moments
         samples = output.transpose(1, 2).reshape(batch * queries, heads, dim)
         return type(self)(moments.update(samples, counted.expand(batch, -1).reshape(-1)))

@@ -42,8 +42,8 @@ class SiteDistances(Sums):
     distances: Tensor  # [pairs]
     rows: Tensor
 
-    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
-        unpadded = exclude_padding(attended, real)
+    def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
+        unpadded = exclude_padding(attended, non_padding)
         pairs = list(itertools.combinations(range(self.num_heads), 2))
         mean_distances = unpadded.profile(head_pairs=pairs).head_distance  # [batch, pairs], over rows with a key
         assert mean_distances is not None

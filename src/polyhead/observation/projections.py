@@ -126,7 +126,7 @@ class _Site:
     tracer: _Tracer
     site: AttentionSite
 
-    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> _Site:
+    def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> _Site:
         self.tracer.first_attended.setdefault(self.site, (len(self.tracer.linear_calls), attended))
         return self
 

@@ -224,22 +224,22 @@ class _Reader:
             keys = weights.shape[3]
         # A sliding-window cache has dropped the first keys.
         dropped = 0 if cross else tokens - keys
-        real = None if rows is None else _padding_mask(output_site, rows, batch, tokens)[:, tokens - queries :]
+        non_padding = None if rows is None else _padding_mask(output_site, rows, batch, tokens)[:, tokens - queries :]
         first = None  # index of the first non-padding key, [batch]; negative if it was dropped
         if columns is not None:
             first = _padding_mask(output_site, columns, batch, dropped + keys).to(torch.uint8).argmax(-1) - dropped
-        call = self.watcher.call(output_site, heads, real, cross=cross)
+        call = self.watcher.call(output_site, heads, non_padding, cross=cross)
         if call is None or not (call.counts or call.differentiable or call.gate is not None):
             return
         if call.gate is not None:
             raise OptionError(
                 f"gates apply to head outputs, which via_weights does not observe, got a gate for {call.site.name!r}"
             )
-        call.tokens = real
+        call.tokens = non_padding
         if dropped:
             call.sinks_in_view = weights.new_zeros(batch, dtype=torch.bool) if first is None else first >= 0
         with torch.set_grad_enabled(call.differentiable and torch.is_grad_enabled()):
-            attended = _attended(output_site, weights, real, first, call.requested, cross=cross)
+            attended = _attended(output_site, weights, non_padding, first, call.requested, cross=cross)
         call.notify(attended)
 
 
@@ -276,7 +276,7 @@ def _padding_mask(output_site: OutputSite, mask: Any, batch: int, tokens: int) -
 def _attended(
     output_site: OutputSite,
     weights: Tensor,
-    real: Tensor | None,
+    non_padding: Tensor | None,
     first: Tensor | None,
     requested: Statistics | None,
     *,
@@ -289,8 +289,8 @@ def _attended(
     sums = detached.sum(-1)
     invalid = ~((sums - 1).abs() <= _ROUNDING) & (sums != 0) | (detached.amin(-1) < 0)  # [batch, heads, queries]
     above_diagonal = detached.triu(keys - queries + 1).amax((1, 3)) > 0
-    if real is not None:
-        invalid, above_diagonal = invalid & real[:, None], above_diagonal & real
+    if non_padding is not None:
+        invalid, above_diagonal = invalid & non_padding[:, None], above_diagonal & non_padding
     is_invalid, is_acausal = torch.stack([invalid.any(), above_diagonal.any()]).tolist()
     if is_invalid:
         raise OptionError(

@@ -61,7 +61,7 @@ class EvidenceCollector:
         """Return an empty state; None for cross-attention, whose queries have no positions among its keys."""
         return HeadEvidence.empty(self, site, device) if site.kind == "self" else None
 
-    def baseline_of(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> BatchBaseline:
+    def baseline_of(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> BatchBaseline:
         """Return the head-independent baseline of a batch, cached for consecutive layers with the same mask."""
         shape, device = attended.query.shape, attended.query.device
         size = torch.Size((shape[0], shape[2]))
@@ -75,8 +75,8 @@ class EvidenceCollector:
                 f"session.metadata.tokens must have the shape of the batch, {list(size)}, "
                 f"got {list(metadata.tokens.shape)}"
             )
-        tokens = self.tables.read(metadata, real, causal=causal, device=device)
-        baseline = measure_baseline(attended, real, tokens)
+        tokens = self.tables.read(metadata, non_padding, causal=causal, device=device)
+        baseline = measure_baseline(attended, non_padding, tokens)
         self._latest = (metadata, attended.mask, key, baseline)
         return baseline
 
@@ -121,7 +121,7 @@ class HeadEvidence(NamedTensors):
         """Return the sums of one column, [documents, heads + 1]."""
         return self.sums[..., COLUMNS.index(name)]
 
-    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
+    def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
         queries, keys = attended.query.shape[2], attended.key.shape[2]
         if queries != keys:
             raise OptionError(
@@ -134,7 +134,7 @@ class HeadEvidence(NamedTensors):
                 f"evidence needs the document index of each of the {attended.query.shape[0]} texts, on the CPU; "
                 "set session.metadata = BatchMetadata(documents=...) before calling the model"
             )
-        sums = measure(attended, self.collector.baseline_of(attended, real, metadata))
+        sums = measure(attended, self.collector.baseline_of(attended, non_padding, metadata))
         return self._with(documents.to(torch.int64) % self.collector.max_documents, sums)
 
     def merge(self, other: Self) -> Self:

@@ -65,7 +65,7 @@ class BatchBaseline:
     chance: Tensor  # as in `EvidenceSums`
 
 
-def measure_baseline(attended: Attended, real: Tensor | None, tokens: TokenMetadata) -> BatchBaseline:
+def measure_baseline(attended: Attended, non_padding: Tensor | None, tokens: TokenMetadata) -> BatchBaseline:
     """Measure the chance baseline: uniform attention over the visible keys."""
     batch, _, queries, _ = attended.query.shape
     zeros, mask = attended.query.new_zeros(batch, 1, queries, 8), without_biases(attended.mask)
@@ -76,12 +76,12 @@ def measure_baseline(attended: Attended, real: Tensor | None, tokens: TokenMetad
     assert rows.window_mass is not None and rows.sink_mass is not None
     visible = rows.visible_keys
     counted = visible > 0
-    if real is not None:
-        counted = counted & real[:, None]
+    if non_padding is not None:
+        counted = counted & non_padding[:, None]
     index = torch.arange(queries, device=visible.device)
     first = torch.zeros(batch, dtype=torch.int64, device=visible.device)
-    if real is not None:
-        first = real.to(torch.uint8).argmax(-1).expand(batch)
+    if non_padding is not None:
+        first = non_padding.to(torch.uint8).argmax(-1).expand(batch)
     first_is_far = (index - first[:, None]).abs() > WINDOW
     others = visible * (1 - rows.window_mass - rows.sink_mass * first_is_far[:, None])
     unset = torch.zeros_like(counted)  # set below: `_columns` needs the other fields

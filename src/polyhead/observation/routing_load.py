@@ -36,12 +36,12 @@ class SiteRouting:
 
     counts: RoutingCounts | None
 
-    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
+    def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
         routing = attended.routing if isinstance(attended, RoutedAttended) else None
         if routing is None:
             return self
         counts = self.counts or RoutingCounts.empty(routing.num_heads, routing.heads.device)
-        return type(self)(counts.update(routing, real))
+        return type(self)(counts.update(routing, non_padding))
 
     def merge(self, other: Self) -> Self:
         if self.counts is None or other.counts is None:
@@ -78,13 +78,13 @@ class RoutingCounts(Sums):
         zeros = torch.zeros(num_heads, num_heads, dtype=moments.count.dtype, device=device)
         return cls(zeros.new_zeros(()), zeros, zeros.new_zeros(num_heads), moments, moments)
 
-    def update(self, routing: Routing, real: Tensor | None = None) -> Self:
-        """Add one routing; `real` [batch or 1, tokens] is False for padding. Does not synchronise with the device."""
+    def update(self, routing: Routing, non_padding: Tensor | None = None) -> Self:
+        """Add one routing; `non_padding` is [batch or 1, tokens]. Does not synchronise with the device."""
         if routing.num_heads != self.weight.shape[0]:
             raise ShapeError(f"the routing must have {self.weight.shape[0]} heads, got {routing.num_heads}")
         sum_dtype, shape = self.together.dtype, routing.heads.shape
         counted = torch.ones(shape[:2], dtype=torch.bool, device=routing.heads.device)
-        for token_mask in (real, routing.real):
+        for token_mask in (non_padding, routing.real):
             counted = counted if token_mask is None else counted & token_mask
         counted = counted.flatten()
         chosen = (routing.is_chosen.flatten(0, 1) & counted[:, None]).to(sum_dtype)  # [tokens, heads]

@@ -22,7 +22,7 @@ from polyhead.observation.forward_statistics import NOT_REQUESTED, ForwardRecord
 from polyhead.observation.head_profile import HeadProfile
 from polyhead.observation.observations import Observations
 from polyhead.observation.origins import is_edited, origins_of
-from polyhead.observation.rows import Tokens, corrected, hidden_by_bias
+from polyhead.observation.rows import Tokens, corrected, hidden_by_bias, non_padding_rows
 from polyhead.observation.session_limits import (
     OneThread,
     check_chosen,
@@ -124,12 +124,12 @@ class Call:
                 self._record(attended)
 
     def _record(self, attended: Attended) -> None:
-        real = self.tokens.real() if isinstance(self.tokens, Tokens) else self.tokens
+        non_padding = non_padding_rows(self.tokens)
         rows = attended.result.statistics
         if rows is not None and len(self.columns):
-            self.session.add(self, corrected(rows, hidden_by_bias(self.mask), self.sinks_in_view), real)
+            self.session.add(self, corrected(rows, hidden_by_bias(self.mask), self.sinks_in_view), non_padding)
         if self.has_collectors:
-            self.session.collect(self.site, attended, real)
+            self.session.collect(self.site, attended, non_padding)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -225,7 +225,7 @@ class Session:
                     "to modules and their original heads; observe it without via_weights"
                 )
             return
-        self._interface_modules = transformers_models.asking_modules(self.model)
+        self._interface_modules = transformers_models.interface_modules(self.model)
         self._adapted = adapting.adapted_modules(self.model, self.adapters, self._interface_modules)
         self._layers = tuple(x for x in torch_modules.attention_layers(self.model) if x not in self._adapted)
         if not len(self._interface_modules) and not len(self._layers) and not len(self._adapted):
@@ -301,7 +301,7 @@ class Session:
             self._starts[id(module)] = tokens
         elif context.first_key is not None and call is not None and not cross:
             # A sliding-window cache has dropped the first keys, unless it only dropped padding before them.
-            start = self._starts.get(id(module), tokens).first_real()
+            start = self._starts.get(id(module), tokens).first_token()
             call.sinks_in_view = (start >= context.first_key).expand(query.shape[0])
         return call
 
@@ -352,7 +352,7 @@ class Session:
         self._plans[id(module), num_heads, cross, learned_sinks] = plan
         return plan
 
-    def add(self, call: Call, rows: RowStatistics, real: Tensor | None) -> None:
+    def add(self, call: Call, rows: RowStatistics, non_padding: Tensor | None) -> None:
         """Reduce the row statistics of a call on their device and add them to those of its site."""
         statistics = self._staging.current.statistics
         site_statistics = statistics.get(call.site)
@@ -360,9 +360,9 @@ class Session:
             assert rows.visible_keys is not None
             device = rows.visible_keys.device
             site_statistics = SiteStatistics.empty(call.site, self._heads_of(call.site), call.columns, device)
-        statistics[call.site] = site_statistics.update(rows, real, learned_sinks=call.learned_sinks)
+        statistics[call.site] = site_statistics.update(rows, non_padding, learned_sinks=call.learned_sinks)
 
-    def collect(self, site: AttentionSite, attended: Attended, real: Tensor | None) -> None:
+    def collect(self, site: AttentionSite, attended: Attended, non_padding: Tensor | None) -> None:
         """Pass one attention call to all collectors."""
         tally = self._staging.current
         states, device = tally.collected.get(site), attended.query.device
@@ -373,7 +373,9 @@ class Session:
                 empty if states is None else {name: _to_device(states[name], empty[name], device) for name in states}
             )
             tally.resumed.discard(site)
-        tally.collected[site] = {name: value.update(attended, real, self.metadata) for name, value in states.items()}
+        tally.collected[site] = {
+            name: value.update(attended, non_padding, self.metadata) for name, value in states.items()
+        }
 
     def _site(self, name: str, num_heads: int, origins: HeadOrigins | None, *, cross: bool) -> AttentionSite:
         kind: Literal["self", "cross"] = "cross" if cross else "self"

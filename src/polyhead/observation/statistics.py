@@ -143,14 +143,14 @@ class SiteStatistics(NamedTensors):
         shape = (len(columns), len(heads))
         return cls(site, tuple(heads), tuple(columns), MeanAndStd.empty(shape, device), Maximum.empty(shape, device))
 
-    def update(self, rows: RowStatistics, real: Tensor | None = None, *, learned_sinks: bool = False) -> Self:
-        """Add the rows of one call; `real` [batch or 1, queries] is False for padding. Does not synchronise."""
+    def update(self, rows: RowStatistics, non_padding: Tensor | None = None, *, learned_sinks: bool = False) -> Self:
+        """Add the rows of one call; `non_padding` is [batch or 1, queries]. Does not synchronise."""
         assert rows.visible_keys is not None
         state = RowTotals(self.moments.count, self.moments.mean, self.moments.squares, self.largest.largest)
         if state.total.device != rows.visible_keys.device:
             # State loaded from a file is moved to the device once; moving the rows instead would synchronise each call.
             state = RowTotals(*(x.to(rows.visible_keys.device) for x in state))
-        *moments, largest = reduce_rows(rows, real, self.columns, self.heads, state, learned_sinks=learned_sinks)
+        *moments, largest = reduce_rows(rows, non_padding, self.columns, self.heads, state, learned_sinks=learned_sinks)
         return type(self)(self.site, self.heads, self.columns, MeanAndStd(*moments), Maximum(largest))
 
     def merge(self, other: Self) -> Self:

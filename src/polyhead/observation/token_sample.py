@@ -60,7 +60,7 @@ class SiteSample:
     hashes: Tensor  # [tokens] int64, ascending
     values: Tensor  # [tokens, heads, any]
 
-    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
+    def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
         output = attended.result.output.detach()
         if metadata.documents is None:
             raise OptionError(
@@ -70,7 +70,7 @@ class SiteSample:
         batch, _, queries, dim = output.shape
         if not dim:
             return self  # only the weights are available (via_weights)
-        counted = counted_rows(exclude_padding(attended, real))
+        counted = counted_rows(exclude_padding(attended, non_padding))
         chosen = self.sample.heads.get(self.place)
         outputs = output if chosen is None else torch.stack([output[:, head] for head in chosen], 1)
         hashes = torch.where(counted, _hashes(metadata, counted, self.sample.seed), _PADDING_HASH).flatten()

@@ -63,7 +63,7 @@ class SiteTopKeys(Sums):
     received: Tensor  # [heads, tokens + 1]; the last entry is all other ids
     rows: Tensor
 
-    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
+    def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
         keys = attended.key.shape[2]
         if metadata.tokens is None or metadata.tokens.shape != (attended.query.shape[0], keys):
             got = None if metadata.tokens is None else list(metadata.tokens.shape)
@@ -71,7 +71,7 @@ class SiteTopKeys(Sums):
                 f"top keys need the ids of the {keys} tokens of each text; before each call of the model set "
                 f"session.metadata = BatchMetadata(tokens=...), [batch, tokens] on the CPU, got {got}"
             )
-        unpadded = exclude_padding(attended, real)
+        unpadded = exclude_padding(attended, non_padding)
         weight = unpadded.profile(received=True).received
         assert weight is not None
         places = self.collector.places(metadata.tokens).to(weight.device, non_blocking=True)

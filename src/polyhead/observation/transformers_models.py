@@ -46,7 +46,7 @@ class CallContext:
     first_key: int | None = None  # position of the first key still in the cache; None without a cache
 
 
-def asking_modules(model: nn.Module) -> tuple[nn.Module, ...]:
+def interface_modules(model: nn.Module) -> tuple[nn.Module, ...]:
     """Return the modules whose code calls transformers' attention interface."""
     if "transformers" not in sys.modules:
         return ()  # then the model contains no transformers module

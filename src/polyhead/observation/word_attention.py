@@ -102,7 +102,7 @@ class _ContextCollector(Protocol):
     def nothing(self, num_heads: int) -> dict[str, Tensor]:
         """Return each tensor with zero rows."""
 
-    def measured(self, attended: Attended, real: Tensor | None, contexts: Sequence[int]) -> dict[str, Tensor]:
+    def measured(self, attended: Attended, non_padding: Tensor | None, contexts: Sequence[int]) -> dict[str, Tensor]:
         """Return the tensors of some contexts, concatenated."""
 
 
@@ -114,7 +114,7 @@ class ByContext:
     num_heads: int
     parts: tuple[Mapping[str, Tensor], ...] = ()  # `contexts` and the tensors of each call or saved state
 
-    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
+    def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
         if metadata.documents is None or metadata.documents.device.type != "cpu":
             raise OptionError(
                 f"{self.collector.name} need the text index of each row of a batch; before each call of the model set "
@@ -125,7 +125,7 @@ class ByContext:
             raise ShapeError(
                 f"metadata.documents must have one index per row, [{batch}], got shape {list(metadata.documents.shape)}"
             )
-        measured = self.collector.measured(attended, real, metadata.documents.tolist())
+        measured = self.collector.measured(attended, non_padding, metadata.documents.tolist())
         return replace(self, parts=(*self.parts, {"contexts": metadata.documents, **measured}))
 
     def merge(self, other: Self) -> Self:
@@ -186,10 +186,10 @@ class WordAttention:
             "counts": torch.zeros(0, 3, dtype=torch.int64),
         }
 
-    def measured(self, attended: Attended, real: Tensor | None, contexts: Sequence[int]) -> dict[str, Tensor]:
+    def measured(self, attended: Attended, non_padding: Tensor | None, contexts: Sequence[int]) -> dict[str, Tensor]:
         words = self._words(tuple(contexts))
         device = attended.query.device
-        pieces = _membership(words.tokens, words.governors.shape[1], attended, real)
+        pieces = _membership(words.tokens, words.governors.shape[1], attended, non_padding)
         governors, circles = words.governors.to(device, non_blocking=True), words.circles.to(device, non_blocking=True)
         rows = words.row_indices.to(device, non_blocking=True)
         weights = between_words(_weights(attended), pieces)  # [batch, heads, words, words]
@@ -243,9 +243,9 @@ class SpanAttention:
             "expected": torch.zeros(0, self.others, dtype=torch.float64),
         }
 
-    def measured(self, attended: Attended, real: Tensor | None, contexts: Sequence[int]) -> dict[str, Tensor]:
+    def measured(self, attended: Attended, non_padding: Tensor | None, contexts: Sequence[int]) -> dict[str, Tensor]:
         tokens = _pad_rows([self.labels[context] for context in contexts])
-        pieces = _membership(tokens, self.others + 1, attended, real)
+        pieces = _membership(tokens, self.others + 1, attended, non_padding)
         return {
             "weights": between_words(_weights(attended), pieces)[:, :, 0, 1:],
             "expected": between_words(_uniform_weights(attended), pieces)[:, 0, 0, 1:],
@@ -278,7 +278,7 @@ def _weights(attended: Attended) -> Tensor:
     return weights
 
 
-def _membership(tokens: Tensor, words: int, attended: Attended, real: Tensor | None) -> Tensor:
+def _membership(tokens: Tensor, words: int, attended: Attended, non_padding: Tensor | None) -> Tensor:
     """Return the word membership of the tokens of each row, float64 [batch, tokens, words].
 
     `tokens` [batch, longest] starts at each text's first token, i.e. after the left padding of its row.
@@ -299,8 +299,8 @@ def _membership(tokens: Tensor, words: int, attended: Attended, real: Tensor | N
         raise ShapeError(f"each row must contain its complete text, got {longest} tokens in a row of {queries}")
     device = attended.query.device
     position = torch.arange(queries, device=device).expand(batch, -1)
-    if real is not None:
-        position = position - real.to(torch.uint8).argmax(-1, keepdim=True)
+    if non_padding is not None:
+        position = position - non_padding.to(torch.uint8).argmax(-1, keepdim=True)
     word_index = tokens.to(device, non_blocking=True).gather(1, position.clamp(0, longest - 1))
     word_index = torch.where((position >= 0) & (position < longest), word_index, -1)
     return (word_index[..., None] == torch.arange(words, device=device)).to(torch.float64)

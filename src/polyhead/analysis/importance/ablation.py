@@ -73,15 +73,15 @@ def _changes(
     """Return the intact model's losses, and their increase without each head, [rows] each."""
     # The intact model runs with open gates, so that a head without effect has a change of exactly 0.
     session.gates.update({place.key: place.open_gate() for place in places})
-    question = loss.ask(model, batch)
-    intact = checked(question)
+    compute_losses = loss.prepare(model, batch)
+    intact = checked(compute_losses)
     changes = []
     for place in places:
         for head in place.heads:
             gate = place.open_gate()
             gate[head] = 0.0
             session.gates[place.key] = gate
-            without = checked(question, intact)
+            without = checked(compute_losses, intact)
             changes.append(without.totals.double() - intact.totals.double())
             report()
         session.gates[place.key] = place.open_gate()

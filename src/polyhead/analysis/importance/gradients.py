@@ -70,7 +70,7 @@ def _of_one(session: Session, model: nn.Module, loss: Loss, batch: Any, plan: Pl
     rows = len(plan_losses.weights)
     gates = [_gate(place, rows if plan_losses.by_row else None, overlap).requires_grad_() for place in places]
     session.gates.update({place.key: gate for place, gate in zip(places, gates, strict=True)})
-    losses = checked(loss.ask(model, batch))
+    losses = checked(loss.prepare(model, batch))
     if not losses.totals.requires_grad:
         raise OptionError(
             f"gradient scores need a differentiable loss, got one without a gradient from {loss.name!r}; "

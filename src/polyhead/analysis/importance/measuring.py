@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.analysis.importance.head_importance import Importance
-from polyhead.analysis.importance.losses import Loss, Question, RowLosses
+from polyhead.analysis.importance.losses import ComputeLosses, Loss, RowLosses
 from polyhead.errors import OptionError, ShapeError
 from polyhead.geometry import HeadId
 from polyhead.observation import AttentionSite, BatchMetadata, observe
@@ -61,7 +61,7 @@ class _CallShapes:
     shapes: tuple[tuple[int, int], ...] = ()
     dtype: torch.dtype = torch.float32
 
-    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
+    def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
         batch, _, queries, _ = attended.query.shape
         return type(self)(attended.query.device, (*self.shapes, (batch, queries)), attended.result.output.dtype)
 
@@ -86,7 +86,7 @@ class _ShapeCollector:
 def look(model: nn.Module, loss: Loss, batch: Any, layers: Layers, heads: Heads) -> tuple[tuple[Place, ...], RowLosses]:
     """Run the loss once, and return the sites that it calls, with its losses."""
     with observe(model, layers=layers, heads=heads, statistics=False, collect=[_ShapeCollector()]) as session:
-        losses = loss.ask(model, batch)()
+        losses = loss.prepare(model, batch)()
     states = {site: values[_ShapeCollector.name] for site, values in session.observations.collected.items()}
     stacks = list(dict.fromkeys((site.stack, site.kind) for site in states))
     places = []
@@ -113,9 +113,9 @@ def _chosen(site: AttentionSite, heads: Any) -> tuple[int, ...]:
     return tuple(head for head in every if head in requested or HeadId(site.layer, head) in requested)
 
 
-def checked(question: Question, intact: RowLosses | None = None) -> RowLosses:
+def checked(compute_losses: ComputeLosses, intact: RowLosses | None = None) -> RowLosses:
     """Compute losses and check them: finite for the intact model, and with its row weights for ablated ones."""
-    losses = question()
+    losses = compute_losses()
     if losses.totals.ndim != 1 or losses.totals.shape != losses.weights.shape:
         raise ShapeError(
             "losses and their weights must both be [rows], "
