@@ -89,7 +89,7 @@ class TokenMetadata:
     inductions: Pairs | None = None  # a query and the key after another occurrence of its token
     meaning: Tensor | None = None  # [batch, keys, 3, dims]; 0 for special tokens and padding
     ordinary: Tensor | None = None  # bool [batch, keys]: neither special tokens nor padding
-    alike: Tensor | None = None  # [batch, 3, bins]: mean cosine similarity of different tokens by offset
+    mean_cosines: Tensor | None = None  # [batch, 3, bins]: mean cosine similarity of different tokens by offset
     words: TokenSegments | None = None
     sentences: TokenSegments | None = None
 
@@ -142,8 +142,8 @@ class TokenTables:
             ordinary = ordinary & non_padding
         on_device = tokens.to(device, non_blocking=True)
         vectors = self.meaning.vectors.to(device, non_blocking=True)[on_device] * ordinary[..., None, None]
-        alike = _mean_cosines(vectors, on_device, ordinary)
-        return replace(result, meaning=vectors, ordinary=ordinary, alike=alike)
+        cosines = _mean_cosines(vectors, on_device, ordinary)
+        return replace(result, meaning=vectors, ordinary=ordinary, mean_cosines=cosines)
 
 
 def _is_one_of(classes: Tensor, which: tuple[int, ...]) -> Tensor:
