@@ -21,6 +21,7 @@ from polyhead.analysis.roles_evidence import evidence_text
 from polyhead.analysis.roles_rules import RULES
 from polyhead.errors import OptionError
 from polyhead.observation import AttentionSite
+from polyhead.observation.collectors import Collected, states_of
 from polyhead.observation.role_evidence import HeadEvidence
 from polyhead.observation.role_evidence_rows import COLUMNS, COSINES
 from polyhead.observation.role_evidence_tokens import NEAR
@@ -118,12 +119,9 @@ def head_roles(
     return tuple(roles)
 
 
-def evidence_of(
-    collected: Mapping[AttentionSite, Mapping[str, object]], name: str = "evidence"
-) -> dict[AttentionSite, HeadEvidence]:
+def evidence_of(collected: Collected, name: str = "evidence") -> dict[AttentionSite, HeadEvidence]:
     """Return the evidence that a session collected: `evidence_of(session.observations.collected)`."""
-    states = {site: values[name] for site, values in collected.items() if name in values}
-    return {site: value for site, value in states.items() if isinstance(value, HeadEvidence)}
+    return states_of(collected, name, HeadEvidence)
 
 
 # ---- scores of all heads of a site

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from polyhead.inspection.text_reader import Reader
 from polyhead.observation import AttentionSite, BatchMetadata, Observations
+from polyhead.observation.collectors import states_of
 from polyhead.ops.attended import Attended
 from polyhead.sources import Batch, Context, batches, special_tokens
 
@@ -94,8 +95,8 @@ def example_batches(reader: Reader, documents: int = DOCUMENTS, tokens: int = TO
 
 def examples_of(reader: Reader, excerpts: Sequence[Batch], observations: Observations) -> tuple[Example, ...]:
     """Return the examples that `ExampleWeights` collected, without cross-attention, whose keys are other tokens."""
-    states = {site: values.get("examples") for site, values in observations.collected.items()}
-    weights = {site: value.compute() for site, value in states.items() if isinstance(value, SiteWeights)}
+    states = states_of(observations.collected, "examples", SiteWeights)
+    weights = {site: state.compute() for site, state in states.items()}
     examples = []
     for batch in excerpts:
         documents = reader.metadata(batch).documents

@@ -31,6 +31,7 @@ from polyhead.observation import (
     find_projections,
     observe,
 )
+from polyhead.observation.collectors import states_of
 from polyhead.observation.head_distances import SiteDistances
 from polyhead.observation.origins import IN_CONFIG
 from polyhead.observation.role_evidence import EvidenceCollector, HeadEvidence
@@ -99,11 +100,9 @@ class Probes:
     def distances(self) -> dict[AttentionSite, Tensor]:
         """Return the attention distances of the heads of a layer; a few tokens only, as the cost is per pair."""
         batches = self.reader.some_batches(DISTANCE_TOKENS)
-        collected = self.watched(
-            self.loaded.model, batches, [AttentionDistances()], "compare attention of heads"
-        ).collected
-        states = {site: values.get("distances") for site, values in collected.items()}
-        return {site: x.compute() for site, x in states.items() if isinstance(x, SiteDistances)}
+        found = self.watched(self.loaded.model, batches, [AttentionDistances()], "compare attention of heads")
+        states = states_of(found.collected, "distances", SiteDistances)
+        return {site: state.compute() for site, state in states.items()}
 
     def repeated(self, model: nn.Module) -> dict[AttentionSite, HeadEvidence] | None:
         tokenizer, context = self.loaded.tokenizer, self.reader.text.length

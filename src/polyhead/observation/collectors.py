@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
+from polyhead.observation.accumulators import NamedTensors
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
 
@@ -48,6 +49,40 @@ class Collector(Protocol):
 
     def empty(self, site: AttentionSite, device: torch.device) -> CollectorState | None:
         """Return an empty state; None if this site is not collected."""
+
+
+Collected = Mapping[AttentionSite, Mapping[str, CollectorState]]  # the states of a session, by site and collector name
+T = TypeVar("T")
+
+
+def states_of(collected: Collected, name: str, kind: type[T]) -> dict[AttentionSite, T]:
+    """Return the states of the collector `name` by site, where they are of a type."""
+    states = {site: values.get(name) for site, values in collected.items()}
+    return {site: state for site, state in states.items() if isinstance(state, kind)}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallRecorder:
+    """Collector that passes every attention call to a function, and has no state of its own."""
+
+    record: Callable[[AttentionSite, Attended], None]
+    name: str = "calls"
+
+    def empty(self, site: AttentionSite, device: torch.device) -> _RecordedSite:
+        return _RecordedSite(self.record, site)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RecordedSite(NamedTensors):
+    record: Callable[[AttentionSite, Attended], None]
+    site: AttentionSite
+
+    def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
+        self.record(self.site, attended)
+        return self
+
+    def merge(self, other: Self) -> Self:
+        return self
 
 
 def exclude_padding(attended: Attended, non_padding: Tensor | None) -> Attended:

@@ -23,7 +23,7 @@ from polyhead.layers.variants.collaborative.layer import CollaborativeAttention
 from polyhead.layers.variants.differential.layer import DifferentialAttention
 from polyhead.layers.variants.routed.layer import RoutedHeads
 from polyhead.layers.variants.talking import TalkingHeads
-from polyhead.observation.collectors import BatchMetadata
+from polyhead.observation.collectors import CallRecorder
 from polyhead.observation.session import observe
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
@@ -52,7 +52,8 @@ def find_projections(model: nn.Module, run: Callable[[], object]) -> dict[Attent
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), tracer.recording(model), observe(model, statistics=False, collect=[tracer]):
+        recorder = CallRecorder(tracer.record_attention)
+        with torch.no_grad(), tracer.recording(model), observe(model, statistics=False, collect=[recorder]):
             run()
     finally:
         model.train(was_training)
@@ -76,15 +77,14 @@ class _LinearCall:
 
 @dataclass(eq=False)
 class _Tracer:
-    """Collector that records linear layer calls and the first attention call of each site."""
+    """Calls of linear layers, and the first attention call of each site with the number of linear calls before it."""
 
     modules: Mapping[str, nn.Module]
-    name: str = "head_projections"
     linear_calls: list[_LinearCall] = field(default_factory=list)
     first_attended: dict[AttentionSite, tuple[int, Attended]] = field(default_factory=dict)
 
-    def empty(self, site: AttentionSite, device: torch.device) -> _Site:
-        return _Site(self, site)
+    def record_attention(self, site: AttentionSite, attended: Attended) -> None:
+        self.first_attended.setdefault(site, (len(self.linear_calls), attended))
 
     @contextmanager
     def recording(self, model: nn.Module) -> Iterator[None]:
@@ -119,25 +119,6 @@ class _Tracer:
             return matrix if is_complete else None
 
         return HeadProjections(projection(attended.query), projection(attended.key), projection(attended.value), output)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Site:
-    tracer: _Tracer
-    site: AttentionSite
-
-    def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> _Site:
-        self.tracer.first_attended.setdefault(self.site, (len(self.tracer.linear_calls), attended))
-        return self
-
-    def merge(self, other: _Site) -> _Site:
-        return self
-
-    def state(self) -> dict[str, Tensor]:
-        return {}
-
-    def with_state(self, state: Mapping[str, Tensor]) -> _Site:
-        return self
 
 
 def _is_linear(module: nn.Module) -> bool:

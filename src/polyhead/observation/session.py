@@ -117,7 +117,7 @@ class Call:
 
     def notify(self, attended: Attended) -> None:
         if self.keeper is not None and attended.result.statistics is not None and len(self.columns):
-            heads = self.session._heads_of(self.site)
+            heads = self.session.heads_of(self.site)
             self.keeper.add(self, heads, self.columns, attended.result.statistics)
         if self.counts:
             with torch.no_grad():
@@ -359,7 +359,7 @@ class Session:
         if site_statistics is None:
             assert rows.visible_keys is not None
             device = rows.visible_keys.device
-            site_statistics = SiteStatistics.empty(call.site, self._heads_of(call.site), call.columns, device)
+            site_statistics = SiteStatistics.empty(call.site, self.heads_of(call.site), call.columns, device)
         statistics[call.site] = site_statistics.update(rows, non_padding, learned_sinks=call.learned_sinks)
 
     def collect(self, site: AttentionSite, attended: Attended, non_padding: Tensor | None) -> None:
@@ -390,9 +390,10 @@ class Session:
 
     def _is_chosen(self, site: AttentionSite) -> bool:
         chosen = self.layers is None or site.layer in self.layers or site.name in self.layers
-        return chosen and len(self._heads_of(site)) > 0
+        return chosen and len(self.heads_of(site)) > 0
 
-    def _heads_of(self, site: AttentionSite) -> tuple[int, ...]:
+    def heads_of(self, site: AttentionSite) -> tuple[int, ...]:
+        """Return the observed heads of a site."""
         all_heads = range(site.num_heads)
         if self.heads is None:
             return tuple(all_heads)

@@ -91,10 +91,9 @@ class SiteSample:
         device = self.hashes.device
         return self._joined(other.hashes.to(device), other.values.to(device))
 
-    def found(self) -> tuple[Tensor, Tensor]:
-        """Return the hashes and float64 values of the sampled tokens, on the CPU."""
-        count = int((self.hashes != _PADDING_HASH).sum())
-        return self.hashes[:count].cpu(), self.values[:count].double().cpu()
+    def rows(self) -> Tensor:
+        """Return the values at the sampled tokens, float64 [tokens, heads, any] on the CPU."""
+        return self.values[: int((self.hashes != _PADDING_HASH).sum())].double().cpu()
 
     def state(self) -> dict[str, Tensor]:
         return {"hashes": self.hashes, "values": self.values}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,9 @@ from polyhead.analysis.importance.head_importance import Importance
 from polyhead.analysis.importance.losses import ComputeLosses, Loss, RowLosses
 from polyhead.errors import OptionError, ShapeError
 from polyhead.geometry import HeadId
-from polyhead.observation import AttentionSite, BatchMetadata, observe
+from polyhead.observation import AttentionSite, observe
+from polyhead.observation.collectors import CallRecorder
+from polyhead.observation.statistics import stack_order
 from polyhead.ops.attended import Attended
 
 Layers = Iterable[int | str] | None
@@ -53,64 +55,27 @@ class Place:
         return torch.ones(sizes or (self.site.num_heads,), dtype=dtype, device=self.device)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _CallShapes:
-    """Shapes of the calls of a site."""
-
-    device: torch.device
-    shapes: tuple[tuple[int, int], ...] = ()
-    dtype: torch.dtype = torch.float32
-
-    def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
-        batch, _, queries, _ = attended.query.shape
-        return type(self)(attended.query.device, (*self.shapes, (batch, queries)), attended.result.output.dtype)
-
-    def merge(self, other: Self) -> Self:
-        return type(self)(self.device, self.shapes + other.shapes, self.dtype)
-
-    def state(self) -> dict[str, Tensor]:
-        return {"shapes": torch.tensor(self.shapes, dtype=torch.int64).reshape(-1, 2)}
-
-    def with_state(self, state: Mapping[str, Tensor]) -> Self:
-        return type(self)(self.device, tuple((row[0], row[1]) for row in state["shapes"].tolist()), self.dtype)
-
-
-class _ShapeCollector:
-    name = "shapes"
-
-    def empty(self, site: AttentionSite, device: torch.device) -> _CallShapes:
-        return _CallShapes(device)
-
-
 @torch.no_grad()
 def look(model: nn.Module, loss: Loss, batch: Any, layers: Layers, heads: Heads) -> tuple[tuple[Place, ...], RowLosses]:
     """Run the loss once, and return the sites that it calls, with its losses."""
-    with observe(model, layers=layers, heads=heads, statistics=False, collect=[_ShapeCollector()]) as session:
+    places: dict[AttentionSite, Place] = {}
+
+    def record(site: AttentionSite, attended: Attended) -> None:
+        batch, _, queries, _ = attended.query.shape
+        shapes = (*(places[site].shapes if site in places else ()), (batch, queries))
+        places[site] = Place(site, session.heads_of(site), shapes, attended.query.device, attended.result.output.dtype)
+
+    with observe(model, layers=layers, heads=heads, statistics=False, collect=[CallRecorder(record)]) as session:
         losses = loss.prepare(model, batch)()
-    states = {site: values[_ShapeCollector.name] for site, values in session.observations.collected.items()}
-    stacks = list(dict.fromkeys((site.stack, site.kind) for site in states))
-    places = []
-    for site in sorted(states, key=lambda site: (stacks.index((site.stack, site.kind)), site.layer)):
-        state, chosen = states[site], _chosen(site, heads)
-        assert isinstance(state, _CallShapes)
-        if len(chosen):
-            places.append(Place(site, chosen, state.shapes, state.device, state.dtype))
     if not len(places):
         raise OptionError("heads= and layers= must include a head that the loss computes, got none")
-    return tuple(places), losses
+    order = stack_order(places)
+    return tuple(places[site] for site in sorted(places, key=order.__getitem__)), losses
 
 
 def listed(chosen: Any) -> Any:
     """Return an iterable as a collection, so that it can be iterated several times."""
     return chosen if chosen is None or isinstance(chosen, int | str | Collection) else tuple(chosen)
-
-
-def _chosen(site: AttentionSite, heads: Any) -> tuple[int, ...]:
-    every = range(site.num_heads)
-    if heads is None:
-        return tuple(every)
-    requested = {heads} if isinstance(heads, int | HeadId) else set(heads)
-    return tuple(head for head in every if head in requested or HeadId(site.layer, head) in requested)
 
 
 def checked(compute_losses: ComputeLosses, intact: RowLosses | None = None) -> RowLosses:
