@@ -14,6 +14,7 @@ from typing import Any
 from polyhead.analysis.intervals import wilson
 from polyhead.errors import OptionError
 from polyhead.files import as_type, build, read_columns, read_json, refusing, short
+from polyhead.observation.cards import html_table
 from polyhead.observation.saving import write_atomically
 
 
@@ -114,11 +115,7 @@ class SyntaxTable:
         return "\n".join([*lines, self.notes()])
 
     def _repr_html_(self) -> str:
-        header, body = self.cells()
-        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-        lines = ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in body]
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
-        return f"{table}<p>{html.escape(self.notes())}</p>"
+        return f"{html_table(*self.cells())}<p>{html.escape(self.notes())}</p>"
 
     def save(self, path: str | os.PathLike[str], **about: Any) -> None:
         """Write the table and the metadata `about` it to a `.json` or `.parquet` file, atomically."""

@@ -24,14 +24,16 @@ from polyhead.analysis.roles import RoleScore
 from polyhead.errors import OptionError
 from polyhead.files import as_type, build, read_columns, read_json, read_tensors, refusing, short
 from polyhead.inspection.earlier_formats import upgraded
+from polyhead.inspection.heads import Head
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.settings import Settings
-from polyhead.inspection.validation import check_facts, check_run, check_sites, check_table, check_tensors
+from polyhead.inspection.validation import check_facts, check_head, check_run, check_sites, check_table, check_tensors
 from polyhead.inspection.wording import Finding, Reason
 from polyhead.observation import AttentionSite, HeadProfile
 from polyhead.observation.accumulators import with_prefix
 from polyhead.observation.renamed import current_name
 from polyhead.observation.saving import write_atomically
+from polyhead.observation.statistics import LOCATION
 
 FORMAT = 5  # `earlier_formats` upgrades 2 to 4; 1 is no longer supported
 OBSERVATIONS = "observations.safetensors"  # collector states, from which a run is resumed
@@ -175,7 +177,10 @@ def _read(x: Any, wanted: Any, sites: list[AttentionSite]) -> Any:
         return {_read(name, inner[0], sites): _read(value, inner[1], sites) for name, value in x.items()}
     if origin is tuple and isinstance(x, list):
         kinds = inner[:1] * len(x) if inner[1:] == (...,) else inner
-        return [_read(value, kind, sites) for value, kind in zip(x, kinds, strict=True)]
+        values = tuple(_read(value, kind, sites) for value, kind in zip(x, kinds, strict=True))
+        if wanted == Head:
+            check_head(values)
+        return values
     if not isinstance(wanted, type) or not is_dataclass(wanted):
         return x
     if isinstance(x, Mapping):
@@ -245,6 +250,6 @@ def _table(path: Path, sites: list[AttentionSite], names: tuple[str, ...]) -> He
             [math.nan if x is None else as_type(x, float, name) for x in column], dtype=torch.float64
         )
         for name, column in found.items()
-        if name not in ("site", "kind", "stack", "layer", "head", "original_head")
+        if name not in LOCATION
     }
     return HeadProfile(tuple(rows), tuple(found["head"]), names, columns)

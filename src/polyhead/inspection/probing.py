@@ -31,7 +31,7 @@ from polyhead.observation import (
     find_projections,
     observe,
 )
-from polyhead.observation.collectors import states_of
+from polyhead.observation.collectors import CallRecorder, states_of
 from polyhead.observation.head_distances import SiteDistances
 from polyhead.observation.origins import IN_CONFIG
 from polyhead.observation.role_evidence import EvidenceCollector, HeadEvidence
@@ -92,10 +92,9 @@ class Probes:
 
     def examples(self) -> tuple[Example, ...]:
         """Return all attention weights of a few short excerpts."""
-        batches = example_batches(self.reader)
-        return examples_of(
-            self.reader, batches, self.watched(self.loaded.model, batches, [ExampleWeights()], "collect examples")
-        )
+        batches, weights = example_batches(self.reader), ExampleWeights()
+        self.watched(self.loaded.model, batches, [CallRecorder(weights.record)], "collect examples")
+        return examples_of(self.reader, batches, weights)
 
     def distances(self) -> dict[AttentionSite, Tensor]:
         """Return the attention distances of the heads of a layer; a few tokens only, as the cost is per pair."""

@@ -86,7 +86,7 @@ def check_table(inspection: Inspection) -> None:
     if not len(table):
         raise OptionError("the table must have a row for each head, got none")
     for head in zip(table.sites, table.heads, strict=True):
-        _check_head(head)
+        check_head(head)
     if len(set(zip(table.sites, table.heads, strict=True))) < len(table):
         raise OptionError("a head must have one row of the table, got two")
     missing = [name for name in ("tokens", *table.names) if name not in table.columns]
@@ -95,21 +95,15 @@ def check_table(inspection: Inspection) -> None:
 
 
 def check_run(inspection: Inspection) -> None:
-    """Check that heads exist, roles are known, and scores and findings have the values that their text needs."""
+    """Check that roles are known, and that scores and findings have the values that their text needs."""
     for head_roles in inspection.roles:
-        _check_head((head_roles.site, head_roles.head))
+        check_head((head_roles.site, head_roles.head))
         unknown = [score.role for score in head_roles.scores if score.role not in ROLE_ORDER]
         if unknown:
             raise OptionError(f"a role must be one of {', '.join(ROLE_ORDER)}; got {short(unknown[0])}")
         for score in head_roles.scores:
             with _needing_values("a score", score.role):
                 _ = score.text
-    for head in (
-        *(head for group in inspection.groups for head in group.heads),
-        *(head for pair in inspection.pairs for head in (pair.one, pair.other)),
-        *(head for finding in inspection.findings for head in finding.heads),
-    ):
-        _check_head(head)
     for finding in inspection.findings:
         with _needing_values("a finding", finding.kind):
             words_of(finding), words_of(finding, "zh")
@@ -141,7 +135,8 @@ def check_tensors(inspection: Inspection) -> None:
             _check_shape(f"the weights of {short(example.title)} at {short(site.name)}", weights, shape)
 
 
-def _check_head(head: Head) -> None:
+def check_head(head: Head) -> None:
+    """Check that the site of a head has a head of that number."""
     if isinstance(head[1], bool) or not isinstance(head[1], int) or not 0 <= head[1] < head[0].num_heads:
         raise OptionError(f"a head of {short(head[0].name)} must be 0 to {head[0].num_heads - 1}, got {short(head[1])}")
 

@@ -65,7 +65,7 @@ def states_of(collected: Collected, name: str, kind: type[T]) -> dict[AttentionS
 class CallRecorder:
     """Collector that passes every attention call to a function, and has no state of its own."""
 
-    record: Callable[[AttentionSite, Attended], None]
+    record: Callable[[AttentionSite, Attended, BatchMetadata], None]
     name: str = "calls"
 
     def empty(self, site: AttentionSite, device: torch.device) -> _RecordedSite:
@@ -74,11 +74,11 @@ class CallRecorder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RecordedSite(NamedTensors):
-    record: Callable[[AttentionSite, Attended], None]
+    record: Callable[[AttentionSite, Attended, BatchMetadata], None]
     site: AttentionSite
 
     def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
-        self.record(self.site, attended)
+        self.record(self.site, attended, metadata)
         return self
 
     def merge(self, other: Self) -> Self:

@@ -23,7 +23,7 @@ from polyhead.layers.variants.collaborative.layer import CollaborativeAttention
 from polyhead.layers.variants.differential.layer import DifferentialAttention
 from polyhead.layers.variants.routed.layer import RoutedHeads
 from polyhead.layers.variants.talking import TalkingHeads
-from polyhead.observation.collectors import CallRecorder
+from polyhead.observation.collectors import BatchMetadata, CallRecorder
 from polyhead.observation.session import observe
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
@@ -83,7 +83,7 @@ class _Tracer:
     linear_calls: list[_LinearCall] = field(default_factory=list)
     first_attended: dict[AttentionSite, tuple[int, Attended]] = field(default_factory=dict)
 
-    def record_attention(self, site: AttentionSite, attended: Attended) -> None:
+    def record_attention(self, site: AttentionSite, attended: Attended, metadata: BatchMetadata) -> None:
         self.first_attended.setdefault(site, (len(self.linear_calls), attended))
 
     @contextmanager
@@ -135,18 +135,21 @@ def _of_projected(layer: ProjectedHeads) -> HeadProjections:
         query, key = (linear.weight.detach().mT for linear in (layer.q_proj, layer.k_proj))
         heads = layer.layout.num_heads
         value = layer.v_proj.weight.detach().unflatten(0, (heads, -1)).mT
-        output = layer.out_proj.weight.detach().mT.unflatten(0, (heads, -1))
-        return HeadProjections(query * layer.mixing.detach()[:, None], key.expand(heads, -1, -1), value, output)
+        query = query * layer.mixing.detach()[:, None]
+        return HeadProjections(query, key.expand(heads, -1, -1), value, _output_projection(layer))
     if isinstance(layer, TalkingHeads):  # each map reads the queries and keys of all heads
         query, key, value = _qkv_projections(layer)
-        output = layer.out_proj.weight.detach().mT.unflatten(0, (layer.layout.num_heads, -1))
         query = torch.einsum("hed,hg->gehd", query, layer.logits_mix.detach()).flatten(2)
         key = key.repeat_interleave(layer.layout.group_size, 0).transpose(0, 1).flatten(1)[None]
-        return HeadProjections(query, key, value, output)
+        return HeadProjections(query, key, value, _output_projection(layer))
     if layer.combine is not None:  # the output projection does not read single heads
         return HeadProjections(*_qkv_projections(layer))
-    output = layer.out_proj.weight.detach().mT.unflatten(0, (layer.layout.num_heads, -1))
-    return HeadProjections(*_qkv_projections(layer), output)
+    return HeadProjections(*_qkv_projections(layer), _output_projection(layer))
+
+
+def _output_projection(layer: ProjectedHeads) -> Tensor:
+    """Return the output projection, [heads, value_dim, embed_dim]."""
+    return layer.out_proj.weight.detach().mT.unflatten(0, (layer.layout.num_heads, -1))
 
 
 def _qkv_projections(layer: ProjectedHeads) -> tuple[Tensor, Tensor, Tensor]:

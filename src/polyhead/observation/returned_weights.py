@@ -127,7 +127,6 @@ class _Reader:
     def __init__(self, watcher: Watcher, models: Mapping[nn.Module, str]) -> None:
         self.watcher = watcher
         self.models = models
-        self.output_sites: dict[str, OutputSite] = {}
         self.requested: _Request | None = None
 
     def before(
@@ -195,13 +194,8 @@ class _Reader:
             layer_cache = None if kind == "encoder_attentions" else cache
             for index, weights in enumerate(layers):
                 if weights is not None:  # not every layer has attention
-                    output_site = self._output_site(f"{self.models[requested.module]}{kind}.{index}")
+                    output_site = OutputSite(f"{self.models[requested.module]}{kind}.{index}")
                     self._report(output_site, weights, *masks[kind], layer_cache, cross=cross)
-
-    def _output_site(self, name: str) -> OutputSite:
-        if name not in self.output_sites:
-            self.output_sites[name] = OutputSite(name)
-        return self.output_sites[name]
 
     def _report(
         self, output_site: OutputSite, weights: Any, rows: Any, columns: Any, cache: Any, *, cross: bool

@@ -54,19 +54,19 @@ def save(path: str | os.PathLike[str], observations: Observations, facts: Mappin
 
 def load(path: str | os.PathLike[str], collect: Sequence[Collector] = ()) -> Observations:
     """Read a file written by `save`; `collect` lists the collectors whose states it contains."""
-    facts = _header(path)
+    header = _header(path)
     tensors, _ = read_tensors(path, _RULE)
     with refusing(path, _RULE):
-        return _observations(path, facts, tensors, collect)
+        return _observations(str(path), header, tensors, collect)
 
 
 def _observations(
-    path: str | os.PathLike[str], facts: Mapping[str, Any], tensors: Mapping[str, Tensor], collect: Sequence[Collector]
+    path: str, header: Mapping[str, Any], tensors: Mapping[str, Tensor], collect: Sequence[Collector]
 ) -> Observations:
-    wanted = build(StatisticsRequest, facts["wanted"])
+    wanted = build(StatisticsRequest, header["wanted"])
     collectors = {collector.name: collector for collector in collect}
     sites, collected, calls = [], {}, {}
-    for index, described in enumerate(facts["sites"]):
+    for index, described in enumerate(header["sites"]):
         site = AttentionSite.from_dict(described)
         calls[site] = as_type(described["calls"], int, "calls")
         if "columns" in described:
@@ -76,7 +76,7 @@ def _observations(
         for name in described["collected"]:
             if name not in collectors:
                 raise OptionError(
-                    f"{str(path)!r} contains states of the collector {name!r}, got collectors "
+                    f"{path!r} contains states of the collector {name!r}, got collectors "
                     f"{', '.join(collectors) or 'none'}; pass it as collect=[...]"
                 )
             values[name] = _value(collectors[name], site, with_prefix(tensors, f"{index}.gathered.{name}."))

@@ -195,11 +195,11 @@ class Session:
             elif isinstance(layer, str) and layer not in dict(model.named_modules()):
                 raise OptionError(f"layers must be indices or paths of the model's modules, got {layer!r}")
         self._find_modules()
-        attending = [self._names[id(module)] for module in (*self._interface_modules, *self._layers, *self._adapted)]
-        check_numbers(self.layers or (), attending)
-        check_paths(() if via_weights else self.layers or (), attending)
+        names = [self._names[id(module)] for module in self._attention_modules]
+        check_numbers(self.layers or (), names)
+        check_paths(() if via_weights else self.layers or (), names)
         self._staging = Staging(on_abort=self._drop)
-        self._plans: dict[tuple[int, int, bool, bool], Plan] = {}
+        self._plans: dict[tuple[nn.Module | OutputSite, int, bool, bool], Plan] = {}
         self.metadata = BatchMetadata()
         self.gates: dict[tuple[str, str], Tensor] = {}
         self._starts: dict[int, Tokens] = {}
@@ -228,8 +228,12 @@ class Session:
         self._interface_modules = transformers_models.interface_modules(self.model)
         self._adapted = adapting.adapted_modules(self.model, self.adapters, self._interface_modules)
         self._layers = tuple(x for x in torch_modules.attention_layers(self.model) if x not in self._adapted)
-        if not len(self._interface_modules) and not len(self._layers) and not len(self._adapted):
+        if not len(self._attention_modules):
             raise OptionError(transformers_models.why_unobservable(self.model))
+
+    @property
+    def _attention_modules(self) -> tuple[nn.Module, ...]:
+        return *self._interface_modules, *self._layers, *self._adapted
 
     # ---- entering and leaving
 
@@ -252,13 +256,12 @@ class Session:
             for layer in self._layers:
                 undo.enter_context(torch_modules.watched(layer, self))
             for module, adapter in self._adapted.items():
-                undo.enter_context(adapting.watched(module, adapter, self))
+                undo.enter_context(adapter.watch(module, adapting.AttentionNotifier(module, adapter, self)))
             if len(self._returning):
                 undo.enter_context(returned_weights.read(self.model, self._returning, self))
             else:
-                attending = (*self._interface_modules, *self._layers, *self._adapted)
-                undo.enter_context(check_modules_unchanged(self.model, attending))
-            watched = (*self._interface_modules, *self._layers, *self._adapted, *self._returning)
+                undo.enter_context(check_modules_unchanged(self.model, self._attention_modules))
+            watched = (*self._attention_modules, *self._returning)
             undo.enter_context(self._staging.watching(enclosing_modules(self.model, watched)))
             self._undo = undo.pop_all()
         return self
@@ -270,8 +273,8 @@ class Session:
         if undo is not None:
             undo.__exit__(kind, error, trace)
         if kind is None and self.heads is not None:
-            attending = (*self._interface_modules, *self._layers, *self._adapted, *self._returning)
-            check_chosen(self.heads, self.observations.calls, [self._names[id(module)] for module in attending])
+            names = [self._names[id(module)] for module in (*self._attention_modules, *self._returning)]
+            check_chosen(self.heads, self.observations.calls, names)
 
     def _forget(self) -> None:
         self._latest_tokens.clear()
@@ -316,7 +319,7 @@ class Session:
     ) -> Call | None:
         """Prepare the observation of one call of a module; None if it is not observed."""
         self._thread.check()
-        plan = self._plans.get((id(module), num_heads, cross, learned_sinks))
+        plan = self._plans.get((module, num_heads, cross, learned_sinks))
         if plan is None:
             plan = self._plan(module, num_heads, cross=cross, learned_sinks=learned_sinks)
         site, columns = plan.site, plan.columns
@@ -349,7 +352,7 @@ class Session:
         columns = self.wanted.columns(cross=cross, learned_sinks=learned_sinks)
         requested = self.wanted.of_rows(columns, cross=cross) if len(columns) else None
         plan = Plan(site, root, columns, requested, self._is_chosen(site))
-        self._plans[id(module), num_heads, cross, learned_sinks] = plan
+        self._plans[module, num_heads, cross, learned_sinks] = plan
         return plan
 
     def add(self, call: Call, rows: RowStatistics, non_padding: Tensor | None) -> None:

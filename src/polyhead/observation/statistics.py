@@ -32,6 +32,8 @@ DEFAULT = (
 )
 NAMES = (*DEFAULT, *(name for name in ROW_NAMES if name not in (*DEFAULT, "visible_keys")))
 
+LOCATION = ("site", "kind", "stack", "layer", "head", "original_head")
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSite:
@@ -48,6 +50,11 @@ class AttentionSite:
     layer: int
     num_heads: int
     origins: HeadOrigins | None = None
+
+    def location(self, head: int) -> dict[str, Any]:
+        """Return the columns `LOCATION` of a table with one row per head."""
+        values = (self.name, self.kind, self.stack, self.layer, head, self.label(head))
+        return dict(zip(LOCATION, values, strict=True))
 
     def label(self, head: int) -> str:
         """Return the index of a head in the unedited model, as text."""

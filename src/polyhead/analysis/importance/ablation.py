@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from polyhead.analysis.importance.head_importance import Importance, merged
 from polyhead.analysis.importance.losses import Loss, RowLosses, as_loss
 from polyhead.analysis.importance.measuring import Heads, Layers, Place, checked, evaluating, listed, look, of_batch
-from polyhead.errors import OptionError
 from polyhead.observation import Session, observe
 
 
@@ -62,8 +61,6 @@ def ablate(
             with observe(model, statistics=False) as session:
                 intact, changes = _changes(session, model, requested, batch, places, report)
             parts.append(of_batch(requested, batch, places, intact, {"ablation": torch.stack(changes, 1)}))
-    if not len(parts):
-        raise OptionError("importance needs at least one batch, got none")
     return merged(parts)
 
 

@@ -60,8 +60,6 @@ def gradient_scores(
                 parts.append(_of_one(session, model, requested, batch, plan, overlap))
             if progress is not None:
                 progress(len(parts), number)
-    if not len(parts):
-        raise OptionError("importance needs at least one batch, got none")
     return merged(parts)
 
 

@@ -237,23 +237,17 @@ class Own:
 
 def as_loss(loss: str | Loss | Callable[[nn.Module, Any], Tensor | RowLosses], tokenizer: Any = None) -> Loss:
     """Return a loss from its name, a value of this module, or a function; "masked" needs the `tokenizer`."""
-    match loss:
-        case "language":
-            return Language()
-        case "classification":
-            return Classification()
-        case "representation":
-            return Representation()
-        case "masked":
-            token = getattr(tokenizer, "mask_token_id", None)
-            if token is None:
-                raise OptionError(
-                    "the loss 'masked' needs a tokenizer with a mask token, got none; "
-                    "pass Masked(mask_token=tokenizer.mask_token_id)"
-                )
-            return Masked(int(token))
-    if isinstance(loss, str):
-        raise OptionError(f"loss must be one of {', '.join(NAMES)} or a function loss(model, batch), got {loss!r}")
+    if loss == "masked":
+        token = getattr(tokenizer, "mask_token_id", None)
+        if token is None:
+            raise OptionError(
+                "the loss 'masked' needs a tokenizer with a mask token, got none; "
+                "pass Masked(mask_token=tokenizer.mask_token_id)"
+            )
+        return Masked(int(token))
+    for kind in (Language, Classification, Representation):
+        if loss == kind.name:
+            return kind()
     if callable(getattr(loss, "prepare", None)):
         return loss  # type: ignore[return-value]
     if callable(loss):

@@ -14,7 +14,7 @@ from polyhead.analysis.importance.head_importance import Importance
 from polyhead.analysis.importance.losses import ComputeLosses, Loss, RowLosses
 from polyhead.errors import OptionError, ShapeError
 from polyhead.geometry import HeadId
-from polyhead.observation import AttentionSite, observe
+from polyhead.observation import AttentionSite, BatchMetadata, observe
 from polyhead.observation.collectors import CallRecorder
 from polyhead.observation.statistics import stack_order
 from polyhead.ops.attended import Attended
@@ -60,7 +60,7 @@ def look(model: nn.Module, loss: Loss, batch: Any, layers: Layers, heads: Heads)
     """Run the loss once, and return the sites that it calls, with its losses."""
     places: dict[AttentionSite, Place] = {}
 
-    def record(site: AttentionSite, attended: Attended) -> None:
+    def record(site: AttentionSite, attended: Attended, metadata: BatchMetadata) -> None:
         batch, _, queries, _ = attended.query.shape
         shapes = (*(places[site].shapes if site in places else ()), (batch, queries))
         places[site] = Place(site, session.heads_of(site), shapes, attended.query.device, attended.result.output.dtype)
