@@ -166,14 +166,10 @@ class Probes:
         return measure(
             self.loaded.model,
             batches,
-            _loss(loss, self.loaded.tokenizer, self.settings.seed),
+            Masked(self.loaded.tokenizer.mask_token_id, seed=self.settings.seed) if loss == "masked" else loss,
             layers=self.settings.layers,
             progress=lambda done, total: self.report(Progress(step, done, total, "runs")),
         )
-
-
-def _loss(name: str, tokenizer: Any, seed: int) -> Any:
-    return Masked(tokenizer.mask_token_id, seed=seed) if name == "masked" else name
 
 
 def embedding_of(model: Any) -> Tensor | None:

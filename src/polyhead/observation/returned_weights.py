@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -40,18 +39,19 @@ def returning_models(model: nn.Module) -> dict[nn.Module, str]:
 
     Outputs have the same names whether the full model, its base model or only its encoder is called.
     """
-    if "transformers" not in sys.modules:
-        return {}
-    from transformers import PreTrainedModel
-
     prefixes: dict[nn.Module, str] = {}
     for path, module in model.named_modules():
-        if not isinstance(module, PreTrainedModel):
+        if not transformers_models.is_pretrained(module):
             continue
         enclosing = [outer for outer in prefixes if any(inner is module for inner in outer.modules())]
         prefix = f"{path}." if path else ""
         prefixes[module] = (
             _prefix_inside(enclosing[0], prefixes[enclosing[0]], module, prefix) if len(enclosing) else prefix
+        )
+    if not prefixes:
+        raise OptionError(
+            "via_weights reads the attention weights that a transformers model returns, "
+            f"got {type(model).__name__}, which contains no transformers model"
         )
     return prefixes
 
@@ -62,13 +62,6 @@ def _prefix_inside(outer: Any, label: str, module: nn.Module, prefix: str) -> st
     if outer.config.is_encoder_decoder and module is outer.get_encoder():
         return f"{label}encoder_"
     return prefix
-
-
-def why_not(model: nn.Module) -> str:
-    return (
-        "via_weights reads the attention weights that a transformers model returns, "
-        f"got {type(model).__name__}, which contains no transformers model"
-    )
 
 
 def without_logits(wanted: StatisticsRequest, requested: object) -> StatisticsRequest:

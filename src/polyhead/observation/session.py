@@ -187,13 +187,10 @@ class Session:
         self.layers = None if layers is None else _chosen_layers(layers)
         self.heads = None if heads is None else _chosen_heads(heads)
         for layer in self.layers or ():
-            if via_weights and isinstance(layer, str):
-                if not returned_weights.SITE.fullmatch(layer):
-                    raise OptionError(
-                        f"with via_weights, layers must be indices or output names such as attentions.3, got {layer!r}"
-                    )
-            elif isinstance(layer, str) and layer not in dict(model.named_modules()):
-                raise OptionError(f"layers must be indices or paths of the model's modules, got {layer!r}")
+            if via_weights and isinstance(layer, str) and not returned_weights.SITE.fullmatch(layer):
+                raise OptionError(
+                    f"with via_weights, layers must be indices or output names such as attentions.3, got {layer!r}"
+                )
         self._find_modules()
         names = [self._names[id(module)] for module in self._attention_modules]
         check_numbers(self.layers or (), names)
@@ -217,8 +214,6 @@ class Session:
         self._returning: dict[nn.Module, str] = {}
         if self.via_weights:
             self._returning = returned_weights.returning_models(self.model)
-            if not len(self._returning):
-                raise OptionError(returned_weights.why_not(self.model))
             if is_edited(self.model):
                 raise OptionError(
                     "via_weights does not support models with edited heads, since returned weights cannot be matched "

@@ -105,22 +105,16 @@ class StatisticsRequest:
         if isinstance(requested, Statistics):
             names = tuple(name for name in requested.names if name != "visible_keys") or DEFAULT
             return cls(names, requested.sink_keys, requested.window)
-        names = (
-            (requested,)
-            if isinstance(requested, str)
-            else tuple(requested)
-            if isinstance(requested, list | tuple | set)
-            else ()
-        )
-        if not len(names):
+        chosen = [requested] if isinstance(requested, str) else requested
+        if not isinstance(chosen, list | tuple | set) or not len(chosen):
             raise OptionError(
                 f"statistics must be a name, several names or polyhead.Statistics(...), got {requested!r}; "
                 f"the names are {', '.join(NAMES)}"
             )
-        for name in names:
+        for name in chosen:
             if name not in NAMES:
                 raise OptionError(f"statistics must be among {', '.join(NAMES)}; got {name!r}")
-        return cls(tuple(name for name in NAMES if name in names))
+        return cls(tuple(name for name in NAMES if name in chosen))
 
     def columns(self, *, cross: bool, learned_sinks: bool) -> tuple[str, ...]:
         """Return the names that are defined at a site; cross-attention has no positional statistics."""

@@ -61,7 +61,7 @@ class Loss(Protocol):
         """Return a key that is equal for batches of the same shapes; None if unknown."""
 
 
-class _Named:
+class _BuiltInLoss:
     """Base of the built-in losses, whose batches are `Examples`."""
 
     flat: str | None = None
@@ -72,7 +72,7 @@ class _Named:
 
 
 @dataclass(frozen=True)
-class Language(_Named):
+class Language(_BuiltInLoss):
     """Next-token cross-entropy, in nats, of a causal model or the decoder of an encoder-decoder."""
 
     name: str = "language"
@@ -92,7 +92,7 @@ class Language(_Named):
 
 
 @dataclass(frozen=True)
-class Masked(_Named):
+class Masked(_BuiltInLoss):
     """Cross-entropy, in nats, of masked tokens.
 
     `share` of each row's text, at least one token, is replaced by `mask_token`. The choice depends on `seed` and the
@@ -136,7 +136,7 @@ class Masked(_Named):
 
 
 @dataclass(frozen=True)
-class Classification(_Named):
+class Classification(_BuiltInLoss):
     """Cross-entropy, in nats, of labels.
 
     Integer labels are classes, one for each row of logits, -100 to ignore. Floating-point labels of the shape of the
@@ -172,7 +172,7 @@ class Classification(_Named):
 
 
 @dataclass(frozen=True)
-class Representation(_Named):
+class Representation(_BuiltInLoss):
     """1 - cosine similarity between the mean of a text's last hidden states and that of the intact model.
 
     For encoders without a task head, such as sentence encoders. The mean is over all tokens but padding, including
@@ -206,7 +206,7 @@ class Representation(_Named):
 
 
 @dataclass(frozen=True, eq=False)
-class Own:
+class CustomLoss:
     """A custom loss function."""
 
     function: Callable[[nn.Module, Any], Tensor | RowLosses]
@@ -251,7 +251,7 @@ def as_loss(loss: str | Loss | Callable[[nn.Module, Any], Tensor | RowLosses], t
     if callable(getattr(loss, "prepare", None)):
         return loss  # type: ignore[return-value]
     if callable(loss):
-        return Own(loss)
+        return CustomLoss(loss)
     raise OptionError(f"loss must be one of {', '.join(NAMES)} or a function loss(model, batch), got {loss!r}")
 
 
