@@ -84,7 +84,10 @@ def test_the_facts_of_a_run_are_said_in_chinese_too(pages, inspections, name):
 def test_every_reason_that_a_run_can_give_has_chinese_words(inspections):
     head_projections = {(f"layer.{number}", "self"): torch.eye(5).expand(3, -1, -1) for number in range(2)}
     reasons = [
-        *(cross_layer_similarity.rule(TokenSample(head_projections, 1024, name=name)) for name in ("said", "sketches")),
+        *(
+            cross_layer_similarity.method(TokenSample(head_projections, 1024, name=name))
+            for name in ("said", "sketches")
+        ),
         *inspections["bert"].facts["left_out"],
     ]
     settings = dataclasses.replace(inspections["bert"].settings, importance="none", chance=False)

@@ -43,7 +43,7 @@ def sample_of(
     return TokenSample(projections, TOKENS, seed=seed, name=PROJECTED)
 
 
-def rule(sample: TokenSample) -> Reason:
+def method(sample: TokenSample) -> Reason:
     """Return the method by which pairs of different layers were found."""
     heads = sum(len(x) for x in sample.projections.values())
     used = 4 * sample.tokens * sum(x.shape[0] * x.shape[2] for x in sample.projections.values()) / 2**20

@@ -139,7 +139,7 @@ def groups_of(
     return {"redundancy": threshold, "groups": tuple(groups)}
 
 
-def widened(table: HeadProfile, parts: Sequence[SiteColumns], importance: Importance | None) -> HeadProfile:
+def extend_table(table: HeadProfile, parts: Sequence[SiteColumns], importance: Importance | None) -> HeadProfile:
     """Return the table extended by the columns of `parts` and of importance; NaN where a head has no value."""
     values: dict[str, dict[Head, float]] = {}  # by column
     for part in parts:
@@ -159,7 +159,7 @@ def widened(table: HeadProfile, parts: Sequence[SiteColumns], importance: Import
     return HeadProfile(table.sites, table.heads, (*table.names, *names), {**table.columns, **more})
 
 
-def with_more(
+def extend_matrices(
     matrices: SiteColumns, distances: Mapping[AttentionSite, Tensor], importance: Importance | None
 ) -> SiteColumns:
     """Return the matrices extended by attention distances and gradient overlaps, where they were measured."""

@@ -114,15 +114,15 @@ class _Run:
         roles: tuple[HeadRoles, ...] = ()
         if not self.interrupted:
             try:
-                parts, roles = self.rest(observations, head_projections, sample, matrices)
+                parts, roles = self.probe(observations, head_projections, sample, matrices)
             except KeyboardInterrupt:
                 self.interrupted = True
         importance: Importance | None = parts.pop("importance", None)
-        matrices = layer_similarity.with_more(matrices, parts.pop("distances", {}), importance)
+        matrices = layer_similarity.extend_matrices(matrices, parts.pop("distances", {}), importance)
         inspection = Inspection(
             self.settings,
             {**self.facts(observations, began), "loss": None if importance is None else importance.loss},
-            layer_similarity.widened(table, columns, importance),
+            layer_similarity.extend_table(table, columns, importance),
             roles,
             relations=matrices,
             head_maps=head_maps_of(observations.collected),
@@ -132,7 +132,7 @@ class _Run:
         )
         return dataclasses.replace(inspection, findings=findings(inspection))
 
-    def rest(
+    def probe(
         self,
         observations: Observations,
         head_projections: Mapping[AttentionSite, HeadProjections],
@@ -160,7 +160,7 @@ class _Run:
             parts["pairs"] = cross_layer_similarity.pairs(
                 observations.collected, sample, head_projections, probes.watched_sample
             )
-            self.across = cross_layer_similarity.rule(sample)
+            self.across = cross_layer_similarity.method(sample)
         parts["importance"] = probes.importance()
         return parts, roles
 
@@ -180,7 +180,7 @@ class _Run:
         )
         if self.folder is not None:
             _ = self.origin  # computed now, while memory is available
-        read = self.go_on(session, collectors) if resume else _Read(session.observations)
+        read = self.resumed(session, collectors) if resume else _Read(session.observations)
         saved_batches, report, total = read.batches, self.report, self.reader.text.tokens
         report(Progress("read the text", read.tokens, total, "tokens"))
         saved = time.monotonic()
@@ -216,7 +216,7 @@ class _Run:
         """Fingerprints of the model and the text."""
         return {"model": model_digest(self.loaded.model), "text": self.reader.text.digest}
 
-    def go_on(self, session: Session, collectors: list[Collector]) -> _Read:
+    def resumed(self, session: Session, collectors: list[Collector]) -> _Read:
         assert self.folder is not None
         path = self.folder / OBSERVATIONS
         if not path.exists():

@@ -106,11 +106,11 @@ class ContextCollector(ABC):
         return 1
 
     @abstractmethod
-    def nothing(self, num_heads: int) -> dict[str, Tensor]:
+    def empty_tensors(self, num_heads: int) -> dict[str, Tensor]:
         """Return each tensor with zero rows."""
 
     @abstractmethod
-    def measured(self, attended: Attended, non_padding: Tensor | None, contexts: Sequence[int]) -> dict[str, Tensor]:
+    def measure(self, attended: Attended, non_padding: Tensor | None, contexts: Sequence[int]) -> dict[str, Tensor]:
         """Return the tensors of some contexts, concatenated."""
 
 
@@ -133,7 +133,7 @@ class ByContext:
             raise ShapeError(
                 f"metadata.documents must have one index per row, [{batch}], got shape {list(metadata.documents.shape)}"
             )
-        measured = self.collector.measured(attended, non_padding, metadata.documents.tolist())
+        measured = self.collector.measure(attended, non_padding, metadata.documents.tolist())
         return replace(self, parts=(*self.parts, {"contexts": metadata.documents, **measured}))
 
     def merge(self, other: Self) -> Self:
@@ -141,7 +141,7 @@ class ByContext:
 
     def state(self) -> dict[str, Tensor]:
         """Return all tensors sorted by context, on the CPU; `contexts` are the context indices."""
-        empty_tensors = self.collector.nothing(self.num_heads)
+        empty_tensors = self.collector.empty_tensors(self.num_heads)
         by_context: dict[int, list[Tensor]] = {}
         for part in self.parts:
             contexts = part["contexts"].tolist()
@@ -182,7 +182,7 @@ class WordAttention(ContextCollector):
     def rows(self, tensor: str, context: int) -> int:
         return len(self.maps[context]) if tensor in ("looks", "visible") else 1
 
-    def nothing(self, num_heads: int) -> dict[str, Tensor]:
+    def empty_tensors(self, num_heads: int) -> dict[str, Tensor]:
         return {
             "looks": torch.zeros(0, num_heads, dtype=torch.int16),
             "visible": torch.zeros(0, 2, dtype=torch.bool),
@@ -191,7 +191,7 @@ class WordAttention(ContextCollector):
             "counts": torch.zeros(0, 3, dtype=torch.int64),
         }
 
-    def measured(self, attended: Attended, non_padding: Tensor | None, contexts: Sequence[int]) -> dict[str, Tensor]:
+    def measure(self, attended: Attended, non_padding: Tensor | None, contexts: Sequence[int]) -> dict[str, Tensor]:
         words = self._words(tuple(contexts))
         device = attended.query.device
         pieces = _membership(words.tokens, words.governors.shape[1], attended, non_padding)
@@ -236,13 +236,13 @@ class SpanAttention(ContextCollector):
         self.labels = tuple(tuple(row) for row in labels)
         self.others = others
 
-    def nothing(self, num_heads: int) -> dict[str, Tensor]:
+    def empty_tensors(self, num_heads: int) -> dict[str, Tensor]:
         return {
             "weights": torch.zeros(0, num_heads, self.others, dtype=torch.float64),
             "expected": torch.zeros(0, self.others, dtype=torch.float64),
         }
 
-    def measured(self, attended: Attended, non_padding: Tensor | None, contexts: Sequence[int]) -> dict[str, Tensor]:
+    def measure(self, attended: Attended, non_padding: Tensor | None, contexts: Sequence[int]) -> dict[str, Tensor]:
         tokens = _pad_rows([self.labels[context] for context in contexts])
         pieces = _membership(tokens, self.others + 1, attended, non_padding)
         return {

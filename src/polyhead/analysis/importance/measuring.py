@@ -36,7 +36,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class GatedSite:
     """A site of a forward pass: the heads to measure, and the shapes of its calls."""
 
     site: AttentionSite
@@ -56,29 +56,33 @@ class Place:
 
 
 @torch.no_grad()
-def look(model: nn.Module, loss: Loss, batch: Any, layers: Layers, heads: Heads) -> tuple[tuple[Place, ...], RowLosses]:
+def find_gated_sites(
+    model: nn.Module, loss: Loss, batch: Any, layers: Layers, heads: Heads
+) -> tuple[tuple[GatedSite, ...], RowLosses]:
     """Run the loss once, and return the sites that it calls, with its losses."""
-    places: dict[AttentionSite, Place] = {}
+    sites: dict[AttentionSite, GatedSite] = {}
 
     def record(site: AttentionSite, attended: Attended, metadata: BatchMetadata) -> None:
         batch, _, queries, _ = attended.query.shape
-        shapes = (*(places[site].shapes if site in places else ()), (batch, queries))
-        places[site] = Place(site, session.heads_of(site), shapes, attended.query.device, attended.result.output.dtype)
+        shapes = (*(sites[site].shapes if site in sites else ()), (batch, queries))
+        sites[site] = GatedSite(
+            site, session.heads_of(site), shapes, attended.query.device, attended.result.output.dtype
+        )
 
     with observe(model, layers=layers, heads=heads, statistics=False, collect=[CallRecorder(record)]) as session:
         losses = loss.prepare(model, batch)()
-    if not len(places):
+    if not len(sites):
         raise OptionError("heads= and layers= must include a head that the loss computes, got none")
-    order = stack_order(places)
-    return tuple(places[site] for site in sorted(places, key=order.__getitem__)), losses
+    order = stack_order(sites)
+    return tuple(sites[site] for site in sorted(sites, key=order.__getitem__)), losses
 
 
-def listed(chosen: Any) -> Any:
+def as_collection(chosen: Any) -> Any:
     """Return an iterable as a collection, so that it can be iterated several times."""
     return chosen if chosen is None or isinstance(chosen, int | str | Collection) else tuple(chosen)
 
 
-def checked(compute_losses: ComputeLosses, intact: RowLosses | None = None) -> RowLosses:
+def checked_losses(compute_losses: ComputeLosses, intact: RowLosses | None = None) -> RowLosses:
     """Compute losses and check them: finite for the intact model, and with its row weights for ablated ones."""
     losses = compute_losses()
     if losses.totals.ndim != 1 or losses.totals.shape != losses.weights.shape:
@@ -98,8 +102,8 @@ def checked(compute_losses: ComputeLosses, intact: RowLosses | None = None) -> R
     return losses
 
 
-def of_batch(
-    loss: Loss, batch: Any, places: Iterable[Place], losses: RowLosses, totals: Mapping[str, Tensor], **more: Any
+def batch_importance(
+    loss: Loss, batch: Any, sites: Iterable[GatedSite], losses: RowLosses, totals: Mapping[str, Tensor], **more: Any
 ) -> Importance:
     """Return the importance of one batch, from totals [rows, heads] summed by document."""
     rows = len(losses.weights)
@@ -108,17 +112,17 @@ def of_batch(
     numbers = torch.as_tensor(document_numbers).to("cpu", torch.int64) if named else torch.arange(rows)
     if numbers.shape != (rows,):
         raise ShapeError(f"documents must be [{rows}], one number per row, got shape {list(numbers.shape)}")
-    documents, place = numbers.unique(return_inverse=True)
+    documents, document_of_row = numbers.unique(return_inverse=True)
 
     def by_document(x: Tensor) -> Tensor:
         x = x.detach().to("cpu", torch.float64)
-        return x.new_zeros((len(documents), *x.shape[1:])).index_add_(0, place, x)
+        return x.new_zeros((len(documents), *x.shape[1:])).index_add_(0, document_of_row, x)
 
-    sites = [(place.site, head) for place in places for head in place.heads]
+    rows_of_table = [(gated.site, head) for gated in sites for head in gated.heads]
     return Importance(
         loss.name,
-        tuple(site for site, _ in sites),
-        tuple(head for _, head in sites),
+        tuple(site for site, _ in rows_of_table),
+        tuple(head for _, head in rows_of_table),
         documents,
         by_document(losses.weights),
         by_document(losses.totals),
