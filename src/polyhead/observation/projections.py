@@ -24,6 +24,7 @@ from polyhead.layers.variants.differential.layer import DifferentialAttention
 from polyhead.layers.variants.routed.layer import RoutedHeads
 from polyhead.layers.variants.talking import TalkingHeads
 from polyhead.observation.collectors import BatchMetadata, CallRecorder
+from polyhead.observation.evaluation_mode import evaluating
 from polyhead.observation.session import observe
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
@@ -49,14 +50,9 @@ class HeadProjections:
 def find_projections(model: nn.Module, run: Callable[[], object]) -> dict[AttentionSite, HeadProjections]:
     """Return the Q/K/V/O projections of every attention site that `run`, a short call of the model, executes."""
     tracer = _Tracer({name or type(module).__name__: module for name, module in model.named_modules()})
-    was_training = model.training
-    model.eval()
-    try:
-        recorder = CallRecorder(tracer.record_attention)
-        with torch.no_grad(), tracer.recording(model), observe(model, statistics=False, collect=[recorder]):
-            run()
-    finally:
-        model.train(was_training)
+    session = observe(model, statistics=False, collect=[CallRecorder(tracer.record_attention)])
+    with torch.no_grad(), evaluating(model), tracer.recording(model), session:
+        run()
     return {site: tracer.head_projections(site) for site in tracer.first_attended}
 
 

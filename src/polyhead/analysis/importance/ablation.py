@@ -17,10 +17,10 @@ from polyhead.analysis.importance.measuring import (
     as_collection,
     batch_importance,
     checked_losses,
-    evaluating,
     find_gated_sites,
 )
 from polyhead.observation import Session, observe
+from polyhead.observation.evaluation_mode import evaluating
 
 
 def ablate(

@@ -17,12 +17,12 @@ from polyhead.analysis.importance.measuring import (
     as_collection,
     batch_importance,
     checked_losses,
-    evaluating,
     find_gated_sites,
 )
 from polyhead.analysis.importance.overlap import GradientOverlap
 from polyhead.errors import OptionError
 from polyhead.observation import Session, observe
+from polyhead.observation.evaluation_mode import evaluating
 from polyhead.ops.attention.scaled_dot_product import without_cudnn
 
 Plan = tuple[tuple[GatedSite, ...], RowLosses]
