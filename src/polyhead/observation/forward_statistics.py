@@ -189,7 +189,7 @@ class ForwardStatistics(Mapping[Key, SiteRows]):
         return torch.cat([x.to(means[0].device) for x in means])
 
     def __repr__(self) -> str:
-        return f"KeptStatistics({', '.join(name for name, _ in self._sites)})"
+        return f"ForwardStatistics({', '.join(name for name, _ in self._sites)})"
 
 
 class ForwardRecorder:
