@@ -152,16 +152,16 @@ def _as_json(x: Any, index: Mapping[AttentionSite, int]) -> Any:
         return [_as_json(value, index) for value in x]
     if not is_dataclass(x):
         return x
-    found = {}
+    values = {}
     for field in fields(x):
         value = getattr(x, field.name)
         has_tensors = any(isinstance(y, Tensor) for y in (value.values() if isinstance(value, Mapping) else (value,)))
         if not has_tensors and not (value is None and field.default is None):
-            found[field.name] = _as_json(value, index)
+            values[field.name] = _as_json(value, index)
     if type(x) in _SENTENCES:
         name, sentence = _SENTENCES[type(x)]
-        found[name] = sentence(x)
-    return found
+        values[name] = sentence(x)
+    return values
 
 
 def _read(x: Any, wanted: Any, sites: list[AttentionSite]) -> Any:
@@ -238,10 +238,10 @@ def _parquet(table: HeadProfile) -> bytes:
 
 
 def _table(path: Path, sites: list[AttentionSite], names: tuple[str, ...]) -> HeadProfile:
-    found, _ = read_columns(path, _RULE)
+    cells, _ = read_columns(path, _RULE)
     where = {(site.name, site.kind): site for site in sites}
     rows = []
-    for place in zip(found["site"], found["kind"], strict=True):
+    for place in zip(cells["site"], cells["kind"], strict=True):
         if place not in where:
             raise OptionError(f"the rows of the table are heads of the sites in {REST}, got {short(place)}")
         rows.append(where[place])
@@ -249,7 +249,7 @@ def _table(path: Path, sites: list[AttentionSite], names: tuple[str, ...]) -> He
         current_name(name): torch.tensor(
             [math.nan if x is None else as_type(x, float, name) for x in column], dtype=torch.float64
         )
-        for name, column in found.items()
+        for name, column in cells.items()
         if name not in LOCATION
     }
-    return HeadProfile(tuple(rows), tuple(found["head"]), names, columns)
+    return HeadProfile(tuple(rows), tuple(cells["head"]), names, columns)

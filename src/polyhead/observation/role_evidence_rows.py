@@ -52,8 +52,8 @@ class EvidenceSums:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BatchBaseline:
-    """Head-independent measurements of one batch, shared by all layers with the same mask."""
+class QueryRows:
+    """Properties of the query rows of one batch, the same for all heads."""
 
     tokens: TokenMetadata
     visible: Tensor  # [batch, 1, queries]: number of visible keys
@@ -62,6 +62,13 @@ class BatchBaseline:
     far: Tensor  # bool [batch, 1, queries]: rows with a visible far key other than the first
     duplicate: Tensor  # bool [batch, 1, queries]: rows with another visible occurrence of their token
     induction: Tensor  # bool [batch, 1, queries]: rows that see the token after another occurrence of theirs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchBaseline:
+    """Head-independent measurements of one batch, shared by all layers with the same mask."""
+
+    query_rows: QueryRows
     sums: Tensor  # float64 [batch, 1, columns]: the columns of uniform attention
     available: Tensor  # as in `EvidenceSums`
     chance: Tensor  # as in `EvidenceSums`
@@ -86,20 +93,11 @@ def measure_baseline(attended: Attended, non_padding: Tensor | None, tokens: Tok
         first = non_padding.to(torch.uint8).argmax(-1).expand(batch)
     first_is_far = (index - first[:, None]).abs() > WINDOW
     others = visible * (1 - rows.window_mass - rows.sink_mass * first_is_far[:, None])
-    unset = torch.zeros_like(counted)  # set below: `_columns` needs the other fields
-    baseline = BatchBaseline(
-        tokens,
-        visible,
-        counted,
-        first,
-        far=counted & (others > 0.5),
-        duplicate=_has_visible_pair(uniform, tokens.duplicates, counted),
-        induction=_has_visible_pair(uniform, tokens.inductions, counted),
-        sums=unset,
-        available=unset,
-        chance=unset,
+    duplicate, induction = (
+        _has_visible_pair(uniform, pairs, counted) for pairs in (tokens.duplicates, tokens.inductions)
     )
-    columns, histogram, _ = _columns(uniform, rows, baseline, learned_sink=attended.sinks is not None)
+    query_rows = QueryRows(tokens, visible, counted, first, counted & (others > 0.5), duplicate, induction)
+    columns, histogram, _ = _columns(uniform, rows, query_rows, learned_sink=attended.sinks is not None)
     # Baseline entropy: random logits of unit variance, which the 1/sqrt(d) scale aims for, give
     # log(n) - (1 - 1/n) / 2 rather than the log(n) of uniform attention.
     num_targets = visible + (attended.sinks is not None)
@@ -109,22 +107,17 @@ def measure_baseline(attended: Attended, non_padding: Tensor | None, tokens: Tok
     ones = torch.where(counted, 0.0, -torch.inf).to(result.logsumexp.dtype)  # type: ignore[union-attr]
     offset_counts = profile(zeros, zeros, ones, mask=mask, offsets=True).offsets
     assert offset_counts is not None
-    return replace(
-        baseline,
-        sums=_stack_columns(columns),
-        available=_merge_far_bins(offset_counts)[:, 0].round().to(torch.int64),
-        chance=histogram[:, 0],
-    )
+    available = _merge_far_bins(offset_counts)[:, 0].round().to(torch.int64)
+    return BatchBaseline(query_rows, _stack_columns(columns), available, histogram[:, 0])
 
 
 def measure(attended: Attended, baseline: BatchBaseline) -> EvidenceSums:
     """Measure all heads of one attention call."""
-    rows, attended_embeddings = _row_statistics(attended, baseline.tokens)
-    columns, _, argmax = _columns(
-        attended, rows, baseline, learned_sink=attended.sinks is not None, attended_embeddings=attended_embeddings
-    )
+    query_rows, learned_sink = baseline.query_rows, attended.sinks is not None
+    rows, embeddings = _row_statistics(attended, query_rows.tokens)
+    columns, _, argmax = _columns(attended, rows, query_rows, learned_sink=learned_sink, attended_embeddings=embeddings)
     offset = argmax - torch.arange(argmax.shape[2], device=argmax.device)
-    counted = (argmax >= 0) & baseline.counted
+    counted = (argmax >= 0) & query_rows.counted
     bins = offset.clamp(-NEAR - 1, NEAR + 1) + NEAR + 1
     hits = torch.zeros(*argmax.shape[:2], BINS, dtype=torch.int64, device=argmax.device)
     hits = hits.scatter_add(2, torch.where(counted, bins, 0), counted.to(torch.int64))
@@ -180,13 +173,13 @@ def _row_statistics(attended: Attended, tokens: TokenMetadata) -> tuple[RowStati
 def _columns(
     attended: Attended,
     rows: RowStatistics,
-    baseline: BatchBaseline,
+    query_rows: QueryRows,
     *,
     learned_sink: bool,
     attended_embeddings: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Return the columns, [batch, heads] each, the weights by offset, and the argmax [batch, heads, queries]."""
-    tokens, counted = baseline.tokens, baseline.counted
+    tokens, counted = query_rows.tokens, query_rows.counted
     unpadded = exclude_padding(attended, counted[:, 0])
     summary = unpadded.profile(received=True, offsets=True, argmax=True)
     assert summary.received is not None and summary.offsets is not None and summary.argmax is not None
@@ -202,25 +195,25 @@ def _columns(
         "previous_mass": histogram[..., center - 1],
         "next_mass": histogram[..., center + 1],
         "window_mass": histogram[..., center - WINDOW : center + WINDOW + 1].sum(-1),
-        "sink_mass": received.gather(2, baseline.first[:, None, None].expand(-1, heads, 1))[..., 0],
+        "sink_mass": received.gather(2, query_rows.first[:, None, None].expand(-1, heads, 1))[..., 0],
         "mean_distance": _masked_sum(rows.mean_distance, counted),
     }
     if tokens.key_sets is not None:
         masses = received @ tokens.key_sets.transpose(1, 2)
         columns |= {f"{name}_mass": masses[..., index] for index, name in enumerate(KEY_SETS)}
         columns["key_set_rows"] = num_rows
-    num_targets = baseline.visible + learned_sink
+    num_targets = query_rows.visible + learned_sink
     has_several = counted & (num_targets > 1)
     columns["normalized_entropy"] = _masked_sum(rows.entropy / num_targets.clamp_min(2).log(), has_several)
     columns["entropy_rows"] = _count(has_several)
 
     distance = summary.argmax - torch.arange(summary.argmax.shape[2], device=received.device)
-    is_far = (distance.abs() > WINDOW) & (summary.argmax != baseline.first[:, None, None])
-    columns["long_range"] = _count(baseline.far & is_far & (rows.confidence > 0.5))
-    columns["long_range_rows"] = _count(baseline.far)
+    is_far = (distance.abs() > WINDOW) & (summary.argmax != query_rows.first[:, None, None])
+    columns["long_range"] = _count(query_rows.far & is_far & (rows.confidence > 0.5))
+    columns["long_range_rows"] = _count(query_rows.far)
     for name, pairs, possible in (
-        ("duplicate", tokens.duplicates, baseline.duplicate),
-        ("induction", tokens.inductions, baseline.induction),
+        ("duplicate", tokens.duplicates, query_rows.duplicate),
+        ("induction", tokens.inductions, query_rows.induction),
     ):
         if pairs is not None:
             columns[f"{name}_mass"] = _pair_weights(unpadded, pairs).sum(-1)
@@ -231,19 +224,19 @@ def _columns(
             columns[f"{name}_mass"] = _masked_sum(_weight_inside(attended, segments), in_segments)
             columns[f"{name}_rows"] = _count(in_segments)
     if attended_embeddings is not None:
-        columns |= _similarity_columns(rows, baseline, attended_embeddings, histogram, columns["duplicate_mass"])
+        columns |= _similarity_columns(rows, query_rows, attended_embeddings, histogram, columns["duplicate_mass"])
     return columns, histogram, summary.argmax
 
 
 def _similarity_columns(
-    rows: RowStatistics, baseline: BatchBaseline, attended_embeddings: Tensor, histogram: Tensor, duplicate: Tensor
+    rows: RowStatistics, query_rows: QueryRows, attended_embeddings: Tensor, histogram: Tensor, duplicate: Tensor
 ) -> dict[str, Tensor]:
     """Return cosine similarities of tokens with what they attend to, e_i . sum_j p_ij e_j, excluding equal tokens."""
-    tokens = baseline.tokens
+    tokens = query_rows.tokens
     assert tokens.meaning is not None and tokens.ordinary is not None and tokens.mean_cosines is not None
     assert rows.self_mass is not None
     dims = tokens.meaning.shape[3]
-    ordinary_rows = baseline.counted & tokens.ordinary[:, None]
+    ordinary_rows = query_rows.counted & tokens.ordinary[:, None]
     attended_to = attended_embeddings[..., : 3 * dims].unflatten(-1, (3, dims)).to(torch.float64)
     cosines = torch.einsum("bhqsd,bqsd->bhqs", attended_to, tokens.meaning.to(torch.float64))
     # Equal tokens are excluded: their cosine of 1 is no evidence of semantic similarity. Only the `NEAREST` other
