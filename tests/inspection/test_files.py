@@ -58,7 +58,8 @@ def test_a_folder_of_the_first_format_is_refused_with_what_to_do(inspection, tmp
     file.write_text(json.dumps({**rest, "format": 1}), encoding="utf-8")
     (tmp_path / PICTURES).unlink()
     with pytest.raises(
-        OptionError, match=r"reads inspections of format 5, got 1 in .*; run `polyhead inspect --save` again"
+        OptionError,
+        match=r"reads inspections of format 5, got 1 in .*inspection.json; run `polyhead",
     ):
         load_inspection(tmp_path)
 

@@ -90,7 +90,7 @@ def load_inspection(folder: Path) -> Inspection:
     rest = read_json(folder / REST, _RULE)
     if rest.get("format") not in (2, 3, 4, FORMAT):
         raise OptionError(
-            f"this version reads inspections of format {FORMAT}, got {short(rest.get('format'))} in {folder}; "
+            f"this version reads inspections of format {FORMAT}, got {short(rest.get('format'))} in {folder / REST}; "
             "run `polyhead inspect --save` again, with another folder"
         )
     with refusing(folder / REST, _RULE):
