@@ -66,7 +66,7 @@ class Alike:
 
     cosines: Mapping[str, Tensor]
     groups: tuple[Group, ...]
-    likeness: RedundancyThreshold | None
+    threshold: RedundancyThreshold | None
 
     def of(self, layer: AttentionLayer) -> list[tuple[int, ...]]:
         return [tuple(head for _, head in x.heads) for x in self.groups if x.heads[0][0].name == layer.site]
@@ -81,7 +81,7 @@ def alike(model: nn.Module, batches: Sequence[Batch], seed: int = 0) -> Alike:
     own = _cosines(model, batches)
     null = _cosines(random_twin(model, seed), _beginnings(batches))
     found = layer_similarity.groups_of({site: {"cosine": x} for site, x in own.items()}, null)
-    return Alike({site.name: x for site, x in own.items()}, found.get("groups", ()), found.get("likeness"))
+    return Alike({site.name: x for site, x in own.items()}, found.get("groups", ()), found.get("redundancy"))
 
 
 @torch.no_grad()
@@ -243,8 +243,8 @@ def judged(task: Any, pairs: int | None = None, *, whole: bool = True) -> Iterat
     moments, held_moments = collect_moments(model, calibration), collect_moments(model, held_out)
     yield {
         "kind": "found",
-        "threshold": None if found.likeness is None else round(found.likeness.threshold, 4),
-        "null": None if found.likeness is None else round(found.likeness.null, 4),
+        "threshold": None if found.threshold is None else round(found.threshold.threshold, 4),
+        "null": None if found.threshold is None else round(found.threshold.null, 4),
         "largest_cosine": max(_largest(x) for x in found.cosines.values()),
         "groups": len(found.groups),
         "in_part": sum(len(parts) > 0 and parts != [group] for group, parts in every),

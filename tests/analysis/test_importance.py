@@ -131,7 +131,7 @@ def scaled(model: nn.Module, site: AttentionSite, head: int, factor: float) -> I
 def losses_of(model: nn.Module, batches: list[Any], loss: Any) -> tuple[Tensor, Tensor]:
     """Of each row, with our attention (that of transformers' eager has its softmax in float32), and no gate."""
     with polyhead.observe(model, statistics=False):
-        found = [as_loss(loss).ask(model, batch)() for batch in batches]
+        found = [as_loss(loss).prepare(model, batch)() for batch in batches]
     return torch.cat([x.totals for x in found]), torch.cat([x.weights for x in found]).double()
 
 
@@ -185,7 +185,7 @@ def test_the_slope_predicts_a_small_change_of_all_heads():
         for site in dict.fromkeys(found.sites):
             rows = [index for index, place in enumerate(found.sites) if place == site]
             session.gates[site.name, site.kind] = 1 - less[rows]
-        changed = [as_loss(loss).ask(model, batch)() for batch in batches]
+        changed = [as_loss(loss).prepare(model, batch)() for batch in batches]
     mean = sum(x.totals.sum() for x in changed) / sum(x.weights.sum() for x in changed)
     predicted = float((less * found["taylor"]).sum())
     assert abs(predicted) > 1e-6
@@ -252,7 +252,7 @@ def test_overlap_is_the_cosine_of_the_effects_at_each_token():
             for batch in batches:
                 rows, queries = batch["tokens"].shape
                 layer.head_gate = torch.ones(rows, 4, queries, dtype=torch.float64, requires_grad=True)
-                total = as_loss(loss).ask(model, batch)().totals.sum()
+                total = as_loss(loss).prepare(model, batch)().totals.sum()
                 effects.append(torch.autograd.grad(total, layer.head_gate)[0].transpose(0, 1).flatten(1))
                 layer.head_gate = None
             columns = F.normalize(torch.cat(effects, 1), dim=1)
@@ -268,7 +268,7 @@ def test_overlap_of_a_head_without_effect_is_unknown_and_parts_merge():
     torch.testing.assert_close(parts[2].merge(parts[0]).merge(parts[1]).products, whole.products)
     assert whole.compute()[2].isnan().all()
     assert whole.compute()[0, 0] == pytest.approx(1.0)
-    assert torch.equal(GradientOverlap.from_state(whole.state()).products, whole.products)
+    assert torch.equal(GradientOverlap(**whole.state()).products, whole.products)
     with pytest.raises(ShapeError, match=r"\[batch, 4 heads, tokens\], got shape \[3, 5, 7\]"):
         whole.update(torch.ones(3, 5, 7))
     with pytest.raises(ShapeError, match="same number of heads, got 4 and 5"):

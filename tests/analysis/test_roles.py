@@ -112,7 +112,7 @@ def test_an_interval_holds_the_score_and_shrinks_with_more_documents() -> None:
         widths.append(sum(score.high - score.low for score in scores if score.role in ("local", "broad", "rare-token")))
     assert widths[1] < widths[0] / 2
     # That of a mean over documents of one size is about 3.92 standard errors wide.
-    share = many.column("near")[:, 2] / many.column("rows")[:, 2]
+    share = many.column("window_mass")[:, 2] / many.column("rows")[:, 2]
     local = next(score for score in head_roles({many.site: many})[2].scores if score.role == "local")
     assert local.high - local.low == pytest.approx(3.92 * float(share.std()) / math.sqrt(60), rel=0.15)
     assert DRAWS == 1000
@@ -136,7 +136,7 @@ def test_one_document_names_no_role() -> None:
 def test_a_role_says_better_what_another_says_too() -> None:
     evidence = hand_made_evidence()
     sums = evidence.sums.clone()
-    sums[:, 0, COLUMNS.index("first")] = 0.9 * sums[:, 0, COLUMNS.index("rows")]
+    sums[:, 0, COLUMNS.index("sink_mass")] = 0.9 * sums[:, 0, COLUMNS.index("rows")]
     (head, *_) = head_roles({evidence.site: replace(evidence, sums=sums)})
     assert head.roles == {"sink"}
     assert head["delimiter"].score >= head["delimiter"].threshold

@@ -30,12 +30,12 @@ def test_pictures_examples_and_findings_come_back_bit_by_bit(inspection, tmp_pat
     again = load_inspection(tmp_path)
     assert again.findings == inspection.findings
     assert [str(finding) for finding in again.findings] == [str(finding) for finding in inspection.findings]
-    assert list(again.looks) == list(inspection.looks)
-    assert len(inspection.looks) == 6
-    for site, looks in inspection.looks.items():
-        assert again.looks[site].block == looks.block
-        assert torch.equal(again.looks[site].map, looks.map)
-        assert torch.equal(again.looks[site].offsets, looks.offsets)
+    assert list(again.head_maps) == list(inspection.head_maps)
+    assert len(inspection.head_maps) == 6
+    for site, maps in inspection.head_maps.items():
+        assert again.head_maps[site].block == maps.block
+        assert torch.equal(again.head_maps[site].map, maps.map)
+        assert torch.equal(again.head_maps[site].offsets, maps.offsets)
     assert len(again.examples) == len(inspection.examples) == 3
     for one, other in zip(again.examples, inspection.examples, strict=True):
         assert (one.title, one.queries, one.keys) == (other.title, other.queries, other.keys)
@@ -54,17 +54,25 @@ def test_a_folder_of_the_first_format_is_refused_with_what_to_do(inspection, tmp
     save_inspection(tmp_path, inspection)
     file = tmp_path / "inspection.json"
     rest = json.loads(file.read_text(encoding="utf-8"))
-    assert rest["format"] == FORMAT == 4
+    assert rest["format"] == FORMAT == 5
     file.write_text(json.dumps({**rest, "format": 1}), encoding="utf-8")
     (tmp_path / PICTURES).unlink()
     with pytest.raises(
-        OptionError, match=r"reads inspections of format 4, got 1 in .*; run `polyhead inspect --save` again"
+        OptionError,
+        match=r"reads inspections of format 5, got 1 in .*inspection.json; run `polyhead",
     ):
         load_inspection(tmp_path)
 
 
+def as_format_4(rest: dict) -> dict:
+    """Two fields by the names that they had."""
+    rest["likeness"], rest["looks"] = rest.pop("redundancy"), rest.pop("head_maps")
+    return {**rest, "format": 4}
+
+
 def as_format_3(rest: dict) -> dict:
     """Texts instead of fields, as the former version wrote them."""
+    rest = as_format_4(rest)
     facts, (finding, *_) = rest["facts"], rest["findings"]
     facts |= {"pairs_by": facts["pairs_by"]["text"], "left_out": [reason["text"] for reason in facts["left_out"]]}
     for score in (score for head in rest["roles"] for score in head["scores"]):
@@ -75,6 +83,15 @@ def as_format_3(rest: dict) -> dict:
     )
     finding["values"]["evidence"] = text
     return {**rest, "format": 3}
+
+
+def test_fields_of_format_4_are_found_by_their_names_of_today(inspection, tmp_path):
+    save_inspection(tmp_path, inspection)
+    file = tmp_path / "inspection.json"
+    file.write_text(json.dumps(as_format_4(json.loads(file.read_text(encoding="utf-8")))), encoding="utf-8")
+    again = load_inspection(tmp_path)
+    assert again.redundancy == inspection.redundancy is not None
+    assert list(again.head_maps) == list(inspection.head_maps)
 
 
 def test_texts_of_the_former_format_are_shown_in_both_languages(inspection, tmp_path):

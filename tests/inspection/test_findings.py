@@ -59,7 +59,7 @@ def test_the_clearest_head_of_the_most_telling_role_comes_first():
 def test_similar_heads_are_reported_within_and_across_layers():
     inspection = inspection_of(
         {},
-        likeness=RedundancyThreshold(0.55, 0.1),
+        redundancy=RedundancyThreshold(0.55, 0.1),
         groups=(Group(((ONE, 0), (ONE, 1), (ONE, 2)), 0.8),),
         pairs=(Pair((ONE, 0), (TWO, 1), 0.9, 0.9), Pair((ONE, 2), (TWO, 1), 0.5, 0.5)),
     )

@@ -10,11 +10,12 @@ import transformers
 
 import polyhead
 from polyhead.inspection import Settings
-from polyhead.inspection.example_weights import ExampleWeights, SiteWeights, example_batches, token_texts
+from polyhead.inspection.example_weights import ExampleWeights, example_batches, token_texts
 from polyhead.inspection.head_maps import bin_edges, head_maps_of
 from polyhead.inspection.text_reader import Reader
 from polyhead.integrations.huggingface import set_attention
 from polyhead.observation import AttentionMaps, BatchMetadata
+from polyhead.observation.collectors import CallRecorder
 from polyhead.workflows.inspecting import inspect_model
 from polyhead.workflows.model_loading import load_model
 from tests.inspection.small_models import NAMES, model_folder, text_folder, tokenizer
@@ -99,15 +100,15 @@ def test_examples_are_the_beginnings_of_three_documents_with_the_weights_the_mod
 def test_queries_and_keys_of_a_cross_attention_may_be_of_different_numbers(tmp_path):
     model = load_model(model_folder(tmp_path, "t5")).model.double()
     requested, told = torch.randint(7, len(NAMES), (1, 11)), torch.randint(7, len(NAMES), (1, 13))
-    session = polyhead.observe(model, statistics=False, collect=[ExampleWeights()])
+    found = ExampleWeights()
+    session = polyhead.observe(model, statistics=False, collect=[CallRecorder(found.record)])
     session.metadata = BatchMetadata(documents=torch.tensor([3]))
     with torch.no_grad(), session:
         model(input_ids=told, decoder_input_ids=requested, use_cache=False)
     expected = weights_of(model, told, decoder_input_ids=requested, use_cache=False)["cross_attentions"]
-    cross = {site: x for site, x in session.observations.collected.items() if site.kind == "cross"}
+    cross = {site: x for site, x in found.of(3).items() if site.kind == "cross"}
     assert len(cross) == 2
-    for site, values in cross.items():
-        weights = values["examples"].compute()[3]
+    for site, weights in cross.items():
         assert weights.shape == (4, 11, 13)
         torch.testing.assert_close(weights, expected[site.layer][0].float(), atol=1e-7, rtol=1e-6)
 
@@ -119,32 +120,21 @@ def test_a_module_that_serves_several_layers_shows_their_mean(tmp_path):
     )  # fmt: skip
     model = transformers.AlbertModel(config).eval()
     ids = torch.randint(7, len(NAMES), (1, 11))
-    session = polyhead.observe(model, statistics=False, collect=[ExampleWeights()])
+    found = ExampleWeights()
+    session = polyhead.observe(model, statistics=False, collect=[CallRecorder(found.record)])
     session.metadata = BatchMetadata(documents=torch.tensor([0]))
     with torch.no_grad(), session:
         model(input_ids=ids)
-    ((_, values),) = session.observations.collected.items()
+    (weights,) = found.of(0).values()
     expected = torch.stack(weights_of(model, ids)["attentions"])[:, 0].mean(0)
-    torch.testing.assert_close(values["examples"].compute()[0], expected, atol=2e-6, rtol=1e-4)
-
-
-def test_weights_are_merged_kept_and_read_again():
-    one = SiteWeights({0: torch.rand(2, 3, 5), 1: torch.rand(2, 3, 3)}, {0: 1, 1: 2})
-    other = SiteWeights({1: torch.rand(2, 3, 3)}, {1: 1})
-    merged = one.merge(other)
-    assert merged.calls == {0: 1, 1: 3}
-    torch.testing.assert_close(merged.compute()[1], (one.sums[1] + other.sums[1]) / 3)
-    again = SiteWeights().with_state(merged.state())
-    assert again.calls == merged.calls
-    for number, weights in merged.compute().items():
-        assert torch.equal(again.compute()[number], weights)
+    torch.testing.assert_close(weights, expected, atol=2e-6, rtol=1e-4)
 
 
 def test_a_model_that_is_read_by_its_own_weights_has_looks_and_examples(text, tmp_path):
     settings = Settings(str(model_folder(tmp_path, "bert")), str(text), context=64, via_weights=True, chance=False)
     found = inspect_model(settings)
     assert len(found.examples) == 3
-    assert len(found.looks) == 2
+    assert len(found.head_maps) == 2
     for weights in found.examples[0].weights.values():
         torch.testing.assert_close(weights.sum(-1), torch.ones(4, 32), atol=1e-4, rtol=0)
 

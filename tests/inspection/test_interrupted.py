@@ -47,7 +47,7 @@ def models(tmp_path_factory) -> dict:
 
 @pytest.fixture
 def only_reading(monkeypatch) -> None:
-    monkeypatch.setattr(running._Run, "rest", lambda *_: ({}, ()))
+    monkeypatch.setattr(running._Run, "probe", lambda *_: running._Probed())
 
 
 def settings_of(model: Path, text: Path, device: str = "cpu") -> Settings:
@@ -197,7 +197,7 @@ def test_a_signal_at_any_moment_leaves_whole_batches(models, text, tmp_path, nam
 def begun_once(models, text, tmp_path_factory) -> tuple[Settings, Path]:
     settings, folder = settings_of(models["bert"], text), tmp_path_factory.mktemp("begun")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running._Run, "rest", lambda *_: ({}, ()))
+        patch.setattr(running._Run, "probe", lambda *_: running._Probed())
         stop_at(patch, 4, KeyboardInterrupt, after=False)
         read(settings, folder)
     return settings, folder

@@ -71,8 +71,8 @@ def test_every_kind_of_model_is_inspected(inspected, name):
     (left_out,) = found.facts["left_out"]
     assert str(left_out).startswith("pronoun: of 80 sentences with pronouns the tokenizer can read 0")
     assert len(found.roles) == (16 if name == "t5" else 8)  # a cross-attention has no place among its keys
-    assert found.likeness is not None
-    assert 0 < found.likeness.null < found.likeness.threshold < 1
+    assert found.redundancy is not None
+    assert 0 < found.redundancy.null < found.redundancy.threshold < 1
     assert len(found.findings) == 3
     assert found.table["entropy"].isfinite().all()
     assert found.table["output_norm"].isfinite().all()

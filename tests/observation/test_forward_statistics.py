@@ -107,6 +107,7 @@ def test_statistics_that_were_not_requested_are_refused():
             _ = session.statistics
     with polyhead.observe(model, **KEEP) as session:
         model(noise(BATCH, TOKENS, WIDTH))
+        assert repr(session.statistics) == "ForwardStatistics(layers.0, layers.1)"
         rows = session.statistics["layers.0"]
         with pytest.raises(OptionError, match=r"statistics of 'layers.0' are entropy, got 'mean_distance'"):
             _ = rows.mean_distance

@@ -68,7 +68,7 @@ def test_nothing_seen_is_neutral_and_has_no_covariance() -> None:
 
 def test_a_state_comes_back() -> None:
     found = HeadMoments.empty(HEADS, DIM).update(drawn(7))
-    assert_same(HeadMoments.from_state(found.state()), found)
+    assert_same(HeadMoments(**found.state()), found)
 
 
 def test_other_shapes_are_refused() -> None:

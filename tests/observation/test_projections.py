@@ -98,3 +98,11 @@ def test_partial_projections_are_none():
     ((_, head_projections),) = find_projections(grouped, lambda: grouped(torch.randn(1, 3, 16))).items()
     torch.testing.assert_close(head_projections.query[1], grouped.q_proj.weight[4:8].T)
     assert head_projections.output is None
+
+
+def test_the_mode_of_every_module_is_restored():
+    model = nn.Sequential(nn.MultiheadAttention(16, 2), nn.Dropout(0.1))
+    model[1].eval()  # frozen in a model that is being trained
+    x = torch.randn(5, 1, 16)
+    find_projections(model, lambda: model[0](x, x, x))
+    assert [module.training for module in model.modules()] == [True, True, True, False]

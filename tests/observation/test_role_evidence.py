@@ -15,9 +15,9 @@ from polyhead.errors import OptionError, ShapeError
 from polyhead.masks import Mask
 from polyhead.observation import BatchMetadata, role_evidence
 from polyhead.observation.role_evidence import EvidenceCollector, HeadEvidence
-from polyhead.observation.role_evidence_rows import COLUMNS, WINDOW
+from polyhead.observation.role_evidence_rows import COLUMNS, COSINES, WINDOW
 from polyhead.observation.role_evidence_tokens import BINS, NEAR, NEAREST, TokenVectors, rare_tokens
-from polyhead.observation.transformers_models import asking_modules
+from polyhead.observation.transformers_models import interface_modules
 from tests.integrations.huggingface import models
 from tests.waiting import waiting_is_an_error
 
@@ -100,12 +100,12 @@ def expected_sums(
         p = p * keep
         found = dict.fromkeys(COLUMNS, 0.0)
         found["rows"] = found["key_set_rows"] = len(rows)
-        for name, at in (("self", 0), ("previous", -1), ("next", 1)):
+        for name, at in (("self_mass", 0), ("previous_mass", -1), ("next_mass", 1)):
             found[name] = float(p[distance == at].sum())
-        found["near"] = float(p[distance.abs() <= WINDOW].sum())
-        found["first"] = float(p[:, first].sum())
+        found["window_mass"] = float(p[distance.abs() <= WINDOW].sum())
+        found["sink_mass"] = float(p[:, first].sum())
         for name, chosen in sets.items():
-            found[name] = float(p[:, chosen].sum())
+            found[f"{name}_mass"] = float(p[:, chosen].sum())
         found["mean_distance"] = float((p * distance.abs()).sum())
         offsets = [0] * BINS
         for i in rows:
@@ -114,22 +114,22 @@ def expected_sums(
                 found["normalized_entropy"] += float(-torch.xlogy(p[i], p[i]).sum()) / math.log(seen[i])
             top = int(p[i].argmax())
             offsets[max(-NEAR - 1, min(NEAR + 1, top - i)) + NEAR + 1] += 1
-            found["far"] += bool(far[i, top]) and bool(p[i, top] > 0.5)
-        found["far_rows"] = far_rows
+            found["long_range"] += bool(far[i, top]) and bool(p[i, top] > 0.5)
+        found["long_range_rows"] = far_rows
         for name, count in pair_rows.items():
             found[f"{name}_rows"] = count
         for name, chosen in inside.items():
             found[f"{name}_rows"] = len(chosen)
-            found[name] = sum(float(p[i][own].sum()) for i, own in chosen)
-        found["duplicate"], found["induction"] = float(p[same].sum()), float(p[follows].sum())
+            found[f"{name}_mass"] = sum(float(p[i][own].sum()) for i, own in chosen)
+        found["duplicate_mass"], found["induction_mass"] = float(p[same].sum()), float(p[follows].sum())
         if meaning is not None:
-            found["different"] = float(p[other].sum())
+            found["other_token_mass"] = float(p[other].sum())
             apart = p * (distance != 0)
             apart_shares = [(float(apart[at].sum() / apart.sum()), means) for at, means in by_offset]
-            for index, name in enumerate(("alike", "shuffled", "reshuffled")):
+            for index, name in enumerate(COSINES):
                 found[name] = float((p * cosines[index])[other].sum())
                 mean = sum(share * means[index] for share, means in apart_shares)
-                found[f"{name}_expected"] = mean * found["different"]
+                found[f"{name}_expected"] = mean * found["other_token_mass"]
         for name in COLUMNS:
             sums[name].append(found[name])
         hits.append(offsets)
@@ -137,7 +137,7 @@ def expected_sums(
         1 - (1 - 1 / n) / (2 * float(torch.tensor(n).double().log())) for n in visible[rows].sum(-1).tolist() if n > 1
     ]
     sums["normalized_entropy"][-1] = sum(shares)
-    for name in COLUMNS[COLUMNS.index("alike") : COLUMNS.index("word")]:
+    for name in COLUMNS[COLUMNS.index("cosine") : COLUMNS.index("word_mass")]:
         sums[name][-1] = 0.0  # chance is not asked what it means
     bins = (distance.clamp(-NEAR - 1, NEAR + 1) + NEAR + 1)[rows]
     available = [int((visible[rows] & (bins == index)).sum()) for index in range(BINS)]
@@ -281,7 +281,7 @@ def test_of_many_occurrences_the_nearest_count() -> None:
     found = values["evidence"]
     distance = torch.arange(29)[:, None] - torch.arange(29)
     nearest = (distance > 0) & (distance <= NEAREST)
-    torch.testing.assert_close(found.column("duplicate")[0, :-1], (weights[0] * nearest).sum((1, 2)))
+    torch.testing.assert_close(found.column("duplicate_mass")[0, :-1], (weights[0] * nearest).sum((1, 2)))
     assert found.column("duplicate_rows")[0].tolist() == [28.0] * 4
 
 
@@ -330,7 +330,7 @@ def test_a_state_goes_through_a_file_and_back(tmp_path) -> None:
     back = empty.with_state(load_file(tmp_path / "evidence.safetensors"))
     for name, tensor in found.state().items():
         assert torch.equal(back.state()[name], tensor)
-    with pytest.raises(OptionError, match="saved evidence must contain"):
+    with pytest.raises(OptionError, match="a saved HeadEvidence must contain documents, sums"):
         empty.with_state({})
 
 
@@ -402,9 +402,9 @@ def test_nothing_waits_for_the_device() -> None:
             )
             model(input_ids=given, use_cache=False)
             if number == 0:  # the kernels are compiled; transformers itself waits where it makes its mask
-                for module in asking_modules(model):
+                for module in interface_modules(model):
                     module.forward = guarded(module.forward)
-    for module in asking_modules(model):
+    for module in interface_modules(model):
         del module.forward
     on_cpu = model.cpu()
     with torch.no_grad(), polyhead.observe(on_cpu, statistics=False, collect=[collector]) as again:

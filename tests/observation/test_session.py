@@ -10,7 +10,7 @@ import polyhead
 from polyhead import HeadId, Mask
 from polyhead.errors import OptionError
 from polyhead.observation import HeadProfile
-from polyhead.observation.transformers_models import asking_modules
+from polyhead.observation.transformers_models import interface_modules
 from tests.integrations.huggingface import models
 from tests.integrations.huggingface.compare import BOUND, assert_same, result
 from tests.waiting import waiting_is_an_error
@@ -518,7 +518,7 @@ def test_nothing_waits_for_the_device_inside_a_layer(name):
 
     with torch.no_grad(), polyhead.observe(model) as session:
         model(**inputs, **options)  # compiles the kernels
-        for module in asking_modules(model):
+        for module in interface_modules(model):
             module.forward = guarded(module.forward)
         model(**inputs, **options)
     assert calls == len(session.observations.sites) > 0

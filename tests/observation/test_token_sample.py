@@ -56,9 +56,8 @@ def test_two_samples_merge_into_that_of_both():
 
 def test_fewer_tokens_than_wanted_are_all_there():
     sample = sampled([([0, 1], "right")], tokens=100)[0]
-    hashes, values = sample.found()
-    assert len(hashes) == len(values) == 5 + 9
-    assert len(hashes.unique()) == 14
+    assert len(sample.rows()) == 5 + 9
+    assert len(sample.hashes[:14].unique()) == 14
 
 
 def test_another_seed_is_another_sample():

@@ -100,14 +100,14 @@ def padded(side: str, batch: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def test_circles_contain_word_phrase_and_sentence():
-    word, phrase, sentence = MAPS[1].circles()
+    word, phrase, sentence = MAPS[1].spans()
     assert word.nonzero().tolist() == [[1, 1]]
     assert phrase.any() == torch.tensor(False)  # every phrase here is a whole sentence
     assert sentence.int().tolist() == [[1, 1, 1, 0, 0]] * 3 + [[0, 0, 0, 1, 1]] * 2
     chain = WordMap((0, 1, 2, 3), (1, 2, -1, 2), ("x",) * 4, (0,) * 4)
-    assert chain.circles()[1].int().tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [0] * 4, [0] * 4]
-    assert not chain.circles()[0].any()
-    assert not chain.circles()[2].any()
+    assert chain.spans()[1].int().tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [0] * 4, [0] * 4]
+    assert not chain.spans()[0].any()
+    assert not chain.spans()[2].any()
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

@@ -84,7 +84,10 @@ def test_facts_of_a_run_are_translated(pages, inspections, name):
 def test_every_reason_of_a_run_is_translated(inspections):
     head_projections = {(f"layer.{number}", "self"): torch.eye(5).expand(3, -1, -1) for number in range(2)}
     reasons = [
-        *(cross_layer_similarity.rule(TokenSample(head_projections, 1024, name=name)) for name in ("said", "sketches")),
+        *(
+            cross_layer_similarity.method(TokenSample(head_projections, 1024, name=name))
+            for name in ("said", "sketches")
+        ),
         *inspections["bert"].facts["left_out"],
     ]
     settings = dataclasses.replace(inspections["bert"].settings, importance="none", chance=False)
@@ -215,7 +218,15 @@ def test_heads_have_top_keys_and_chance_levels(pages, inspections):
 
 
 def test_interrupted_run_has_a_page(inspections):
-    less = {"roles": (), "likeness": None, "groups": (), "pairs": (), "relations": {}, "looks": {}, "examples": ()}
+    less = {
+        "roles": (),
+        "redundancy": None,
+        "groups": (),
+        "pairs": (),
+        "relations": {},
+        "head_maps": {},
+        "examples": (),
+    }
     facts = {**inspections["bert"].facts, "interrupted": True}
     page = page_of(dataclasses.replace(inspections["bert"], facts=facts, top_keys={}, **less))
     assert page["facts"]["interrupted"]
@@ -249,7 +260,7 @@ def test_maps_of_many_heads_are_pooled_to_the_limit(inspections):
     inspection = inspections["bert"]
     site = dataclasses.replace(inspection.table.sites[0], num_heads=600)
     looks = HeadMaps(8, torch.rand(600, 61, 61).softmax(-1), torch.zeros(600, len(bin_edges()) - 1))
-    page = page_of(dataclasses.replace(inspection, looks={site: looks}, relations={}, examples=()))
+    page = page_of(dataclasses.replace(inspection, head_maps={site: looks}, relations={}, examples=()))
     (packed,) = page["maps"].values()
     assert packed["shape"] == [600, 31, 31]
     assert 600 * 31 * 31 <= MOST_MAP_CELLS < 600 * 61 * 61

@@ -124,7 +124,7 @@ def pieces_of(offsets: Sequence[Span], special: Sequence[bool], spans: Sequence[
     >>> pieces_of([(0, 0), (0, 4), (4, 5), (5, 6)], [True, False, False, False], [(0, 3), (3, 6)])  # didn't
     [-1, 0, 1, 1]
     """
-    places = [(start, end, index) for index, (start, end) in _known(spans)]
+    places = [(*span, index) for index, span in enumerate(spans) if span is not None]
     pieces = []
     first = 0
     for (start, end), is_special in zip(offsets, special, strict=True):
@@ -253,7 +253,3 @@ def _word_map(group: Sequence[Sentence], tokens: Sequence[int]) -> WordMap:
         relations=tuple(relation for sentence in group for relation in sentence.relations),
         sentences=tuple(index for index, sentence in enumerate(group) for _ in sentence.words),
     )
-
-
-def _known(spans: Sequence[Span | None]) -> Iterable[tuple[int, Span]]:
-    return ((index, span) for index, span in enumerate(spans) if span is not None)

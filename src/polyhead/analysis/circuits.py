@@ -50,18 +50,28 @@ def copying(value: Tensor, output: Tensor, embedding: Tensor, unembedding: Tenso
         output: [heads, value_dim, embed_dim].
         embedding, unembedding: [vocabulary, embed_dim].
     """
-    if embedding.ndim != 2 or embedding.shape != unembedding.shape or embedding.shape[1] != value.shape[1]:
-        raise ShapeError(
-            f"embedding and unembedding must be [vocabulary, {value.shape[1]}], "
-            f"got shapes {list(embedding.shape)} and {list(unembedding.shape)}"
-        )
+    check_embeddings(embedding, unembedding, value.shape[1])
     # The mean embedding identifies no word, and adding one constant to all logits changes no probability.
     words, unwords = (x.detach().to(torch.float64) for x in (embedding, unembedding))
     between = (unwords - unwords.mean(0)).T @ (words - words.mean(0))
     value, output = _checked(value, output)
-    spectrum = torch.linalg.eigvals(output @ between @ value)
-    magnitudes = spectrum.abs().sum(-1)
-    return spectrum.real.sum(-1) / torch.where(magnitudes > 0, magnitudes, torch.nan)
+    return eigenvalue_share(output @ between @ value)
+
+
+def check_embeddings(embedding: Tensor, unembedding: Tensor, width: int) -> None:
+    """Raise unless both are [vocabulary, width]."""
+    if embedding.ndim != 2 or embedding.shape != unembedding.shape or embedding.shape[1] != width:
+        raise ShapeError(
+            f"embedding and unembedding must be [vocabulary, {width}], "
+            f"got shapes {list(embedding.shape)} and {list(unembedding.shape)}"
+        )
+
+
+def eigenvalue_share(circuits: Tensor) -> Tensor:
+    """Return the sum of the eigenvalues of square matrices over the sum of their magnitudes, from -1 to 1."""
+    eigenvalues = torch.linalg.eigvals(circuits)
+    magnitudes = eigenvalues.abs().sum(-1)
+    return eigenvalues.real.sum(-1) / torch.where(magnitudes > 0, magnitudes, torch.nan)
 
 
 def composition(write: Tensor, read: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from polyhead.analysis.alignment import cut, pieces_of
 from polyhead.analysis.intervals import Z, normal_quantile, ratio_of_sums, student_quantile, wilson
 from polyhead.errors import OptionError
+from polyhead.observation.collectors import states_of
 from polyhead.observation.observations import Observations
 from polyhead.observation.statistics import AttentionSite
 from polyhead.observation.word_attention import ByContext, SpanAttention
@@ -118,8 +119,7 @@ def pronoun_texts(sentences: Sequence[PronounSentence], tokenizer: Any, *, longe
 
 def pronoun_table(observations: Observations, texts: PronounTexts) -> PronounTable:
     """Return the pronoun scores of every head, from the data that the collector of `texts` collected."""
-    collected = {site: values[NAME] for site, values in observations.collected.items() if NAME in values}
-    states = {site: value.state() for site, value in collected.items() if isinstance(value, ByContext)}
+    states = {site: x.state() for site, x in states_of(observations.collected, NAME, ByContext).items()}
     states = {site: state for site, state in states.items() if len(state["weights"])}
     if not states:
         raise OptionError(

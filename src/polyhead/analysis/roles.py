@@ -21,7 +21,9 @@ from polyhead.analysis.roles_evidence import evidence_text
 from polyhead.analysis.roles_rules import RULES
 from polyhead.errors import OptionError
 from polyhead.observation import AttentionSite
+from polyhead.observation.collectors import Collected, states_of
 from polyhead.observation.role_evidence import HeadEvidence
+from polyhead.observation.role_evidence_rows import COLUMNS, COSINES
 from polyhead.observation.role_evidence_tokens import NEAR
 
 DRAWS = 1000
@@ -117,12 +119,9 @@ def head_roles(
     return tuple(roles)
 
 
-def evidence_of(
-    collected: Mapping[AttentionSite, Mapping[str, object]], name: str = "evidence"
-) -> dict[AttentionSite, HeadEvidence]:
+def evidence_of(collected: Collected, name: str = "evidence") -> dict[AttentionSite, HeadEvidence]:
     """Return the evidence that a session collected: `evidence_of(session.observations.collected)`."""
-    states = {site: values[name] for site, values in collected.items() if name in values}
-    return {site: value for site, value in states.items() if isinstance(value, HeadEvidence)}
+    return states_of(collected, name, HeadEvidence)
 
 
 # ---- scores of all heads of a site
@@ -152,7 +151,7 @@ class _Documents:
         drawn = torch.randint(max(count, 1), (DRAWS, count), generator=generator)
         weights = torch.zeros(DRAWS, count, dtype=torch.float64)
         self.weights = weights.scatter_add_(1, drawn, torch.ones(DRAWS, count, dtype=torch.float64))
-        self.sums = {name: evidence.column(name).cpu() for name in _COLUMNS_USED}
+        self.sums = {name: evidence.column(name).cpu() for name in COLUMNS}
 
     def of(self, part: str, total: str) -> _Scores | None:
         """Return the ratio of two columns as the score; the last entry of each is the chance level."""
@@ -174,26 +173,18 @@ class _Documents:
         return _Scores(numerator.sum(0) / total, low, high, null)
 
 
-_COLUMNS_USED = (
-    "rows", "first", "near", "delimiter", "rare", "key_set_rows", "normalized_entropy", "entropy_rows",
-    "far", "far_rows",
-    "duplicate", "duplicate_rows", "induction", "induction_rows", "alike", "alike_expected", "shuffled",
-    "shuffled_expected", "reshuffled", "reshuffled_expected", "different",
-)  # fmt: skip
-
-
 def _text_scores(evidence: HeadEvidence, seed: int) -> dict[str, _Scores]:
     documents = _Documents(evidence, seed)
     scores: dict[str, _Scores | None] = {"positional": _positional(documents)}
     for role, offset in _OFFSETS.items():
         scores[role] = _at_offset(documents, torch.full((documents.heads,), offset + NEAR + 1))
     for role, part, total in (
-        ("local", "near", "rows"),
-        ("sink", "first", "rows"),
-        ("delimiter", "delimiter", "key_set_rows"),
+        ("local", "window_mass", "rows"),
+        ("sink", "sink_mass", "rows"),
+        ("delimiter", "delimiter_mass", "key_set_rows"),
         ("broad", "normalized_entropy", "entropy_rows"),
-        ("long-range", "far", "far_rows"),
-        ("rare-token", "rare", "key_set_rows"),
+        ("long-range", "long_range", "long_range_rows"),
+        ("rare-token", "rare_mass", "key_set_rows"),
     ):
         scores[role] = documents.of(part, total)
     if scores["rare-token"] is not None and not bool(scores["rare-token"].null.sum() > 0):
@@ -205,8 +196,8 @@ def _text_scores(evidence: HeadEvidence, seed: int) -> dict[str, _Scores]:
 def _repeated_scores(evidence: HeadEvidence, seed: int) -> dict[str, _Scores]:
     documents = _Documents(evidence, seed)
     scores = {
-        "duplicate-token": documents.of("duplicate", "duplicate_rows"),
-        "induction": documents.of("induction", "induction_rows"),
+        "duplicate-token": documents.of("duplicate_mass", "duplicate_rows"),
+        "induction": documents.of("induction_mass", "induction_rows"),
     }
     return {role: score for role, score in scores.items() if score is not None}
 
@@ -235,17 +226,15 @@ def _positional(documents: _Documents) -> _Scores | None:
 
 def _same_meaning(documents: _Documents) -> _Scores | None:
     sums = {name: documents.sums[name][:, :-1] for name in documents.sums}
-    weight = sums["different"].sum(0)
+    weight = sums["other_token_mass"].sum(0)
     if not bool((weight > 0).any()):
         return None
     enough = weight > _MIN_DIFFERENT * sums["rows"].sum(0)
-    similarity, shuffled, reshuffled = (
-        sums[name] - sums[f"{name}_expected"] for name in ("alike", "shuffled", "reshuffled")
-    )
+    similarity, shuffled, reshuffled = (sums[name] - sums[f"{name}_expected"] for name in COSINES)
     # Identical tokens that were too frequent to exclude are as similar under either permutation, so they cancel.
     scores = documents.ratio(
         similarity - (shuffled + reshuffled) / 2,
-        sums["different"],
+        sums["other_token_mass"],
         ((shuffled - reshuffled).sum(0) / weight).abs(),
     )
     return None if scores is None else replace(scores, score=torch.where(enough, scores.score, torch.nan))

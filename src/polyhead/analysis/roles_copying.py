@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polyhead.errors import ShapeError
+from polyhead.analysis.circuits import check_embeddings, eigenvalue_share
 
 MOST_WORDS = 8192  # a larger vocabulary is subsampled to so many
 GROUPS = 10
@@ -36,11 +36,7 @@ def copying_scores(value: Tensor, output: Tensor, embedding: Tensor, unembedding
         output: [heads, value_dim, embed_dim].
         embedding, unembedding: [vocabulary, embed_dim].
     """
-    if embedding.ndim != 2 or embedding.shape != unembedding.shape or embedding.shape[1] != value.shape[1]:
-        raise ShapeError(
-            f"embedding and unembedding must be [vocabulary, {value.shape[1]}], "
-            f"got shapes {list(embedding.shape)} and {list(unembedding.shape)}"
-        )
+    check_embeddings(embedding, unembedding, value.shape[1])
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randperm(len(embedding), generator=generator)[:MOST_WORDS]
     words, unwords = (x.detach()[drawn.to(x.device)].cpu().double() for x in (embedding, unembedding))
@@ -54,8 +50,8 @@ def copying_scores(value: Tensor, output: Tensor, embedding: Tensor, unembedding
     norms = torch.linalg.matrix_norm(circuit)
     upper_bound = torch.linalg.matrix_norm(value) * torch.linalg.matrix_norm(output) * words.norm() * unwords.norm()
     is_significant = norms > _NEGLIGIBLE * upper_bound
-    score = torch.where(is_significant, _eigenvalue_share(circuit), 0.0)
-    without = torch.stack([_eigenvalue_share(circuit - part) for part in parts])
+    score = torch.where(is_significant, eigenvalue_share(circuit), 0.0)
+    without = torch.stack([eigenvalue_share(circuit - part) for part in parts])
     error = (without - without.mean(0)).square().sum(0).mul((GROUPS - 1) / GROUPS).sqrt()
 
     dim = value.shape[2]
@@ -64,12 +60,6 @@ def copying_scores(value: Tensor, output: Tensor, embedding: Tensor, unembedding
         torch.randn(RANDOM_HEADS, *shape, generator=generator, dtype=torch.float64)
         for shape in ((value.shape[1], dim), (dim, value.shape[1]))
     ]
-    chance = _eigenvalue_share(random[1] @ between @ random[0])
+    chance = eigenvalue_share(random[1] @ between @ random[0])
     null = float(chance.mean().abs() + 1.96 * chance.std())
     return Copying(score, torch.where(is_significant, error, 0.0), null)
-
-
-def _eigenvalue_share(circuits: Tensor) -> Tensor:
-    eigenvalues = torch.linalg.eigvals(circuits)
-    magnitudes = eigenvalues.abs().sum(-1)
-    return eigenvalues.real.sum(-1) / torch.where(magnitudes > 0, magnitudes, torch.nan)

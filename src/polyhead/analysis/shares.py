@@ -8,6 +8,7 @@ from typing import Any
 
 from polyhead.analysis.intervals import ratio_of_sums
 from polyhead.errors import OptionError
+from polyhead.observation.collectors import states_of
 from polyhead.observation.observations import Observations
 from polyhead.observation.word_attention import SPANS, ByContext, WordAttention
 
@@ -47,9 +48,8 @@ class Shares:
 def inner_shares(observations: Observations, *, collector: str = "words") -> Shares:
     """Return the shares from the data that a `WordAttention` collected."""
     entries = []
-    for site, values in observations.collected.items():
-        value = values.get(collector)
-        if not (isinstance(value, ByContext) and isinstance(value.collector, WordAttention)):
+    for site, value in states_of(observations.collected, collector, ByContext).items():
+        if not isinstance(value.collector, WordAttention):
             continue
         state = value.state()
         counts = state["counts"]

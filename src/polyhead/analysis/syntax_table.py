@@ -14,6 +14,7 @@ from typing import Any
 from polyhead.analysis.intervals import wilson
 from polyhead.errors import OptionError
 from polyhead.files import as_type, build, read_columns, read_json, refusing, short
+from polyhead.observation.cards import html_table
 from polyhead.observation.saving import write_atomically
 
 
@@ -114,19 +115,12 @@ class SyntaxTable:
         return "\n".join([*lines, self.notes()])
 
     def _repr_html_(self) -> str:
-        header, body = self.cells()
-        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-        lines = ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in body]
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
-        return f"{table}<p>{html.escape(self.notes())}</p>"
+        return f"{html_table(*self.cells())}<p>{html.escape(self.notes())}</p>"
 
     def save(self, path: str | os.PathLike[str], **about: Any) -> None:
         """Write the table and the metadata `about` it to a `.json` or `.parquet` file, atomically."""
         file = Path(path)
-        about = {
-            **about, "heads": self.heads, "texts": self.texts, "minimum": self.minimum, "seed": self.seed,
-            "left_out": self.left_out,
-        }  # fmt: skip
+        about |= {name: getattr(self, name) for name in _ABOUT}
         if file.suffix == ".json":
             text = json.dumps({**about, "rows": list(self.rows())}, ensure_ascii=False, indent=1)
             write_atomically(file, f"{text}\n".encode())
@@ -149,17 +143,13 @@ class SyntaxTable:
         with refusing(file, rule):
             if not isinstance(rows, list):
                 raise OptionError(f"rows must be a list of objects, got {short(rows)}")
-            return cls(
-                entries=tuple(build(SyntaxRow, {k: v for k, v in row.items() if k != "verdict"}) for row in rows),
-                left_out=as_type(about["left_out"], tuple[tuple[str, str, int], ...], "left_out"),
-                heads=as_type(about["heads"], int, "heads"),
-                texts=as_type(about["texts"], tuple[int, int], "texts"),
-                minimum=as_type(about["minimum"], int, "minimum"),
-                seed=as_type(about["seed"], int, "seed"),
-            )
+            entries = tuple(build(SyntaxRow, {k: v for k, v in row.items() if k != "verdict"}) for row in rows)
+            return build(cls, {"entries": entries, **{name: about[name] for name in _ABOUT}})
 
 
 # ---- files
+
+_ABOUT = ("heads", "texts", "minimum", "seed", "left_out")  # fields of a table beside its rows
 
 
 def _parquet(rows: list[dict[str, Any]], about: dict[str, Any]) -> bytes:

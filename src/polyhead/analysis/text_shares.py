@@ -10,10 +10,10 @@ from polyhead.observation.role_evidence import HeadEvidence
 
 # By column of the table: the evidence columns of its numerator (summed weight) and denominator (number of rows).
 SHARES = {
-    "special_mass": ("special", "key_set_rows"),
-    "punctuation_mass": ("punctuation", "key_set_rows"),
-    "word_share": ("word", "word_rows"),
-    "sentence_share": ("sentence", "sentence_rows"),
+    "special_mass": ("special_mass", "key_set_rows"),
+    "punctuation_mass": ("punctuation_mass", "key_set_rows"),
+    "word_share": ("word_mass", "word_rows"),
+    "sentence_share": ("sentence_mass", "sentence_rows"),
 }
 
 

@@ -73,7 +73,7 @@ def check_output(
     output: Path | None, form: str | None, *, preview: bool, replace: bool, source: str | Path | None = None
 ) -> None:
     """Check the output folder, the form, and the files to copy, before any expensive work."""
-    from polyhead.observation.run_folder import check_place
+    from polyhead.observation.run_folder import check_folder
     from polyhead.surgery import SideFiles
     from polyhead.surgery.storage.folders import check_free
 
@@ -87,7 +87,7 @@ def check_output(
             )
         return
     check_free(output, replace=replace, source=source)
-    check_place(output, "--output")
+    check_folder(output, "--output")
     if source is not None and (Path(source).expanduser() / "config.json").is_file():
         SideFiles(Path(source).expanduser()).check()
 

@@ -139,7 +139,7 @@ def inspect(
 
     from polyhead.inspection import Settings, save_inspection
     from polyhead.inspection.inspection_files import FILES, OBSERVATIONS, REST
-    from polyhead.observation.run_folder import check_place
+    from polyhead.observation.run_folder import check_folder
     from polyhead.workflows.inspecting import inspect_model
 
     if resume is not None:
@@ -185,7 +185,7 @@ def inspect(
                 f"the folder must not contain {existing[0]}, got {save}; choose another one", param_hint="--save"
             )
         if folder is not None:
-            check_place(folder, "--save" if resume is None else "--resume")
+            check_folder(folder, "--save" if resume is None else "--resume")
         with ProgressBars() as progress:
             found = inspect_model(
                 settings,
@@ -250,10 +250,10 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
         console.print()
         console.print(drawn)
     console.print(legend(found))
-    if found.likeness is not None:
+    if found.redundancy is not None:
         console.print(
-            f"Heads are redundant from a cosine of {found.likeness.threshold:.2f}: halfway between 1 and the "
-            f"{found.likeness.null:.2f} of random weights.",
+            f"Heads are redundant from a cosine of {found.redundancy.threshold:.2f}: halfway between 1 and the "
+            f"{found.redundancy.null:.2f} of random weights.",
             style="dim",
         )
     if len(found.findings):

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from polyhead.inspection.heads import Head, Pair
 from polyhead.inspection.wording import Reason
-from polyhead.observation import AttentionSite, CollectorState, HeadProjections, Observations
+from polyhead.observation import AttentionSite, HeadProjections, Observations
+from polyhead.observation.collectors import Collected, states_of
 from polyhead.observation.token_sample import SiteSample, TokenSample
 
 TOKENS = 1024  # of the sample
@@ -42,7 +43,7 @@ def sample_of(
     return TokenSample(projections, TOKENS, seed=seed, name=PROJECTED)
 
 
-def rule(sample: TokenSample) -> Reason:
+def method(sample: TokenSample) -> Reason:
     """Return the method by which pairs of different layers were found."""
     heads = sum(len(x) for x in sample.projections.values())
     used = 4 * sample.tokens * sum(x.shape[0] * x.shape[2] for x in sample.projections.values()) / 2**20
@@ -53,7 +54,7 @@ def rule(sample: TokenSample) -> Reason:
 
 
 def pairs(
-    collected: Mapping[AttentionSite, Mapping[str, CollectorState]],
+    collected: Collected,
     sample: TokenSample,
     head_projections: Mapping[AttentionSite, HeadProjections],
     watch: Callable[[TokenSample], Observations],
@@ -93,12 +94,10 @@ def _measured(
     identities = {place: _identity(outputs[place][: len(heads)]) for place, heads in chosen.items()}
     exact = watch(TokenSample(identities, sample.tokens, chosen, sample.seed, "chosen_heads"))
     centred: dict[Head, Tensor] = {}
-    for site, values in exact.collected.items():
-        value = values.get("chosen_heads")
-        if isinstance(value, SiteSample):
-            _, rows = value.found()
-            for index, head in enumerate(chosen[site.name, site.kind]):
-                centred[site, head] = (rows[:, index] - rows[:, index].mean(0)) @ outputs[site.name, site.kind][head]
+    for site, state in states_of(exact.collected, "chosen_heads", SiteSample).items():
+        rows = state.rows()
+        for index, head in enumerate(chosen[site.name, site.kind]):
+            centred[site, head] = (rows[:, index] - rows[:, index].mean(0)) @ outputs[site.name, site.kind][head]
     return [Pair(one, other, estimate, _cosine(centred[one], centred[other])) for estimate, one, other in candidates]
 
 
@@ -121,17 +120,15 @@ def _contributions(rows: Tensor, outputs: Mapping[tuple[str, str], Tensor], site
     return torch.einsum("thd,hde->the", rows.float(), outputs[site.name, site.kind].float())
 
 
-def _by_stack(collected: Mapping[AttentionSite, Mapping[str, Any]], name: str) -> dict[tuple[str, int], list[Any]]:
+def _by_stack(collected: Collected, name: str) -> dict[tuple[str, int], list[Any]]:
     """Group sites whose samples are of the same tokens, as (site, rows), by layer list and number of tokens.
 
     The path of the layer list distinguishes an encoder from a decoder, whose tokens differ.
     """
     stacks: dict[tuple[str, int], list[Any]] = {}
-    for site, values in collected.items():
-        value = values.get(name)
-        if isinstance(value, SiteSample):
-            _, rows = value.found()
-            stacks.setdefault((site.stack.partition(".*")[0], len(rows)), []).append((site, rows))
+    for site, state in states_of(collected, name, SiteSample).items():
+        rows = state.rows()
+        stacks.setdefault((site.stack.partition(".*")[0], len(rows)), []).append((site, rows))
     return stacks
 
 

@@ -1,15 +1,27 @@
-"""Upgrade of inspections in formats 2 and 3, which store evidence and reasons as English text instead of fields."""
+"""Upgrade of inspections in formats 2 to 4 to the current one.
+
+Format 4 has other names for two fields, 3 and 2 store evidence and reasons as English text instead of fields, and 2 has
+other names for some statistics.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from polyhead.observation.renamed import current_name
+
 
 def upgraded(rest: dict[str, Any]) -> dict[str, Any]:
     """Convert the JSON value of an inspection to the current format, in place.
 
-    The English texts are kept and shown in both languages.
+    The English texts of formats 2 and 3 are kept and shown in both languages.
     """
+    rest["redundancy"], rest["head_maps"] = rest.pop("likeness"), rest.pop("looks")
+    for finding in rest["findings"]:
+        if isinstance(finding["column"], str):
+            finding["column"] = current_name(finding["column"])
+    if rest["format"] == 4:
+        return rest
     facts = rest["facts"]
     if facts.get("pairs_by") is not None:
         facts["pairs_by"] = _reason(facts["pairs_by"])

@@ -5,15 +5,14 @@ The excerpts are the first context of each of the first three documents, cut to 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from polyhead.inspection.text_reader import Reader
-from polyhead.observation import AttentionSite, BatchMetadata, Observations
+from polyhead.inspection.text_reader import Reader, cut_context
+from polyhead.observation import AttentionSite, BatchMetadata
 from polyhead.ops.attended import Attended
 from polyhead.sources import Batch, Context, batches, special_tokens
 
@@ -31,49 +30,25 @@ class Example:
     weights: Mapping[AttentionSite, Tensor]  # [heads, queries, keys] float32 each
 
 
-@dataclass(frozen=True, slots=True)
-class ExampleWeights:
-    """Collector of all weights of short texts; each call has one text, identified by `metadata.documents`."""
-
-    name: str = "examples"
-
-    def empty(self, site: AttentionSite, device: torch.device) -> SiteWeights:
-        return SiteWeights()
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class SiteWeights:
-    """Weights of one site by text, summed over calls: a module shared by several layers is called several times."""
+class ExampleWeights:
+    """Weights of short texts, recorded by `CallRecorder(example_weights.record)`; each batch has one text."""
 
-    sums: Mapping[int, Tensor] = field(default_factory=dict)  # [heads, queries, keys] each
-    calls: Mapping[int, int] = field(default_factory=dict)
+    calls: dict[AttentionSite, dict[int, list[Tensor]]] = field(default_factory=dict)  # by site and text
 
-    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
+    def record(self, site: AttentionSite, attended: Attended, metadata: BatchMetadata) -> None:
         assert metadata.documents is not None
         weights = attended.profile(block_map=(1, 1)).block_map  # blocks of one query and one key: the weights
         assert weights is not None and weights.shape[0] == 1
-        return self.merge(type(self)({int(metadata.documents[0]): weights[0]}, {int(metadata.documents[0]): 1}))
+        self.calls.setdefault(site, {}).setdefault(int(metadata.documents[0]), []).append(weights[0])
 
-    def merge(self, other: Self) -> Self:
-        sums, calls = dict(self.sums), dict(self.calls)
-        for text, weights in other.sums.items():
-            sums[text] = sums[text] + weights.to(sums[text].device) if text in sums else weights
-            calls[text] = calls.get(text, 0) + other.calls[text]
-        return type(self)(sums, calls)
+    def of(self, text: int) -> dict[AttentionSite, Tensor]:
+        """Return the weights of a text, [heads, queries, keys] by site.
 
-    def compute(self) -> dict[int, Tensor]:
-        """Return the weights of each text, [heads, queries, keys], averaged over calls."""
-        return {text: (x / self.calls[text]).cpu().float() for text, x in self.sums.items()}
-
-    def state(self) -> dict[str, Tensor]:
-        calls = {f"calls.{text}": torch.tensor(count) for text, count in self.calls.items()}
-        return {**{f"sums.{text}": x for text, x in self.sums.items()}, **calls}
-
-    def with_state(self, state: Mapping[str, Tensor]) -> Self:
-        def part(prefix: str) -> Iterable[tuple[int, Tensor]]:
-            return ((int(name.removeprefix(prefix)), x) for name, x in state.items() if name.startswith(prefix))
-
-        return type(self)(dict(part("sums.")), {text: int(x) for text, x in part("calls.")})
+        They are averaged over calls: a module that several layers share is called several times.
+        """
+        calls = {site: by_text[text] for site, by_text in self.calls.items() if text in by_text}
+        return {site: (sum(x[1:], start=x[0]) / len(x)).cpu().float() for site, x in calls.items()}
 
 
 def example_batches(reader: Reader, documents: int = DOCUMENTS, tokens: int = TOKENS) -> list[Batch]:
@@ -84,27 +59,21 @@ def example_batches(reader: Reader, documents: int = DOCUMENTS, tokens: int = TO
         first.setdefault(context.document, context)
     excerpts = []
     for context in list(first.values())[:documents]:
-        if len(context.ids) > tokens:
-            kept = max(1, tokens - len(after))
-            ids, special = [*context.ids[:kept], *after], [*context.special[:kept], *(True for _ in after)]
-            context = Context(context.document, context.piece, ids, special)
-        excerpts += list(batches([context], reader.loaded.tokenizer))
+        excerpts += list(batches([cut_context(context, tokens, after)], reader.loaded.tokenizer))
     return excerpts
 
 
-def examples_of(reader: Reader, excerpts: Sequence[Batch], observations: Observations) -> tuple[Example, ...]:
-    """Return the examples that `ExampleWeights` collected, without cross-attention, whose keys are other tokens."""
-    states = {site: values.get("examples") for site, values in observations.collected.items()}
-    weights = {site: value.compute() for site, value in states.items() if isinstance(value, SiteWeights)}
+def examples_of(reader: Reader, excerpts: Sequence[Batch], example_weights: ExampleWeights) -> tuple[Example, ...]:
+    """Return the excerpts with their weights, without cross-attention, whose keys are other tokens."""
     examples = []
     for batch in excerpts:
         documents = reader.metadata(batch).documents
         assert documents is not None
-        number, texts = int(documents[0]), token_texts(reader.loaded.tokenizer, batch.ids[0].tolist())
+        texts = token_texts(reader.loaded.tokenizer, batch.ids[0].tolist())
         shape = (len(texts), len(texts))
-        by_site = {site: x[number] for site, x in weights.items() if number in x and x[number].shape[1:] == shape}
-        if by_site:
-            examples.append(Example(reader.text.documents[int(batch.documents[0])], texts, texts, by_site))
+        weights = {site: x for site, x in example_weights.of(int(documents[0])).items() if x.shape[1:] == shape}
+        if weights:
+            examples.append(Example(reader.text.documents[int(batch.documents[0])], texts, texts, weights))
     return tuple(examples)
 
 

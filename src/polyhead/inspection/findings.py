@@ -62,9 +62,10 @@ def _clearest(inspection: Inspection) -> Iterator[Finding]:
 
 def _alike(inspection: Inspection) -> Iterator[Finding]:
     groups = [(group.least, group.heads, False) for group in inspection.groups]
-    threshold = math.inf if inspection.likeness is None else inspection.likeness.threshold
+    redundancy = inspection.redundancy
+    threshold = math.inf if redundancy is None else redundancy.threshold
     groups += [(pair.cosine, (pair.one, pair.other), True) for pair in inspection.pairs if pair.cosine >= threshold]
-    null = {} if inspection.likeness is None else {"null": inspection.likeness.null}
+    null = {} if redundancy is None else {"null": redundancy.null}
     for cosine, heads, across in sorted(groups, key=lambda x: -x[0]):
         yield Finding("alike", heads, None, {"cosine": cosine, "across": across, **null}, _is_stacked(inspection))
 

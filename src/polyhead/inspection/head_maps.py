@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from polyhead.observation import AttentionSite, CollectorState
+from polyhead.observation import AttentionSite
 from polyhead.observation.attention_maps import SiteMaps
+from polyhead.observation.collectors import Collected, states_of
 from polyhead.ops.profile.request import offset_bins
 
 
@@ -33,10 +33,9 @@ class HeadMaps:
         return self.block * self.map.shape[-1]
 
 
-def head_maps_of(collected: Mapping[AttentionSite, Mapping[str, CollectorState]]) -> dict[AttentionSite, HeadMaps]:
+def head_maps_of(collected: Collected) -> dict[AttentionSite, HeadMaps]:
     """Return the maps that `AttentionMaps` collected, normalised to shares of attention."""
-    states = {site: values.get("maps") for site, values in collected.items()}
-    return {site: _head_maps(maps) for site, maps in states.items() if isinstance(maps, SiteMaps)}
+    return {site: _head_maps(maps) for site, maps in states_of(collected, "maps", SiteMaps).items()}
 
 
 def bin_edges() -> list[int]:

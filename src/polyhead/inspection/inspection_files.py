@@ -1,6 +1,7 @@
 """Saving and loading of inspections: the table in Parquet, matrices in safetensors, the rest in JSON.
 
-Files are written atomically.
+In JSON, a value is an object with its fields, a site is its index in `sites`, a head is [site, head], and NaN is null.
+Sentences are for readers of the file and are not read back. Files are written atomically.
 """
 
 from __future__ import annotations
@@ -8,37 +9,47 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
-from polyhead.analysis.roles import HeadRoles, RoleScore
+from polyhead.analysis.roles import RoleScore
 from polyhead.errors import OptionError
 from polyhead.files import as_type, build, read_columns, read_json, read_tensors, refusing, short
 from polyhead.inspection.earlier_formats import upgraded
-from polyhead.inspection.example_weights import Example
-from polyhead.inspection.head_maps import HeadMaps
-from polyhead.inspection.heads import Group, Head, Pair, RedundancyThreshold
-from polyhead.inspection.most_attended import TopKey
+from polyhead.inspection.heads import Head
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.settings import Settings
-from polyhead.inspection.validation import check_facts, check_run, check_sites, check_table, check_tensors
+from polyhead.inspection.validation import check_facts, check_head, check_run, check_sites, check_table, check_tensors
 from polyhead.inspection.wording import Finding, Reason
 from polyhead.observation import AttentionSite, HeadProfile
+from polyhead.observation.accumulators import with_prefix
 from polyhead.observation.renamed import current_name
 from polyhead.observation.saving import write_atomically
+from polyhead.observation.statistics import LOCATION
 
-FORMAT = 4  # 3 had texts instead of fields, 2 other names for some statistics; 1 is no longer supported
+FORMAT = 5  # `earlier_formats` upgrades 2 to 4; 1 is no longer supported
 OBSERVATIONS = "observations.safetensors"  # collector states, from which a run is resumed
 TABLE = "heads.parquet"
 REST = "inspection.json"
 MATRICES = "relations.safetensors"
 PICTURES = "pictures.safetensors"  # maps, offsets, spectra, and the weights of the examples
 FILES = (OBSERVATIONS, TABLE, REST, MATRICES, PICTURES)
+# Fields of an inspection that are objects in JSON; their tensors, and all other fields, are in the other files.
+_IN_JSON = ("roles", "redundancy", "groups", "pairs", "findings", "head_maps", "top_keys", "examples")
+# Sentences that are written beside the fields of a value.
+_SENTENCES: dict[type, tuple[str, Callable[[Any], str]]] = {
+    Finding: ("text", str),
+    Reason: ("text", str),
+    RoleScore: ("evidence", attrgetter("evidence")),
+}
 _RULE = "an inspection is read as `polyhead inspect --save` wrote it"
 
 
@@ -50,61 +61,20 @@ def save_inspection(folder: Path, inspection: Inspection) -> None:
     from safetensors.torch import save as serialise
 
     sites = list(
-        dict.fromkeys([*inspection.table.sites, *inspection.relations, *inspection.looks, *inspection.spectra])
+        dict.fromkeys([*inspection.table.sites, *inspection.relations, *inspection.head_maps, *inspection.spectra])
     )
     index = {site: number for number, site in enumerate(sites)}
-    matrices = {
-        f"{index[site]}.{name}": matrix.detach().cpu().clone()
-        for site, found in inspection.relations.items()
-        for name, matrix in found.items()
-    }
     (folder / REST).unlink(missing_ok=True)
     write_atomically(folder / TABLE, _parquet(inspection.table))
-    write_atomically(folder / MATRICES, serialise(matrices))
-    write_atomically(folder / PICTURES, serialise(_pictures(inspection, index)))
+    write_atomically(folder / MATRICES, serialise(_contiguous(_numbered(inspection.relations, index))))
+    write_atomically(folder / PICTURES, serialise(_contiguous(_pictures(inspection, index))))
     rest = {
         "format": FORMAT,
-        "settings": inspection.settings.to_dict(),
-        "facts": dict(inspection.facts),
         "sites": [site.to_dict() for site in sites],
         "statistics": inspection.table.names,
-        "roles": [
-            {"site": index[x.site], "head": x.head, "scores": [_score_dict(score) for score in x.scores]}
-            for x in inspection.roles
-        ],
-        "likeness": None if inspection.likeness is None else asdict(inspection.likeness),
-        "groups": [
-            {"heads": [_place(index, head) for head in group.heads], "least": group.least}
-            for group in inspection.groups
-        ],
-        "pairs": [
-            {
-                "one": _place(index, pair.one),
-                "other": _place(index, pair.other),
-                "guess": pair.guess,
-                "cosine": pair.cosine,
-            }
-            for pair in inspection.pairs
-        ],
-        "findings": [
-            {
-                "kind": finding.kind,
-                "heads": [_place(index, head) for head in finding.heads],
-                "column": finding.column,
-                "values": dict(finding.values),
-                "stacked": finding.stacked,
-                "text": str(finding),
-            }
-            for finding in inspection.findings
-        ],
-        "looks": {str(index[site]): {"block": looks.block} for site, looks in inspection.looks.items()},
-        "top_keys": {
-            str(index[site]): [[asdict(key) for key in head] for head in heads]
-            for site, heads in inspection.top_keys.items()
-        },
-        "examples": [{"title": x.title, "queries": x.queries, "keys": x.keys} for x in inspection.examples],
+        **{name: _as_json(getattr(inspection, name), index) for name in ("settings", "facts", *_IN_JSON)},
     }
-    text = json.dumps(_plain(rest), indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps(rest, indent=1, ensure_ascii=False) + "\n"
     # A lone surrogate, as in a path that is not UTF-8, is written as a JSON escape.
     write_atomically(folder / REST, text.encode("utf-8", errors="backslashreplace"))
 
@@ -118,9 +88,9 @@ def load_inspection(folder: Path) -> Inspection:
             + (", whose run is not finished; continue it with --resume" if unfinished else "")
         )
     rest = read_json(folder / REST, _RULE)
-    if rest.get("format") not in (2, 3, FORMAT):
+    if rest.get("format") not in (2, 3, 4, FORMAT):
         raise OptionError(
-            f"this version reads inspections of format {FORMAT}, got {short(rest.get('format'))} in {folder}; "
+            f"this version reads inspections of format {FORMAT}, got {short(rest.get('format'))} in {folder / REST}; "
             "run `polyhead inspect --save` again, with another folder"
         )
     with refusing(folder / REST, _RULE):
@@ -128,17 +98,14 @@ def load_inspection(folder: Path) -> Inspection:
         sites = [AttentionSite.from_dict(site) for site in rest["sites"]]
         check_sites(sites)
         names = tuple(map(current_name, as_type(rest["statistics"], tuple[str, ...], "statistics")))
-    matrices: dict[AttentionSite, dict[str, Tensor]] = {}
-    found, _ = read_tensors(folder / MATRICES, _RULE)
+    matrices, _ = read_tensors(folder / MATRICES, _RULE)
     with refusing(folder / MATRICES, _RULE):
-        for name, matrix in found.items():
-            number, _, what = name.partition(".")
-            matrices.setdefault(_at(sites, int(number)), {})[what] = matrix
+        relations = _read(_by_number(matrices), _hints(Inspection)["relations"], sites)
     pictures, _ = read_tensors(folder / PICTURES, _RULE)
     with refusing(folder / TABLE, _RULE):
         table = _table(folder / TABLE, sites, names)
     with refusing(folder / REST, _RULE):
-        inspection = _inspection(rest, sites, table, matrices, pictures)
+        inspection = _inspection(rest, sites, table, relations, pictures)
     with refusing(folder / TABLE, _RULE):
         check_table(inspection)
     with refusing(folder / REST, _RULE):
@@ -152,66 +119,77 @@ def _inspection(
     rest: Mapping[str, Any],
     sites: list[AttentionSite],
     table: HeadProfile,
-    matrices: Mapping[AttentionSite, Mapping[str, Tensor]],
+    relations: Mapping[AttentionSite, Mapping[str, Tensor]],
     pictures: Mapping[str, Tensor],
 ) -> Inspection:
-    def head(place: list[int]) -> Head:
-        return _at(sites, place[0]), place[1]
+    values: dict[str, Any] = {name: rest[name] for name in _IN_JSON}
+    values["head_maps"] = {
+        number: {**x, **{name: pictures[f"{number}.{name}"] for name in ("map", "offsets")}}
+        for number, x in rest["head_maps"].items()
+    }
+    values["examples"] = [
+        {**x, "weights": dict(sorted(with_prefix(pictures, f"example.{number}.").items(), key=lambda x: int(x[0])))}
+        for number, x in enumerate(rest["examples"])
+    ]
+    values["spectra"] = _by_number(with_prefix(pictures, "spectrum."))
+    values = {name: _read(x, _hints(Inspection)[name], sites) for name, x in values.items()}
+    settings, facts = Settings.from_dict(rest["settings"]), check_facts(rest["facts"])
+    return build(Inspection, {"settings": settings, "facts": facts, "table": table, "relations": relations, **values})
 
-    return Inspection(
-        Settings.from_dict(rest["settings"]),
-        check_facts(rest["facts"]),
-        table,
-        tuple(
-            HeadRoles(_at(sites, x["site"]), x["head"], tuple(_score(score) for score in x["scores"]))
-            for x in rest["roles"]
-        ),
-        None if rest["likeness"] is None else build(RedundancyThreshold, _numbers(rest["likeness"])),
-        tuple(
-            Group(tuple(head(x) for x in group["heads"]), as_type(_number(group["least"]), float, "least"))
-            for group in rest["groups"]
-        ),
-        tuple(
-            Pair(
-                head(x["one"]),
-                head(x["other"]),
-                as_type(_number(x["guess"]), float, "guess"),
-                as_type(_number(x["cosine"]), float, "cosine"),
-            )
-            for x in rest["pairs"]
-        ),
-        matrices,
-        tuple(
-            Finding(
-                x["kind"],
-                tuple(head(place) for place in x["heads"]),
-                current_name(x["column"]) if isinstance(x["column"], str) else x["column"],
-                x["values"],
-                x["stacked"],
-            )
-            for x in rest["findings"]
-        ),
-        {
-            _at(sites, int(number)): HeadMaps(
-                as_type(x["block"], int, "block"), pictures[f"{number}.map"], pictures[f"{number}.offsets"]
-            )
-            for number, x in rest["looks"].items()
-        },
-        tuple(
-            Example(
-                as_type(x["title"], str, "title"),
-                as_type(x["queries"], tuple[str, ...], "queries"),
-                as_type(x["keys"], tuple[str, ...], "keys"),
-                _weights(pictures, sites, number),
-            )
-            for number, x in enumerate(rest["examples"])
-        ),
-        {
-            _at(sites, int(number)): tuple(tuple(build(TopKey, _numbers(key)) for key in head) for head in heads)
-            for number, heads in rest["top_keys"].items()
-        },
-        _spectra(pictures, sites),
-    )
+
+# ---- JSON
+
+
+def _as_json(x: Any, index: Mapping[AttentionSite, int]) -> Any:
+    """Return a value as JSON can express it, without the fields that are None by default and those with tensors."""
+    if isinstance(x, AttentionSite):
+        return index[x]
+    if isinstance(x, float):
+        return x if math.isfinite(x) else None
+    if isinstance(x, Mapping):
+        return {str(_as_json(name, index)): _as_json(value, index) for name, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [_as_json(value, index) for value in x]
+    if not is_dataclass(x):
+        return x
+    values = {}
+    for field in fields(x):
+        value = getattr(x, field.name)
+        has_tensors = any(isinstance(y, Tensor) for y in (value.values() if isinstance(value, Mapping) else (value,)))
+        if not has_tensors and not (value is None and field.default is None):
+            values[field.name] = _as_json(value, index)
+    if type(x) in _SENTENCES:
+        name, sentence = _SENTENCES[type(x)]
+        values[name] = sentence(x)
+    return values
+
+
+def _read(x: Any, wanted: Any, sites: list[AttentionSite]) -> Any:
+    """Return a JSON value as the annotated type; what does not fit is left to the checks of `build`."""
+    origin, inner = get_origin(wanted), get_args(wanted)
+    if wanted is AttentionSite:
+        return _at(sites, int(x) if isinstance(x, str) else x)
+    if x is None:
+        return math.nan if float in (wanted, *inner) else None
+    if origin is UnionType:
+        return _read(x, inner[0], sites)
+    if origin is Mapping and isinstance(x, Mapping):
+        return {_read(name, inner[0], sites): _read(value, inner[1], sites) for name, value in x.items()}
+    if origin is tuple and isinstance(x, list):
+        kinds = inner[:1] * len(x) if inner[1:] == (...,) else inner
+        values = tuple(_read(value, kind, sites) for value, kind in zip(x, kinds, strict=True))
+        if wanted == Head:
+            check_head(values)
+        return values
+    if not isinstance(wanted, type) or not is_dataclass(wanted):
+        return x
+    if isinstance(x, Mapping):
+        sentence, _ = _SENTENCES.get(wanted, ("", str))
+        x = {name: _read(y, _hints(wanted).get(name), sites) for name, y in x.items() if name != sentence}
+    return build(wanted, x)
+
+
+_hints = cache(get_type_hints)
 
 
 def _at(sites: list[AttentionSite], number: int) -> AttentionSite:
@@ -220,35 +198,35 @@ def _at(sites: list[AttentionSite], number: int) -> AttentionSite:
     return sites[number]
 
 
+# ---- tensors and the table
+
+
 def _pictures(inspection: Inspection, index: Mapping[AttentionSite, int]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for site, looks in inspection.looks.items():
-        found |= {f"{index[site]}.map": looks.map, f"{index[site]}.offsets": looks.offsets}
-    for site, spectra in inspection.spectra.items():
-        found |= {f"spectrum.{index[site]}.{name}": x for name, x in spectra.items()}
+    maps = {site: {"map": x.map, "offsets": x.offsets} for site, x in inspection.head_maps.items()}
+    pictures = _numbered(maps, index)
+    pictures |= {f"spectrum.{name}": x for name, x in _numbered(inspection.spectra, index).items()}
     for number, example in enumerate(inspection.examples):
-        found |= {f"example.{number}.{index[site]}": weights for site, weights in example.weights.items()}
-    return {name: x.detach().cpu().contiguous() for name, x in found.items()}
+        pictures |= {f"example.{number}.{index[site]}": weights for site, weights in example.weights.items()}
+    return pictures
 
 
-def _weights(pictures: Mapping[str, Tensor], sites: list[AttentionSite], number: int) -> dict[AttentionSite, Tensor]:
-    prefix = f"example.{number}."
-    found = {name.removeprefix(prefix): x for name, x in pictures.items() if name.startswith(prefix)}
-    return {_at(sites, int(index)): found[index] for index in sorted(found, key=int)}
+def _numbered(
+    tensors: Mapping[AttentionSite, Mapping[str, Tensor]], index: Mapping[AttentionSite, int]
+) -> dict[str, Tensor]:
+    """Return the tensors of sites by names such as `3.cosine`; `_by_number` reverses it."""
+    return {f"{index[site]}.{name}": x for site, of_site in tensors.items() for name, x in of_site.items()}
 
 
-def _spectra(pictures: Mapping[str, Tensor], sites: list[AttentionSite]) -> dict[AttentionSite, dict[str, Tensor]]:
-    found: dict[AttentionSite, dict[str, Tensor]] = {}
-    for name, x in pictures.items():
-        kind, _, rest = name.partition(".")
-        if kind == "spectrum":
-            number, _, circuit = rest.partition(".")
-            found.setdefault(_at(sites, int(number)), {})[circuit] = x
-    return found
+def _by_number(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    by_number: dict[str, dict[str, Tensor]] = {}
+    for name, x in tensors.items():
+        number, _, inner = name.partition(".")
+        by_number.setdefault(number, {})[inner] = x
+    return by_number
 
 
-def _place(index: Mapping[AttentionSite, int], head: Head) -> list[int]:
-    return [index[head[0]], head[1]]
+def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
 
 
 def _parquet(table: HeadProfile) -> bytes:
@@ -260,44 +238,18 @@ def _parquet(table: HeadProfile) -> bytes:
 
 
 def _table(path: Path, sites: list[AttentionSite], names: tuple[str, ...]) -> HeadProfile:
-    found, _ = read_columns(path, _RULE)
+    cells, _ = read_columns(path, _RULE)
     where = {(site.name, site.kind): site for site in sites}
     rows = []
-    for place in zip(found["site"], found["kind"], strict=True):
+    for place in zip(cells["site"], cells["kind"], strict=True):
         if place not in where:
             raise OptionError(f"the rows of the table are heads of the sites in {REST}, got {short(place)}")
         rows.append(where[place])
     columns = {
-        current_name(name): torch.tensor([as_type(_number(x), float, name) for x in column], dtype=torch.float64)
-        for name, column in found.items()
-        if name not in ("site", "kind", "stack", "layer", "head", "original_head")
+        current_name(name): torch.tensor(
+            [math.nan if x is None else as_type(x, float, name) for x in column], dtype=torch.float64
+        )
+        for name, column in cells.items()
+        if name not in LOCATION
     }
-    return HeadProfile(tuple(rows), tuple(found["head"]), names, columns)
-
-
-def _score_dict(score: RoleScore) -> dict[str, Any]:
-    fields = {name: value for name, value in asdict(score).items() if value is not None}
-    return {**fields, "evidence": score.evidence}  # the text is for readers of the file
-
-
-def _score(found: Mapping[str, Any]) -> RoleScore:
-    return build(RoleScore, _numbers({name: x for name, x in found.items() if name != "evidence"}))
-
-
-def _plain(x: Any) -> Any:
-    """Replace NaN and infinity, which JSON does not have, by null."""
-    if isinstance(x, Reason):
-        return {"kind": x.kind, "fields": _plain(x.fields), "text": str(x)}
-    if isinstance(x, float):
-        return x if math.isfinite(x) else None
-    if isinstance(x, Mapping):
-        return {str(name): _plain(value) for name, value in x.items()}
-    return [_plain(value) for value in x] if isinstance(x, list | tuple) else x
-
-
-def _number(x: float | None) -> float:
-    return math.nan if x is None else x
-
-
-def _numbers(score: dict[str, Any]) -> dict[str, Any]:
-    return {name: math.nan if x is None else x for name, x in score.items()}
+    return HeadProfile(tuple(rows), tuple(cells["head"]), names, columns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,29 +12,27 @@ from torch import Tensor
 from polyhead.analysis import circuits, relations
 from polyhead.analysis.importance import Importance
 from polyhead.analysis.redundancy import redundancy
+from polyhead.analysis.roles import evidence_of
 from polyhead.analysis.text_shares import text_shares
-from polyhead.inspection.heads import Group, RedundancyThreshold
-from polyhead.observation import AttentionSite, CollectorState, HeadProfile, HeadProjections
+from polyhead.inspection.heads import Group, Head, RedundancyThreshold
+from polyhead.observation import AttentionSite, HeadProfile, HeadProjections
+from polyhead.observation.collectors import Collected, states_of
 from polyhead.observation.contributions import SiteContributions
 from polyhead.observation.head_moments import HeadMoments
-from polyhead.observation.role_evidence import HeadEvidence
 
 SiteColumns = dict[AttentionSite, dict[str, Tensor]]
 SUFFIXES = ("_error", "_chance")  # columns that accompany a statistic and are not statistics themselves
 
 
 def relations_of(
-    collected: Mapping[AttentionSite, Mapping[str, CollectorState]],
+    collected: Collected,
     head_projections: Mapping[AttentionSite, HeadProjections],
 ) -> tuple[SiteColumns, SiteColumns]:
     """Return matrices [heads, heads] and columns [heads] computed from the head outputs of each site."""
     matrices: SiteColumns = {}
     columns: SiteColumns = {}
-    for site, values in collected.items():
-        moments = _moments(values)
+    for site, moments in _moments_of(collected).items():
         projections = head_projections.get(site, HeadProjections())
-        if moments is None:
-            continue
         matrices[site] = {}
         columns[site] = {}
         if site.num_heads > 1 and _enough(moments, 2 * moments.dim):
@@ -55,23 +54,23 @@ def relations_of(
 
 
 def cosines_of(
-    collected: Mapping[AttentionSite, Mapping[str, CollectorState]],
+    collected: Collected,
     head_projections: Mapping[AttentionSite, HeadProjections],
 ) -> dict[AttentionSite, Tensor]:
     """Return only the cosine similarity of head outputs, [heads, heads], by site."""
-    cosines = {}
-    for site, values in collected.items():
-        moments, output = _moments(values), head_projections.get(site, HeadProjections()).output
-        if moments is not None and output is not None:
-            cosines[site] = relations.cosine(moments, output.detach().cpu().double())
-    return cosines
+    outputs = {site: x.output.detach().cpu().double() for site, x in head_projections.items() if x.output is not None}
+    moments = _moments_of(collected)
+    return {site: relations.cosine(moments[site], outputs[site]) for site in moments if site in outputs}
 
 
-def _moments(values: Mapping[str, CollectorState]) -> HeadMoments | None:
-    contributions = values.get("contributions")
-    if not isinstance(contributions, SiteContributions) or contributions.moments is None:
-        return None
-    return HeadMoments.from_state({name: x.cpu() for name, x in contributions.moments.state().items()})
+def _moments_of(collected: Collected) -> dict[AttentionSite, HeadMoments]:
+    """Return the second moments of head outputs by site, on the CPU."""
+    states = states_of(collected, "contributions", SiteContributions)
+    return {
+        site: HeadMoments(**{name: x.cpu() for name, x in state.moments.state().items()})
+        for site, state in states.items()
+        if state.moments is not None
+    }
 
 
 def _enough(moments: HeadMoments, dims: int) -> bool:
@@ -97,10 +96,9 @@ def spectra_of(head_projections: Mapping[AttentionSite, HeadProjections]) -> Sit
     return by_site
 
 
-def text_columns(collected: Mapping[AttentionSite, Mapping[str, CollectorState]]) -> SiteColumns:
+def text_columns(collected: Collected) -> SiteColumns:
     """Return columns of attention to classes of tokens and parts of the text, from the role evidence."""
-    states = {site: values.get("evidence") for site, values in collected.items()}
-    return {site: text_shares(evidence) for site, evidence in states.items() if isinstance(evidence, HeadEvidence)}
+    return {site: text_shares(evidence) for site, evidence in evidence_of(collected).items()}
 
 
 def circuit_columns(spectra: SiteColumns) -> SiteColumns:
@@ -128,48 +126,40 @@ def groups_of(
     if not len(nulls):
         return {}
     groups: list[Group] = []
-    likeness = None
+    threshold: RedundancyThreshold | None = None
     for site, of_site in matrices.items():
         if "cosine" not in of_site or site.num_heads < 2:
             continue
         redundant = redundancy(of_site["cosine"], nulls)
-        likeness = RedundancyThreshold(redundant.threshold, redundant.null)
+        threshold = RedundancyThreshold(redundant.threshold, redundant.null)
         for group in redundant.groups:
             index = torch.tensor(group)
             least = float(of_site["cosine"][index][:, index].min())
             groups.append(Group(tuple((site, head) for head in group), least))
-    return {"likeness": likeness, "groups": tuple(groups)}
+    return {"redundancy": threshold, "groups": tuple(groups)}
 
 
-def widened(table: HeadProfile, parts: Sequence[SiteColumns], importance: Importance | None) -> HeadProfile:
+def extend_table(table: HeadProfile, parts: Sequence[SiteColumns], importance: Importance | None) -> HeadProfile:
     """Return the table extended by the columns of `parts` and of importance; NaN where a head has no value."""
-    columns: SiteColumns = {}
+    values: dict[str, dict[Head, float]] = {}  # by column
     for part in parts:
         for site, of_site in part.items():
-            columns[site] = {**columns.get(site, {}), **of_site}
-    all_names = list(dict.fromkeys(name for part in parts for of_site in part.values() for name in of_site))
-    names = [name for name in all_names if not name.endswith(SUFFIXES)]
-    more: dict[str, Tensor] = {}
-    for name in all_names:
-        numbers = [
-            float(columns[site][name][head]) if name in columns.get(site, {}) else float("nan")
-            for site, head in zip(table.sites, table.heads, strict=True)
-        ]
-        more[name] = torch.tensor(numbers, dtype=torch.float64)
-    if importance is not None:
-        place = {row: index for index, row in enumerate(zip(importance.sites, importance.heads, strict=True))}
-        for name in importance.columns:
-            values = importance[name]
-            numbers = [
-                float(values[place[row]]) if row in place else float("nan")
-                for row in zip(table.sites, table.heads, strict=True)
-            ]
-            more[name] = torch.tensor(numbers, dtype=torch.float64)
-        names += [name for name in importance.columns if not name.endswith("_error")]
+            for name, column in of_site.items():
+                values.setdefault(name, {}).update({(site, head): x for head, x in enumerate(column.tolist())})
+    for name in () if importance is None else importance.columns:
+        assert importance is not None
+        heads = zip(importance.sites, importance.heads, strict=True)
+        values[name] = dict(zip(heads, importance[name].tolist(), strict=True))
+    rows = list(zip(table.sites, table.heads, strict=True))
+    more = {
+        name: torch.tensor([by_head.get(row, math.nan) for row in rows], dtype=torch.float64)
+        for name, by_head in values.items()
+    }
+    names = [name for name in values if not name.endswith(SUFFIXES)]
     return HeadProfile(table.sites, table.heads, (*table.names, *names), {**table.columns, **more})
 
 
-def with_more(
+def extend_matrices(
     matrices: SiteColumns, distances: Mapping[AttentionSite, Tensor], importance: Importance | None
 ) -> SiteColumns:
     """Return the matrices extended by attention distances and gradient overlaps, where they were measured."""

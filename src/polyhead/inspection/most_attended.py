@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from polyhead.observation import AttentionSite, CollectorState
+from polyhead.observation import AttentionSite
+from polyhead.observation.collectors import Collected, states_of
 from polyhead.observation.top_keys import SiteTopKeys, TopKeys
 
 CANDIDATES = 1024  # distinct tokens that are counted: the most frequent ones of the text
@@ -32,16 +32,13 @@ def most_frequent(counts: Tensor, most: int = CANDIDATES) -> TopKeys:
 
 
 def top_keys_of(
-    collected: Mapping[AttentionSite, Mapping[str, CollectorState]], tokenizer: Any, counts: Tensor
+    collected: Collected, tokenizer: Any, counts: Tensor
 ) -> dict[AttentionSite, tuple[tuple[TopKey, ...], ...]]:
     """Return up to `MOST` tokens per head, the most attended first, by site; tokens without attention are omitted."""
     top_keys = {}
     frequency = (counts / counts.sum().clamp_min(1)).tolist()
-    for site, values in collected.items():
-        value = values.get("top_keys")
-        if not isinstance(value, SiteTopKeys):
-            continue
-        ids, shares = value.compute(MOST)
+    for site, state in states_of(collected, "top_keys", SiteTopKeys).items():
+        ids, shares = state.compute(MOST)
         top_keys[site] = tuple(
             tuple(
                 TopKey(token, _text(tokenizer, token), share, frequency[token])

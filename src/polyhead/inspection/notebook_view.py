@@ -13,7 +13,7 @@ from polyhead.inspection.vocabulary import ROLE_ORDER, role_of
 from polyhead.inspection.wording import Finding, place_of
 from polyhead.observation import AttentionSite, HeadProfile
 from polyhead.observation.cards import Cell, folded, grids
-from polyhead.observation.notebook import cards_html, table_html
+from polyhead.observation.head_profile import cards_html, table_html
 
 NO_ROLE = "··"
 

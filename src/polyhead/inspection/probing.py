@@ -31,6 +31,7 @@ from polyhead.observation import (
     find_projections,
     observe,
 )
+from polyhead.observation.collectors import CallRecorder, states_of
 from polyhead.observation.head_distances import SiteDistances
 from polyhead.observation.origins import IN_CONFIG
 from polyhead.observation.role_evidence import EvidenceCollector, HeadEvidence
@@ -91,19 +92,16 @@ class Probes:
 
     def examples(self) -> tuple[Example, ...]:
         """Return all attention weights of a few short excerpts."""
-        batches = example_batches(self.reader)
-        return examples_of(
-            self.reader, batches, self.watched(self.loaded.model, batches, [ExampleWeights()], "collect examples")
-        )
+        batches, weights = example_batches(self.reader), ExampleWeights()
+        self.watched(self.loaded.model, batches, [CallRecorder(weights.record)], "collect examples")
+        return examples_of(self.reader, batches, weights)
 
     def distances(self) -> dict[AttentionSite, Tensor]:
         """Return the attention distances of the heads of a layer; a few tokens only, as the cost is per pair."""
         batches = self.reader.some_batches(DISTANCE_TOKENS)
-        collected = self.watched(
-            self.loaded.model, batches, [AttentionDistances()], "compare attention of heads"
-        ).collected
-        states = {site: values.get("distances") for site, values in collected.items()}
-        return {site: x.compute() for site, x in states.items() if isinstance(x, SiteDistances)}
+        found = self.watched(self.loaded.model, batches, [AttentionDistances()], "compare attention of heads")
+        states = states_of(found.collected, "distances", SiteDistances)
+        return {site: state.compute() for site, state in states.items()}
 
     def repeated(self, model: nn.Module) -> dict[AttentionSite, HeadEvidence] | None:
         tokenizer, context = self.loaded.tokenizer, self.reader.text.length
@@ -168,14 +166,10 @@ class Probes:
         return measure(
             self.loaded.model,
             batches,
-            _loss(loss, self.loaded.tokenizer, self.settings.seed),
+            Masked(self.loaded.tokenizer.mask_token_id, seed=self.settings.seed) if loss == "masked" else loss,
             layers=self.settings.layers,
             progress=lambda done, total: self.report(Progress(step, done, total, "runs")),
         )
-
-
-def _loss(name: str, tokenizer: Any, seed: int) -> Any:
-    return Masked(tokenizer.mask_token_id, seed=seed) if name == "masked" else name
 
 
 def embedding_of(model: Any) -> Tensor | None:

@@ -27,12 +27,12 @@ class Inspection:
     facts: Mapping[str, Any]  # about the run: model, tokens, documents, versions, time
     table: HeadProfile
     roles: tuple[HeadRoles, ...] = ()
-    likeness: RedundancyThreshold | None = None
+    redundancy: RedundancyThreshold | None = None
     groups: tuple[Group, ...] = ()
     pairs: tuple[Pair, ...] = ()
     relations: Mapping[AttentionSite, Mapping[str, Tensor]] = field(default_factory=dict)  # [heads, heads] each
     findings: tuple[Finding, ...] = ()
-    looks: Mapping[AttentionSite, HeadMaps] = field(default_factory=dict)  # mean attention maps and offsets
+    head_maps: Mapping[AttentionSite, HeadMaps] = field(default_factory=dict)  # mean attention maps and offsets
     examples: tuple[Example, ...] = ()  # short excerpts with all attention weights
     top_keys: Mapping[AttentionSite, tuple[tuple[TopKey, ...], ...]] = field(default_factory=dict)  # by head
     spectra: Mapping[AttentionSite, Mapping[str, Tensor]] = field(default_factory=dict)  # qk, ov [heads, head_dim]

@@ -7,7 +7,7 @@ import json
 import platform
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,15 @@ class _Read:
     tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Probed:
+    """Results of the probes: fields of the inspection, and what extends its table and its matrices."""
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    distances: Mapping[AttentionSite, Tensor] = field(default_factory=dict)
+    importance: Importance | None = None
+
+
 @dataclass(eq=False)
 class _Run:
     settings: Settings
@@ -102,8 +111,6 @@ class _Run:
         head_projections = self.probes.head_projections(self.loaded.model)
         sample = cross_layer_similarity.sample_of(head_projections, self.settings.seed)
         observations = self.text(sample, resume)
-        table = observations.profile
-        parts: dict[str, Any] = {}
         matrices, output_columns = layer_similarity.relations_of(observations.collected, head_projections)
         spectra = layer_similarity.spectra_of(head_projections)
         columns = [
@@ -111,44 +118,40 @@ class _Run:
             layer_similarity.circuit_columns(spectra),
             output_columns,
         ]
-        roles: tuple[HeadRoles, ...] = ()
+        probed = _Probed()
         if not self.interrupted:
             try:
-                parts, roles = self.rest(observations, head_projections, sample, matrices)
+                probed = self.probe(observations, head_projections, sample, matrices)
             except KeyboardInterrupt:
                 self.interrupted = True
-        importance: Importance | None = parts.pop("importance", None)
-        matrices = layer_similarity.with_more(matrices, parts.pop("distances", {}), importance)
+        importance = probed.importance
         inspection = Inspection(
             self.settings,
             {**self.facts(observations, began), "loss": None if importance is None else importance.loss},
-            layer_similarity.widened(table, columns, importance),
-            roles,
-            relations=matrices,
-            looks=head_maps_of(observations.collected),
+            layer_similarity.extend_table(observations.profile, columns, importance),
+            relations=layer_similarity.extend_matrices(matrices, probed.distances, importance),
+            head_maps=head_maps_of(observations.collected),
             top_keys=top_keys_of(observations.collected, self.loaded.tokenizer, self.reader.counts),
             spectra=spectra,
-            **parts,
+            **probed.fields,
         )
         return dataclasses.replace(inspection, findings=findings(inspection))
 
-    def rest(
+    def probe(
         self,
         observations: Observations,
         head_projections: Mapping[AttentionSite, HeadProjections],
         sample: TokenSample | None,
         matrices: Mapping[AttentionSite, Mapping[str, Tensor]],
-    ) -> tuple[dict[str, Any], tuple[HeadRoles, ...]]:
-        parts: dict[str, Any] = {}
+    ) -> _Probed:
         probes = self.probes
-        parts["examples"] = probes.examples()
-        parts["distances"] = probes.distances()
-        repeated = probes.repeated(self.loaded.model)
+        fields: dict[str, Any] = {"examples": probes.examples()}
+        distances, repeated = probes.distances(), probes.repeated(self.loaded.model)
         reference: tuple[HeadRoles, ...] = ()
         if self.settings.chance:
             reference, null = probes.chance()
-            parts |= layer_similarity.groups_of(matrices, null)
-        roles = head_roles(
+            fields |= layer_similarity.groups_of(matrices, null)
+        fields["roles"] = head_roles(
             evidence_of(observations.collected),
             repeated,
             copying=probes.copying(head_projections),
@@ -157,12 +160,11 @@ class _Run:
             seed=self.settings.seed,
         )
         if sample is not None:
-            parts["pairs"] = cross_layer_similarity.pairs(
+            fields["pairs"] = cross_layer_similarity.pairs(
                 observations.collected, sample, head_projections, probes.watched_sample
             )
-            self.across = cross_layer_similarity.rule(sample)
-        parts["importance"] = probes.importance()
-        return parts, roles
+            self.across = cross_layer_similarity.method(sample)
+        return _Probed(fields, distances, probes.importance())
 
     # ---- the pass over the text
 
@@ -180,7 +182,7 @@ class _Run:
         )
         if self.folder is not None:
             _ = self.origin  # computed now, while memory is available
-        read = self.go_on(session, collectors) if resume else _Read(session.observations)
+        read = self.resumed(session, collectors) if resume else _Read(session.observations)
         saved_batches, report, total = read.batches, self.report, self.reader.text.tokens
         report(Progress("read the text", read.tokens, total, "tokens"))
         saved = time.monotonic()
@@ -216,7 +218,7 @@ class _Run:
         """Fingerprints of the model and the text."""
         return {"model": model_digest(self.loaded.model), "text": self.reader.text.digest}
 
-    def go_on(self, session: Session, collectors: list[Collector]) -> _Read:
+    def resumed(self, session: Session, collectors: list[Collector]) -> _Read:
         assert self.folder is not None
         path = self.folder / OBSERVATIONS
         if not path.exists():

@@ -78,12 +78,8 @@ class Reader:
         for context in sorted(self.contexts, key=lambda x: x.piece):
             if total >= tokens:
                 break
-            if len(context.ids) > length:
-                end = length - len(after)
-                ids, special = [*context.ids[:end], *after], [*context.special[:end], *(True for _ in after)]
-                context = Context(context.document, context.piece, ids, special)
-            chosen.append(context)
-            total += len(context.ids)
+            chosen.append(cut_context(context, length, after))
+            total += len(chosen[-1].ids)
         return self.batches_of(chosen)
 
     def batches_of(self, contexts: Sequence[Context]) -> list[Batch]:
@@ -114,6 +110,15 @@ class Reader:
         if self.loaded.kind != "encoder" and self.loaded.kind != "masked":
             return _base_model(full_model)(**inputs, use_cache=False)
         return _base_model(full_model)(**inputs)
+
+
+def cut_context(context: Context, length: int, after: Sequence[int]) -> Context:
+    """Return a context with at most `length` tokens, which ends with the special tokens `after`."""
+    if len(context.ids) <= length:
+        return context
+    end = max(1, length - len(after))
+    ids, special = [*context.ids[:end], *after], [*context.special[:end], *(True for _ in after)]
+    return Context(context.document, context.piece, ids, special)
 
 
 def _base_model(model: Any) -> Any:

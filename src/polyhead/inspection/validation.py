@@ -86,7 +86,7 @@ def check_table(inspection: Inspection) -> None:
     if not len(table):
         raise OptionError("the table must have a row for each head, got none")
     for head in zip(table.sites, table.heads, strict=True):
-        _check_head(head)
+        check_head(head)
     if len(set(zip(table.sites, table.heads, strict=True))) < len(table):
         raise OptionError("a head must have one row of the table, got two")
     missing = [name for name in ("tokens", *table.names) if name not in table.columns]
@@ -95,21 +95,15 @@ def check_table(inspection: Inspection) -> None:
 
 
 def check_run(inspection: Inspection) -> None:
-    """Check that heads exist, roles are known, and scores and findings have the values that their text needs."""
+    """Check that roles are known, and that scores and findings have the values that their text needs."""
     for head_roles in inspection.roles:
-        _check_head((head_roles.site, head_roles.head))
+        check_head((head_roles.site, head_roles.head))
         unknown = [score.role for score in head_roles.scores if score.role not in ROLE_ORDER]
         if unknown:
             raise OptionError(f"a role must be one of {', '.join(ROLE_ORDER)}; got {short(unknown[0])}")
         for score in head_roles.scores:
             with _needing_values("a score", score.role):
                 _ = score.text
-    for head in (
-        *(head for group in inspection.groups for head in group.heads),
-        *(head for pair in inspection.pairs for head in (pair.one, pair.other)),
-        *(head for finding in inspection.findings for head in finding.heads),
-    ):
-        _check_head(head)
     for finding in inspection.findings:
         with _needing_values("a finding", finding.kind):
             words_of(finding), words_of(finding, "zh")
@@ -124,14 +118,14 @@ def check_tensors(inspection: Inspection) -> None:
         for name, matrix in matrices.items():
             _check_shape(f"{short(name)} of {short(site.name)}", matrix, (site.num_heads, site.num_heads))
     bins = (0, len(offset_bins()))
-    for site, looks in inspection.looks.items():
-        if looks.block < 1:
-            raise OptionError(f"a block of a map must have at least 1 token, got {looks.block}")
-        side = looks.map.shape[-1] if looks.map.ndim == 3 else -1
-        _check_shape(f"the map of {short(site.name)}", looks.map, (site.num_heads, side, side))
-        _check_shape(f"the offsets of {short(site.name)}", looks.offsets, (site.num_heads, None))
-        if looks.offsets.shape[-1] not in bins:
-            raise OptionError(f"offsets must have {bins[1]} bins, got {looks.offsets.shape[-1]}")
+    for site, maps in inspection.head_maps.items():
+        if maps.block < 1:
+            raise OptionError(f"a block of a map must have at least 1 token, got {maps.block}")
+        side = maps.map.shape[-1] if maps.map.ndim == 3 else -1
+        _check_shape(f"the map of {short(site.name)}", maps.map, (site.num_heads, side, side))
+        _check_shape(f"the offsets of {short(site.name)}", maps.offsets, (site.num_heads, None))
+        if maps.offsets.shape[-1] not in bins:
+            raise OptionError(f"offsets must have {bins[1]} bins, got {maps.offsets.shape[-1]}")
     for site, spectra in inspection.spectra.items():
         for name, spectrum in spectra.items():
             _check_shape(f"the spectrum {short(name)} of {short(site.name)}", spectrum, (site.num_heads, None))
@@ -141,7 +135,8 @@ def check_tensors(inspection: Inspection) -> None:
             _check_shape(f"the weights of {short(example.title)} at {short(site.name)}", weights, shape)
 
 
-def _check_head(head: Head) -> None:
+def check_head(head: Head) -> None:
+    """Check that the site of a head has a head of that number."""
     if isinstance(head[1], bool) or not isinstance(head[1], int) or not 0 <= head[1] < head[0].num_heads:
         raise OptionError(f"a head of {short(head[0].name)} must be 0 to {head[0].num_heads - 1}, got {short(head[1])}")
 

@@ -24,7 +24,7 @@ class Finding:
     kind: FindingKind
     heads: tuple[Head, ...]
     column: str | None  # of the table, from which it was derived
-    values: Mapping[str, float | str | bool]
+    values: Mapping[str, int | float | str | bool]
     stacked: bool = False  # whether the stack is part of a head's name, as in an encoder-decoder
 
     def __str__(self) -> str:

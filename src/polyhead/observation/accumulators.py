@@ -2,14 +2,14 @@
 
 Each has three methods. `update` takes samples along the last axis, with weights, and returns the updated accumulator;
 `merge` combines two accumulators; `compute` returns the result. None of them synchronises with a device, and a sample
-of weight 0 is ignored, even if it is NaN. `state` and `from_state` convert to named tensors and back.
+of weight 0 is ignored, even if it is NaN. `state` and `with_state` convert to named tensors and back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, Self
+from dataclasses import Field, dataclass, fields, replace
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -17,17 +17,58 @@ from torch import Tensor
 from polyhead.errors import OptionError, ShapeError
 
 
-class Accumulator(Protocol):
-    """Interface shared by the accumulators of this module."""
+class NamedTensors:
+    """Base of frozen dataclasses that are saved as named tensors: their tensor fields, and those of nested values.
 
-    def update(self, values: Tensor, weights: Tensor | None = None) -> Self: ...
+    The tensors of a nested value have the name of its field as a prefix, as in `moments.count`.
+    """
 
-    def merge(self, other: Self) -> Self: ...
+    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
-    def state(self) -> dict[str, Tensor]: ...
+    def state(self) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        for name, value in self._parts():
+            if isinstance(value, Tensor):
+                tensors[name] = value
+            else:
+                tensors |= {f"{name}.{inner}": x for inner, x in value.state().items()}
+        return tensors
 
-    @classmethod
-    def from_state(cls, state: Mapping[str, Tensor]) -> Self: ...
+    def with_state(self, state: Mapping[str, Tensor]) -> Self:
+        """Return a copy with the saved tensors, on the device of those tensors."""
+        missing = [name for name in self.state() if name not in state]
+        if missing:
+            raise OptionError(
+                f"a saved {type(self).__name__} must contain {', '.join(self.state())}, got none for "
+                f"{', '.join(missing)}"
+            )
+        values = {
+            name: state[name] if isinstance(value, Tensor) else value.with_state(with_prefix(state, f"{name}."))
+            for name, value in self._parts()
+        }
+        return replace(self, **values)
+
+    def _parts(self) -> list[tuple[str, Any]]:
+        values = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        return [(name, value) for name, value in values if isinstance(value, Tensor | NamedTensors)]
+
+
+class Sums(NamedTensors):
+    """Base of values whose tensors are sums over samples, so that two are merged by adding them."""
+
+    __slots__ = ()
+
+    def merge(self, other: Self) -> Self:
+        sums = {}
+        for (name, own), (_, others) in zip(self._parts(), other._parts(), strict=True):
+            sums[name] = own + others.to(own.device) if isinstance(own, Tensor) else own.merge(others)
+        return replace(self, **sums)
+
+
+def with_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the tensors whose names start with a prefix, without it."""
+    return {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
 
 
 class Moments(NamedTuple):
@@ -39,7 +80,7 @@ class Moments(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MeanAndStd:
+class MeanAndStd(NamedTensors):
     """Weighted mean and standard deviation, of any shape, in float64.
 
     >>> import torch
@@ -100,16 +141,9 @@ class MeanAndStd:
         mean = torch.where(is_empty, torch.nan, self.mean)
         return Moments(self.count, mean, torch.where(is_empty, torch.nan, (self.squares / divisor).sqrt()))
 
-    def state(self) -> dict[str, Tensor]:
-        return {"count": self.count, "mean": self.mean, "squares": self.squares}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Tensor]) -> Self:
-        return cls(*(_named(state, name) for name in ("count", "mean", "squares")))
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Maximum:
+class Maximum(NamedTensors):
     """Maximum over samples of non-zero weight, in float64; -inf where there were none."""
 
     largest: Tensor
@@ -133,13 +167,6 @@ class Maximum:
 
     def compute(self) -> Tensor:
         return self.largest
-
-    def state(self) -> dict[str, Tensor]:
-        return {"largest": self.largest}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Tensor]) -> Self:
-        return cls(_named(state, "largest"))
 
 
 def _accumulator_dtype(device: torch.device | str | None) -> torch.dtype:
@@ -170,9 +197,3 @@ def _check_same_shape(shape: torch.Size, other: torch.Size) -> None:
 
 def _to_device_of(tensor: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     return tuple(other.to(tensor.device) for other in others)
-
-
-def _named(state: Mapping[str, Tensor], name: str) -> Tensor:
-    if name not in state:
-        raise OptionError(f"a saved accumulator must contain {name!r}, got {', '.join(sorted(state)) or 'nothing'}")
-    return state[name]

@@ -142,8 +142,3 @@ def adapted_modules(
                 f"adapters are keyed by path or class of the model's modules, got {label}, which matches none"
             )
     return adapted
-
-
-def watched(module: nn.Module, adapter: Adapter, watcher: Watcher) -> AbstractContextManager[Any]:
-    """Attach an adapter to a module for the duration of the context."""
-    return adapter.watch(module, AttentionNotifier(module, adapter, watcher))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError
-from polyhead.observation.collectors import BatchMetadata
+from polyhead.observation.accumulators import Sums
+from polyhead.observation.collectors import BatchMetadata, counted_rows, exclude_padding
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
 from polyhead.ops.profile import BlockMap
@@ -62,7 +62,7 @@ class AttentionMaps:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SiteMaps:
+class SiteMaps(Sums):
     """State of `AttentionMaps` at one site; all tensors are sums, so two states add up."""
 
     block: int
@@ -72,12 +72,8 @@ class SiteMaps:
     offsets: Tensor
     received: Tensor  # [heads, key blocks]: summed weight received by the keys of a block
 
-    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
-        logsumexp = attended.result.logsumexp
-        assert logsumexp is not None
-        if real is not None:  # a log-sum-exp of -inf gives a row zero weights, which excludes it from the sums
-            logsumexp = torch.where(real[:, None], logsumexp, -torch.inf)
-        unpadded = replace(attended, result=replace(attended.result, logsumexp=logsumexp))
+    def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
+        unpadded = exclude_padding(attended, non_padding)
         summary = unpadded.profile(
             received=True, block_map=(self.block, self.block), offsets=self.offsets.shape[-1] > 0
         )
@@ -85,7 +81,7 @@ class SiteMaps:
         side = self.rows.shape[0]
         grid = _folded(_folded(summary.block_map.sum(0, dtype=torch.float64), side, 2), side, 1)
         received = _folded(_blocks(summary.received.sum(0, dtype=torch.float64), self.block), side, 1)
-        counted = torch.isfinite(logsumexp).any(1).sum(0, dtype=torch.float64)
+        counted = counted_rows(unpadded).sum(0, dtype=torch.float64)
         offsets = (
             self.offsets if summary.offsets is None else self.offsets + summary.offsets.sum(0, dtype=torch.float64)
         )
@@ -99,18 +95,7 @@ class SiteMaps:
                 f"got blocks of {self.block} and {other.block} tokens, "
                 f"{list(self.map.shape)} and {list(other.map.shape)}"
             )
-        device = self.map.device
-        sums = [getattr(self, name) + getattr(other, name).to(device) for name in _SUMS]
-        return type(self)(self.block, *sums)
-
-    def state(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name) for name in _SUMS}
-
-    def with_state(self, state: Mapping[str, Tensor]) -> Self:
-        return type(self)(self.block, *(state[name] for name in _SUMS))
-
-
-_SUMS = tuple(field.name for field in fields(SiteMaps) if field.name != "block")
+        return Sums.merge(self, other)
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from polyhead.observation.statistics import AttentionSite
@@ -79,6 +79,14 @@ def card(title: str, lines: Sequence[str], numbers: Sequence[Number]) -> str:
 
 def _bar(place: float | None) -> str:
     return "" if place is None else f'<meter value="{min(1.0, max(0.0, place)):.2f}"></meter>'
+
+
+def html_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return an HTML table of text cells."""
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+    lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def folded(summary: str, content: str) -> str:

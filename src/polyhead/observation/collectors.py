@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol, Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
+from polyhead.observation.accumulators import NamedTensors
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
 
@@ -26,8 +27,8 @@ class BatchMetadata:
 class CollectorState(Protocol):
     """State of a collector at one site: a mergeable value, like those of `accumulators`."""
 
-    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
-        """Add one attention call; `real` [batch or 1, queries] is False for padding, None where there is none.
+    def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
+        """Add one attention call; `non_padding` is [batch or 1, queries], None without padding.
 
         Must not synchronise with the device.
         """
@@ -48,3 +49,53 @@ class Collector(Protocol):
 
     def empty(self, site: AttentionSite, device: torch.device) -> CollectorState | None:
         """Return an empty state; None if this site is not collected."""
+
+
+Collected = Mapping[AttentionSite, Mapping[str, CollectorState]]  # the states of a session, by site and collector name
+T = TypeVar("T")
+
+
+def states_of(collected: Collected, name: str, kind: type[T]) -> dict[AttentionSite, T]:
+    """Return the states of the collector `name` by site, where they are of a type."""
+    states = {site: values.get(name) for site, values in collected.items()}
+    return {site: state for site, state in states.items() if isinstance(state, kind)}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallRecorder:
+    """Collector that passes every attention call to a function, and has no state of its own."""
+
+    record: Callable[[AttentionSite, Attended, BatchMetadata], None]
+    name: str = "calls"
+
+    def empty(self, site: AttentionSite, device: torch.device) -> _RecordedSite:
+        return _RecordedSite(self.record, site)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RecordedSite(NamedTensors):
+    record: Callable[[AttentionSite, Attended, BatchMetadata], None]
+    site: AttentionSite
+
+    def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
+        self.record(self.site, attended, metadata)
+        return self
+
+    def merge(self, other: Self) -> Self:
+        return self
+
+
+def exclude_padding(attended: Attended, non_padding: Tensor | None) -> Attended:
+    """Return the attention with a log-sum-exp of -inf in padding rows, so that their weights are 0 in every sum."""
+    logsumexp = attended.result.logsumexp
+    assert logsumexp is not None
+    if non_padding is None:
+        return attended
+    logsumexp = torch.where(non_padding[:, None], logsumexp, -torch.inf)
+    return replace(attended, result=replace(attended.result, logsumexp=logsumexp))
+
+
+def counted_rows(attended: Attended) -> Tensor:
+    """Return the rows with a visible key in any head, boolean [batch, queries]."""
+    assert attended.result.logsumexp is not None
+    return torch.isfinite(attended.result.logsumexp).any(1)

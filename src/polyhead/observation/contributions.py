@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from polyhead.observation.collectors import BatchMetadata
+from polyhead.observation.collectors import BatchMetadata, counted_rows, exclude_padding
 from polyhead.observation.head_moments import HeadMoments
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
@@ -33,15 +33,12 @@ class SiteContributions:
 
     moments: HeadMoments | None
 
-    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
-        output, logsumexp = attended.result.output.detach(), attended.result.logsumexp
-        assert logsumexp is not None
+    def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
+        output = attended.result.output.detach()
         batch, heads, queries, dim = output.shape
         if not dim:
             return self  # only the weights are available (via_weights)
-        counted = torch.isfinite(logsumexp).any(1)  # rows without visible keys have no output
-        if real is not None:
-            counted = counted & real
+        counted = counted_rows(exclude_padding(attended, non_padding))  # rows without visible keys have no output
         moments = HeadMoments.empty(heads, dim, output.device) if self.moments is None else self.moments
         samples = output.transpose(1, 2).reshape(batch * queries, heads, dim)
         return type(self)(moments.update(samples, counted.expand(batch, -1).reshape(-1)))
@@ -55,4 +52,4 @@ class SiteContributions:
         return {} if self.moments is None else self.moments.state()
 
     def with_state(self, state: Mapping[str, Tensor]) -> Self:
-        return type(self)(HeadMoments.from_state(state) if len(state) else None)
+        return type(self)(HeadMoments(**state) if len(state) else None)

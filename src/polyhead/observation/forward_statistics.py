@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import GradientError, OptionError
-from polyhead.observation.rows import corrected, hidden_by_bias
+from polyhead.observation.rows import corrected, hidden_by_bias, non_padding_rows
 from polyhead.observation.statistics import NAMES, AttentionSite, StatisticsRequest, stack_order
 from polyhead.observation.watcher import ObservedCall, is_recomputed
 from polyhead.ops.attention import RowStatistics
@@ -33,7 +33,7 @@ class _Call:
     """
 
     rows: RowStatistics
-    real: Tensor | None  # [batch or 1, queries], False for padding
+    non_padding: Tensor | None  # [batch or 1, queries], False for padding
     hidden: (
         Tensor | None
     )  # number of keys masked by a bias but counted in `visible_keys`, [batch or 1, 1, queries or 1]
@@ -42,8 +42,8 @@ class _Call:
 
     @classmethod
     def of(cls, call: ObservedCall, rows: RowStatistics) -> _Call:
-        real = call.tokens if call.tokens is None or isinstance(call.tokens, Tensor) else call.tokens.real()
-        return cls(rows, real, hidden_by_bias(call.mask), call.sinks_in_view, call.learned_sinks)
+        hidden = hidden_by_bias(call.mask)
+        return cls(rows, non_padding_rows(call.tokens), hidden, call.sinks_in_view, call.learned_sinks)
 
     def values(self, name: str) -> Tensor:
         """Return a statistic, [batch, heads, queries]."""
@@ -60,7 +60,7 @@ class _Call:
         keys = self.values(_COUNT)
         counted = keys + int(self.learned_sinks) > 1 if name == SHARE else keys > 0
         counted = counted & (keys > 0)
-        return counted if self.real is None else counted & self.real[:, None]
+        return counted if self.non_padding is None else counted & self.non_padding[:, None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,8 +95,8 @@ class SiteRows:
         """Return the mean of a statistic over the counted rows of all calls, [heads]; NaN where there are none."""
         values = [self._of_heads(self._checked(call, name)) for call in self._read()]
         counted = [self._of_heads(call.counted(name)) for call in self._read()]
-        sums = [torch.where(real, x, 0.0).sum((0, 2)) for x, real in zip(values, counted, strict=True)]
-        total, count = torch.stack(sums).sum(0), torch.stack([real.sum((0, 2)) for real in counted]).sum(0)
+        sums = [torch.where(rows, x, 0.0).sum((0, 2)) for x, rows in zip(values, counted, strict=True)]
+        total, count = torch.stack(sums).sum(0), torch.stack([rows.sum((0, 2)) for rows in counted]).sum(0)
         # Divide by at least 1: a NaN in the branch that `where` discards would still propagate to the gradient.
         return torch.where(count > 0, total / count.clamp_min(1), torch.nan)
 
@@ -189,7 +189,7 @@ class ForwardStatistics(Mapping[Key, SiteRows]):
         return torch.cat([x.to(means[0].device) for x in means])
 
     def __repr__(self) -> str:
-        return f"KeptStatistics({', '.join(name for name, _ in self._sites)})"
+        return f"ForwardStatistics({', '.join(name for name, _ in self._sites)})"
 
 
 class ForwardRecorder:

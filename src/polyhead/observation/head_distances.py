@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from polyhead.observation.collectors import BatchMetadata
+from polyhead.observation.accumulators import Sums
+from polyhead.observation.collectors import BatchMetadata, counted_rows, exclude_padding
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
 
@@ -35,31 +35,20 @@ class AttentionDistances:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SiteDistances:
+class SiteDistances(Sums):
     """Sums over rows for the head pairs (0, 1), (0, 2), ... (1, 2), ..."""
 
     num_heads: int
     distances: Tensor  # [pairs]
     rows: Tensor
 
-    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
-        logsumexp = attended.result.logsumexp
-        assert logsumexp is not None
-        if real is not None:
-            logsumexp = torch.where(real[:, None], logsumexp, -torch.inf)
-        unpadded = replace(attended, result=replace(attended.result, logsumexp=logsumexp))
+    def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
+        unpadded = exclude_padding(attended, non_padding)
         pairs = list(itertools.combinations(range(self.num_heads), 2))
-        mean_distances = unpadded.profile(
-            head_pairs=pairs
-        ).head_distance  # [batch, pairs], mean over rows with a visible key
+        mean_distances = unpadded.profile(head_pairs=pairs).head_distance  # [batch, pairs], over rows with a key
         assert mean_distances is not None
-        rows = torch.isfinite(logsumexp).any(1).sum(-1, dtype=torch.float64)
+        rows = counted_rows(unpadded).sum(-1, dtype=torch.float64)
         return type(self)(self.num_heads, self.distances + rows @ mean_distances.double(), self.rows + rows.sum())
-
-    def merge(self, other: Self) -> Self:
-        device = self.distances.device
-        sums = (self.distances + other.distances.to(device), self.rows + other.rows.to(device))
-        return type(self)(self.num_heads, *sums)
 
     def compute(self) -> Tensor:
         """Return distances [heads, heads], from 0 (equal weights) to sqrt(log 2) = 0.83; NaN without data."""
@@ -67,9 +56,3 @@ class SiteDistances:
         matrix = torch.zeros(self.num_heads, self.num_heads, dtype=torch.float64)
         matrix[row, column] = (self.distances / torch.where(self.rows > 0, self.rows, torch.nan)).cpu()
         return matrix + matrix.T
-
-    def state(self) -> dict[str, Tensor]:
-        return {"distances": self.distances, "rows": self.rows}
-
-    def with_state(self, state: Mapping[str, Tensor]) -> Self:
-        return type(self)(self.num_heads, state["distances"], state["rows"])

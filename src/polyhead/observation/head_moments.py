@@ -6,7 +6,6 @@ contributions, CKA, mutual information, total correlation, effective rank. No he
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -14,10 +13,11 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import ShapeError
+from polyhead.observation.accumulators import NamedTensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeadMoments:
+class HeadMoments(NamedTensors):
     """Count, mean and scatter matrix of the outputs of all heads of a layer, in float64.
 
     >>> import torch
@@ -86,10 +86,3 @@ class HeadMoments:
         between = torch.outer(delta, delta) * (self.count * other.count / divisor)
         mean = (self.mean * self.count + other.mean * other.count) / divisor
         return type(self)(count, mean, self.scatter + other.scatter + between.view_as(self.scatter))
-
-    def state(self) -> dict[str, Tensor]:
-        return {"count": self.count, "mean": self.mean, "scatter": self.scatter}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Tensor]) -> Self:
-        return cls(state["count"], state["mean"], state["scatter"])

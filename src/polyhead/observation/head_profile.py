@@ -1,18 +1,23 @@
-"""`HeadProfile`: table of per-head statistics, one row per head."""
+"""`HeadProfile`: table of per-head statistics, one row per head, and its rendering in notebooks."""
 
 from __future__ import annotations
 
+import html
 import importlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from polyhead.errors import OptionError
-from polyhead.observation.notebook import profile_html
-from polyhead.observation.statistics import AttentionSite
+from polyhead.observation.cards import Cell, Number, card, folded, grids, html_table
+from polyhead.observation.statistics import LOCATION, AttentionSite
+
+# The grid is shaded by the first of these columns that was collected.
+SHADED_BY = ("normalized_entropy", "entropy", "confidence", "mean_distance", "sink_mass")
+MOST_CARDS = 256  # limits the size of the notebook file, which stores its outputs; the HTML report shows all
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,9 +50,7 @@ class HeadProfile:
         """Yield rows as dicts, e.g. for `pandas.DataFrame(table.rows())` or `pyarrow.Table.from_pylist`."""
         values = {name: column.tolist() for name, column in self.columns.items()}
         for index, (site, head) in enumerate(zip(self.sites, self.heads, strict=True)):
-            location = {"site": site.name, "kind": site.kind, "stack": site.stack, "layer": site.layer, "head": head}
-            location["original_head"] = site.label(head)
-            yield {**location, **{name: column[index] for name, column in values.items()}}
+            yield {**site.location(head), **{name: column[index] for name, column in values.items()}}
 
     def __repr__(self) -> str:
         tokens = int(self.columns["tokens"].max()) if len(self) else 0
@@ -80,10 +83,9 @@ class HeadProfile:
         return _package("polars", "polars").DataFrame(self._arrays())
 
     def _arrays(self) -> dict[str, Any]:
-        fields = {name: [getattr(site, name) for site in self.sites] for name in ("kind", "stack", "layer")}
-        location = {"site": [site.name for site in self.sites], **fields, "head": list(self.heads)}
-        location["original_head"] = [site.label(head) for site, head in zip(self.sites, self.heads, strict=True)]
-        return {**location, **{name: column.numpy() for name, column in self.columns.items()}}
+        locations = [site.location(head) for site, head in zip(self.sites, self.heads, strict=True)]
+        arrays: dict[str, Any] = {name: [location[name] for location in locations] for name in LOCATION}
+        return {**arrays, **{name: column.numpy() for name, column in self.columns.items()}}
 
     def _repr_html_(self) -> str:
         return profile_html(self)
@@ -126,3 +128,61 @@ def _package(name: str, install: str) -> Any:
         raise OptionError(
             f"export to {name} needs the package {name}; install it with: pip install '{install}'"
         ) from None
+
+
+# ---- notebooks
+
+
+def profile_html(table: HeadProfile) -> str:
+    """Return an HTML fragment without scripts; cards and table are collapsed."""
+    title = f"<p><strong>{html.escape(repr(table))}</strong></p>"
+    if not len(table):
+        return title
+    shaded = next((name for name in SHADED_BY if name in table.columns), None)
+    shading = ""
+    if shaded is not None:
+        grid = grids(list(dict.fromkeys(table.sites)), _shaded_by(table, shaded))
+        shading = f"{grid}<p>shaded by {html.escape(shaded)}, from the minimum to the maximum over all heads</p>"
+    return f"{title}{shading}{cards_html(table)}{folded('full table', table_html(table))}"
+
+
+def cards_html(table: HeadProfile, describe: Callable[[AttentionSite, int], list[str]] = lambda site, head: []) -> str:
+    """Return the cards of all heads, collapsed by site; `describe` returns lines of text about a head."""
+    if len(table) > MOST_CARDS:
+        return (
+            f"<p>{len(table)} heads are too many for cards in a notebook; <code>polyhead inspect --html</code> shows "
+            "all of them</p>"
+        )
+    header, body = table.cells()
+    scaled = {name: table.scaled_column(name) for name in header[1:]}
+    cards: dict[AttentionSite, list[str]] = {}
+    for row, (site, head) in enumerate(zip(table.sites, table.heads, strict=True)):
+        numbers = [Number(name, text, scaled[name][row]) for name, text in zip(header[1:], body[row][1:], strict=True)]
+        cards.setdefault(site, []).append(
+            card(f"layer {site.layer} head {head}{site.original(head)}", describe(site, head), numbers)
+        )
+    return "".join(
+        folded(f"cards of {site.name}, {site.kind}-attention", "".join(site_cards))
+        for site, site_cards in cards.items()
+    )
+
+
+def table_html(table: HeadProfile) -> str:
+    """Return the full table as HTML."""
+    header, body = table.cells()
+    return html_table(("site", *header), ((site.name, *row) for site, row in zip(table.sites, body, strict=True)))
+
+
+def _shaded_by(table: HeadProfile, name: str) -> Callable[[AttentionSite, int], Cell | None]:
+    """Return a function from site and head to a grid cell shaded by a column."""
+    values, scaled = table[name].tolist(), table.scaled_column(name)
+    rows = {location: row for row, location in enumerate(zip(table.sites, table.heads, strict=True))}
+
+    def cell(site: AttentionSite, head: int) -> Cell | None:
+        row = rows.get((site, head))
+        if row is None:
+            return None
+        text = "-" if math.isnan(values[row]) else f"{values[row]:.2g}"
+        return Cell(text, scaled[row] or 0.0, f"layer {site.layer} head {head}{site.original(head)}: {name} {text}")
+
+    return cell

@@ -23,7 +23,8 @@ from polyhead.layers.variants.collaborative.layer import CollaborativeAttention
 from polyhead.layers.variants.differential.layer import DifferentialAttention
 from polyhead.layers.variants.routed.layer import RoutedHeads
 from polyhead.layers.variants.talking import TalkingHeads
-from polyhead.observation.collectors import BatchMetadata
+from polyhead.observation.collectors import BatchMetadata, CallRecorder
+from polyhead.observation.evaluation_mode import evaluating
 from polyhead.observation.session import observe
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
@@ -49,13 +50,9 @@ class HeadProjections:
 def find_projections(model: nn.Module, run: Callable[[], object]) -> dict[AttentionSite, HeadProjections]:
     """Return the Q/K/V/O projections of every attention site that `run`, a short call of the model, executes."""
     tracer = _Tracer({name or type(module).__name__: module for name, module in model.named_modules()})
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), tracer.recording(model), observe(model, statistics=False, collect=[tracer]):
-            run()
-    finally:
-        model.train(was_training)
+    session = observe(model, statistics=False, collect=[CallRecorder(tracer.record_attention)])
+    with torch.no_grad(), evaluating(model), tracer.recording(model), session:
+        run()
     return {site: tracer.head_projections(site) for site in tracer.first_attended}
 
 
@@ -76,15 +73,14 @@ class _LinearCall:
 
 @dataclass(eq=False)
 class _Tracer:
-    """Collector that records linear layer calls and the first attention call of each site."""
+    """Calls of linear layers, and the first attention call of each site with the number of linear calls before it."""
 
     modules: Mapping[str, nn.Module]
-    name: str = "head_projections"
     linear_calls: list[_LinearCall] = field(default_factory=list)
     first_attended: dict[AttentionSite, tuple[int, Attended]] = field(default_factory=dict)
 
-    def empty(self, site: AttentionSite, device: torch.device) -> _Site:
-        return _Site(self, site)
+    def record_attention(self, site: AttentionSite, attended: Attended, metadata: BatchMetadata) -> None:
+        self.first_attended.setdefault(site, (len(self.linear_calls), attended))
 
     @contextmanager
     def recording(self, model: nn.Module) -> Iterator[None]:
@@ -121,25 +117,6 @@ class _Tracer:
         return HeadProjections(projection(attended.query), projection(attended.key), projection(attended.value), output)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Site:
-    tracer: _Tracer
-    site: AttentionSite
-
-    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> _Site:
-        self.tracer.first_attended.setdefault(self.site, (len(self.tracer.linear_calls), attended))
-        return self
-
-    def merge(self, other: _Site) -> _Site:
-        return self
-
-    def state(self) -> dict[str, Tensor]:
-        return {}
-
-    def with_state(self, state: Mapping[str, Tensor]) -> _Site:
-        return self
-
-
 def _is_linear(module: nn.Module) -> bool:
     """Return whether a module is `torch.nn.Linear` or transformers' Conv1D, whose weight is transposed."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
@@ -154,18 +131,21 @@ def _of_projected(layer: ProjectedHeads) -> HeadProjections:
         query, key = (linear.weight.detach().mT for linear in (layer.q_proj, layer.k_proj))
         heads = layer.layout.num_heads
         value = layer.v_proj.weight.detach().unflatten(0, (heads, -1)).mT
-        output = layer.out_proj.weight.detach().mT.unflatten(0, (heads, -1))
-        return HeadProjections(query * layer.mixing.detach()[:, None], key.expand(heads, -1, -1), value, output)
+        query = query * layer.mixing.detach()[:, None]
+        return HeadProjections(query, key.expand(heads, -1, -1), value, _output_projection(layer))
     if isinstance(layer, TalkingHeads):  # each map reads the queries and keys of all heads
         query, key, value = _qkv_projections(layer)
-        output = layer.out_proj.weight.detach().mT.unflatten(0, (layer.layout.num_heads, -1))
         query = torch.einsum("hed,hg->gehd", query, layer.logits_mix.detach()).flatten(2)
         key = key.repeat_interleave(layer.layout.group_size, 0).transpose(0, 1).flatten(1)[None]
-        return HeadProjections(query, key, value, output)
+        return HeadProjections(query, key, value, _output_projection(layer))
     if layer.combine is not None:  # the output projection does not read single heads
         return HeadProjections(*_qkv_projections(layer))
-    output = layer.out_proj.weight.detach().mT.unflatten(0, (layer.layout.num_heads, -1))
-    return HeadProjections(*_qkv_projections(layer), output)
+    return HeadProjections(*_qkv_projections(layer), _output_projection(layer))
+
+
+def _output_projection(layer: ProjectedHeads) -> Tensor:
+    """Return the output projection, [heads, value_dim, embed_dim]."""
+    return layer.out_proj.weight.detach().mT.unflatten(0, (layer.layout.num_heads, -1))
 
 
 def _qkv_projections(layer: ProjectedHeads) -> tuple[Tensor, Tensor, Tensor]:

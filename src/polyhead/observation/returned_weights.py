@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -40,18 +39,19 @@ def returning_models(model: nn.Module) -> dict[nn.Module, str]:
 
     Outputs have the same names whether the full model, its base model or only its encoder is called.
     """
-    if "transformers" not in sys.modules:
-        return {}
-    from transformers import PreTrainedModel
-
     prefixes: dict[nn.Module, str] = {}
     for path, module in model.named_modules():
-        if not isinstance(module, PreTrainedModel):
+        if not transformers_models.is_pretrained(module):
             continue
         enclosing = [outer for outer in prefixes if any(inner is module for inner in outer.modules())]
         prefix = f"{path}." if path else ""
         prefixes[module] = (
             _prefix_inside(enclosing[0], prefixes[enclosing[0]], module, prefix) if len(enclosing) else prefix
+        )
+    if not prefixes:
+        raise OptionError(
+            "via_weights reads the attention weights that a transformers model returns, "
+            f"got {type(model).__name__}, which contains no transformers model"
         )
     return prefixes
 
@@ -62,13 +62,6 @@ def _prefix_inside(outer: Any, label: str, module: nn.Module, prefix: str) -> st
     if outer.config.is_encoder_decoder and module is outer.get_encoder():
         return f"{label}encoder_"
     return prefix
-
-
-def why_not(model: nn.Module) -> str:
-    return (
-        "via_weights reads the attention weights that a transformers model returns, "
-        f"got {type(model).__name__}, which contains no transformers model"
-    )
 
 
 def without_logits(wanted: StatisticsRequest, requested: object) -> StatisticsRequest:
@@ -127,7 +120,6 @@ class _Reader:
     def __init__(self, watcher: Watcher, models: Mapping[nn.Module, str]) -> None:
         self.watcher = watcher
         self.models = models
-        self.output_sites: dict[str, OutputSite] = {}
         self.requested: _Request | None = None
 
     def before(
@@ -195,13 +187,8 @@ class _Reader:
             layer_cache = None if kind == "encoder_attentions" else cache
             for index, weights in enumerate(layers):
                 if weights is not None:  # not every layer has attention
-                    output_site = self._output_site(f"{self.models[requested.module]}{kind}.{index}")
+                    output_site = OutputSite(f"{self.models[requested.module]}{kind}.{index}")
                     self._report(output_site, weights, *masks[kind], layer_cache, cross=cross)
-
-    def _output_site(self, name: str) -> OutputSite:
-        if name not in self.output_sites:
-            self.output_sites[name] = OutputSite(name)
-        return self.output_sites[name]
 
     def _report(
         self, output_site: OutputSite, weights: Any, rows: Any, columns: Any, cache: Any, *, cross: bool
@@ -224,22 +211,22 @@ class _Reader:
             keys = weights.shape[3]
         # A sliding-window cache has dropped the first keys.
         dropped = 0 if cross else tokens - keys
-        real = None if rows is None else _padding_mask(output_site, rows, batch, tokens)[:, tokens - queries :]
+        non_padding = None if rows is None else _padding_mask(output_site, rows, batch, tokens)[:, tokens - queries :]
         first = None  # index of the first non-padding key, [batch]; negative if it was dropped
         if columns is not None:
             first = _padding_mask(output_site, columns, batch, dropped + keys).to(torch.uint8).argmax(-1) - dropped
-        call = self.watcher.call(output_site, heads, real, cross=cross)
+        call = self.watcher.call(output_site, heads, non_padding, cross=cross)
         if call is None or not (call.counts or call.differentiable or call.gate is not None):
             return
         if call.gate is not None:
             raise OptionError(
                 f"gates apply to head outputs, which via_weights does not observe, got a gate for {call.site.name!r}"
             )
-        call.tokens = real
+        call.tokens = non_padding
         if dropped:
             call.sinks_in_view = weights.new_zeros(batch, dtype=torch.bool) if first is None else first >= 0
         with torch.set_grad_enabled(call.differentiable and torch.is_grad_enabled()):
-            attended = _attended(output_site, weights, real, first, call.requested, cross=cross)
+            attended = _attended(output_site, weights, non_padding, first, call.requested, cross=cross)
         call.notify(attended)
 
 
@@ -276,7 +263,7 @@ def _padding_mask(output_site: OutputSite, mask: Any, batch: int, tokens: int) -
 def _attended(
     output_site: OutputSite,
     weights: Tensor,
-    real: Tensor | None,
+    non_padding: Tensor | None,
     first: Tensor | None,
     requested: Statistics | None,
     *,
@@ -289,8 +276,8 @@ def _attended(
     sums = detached.sum(-1)
     invalid = ~((sums - 1).abs() <= _ROUNDING) & (sums != 0) | (detached.amin(-1) < 0)  # [batch, heads, queries]
     above_diagonal = detached.triu(keys - queries + 1).amax((1, 3)) > 0
-    if real is not None:
-        invalid, above_diagonal = invalid & real[:, None], above_diagonal & real
+    if non_padding is not None:
+        invalid, above_diagonal = invalid & non_padding[:, None], above_diagonal & non_padding
     is_invalid, is_acausal = torch.stack([invalid.any(), above_diagonal.any()]).tolist()
     if is_invalid:
         raise OptionError(

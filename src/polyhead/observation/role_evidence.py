@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Self
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError, ShapeError
 from polyhead.masks import Mask
+from polyhead.observation.accumulators import NamedTensors
 from polyhead.observation.collectors import BatchMetadata
 from polyhead.observation.role_evidence_rows import COLUMNS, BatchBaseline, EvidenceSums, measure, measure_baseline
 from polyhead.observation.role_evidence_tokens import BINS, Segments, TokenTables, TokenVectors
@@ -60,7 +61,7 @@ class EvidenceCollector:
         """Return an empty state; None for cross-attention, whose queries have no positions among its keys."""
         return HeadEvidence.empty(self, site, device) if site.kind == "self" else None
 
-    def baseline_of(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> BatchBaseline:
+    def baseline_of(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> BatchBaseline:
         """Return the head-independent baseline of a batch, cached for consecutive layers with the same mask."""
         shape, device = attended.query.shape, attended.query.device
         size = torch.Size((shape[0], shape[2]))
@@ -74,8 +75,8 @@ class EvidenceCollector:
                 f"session.metadata.tokens must have the shape of the batch, {list(size)}, "
                 f"got {list(metadata.tokens.shape)}"
             )
-        tokens = self.tables.read(metadata, real, causal=causal, device=device)
-        baseline = measure_baseline(attended, real, tokens)
+        tokens = self.tables.read(metadata, non_padding, causal=causal, device=device)
+        baseline = measure_baseline(attended, non_padding, tokens)
         self._latest = (metadata, attended.mask, key, baseline)
         return baseline
 
@@ -90,7 +91,7 @@ def _same_keys(first: Mask | None, second: Mask | None) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeadEvidence:
+class HeadEvidence(NamedTensors):
     """State of `EvidenceCollector` at one site: sums per document, sorted by document index."""
 
     collector: EvidenceCollector = field(repr=False)
@@ -120,7 +121,7 @@ class HeadEvidence:
         """Return the sums of one column, [documents, heads + 1]."""
         return self.sums[..., COLUMNS.index(name)]
 
-    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
+    def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
         queries, keys = attended.query.shape[2], attended.key.shape[2]
         if queries != keys:
             raise OptionError(
@@ -133,7 +134,7 @@ class HeadEvidence:
                 f"evidence needs the document index of each of the {attended.query.shape[0]} texts, on the CPU; "
                 "set session.metadata = BatchMetadata(documents=...) before calling the model"
             )
-        sums = measure(attended, self.collector.baseline_of(attended, real, metadata))
+        sums = measure(attended, self.collector.baseline_of(attended, non_padding, metadata))
         return self._with(documents.to(torch.int64) % self.collector.max_documents, sums)
 
     def merge(self, other: Self) -> Self:
@@ -159,30 +160,9 @@ class HeadEvidence:
             table = torch.zeros(len(all_documents), *own.shape[1:], dtype=own.dtype, device=own.device)
             return table.index_add_(0, own_rows, own).index_add_(0, added_rows, new)
 
-        return replace(
-            self,
-            documents=all_documents,
-            sums=combine(self.sums, added.sums),
-            hits=combine(self.hits, added.hits),
-            available=combine(self.available, added.available),
-            chance=combine(self.chance, added.chance),
-        )
-
-    def state(self) -> dict[str, Tensor]:
-        names = ("documents", "sums", "hits", "available", "chance")
-        return {name: getattr(self, name) for name in names}
+        sums: dict[str, Any] = {x.name: combine(getattr(self, x.name), getattr(added, x.name)) for x in fields(added)}
+        return replace(self, documents=all_documents, **sums)
 
     def with_state(self, state: Mapping[str, Tensor]) -> Self:
-        missing = [name for name in self.state() if name not in state]
-        if len(missing):
-            raise OptionError(
-                f"saved evidence must contain {', '.join(self.state())}, got none for {', '.join(missing)}"
-            )
-        return replace(
-            self,
-            documents=state["documents"].cpu(),
-            sums=state["sums"],
-            hits=state["hits"],
-            available=state["available"],
-            chance=state["chance"],
-        )
+        loaded = NamedTensors.with_state(self, state)
+        return replace(loaded, documents=loaded.documents.cpu())

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from polyhead.masks import Mask
+from polyhead.observation.collectors import exclude_padding
 from polyhead.observation.role_evidence_tokens import BINS, KEY_SETS, NEAR, Pairs, TokenMetadata, TokenSegments
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import RowStatistics, Statistics, attention
@@ -21,21 +22,22 @@ from polyhead.ops.profile.request import OFFSET_BINS
 WINDOW = 8  # keys up to this distance are near
 COLUMNS = (
     "rows",  # number of rows
-    "self", "previous", "next", "first", "near",  # weight on that key; near: on keys within `WINDOW`
-    *KEY_SETS,
+    "self_mass", "previous_mass", "next_mass", "sink_mass", "window_mass",  # sink: the first key; window: `WINDOW`
+    *(f"{name}_mass" for name in KEY_SETS),
     "key_set_rows",  # number of rows with token metadata
     "normalized_entropy", "entropy_rows",  # over rows with at least two visible keys
     "mean_distance",
-    "far", "far_rows",  # rows with p > 0.5 on one far key; rows that see a far key. The first key is excluded
-    "duplicate", "duplicate_rows",  # weight on other occurrences of the row's token; rows that see one
-    "induction", "induction_rows",  # weight on the tokens after those; rows that see one
-    "alike", "alike_expected",  # cosine similarity with attended tokens unequal to the row's; expected from offsets
-    "shuffled", "shuffled_expected",  # the same with shuffled embeddings
-    "reshuffled", "reshuffled_expected",  # a second shuffle
-    "different",  # weight on tokens unequal to the row's
-    "word", "word_rows",  # weight inside the row's word; rows in multi-token words
-    "sentence", "sentence_rows",  # weight inside the row's sentence; rows in texts of several sentences
+    "long_range", "long_range_rows",  # rows with p > 0.5 on one far key; rows that see one. The first key is excluded
+    "duplicate_mass", "duplicate_rows",  # weight on other occurrences of the row's token; rows that see one
+    "induction_mass", "induction_rows",  # weight on the tokens after those; rows that see one
+    "cosine", "cosine_expected",  # similarity to attended tokens unequal to the row's; expected from offsets
+    "shuffled_cosine", "shuffled_cosine_expected",  # the same with shuffled embeddings
+    "reshuffled_cosine", "reshuffled_cosine_expected",  # a second shuffle
+    "other_token_mass",  # weight on tokens unequal to the row's
+    "word_mass", "word_rows",  # weight inside the row's word; rows in multi-token words
+    "sentence_mass", "sentence_rows",  # weight inside the row's sentence; rows in texts of several sentences
 )  # fmt: skip
+COSINES = ("cosine", "shuffled_cosine", "reshuffled_cosine")  # in the order of `TokenMetadata.meaning`
 _ROW_NAMES = ("entropy", "confidence", "mean_distance")
 
 
@@ -50,8 +52,8 @@ class EvidenceSums:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BatchBaseline:
-    """Head-independent measurements of one batch, shared by all layers with the same mask."""
+class QueryRows:
+    """Properties of the query rows of one batch, the same for all heads."""
 
     tokens: TokenMetadata
     visible: Tensor  # [batch, 1, queries]: number of visible keys
@@ -60,12 +62,19 @@ class BatchBaseline:
     far: Tensor  # bool [batch, 1, queries]: rows with a visible far key other than the first
     duplicate: Tensor  # bool [batch, 1, queries]: rows with another visible occurrence of their token
     induction: Tensor  # bool [batch, 1, queries]: rows that see the token after another occurrence of theirs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchBaseline:
+    """Head-independent measurements of one batch, shared by all layers with the same mask."""
+
+    query_rows: QueryRows
     sums: Tensor  # float64 [batch, 1, columns]: the columns of uniform attention
     available: Tensor  # as in `EvidenceSums`
     chance: Tensor  # as in `EvidenceSums`
 
 
-def measure_baseline(attended: Attended, real: Tensor | None, tokens: TokenMetadata) -> BatchBaseline:
+def measure_baseline(attended: Attended, non_padding: Tensor | None, tokens: TokenMetadata) -> BatchBaseline:
     """Measure the chance baseline: uniform attention over the visible keys."""
     batch, _, queries, _ = attended.query.shape
     zeros, mask = attended.query.new_zeros(batch, 1, queries, 8), without_biases(attended.mask)
@@ -76,28 +85,19 @@ def measure_baseline(attended: Attended, real: Tensor | None, tokens: TokenMetad
     assert rows.window_mass is not None and rows.sink_mass is not None
     visible = rows.visible_keys
     counted = visible > 0
-    if real is not None:
-        counted = counted & real[:, None]
+    if non_padding is not None:
+        counted = counted & non_padding[:, None]
     index = torch.arange(queries, device=visible.device)
     first = torch.zeros(batch, dtype=torch.int64, device=visible.device)
-    if real is not None:
-        first = real.to(torch.uint8).argmax(-1).expand(batch)
+    if non_padding is not None:
+        first = non_padding.to(torch.uint8).argmax(-1).expand(batch)
     first_is_far = (index - first[:, None]).abs() > WINDOW
     others = visible * (1 - rows.window_mass - rows.sink_mass * first_is_far[:, None])
-    unset = torch.zeros_like(counted)  # set below: `_columns` needs the other fields
-    baseline = BatchBaseline(
-        tokens,
-        visible,
-        counted,
-        first,
-        far=counted & (others > 0.5),
-        duplicate=_has_visible_pair(uniform, tokens.duplicates, counted),
-        induction=_has_visible_pair(uniform, tokens.inductions, counted),
-        sums=unset,
-        available=unset,
-        chance=unset,
+    duplicate, induction = (
+        _has_visible_pair(uniform, pairs, counted) for pairs in (tokens.duplicates, tokens.inductions)
     )
-    columns, histogram = _columns(uniform, rows, baseline, learned_sink=attended.sinks is not None)
+    query_rows = QueryRows(tokens, visible, counted, first, counted & (others > 0.5), duplicate, induction)
+    columns, histogram, _ = _columns(uniform, rows, query_rows, learned_sink=attended.sinks is not None)
     # Baseline entropy: random logits of unit variance, which the 1/sqrt(d) scale aims for, give
     # log(n) - (1 - 1/n) / 2 rather than the log(n) of uniform attention.
     num_targets = visible + (attended.sinks is not None)
@@ -107,24 +107,17 @@ def measure_baseline(attended: Attended, real: Tensor | None, tokens: TokenMetad
     ones = torch.where(counted, 0.0, -torch.inf).to(result.logsumexp.dtype)  # type: ignore[union-attr]
     offset_counts = profile(zeros, zeros, ones, mask=mask, offsets=True).offsets
     assert offset_counts is not None
-    return replace(
-        baseline,
-        sums=_stack_columns(columns),
-        available=_merge_far_bins(offset_counts)[:, 0].round().to(torch.int64),
-        chance=histogram[:, 0],
-    )
+    available = _merge_far_bins(offset_counts)[:, 0].round().to(torch.int64)
+    return BatchBaseline(query_rows, _stack_columns(columns), available, histogram[:, 0])
 
 
 def measure(attended: Attended, baseline: BatchBaseline) -> EvidenceSums:
     """Measure all heads of one attention call."""
-    rows, attended_embeddings = _row_statistics(attended, baseline.tokens)
-    columns, _ = _columns(
-        attended, rows, baseline, learned_sink=attended.sinks is not None, attended_embeddings=attended_embeddings
-    )
-    argmax = columns.pop("argmax")
-    queries = argmax.shape[2]
-    offset = argmax - torch.arange(queries, device=argmax.device)
-    counted = (argmax >= 0) & baseline.counted
+    query_rows, learned_sink = baseline.query_rows, attended.sinks is not None
+    rows, embeddings = _row_statistics(attended, query_rows.tokens)
+    columns, _, argmax = _columns(attended, rows, query_rows, learned_sink=learned_sink, attended_embeddings=embeddings)
+    offset = argmax - torch.arange(argmax.shape[2], device=argmax.device)
+    counted = (argmax >= 0) & query_rows.counted
     bins = offset.clamp(-NEAR - 1, NEAR + 1) + NEAR + 1
     hits = torch.zeros(*argmax.shape[:2], BINS, dtype=torch.int64, device=argmax.device)
     hits = hits.scatter_add(2, torch.where(counted, bins, 0), counted.to(torch.int64))
@@ -180,78 +173,70 @@ def _row_statistics(attended: Attended, tokens: TokenMetadata) -> tuple[RowStati
 def _columns(
     attended: Attended,
     rows: RowStatistics,
-    baseline: BatchBaseline,
+    query_rows: QueryRows,
     *,
     learned_sink: bool,
     attended_embeddings: Tensor | None = None,
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Return sums over rows, [batch, heads] each, with the argmax [batch, heads, queries], and weights by offset."""
-    tokens, counted = baseline.tokens, baseline.counted
-    assert attended.result.logsumexp is not None
-    # A log-sum-exp of -inf gives a row zero weights, which excludes padding from every sum.
-    unpadded = replace(
-        attended, result=replace(attended.result, logsumexp=attended.result.logsumexp.masked_fill(~counted, -torch.inf))
-    )
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Return the columns, [batch, heads] each, the weights by offset, and the argmax [batch, heads, queries]."""
+    tokens, counted = query_rows.tokens, query_rows.counted
+    unpadded = exclude_padding(attended, counted[:, 0])
     summary = unpadded.profile(received=True, offsets=True, argmax=True)
     assert summary.received is not None and summary.offsets is not None and summary.argmax is not None
     assert rows.entropy is not None and rows.confidence is not None and rows.mean_distance is not None
-    received, histogram, heads = (
-        summary.received.to(torch.float64),
-        _merge_far_bins(summary.offsets),
-        attended.query.shape[1],
-    )
-    center = NEAR + 1
-    num_rows = _masked_sum(torch.ones_like(baseline.visible), counted)
+    received, histogram = summary.received.to(torch.float64), _merge_far_bins(summary.offsets)
+    center, heads = NEAR + 1, attended.query.shape[1]
+    num_rows = _count(counted)
     zeros = torch.zeros_like(num_rows).expand(-1, heads)
     columns = dict.fromkeys(COLUMNS, zeros)
     columns |= {
         "rows": num_rows,
-        "self": histogram[..., center],
-        "previous": histogram[..., center - 1],
-        "next": histogram[..., center + 1],
-        "near": histogram[..., center - WINDOW : center + WINDOW + 1].sum(-1),
-        "first": received.gather(2, baseline.first[:, None, None].expand(-1, heads, 1))[..., 0],
+        "self_mass": histogram[..., center],
+        "previous_mass": histogram[..., center - 1],
+        "next_mass": histogram[..., center + 1],
+        "window_mass": histogram[..., center - WINDOW : center + WINDOW + 1].sum(-1),
+        "sink_mass": received.gather(2, query_rows.first[:, None, None].expand(-1, heads, 1))[..., 0],
         "mean_distance": _masked_sum(rows.mean_distance, counted),
     }
     if tokens.key_sets is not None:
         masses = received @ tokens.key_sets.transpose(1, 2)
-        columns |= {name: masses[..., index] for index, name in enumerate(KEY_SETS)}
+        columns |= {f"{name}_mass": masses[..., index] for index, name in enumerate(KEY_SETS)}
         columns["key_set_rows"] = num_rows
-    num_targets = baseline.visible + learned_sink
+    num_targets = query_rows.visible + learned_sink
     has_several = counted & (num_targets > 1)
     columns["normalized_entropy"] = _masked_sum(rows.entropy / num_targets.clamp_min(2).log(), has_several)
-    columns["entropy_rows"] = _masked_sum(torch.ones_like(baseline.visible), has_several)
+    columns["entropy_rows"] = _count(has_several)
 
     distance = summary.argmax - torch.arange(summary.argmax.shape[2], device=received.device)
-    is_far = (distance.abs() > WINDOW) & (summary.argmax != baseline.first[:, None, None])
-    columns["far"] = _masked_sum((rows.confidence > 0.5).to(torch.float64), baseline.far & is_far)
+    is_far = (distance.abs() > WINDOW) & (summary.argmax != query_rows.first[:, None, None])
+    columns["long_range"] = _count(query_rows.far & is_far & (rows.confidence > 0.5))
+    columns["long_range_rows"] = _count(query_rows.far)
     for name, pairs, possible in (
-        ("duplicate", tokens.duplicates, baseline.duplicate),
-        ("induction", tokens.inductions, baseline.induction),
+        ("duplicate", tokens.duplicates, query_rows.duplicate),
+        ("induction", tokens.inductions, query_rows.induction),
     ):
         if pairs is not None:
-            columns[name] = _pair_weights(unpadded, pairs).sum(-1)
-            columns[f"{name}_rows"] = _masked_sum(torch.ones_like(baseline.visible), possible)
-    columns["far_rows"] = _masked_sum(torch.ones_like(baseline.visible), baseline.far)
+            columns[f"{name}_mass"] = _pair_weights(unpadded, pairs).sum(-1)
+            columns[f"{name}_rows"] = _count(possible)
     for name, segments in (("word", tokens.words), ("sentence", tokens.sentences)):
         if segments is not None:
             in_segments = counted & segments.counted[:, None]
-            columns[name] = _masked_sum(_weight_inside(attended, segments), in_segments)
-            columns[f"{name}_rows"] = _masked_sum(torch.ones_like(baseline.visible), in_segments)
+            columns[f"{name}_mass"] = _masked_sum(_weight_inside(attended, segments), in_segments)
+            columns[f"{name}_rows"] = _count(in_segments)
     if attended_embeddings is not None:
-        columns |= _similarity_columns(rows, baseline, attended_embeddings, histogram, columns["duplicate"])
-    return columns | {"argmax": summary.argmax}, histogram
+        columns |= _similarity_columns(rows, query_rows, attended_embeddings, histogram, columns["duplicate_mass"])
+    return columns, histogram, summary.argmax
 
 
 def _similarity_columns(
-    rows: RowStatistics, baseline: BatchBaseline, attended_embeddings: Tensor, histogram: Tensor, duplicate: Tensor
+    rows: RowStatistics, query_rows: QueryRows, attended_embeddings: Tensor, histogram: Tensor, duplicate: Tensor
 ) -> dict[str, Tensor]:
     """Return cosine similarities of tokens with what they attend to, e_i . sum_j p_ij e_j, excluding equal tokens."""
-    tokens = baseline.tokens
-    assert tokens.meaning is not None and tokens.ordinary is not None and tokens.alike is not None
+    tokens = query_rows.tokens
+    assert tokens.meaning is not None and tokens.ordinary is not None and tokens.mean_cosines is not None
     assert rows.self_mass is not None
     dims = tokens.meaning.shape[3]
-    ordinary_rows = baseline.counted & tokens.ordinary[:, None]
+    ordinary_rows = query_rows.counted & tokens.ordinary[:, None]
     attended_to = attended_embeddings[..., : 3 * dims].unflatten(-1, (3, dims)).to(torch.float64)
     cosines = torch.einsum("bhqsd,bqsd->bhqs", attended_to, tokens.meaning.to(torch.float64))
     # Equal tokens are excluded: their cosine of 1 is no evidence of semantic similarity. Only the `NEAREST` other
@@ -262,9 +247,9 @@ def _similarity_columns(
     by_offset = histogram.clone()
     by_offset[..., NEAR + 1] = 0.0
     by_offset = by_offset / by_offset.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
-    expected = by_offset @ tokens.alike.transpose(1, 2) * different[..., None]
-    columns = {"different": different}
-    for index, name in enumerate(("alike", "shuffled", "reshuffled")):
+    expected = by_offset @ tokens.mean_cosines.transpose(1, 2) * different[..., None]
+    columns = {"other_token_mass": different}
+    for index, name in enumerate(COSINES):
         columns[name] = _masked_sum(cosines[..., index], ordinary_rows) - same
         columns[f"{name}_expected"] = expected[..., index]
     return columns
@@ -312,6 +297,11 @@ def _masked_sum(values: Tensor, counted: Tensor) -> Tensor:
     return torch.where(counted, values, 0).sum(-1, dtype=torch.float64)
 
 
+def _count(counted: Tensor) -> Tensor:
+    """Return the number of counted rows, float64 [batch, heads]."""
+    return counted.sum(-1, dtype=torch.float64)
+
+
 def _merge_far_bins(offsets: Tensor) -> Tensor:
     """Return the offset histogram with the far bins of each side summed, float64 [batch, heads, bins]."""
     far = (OFFSET_BINS - (2 * NEAR + 1)) // 2
@@ -322,5 +312,5 @@ def _merge_far_bins(offsets: Tensor) -> Tensor:
 
 
 def _stack_columns(columns: dict[str, Tensor]) -> Tensor:
-    heads = max(x.shape[1] for name, x in columns.items() if name in COLUMNS)
+    heads = max(x.shape[1] for x in columns.values())
     return torch.stack([columns[name].expand(-1, heads) for name in COLUMNS], -1)

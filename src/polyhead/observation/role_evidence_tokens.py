@@ -89,7 +89,7 @@ class TokenMetadata:
     inductions: Pairs | None = None  # a query and the key after another occurrence of its token
     meaning: Tensor | None = None  # [batch, keys, 3, dims]; 0 for special tokens and padding
     ordinary: Tensor | None = None  # bool [batch, keys]: neither special tokens nor padding
-    alike: Tensor | None = None  # [batch, 3, bins]: mean cosine similarity of different tokens by offset
+    mean_cosines: Tensor | None = None  # [batch, 3, bins]: mean cosine similarity of different tokens by offset
     words: TokenSegments | None = None
     sentences: TokenSegments | None = None
 
@@ -105,9 +105,9 @@ class TokenTables:
     segments: Segments | None = None
 
     def read(
-        self, metadata: BatchMetadata, real: Tensor | None, *, causal: bool, device: torch.device
+        self, metadata: BatchMetadata, non_padding: Tensor | None, *, causal: bool, device: torch.device
     ) -> TokenMetadata:
-        """Return the token metadata of one batch; `real` [batch or 1, tokens], on any device, is False for padding."""
+        """Return the token metadata of one batch; `non_padding` is [batch or 1, tokens], on any device."""
         tokens, classes = metadata.tokens, metadata.classes
         if tokens is None:
             return TokenMetadata()
@@ -132,18 +132,18 @@ class TokenTables:
         )
         if self.segments is not None:
             words, sentences = (x.to(device, non_blocking=True) for x in self.segments(tokens))
-            if real is not None:
-                words, sentences = torch.where(real, words, -1), torch.where(real, sentences, -1)
+            if non_padding is not None:
+                words, sentences = torch.where(non_padding, words, -1), torch.where(non_padding, sentences, -1)
             result = replace(result, words=_word_segments(words), sentences=_sentence_segments(sentences))
         if self.meaning is None:
             return result
         ordinary = (~special).to(device, non_blocking=True)
-        if real is not None:
-            ordinary = ordinary & real
+        if non_padding is not None:
+            ordinary = ordinary & non_padding
         on_device = tokens.to(device, non_blocking=True)
         vectors = self.meaning.vectors.to(device, non_blocking=True)[on_device] * ordinary[..., None, None]
-        alike = _mean_cosines(vectors, on_device, ordinary)
-        return replace(result, meaning=vectors, ordinary=ordinary, alike=alike)
+        cosines = _mean_cosines(vectors, on_device, ordinary)
+        return replace(result, meaning=vectors, ordinary=ordinary, mean_cosines=cosines)
 
 
 def _is_one_of(classes: Tensor, which: tuple[int, ...]) -> Tensor:

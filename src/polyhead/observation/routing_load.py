@@ -12,7 +12,7 @@ from torch import Tensor
 from polyhead.errors import ShapeError
 from polyhead.layers.variants.routed.layer import RoutedAttended
 from polyhead.layers.variants.routed.router import Routing
-from polyhead.observation.accumulators import MeanAndStd, Moments
+from polyhead.observation.accumulators import MeanAndStd, Moments, Sums
 from polyhead.observation.collectors import BatchMetadata
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
@@ -36,12 +36,12 @@ class SiteRouting:
 
     counts: RoutingCounts | None
 
-    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
+    def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
         routing = attended.routing if isinstance(attended, RoutedAttended) else None
         if routing is None:
             return self
         counts = self.counts or RoutingCounts.empty(routing.num_heads, routing.heads.device)
-        return type(self)(counts.update(routing, real))
+        return type(self)(counts.update(routing, non_padding))
 
     def merge(self, other: Self) -> Self:
         if self.counts is None or other.counts is None:
@@ -52,11 +52,11 @@ class SiteRouting:
         return {} if self.counts is None else self.counts.state()
 
     def with_state(self, state: Mapping[str, Tensor]) -> Self:
-        return type(self)(RoutingCounts.from_state(state) if len(state) else None)
+        return type(self)(RoutingCounts.empty(len(state["weight"])).with_state(state) if len(state) else None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RoutingCounts:
+class RoutingCounts(Sums):
     """Sums over non-padding tokens, in float64; any split of the data, merged in any order, equals one pass.
 
     >>> import torch
@@ -78,13 +78,13 @@ class RoutingCounts:
         zeros = torch.zeros(num_heads, num_heads, dtype=moments.count.dtype, device=device)
         return cls(zeros.new_zeros(()), zeros, zeros.new_zeros(num_heads), moments, moments)
 
-    def update(self, routing: Routing, real: Tensor | None = None) -> Self:
-        """Add one routing; `real` [batch or 1, tokens] is False for padding. Does not synchronise with the device."""
+    def update(self, routing: Routing, non_padding: Tensor | None = None) -> Self:
+        """Add one routing; `non_padding` is [batch or 1, tokens]. Does not synchronise with the device."""
         if routing.num_heads != self.weight.shape[0]:
             raise ShapeError(f"the routing must have {self.weight.shape[0]} heads, got {routing.num_heads}")
         sum_dtype, shape = self.together.dtype, routing.heads.shape
         counted = torch.ones(shape[:2], dtype=torch.bool, device=routing.heads.device)
-        for token_mask in (real, routing.real):
+        for token_mask in (non_padding, routing.real):
             counted = counted if token_mask is None else counted & token_mask
         counted = counted.flatten()
         chosen = (routing.is_chosen.flatten(0, 1) & counted[:, None]).to(sum_dtype)  # [tokens, heads]
@@ -108,14 +108,7 @@ class RoutingCounts:
                 "only counts with the same number of heads can be merged, "
                 f"got {self.weight.shape[0]} and {other.weight.shape[0]}"
             )
-        device = self.together.device
-        return type(self)(
-            self.tokens + other.tokens.to(device),
-            self.together + other.together.to(device),
-            self.weight + other.weight.to(device),
-            self.taken.merge(other.taken),
-            self.entropy.merge(other.entropy),
-        )
+        return Sums.merge(self, other)
 
     @property
     def load(self) -> Tensor:
@@ -140,18 +133,3 @@ class RoutingCounts:
     @property
     def heads_per_token(self) -> Moments:
         return self.taken.compute()
-
-    def state(self) -> dict[str, Tensor]:
-        tensors = {name: getattr(self, name) for name in ("tokens", "together", "weight")}
-        for part in ("taken", "entropy"):
-            tensors |= {f"{part}.{name}": x for name, x in getattr(self, part).state().items()}
-        return tensors
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Tensor]) -> Self:
-        def part(prefix: str) -> MeanAndStd:
-            return MeanAndStd.from_state(
-                {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
-            )
-
-        return cls(state["tokens"], state["together"], state["weight"], part("taken."), part("entropy."))

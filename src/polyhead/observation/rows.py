@@ -25,7 +25,7 @@ class Tokens:
     def of(cls, mask: Mask | None, query: Tensor, key: Tensor) -> Tokens:
         return cls(mask, query.shape[0], query.shape[2], key.shape[2], query.device)
 
-    def real(self) -> Tensor | None:
+    def non_padding(self) -> Tensor | None:
         """Return [batch or 1, queries], False for padding; None without padding. Does not synchronise with the device.
 
         Padding tokens are identified by their keys, which are masked for all queries; as queries they need not be
@@ -54,7 +54,7 @@ class Tokens:
             result = term if result is None else result & term
         return result
 
-    def first_real(self) -> Tensor:
+    def first_token(self) -> Tensor:
         """Return the index of the first non-padding key, [batch or 1]."""
         first = torch.zeros(1, dtype=torch.int64, device=self.device)
         if self.mask is None:
@@ -81,6 +81,11 @@ class Tokens:
         slots = slots.scatter(1, key_slots, key_values.expand(rows, -1))
         slots[:, keys:].zero_()
         return slots.gather(1, query_slots)
+
+
+def non_padding_rows(tokens: Tokens | Tensor | None) -> Tensor | None:
+    """Return the mask of non-padding rows, [batch or 1, queries], which `tokens` is or determines."""
+    return tokens.non_padding() if isinstance(tokens, Tokens) else tokens
 
 
 def hidden_by_bias(mask: Mask | None) -> Tensor | None:

@@ -16,7 +16,7 @@ from polyhead.errors import OptionError
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 
 
-def check_place(folder: Path, option: str) -> None:
+def check_folder(folder: Path, option: str) -> None:
     """Raise if no folder can be created or written to at a path; creates nothing."""
     if os.path.lexists(folder) and not folder.is_dir():
         raise OptionError(f"{option} must be a folder, got {folder}, which is a file or a broken link")
@@ -45,7 +45,7 @@ def check_file(file: Path, option: str) -> None:
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
     """Create the folder and lock it for this process; the lock is released even if the process is killed."""
-    check_place(folder, "the folder of a run")
+    check_folder(folder, "the folder of a run")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from polyhead.errors import OptionError
 from polyhead.files import as_type, build, check_regular, read_tensors, refusing
+from polyhead.observation.accumulators import with_prefix
 from polyhead.observation.collectors import Collector, CollectorState
 from polyhead.observation.observations import Observations
 from polyhead.observation.renamed import current_name
@@ -53,32 +54,32 @@ def save(path: str | os.PathLike[str], observations: Observations, facts: Mappin
 
 def load(path: str | os.PathLike[str], collect: Sequence[Collector] = ()) -> Observations:
     """Read a file written by `save`; `collect` lists the collectors whose states it contains."""
-    facts = _header(path)
+    header = _header(path)
     tensors, _ = read_tensors(path, _RULE)
     with refusing(path, _RULE):
-        return _observations(path, facts, tensors, collect)
+        return _observations(str(path), header, tensors, collect)
 
 
 def _observations(
-    path: str | os.PathLike[str], facts: Mapping[str, Any], tensors: Mapping[str, Tensor], collect: Sequence[Collector]
+    path: str, header: Mapping[str, Any], tensors: Mapping[str, Tensor], collect: Sequence[Collector]
 ) -> Observations:
-    wanted = build(StatisticsRequest, facts["wanted"])
+    wanted = build(StatisticsRequest, header["wanted"])
     collectors = {collector.name: collector for collector in collect}
     sites, collected, calls = [], {}, {}
-    for index, described in enumerate(facts["sites"]):
+    for index, described in enumerate(header["sites"]):
         site = AttentionSite.from_dict(described)
         calls[site] = as_type(described["calls"], int, "calls")
         if "columns" in described:
-            state = _part(tensors, f"{index}.statistics.")
+            state = with_prefix(tensors, f"{index}.statistics.")
             sites.append(_statistics(site, described["heads"], described["columns"], state))
         values = {}
         for name in described["collected"]:
             if name not in collectors:
                 raise OptionError(
-                    f"{str(path)!r} contains states of the collector {name!r}, got collectors "
+                    f"{path!r} contains states of the collector {name!r}, got collectors "
                     f"{', '.join(collectors) or 'none'}; pass it as collect=[...]"
                 )
-            values[name] = _value(collectors[name], site, _part(tensors, f"{index}.gathered.{name}."))
+            values[name] = _value(collectors[name], site, with_prefix(tensors, f"{index}.gathered.{name}."))
         collected[site] = values
     return Observations(wanted, tuple(sites), collected, calls)
 
@@ -162,10 +163,6 @@ def _statistics(site: AttentionSite, heads: Any, columns: Any, state: Mapping[st
                 f"got shape {list(x.shape)} of {x.dtype}"
             )
     return SiteStatistics.empty(site, heads, columns).with_state(state)
-
-
-def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
 
 
 def _value(collector: Collector, site: AttentionSite, state: Mapping[str, Tensor]) -> CollectorState:

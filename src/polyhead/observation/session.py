@@ -22,7 +22,7 @@ from polyhead.observation.forward_statistics import NOT_REQUESTED, ForwardRecord
 from polyhead.observation.head_profile import HeadProfile
 from polyhead.observation.observations import Observations
 from polyhead.observation.origins import is_edited, origins_of
-from polyhead.observation.rows import Tokens, corrected, hidden_by_bias
+from polyhead.observation.rows import Tokens, corrected, hidden_by_bias, non_padding_rows
 from polyhead.observation.session_limits import (
     OneThread,
     check_chosen,
@@ -117,19 +117,19 @@ class Call:
 
     def notify(self, attended: Attended) -> None:
         if self.keeper is not None and attended.result.statistics is not None and len(self.columns):
-            heads = self.session._heads_of(self.site)
+            heads = self.session.heads_of(self.site)
             self.keeper.add(self, heads, self.columns, attended.result.statistics)
         if self.counts:
             with torch.no_grad():
                 self._record(attended)
 
     def _record(self, attended: Attended) -> None:
-        real = self.tokens.real() if isinstance(self.tokens, Tokens) else self.tokens
+        non_padding = non_padding_rows(self.tokens)
         rows = attended.result.statistics
         if rows is not None and len(self.columns):
-            self.session.add(self, corrected(rows, hidden_by_bias(self.mask), self.sinks_in_view), real)
+            self.session.add(self, corrected(rows, hidden_by_bias(self.mask), self.sinks_in_view), non_padding)
         if self.has_collectors:
-            self.session.collect(self.site, attended, real)
+            self.session.collect(self.site, attended, non_padding)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,19 +187,16 @@ class Session:
         self.layers = None if layers is None else _chosen_layers(layers)
         self.heads = None if heads is None else _chosen_heads(heads)
         for layer in self.layers or ():
-            if via_weights and isinstance(layer, str):
-                if not returned_weights.SITE.fullmatch(layer):
-                    raise OptionError(
-                        f"with via_weights, layers must be indices or output names such as attentions.3, got {layer!r}"
-                    )
-            elif isinstance(layer, str) and layer not in dict(model.named_modules()):
-                raise OptionError(f"layers must be indices or paths of the model's modules, got {layer!r}")
+            if via_weights and isinstance(layer, str) and not returned_weights.SITE.fullmatch(layer):
+                raise OptionError(
+                    f"with via_weights, layers must be indices or output names such as attentions.3, got {layer!r}"
+                )
         self._find_modules()
-        attending = [self._names[id(module)] for module in (*self._interface_modules, *self._layers, *self._adapted)]
-        check_numbers(self.layers or (), attending)
-        check_paths(() if via_weights else self.layers or (), attending)
+        names = [self._names[id(module)] for module in self._attention_modules]
+        check_numbers(self.layers or (), names)
+        check_paths(() if via_weights else self.layers or (), names)
         self._staging = Staging(on_abort=self._drop)
-        self._plans: dict[tuple[int, int, bool, bool], Plan] = {}
+        self._plans: dict[tuple[nn.Module | OutputSite, int, bool, bool], Plan] = {}
         self.metadata = BatchMetadata()
         self.gates: dict[tuple[str, str], Tensor] = {}
         self._starts: dict[int, Tokens] = {}
@@ -217,19 +214,21 @@ class Session:
         self._returning: dict[nn.Module, str] = {}
         if self.via_weights:
             self._returning = returned_weights.returning_models(self.model)
-            if not len(self._returning):
-                raise OptionError(returned_weights.why_not(self.model))
             if is_edited(self.model):
                 raise OptionError(
                     "via_weights does not support models with edited heads, since returned weights cannot be matched "
                     "to modules and their original heads; observe it without via_weights"
                 )
             return
-        self._interface_modules = transformers_models.asking_modules(self.model)
+        self._interface_modules = transformers_models.interface_modules(self.model)
         self._adapted = adapting.adapted_modules(self.model, self.adapters, self._interface_modules)
         self._layers = tuple(x for x in torch_modules.attention_layers(self.model) if x not in self._adapted)
-        if not len(self._interface_modules) and not len(self._layers) and not len(self._adapted):
+        if not len(self._attention_modules):
             raise OptionError(transformers_models.why_unobservable(self.model))
+
+    @property
+    def _attention_modules(self) -> tuple[nn.Module, ...]:
+        return *self._interface_modules, *self._layers, *self._adapted
 
     # ---- entering and leaving
 
@@ -252,13 +251,12 @@ class Session:
             for layer in self._layers:
                 undo.enter_context(torch_modules.watched(layer, self))
             for module, adapter in self._adapted.items():
-                undo.enter_context(adapting.watched(module, adapter, self))
+                undo.enter_context(adapter.watch(module, adapting.AttentionNotifier(module, adapter, self)))
             if len(self._returning):
                 undo.enter_context(returned_weights.read(self.model, self._returning, self))
             else:
-                attending = (*self._interface_modules, *self._layers, *self._adapted)
-                undo.enter_context(check_modules_unchanged(self.model, attending))
-            watched = (*self._interface_modules, *self._layers, *self._adapted, *self._returning)
+                undo.enter_context(check_modules_unchanged(self.model, self._attention_modules))
+            watched = (*self._attention_modules, *self._returning)
             undo.enter_context(self._staging.watching(enclosing_modules(self.model, watched)))
             self._undo = undo.pop_all()
         return self
@@ -270,8 +268,8 @@ class Session:
         if undo is not None:
             undo.__exit__(kind, error, trace)
         if kind is None and self.heads is not None:
-            attending = (*self._interface_modules, *self._layers, *self._adapted, *self._returning)
-            check_chosen(self.heads, self.observations.calls, [self._names[id(module)] for module in attending])
+            names = [self._names[id(module)] for module in (*self._attention_modules, *self._returning)]
+            check_chosen(self.heads, self.observations.calls, names)
 
     def _forget(self) -> None:
         self._latest_tokens.clear()
@@ -301,7 +299,7 @@ class Session:
             self._starts[id(module)] = tokens
         elif context.first_key is not None and call is not None and not cross:
             # A sliding-window cache has dropped the first keys, unless it only dropped padding before them.
-            start = self._starts.get(id(module), tokens).first_real()
+            start = self._starts.get(id(module), tokens).first_token()
             call.sinks_in_view = (start >= context.first_key).expand(query.shape[0])
         return call
 
@@ -316,7 +314,7 @@ class Session:
     ) -> Call | None:
         """Prepare the observation of one call of a module; None if it is not observed."""
         self._thread.check()
-        plan = self._plans.get((id(module), num_heads, cross, learned_sinks))
+        plan = self._plans.get((module, num_heads, cross, learned_sinks))
         if plan is None:
             plan = self._plan(module, num_heads, cross=cross, learned_sinks=learned_sinks)
         site, columns = plan.site, plan.columns
@@ -349,20 +347,20 @@ class Session:
         columns = self.wanted.columns(cross=cross, learned_sinks=learned_sinks)
         requested = self.wanted.of_rows(columns, cross=cross) if len(columns) else None
         plan = Plan(site, root, columns, requested, self._is_chosen(site))
-        self._plans[id(module), num_heads, cross, learned_sinks] = plan
+        self._plans[module, num_heads, cross, learned_sinks] = plan
         return plan
 
-    def add(self, call: Call, rows: RowStatistics, real: Tensor | None) -> None:
+    def add(self, call: Call, rows: RowStatistics, non_padding: Tensor | None) -> None:
         """Reduce the row statistics of a call on their device and add them to those of its site."""
         statistics = self._staging.current.statistics
         site_statistics = statistics.get(call.site)
         if site_statistics is None:
             assert rows.visible_keys is not None
             device = rows.visible_keys.device
-            site_statistics = SiteStatistics.empty(call.site, self._heads_of(call.site), call.columns, device)
-        statistics[call.site] = site_statistics.update(rows, real, learned_sinks=call.learned_sinks)
+            site_statistics = SiteStatistics.empty(call.site, self.heads_of(call.site), call.columns, device)
+        statistics[call.site] = site_statistics.update(rows, non_padding, learned_sinks=call.learned_sinks)
 
-    def collect(self, site: AttentionSite, attended: Attended, real: Tensor | None) -> None:
+    def collect(self, site: AttentionSite, attended: Attended, non_padding: Tensor | None) -> None:
         """Pass one attention call to all collectors."""
         tally = self._staging.current
         states, device = tally.collected.get(site), attended.query.device
@@ -373,7 +371,9 @@ class Session:
                 empty if states is None else {name: _to_device(states[name], empty[name], device) for name in states}
             )
             tally.resumed.discard(site)
-        tally.collected[site] = {name: value.update(attended, real, self.metadata) for name, value in states.items()}
+        tally.collected[site] = {
+            name: value.update(attended, non_padding, self.metadata) for name, value in states.items()
+        }
 
     def _site(self, name: str, num_heads: int, origins: HeadOrigins | None, *, cross: bool) -> AttentionSite:
         kind: Literal["self", "cross"] = "cross" if cross else "self"
@@ -388,9 +388,10 @@ class Session:
 
     def _is_chosen(self, site: AttentionSite) -> bool:
         chosen = self.layers is None or site.layer in self.layers or site.name in self.layers
-        return chosen and len(self._heads_of(site)) > 0
+        return chosen and len(self.heads_of(site)) > 0
 
-    def _heads_of(self, site: AttentionSite) -> tuple[int, ...]:
+    def heads_of(self, site: AttentionSite) -> tuple[int, ...]:
+        """Return the observed heads of a site."""
         all_heads = range(site.num_heads)
         if self.heads is None:
             return tuple(all_heads)

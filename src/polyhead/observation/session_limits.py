@@ -92,7 +92,7 @@ def check_modules_unchanged(model: nn.Module, watched: Iterable[nn.Module]) -> I
     """Raise on exit if the model gained attention modules during the session, which were not observed."""
     before = {id(module) for module in watched}
     yield
-    attending = {*transformers_models.asking_modules(model), *torch_modules.attention_layers(model)}
+    attending = {*transformers_models.interface_modules(model), *torch_modules.attention_layers(model)}
     new = [name for name, module in model.named_modules() if module in attending and id(module) not in before]
     if new:
         raise OptionError(

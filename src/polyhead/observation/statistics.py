@@ -12,7 +12,7 @@ from torch import Tensor
 from polyhead.errors import OptionError
 from polyhead.files import build
 from polyhead.geometry import HeadOrigins
-from polyhead.observation.accumulators import Maximum, MeanAndStd
+from polyhead.observation.accumulators import Maximum, MeanAndStd, NamedTensors
 from polyhead.ops.attention import RowStatistics, Statistics
 from polyhead.ops.common.row_reduction import SHARE, RowTotals, reduce_rows
 from polyhead.ops.common.statistics import NAMES as ROW_NAMES
@@ -32,6 +32,8 @@ DEFAULT = (
 )
 NAMES = (*DEFAULT, *(name for name in ROW_NAMES if name not in (*DEFAULT, "visible_keys")))
 
+LOCATION = ("site", "kind", "stack", "layer", "head", "original_head")
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSite:
@@ -48,6 +50,11 @@ class AttentionSite:
     layer: int
     num_heads: int
     origins: HeadOrigins | None = None
+
+    def location(self, head: int) -> dict[str, Any]:
+        """Return the columns `LOCATION` of a table with one row per head."""
+        values = (self.name, self.kind, self.stack, self.layer, head, self.label(head))
+        return dict(zip(LOCATION, values, strict=True))
 
     def label(self, head: int) -> str:
         """Return the index of a head in the unedited model, as text."""
@@ -98,22 +105,16 @@ class StatisticsRequest:
         if isinstance(requested, Statistics):
             names = tuple(name for name in requested.names if name != "visible_keys") or DEFAULT
             return cls(names, requested.sink_keys, requested.window)
-        names = (
-            (requested,)
-            if isinstance(requested, str)
-            else tuple(requested)
-            if isinstance(requested, list | tuple | set)
-            else ()
-        )
-        if not len(names):
+        chosen = [requested] if isinstance(requested, str) else requested
+        if not isinstance(chosen, list | tuple | set) or not len(chosen):
             raise OptionError(
                 f"statistics must be a name, several names or polyhead.Statistics(...), got {requested!r}; "
                 f"the names are {', '.join(NAMES)}"
             )
-        for name in names:
+        for name in chosen:
             if name not in NAMES:
                 raise OptionError(f"statistics must be among {', '.join(NAMES)}; got {name!r}")
-        return cls(tuple(name for name in NAMES if name in names))
+        return cls(tuple(name for name in NAMES if name in chosen))
 
     def columns(self, *, cross: bool, learned_sinks: bool) -> tuple[str, ...]:
         """Return the names that are defined at a site; cross-attention has no positional statistics."""
@@ -127,7 +128,7 @@ class StatisticsRequest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SiteStatistics:
+class SiteStatistics(NamedTensors):
     """Accumulated statistics of one site, mergeable; each tensor is [statistics, heads]."""
 
     site: AttentionSite
@@ -143,14 +144,14 @@ class SiteStatistics:
         shape = (len(columns), len(heads))
         return cls(site, tuple(heads), tuple(columns), MeanAndStd.empty(shape, device), Maximum.empty(shape, device))
 
-    def update(self, rows: RowStatistics, real: Tensor | None = None, *, learned_sinks: bool = False) -> Self:
-        """Add the rows of one call; `real` [batch or 1, queries] is False for padding. Does not synchronise."""
+    def update(self, rows: RowStatistics, non_padding: Tensor | None = None, *, learned_sinks: bool = False) -> Self:
+        """Add the rows of one call; `non_padding` is [batch or 1, queries]. Does not synchronise."""
         assert rows.visible_keys is not None
         state = RowTotals(self.moments.count, self.moments.mean, self.moments.squares, self.largest.largest)
         if state.total.device != rows.visible_keys.device:
             # State loaded from a file is moved to the device once; moving the rows instead would synchronise each call.
             state = RowTotals(*(x.to(rows.visible_keys.device) for x in state))
-        *moments, largest = reduce_rows(rows, real, self.columns, self.heads, state, learned_sinks=learned_sinks)
+        *moments, largest = reduce_rows(rows, non_padding, self.columns, self.heads, state, learned_sinks=learned_sinks)
         return type(self)(self.site, self.heads, self.columns, MeanAndStd(*moments), Maximum(largest))
 
     def merge(self, other: Self) -> Self:
@@ -174,18 +175,3 @@ class SiteStatistics:
             columns[f"{name}_std"] = std[index]
             columns[f"{name}_max"] = largest[index]
         return columns
-
-    def state(self) -> dict[str, Tensor]:
-        return {
-            **{f"moments.{name}": tensor for name, tensor in self.moments.state().items()},
-            **{f"largest.{name}": tensor for name, tensor in self.largest.state().items()},
-        }
-
-    def with_state(self, state: Mapping[str, Tensor]) -> Self:
-        """Return a copy with the saved tensors."""
-
-        def part(prefix: str) -> dict[str, Tensor]:
-            return {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
-
-        moments, largest = MeanAndStd.from_state(part("moments.")), Maximum.from_state(part("largest."))
-        return type(self)(self.site, self.heads, self.columns, moments, largest)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError
-from polyhead.observation.collectors import BatchMetadata
+from polyhead.observation.collectors import BatchMetadata, counted_rows, exclude_padding
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
 
@@ -60,9 +60,8 @@ class SiteSample:
     hashes: Tensor  # [tokens] int64, ascending
     values: Tensor  # [tokens, heads, any]
 
-    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
-        output, logsumexp = attended.result.output.detach(), attended.result.logsumexp
-        assert logsumexp is not None
+    def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
+        output = attended.result.output.detach()
         if metadata.documents is None:
             raise OptionError(
                 "a token sample needs the document index of each row; "
@@ -71,9 +70,7 @@ class SiteSample:
         batch, _, queries, dim = output.shape
         if not dim:
             return self  # only the weights are available (via_weights)
-        counted = torch.isfinite(logsumexp).any(1)
-        if real is not None:
-            counted = counted & real
+        counted = counted_rows(exclude_padding(attended, non_padding))
         chosen = self.sample.heads.get(self.place)
         outputs = output if chosen is None else torch.stack([output[:, head] for head in chosen], 1)
         hashes = torch.where(counted, _hashes(metadata, counted, self.sample.seed), _PADDING_HASH).flatten()
@@ -94,10 +91,9 @@ class SiteSample:
         device = self.hashes.device
         return self._joined(other.hashes.to(device), other.values.to(device))
 
-    def found(self) -> tuple[Tensor, Tensor]:
-        """Return the hashes and float64 values of the sampled tokens, on the CPU."""
-        count = int((self.hashes != _PADDING_HASH).sum())
-        return self.hashes[:count].cpu(), self.values[:count].double().cpu()
+    def rows(self) -> Tensor:
+        """Return the values at the sampled tokens, float64 [tokens, heads, any] on the CPU."""
+        return self.values[: int((self.hashes != _PADDING_HASH).sum())].double().cpu()
 
     def state(self) -> dict[str, Tensor]:
         return {"hashes": self.hashes, "values": self.values}

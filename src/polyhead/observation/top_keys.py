@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -10,7 +9,8 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError, ShapeError
-from polyhead.observation.collectors import BatchMetadata
+from polyhead.observation.accumulators import Sums
+from polyhead.observation.collectors import BatchMetadata, counted_rows, exclude_padding
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
 
@@ -56,47 +56,38 @@ class TopKeys:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SiteTopKeys:
+class SiteTopKeys(Sums):
     """State of `TopKeys` at one site: received weight per token id, and the number of query rows."""
 
     collector: TopKeys
     received: Tensor  # [heads, tokens + 1]; the last entry is all other ids
     rows: Tensor
 
-    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
-        logsumexp, keys = attended.result.logsumexp, attended.key.shape[2]
-        assert logsumexp is not None
+    def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
+        keys = attended.key.shape[2]
         if metadata.tokens is None or metadata.tokens.shape != (attended.query.shape[0], keys):
             got = None if metadata.tokens is None else list(metadata.tokens.shape)
             raise OptionError(
                 f"top keys need the ids of the {keys} tokens of each text; before each call of the model set "
                 f"session.metadata = BatchMetadata(tokens=...), [batch, tokens] on the CPU, got {got}"
             )
-        if real is not None:  # a log-sum-exp of -inf gives a row zero weights, which excludes it from the sums
-            logsumexp = torch.where(real[:, None], logsumexp, -torch.inf)
-        weight = replace(attended, result=replace(attended.result, logsumexp=logsumexp)).profile(received=True).received
+        unpadded = exclude_padding(attended, non_padding)
+        weight = unpadded.profile(received=True).received
         assert weight is not None
         places = self.collector.places(metadata.tokens).to(weight.device, non_blocking=True)
         heads = weight.shape[1]
         by_token = weight.double().transpose(0, 1).reshape(heads, -1)  # [heads, batch * keys]
         received = self.received.index_add(1, places.flatten(), by_token)
-        rows = torch.isfinite(logsumexp).any(1).sum(dtype=torch.float64)
+        rows = counted_rows(unpadded).sum(dtype=torch.float64)
         return replace(self, received=received, rows=self.rows + rows)
 
     def merge(self, other: Self) -> Self:
         if not torch.equal(self.collector.tokens, other.collector.tokens):
             raise OptionError("only top keys of the same token ids can be merged, got different ids")
-        device = self.received.device
-        return replace(self, received=self.received + other.received.to(device), rows=self.rows + other.rows.to(device))
+        return Sums.merge(self, other)
 
     def compute(self, most: int) -> tuple[Tensor, Tensor]:
         """Return the `most` ids with the largest received weight, [heads, most], and their shares, descending."""
         shares = (self.received / self.rows.clamp_min(1.0)).cpu()
         values, places = shares[:, :-1].sort(dim=-1, descending=True, stable=True)
         return self.collector.tokens[places[:, :most]], values[:, :most]
-
-    def state(self) -> dict[str, Tensor]:
-        return {"received": self.received, "rows": self.rows}
-
-    def with_state(self, state: Mapping[str, Tensor]) -> Self:
-        return replace(self, received=state["received"], rows=state["rows"])

@@ -46,26 +46,19 @@ def without_shortcuts(layers: Sequence[nn.Module]) -> Iterator[None]:
 @contextmanager
 def watched(layer: nn.Module, session: Watcher) -> Iterator[None]:
     """Hook a layer for the duration of the context."""
+    hooks = _PolyheadHooks(session, layer) if isinstance(layer, BaseAttention) else _TorchHooks(session)
     with ExitStack() as undo:
         if isinstance(layer, BaseAttention):
+            assert isinstance(hooks, _PolyheadHooks)
             if layer._listener is not None:
                 raise OptionError(
                     f"only one session at a time can observe a layer, got a {type(layer).__name__} that is already "
                     "observed"
                 )
-            polyhead_hooks = _PolyheadHooks(session, layer)
-            before = layer.register_forward_pre_hook(polyhead_hooks.before, with_kwargs=True, prepend=False)
-            after = layer.register_forward_hook(polyhead_hooks.after, with_kwargs=True, prepend=True)
-            handles = (before, after)
-            layer._listener = polyhead_hooks.listen
+            layer._listener = hooks.listen
             undo.callback(delattr, layer, "_listener")
-        else:
-            torch_hooks = _TorchHooks(session)
-            before = layer.register_forward_pre_hook(torch_hooks.before, with_kwargs=True)
-            after = layer.register_forward_hook(torch_hooks.after, with_kwargs=True, prepend=True)
-            handles = (before, after)
-        for handle in handles:
-            undo.callback(handle.remove)
+        undo.callback(layer.register_forward_pre_hook(hooks.before, with_kwargs=True).remove)
+        undo.callback(layer.register_forward_hook(hooks.after, with_kwargs=True, prepend=True).remove)
         yield
 
 
@@ -162,7 +155,9 @@ def _merge_requests(requested: Statistics | None, callers: Statistics | None, le
     """Combine the statistics requested by the session and by the layer's caller."""
     if callers is None or requested is None:
         return callers if requested is None else requested
-    callers_names = _with_cross(callers, requested.cross).wanted(learned_sinks=learned_sinks)
+    cross = requested.cross or callers.cross
+    in_call = Statistics(*callers.names, sink_keys=callers.sink_keys, window=callers.window, cross=cross)
+    callers_names = in_call.wanted(learned_sinks=learned_sinks)
     for name, option in (("sink_mass", "sink_keys"), ("window_mass", "window")):
         session_value, callers_value = getattr(requested, option), getattr(callers, option)
         if name in requested.names and name in callers_names and session_value != callers_value:
@@ -174,12 +169,6 @@ def _merge_requests(requested: Statistics | None, callers: Statistics | None, le
     sinks, window = (callers if name in callers_names else requested for name in ("sink_mass", "window_mass"))
     names = dict.fromkeys((*requested.names, *callers_names))
     return Statistics(*names, sink_keys=sinks.sink_keys, window=window.window, cross=requested.cross)
-
-
-def _with_cross(requested: Statistics, cross: bool) -> Statistics:
-    return Statistics(
-        *requested.names, sink_keys=requested.sink_keys, window=requested.window, cross=cross or requested.cross
-    )
 
 
 class _TorchHooks:

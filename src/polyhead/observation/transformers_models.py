@@ -46,7 +46,7 @@ class CallContext:
     first_key: int | None = None  # position of the first key still in the cache; None without a cache
 
 
-def asking_modules(model: nn.Module) -> tuple[nn.Module, ...]:
+def interface_modules(model: nn.Module) -> tuple[nn.Module, ...]:
     """Return the modules whose code calls transformers' attention interface."""
     if "transformers" not in sys.modules:
         return ()  # then the model contains no transformers module
@@ -71,31 +71,33 @@ def _calls_interface(kind: type) -> bool:
 _uses_interface: Callable[[type], bool] = cache(_calls_interface)
 
 
+def is_pretrained(module: nn.Module) -> bool:
+    """Return whether a module is a model of transformers, which is not imported for that."""
+    if "transformers" not in sys.modules:
+        return False
+    from transformers import PreTrainedModel
+
+    return isinstance(module, PreTrainedModel)
+
+
 def why_unobservable(model: nn.Module) -> str:
     """Return the error message for a model without observable attention modules."""
     name = type(model).__name__
-    if "transformers" in sys.modules:
-        from transformers import PreTrainedModel
-
-        model_classes = [type(module).__name__ for module in model.modules() if isinstance(module, PreTrainedModel)]
-        if len(model_classes):
-            classes = sorted({type(module).__name__ for module in model.modules() if _is_attention(module)})
-            computed = f" (in {', '.join(classes)})" if len(classes) else ""
-            return (
-                "observe needs a transformers model that uses the attention interface, "
-                f"got {name}, which computes attention by itself{computed}; docs/huggingface.md lists the families "
-                "that use the interface. observe(model, via_weights=True), or polyhead inspect --via-weights, reads "
-                "the attention weights that the model returns: slow, and O(n²) in memory"
-            )
+    if any(is_pretrained(module) for module in model.modules()):
+        names = {type(module).__name__ for module in model.modules()}
+        classes = sorted(x for x in names if "attention" in x.lower())
+        computed = f" (in {', '.join(classes)})" if len(classes) else ""
+        return (
+            "observe needs a transformers model that uses the attention interface, "
+            f"got {name}, which computes attention by itself{computed}; docs/huggingface.md lists the families "
+            "that use the interface. observe(model, via_weights=True), or polyhead inspect --via-weights, reads "
+            "the attention weights that the model returns: slow, and O(n²) in memory"
+        )
     return (
         "observe supports transformers models, polyhead.MultiHeadAttention and torch.nn.MultiheadAttention, "
         f"got {name}, which contains none of them; pass adapters for its attention modules: "
         "observe(model, adapters=...)"
     )
-
-
-def _is_attention(module: nn.Module) -> bool:
-    return "attention" in type(module).__name__.lower()
 
 
 @contextmanager

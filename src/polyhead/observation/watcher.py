@@ -14,7 +14,7 @@ from polyhead.observation.rows import Tokens
 from polyhead.observation.statistics import AttentionSite
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class OutputSite:
     """Name of attention weights in a model output, e.g. `attentions.3` for layer 3; replaces the module."""
 

@@ -7,9 +7,10 @@ words. The attention weights of a batch are materialised, so texts are limited t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ class WordMap:
                 counts[word] += 1
         return counts
 
-    def circles(self) -> Tensor:
+    def spans(self) -> Tensor:
         """Return the words in each of the `SPANS` around a word, bool [3, words, words]; empty where undefined."""
         words = len(self)
         subtree = torch.eye(words, dtype=torch.bool)  # [governor, word]
@@ -76,33 +77,40 @@ class WordMap:
                     break
                 subtree[ancestor, word] = True
                 ancestor = self.governors[ancestor]
-        circles = torch.zeros(3, words, words, dtype=torch.bool)
+        spans = torch.zeros(3, words, words, dtype=torch.bool)
         sentences = torch.tensor(self.sentences)
         same_sentence = sentences[:, None] == sentences
         has_several = len(set(self.sentences)) > 1
         for word, pieces in enumerate(self.pieces()):
             if not pieces:
                 continue
-            circles[0, word, word] = pieces > 1
+            spans[0, word, word] = pieces > 1
             root = word if has_dependents[word] else self.governors[word]
             if root >= 0 and self.governors[root] >= 0:
-                circles[1, word] = subtree[root]
+                spans[1, word] = subtree[root]
             if has_several:
-                circles[2, word] = same_sentence[word]
-        return circles
+                spans[2, word] = same_sentence[word]
+        return spans
 
 
-class _ContextCollector(Protocol):
-    """Collector whose state tensors have a known number of rows per context."""
+class ContextCollector(ABC):
+    """Collector of self-attention whose state tensors have a known number of rows per context."""
 
     name: str
 
-    def rows(self, tensor: str, context: int) -> int: ...
+    def empty(self, site: AttentionSite, device: torch.device) -> ByContext | None:
+        return None if site.kind == "cross" else ByContext(self, site.num_heads)
 
-    def nothing(self, num_heads: int) -> dict[str, Tensor]:
+    def rows(self, tensor: str, context: int) -> int:
+        """Return the number of rows of a tensor for a context."""
+        return 1
+
+    @abstractmethod
+    def empty_tensors(self, num_heads: int) -> dict[str, Tensor]:
         """Return each tensor with zero rows."""
 
-    def measured(self, attended: Attended, real: Tensor | None, contexts: Sequence[int]) -> dict[str, Tensor]:
+    @abstractmethod
+    def measure(self, attended: Attended, non_padding: Tensor | None, contexts: Sequence[int]) -> dict[str, Tensor]:
         """Return the tensors of some contexts, concatenated."""
 
 
@@ -110,11 +118,11 @@ class _ContextCollector(Protocol):
 class ByContext:
     """Measurements of one site by context; a context that occurs again replaces the earlier measurement."""
 
-    collector: _ContextCollector
+    collector: ContextCollector
     num_heads: int
     parts: tuple[Mapping[str, Tensor], ...] = ()  # `contexts` and the tensors of each call or saved state
 
-    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
+    def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
         if metadata.documents is None or metadata.documents.device.type != "cpu":
             raise OptionError(
                 f"{self.collector.name} need the text index of each row of a batch; before each call of the model set "
@@ -125,7 +133,7 @@ class ByContext:
             raise ShapeError(
                 f"metadata.documents must have one index per row, [{batch}], got shape {list(metadata.documents.shape)}"
             )
-        measured = self.collector.measured(attended, real, metadata.documents.tolist())
+        measured = self.collector.measure(attended, non_padding, metadata.documents.tolist())
         return replace(self, parts=(*self.parts, {"contexts": metadata.documents, **measured}))
 
     def merge(self, other: Self) -> Self:
@@ -133,7 +141,7 @@ class ByContext:
 
     def state(self) -> dict[str, Tensor]:
         """Return all tensors sorted by context, on the CPU; `contexts` are the context indices."""
-        empty_tensors = self.collector.nothing(self.num_heads)
+        empty_tensors = self.collector.empty_tensors(self.num_heads)
         by_context: dict[int, list[Tensor]] = {}
         for part in self.parts:
             contexts = part["contexts"].tolist()
@@ -153,7 +161,7 @@ class ByContext:
         return replace(self, parts=(dict(state),))
 
 
-class WordAttention:
+class WordAttention(ContextCollector):
     """Collector of each word's most attended word and of the attention inside its word, phrase and sentence.
 
     `metadata.documents` is the index in `maps` of each row of a batch. State (`ByContext.state`):
@@ -171,13 +179,10 @@ class WordAttention:
         self.maps = tuple(maps)
         self._latest: tuple[tuple[int, ...], _WordBatch] | None = None
 
-    def empty(self, site: AttentionSite, device: torch.device) -> ByContext | None:
-        return None if site.kind == "cross" else ByContext(self, site.num_heads)
-
     def rows(self, tensor: str, context: int) -> int:
         return len(self.maps[context]) if tensor in ("looks", "visible") else 1
 
-    def nothing(self, num_heads: int) -> dict[str, Tensor]:
+    def empty_tensors(self, num_heads: int) -> dict[str, Tensor]:
         return {
             "looks": torch.zeros(0, num_heads, dtype=torch.int16),
             "visible": torch.zeros(0, 2, dtype=torch.bool),
@@ -186,11 +191,11 @@ class WordAttention:
             "counts": torch.zeros(0, 3, dtype=torch.int64),
         }
 
-    def measured(self, attended: Attended, real: Tensor | None, contexts: Sequence[int]) -> dict[str, Tensor]:
+    def measure(self, attended: Attended, non_padding: Tensor | None, contexts: Sequence[int]) -> dict[str, Tensor]:
         words = self._words(tuple(contexts))
         device = attended.query.device
-        pieces = _membership(words.tokens, words.governors.shape[1], attended, real)
-        governors, circles = words.governors.to(device, non_blocking=True), words.circles.to(device, non_blocking=True)
+        pieces = _membership(words.tokens, words.governors.shape[1], attended, non_padding)
+        governors, spans = words.governors.to(device, non_blocking=True), words.spans.to(device, non_blocking=True)
         rows = words.row_indices.to(device, non_blocking=True)
         weights = between_words(_weights(attended), pieces)  # [batch, heads, words, words]
         visible = (pieces.transpose(1, 2) @ _visible_tokens(attended) @ pieces) > 0  # [batch, words, words]
@@ -201,8 +206,8 @@ class WordAttention:
         return {
             "looks": _most_attended(weights).flatten(0, 1)[rows],
             "visible": torch.stack([upward, downward], -1).flatten(0, 1)[rows],
-            "shares": torch.einsum("bhqk,bcqk->bhc", weights, circles),
-            "expected": torch.einsum("bqk,bcqk->bc", uniform, circles),
+            "shares": torch.einsum("bhqk,bcqk->bhc", weights, spans),
+            "expected": torch.einsum("bqk,bcqk->bc", uniform, spans),
             "counts": words.counts,
         }
 
@@ -218,7 +223,7 @@ class WordAttention:
         return self._latest[1]
 
 
-class SpanAttention:
+class SpanAttention(ContextCollector):
     """Collector of the attention from the query span of each text to its other spans.
 
     `labels` has one list per text: for each token 0 if it is in the query span, 1, 2, ... if it is in one of the
@@ -231,21 +236,15 @@ class SpanAttention:
         self.labels = tuple(tuple(row) for row in labels)
         self.others = others
 
-    def empty(self, site: AttentionSite, device: torch.device) -> ByContext | None:
-        return None if site.kind == "cross" else ByContext(self, site.num_heads)
-
-    def rows(self, tensor: str, context: int) -> int:
-        return 1
-
-    def nothing(self, num_heads: int) -> dict[str, Tensor]:
+    def empty_tensors(self, num_heads: int) -> dict[str, Tensor]:
         return {
             "weights": torch.zeros(0, num_heads, self.others, dtype=torch.float64),
             "expected": torch.zeros(0, self.others, dtype=torch.float64),
         }
 
-    def measured(self, attended: Attended, real: Tensor | None, contexts: Sequence[int]) -> dict[str, Tensor]:
+    def measure(self, attended: Attended, non_padding: Tensor | None, contexts: Sequence[int]) -> dict[str, Tensor]:
         tokens = _pad_rows([self.labels[context] for context in contexts])
-        pieces = _membership(tokens, self.others + 1, attended, real)
+        pieces = _membership(tokens, self.others + 1, attended, non_padding)
         return {
             "weights": between_words(_weights(attended), pieces)[:, :, 0, 1:],
             "expected": between_words(_uniform_weights(attended), pieces)[:, 0, 0, 1:],
@@ -278,7 +277,7 @@ def _weights(attended: Attended) -> Tensor:
     return weights
 
 
-def _membership(tokens: Tensor, words: int, attended: Attended, real: Tensor | None) -> Tensor:
+def _membership(tokens: Tensor, words: int, attended: Attended, non_padding: Tensor | None) -> Tensor:
     """Return the word membership of the tokens of each row, float64 [batch, tokens, words].
 
     `tokens` [batch, longest] starts at each text's first token, i.e. after the left padding of its row.
@@ -299,8 +298,8 @@ def _membership(tokens: Tensor, words: int, attended: Attended, real: Tensor | N
         raise ShapeError(f"each row must contain its complete text, got {longest} tokens in a row of {queries}")
     device = attended.query.device
     position = torch.arange(queries, device=device).expand(batch, -1)
-    if real is not None:
-        position = position - real.to(torch.uint8).argmax(-1, keepdim=True)
+    if non_padding is not None:
+        position = position - non_padding.to(torch.uint8).argmax(-1, keepdim=True)
     word_index = tokens.to(device, non_blocking=True).gather(1, position.clamp(0, longest - 1))
     word_index = torch.where((position >= 0) & (position < longest), word_index, -1)
     return (word_index[..., None] == torch.arange(words, device=device)).to(torch.float64)
@@ -350,7 +349,7 @@ class _WordBatch:
 
     tokens: Tensor  # [batch, longest]
     governors: Tensor  # [batch, words], -1 for a root and after the last word
-    circles: Tensor  # [batch, 3, words, words] float64
+    spans: Tensor  # [batch, 3, words, words] float64
     counts: Tensor  # [batch, 3]
     row_indices: Tensor  # indices of the words of all texts in [batch * words]
 
@@ -358,9 +357,9 @@ class _WordBatch:
     def of(cls, maps: Sequence[WordMap]) -> _WordBatch:
         governors = _pad_rows([word_map.governors for word_map in maps])
         words = governors.shape[1]
-        circles = torch.zeros(len(maps), 3, words, words, dtype=torch.float64)
+        spans = torch.zeros(len(maps), 3, words, words, dtype=torch.float64)
         for row, word_map in enumerate(maps):
-            circles[row, :, : len(word_map), : len(word_map)] = word_map.circles().to(torch.float64)
+            spans[row, :, : len(word_map), : len(word_map)] = word_map.spans().to(torch.float64)
         row_indices = torch.cat([torch.arange(len(word_map)) + row * words for row, word_map in enumerate(maps)])
-        counts = circles.any(-1).sum(-1)
-        return cls(_pad_rows([word_map.tokens for word_map in maps]), governors, circles, counts, row_indices)
+        counts = spans.any(-1).sum(-1)
+        return cls(_pad_rows([word_map.tokens for word_map in maps]), governors, spans, counts, row_indices)

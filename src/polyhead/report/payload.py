@@ -52,7 +52,7 @@ def page_of(inspection: Inspection, *, language: Language = "en", syntax: Syntax
             for site, matrices in inspection.relations.items()
         },
         "relation_names": _relation_names(inspection),
-        "likeness": inspection.likeness,
+        "likeness": inspection.redundancy,
         "groups": [{"heads": _head_ids(index, group.heads), "least": group.least} for group in inspection.groups],
         "pairs": [
             {"one": _head_id(index, x.one), "other": _head_id(index, x.other), "cosine": x.cosine, "guess": x.guess}
@@ -68,7 +68,7 @@ def page_of(inspection: Inspection, *, language: Language = "en", syntax: Syntax
 
 def sites_of(inspection: Inspection) -> list[AttentionSite]:
     """Return the sites of a page in the order of the table; `[site, head]` in a page indexes this list."""
-    return list(dict.fromkeys([*inspection.table.sites, *inspection.relations, *inspection.looks]))
+    return list(dict.fromkeys([*inspection.table.sites, *inspection.relations, *inspection.head_maps]))
 
 
 # ---- labels

@@ -21,18 +21,18 @@ LEAST_SIDE = 8  # of a map, regardless of the number of heads
 
 def pictures_of(inspection: Inspection, index: Mapping[AttentionSite, int]) -> dict[str, Any]:
     """Return the parts `maps`, `map_block`, `offsets` and `examples` of a page."""
-    looks = inspection.looks
+    maps = inspection.head_maps
     factor = _pooling(inspection)
     first, last = _used_bins(inspection)
     edges = bin_edges()
     return {
-        "maps": {str(index[site]): packed_weights(pooled(x.map, factor)) for site, x in looks.items()},
-        "map_block": factor * max((x.block for x in looks.values()), default=1),
+        "maps": {str(index[site]): packed_weights(pooled(x.map, factor)) for site, x in maps.items()},
+        "map_block": factor * max((x.block for x in maps.values()), default=1),
         "offsets": {
             "edges": edges[first : last + 1] if first < last else [],
             "sites": {
                 str(index[site]): packed_floats(x.offsets[:, first:last])
-                for site, x in looks.items()
+                for site, x in maps.items()
                 if site.kind == "self" and first < last
             },
         },
@@ -57,8 +57,8 @@ def pooled(grid: Tensor, factor: int) -> Tensor:
 
 def _pooling(inspection: Inspection) -> int:
     """Return the pooling factor with which the maps of all heads fit the limit."""
-    heads = sum(site.num_heads for site in inspection.looks)
-    side = max((x.map.shape[-1] for x in inspection.looks.values()), default=0)
+    heads = sum(site.num_heads for site in inspection.head_maps)
+    side = max((x.map.shape[-1] for x in inspection.head_maps.values()), default=0)
     factor = 1
     while heads * (-(-side // factor)) ** 2 > MOST_MAP_CELLS and side // (2 * factor) >= LEAST_SIDE:
         factor *= 2
@@ -67,7 +67,7 @@ def _pooling(inspection: Inspection) -> int:
 
 def _used_bins(inspection: Inspection) -> tuple[int, int]:
     """Return the range of offset bins with attention from any head: first, and one past the last."""
-    used = [x.offsets.sum(0) > 0 for x in inspection.looks.values() if x.offsets.shape[-1]]
+    used = [x.offsets.sum(0) > 0 for x in inspection.head_maps.values() if x.offsets.shape[-1]]
     if not used:
         return 0, 0
     places = torch.stack(used).any(0).nonzero()[:, 0].tolist()

@@ -10,9 +10,17 @@ from torch import Tensor, nn
 
 from polyhead.analysis.importance.head_importance import Importance, merged
 from polyhead.analysis.importance.losses import Loss, RowLosses, as_loss
-from polyhead.analysis.importance.measuring import Heads, Layers, Place, checked, evaluating, listed, look, of_batch
-from polyhead.errors import OptionError
+from polyhead.analysis.importance.measuring import (
+    GatedSite,
+    Heads,
+    Layers,
+    as_collection,
+    batch_importance,
+    checked_losses,
+    find_gated_sites,
+)
 from polyhead.observation import Session, observe
+from polyhead.observation.evaluation_mode import evaluating
 
 
 def ablate(
@@ -42,16 +50,16 @@ def ablate(
     >>> ablate(model, [{"tokens": torch.tensor([[3, 5, 7, 11]])}], "language")
     Importance(2 heads for 'language' over 3 predictions in 1 documents: ablation)
     """
-    requested, layers, heads = as_loss(loss), listed(layers), listed(heads)
+    requested, layers, heads = as_loss(loss), as_collection(layers), as_collection(heads)
     number = len(batches) if isinstance(batches, Sized) else None
-    places: tuple[Place, ...] = ()
+    sites: tuple[GatedSite, ...] = ()
     parts: list[Importance] = []
     done = 0
     with torch.no_grad(), evaluating(model):
         for batch in batches:
-            if not len(places):
-                places, _ = look(model, requested, batch, layers, heads)
-            count = sum(len(place.heads) for place in places)
+            if not len(sites):
+                sites, _ = find_gated_sites(model, requested, batch, layers, heads)
+            count = sum(len(gated.heads) for gated in sites)
 
             def report(count: int = count) -> None:
                 nonlocal done
@@ -60,29 +68,27 @@ def ablate(
                     progress(done, None if number is None else number * count)
 
             with observe(model, statistics=False) as session:
-                intact, changes = _changes(session, model, requested, batch, places, report)
-            parts.append(of_batch(requested, batch, places, intact, {"ablation": torch.stack(changes, 1)}))
-    if not len(parts):
-        raise OptionError("importance needs at least one batch, got none")
+                intact, changes = _changes(session, model, requested, batch, sites, report)
+            parts.append(batch_importance(requested, batch, sites, intact, {"ablation": torch.stack(changes, 1)}))
     return merged(parts)
 
 
 def _changes(
-    session: Session, model: nn.Module, loss: Loss, batch: Any, places: tuple[Place, ...], report: Callable[[], None]
+    session: Session, model: nn.Module, loss: Loss, batch: Any, sites: tuple[GatedSite, ...], report: Callable[[], None]
 ) -> tuple[RowLosses, list[Tensor]]:
     """Return the intact model's losses, and their increase without each head, [rows] each."""
     # The intact model runs with open gates, so that a head without effect has a change of exactly 0.
-    session.gates.update({place.key: place.open_gate() for place in places})
-    question = loss.ask(model, batch)
-    intact = checked(question)
+    session.gates.update({gated.key: gated.open_gate() for gated in sites})
+    compute_losses = loss.prepare(model, batch)
+    intact = checked_losses(compute_losses)
     changes = []
-    for place in places:
-        for head in place.heads:
-            gate = place.open_gate()
+    for gated in sites:
+        for head in gated.heads:
+            gate = gated.open_gate()
             gate[head] = 0.0
-            session.gates[place.key] = gate
-            without = checked(question, intact)
+            session.gates[gated.key] = gate
+            without = checked_losses(compute_losses, intact)
             changes.append(without.totals.double() - intact.totals.double())
             report()
-        session.gates[place.key] = place.open_gate()
+        session.gates[gated.key] = gated.open_gate()
     return intact, changes

@@ -53,7 +53,7 @@ class Examples:
         return ids
 
     @property
-    def real(self) -> Tensor:
+    def non_padding(self) -> Tensor:
         """Mask [rows, tokens], False for padding."""
         ids = self.ids
         mask = self.inputs.get("decoder_attention_mask" if "decoder_input_ids" in self.inputs else "attention_mask")
@@ -73,7 +73,7 @@ class Examples:
     def text(self) -> Tensor:
         """Mask [rows, tokens], True for tokens that are neither padding nor special."""
         if self.special is None:
-            return self.real
+            return self.non_padding
         if self.special.shape != self.ids.shape:
             raise ShapeError(f"special must be [rows, tokens], {list(self.ids.shape)}, got {list(self.special.shape)}")
-        return self.real & ~self.special.to(torch.bool)
+        return self.non_padding & ~self.special.to(torch.bool)

@@ -74,9 +74,7 @@ class Importance:
         """Yield rows as plain dicts, for `pandas.DataFrame(importance.rows())` or `pyarrow.Table.from_pylist`."""
         numbers = {name: self[name].tolist() for name in self.columns}
         for index, (site, head) in enumerate(zip(self.sites, self.heads, strict=True)):
-            place = {"site": site.name, "kind": site.kind, "stack": site.stack, "layer": site.layer, "head": head}
-            place["original_head"] = site.label(head)
-            yield {**place, **{name: column[index] for name, column in numbers.items()}}
+            yield {**site.location(head), **{name: column[index] for name, column in numbers.items()}}
 
     def merge(self, other: Importance) -> Importance:
         """Merge two runs over different rows; equal to one run over all of them."""
@@ -137,6 +135,8 @@ class Importance:
 
 def merged(parts: Sequence[Importance]) -> Importance:
     """Merge many at once, joining the tables of documents only once."""
+    if not parts:
+        raise OptionError("importance needs at least one batch, got none")
     first = parts[0]
     for part in parts[1:]:
         first._check_like(part)

@@ -38,7 +38,7 @@ class RowLosses:
     by_row: bool = True
 
 
-Question = Callable[[], RowLosses]
+ComputeLosses = Callable[[], RowLosses]
 
 
 class Loss(Protocol):
@@ -51,7 +51,7 @@ class Loss(Protocol):
     def flat(self) -> str | None:
         """Reason for which the gradient is 0 at the intact model; None if it is not."""
 
-    def ask(self, model: nn.Module, batch: Any) -> Question:
+    def prepare(self, model: nn.Module, batch: Any) -> ComputeLosses:
         """Return a function that computes the losses of a batch with the model's current state.
 
         Called while the model is intact.
@@ -61,7 +61,7 @@ class Loss(Protocol):
         """Return a key that is equal for batches of the same shapes; None if unknown."""
 
 
-class _Named:
+class _BuiltInLoss:
     """Base of the built-in losses, whose batches are `Examples`."""
 
     flat: str | None = None
@@ -72,12 +72,12 @@ class _Named:
 
 
 @dataclass(frozen=True)
-class Language(_Named):
+class Language(_BuiltInLoss):
     """Next-token cross-entropy, in nats, of a causal model or the decoder of an encoder-decoder."""
 
     name: str = "language"
 
-    def ask(self, model: nn.Module, batch: Any) -> Question:
+    def prepare(self, model: nn.Module, batch: Any) -> ComputeLosses:
         generates = getattr(model, "can_generate", None)
         if generates is not None and not generates():
             raise OptionError(
@@ -85,14 +85,14 @@ class Language(_Named):
                 "use Masked(mask_token) for a masked language model, 'representation' for any encoder"
             )
         examples = _placed(batch, model)
-        ids, text, real = examples.ids, examples.text, examples.real
+        ids, text, non_padding = examples.ids, examples.text, examples.non_padding
         # Neither predictions of padding nor predictions made at padding count.
-        targets = torch.where(text[:, 1:] & real[:, :-1], ids[:, 1:], IGNORED)
+        targets = torch.where(text[:, 1:] & non_padding[:, :-1], ids[:, 1:], IGNORED)
         return lambda: _cross_entropy(_logits(model, examples, self.name)[:, :-1], targets)
 
 
 @dataclass(frozen=True)
-class Masked(_Named):
+class Masked(_BuiltInLoss):
     """Cross-entropy, in nats, of masked tokens.
 
     `share` of each row's text, at least one token, is replaced by `mask_token`. The choice depends on `seed` and the
@@ -115,18 +115,18 @@ class Masked(_Named):
 
     def hidden(self, examples: Examples) -> Tensor:
         """Return the mask of tokens to predict, [rows, tokens]."""
-        ids, text, real = (x.cpu() for x in (examples.ids, examples.text, examples.real))
+        ids, text, non_padding = (x.cpu() for x in (examples.ids, examples.text, examples.non_padding))
         chosen = torch.zeros_like(text)
         for row in range(ids.shape[0]):
             places = text[row].nonzero()[:, 0]
-            content = ids[row][real[row]].to(torch.int64).numpy().tobytes()
+            content = ids[row][non_padding[row]].to(torch.int64).numpy().tobytes()
             # PyTorch's CPU generator uses 32 bits of a seed, so both must be hashed into them.
             generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} ".encode() + content))
             count = min(len(places), max(1, round(self.share * len(places))))
             chosen[row, places[torch.randperm(len(places), generator=generator)[:count]]] = True
         return chosen.to(examples.ids.device)
 
-    def ask(self, model: nn.Module, batch: Any) -> Question:
+    def prepare(self, model: nn.Module, batch: Any) -> ComputeLosses:
         examples = _placed(batch, model)
         hidden, ids = self.hidden(examples), examples.ids
         name = next(name for name in ID_NAMES if examples.inputs.get(name) is ids)
@@ -136,7 +136,7 @@ class Masked(_Named):
 
 
 @dataclass(frozen=True)
-class Classification(_Named):
+class Classification(_BuiltInLoss):
     """Cross-entropy, in nats, of labels.
 
     Integer labels are classes, one for each row of logits, -100 to ignore. Floating-point labels of the shape of the
@@ -145,7 +145,7 @@ class Classification(_Named):
 
     name: str = "classification"
 
-    def ask(self, model: nn.Module, batch: Any) -> Question:
+    def prepare(self, model: nn.Module, batch: Any) -> ComputeLosses:
         examples = _placed(batch, model)
         labels = examples.labels
         if labels is None:
@@ -172,7 +172,7 @@ class Classification(_Named):
 
 
 @dataclass(frozen=True)
-class Representation(_Named):
+class Representation(_BuiltInLoss):
     """1 - cosine similarity between the mean of a text's last hidden states and that of the intact model.
 
     For encoders without a task head, such as sentence encoders. The mean is over all tokens but padding, including
@@ -187,7 +187,7 @@ class Representation(_Named):
         "ablate, or a loss with labels"
     )
 
-    def ask(self, model: nn.Module, batch: Any) -> Question:
+    def prepare(self, model: nn.Module, batch: Any) -> ComputeLosses:
         examples = _placed(batch, model)
 
         def directions() -> Tensor:
@@ -206,7 +206,7 @@ class Representation(_Named):
 
 
 @dataclass(frozen=True, eq=False)
-class Own:
+class CustomLoss:
     """A custom loss function."""
 
     function: Callable[[nn.Module, Any], Tensor | RowLosses]
@@ -219,7 +219,7 @@ class Own:
     def shape(self, batch: Any) -> Hashable | None:
         return None
 
-    def ask(self, model: nn.Module, batch: Any) -> Question:
+    def prepare(self, model: nn.Module, batch: Any) -> ComputeLosses:
         def losses() -> RowLosses:
             loss = self.function(model, batch)
             if isinstance(loss, RowLosses):
@@ -237,27 +237,21 @@ class Own:
 
 def as_loss(loss: str | Loss | Callable[[nn.Module, Any], Tensor | RowLosses], tokenizer: Any = None) -> Loss:
     """Return a loss from its name, a value of this module, or a function; "masked" needs the `tokenizer`."""
-    match loss:
-        case "language":
-            return Language()
-        case "classification":
-            return Classification()
-        case "representation":
-            return Representation()
-        case "masked":
-            token = getattr(tokenizer, "mask_token_id", None)
-            if token is None:
-                raise OptionError(
-                    "the loss 'masked' needs a tokenizer with a mask token, got none; "
-                    "pass Masked(mask_token=tokenizer.mask_token_id)"
-                )
-            return Masked(int(token))
-    if isinstance(loss, str):
-        raise OptionError(f"loss must be one of {', '.join(NAMES)} or a function loss(model, batch), got {loss!r}")
-    if callable(getattr(loss, "ask", None)):
+    if loss == "masked":
+        token = getattr(tokenizer, "mask_token_id", None)
+        if token is None:
+            raise OptionError(
+                "the loss 'masked' needs a tokenizer with a mask token, got none; "
+                "pass Masked(mask_token=tokenizer.mask_token_id)"
+            )
+        return Masked(int(token))
+    for kind in (Language, Classification, Representation):
+        if loss == kind.name:
+            return kind()
+    if callable(getattr(loss, "prepare", None)):
         return loss  # type: ignore[return-value]
     if callable(loss):
-        return Own(loss)
+        return CustomLoss(loss)
     raise OptionError(f"loss must be one of {', '.join(NAMES)} or a function loss(model, batch), got {loss!r}")
 
 
@@ -289,8 +283,8 @@ def _pooled(model: nn.Module, examples: Examples) -> Tensor:
     states = _wide(states)
     if not any(name in examples.inputs for name in ID_NAMES):
         return states.mean(1)
-    real = examples.real[..., None]
-    return torch.where(real, states, 0.0).sum(1) / real.sum(1).clamp_min(1)
+    non_padding = examples.non_padding[..., None]
+    return torch.where(non_padding, states, 0.0).sum(1) / non_padding.sum(1).clamp_min(1)
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> RowLosses:

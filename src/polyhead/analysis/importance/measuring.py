@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from polyhead.analysis.importance.head_importance import Importance
-from polyhead.analysis.importance.losses import Loss, Question, RowLosses
+from polyhead.analysis.importance.losses import ComputeLosses, Loss, RowLosses
 from polyhead.errors import OptionError, ShapeError
 from polyhead.geometry import HeadId
 from polyhead.observation import AttentionSite, BatchMetadata, observe
+from polyhead.observation.collectors import CallRecorder
+from polyhead.observation.statistics import stack_order
 from polyhead.ops.attended import Attended
 
 Layers = Iterable[int | str] | None
 Heads = Iterable[int | HeadId] | None
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch to evaluation mode, and restore the mode of every module afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class GatedSite:
     """A site of a forward pass: the heads to measure, and the shapes of its calls."""
 
     site: AttentionSite
@@ -53,69 +42,36 @@ class Place:
         return torch.ones(sizes or (self.site.num_heads,), dtype=dtype, device=self.device)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _CallShapes:
-    """Shapes of the calls of a site."""
-
-    device: torch.device
-    shapes: tuple[tuple[int, int], ...] = ()
-    dtype: torch.dtype = torch.float32
-
-    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
-        batch, _, queries, _ = attended.query.shape
-        return type(self)(attended.query.device, (*self.shapes, (batch, queries)), attended.result.output.dtype)
-
-    def merge(self, other: Self) -> Self:
-        return type(self)(self.device, self.shapes + other.shapes, self.dtype)
-
-    def state(self) -> dict[str, Tensor]:
-        return {"shapes": torch.tensor(self.shapes, dtype=torch.int64).reshape(-1, 2)}
-
-    def with_state(self, state: Mapping[str, Tensor]) -> Self:
-        return type(self)(self.device, tuple((row[0], row[1]) for row in state["shapes"].tolist()), self.dtype)
-
-
-class _ShapeCollector:
-    name = "shapes"
-
-    def empty(self, site: AttentionSite, device: torch.device) -> _CallShapes:
-        return _CallShapes(device)
-
-
 @torch.no_grad()
-def look(model: nn.Module, loss: Loss, batch: Any, layers: Layers, heads: Heads) -> tuple[tuple[Place, ...], RowLosses]:
+def find_gated_sites(
+    model: nn.Module, loss: Loss, batch: Any, layers: Layers, heads: Heads
+) -> tuple[tuple[GatedSite, ...], RowLosses]:
     """Run the loss once, and return the sites that it calls, with its losses."""
-    with observe(model, layers=layers, heads=heads, statistics=False, collect=[_ShapeCollector()]) as session:
-        losses = loss.ask(model, batch)()
-    states = {site: values[_ShapeCollector.name] for site, values in session.observations.collected.items()}
-    stacks = list(dict.fromkeys((site.stack, site.kind) for site in states))
-    places = []
-    for site in sorted(states, key=lambda site: (stacks.index((site.stack, site.kind)), site.layer)):
-        state, chosen = states[site], _chosen(site, heads)
-        assert isinstance(state, _CallShapes)
-        if len(chosen):
-            places.append(Place(site, chosen, state.shapes, state.device, state.dtype))
-    if not len(places):
+    sites: dict[AttentionSite, GatedSite] = {}
+
+    def record(site: AttentionSite, attended: Attended, metadata: BatchMetadata) -> None:
+        batch, _, queries, _ = attended.query.shape
+        shapes = (*(sites[site].shapes if site in sites else ()), (batch, queries))
+        sites[site] = GatedSite(
+            site, session.heads_of(site), shapes, attended.query.device, attended.result.output.dtype
+        )
+
+    with observe(model, layers=layers, heads=heads, statistics=False, collect=[CallRecorder(record)]) as session:
+        losses = loss.prepare(model, batch)()
+    if not len(sites):
         raise OptionError("heads= and layers= must include a head that the loss computes, got none")
-    return tuple(places), losses
+    order = stack_order(sites)
+    return tuple(sites[site] for site in sorted(sites, key=order.__getitem__)), losses
 
 
-def listed(chosen: Any) -> Any:
+def as_collection(chosen: Any) -> Any:
     """Return an iterable as a collection, so that it can be iterated several times."""
     return chosen if chosen is None or isinstance(chosen, int | str | Collection) else tuple(chosen)
 
 
-def _chosen(site: AttentionSite, heads: Any) -> tuple[int, ...]:
-    every = range(site.num_heads)
-    if heads is None:
-        return tuple(every)
-    requested = {heads} if isinstance(heads, int | HeadId) else set(heads)
-    return tuple(head for head in every if head in requested or HeadId(site.layer, head) in requested)
-
-
-def checked(question: Question, intact: RowLosses | None = None) -> RowLosses:
+def checked_losses(compute_losses: ComputeLosses, intact: RowLosses | None = None) -> RowLosses:
     """Compute losses and check them: finite for the intact model, and with its row weights for ablated ones."""
-    losses = question()
+    losses = compute_losses()
     if losses.totals.ndim != 1 or losses.totals.shape != losses.weights.shape:
         raise ShapeError(
             "losses and their weights must both be [rows], "
@@ -133,8 +89,8 @@ def checked(question: Question, intact: RowLosses | None = None) -> RowLosses:
     return losses
 
 
-def of_batch(
-    loss: Loss, batch: Any, places: Iterable[Place], losses: RowLosses, totals: Mapping[str, Tensor], **more: Any
+def batch_importance(
+    loss: Loss, batch: Any, sites: Iterable[GatedSite], losses: RowLosses, totals: Mapping[str, Tensor], **more: Any
 ) -> Importance:
     """Return the importance of one batch, from totals [rows, heads] summed by document."""
     rows = len(losses.weights)
@@ -143,17 +99,17 @@ def of_batch(
     numbers = torch.as_tensor(document_numbers).to("cpu", torch.int64) if named else torch.arange(rows)
     if numbers.shape != (rows,):
         raise ShapeError(f"documents must be [{rows}], one number per row, got shape {list(numbers.shape)}")
-    documents, place = numbers.unique(return_inverse=True)
+    documents, document_of_row = numbers.unique(return_inverse=True)
 
     def by_document(x: Tensor) -> Tensor:
         x = x.detach().to("cpu", torch.float64)
-        return x.new_zeros((len(documents), *x.shape[1:])).index_add_(0, place, x)
+        return x.new_zeros((len(documents), *x.shape[1:])).index_add_(0, document_of_row, x)
 
-    sites = [(place.site, head) for place in places for head in place.heads]
+    rows_of_table = [(gated.site, head) for gated in sites for head in gated.heads]
     return Importance(
         loss.name,
-        tuple(site for site, _ in sites),
-        tuple(head for _, head in sites),
+        tuple(site for site, _ in rows_of_table),
+        tuple(head for _, head in rows_of_table),
         documents,
         by_document(losses.weights),
         by_document(losses.totals),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -10,10 +9,11 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import ShapeError
+from polyhead.observation.accumulators import Sums
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GradientOverlap:
+class GradientOverlap(Sums):
     """Accumulator of the cosine similarity, over tokens, of the effects of a layer's heads on the loss.
 
     The effect of a head at a token is dL/dgate, where the gate multiplies the head's output at that token only.
@@ -46,17 +46,10 @@ class GradientOverlap:
                 "merged overlaps must have the same number of heads, "
                 f"got {self.products.shape[0]} and {other.products.shape[0]}"
             )
-        return type(self)(self.products + other.products.to(self.products.device))
+        return Sums.merge(self, other)
 
     def compute(self) -> Tensor:
         """Return the cosine similarity, [heads, heads]."""
         sizes = self.products.diagonal()
         both = torch.outer(sizes, sizes).sqrt()
         return self.products / torch.where(both > 0, both, torch.nan)
-
-    def state(self) -> dict[str, Tensor]:
-        return {"products": self.products}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Tensor]) -> Self:
-        return cls(state["products"])

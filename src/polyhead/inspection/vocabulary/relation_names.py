@@ -5,59 +5,46 @@ from __future__ import annotations
 from polyhead.analysis.languages import Text
 from polyhead.inspection.vocabulary.terms import Term
 
+
+def _relation(name: str, en: str, zh: str, about_en: str, about_zh: str) -> Term:
+    return Term(name, Text(en, zh), Text(about_en, about_zh))
+
+
 _KNOWN = (
-    Term(
-        "cosine",
-        Text("cosine similarity of outputs", "输出余弦相似度"),
-        Text(
-            "Cosine similarity of two heads' outputs over all tokens: 1 identical, 0 unrelated, -1 cancelling each "
-            "other.",
-            "两个头的输出在所有词元上的余弦相似度：1 为相同，0 为无关，-1 为互相抵消。",
-        ),
+    _relation(
+        "cosine", "cosine similarity of outputs", "输出余弦相似度",
+        "Cosine similarity of two heads' outputs over all tokens: 1 identical, 0 unrelated, -1 cancelling each "
+        "other.",
+        "两个头的输出在所有词元上的余弦相似度：1 为相同，0 为无关，-1 为互相抵消。",
     ),
-    Term(
-        "cka",
-        Text("CKA of outputs", "输出的 CKA"),
-        Text(
-            "Centered kernel alignment: similarity of two heads' outputs up to rotation and scale, 0 to 1.",
-            "中心核对齐（CKA）：两个头的输出在旋转和缩放意义下的相似度，从 0 到 1。",
-        ),
+    _relation(
+        "cka", "CKA of outputs", "输出的 CKA",
+        "Centered kernel alignment: similarity of two heads' outputs up to rotation and scale, 0 to 1.",
+        "中心核对齐（CKA）：两个头的输出在旋转和缩放意义下的相似度，从 0 到 1。",
     ),
-    Term(
-        "subspace_overlap",
-        Text("subspace overlap", "子空间重合度"),
-        Text(
-            "Overlap of the subspaces of the residual stream that two heads write to, whatever they write: 0 to 1.",
-            "两个头所写入的残差流子空间的重合度，不论写入的内容：从 0 到 1。",
-        ),
+    _relation(
+        "subspace_overlap", "subspace overlap", "子空间重合度",
+        "Overlap of the subspaces of the residual stream that two heads write to, whatever they write: 0 to 1.",
+        "两个头所写入的残差流子空间的重合度，不论写入的内容：从 0 到 1。",
     ),
-    Term(
-        "mutual_information",
-        Text("mutual information", "互信息"),
-        Text(
-            "Mutual information of two heads' outputs under a Gaussian model, in nats. 0: independent.",
-            "高斯假设下两个头的输出的互信息，以奈特计。0 表示相互独立。",
-        ),
+    _relation(
+        "mutual_information", "mutual information", "互信息",
+        "Mutual information of two heads' outputs under a Gaussian model, in nats. 0: independent.",
+        "高斯假设下两个头的输出的互信息，以奈特计。0 表示相互独立。",
     ),
-    Term(
-        "attention_distance",
-        Text("Jensen-Shannon distance", "注意力的 JS 距离"),
-        Text(
-            "Jensen-Shannon distance of two heads' attention weights: 0 for the same attention, √ln 2 = 0.83 for no "
-            "overlap.",
-            "两个头的注意力权重的 Jensen-Shannon 距离：0 为完全相同，√ln 2 = 0.83 为毫无重合。",
-        ),
+    _relation(
+        "attention_distance", "Jensen-Shannon distance", "注意力的 JS 距离",
+        "Jensen-Shannon distance of two heads' attention weights: 0 for the same attention, √ln 2 = 0.83 for no "
+        "overlap.",
+        "两个头的注意力权重的 Jensen-Shannon 距离：0 为完全相同，√ln 2 = 0.83 为毫无重合。",
     ),
-    Term(
-        "gradient_overlap",
-        Text("gradient overlap", "梯度重合度"),
-        Text(
-            "Cosine similarity, over tokens, of the loss gradients with respect to the two heads: 1 if both affect the "
-            "loss alike at every token, -1 if oppositely.",
-            "损失对两个头的梯度在各词元上的余弦相似度：1 为方向一致，-1 为相反。",
-        ),
+    _relation(
+        "gradient_overlap", "gradient overlap", "梯度重合度",
+        "Cosine similarity, over tokens, of the loss gradients with respect to the two heads: 1 if both affect the "
+        "loss alike at every token, -1 if oppositely.",
+        "损失对两个头的梯度在各词元上的余弦相似度：1 为方向一致，-1 为相反。",
     ),
-)
+)  # fmt: skip
 RELATIONS: dict[str, Term] = {term.name: term for term in _KNOWN}
 
 

@@ -10,6 +10,7 @@ def _role(name: str, letters: str, en: str, zh: str, about_en: str, about_zh: st
     return Role(name, Text(en, zh), Text(about_en, about_zh), letters)
 
 
+# In the order in which roles are reported: content-dependent heads are more informative than sinks.
 _KNOWN = (
     _role(
         "induction", "in", "induction head", "归纳头",
@@ -17,14 +18,14 @@ _KNOWN = (
         "关注当前词元先前出现之后的那个词元，因而能够重复序列。",
     ),
     _role(
-        "duplicate-token", "du", "duplicate-token head", "重复词元头",
-        "Attends to other occurrences of the current token.",
-        "关注当前词元的其他出现位置。",
-    ),
-    _role(
         "pronoun", "pn", "pronoun (coreference) head", "代词指代头",
         "Attends from a pronoun, such as she or it, to its antecedent more than to another candidate.",
         "从代词（如“她”“它”）关注其先行词，多于其他候选词。",
+    ),
+    _role(
+        "duplicate-token", "du", "duplicate-token head", "重复词元头",
+        "Attends to other occurrences of the current token.",
+        "关注当前词元的其他出现位置。",
     ),
     _role(
         "same-meaning", "me", "semantic-similarity head", "语义相似头",
@@ -93,30 +94,10 @@ _KNOWN = (
     ),
 )  # fmt: skip
 ROLES: dict[str, Role] = {role.name: role for role in _KNOWN}
+ROLE_ORDER = tuple(ROLES)
 
 
 def role_of(name: str) -> Role:
     """Return the label and explanation of a role; one without an entry is labelled with its name."""
     role = ROLES.get(name)
     return role or Role(name, Text(name, name), Text("A role of a head.", "头的一种角色。"), name[:2])
-
-
-# Order in which roles are reported: content-dependent heads are more informative than sinks.
-ROLE_ORDER = (
-    "induction",
-    "pronoun",
-    "duplicate-token",
-    "same-meaning",
-    "previous",
-    "next",
-    "positional",
-    "long-range",
-    "rare-token",
-    "local",
-    "self",
-    "delimiter",
-    "sink",
-    "broad",
-    "copy",
-    "anti-copy",
-)

@@ -29,7 +29,7 @@ class Pattern:
     right: int | None = None
     chunks: tuple[tuple[int, Tensor], ...] = ()  # chunk size, and number of left padding tokens [batch]
     documents: tuple[Tensor, ...] = ()  # ids [batch, tokens]
-    padding: tuple[Tensor, ...] = ()  # True = real, [batch, tokens]
+    padding: tuple[Tensor, ...] = ()  # False for padding, [batch, tokens]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,38 +197,38 @@ def describe(pattern: Pattern, positions: CallPositions, attention_mask: Tensor 
             mask = mask & Mask.documents(key_ids)
         else:
             mask, has_positions = mask & Mask.documents(query_ids, key_ids), True
-    real = None
+    non_padding = None
     for term in (attention_mask, *pattern.padding):
         if term is not None:
             local = _local_padding(term.to(device=positions.device, dtype=torch.bool), positions)
-            real = local if real is None else real & local
+            non_padding = local if non_padding is None else non_padding & local
     if has_positions:
-        return mask & _positions_mask(positions, real)
-    return mask if real is None else mask & _padding(real, positions, causal=mask.right == 0)
+        return mask & _positions_mask(positions, non_padding)
+    return mask if non_padding is None else mask & _padding(non_padding, positions, causal=mask.right == 0)
 
 
-def _local_padding(real: Tensor, positions: CallPositions) -> Tensor:
+def _local_padding(non_padding: Tensor, positions: CallPositions) -> Tensor:
     """Return the part of a 2-D padding mask for the keys of this call; keys beyond its end are masked."""
-    missing = positions.key_offset + positions.keys - real.shape[-1]
-    real = F.pad(real, (0, missing)) if missing > 0 else real
-    return real[:, positions.key_offset : positions.key_offset + positions.keys]
+    missing = positions.key_offset + positions.keys - non_padding.shape[-1]
+    non_padding = F.pad(non_padding, (0, missing)) if missing > 0 else non_padding
+    return non_padding[:, positions.key_offset : positions.key_offset + positions.keys]
 
 
-def _positions_mask(positions: CallPositions, real: Tensor | None) -> Mask:
+def _positions_mask(positions: CallPositions, non_padding: Tensor | None) -> Mask:
     """Return a mask with explicit positions, counted from the first non-padding token; -1 for masked keys."""
     queries, keys = positions.query_index()[None], positions.key_index()[None]
-    if real is not None:
-        first = torch.where(real, keys, keys[:, -1:] + 1).amin(-1, keepdim=True)
-        queries, keys = queries - first, torch.where(real, keys - first, -1)
+    if non_padding is not None:
+        first = torch.where(non_padding, keys, keys[:, -1:] + 1).amin(-1, keepdim=True)
+        queries, keys = queries - first, torch.where(non_padding, keys - first, -1)
     return Mask.positions(queries, keys)
 
 
-def _padding(real: Tensor, positions: CallPositions, *, causal: bool) -> Mask:
+def _padding(non_padding: Tensor, positions: CallPositions, *, causal: bool) -> Mask:
     """Return padding in its cheapest form; reads the mask once per forward, as transformers does for sdpa."""
-    no_padding, right, left = _padding_sides(real)
+    no_padding, right, left = _padding_sides(non_padding)
     if no_padding:
         return Mask()
-    lengths = real.sum(-1)
+    lengths = non_padding.sum(-1)
     if right and causal and positions.same_tokens:
         # Padding queries are masked too: no other token of a causal model attends to their outputs.
         return Mask.lengths(lengths)
@@ -236,13 +236,13 @@ def _padding(real: Tensor, positions: CallPositions, *, causal: bool) -> Mask:
         # Queries are not masked: a convolution in an encoder may read padding rows, which must match eager.
         queries = torch.full(lengths.shape, positions.queries, dtype=lengths.dtype, device=lengths.device)
         return Mask.lengths(lengths, queries=queries, side="left")
-    return Mask.dense(real[:, None, None, :])
+    return Mask.dense(non_padding[:, None, None, :])
 
 
-def _padding_sides(real: Tensor) -> tuple[bool, bool, bool]:
+def _padding_sides(non_padding: Tensor) -> tuple[bool, bool, bool]:
     """Return whether there is no padding, whether all of it is on the right, and whether all is on the left."""
-    if real.is_meta or (real.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if non_padding.is_meta or (non_padding.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False, False, False  # no values to read, or synchronising is not allowed
-    step = real[:, 1:].to(torch.int8) - real[:, :-1].to(torch.int8)
-    no_padding, right, left = torch.stack([real.all(), (step <= 0).all(), (step >= 0).all()]).tolist()
+    step = non_padding[:, 1:].to(torch.int8) - non_padding[:, :-1].to(torch.int8)
+    no_padding, right, left = torch.stack([non_padding.all(), (step <= 0).all(), (step >= 0).all()]).tolist()
     return no_padding, right, left

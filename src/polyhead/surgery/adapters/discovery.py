@@ -19,7 +19,7 @@ from polyhead.integrations.huggingface.attention import KEY_HEADS
 from polyhead.layers import MultiHeadAttention
 from polyhead.layers.multi_head.projected import ProjectedHeads
 from polyhead.layers.positions import BiasesLogits
-from polyhead.observation.transformers_models import asking_modules
+from polyhead.observation.transformers_models import interface_modules
 from polyhead.surgery.adapters.attention_layer import (
     AttentionLayer,
     is_conv1d,
@@ -46,7 +46,7 @@ from polyhead.surgery.adapters.projection_formats import (
 
 def find_layers(model: nn.Module) -> tuple[AttentionLayer, ...]:
     """Return every attention layer of a model in module order, including those that cannot be edited."""
-    attention_modules = {id(module) for module in asking_modules(model)}
+    attention_modules = {id(module) for module in interface_modules(model)}
     shared = {id(p) for p, n in Counter(p for _, p in model.named_parameters(remove_duplicate=False)).items() if n > 1}
     counts: Counter[str] = Counter()
     layers = []

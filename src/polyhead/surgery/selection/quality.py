@@ -93,7 +93,7 @@ class Perplexity(Quality):
 
     @torch.no_grad()
     def _rows(self) -> tuple[Tensor, Tensor]:
-        losses = [Language().ask(self.model, batch)() for batch in self.batches]
+        losses = [Language().prepare(self.model, batch)() for batch in self.batches]
         totals, weights = ([getattr(x, name).double().cpu() for x in losses] for name in ("totals", "weights"))
         return torch.cat(totals), torch.cat(weights)
 
@@ -134,7 +134,7 @@ def _standard_error(residuals: Tensor, total: float) -> float:
 
 def _sums(tokens: Tensor, batch: Batch) -> Tensor:
     """Sum values of a batch's non-padding tokens over each row."""
-    return torch.stack([row.sum() for row in tokens.split(Examples.of(batch).real.sum(1).tolist())])
+    return torch.stack([row.sum() for row in tokens.split(Examples.of(batch).non_padding.sum(1).tolist())])
 
 
 def states(model: nn.Module, batch: Batch) -> Tensor:
@@ -146,7 +146,7 @@ def states(model: nn.Module, batch: Batch) -> Tensor:
             f"fidelity needs the last hidden states, got {type(body).__name__}, which returns none; "
             "measure perplexity, or pass a transformers model"
         )
-    real = Examples.of(batch).real.to(hidden.device)
+    real = Examples.of(batch).non_padding.to(hidden.device)
     return F.normalize(hidden.float(), dim=-1)[real]
 
 
@@ -167,4 +167,4 @@ class Probe:
 
 def language_slope(model: nn.Module, batch: Batch) -> Tensor:
     """Return the next-token loss, summed over a batch."""
-    return Language().ask(model, batch)().totals.sum()
+    return Language().prepare(model, batch)().totals.sum()

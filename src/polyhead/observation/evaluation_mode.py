@@ -1,0 +1,20 @@
+"""`evaluating`: evaluation mode for the duration of a context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch to evaluation mode, and restore the mode of every module afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
