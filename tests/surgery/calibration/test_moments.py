@@ -39,3 +39,13 @@ def test_padding_is_no_calibration_text_in_encoders_and_decoders():
     assert counts == {"model.encoder.layers": 3 * 23 - 3, "model.decoder.layers": 3 * 11 - 7}
     assert not model.training
     assert all(not x.module._forward_pre_hooks for x in find_layers(model))
+
+
+def test_every_module_has_the_mode_that_it_had_before():
+    """A model in training may have parts in evaluation mode, such as a frozen encoder."""
+    family = FAMILIES["bart"]
+    model = build(family).train()
+    model.model.encoder.eval()
+    before = {name: module.training for name, module in model.named_modules()}
+    collect_moments(model, [models.inputs(family)])
+    assert {name: module.training for name, module in model.named_modules()} == before

@@ -19,11 +19,12 @@ from polyhead.errors import OptionError
 from polyhead.geometry import HeadLayout
 from polyhead.layers.registry import Registry
 from polyhead.observation import observe
+from polyhead.observation.evaluation_mode import evaluating
 from polyhead.ops.attended import Attended
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.projection_formats import NORMS
-from polyhead.surgery.calibration.streams import AttentionRecorder, evaluating
+from polyhead.surgery.calibration.streams import AttentionRecorder
 
 Pairing = Literal["none", "half", "interleaved"]
 Norm = Literal["none", "rms", "layer"]

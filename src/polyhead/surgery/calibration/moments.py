@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError, ShapeError
+from polyhead.observation.evaluation_mode import evaluating
 from polyhead.ops.attention.scaled_dot_product import without_cudnn
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import read_heads
-from polyhead.surgery.calibration.streams import evaluating, non_padding_mask, rows_of
+from polyhead.surgery.calibration.streams import non_padding_mask, rows_of
 
 Loss = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 EIGENVALUE_FLOOR = 1e-12  # eigenvalues below this share of the largest are treated as zero

@@ -36,17 +36,6 @@ def swapped_parameters(model: nn.Module, parameters: Mapping[str, Tensor]) -> It
         yield
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode within the context."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
-
-
 class StopForward(Exception):
     """Raised in a hook to end a forward pass early."""
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError
+from polyhead.observation.evaluation_mode import evaluating
 from polyhead.sources.fingerprint import fingerprint
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
@@ -25,7 +26,6 @@ from polyhead.surgery.calibration.streams import (
     Piece,
     StopForward,
     Streams,
-    evaluating,
     non_padding_mask,
     record_stream,
     rows_of,

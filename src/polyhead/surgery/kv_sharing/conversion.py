@@ -15,12 +15,13 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError
+from polyhead.observation.evaluation_mode import evaluating
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read_heads
 from polyhead.surgery.calibration.input_moments import collect_inputs
 from polyhead.surgery.calibration.key_transforms import KeyTransform, find_key_transforms
-from polyhead.surgery.calibration.streams import Streams, evaluating
+from polyhead.surgery.calibration.streams import Streams
 from polyhead.surgery.compensation.least_squares import check_ridge, with_output
 from polyhead.surgery.compensation.sequential import collect_targets
 from polyhead.surgery.edits.applying import apply, changed
