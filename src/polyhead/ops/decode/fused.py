@@ -16,7 +16,7 @@ from torch import Tensor
 
 from polyhead.errors import BackendUnsupported, OptionError, ShapeError
 from polyhead.ops.common.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability, multiprocessors
-from polyhead.ops.common.kernels.sizes import power_of_two
+from polyhead.ops.common.kernels.sizes import padded_dim, power_of_two
 from polyhead.ops.common.statistics import NAMES
 from polyhead.ops.common.tracing import TRANSFORMED, is_traced, is_transformed
 from polyhead.ops.decode.kernels.latent_tiles import LatentBlocks, Latents, SoftmaxOptions, latent_reasons
@@ -329,7 +329,7 @@ def _run_decode(query: Tensor, cache: CacheArguments, options: DecodeOptions) ->
                 num_warps=blocks.warps,
             )
         if in_parts:
-            block_splits, block_value = max(16, power_of_two(splits)), max(16, power_of_two(dim_value))
+            block_splits, block_value = padded_dim(splits), padded_dim(dim_value)
             join_kernel[(rows,)](
                 output,
                 logsumexp,
@@ -418,8 +418,8 @@ def plan_blocks(rows: int, dim_key: int, dim_value: int, itemsize: int, statisti
     `rows` is the number of query heads per KV head times the new tokens; `indirect` means that pages or positions are
     loaded before the addresses of the keys are known.
     """
-    block_m = min(max(16, power_of_two(rows)), _MAX_ROWS)
-    block_key, block_value = max(16, power_of_two(dim_key)), max(16, power_of_two(dim_value))
+    block_m = min(padded_dim(rows), _MAX_ROWS)
+    block_key, block_value = padded_dim(dim_key), padded_dim(dim_value)
     quantised = itemsize == 1
     is_plain = itemsize == 2 and not indirect
     tile_kib = 16 if quantised else 64 if is_plain and block_m == 16 else 32  # keys and values of one tile

@@ -15,6 +15,7 @@ from polyhead.ops.common.kernel_call import laid_out_like, with_dense_rows
 from polyhead.ops.common.kernel_masks import mask_reasons, pack
 from polyhead.ops.common.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
+from polyhead.ops.common.kernels.sizes import padded_dim
 from polyhead.ops.common.request import AttentionOutput, AttentionRequest
 from polyhead.ops.common.statistics import RowStatistics, kernel_reasons
 from polyhead.ops.common.tracing import TRANSFORMED, is_traced, is_transformed
@@ -44,7 +45,7 @@ def unsupported_reasons(request: TalkingRequest) -> list[str]:
     if query.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"the kernels take float16 or bfloat16, got {query.dtype}")
     heads, width = query.shape[1], max(query.shape[3], inputs.value.shape[3])
-    if not inputs.value.shape[3] or _padded(heads) * _padded(width) > _MAX_WIDTH:
+    if not inputs.value.shape[3] or padded_dim(heads) * padded_dim(width) > _MAX_WIDTH:
         reasons.append(
             f"the kernels keep all heads on chip, up to {_MAX_WIDTH} heads times channels (each rounded up to a power "
             f"of two of at least 16), got {heads} heads of {query.shape[3]} and {inputs.value.shape[3]}"
@@ -56,11 +57,6 @@ def unsupported_reasons(request: TalkingRequest) -> list[str]:
     if is_transformed():
         reasons.append(TRANSFORMED)
     return reasons + mask_reasons(inputs.visibility)
-
-
-def _padded(size: int) -> int:
-    """Return a number of heads or channels as tiles have it: a power of two of at least 16."""
-    return max(16, 1 << max(size - 1, 0).bit_length())
 
 
 def is_slower(request: TalkingRequest) -> bool:

@@ -41,7 +41,7 @@ from polyhead.ops.attention.kernels.backward_tiles import (
 from polyhead.ops.common.kernel_call import KernelCall
 from polyhead.ops.common.kernels.mask_tiles import key_spans, query_span, visible_tile
 from polyhead.ops.common.kernels.resources import Blocks, launch_fitting
-from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
+from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
 from polyhead.ops.common.kernels.softmax_tiles import add_product, products
 
 
@@ -477,7 +477,7 @@ def backward(
         bias_grads = bias_grads._replace(table=torch.zeros(table_shape, dtype=torch.float64, device=query.device))
     # Terms that are the same for every key of a row are in C, so the loops over tiles do not need them.
     per_key = gradients._replace(logsumexp=None, confidence=None, learned_sink_mass=None)
-    block_value = max(16, power_of_two(value_dim))
+    block_value = padded_dim(value_dim)
     problem = Problem(
         query=strided(query),
         key=strided(key),
@@ -501,7 +501,7 @@ def backward(
         window=call.window,
         DIM_KEY=tl.constexpr(head_dim),
         DIM_VALUE=tl.constexpr(value_dim),
-        BLOCK_KEY=tl.constexpr(max(16, power_of_two(head_dim))),
+        BLOCK_KEY=tl.constexpr(padded_dim(head_dim)),
         BLOCK_VALUE=tl.constexpr(block_value),
         BASE_TWO=tl.constexpr(
             query.dtype is not torch.float32 and softcap is None and mask.bias is None and mask.table is None

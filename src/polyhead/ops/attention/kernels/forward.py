@@ -38,7 +38,7 @@ from polyhead.ops.common.kernels.mask_tiles import (
     visible_tile,
 )
 from polyhead.ops.common.kernels.resources import Blocks, launch_fitting, shared_memory
-from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
+from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
 from polyhead.ops.common.kernels.softmax_tiles import LN2, LOG2E, exp2, log2, products, tanh
 from polyhead.ops.common.statistics import NAMES, row_tuple
 
@@ -714,7 +714,7 @@ def forward(
     if not logsumexp.numel():
         return output, logsumexp, statistics, indices
 
-    block_key, block_value = max(16, power_of_two(dim_key)), max(16, power_of_two(dim_value))
+    block_key, block_value = padded_dim(dim_key), padded_dim(dim_value)
     device = query.get_device() if query.is_cuda else None
     compute_capability = (9, 0) if device is None else capability(device)
     size, requested = query.element_size(), len(statistics) + len(indices)

@@ -28,7 +28,7 @@ from polyhead.ops.attention.kernels.outputs import output_like
 from polyhead.ops.common.kernel_call import KernelCall
 from polyhead.ops.common.kernels.availability import capability, multiprocessors
 from polyhead.ops.common.kernels.hopper import DTYPES, FAR, LN2, LOG2E, descriptor, is_readable, row_sums
-from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
+from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
 
 STATISTICS = ("max_logit", "entropy", "confidence", "mean_distance", "mean_offset", "visible_keys")
 
@@ -448,7 +448,7 @@ def forward(
     output = output_like(query, value_dim)
     logsumexp = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
     statistics = {name: torch.empty_like(logsumexp) for name in names}
-    dim, value_dim = max(64, power_of_two(dim)), max(64, power_of_two(value_dim))
+    dim, value_dim = padded_dim(dim, 64), padded_dim(value_dim, 64)
     block = 128
     blocks = blocks_of(queries, 128)
     total_blocks = blocks * batch * heads

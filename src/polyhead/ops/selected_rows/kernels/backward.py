@@ -35,7 +35,7 @@ from polyhead.ops.attention.kernels.backward_tiles import (
 from polyhead.ops.common.kernel_call import KernelCall
 from polyhead.ops.common.kernels.mask_tiles import query_span, visible_tile
 from polyhead.ops.common.kernels.resources import Blocks, launch_fitting
-from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
+from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
 from polyhead.ops.common.kernels.softmax_tiles import add_product, products
 from polyhead.ops.selected_rows.kernels.forward import num_programs, pack_rows
 from polyhead.ops.selected_rows.kernels.tiles import (
@@ -355,7 +355,7 @@ def ragged_backward(
     grad_query = query.new_empty(total, head_dim)
     constant = query.new_empty(total, dtype=torch.float32)
     per_key = RowTerms(**full_gradients)
-    block_value = max(16, power_of_two(value_dim))
+    block_value = padded_dim(value_dim)
     problem = Problem(
         query=strided(query[None, None]),
         key=strided(key),
@@ -379,7 +379,7 @@ def ragged_backward(
         window=call.window,
         DIM_KEY=tl.constexpr(head_dim),
         DIM_VALUE=tl.constexpr(value_dim),
-        BLOCK_KEY=tl.constexpr(max(16, power_of_two(head_dim))),
+        BLOCK_KEY=tl.constexpr(padded_dim(head_dim)),
         BLOCK_VALUE=tl.constexpr(block_value),
         BASE_TWO=tl.constexpr(
             query.dtype is not torch.float32 and softcap is None and mask.bias is None and mask.table is None

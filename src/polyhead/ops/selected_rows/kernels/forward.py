@@ -33,7 +33,7 @@ from polyhead.ops.common.kernels.availability import capability
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.kernels.mask_tiles import query_positions
 from polyhead.ops.common.kernels.resources import Blocks, launch_fitting, shared_memory
-from polyhead.ops.common.kernels.sizes import power_of_two
+from polyhead.ops.common.kernels.sizes import padded_dim
 from polyhead.ops.common.kernels.softmax_tiles import LOG2E
 from polyhead.ops.selected_rows.kernels.tiles import (
     Rows,
@@ -201,7 +201,7 @@ def ragged_forward(
     if not total:
         return output, logsumexp, statistics
 
-    block_key, block_value = (max(16, power_of_two(dim)) for dim in (dim_key, dim_value))
+    block_key, block_value = (padded_dim(dim) for dim in (dim_key, dim_value))
     device = query.get_device() if query.is_cuda else None
     compute_capability = (9, 0) if device is None else capability(device)
     itemsize = query.element_size()

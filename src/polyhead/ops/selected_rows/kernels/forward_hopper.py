@@ -23,7 +23,7 @@ from polyhead.ops.attention.kernels.forward_hopper import LOWEST, band_tiles, pa
 from polyhead.ops.common.kernel_call import KernelCall
 from polyhead.ops.common.kernels.availability import capability
 from polyhead.ops.common.kernels.hopper import DTYPES, FAR, LN2, LOG2E, descriptor, is_readable, row_sums
-from polyhead.ops.common.kernels.sizes import power_of_two
+from polyhead.ops.common.kernels.sizes import padded_dim
 from polyhead.ops.selected_rows.rows import SelectedRows
 
 STATISTICS = ("max_logit", "entropy", "confidence", "visible_keys")
@@ -331,7 +331,7 @@ def ragged_forward(
     output = query.new_empty(total, dim_value)
     logsumexp = query.new_empty(total, dtype=torch.float32)
     statistics = {name: torch.empty_like(logsumexp) for name in names}
-    width, value_width = max(64, power_of_two(dim)), max(64, power_of_two(dim_value))
+    width, value_width = padded_dim(dim, 64), padded_dim(dim_value, 64)
     with torch.cuda.device_of(query):
         ragged_kernel[(total // 128 + pairs + 1,)](
             descriptor(query[None, None], 64, width),

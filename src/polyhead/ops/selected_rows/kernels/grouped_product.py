@@ -19,7 +19,7 @@ from torch import Tensor
 
 from polyhead.ops.common.kernels.availability import multiprocessors
 from polyhead.ops.common.kernels.resources import launch_fitting
-from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
+from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim, power_of_two
 from polyhead.ops.common.kernels.softmax_tiles import add_product
 
 # Up to this many channels the inner axis is one block, and a program loops over the outer axis instead.
@@ -401,7 +401,7 @@ def _choose_tile(dtype: torch.dtype, is_short: bool, inner: int, columns: int) -
     if dtype is torch.float32:
         tile = Tile(64, 64, 32, 4, 2)
     elif is_short:
-        tile = Tile(128, 64, max(16, power_of_two(inner)), 8, 3)
+        tile = Tile(128, 64, padded_dim(inner), 8, 3)
     else:
         tile = Tile(128, 128, 64, 8, 3) if columns >= 128 else Tile(128, 64, 64, 4, 4)
     return _fit_tile(tile, columns=columns)
@@ -421,8 +421,8 @@ def _columns_per_program(columns: int, tile_columns: int, blocks: int, min_progr
 
 def _fit_tile(tile: Tile, *, columns: int, rows: int | None = None) -> Tile:
     """Limit a tile to the size of the problem, but not below the minimum of the tensor cores."""
-    tile = tile._replace(columns=max(16, min(tile.columns, power_of_two(columns))))
-    return tile if rows is None else tile._replace(rows=max(16, min(tile.rows, power_of_two(rows))))
+    tile = tile._replace(columns=min(tile.columns, padded_dim(columns)))
+    return tile if rows is None else tile._replace(rows=min(tile.rows, padded_dim(rows)))
 
 
 def _as_matrix(rows: Tensor) -> Matrix:
