@@ -16,7 +16,7 @@ from torch import Tensor
 
 from polyhead.errors import BackendUnsupported, OptionError, ShapeError
 from polyhead.ops.common.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability, multiprocessors
-from polyhead.ops.common.kernels.sizes import padded_dim, power_of_two
+from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim, power_of_two
 from polyhead.ops.common.statistics import NAMES
 from polyhead.ops.common.tracing import TRANSFORMED, is_traced, is_transformed
 from polyhead.ops.decode.kernels.latent_tiles import LatentBlocks, Latents, SoftmaxOptions, latent_reasons
@@ -279,10 +279,11 @@ def _run_decode(query: Tensor, cache: CacheArguments, options: DecodeOptions) ->
         blocks = latent.plan_parts(query, latents, dim_value, mask, stat_slots, head_scale, softmax)
     else:
         blocks = plan_blocks(group_rows, dim_key, dim_value, key.element_size(), len(statistics), indirect)
-    pairs = batch * kv_heads * -(-group_rows // blocks.rows)
+    pairs = batch * kv_heads * blocks_of(group_rows, blocks.rows)
     if splits is None:
         reachable = slots if left is None or key_position is not None else min(slots, left + queries + first_keys)
-        splits = plan_splits(pairs, -(-reachable // blocks.keys), blocks.resident * multiprocessors(query.get_device()))
+        programs = blocks.resident * multiprocessors(query.get_device())
+        splits = plan_splits(pairs, blocks_of(reachable, blocks.keys), programs)
     # A single program per row writes its output directly; the kernel for latents always writes partial results.
     in_parts = splits > 1 or isinstance(blocks, LatentBlocks)
     sums, parts = None, None
@@ -445,8 +446,8 @@ def plan_splits(pairs: int, tiles: int, resident_programs: int) -> int:
     """
 
     def steps(splits: int) -> float:
-        waves = -(-pairs * splits // resident_programs)
-        return waves * (-(-tiles // splits) + _STARTUP_TILES) + (_REDUCTION_TILES if splits > 1 else 0.0)
+        waves = blocks_of(pairs * splits, resident_programs)
+        return waves * (blocks_of(tiles, splits) + _STARTUP_TILES) + (_REDUCTION_TILES if splits > 1 else 0.0)
 
     return min(range(1, max(1, min(tiles, _MAX_SPLITS)) + 1), key=steps)
 

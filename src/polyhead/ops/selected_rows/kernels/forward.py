@@ -33,7 +33,7 @@ from polyhead.ops.common.kernels.availability import capability
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.kernels.mask_tiles import query_positions
 from polyhead.ops.common.kernels.resources import Blocks, launch_fitting, shared_memory
-from polyhead.ops.common.kernels.sizes import padded_dim
+from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
 from polyhead.ops.common.kernels.softmax_tiles import LOG2E
 from polyhead.ops.selected_rows.kernels.tiles import (
     Rows,
@@ -207,7 +207,7 @@ def ragged_forward(
     itemsize = query.element_size()
     # Pairs usually have different numbers of rows; the tile sizes are chosen for the mean.
     blocks = choose_blocks(
-        max(block_key, block_value), itemsize, min(-(-total // pairs), 65), len(statistics), compute_capability
+        max(block_key, block_value), itemsize, min(blocks_of(total, pairs), 65), len(statistics), compute_capability
     )
     blocks = fit_blocks(blocks, (block_key, block_value), itemsize, mask, compute_capability, shared_memory(device))
     if descriptors is None:
