@@ -80,7 +80,7 @@ def run(request: AttentionRequest) -> AttentionOutput:
     if is_traced(request.query):
         results = _forward_operator(*call.flat())
     else:
-        results = _Attention.apply(*call.flat(), call) if needs_grad else compute(call)
+        results = _Attention.apply(*call.flat(), (call,)) if needs_grad else compute(call)
     output, logsumexp, *rows = results
     if request.statistics is None:
         return AttentionOutput(output, logsumexp, backend="fused")
@@ -183,23 +183,7 @@ def _run_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 _forward_operator.register_autograd(_run_backward, setup_context=kernel_call.save_call)
 
 
-class _Attention(torch.autograd.Function):
-    """The operator as an autograd function, for eager calls; its last argument is the call that the others flatten.
-
-    With a `setup_context` PyTorch would inspect the signature in every call.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        *flat, call = arguments
-        output = tuple(compute(call))
-        kernel_call.save_call(ctx, flat, output)
-        ctx.lists = (None, None)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return *_run_backward(ctx, list(grads)), None
+_Attention = kernel_call.eager_function("_Attention", compute, _run_backward)
 
 
 def _backward(*arguments: Any) -> list[Tensor]:

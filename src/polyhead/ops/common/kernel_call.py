@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,6 +118,29 @@ def saved_call(ctx: Any) -> tuple[list[Any], list[Tensor]]:
     outputs = count + len(_MASK_TENSORS)
     inputs[count - FLAT + _TENSOR_LIST] = list(saved[count:outputs])
     return inputs, list(saved[outputs:])
+
+
+def eager_function(
+    name: str,
+    compute: Callable[..., Sequence[Tensor]],
+    backward: Callable[..., tuple[Any, ...]],
+    save: Callable[..., None] = save_call,
+) -> Any:
+    """Return an operator as an autograd function, for eager calls.
+
+    It takes the arguments of the operator and, as a tuple, those of `compute`. It has no `setup_context`, for which
+    PyTorch inspects the signature in every call.
+    """
+
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        *flat, inputs = arguments
+        output = tuple(compute(*inputs))
+        save(ctx, flat, output)
+        ctx.lists = (None, None)
+        return output
+
+    methods = {"forward": forward, "backward": lambda ctx, *grads: (*backward(ctx, list(grads)), None)}
+    return type(name, (torch.autograd.Function,), {key: staticmethod(method) for key, method in methods.items()})
 
 
 def no_second_derivative(ctx: Any, *grads: Any) -> None:

@@ -40,7 +40,7 @@ def run(request: RaggedRequest) -> AttentionOutput:
     if is_traced(request.query):
         results = _forward_operator(*request.rows, *call.flat())
     elif request.needs_grad:
-        results = _RaggedFunction.apply(*request.rows, *call.flat())
+        results = _RaggedFunction.apply(*request.rows, *call.flat(), (request.rows, call))
     else:
         results = _compute(request.rows, call)
     output, logsumexp, *row_stats = results
@@ -123,22 +123,7 @@ def _backward_of_forward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...
 _forward_operator.register_autograd(_backward_of_forward, setup_context=kernel_call.save_call)
 
 
-class _RaggedFunction(torch.autograd.Function):
-    """The forward operator as an autograd function.
-
-    It has no `setup_context`, for which PyTorch inspects the signature in every call.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        output = tuple(_forward(*arguments))
-        kernel_call.save_call(ctx, arguments, output)
-        ctx.lists = (None, None)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return _backward_of_forward(ctx, list(grads))
+_RaggedFunction = kernel_call.eager_function("_RaggedFunction", _compute, _backward_of_forward)
 
 
 def _backward(*arguments: Any) -> list[Tensor]:

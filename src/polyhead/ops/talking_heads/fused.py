@@ -11,7 +11,7 @@ from torch import Tensor
 from polyhead.errors import BackendUnsupported
 from polyhead.ops.attention.kernels.outputs import output_like
 from polyhead.ops.common.combined_weights import COMBINED, CombinedWeights
-from polyhead.ops.common.kernel_call import laid_out_like, with_dense_rows
+from polyhead.ops.common.kernel_call import eager_function, laid_out_like, with_dense_rows
 from polyhead.ops.common.kernel_masks import mask_reasons, pack
 from polyhead.ops.common.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
@@ -74,12 +74,15 @@ def run(request: TalkingRequest) -> AttentionOutput:
     split = requested is not None or inputs.logsumexp
     # Calling a custom operator costs as much host time as launching a kernel, and twice that with autograd.
     traced = is_traced(inputs.query)
-    forward = _forward_operator if traced else _TalkingFunction.apply if request.needs_grad else _forward
-    output, logsumexp = forward(*_arguments(request, clean, mask), split)
+    arguments = (*_arguments(request, clean, mask), split)
+    if request.needs_grad and not traced:
+        output, logsumexp = _TalkingFunction.apply(*arguments, arguments)
+    else:
+        output, logsumexp = (_forward_operator if traced else _forward)(*arguments)
     rows = None
     if requested is not None:
         row_stats = (_statistics_operator if traced else _statistics)(
-            *(x.detach() if isinstance(x, Tensor) else x for x in _arguments(request, clean, mask)),
+            *(x.detach() if isinstance(x, Tensor) else x for x in arguments[:-1]),
             logsumexp.detach(),
             ",".join(requested.names),
             requested.sink_keys,
@@ -235,22 +238,8 @@ def _no_second_derivative(ctx: Any, *grads: Any) -> None:
     raise BackendUnsupported("fused", ['the kernels have no second derivative; backend="reference" has one'])
 
 
-class _TalkingFunction(torch.autograd.Function):
-    """The forward operator as an autograd function.
-
-    It has no `setup_context`, for which PyTorch inspects the signature in every call.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        output = _forward(*arguments)
-        _setup_context(ctx, arguments, output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return _backward_of_forward(ctx, *grads)
-
-
+_TalkingFunction = eager_function(
+    "_TalkingFunction", _forward, lambda ctx, grads: _backward_of_forward(ctx, *grads), _setup_context
+)
 _forward_operator.register_autograd(_backward_of_forward, setup_context=_setup_context)
 _backward_operator.register_autograd(_no_second_derivative)
