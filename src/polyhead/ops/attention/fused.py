@@ -18,8 +18,8 @@ from polyhead.ops.common.kernel_masks import mask_reasons, pack
 from polyhead.ops.common.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability, has_hopper_kernels
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.nonfinite import without_nonfinite
-from polyhead.ops.common.request import AttentionOutput, AttentionRequest
-from polyhead.ops.common.statistics import RowStatistics, kernel_reasons
+from polyhead.ops.common.request import AttentionOutput, AttentionRequest, as_output
+from polyhead.ops.common.statistics import kernel_reasons
 from polyhead.ops.common.tracing import TRANSFORMED, is_traced, is_transformed
 
 LARGEST_DIM = 256
@@ -81,13 +81,7 @@ def run(request: AttentionRequest) -> AttentionOutput:
         results = _forward_operator(*call.flat())
     else:
         results = _Attention.apply(*call.flat(), (call,)) if needs_grad else compute(call)
-    output, logsumexp, *rows = results
-    if request.statistics is None:
-        return AttentionOutput(output, logsumexp, backend="fused")
-    statistics = dict(zip(call.names, rows, strict=True))
-    if needs_grad and "visible_keys" in statistics:
-        statistics["visible_keys"] = statistics["visible_keys"].detach()
-    return AttentionOutput(output, logsumexp, None, RowStatistics(**statistics), "fused")
+    return as_output(results, call.names)
 
 
 def as_call(request: AttentionRequest, query: Tensor, *, for_columns: bool) -> KernelCall:

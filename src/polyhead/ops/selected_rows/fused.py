@@ -13,8 +13,8 @@ from polyhead.ops.attention import fused
 from polyhead.ops.common import kernel_call
 from polyhead.ops.common.kernel_call import FLAT, KernelCall, laid_out_like, row_poison, with_dense_rows
 from polyhead.ops.common.kernels.availability import has_hopper_kernels
-from polyhead.ops.common.request import AttentionOutput
-from polyhead.ops.common.statistics import LINEAR, MAXIMA, RowStatistics
+from polyhead.ops.common.request import AttentionOutput, as_output
+from polyhead.ops.common.statistics import LINEAR, MAXIMA
 from polyhead.ops.common.tracing import is_traced
 from polyhead.ops.selected_rows.request import RaggedRequest
 from polyhead.ops.selected_rows.rows import SelectedRows
@@ -33,8 +33,7 @@ def unsupported_reasons(request: RaggedRequest) -> list[str]:
 
 
 def run(request: RaggedRequest) -> AttentionOutput:
-    full_request = request.full_request
-    call = fused.as_call(full_request, request.query, for_columns=request.needs_grad)
+    call = fused.as_call(request.full_request, request.query, for_columns=request.needs_grad)
     query, key, value = (with_dense_rows(x) for x in (call.query, call.key, call.value))
     call = replace(call, query=query, key=key, value=value)
     if is_traced(request.query):
@@ -43,13 +42,7 @@ def run(request: RaggedRequest) -> AttentionOutput:
         results = _RaggedFunction.apply(*request.rows, *call.flat(), (request.rows, call))
     else:
         results = _compute(request.rows, call)
-    output, logsumexp, *row_stats = results
-    if full_request.statistics is None:
-        return AttentionOutput(output, logsumexp, backend="fused")
-    statistics = dict(zip(call.names, row_stats, strict=True))
-    if "visible_keys" in statistics:
-        statistics["visible_keys"] = statistics["visible_keys"].detach()
-    return AttentionOutput(output, logsumexp, statistics=RowStatistics(**statistics), backend="fused")
+    return as_output(results, call.names)
 
 
 def _compute(rows: SelectedRows, call: KernelCall) -> list[Tensor]:

@@ -16,8 +16,8 @@ from polyhead.ops.common.kernel_masks import mask_reasons, pack
 from polyhead.ops.common.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.kernels.sizes import padded_dim
-from polyhead.ops.common.request import AttentionOutput, AttentionRequest
-from polyhead.ops.common.statistics import RowStatistics, kernel_reasons
+from polyhead.ops.common.request import AttentionOutput, AttentionRequest, as_output
+from polyhead.ops.common.statistics import kernel_reasons
 from polyhead.ops.common.tracing import TRANSFORMED, is_traced, is_transformed
 from polyhead.ops.talking_heads.request import FiniteInputs, TalkingRequest, remove_nonfinite
 
@@ -79,17 +79,18 @@ def run(request: TalkingRequest) -> AttentionOutput:
         output, logsumexp = _TalkingFunction.apply(*arguments, arguments)
     else:
         output, logsumexp = (_forward_operator if traced else _forward)(*arguments)
-    rows = None
+    names: tuple[str, ...] = ()
+    row_stats: Sequence[Tensor] = ()
     if requested is not None:
+        names = requested.names
         row_stats = (_statistics_operator if traced else _statistics)(
             *(x.detach() if isinstance(x, Tensor) else x for x in arguments[:-1]),
             logsumexp.detach(),
-            ",".join(requested.names),
+            ",".join(names),
             requested.sink_keys,
             requested.window,
         )
-        rows = RowStatistics(**dict(zip(requested.names, row_stats, strict=True)))
-    return AttentionOutput(output, logsumexp, statistics=rows, backend="fused")
+    return as_output((output, logsumexp, *row_stats), names)
 
 
 @torch.no_grad()
