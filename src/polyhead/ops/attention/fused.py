@@ -166,12 +166,8 @@ def _run_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         *flat, grad_output, output, logsumexp, grads[1], grads[2:], statistics, needed
     )
     learned_grads = iter(learned)
-    grad_scale, grad_sinks, grad_bias, grad_table = (next(learned_grads) if need else None for need in needed)
-    return (
-        *(grad_query, grad_key, grad_value, None, grad_scale, None, grad_sinks, grad_bias, grad_table),
-        *ctx.lists,
-        *(None,) * 5,
-    )
+    optional = (next(learned_grads) if need else None for need in needed)
+    return kernel_call.flat_gradients(ctx, grad_query, grad_key, grad_value, *optional)
 
 
 _forward_operator.register_autograd(_run_backward, setup_context=kernel_call.save_call)

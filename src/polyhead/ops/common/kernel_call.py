@@ -120,6 +120,20 @@ def saved_call(ctx: Any) -> tuple[list[Any], list[Tensor]]:
     return inputs, list(saved[outputs:])
 
 
+def flat_gradients(
+    ctx: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    head_scale: Tensor | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    table: Tensor | None = None,
+) -> tuple[Any, ...]:
+    """Return the gradients of the arguments of `SCHEMA`, given those of its tensors."""
+    return query, key, value, None, head_scale, None, sinks, bias, table, *ctx.lists, *(None,) * 5
+
+
 def eager_function(
     name: str,
     compute: Callable[..., Sequence[Tensor]],

@@ -105,12 +105,7 @@ def _backward_of_forward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...
         [None if name == "visible_keys" else x for name, x in grad_stats.items()],
     )
     grad_sinks = sink_grads[0] if len(sink_grads) else None
-    return (
-        *(None,) * _ROWS,
-        *(grad_query, grad_key, grad_value, None, None, None, grad_sinks, None, None),
-        *ctx.lists,
-        *(None,) * 5,
-    )
+    return *(None,) * _ROWS, *kernel_call.flat_gradients(ctx, grad_query, grad_key, grad_value, sinks=grad_sinks)
 
 
 _forward_operator.register_autograd(_backward_of_forward, setup_context=kernel_call.save_call)
