@@ -152,8 +152,7 @@ _forward_operator = torch.library.custom_op(
 @_forward_operator.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> list[Tensor]:
     output = output_like(with_dense_rows(query), value.shape[3])
-    count = 1 + len(kernel_call.split_names(options[-3]))
-    return [output, *(query.new_empty(query.shape[:3], dtype=torch.float32) for _ in range(count))]
+    return [output, *kernel_call.fake_rows(query, 1 + len(kernel_call.split_names(options[-3])))]
 
 
 def _run_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:

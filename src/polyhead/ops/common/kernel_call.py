@@ -93,6 +93,11 @@ def split_names(joined: str) -> tuple[str, ...]:
     return tuple(joined.split(",")) if joined else ()
 
 
+def fake_rows(query: Tensor, count: int) -> list[Tensor]:
+    """Return `count` uninitialised results with one number per row, for fake kernels."""
+    return [query.new_empty(query.shape[:-1], dtype=torch.float32) for _ in range(count)]
+
+
 # ---- autograd of operators whose last `FLAT` arguments are those of `KernelCall.flat`
 
 

@@ -76,10 +76,8 @@ _forward_operator = torch.library.custom_op(
 @_forward_operator.register_fake
 def _(*arguments: Any) -> list[Tensor]:
     query, _, value, *options = arguments[_ROWS:]
-    total = query.shape[0]
-    count = 1 + len(kernel_call.split_names(options[-3]))
-    rows = [query.new_empty((total,), dtype=torch.float32) for _ in range(count)]
-    return [query.new_empty((total, value.shape[3])), *rows]
+    rows = kernel_call.fake_rows(query, 1 + len(kernel_call.split_names(options[-3])))
+    return [query.new_empty((query.shape[0], value.shape[3])), *rows]
 
 
 def _backward_of_forward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:

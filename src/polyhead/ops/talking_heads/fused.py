@@ -11,7 +11,7 @@ from torch import Tensor
 from polyhead.errors import BackendUnsupported
 from polyhead.ops.attention.kernels.outputs import output_like
 from polyhead.ops.common.combined_weights import COMBINED, CombinedWeights
-from polyhead.ops.common.kernel_call import eager_function, laid_out_like, with_dense_rows
+from polyhead.ops.common.kernel_call import eager_function, fake_rows, laid_out_like, split_names, with_dense_rows
 from polyhead.ops.common.kernel_masks import mask_reasons, pack
 from polyhead.ops.common.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
@@ -166,7 +166,7 @@ def _statistics(*arguments: Any) -> list[Tensor]:
     from polyhead.ops.talking_heads.kernels.launch import statistics
 
     *inputs, logsumexp, names, sink_keys, window = arguments
-    requested = tuple(names.split(","))
+    requested = split_names(names)
     row_stats = statistics(_problem(*inputs), logsumexp, requested, sink_keys, window)
     return [row_stats[name] for name in requested]
 
@@ -201,14 +201,13 @@ _backward_operator = _operator(
 
 
 @_forward_operator.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    output = output_like(with_dense_rows(query), value.shape[3])
-    return output, query.new_empty(query.shape[:3], dtype=torch.float32)
+def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    return output_like(with_dense_rows(query), value.shape[3]), *fake_rows(query, 1)
 
 
 @_statistics_operator.register_fake
 def _(query: Tensor, *options: Any) -> list[Tensor]:
-    return [query.new_empty(query.shape[:3], dtype=torch.float32) for _ in options[-3].split(",")]
+    return fake_rows(query, len(split_names(options[-3])))
 
 
 @_backward_operator.register_fake
