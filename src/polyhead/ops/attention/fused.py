@@ -194,4 +194,4 @@ def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> list[Tensor]:
     return [torch.empty_like(x) for x in (query, key, value, *learned)]
 
 
-_backward_operator.register_autograd(kernel_call.no_second_derivative)
+_backward_operator.register_autograd(kernel_call.no_second_derivative("blockwise"))

@@ -162,12 +162,13 @@ def eager_function(
     return type(name, (torch.autograd.Function,), {key: staticmethod(method) for key, method in methods.items()})
 
 
-def no_second_derivative(ctx: Any, *grads: Any) -> None:
-    """Raise BackendUnsupported; registered as the gradient of every backward operator."""
-    raise BackendUnsupported(
-        "fused",
-        ['our kernels have no second derivative; use backend="blockwise", which has derivatives of every order'],
-    )
+def no_second_derivative(alternative: str) -> Callable[..., None]:
+    """Return the gradient of a backward operator, which raises BackendUnsupported and names another backend."""
+
+    def backward(ctx: Any, *grads: Any) -> None:
+        raise BackendUnsupported("fused", [f'our kernels have no second derivative; backend="{alternative}" has one'])
+
+    return backward
 
 
 def with_dense_rows(x: Tensor) -> Tensor:

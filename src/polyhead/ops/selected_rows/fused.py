@@ -159,7 +159,7 @@ def _(*arguments: Any) -> list[Tensor]:
     return [query.new_empty(query.shape), *fresh]
 
 
-_backward_operator.register_autograd(kernel_call.no_second_derivative)
+_backward_operator.register_autograd(kernel_call.no_second_derivative("blockwise"))
 
 
 class _FullRows:

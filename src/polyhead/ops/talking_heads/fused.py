@@ -8,10 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from polyhead.errors import BackendUnsupported
 from polyhead.ops.attention.kernels.outputs import output_like
 from polyhead.ops.common.combined_weights import COMBINED, CombinedWeights
-from polyhead.ops.common.kernel_call import eager_function, fake_rows, laid_out_like, split_names, with_dense_rows
+from polyhead.ops.common.kernel_call import (
+    eager_function,
+    fake_rows,
+    laid_out_like,
+    no_second_derivative,
+    split_names,
+    with_dense_rows,
+)
 from polyhead.ops.common.kernel_masks import mask_reasons, pack
 from polyhead.ops.common.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
@@ -234,12 +240,8 @@ def _backward_of_forward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tup
     return *grads, *([None] * 7)
 
 
-def _no_second_derivative(ctx: Any, *grads: Any) -> None:
-    raise BackendUnsupported("fused", ['the kernels have no second derivative; backend="reference" has one'])
-
-
 _TalkingFunction = eager_function(
     "_TalkingFunction", _forward, lambda ctx, grads: _backward_of_forward(ctx, *grads), _setup_context
 )
 _forward_operator.register_autograd(_backward_of_forward, setup_context=_setup_context)
-_backward_operator.register_autograd(_no_second_derivative)
+_backward_operator.register_autograd(no_second_derivative("reference"))
