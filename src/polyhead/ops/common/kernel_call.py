@@ -10,29 +10,12 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import BackendUnsupported
-from polyhead.ops.common.kernels.mask_arguments import MaskArguments
-
-_MASK_TENSORS = (
-    "query_position",
-    "key_position",
-    "key_ordinal",
-    "query_document",
-    "key_document",
-    "first_key",
-    "last_key",
-    "first_query",
-    "last_query",
-    "allowed",
-    "poison",
-)
-_MASK_OPTIONS = ("left", "right", "sinks")  # None or a number, passed as two numbers: 0 and 0, or 1 and the number
-_MASK_NUMBERS = ("offset", "stride_query", "stride_key", "table_zero")
+from polyhead.ops.common.kernels.mask_arguments import MASK_SCHEMA, MASK_TENSORS, MaskArguments
 
 # The types of `KernelCall.flat`, in its order.
 SCHEMA = (
     "Tensor query, Tensor key, Tensor value, float scale, Tensor? head_scale, float? softcap, Tensor? sinks, "
-    "Tensor? bias, Tensor? table, Tensor?[] mask_tensors, SymInt[] mask_numbers, float dropout, Tensor? seed, "
-    "str names, SymInt sink_keys, SymInt window"
+    f"{MASK_SCHEMA}, float dropout, Tensor? seed, str names, SymInt sink_keys, SymInt window"
 )
 FLAT = SCHEMA.count(",") + 1  # number of flat arguments
 _TENSOR_LIST = 9  # index of `mask_tensors` among them; `mask_numbers` is the next
@@ -63,14 +46,9 @@ class KernelCall:
 
     def flat(self) -> tuple[Any, ...]:
         """Return the arguments of an operator, of the types of `SCHEMA`; the inverse of `from_flat`."""
-        mask = self.mask
-        numbers: list[int] = []
-        for option in (getattr(mask, name) for name in _MASK_OPTIONS):
-            numbers += (0, 0) if option is None else (1, option)
         return (
             *(self.query, self.key, self.value, self.scale, self.head_scale, self.softcap, self.sinks),
-            *(mask.bias, mask.table, [getattr(mask, name) for name in _MASK_TENSORS]),
-            numbers + [getattr(mask, name) for name in _MASK_NUMBERS],
+            *self.mask.flat(),
             *(self.dropout, self.seed, ",".join(self.names), self.sink_keys, self.window),
         )
 
@@ -79,11 +57,7 @@ class KernelCall:
         """Return the call of an operator's arguments."""
         query, key, value, scale, head_scale, softcap, sinks, bias, table, tensors, numbers, *rest = arguments
         dropout, seed, names, sink_keys, window = rest
-        fields = dict(zip(_MASK_TENSORS, tensors, strict=True))
-        for i, name in enumerate(_MASK_OPTIONS):
-            fields[name] = numbers[2 * i + 1] if numbers[2 * i] else None
-        fields |= zip(_MASK_NUMBERS, numbers[2 * len(_MASK_OPTIONS) :], strict=True)
-        mask = MaskArguments(**fields).with_dense(bias=bias, table=table)
+        mask = MaskArguments.from_flat(bias, table, tensors, numbers)
         options = (scale, head_scale, softcap, sinks, dropout, seed, split_names(names), sink_keys, window)
         return cls(query, key, value, mask, *options)
 
@@ -120,7 +94,7 @@ def saved_call(ctx: Any) -> tuple[list[Any], list[Tensor]]:
     """Return the arguments and the results that `save_call` saved."""
     saved, count = ctx.saved_tensors, len(ctx.options)
     inputs = [option if x is None else x for x, option in zip(saved, ctx.options, strict=False)]
-    outputs = count + len(_MASK_TENSORS)
+    outputs = count + len(MASK_TENSORS)
     inputs[count - FLAT + _TENSOR_LIST] = list(saved[count:outputs])
     return inputs, list(saved[outputs:])
 

@@ -20,7 +20,7 @@ from polyhead.ops.common.kernel_call import (
 )
 from polyhead.ops.common.kernel_masks import mask_reasons, pack
 from polyhead.ops.common.kernels.availability import HAS_TRITON, IS_INTERPRETED, capability
-from polyhead.ops.common.kernels.mask_arguments import MaskArguments
+from polyhead.ops.common.kernels.mask_arguments import MASK_SCHEMA, MaskArguments
 from polyhead.ops.common.kernels.sizes import padded_dim
 from polyhead.ops.common.request import AttentionOutput, AttentionRequest, as_output
 from polyhead.ops.common.statistics import kernel_reasons
@@ -119,20 +119,14 @@ def _prepare(request: TalkingRequest) -> tuple[AttentionRequest, FiniteInputs, M
 
 
 def _arguments(request: TalkingRequest, clean: FiniteInputs, mask: MaskArguments) -> tuple[Any, ...]:
-    """Return the leading arguments of every operator; a mask is passed as lists, one entry per field.
-
-    A field is a number if `mask_is_number`, else a tensor or None.
-    """
-    tensors = [x if isinstance(x, Tensor) else None for x in mask]
-    numbers = [0 if x is None or isinstance(x, Tensor) else x for x in mask]
-    is_number = [x is not None and not isinstance(x, Tensor) for x in mask]
+    """Return the leading arguments of every operator, of the types of `_INPUTS`."""
     inputs = (clean.query, clean.key, clean.value, request.logits_mix, request.weights_mix, request.scale)
-    return *inputs, tensors, numbers, is_number, clean.query_poison, clean.key_poison
+    return *inputs, *mask.flat(), clean.query_poison, clean.key_poison
 
 
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor logits_mix, Tensor weights_mix, float scale, "
-    "Tensor?[] mask_tensors, SymInt[] mask_numbers, bool[] mask_is_number, Tensor? query_poison, Tensor? key_poison"
+    f"{MASK_SCHEMA}, Tensor? query_poison, Tensor? key_poison"
 )
 
 
@@ -143,22 +137,20 @@ def _problem(
     logits_mix: Tensor,
     weights_mix: Tensor,
     scale: float,
+    bias: Tensor | None,
+    table: Tensor | None,
     mask_tensors: Sequence[Tensor | None],
     mask_numbers: Sequence[int],
-    mask_is_number: Sequence[bool],
     query_poison: Tensor | None,
     key_poison: Tensor | None,
 ) -> Problem:
     from polyhead.ops.talking_heads.kernels.launch import Problem
     from polyhead.ops.talking_heads.kernels.tiles import Poison
 
-    fields: list[Any] = [
-        number if is_number else tensor
-        for tensor, number, is_number in zip(mask_tensors, mask_numbers, mask_is_number, strict=True)
-    ]
+    mask = MaskArguments.from_flat(bias, table, mask_tensors, mask_numbers)
     poisons = (None if x is None else x.float().contiguous() for x in (query_poison, key_poison))
     query, key, value = (with_dense_rows(x) for x in (query, key, value))
-    return Problem(query, key, value, logits_mix, weights_mix, scale, MaskArguments(*fields), Poison(*poisons))
+    return Problem(query, key, value, logits_mix, weights_mix, scale, mask, Poison(*poisons))
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -222,22 +214,22 @@ def _(query: Tensor, key: Tensor, value: Tensor, logits_mix: Tensor, weights_mix
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, logits_mix, weights_mix, scale, mask_tensors, numbers, is_number, *poisons, _ = inputs
-    ctx.save_for_backward(query, key, value, logits_mix, weights_mix, *mask_tensors, *poisons, output[1])
-    ctx.options = (scale, numbers, is_number)
+    query, key, value, logits_mix, weights_mix, scale, bias, table, tensors, numbers, *poisons, _ = inputs
+    ctx.save_for_backward(query, key, value, logits_mix, weights_mix, bias, table, *tensors, *poisons, output[1])
+    ctx.options = (scale, numbers)
     ctx.set_materialize_grads(False)
 
 
 def _backward_of_forward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
     """Return the gradients of the operator's arguments, given that of its output; the log-sum-exp has none."""
     *inputs, query_poison, key_poison, logsumexp = ctx.saved_tensors
-    scale, numbers, is_number = ctx.options
+    scale, numbers = ctx.options
     grads: Sequence[Tensor | None] = [None] * 5
     if grad is not None:
-        rest = (scale, inputs[5:], numbers, is_number, query_poison, key_poison)
+        rest = (scale, *inputs[5:7], inputs[7:], numbers, query_poison, key_poison)
         backward = _backward_operator if torch.is_grad_enabled() or is_traced(inputs[0]) else _backward
         grads = backward(*inputs[:5], *rest, grad, logsumexp)
-    return *grads, *([None] * 7)
+    return *grads, *([None] * 8)
 
 
 _TalkingFunction = eager_function(
