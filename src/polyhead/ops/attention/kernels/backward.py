@@ -39,7 +39,7 @@ from polyhead.ops.attention.kernels.backward_tiles import (
     tile_gradients,
 )
 from polyhead.ops.common.kernel_call import KernelCall
-from polyhead.ops.common.kernels.mask_arguments import MaskArguments
+from polyhead.ops.common.kernels.mask_arguments import MaskArguments, shared_strides
 from polyhead.ops.common.kernels.mask_tiles import key_spans, query_span, visible_tile
 from polyhead.ops.common.kernels.resources import Blocks, launch_fitting
 from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
@@ -465,7 +465,7 @@ def backward(
     if bias_shape is not None:
         is_shared = tuple(bias_shape[:3]) != (batch, heads, num_queries)
         grad_bias = torch.zeros(bias_shape, dtype=torch.float64 if is_shared else torch.float32, device=query.device)
-        strides = [0 if size == 1 else step for size, step in zip(bias_shape, grad_bias.stride(), strict=True)]
+        strides = shared_strides(grad_bias)
         bias_grads = bias_grads._replace(
             bias=grad_bias,
             bias_batch=strides[0],
