@@ -260,13 +260,7 @@ def _run_decode(query: Tensor, cache: CacheArguments, options: DecodeOptions) ->
             stride_key=slots if batch_rows > 1 else 0,
         )
     if table is not None:
-        table = table.contiguous()
-        mask = mask._replace(
-            table=table,
-            table_head=table.shape[1] if table.shape[0] > 1 else 0,
-            table_zero=table_zero,
-            table_width=table.shape[1],
-        )
+        mask = mask.with_dense(bias=None, table=table)._replace(table_zero=table_zero)
     stat_slots = _statistic_slots(tuple(statistics))
 
     indirect = block_table is not None or key_position is not None
