@@ -38,7 +38,7 @@ from polyhead.ops.attention.kernels.backward_tiles import (
     store_tile,
     tile_gradients,
 )
-from polyhead.ops.common.kernel_call import KernelCall
+from polyhead.ops.common.kernel_call import KernelCall, with_dense_rows
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments, shared_strides
 from polyhead.ops.common.kernels.mask_tiles import key_spans, query_span, visible_tile
 from polyhead.ops.common.kernels.resources import Blocks, launch_fitting
@@ -455,7 +455,7 @@ def backward(
     assert not dropout or call.seed is not None
     batch, heads, num_queries, head_dim = query.shape
     kv_heads, num_keys, value_dim = key.shape[1], key.shape[2], value.shape[3]
-    grad_output = grad_output if grad_output.stride(-1) == 1 or value_dim == 1 else grad_output.contiguous()
+    grad_output = with_dense_rows(grad_output)
     logsumexp = logsumexp.contiguous()
     gradients = RowTerms(**{name: x.contiguous() for name, x in row_gradients.items()})
     values = RowTerms(**{name: row_values[name].contiguous() for name in row_gradients if name != "logsumexp"})
