@@ -264,7 +264,7 @@ def _run_decode(query: Tensor, cache: CacheArguments, options: DecodeOptions) ->
     stat_slots = _statistic_slots(tuple(statistics))
 
     indirect = block_table is not None or key_position is not None
-    blocks: Blocks | LatentBlocks
+    blocks: DecodeBlocks | LatentBlocks
     if cache.holds_latents:
         from polyhead.ops.decode.kernels import latent
 
@@ -391,7 +391,7 @@ def _statistic_slots(statistics: tuple[int, ...]) -> Any:
     return StatisticSlots(**{NAMES[name]: slot for slot, name in enumerate(statistics)})
 
 
-class Blocks(NamedTuple):
+class DecodeBlocks(NamedTuple):
     """Tile sizes of a program, and the number of programs resident on an SM."""
 
     rows: int
@@ -404,7 +404,9 @@ class Blocks(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def plan_blocks(rows: int, dim_key: int, dim_value: int, itemsize: int, statistics: int, indirect: bool) -> Blocks:
+def plan_blocks(
+    rows: int, dim_key: int, dim_value: int, itemsize: int, statistics: int, indirect: bool
+) -> DecodeBlocks:
     """Choose tiles that fit into registers and shared memory, by the compiler's resource report for sm_90.
 
     For plain 16-bit caches they were also timed on an H200, where two programs per SM were fastest: long tiles for few
@@ -425,7 +427,7 @@ def plan_blocks(rows: int, dim_key: int, dim_value: int, itemsize: int, statisti
     is_long = block_n * (block_key + block_value) * itemsize >= 64 * 1024
     stages = 5 if quantised or indirect else 2 if is_long else 3
     resident = 1 if warps == 8 else 2
-    return Blocks(block_m, block_n, block_key, block_value, stages, warps, resident)
+    return DecodeBlocks(block_m, block_n, block_key, block_value, stages, warps, resident)
 
 
 @functools.lru_cache(maxsize=4096)
