@@ -27,8 +27,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from polyhead.ops.attention.kernels.outputs import output_like
 from polyhead.ops.common.kernel_call import KernelCall
 from polyhead.ops.common.kernels.availability import capability, multiprocessors
-from polyhead.ops.common.kernels.hopper import DTYPES, FAR, LN2, LOG2E, descriptor, is_readable, row_sums
+from polyhead.ops.common.kernels.hopper import DTYPES, FAR, descriptor, is_readable, row_sums
 from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
+from polyhead.ops.common.kernels.softmax_tiles import LN2, LOG2E
 
 STATISTICS = ("max_logit", "entropy", "confidence", "mean_distance", "mean_offset", "visible_keys")
 

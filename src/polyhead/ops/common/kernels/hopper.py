@@ -12,8 +12,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 FAR = 1 << 30  # beyond any key position
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit

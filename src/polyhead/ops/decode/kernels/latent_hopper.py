@@ -24,9 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from polyhead.ops.common.kernels.hopper import DTYPES, FAR, LN2, LOG2E, descriptor, is_readable
+from polyhead.ops.common.kernels.hopper import DTYPES, FAR, descriptor, is_readable
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
+from polyhead.ops.common.kernels.softmax_tiles import LN2, LOG2E
 from polyhead.ops.decode.kernels.latent_tiles import LatentBlocks, Latents, SoftmaxOptions
 
 _SUPPORTED_STATISTICS = frozenset(

@@ -13,8 +13,9 @@ from torch import Tensor
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.kernels.resources import Blocks
 from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim, power_of_two
+from polyhead.ops.common.kernels.softmax_tiles import LOG2E
 
-_LOG2_E = 1.4426950408889634
+_LOG2_E = LOG2E.value
 MAX_TILE = 128
 
 

@@ -22,8 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from polyhead.ops.attention.kernels.forward_hopper import LOWEST, band_tiles, packed, unpacked, weigh
 from polyhead.ops.common.kernel_call import KernelCall
 from polyhead.ops.common.kernels.availability import capability
-from polyhead.ops.common.kernels.hopper import DTYPES, FAR, LN2, LOG2E, descriptor, is_readable, row_sums
+from polyhead.ops.common.kernels.hopper import DTYPES, FAR, descriptor, is_readable, row_sums
 from polyhead.ops.common.kernels.sizes import padded_dim
+from polyhead.ops.common.kernels.softmax_tiles import LN2, LOG2E
 from polyhead.ops.selected_rows.rows import SelectedRows
 
 STATISTICS = ("max_logit", "entropy", "confidence", "visible_keys")
