@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from polyhead.ops.common.kernels.hopper import DTYPES, FAR, descriptor, is_readable
+from polyhead.ops.common.kernels.hopper import DTYPES, bounded, descriptor, is_readable
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
 from polyhead.ops.common.kernels.softmax_tiles import LN2, LOG2E
@@ -300,7 +300,7 @@ def leave_parts(
         query.stride(0),
         query.stride(1),
         options.sm_scale,
-        FAR if mask.left is None else min(mask.left, FAR),
+        bounded(mask.left),
         data.shape[2],
         splits,
         rows,
