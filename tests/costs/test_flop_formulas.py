@@ -47,7 +47,7 @@ def test_talking_heads_and_their_gradient():
     query, key, value = tensors(HEADS)
     mix = torch.empty(HEADS, HEADS, device="meta")
     rows = torch.empty(BATCH, HEADS, QUERIES, device="meta")
-    inputs = (query, key, value, mix, mix, 0.3, [], [], [], None, None)
+    inputs = (query, key, value, mix, mix, 0.3, None, None, [], [], None, None)
     config = TalkingHeadsConfig(HEADS * DIM, HEADS, value_dim=VALUE)
     cost = estimate_cost(config, Workload.cross(QUERIES, KEYS, batch=BATCH, training=True))
     expected = [x.scores + x.values + x.mixing for x in (cost.forward, cost.backward)]
@@ -60,7 +60,7 @@ def test_statistics_of_talking_heads_make_the_second_mix_where_it_is_requested()
     query, key, value = tensors(HEADS)
     mix = torch.empty(HEADS, HEADS, device="meta")
     rows = torch.empty(BATCH, HEADS, QUERIES, device="meta")
-    inputs = (query, key, value, mix, mix, 0.3, [], [], [], None, None, rows)
+    inputs = (query, key, value, mix, mix, 0.3, None, None, [], [], None, None, rows)
     pairs = BATCH * HEADS * QUERIES * KEYS
     for names, mixes in (("entropy,mean_distance", 1), ("entropy,signed_mass", 2)):
         found = counted(torch.ops.polyhead.talking_statistics, *inputs, names, 1, 0)

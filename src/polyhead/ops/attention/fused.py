@@ -18,8 +18,8 @@ from polyhead.ops.common.kernel_masks import mask_reasons, pack
 from polyhead.ops.common.kernels.availability import device_reasons, has_hopper_kernels
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.nonfinite import without_nonfinite
-from polyhead.ops.common.request import AttentionOutput, AttentionRequest
-from polyhead.ops.common.statistics import RowStatistics, kernel_reasons
+from polyhead.ops.common.request import AttentionOutput, AttentionRequest, as_output
+from polyhead.ops.common.statistics import kernel_reasons
 from polyhead.ops.common.tracing import TRANSFORMED, is_traced, is_transformed
 
 LARGEST_DIM = 256
@@ -70,14 +70,8 @@ def run(request: AttentionRequest) -> AttentionOutput:
     if is_traced(request.query):
         results = _forward_operator(*call.flat())
     else:
-        results = _Attention.apply(*call.flat(), call) if needs_grad else compute(call)
-    output, logsumexp, *rows = results
-    if request.statistics is None:
-        return AttentionOutput(output, logsumexp, backend="fused")
-    statistics = dict(zip(call.names, rows, strict=True))
-    if needs_grad and "visible_keys" in statistics:
-        statistics["visible_keys"] = statistics["visible_keys"].detach()
-    return AttentionOutput(output, logsumexp, None, RowStatistics(**statistics), "fused")
+        results = _Attention.apply(*call.flat(), (call,)) if needs_grad else compute(call)
+    return as_output(results, call.names)
 
 
 def as_call(request: AttentionRequest, query: Tensor, *, for_columns: bool) -> KernelCall:
@@ -148,8 +142,7 @@ _forward_operator = torch.library.custom_op(
 @_forward_operator.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> list[Tensor]:
     output = output_like(with_dense_rows(query), value.shape[3])
-    count = 1 + len(kernel_call.split_names(options[-3]))
-    return [output, *(query.new_empty(query.shape[:3], dtype=torch.float32) for _ in range(count))]
+    return [output, *kernel_call.fake_rows(query, 1 + len(kernel_call.split_names(options[-3])))]
 
 
 def _run_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
@@ -162,34 +155,14 @@ def _run_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         *flat, grad_output, output, logsumexp, grads[1], grads[2:], statistics, needed
     )
     learned_grads = iter(learned)
-    grad_scale, grad_sinks, grad_bias, grad_table = (next(learned_grads) if need else None for need in needed)
-    return (
-        *(grad_query, grad_key, grad_value, None, grad_scale, None, grad_sinks, grad_bias, grad_table),
-        *ctx.lists,
-        *(None,) * 5,
-    )
+    optional = (next(learned_grads) if need else None for need in needed)
+    return kernel_call.flat_gradients(ctx, grad_query, grad_key, grad_value, *optional)
 
 
 _forward_operator.register_autograd(_run_backward, setup_context=kernel_call.save_call)
 
 
-class _Attention(torch.autograd.Function):
-    """The operator as an autograd function, for eager calls; its last argument is the call that the others flatten.
-
-    With a `setup_context` PyTorch would inspect the signature in every call.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        *flat, call = arguments
-        output = tuple(compute(call))
-        kernel_call.save_call(ctx, flat, output)
-        ctx.lists = (None, None)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return *_run_backward(ctx, list(grads)), None
+_Attention = kernel_call.eager_function("_Attention", compute, _run_backward)
 
 
 def _backward(*arguments: Any) -> list[Tensor]:
@@ -211,4 +184,4 @@ def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> list[Tensor]:
     return [torch.empty_like(x) for x in (query, key, value, *learned)]
 
 
-_backward_operator.register_autograd(kernel_call.no_second_derivative)
+_backward_operator.register_autograd(kernel_call.no_second_derivative("blockwise"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,29 +10,12 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import BackendUnsupported
-from polyhead.ops.common.kernels.mask_arguments import MaskArguments
-
-_MASK_TENSORS = (
-    "query_position",
-    "key_position",
-    "key_ordinal",
-    "query_document",
-    "key_document",
-    "first_key",
-    "last_key",
-    "first_query",
-    "last_query",
-    "allowed",
-    "poison",
-)
-_MASK_OPTIONS = ("left", "right", "sinks")  # None or a number, passed as two numbers: 0 and 0, or 1 and the number
-_MASK_NUMBERS = ("offset", "stride_query", "stride_key", "table_zero")
+from polyhead.ops.common.kernels.mask_arguments import MASK_SCHEMA, MASK_TENSORS, MaskArguments
 
 # The types of `KernelCall.flat`, in its order.
 SCHEMA = (
     "Tensor query, Tensor key, Tensor value, float scale, Tensor? head_scale, float? softcap, Tensor? sinks, "
-    "Tensor? bias, Tensor? table, Tensor?[] mask_tensors, SymInt[] mask_numbers, float dropout, Tensor? seed, "
-    "str names, SymInt sink_keys, SymInt window"
+    f"{MASK_SCHEMA}, float dropout, Tensor? seed, str names, SymInt sink_keys, SymInt window"
 )
 FLAT = SCHEMA.count(",") + 1  # number of flat arguments
 _TENSOR_LIST = 9  # index of `mask_tensors` among them; `mask_numbers` is the next
@@ -63,14 +46,9 @@ class KernelCall:
 
     def flat(self) -> tuple[Any, ...]:
         """Return the arguments of an operator, of the types of `SCHEMA`; the inverse of `from_flat`."""
-        mask = self.mask
-        numbers: list[int] = []
-        for option in (getattr(mask, name) for name in _MASK_OPTIONS):
-            numbers += (0, 0) if option is None else (1, option)
         return (
             *(self.query, self.key, self.value, self.scale, self.head_scale, self.softcap, self.sinks),
-            *(mask.bias, mask.table, [getattr(mask, name) for name in _MASK_TENSORS]),
-            numbers + [getattr(mask, name) for name in _MASK_NUMBERS],
+            *self.mask.flat(),
             *(self.dropout, self.seed, ",".join(self.names), self.sink_keys, self.window),
         )
 
@@ -79,11 +57,7 @@ class KernelCall:
         """Return the call of an operator's arguments."""
         query, key, value, scale, head_scale, softcap, sinks, bias, table, tensors, numbers, *rest = arguments
         dropout, seed, names, sink_keys, window = rest
-        fields = dict(zip(_MASK_TENSORS, tensors, strict=True))
-        for i, name in enumerate(_MASK_OPTIONS):
-            fields[name] = numbers[2 * i + 1] if numbers[2 * i] else None
-        fields |= zip(_MASK_NUMBERS, numbers[2 * len(_MASK_OPTIONS) :], strict=True)
-        mask = MaskArguments(**fields).with_dense(bias=bias, table=table)
+        mask = MaskArguments.from_flat(bias, table, tensors, numbers)
         options = (scale, head_scale, softcap, sinks, dropout, seed, split_names(names), sink_keys, window)
         return cls(query, key, value, mask, *options)
 
@@ -91,6 +65,11 @@ class KernelCall:
 def split_names(joined: str) -> tuple[str, ...]:
     """Return the names of statistics, which operators take as one string."""
     return tuple(joined.split(",")) if joined else ()
+
+
+def fake_rows(query: Tensor, count: int) -> list[Tensor]:
+    """Return `count` uninitialised results with one number per row, for fake kernels."""
+    return [query.new_empty(query.shape[:-1], dtype=torch.float32) for _ in range(count)]
 
 
 # ---- autograd of operators whose last `FLAT` arguments are those of `KernelCall.flat`
@@ -115,17 +94,55 @@ def saved_call(ctx: Any) -> tuple[list[Any], list[Tensor]]:
     """Return the arguments and the results that `save_call` saved."""
     saved, count = ctx.saved_tensors, len(ctx.options)
     inputs = [option if x is None else x for x, option in zip(saved, ctx.options, strict=False)]
-    outputs = count + len(_MASK_TENSORS)
+    outputs = count + len(MASK_TENSORS)
     inputs[count - FLAT + _TENSOR_LIST] = list(saved[count:outputs])
     return inputs, list(saved[outputs:])
 
 
-def no_second_derivative(ctx: Any, *grads: Any) -> None:
-    """Raise BackendUnsupported; registered as the gradient of every backward operator."""
-    raise BackendUnsupported(
-        "fused",
-        ['our kernels have no second derivative; use backend="blockwise", which has derivatives of every order'],
-    )
+def flat_gradients(
+    ctx: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    head_scale: Tensor | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    table: Tensor | None = None,
+) -> tuple[Any, ...]:
+    """Return the gradients of the arguments of `SCHEMA`, given those of its tensors."""
+    return query, key, value, None, head_scale, None, sinks, bias, table, *ctx.lists, *(None,) * 5
+
+
+def eager_function(
+    name: str,
+    compute: Callable[..., Sequence[Tensor]],
+    backward: Callable[..., tuple[Any, ...]],
+    save: Callable[..., None] = save_call,
+) -> Any:
+    """Return an operator as an autograd function, for eager calls.
+
+    It takes the arguments of the operator and, as a tuple, those of `compute`. It has no `setup_context`, for which
+    PyTorch inspects the signature in every call.
+    """
+
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        *flat, inputs = arguments
+        output = tuple(compute(*inputs))
+        save(ctx, flat, output)
+        ctx.lists = (None, None)
+        return output
+
+    methods = {"forward": forward, "backward": lambda ctx, *grads: (*backward(ctx, list(grads)), None)}
+    return type(name, (torch.autograd.Function,), {key: staticmethod(method) for key, method in methods.items()})
+
+
+def no_second_derivative(alternative: str) -> Callable[..., None]:
+    """Return the gradient of a backward operator, which raises BackendUnsupported and names another backend."""
+
+    def backward(ctx: Any, *grads: Any) -> None:
+        raise BackendUnsupported("fused", [f'our kernels have no second derivative; backend="{alternative}" has one'])
+
+    return backward
 
 
 def with_dense_rows(x: Tensor) -> Tensor:

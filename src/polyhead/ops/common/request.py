@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,17 @@ class AttentionOutput:
 
 
 torch.export.register_dataclass(AttentionOutput, serialized_type_name="polyhead.AttentionOutput")
+
+
+def as_output(results: Sequence[Tensor], names: Sequence[str], backend: str = "fused") -> AttentionOutput:
+    """Return output, log-sum-exp and the named statistics as a result; the number of visible keys has no gradient."""
+    output, logsumexp, *rows = results
+    if not len(names):
+        return AttentionOutput(output, logsumexp, backend=backend)
+    statistics = dict(zip(names, rows, strict=True))
+    if "visible_keys" in statistics and statistics["visible_keys"].requires_grad:
+        statistics["visible_keys"] = statistics["visible_keys"].detach()
+    return AttentionOutput(output, logsumexp, None, RowStatistics(**statistics), backend)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

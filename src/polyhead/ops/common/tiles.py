@@ -26,7 +26,7 @@ TILE_COLUMNS = 512
 _REUSED_ELEMENTS = 1 << 14  # buffers are reused in calls with at least this many logits; smaller ones need no new pages
 _FULL_ROWS = 512  # rows from which a tile's matrix product runs at full speed
 _MIN_TRANSPOSE_ROWS = 64  # with fewer rows, transposing the keys costs more than the product gains
-_LOG2_E = 1.4426950408889634
+_LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from polyhead.errors import BackendUnsupported, OptionError, ShapeError
 from polyhead.ops.common.kernels.availability import device_reasons, multiprocessors
-from polyhead.ops.common.kernels.sizes import power_of_two
+from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim, power_of_two
 from polyhead.ops.common.statistics import NAMES
 from polyhead.ops.common.tracing import TRANSFORMED, is_traced, is_transformed
 from polyhead.ops.decode.kernels.latent_tiles import LatentBlocks, Latents, SoftmaxOptions, latent_reasons
@@ -251,17 +251,11 @@ def _run_decode(query: Tensor, cache: CacheArguments, options: DecodeOptions) ->
             stride_key=slots if batch_rows > 1 else 0,
         )
     if table is not None:
-        table = table.contiguous()
-        mask = mask._replace(
-            table=table,
-            table_head=table.shape[1] if table.shape[0] > 1 else 0,
-            table_zero=table_zero,
-            table_width=table.shape[1],
-        )
+        mask = mask.with_dense(bias=None, table=table)._replace(table_zero=table_zero)
     stat_slots = _statistic_slots(tuple(statistics))
 
     indirect = block_table is not None or key_position is not None
-    blocks: Blocks | LatentBlocks
+    blocks: DecodeBlocks | LatentBlocks
     if cache.holds_latents:
         from polyhead.ops.decode.kernels import latent
 
@@ -270,10 +264,11 @@ def _run_decode(query: Tensor, cache: CacheArguments, options: DecodeOptions) ->
         blocks = latent.plan_parts(query, latents, dim_value, mask, stat_slots, head_scale, softmax)
     else:
         blocks = plan_blocks(group_rows, dim_key, dim_value, key.element_size(), len(statistics), indirect)
-    pairs = batch * kv_heads * -(-group_rows // blocks.rows)
+    pairs = batch * kv_heads * blocks_of(group_rows, blocks.rows)
     if splits is None:
         reachable = slots if left is None or key_position is not None else min(slots, left + queries + first_keys)
-        splits = plan_splits(pairs, -(-reachable // blocks.keys), blocks.resident * multiprocessors(query.get_device()))
+        programs = blocks.resident * multiprocessors(query.get_device())
+        splits = plan_splits(pairs, blocks_of(reachable, blocks.keys), programs)
     # A single program per row writes its output directly; the kernel for latents always writes partial results.
     in_parts = splits > 1 or isinstance(blocks, LatentBlocks)
     sums, parts = None, None
@@ -320,7 +315,7 @@ def _run_decode(query: Tensor, cache: CacheArguments, options: DecodeOptions) ->
                 num_warps=blocks.warps,
             )
         if in_parts:
-            block_splits, block_value = max(16, power_of_two(splits)), max(16, power_of_two(dim_value))
+            block_splits, block_value = padded_dim(splits), padded_dim(dim_value)
             join_kernel[(rows,)](
                 output,
                 logsumexp,
@@ -387,7 +382,7 @@ def _statistic_slots(statistics: tuple[int, ...]) -> Any:
     return StatisticSlots(**{NAMES[name]: slot for slot, name in enumerate(statistics)})
 
 
-class Blocks(NamedTuple):
+class DecodeBlocks(NamedTuple):
     """Tile sizes of a program, and the number of programs resident on an SM."""
 
     rows: int
@@ -400,7 +395,9 @@ class Blocks(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def plan_blocks(rows: int, dim_key: int, dim_value: int, itemsize: int, statistics: int, indirect: bool) -> Blocks:
+def plan_blocks(
+    rows: int, dim_key: int, dim_value: int, itemsize: int, statistics: int, indirect: bool
+) -> DecodeBlocks:
     """Choose tiles that fit into registers and shared memory, by the compiler's resource report for sm_90.
 
     For plain 16-bit caches they were also timed on an H200, where two programs per SM were fastest: long tiles for few
@@ -409,8 +406,8 @@ def plan_blocks(rows: int, dim_key: int, dim_value: int, itemsize: int, statisti
     `rows` is the number of query heads per KV head times the new tokens; `indirect` means that pages or positions are
     loaded before the addresses of the keys are known.
     """
-    block_m = min(max(16, power_of_two(rows)), _MAX_ROWS)
-    block_key, block_value = max(16, power_of_two(dim_key)), max(16, power_of_two(dim_value))
+    block_m = min(padded_dim(rows), _MAX_ROWS)
+    block_key, block_value = padded_dim(dim_key), padded_dim(dim_value)
     quantised = itemsize == 1
     is_plain = itemsize == 2 and not indirect
     tile_kib = 16 if quantised else 64 if is_plain and block_m == 16 else 32  # keys and values of one tile
@@ -421,7 +418,7 @@ def plan_blocks(rows: int, dim_key: int, dim_value: int, itemsize: int, statisti
     is_long = block_n * (block_key + block_value) * itemsize >= 64 * 1024
     stages = 5 if quantised or indirect else 2 if is_long else 3
     resident = 1 if warps == 8 else 2
-    return Blocks(block_m, block_n, block_key, block_value, stages, warps, resident)
+    return DecodeBlocks(block_m, block_n, block_key, block_value, stages, warps, resident)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -436,8 +433,8 @@ def plan_splits(pairs: int, tiles: int, resident_programs: int) -> int:
     """
 
     def steps(splits: int) -> float:
-        waves = -(-pairs * splits // resident_programs)
-        return waves * (-(-tiles // splits) + _STARTUP_TILES) + (_REDUCTION_TILES if splits > 1 else 0.0)
+        waves = blocks_of(pairs * splits, resident_programs)
+        return waves * (blocks_of(tiles, splits) + _STARTUP_TILES) + (_REDUCTION_TILES if splits > 1 else 0.0)
 
     return min(range(1, max(1, min(tiles, _MAX_SPLITS)) + 1), key=steps)
 

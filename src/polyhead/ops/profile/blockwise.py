@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from polyhead.ops.common.kernels.sizes import blocks_of
 from polyhead.ops.common.visibility import Span
 from polyhead.ops.profile.request import FAR_BINS, NEAR, OFFSET_BINS, ProfileRequest
 
@@ -170,7 +171,7 @@ class _Blocks(_Accumulator):
             (2, self.block[0], self.row_slice(rows)),
         ):
             # A tile covers whole blocks or is inside one; only the last block of an axis may be smaller.
-            count = -(-(cut.stop - cut.start) // size)
+            count = blocks_of(cut.stop - cut.start, size)
             missing = count * size - (cut.stop - cut.start)
             if count == 1:
                 pooled = pooled.amax(axis, keepdim=True) if by_max else pooled.sum(axis, keepdim=True)

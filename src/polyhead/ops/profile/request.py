@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError
+from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
 from polyhead.ops.common.visibility import Span, Visibility
 
 Pool = Literal["sum", "mean", "max"]
@@ -64,8 +65,8 @@ class BlockMap:
 
 def _cheap_side(tokens: int, blocks: int) -> int:
     """Return the smallest cheap side of blocks, of which at most `blocks` cover the tokens; see `BlockMap`."""
-    min_side = max(1, -(-tokens // blocks))
-    return 1 << (min_side - 1).bit_length() if min_side <= 128 else -(-min_side // 128) * 128
+    min_side = max(1, blocks_of(tokens, blocks))
+    return power_of_two(min_side) if min_side <= 128 else blocks_of(min_side, 128) * 128
 
 
 def _is_count(x: object) -> bool:
@@ -163,7 +164,7 @@ class ProfileRequest:
         """Numbers of rows and columns of blocks in the window."""
         assert self.block is not None
         (top, bottom), (left, right) = self.rows, self.columns
-        return -(-(bottom - top) // self.block[0]), -(-(right - left) // self.block[1])
+        return blocks_of(bottom - top, self.block[0]), blocks_of(right - left, self.block[1])
 
     @property
     def needs_tiles(self) -> bool:

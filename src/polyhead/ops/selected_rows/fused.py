@@ -13,8 +13,8 @@ from polyhead.ops.attention import fused
 from polyhead.ops.common import kernel_call
 from polyhead.ops.common.kernel_call import FLAT, KernelCall, laid_out_like, row_poison, with_dense_rows
 from polyhead.ops.common.kernels.availability import has_hopper_kernels
-from polyhead.ops.common.request import AttentionOutput
-from polyhead.ops.common.statistics import LINEAR, MAXIMA, RowStatistics
+from polyhead.ops.common.request import AttentionOutput, as_output
+from polyhead.ops.common.statistics import LINEAR, MAXIMA
 from polyhead.ops.common.tracing import is_traced
 from polyhead.ops.selected_rows.request import RaggedRequest
 from polyhead.ops.selected_rows.rows import SelectedRows
@@ -33,23 +33,16 @@ def unsupported_reasons(request: RaggedRequest) -> list[str]:
 
 
 def run(request: RaggedRequest) -> AttentionOutput:
-    full_request = request.full_request
-    call = fused.as_call(full_request, request.query, for_columns=request.needs_grad)
+    call = fused.as_call(request.full_request, request.query, for_columns=request.needs_grad)
     query, key, value = (with_dense_rows(x) for x in (call.query, call.key, call.value))
     call = replace(call, query=query, key=key, value=value)
     if is_traced(request.query):
         results = _forward_operator(*request.rows, *call.flat())
     elif request.needs_grad:
-        results = _RaggedFunction.apply(*request.rows, *call.flat())
+        results = _RaggedFunction.apply(*request.rows, *call.flat(), (request.rows, call))
     else:
         results = _compute(request.rows, call)
-    output, logsumexp, *row_stats = results
-    if full_request.statistics is None:
-        return AttentionOutput(output, logsumexp, backend="fused")
-    statistics = dict(zip(call.names, row_stats, strict=True))
-    if "visible_keys" in statistics:
-        statistics["visible_keys"] = statistics["visible_keys"].detach()
-    return AttentionOutput(output, logsumexp, statistics=RowStatistics(**statistics), backend="fused")
+    return as_output(results, call.names)
 
 
 def _compute(rows: SelectedRows, call: KernelCall) -> list[Tensor]:
@@ -83,10 +76,8 @@ _forward_operator = torch.library.custom_op(
 @_forward_operator.register_fake
 def _(*arguments: Any) -> list[Tensor]:
     query, _, value, *options = arguments[_ROWS:]
-    total = query.shape[0]
-    count = 1 + len(kernel_call.split_names(options[-3]))
-    rows = [query.new_empty((total,), dtype=torch.float32) for _ in range(count)]
-    return [query.new_empty((total, value.shape[3])), *rows]
+    rows = kernel_call.fake_rows(query, 1 + len(kernel_call.split_names(options[-3])))
+    return [query.new_empty((query.shape[0], value.shape[3])), *rows]
 
 
 def _backward_of_forward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
@@ -112,33 +103,13 @@ def _backward_of_forward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...
         [None if name == "visible_keys" else x for name, x in grad_stats.items()],
     )
     grad_sinks = sink_grads[0] if len(sink_grads) else None
-    return (
-        *(None,) * _ROWS,
-        *(grad_query, grad_key, grad_value, None, None, None, grad_sinks, None, None),
-        *ctx.lists,
-        *(None,) * 5,
-    )
+    return *(None,) * _ROWS, *kernel_call.flat_gradients(ctx, grad_query, grad_key, grad_value, sinks=grad_sinks)
 
 
 _forward_operator.register_autograd(_backward_of_forward, setup_context=kernel_call.save_call)
 
 
-class _RaggedFunction(torch.autograd.Function):
-    """The forward operator as an autograd function.
-
-    It has no `setup_context`, for which PyTorch inspects the signature in every call.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        output = tuple(_forward(*arguments))
-        kernel_call.save_call(ctx, arguments, output)
-        ctx.lists = (None, None)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return _backward_of_forward(ctx, list(grads))
+_RaggedFunction = kernel_call.eager_function("_RaggedFunction", _compute, _backward_of_forward)
 
 
 def _backward(*arguments: Any) -> list[Tensor]:
@@ -188,7 +159,7 @@ def _(*arguments: Any) -> list[Tensor]:
     return [query.new_empty(query.shape), *fresh]
 
 
-_backward_operator.register_autograd(kernel_call.no_second_derivative)
+_backward_operator.register_autograd(kernel_call.no_second_derivative("blockwise"))
 
 
 class _FullRows:

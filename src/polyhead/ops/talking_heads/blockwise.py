@@ -14,8 +14,7 @@ from torch import Tensor
 
 from polyhead.errors import BackendUnsupported
 from polyhead.ops.common.combined_weights import CombinedWeights
-from polyhead.ops.common.request import AttentionOutput
-from polyhead.ops.common.statistics import RowStatistics
+from polyhead.ops.common.request import AttentionOutput, as_output
 from polyhead.ops.common.tile_statistics import RowSums
 from polyhead.ops.common.tiles import TILE_ELEMENTS, Tiling
 from polyhead.ops.common.tracing import TRANSFORMED, is_transformed
@@ -33,10 +32,8 @@ def unsupported_reasons(request: TalkingRequest) -> list[str]:
 def run(request: TalkingRequest) -> AttentionOutput:
     tiles, tensors = _prepare(request)
     output, logsumexp, *row_stats = _Talking.apply(tiles, *tensors)
-    rows = None
-    if tiles.statistics is not None:
-        rows = RowStatistics(**dict(zip(tiles.statistics.names, row_stats, strict=True)))
-    return AttentionOutput(output.to(request.attention.query.dtype), logsumexp, statistics=rows, backend="blockwise")
+    names = () if tiles.statistics is None else tiles.statistics.names
+    return as_output((output.to(request.attention.query.dtype), logsumexp, *row_stats), names, "blockwise")
 
 
 @torch.no_grad()

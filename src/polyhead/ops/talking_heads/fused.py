@@ -8,15 +8,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from polyhead.errors import BackendUnsupported
 from polyhead.ops.attention.kernels.outputs import output_like
 from polyhead.ops.common.combined_weights import COMBINED, CombinedWeights
-from polyhead.ops.common.kernel_call import laid_out_like, with_dense_rows
+from polyhead.ops.common.kernel_call import (
+    eager_function,
+    fake_rows,
+    laid_out_like,
+    no_second_derivative,
+    split_names,
+    with_dense_rows,
+)
 from polyhead.ops.common.kernel_masks import mask_reasons, pack
 from polyhead.ops.common.kernels.availability import IS_INTERPRETED, device_reasons
-from polyhead.ops.common.kernels.mask_arguments import MaskArguments
-from polyhead.ops.common.request import AttentionOutput, AttentionRequest
-from polyhead.ops.common.statistics import RowStatistics, kernel_reasons
+from polyhead.ops.common.kernels.mask_arguments import MASK_SCHEMA, MaskArguments
+from polyhead.ops.common.kernels.sizes import padded_dim
+from polyhead.ops.common.request import AttentionOutput, AttentionRequest, as_output
+from polyhead.ops.common.statistics import kernel_reasons
 from polyhead.ops.common.tracing import TRANSFORMED, is_traced, is_transformed
 from polyhead.ops.talking_heads.request import FiniteInputs, TalkingRequest, remove_nonfinite
 
@@ -35,7 +42,7 @@ def unsupported_reasons(request: TalkingRequest) -> list[str]:
     if query.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"the kernels take float16 or bfloat16, got {query.dtype}")
     heads, width = query.shape[1], max(query.shape[3], inputs.value.shape[3])
-    if not inputs.value.shape[3] or _padded(heads) * _padded(width) > _MAX_WIDTH:
+    if not inputs.value.shape[3] or padded_dim(heads) * padded_dim(width) > _MAX_WIDTH:
         reasons.append(
             f"the kernels keep all heads on chip, up to {_MAX_WIDTH} heads times channels (each rounded up to a power "
             f"of two of at least 16), got {heads} heads of {query.shape[3]} and {inputs.value.shape[3]}"
@@ -47,11 +54,6 @@ def unsupported_reasons(request: TalkingRequest) -> list[str]:
     if is_transformed():
         reasons.append(TRANSFORMED)
     return reasons + mask_reasons(inputs.visibility)
-
-
-def _padded(size: int) -> int:
-    """Return a number of heads or channels as tiles have it: a power of two of at least 16."""
-    return max(16, 1 << max(size - 1, 0).bit_length())
 
 
 def is_slower(request: TalkingRequest) -> bool:
@@ -69,19 +71,23 @@ def run(request: TalkingRequest) -> AttentionOutput:
     split = requested is not None or inputs.logsumexp
     # Calling a custom operator costs as much host time as launching a kernel, and twice that with autograd.
     traced = is_traced(inputs.query)
-    forward = _forward_operator if traced else _TalkingFunction.apply if request.needs_grad else _forward
-    output, logsumexp = forward(*_arguments(request, clean, mask), split)
-    rows = None
+    arguments = (*_arguments(request, clean, mask), split)
+    if request.needs_grad and not traced:
+        output, logsumexp = _TalkingFunction.apply(*arguments, arguments)
+    else:
+        output, logsumexp = (_forward_operator if traced else _forward)(*arguments)
+    names: tuple[str, ...] = ()
+    row_stats: Sequence[Tensor] = ()
     if requested is not None:
+        names = requested.names
         row_stats = (_statistics_operator if traced else _statistics)(
-            *(x.detach() if isinstance(x, Tensor) else x for x in _arguments(request, clean, mask)),
+            *(x.detach() if isinstance(x, Tensor) else x for x in arguments[:-1]),
             logsumexp.detach(),
-            ",".join(requested.names),
+            ",".join(names),
             requested.sink_keys,
             requested.window,
         )
-        rows = RowStatistics(**dict(zip(requested.names, row_stats, strict=True)))
-    return AttentionOutput(output, logsumexp, statistics=rows, backend="fused")
+    return as_output((output, logsumexp, *row_stats), names)
 
 
 @torch.no_grad()
@@ -104,20 +110,14 @@ def _prepare(request: TalkingRequest) -> tuple[AttentionRequest, FiniteInputs, M
 
 
 def _arguments(request: TalkingRequest, clean: FiniteInputs, mask: MaskArguments) -> tuple[Any, ...]:
-    """Return the leading arguments of every operator; a mask is passed as lists, one entry per field.
-
-    A field is a number if `mask_is_number`, else a tensor or None.
-    """
-    tensors = [x if isinstance(x, Tensor) else None for x in mask]
-    numbers = [0 if x is None or isinstance(x, Tensor) else x for x in mask]
-    is_number = [x is not None and not isinstance(x, Tensor) for x in mask]
+    """Return the leading arguments of every operator, of the types of `_INPUTS`."""
     inputs = (clean.query, clean.key, clean.value, request.logits_mix, request.weights_mix, request.scale)
-    return *inputs, tensors, numbers, is_number, clean.query_poison, clean.key_poison
+    return *inputs, *mask.flat(), clean.query_poison, clean.key_poison
 
 
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor logits_mix, Tensor weights_mix, float scale, "
-    "Tensor?[] mask_tensors, SymInt[] mask_numbers, bool[] mask_is_number, Tensor? query_poison, Tensor? key_poison"
+    f"{MASK_SCHEMA}, Tensor? query_poison, Tensor? key_poison"
 )
 
 
@@ -128,22 +128,20 @@ def _problem(
     logits_mix: Tensor,
     weights_mix: Tensor,
     scale: float,
+    bias: Tensor | None,
+    table: Tensor | None,
     mask_tensors: Sequence[Tensor | None],
     mask_numbers: Sequence[int],
-    mask_is_number: Sequence[bool],
     query_poison: Tensor | None,
     key_poison: Tensor | None,
 ) -> Problem:
     from polyhead.ops.talking_heads.kernels.launch import Problem
     from polyhead.ops.talking_heads.kernels.tiles import Poison
 
-    fields: list[Any] = [
-        number if is_number else tensor
-        for tensor, number, is_number in zip(mask_tensors, mask_numbers, mask_is_number, strict=True)
-    ]
+    mask = MaskArguments.from_flat(bias, table, mask_tensors, mask_numbers)
     poisons = (None if x is None else x.float().contiguous() for x in (query_poison, key_poison))
     query, key, value = (with_dense_rows(x) for x in (query, key, value))
-    return Problem(query, key, value, logits_mix, weights_mix, scale, MaskArguments(*fields), Poison(*poisons))
+    return Problem(query, key, value, logits_mix, weights_mix, scale, mask, Poison(*poisons))
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -157,7 +155,7 @@ def _statistics(*arguments: Any) -> list[Tensor]:
     from polyhead.ops.talking_heads.kernels.launch import statistics
 
     *inputs, logsumexp, names, sink_keys, window = arguments
-    requested = tuple(names.split(","))
+    requested = split_names(names)
     row_stats = statistics(_problem(*inputs), logsumexp, requested, sink_keys, window)
     return [row_stats[name] for name in requested]
 
@@ -192,14 +190,13 @@ _backward_operator = _operator(
 
 
 @_forward_operator.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    output = output_like(with_dense_rows(query), value.shape[3])
-    return output, query.new_empty(query.shape[:3], dtype=torch.float32)
+def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    return output_like(with_dense_rows(query), value.shape[3]), *fake_rows(query, 1)
 
 
 @_statistics_operator.register_fake
 def _(query: Tensor, *options: Any) -> list[Tensor]:
-    return [query.new_empty(query.shape[:3], dtype=torch.float32) for _ in options[-3].split(",")]
+    return fake_rows(query, len(split_names(options[-3])))
 
 
 @_backward_operator.register_fake
@@ -208,44 +205,26 @@ def _(query: Tensor, key: Tensor, value: Tensor, logits_mix: Tensor, weights_mix
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, logits_mix, weights_mix, scale, mask_tensors, numbers, is_number, *poisons, _ = inputs
-    ctx.save_for_backward(query, key, value, logits_mix, weights_mix, *mask_tensors, *poisons, output[1])
-    ctx.options = (scale, numbers, is_number)
+    query, key, value, logits_mix, weights_mix, scale, bias, table, tensors, numbers, *poisons, _ = inputs
+    ctx.save_for_backward(query, key, value, logits_mix, weights_mix, bias, table, *tensors, *poisons, output[1])
+    ctx.options = (scale, numbers)
     ctx.set_materialize_grads(False)
 
 
 def _backward_of_forward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
     """Return the gradients of the operator's arguments, given that of its output; the log-sum-exp has none."""
     *inputs, query_poison, key_poison, logsumexp = ctx.saved_tensors
-    scale, numbers, is_number = ctx.options
+    scale, numbers = ctx.options
     grads: Sequence[Tensor | None] = [None] * 5
     if grad is not None:
-        rest = (scale, inputs[5:], numbers, is_number, query_poison, key_poison)
+        rest = (scale, *inputs[5:7], inputs[7:], numbers, query_poison, key_poison)
         backward = _backward_operator if torch.is_grad_enabled() or is_traced(inputs[0]) else _backward
         grads = backward(*inputs[:5], *rest, grad, logsumexp)
-    return *grads, *([None] * 7)
+    return *grads, *([None] * 8)
 
 
-def _no_second_derivative(ctx: Any, *grads: Any) -> None:
-    raise BackendUnsupported("fused", ['the kernels have no second derivative; backend="reference" has one'])
-
-
-class _TalkingFunction(torch.autograd.Function):
-    """The forward operator as an autograd function.
-
-    It has no `setup_context`, for which PyTorch inspects the signature in every call.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        output = _forward(*arguments)
-        _setup_context(ctx, arguments, output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return _backward_of_forward(ctx, *grads)
-
-
+_TalkingFunction = eager_function(
+    "_TalkingFunction", _forward, lambda ctx, grads: _backward_of_forward(ctx, *grads), _setup_context
+)
 _forward_operator.register_autograd(_backward_of_forward, setup_context=_setup_context)
-_backward_operator.register_autograd(_no_second_derivative)
+_backward_operator.register_autograd(no_second_derivative("reference"))

@@ -125,8 +125,9 @@ class _Given(Scene):
 @contextmanager
 def small_tiles() -> Iterator[None]:
     """Tiles so small that short sequences have several, full ones among them."""
+    from polyhead.ops.attention.kernels import forward
     from polyhead.ops.common.kernels.resources import Blocks
-    from polyhead.ops.selected_rows.kernels import backward, forward
+    from polyhead.ops.selected_rows.kernels import backward
 
     blocks = (Blocks(16, 32, 4, 2), Blocks(32, 16, 4, 2))
     with (

@@ -38,10 +38,11 @@ from polyhead.ops.attention.kernels.backward_tiles import (
     store_tile,
     tile_gradients,
 )
-from polyhead.ops.common.kernel_call import KernelCall
+from polyhead.ops.common.kernel_call import KernelCall, with_dense_rows
+from polyhead.ops.common.kernels.mask_arguments import MaskArguments, shared_strides
 from polyhead.ops.common.kernels.mask_tiles import key_spans, query_span, visible_tile
 from polyhead.ops.common.kernels.resources import Blocks, launch_fitting
-from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
+from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
 from polyhead.ops.common.kernels.softmax_tiles import add_product, products
 
 
@@ -454,7 +455,7 @@ def backward(
     assert not dropout or call.seed is not None
     batch, heads, num_queries, head_dim = query.shape
     kv_heads, num_keys, value_dim = key.shape[1], key.shape[2], value.shape[3]
-    grad_output = grad_output if grad_output.stride(-1) == 1 or value_dim == 1 else grad_output.contiguous()
+    grad_output = with_dense_rows(grad_output)
     logsumexp = logsumexp.contiguous()
     gradients = RowTerms(**{name: x.contiguous() for name, x in row_gradients.items()})
     values = RowTerms(**{name: row_values[name].contiguous() for name in row_gradients if name != "logsumexp"})
@@ -464,7 +465,7 @@ def backward(
     if bias_shape is not None:
         is_shared = tuple(bias_shape[:3]) != (batch, heads, num_queries)
         grad_bias = torch.zeros(bias_shape, dtype=torch.float64 if is_shared else torch.float32, device=query.device)
-        strides = [0 if size == 1 else step for size, step in zip(bias_shape, grad_bias.stride(), strict=True)]
+        strides = shared_strides(grad_bias)
         bias_grads = bias_grads._replace(
             bias=grad_bias,
             bias_batch=strides[0],
@@ -477,38 +478,16 @@ def backward(
         bias_grads = bias_grads._replace(table=torch.zeros(table_shape, dtype=torch.float64, device=query.device))
     # Terms that are the same for every key of a row are in C, so the loops over tiles do not need them.
     per_key = gradients._replace(logsumexp=None, confidence=None, learned_sink_mass=None)
-    block_value = max(16, power_of_two(value_dim))
-    problem = Problem(
-        query=strided(query),
-        key=strided(key),
-        value=strided(value),
-        grad_output=strided(grad_output),
+    problem = backward_problem(
+        call,
+        query,
+        grad_output,
+        mask,
         logsumexp=logsumexp,
         constant=constant,
         gradients=per_key,
-        mask=mask,
+        heads=heads,
         num_queries=num_queries,
-        num_keys=num_keys,
-        kv_heads=kv_heads,
-        group=heads // kv_heads,
-        scale=float(call.scale),
-        head_scale=None if head_scale is None else head_scale.contiguous(),
-        softcap=None if softcap is None else float(softcap),
-        seed=call.seed if dropout else None,
-        threshold=round(dropout * (1 << 24)),
-        kept_scale=1 / (1 - dropout),
-        sink_keys=call.sink_keys,
-        window=call.window,
-        DIM_KEY=tl.constexpr(head_dim),
-        DIM_VALUE=tl.constexpr(value_dim),
-        BLOCK_KEY=tl.constexpr(max(16, power_of_two(head_dim))),
-        BLOCK_VALUE=tl.constexpr(block_value),
-        BASE_TWO=tl.constexpr(
-            query.dtype is not torch.float32 and softcap is None and mask.bias is None and mask.table is None
-        ),
-        BAND=tl.constexpr(all(x is None for x in (mask.query_position, mask.query_document, mask.allowed, mask.bias))),
-        SINKS=tl.constexpr(sinks is not None),
-        LINEAR_TERMS=tl.constexpr(any(x is not None for x in per_key._replace(entropy=None))),
     )
     key_blocks, query_blocks = choose_blocks(head_dim, value_dim, query.dtype)
 
@@ -540,7 +519,7 @@ def backward(
 
     with torch.cuda.device_of(query):
         if constant.numel():
-            block_m = max(1, min(64, 8192 // block_value))
+            block_m = max(1, min(64, 8192 // padded_dim(value_dim)))
             grid = (batch * heads * blocks_of(num_queries, block_m),)
             constants_kernel[grid](problem, strided(output), gradients, values, BLOCK_M=block_m)
             launch_fitting(launch_queries, query_blocks, Blocks.smaller, lambda: ("queries", *kind()))
@@ -548,6 +527,59 @@ def backward(
             launch_fitting(launch_keys, key_blocks, Blocks.smaller, lambda: ("keys", *kind()))
     grad_sinks = None if sinks is None else sinks_gradient(sinks, logsumexp, constant, row_gradients, row_values)
     return grad_query, grad_key, grad_value, grad_sinks, bias_grads.bias, bias_grads.table
+
+
+def backward_problem(
+    call: KernelCall,
+    query: Tensor,
+    grad_output: Tensor,
+    mask: MaskArguments,
+    *,
+    logsumexp: Tensor,
+    constant: Tensor,
+    gradients: RowTerms,
+    heads: int,
+    num_queries: int,
+) -> Problem:
+    """Return the arguments that all kernels of the backward share.
+
+    `gradients` has the terms that differ between the keys of a row.
+    """
+    key, value, softcap, dropout = call.key, call.value, call.softcap, call.dropout
+    kv_heads, num_keys, value_dim = value.shape[1:]
+    head_dim = key.shape[3]
+    return Problem(
+        query=strided(query),
+        key=strided(key),
+        value=strided(value),
+        grad_output=strided(grad_output),
+        logsumexp=logsumexp,
+        constant=constant,
+        gradients=gradients,
+        mask=mask,
+        num_queries=num_queries,
+        num_keys=num_keys,
+        kv_heads=kv_heads,
+        group=heads // kv_heads,
+        scale=float(call.scale),
+        head_scale=None if call.head_scale is None else call.head_scale.contiguous(),
+        softcap=None if softcap is None else float(softcap),
+        seed=call.seed if dropout else None,
+        threshold=round(dropout * (1 << 24)),
+        kept_scale=1 / (1 - dropout),
+        sink_keys=call.sink_keys,
+        window=call.window,
+        DIM_KEY=tl.constexpr(head_dim),
+        DIM_VALUE=tl.constexpr(value_dim),
+        BLOCK_KEY=tl.constexpr(padded_dim(head_dim)),
+        BLOCK_VALUE=tl.constexpr(padded_dim(value_dim)),
+        BASE_TWO=tl.constexpr(
+            query.dtype is not torch.float32 and softcap is None and mask.bias is None and mask.table is None
+        ),
+        BAND=tl.constexpr(all(x is None for x in (mask.query_position, mask.query_document, mask.allowed, mask.bias))),
+        SINKS=tl.constexpr(call.sinks is not None),
+        LINEAR_TERMS=tl.constexpr(any(x is not None for x in gradients._replace(entropy=None))),
+    )
 
 
 def fresh_like(tensor: Tensor) -> Tensor:

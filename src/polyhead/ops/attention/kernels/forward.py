@@ -15,7 +15,7 @@ it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ from polyhead.ops.common.kernels.mask_tiles import (
     visible_tile,
 )
 from polyhead.ops.common.kernels.resources import Blocks, launch_fitting, shared_memory
-from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
+from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
 from polyhead.ops.common.kernels.softmax_tiles import LN2, LOG2E, exp2, log2, products, tanh
 from polyhead.ops.common.statistics import NAMES, row_tuple
 
@@ -689,6 +689,37 @@ def fit_blocks(
         blocks = smaller_blocks
 
 
+def plan_launch(
+    call: KernelCall, described: Sequence[Tensor], *, queries: int, requested: int, descriptors: bool | None
+) -> tuple[Blocks, dict[str, Any]]:
+    """Return the tile of one program and the constants of the kernel that do not depend on it.
+
+    `described` are the tensors that `descriptors`, as in `forward`, are for. `queries` are the rows per head, and
+    `requested` is as in `choose_blocks`.
+    """
+    query, mask, dim_key, dim_value = call.query, call.mask, call.key.shape[3], call.value.shape[3]
+    block_key, block_value = padded_dim(dim_key), padded_dim(dim_value)
+    device = query.get_device() if query.is_cuda else None
+    compute_capability = (9, 0) if device is None else capability(device)
+    size = query.element_size()
+    blocks = choose_blocks(max(block_key, block_value), size, min(queries, 65), requested, compute_capability)
+    blocks = fit_blocks(blocks, (block_key, block_value), size, mask, compute_capability, shared_memory(device))
+    if descriptors is None:
+        descriptors = query.is_cuda and compute_capability >= (9, 0) and all(map(fits_descriptor, described))
+    terms = (mask.query_position, mask.query_document, mask.key_ordinal, mask.allowed, mask.bias)
+    return blocks, {
+        "SOFTCAP": call.softcap is not None,
+        "BAND": all(x is None for x in terms),
+        "SIGNED": call.head_scale is not None or call.scale <= 0,
+        "HEAVY_LAST": mask.right is not None and mask.left is None,
+        "DIM_KEY": dim_key,
+        "DIM_VALUE": dim_value,
+        "BLOCK_KEY": block_key,
+        "BLOCK_VALUE": block_value,
+        "DESCRIPTORS": descriptors,
+    }
+
+
 def forward(
     call: KernelCall, *, argmax: bool = False, descriptors: bool | None = None
 ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
@@ -700,7 +731,7 @@ def forward(
     """
     query, key, value, mask, names = call.query, call.key, call.value, call.mask, call.names
     head_scale, sinks, softcap, scale, dropout = call.head_scale, call.sinks, call.softcap, call.scale, call.dropout
-    batch, heads, queries, dim_key = query.shape
+    batch, heads, queries, _ = query.shape
     kv_heads, keys, dim_value = value.shape[1:]
     output = output_like(query, dim_value)
     shape = (batch, heads, queries)
@@ -714,25 +745,19 @@ def forward(
     if not logsumexp.numel():
         return output, logsumexp, statistics, indices
 
-    block_key, block_value = max(16, power_of_two(dim_key)), max(16, power_of_two(dim_value))
-    device = query.get_device() if query.is_cuda else None
-    compute_capability = (9, 0) if device is None else capability(device)
-    size, requested = query.element_size(), len(statistics) + len(indices)
-    blocks = choose_blocks(max(block_key, block_value), size, min(queries, 65), requested, compute_capability)
-    blocks = fit_blocks(blocks, (block_key, block_value), size, mask, compute_capability, shared_memory(device))
-    if descriptors is None:
-        tensors = (query, key, value)
-        descriptors = query.is_cuda and compute_capability >= (9, 0) and all(map(fits_descriptor, tensors))
-    has_tokens = mask.query_position is not None or mask.query_document is not None or mask.key_ordinal is not None
+    requested = len(statistics) + len(indices)
+    blocks, constants = plan_launch(
+        call, (query, key, value), queries=queries, requested=requested, descriptors=descriptors
+    )
     rows = RowPointers(**statistics, **indices)
 
     def launch(blocks: Blocks) -> None:
         sources: list[Any] = [query, key, value]
-        if descriptors:
+        if constants["DESCRIPTORS"]:
             sources = [
-                row_descriptor(query, blocks.rows, block_key),
-                row_descriptor(key, blocks.columns, block_key),
-                row_descriptor(value, blocks.columns, block_value),
+                row_descriptor(query, blocks.rows, constants["BLOCK_KEY"]),
+                row_descriptor(key, blocks.columns, constants["BLOCK_KEY"]),
+                row_descriptor(value, blocks.columns, constants["BLOCK_VALUE"]),
             ]
         _forward_kernel[(batch * heads * blocks_of(queries, blocks.rows),)](
             *sources,
@@ -752,24 +777,16 @@ def forward(
             softcap or 0.0,
             round(dropout * (1 << 24)),
             1.0 / (1.0 - dropout),
-            SOFTCAP=softcap is not None,
             HAS_BIAS=mask.bias is not None or mask.table is not None,
-            BAND=not has_tokens and mask.allowed is None and mask.bias is None,
-            SIGNED=head_scale is not None or scale <= 0,
-            HEAVY_LAST=mask.right is not None and mask.left is None,
-            DIM_KEY=dim_key,
-            DIM_VALUE=dim_value,
             BLOCK_M=blocks.rows,
             BLOCK_N=blocks.columns,
-            BLOCK_KEY=block_key,
-            BLOCK_VALUE=block_value,
-            DESCRIPTORS=descriptors,
+            **constants,
             **blocks.options,
         )
 
     def kind() -> Hashable:
         present = tuple(x is not None for x in (*rows, *mask, head_scale, sinks, softcap))
-        return "forward", device, query.dtype, dim_key, dim_value, blocks, present, bool(dropout), descriptors
+        return "forward", query.device, query.dtype, blocks, present, bool(dropout), *constants.values()
 
     with torch.cuda.device_of(query):
         launch_fitting(launch, blocks, Blocks.smaller, kind)

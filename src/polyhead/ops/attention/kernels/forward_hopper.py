@@ -26,10 +26,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from polyhead.ops.attention.kernels.outputs import output_like
 from polyhead.ops.common.kernel_call import KernelCall
-from polyhead.ops.common.kernels.availability import capability, multiprocessors
-from polyhead.ops.common.kernels.hopper import DTYPES, FAR, LN2, LOG2E, descriptor, is_readable, row_sums
-from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
+from polyhead.ops.common.kernels.availability import multiprocessors
+from polyhead.ops.common.kernels.hopper import bounded, descriptor, row_sums, supports_band
+from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
+from polyhead.ops.common.kernels.softmax_tiles import LN2, LOG2E
 
+# In the order of the kernel's pointers.
 STATISTICS = ("max_logit", "entropy", "confidence", "mean_distance", "mean_offset", "visible_keys")
 
 _SUPPORTED = frozenset(STATISTICS)
@@ -420,18 +422,7 @@ def forward_kernel(
 
 def can_serve(call: KernelCall, names: tuple[str, ...]) -> bool:
     """Return True if this kernel supports the tensors, the mask and the statistics."""
-    query, mask, tensors = call.query, call.mask, (call.query, call.key, call.value)
-    queries, keys = query.shape[2], call.key.shape[2]
-    return (
-        query.dtype in DTYPES
-        and capability(query.device.index)[0] == 9
-        and all(32 < x.shape[3] <= 128 and is_readable(x) for x in tensors)
-        and queries > 0
-        and keys >= queries
-        and mask.offset == keys - queries
-        and mask.is_band
-        and _SUPPORTED.issuperset(names)
-    )
+    return supports_band(call, call.query, call.query.shape[2]) and _SUPPORTED.issuperset(names)
 
 
 def forward(
@@ -448,7 +439,7 @@ def forward(
     output = output_like(query, value_dim)
     logsumexp = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
     statistics = {name: torch.empty_like(logsumexp) for name in names}
-    dim, value_dim = max(64, power_of_two(dim)), max(64, power_of_two(value_dim))
+    dim, value_dim = padded_dim(dim, 64), padded_dim(value_dim, 64)
     block = 128
     blocks = blocks_of(queries, 128)
     total_blocks = blocks * batch * heads
@@ -463,20 +454,15 @@ def forward(
             descriptor(value, block, value_dim),
             descriptor(output, 64, value_dim),
             logsumexp,
-            statistics.get("max_logit"),
-            statistics.get("entropy"),
-            statistics.get("confidence"),
-            statistics.get("mean_distance"),
-            statistics.get("mean_offset"),
-            statistics.get("visible_keys"),
+            *map(statistics.get, STATISTICS),
             row_poison,
             heads,
             heads // kv_heads,
             queries,
             keys,
             offset,
-            FAR if left is None else min(left, FAR),
-            FAR if right is None else min(right, FAR),
+            bounded(left),
+            bounded(right),
             call.scale,
             blocks,
             total_blocks,

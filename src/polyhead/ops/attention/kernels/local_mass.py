@@ -14,7 +14,7 @@ from torch import Tensor
 
 from polyhead.ops.common.kernel_call import KernelCall
 from polyhead.ops.common.kernels.resources import Blocks
-from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
+from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
 from polyhead.ops.common.kernels.softmax_tiles import LOG2E, exp2, products
 from polyhead.ops.common.statistics import row_tuple
 
@@ -202,7 +202,7 @@ def masses(call: KernelCall, logsumexp: Tensor, *, names: tuple[str, ...]) -> di
     statistics = {name: torch.empty_like(logsumexp) for name in names}
     if not logsumexp.numel():
         return statistics
-    width = max(16, power_of_two(dim))
+    width = padded_dim(dim)
     blocks = choose_blocks(width, query.element_size())
     unbounded = keys  # beyond any distance of this sequence
     with torch.cuda.device_of(query):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,10 +11,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from polyhead.ops.common.kernels.availability import capability
+
+if TYPE_CHECKING:
+    from polyhead.ops.common.kernel_call import KernelCall
+
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 FAR = 1 << 30  # beyond any key position
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
@@ -27,6 +31,27 @@ def is_readable(x: Tensor) -> bool:
     """Return True if TMA can address the tensor: strides and data pointer are multiples of 16 bytes."""
     steps = (step > 0 and step * x.element_size() % 16 == 0 for step in x.stride()[:3])
     return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(steps) and x.numel() > 0
+
+
+def supports_band(call: KernelCall, query: Tensor, num_queries: int) -> bool:
+    """Return True if the kernels for a band of keys support the tensors and the mask of a call.
+
+    `query` is [batch, heads, rows, head_dim], where the rows are all or some of the `num_queries` queries.
+    """
+    keys, mask = call.key.shape[2], call.mask
+    return (
+        query.dtype in DTYPES
+        and capability(query.device.index)[0] == 9
+        and all(32 < x.shape[3] <= 128 and is_readable(x) for x in (query, call.key, call.value))
+        and 0 < num_queries <= keys
+        and mask.offset == keys - num_queries
+        and mask.is_band
+    )
+
+
+def bounded(edge: int | None) -> int:
+    """Return an edge of a band as a number, which is `FAR` if the band is open."""
+    return FAR if edge is None else min(edge, FAR)
 
 
 def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:

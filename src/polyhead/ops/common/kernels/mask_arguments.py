@@ -7,9 +7,28 @@ batch strides, 0 where all sequences share one row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
+
+MASK_TENSORS = (
+    "query_position",
+    "key_position",
+    "key_ordinal",
+    "query_document",
+    "key_document",
+    "first_key",
+    "last_key",
+    "first_query",
+    "last_query",
+    "allowed",
+    "poison",
+)
+_OPTIONS = ("left", "right", "sinks")  # None or a number, passed as two numbers: 0 and 0, or 1 and the number
+_NUMBERS = ("offset", "stride_query", "stride_key", "table_zero")
+# The types of `MaskArguments.flat`: bias and table may need gradients, `MASK_TENSORS` do not.
+MASK_SCHEMA = "Tensor? bias, Tensor? table, Tensor?[] mask_tensors, SymInt[] mask_numbers"
 
 
 class MaskArguments(NamedTuple):
@@ -66,6 +85,25 @@ class MaskArguments(NamedTuple):
             heads, width = table.shape
             fields |= {"table": table.contiguous(), "table_head": width if heads > 1 else 0, "table_width": width}
         return self._replace(bias=bias, **fields) if len(fields) else self
+
+    def flat(self) -> tuple[Any, ...]:
+        """Return the arguments of an operator, of the types of `MASK_SCHEMA`; the inverse of `from_flat`."""
+        numbers: list[int] = []
+        for option in (getattr(self, name) for name in _OPTIONS):
+            numbers += (0, 0) if option is None else (1, option)
+        numbers += [getattr(self, name) for name in _NUMBERS]
+        return self.bias, self.table, [getattr(self, name) for name in MASK_TENSORS], numbers
+
+    @classmethod
+    def from_flat(
+        cls, bias: Tensor | None, table: Tensor | None, tensors: Sequence[Tensor | None], numbers: Sequence[int]
+    ) -> MaskArguments:
+        """Return the mask of an operator's arguments."""
+        fields: dict[str, Any] = dict(zip(MASK_TENSORS, tensors, strict=True))
+        for i, name in enumerate(_OPTIONS):
+            fields[name] = numbers[2 * i + 1] if numbers[2 * i] else None
+        fields |= zip(_NUMBERS, numbers[2 * len(_OPTIONS) :], strict=True)
+        return cls(**fields).with_dense(bias=bias, table=table)
 
 
 def shared_strides(tensor: Tensor) -> list[int]:

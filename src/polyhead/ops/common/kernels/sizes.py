@@ -19,3 +19,12 @@ def blocks_of(number: int, size: int) -> int:
     (2, 3)
     """
     return -(-number // size)
+
+
+def padded_dim(number: int, smallest: int = 16) -> int:
+    """Return the length of a tile's axis that holds `number` elements: a power of two of at least `smallest`.
+
+    >>> padded_dim(5), padded_dim(65), padded_dim(5, 64)
+    (16, 128, 64)
+    """
+    return max(smallest, power_of_two(number))

@@ -24,9 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from polyhead.ops.common.kernels.hopper import DTYPES, FAR, LN2, LOG2E, descriptor, is_readable
+from polyhead.ops.common.kernels.hopper import DTYPES, bounded, descriptor, is_readable
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
-from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
+from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
+from polyhead.ops.common.kernels.softmax_tiles import LN2, LOG2E
 from polyhead.ops.decode.kernels.latent_tiles import LatentBlocks, Latents, SoftmaxOptions
 
 _SUPPORTED_STATISTICS = frozenset(
@@ -244,7 +245,7 @@ def latent_hopper_kernel(
 
 def plan(rank: int) -> LatentBlocks:
     """Return the tile sizes of this kernel."""
-    return LatentBlocks(64, 64, max(128, power_of_two(rank)), 64, stages=2, warps=8, resident=1, on_hopper=True)
+    return LatentBlocks(64, 64, padded_dim(rank, 128), 64, stages=2, warps=8, resident=1, on_hopper=True)
 
 
 def can_serve(
@@ -299,7 +300,7 @@ def leave_parts(
         query.stride(0),
         query.stride(1),
         options.sm_scale,
-        FAR if mask.left is None else min(mask.left, FAR),
+        bounded(mask.left),
         data.shape[2],
         splits,
         rows,

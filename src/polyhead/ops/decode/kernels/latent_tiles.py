@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from polyhead.ops.common.kernels.sizes import power_of_two
+from polyhead.ops.common.kernels.sizes import padded_dim, power_of_two
 
 MAX_RANK = 512
 MAX_ROPE_DIM = 128
@@ -74,8 +74,8 @@ def plan_latent_blocks(rows: int, width: int, rank: int, itemsize: int) -> Laten
     `rows` is the number of query heads per KV head times the new tokens. In float32, more rows would not fit together
     with the keys.
     """
-    block_m = min(max(16, power_of_two(rows)), 16 if itemsize == 4 else 64)
-    block_rank, block_rope = power_of_two(rank), max(16, power_of_two(width - rank))
+    block_m = min(padded_dim(rows), 16 if itemsize == 4 else 64)
+    block_rank, block_rope = power_of_two(rank), padded_dim(width - rank)
     max_keys = _MAX_TILE_BYTES // ((block_rank + block_rope) * itemsize)
     block_n = min(max(16, power_of_two(max_keys + 1) // 2), 128)
     is_small = block_m == 16 and itemsize == 2

@@ -16,9 +16,9 @@ from torch import Tensor
 from polyhead.ops.common.kernels import mask_tiles
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.kernels.resources import Blocks, launch_fitting
-from polyhead.ops.common.kernels.sizes import blocks_of
+from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
 from polyhead.ops.profile.kernels.offsets import NEAR, OFFSET_BINS, add_tile, bin_end, offset_bin
-from polyhead.ops.profile.kernels.prepare import Problem, block_dim
+from polyhead.ops.profile.kernels.prepare import Problem
 from polyhead.ops.profile.kernels.tiles import head_sm_scale, load_rows, log2_weights
 
 
@@ -99,7 +99,7 @@ def add_crossing(problem: Problem, mask: MaskArguments, offsets: Tensor, tile: B
             offsets,
             (max_distance // NEAR.value).bit_length(),
             DIM=query.shape[3],
-            BLOCK_DIM=block_dim(query),
+            BLOCK_DIM=padded_dim(query.shape[3]),
             BLOCK_M=piece.rows,
             BLOCK_N=piece.columns,
             TILE_M=tile.rows,

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
-from polyhead.ops.common.kernels.sizes import blocks_of
-from polyhead.ops.profile.kernels.prepare import Problem, block_dim, tiles_for
+from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
+from polyhead.ops.profile.kernels.prepare import Problem, tiles_for
 from polyhead.ops.profile.kernels.tiles import column_span, head_sm_scale, load_rows, log2_weights
 
 
@@ -135,7 +135,7 @@ def divergences(problem: Problem, mask: MaskArguments, head_pairs: Tensor) -> Te
             sums.stride(0),
             pairs,
             DIM=query.shape[3],
-            BLOCK_DIM=block_dim(query),
+            BLOCK_DIM=padded_dim(query.shape[3]),
             BLOCK_M=tiles.rows,
             BLOCK_N=tiles.columns,
             **tiles.options,

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.kernels.resources import Blocks
-from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
+from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim, power_of_two
+from polyhead.ops.common.kernels.softmax_tiles import LOG2E
 
-_LOG2_E = 1.4426950408889634
+_LOG2_E = LOG2E.value
 MAX_TILE = 128
 
 
@@ -175,7 +176,7 @@ def tiles_for(query: Tensor, *, by_columns: bool, register_heavy: bool = False, 
     one multiplies while the other computes exponentials. `register_heavy`: a tile of weights stays in registers for
     further work, so tiles are smaller. `heads_at_once`: heads of which a program holds tiles at the same time.
     """
-    dim = block_dim(query)
+    dim = padded_dim(query.shape[3])
     if query.dtype is torch.float32:
         tiles = Blocks(32, 32, 4, 1 if heads_at_once > 1 else 2)
     elif heads_at_once > 1 or register_heavy:
@@ -199,11 +200,6 @@ def _shared_bytes(tiles: Blocks, row_bytes: int, by_columns: bool) -> int:
     """Return the shared memory of a program: one resident tile, and one streamed tile per pipeline stage."""
     resident, streamed = (tiles.columns, tiles.rows) if by_columns else (tiles.rows, tiles.columns)
     return (resident + streamed * tiles.stages) * row_bytes + 4096  # for reductions across warps
-
-
-def block_dim(query: Tensor) -> int:
-    """Return the head dim padded to a power of two that matrix products support."""
-    return max(16, power_of_two(query.shape[3]))
 
 
 def _with_supported_strides(x: Tensor) -> Tensor:

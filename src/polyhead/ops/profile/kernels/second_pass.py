@@ -24,10 +24,10 @@ from torch import Tensor
 from polyhead.ops.common.kernels import mask_tiles
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.kernels.resources import Blocks, launch_fitting
-from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
+from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim, power_of_two
 from polyhead.ops.profile.kernels.crossing import add_crossing
 from polyhead.ops.profile.kernels.offsets import OFFSET_BINS
-from polyhead.ops.profile.kernels.prepare import Problem, block_dim, tiles_for
+from polyhead.ops.profile.kernels.prepare import Problem, tiles_for
 from polyhead.ops.profile.kernels.tiles import (
     accumulate_columns,
     column_span,
@@ -405,7 +405,7 @@ def second_pass(
         pool_rows, pool_columns, exclusive = (1, 1, False) if block is None else _blocks_per_tile(block, tiles)
         constants: dict[str, Any] = {
             "DIM": query.shape[3],
-            "BLOCK_DIM": block_dim(query),
+            "BLOCK_DIM": padded_dim(query.shape[3]),
             "BLOCK_M": tiles.rows,
             "BLOCK_N": tiles.columns,
             "POOL_M": pool_rows,

@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 
 from polyhead.ops.common.kernels import mask_tiles
+from polyhead.ops.common.kernels.softmax_tiles import LOG2E as LOG2_E
 from polyhead.ops.profile.kernels.offsets import OFFSET_BINS, add_tile, add_tile_in_one_bin
-
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from polyhead.ops.attention.kernels.backward import (
+    backward_problem,
     choose_blocks,
     constants_kernel,
     fresh_like,
@@ -24,7 +25,6 @@ from polyhead.ops.attention.kernels.backward import (
     strided,
 )
 from polyhead.ops.attention.kernels.backward_tiles import (
-    Problem,
     RowTerms,
     distance_tile,
     head_scales,
@@ -35,7 +35,7 @@ from polyhead.ops.attention.kernels.backward_tiles import (
 from polyhead.ops.common.kernel_call import KernelCall
 from polyhead.ops.common.kernels.mask_tiles import query_span, visible_tile
 from polyhead.ops.common.kernels.resources import Blocks, launch_fitting
-from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
+from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
 from polyhead.ops.common.kernels.softmax_tiles import add_product, products
 from polyhead.ops.selected_rows.kernels.forward import num_programs, pack_rows
 from polyhead.ops.selected_rows.kernels.tiles import (
@@ -355,38 +355,16 @@ def ragged_backward(
     grad_query = query.new_empty(total, head_dim)
     constant = query.new_empty(total, dtype=torch.float32)
     per_key = RowTerms(**full_gradients)
-    block_value = max(16, power_of_two(value_dim))
-    problem = Problem(
-        query=strided(query[None, None]),
-        key=strided(key),
-        value=strided(value),
-        grad_output=strided(grad_output[None, None]),
+    problem = backward_problem(
+        call,
+        query[None, None],
+        grad_output[None, None],
+        mask._replace(first_key=None, last_key=None),
         logsumexp=logsumexp,
         constant=constant,
         gradients=per_key,
-        mask=mask._replace(first_key=None, last_key=None),
+        heads=pairs // batch,
         num_queries=selected.num_queries,
-        num_keys=num_keys,
-        kv_heads=kv_heads,
-        group=pairs // batch // kv_heads,
-        scale=float(call.scale),
-        head_scale=head_scale,
-        softcap=None if softcap is None else float(softcap),
-        seed=None,
-        threshold=0,
-        kept_scale=1.0,
-        sink_keys=call.sink_keys,
-        window=call.window,
-        DIM_KEY=tl.constexpr(head_dim),
-        DIM_VALUE=tl.constexpr(value_dim),
-        BLOCK_KEY=tl.constexpr(max(16, power_of_two(head_dim))),
-        BLOCK_VALUE=tl.constexpr(block_value),
-        BASE_TWO=tl.constexpr(
-            query.dtype is not torch.float32 and softcap is None and mask.bias is None and mask.table is None
-        ),
-        BAND=tl.constexpr(all(x is None for x in (mask.query_position, mask.query_document, mask.allowed, mask.bias))),
-        SINKS=tl.constexpr(has_sinks),
-        LINEAR_TERMS=tl.constexpr(any(x is not None for x in per_key._replace(entropy=None))),
     )
     rows = pack_rows(selected, mask, batch)
     has_spans = any(x is not None for x in (mask.left, mask.right, mask.first_query))
@@ -421,7 +399,7 @@ def ragged_backward(
 
     with torch.cuda.device_of(query):
         if total:
-            block_m = max(1, min(64, 8192 // block_value))
+            block_m = max(1, min(64, 8192 // padded_dim(value_dim)))
             constants_kernel[(blocks_of(total, block_m),)](
                 # All rows as one sequence of one head.
                 problem._replace(num_queries=total, kv_heads=1, group=1),

@@ -19,21 +19,18 @@ from torch import Tensor
 from polyhead.ops.attention.kernels.forward import (
     RowPointers,
     Sizes,
-    choose_blocks,
     first_state,
-    fit_blocks,
-    fits_descriptor,
     full_tiles,
+    plan_launch,
     row_descriptor,
     store_rows,
     update_softmax_state,
 )
 from polyhead.ops.common.kernel_call import KernelCall
-from polyhead.ops.common.kernels.availability import capability
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.kernels.mask_tiles import query_positions
-from polyhead.ops.common.kernels.resources import Blocks, launch_fitting, shared_memory
-from polyhead.ops.common.kernels.sizes import power_of_two
+from polyhead.ops.common.kernels.resources import Blocks, launch_fitting
+from polyhead.ops.common.kernels.sizes import blocks_of
 from polyhead.ops.common.kernels.softmax_tiles import LOG2E
 from polyhead.ops.selected_rows.kernels.tiles import (
     Rows,
@@ -191,7 +188,7 @@ def ragged_forward(
     """
     query, key, value, mask, scale = call.query, call.key, call.value, call.mask, call.scale
     head_scale, sinks, softcap = call.head_scale, call.sinks, call.softcap
-    total, dim_key = query.shape
+    total = query.shape[0]
     batch, kv_heads, keys, dim_value = value.shape
     pairs = selected.offsets.shape[0] - 1
     heads = pairs // batch
@@ -201,28 +198,21 @@ def ragged_forward(
     if not total:
         return output, logsumexp, statistics
 
-    block_key, block_value = (max(16, power_of_two(dim)) for dim in (dim_key, dim_value))
-    device = query.get_device() if query.is_cuda else None
-    compute_capability = (9, 0) if device is None else capability(device)
-    itemsize = query.element_size()
     # Pairs usually have different numbers of rows; the tile sizes are chosen for the mean.
-    blocks = choose_blocks(
-        max(block_key, block_value), itemsize, min(-(-total // pairs), 65), len(statistics), compute_capability
+    mean_rows = blocks_of(total, pairs)
+    blocks, constants = plan_launch(
+        call, (key, value), queries=mean_rows, requested=len(statistics), descriptors=descriptors
     )
-    blocks = fit_blocks(blocks, (block_key, block_value), itemsize, mask, compute_capability, shared_memory(device))
-    if descriptors is None:
-        descriptors = query.is_cuda and compute_capability >= (9, 0) and all(fits_descriptor(x) for x in (key, value))
-    token_tensors = (mask.query_position, mask.query_document, mask.allowed, mask.bias, mask.key_ordinal)
     rows = pack_rows(selected, mask, batch)
     plain_mask = mask._replace(first_key=None, last_key=None, first_query=None, last_query=None)
     stat_pointers = RowPointers(**statistics)
 
     def launch(blocks: Blocks) -> None:
         sources: list[Any] = [key, value]
-        if descriptors:
+        if constants["DESCRIPTORS"]:
             sources = [
-                row_descriptor(key, blocks.columns, block_key),
-                row_descriptor(value, blocks.columns, block_value),
+                row_descriptor(key, blocks.columns, constants["BLOCK_KEY"]),
+                row_descriptor(value, blocks.columns, constants["BLOCK_VALUE"]),
             ]
         _ragged_kernel[(num_programs(total, pairs, blocks.rows),)](
             query,
@@ -240,24 +230,16 @@ def ragged_forward(
             value.stride()[:3],
             scale,
             softcap or 0.0,
-            SOFTCAP=softcap is not None,
             ADDED=mask.bias is not None or mask.table is not None,
-            BAND=all(x is None for x in token_tensors),
-            SIGNED=head_scale is not None or scale <= 0,
-            HEAVY_LAST=mask.right is not None and mask.left is None,
-            DIM_KEY=dim_key,
-            DIM_VALUE=dim_value,
             BLOCK_M=blocks.rows,
             BLOCK_N=blocks.columns,
-            BLOCK_KEY=block_key,
-            BLOCK_VALUE=block_value,
-            DESCRIPTORS=descriptors,
+            **constants,
             **blocks.options,
         )
 
     def compile_key() -> Hashable:
         present = tuple(x is not None for x in (*stat_pointers, *mask, head_scale, sinks, softcap))
-        return "ragged", device, query.dtype, dim_key, dim_value, blocks, present, descriptors
+        return "ragged", query.device, query.dtype, blocks, present, *constants.values()
 
     with torch.cuda.device_of(query):
         launch_fitting(launch, blocks, Blocks.smaller, compile_key)

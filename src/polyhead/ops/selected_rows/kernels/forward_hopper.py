@@ -21,11 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from polyhead.ops.attention.kernels.forward_hopper import LOWEST, band_tiles, packed, unpacked, weigh
 from polyhead.ops.common.kernel_call import KernelCall
-from polyhead.ops.common.kernels.availability import capability
-from polyhead.ops.common.kernels.hopper import DTYPES, FAR, LN2, LOG2E, descriptor, is_readable, row_sums
-from polyhead.ops.common.kernels.sizes import power_of_two
+from polyhead.ops.common.kernels.hopper import bounded, descriptor, row_sums, supports_band
+from polyhead.ops.common.kernels.sizes import padded_dim
+from polyhead.ops.common.kernels.softmax_tiles import LN2, LOG2E
 from polyhead.ops.selected_rows.rows import SelectedRows
 
+# In the order of the kernel's pointers.
 STATISTICS = ("max_logit", "entropy", "confidence", "visible_keys")
 
 _SUPPORTED_STATISTICS = frozenset(STATISTICS)
@@ -300,17 +301,9 @@ def can_serve(selected: SelectedRows, call: KernelCall) -> bool:
 
     Pairs that do not fill half a block of 128 rows are faster with the smaller blocks of `forward`.
     """
-    query, key, value, mask = call.query, call.key, call.value, call.mask
-    keys, num_queries = key.shape[2], selected.num_queries
     return (
-        query.dtype in DTYPES
-        and query.shape[0] > 64 * (selected.offsets.shape[0] - 1)
-        and capability(query.device.index)[0] == 9
-        and all(32 < x.shape[-1] <= 128 for x in (query, value))
-        and all(is_readable(x) for x in (query[None, None], key, value))
-        and 0 < num_queries <= keys
-        and mask.offset == keys - num_queries
-        and mask.is_band
+        call.query.shape[0] > 64 * (selected.offsets.shape[0] - 1)
+        and supports_band(call, call.query[None, None], selected.num_queries)
         and _SUPPORTED_STATISTICS.issuperset(call.names)
     )
 
@@ -331,7 +324,7 @@ def ragged_forward(
     output = query.new_empty(total, dim_value)
     logsumexp = query.new_empty(total, dtype=torch.float32)
     statistics = {name: torch.empty_like(logsumexp) for name in names}
-    width, value_width = max(64, power_of_two(dim)), max(64, power_of_two(dim_value))
+    width, value_width = padded_dim(dim, 64), padded_dim(dim_value, 64)
     with torch.cuda.device_of(query):
         ragged_kernel[(total // 128 + pairs + 1,)](
             descriptor(query[None, None], 64, width),
@@ -341,10 +334,7 @@ def ragged_forward(
             selected.positions,
             selected.offsets,
             logsumexp,
-            statistics.get("max_logit"),
-            statistics.get("entropy"),
-            statistics.get("confidence"),
-            statistics.get("visible_keys"),
+            *map(statistics.get, STATISTICS),
             row_poison,
             pairs,
             total,
@@ -354,8 +344,8 @@ def ragged_forward(
             num_queries,
             keys,
             keys - num_queries,
-            FAR if left is None else min(left, FAR),
-            FAR if right is None else min(right, FAR),
+            bounded(left),
+            bounded(right),
             call.scale,
             D=width,
             DV=value_width,

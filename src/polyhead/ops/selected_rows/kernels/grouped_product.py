@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from polyhead.ops.common.kernel_call import with_dense_rows
 from polyhead.ops.common.kernels.availability import multiprocessors
 from polyhead.ops.common.kernels.resources import launch_fitting
-from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
+from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim, power_of_two
 from polyhead.ops.common.kernels.softmax_tiles import add_product
 
 # Up to this many channels the inner axis is one block, and a program loops over the outer axis instead.
@@ -312,7 +313,7 @@ def outer(x: Tensor, rows: Tensor, order: Tensor, ends: Tensor, slots: int, resu
     """Write the sum of x[r // slots]^T rows[r] over each group: [groups, x's width, rows' width]."""
     if not result.numel():
         return result
-    x, rows = _with_dense_rows(x), _with_dense_rows(rows)
+    x, rows = with_dense_rows(x), with_dense_rows(rows)
     left_columns, right_columns = x.shape[1], rows.shape[1]
     groups = Groups(order, ends, ends.shape[0], slots)
     largest_tile = Tile(32, 32, 32, 4, 2) if x.dtype is torch.float32 else Tile(128, 128, 64, 8, 6)
@@ -357,7 +358,7 @@ def _multiply(
     rows, inner, columns = order.shape[0], matrices.shape[1], matrices.shape[2]
     if not (rows and columns):
         return
-    left = _with_dense_rows(left)
+    left = with_dense_rows(left)
     stack = Matrix(matrices, *matrices.stride())
     groups = Groups(order, ends, ends.shape[0], slots)
     # In float32 a tile over the full inner axis would need too many registers.
@@ -401,7 +402,7 @@ def _choose_tile(dtype: torch.dtype, is_short: bool, inner: int, columns: int) -
     if dtype is torch.float32:
         tile = Tile(64, 64, 32, 4, 2)
     elif is_short:
-        tile = Tile(128, 64, max(16, power_of_two(inner)), 8, 3)
+        tile = Tile(128, 64, padded_dim(inner), 8, 3)
     else:
         tile = Tile(128, 128, 64, 8, 3) if columns >= 128 else Tile(128, 64, 64, 4, 4)
     return _fit_tile(tile, columns=columns)
@@ -421,13 +422,9 @@ def _columns_per_program(columns: int, tile_columns: int, blocks: int, min_progr
 
 def _fit_tile(tile: Tile, *, columns: int, rows: int | None = None) -> Tile:
     """Limit a tile to the size of the problem, but not below the minimum of the tensor cores."""
-    tile = tile._replace(columns=max(16, min(tile.columns, power_of_two(columns))))
-    return tile if rows is None else tile._replace(rows=max(16, min(tile.rows, power_of_two(rows))))
+    tile = tile._replace(columns=min(tile.columns, padded_dim(columns)))
+    return tile if rows is None else tile._replace(rows=min(tile.rows, padded_dim(rows)))
 
 
 def _as_matrix(rows: Tensor) -> Matrix:
     return Matrix(rows, 0, rows.stride(0), 1)
-
-
-def _with_dense_rows(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()

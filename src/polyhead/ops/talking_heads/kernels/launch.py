@@ -13,7 +13,7 @@ from polyhead.ops.attention.kernels.outputs import output_like
 from polyhead.ops.common.kernels.availability import multiprocessors
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.kernels.resources import Blocks, launch_fitting
-from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
+from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
 from polyhead.ops.talking_heads.kernels.backward import delta_kernel, query_kernel
 from polyhead.ops.talking_heads.kernels.backward_columns import key_value_kernel
 from polyhead.ops.talking_heads.kernels.forward import logsumexp_kernel, output_kernel
@@ -70,12 +70,12 @@ class Problem(NamedTuple):
     @property
     def heads(self) -> int:
         """Heads of a tile, padded."""
-        return max(16, power_of_two(self.query.shape[1]))
+        return padded_dim(self.query.shape[1])
 
     @property
     def widths(self) -> tuple[int, int]:
         """Channels of keys and of values in a tile."""
-        key, value = (max(16, power_of_two(x.shape[3])) for x in (self.query, self.value))
+        key, value = (padded_dim(x.shape[3]) for x in (self.query, self.value))
         return key, value
 
     @property
