@@ -18,6 +18,7 @@ from polyhead.ops.common.validation import (
     check_per_head,
     check_softcap,
     checked_scale,
+    is_autocast,
     is_number,
 )
 from polyhead.ops.common.visibility import Visibility, resolve
@@ -49,8 +50,10 @@ def checked_request(
             "query, key and value must be [batch, heads, sequence, head_dim], "
             f"got shapes {list(query_shape)}, {list(key_shape)} and {list(value_shape)}"
         )
-    query, key, value = cast_for_autocast(query, key, value)
-    device, dtype = query.device, query.dtype
+    device = query.device
+    if is_autocast(device.type):
+        query, key, value = cast_for_autocast(device.type, query, key, value)
+    dtype = query.dtype
     if not (dtype is key.dtype is value.dtype):
         raise DtypeError(f"query, key and value must have one dtype, got {dtype}, {key.dtype} and {value.dtype}")
     if dtype not in DTYPES:
@@ -77,7 +80,8 @@ def checked_request(
     if heads % kv_heads:
         raise ShapeError(f"query heads must be a multiple of KV heads, got {heads} and {kv_heads}")
     scale = checked_scale(scale, heads, query)
-    check_softcap(softcap)
+    if softcap is not None:
+        check_softcap(softcap)
     if sinks is not None:
         check_per_head("sinks", sinks, heads, query)
     if not (is_number(dropout) and 0.0 <= dropout < 1.0):

@@ -54,9 +54,9 @@ class StatisticsRequest:
     places: Visibility  # of queries and keys; only its positions, offset and ordinals are read
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen, which would double the time to create it
 class AttentionRequest:
-    """One validated call of `attention`, the only input of every backend."""
+    """One validated call of `attention`, the only input of every backend. Not to be changed."""
 
     query: Tensor  # [batch, heads, queries, head_dim]
     key: Tensor  # [batch, kv_heads, keys, head_dim]

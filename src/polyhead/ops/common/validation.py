@@ -14,6 +14,7 @@ from polyhead.errors import DeviceError, DtypeError, MaskError, OptionError, Sha
 from polyhead.masks import Mask
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_NOTHING = nullcontext()
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 
@@ -32,8 +33,8 @@ def checked_scale(scale: float | Tensor | None, heads: int, query: Tensor) -> fl
     return scale
 
 
-def check_softcap(softcap: float | None) -> None:
-    if softcap is not None and not (is_number(softcap) and 0 < softcap < math.inf):
+def check_softcap(softcap: float) -> None:
+    if not (is_number(softcap) and 0 < softcap < math.inf):
         raise OptionError(f"softcap must be positive and finite, got {softcap!r}; pass None for no softcap")
 
 
@@ -59,19 +60,16 @@ def check_backend(backend: str, backends: Iterable[str]) -> None:
         raise OptionError(f"backend must be 'auto' or one of {', '.join(map(repr, backends))}, got {backend!r}")
 
 
-def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast tensors of at most 32 bits as autocast does for PyTorch's attention, if it is enabled."""
-    device_type = tensors[0].device.type
-    if not _is_autocast(device_type):
-        return tensors
+def cast_for_autocast(device_type: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast tensors of at most 32 bits as autocast, which is enabled, does for PyTorch's attention."""
     dtype = torch.get_autocast_dtype(device_type)
     return tuple([x.to(dtype) if x.dtype in (torch.float32, torch.float16, torch.bfloat16) else x for x in tensors])
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Return a context in which autocast is disabled, which would round what is computed in float32."""
-    return torch.autocast(device_type, enabled=False) if _is_autocast(device_type) else nullcontext()
+    return torch.autocast(device_type, enabled=False) if is_autocast(device_type) else _NOTHING
 
 
-def _is_autocast(device_type: str) -> bool:
+def is_autocast(device_type: str) -> bool:
     return device_type != "meta" and torch.is_autocast_enabled(device_type)  # there is none for meta tensors

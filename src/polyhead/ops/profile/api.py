@@ -90,7 +90,8 @@ def profile(
         batch, heads, queries, _ = query.shape
         kv_heads, keys = key.shape[1:3]
         scale = checked_scale(scale, heads, query)
-        check_softcap(softcap)
+        if softcap is not None:
+            check_softcap(softcap)
         checks.check_topk(topk)
         grid = checks.as_grid(block_map)
         row_window, column_window = checks.as_window("rows", rows, queries), checks.as_window("columns", columns, keys)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import DeviceError, DtypeError, OptionError, ShapeError
-from polyhead.ops.common.validation import DTYPES, cast_for_autocast
+from polyhead.ops.common.validation import DTYPES, cast_for_autocast, is_autocast
 from polyhead.ops.common.visibility import Span
 from polyhead.ops.profile.request import MAX_TOPK, BlockMap, ProfileRequest
 
@@ -15,7 +15,8 @@ def cast_like_attention(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """Cast the tensors as `attention` does under autocast, so that the logits are the same."""
     if not (isinstance(query, Tensor) and isinstance(key, Tensor)):
         raise DtypeError(f"query and key must be tensors, got {type(query).__name__} and {type(key).__name__}")
-    query, key = cast_for_autocast(query, key)
+    if is_autocast(query.device.type):
+        query, key = cast_for_autocast(query.device.type, query, key)
     return query, key
 
 
