@@ -20,7 +20,7 @@ from polyhead.observation.collectors import Collected, states_of
 from polyhead.observation.contributions import SiteContributions
 from polyhead.observation.head_moments import HeadMoments
 
-SiteColumns = dict[AttentionSite, dict[str, Tensor]]
+SiteColumns = dict[AttentionSite, dict[str, Tensor]]  # columns, matrices or spectra of the heads of a site, by name
 SUFFIXES = ("_error", "_chance")  # columns that accompany a statistic and are not statistics themselves
 
 
@@ -28,7 +28,7 @@ def relations_of(
     collected: Collected,
     head_projections: Mapping[AttentionSite, HeadProjections],
 ) -> tuple[SiteColumns, SiteColumns]:
-    """Return matrices [heads, heads] and columns [heads] computed from the head outputs of each site."""
+    """Return matrices [heads, heads] and columns [heads] computed from head outputs and W_O, by site."""
     matrices: SiteColumns = {}
     columns: SiteColumns = {}
     for site, moments in _moments_of(collected).items():
@@ -121,7 +121,10 @@ def _top_share(singular: Tensor) -> Tensor:
 def groups_of(
     matrices: Mapping[AttentionSite, Mapping[str, Tensor]], null: Mapping[AttentionSite, Tensor]
 ) -> dict[str, Any]:
-    """Return the redundancy groups of each layer, by one threshold derived from the null of all layers."""
+    """Return the fields `redundancy` and `groups` of an `Inspection`; none without a null.
+
+    `null` are the cosine similarities in a model with random weights; all layers have one threshold, derived from them.
+    """
     nulls = [matrix for matrix in null.values() if len(matrix) > 1]
     if not len(nulls):
         return {}

@@ -67,8 +67,8 @@ class SiteMaps(Sums):
 
     block: int
     map: Tensor  # [heads, query blocks, key blocks]: summed weight from the queries of a block to the keys of another
-    rows: Tensor  # [query blocks]: number of queries in each block
-    # [heads, bins]: summed weight by offset, binned as in `polyhead.ops.profile.offset_bins`; no bins for cross
+    rows: Tensor  # [query blocks]: number of queries with a visible key in each block
+    # [heads, bins]: summed weight by offset, binned as in `polyhead.ops.profile.offset_bins`; none for cross-attention
     offsets: Tensor
     received: Tensor  # [heads, key blocks]: summed weight received by the keys of a block
 

@@ -19,7 +19,7 @@ Unit = Literal["count", "bytes", "seconds", "ratio"]
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One series of a chart: one value per position, None where there is none."""
+    """One series of a chart: one value per x value, None where it is missing."""
 
     name: str
     values: tuple[float | None, ...]
@@ -102,5 +102,5 @@ def _over_heads(plan: Plan, points: Sequence[HeadsPoint]) -> Iterator[Chart]:
 
 
 def _short(number: int) -> str:
-    """Format a position on an axis: 4096 as 4K."""
+    """Format an x value: 4096 as 4K."""
     return f"{number // 1024:,}K" if number >= 1024 and number % 1024 == 0 else f"{number:,}"

@@ -1,8 +1,9 @@
 """Read a Hugging Face config as a head layout: every relevant field is read or required, none is guessed.
 
-Sizes must be in the config itself, unless transformers wrote it. Optional fields (number of KV heads, layers with a
-window) are completed by transformers if it is installed and supports the model, and a note reports it. Fields that
-would change the counts in an unsupported way are refused by name; other fields that may concern attention are noted.
+Sizes must be in the config itself, unless transformers wrote it, since it omits defaults. Optional fields (number of
+KV heads, layers with a window) are completed by transformers if it is installed and supports the model, and a note
+reports it. Fields that would change the counts in an unsupported way are refused by name; other fields that may
+concern attention are noted.
 """
 
 from __future__ import annotations
@@ -95,15 +96,15 @@ def read_hf_config(
 
 
 def _layers(fields: Fields, family: Family, layers: int, notes: list[str]) -> list[AttentionConfig]:
-    """Return the config of each layer."""
+    """Return the config of each layer with softmax attention."""
     if fields.find("kv_lora_rank") is not None:
         return [_latent(fields, family)] * layers
     if family.latent:
         raise OptionError(f"latent attention needs {', '.join(LATENT)}, got a config without kv_lora_rank")
-    return [_heads(fields, family, window) for window in _windows(fields, family, layers, notes)]
+    return [_multi_head(fields, family, window) for window in _windows(fields, family, layers, notes)]
 
 
-def _heads(fields: Fields, family: Family, window: int | None) -> MultiHeadConfig:
+def _multi_head(fields: Fields, family: Family, window: int | None) -> MultiHeadConfig:
     width, heads = fields.size("width", *WIDTH), fields.size("number of heads", *HEADS)
     head_dim = fields.optional_size("head_dim", *HEAD_DIM)
     kv_heads = _kv_heads(fields, heads)

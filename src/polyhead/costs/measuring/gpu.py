@@ -1,4 +1,4 @@
-"""Calls as CUDA graphs, without their host time, and working sets larger than the L2 cache of a GPU."""
+"""CUDA graphs of calls, to time them without host overhead, and working sets larger than the L2 cache of a GPU."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 T = TypeVar("T")
 WARM_UPS = 3
-TIMES_L2 = 3
+TIMES_L2 = 3  # total size of the KV caches in turn, in multiples of the L2 cache
 
 
 @dataclass(frozen=True, eq=False)
 class Replay(Generic[T]):
-    """Calls as one CUDA graph; it refers to the calls because it reads their tensors."""
+    """Calls as one CUDA graph; the calls are referenced because the graph reads their tensors."""
 
     graph: torch.cuda.CUDAGraph
     calls: Sequence[Callable[[], T]]
@@ -27,7 +27,7 @@ class Replay(Generic[T]):
 
 
 def replayed(calls: Sequence[Callable[[], T]], device: torch.device) -> Replay[T]:
-    """Capture all calls, one after the other, in one CUDA graph, which takes device time alone."""
+    """Capture all calls, one after the other, in one CUDA graph, whose replay has no host overhead per call."""
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
@@ -42,7 +42,7 @@ def replayed(calls: Sequence[Callable[[], T]], device: torch.device) -> Replay[T
 
 
 def caches_beyond(l2: int, cache: int) -> int:
-    """Return the number of caches to alternate between so that none is in L2 when it is read again.
+    """Return how many KV caches of `cache` bytes to read in turn so that none is still in an L2 of `l2` bytes.
 
     >>> caches_beyond(50, 40), caches_beyond(50, 1000)
     (4, 2)

@@ -1,4 +1,7 @@
-"""Jensen-Shannon divergence between the attention rows of two heads, of the same or different layers and texts."""
+"""Jensen-Shannon divergence between the attention rows of two heads, of the same or different layers and texts.
+
+Both heads must have equally many queries and keys, and the same mask, head_dim and softcap.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class Distance:
     """Jensen-Shannon divergence and distance of two heads, averaged over the rows with a visible key."""
 
     divergence: float  # in nats
-    distance: float  # square root of the divergence, averaged over rows
+    distance: float  # mean over rows of the square root of each row's divergence
     rows: int
 
 
@@ -50,7 +53,7 @@ def distances(one: RecordedAttention, other: RecordedAttention) -> Iterator[Dist
 def _check(one: RecordedAttention, other: RecordedAttention) -> None:
     if (one.queries, one.keys) != (other.queries, other.keys):
         raise invalid(
-            "two heads must have the same tokens to be compared, got one over "
+            "two heads must have the same number of tokens to be compared, got one over "
             f"{one.queries} x {one.keys} tokens and one over {other.queries} x {other.keys}"
         )
     if one.query.shape[3] != other.query.shape[3] or one.softcap != other.softcap:
@@ -63,6 +66,7 @@ def _check(one: RecordedAttention, other: RecordedAttention) -> None:
 
 
 def _same_mask(one: Mask | None, other: Mask | None) -> bool:
+    """Return whether masks are the same object, or bands of the same extent; contents of tensors are not compared."""
     if one is other:
         return True
     if one is None or other is None or not (one.is_band and other.is_band):

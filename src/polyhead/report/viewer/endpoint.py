@@ -24,7 +24,7 @@ BODY_SECONDS = 30.0  # an incomplete request would otherwise occupy a slot forev
 
 
 def as_json(value: Any) -> bytes:
-    # ASCII with escapes, so that no character of a text has a special meaning.
+    # ASCII with escapes, so that texts may contain lone surrogates and separators such as U+2028.
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
     except ValueError:  # a non-finite number, of a model that computes NaN
@@ -98,7 +98,7 @@ class Endpoint:
         async for message in job.messages():
             if isinstance(message, RequestError) and not started:
                 raise message
-            if not message:
+            if not message:  # a pause, which lets another job run
                 continue
             if not started:
                 await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", JSON_LINES)]})

@@ -26,12 +26,12 @@ from polyhead.report.viewer.trace import RecordedAttention, Trace
 
 SLOTS = ("A", "B")
 PAUSE: Message = {}  # empty: lets another job run
-HEADS_CELLS = 32  # per side, of the maps of all heads of a longer text
-ALL_WEIGHTS_TOKENS = 128  # up to which all weights of all heads are sent at once
-WINDOW_TOKENS = 1024
-WORD_CELLS = 1024
-EXACT_PAIRS = 1 << 28  # of all heads together, up to which the maps of all heads are exact: a few seconds on two cores
-ROUGH_PAIRS = 1 << 27  # sampled by the estimates of all heads together
+HEADS_CELLS = 32  # maximum cells per side of the maps that `heads` sends of a text of more than ALL_WEIGHTS_TOKENS
+ALL_WEIGHTS_TOKENS = 128  # longest text of which `heads` sends all weights
+WINDOW_TOKENS = 1024  # maximum side of a window, whose weights are sent token by token
+WORD_CELLS = 1024  # maximum number of cells in a row of weights from or to one token
+EXACT_PAIRS = 1 << 28  # most (query, key) pairs, of all heads, for which `heads` is exact: a few seconds on two cores
+ROUGH_PAIRS = 1 << 27  # pairs, of all heads, that `heads` samples for an estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Viewer:
             torch.cuda.empty_cache()
 
     def put(self, slot: str, trace: Trace | None) -> None:
-        """Replace the text of a slot; None removes it."""
+        """Replace the trace of a slot and discard the cached tiles of the old one; None removes it."""
         before, self._slots[slot] = self._slots[slot], trace
         if before is not None:
             self.cache.forget(before.number)
@@ -114,6 +114,7 @@ class Viewer:
         yield self._loaded(job, self.model.trace(slot, text, ablated, _progress(job, "trace")))
 
     def retrace(self, job: Job, before: Trace, ablated: frozenset[Head]) -> Iterator[Message]:
+        """Run the same tokens with other heads ablated, and replace the trace."""
         self.find(before.number)  # raises if it was replaced while the job was queued
         yield self._loaded(job, self.model.retrace(before, ablated, _progress(job, "trace")))
 
@@ -122,6 +123,7 @@ class Viewer:
         yield {"done": True}
 
     def step(self, job: Job, before: Trace, token: int | None) -> Iterator[Message]:
+        """Generate one token, `token` or the most likely one, and send its attention weights in all heads."""
         self.find(before.number)
         trace = self.model.step(before, token, _progress(job, "trace"))
         loaded = self._loaded(job, trace)
@@ -137,6 +139,7 @@ class Viewer:
         yield {**loaded, "token": new_token, "rows": rows}
 
     def undo(self, job: Job, before: Trace) -> Iterator[Message]:
+        """Remove the last generated token."""
         self.find(before.number)
         yield self._loaded(job, self.model.undo(before, _progress(job, "trace")))
 
@@ -149,6 +152,7 @@ class Viewer:
     # ---- model output
 
     def effect(self, job: Job, trace: Trace, ablated: frozenset[Head]) -> Iterator[Message]:
+        """Compare the output with that of the same text with more heads ablated; the trace stays."""
         after = self.model.output_without(trace, ablated, _progress(job, "effect"))
         outputs = {"before": trace.output.to_dict(), "after": after.to_dict()}
         yield {"done": True, **outputs, **difference(trace.output, after)}

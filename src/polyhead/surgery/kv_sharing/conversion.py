@@ -1,4 +1,4 @@
-"""Convert a trained model to fewer KV heads in closed form: group, share, and solve W_O for the loss.
+"""Convert a trained model to fewer KV heads in closed form: group and share KV heads, and solve W_O again.
 
 Layer by layer, each on the outputs of the converted layers before it: the moments of its inputs determine which KV
 heads are similar and which keys and values serve a group best (`shared_keys`); optionally both are refitted by
@@ -48,7 +48,7 @@ def convert_groups(
     rounds: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> EditRecord:
-    """Convert every attention layer to `num_kv_heads` KV heads with the least error in its output.
+    """Convert every attention layer to `num_kv_heads` KV heads, with least-squares fits to its original output.
 
     Multi-head attention becomes grouped-query attention, or multi-query attention with 1. `undo(model, record)` undoes
     it bit for bit; `record.edits` are `ShareKeys` edits with the groups.
@@ -56,11 +56,11 @@ def convert_groups(
     Args:
         batches: returns calibration text: keyword arguments of the model, as `model(**batch)`. At least as many tokens
             as a layer's heads have channels.
-        stack: convert only the layers of this stack; by default all editable ones.
-        grouping: group "similar" KV heads, or "neighbours".
+        stack: convert only the layers of this stack; by default all. Raises if the heads of one cannot be edited.
+        grouping: group "similar" KV heads, or "neighbours", which are consecutive.
         ridge: regularisation of W_O towards its value after sharing, as in `OutputCompensation`.
-        rounds: rounds of alternating least squares on a sample of the text, queries and keys fitted to the original
-            logits and values to the original output; 0 keeps the singular vectors.
+        rounds: rounds of alternating least squares on a sample of the text, refitting queries and keys to the original
+            logits, and values to the original output; 0 keeps the closed-form keys and values.
         progress: called after each layer with the number done and the total.
     """
     check_ridge(ridge)
@@ -92,7 +92,7 @@ def convert_groups(
 
 
 def layers_to_convert(model: nn.Module, num_kv_heads: int, stack: str | None = None) -> list[AttentionLayer]:
-    """Return the layers that would get fewer KV heads; raises if one of them cannot."""
+    """Return the layers that would get fewer KV heads; raises if a layer of the stack cannot be converted."""
     layers = [layer for layer in find_layers(model) if stack is None or layer.stack == stack]
     if not layers:
         stacks = list(dict.fromkeys(layer.stack for layer in find_layers(model)))
@@ -113,7 +113,7 @@ def layers_to_convert(model: nn.Module, num_kv_heads: int, stack: str | None = N
 
 
 def share_neighbours(layer: AttentionLayer, num_kv_heads: int) -> ShareKeys:
-    """Return the edit that shares KV heads between neighbours, which has the size of any other grouping."""
+    """Return the edit that shares KV heads between neighbours; the sizes are those of any other grouping."""
     assert layer.layout is not None
     return ShareKeys(layer.number, neighbours(layer.layout.num_kv_heads, num_kv_heads), stack=layer.stack)
 

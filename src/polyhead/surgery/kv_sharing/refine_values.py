@@ -1,9 +1,9 @@
 """Refit shared values and outputs by alternating least squares on a sample of tokens.
 
 Head h writes z_h A B_h, with z_h its attention-weighted inputs, A the value matrix its group shares and B_h its own
-output matrix. For fixed A, B is solved directly; for fixed B, A is solved by conjugate gradients, since its normal
-matrix has the size of A squared. The heads of a layer attend similarly, so together they can write what each alone
-could not.
+output matrix. For fixed A, B is solved directly; for fixed B, A is improved by conjugate gradients, since its normal
+matrix has a row for every entry of A. All heads are fitted together: as they attend similarly, one can write what the
+shared values of another lose.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def sample_attended(
     lending: Mapping[str, Tensor],
     tokens: int,
 ) -> AttendedInputs:
-    """Sample tokens of a text of `tokens` tokens, with attention under the `lending` parameters."""
+    """Sample a text of `tokens` tokens: inputs with `lending` parameters swapped in, targets of the original model."""
     assert layer.layout is not None
     row_bytes = layer.layout.num_heads * layer.layout.value_input_dim * 4
     share = min(1.0, SAMPLE_BYTES / (tokens * row_bytes))
@@ -61,7 +61,11 @@ def sample_attended(
 
 
 def refined(heads: HeadWeights, sample: AttendedInputs, *, ridge: float, rounds: int) -> HeadWeights:
-    """Return heads whose values and outputs fit the targets of this sample more closely."""
+    """Return heads whose values and outputs fit the targets of this sample more closely.
+
+    With an output bias, the fit is to centred targets and the value bias becomes 0; the output bias is unchanged and
+    must be solved afterwards.
+    """
     problem = _Alternating.of(heads, sample, ridge)
     value, output = problem.value, problem.solve_output(problem.value)
     for _ in range(rounds):
@@ -104,7 +108,7 @@ class _Alternating:
         return cls(inputs, targets, value, heads.output.float(), heads.key_heads, ridge, has_bias)
 
     def solve_output(self, value: Tensor) -> Tensor:
-        """Solve for the output matrices, regularised towards the original ones."""
+        """Solve for the output matrices, regularised towards those before refitting."""
         features = (self.inputs @ value[list(self.key_heads)].mT).transpose(0, 1).flatten(1).double()
         products = features.T @ features
         weight = self.ridge * products.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
@@ -150,7 +154,7 @@ def _inverse(symmetric: Tensor, ridge: float) -> Tensor:
 
 
 def _balanced(value: Tensor, output: Tensor, heads: HeadWeights) -> tuple[Tensor, Tensor]:
-    """Rescale value channels and outputs to equal mean norms; the function is unchanged."""
+    """Rescale value channels and output rows to equal norms; the layer's output is unchanged."""
     sizes = torch.stack([output[readers].square().sum(-1).mean(0) for readers in heads.readers])
     scale = (sizes.sqrt() / value.norm(dim=-1).clamp_min(TINY)).clamp_min(TINY).sqrt()[..., None]
     return value * scale, output / scale[list(heads.key_heads)]

@@ -1,10 +1,11 @@
 """Share one KV head per group in closed form: the key space that preserves the group's logits best.
 
-With F_g = C^½ K_gᵀ L_g, C the moments of the inputs and L_g L_gᵀ the moments of the queries of KV head g, the best
-shared keys are the leading left singular vectors of the concatenated F_g. They are combinations of the existing keys,
-and the new queries are a linear map of the old ones, so everything is solved in the channels of the group. Values are
-shared in the same way, weighted by the output matrices. Under rotary positions keys are shared pair by pair, with one
-complex factor for each head; under a norm they are aligned and averaged.
+With F_g = C^½ K_gᵀ L_g, C the second moments of the inputs and L_g L_gᵀ those of the queries of KV head g, the best
+shared keys K' are those for which C^½ K'ᵀ spans the leading left singular vectors of the concatenated F_g. They are
+combinations of the existing keys, and the new queries are a linear map of the old ones, so the eigenproblem has the
+size of the group's channels, not of the input. Values are shared in the same way, with the output matrices in place of
+the queries. With rotary positions keys are shared per pair of rotated channels, with one complex factor per head and
+pair; with a norm on the keys they are aligned and averaged.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from polyhead.surgery.kv_sharing.align import EditGroups, aligned
 class ShareKeys(EditGroups):
     """Replace each group of KV heads by one that preserves logits and outputs best, refitting Q and O.
 
-    Query heads are sorted by group, so that a native config can describe groups of one size. Heads are compared by
-    their weights alone; `convert_groups` takes calibration text, and solves W_O for the layer's original output.
+    Query heads are sorted by group, so that a native config can describe groups of one size. This edit uses the
+    weights alone, as if inputs were white; `convert_groups` uses the input moments of calibration text, and then solves
+    W_O for the layer's original output.
 
     >>> ShareKeys(layer=0, groups=((0, 2), (1, 3))).groups
     ((0, 2), (1, 3))
@@ -49,7 +51,7 @@ def sort_by_group(heads: HeadWeights) -> HeadWeights:
 def share(
     heads: HeadWeights, groups: Sequence[Sequence[int]], form: KeyTransform, inputs: InputMoments | None = None
 ) -> HeadWeights:
-    """Return heads with one KV head per group; query heads keep their positions."""
+    """Return heads with one KV head per group; query heads keep their order. Inputs are white by default."""
     form.check(heads.layout)
     inputs = (InputMoments.white(heads) if inputs is None else inputs).to(heads.key.device)
     if form.norm != "none":
@@ -139,9 +141,15 @@ def _shared_values(heads: HeadWeights, groups: Sequence[Sequence[int]], inputs: 
 
 
 def shared_rows(rows: Tensor, weights: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows [dim, width] that replace given ones [heads, dim, width] best, and their cofactor maps.
+    """Return the rows K' [dim, width] that best replace the rows K_h of all heads, and a map M_h for each head.
 
-    A cofactor y of a head's own rows K becomes maps[head] @ y, so that (maps[head] y) · (K' x) is nearest to y · (K x).
+    Rows are those of a key or value projection of inputs x, and y is what a head multiplies K_h x with: a query, or a
+    column of W_O. With M_h y in place of y, (M_h y) · (K' x) is nearest to y · (K_h x).
+
+    Args:
+        rows: K_h, [heads, dim, width].
+        weights: second moments of y, [heads, dim, dim].
+        moments: second moments of x, [width, width].
     """
     heads, dim, _ = rows.shape
     roots = root(weights)
@@ -159,7 +167,12 @@ def shared_rows(rows: Tensor, weights: Tensor, moments: Tensor) -> tuple[Tensor,
 
 
 def _shared_pairs(pairs: Tensor, weights: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
-    """Return shared complex rows [pairs, width], and the factors of the queries [heads, pairs]."""
+    """Return shared complex rows [pairs, width], and the complex factors that multiply queries [heads, pairs].
+
+    As `shared_rows`, for each rotary pair of channels as one complex number: only a complex factor commutes with the
+    rotation. `pairs` are complex keys [heads, pairs, width], `weights` the mean squared magnitudes of their queries
+    [heads, pairs].
+    """
     by_pair = pairs.transpose(0, 1)  # [pairs, heads, width]
     moments = moments.to(pairs.dtype)
     products = by_pair.conj() @ moments @ by_pair.mT
@@ -178,7 +191,7 @@ def _shared_pairs(pairs: Tensor, weights: Tensor, moments: Tensor) -> tuple[Tens
 
 
 def _equalise_norms(heads: HeadWeights, moments: Tensor) -> HeadWeights:
-    """Scale keys to one mean norm, so that a mean of keys weights each equally; a norm undoes it."""
+    """Scale the keys of all heads to one RMS norm, so that their mean weights each equally; the key norm undoes it."""
     keys = heads.augmented("key")
     sizes = torch.einsum("hdi,ij,hdj->h", keys, moments, keys).clamp_min(torch.finfo(torch.float64).tiny).sqrt()
     scale = (sizes.mean() / sizes).to(heads.key.dtype)
@@ -187,6 +200,6 @@ def _equalise_norms(heads: HeadWeights, moments: Tensor) -> HeadWeights:
 
 
 def _mean_output(heads: HeadWeights, inputs: InputMoments) -> Tensor:
-    """Return the heads' mean output if each attended uniformly to its inputs."""
+    """Return the sum of all heads' outputs for the mean value input, without the output bias."""
     means = heads.augmented("value") @ inputs.value[:, -1]
     return torch.einsum("hd,hde->e", means[list(heads.key_heads)], heads.output.to(torch.float64))

@@ -1,4 +1,4 @@
-"""Prune every layer to the same numbers of heads and KV heads, as a native class requires."""
+"""Prune every layer to the same numbers of heads and KV heads, as a native transformers class requires."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def ranked_sets(
 ) -> list[RankedSet]:
     """Rank sets of heads whose removal leaves `num_heads` over `num_kv_heads`, in groups of one size.
 
-    KV heads are removed with all their readers; each remaining one loses equally many readers. The cheapest sets after
-    compensation come first; where there are too many to compare, one is found greedily.
+    KV heads are removed with all their readers, and each remaining one keeps equally many. Sets are sorted by the error
+    that remains after compensation; if there are more than `MAX_SETS`, only one is returned, found greedily.
     """
     groups = heads.readers
     size = num_heads // num_kv_heads if num_kv_heads else 0
@@ -103,7 +103,7 @@ def fits_native(model: nn.Module, removed: Mapping[str, Sequence[int]]) -> bool:
 def uniform_layouts(model: nn.Module) -> tuple[UniformLayout, ...]:
     """Return every smaller layout that a native class can hold in all layers, largest first.
 
-    Found by trying; raises if there is none.
+    Each candidate is checked against the native config; raises if none fits.
     """
     heads = {layer.path: read_heads(model, layer, device="meta") for layer in find_layers(model) if not layer.refusals}
     groups = {path: layer.readers for path, layer in heads.items()}
@@ -183,9 +183,10 @@ class UniformShrinker(BaseShrinker):
 
     def meet_target(self, target: Target) -> RemovedHeads:
         """Return the heads to prune for the largest layout that meets a target; raises if none does."""
-        return self.removed(self._reached(target))
+        return self.removed(self._largest_meeting(target))
 
-    def _reached(self, target: Target) -> UniformLayout:
+    def _largest_meeting(self, target: Target) -> UniformLayout:
+        """Return the largest layout that meets a target; raises if none does."""
         groups = {path: heads.readers for path, heads in self.evidence.heads.items()}
         sizes = {
             x: self.size({path: any_heads_for(readers, x) for path, readers in groups.items()}) for x in self.layouts
@@ -205,15 +206,15 @@ class UniformShrinker(BaseShrinker):
         return tries
 
     def _search(self, target: Target, measure: Measure, tries: int) -> tuple[RemovedHeads, RemovedHeads, float, float]:
-        """Exchange the sets of heads of the layers, in the order of their cost by the evidence; layouts stay."""
-        layout = self._reached(target)
+        """Try other sets of heads of the same layout in each layer, by `refined_sets`; return as the base class."""
+        layout = self._largest_meeting(target)
         chosen, loss, first_loss = refined_sets(
             self.sets(layout), lambda path, heads: self.compensated({path: heads})[path], measure, tries=tries
         )
         return {path: heads for path, heads in chosen.items() if heads}, self.removed(layout), loss, first_loss
 
     def stages(self) -> list[RemovedHeads]:
-        """Return increasing sets of heads to prune, layout by layout."""
+        """Return the heads to prune for each layout, the fewest first; they need not contain each other."""
         return [self.removed(layout) for layout in self.layouts]
 
     def choices(self, *, seeds: Sequence[int] = SEEDS) -> list[Choice]:
@@ -230,18 +231,19 @@ class UniformShrinker(BaseShrinker):
         return f"{super().summary(removed)}, {layout} heads/KV heads remain in every layer"
 
     def _random(self, layout: UniformLayout, seed: int) -> RemovedHeads:
+        """Return random heads to prune for a layout, as a control."""
         generator = torch.Generator().manual_seed(seed)
         by_layer = {}
         for path, heads in self.evidence.heads.items():
-            groups = [heads.readers[key] for key in _drawn(len(heads.readers), generator)]
+            groups = [heads.readers[key] for key in _permutation(len(heads.readers), generator)]
             removed = any_heads_for(
-                [[readers[place] for place in _drawn(len(readers), generator)] for readers in groups], layout
+                [[readers[place] for place in _permutation(len(readers), generator)] for readers in groups], layout
             )
             if removed:
                 by_layer[path] = removed
         return by_layer
 
 
-def _drawn(count: int, generator: torch.Generator) -> list[int]:
+def _permutation(count: int, generator: torch.Generator) -> list[int]:
     """Return a random permutation of the numbers below `count`."""
     return [int(x) for x in torch.randperm(count, generator=generator)]
