@@ -76,7 +76,7 @@ def _attend(piece: AttentionCore, query: Tensor, key: Tensor, value: Tensor) -> 
 
 
 def _mask(piece: AttentionCore) -> Mask | None:
-    """Return the mask as layers pass it: causal where `piece.mask` is a window without a left bound."""
+    """Return the mask as layers pass it: `Mask.causal()` where `piece.mask` is a window with `right` 0 alone."""
     return Mask.causal() if piece.left is None and piece.right == 0 else piece.mask
 
 
