@@ -59,7 +59,7 @@ def test_a_folder_of_the_first_format_is_refused_with_what_to_do(inspection, tmp
     (tmp_path / PICTURES).unlink()
     with pytest.raises(
         OptionError,
-        match=r"reads inspections of format 5, got 1 in .*inspection.json; run `polyhead",
+        match=r"reads inspections of format 2 to 5, got 1 in .*inspection.json; run `polyhead",
     ):
         load_inspection(tmp_path)
 

@@ -168,8 +168,8 @@ SHARES = {
     ),
     "broad": ("has 60% of the maximum entropy", "达到最大熵的 60%"),
     "long-range": (
-        "attends most to one token more than 8 away in 60% of positions",
-        "在 60% 的位置上最关注一个相隔 8 个以上的词元",
+        "has over half of its attention on one token more than 8 away in 60% of positions",
+        "在 60% 的位置上把一半以上的注意力放在一个相隔 8 个以上的词元上",
     ),
     "rare-token": ("has 60% of its attention on rare tokens", "有 60% 的注意力在罕见词元上"),
     "duplicate-token": (

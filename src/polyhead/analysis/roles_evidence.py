@@ -26,14 +26,17 @@ def _copying(en: str, zh: str) -> Text:
     )
 
 
-# By role; a positional head has the phrase of the side of its offset.
+# By role. For a positional head the sign of its offset selects "back", "ahead" or "self".
 _PHRASES = {
     "back": _offset("{tokens} back", "前面第 {distance} 个词元"),
     "ahead": _offset("{tokens} ahead", "后面第 {distance} 个词元"),
     "previous": _offset("to the previous token", "前一个词元"),
     "self": _offset("to the token itself", "词元自身"),
     "next": _offset("to the next token", "后一个词元"),
-    "long-range": _offset(f"to one token more than {WINDOW} away", f"一个相隔 {WINDOW} 个以上的词元"),
+    "long-range": _share(
+        f"has over half of its attention on one token more than {WINDOW} away in {{score:.0%}} of positions",
+        f"在 {{score:.0%}} 的位置上把一半以上的注意力放在一个相隔 {WINDOW} 个以上的词元上",
+    ),
     "local": _attention(f"within {WINDOW} tokens", f" {WINDOW} 个词元以内"),
     "sink": _attention("on the first token", "首个词元上"),
     "delimiter": _attention("on special tokens and punctuation", "特殊词元和标点上"),

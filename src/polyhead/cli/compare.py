@@ -29,7 +29,7 @@ def compare(
     For models before and after training or pruning, two models of one layout, or two texts. Heads of edited models are
     matched by their number in the original: 0.5 → 0.4 is head 0.5 of A and head 0.4 of B. Only differences beyond
     sampling error are shown: more than 1.96 standard errors and more than 1% of the value. Columns without a sampling
-    error (output norms, and values computed from the weights) are listed, but never marked.
+    error (output norms, and values computed from the weights) are named, but not tested.
     """
     from rich.console import Console
     from rich.table import Table
@@ -68,10 +68,13 @@ def compare(
         console.print(
             f"importance is not compared: its loss is {found.losses[0]} in A, {found.losses[1]} in B", style="dim"
         )
-    unmarked = [change for change in requested if math.isnan(change.error)]
-    if len(unmarked):
-        columns = ", ".join(dict.fromkeys(change.name for change in unmarked))
-        console.print(f"{len(unmarked)} of them have no sampling error and are never marked: {columns}", style="dim")
+    untested = [change for change in requested if math.isnan(change.error)]
+    if len(untested):
+        columns = ", ".join(dict.fromkeys(change.name for change in untested))
+        console.print(
+            f"{len(untested)} of the {len(requested)} values have no sampling error and are not tested: {columns}",
+            style="dim",
+        )
     if len(beyond):
         table = Table(box=None, pad_edge=False)
         for column in ("head", "column"):

@@ -37,10 +37,10 @@ class Warned(NamedTuple):
 def channels_for(context: int) -> int:
     """Return the head_dim that a head needs to distinguish the keys of a context.
 
-    Random directions in d dimensions overlap: among n of them the closest two have a cosine of about
-    sqrt(2 ln n / d), which reduces the margin by which a query can prefer one key. This rule keeps the cosine below
-    one half: d >= 8 ln n. A head can represent every attention map only if d >= n (Bhojanapalli et al. 2020, "Low-Rank
-    Bottleneck in Multi-head Attention Models"), which is out of reach for long contexts.
+    Random directions in d dimensions overlap: of n keys, the one closest to a given key has a cosine of about
+    sqrt(2 ln n / d) with it, which reduces the margin by which a query can prefer one key. This rule keeps the cosine
+    below one half: d >= 8 ln n. A head can represent every attention map only if d >= n (Bhojanapalli et al. 2020,
+    "Low-Rank Bottleneck in Multi-head Attention Models"), which is out of reach for long contexts.
 
     >>> channels_for(512), channels_for(2048), channels_for(131072)
     (50, 61, 95)

@@ -1,7 +1,7 @@
 """Saving and loading of inspections: the table in Parquet, matrices in safetensors, the rest in JSON.
 
-In JSON, a value is an object with its fields, a site is its index in `sites`, a head is [site, head], and NaN is null.
-Sentences are for readers of the file and are not read back. Files are written atomically.
+In JSON, a dataclass is an object with its fields, a site is its index in `sites`, a head is [site, head], and NaN is
+null. Sentences are for readers of the file and are not read back. Files are written atomically.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ REST = "inspection.json"
 MATRICES = "relations.safetensors"
 PICTURES = "pictures.safetensors"  # maps, offsets, spectra, and the weights of the examples
 FILES = (OBSERVATIONS, TABLE, REST, MATRICES, PICTURES)
-# Fields of an inspection that are objects in JSON; their tensors, and all other fields, are in the other files.
+# Fields of an inspection in the JSON file, next to `settings` and `facts`. Their tensors, and all other fields, are in
+# the other files.
 _IN_JSON = ("roles", "redundancy", "groups", "pairs", "findings", "head_maps", "top_keys", "examples")
 # Sentences that are written beside the fields of a value.
 _SENTENCES: dict[type, tuple[str, Callable[[Any], str]]] = {
@@ -90,7 +91,8 @@ def load_inspection(folder: Path) -> Inspection:
     rest = read_json(folder / REST, _RULE)
     if rest.get("format") not in (2, 3, 4, FORMAT):
         raise OptionError(
-            f"this version reads inspections of format {FORMAT}, got {short(rest.get('format'))} in {folder / REST}; "
+            f"this version reads inspections of format 2 to {FORMAT}, "
+            f"got {short(rest.get('format'))} in {folder / REST}; "
             "run `polyhead inspect --save` again, with another folder"
         )
     with refusing(folder / REST, _RULE):
@@ -141,7 +143,7 @@ def _inspection(
 
 
 def _as_json(x: Any, index: Mapping[AttentionSite, int]) -> Any:
-    """Return a value as JSON can express it, without the fields that are None by default and those with tensors."""
+    """Return a value as JSON can express it, without fields that hold tensors, or None if that is their default."""
     if isinstance(x, AttentionSite):
         return index[x]
     if isinstance(x, float):
@@ -169,7 +171,7 @@ def _read(x: Any, wanted: Any, sites: list[AttentionSite]) -> Any:
     origin, inner = get_origin(wanted), get_args(wanted)
     if wanted is AttentionSite:
         return _at(sites, int(x) if isinstance(x, str) else x)
-    if x is None:
+    if x is None:  # NaN for `float | None` as well: a None there is the default, which is not written
         return math.nan if float in (wanted, *inner) else None
     if origin is UnionType:
         return _read(x, inner[0], sites)

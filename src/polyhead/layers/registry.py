@@ -15,8 +15,9 @@ Member = TypeVar("Member", bound=type)
 class Registry(Generic[T]):
     """Dataclasses of one family by `kind`, with conversion to and from dictionaries.
 
-    A field whose value is None or belongs to another registry declares it: `field(metadata={"kinds": registry})`. A
-    dataclass may be registered as the description of another class, which is set as its class attribute `attribute`.
+    A field that holds None or a dataclass of another registry must name it: `field(metadata={"kinds": registry})`. A
+    dataclass can be registered as the description of another class, as a config is of a layer; that class is then
+    stored on the dataclass, under the name passed as `attribute` (`layer` for configs).
 
     >>> engines = Registry[Any]("an engine")
     >>> @engines.register("electric")
@@ -58,7 +59,7 @@ class Registry(Generic[T]):
         return decorate
 
     def describe(self, value: object) -> T:
-        """Return the description of an object, by the `of` of the class that is registered for its class."""
+        """Return the description of an object, made by the `of` method of the dataclass registered for its class."""
         description = self._descriptions.get(type(value))
         if description is None:
             raise OptionError(

@@ -40,11 +40,19 @@ class OneThread:
 
 
 def stack_of(name: str) -> str:
+    """Return a module path with `*` for its numbers, which is the same for all layers of a stack.
+
+    >>> stack_of("encoder.layers.3.attention")
+    'encoder.layers.*.attention'
+    """
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
 def check_numbers(layers: Iterable[int | str], names: Sequence[str]) -> None:
-    """Raise for layer indices beyond every stack of the model; not known in advance with `via_weights`."""
+    """Raise for layer indices beyond every stack of the model.
+
+    With `via_weights` the layers are not known in advance: `names` is empty, and nothing is checked.
+    """
     deepest = max(Counter(map(stack_of, names)).values(), default=None)
     if deepest is None:
         return
@@ -74,7 +82,7 @@ def check_heads(site: AttentionSite, num_heads: int, origins: HeadOrigins | None
 
 
 def check_chosen(heads: Iterable[int | HeadId], sites: Iterable[AttentionSite], names: Iterable[str]) -> None:
-    """Raise for heads that no layer has, once every module of the given names was called."""
+    """Raise for heads that no layer has; nothing is checked until every module in `names` was called."""
     called = list(sites)
     if not {*names} <= {site.name for site in called}:
         return

@@ -1,4 +1,4 @@
-"""Calls that do a piece of work, or run a layer, as layers and models do."""
+"""Functions to be timed: each does one piece of work as layers do it, or runs a whole layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from polyhead.ops.attention import attention
 from polyhead.ops.decode.api import cached_attention, cached_reasons
 from polyhead.ops.decode.fused import CacheArguments, decode_runs_on
 
-MOST_COPIES = 24  # of a cache, so that none is in L2 when it is read again
+MOST_COPIES = 24  # limit on the caches that are read in turn, so that none is in L2 when it is read again
 CHUNK = 1 << 26  # maximum number of cache elements filled at once, to limit memory
 
 
@@ -34,7 +34,10 @@ def _without_grad(function: Call) -> Call:
 
 
 def calls_of(piece: Piece, device: torch.device, *, copies: int | None = None) -> list[Call]:
-    """Return one call, or several that do the same with other data if the data is to come from memory."""
+    """Return one call or, for decoding on a GPU, several on different caches, to be timed in turn.
+
+    Each cache is then read from memory, not from L2. `copies` overrides their number.
+    """
     with torch.no_grad():
         if isinstance(piece, Product):
             return [_product(piece, device)]
@@ -73,6 +76,7 @@ def _attend(piece: AttentionCore, query: Tensor, key: Tensor, value: Tensor) -> 
 
 
 def _mask(piece: AttentionCore) -> Mask | None:
+    """Return the mask as layers pass it: `Mask.causal()` where `piece.mask` is a window with `right` 0 alone."""
     return Mask.causal() if piece.left is None and piece.right == 0 else piece.mask
 
 

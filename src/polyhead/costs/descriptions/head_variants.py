@@ -27,6 +27,7 @@ class GroupedHeads(PlainHeads[GroupedHeadsConfig]):
 
     @property
     def extra_parameters(self) -> int:
+        # The output projection reads `hidden` channels instead of the `outputs` that `projections` counts.
         projections = self.outputs * self.hidden + (self.hidden - self.outputs) * self.layout.embed_dim
         bias = self.hidden if self.config.output_bias else 0
         return super().extra_parameters + self.mixing_weights + projections + bias
@@ -60,7 +61,9 @@ class HeadMix(PlainHeads[HeadMixConfig]):
         config, rows, dim = self.config, self.rows, self.dim
         mixing = rows * self.layout.num_heads * (1 if config.mix == "heads" else dim**2)
         attention = 3 * dim * (dim + (1 if config.bias else 0)) if config.row_attention == "projected" else 0
-        return super().extra_parameters + mixing + attention + (rows * dim - self.outputs) * self.layout.embed_dim
+        # The output projection reads all rows instead of the `outputs` that `projections` counts.
+        output = (rows * dim - self.outputs) * self.layout.embed_dim
+        return super().extra_parameters + mixing + attention + output
 
     def combine(self, call: Recorder, heads: Block) -> Block:
         config, tape, rows, dim = self.config, call.tape, self.rows, self.dim
@@ -91,8 +94,8 @@ class HeadMix(PlainHeads[HeadMixConfig]):
             softmax = tape.step(logits, output_size=weights, save_output=True, frees=(scaled, logits))
             output = tape.step(softmax, value, output_size=size, saves=(softmax, value), frees=(softmax,))
         else:
-            copies = call.wide(tokens * rows**2) if call.form == "materialised" else 0
-            call.weight_sizes.append(copies)
+            weight_size = call.wide(tokens * rows**2) if call.form == "materialised" else 0
+            call.weight_sizes.append(weight_size)
             output = tape.step(
                 query,
                 key,
@@ -100,9 +103,9 @@ class HeadMix(PlainHeads[HeadMixConfig]):
                 output_size=size,
                 saves=(query, key, value),
                 save_output=True,
-                saved_bytes=4 * tokens * rows + 2 * copies,
-                workspace=copies,
-                backward_workspace=4 * copies,
+                saved_bytes=4 * tokens * rows + 2 * weight_size,
+                workspace=weight_size,
+                backward_workspace=4 * weight_size,
             )
         output.is_strided = query.is_strided
         if query is not mixed:
@@ -125,7 +128,8 @@ class DifferentialHeads(PlainHeads[DifferentialConfig]):
     @property
     def extra_parameters(self) -> int:
         sinks = self.layout.num_heads if self.config.sinks else 0  # of the second maps
-        return super().extra_parameters + 4 * (self.layout.head_dim // 2) + sinks
+        lambdas = 4 * (self.layout.head_dim // 2)  # four vectors
+        return super().extra_parameters + lambdas + sinks
 
     def attend(self, call: Recorder, query: Block, key: Block, value: Block) -> Block:
         """Record the two attention calls, their difference and its norm."""
@@ -140,7 +144,7 @@ class DifferentialHeads(PlainHeads[DifferentialConfig]):
         difference = tape.step(
             first, second, output_size=call.size(elements), saves=(second,), backward_workspace=call.size(elements)
         )
-        # Rows in token order are normalised without a copy; a GPU copies others, and later their gradient.
+        # On a GPU the backward of the norm copies its input and the incoming gradient if they are strided.
         copies = 2 if first.is_strided else 0
         normed = call.normed(difference, elements, self.layout.value_dim, has_weight=False, gradient_copies=copies)
         is_strided = first.is_strided and not call.on_gpu
@@ -170,8 +174,9 @@ class CollaborativeHeads(PlainHeads[CollaborativeConfig]):
         elements = call.tokens * heads * shared
         call.passes("attention", elements)  # queries times each head's mixing vector
         call.core(Heads(heads, 1, shared, dim), sinks=self.config.sinks)
-        others = work.batch * work.keys * (layout.num_kv_heads - 1) * dim
-        call.pieces.append(Traffic("attention", others * call.cache_dtype.itemsize, 0))
+        # The core counts one KV head; the values of the others are read as well.
+        other_values = work.batch * work.keys * (layout.num_kv_heads - 1) * dim
+        call.pieces.append(Traffic("attention", other_values * call.cache_dtype.itemsize, 0))
         size = call.size(elements)
         mixed = tape.step(query, output_size=size, saves=(query,), backward_workspace=size, is_strided=True)
         # Keys are expanded over the heads; their gradients are summed in the backward.

@@ -17,7 +17,7 @@ from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read
 from polyhead.surgery.native.configs import ConfigChange, configs_of, head_count_changes
 from polyhead.surgery.native.fitting import NativeFit, build_native, tensor_mismatch
 
-Places = tuple[int | None, ...]
+Sources = tuple[int | None, ...]
 _PER_HEAD = ("query", "output", "query_bias")
 _PER_KV_HEAD = ("key", "value", "key_bias", "value_bias")
 
@@ -29,31 +29,31 @@ class Padding:
     A KV head may appear several times where the larger layer has smaller groups.
     """
 
-    heads: Places
-    key_heads: Places
+    heads: Sources
+    key_heads: Sources
 
     @property
     def zeros(self) -> int:
-        """Number of zero heads, which are computed for nothing."""
+        """Number of zero heads, which take time and contribute nothing."""
         return self.heads.count(None)
 
     @property
     def repeated(self) -> int:
-        """Number of duplicated KV heads."""
+        """Number of extra copies of KV heads."""
         sources = [key for key in self.key_heads if key is not None]
         return len(sources) - len(set(sources))
 
     def pad(self, heads: HeadWeights) -> HeadWeights:
         """Return the padded heads. A zero head contributes nothing because its output matrix is zero."""
 
-        def scatter(x: Tensor, places: Places) -> Tensor:
-            return torch.stack([x.new_zeros(x.shape[1:]) if place is None else x[place] for place in places])
+        def select(x: Tensor, sources: Sources) -> Tensor:
+            return torch.stack([x.new_zeros(x.shape[1:]) if source is None else x[source] for source in sources])
 
         group_size = len(self.heads) // len(self.key_heads)
-        parts: dict[str, Any] = {name: scatter(x, self.heads) for name, x in _present(heads, _PER_HEAD)}
-        parts |= {name: scatter(x, self.key_heads) for name, x in _present(heads, _PER_KV_HEAD)}
-        key_heads = tuple(place // group_size for place in range(len(self.heads)))
-        made_of = tuple(() if place is None else heads.made_of[place] for place in self.heads)
+        parts: dict[str, Any] = {name: select(x, self.heads) for name, x in _present(heads, _PER_HEAD)}
+        parts |= {name: select(x, self.key_heads) for name, x in _present(heads, _PER_KV_HEAD)}
+        key_heads = tuple(head // group_size for head in range(len(self.heads)))
+        made_of = tuple(() if source is None else heads.made_of[source] for source in self.heads)
         return replace(heads, **parts, key_heads=key_heads, origins=self.heads, made_of=made_of)
 
     def unpad(self, padded: HeadWeights, layout: HeadLayout) -> HeadWeights:
@@ -99,7 +99,7 @@ def place_heads(layout: HeadLayout, num_heads: int, num_kv_heads: int) -> Paddin
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PaddedFit(NativeFit):
-    """A native class that can hold all heads of a model, and the padding of each layer."""
+    """A native model whose layers can hold all heads of a model, and the padding of each layer by path."""
 
     paddings: Mapping[str, Padding] = field(default_factory=dict)
 
@@ -122,12 +122,16 @@ class PaddedFit(NativeFit):
 
 
 def fit_padded(model: Any, layers: Sequence[AttentionLayer]) -> PaddedFit:
-    """Return the smallest native class that the heads of a model fit into, found by building candidates."""
+    """Return the smallest native model that the heads of a model fit into, or the rule that was violated.
+
+    Found by building the model's own config first, then configs with other head counts, smallest first: larger than the
+    own config only if that one does not fit.
+    """
     best = _attempt(model, layers, ())
     for path, config in configs_of(model.config):
-        readers = [layer.layout for layer in layers if getattr(layer.module, "config", None) is config]
-        layouts = [layout for layout in readers if layout is not None]
-        if not layouts or len(layouts) < len(readers) or len({layout.head_dim for layout in layouts}) > 1:
+        of_config = [layer.layout for layer in layers if getattr(layer.module, "config", None) is config]
+        layouts = [layout for layout in of_config if layout is not None]
+        if not layouts or len(layouts) < len(of_config) or len({layout.head_dim for layout in layouts}) > 1:
             continue
         for heads, kv_heads in _candidates(layouts, config, grow=best.built is None):
             requested = head_count_changes(path, config, heads, kv_heads, layouts[0].head_dim)
@@ -139,12 +143,15 @@ def fit_padded(model: Any, layers: Sequence[AttentionLayer]) -> PaddedFit:
 
 
 def _candidates(layouts: Sequence[HeadLayout], config: Any, *, grow: bool) -> Iterator[tuple[int, int]]:
-    """Yield (heads, KV heads) pairs that all these layers fit into, smallest first."""
+    """Yield (heads, KV heads) pairs that all these layers fit into, smallest first.
+
+    `grow` also yields pairs that are not smaller than those of `config`, up to twice as many heads as a layer has.
+    """
     config_heads = int(getattr(config, "num_attention_heads", 0) or 0)
     config_total = config_heads + int(getattr(config, "num_key_value_heads", config_heads) or config_heads)
     max_heads = max(config_heads, 2 * max(layout.num_heads for layout in layouts)) if grow else config_heads
-    groups = range(1, max_heads + 1) if hasattr(config, "num_key_value_heads") else range(1, 2)
-    sizes = [(size * keys, keys) for size in groups for keys in range(1, max_heads // size + 1)]
+    group_sizes = range(1, max_heads + 1) if hasattr(config, "num_key_value_heads") else range(1, 2)
+    sizes = [(size * keys, keys) for size in group_sizes for keys in range(1, max_heads // size + 1)]
     # At equal size prefer fewer KV heads, for a smaller KV cache.
     for heads, keys in sorted(sizes, key=lambda size: (sum(size), size[1])):
         if (grow or heads + keys < config_total) and all(place_heads(layout, heads, keys) for layout in layouts):
@@ -152,16 +159,17 @@ def _candidates(layouts: Sequence[HeadLayout], config: Any, *, grow: bool) -> It
 
 
 def _attempt(model: Any, layers: Sequence[AttentionLayer], changes: Sequence[ConfigChange]) -> PaddedFit:
+    """Build a native model with changed config values and place the heads of every layer into it."""
     built = build_native(model, changes)
     if isinstance(built, str):
         return PaddedFit(rule=built)
-    in_config = {layer.path: layer for layer in find_layers(built)}
+    built_layers = {layer.path: layer for layer in find_layers(built)}
     paddings: dict[str, Padding] = {}
     shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
     for layer in layers:
         if layer.layout is None:
             continue
-        padded_layer = in_config[layer.path]
+        padded_layer = built_layers[layer.path]
         if padded_layer.layout is None:
             return PaddedFit(rule=f"{type(layer.module).__name__} of its config cannot run: {padded_layer.refusals[0]}")
         capacity = padded_layer.layout
