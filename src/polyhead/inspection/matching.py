@@ -1,7 +1,8 @@
 """Matching of the heads of two inspections by the original heads of the unedited model.
 
 Edits renumber heads, so numbers alone do not identify them. A remaining head is identified by its number in the
-unedited model, a merged head by all the heads it was merged from. Without that record nothing is matched.
+unedited model, a merged head by all the heads it was merged from. A layer without that record counts as unedited, which
+is an error where it contradicts the other inspection.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from polyhead.observation import AttentionSite
 
 # Facts of a run that must agree for two runs to be of the same model.
 SIZES = {"model_type": "model type", "hidden_size": "hidden size", "num_hidden_layers": "number of layers"}
+# removed, merged: by an edit of the other model, or merged by one of this model; new: added by an edit; padding: a zero
+# head of a padded model; not read: the other inspection does not cover this head or its layer.
 Reason = Literal["removed", "merged", "new", "not read", "padding"]
 
 
@@ -46,7 +49,10 @@ class Matching:
 
 
 def match_heads(before: Inspection, after: Inspection) -> Matching:
-    """Match the heads of two inspections; raise an OptionError if their identity is not known."""
+    """Match the heads of two inspections.
+
+    Raises an OptionError if the models differ, have no layer in common, or if the identity of heads is not known.
+    """
     _check_sizes(before, after)
     heads_before, heads_after = _heads(before), _heads(after)
     both = [place for place in heads_before if place in heads_after]
@@ -87,7 +93,7 @@ def _heads(inspection: Inspection) -> _Heads:
 
 def _origins(before: Inspection, after: Inspection, place: _Place) -> tuple[HeadOrigins, HeadOrigins]:
     """Return the origins of a layer's heads in both; raise an OptionError if the layers have no common original."""
-    (one, known), (other, other_known) = (_of_site(inspection, place) for inspection in (before, after))
+    (one, known), (other, other_known) = (_layer_origins(inspection, place) for inspection in (before, after))
     why = ""
     if one.total != other.total:
         why = f"the unedited layer had {one.total} heads in A and {other.total} in B"
@@ -99,7 +105,7 @@ def _origins(before: Inspection, after: Inspection, place: _Place) -> tuple[Head
     return one, other
 
 
-def _of_site(inspection: Inspection, place: _Place) -> tuple[HeadOrigins, bool]:
+def _layer_origins(inspection: Inspection, place: _Place) -> tuple[HeadOrigins, bool]:
     """Return the origins of a layer's heads, and whether the run recorded the identity of heads at all."""
     sites = inspection.table.sites
     site = next(site for site in sites if (site.name, site.kind) == place)

@@ -11,6 +11,9 @@ from polyhead.inspection.heads import Head
 from polyhead.inspection.identity import described, originally
 from polyhead.inspection.vocabulary import Language, Text, role_of
 
+# role: role of a head; alike: heads with similar outputs; matters: the most important head, by gradient or ablation;
+# resting: number of heads that attend mostly to the attention sink; wide: number of heads that attend almost uniformly;
+# extreme: the head with the largest value in a column.
 FindingKind = Literal["role", "alike", "matters", "resting", "wide", "extreme"]
 
 
@@ -49,7 +52,7 @@ _FINDINGS = {
         "ablating {place} increases the loss most: {value:.3g} nats per token",
         "消融{place}时损失增加最多：每个词元 {value:.3g} 奈特",
     ),
-    "turned": Text(
+    "turned": Text(  # ablation measured by the text embedding instead of a loss
         "ablating {place} changes the text embedding most: 1 - cosine {value:.2g}",
         "消融{place}时文本向量变化最大：1 - 余弦为 {value:.2g}",
     ),
@@ -160,7 +163,7 @@ class Reason:
 
 
 _REASONS = {
-    "text": Text("{text}", "{text}"),  # of a run whose format has only the text
+    "text": Text("{text}", "{text}"),  # of a run saved in an earlier format, which has only the text
     "repeated_words": Text(
         "induction and duplicate-token: a probe needs at least {least} distinct words that fit twice into the context, "
         "got room for {room} twice and {words} words in the vocabulary",

@@ -35,7 +35,7 @@ def restores_cache_on_error(forward: Callable[Arguments, Result]) -> Callable[Ar
 
 
 def position_bias(positions: BiasesLogits, queries: int, span: int, like: Tensor, caller_mask: Mask | None) -> Mask:
-    """Return the bias of a layer's positions, up to the largest distance that `caller_mask` allows."""
+    """Return the bias of a layer's positions, up to the largest distance of any explicit positions in `caller_mask`."""
     options: dict[str, Any] = {"device": like.device, "dtype": torch.float64 if like.dtype is torch.float64 else None}
     if caller_mask is not None and caller_mask.placed is not None and isinstance(positions, BiasesByDistance):
         options["max_distance"] = _max_distance(*caller_mask.placed)
@@ -51,6 +51,7 @@ def _max_distance(queries: Tensor, keys: Tensor) -> int:
         )
     if not queries.numel() or not keys.numel():
         return 0
+    # Negative positions mark masked keys.
     (first, last), (first_key, last_key) = ((int(x.clamp_min(0).min()), int(x.max())) for x in (queries, keys))
     return max(last - first_key, last_key - first, 0)
 
@@ -101,7 +102,7 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def first_position(cache: KVCache | None, queries: int, device: torch.device) -> int | Tensor:
-    """Return the position of the first new token: the length of the cache, or 0."""
+    """Return the position of the first new token, or for a ragged cache those of all new tokens [batch, queries]."""
     if cache is None or not cache.lengths:
         return 0
     return cache.next_positions(queries, device=device) if cache.is_ragged else cache.lengths[0]

@@ -113,7 +113,7 @@ def _sequence_positions(tokens: Tensor, mark: tuple[int, ...]) -> Iterator[Tenso
 
 
 def _neighbour(x: Tensor, distance: int) -> Tensor:
-    """Return each token's neighbour at a distance; the border tokens are repeated."""
+    """Return the token `distance` places before each token, after it if negative; the border tokens are repeated."""
     position = torch.arange(x.shape[1]).add(-distance).clamp(0, x.shape[1] - 1)
     return x[:, position]
 

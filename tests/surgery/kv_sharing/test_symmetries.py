@@ -113,7 +113,9 @@ def test_channels_that_a_norm_weights_alike_may_be_turned_and_others_not():
     heads = read_heads(layer, find_layers(layer)[0])
     turn = torch.eye(10, dtype=torch.float64)
     turn[[2, 5], [2, 5]], turn[2, 5], turn[5, 2] = 0.6, -0.8, 0.8  # a pair with weights 3 and 4
-    with pytest.raises(OptionError, match="rotations alone, of channels of equal norm weight"):
+    with pytest.raises(
+        OptionError, match="orthogonal maps alone, of channels of equal norm weight; rotary pairs by rotations, got"
+    ):
         change_key_basis(heads, turn.expand(3, 10, 10), form)
 
 
@@ -121,8 +123,8 @@ def test_channels_that_a_norm_weights_alike_may_be_turned_and_others_not():
     ("form", "words"),
     [
         (KeyTransform("half", 4), "one rotation and one scale per rotary pair"),
-        (KeyTransform("none", 0, "rms", (0,) * 4), "rotations alone, of channels of equal norm weight, got"),
-        (KeyTransform("none", 0, "layer"), "the identity alone, since the norm is of all channels together"),
+        (KeyTransform("none", 0, "rms", (0,) * 4), "orthogonal maps alone, of channels of equal norm weight, got"),
+        (KeyTransform("none", 0, "layer"), "the identity alone, since the norm is not an RMS norm"),
     ],
 )
 def test_a_map_that_would_change_logits_is_refused(form, words):

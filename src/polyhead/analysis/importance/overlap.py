@@ -37,8 +37,8 @@ class GradientOverlap(Sums):
         heads = self.products.shape[0]
         if effects.ndim != 3 or effects.shape[1] != heads:
             raise ShapeError(f"effects must be [batch, {heads} heads, tokens], got shape {list(effects.shape)}")
-        columns = effects.detach().to(torch.float64).transpose(0, 1).flatten(1)
-        return type(self)(self.products + columns @ columns.T)
+        by_head = effects.detach().to(torch.float64).transpose(0, 1).flatten(1)
+        return type(self)(self.products + by_head @ by_head.T)
 
     def merge(self, other: Self) -> Self:
         if other.products.shape != self.products.shape:
@@ -50,6 +50,6 @@ class GradientOverlap(Sums):
 
     def compute(self) -> Tensor:
         """Return the cosine similarity, [heads, heads]."""
-        sizes = self.products.diagonal()
-        both = torch.outer(sizes, sizes).sqrt()
-        return self.products / torch.where(both > 0, both, torch.nan)
+        squared_norms = self.products.diagonal()
+        norm_products = torch.outer(squared_norms, squared_norms).sqrt()
+        return self.products / torch.where(norm_products > 0, norm_products, torch.nan)

@@ -28,7 +28,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Sizes that are combined with one another."""
+    """Sizes of the timed pieces, combined with one another, and limits on a piece.
+
+    `rows`, `columns`, `inner` and `deep` are sizes of matrix products, `copies` of copies, the others of attention.
+    """
 
     rows: Sequence[int]
     columns: Sequence[int]
@@ -42,8 +45,8 @@ class Grid:
     cached: Sequence[tuple[int, int]] = ()  # (batch, keys) of decoding
     kv_heads: int = 1
     tiled: Sequence[int] = ()  # tokens of windows without a mask tensor
-    windows: Sequence[int] = ()  # of those, up to half of the tokens
-    cached_windows: Sequence[int] = ()  # of decoding over the last two caches
+    windows: Sequence[int] = ()  # window lengths at these tokens; a window of over half of the tokens is left out
+    cached_windows: Sequence[int] = ()  # window lengths of decoding, over the last two entries of `cached`
     most_flops: float  # of one piece
     most_windowed_flops: float = math.inf  # of one with a window; there is time for few of them
     most_bytes: float  # of its operands and masks
@@ -87,7 +90,7 @@ CPU = Grid(
     most_flops=1.5e9,
     most_bytes=1e9,
 )
-# Further dtypes: their rates, and the efficiency of their kernels.
+# For dtypes after the first: enough for their rates and the efficiency of their kernels.
 BRIEF = Grid(
     rows=(16, 1024, 16_384),
     columns=(512, 4096),

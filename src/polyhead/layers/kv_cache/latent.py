@@ -46,7 +46,7 @@ class LatentStorage(SlotCache):
             )
         return super().append(key, key[..., : self._value_dim], lengths=lengths)
 
-    def _widths(self, layout: TokenLayout) -> tuple[tuple[int, torch.dtype], ...]:
+    def _buffer_formats(self, layout: TokenLayout) -> tuple[tuple[int, torch.dtype], ...]:
         return ((layout.head_dim, layout.dtype),)
 
     def _encode(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:

@@ -24,7 +24,7 @@ class QuantizedCache(PreallocatedCache):
     tensor([[[[127., -64.]]]])
     """
 
-    def _widths(self, layout: TokenLayout) -> tuple[tuple[int, torch.dtype], ...]:
+    def _buffer_formats(self, layout: TokenLayout) -> tuple[tuple[int, torch.dtype], ...]:
         scale = (1, torch.float32)
         return (layout.head_dim, torch.int8), scale, (layout.value_dim, torch.int8), scale
 

@@ -15,9 +15,9 @@ from polyhead.layers.kv_cache.tokens import TokenLayout, all_equal, count, longe
 
 
 class SlotCache(KVCache):
-    """Base of caches whose storage is tensors of shape [batch, kv_heads, slots, width].
+    """Base of caches whose storage is tensors of shape [batch, kv_heads, slots, channels].
 
-    Subclasses may override the storage format of a token (`_widths`, `_encode`, and `_describe` and `_read` of
+    Subclasses may override the storage format of a token (`_buffer_formats`, `_encode`, and `_describe` and `_read` of
     `KVCache`) and what happens when the capacity is exceeded (`_reserve`).
     """
 
@@ -53,8 +53,8 @@ class SlotCache(KVCache):
 
     # ---- storage format, overridden by subclasses
 
-    def _widths(self, layout: TokenLayout) -> tuple[tuple[int, torch.dtype], ...]:
-        """Return the width and dtype of each buffer."""
+    def _buffer_formats(self, layout: TokenLayout) -> tuple[tuple[int, torch.dtype], ...]:
+        """Return the channels and dtype of each buffer."""
         return (layout.head_dim, layout.dtype), (layout.value_dim, layout.dtype)
 
     def _encode(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -104,8 +104,8 @@ class SlotCache(KVCache):
         # mode, so that a cache first filled in inference mode can be written to afterwards.
         with torch.inference_mode(False):
             return tuple(
-                torch.zeros(batch_size, layout.num_kv_heads, capacity, width, dtype=dtype, device=layout.device)
-                for width, dtype in self._widths(layout)
+                torch.zeros(batch_size, layout.num_kv_heads, capacity, channels, dtype=dtype, device=layout.device)
+                for channels, dtype in self._buffer_formats(layout)
             )
 
 
@@ -118,11 +118,16 @@ class TokenWriter(NamedTuple):
 
     @classmethod
     def build(
-        cls, starts: Sequence[int], new_lengths: Sequence[int], width: int, num_tokens: int, device: torch.device
+        cls,
+        starts: Sequence[int],
+        new_lengths: Sequence[int],
+        longest_start: int,
+        num_tokens: int,
+        device: torch.device,
     ) -> TokenWriter:
         if all_equal(starts):
             # Padding written after a shorter row is masked until it is overwritten.
-            return cls(width, longest(new_lengths, otherwise=num_tokens), None)
+            return cls(longest_start, longest(new_lengths, otherwise=num_tokens), None)
         is_token = torch.arange(num_tokens) < torch.tensor(new_lengths)[:, None]
         row, in_block = is_token.nonzero(as_tuple=True)
         index = torch.stack([row, torch.tensor(starts)[row] + in_block, in_block])

@@ -26,13 +26,15 @@ Work = Callable[["Job"], Iterator[Message]]
 INTERACTIVE, BACKGROUND = 0, 1  # interactive jobs run between the parts of background jobs
 UNREAD_MESSAGES = 8  # unread messages after which a job is suspended
 CLOSE_SECONDS = 1.0  # for the current layer to finish when the viewer is closed
-UNREAD_SECONDS = 30.0  # after which the client is considered gone
+UNREAD_SECONDS = 30.0  # after its last read, after which the client of a suspended job is considered gone
 
 
 class Job:
     """A running or queued computation; the worker sends its messages, one client reads them."""
 
-    def __init__(self, work: Work, loop: asyncio.AbstractEventLoop, priority: int, on_read: Callable[[], None]) -> None:
+    def __init__(
+        self, work: Work, loop: asyncio.AbstractEventLoop, priority: int, wake_worker: Callable[[], None]
+    ) -> None:
         self.priority = priority
         self.order = 0  # lowest first: the job that has waited longest
         self.last_read = time.monotonic()  # when its client last read a message, or the job was created
@@ -43,7 +45,7 @@ class Job:
         self._loop = loop
         self._arrived = asyncio.Event()
         self._outbox: deque[Message | RequestError | None] = deque()
-        self._on_read = on_read
+        self._wake_worker = wake_worker
 
     # ---- for the worker
 
@@ -62,6 +64,7 @@ class Job:
 
     @property
     def is_unread(self) -> bool:
+        """True if so many messages are unread that the job is suspended."""
         return len(self._outbox) >= UNREAD_MESSAGES
 
     def advance(self) -> bool:
@@ -95,7 +98,7 @@ class Job:
     def cancel(self) -> None:
         """Cancel the job."""
         self.cancelled.set()
-        self._on_read()
+        self._wake_worker()
 
     async def messages(self) -> AsyncIterator[Message | RequestError]:
         """Yield the messages until the end; an error is the last."""
@@ -106,7 +109,7 @@ class Job:
                     await self._arrived.wait()
             message = self._outbox.popleft()
             self.last_read = time.monotonic()
-            self._on_read()
+            self._wake_worker()
             if message is not None:
                 yield message
             if message is None or isinstance(message, RequestError):
@@ -114,7 +117,12 @@ class Job:
 
 
 class Jobs:
-    """The queue and its worker thread; `limit` is the maximum number of open requests."""
+    """The queue and its worker thread.
+
+    Args:
+        limit: maximum number of open requests.
+        on_memory: called after a computation ran out of memory, to free some.
+    """
 
     def __init__(self, limit: int, *, on_memory: Callable[[], None] = lambda: None) -> None:
         self.limit = limit
@@ -155,7 +163,7 @@ class Jobs:
         return job
 
     def cancel_all(self) -> None:
-        """Accept no more jobs, and end all waiting clients immediately."""
+        """Accept no more jobs, cancel all of them, and answer their clients immediately."""
         with self._condition:
             if self._closed:
                 return
@@ -176,7 +184,7 @@ class Jobs:
 
     @property
     def is_computing(self) -> bool:
-        """True while the thread is alive: after `close`, in a layer that takes longer than `CLOSE_SECONDS`."""
+        """True while the thread is alive; after `close`, only in a layer that takes longer than `CLOSE_SECONDS`."""
         return self._thread.is_alive()
 
     def _wake(self) -> None:
@@ -211,7 +219,10 @@ class Jobs:
             logger.exception("memory could not be freed")
 
     def _next(self) -> Job | None:
-        """Return the next job: cancelled ones first, which cost nothing, then interactive ones, then the oldest."""
+        """Return the next job: a cancelled one, which costs nothing, else the longest waiting, interactive ones first.
+
+        Suspended jobs are not returned.
+        """
         now = time.monotonic()
         for job in self._waiting:
             if job.is_unread and now - job.last_read > UNREAD_SECONDS:

@@ -25,7 +25,7 @@ _TOLERANCE = 1e-8
 
 
 def change_key_basis(heads: HeadWeights, maps: Tensor, form: KeyTransform) -> HeadWeights:
-    """Map keys by maps [kv_heads, head_dim, head_dim] and queries inversely; logits are unchanged.
+    """Map keys by maps [kv_heads, head_dim, head_dim] and queries by their inverse transpose; logits are unchanged.
 
     >>> from polyhead.layers import MultiHeadAttention
     >>> from polyhead.surgery import find_layers, read_heads
@@ -58,7 +58,7 @@ def change_key_basis(heads: HeadWeights, maps: Tensor, form: KeyTransform) -> He
 
 
 def change_value_basis(heads: HeadWeights, maps: Tensor) -> HeadWeights:
-    """Map values by maps [kv_heads, value_dim, value_dim] and outputs inversely; outputs are unchanged."""
+    """Map values by maps [kv_heads, value_dim, value_dim], and W_O inversely; the layer's output is unchanged."""
     maps = _checked(maps, heads.value)
     inverse_transpose = torch.linalg.inv(maps).mT[list(heads.key_heads)]
     return replace(
@@ -70,7 +70,7 @@ def change_value_basis(heads: HeadWeights, maps: Tensor) -> HeadWeights:
 
 
 def blocks(form: KeyTransform, dim: int) -> Iterator[tuple[list[int], bool]]:
-    """Yield blocks of channels that may be mixed, and whether by one rotation and one scale of a pair.
+    """Yield blocks of channels that may be mixed, and whether a block is a rotary pair that may be rotated and scaled.
 
     A rotary pair with False may only be scaled as a whole: a norm weights its two channels differently.
     """
@@ -119,9 +119,11 @@ def _checked(maps: Tensor, weight: Tensor) -> Tensor:
 
 def _describe_maps(form: KeyTransform) -> str:
     if form.norm == "layer":
-        return "the identity alone, since the norm is of all channels together"
+        return "the identity alone, since the norm is not an RMS norm"
     if form.norm == "rms":
-        return "rotations alone, of channels of equal norm weight" + (" and of one rotary pair" * bool(form.rotary_dim))
+        return "orthogonal maps alone, of channels of equal norm weight" + (
+            "; rotary pairs by rotations" * bool(form.rotary_dim)
+        )
     return "one rotation and one scale per rotary pair, and any invertible map of the other channels"
 
 
