@@ -14,6 +14,7 @@ from polyhead.surgery import PruneHeads, apply, find_layers, save
 from polyhead.surgery.compensation.least_squares import OutputRegression, PrecomputedProjections, swapped_projections
 from polyhead.surgery.selection import uniform
 from polyhead.surgery.selection.budgets import Target
+from polyhead.surgery.selection.criteria import pruning_order
 from polyhead.surgery.selection.evidence import Evidence, Objectives
 from polyhead.surgery.selection.quality import Fidelity, language_slope
 from polyhead.surgery.selection.search import RankedSet, refined_sets
@@ -54,6 +55,19 @@ def test_heads_of_many_sets_go_one_after_the_other(monkeypatch):
         assert sorted(counts) == [0] * (3 - keys) + [left // keys] * keys
     with pytest.raises(OptionError, match=r"6 heads over 3 KV heads can be reduced to fewer of both.*got 5 over 3"):
         ranked_sets(moments, heads, 5, 3)
+
+
+def test_heads_without_output_are_pruned_to_the_layout_too():
+    model = grouped()
+    moments, heads = of_layer(model, text())
+    moments.total.zero_()
+    moments.products.zero_()
+    for left, keys in ((3, 3), (4, 2), (2, 2)):
+        removed = ranked_sets(moments, heads, left, keys)[0].heads
+        counts = [sum(heads.key_heads[head] == key for head in range(6) if head not in removed) for key in range(3)]
+        assert sorted(counts) == [0] * (3 - keys) + [left // keys] * keys
+    order = pruning_order(moments, heads)
+    assert (len(order.heads), set(order.losses)) == (5, {0.0})
 
 
 def test_what_a_stock_class_holds_is_known_before_a_weight_is_touched():

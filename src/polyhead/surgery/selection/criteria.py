@@ -97,10 +97,12 @@ def pruning_order(
     check_ridge(ridge)
     regression = OutputRegression.of(moments, heads, ridge)
     blocks = [[head] for head in range(heads.num_heads)] if together is None else [list(block) for block in together]
-    if regression.scale == 0:  # all outputs are zero, so any order will do
-        return PruningOrder(tuple(range(len(blocks) - 1)), (0.0,) * (len(blocks) - 1))
-    inverse = torch.cholesky_inverse(regression.factor(regression.channels(range(heads.num_heads))))
-    matrix = in_metric(regression.matrix, root)
+    if regression.scale == 0:  # all outputs are zero, so that no head costs anything
+        inverse = torch.eye(len(regression.mean), dtype=torch.float64, device=regression.mean.device)
+        matrix = torch.zeros_like(regression.matrix)
+    else:
+        inverse = torch.cholesky_inverse(regression.factor(regression.channels(range(heads.num_heads))))
+        matrix = in_metric(regression.matrix, root)
     block_channels = [regression.channels(block) for block in blocks]
     remaining, pruned, losses, loss = list(range(len(blocks))), [], [], 0.0
     readers = [heads.key_heads.count(key) for key in range(heads.key.shape[0])]
