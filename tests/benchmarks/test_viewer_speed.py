@@ -1,4 +1,4 @@
-"""What the viewer's speed is measured with: every wait is timed, and a tile that is wrong is reported."""
+"""Benchmark of the viewer: every wait is timed, and a wrong tile is reported."""
 
 from __future__ import annotations
 

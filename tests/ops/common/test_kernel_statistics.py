@@ -68,7 +68,7 @@ assert attended == [("novelty",)] * 2, attended  # the entropy is decoded
 
 @pytest.mark.slow
 def test_a_statistic_that_no_kernel_computes_is_refused_by_all_of_them(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="Triton is not installed")
     package = shutil.copytree(Path(polyhead.__file__).parent, tmp_path / "polyhead")
     source = package / "ops" / "common" / "statistics.py"
     text = source.read_text(encoding="utf-8")

@@ -8,9 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from polyhead import Mask, attention
 from polyhead.errors import BackendUnsupported, DeviceError, DtypeError, MaskError, OptionError, ShapeError
+from polyhead.ops.common.kernels import availability
 from polyhead.ops.profile import blockwise, pairs
 from polyhead.ops.profile.api import profile
 from polyhead.ops.profile.request import BlockMap, offset_bins
@@ -286,8 +288,7 @@ def test_an_invalid_block_map_raises(options: dict[str, Any], words: str) -> Non
         BlockMap(**options)
 
 
-def test_the_kernels_report_unsupported_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+def test_the_kernels_report_unsupported_requests() -> None:
     query = torch.randn(1, 1, 3, 300, dtype=torch.float64)
     places = Mask.positions(torch.arange(3), torch.arange(3))
     with pytest.raises(BackendUnsupported) as caught:
@@ -297,9 +298,18 @@ def test_the_kernels_report_unsupported_requests(monkeypatch: pytest.MonkeyPatch
         assert words in reasons
 
 
-def test_atomics_are_avoided_under_deterministic_algorithms(monkeypatch) -> None:
+def test_the_kernels_refuse_an_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(availability, "capability", lambda device: (7, 5))
+    monkeypatch.setattr(availability, "HAS_TRITON", True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with FakeTensorMode():
+        query, logsumexp = torch.empty(1, 2, 5, 8, device="cuda"), torch.empty(1, 2, 5, device="cuda")
+        with pytest.raises(BackendUnsupported, match=r"needs compute capability 8\.0, got 7\.5"):
+            profile(query, query, logsumexp, received=True, backend="fused")
+
+
+def test_atomics_are_avoided_under_deterministic_algorithms() -> None:
     """The kernels report it as a reason, so that "auto" uses another backend and a named backend raises."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8)
     logsumexp = (query @ key.mT * 8**-0.5).logsumexp(-1)
     torch.use_deterministic_algorithms(True)
