@@ -1,7 +1,9 @@
-"""Hashes of public outputs on a CPU, to compare two versions: `python -m tests.output_hashes FILE`.
+"""Hashes of public outputs, to compare two versions: `python -m tests.output_hashes FILE`.
 
     python -m tests.output_hashes before.json     # in a checkout of one version
     python -m tests.output_hashes after.json --against before.json
+
+`--device cuda` hashes the outputs of the kernels instead of those on a CPU.
 
 Equal hashes mean equal bits. Names that changed between versions are looked up under both, so the script itself can be
 copied into an older checkout.
@@ -13,10 +15,12 @@ import argparse
 import hashlib
 import importlib
 import json
+import multiprocessing
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +50,7 @@ def module(name: str) -> Any:
 def digest(*tensors: torch.Tensor | None) -> str:
     found = hashlib.sha256()
     for x in tensors:
-        found.update(b"none" if x is None else x.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        found.update(b"none" if x is None else x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
 
 
@@ -83,6 +87,56 @@ def attention() -> Iterator[tuple[str, str]]:
         mix = torch.randn(4, 4, dtype=dtype)
         talking = module("polyhead.ops.talking_heads").talking_attention
         yield f"talking {dtype}", digest(talking(q, k, q, logits_mix=mix, weights_mix=mix).output)
+
+
+def kernels() -> Iterator[tuple[str, str]]:
+    """Outputs, statistics and gradients of the kernels on a GPU; a process per case, since most of it is compiling."""
+    cases = [
+        (dtype, mask)
+        for dtype in ("float32", "bfloat16", "float16")
+        for mask in ("none", "causal", "window", "lengths")
+    ]
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        for found in pool.map(kernels_of, *zip(*cases, strict=True)):
+            yield from found.items()
+
+
+def kernels_of(dtype_name: str, mask_name: str) -> dict[str, str]:
+    dtype = getattr(torch, dtype_name)
+    mask = {
+        "none": None,
+        "causal": polyhead.Mask.causal(),
+        "window": polyhead.Mask.window(70, sinks=4),
+        "lengths": polyhead.Mask.lengths(torch.tensor([300, 170], device="cuda")) & polyhead.Mask.causal(),
+    }[mask_name]
+    found = {}
+    # The default window of `window_mass` was another one before.
+    for statistics in (None, polyhead.Statistics("max_logit", "entropy", "sink_mass", "window_mass", window=16)):
+        torch.manual_seed(1)
+        q, k, v = (
+            torch.randn(2, heads, 300, 64, dtype=dtype, device="cuda", requires_grad=True) for heads in (8, 2, 2)
+        )
+        result = polyhead.attention(q, k, v, mask=mask, statistics=statistics, logsumexp=True, backend="fused")
+        rows = [x for _, x in result.statistics.items()] if result.statistics else []
+        case = f"{dtype_name} {mask_name} {'statistics' if statistics else 'plain'}"
+        found[f"fused {case} forward"] = digest(result.output, result.logsumexp, *rows)
+        result.output.float().square().sum().backward()
+        found[f"fused {case} gradients"] = digest(q.grad, k.grad, v.grad)
+        with torch.no_grad():
+            last = polyhead.attention(q[:, :, -1:], k, v, mask=mask, statistics=statistics, backend="fused")
+            found[f"decode {case}"] = digest(last.output)
+    torch.manual_seed(2)
+    q, k = (torch.randn(2, 8, 300, 64, dtype=dtype, device="cuda") for _ in range(2))
+    logsumexp = polyhead.attention(q, k, q, mask=mask, logsumexp=True, backend="fused").logsumexp
+    assert logsumexp is not None
+    profile = polyhead.profile(q, k, logsumexp, mask=mask, received=True, offsets=True, argmax=True, topk=3)
+    # `received` and `offsets` are summed by atomic additions and differ between two runs of one version.
+    found[f"profile {dtype_name} {mask_name}"] = digest(profile.argmax, profile.top_keys, profile.top_weights)
+    mix = torch.randn(8, 8, dtype=dtype, device="cuda")
+    talking = module("polyhead.ops.talking_heads").talking_attention
+    output = talking(q, k, q, mask=mask, logits_mix=mix, weights_mix=mix).output
+    found[f"talking {dtype_name} {mask_name}"] = digest(output)
+    return found
 
 
 def vars_of(value: Any) -> list[Any]:
@@ -131,9 +185,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--against", type=Path)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = {name: x for part in (attention, layers, commands) for name, x in part()}
+    parts = (kernels,) if options.device == "cuda" else (attention, layers, commands)
+    found = {name: x for part in parts for name, x in part()}
     options.file.write_text(json.dumps(found, indent=1) + "\n")
     if options.against is None:
         return 0
