@@ -126,14 +126,67 @@ def test_every_package_that_the_source_imports_is_a_declared_dependency():
 def test_importing_polyhead_loads_torch_and_nothing_heavier():
     program = """
 import json, sys
+def packages(before):
+    return sorted({name.partition(".")[0] for name in set(sys.modules) - before})
+empty = set(sys.modules)
+import polyhead
+first = packages(empty)
 import torch
 before = set(sys.modules)
-import polyhead
-print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - before})))
+polyhead.attention
+print(json.dumps([first, packages(before)]))
 """
-    loaded = set(json.loads(run_python(program)))
-    assert "polyhead" in loaded
-    assert loaded - set(sys.stdlib_module_names) - {"polyhead", "numpy", "torch"} == set()
+    imported, used = map(set, json.loads(run_python(program)))
+    assert "polyhead" in imported
+    assert imported - set(sys.stdlib_module_names) == {"polyhead"}
+    assert used - set(sys.stdlib_module_names) - {"polyhead", "numpy", "torch"} == set()
+
+
+def test_public_names_are_imported_on_first_use():
+    program = """
+import sys, polyhead
+for name in ("__wrapped__", "__path__"):
+    getattr(polyhead, name, None)
+assert "torch" not in sys.modules
+try:
+    polyhead.atention
+except AttributeError as error:
+    print(error)
+from polyhead import *
+assert attention is polyhead.attention and polyhead.layers.KVCache is KVCache
+assert set(polyhead.__all__) <= set(dir(polyhead)), set(polyhead.__all__) - set(dir(polyhead))
+"""
+    assert run_python(program) == "module 'polyhead' has no attribute 'atention'\n"
+
+
+def test_a_compiled_function_may_be_the_first_to_use_a_name():
+    program = """
+import sys, torch, polyhead
+assert "polyhead.exports" not in sys.modules
+compiled = torch.compile(lambda x: polyhead.attention(x, x, x).output, backend="eager", fullgraph=True)
+x = torch.randn(1, 2, 4, 8)
+print(torch.equal(compiled(x), polyhead.attention(x, x, x).output))
+"""
+    assert run_python(program) == "True\n"
+
+
+def test_help_is_shown_without_importing_torch():
+    program = """
+import sys
+from typer.main import get_command
+from typer.testing import CliRunner
+from polyhead.cli import app
+commands = [[], *([name] for name in get_command(app).commands)]
+for command in commands:
+    for argument, code in (("--help", 0), ("--no-such-option", 2)):
+        found = CliRunner().invoke(app, [*command, argument])
+        assert found.exit_code == code, (command, argument, found.output)
+heavy = {"torch", "numpy", "transformers", "pyarrow"} & sys.modules.keys()
+print(len(commands), sorted(heavy))
+"""
+    count, heavy = run_python(program).split(maxsplit=1)
+    assert int(count) > 10
+    assert heavy == "[]\n"
 
 
 def test_no_submodule_takes_the_place_of_a_public_name():

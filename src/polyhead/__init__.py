@@ -1,50 +1,28 @@
 """polyhead: multi-head attention you can run, watch and reshape, one head at a time."""
 
-from polyhead.costs.choosing import choose
-from polyhead.costs.planning import plan
-from polyhead.geometry import HeadId
-from polyhead.inspection.comparison import compare
-from polyhead.layers import KVCache, LatentAttention, MultiHeadAttention, build_attention
-from polyhead.masks import Mask
-from polyhead.observation import HeadProfile, observe
-from polyhead.ops.attention import AttentionOutput, Statistics, attention, explain
-from polyhead.ops.profile import profile
-from polyhead.surgery.storage.loading import load
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from polyhead.version import VERSION
-from polyhead.workflows.converting import convert
-from polyhead.workflows.inspecting import inspect
-from polyhead.workflows.merging import merge
-from polyhead.workflows.pruning import prune
-from polyhead.workflows.shrinking import shrink
-from polyhead.workflows.treebank_syntax import syntax
-from polyhead.workflows.undoing import undo
+
+if TYPE_CHECKING:
+    from polyhead.exports import *  # noqa: F403
+    from polyhead.exports import __all__ as __all__
 
 __version__ = VERSION
 
-__all__ = [
-    "AttentionOutput",
-    "HeadId",
-    "HeadProfile",
-    "KVCache",
-    "LatentAttention",
-    "Mask",
-    "MultiHeadAttention",
-    "Statistics",
-    "__version__",
-    "attention",
-    "build_attention",
-    "choose",
-    "compare",
-    "convert",
-    "explain",
-    "inspect",
-    "load",
-    "merge",
-    "observe",
-    "plan",
-    "profile",
-    "prune",
-    "shrink",
-    "syntax",
-    "undo",
-]
+
+def __getattr__(name: str) -> Any:
+    """Import the library when its first name is used: the command line shows its help without importing PyTorch."""
+    if not name.startswith("__") or name == "__all__":
+        exports = import_module("polyhead.exports")
+        globals().update({public: getattr(exports, public) for public in exports.__all__}, __all__=exports.__all__)
+        if name in globals():
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *import_module("polyhead.exports").__all__})
