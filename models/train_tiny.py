@@ -1,0 +1,222 @@
+"""Train the packaged model `tiny`: a byte-level Llama of 5 layers and 8 heads, in minutes on one GPU.
+
+    python models/train_tiny.py --wikipedia enwik8.gz --plays shakespeare.txt --output src/polyhead/data/tiny
+
+The text is the start of enwik8 (English Wikipedia, March 2006), without its markup, and plays of Shakespeare. The last
+5% of each are held out; the weights with the smallest loss there are kept. Writes the model in bfloat16 with a
+tokenizer of bytes, and `training.json`: loss curve, sources with digests, versions, and the previous-token and
+induction scores of every head, measured on materialised attention weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gzip
+import hashlib
+import html
+import json
+import math
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+
+CONTEXT = 512
+HELD_OUT = 0.05
+FIRST_BYTE = 3  # ids of the tokenizer before its bytes: padding, end of text, unknown
+END_OF_TEXT = 1
+CONFIG = {
+    "vocab_size": FIRST_BYTE + 256,
+    "hidden_size": 256,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "intermediate_size": 640,
+    "max_position_embeddings": CONTEXT,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "eos_token_id": END_OF_TEXT,
+    "bos_token_id": None,
+}
+
+
+def read_wikipedia(path: Path) -> list[str]:
+    """Return the articles of a Wikipedia dump as plain text, without redirects."""
+    dump = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode("utf-8", "ignore")
+    articles = []
+    for title, body in re.findall(r"<title>(.*?)</title>.*?<text[^>]*>(.*?)</text>", dump, re.DOTALL):
+        if not body.startswith("#REDIRECT") and ":" not in title:
+            text = plain_text(html.unescape(html.unescape(body)))
+            if len(text) > 500:
+                articles.append(f"{title}\n\n{text}\n")
+    return articles
+
+
+def plain_text(body: str) -> str:
+    """Remove wiki markup: comments, references, tables, templates, images, links and emphasis."""
+    body = re.sub(r"<!--.*?-->|<ref[^>]*/>|<ref.*?</ref>|<math>.*?</math>|<gallery>.*?</gallery>", "", body, flags=re.S)
+    for nested in (r"\{\|[^{}]*\|\}", r"\{\{[^{}]*\}\}", r"\{\|.*?\|\}"):
+        before = None
+        while before != body:
+            before, body = body, re.sub(nested, "", body, flags=re.S)
+    body = re.sub(r"\[\[(?:Image|Category|File|[a-z-]{2,12}):[^\[\]]*(?:\[\[[^\[\]]*\]\][^\[\]]*)*\]\]", "", body)
+    body = re.sub(r"\[\[(?:[^|\[\]]*\|)?([^\[\]]*)\]\]", r"\1", body)
+    body = re.sub(r"\[https?://\S+ ?([^\]]*)\]", r"\1", body)
+    body = re.sub(r"'{2,}|<[^<>]*>", "", body)
+    body = re.sub(r"^=+ *(.*?) *=+ *$", r"\1", body, flags=re.M)
+    body = re.sub(r"^[*#:;]+ *", "- ", body, flags=re.M)
+    body = re.sub(r"^[|!].*$", "", body, flags=re.M)
+    return re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+", " ", body)).strip()
+
+
+def as_ids(documents: list[str]) -> Tensor:
+    """Return documents as ids of the tokenizer: bytes, and an end of text after each document."""
+    parts = [x for text in documents for x in (*(FIRST_BYTE + byte for byte in text.encode()), END_OF_TEXT)]
+    return torch.tensor(parts, dtype=torch.int16)
+
+
+def split(ids: Tensor) -> tuple[Tensor, Tensor]:
+    cut = int(len(ids) * (1 - HELD_OUT))
+    return ids[:cut], ids[cut:]
+
+
+def batch_of(ids: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    starts = torch.randint(len(ids) - CONTEXT, (size,), generator=generator, device=ids.device)
+    return ids[starts[:, None] + torch.arange(CONTEXT, device=ids.device)].long()
+
+
+@torch.no_grad()
+def held_out_loss(model: LlamaForCausalLM, ids: Tensor) -> float:
+    """Return the mean loss per byte, in nats, over contexts that cover the held-out text once."""
+    contexts = ids[: len(ids) // CONTEXT * CONTEXT].view(-1, CONTEXT).long()
+    losses = [model(input_ids=x, labels=x).loss.float() * len(x) for x in contexts.split(128)]
+    return float(torch.stack(losses).sum()) / len(contexts)
+
+
+@torch.no_grad()
+def head_scores(model: LlamaForCausalLM, ids: Tensor) -> dict[str, list[list[float]]]:
+    """Return each head's mean weight on the previous byte and, in repeated random text, on the byte after the match.
+
+    Both are read from materialised attention weights [batch, heads, queries, keys].
+    """
+    model.set_attn_implementation("eager")
+    contexts = ids[: 16 * CONTEXT].view(16, CONTEXT).long()
+    previous = [x.float().diagonal(-1, 2, 3).mean((0, 2)) for x in attention_weights(model, contexts)]
+    period, generator = CONTEXT // 4, torch.Generator(ids.device).manual_seed(0)
+    letters = torch.randint(ord("a"), ord("z") + 1, (16, period), generator=generator, device=ids.device) + FIRST_BYTE
+    repeated = attention_weights(model, letters.repeat(1, 4))
+    induction = [x.float()[:, :, period:].diagonal(1, 2, 3).mean((0, 2)) for x in repeated]
+    return {
+        name: [[round(value, 4) for value in layer.tolist()] for layer in layers]
+        for name, layers in {"previous_token": previous, "induction": induction}.items()
+    }
+
+
+def attention_weights(model: LlamaForCausalLM, ids: Tensor) -> tuple[Tensor, ...]:
+    return model(input_ids=ids, output_attentions=True).attentions
+
+
+def train(
+    model: LlamaForCausalLM, ids: Tensor, held_out: dict[str, Tensor], *, steps: int, batch: int, rate: float
+) -> list[dict[str, float]]:
+    """Train with AdamW, a warmup and a cosine decay; keep the best weights on held-out text; return the loss curve."""
+    weights = [x for x in model.parameters() if x.dim() > 1]
+    gains = [x for x in model.parameters() if x.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": weights, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}],
+        lr=rate,
+        betas=(0.9, 0.95),
+        fused=ids.is_cuda,
+    )
+    warmup = max(1, steps // 20)
+
+    def factor(step: int) -> float:
+        return min(1.0, (step + 1) / warmup) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    generator, curve, running = torch.Generator(ids.device).manual_seed(0), [], []
+    best, kept = math.inf, {}
+    for step in range(steps):
+        x = batch_of(ids, batch, generator)
+        with torch.autocast(ids.device.type, torch.bfloat16):
+            loss = model(input_ids=x, labels=x).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        running.append(loss.detach())
+        if (step + 1) % max(1, steps // 40) == 0:
+            point = {"step": step + 1, "train": float(torch.stack(running).mean()), "rate": schedule.get_last_lr()[0]}
+            point |= {name: held_out_loss(model, x) for name, x in held_out.items()}
+            curve.append({name: round(value, 6) for name, value in point.items()})
+            running.clear()
+            total = sum(curve[-1][name] for name in held_out)
+            if total < best:
+                best, kept = total, {name: x.clone() for name, x in model.state_dict().items()}
+            print(json.dumps(curve[-1]), flush=True)
+    model.load_state_dict(kept)
+    return curve
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wikipedia", type=Path, required=True, help="the first 5,000,000 bytes of enwik8, or more")
+    parser.add_argument("--plays", type=Path, required=True, help="plain text of Shakespeare's plays")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the model")
+    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
+    options = parser.parse_args()
+
+    start = time.time()
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    sources = {"wikipedia": read_wikipedia(options.wikipedia), "plays": [options.plays.read_text()]}
+    parts = {name: split(as_ids(documents).to(device)) for name, documents in sources.items()}
+    model = LlamaForCausalLM(LlamaConfig(**CONFIG)).to(device)
+    model.generation_config.pad_token_id = 0
+    held_out = {name: held for name, (_, held) in parts.items()}
+    ids = torch.cat([ids for ids, _ in parts.values()])
+    curve = train(model, ids, held_out, steps=options.steps, batch=options.batch, rate=options.rate)
+
+    model = model.to(torch.bfloat16).eval()
+    model.save_pretrained(options.output)
+    tokenizer = ByT5Tokenizer(extra_ids=0, model_max_length=CONTEXT)
+    tokenizer.save_pretrained(options.output)
+    model = model.float()
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    record = {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit,
+        "machine": torch.cuda.get_device_name() if device == "cuda" else device,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "seconds": round(time.time() - start),
+        "parameters": sum(x.numel() for x in model.parameters()),
+        "steps": options.steps,
+        "bytes_per_step": options.batch * CONTEXT,
+        "peak_learning_rate": options.rate,
+        "sources": {
+            name: {
+                "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+                "training_bytes": len(parts[name][0]),
+                "held_out_bytes": len(parts[name][1]),
+                "held_out_bits_per_byte": round(held_out_loss(model, held_out[name]) / math.log(2), 4),
+            }
+            for name, path in {"wikipedia": options.wikipedia, "plays": options.plays}.items()
+        },
+        "curve": curve,
+        "scores": head_scores(model, held_out["wikipedia"]),
+    }
+    (options.output / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record["sources"]), json.dumps(record["scores"]))
+
+
+if __name__ == "__main__":
+    main()
