@@ -83,7 +83,7 @@ def test_fewer_sentences_and_several_together(model):
         ((), "required: a file in CoNLL-U format"),
         (("--treebank", "nothing.conllu"), "a treebank must be a CoNLL-U file, got nothing.conllu: no such file"),
         (("--treebank", SMALL, "--sentences", 0), "Invalid value for '--sentences'"),
-        (("--treebank", SMALL, "--sentences", 1), "got 1 of 1 sentences"),
+        (("--treebank", SMALL, "--sentences", 1), "got 1 from 1 sentences"),
         (("--treebank", SMALL, "--output", "table.csv"), "must end in .json or .parquet, got 'table.csv'"),
         (("--treebank", SMALL, "--output", "nowhere/table.json"), "there is no folder nowhere"),
         (("--treebank", SMALL, "--device", "abacus"), "got 'abacus'"),

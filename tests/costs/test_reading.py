@@ -261,7 +261,7 @@ def test_what_only_transformers_knows_of_is_refused_as_well(family, words):
 
 def test_a_family_that_nobody_read_is_noted_and_must_say_who_looks_ahead():
     found = {**GROUPED, "model_type": "brand_new", "attention_temperature_table": [1], "attention_dropout": 0.1}
-    with pytest.raises(OptionError, match="must imply whether attention is causal, got one of brand_new"):
+    with pytest.raises(OptionError, match="must imply whether attention is causal, got a config of brand_new"):
         read_hf_config(found)
     model = read_hf_config(found, causal=True)
     assert model.config == MultiHeadConfig(48, 6, num_kv_heads=2, bias=False, causal=True)

@@ -22,10 +22,11 @@ class MemoryEstimate:
     """Peak bytes of one call, by purpose.
 
     `gradients` are those of the parameters, still allocated from the previous step. `inputs` are the input of the first
-    layer, the output of the last and, in training, the gradient of that output. `kept` is what all layers save for the
-    backward, `transient` what the layer being computed needs in addition. `kept_weights` and `transient_weights` are
-    the parts of these two that are attention weights (h n² elements per copy); 0 if attention is fused. `between` is
-    the activation between two layers: training saves it, and `kept` contains it (layers - 1) times.
+    layer, the source of cross-attention, the output of the last layer and, in training, the gradient of that output.
+    `kept` is what all layers save for the backward, `transient` what the layer being computed needs in addition.
+    `kept_weights` and `transient_weights` are the parts of these two that are attention weights (h n² elements per
+    copy); 0 if attention is fused. `between` is the activation between two layers: training saves it, and `kept`
+    contains it (layers - 1) times.
     """
 
     parameters: int
@@ -85,9 +86,9 @@ def estimate_memory(
     Every tensor of a call is tracked from allocation to release, in the forward and in the backward. "cuda" models the
     kernels that the library and PyTorch run on a GPU: a fused backward accumulates the query gradient in float32 and
     computes gradients of shared keys per head before summing them, and keys are copied if a mask hides some. Tests
-    compare every variant with all storages of a built layer on a CPU, and most of them with
-    `torch.cuda.max_memory_allocated` on a GPU; `memory_caveats` lists the exceptions. Matmul workspaces and optimizer
-    state are not included. The other arguments are those of `layer_work`.
+    compare the estimate of every variant with the bytes of all storages of a built layer on a CPU, and most estimates
+    with `torch.cuda.max_memory_allocated` on a GPU; `memory_caveats` lists the exceptions. Matmul workspaces and
+    optimizer state are not included. The other arguments are those of `layer_work`.
 
     >>> from polyhead.layers import MultiHeadConfig
     >>> config, work = MultiHeadConfig(512, 8, bias=False), Workload.forward(8192)
@@ -132,26 +133,26 @@ def memory_caveats(config: AttentionConfig, *, device: Device = "cuda") -> tuple
     >>> memory_caveats(MultiHeadConfig(512, 8)), memory_caveats(uneven)
     ((), ('memory of uneven KV groups over a cache (prefill and decode) ...',))
     """
-    doubts = _unmeasured(config) if device == "cuda" else []
+    caveats = _unmeasured(config) if device == "cuda" else []
     if isinstance(config, RoutedConfig) and config.top_k is None:
-        doubts.append(
+        caveats.append(
             f"memory of routed heads assumes the maximum of {config.most_heads} heads per token; "
             "the actual number depends on the text"
         )
-    return tuple(doubts)
+    return tuple(caveats)
 
 
 def _unmeasured(config: AttentionConfig) -> list[str]:
-    """Return a message for each estimate that was not measured on a GPU: attention variants with a cache."""
+    """Return a message if estimates for this layer were not measured on a GPU: those of variants with a cache."""
     if not getattr(config, "causal", False):
         return []
     kind = str(config.to_dict()["kind"]).replace("_", " ")
-    named = kind if "head" in kind else f"{kind} heads"
+    label = kind if "head" in kind else f"{kind} heads"
     if isinstance(config, MultiHeadConfig):
         if config.layout.key_heads is None:
             return []
-        named = "uneven KV groups"
+        label = "uneven KV groups"
     return [
-        f"memory of {named} over a cache (prefill and decode) is tested to 5% on a CPU; "
+        f"memory of {label} over a cache (prefill and decode) is tested to 5% on a CPU; "
         "it has not been measured on a GPU"
     ]

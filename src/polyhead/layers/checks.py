@@ -17,13 +17,14 @@ from polyhead.ops.common.statistics import as_statistics
 
 
 def check_size(name: str, size: int | None) -> None:
-    """Check an optional size; None leaves it to the layer."""
+    """Check an optional size; None means the layer's default."""
     if size is not None:
         checked_integer(name, size, at_least=1)
 
 
 def layout_of(embed_dim: int, num_heads: int, options: Mapping[str, Any]) -> HeadLayout:
     """Return the head layout described by a layer's options; a size of None takes `HeadLayout`'s default."""
+    # The optional sizes, after embed_dim and num_heads; 0 means the default.
     names = [field.name for field in fields(HeadLayout) if field.name != "key_heads"][2:]
     for name in names:
         check_size(name, options.get(name))
@@ -89,15 +90,21 @@ def check_input(name: str, x: Tensor, width: int, projection: nn.Module) -> None
         )
 
 
-def check_padded(layer: str, name: str, x: Tensor, width: int, projection: nn.Module) -> None:
-    """Check an input as `check_input` does, and that it is not nested; `layer` begins the error message."""
+def check_padded(subject: str, name: str, x: Tensor, width: int, projection: nn.Module) -> None:
+    """Check an input as `check_input` does, and that it is not nested.
+
+    `subject` begins the error message, with its verb: "latent attention takes".
+    """
     check_input(name, x, width, projection)
     if x.is_nested:
-        raise OptionError(f"{layer} padded sequences, got a nested {name}; pad it and use Mask.lengths")
+        raise OptionError(f"{subject} padded sequences, got a nested {name}; pad it and use Mask.lengths")
 
 
 def resolve_statistics(requested: object, *, cross: bool) -> Statistics | None:
-    """Return the requested row statistics; `cross` excludes those that compare positions."""
+    """Return the requested row statistics; None if there are none.
+
+    With `cross` (cross-attention), those that compare positions are left out, or refused if requested by name.
+    """
     statistics = as_statistics(requested)
     if statistics is None or statistics.cross or not cross:
         return statistics
@@ -124,7 +131,7 @@ class AnyLayout(Protocol):
 
 
 def layout_integers(layout: AnyLayout) -> dict[str, int]:
-    """Return a layout as named integers, as stored in checkpoints; a map of heads entry by entry."""
+    """Return a layout as named integers, as stored in checkpoints; a tuple has one integer per entry."""
     numbers: dict[str, int] = {}
     for name, size in layout.to_dict().items():
         numbers |= {name: size} if isinstance(size, int) else {f"{name}[{i}]": x for i, x in enumerate(size)}
@@ -132,7 +139,7 @@ def layout_integers(layout: AnyLayout) -> dict[str, int]:
 
 
 def check_saved_layout(state: Any, layout: AnyLayout) -> None:
-    """Raise a CheckpointError unless the layout in a checkpoint is the layer's."""
+    """Raise CheckpointError unless the layout in a checkpoint, the layer's extra state, is that of the layer."""
     expected = layout_integers(layout)
     if not isinstance(state, Tensor) or state.shape != (len(expected),):
         raise CheckpointError(

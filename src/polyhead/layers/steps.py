@@ -35,7 +35,10 @@ def restores_cache_on_error(forward: Callable[Arguments, Result]) -> Callable[Ar
 
 
 def position_bias(positions: BiasesLogits, queries: int, span: int, like: Tensor, caller_mask: Mask | None) -> Mask:
-    """Return the bias of a layer's positions, up to the largest distance of any explicit positions in `caller_mask`."""
+    """Return the bias of a layer's position module for `queries` queries and `span` keys.
+
+    A bias by distance covers all distances between the explicit positions of `caller_mask`, if it has any.
+    """
     options: dict[str, Any] = {"device": like.device, "dtype": torch.float64 if like.dtype is torch.float64 else None}
     if caller_mask is not None and caller_mask.placed is not None and isinstance(positions, BiasesByDistance):
         options["max_distance"] = _max_distance(*caller_mask.placed)
@@ -51,7 +54,7 @@ def _max_distance(queries: Tensor, keys: Tensor) -> int:
         )
     if not queries.numel() or not keys.numel():
         return 0
-    # Negative positions mark masked keys.
+    # Keys at negative positions are masked; clamped to 0, they can only enlarge the result.
     (first, last), (first_key, last_key) = ((int(x.clamp_min(0).min()), int(x.max())) for x in (queries, keys))
     return max(last - first_key, last_key - first, 0)
 

@@ -24,28 +24,26 @@ class Observations:
     calls: Mapping[AttentionSite, int] = field(default_factory=dict)  # number of calls, observed or skipped
 
     def merge(self, other: Self) -> Self:
+        """Return the observations of both; refused if the statistics or the sites of the model differ."""
         if self.wanted != other.wanted:
             raise OptionError(
                 f"only observations of the same statistics can be merged, got {self.wanted} and {other.wanted}"
             )
         merged = {(x.site.name, x.site.kind): x for x in self.sites}
-        for site in other.sites:
-            name = (site.site.name, site.site.kind)
-            if name in merged and merged[name].site != site.site:
+        for statistics in other.sites:
+            key = (statistics.site.name, statistics.site.kind)
+            if key in merged and merged[key].site != statistics.site:
                 raise OptionError(
-                    f"only observations of the same model can be merged, got {name[0]!r} as {merged[name].site} and as "
-                    f"{site.site}; layers are numbered in the order of their first call"
+                    f"only observations of the same model can be merged, got {key[0]!r} as {merged[key].site} and as "
+                    f"{statistics.site}; layers are numbered in the order of their first call"
                 )
-            merged[name] = merged[name].merge(site) if name in merged else site
-        collected = {site: dict(values) for site, values in self.collected.items()}
-        for location, values in other.collected.items():
-            states = collected.setdefault(location, {})
-            for collector, value in values.items():
-                states[collector] = states[collector].merge(value) if collector in states else value
-        calls = {
-            location: self.calls.get(location, 0) + other.calls.get(location, 0)
-            for location in {**self.calls, **other.calls}
-        }
+            merged[key] = merged[key].merge(statistics) if key in merged else statistics
+        collected = {site: dict(states) for site, states in self.collected.items()}
+        for site, other_states in other.collected.items():
+            states = collected.setdefault(site, {})
+            for name, state in other_states.items():
+                states[name] = states[name].merge(state) if name in states else state
+        calls = {site: self.calls.get(site, 0) + other.calls.get(site, 0) for site in {**self.calls, **other.calls}}
         return type(self)(self.wanted, tuple(merged.values()), collected, calls)
 
     @property

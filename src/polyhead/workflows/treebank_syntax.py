@@ -20,7 +20,7 @@ from polyhead.sources.treebank import read_treebank
 from polyhead.version import VERSION
 from polyhead.workflows.model_loading import Model, as_loaded
 
-KEPT = "observations.safetensors"  # in the folder of `resume`
+KEPT = "observations.safetensors"  # file with the progress of a run, in the folder of `resume`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,8 +69,9 @@ def syntax(
         together: join this many consecutive sentences into one text.
         batch_tokens: maximum number of tokens per batch, padding included.
         minimum: skip relations with fewer words in either half.
-        seed: of the split into two halves.
+        seed: seed of the random split into two halves.
         resume: a folder in which progress is saved; repeat the same call to continue an interrupted one.
+        tokenizer: as in `polyhead.inspect`.
         progress: called with the progress of each step.
     """
     folder = None if resume is None else Path(resume)
@@ -83,8 +84,8 @@ def syntax(
         aligned = align(parsed, loaded.tokenizer, together=together, longest=loaded.trained_context)
         if len(aligned) < 2:
             raise OptionError(
-                f"at least two texts are needed, one half to select and one to evaluate, got {len(aligned)} "
-                f"of {len(parsed)} sentences ({aligned})"
+                f"at least two texts are needed, one to select and one to evaluate, got {len(aligned)} "
+                f"from {len(parsed)} sentences ({aligned})"
             )
         step = Step(progress, "read the treebank", len(aligned), "texts")
         observations = watch(

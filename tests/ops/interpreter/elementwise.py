@@ -1,4 +1,4 @@
-"""Kernels that apply one of the arithmetic functions to a tensor; imported if Triton is installed."""
+"""Kernels that apply arithmetic functions of `softmax_tiles` to a tensor; imported only if Triton is installed."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def _kernel(ptr_x, ptr_result, size, NAME: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def apply(name: str, x: Tensor) -> Tensor:
+    """Return the function `name` of x: exp2, log2, tanh, exact_tanh (tanh with EXACT) or tanh_slope."""
     result = torch.full_like(x, torch.nan)
     _kernel[(triton.cdiv(x.numel(), BLOCK),)](x, result, x.numel(), NAME=name, BLOCK=BLOCK)
     return result

@@ -38,9 +38,10 @@ from polyhead.layers import AttentionConfig, MultiHeadConfig
 from polyhead.layers.latent.config import LatentConfig
 from polyhead.layers.positions.config import RotaryConfig
 
-# Dtypes of an 8-bit cache, as compressed-tensors and ModelOpt name them.
-_CACHED = {"float": torch.float8_e4m3fn, "int": torch.int8}
-_ALGORITHMS = {"FP8": torch.float8_e4m3fn, "INT8": torch.int8}
+# Dtypes of an 8-bit KV cache: by the type in compressed-tensors' `kv_cache_scheme`, and by ModelOpt's
+# `kv_cache_quant_algo`.
+_SCHEME_DTYPES = {"float": torch.float8_e4m3fn, "int": torch.int8}
+_ALGORITHM_DTYPES = {"FP8": torch.float8_e4m3fn, "INT8": torch.int8}
 _MAX_LAYERS = 100_000  # this module and transformers loop over layers
 _FULL, _WINDOWED = "full_attention", "sliding_attention"
 
@@ -63,12 +64,12 @@ def read_hf_config(
     """
     text_config, notes = _text_config(config)
     family_name = str(text_config.get("model_type") or "")
-    saved = "transformers_version" in config
+    by_transformers = "transformers_version" in config  # transformers wrote it, without fields that have their default
     num_layers = Fields(text_config).find(*LAYERS)
     if isinstance(num_layers, int) and num_layers > _MAX_LAYERS:
         raise OptionError(f"a model may have at most {_MAX_LAYERS:,} layers, got {num_layers:,}")
     defaults, refusal = ({}, None) if complete else filled_fields(text_config, family_name)
-    fields = Fields(text_config, defaults, saved, refusal)
+    fields = Fields(text_config, defaults, by_transformers, refusal)
     family = FAMILIES.get(family_name)
     _refuse_encoder_decoder(fields.quietly("is_encoder_decoder"), family_name)
     check_refused(fields)
@@ -127,14 +128,14 @@ def _multi_head(fields: Fields, family: Family, window: int | None) -> MultiHead
 
 def _kv_heads(fields: Fields, heads: int) -> Any:
     """Return the number of KV heads; Falcon and ChatGLM have flags for multi-query attention."""
-    groups, in_groups = fields.find("multi_query_group_num"), fields.find("multi_query_attention")
-    if groups is not None or in_groups:  # ChatGLM
-        if not isinstance(in_groups, bool) or (in_groups and groups is None):
+    groups, is_grouped = fields.find("multi_query_group_num"), fields.find("multi_query_attention")
+    if groups is not None or is_grouped:  # ChatGLM
+        if not isinstance(is_grouped, bool) or (is_grouped and groups is None):
             raise OptionError(
                 "multi_query_attention and multi_query_group_num must be set together, "
-                f"got {in_groups!r} and {groups!r}"
+                f"got {is_grouped!r} and {groups!r}"
             )
-        return groups if in_groups else heads
+        return groups if is_grouped else heads
     multi_query, new = fields.or_default("multi_query"), fields.or_default("new_decoder_architecture")
     if not new and (multi_query or multi_query is False):
         fields.read.update(KV_HEADS)
@@ -178,15 +179,15 @@ def _windows(fields: Fields, family: Family, layers: int, notes: list[str]) -> l
     kinds = fields.or_default("layer_types")
     if kinds is None:
         # Qwen uses a window in layers from max_window_layers on; other families in all layers or in none.
-        full = fields.or_default("max_window_layers") or 0
-        full = checked_size("max_window_layers", full) if full else 0
+        num_full = fields.or_default("max_window_layers") or 0
+        num_full = checked_size("max_window_layers", num_full) if num_full else 0
         pattern = fields.find("sliding_window_pattern", "_sliding_window_pattern")
         if window is not None and (family.mixed or pattern is not None):
             raise OptionError(
                 f"layer_types must list which layers have the window of {window}, got a config without it; "
                 "install transformers, which supplies it for this family, or add it"
             )
-        return [None if index < full else window for index in range(layers)]
+        return [None if index < num_full else window for index in range(layers)]
     if not isinstance(kinds, list | tuple) or len(kinds) != layers:
         count = len(kinds) if isinstance(kinds, list | tuple) else repr(kinds)
         raise OptionError(f"layer_types must have one entry for each of the {layers} layers, got {count}")
@@ -225,7 +226,7 @@ def _refuse_encoder_decoder(is_encoder_decoder: Any, family: str) -> None:
 def _check_against_built(
     groups: tuple[LayerGroup, ...], content: Mapping[str, Any], family: str, *, complete: bool
 ) -> str:
-    """Compare an unlisted family with what transformers builds; return a note, raise if they differ."""
+    """Compare a family that is not in `FAMILIES` with what transformers builds; return a note, raise if they differ."""
     counted = {count_parameters(group.config).projections for group in groups}
     built = frozenset() if complete else built_projections(content, family)
     if built and not built <= counted:
@@ -248,13 +249,14 @@ def _numbers(numbers: Iterable[int]) -> str:
 
 
 def _is_causal(fields: Fields, family: Family) -> bool:
-    """Return whether a model of a known family is causal."""
+    """Return whether a model of a known family is causal; in these, `use_bidirectional_attention` is a boolean."""
     if fields.quietly("use_bidirectional_attention"):
         return False
     return bool(fields.quietly(family.causal)) if isinstance(family.causal, str) else family.causal
 
 
 def _unknown_family(fields: Fields, name: str, causal: bool | None) -> Family:
+    """Return what the config implies of a family that is not in `FAMILIES`; raise if it does not imply the mask."""
     if causal is None:
         architectures = " ".join(map(str, fields.content.get("architectures") or ()))
         if fields.quietly("use_bidirectional_attention") in (True, "all"):
@@ -264,8 +266,9 @@ def _unknown_family(fields: Fields, name: str, causal: bool | None) -> Family:
         elif "MaskedLM" in architectures:
             causal = False
         else:
+            source = f"of {name}" if name else "without model_type"
             raise OptionError(
-                f"a config must imply whether attention is causal, got one of {name or 'no model_type'} that does not; "
+                f"a config must imply whether attention is causal, got a config {source} that does not; "
                 "pass --causal or --bidirectional (causal=...)"
             )
     rotary = any("rope" in key or "rotary" in key for key in fields.content)
@@ -284,15 +287,15 @@ def _cache_dtype(quantization: Any) -> torch.dtype | None:
     scheme, algorithm = quantization.get("kv_cache_scheme"), quantization.get("kv_cache_quant_algo")
     if scheme:
         bits, kind = (scheme.get("num_bits"), scheme.get("type")) if isinstance(scheme, Mapping) else (scheme, None)
-        if bits != 8 or not isinstance(kind, str) or kind not in _CACHED:
+        if bits != 8 or not isinstance(kind, str) or kind not in _SCHEME_DTYPES:
             raise OptionError(
                 "quantization_config.kv_cache_scheme must have num_bits 8 and type float or int, "
                 f"got {bits!r} and {kind!r}; remove it to count a cache in the layers' dtype"
             )
-        return _CACHED[kind]
-    if algorithm and str(algorithm).upper() not in _ALGORITHMS:
+        return _SCHEME_DTYPES[kind]
+    if algorithm and str(algorithm).upper() not in _ALGORITHM_DTYPES:
         raise OptionError(
-            f"quantization_config.kv_cache_quant_algo must be {' or '.join(_ALGORITHMS)}, got {algorithm!r}; "
+            f"quantization_config.kv_cache_quant_algo must be {' or '.join(_ALGORITHM_DTYPES)}, got {algorithm!r}; "
             "remove it to count a cache in the layers' dtype"
         )
-    return _ALGORITHMS[str(algorithm).upper()] if algorithm else None
+    return _ALGORITHM_DTYPES[str(algorithm).upper()] if algorithm else None

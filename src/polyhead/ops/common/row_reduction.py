@@ -13,12 +13,16 @@ from polyhead.ops.common.kernels.availability import device_reasons
 from polyhead.ops.common.statistics import RowStatistics
 from polyhead.ops.common.tracing import is_traced, is_transformed
 
-# Entropy over its maximum, the logarithm of the number of visible keys (plus one with a learned sink).
+# The column for entropy as a share of its maximum, the logarithm of the number of visible keys (plus one with a learned
+# sink). It is the one column that is not a row statistic.
 SHARE = "normalized_entropy"
 
 
 class RowTotals(NamedTuple):
-    """Moments and maximum of the rows so far, each float64 [statistics, heads]; never written in place."""
+    """Moments and maximum of the rows so far, each [columns, heads]; never written in place.
+
+    They are float64 where the device supports it.
+    """
 
     total: Tensor  # number of rows that count
     mean: Tensor  # 0 without rows
@@ -35,7 +39,7 @@ def reduce_rows(
     *,
     learned_sinks: bool = False,
 ) -> RowTotals:
-    """Merge the rows of one more call into `state`, without synchronising a device.
+    """Merge the rows of one more call into `state`, without synchronising with the device.
 
     Args:
         rows: the statistics named by `columns`, and `visible_keys`; rows without visible keys do not count.
@@ -76,11 +80,15 @@ def _reduce_in_torch(
     learned_sinks: bool,
     sum_dtype: torch.dtype,
 ) -> RowTotals:
-    """Reduce rows of all heads in plain PyTorch; `sum_dtype` is float64 where the device supports it."""
+    """Reduce rows of all heads in plain PyTorch.
+
+    `share` is the index of the column `normalized_entropy`; `sum_dtype` is float64 where the device supports it.
+    """
     stacked = torch.stack(values).detach()  # [columns, batch, heads, queries]
     min_keys, max_keys = 0.0, math.inf
     if keys.is_cpu and not is_traced(keys):
-        # On the CPU values can be read. Most calls mask no row, and masking takes longer than the sums themselves.
+        # On the CPU values can be read without a synchronisation. Most calls mask no row, and masking takes longer than
+        # the sums themselves.
         min_keys, max_keys = (float(x) for x in torch.aminmax(keys))
         real = None if real is not None and real.all() else real
     counted = keys > 0 if min_keys <= 0 else None
@@ -113,18 +121,18 @@ def _reduce_in_torch(
 
 
 def _over_rows(reduction: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """Reduce [columns, batch, heads, queries] to [columns, heads], the contiguous axis first.
-
-    That order is twice as fast.
-    """
+    """Reduce [columns, batch, heads, queries] to [columns, heads], first over queries, which is twice as fast."""
     reduced = reduction(x, -1)
     return reduced[:, 0] if x.shape[1] == 1 else reduction(reduced, 1)
 
 
 def _merge(a: RowTotals, b: RowTotals) -> RowTotals:
-    """Merge by the pairwise update of Chan, Golub and LeVeque (1979); totals without rows change no bit."""
+    """Merge by the pairwise update of Chan, Golub and LeVeque (1979).
+
+    If one of the two has no rows, the result is bit-identical to the other.
+    """
     total = a.total + b.total
-    share = b.total / total.clamp_min(1.0)
+    share = b.total / total.clamp_min(1.0)  # of the rows, those of `b`
     delta = b.mean - a.mean
     squares = torch.addcmul(a.squares + b.squares, delta.square(), a.total * share)
     return RowTotals(total, torch.addcmul(a.mean, delta, share), squares, torch.maximum(a.largest, b.largest))

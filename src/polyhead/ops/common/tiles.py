@@ -45,6 +45,7 @@ class Workspace:
         self._buffers: dict[str, Tensor] = {}
 
     def tile(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Return an uninitialised tensor; calls with the same name share its memory."""
         memory = self._buffers.get(name)
         if memory is not None and memory.shape == shape:
             return memory
@@ -56,7 +57,10 @@ class Workspace:
 
 
 def tile_sizes(pairs: int, group: int, queries: int, keys: int, *, in_parts: bool = True) -> tuple[int, int, int]:
-    """Return the rows and columns of a tile, and its number of (sequence, KV head) pairs."""
+    """Return the rows and columns of a tile, and its number of (sequence, KV head) pairs.
+
+    A tile has all `pairs` of the call, or fewer if `in_parts` is set and it would otherwise have too few rows.
+    """
     columns = min(TILE_COLUMNS, max(keys, 1))
     height = TILE_ELEMENTS // max(pairs * group * columns, 1)
     target_rows = min(queries, _FULL_ROWS // group)
@@ -67,7 +71,7 @@ def tile_sizes(pairs: int, group: int, queries: int, keys: int, *, in_parts: boo
 
 
 class Tiling:
-    """Sizes, options and tile shapes of one call."""
+    """Sizes and options of one call, its division into parts and tiles, and the logits and weights of a tile."""
 
     def __init__(
         self,
@@ -84,19 +88,20 @@ class Tiling:
         self.softcap = request.softcap
         self.dropout = request.dropout if seed is not None else 0.0
         self.seed = seed
-        self.query_poison = query_poison  # [batch, heads, queries]
-        self.poison = poison  # [batch, kv_heads, keys]
+        self.query_poison = query_poison  # [batch, heads, queries], from `without_nonfinite_queries`
+        self.poison = poison  # [batch, kv_heads, keys], from `without_nonfinite`: NaN for non-finite keys, else 0
         self.bias_tensors = [] if self.visibility is None else self.visibility.bias_tensors
-        # Sizes of a tile. Dropout is a hash of batch indices, which a part would have to offset.
+        # Sizes of a tile. No parts with dropout: it hashes batch and head indices, which a part would have to offset.
         self.rows, self.columns, self.pairs = tile_sizes(
             self.batch * self.kv_heads, self.group, self.queries, self.keys, in_parts=not self.dropout
         )
         self.workspace: Workspace | None = None
 
     def with_workspace(self) -> Tiling:
-        """Return a copy with a workspace, freed together with it.
+        """Return a copy with a workspace, which is freed with the copy; or `self`, without one, if it would not help.
 
-        There is none while autograd records, which keeps every tile, or under a compiler, which plans memory itself.
+        That is the case while autograd records, since it saves every tile, under a compiler, which plans memory itself,
+        and in small calls.
         """
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self
@@ -119,7 +124,7 @@ class Tiling:
         return copy
 
     def versions(self) -> list[int]:
-        """Return the versions of the mask's tensors and the seed, which autograd does not check."""
+        """Return the version counters of the mask's tensors and the seed, which autograd does not check."""
         if torch.compiler.is_compiling():
             return []
         mask = self.visibility
@@ -217,9 +222,10 @@ class Tiling:
     def logits(
         self, query_rows: Tensor, key_columns: Tensor, visibility: Visibility | None, rows: Span, columns: Span
     ) -> tuple[Tensor, Tensor | None, bool]:
-        """Return a tile of logits [pairs, group * rows, columns], its softcap's tanh, and if it is masked.
+        """Return a tile of logits [pairs, group * rows, columns], tanh(logits / softcap), and whether it is masked.
 
-        Masked logits are -inf; the third value is False if no logit of the tile can be masked.
+        The tanh is None without a softcap. Masked logits are -inf; the third value is False if no logit of the tile can
+        be -inf. It is True for every tile with a bias, which may contain -inf.
         """
         records_grad = torch.is_grad_enabled()
         key_columns = key_columns[:, :, columns[0] : columns[1]]
@@ -245,7 +251,8 @@ class Tiling:
         has_poison = self.poison is not None or self.query_poison is not None
         if records_grad or has_poison or not tile.is_cpu:
             return tile.masked_fill(~self._expand(allowed, rows, columns), -torch.inf), tanh_logits, True
-        # On a CPU, masked_fill takes as long as a matrix product; a minimum with -inf takes a quarter of that.
+        # On a CPU, masked_fill takes as long as a matrix product; a minimum with +inf (visible) or -inf takes a quarter
+        # of that. It ignores NaN, so it cannot be used if there is poison.
         ceiling = (allowed.to(tile.dtype) - 0.5).mul_(torch.inf)
         return torch.fmin(tile, self._expand(ceiling, rows, columns), out=tile), tanh_logits, True
 
@@ -258,9 +265,9 @@ class Tiling:
         return expanded.reshape(self.batch * self.kv_heads, self.group * height, width)
 
     def exponential(self, x: Tensor, *, keep: bool) -> Tensor:
-        """Return exp(x) of a tile, computed in place unless `keep` is set or autograd records.
+        """Return exp(x) of a tile, computed in place unless x is to be kept (`keep`) or autograd records.
 
-        On a CPU by exp2, which PyTorch computes in two thirds of the time.
+        On a CPU it is computed by exp2, which takes PyTorch two thirds of the time.
         """
         if torch.is_grad_enabled():
             return torch.exp(x)
@@ -322,7 +329,7 @@ def prepare(request: AttentionRequest, *, dropout: bool = True) -> Prepared:
 def slices_of_biases(
     visibility: Visibility | None, tensors: Sequence[Tensor | None], part: Part
 ) -> list[Tensor | None]:
-    """Return the views of a part in tensors shaped like `bias_tensors`."""
+    """Return views of one part of tensors shaped like `bias_tensors` (biases, then tables), such as their gradients."""
     count = 0 if visibility is None else len(visibility.biases)
 
     def view(x: Tensor, is_table: bool) -> Tensor:

@@ -33,13 +33,13 @@ _REDUCTION_TILES = 1.5
 
 
 class CacheArguments(NamedTuple):
-    """A KV cache in its own memory layout; nothing of it is copied. Positions and tables are int32.
+    """A KV cache in its own memory layout; nothing of it is copied. Positions and block tables are int32.
 
     Contiguous: `key` and `value` are [batch, kv_heads, slots, dim], sequence b has its tokens in the first `lengths[b]`
     slots, and the queries are the last of them. Rolling: the same with a position for each slot and each query. Paged:
     `key` and `value` are [pages, page_size, kv_heads, dim]. Quantised: both are int8, with a scale for each token and
-    head. Latents: `value` is a view of the first channels of `key`, marked by `shared`. Slots and pages without a token
-    are never read.
+    head. Latents: `value` is a view of the first channels of `key`, and `shared` is set. Slots and pages without a
+    token are never read.
     """
 
     key: Tensor
@@ -50,12 +50,15 @@ class CacheArguments(NamedTuple):
     query_position: Tensor | None = None  # [batch or 1, queries], with `key_position`
     block_table: Tensor | None = None  # [batch, pages of the longest sequence]; needs `lengths`
     key_scale: Tensor | None = None  # float32 [batch, kv_heads, slots]
-    value_scale: Tensor | None = None
-    shared: bool = False  # the cache holds latents
+    value_scale: Tensor | None = None  # the same
+    shared: bool = False  # the cache holds latents, from which both keys and values are read
 
     @property
     def holds_latents(self) -> bool:
-        """True if the kernels for latents support it: they take lengths, but no pages, positions or scales."""
+        """True if the cache holds latents that the latent kernels support; else the kernels for keys and values run.
+
+        The latent kernels take lengths, but no pages, positions or scales.
+        """
         unsupported = (self.block_table, self.key_position, self.key_scale)
         is_plain = self.shared and all(x is None for x in unsupported)
         return is_plain and not latent_reasons(self.key.shape[3], self.value.shape[3])
@@ -92,10 +95,7 @@ def decode_runs_on(query: Tensor) -> bool:
 
 
 def decode_reasons(query: Tensor, cache: CacheArguments) -> list[str]:
-    """Return the reasons why the decode kernels do not support these tensors.
-
-    Their shapes are already checked.
-    """
+    """Return the reasons why the decode kernels do not support these tensors, whose shapes must be valid."""
     reasons = []
     if query.shape[2] > MOST_QUERIES:
         reasons.append(f"decode takes up to {MOST_QUERIES} new tokens per sequence, got {query.shape[2]}")
@@ -161,12 +161,12 @@ def decode(
 
     Args:
         query: [batch, heads, queries, head_dim], the new tokens, whose keys and values are already in the cache.
-        scale, head_scale: factors of the dot products; `head_scale` has one number per head.
+        scale, head_scale: factors of the dot products; `head_scale` has one number per head and multiplies `scale`.
         sinks: one learned sink logit per head.
         left, right, first_keys: keys visible before and after the query's position, and the number of first keys
             (attention sinks) that are visible regardless of `left`; `right` is 0 for causal attention.
         table, table_zero: a relative bias [heads or 1, distances], as in `Mask.relative`.
-        names, sink_keys, window: the statistics, as in `polyhead.Statistics`.
+        names, sink_keys, window: the statistics, as in `polyhead.Statistics`, but with another default window.
         splits: number of programs that share the keys of a sequence; chosen from the sizes by default.
         is_supported: the caller has already checked that `decode_reasons` is empty.
     """
@@ -183,7 +183,7 @@ def decode(
     if not is_supported and len(reasons := decode_reasons(query, cache)):
         raise BackendUnsupported("decode", reasons)
     if query.shape[2] == 1 and cache.key_position is None:
-        right = None  # a single query is the last token
+        right = None  # a single query is the last token: no key is after it
     statistics = [NAMES.index(name) for name in names]
     options = DecodeOptions(
         head_scale,
@@ -264,7 +264,7 @@ def _run_decode(query: Tensor, cache: CacheArguments, options: DecodeOptions) ->
         blocks = latent.plan_parts(query, latents, dim_value, mask, stat_slots, head_scale, softmax)
     else:
         blocks = plan_blocks(group_rows, dim_key, dim_value, key.element_size(), len(statistics), indirect)
-    pairs = batch * kv_heads * blocks_of(group_rows, blocks.rows)
+    pairs = batch * kv_heads * blocks_of(group_rows, blocks.rows)  # (sequence, KV head, block of rows)
     if splits is None:
         reachable = slots if left is None or key_position is not None else min(slots, left + queries + first_keys)
         programs = blocks.resident * multiprocessors(query.get_device())
@@ -337,7 +337,7 @@ def _run_decode(query: Tensor, cache: CacheArguments, options: DecodeOptions) ->
     return output, logsumexp, row_stats
 
 
-_CACHE = len(CacheArguments._fields)
+_CACHE = len(CacheArguments._fields)  # arguments of the operator that describe the cache
 _SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor? lengths, Tensor? new_lengths, Tensor? key_position, "
     "Tensor? query_position, Tensor? block_table, Tensor? key_scale, Tensor? value_scale, bool shared, "
@@ -368,7 +368,7 @@ def _outputs(query: Tensor, value: Tensor, statistics: Sequence[int]) -> tuple[T
 
 @functools.lru_cache(maxsize=256)
 def _edges(left: int | None, right: int | None, first_keys: int) -> MaskArguments:
-    """Return a mask of edges alone; cached, because building a tuple of twenty fields is slow."""
+    """Return a mask of `left`, `right` and `first_keys` alone; cached, as building a tuple of twenty fields is slow."""
     from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 
     return MaskArguments(left=left, right=right, sinks=first_keys or None)
@@ -398,10 +398,11 @@ class DecodeBlocks(NamedTuple):
 def plan_blocks(
     rows: int, dim_key: int, dim_value: int, itemsize: int, statistics: int, indirect: bool
 ) -> DecodeBlocks:
-    """Choose tiles that fit into registers and shared memory, by the compiler's resource report for sm_90.
+    """Choose tiles that fit into registers and shared memory, according to the compiler's report for sm_90.
 
-    For plain 16-bit caches they were also timed on an H200, where two programs per SM were fastest: long tiles for few
-    rows, three short ones in flight for more rows. The others are not timed.
+    Those for contiguous 16-bit caches were also timed on an H200, where two programs per SM were fastest, with long
+    tiles for few rows, and with short tiles in three stages for more rows. Those for paged, rolling, int8 and float32
+    caches were not timed.
 
     `rows` is the number of query heads per KV head times the new tokens; `indirect` means that pages or positions are
     loaded before the addresses of the keys are known.
@@ -423,10 +424,11 @@ def plan_blocks(
 
 @functools.lru_cache(maxsize=4096)
 def plan_splits(pairs: int, tiles: int, resident_programs: int) -> int:
-    """Return the number of programs that share the `tiles` of each of `pairs` (sequence, KV head) pairs.
+    """Return the number of programs that share the `tiles` of each (sequence, KV head, block of rows).
 
-    Minimises the time in units of one tile: the number of waves of `resident_programs` times the tiles and the start-up
-    of a program, plus the final reduction. Ties go to fewer splits.
+    `pairs` is the number of the latter, `tiles` the number of key tiles of each. Minimises the time in units of one
+    tile: the number of waves of `resident_programs` times the tiles and the start-up of a program, plus the final
+    reduction. Ties go to fewer splits.
 
     >>> plan_splits(8, 512, 264), plan_splits(512, 64, 264)
     (32, 1)

@@ -1,8 +1,8 @@
 """Layer-by-layer compensation, each layer calibrated on the outputs of the edited layers before it.
 
-The target of a layer (`aim`) is one of three. "layer": the output of its full output matrix on its present input.
-"output": its output in the unedited model. "stream": the output that restores the residual stream after it to that of
-the unedited model, so that a layer compensates for the losses of those before it.
+The target of a layer (`aim`) is one of three. "layer": its output with all heads, for its input in the model whose
+earlier layers are edited. "output": its output in the unedited model. "stream": the output that restores the residual
+stream after it to that of the unedited model, so that a layer compensates for the losses of those before it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def solve_in_order(
     weights: Mapping[str, Sequence[Tensor]] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, OutputProjection]:
-    """Solve W_O of pruned layers, by path; the model is unchanged.
+    """Return the W_O of each pruned layer that best produces its target, by path; the model is unchanged.
 
     `removed` are the pruned heads by path; `weights` are token weights by path and batch, from `token_weights`.
     """
@@ -122,13 +122,14 @@ def collect_targets(
     aim: Aim = "output",
     weights: Sequence[Tensor] | None = None,
 ) -> TargetMoments:
-    """Collect a layer's head outputs with `lending` parameters swapped in, and its target outputs by `aim`.
+    """Collect the moments of a layer's head outputs and of its target outputs, which are given by `aim`.
 
-    `weights` are the weights of tokens, one tensor per batch.
+    Head outputs are those of the model with the parameters `lending`, by name, swapped in. `weights` are the weights of
+    tokens, one tensor per batch.
     """
     moments: TargetMoments | None = None
     has_stream: bool | None = None
-    for number, piece in enumerate(text):
+    for index, piece in enumerate(text):
         current = piece.capture(model, layer, lending=lending)
         original = current if aim == "layer" else piece.capture(model, layer, lending=None)
         if current is None or original is None:
@@ -142,7 +143,7 @@ def collect_targets(
         rows, target = rows_of(current.heads, mask), rows_of(target, mask)
         token_weights = None
         if weights is not None:
-            token_weights = weights[number].flatten() if mask is None else weights[number][mask]
+            token_weights = weights[index].flatten() if mask is None else weights[index][mask]
         if moments is None:
             moments = TargetMoments.empty(rows.shape[-1], target.shape[-1], rows.device)
         moments = moments.update(rows, target, token_weights)
@@ -153,7 +154,10 @@ def collect_targets(
 
 @torch.no_grad()
 def adds_to_stream(model: nn.Module, layer: AttentionLayer, piece: Piece) -> bool:
-    """Return whether a layer's output is added to its block's input: some module then receives their sum."""
+    """Return whether a layer's output is added to its block's input, the residual stream.
+
+    This is so if some module of the block, such as the next norm, receives their sum, up to rounding.
+    """
     streams: list[Tensor] = []
     written: list[Tensor] = []
     matches: list[bool] = []
@@ -201,7 +205,7 @@ class TargetMoments:
     def update(self, rows: Tensor, targets: Tensor, weights: Tensor | None = None) -> TargetMoments:
         """Return the moments with rows [tokens, channels] and targets [tokens, embed_dim] added.
 
-        `weights`, [tokens], are the token weights.
+        `weights`, [tokens], weight the tokens in all sums, but not in the count: they should be 1 on average.
         """
         rows, targets = rows.to(torch.float64), targets.to(torch.float64)
         if weights is not None:

@@ -29,5 +29,6 @@ class CollaborativeConfig(HeadsConfig):
 
     @property
     def turning(self) -> HeadLayout:
+        """Head layout that the position module applies to: queries and keys of a head have all shared channels."""
         assert self.shared_dim is not None
         return replace(self.layout, head_dim=self.shared_dim)

@@ -1,14 +1,16 @@
 """Row-wise backward kernels of talking heads: delta, and gradients of queries and mixes.
 
-With scores J, mixed logits L, weights W = softmax(L), mixed weights U, and dX the gradient of X:
+The scores are J = Q K^T (the scale is omitted here), the mixed logits L = J A, the weights W = softmax(L), the mixed
+weights U = W B and the output O = U V. The mixes A and B (`logits_mix` and `weights_mix`, [heads, heads]) multiply the
+heads axis of J, L, W and U; all other products, and the softmax, are per head. With dX the gradient of X:
 
     dU = dO V^T    dW = dU B^T    delta = sum over keys of W dW    dL = W (dW - delta)    dJ = dL A^T
     dA = J^T dL    dB = W^T dU    dQ = dJ K                        dK = dJ^T Q            dV = U^T dO
 
 Unlike in plain attention, `delta` is not the inner product of output and gradient, because O is computed from mixed
 weights; it needs a pass of its own. With X[g, h] = sum over keys of W_g dU_h for each row, delta_g is the sum of
-B[g, h] X[g, h] over h, and dB the sum of X over all rows. The gradients of the mixes are sums over all pairs: every
-program stores its part, and the parts are added in a fixed order.
+B[g, h] X[g, h] over h, and dB the sum of X over all rows. The gradients of the mixes are sums over all (query, key)
+pairs: every program stores its part, and the parts are added in a fixed order.
 """
 
 from __future__ import annotations
@@ -82,9 +84,11 @@ def delta_kernel(
     BLOCK_N: tl.constexpr,
     PARTS: tl.constexpr,
 ):
+    """Store delta [batch, heads, queries] and this program's part of dB; a program has BLOCK_M rows of all heads."""
     DTYPE: tl.constexpr = ptr_query.dtype.element_ty
     blocks = tl.cdiv(shape.queries, BLOCK_M)
     i_batch = tl.program_id(0) // blocks
+    # The last rows see the most keys under a causal mask, and start first.
     first_row = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M
     offs_m = first_row + tl.arange(0, BLOCK_M)
     tile_query = rows_by_head(
@@ -96,8 +100,8 @@ def delta_kernel(
     logits_mix = mix_matrix(ptr_logits_mix, False, HEADS)
     positions_m = query_positions(mask, i_batch, offs_m, shape.queries)
     logsumexp = row_logsumexp(ptr_logsumexp, i_batch, offs_m, shape, HEADS)
-    # Products of heads per row need at least 16 columns, the depth of a tensor-core instruction; with fewer columns the
-    # gradient is mixed back, and the products are over all pairs.
+    # X of each row is a product over the columns of a tile, of which there must be at least 16, the depth of a
+    # tensor-core instruction. With fewer columns, delta is the sum of W dW, and X is summed over rows and columns.
     BY_ROW: tl.constexpr = BLOCK_N >= 16
     if BY_ROW:
         head_products = tl.zeros([BLOCK_M, HEADS, HEADS], tl.float32)
@@ -138,6 +142,7 @@ def delta_kernel(
             delta_columns += weights * to_heads(mix_heads(weights_mix_t, pairs), BLOCK_M, BLOCK_N)
             head_products += _head_products(to_pairs(weights, DTYPE), pairs, PARTS)
     if BY_ROW:
+        # B[g, h] itself is the transpose of the left operand.
         weights_mix = mix_matrix(ptr_weights_mix, True, HEADS).to(tl.float32)
         delta = tl.trans(tl.sum(head_products * weights_mix[None, :, :], 2))
     else:
@@ -176,6 +181,7 @@ def query_kernel(
     BLOCK_N: tl.constexpr,
     PARTS: tl.constexpr,
 ):
+    """Store dQ of BLOCK_M rows of all heads, and this program's part of dA."""
     DTYPE: tl.constexpr = ptr_query.dtype.element_ty
     blocks = tl.cdiv(shape.queries, BLOCK_M)
     i_batch = tl.program_id(0) // blocks
@@ -239,4 +245,4 @@ def query_kernel(
         BLOCK_KEY,
         HEADS,
     )
-    _store_mix(ptr_grad_logits_mix, tl.sum(grad_mix, 0) * LN2, HEADS)  # the scores are in base 2
+    _store_mix(ptr_grad_logits_mix, tl.sum(grad_mix, 0) * LN2, HEADS)  # the scores include log2(e)
