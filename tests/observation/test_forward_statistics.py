@@ -1,4 +1,4 @@
-"""`session.statistics`: kept when requested, of one forward, released at the next, and never without a gradient."""
+"""`session.statistics`: kept on request for one forward, released at the next; missing gradients raise."""
 
 from __future__ import annotations
 
@@ -27,21 +27,18 @@ def noise(*shape: int, seed: int = 3) -> torch.Tensor:
 
 
 class Stack(nn.Module):
-    """Layers of ours, one of which may be called several times, fail, or call the whole model again."""
+    """Two polyhead layers, called in the given order; with `repeats`, the model calls itself again."""
 
-    def __init__(self, *order: int, fails: bool = False) -> None:
+    def __init__(self, *order: int) -> None:
         super().__init__()
         torch.manual_seed(2)
         self.layers = nn.ModuleList([polyhead.MultiHeadAttention(WIDTH, HEADS, causal=True) for _ in range(2)])
         self.order = order or (0, 1)
-        self.fails = fails
         self.repeats = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for index in self.order:
             x = x + self.layers[index](x).output
-            if self.fails:
-                raise ZeroDivisionError("in the middle")
         if self.repeats:
             self.repeats -= 1
             x = self(x)
@@ -57,11 +54,11 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
-# ---- where there is no gradient
+# ---- missing gradients
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_numbers_can_be_read_and_a_loss_cannot(mode):
+def test_values_without_a_gradient_are_read_under_no_grad_only(mode):
     model = build()
     with polyhead.observe(model, **KEEP) as session:
         with mode():
@@ -96,7 +93,7 @@ def test_gradients_reach_inputs_of_a_frozen_model():
     assert x.grad.abs().max() > 0
 
 
-# ---- when they are there, and when not
+# ---- lifetime
 
 
 def test_statistics_that_were_not_requested_are_refused():
@@ -125,7 +122,10 @@ def test_statistics_that_were_not_requested_are_refused():
 
 
 class Saved:
-    """Track the tensors that autograd has saved for a backward, and how many are still alive."""
+    """Count the tensors saved by autograd for a backward inside the block that are still alive.
+
+    Each is packed into a `Box`, which only the graph refers to.
+    """
 
     class Box:
         def __init__(self, tensor: torch.Tensor) -> None:
@@ -147,7 +147,7 @@ class Saved:
         self.boxes.append(weakref.ref(box))
         return box
 
-    def held(self) -> int:
+    def alive(self) -> int:
         gc.collect()
         return sum(box() is not None for box in self.boxes)
 
@@ -160,33 +160,33 @@ def test_the_graph_is_released_when_the_next_forward_begins_and_when_the_session
     with polyhead.observe(model, **KEEP):
         with Saved() as first:
             model(inputs)
-        assert first.held() > 0  # the output is gone; the statistics hold the steps that lead to them
+        assert first.alive() > 0  # the output was discarded, but the statistics keep their part of the graph
         first_layer = next(module for module in model.modules() if "attention" in type(module).__name__.lower())
-        handle = first_layer.register_forward_pre_hook(lambda *given: counts.append(first.held()))
+        handle = first_layer.register_forward_pre_hook(lambda *given: counts.append(first.alive()))
         with Saved() as second:
             model(inputs)
         handle.remove()
         assert counts[0] == 0
-        assert second.held() > 0
-    assert second.held() == 0
+        assert second.alive() > 0
+    assert second.alive() == 0
 
 
-def test_they_are_released_when_the_next_forward_begins():
+def test_references_do_not_keep_rows_after_the_next_forward_begins():
     model = Stack()
     with polyhead.observe(model, **KEEP) as session:
         model(noise(BATCH, TOKENS, WIDTH))
-        held, site = session.statistics, session.statistics["layers.0"]  # neither keeps the rows
+        kept, site = session.statistics, session.statistics["layers.0"]  # references that do not keep the rows
         (call,) = site.calls
         rows = weakref.ref(site.entropy)
         assert rows() is not None
         model(noise(BATCH, TOKENS, WIDTH, seed=4))
         gc.collect()
         assert rows() is None
-        for old in (site, call, held["layers.1"]):
+        for old in (site, call, kept["layers.1"]):
             with pytest.raises(OptionError, match="released when the model's next forward begins"):
                 _ = old.entropy
         with pytest.raises(OptionError, match="released"):
-            held.mean("entropy")
+            kept.mean("entropy")
         rows = weakref.ref(session.statistics["layers.0"].entropy)
     gc.collect()
     assert rows() is None
@@ -210,8 +210,8 @@ def test_a_forward_that_fails_leaves_nothing_to_read(error):
         with pytest.raises(error), Saved() as saved:
             model(x)
         handle.remove()
-        # Its rows are not held either, unless PyTorch was kept from calling the hooks of the model's end.
-        assert saved.held() == 0 or error is KeyboardInterrupt
+        # PyTorch calls `always_call` hooks, which release the rows, after an Exception but not after KeyboardInterrupt.
+        assert saved.alive() == 0 or error is KeyboardInterrupt
         with pytest.raises(OptionError, match="did not finish"):
             _ = session.statistics
         model(x)
@@ -219,7 +219,7 @@ def test_a_forward_that_fails_leaves_nothing_to_read(error):
         assert all(len(rows.calls) == 1 for rows in session.statistics.values())
 
 
-def test_while_a_forward_runs_there_is_nothing_to_read():
+def test_statistics_cannot_be_read_during_a_forward():
     model = Stack()
     with polyhead.observe(model, **KEEP) as session:
         handle = model.layers[1].register_forward_hook(lambda *given: session.statistics and None)
@@ -291,10 +291,10 @@ def test_generation_keeps_the_last_step():
             assert rows.visible_keys.eq(7 + 4).all()
 
 
-# ---- what is kept
+# ---- values
 
 
-def test_rows_of_padding_are_there_and_do_not_count():
+def test_padding_rows_are_returned_and_not_averaged():
     layer = polyhead.MultiHeadAttention(WIDTH, HEADS)
     with polyhead.observe(layer, **KEEP) as session:
         layer(noise(BATCH, TOKENS, WIDTH), mask=Mask.lengths([11, 4, 7]))
@@ -317,7 +317,7 @@ def test_a_head_without_tokens_is_nan_and_leaves_the_gradients_of_others_alone()
     assert layer.query_weight.grad.abs().max() > 0
 
 
-def test_chosen_layers_and_heads_alone_are_kept():
+def test_only_selected_layers_and_heads_are_kept():
     model = build()
     options = {"layers": [1], "heads": [HeadId(1, 2), HeadId(1, 0)]}
     with polyhead.observe(model, **KEEP) as session:
@@ -362,7 +362,7 @@ def test_a_module_that_attends_in_both_ways_is_named_with_its_kind():
 
 
 def test_a_windowed_cache_and_a_hidden_key_are_corrected_as_in_the_table():
-    """A step behind the window has no first key in view; a bias of the least number hides keys that are counted."""
+    """A decoding step past the window does not see the first key; keys with a bias of finfo.min are not visible."""
     model = build("mistral")  # a window of 7
     ids = models.tokens(length=9)
     names = ("sink_mass", "normalized_entropy")

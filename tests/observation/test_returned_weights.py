@@ -35,7 +35,7 @@ DEBERTA = {
     **SIZES, "intermediate_size": 48, "relative_attention": True, "pos_att_type": ["c2p", "p2c"],
     "max_position_embeddings": 64,
 }  # fmt: skip
-OWN = {
+WITHOUT_INTERFACE = {
     "bloom": Family("bloom", "decoder", {**SPECIAL, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "falcon": Family("falcon", "decoder", {**SIZES, "alibi": False}),
     "falcon_alibi": Family("falcon", "decoder", {**SIZES, "alibi": True, "multi_query": False}),
@@ -62,7 +62,7 @@ MVP = Family(
      "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64,
      "decoder_start_token_id": 2, "forced_eos_token_id": None},
 )  # fmt: skip
-FAMILIES = {**{family.name: family for family in models.FAMILIES}, **OWN, "mvp": MVP}
+FAMILIES = {**{family.name: family for family in models.FAMILIES}, **WITHOUT_INTERFACE, "mvp": MVP}
 
 # transformers compiles parts of deberta when it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -73,17 +73,17 @@ def build(name="bloom", **options):
 
 
 def read(model, *, observing=None, **inputs):
-    """Return the output of an observed model, and its profile."""
+    """Run a model in a session with `via_weights`; return its output and the session."""
     with torch.no_grad(), polyhead.observe(model, via_weights=True, **(observing or {})) as session:
         output = model(**inputs)
     return output, session
 
 
-# ---- the same numbers as from the weights
+# ---- statistics
 
 
 @pytest.mark.parametrize("side", ["none", "left", "right"])
-@pytest.mark.parametrize("name", sorted(OWN))
+@pytest.mark.parametrize("name", sorted(WITHOUT_INTERFACE))
 def test_statistics_are_those_of_the_returned_weights(name, side):
     model = build(name)
     mask = torch.ones(BATCH, TOKENS).long() if side == "none" else padding(side)
@@ -119,13 +119,13 @@ def test_encoder_decoder_and_cross_attention(side):
 
 @pytest.mark.parametrize(
     ("name", "side"),
-    [  # every family with two of the sides, and every side with encoders, decoders and both
+    [  # a selection: every side of the padding with an encoder, a decoder and an encoder-decoder
         ("vit", "none"), ("bert", "none"), ("bert", "right"), ("llama", "none"), ("llama", "left"), ("bart", "left"),
         ("bart", "right"), ("t5", "none"), ("t5", "left"), ("mistral", "left"), ("mistral", "right"), ("bert", "left"),
     ],
 )  # fmt: skip
 def test_via_weights_agrees_with_the_attention_interface(name, side):
-    """Statistics, maps and evidence, which take a second look."""
+    """Statistics, and the maps and role evidence of collectors, which need a second pass over the weights."""
     model, inputs = build(name), models.inputs(FAMILIES[name], torch.float32)
     if side != "none":
         inputs["attention_mask"] = padding(side)
@@ -148,15 +148,15 @@ def test_via_weights_agrees_with_the_attention_interface(name, side):
         assert set(columns) - set(others) == {"max_logit", "max_logit_std", "max_logit_max"}
         for column, values in others.items():
             torch.testing.assert_close(values, columns[column], rtol=1e-5, atol=1e-5, msg=f"{one.site}: {column}")
-        told, read_ = ordinary.collected[one.site], weights.collected[other.site]
+        expected, actual = ordinary.collected[one.site], weights.collected[other.site]
         for collector in ("maps", "evidence"):
-            if collector in told:
-                for part, tensor in told[collector].state().items():
+            if collector in expected:
+                for part, tensor in expected[collector].state().items():
                     torch.testing.assert_close(
-                        read_[collector].state()[part], tensor, rtol=1e-4, atol=1e-4, msg=f"{one.site}: {part}"
+                        actual[collector].state()[part], tensor, rtol=1e-4, atol=1e-4, msg=f"{one.site}: {part}"
                     )
-        assert told["contributions"].moments is not None
-        assert read_["contributions"].moments is None
+        assert expected["contributions"].moments is not None
+        assert actual["contributions"].moments is None
 
 
 @pytest.mark.parametrize("name", [*DECODERS, "mistral"])
@@ -192,8 +192,8 @@ def test_slots_of_a_preallocated_cache_that_are_not_written_are_no_keys(name):
         torch.testing.assert_close(other[column], one[column], rtol=1e-5, atol=1e-5, msg=column)
 
 
-def test_a_mask_of_all_target_tokens_beside_a_cache():
-    """A step of a decoder has fewer queries than its mask has tokens; its cross-attention as well."""
+def test_a_decoder_mask_covers_cached_and_new_tokens():
+    """With a cache, a decoder step has fewer queries than its mask has tokens, also in cross-attention."""
     model, target = build("t5"), padding("left", torch.tensor([11, 3, 7]), 11)
     ids, source, encoder_ids = models.tokens(length=11, seed=2), padding("right"), models.tokens()
     tables = []
@@ -213,7 +213,7 @@ def test_a_mask_of_all_target_tokens_beside_a_cache():
         torch.testing.assert_close(other[column], one[column], rtol=1e-5, atol=1e-5, equal_nan=True, msg=column)
 
 
-def test_weights_that_are_handed_on_with_an_encoders_output_were_counted_before():
+def test_weights_in_a_passed_encoder_output_are_not_counted_again():
     model, inputs = build("mvp"), models.inputs(MVP)
     with torch.no_grad(), polyhead.observe(model, via_weights=True) as session:
         encoded = model.get_encoder()(input_ids=inputs["input_ids"], output_attentions=True)
@@ -255,9 +255,9 @@ def test_the_work_grows_with_the_square_of_the_context():
     for size in (32, 64):
         ids = torch.randint(5, VOCABULARY, (1, size))
         found = []
-        for watched in (False, True):
+        for observed in (False, True):
             with torch.no_grad(), ExitStack() as stack:
-                if watched:
+                if observed:
                     maps = AttentionMaps(size, resolution=4)
                     stack.enter_context(polyhead.observe(model, collect=[maps], via_weights=True))
                 counter = stack.enter_context(FlopCounterMode(display=False))
@@ -267,7 +267,7 @@ def test_the_work_grows_with_the_square_of_the_context():
     assert 0 < costs[1] <= 4 * costs[0]
 
 
-def test_rounded_weights_are_read_as_shares_of_one():
+def test_rounded_weights_are_normalised_to_sum_to_one():
     _, exact = read(build(), input_ids=models.tokens())
     _, rounded = read(build().half(), input_ids=models.tokens())
     one, other = exact.profile, rounded.profile
@@ -275,11 +275,11 @@ def test_rounded_weights_are_read_as_shares_of_one():
     torch.testing.assert_close(other["entropy"], one["entropy"], rtol=0.05, atol=0.05)
 
 
-# ---- what the caller sees, and what is left behind
+# ---- the model's outputs, and its state afterwards
 
 
 @pytest.mark.parametrize("name", ["bloom", "llama", "t5"])
-def test_the_caller_gets_weights_only_if_they_were_asked_for(name):
+def test_the_caller_gets_weights_only_if_requested(name):
     model, inputs = build(name), models.inputs(FAMILIES[name], torch.float32)
     with torch.no_grad():
         plain, full = model(**inputs), model(**inputs, output_attentions=True)
@@ -326,7 +326,7 @@ def test_the_model_is_as_it_was(name, fails):
         assert torch.equal(result(model(**inputs)), expected)
 
 
-def test_a_call_that_raised_does_not_silence_the_next():
+def test_calls_after_one_that_raised_are_counted():
     model, ids = build(), models.tokens()
     with torch.no_grad(), polyhead.observe(model, via_weights=True) as session:
         with pytest.raises(IndexError):
@@ -338,7 +338,7 @@ def test_a_call_that_raised_does_not_silence_the_next():
     assert session.profile["tokens"].eq(2 * ids.numel()).all()
 
 
-def test_gradients_flow_beside_it():
+def test_gradients_are_unchanged():
     model, ids = build(), models.tokens()
     model(input_ids=ids, labels=ids).loss.backward()
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -350,7 +350,7 @@ def test_gradients_flow_beside_it():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=BOUND * size, msg=name)
 
 
-def test_the_argument_may_be_given_by_its_place():
+def test_output_attentions_may_be_positional():
     model, ids = build(), models.tokens()
     names = list(inspect.signature(model.forward).parameters)
     given = [ids, *[None] * (names.index("output_attentions") - 1)]
@@ -360,7 +360,7 @@ def test_the_argument_may_be_given_by_its_place():
     assert session.profile["tokens"].eq(2 * ids.numel()).all()
 
 
-# ---- what is chosen
+# ---- names and selection
 
 
 def test_base_model_and_full_model_use_the_same_names():
@@ -374,7 +374,7 @@ def test_base_model_and_full_model_use_the_same_names():
     assert repr(session) == f"Session(BloomForCausalLM, 8 heads observed; {COST})"
 
 
-def test_a_model_inside_a_module_goes_by_its_path():
+def test_a_model_inside_a_module_is_named_by_its_path():
     class Wrapped(nn.Module):
         def __init__(self):
             super().__init__()
@@ -404,7 +404,7 @@ def test_layers_heads_and_every_other_call():
         torch.testing.assert_close(table[column][0], whole[column][6], rtol=1e-12, atol=1e-12, msg=column)
 
 
-def test_a_sample_of_tokens_passes_by_where_nothing_is_written():
+def test_a_token_sample_is_empty_without_head_outputs():
     sample = TokenSample({("attentions.0", "self"): torch.zeros(4, 8, 8)})
     with torch.no_grad(), polyhead.observe(build(), via_weights=True, collect=[sample]) as session:
         session.metadata = BatchMetadata(documents=torch.arange(BATCH))
@@ -413,7 +413,7 @@ def test_a_sample_of_tokens_passes_by_where_nothing_is_written():
     assert session.observations.collected[site]["token_sample"].hashes.numel() == 0
 
 
-# ---- refusing
+# ---- errors
 
 
 @pytest.mark.parametrize(
@@ -427,7 +427,7 @@ def test_a_sample_of_tokens_passes_by_where_nothing_is_written():
         ({"adapters": {"transformer": None}}, "combined with adapters, got both"),
     ],
 )
-def test_options_that_cannot_be(options, words):
+def test_unsupported_options_are_refused(options, words):
     with pytest.raises(OptionError, match=words):
         polyhead.observe(build(), via_weights=True, **options)
 
@@ -437,7 +437,7 @@ def test_a_module_without_a_model_of_transformers_is_refused():
         polyhead.observe(nn.Linear(3, 3), via_weights=True)
 
 
-def test_without_it_the_error_names_it():
+def test_without_via_weights_the_error_suggests_it():
     with pytest.raises(OptionError, match=r"got BloomForCausalLM.*via_weights=True.*--via-weights"):
         polyhead.observe(build())
 
@@ -449,7 +449,7 @@ def test_without_it_the_error_names_it():
         ({"attention_mask": torch.ones(BATCH, 1, TOKENS, TOKENS).bool().tril()}, r"here \[3, 23\] .* got \[3, 1, 23,"),
     ],
 )
-def test_calls_that_cannot_be_read(inputs, words):
+def test_calls_without_readable_weights_or_mask_are_refused(inputs, words):
     with pytest.raises(OptionError, match=words):
         read(build("llama"), input_ids=models.tokens(), **inputs)
 
@@ -511,7 +511,7 @@ def test_gates_are_refused():
             model(input_ids=ids)
 
 
-def test_one_session_at_a_time():
+def test_a_second_session_is_refused():
     model = build("llama")
     with (
         polyhead.observe(model, via_weights=True),

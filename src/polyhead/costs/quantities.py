@@ -8,16 +8,16 @@ import torch
 
 from polyhead.errors import OptionError
 
-_COUNTS = ("", "K", "M", "G", "T", "P", "E")
-_BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)", re.IGNORECASE)
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
-_DTYPES |= {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+_SI_PREFIXES = ("", "K", "M", "G", "T", "P", "E")
+_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)", re.IGNORECASE)
+_DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+_DTYPE_ALIASES |= {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|µs|ms|s)")
 
 
 def check_count(name: str, number: object, *, least: int = 0) -> None:
-    """Raise unless `number` is an integer of at least `least`, 0 or 1."""
+    """Raise unless `number` is an integer of at least `least`, which is 0 or 1."""
     if isinstance(number, bool) or not isinstance(number, int) or number < least:
         raise OptionError(f"{name} must be a {'positive' if least else 'non-negative'} integer, got {number!r}")
 
@@ -28,7 +28,7 @@ def count(number: float) -> str:
     >>> count(0), count(999), count(41943040), count(5.1e18)
     ('0', '999', '41.9 M', '5.1 E')
     """
-    return _scaled(float(number), 1000, _COUNTS)
+    return _scaled(float(number), 1000, _SI_PREFIXES)
 
 
 def size(number: float) -> str:
@@ -37,7 +37,7 @@ def size(number: float) -> str:
     >>> size(512), size(131072), size(1.5 * 2**30)
     ('512 B', '128 KiB', '1.5 GiB')
     """
-    return _scaled(float(number), 1024, _BYTES)
+    return _scaled(float(number), 1024, _BYTE_UNITS)
 
 
 def seconds(number: float) -> str:
@@ -57,12 +57,12 @@ def parse_count(text: str, *, of_bytes: bool = False) -> int:
     >>> parse_count("1.5G"), parse_count("64KiB", of_bytes=True), parse_count("64K", of_bytes=True)
     (1500000000, 65536, 65536)
     """
-    match = _SIZE.fullmatch(text.strip())
+    match = _QUANTITY.fullmatch(text.strip())
     if match is None or (match[3] and not of_bytes):
         example = "65536, 64KiB or 1.5GiB" if of_bytes else "1000000, 500M or 1.5G"
         raise ValueError(f"expected a number such as {example}; got {text!r}")
     base = 1024 if of_bytes else 1000
-    return round(float(match[1]) * base ** _COUNTS.index(match[2].upper()))
+    return round(float(match[1]) * base ** _SI_PREFIXES.index(match[2].upper()))
 
 
 def parse_seconds(text: str) -> float:
@@ -78,7 +78,7 @@ def parse_seconds(text: str) -> float:
 
 
 def plural(number: int, noun: str) -> str:
-    """Format a number of things.
+    """Format a count and its noun, in the plural unless the count is 1.
 
     >>> plural(1, "head"), plural(4096, "head")
     ('1 head', '4,096 heads')
@@ -97,7 +97,7 @@ def named_dtype(name: object) -> torch.dtype:
     (torch.bfloat16, torch.float32)
     """
     text = str(name).removeprefix("torch.").lower()
-    dtype = getattr(torch, _DTYPES.get(text, text), None)
+    dtype = getattr(torch, _DTYPE_ALIASES.get(text, text), None)
     if not isinstance(dtype, torch.dtype):
         raise OptionError(f"dtype must be float32, bfloat16, float16, float8_e4m3fn or int8; got {name!r}")
     return dtype
@@ -105,6 +105,7 @@ def named_dtype(name: object) -> torch.dtype:
 
 def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:
     for unit in units:
+        # A number that would print as 1000 (or 1024) of a unit is 1 of the next one.
         if number < base * 0.9995 or unit == units[-1]:
             return f"{_digits(number)} {unit}".rstrip()
         number /= base

@@ -19,32 +19,32 @@ from polyhead.observation import AttentionSite, HeadProjections, Observations
 from polyhead.observation.collectors import Collected, states_of
 from polyhead.observation.token_sample import SiteSample, TokenSample
 
-TOKENS = 1024  # of the sample
+TOKENS = 1024  # size of the sample
 WIDTH = 64  # dimensions of the random projection
-CANDIDATES = 20  # pairs that are measured and reported
-BYTES = 1 << 28  # of a sample with the full outputs of all heads
-FULL, PROJECTED = "said", "sketches"  # names of the collectors, as in saved observations
+CANDIDATES = 20  # number of pairs that are measured and reported
+BYTES = 1 << 28  # memory limit for the full outputs of all heads at the sampled tokens
+FULL, PROJECTED = "said", "sketches"  # names of the two collectors, fixed by the format of saved observations
 
 
 def sample_of(
     head_projections: Mapping[AttentionSite, HeadProjections], seed: int, most_bytes: int = BYTES
 ) -> TokenSample | None:
     """Return the collector of full or projected head outputs; None if fewer than two sites have a known W_O."""
-    outputs = _outputs(head_projections)
-    if len(outputs) < 2:
+    w_o = _output_projections(head_projections)
+    if len(w_o) < 2:
         return None
-    if 4 * TOKENS * sum(x.shape[0] * x.shape[1] for x in outputs.values()) <= most_bytes:
-        return TokenSample({place: _identity(x) for place, x in outputs.items()}, TOKENS, seed=seed, name=FULL)
+    if 4 * TOKENS * sum(x.shape[0] * x.shape[1] for x in w_o.values()) <= most_bytes:
+        return TokenSample({site_key: _identity(x) for site_key, x in w_o.items()}, TOKENS, seed=seed, name=FULL)
     projections: dict[tuple[str, str], Tensor] = {}
-    for width in {x.shape[2] for x in outputs.values()}:
+    for width in {x.shape[2] for x in w_o.values()}:
         generator = torch.Generator().manual_seed(seed)
         matrix = torch.randn(width, WIDTH, generator=generator) / WIDTH**0.5
-        projections |= {place: x.float() @ matrix for place, x in outputs.items() if x.shape[2] == width}
+        projections |= {site_key: x.float() @ matrix for site_key, x in w_o.items() if x.shape[2] == width}
     return TokenSample(projections, TOKENS, seed=seed, name=PROJECTED)
 
 
 def method(sample: TokenSample) -> Reason:
-    """Return the method by which pairs of different layers were found."""
+    """Describe how the pairs were found: every pair measured, or candidates by random projections."""
     heads = sum(len(x) for x in sample.projections.values())
     used = 4 * sample.tokens * sum(x.shape[0] * x.shape[2] for x in sample.projections.values()) / 2**20
     fields = {"heads": heads, "tokens": sample.tokens, "mebibytes": used}
@@ -63,23 +63,23 @@ def pairs(
 
     `watch` runs the model over the text once more with a collector, if the sample has only projected outputs.
     """
-    outputs = _outputs(head_projections)
+    w_o = _output_projections(head_projections)
     stacks = _by_stack(collected, sample.name)
     if sample.name == FULL:
-        stacks = {key: [(site, _contributions(rows, outputs, site)) for site, rows in x] for key, x in stacks.items()}
+        stacks = {key: [(site, _contributions(rows, w_o, site)) for site, rows in x] for key, x in stacks.items()}
     candidates: list[tuple[float, Head, Head]] = []
     for sites in stacks.values():
         candidates += _candidates(sites)
     candidates = sorted(candidates, key=lambda x: -x[0])[:CANDIDATES]
     if sample.name == FULL:
         return tuple(Pair(one, other, cosine, cosine) for cosine, one, other in candidates)
-    measured = _measured(candidates, outputs, sample, watch)
+    measured = _measured(candidates, w_o, sample, watch)
     return tuple(sorted(measured, key=lambda pair: -pair.cosine))
 
 
 def _measured(
     candidates: list[tuple[float, Head, Head]],
-    outputs: Mapping[tuple[str, str], Tensor],
+    w_o: Mapping[tuple[str, str], Tensor],
     sample: TokenSample,
     watch: Callable[[TokenSample], Observations],
 ) -> list[Pair]:
@@ -87,22 +87,22 @@ def _measured(
     chosen: dict[tuple[str, str], tuple[int, ...]] = {}
     for _, *heads in candidates:
         for site, head in heads:
-            place = (site.name, site.kind)
-            chosen[place] = tuple(sorted({*chosen.get(place, ()), head}))
+            site_key = (site.name, site.kind)
+            chosen[site_key] = tuple(sorted({*chosen.get(site_key, ()), head}))
     if not len(chosen):
         return []
-    identities = {place: _identity(outputs[place][: len(heads)]) for place, heads in chosen.items()}
+    identities = {site_key: _identity(w_o[site_key][list(heads)]) for site_key, heads in chosen.items()}
     exact = watch(TokenSample(identities, sample.tokens, chosen, sample.seed, "chosen_heads"))
     centred: dict[Head, Tensor] = {}
     for site, state in states_of(exact.collected, "chosen_heads", SiteSample).items():
         rows = state.rows()
         for index, head in enumerate(chosen[site.name, site.kind]):
-            centred[site, head] = (rows[:, index] - rows[:, index].mean(0)) @ outputs[site.name, site.kind][head]
+            centred[site, head] = (rows[:, index] - rows[:, index].mean(0)) @ w_o[site.name, site.kind][head]
     return [Pair(one, other, estimate, _cosine(centred[one], centred[other])) for estimate, one, other in candidates]
 
 
-def _outputs(head_projections: Mapping[AttentionSite, HeadProjections]) -> dict[tuple[str, str], Tensor]:
-    """Return the output projection, [heads, value_dim, embed_dim], of every site where it is known."""
+def _output_projections(head_projections: Mapping[AttentionSite, HeadProjections]) -> dict[tuple[str, str], Tensor]:
+    """Return W_O by head, [heads, value_dim, embed_dim], of every site where it is known, by (name, kind)."""
     return {
         (site.name, site.kind): x.output.detach().cpu().double()
         for site, x in head_projections.items()
@@ -110,14 +110,14 @@ def _outputs(head_projections: Mapping[AttentionSite, HeadProjections]) -> dict[
     }
 
 
-def _identity(output: Tensor) -> Tensor:
-    """Return identity projections, so that the sample contains the outputs themselves."""
-    return torch.eye(output.shape[1]).expand(output.shape[0], -1, -1)
+def _identity(w_o: Tensor) -> Tensor:
+    """Return an identity projection for each head, so that the sample contains the outputs themselves."""
+    return torch.eye(w_o.shape[1]).expand(w_o.shape[0], -1, -1)
 
 
-def _contributions(rows: Tensor, outputs: Mapping[tuple[str, str], Tensor], site: AttentionSite) -> Tensor:
-    """Return the contributions [tokens, heads, embed_dim]; float32 suffices for cosines."""
-    return torch.einsum("thd,hde->the", rows.float(), outputs[site.name, site.kind].float())
+def _contributions(rows: Tensor, w_o: Mapping[tuple[str, str], Tensor], site: AttentionSite) -> Tensor:
+    """Return contributions to the residual stream, [tokens, heads, embed_dim]; float32 suffices for cosines."""
+    return torch.einsum("thd,hde->the", rows.float(), w_o[site.name, site.kind].float())
 
 
 def _by_stack(collected: Collected, name: str) -> dict[tuple[str, int], list[Any]]:
@@ -141,13 +141,13 @@ def _candidates(sites: list[tuple[AttentionSite, Tensor]]) -> list[tuple[float, 
     flat = (outputs - outputs.mean(0)).transpose(0, 1).flatten(1)
     flat = flat / flat.norm(dim=1, keepdim=True).clamp_min(torch.finfo(flat.dtype).tiny)
     similarity = flat @ flat.T
-    layer = torch.tensor([index for index, (_, rows) in enumerate(sites) for _ in range(rows.shape[1])])
-    similarity = torch.where((layer[:, None] < layer), similarity, -torch.inf)
+    site_index = torch.tensor([index for index, (_, rows) in enumerate(sites) for _ in range(rows.shape[1])])
+    similarity = torch.where((site_index[:, None] < site_index), similarity, -torch.inf)
     count = min(CANDIDATES, int(similarity.isfinite().sum()))
-    values, places = similarity.flatten().topk(count)
+    values, flat_indices = similarity.flatten().topk(count)
     return [
-        (float(value), heads[int(place) // len(heads)], heads[int(place) % len(heads)])
-        for value, place in zip(values, places, strict=True)
+        (float(value), heads[int(index) // len(heads)], heads[int(index) % len(heads)])
+        for value, index in zip(values, flat_indices, strict=True)
     ]
 
 

@@ -1,4 +1,4 @@
-"""Settings and progress reports of an inspection."""
+"""`Settings` of an inspection, saved with a run."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ _PERMISSIONS = ("allow_pickle", "trust_remote_code")  # saved by earlier version
 class Settings:
     """Settings of an inspection; a resumed run must have the same.
 
-    `context` is the number of tokens of a sequence, at most 512 by default. `tokens` is the total number of tokens.
-    `importance` is "ablation" (of every head in turn), "gradient", "none", or "auto": gradients where the model
-    predicts tokens, ablation on a short text where it does not.
+    `model` and `text` are names or paths, `field` is the text field of .jsonl and .parquet files. `context` is the
+    maximum number of tokens per sequence, by default 512 or the model's maximum if that is smaller; `tokens` is the
+    maximum number in total, `batch_tokens` per batch. `layers` and `statistics` restrict what is observed. `importance`
+    is "ablation" (of every head in turn), "gradient", "none", or "auto": gradients for causal and masked language
+    models, none for encoder-decoders, ablation for other models. With `via_weights` there is no importance.
 
     Permissions (`allow_pickle`, `trust_remote_code`) are not settings: settings are saved with a run, and a file must
     never grant permissions.
@@ -37,8 +39,8 @@ class Settings:
     layers: tuple[int, ...] | None = None
     statistics: tuple[str, ...] | None = None
     importance: Literal["auto", "none", "gradient", "ablation"] = "auto"
-    chance: bool = True  # whether to run the baseline with random weights
-    via_weights: bool = False  # use the attention weights that the model returns; slow, and O(n²) in memory
+    chance: bool = True  # also observe a model with random weights, as the chance level
+    via_weights: bool = False  # observe the attention weights that the model returns; slow, and O(n²) in memory
     seed: int = 0
     device: str = "cpu"
     dtype: str | None = None

@@ -70,7 +70,10 @@ class _Trunk(nn.Module):
         self.norm = type(first.attention_norm)(embed_dim) if first.norm_first else nn.Identity()
 
     def embed(self, tokens: Tensor, positions: int | Tensor = 0) -> Tensor:
-        """Embed tokens [batch, sequence] as [batch, sequence, embed_dim], of unit variance before positions."""
+        """Embed tokens [batch, sequence] as [batch, sequence, embed_dim], of unit variance before positions are added.
+
+        `positions` is the position of the first token, or the positions of all tokens.
+        """
         if tokens.ndim != 2:
             raise ShapeError(f"tokens must be [batch, sequence], got shape {list(tokens.shape)}")
         if tokens.is_floating_point() or tokens.dtype is torch.bool:
@@ -150,7 +153,7 @@ class LanguageModel(_Trunk):
             mask, lengths = padding if mask is None else mask & padding, None
         source_mask = None
         if source_lengths is not None:
-            # Explicit query lengths, because with as many keys as queries these would be padded alike.
+            # Explicit query lengths: without them, Mask.lengths pads the queries like the keys if there are as many.
             source_mask = Mask.lengths(source_lengths, queries=torch.full((batch,), count)).to(tokens.device)
         start: int | Tensor = 0
         if token_positions is not None:
@@ -185,8 +188,8 @@ class LanguageModel(_Trunk):
     ) -> list[KVCache]:
         """Return a cache per block: "growing", "preallocated", "rolling", "paged", "quantized" or a class.
 
-        `capacity` is in tokens, for the kinds that need one; a rolling cache takes the blocks' window unless `window`
-        is given. `options` are passed to the cache's constructor.
+        `capacity` is in tokens per sequence, for the kinds that need one; a rolling cache takes the blocks' window
+        unless `window` is given. `options` are passed to the cache's constructor.
         """
         build = _CACHES.get(kind) if isinstance(kind, str) else kind
         if build is None:
@@ -243,15 +246,15 @@ class LanguageModel(_Trunk):
         rows = torch.arange(batch, device=tokens.device)
         ends = torch.tensor(prompt_lengths, dtype=torch.long, device=tokens.device)
         if side == "left":
-            place = torch.arange(width, device=tokens.device) + (width - ends)[:, None]
-            tokens = tokens.gather(1, place % max(width, 1))  # left padding becomes right padding
+            column = torch.arange(width, device=tokens.device) + (width - ends)[:, None]
+            tokens = tokens.gather(1, column % max(width, 1))  # left padding becomes right padding
         if isinstance(caches, str):
             caches = self.new_caches(caches, batch, capacity=width + max_new_tokens)
-        block, padded = tokens, None if lengths is None else prompt_lengths
+        step_tokens, step_lengths = tokens, None if lengths is None else prompt_lengths
         done = torch.zeros(batch, dtype=torch.bool, device=tokens.device)
         new: list[Tensor] = []
         for _ in range(max_new_tokens):
-            logits = self(block, caches=caches, lengths=padded, **source)[rows, ends - 1]
+            logits = self(step_tokens, caches=caches, lengths=step_lengths, **source)[rows, ends - 1]
             token = _sample(logits, temperature, top_k, generator)
             if eos is not None:
                 token = torch.where(done, eos, token)
@@ -260,10 +263,11 @@ class LanguageModel(_Trunk):
             if eos is not None and bool(done.all()):
                 break
             if caches is not None:
-                block, ends, padded = token[:, None], torch.ones_like(ends), None
+                step_tokens, ends, step_lengths = token[:, None], torch.ones_like(ends), None
             else:
-                block = F.pad(block, (0, 1)).index_put((rows, ends), token)
-                ends, padded = ends + 1, None if padded is None else [length + 1 for length in padded]
+                step_tokens = F.pad(step_tokens, (0, 1)).index_put((rows, ends), token)
+                ends = ends + 1
+                step_lengths = None if step_lengths is None else [length + 1 for length in step_lengths]
         return torch.stack(new, 1) if new else tokens[:, :0]
 
 

@@ -1,4 +1,4 @@
-"""Routed heads against the formula: both shapes, fixed and varying numbers of heads, masks, gates, gradients."""
+"""`RoutedHeads` against the formula: both shapes, fixed and varying numbers of heads, masks, gates, gradients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "full, threshold": {"shape": "full", "threshold": 0.25, "k_min": 2, "always_on": 1, "bias": False},
 }
 shapes = pytest.mark.parametrize("options", SHAPES.values(), ids=SHAPES)
-DENSE = ("shared", "full")
+LAYER_SHAPES = ("shared", "full")
 
 
 def make(options: dict[str, Any], **more: Any) -> RoutedHeads:
@@ -78,8 +78,8 @@ def test_gradients_are_those_of_the_formula(options):
     found = torch.autograd.grad(result.output, inputs, gradient)
     named = dict(zip(["x", *dict(layer.named_parameters())], found, strict=True))
     assert named["router.gate.weight"].abs().max() > 1e-6
-    for name, wanted in zip(named, torch.autograd.grad(expected, inputs, gradient), strict=True):
-        torch.testing.assert_close(named[name], wanted, msg=lambda text, name=name: f"{name}: {text}")
+    for name, expected_grad in zip(named, torch.autograd.grad(expected, inputs, gradient), strict=True):
+        torch.testing.assert_close(named[name], expected_grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_second_derivatives_pass_through_the_grouped_products():
@@ -99,11 +99,11 @@ def test_cross_attention_and_a_remembered_source(options):
     torch.testing.assert_close(layer(x, layer.remember(source)).output, expected)
 
 
-# ---- every head with weight 1 is the layer without a gate
+# ---- dense attention: every head with weight 1
 
 
 def dense_twin(layer: RoutedHeads) -> MultiHeadAttention:
-    """Multi-head attention with the same heads."""
+    """Return multi-head attention with the same heads."""
     layout = layer.layout
     twin = MultiHeadAttention(
         layout.embed_dim, layer.num_heads, num_kv_heads=layout.num_kv_heads, head_dim=layout.head_dim,
@@ -123,7 +123,7 @@ def dense_twin(layer: RoutedHeads) -> MultiHeadAttention:
 @pytest.mark.numerics
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", DENSE)
+@pytest.mark.parametrize("shape", LAYER_SHAPES)
 def test_every_head_with_weight_one_is_the_dense_layer_within_the_error_budget(shape, dtype):
     exact = make({"shape": shape, "top_k": 2}, causal=True)
     layer = RoutedHeads(EMBED, HEADS, head_dim=DIM, shape=shape, top_k=2, causal=True, dtype=dtype)
@@ -142,7 +142,7 @@ def test_every_head_with_weight_one_is_the_dense_layer_within_the_error_budget(s
         assert_within_error_budget(routed, exact=exactly, plain=plain, name=name)
 
 
-# ---- what is told
+# ---- statistics and weights
 
 
 @shapes
@@ -161,14 +161,14 @@ def test_statistics_are_those_of_the_chosen_rows_and_no_others(options):
         "window_mass": (weights * (distance.abs() <= 3)).sum(-1),
         "visible_keys": chosen * torch.arange(1.0, LENGTH + 1, dtype=DOUBLE),
     }
-    for name, wanted in expected.items():
-        torch.testing.assert_close(getattr(rows, name), wanted, msg=lambda text, name=name: f"{name}: {text}")
+    for name, values in expected.items():
+        torch.testing.assert_close(getattr(rows, name), values, msg=lambda text, name=name: f"{name}: {text}")
     assert torch.equal(rows.max_logit == -torch.inf, ~chosen)
     assert torch.equal(result.logsumexp == -torch.inf, ~chosen)
 
 
 @pytest.mark.parametrize("kind", ["shared", "shared, two KV heads"])
-def test_weights_stand_by_head_and_are_zero_where_none_was_chosen(kind):
+def test_weights_are_those_of_the_formula_and_zero_for_heads_not_chosen(kind):
     layer, x = make(SHAPES[kind]), tokens()
     result = layer(x, weights=True)
     _, expected = routed_formula(layer, x, result.routing)
@@ -176,17 +176,17 @@ def test_weights_stand_by_head_and_are_zero_where_none_was_chosen(kind):
 
 
 @shapes
-def test_a_gate_of_zero_takes_a_head_out_and_gates_multiply(options):
+def test_gates_multiply_head_outputs(options):
     layer, x = make(options), tokens()
-    maps = HEADS * layer.rows_per_head
+    maps = HEADS * layer.rows_per_head  # heads of KV head 0, then those of KV head 1, ...
     routing = layer(x).routing
     gate = torch.rand(BATCH, maps, LENGTH, dtype=DOUBLE)
-    gate[:, ::HEADS] = 0.0  # head 0, over every KV head
+    gate[:, ::HEADS] = 0.0  # head 0, with every KV head
     found = layer(x, routing=routing, head_gate=gate, statistics="entropy")
     out = torch.zeros_like(x) + (0.0 if layer.output_bias is None else layer.output_bias)
     dim = layer.layout.value_dim
     for row in range(layer.rows_per_head):
-        # One KV head at a time: the others' part of the output matrices is zero.
+        # One KV head at a time: the rows of W_O for the others are zero.
         only = make(options)
         only.load_state_dict(layer.state_dict())
         with torch.no_grad():
@@ -194,9 +194,9 @@ def test_a_gate_of_zero_takes_a_head_out_and_gates_multiply(options):
             part[:, row * dim : (row + 1) * dim] = layer.output_weight[:, row * dim : (row + 1) * dim]
             only.output_weight.copy_(part)
         factors = gate[:, row * HEADS : (row + 1) * HEADS].transpose(1, 2).gather(2, routing.heads)
-        weighed = Routing(routing.heads, routing.weights * factors, HEADS, counts=routing.counts)
-        whole = only(x, routing=weighed).output
-        out = out + whole - (0.0 if layer.output_bias is None else layer.output_bias)
+        gated = Routing(routing.heads, routing.weights * factors, HEADS, counts=routing.counts)
+        part_output = only(x, routing=gated).output
+        out = out + part_output - (0.0 if layer.output_bias is None else layer.output_bias)
     torch.testing.assert_close(found.output, out)
     layer.head_gate = gate
     torch.testing.assert_close(layer(x, routing=routing).output, out)
@@ -205,31 +205,31 @@ def test_a_gate_of_zero_takes_a_head_out_and_gates_multiply(options):
     )
 
 
-# ---- what is computed
+# ---- cost
 
 
 @shapes
-def test_no_row_is_multiplied_that_nobody_chose(options, monkeypatch):
-    layer, x, seen = make(options), tokens(), []
+def test_only_selected_rows_are_projected(options, monkeypatch):
+    layer, x, multiplied = make(options), tokens(), []
 
     def parts(order: Tensor, ends: Tensor, matrices: Tensor) -> Any:
-        found = wanted(order, ends, matrices)
-        seen.append(sum(len(index) for index, _ in found))
+        found = original(order, ends, matrices)
+        multiplied.append(sum(len(index) for index, _ in found))
         return found
 
-    wanted = row_products._parts
+    original = row_products._parts
     monkeypatch.setattr(row_products, "_parts", parts)
     routing = layer(x).routing
     chosen = int(routing.is_chosen.sum())
     assert chosen < BATCH * LENGTH * HEADS
-    assert seen == [chosen, chosen]  # the queries, and the output
+    assert multiplied == [chosen, chosen]  # rows of the query and the output projection
 
 
 # ---- positions, norms and other options
 
 
 @shapes
-def test_rotary_positions_and_norms_go_by_row(options):
+def test_rotary_positions_and_norms_are_applied_per_row(options):
     layer = make(options, head_dim=6, value_dim=6, positions=Rotary(6), qk_norm="rms", softcap=3.0, scale=0.7)
     x = tokens()
     routing = Routing.every_head(BATCH, LENGTH, HEADS, x)
@@ -275,7 +275,7 @@ def make_same(layer: RoutedHeads) -> RoutedHeads:
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
 def test_under_autocast_the_products_are_those_of_the_lower_dtype():
-    for shape in DENSE:
+    for shape in LAYER_SHAPES:
         layer = make({"shape": shape, "top_k": 2}).float()
         x = tokens().float()
         with torch.autocast("cpu", torch.bfloat16):
@@ -284,7 +284,7 @@ def test_under_autocast_the_products_are_those_of_the_lower_dtype():
         torch.testing.assert_close(result.output.float(), layer(x, routing=result.routing).output, rtol=0.1, atol=0.3)
 
 
-# ---- what is refused
+# ---- errors
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_calls_that_cannot_be_served_are_refused():
 @shapes
 def test_a_source_of_another_batch_is_refused_before_anything_is_computed(options):
     layer, x = make(options), tokens()
-    layer.router.register_forward_pre_hook(lambda *_: pytest.fail("the gate was asked"))
+    layer.router.register_forward_pre_hook(lambda *_: pytest.fail("the router was called"))
     for batch in (1, 2 * BATCH):
         source = torch.randn(batch, 7, EMBED, dtype=DOUBLE)
         with pytest.raises(ShapeError, match=f"must have the same batch size, got 3, {batch} and {batch}"):
@@ -344,7 +344,7 @@ def test_a_source_of_another_batch_is_refused_before_anything_is_computed(option
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_what_is_no_mask_is_refused_as_elsewhere(causal):
+def test_a_mask_of_another_type_is_refused(causal):
     layer, x = make({"top_k": 2}, causal=causal), tokens()
     for mask in (torch.ones(LENGTH, LENGTH), "causal"):
         with pytest.raises(MaskError, match=rf"must be a polyhead\.Mask, got {type(mask).__name__}; use Mask\.dense"):
@@ -352,12 +352,13 @@ def test_what_is_no_mask_is_refused_as_elsewhere(causal):
 
 
 def altered(**changes: Any) -> Routing:
-    """Heads 0 and 1 for every token, but for what is changed."""
+    """Return a routing to heads 0 and 1 for every token, with the given fields changed."""
     heads = torch.arange(2).repeat(BATCH, LENGTH, 1)
     return Routing(**{"heads": heads, "weights": torch.ones(BATCH, LENGTH, 2, dtype=DOUBLE), "num_heads": 6} | changes)
 
 
 def changed(tensor: Tensor, value: int) -> Tensor:
+    """Return a copy with `value` at token 4 of sequence 1."""
     tensor = tensor.clone()
     tensor[1, 4] = value
     return tensor
@@ -394,13 +395,13 @@ def changed(tensor: Tensor, value: int) -> Tensor:
         (altered(weights=altered().weights.to("meta")), DeviceError, "weights of a routing .* got meta and cpu"),
     ],
 )
-def test_a_routing_that_cannot_be_is_refused_by_name(kind, routing, error, words):
+def test_an_invalid_routing_is_refused(kind, routing, error, words):
     with pytest.raises(error, match=words):
         make(SHAPES[kind])(tokens(), routing=routing)
 
 
 @pytest.mark.parametrize("kind", ["shared, top_p", "full, threshold"])
-def test_slots_that_are_not_used_may_name_any_head(kind):
+def test_unused_slots_may_contain_any_head(kind):
     layer, x = make(SHAPES[kind]), tokens()
     counts = changed(torch.ones(BATCH, LENGTH, dtype=torch.int64), 0)
     same = torch.full((BATCH, LENGTH, 2), 3)
@@ -411,7 +412,7 @@ def test_slots_that_are_not_used_may_name_any_head(kind):
     assert torch.equal(given.is_chosen.sum(-1), counts)
 
 
-def test_a_checkpoint_of_another_layout_is_refused_before_a_weight_is_touched():
+def test_a_checkpoint_of_another_layout_is_refused():
     layer, other = make({"top_k": 2, "num_kv_heads": 2}), make({"top_k": 2, "head_dim": 10, "num_kv_heads": 1})
     assert layer.query_weight.shape == other.query_weight.shape
     with pytest.raises(CheckpointError, match="a different head layout"):

@@ -13,7 +13,7 @@ from polyhead.ops.common import tiles
 from tests.ops.oracle import ON_THE_CPU, Scene, Who, normal, result_and_gradients
 
 OURS = ("reference", "blockwise")
-BROKEN = (torch.nan, torch.inf, -torch.inf)
+NON_FINITE = (torch.nan, torch.inf, -torch.inf)
 
 
 @pytest.fixture(autouse=True)
@@ -22,16 +22,16 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 1)
 
 
-def hidden_half(queries: int, keys: int) -> Tensor:
-    """Return a mask with keys that no row sees and rows without visible keys."""
+def mask_with_empty_rows(queries: int, keys: int) -> Tensor:
+    """Return a random mask with keys that no row sees and rows without visible keys."""
     allowed = torch.rand(2, 1, queries, keys, generator=torch.Generator().manual_seed(3)) < 0.6
     allowed[:, :, :, 3:9] = False
     allowed[:, :, 5:8] = False
     return allowed
 
 
-# Queries, keys and a mask under which some queries see nothing, or some keys are seen by nobody.
-HIDING = {
+# Numbers of queries and keys, and a mask under which some queries have no visible key or no query sees some keys.
+MASKS = {
     "causal with more queries": (23, 19, Who(causal=True)),
     "window": (7, 23, Who(left=3, right=0)),
     "window of both sides": (7, 31, Who(left=3, right=2)),
@@ -57,14 +57,14 @@ HIDING = {
             causal=True,
         ),
     ),
-    "dense": (19, 23, Who(dense=hidden_half(19, 23))),
-    "keys alone": (19, 23, Who(dense=hidden_half(1, 23)[:, :, :1])),
+    "dense": (19, 23, Who(dense=mask_with_empty_rows(19, 23))),
+    "keys alone": (19, 23, Who(dense=mask_with_empty_rows(1, 23)[:, :, :1])),
     "everything hidden": (19, 23, Who(dense=torch.zeros(1, 1, 1, 23, dtype=torch.bool))),
 }
 
 
 def scene_of(kind: str, dtype: torch.dtype = torch.float32) -> Scene:
-    queries, keys, who = HIDING[kind]
+    queries, keys, who = MASKS[kind]
     parts = normal(2, 6, queries, 13, seed=1), normal(2, 2, keys, 13, seed=2), normal(2, 2, keys, 11, seed=3)
     return Scene(*(x.to(dtype) for x in parts), who=who)
 
@@ -89,23 +89,23 @@ def break_hidden(scene: Scene) -> tuple[Scene, int]:
     visible = scene.visible()
     batch, _, _, keys = scene.sizes
     kv_heads = scene.key.shape[1]
-    unseen = ~visible.view(batch, kv_heads, -1, keys).any(2)[..., None]
-    unseeing = ~visible.any(-1, keepdim=True)
+    unseen = ~visible.view(batch, kv_heads, -1, keys).any(2)[..., None]  # by no head of the group
+    empty = ~visible.any(-1, keepdim=True)
 
     def broken(x: Tensor, where: Tensor) -> Tensor:
-        filler = torch.tensor(BROKEN, dtype=x.dtype).repeat(x.numel() // 3 + 1)[: x.numel()].view_as(x)
+        filler = torch.tensor(NON_FINITE, dtype=x.dtype).repeat(x.numel() // 3 + 1)[: x.numel()].view_as(x)
         return torch.where(where, filler, x)
 
-    parts = {"query": broken(scene.query, unseeing), "key": broken(scene.key, unseen)}
+    parts = {"query": broken(scene.query, empty), "key": broken(scene.key, unseen)}
     parts["value"] = broken(scene.value, unseen)
     if scene.bias is not None:
         hidden = ~scene.who.visible(*scene.sizes).any(0, keepdim=True)
         parts["bias"] = torch.where(hidden, torch.nan, scene.bias)
-    return replace(scene, **parts), int(unseen.sum() + unseeing.sum())
+    return replace(scene, **parts), int(unseen.sum() + empty.sum())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("kind", HIDING)
+@pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("backend", ON_THE_CPU)
 def test_broken_numbers_behind_a_mask_change_nothing(backend: str, kind: str, dtype: torch.dtype) -> None:
     clean = scene_of(kind, dtype)
@@ -118,7 +118,7 @@ def test_broken_numbers_behind_a_mask_change_nothing(backend: str, kind: str, dt
         assert torch.equal(actual.gradients[name], grad), name
 
 
-@pytest.mark.parametrize("kind", HIDING)
+@pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("backend", OURS)
 def test_broken_numbers_behind_a_mask_change_nothing_with_every_option(backend: str, kind: str) -> None:
     clean = with_options(scene_of(kind))
@@ -133,7 +133,7 @@ def test_broken_numbers_behind_a_mask_change_nothing_with_every_option(backend: 
 
 @pytest.mark.parametrize("backend", ON_THE_CPU)
 @pytest.mark.parametrize("part", ["key", "value"])
-@pytest.mark.parametrize("filler", BROKEN)
+@pytest.mark.parametrize("filler", NON_FINITE)
 @pytest.mark.parametrize(
     "who",
     [
@@ -161,7 +161,7 @@ def test_a_broken_key_reaches_the_rows_that_see_it_and_no_other(
     tensor[1, 1, 6, 2] = filler
     result = replace(clean, **{part: tensor}).run(backend).output
     sees = torch.zeros(2, 6, 19, dtype=torch.bool)
-    sees[1, 3:] = clean.visible()[1, 3:, :, 6]
+    sees[1, 3:] = clean.visible()[1, 3:, :, 6]  # heads 3 to 5 share KV head 1
     assert sees.any()
     assert result[sees].isnan().all()
     assert torch.equal(result[~sees], clean.run(backend).output[~sees])
@@ -200,13 +200,13 @@ def test_a_nan_that_flows_back_into_an_empty_row_stops_there(backend: str) -> No
         assert grad.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", HIDING)
+@pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("backend", ON_THE_CPU)
 def test_a_row_with_nothing_to_attend_to_is_exactly_zero(backend: str, kind: str) -> None:
     scene = scene_of(kind)
     visible = scene.visible()
     empty = ~visible.any(-1)
-    unseen = ~visible.view(2, 2, -1, visible.shape[-1]).any(2)
+    unseen = ~visible.view(2, 2, -1, visible.shape[-1]).any(2)  # by no head of the group
     result = result_and_gradients(scene, backend, everything=backend in OURS)
     assert (result.output[empty] == 0).all()
     assert (result.output[~empty] != 0).any() or empty.all()

@@ -1,4 +1,4 @@
-"""Fewer KV heads: closed forms against direct decompositions, planted similarity, and whole models."""
+"""`convert_groups` on whole models: against mean pooling, undone, in plain transformers, and refusals."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from tests.integrations.huggingface import models
 from tests.surgery.gated import FAMILIES, batches_of_tokens, build, generated, result_of
 
 
-def converted_family(name: str, kv_heads: int, **options) -> models.Family:
+def family_with(name: str, **options) -> models.Family:
     family = FAMILIES[name]
     return models.Family(name, family.kind, {**family.options, **options})
 
 
 @pytest.mark.parametrize(
     ("name", "options", "kv_heads", "rounds"),
-    [  # every family once; a round of refinement, which begins with the closed form, in each kind of positions
+    [  # every family; refinement, which starts from the closed form, for every kind of positions
         ("llama", {}, 1, 1),
         ("llama", {"num_key_value_heads": 4}, 2, 0),
         ("qwen2", {}, 1, 0),
@@ -48,35 +48,35 @@ def converted_family(name: str, kv_heads: int, **options) -> models.Family:
         ("distilbert", {}, 2, 1),
     ],
 )
-def test_a_converted_model_is_nearer_to_what_it_was_than_one_with_means_and_comes_back(name, options, kv_heads, rounds):
-    family = converted_family(name, kv_heads, **options)
+def test_conversion_changes_the_output_less_than_mean_pooling_and_is_undone(name, options, kv_heads, rounds):
+    family = family_with(name, **options)
     model = build(family)
     model.set_attn_implementation(polyhead.integrations.huggingface.register())
-    before, config, whole = fingerprint(model), model.config.to_dict(), result_of(model, family)
+    before, config, original = fingerprint(model), model.config.to_dict(), result_of(model, family)
     layers = find_layers(model)
     pooled = apply(model, [GroupQueries(x.number, neighbours(x.layout.num_kv_heads, kv_heads)) for x in layers])
-    by_means = (result_of(model, family) - whole).norm()
+    pooled_error = (result_of(model, family) - original).norm()
     undo(model, pooled)
-    seen = []
+    calls = []
 
     def note(done: int, total: int) -> None:
-        seen.append((done, total))
+        calls.append((done, total))
 
     record = convert_groups(model, kv_heads, batches_of_tokens, rounds=rounds, progress=note)
-    assert seen == [(1, 2), (2, 2)]
+    assert calls == [(1, 2), (2, 2)]
     assert {x.layout.num_kv_heads for x in find_layers(model)} == {kv_heads}
-    off = (result_of(model, family) - whole).norm()
-    assert 0 < off < 0.95 * by_means
+    error = (result_of(model, family) - original).norm()
+    assert 0 < error < 0.95 * pooled_error
     assert edits_from_json(edits_to_json(record.edits)) == record.edits
     assert all(isinstance(edit, ShareKeys) for edit in record.edits)
     undo(model, record)
     assert fingerprint(model) == before == record.before
     assert model.config.to_dict() == config
-    assert torch.equal(result_of(model, family), whole)
+    assert torch.equal(result_of(model, family), original)
 
 
-def test_a_converted_llama_is_a_stock_model_that_generates():
-    family = converted_family("llama", 2, num_key_value_heads=4)
+def test_a_converted_llama_loads_in_plain_transformers_and_generates():
+    family = family_with("llama", num_key_value_heads=4)
     model = build(family)
     convert_groups(model, 2, batches_of_tokens)
     assert model.config.num_key_value_heads == 2
@@ -90,7 +90,7 @@ def test_an_encoder_and_a_decoder_are_converted_together_or_one_stack_of_them():
     family = FAMILIES["bart"]
     model = build(family)
     model.set_attn_implementation(polyhead.integrations.huggingface.register())
-    whole, before = result_of(model, family), fingerprint(model)
+    original, before = result_of(model, family), fingerprint(model)
     stacks = list(dict.fromkeys(layer.stack for layer in find_layers(model)))
     assert len(stacks) == 3
 
@@ -98,12 +98,13 @@ def test_an_encoder_and_a_decoder_are_converted_together_or_one_stack_of_them():
         return [models.inputs(family)] * 2
 
     one = convert_groups(model, 2, text, stack=stacks[0], rounds=1)
+    # The encoder is converted from 4 to 2 KV heads; the two stacks of the decoder have 2 from the start.
     assert {(layer.stack, layer.layout.num_kv_heads) for layer in find_layers(model)} == {(x, 2) for x in stacks}
     undo(model, one)
     record = convert_groups(model, 1, text, rounds=1)
     assert {edit.stack for edit in record.edits} == set(stacks)  # cross-attention too
     assert {layer.layout.num_kv_heads for layer in find_layers(model)} == {1}
-    assert (result_of(model, family) - whole).norm() < whole.norm()
+    assert (result_of(model, family) - original).norm() < original.norm()
     undo(model, record)
     assert fingerprint(model) == before
 
@@ -121,7 +122,7 @@ class Stack(nn.Module):
         return x
 
 
-def test_our_layers_are_converted_and_padding_counts_nothing():
+def test_polyhead_layers_are_converted_and_padding_is_ignored():
     model = Stack()
     x = torch.randn(3, 40, 24, dtype=torch.float64)
     padded = torch.cat((x, torch.full((3, 5, 24), 100.0, dtype=torch.float64)), 1)
@@ -131,12 +132,12 @@ def test_our_layers_are_converted_and_padding_counts_nothing():
     masked = collect_inputs(model, first, uncached_pieces([{"x": padded, "attention_mask": mask}]))
     torch.testing.assert_close(plain.key, masked.key)
     assert (plain.tokens, masked.tokens) == (120, 120)
-    whole = model(x)
+    original = model(x)
     record = convert_groups(model, 2, lambda: [{"x": x}])
     assert [layer.layout.num_kv_heads for layer in model.layers] == [2, 2]
-    assert (model(x) - whole).norm() < 0.5 * (whole - x).norm()
+    assert (model(x) - original).norm() < 0.5 * (original - x).norm()
     undo(model, record)
-    assert torch.equal(model(x), whole)
+    assert torch.equal(model(x), original)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_our_layers_are_converted_and_padding_counts_nothing():
         ("gpt_oss", 1, {}, "cannot be edited: it has sinks"),
     ],
 )
-def test_what_cannot_be_converted_is_refused_and_nothing_is_touched(name, count, options, words):
+def test_conversions_that_are_refused_leave_the_model_unchanged(name, count, options, words):
     model = build(FAMILIES[name])
     before = fingerprint(model)
     with pytest.raises(OptionError, match=words):

@@ -25,6 +25,7 @@ from polyhead.observation import Session, observe
 from polyhead.observation.evaluation_mode import evaluating
 from polyhead.ops.attention.scaled_dot_product import without_cudnn
 
+# Sites to gate and losses of a batch, from a forward without gates; reused for batches of the same shapes.
 Plan = tuple[tuple[GatedSite, ...], RowLosses]
 
 
@@ -38,14 +39,15 @@ def gradient_scores(
     overlap: bool = True,
     progress: Callable[[int, int | None], None] | None = None,
 ) -> Importance:
-    """Return |dL/dgate| and -dL/dgate of every head, where a gate multiplies the head's output and is 1.
+    """Return |dL/dgate| and -dL/dgate of every head, at gates of 1 that multiply the head outputs.
 
     `gradient` is the mean over rows of |dL/dgate| of the row's own loss (the head importance of Michel, Levy and
     Neubig, 2019), `taylor` is minus the mean of dL/dgate: the first-order estimate of the loss increase by ablation.
-    With `overlap`, the cosine similarity over tokens of the gradients of the heads of each layer is computed as well.
+    Rows are weighted by their number of predictions. With `overlap`, the cosine similarity of two heads' gradients over
+    tokens is computed as well, for all heads of each layer.
 
-    Arguments are those of `ablate`. Rows must be independent, as they are in a transformer. A scalar loss of a batch
-    counts as one row. No `.grad` is modified.
+    Arguments are those of `ablate`. Rows must not affect each other, as in a transformer, so that one backward gives
+    the gradient of every row's own loss. A scalar loss of a batch counts as one row. No `.grad` is modified.
 
     >>> from polyhead.layers.transformer import LanguageModel
     >>> model = LanguageModel(13, 8, 2, 1)
@@ -55,7 +57,7 @@ def gradient_scores(
     requested, layers, heads = as_loss(loss), as_collection(layers), as_collection(heads)
     if requested.flat is not None:
         raise OptionError(f"gradient scores need a loss with a gradient, got {requested.name!r}: {requested.flat}")
-    number = len(batches) if isinstance(batches, Sized) else None
+    total = len(batches) if isinstance(batches, Sized) else None
     plans: dict[Hashable, Plan] = {}
     parts: list[Importance] = []
     with evaluating(model):
@@ -66,13 +68,14 @@ def gradient_scores(
                 plan = find_gated_sites(model, requested, batch, layers, heads)
                 plans = {**plans, shape: plan} if shape is not None else plans
             with torch.enable_grad(), without_cudnn(), observe(model, statistics=False) as session:
-                parts.append(_of_one(session, model, requested, batch, plan, overlap))
+                parts.append(_batch_scores(session, model, requested, batch, plan, overlap))
             if progress is not None:
-                progress(len(parts), number)
+                progress(len(parts), total)
     return merged(parts)
 
 
-def _of_one(session: Session, model: nn.Module, loss: Loss, batch: Any, plan: Plan, overlap: bool) -> Importance:
+def _batch_scores(session: Session, model: nn.Module, loss: Loss, batch: Any, plan: Plan, overlap: bool) -> Importance:
+    """Return the scores of one batch, by a forward with gates of 1 and a backward to them."""
     sites, plan_losses = plan
     rows = len(plan_losses.weights)
     gates = [_gate(gated, rows if plan_losses.by_row else None, overlap).requires_grad_() for gated in sites]
@@ -86,13 +89,14 @@ def _of_one(session: Session, model: nn.Module, loss: Loss, batch: Any, plan: Pl
     grads = torch.autograd.grad(losses.totals.sum(), gates, allow_unused=True)
     by_row, overlaps = [], {}
     for gated, gate, grad in zip(sites, gates, grads, strict=True):
-        effects = torch.zeros_like(gate) if grad is None else grad.double()
+        gate_grads = torch.zeros_like(gate) if grad is None else grad.double()
         if overlap:
-            empty = GradientOverlap.empty(gated.site.num_heads, effects.device)
-            overlaps[gated.site] = GradientOverlap(empty.update(effects).products.cpu())
-            effects = effects.sum(-1)
-        effects = effects if plan_losses.by_row else effects.reshape(-1, gated.site.num_heads).sum(0, keepdim=True)
-        by_row.append(effects[:, list(gated.heads)].to("cpu", torch.float64))
+            empty = GradientOverlap.empty(gated.site.num_heads, gate_grads.device)
+            overlaps[gated.site] = GradientOverlap(empty.update(gate_grads).products.cpu())
+            gate_grads = gate_grads.sum(-1)
+        if not plan_losses.by_row:
+            gate_grads = gate_grads.reshape(-1, gated.site.num_heads).sum(0, keepdim=True)
+        by_row.append(gate_grads[:, list(gated.heads)].to("cpu", torch.float64))
     grad = torch.cat(by_row, 1)
     return batch_importance(loss, batch, sites, losses, {"gradient": grad.abs(), "taylor": -grad}, overlaps=overlaps)
 

@@ -1,4 +1,4 @@
-"""Attention layers of a model as one value: the kinds of layers, and how many of each."""
+"""`ModelLayout`: the attention layers of a model, as configs and the number of layers with each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from polyhead.layers.config import AttentionConfig
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """`layers` attention layers with the same config."""
+    """Attention layers with the same config; `layers` is their number."""
 
     config: AttentionConfig
     layers: int
@@ -27,10 +27,11 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """Head layout of a model: everything about its attention layers that affects their cost.
+    """Attention layers of a model: everything that affects their cost.
 
-    `context` is the maximum context in the model's config, `dtype` and `cache_dtype` the dtypes in it; None if the
-    config does not contain them. `notes` report what was ignored or taken from defaults.
+    `context` is the maximum context length in the model's config, `dtype` and `cache_dtype` are its dtypes of weights
+    and of the KV cache; None if the config does not contain them. `notes` report what was ignored or taken from
+    defaults.
     """
 
     name: str
@@ -55,7 +56,7 @@ class ModelLayout:
 
     @property
     def config(self) -> AttentionConfig:
-        """Config of the most common kind of layer; the first of equally common ones."""
+        """Most common config of a layer; the first of equally common ones."""
         return max(self.groups, key=lambda group: group.layers).config
 
     @property
@@ -67,7 +68,7 @@ class ModelLayout:
         """Return the model with causal or bidirectional layers, and a note about it; None changes nothing."""
         if causal is None or all(getattr(group.config, "causal", None) is causal for group in self.groups):
             return self
-        groups = tuple(LayerGroup(_directed(group.config, causal), group.layers) for group in self.groups)
+        groups = tuple(LayerGroup(_with_causal(group.config, causal), group.layers) for group in self.groups)
         return replace(self, groups=groups, notes=(*self.notes, causal_note(causal)))
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,7 +89,7 @@ class ModelLayout:
         if context is not None and (isinstance(context, bool) or not isinstance(context, int) or context < 1):
             raise OptionError(f"context must be a positive integer or null, got {context!r}")
         dtypes = {name: named_dtype(content[name]) if content.get(name) else None for name in ("dtype", "cache_dtype")}
-        layer_groups = tuple(_group(number, group) for number, group in enumerate(groups))
+        layer_groups = tuple(_read_group(number, group) for number, group in enumerate(groups))
         return cls(str(content.get("name", "")), layer_groups, context, **dtypes, notes=tuple(map(str, notes)))
 
     def to_json(self) -> str:
@@ -96,7 +97,7 @@ class ModelLayout:
 
 
 def causal_note(causal: bool) -> str:
-    """Return the note on a model that is counted with another mask than its own."""
+    """Return the note on a model whose cost is counted with another mask than its own."""
     actual, counted = ("bidirectional", "causal") if causal else ("causal", "bidirectional")
     return f"this model is {actual}; counted as {counted}, as requested"
 
@@ -109,7 +110,7 @@ def check_window(window: int | None, *, causal: bool) -> None:
         )
 
 
-def _directed(config: AttentionConfig, causal: bool) -> AttentionConfig:
+def _with_causal(config: AttentionConfig, causal: bool) -> AttentionConfig:
     if not any(x.name == "causal" for x in fields(config)):
         raise OptionError(f"{type(config).__name__} has no field `causal`, got causal {causal}; omit it")
     check_window(getattr(config, "window", None), causal=causal)
@@ -117,7 +118,7 @@ def _directed(config: AttentionConfig, causal: bool) -> AttentionConfig:
     return changed
 
 
-def _group(number: int, content: Any) -> LayerGroup:
+def _read_group(number: int, content: Any) -> LayerGroup:
     if not isinstance(content, Mapping) or not {"layers", "config"} <= content.keys():
         raise OptionError(f"group {number} must be an object with layers and config, got {content!r}")
     return LayerGroup(AttentionConfig.from_dict(content["config"]), content["layers"])

@@ -15,7 +15,7 @@ from polyhead.masks import Mask
 
 
 class _Gaussian(BiasesLogits):
-    """Parameters of both encodings: `center` [heads, axes] and `log_alpha` [heads]."""
+    """Base of both encodings, with the parameters `center` [heads, axes] and `log_alpha` [heads]."""
 
     axes: int
 
@@ -32,7 +32,7 @@ class _Gaussian(BiasesLogits):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw centres from a normal distribution around the query, as in the paper; all widths are equal."""
+        """Draw centres from a normal distribution around the query (Cordonnier et al. 2020); all widths are equal."""
         alpha, center_std = self._initial
         nn.init.normal_(self.center, std=center_std)
         nn.init.constant_(self.log_alpha, math.log(alpha))
@@ -117,17 +117,18 @@ class QuadraticRelative2D(_Gaussian):
                 f"queries and keys must be the {cells} cells of the {height} x {width} grid, "
                 f"got {query_length} and {key_length}; pass grid=(height, width) for another one"
             )
-        where = bias_device(self, device)
-        precision = bias_dtype(self, dtype)
-        rows = self._pairwise(0, height, where, precision)[:, :, None, :, None]
-        columns = self._pairwise(1, width, where, precision)[:, None, :, None, :]
+        target_device = bias_device(self, device)
+        compute_dtype = bias_dtype(self, dtype)
+        rows = self._pairwise(0, height, target_device, compute_dtype)[:, :, None, :, None]
+        columns = self._pairwise(1, width, target_device, compute_dtype)[:, None, :, None, :]
         bias = (rows + columns).reshape(1, self.num_heads, cells, cells)
+        # zero_one skips the check for boolean masks in a wrong dtype, which this bias cannot be.
         return Mask.bias(cast_bias(bias, dtype), zero_one=True)
 
     def _pairwise(self, axis: int, size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Return the term of one axis for every pair of coordinates, [heads, queries, keys]."""
-        place = torch.arange(size, device=device)
-        distance = place[None, :] - place[:, None] + (size - 1)
+        coordinate = torch.arange(size, device=device)
+        distance = coordinate[None, :] - coordinate[:, None] + (size - 1)
         return self._squares(axis, size - 1, size - 1, device, dtype)[:, distance]
 
     def extra_repr(self) -> str:

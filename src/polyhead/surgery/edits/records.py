@@ -37,8 +37,8 @@ class LayerRecord:
 class EditRecord:
     """Applied edits, the model's fingerprints before and after, and the tensors as they were before.
 
-    `tensors` contains the parameters that were cut or overwritten, in full and on the CPU, and no others; `shapes` are
-    their shapes after the edit.
+    `before` and `after` are the fingerprints, `config` the changed config values. `tensors` contains the parameters
+    that were cut or overwritten, in full and on the CPU, and no others; `shapes` are their shapes after the edit.
     """
 
     edits: tuple[HeadEdit, ...]
@@ -91,10 +91,10 @@ class EditRecord:
                     f"this version reads edit records of format {FORMAT}, got format {content['format']} in "
                     f"{str(path)!r}"
                 )
-            return cls._of(content, tensors)
+            return cls._from_header(content, tensors)
 
     @classmethod
-    def _of(cls, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> EditRecord:
+    def _from_header(cls, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> EditRecord:
         return cls(
             edits=edits_from_json(json.dumps(content["edits"])),
             before=as_type(content["before"], str, "before"),
@@ -108,7 +108,7 @@ class EditRecord:
 
 def _read_layer(content: dict[str, Any]) -> LayerRecord:
     before, after = (HeadLayout.from_dict(content[name]) for name in ("before", "after"))
-    # Records written before origins were stored are of models that had not been edited.
+    # Records of older versions have no origins: the model before the edit is taken as unedited.
     origins = (
         HeadOrigins.from_dict(content["origins"]) if "origins" in content else HeadOrigins.unedited(before.num_heads)
     )
@@ -141,6 +141,6 @@ def join_records(first: EditRecord, second: EditRecord) -> EditRecord:
         after=second.after,
         layers=tuple(layers.values()),
         config=join_changes(first.config, second.config),
-        tensors={**second.tensors, **first.tensors},
-        shapes={**first.shapes, **second.shapes},
+        tensors={**second.tensors, **first.tensors},  # as before the first edit
+        shapes={**first.shapes, **second.shapes},  # as after the second
     )
