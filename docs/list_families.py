@@ -1,4 +1,4 @@
-"""Writes the list of model families into docs/huggingface.md, read from the installed transformers.
+"""Write the list of model families of the installed transformers into docs/huggingface.md.
 
 python docs/list_families.py
 """
@@ -17,18 +17,18 @@ START, END = "<!-- families: written by docs/list_families.py -->", "<!-- famili
 
 
 def render(found: tuple[Family, ...], version: str) -> str:
-    """The lists as Markdown, one group a paragraph."""
+    """Return the lists as Markdown, one paragraph per group."""
     groups = (
         (
-            "Every attention class asks the interface",
+            "Every attention class uses the interface",
             [family.name for family in found if family.uses_interface and not family.own],
         ),
         (
-            "Some classes do, others compute attention by themselves; the latter are named",
+            "Some attention classes use it; those in parentheses compute attention by themselves",
             [f"{family.name} ({', '.join(family.own)})" for family in found if family.uses_interface and family.own],
         ),
         (
-            "Attention of their own, which polyhead reaches by `via_weights` or an adapter",
+            "No attention class uses it: polyhead needs `via_weights` or an adapter",
             [family.name for family in found if not family.uses_interface and family.own],
         ),
         (

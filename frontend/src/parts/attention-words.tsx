@@ -1,4 +1,4 @@
-/** Attention of one head on the words of a text: choose a word to see what it attends to, and what attends to it. */
+/** Attention of one head between words of a text: choose a word to see what it attends to, and what attends to it. */
 import type { JSX } from "preact";
 import { useRef, useState } from "preact/hooks";
 import { scaleOf, textColourOn } from "./colour";
@@ -6,7 +6,7 @@ import { useLocale } from "./language";
 import { useDark } from "./theme";
 import { plainToken, Token } from "./tokens";
 
-/** Attention weights of one head, [queries, keys], row by row. */
+/** Attention weights of one head: `values` are [queries, keys], row by row. */
 export interface Weights {
   queries: string[];
   keys: string[];
@@ -15,19 +15,20 @@ export interface Weights {
   cross: boolean;
 }
 
-/** The chosen word; self-attention has one line of words, cross-attention two. */
+/** The chosen word. Cross-attention has two lines of words, self-attention one, in which a word is query and key. */
 export interface Chosen {
   line: "query" | "key";
   index: number;
 }
 
 const TOP = 5;
-const LEAST = 0.005; // smaller weights are not shown
+const LEAST = 0.005; // smaller weights are neither drawn nor listed
 
 export function weightAt(weights: Weights, query: number, key: number): number {
   return weights.values[query * weights.keys.length + key] ?? 0;
 }
 
+/** The attention that each key receives, averaged over the queries. */
 function averageReceived(weights: Weights): number[] {
   const { queries, keys } = weights;
   const sums = keys.map((_, key) => queries.reduce((sum, _, query) => sum + weightAt(weights, query, key), 0));
@@ -46,8 +47,10 @@ export function AttentionWords({ weights, chosen, onChoose, label }: AttentionWo
   const { queries, keys, cross } = weights;
   const index = chosen?.index ?? 0;
   const isChosen = (line: Chosen["line"]) => chosen !== null && (!cross || chosen.line === line);
-  const attends = isChosen("query") ? keys.map((_, key) => weightAt(weights, index, key)) : null;
-  const attended = isChosen("key") ? queries.map((_, query) => weightAt(weights, query, index)) : null;
+  /** Weights from the chosen word to every key. */
+  const attendsTo = isChosen("query") ? keys.map((_, key) => weightAt(weights, index, key)) : null;
+  /** Weights from every query to the chosen word. */
+  const attendedBy = isChosen("key") ? queries.map((_, query) => weightAt(weights, query, index)) : null;
   const average = chosen ? null : averageReceived(weights);
   const word = chosen ? plainToken((chosen.line === "key" ? keys : queries)[index] ?? "") : "";
   const lineOf = (line: Chosen["line"], name: string, shade: number[] | null, underline: number[] | null) => (
@@ -66,21 +69,21 @@ export function AttentionWords({ weights, chosen, onChoose, label }: AttentionWo
         {cross ? (
           <>
             <p class="line-name">{t("queries")}</p>
-            {lineOf("query", `${label}: ${t("queries")}`, null, attended)}
+            {lineOf("query", `${label}: ${t("queries")}`, null, attendedBy)}
             <p class="line-name">{t("keys")}</p>
-            {lineOf("key", `${label}: ${t("keys")}`, attends ?? average, null)}
+            {lineOf("key", `${label}: ${t("keys")}`, attendsTo ?? average, null)}
           </>
         ) : (
-          lineOf("query", label, attends ?? average, attended)
+          lineOf("query", label, attendsTo ?? average, attendedBy)
         )}
       </div>
       <div class="strongest" aria-live="polite">
         {average ? <TopTokens title={t("mostAttended")} tokens={keys} top={topOf(average)} kind="shade" /> : null}
-        {attends ? (
-          <TopTokens title={t("wordAttendsTo", { word })} tokens={keys} top={topOf(attends)} kind="shade" />
+        {attendsTo ? (
+          <TopTokens title={t("wordAttendsTo", { word })} tokens={keys} top={topOf(attendsTo)} kind="shade" />
         ) : null}
-        {attended ? (
-          <TopTokens title={t("wordAttendedBy", { word })} tokens={queries} top={topOf(attended)} kind="underline" />
+        {attendedBy ? (
+          <TopTokens title={t("wordAttendedBy", { word })} tokens={queries} top={topOf(attendedBy)} kind="underline" />
         ) : null}
       </div>
     </div>
@@ -96,7 +99,7 @@ interface WordLineProps {
   underline: ArrayLike<number> | null;
   chosen: number | null;
   onChoose: (index: number | null) => void;
-  /** The word that remains chosen when the pointer leaves, where hovering chooses too. */
+  /** Where hovering chooses words as well: the word that remains chosen when the pointer leaves. */
   pinned?: number | null;
   onHover?: (index: number | null) => void;
 }
@@ -156,7 +159,7 @@ export interface TopToken {
   weight: number;
 }
 
-/** The tokens of largest weight. */
+/** The tokens with the largest weights, sorted. */
 export function topOf(weights: ArrayLike<number>, count = TOP): TopToken[] {
   const all = Array.from(weights, (weight, token) => ({ token, weight }));
   return all.sort((one, other) => other.weight - one.weight).slice(0, count);

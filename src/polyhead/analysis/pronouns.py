@@ -22,7 +22,7 @@ from polyhead.sources.pronoun_sentences import PronounSentence
 
 NAME = "pronouns"
 LEVEL = 0.95
-LEAST = 2.0  # minimum weight on antecedents, relative to uniform attention
+_MIN_RELATIVE_WEIGHT = 2.0  # minimum weight on antecedents, relative to uniform attention
 NULL = 0.5  # score of a head that ignores the pronoun's meaning; see `polyhead.sources.pronoun_sentences`
 
 
@@ -30,11 +30,11 @@ NULL = 0.5  # score of a head that ignores the pronoun's meaning; see `polyhead.
 class PronounScore:
     """Share of sentences in which the pronoun attends more to the antecedent than to the distractor; ties count half.
 
-    The Wilson interval assumes independent sentences, but the four of a frame share their words: where the interval
-    over frames is wider, prefer it. Both are for a head chosen in advance; the best of many heads is above the null by
-    chance. `all_low` and `all_high` correct for that (Bonferroni): each has an error rate of 5% divided by the number
-    of heads, so that all intervals hold simultaneously with 95% probability. They are the wider of the Wilson interval
-    and of Student's interval over frames, at that level.
+    The Wilson interval assumes independent sentences, but the four sentences of a frame (template) share their words:
+    where the interval over frames is wider, prefer it. Both are for a head chosen in advance; the best of many heads
+    may exceed the null by chance. `all_low` and `all_high` correct for that (Bonferroni): each interval has an error
+    rate of 5% divided by the number of heads, so that all hold simultaneously with 95% probability. It covers both the
+    Wilson interval and Student's t interval over frames at that level.
     """
 
     site: str
@@ -44,12 +44,12 @@ class PronounScore:
     score: float
     low: float  # 95% Wilson interval
     high: float
-    frames_low: float  # the interval over frames
+    frames_low: float  # 95% interval over frames
     frames_high: float
-    all_low: float  # the simultaneous interval of all heads
+    all_low: float  # simultaneous interval of all heads
     all_high: float
     weight: float  # attention weight on the antecedent, averaged over sentences
-    expected: float  # the same of uniform attention over the visible tokens
+    expected: float  # the same for uniform attention over the visible tokens
     null: float = NULL
 
     @property
@@ -58,7 +58,7 @@ class PronounScore:
 
         A preference between two names that both receive little attention may be accidental.
         """
-        return self.weight >= LEAST * self.expected
+        return self.weight >= _MIN_RELATIVE_WEIGHT * self.expected
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,23 +66,24 @@ class PronounTable:
     """Pronoun scores, one row per head."""
 
     entries: tuple[PronounScore, ...]
-    unreadable: int  # sentences of frames that the tokenizer cannot represent
+    unreadable: int  # number of sentences of excluded frames; see `pronoun_texts`
 
     def rows(self) -> Iterator[dict[str, Any]]:
         return (asdict(entry) for entry in self.entries)
 
     def best(self) -> list[PronounScore]:
+        """Return all heads, best first."""
         return sorted(self.entries, key=lambda entry: -entry.score)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PronounTexts:
-    """The tokenised sentences, for `alignment.watch(loaded, texts.contexts, [texts.collector()])`."""
+    """Tokenised sentences; observe them with `alignment.watch(loaded, texts.contexts, [texts.collector()])`."""
 
     contexts: tuple[Context, ...]
-    labels: tuple[tuple[int, ...], ...]  # by token: 0 pronoun, 1 antecedent, 2 distractor, -1 other
-    frames: tuple[int, ...]  # of each sentence
-    unreadable: int
+    labels: tuple[tuple[int, ...], ...]  # per token: 0 pronoun, 1 antecedent, 2 distractor, -1 other
+    frames: tuple[int, ...]  # frame of each sentence
+    unreadable: int  # number of sentences of excluded frames
 
     def collector(self) -> SpanAttention:
         return SpanAttention(self.labels, 2, NAME)
@@ -91,9 +92,9 @@ class PronounTexts:
 def pronoun_texts(sentences: Sequence[PronounSentence], tokenizer: Any, *, longest: int | None = None) -> PronounTexts:
     """Tokenise the sentences, and exclude frames that the tokenizer cannot represent.
 
-    A model with an unknown token for both "she" and "he" cannot distinguish them. A frame with an unknown token, with a
-    name that has no token of its own, or with more than `longest` tokens is excluded entirely, as its sentences are
-    balanced only together.
+    A model with an unknown token for both "she" and "he" cannot distinguish them. If a sentence has an unknown token, a
+    pronoun or name without a token of its own, or more than `longest` tokens, all sentences of its frame are excluded,
+    as they are balanced only together.
     """
     special_ids = special_tokens(tokenizer).ids
     unknown = {tokenizer.unk_token_id} - set(special_ids)
@@ -102,7 +103,7 @@ def pronoun_texts(sentences: Sequence[PronounSentence], tokenizer: Any, *, longe
     for sentence in sentences:
         ids, special, offsets = cut(sentence.text, tokenizer, special_ids)
         spans = (sentence.pronoun, sentence.antecedent, sentence.distractor)
-        order = sorted(range(3), key=lambda index: spans[index])
+        order = sorted(range(3), key=lambda index: spans[index])  # `pieces_of` needs the spans in text order
         pieces = pieces_of(offsets, special, [spans[index] for index in order])
         label = tuple(order[piece] if piece >= 0 else -1 for piece in pieces)
         if not {0, 1, 2} <= set(label) or unknown & set(ids) or (longest is not None and len(ids) > longest):
@@ -118,7 +119,7 @@ def pronoun_texts(sentences: Sequence[PronounSentence], tokenizer: Any, *, longe
 
 
 def pronoun_table(observations: Observations, texts: PronounTexts) -> PronounTable:
-    """Return the pronoun scores of every head, from the data that the collector of `texts` collected."""
+    """Return the pronoun scores of every head, from the data of the collector of `texts`."""
     states = {site: x.state() for site, x in states_of(observations.collected, NAME, ByContext).items()}
     states = {site: state for site, state in states.items() if len(state["weights"])}
     if not states:
@@ -157,7 +158,7 @@ def _scores(
             score=total / count,
             low=low,
             high=high,
-            # The interval of a single frame is NaN: max and min then give 0 and 1.
+            # The interval of a single frame is NaN: max and min then return their first arguments, 0 and 1.
             frames_low=max(0.0, frames_low),
             frames_high=min(1.0, frames_high),
             all_low=max(0.0, min(wide_low, all_low)),

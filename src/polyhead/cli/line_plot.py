@@ -14,21 +14,22 @@ STYLES = ("bold cyan", "yellow", "magenta", "green")
 def line_plot(
     columns: Sequence[str], curves: Mapping[str, Sequence[float]], *, upwards: bool, height: int = 12, step: int = 7
 ) -> Text:
-    """Plot curves over the same columns; `upwards` means that higher is better, and better is always at the top.
+    """Plot curves over the same columns, better values at the top; `upwards` means that higher values are better.
 
-    Each curve is drawn with the capitalised first letter of its name; where curves overlap, the first one is shown.
+    `columns` are labels, `height` is the number of lines and `step` the width of a column in characters. Each curve is
+    drawn with the capitalised first letter of its name; where curves overlap, the first one is shown.
     """
     from rich.text import Text
 
     values = [value for curve in curves.values() for value in curve]
     low, high = min(values), max(values)
     span = (high - low) or 1.0
-    cells: dict[tuple[int, int], int] = {}
-    for number, curve in reversed(list(enumerate(curves.values()))):
+    cells: dict[tuple[int, int], int] = {}  # the curve shown at (row, column)
+    for curve_index, curve in reversed(list(enumerate(curves.values()))):
         for column, value in enumerate(curve):
             share = (value - low) / span
             row = round((1 - share if upwards else share) * (height - 1))
-            cells[row, column] = number
+            cells[row, column] = curve_index
     letters = [name[0].upper() for name in curves]
     drawn = Text()
     for row in range(height):
@@ -37,16 +38,16 @@ def line_plot(
         drawn.append(f"{label:9.4g} ", "dim")
         drawn.append("│", "dim")
         for column in range(len(columns)):
-            curve_index = cells.get((row, column))
-            if curve_index is None:
+            shown = cells.get((row, column))
+            if shown is None:
                 drawn.append(" " * step)
             else:
-                drawn.append(letters[curve_index].center(step), STYLES[curve_index % len(STYLES)])
+                drawn.append(letters[shown].center(step), STYLES[shown % len(STYLES)])
         drawn.append("\n")
     drawn.append(" " * 10 + "└" + "─" * (step * len(columns)) + "\n", "dim")
     drawn.append(" " * 11 + "".join(column.center(step) for column in columns) + "\n", "dim")
     drawn.append(" " * 11)
-    for number, name in enumerate(curves):
-        drawn.append(letters[number], STYLES[number % len(STYLES)])
+    for curve_index, name in enumerate(curves):
+        drawn.append(letters[curve_index], STYLES[curve_index % len(STYLES)])
         drawn.append(f" {name}   ")
     return drawn

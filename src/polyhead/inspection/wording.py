@@ -1,4 +1,4 @@
-"""Text of findings, reasons and facts of a run, in English and Chinese: one template of each kind and language."""
+"""Text of findings, reasons, kinds of models and losses, in English and Chinese: a template per kind and language."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ class Finding:
 
     kind: FindingKind
     heads: tuple[Head, ...]
-    column: str | None  # of the table, from which it was derived
+    column: str | None  # column of the head table that it was derived from
     values: Mapping[str, int | float | str | bool]
-    stacked: bool = False  # whether the stack is part of a head's name, as in an encoder-decoder
+    stacked: bool = False  # name the stack of each head, because the model has several, as an encoder-decoder
 
     def __str__(self) -> str:
         return words_of(self)
 
 
+# By kind of finding, variant of a kind, or column of an extreme; see `_template_of`.
 _FINDINGS = {
     "role": Text("{place} {evidence}: {label}", "{place}{evidence}：{label}"),
     "alike": Text(
         "heads {heads} have similar outputs: cosine {cosine:.2f}",
         "头 {heads} 的输出相似：余弦 {cosine:.2f}",
     ),
-    "across": Text(
+    "across": Text(  # similar heads of different layers
         "heads {heads} have similar outputs in different layers: cosine {cosine:.2f}",
         "头 {heads} 的输出相似（位于不同层）：余弦 {cosine:.2f}",
     ),
@@ -52,7 +53,7 @@ _FINDINGS = {
         "ablating {place} increases the loss most: {value:.3g} nats per token",
         "消融{place}时损失增加最多：每个词元 {value:.3g} 奈特",
     ),
-    "turned": Text(  # ablation measured by the text embedding instead of a loss
+    "embedding": Text(  # ablation measured by the text embedding instead of a loss
         "ablating {place} changes the text embedding most: 1 - cosine {value:.2g}",
         "消融{place}时文本向量变化最大：1 - 余弦为 {value:.2g}",
     ),
@@ -77,7 +78,7 @@ _FINDINGS = {
         "{place}的输出范数最大：占本层范数平方和的 {value:.0%}",
     ),
 }
-# Appended where a finding has the value.
+# Appended if a finding has a value of that name.
 _SUFFIXES = {
     "null": Text("; random weights reach {null:.2f}", "；随机权重只到 {null:.2f}"),
     "times": Text(", {times:.0f} times the median head", "，是中位数的 {times:.0f} 倍"),
@@ -102,15 +103,16 @@ def words_of(finding: Finding, language: Language = "en") -> str:
         return _FINDINGS["role"][language].format(place=place, **{name: x[language] for name, x in fields.items()})
     text = _FINDINGS[_template_of(finding)][language]
     text += "".join(suffix[language] for name, suffix in _SUFFIXES.items() if name in values)
-    return text.format(place=place, heads=_listed(finding, language), **values)
+    return text.format(place=place, heads=_joined_heads(finding, language), **values)
 
 
 def _template_of(finding: Finding) -> str:
+    """Return the key in `_FINDINGS` of the template for a finding."""
     values = finding.values
     if finding.kind == "alike":
         return "across" if values["across"] else "alike"
     if finding.kind == "matters" and finding.column != "gradient":
-        return "turned" if values["turned"] else "ablation"
+        return "embedding" if values["turned"] else "ablation"
     return finding.kind if finding.kind in ("resting", "wide") else str(finding.column)
 
 
@@ -118,7 +120,7 @@ def _with_article(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
-def _listed(finding: Finding, language: Language) -> str:
+def _joined_heads(finding: Finding, language: Language) -> str:
     if finding.kind != "alike":
         return ""
     heads = [
@@ -129,7 +131,7 @@ def _listed(finding: Finding, language: Language) -> str:
 
 
 def place_of(head: Head, language: Language = "en", *, stacked: bool = False) -> str:
-    """Return `layer 2 head 7`, with the stack if the model has several, and the origin of an edited head."""
+    """Return `layer 2 head 7`, with the stack if `stacked`, and with the origin of an edited head."""
     site, number = head
     stack, origin = site.stack.partition(".")[0], originally(head)
     if language == "zh":
@@ -145,7 +147,7 @@ def place_of(head: Head, language: Language = "en", *, stacked: bool = False) ->
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a part of a run is missing, or the method of a measurement; `str(reason)` is the English text.
+    """Reason why a part of a run is missing, or the method of a measurement; `str(reason)` is the English text.
 
     >>> print(Reason("every_pair", {"heads": 72, "tokens": 1024, "mebibytes": 9.0}).text.zh)
     72 个头，在抽样的 1,024 个词元上（9 MiB）：每一对都经过测量
@@ -163,7 +165,7 @@ class Reason:
 
 
 _REASONS = {
-    "text": Text("{text}", "{text}"),  # of a run saved in an earlier format, which has only the text
+    "text": Text("{text}", "{text}"),  # runs saved in an earlier format contain only the text
     "repeated_words": Text(
         "induction and duplicate-token: a probe needs at least {least} distinct words that fit twice into the context, "
         "got room for {room} twice and {words} words in the vocabulary",
@@ -194,7 +196,7 @@ _REASONS = {
 }
 
 
-# ---- the facts of a run
+# ---- kinds of models and losses
 
 _KINDS = {
     "causal": Text("language model", "语言模型"),

@@ -1,4 +1,4 @@
-"""`evaluating`: evaluation mode for the duration of a context."""
+"""`evaluating`: context manager for evaluation mode."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch to evaluation mode, and restore the mode of every module afterwards."""
+    """Switch a model to evaluation mode, and restore the mode of each of its modules on exit."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

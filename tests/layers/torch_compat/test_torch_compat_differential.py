@@ -1,4 +1,4 @@
-"""Every option of the drop-in at once, drawn at random, against `torch.nn.MultiheadAttention` itself."""
+"""Compare the drop-in `MultiheadAttention` with `torch.nn.MultiheadAttention`, all options drawn at random together."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ MASKS = ("none", "bool", "float", "float with -inf")
 
 @dataclass
 class Case:
-    """One drawn call: how the module is built, what it is called with, and in which mode."""
+    """One drawn call: constructor arguments of the module, arguments of the call, and the mode."""
 
     build: dict[str, Any]
     seed: int
     dtype: torch.dtype
     shape: tuple[int, int, int]  # batch, queries, keys
     unbatched: bool
-    same: str  # which of query, key and value are one tensor
-    attn_mask: str
-    per_head: bool
-    key_padding_mask: str
+    same: str  # the inputs that are one tensor: "all", "key and value" or "none"
+    attn_mask: str  # kind of mask, see `random_mask`
+    per_head: bool  # attn_mask is [batch * heads, queries, keys] instead of [queries, keys]
+    key_padding_mask: str  # kind of mask
     training: bool
     grad: bool
     call: dict[str, Any] = field(default_factory=dict)
@@ -75,8 +75,8 @@ def cases(draw: Callable[..., Any]) -> Case:
     )
 
 
-def a_mask(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-    """A random mask that leaves every row at least its first key."""
+def random_mask(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+    """Return a random or causal mask with the first key visible in every row; None for the kind "none"."""
     hidden = torch.rand(shape) < 0.4
     if "causal" in kind:
         hidden = torch.ones(shape, dtype=torch.bool).triu(1)
@@ -89,7 +89,7 @@ def a_mask(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | No
     return values if kind == "float" else values.masked_fill(hidden, -torch.inf)
 
 
-def the_arguments(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
+def arguments_of(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     batch, queries, keys = case.shape
     batch = 1 if case.unbatched else batch
     width, heads = case.build["embed_dim"], case.build["num_heads"]
@@ -104,21 +104,21 @@ def the_arguments(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     query = tokens(queries, width)
     key = query if case.same == "all" else tokens(keys, case.build["kdim"] or width)
     value = key if case.same != "none" else tokens(keys, case.build["vdim"] or width)
-    per_head = (batch * heads, queries, keys) if case.per_head else (queries, keys)
-    attn_mask = a_mask(case.attn_mask, per_head, case.dtype)
-    padding = a_mask(case.key_padding_mask, (keys,) if case.unbatched else (batch, keys), case.dtype)
+    mask_shape = (batch * heads, queries, keys) if case.per_head else (queries, keys)
+    attn_mask = random_mask(case.attn_mask, mask_shape, case.dtype)
+    padding = random_mask(case.key_padding_mask, (keys,) if case.unbatched else (batch, keys), case.dtype)
     return [query, key, value], {"attn_mask": attn_mask, "key_padding_mask": padding, **case.call}
 
 
-def run(kind: type[nn.MultiheadAttention], case: Case) -> list[Tensor]:
-    """Build, call and differentiate; every tensor that comes out, in a fixed order."""
+def run(module_class: type[nn.MultiheadAttention], case: Case) -> list[Tensor]:
+    """Build, call and differentiate a module; return output, weights and gradients in a fixed order."""
     torch.manual_seed(case.seed)
-    module = kind(**case.build, dtype=case.dtype).train(case.training)
+    module = module_class(**case.build, dtype=case.dtype).train(case.training)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            if "bias" in name:  # PyTorch starts the biases at zero, which would hide a bias that is left out
+            if "bias" in name:  # PyTorch initialises biases to zero, which would hide one that is not applied
                 parameter.normal_()
-    inputs, options = the_arguments(case)
+    inputs, options = arguments_of(case)
     with warnings.catch_warnings(), torch.set_grad_enabled(case.grad):
         warnings.filterwarnings("ignore", message="Support for mismatched key_padding_mask and attn_mask")
         warnings.filterwarnings("ignore", message="Converting mask without torch.bool dtype to bool")
@@ -128,7 +128,7 @@ def run(kind: type[nn.MultiheadAttention], case: Case) -> list[Tensor]:
             loss = sum((x * torch.linspace(0.5, 2, x.numel(), dtype=x.dtype).view(x.shape)).sum() for x in results)
             parameters = [p for p in module.parameters() if p.requires_grad]
             results += torch.autograd.grad(loss, list({id(x): x for x in inputs}.values()) + parameters)
-    results.append(torch.rand(3))  # the same random numbers were used up
+    results.append(torch.rand(3))  # equal only if the generators are in the same state
     return results
 
 
@@ -151,9 +151,9 @@ def test_empty_batches_and_sequences_give_what_pytorch_gives(
 ) -> None:
     batch, queries, keys = shape
     modules = []
-    for kind in (MultiheadAttention, nn.MultiheadAttention):
+    for module_class in (MultiheadAttention, nn.MultiheadAttention):
         torch.manual_seed(7)
-        modules.append(kind(6, 2, batch_first=batch_first).train(training))
+        modules.append(module_class(6, 2, batch_first=batch_first).train(training))
     query, key = (torch.randn((batch, n, 6) if batch_first else (n, batch, 6)) for n in (queries, keys))
     with torch.set_grad_enabled(training):
         mine, expected = (module(query, key, key, need_weights=need_weights) for module in modules)

@@ -1,8 +1,11 @@
-/** Range of the colour scale of a map, so that diffuse attention is visible too. */
+/** Upper end of the colour scale of attention weights, lowered for diffuse attention to make it visible. */
 
-const DIFFUSE = 0.1; // below this the scale adapts to the values
+const DIFFUSE = 0.1; // attention is diffuse if its high weights are below this
 
-/** The upper end of the scale: 1 for focused attention, else a power of two, which seldom changes while moving. */
-export function colourRange(bright: number): number {
-  return bright >= DIFFUSE ? 1 : 2 ** Math.ceil(Math.log2(Math.max(bright, 2 ** -24)));
+/**
+ * The upper end of the scale for weights up to about `highest`: 1, or for diffuse attention the next power of two, which
+ * seldom changes while a map is panned.
+ */
+export function colourRange(highest: number): number {
+  return highest >= DIFFUSE ? 1 : 2 ** Math.ceil(Math.log2(Math.max(highest, 2 ** -24)));
 }

@@ -48,18 +48,19 @@ def attention(
         softcap: soft-caps the logits to `softcap * tanh(logits / softcap)`, before mask and bias.
         sinks: one learned logit per head that takes part in the softmax and has no value.
         dropout: dropout rate of the weights.
-        seed: makes dropout a function of (seed, batch, head, query, key), the same in each of polyhead's own backends.
+        seed: makes dropout a function of (seed, batch, head, query, key), the same in every backend that supports it
+            (all but "sdpa"). By default dropout is drawn from PyTorch's generator.
         backend: "auto", or one of "sdpa", "fused", "blockwise", "reference". A named backend never falls back.
         weights: also return the weights, before dropout, in the accumulation dtype.
         statistics: per-row statistics to return, e.g. ("entropy", "max_logit"); True for all, or
             `polyhead.Statistics(...)`; see `polyhead.ops.attention.RowStatistics`. Statistics that are not requested
             cost nothing.
         logsumexp: return the log-sum-exp of each row, even if this requires a slower backend.
-        finite: a guarantee that keys and values contain no NaN or Inf. Under a mask it saves the passes that keep
-            masked non-finite values from spreading; if it does not hold, they may spread.
+        finite: the caller guarantees that keys and values contain no NaN or Inf. A masked call then skips the removal
+            of masked NaN and Inf, which would otherwise propagate as 0 * NaN.
 
     A row without visible keys has exactly zero output and zero gradient. NaN and Inf in masked keys and values never
-    reach an output or a gradient.
+    reach an output or a gradient, unless `finite` is wrongly set.
 
     >>> import torch, polyhead
     >>> query, key = torch.randn(2, 8, 5, 16), torch.randn(2, 2, 5, 16)
@@ -102,7 +103,7 @@ def explain(
     logsumexp: bool = False,
     finite: bool = False,
 ) -> Explanation:
-    """Return the backend that would run this call, and the reasons why the others would not.
+    """Return the backend that `attention` would choose for the same arguments, and why it would not choose others.
 
     >>> import torch, polyhead
     >>> x = torch.randn(1, 4, 6, 8)

@@ -1,6 +1,6 @@
 """Weights of single (query, key) pairs, each from its own dot product.
 
-Used by induction and syntax scores.
+Used by the evidence for induction and duplicate-token heads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 from polyhead.ops.common.visibility import Visibility
 from polyhead.ops.profile.request import ProfileRequest
 
-_PAIR_ELEMENTS = 1 << 22  # elements of one chunk of pairs, over all heads
+_PAIR_ELEMENTS = 1 << 22  # elements of the queries gathered for one chunk of pairs, over all heads
 
 
 def pair_weights(request: ProfileRequest, pairs: Tensor) -> Tensor:
@@ -29,7 +29,8 @@ def _pair_chunk(request: ProfileRequest, pairs: Tensor) -> Tensor:
     i, j = pairs.unbind(-1)  # [batch, pairs]
     (top, bottom), (left, right) = request.rows, request.columns
     inside = (i >= top) & (i < bottom) & (j >= left) & (j < right)
-    # Only indices on a device can be out of range, because they are not checked; nothing is read there.
+    # Indices on a GPU are not checked, to avoid a synchronisation. Those outside the window are replaced by its first
+    # row and column, and their weight is 0.
     i, j = torch.where(inside, i, top), torch.where(inside, j, left)
     query_rows = query.gather(2, i[:, None, :, None].expand(-1, heads, -1, head_dim)).to(dtype)
     key_rows = key.gather(2, j[:, None, :, None].expand(-1, kv_heads, -1, head_dim)).to(dtype)
@@ -49,35 +50,37 @@ def _pair_chunk(request: ProfileRequest, pairs: Tensor) -> Tensor:
 def _pair_visibility(
     visibility: Visibility, i: Tensor, j: Tensor, allowed: Tensor, logits: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the visibility of pairs and their logits with bias, both [batch, heads, pairs]."""
+    """Restrict `allowed` to the visible pairs and add the biases to `logits`; return both, [batch, heads, pairs]."""
     batch, heads, _ = logits.shape
 
-    def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
-        return rows.expand(batch, -1).gather(1, index)
+    def gather_tokens(by_token: Tensor, index: Tensor) -> Tensor:
+        """Return the elements of [batch or 1, tokens] at `index` [batch, pairs]."""
+        return by_token.expand(batch, -1).gather(1, index)
 
     def gather_dense(tensor: Tensor) -> Tensor:
+        """Return the elements of [batch or 1, heads or 1, queries or 1, keys] at the pairs."""
         tensor_batch, tensor_heads, tensor_queries, _ = tensor.shape
         b = torch.arange(batch, device=i.device)[:, None, None] if tensor_batch > 1 else 0
         h = torch.arange(heads, device=i.device)[:, None] if tensor_heads > 1 else 0
         return tensor[b, h, i[:, None] if tensor_queries > 1 else 0, j[:, None]].expand(batch, heads, -1)
 
     if visibility.query_positions is not None and visibility.key_positions is not None:
-        distance = gather_rows(visibility.key_positions, j) - gather_rows(visibility.query_positions, i)
+        distance = gather_tokens(visibility.key_positions, j) - gather_tokens(visibility.query_positions, i)
     else:
         distance = j - i - visibility.offset
     if visibility.left is not None:
         in_window = distance >= -visibility.left
         if visibility.sinks:
-            ordinal = j if visibility.key_ordinals is None else gather_rows(visibility.key_ordinals, j)
+            ordinal = j if visibility.key_ordinals is None else gather_tokens(visibility.key_ordinals, j)
             in_window = in_window | (ordinal < visibility.sinks)
         allowed = allowed & in_window[:, None]
     if visibility.right is not None:
         allowed = allowed & (distance <= visibility.right)[:, None]
     for real, index in ((visibility.query_real, i), (visibility.key_real, j)):
         if real is not None:
-            allowed = allowed & gather_rows(real, index)[:, None]
+            allowed = allowed & gather_tokens(real, index)[:, None]
     for query_ids, key_ids in visibility.documents:
-        allowed = allowed & (gather_rows(query_ids, i) == gather_rows(key_ids, j))[:, None]
+        allowed = allowed & (gather_tokens(query_ids, i) == gather_tokens(key_ids, j))[:, None]
     if visibility.allowed is not None:
         allowed = allowed & gather_dense(visibility.allowed)
     for bias in visibility.biases:

@@ -1,8 +1,9 @@
 """Talking heads in tiles of plain PyTorch: any device, memory linear in the sequence length.
 
 A tile has some rows and columns of every head, so that mixing heads is a matrix product. A first pass over the columns
-computes the log-sum-exp of every mixed map and a second one the output, because mixing needs final weights. The
-backward has two passes as well, the first for the term `delta` of each row that the softmax gradient subtracts.
+computes the row max and sum of the mixed logits, and a second one the output, because mixing weights needs final ones.
+The backward has two passes as well: the softmax gradient subtracts a term of each row, `delta`, which the first one
+computes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from polyhead.ops.common.tracing import TRANSFORMED, is_transformed
 from polyhead.ops.common.visibility import Span
 from polyhead.ops.talking_heads.request import TalkingRequest, remove_nonfinite
 
-_DEVICE_ELEMENTS = 1 << 25  # logits of a tile on devices other than the CPU, where larger tiles are faster
+_GPU_TILE_ELEMENTS = 1 << 25  # logits of a tile on devices other than the CPU, where larger tiles are faster
 
 
 def unsupported_reasons(request: TalkingRequest) -> list[str]:
@@ -38,7 +39,9 @@ def run(request: TalkingRequest) -> AttentionOutput:
 
 @torch.no_grad()
 def mixed_weights(request: TalkingRequest) -> CombinedWeights:
+    """Return sums and maximum of the mixed weights of each row."""
     tiles, (query, key, value, logits_mix, weights_mix) = _prepare(request)
+    # With a value of width 0, the forward stops after the first pass.
     _, logsumexp, softmax_state, _ = _forward(tiles, query, key, value[..., :0], logits_mix, weights_mix)
     signed, absolute, max_abs = (torch.zeros_like(logsumexp) for _ in range(3))
     for rows in tiles.row_blocks():
@@ -53,22 +56,22 @@ def mixed_weights(request: TalkingRequest) -> CombinedWeights:
 
 
 class _Tiles(Tiling):
-    """Tiling of one call, and the tiles of its logits."""
+    """Tiling of one call, which computes tiles of scores and mixed logits."""
 
     def __init__(self, request: TalkingRequest, query_poison: Tensor | None, key_poison: Tensor | None) -> None:
         super().__init__(request.attention)
         self.scale = request.scale
-        # [batch, queries] and [batch, keys]; those of `Tiling` are per head.
+        # Poison (see `FiniteInputs`) per token, [batch, queries] and [batch, keys]; that of `Tiling` would be per head.
         self.query_poison_tokens, self.key_poison_tokens = query_poison, key_poison
-        elements = TILE_ELEMENTS if request.attention.query.device.type == "cpu" else _DEVICE_ELEMENTS
+        elements = TILE_ELEMENTS if request.attention.query.device.type == "cpu" else _GPU_TILE_ELEMENTS
         self.rows = max(16, min(1024, elements // max(self.batch * self.heads * self.columns, 1)))
 
     def tile(
         self, query: Tensor, key: Tensor, logits_mix: Tensor, rows: Span, columns: Span
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return scores, visibility and mixed logits of a tile, [batch, heads, rows, columns].
+        """Return a tile of scores, its visibility and its mixed logits, [batch, heads, rows, columns].
 
-        Masked logits are -inf.
+        Scores are scaled dot products before mixing. Masked logits are -inf.
         """
         scores = self.product(query[:, :, slice(*rows)], key[:, :, slice(*columns)].transpose(-1, -2)) * self.scale
         logits = mix(scores, logits_mix)
@@ -93,19 +96,19 @@ class _Tiles(Tiling):
 
 
 def mix(tile: Tensor, matrix: Tensor) -> Tensor:
-    """Mix heads, from the first axis of the matrix to the second: [batch, heads, rows, columns]."""
+    """Mix the heads of a tile [batch, heads, rows, columns]: head j becomes the sum over i of matrix[i, j] * head i."""
     return (matrix.t() @ tile.flatten(2)).view(tile.shape)
 
 
 def _head_products(a: Tensor, b: Tensor) -> Tensor:
-    """Return the inner products of the heads of two tiles: [heads of a, heads of b]."""
+    """Return the inner products of the heads of two tiles, summed over the batch: [heads of a, heads of b]."""
     return (a.flatten(2) @ b.flatten(2).transpose(1, 2)).sum(0)
 
 
 def _weights(logits: Tensor, softmax_state: Tensor, rows: Span) -> Tensor:
-    """Return the weights of some rows, 0 for masked keys, also in rows that are NaN.
+    """Return the softmax weights of a tile; masked keys have weight 0 even in rows whose other weights are NaN.
 
-    They are computed from row max and sum: with the log-sum-exp they would be imprecise for large logits.
+    They are computed from row max and sum, as subtracting the log-sum-exp would be imprecise for large logits.
     """
     m_safe, l_i = softmax_state[:, :, :, slice(*rows), None]
     return torch.where(logits == -torch.inf, 0.0, torch.exp(logits - m_safe) / l_i)
@@ -121,6 +124,8 @@ def _prepare(request: TalkingRequest) -> tuple[_Tiles, list[Tensor]]:
 
 
 class _Talking(torch.autograd.Function):
+    """Output, log-sum-exp and statistics of talking heads; the backward recomputes the tiles."""
+
     @staticmethod
     def forward(
         ctx: Any, tiles: _Tiles, query: Tensor, key: Tensor, value: Tensor, logits_mix: Tensor, weights_mix: Tensor
@@ -144,7 +149,7 @@ class _Talking(torch.autograd.Function):
 def _forward(
     tiles: _Tiles, query: Tensor, key: Tensor, value: Tensor, logits_mix: Tensor, weights_mix: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """Return output, log-sum-exp, softmax state and the statistics of every softmax.
+    """Return output, log-sum-exp, softmax state and the row statistics of the softmax weights.
 
     The softmax state is row max and sum, [2, batch, heads, queries]; 0 and 1 for rows without visible keys.
     """
@@ -172,7 +177,7 @@ def _forward(
 def _row_softmax_state(
     tiles: _Tiles, query: Tensor, key: Tensor, logits_mix: Tensor, rows: Span
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the sum of exponentials of some rows, the row max subtracted in them, and the statistics.
+    """Return the sum of exponentials of some rows, the row max that they are relative to, and the statistics.
 
     In rows without visible keys the sum and the row max `m_safe` are 0.
     """
@@ -193,8 +198,8 @@ def _row_softmax_state(
         p = torch.exp(shifted_logits)
         tile_sum = p.sum(-1)
         if stats_accumulator is not None:
-            column_terms = [x[..., None] for x in (tile_sum, alpha, previous_m_safe - m_safe, l_i)]
-            stats_accumulator.add(p, shifted_logits, column_terms[0], columns, *column_terms[1:], masked=masked)
+            row_terms = [x[..., None] for x in (tile_sum, alpha, previous_m_safe - m_safe, l_i)]
+            stats_accumulator.add(p, shifted_logits, row_terms[0], columns, *row_terms[1:], masked=masked)
         l_i = l_i * alpha + tile_sum
     safe_l = torch.where(l_i == 0, 1.0, l_i)
     return l_i, m_safe, {} if stats_accumulator is None else stats_accumulator.finish(safe_l, m_safe)

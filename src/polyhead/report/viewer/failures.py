@@ -10,7 +10,7 @@ _MEMORY_WORDS = ("out of memory", "not enough memory", "can't allocate memory", 
 
 
 class RequestError(PolyheadError):
-    """A request that is answered with an error; raised, or sent as the last message of a computation."""
+    """Error with which a request is answered; raised, or sent as the last message of a computation."""
 
     def __init__(self, status: int, kind: str, message: str) -> None:
         super().__init__(message)
@@ -25,7 +25,7 @@ def invalid(message: str) -> RequestError:
 
 
 def cancelled() -> RequestError:
-    return RequestError(409, "cancelled", "The request was cancelled, or its answer was not read.")
+    return RequestError(409, "cancelled", "The request was cancelled, or its client stopped reading the answer.")
 
 
 def busy(limit: int) -> RequestError:
@@ -40,27 +40,27 @@ def closing() -> RequestError:
 
 def gone(trace: int) -> RequestError:
     return RequestError(
-        410, "gone", f"The text must be loaded in the viewer, got trace {trace}, which was removed; request "
-        "api/state and run the text again"
+        410, "gone", f"The text of a request must be loaded in the viewer, got trace {trace}, whose text was removed "
+        "or replaced; run the text again (api/state lists the loaded ones)"
     )  # fmt: skip
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means out of memory; the CPU allocator raises a plain RuntimeError."""
+    """Return whether an error is a lack of memory, for which the CPU allocator raises a plain RuntimeError."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _MEMORY_WORDS)
 
 
 def request_error(error: BaseException) -> RequestError:
-    """Return the error to report for one that stopped a computation."""
+    """Convert an exception that ended a computation to the error that is reported to the client."""
     if isinstance(error, RequestError):
         return error
     if is_out_of_memory(error):
         return RequestError(
             507,
             "out-of-memory",
-            "The computation ran out of memory and was stopped; use a shorter text, close the other one, or start the "
+            "The computation ran out of memory and was stopped; use a shorter text, close the other text, or start the "
             "viewer with a smaller --context.",
         )
     if isinstance(error, PolyheadError):

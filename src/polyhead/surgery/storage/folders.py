@@ -1,6 +1,6 @@
 """Atomic folders: written under a temporary name, flushed to disk, then renamed.
 
-A folder is replaced only if every file in it was written by polyhead.
+A folder is replaced only if every file in it was written by polyhead and still has its size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FILES = "polyhead-files.json"  # lists the files written to the folder, with the
 
 
 def check_free(folder: Path, *, replace: bool = False, source: str | os.PathLike[str] | None = None) -> None:
-    """Check that a folder may be written: missing, empty, or written by polyhead with `replace`.
+    """Check that a folder may be written: it is missing, empty, or, with `replace`, was written by polyhead.
 
     `source` is the model that is edited: neither its folder nor a parent of it is ever replaced, and neither are the
     working directory, the home folder and their parents.
@@ -40,9 +40,11 @@ def check_free(folder: Path, *, replace: bool = False, source: str | os.PathLike
         )
     if source is not None:
         check_not_source(folder, source)
-    for place, words in ((Path.cwd(), "the working directory"), (Path(os.path.expanduser("~")), "the home folder")):
+    for place, label in ((Path.cwd(), "the working directory"), (Path(os.path.expanduser("~")), "the home folder")):
         if _holds(folder, place):
-            raise OptionError(f"{words} is never replaced, nor a folder that holds it, got {folder}; choose another")
+            raise OptionError(
+                f"{label} is never replaced, nor a folder that holds it, got {folder}; choose another folder"
+            )
     if not empty:
         _check_written_by_polyhead(folder, folder)
 
@@ -58,6 +60,7 @@ def check_not_source(folder: Path, source: str | os.PathLike[str]) -> None:
 
 
 def _holds(folder: Path, place: Path) -> bool:
+    """Return whether a folder is `place` or a parent of it."""
     return folder.resolve() in (place.resolve(), *place.resolve().parents)
 
 
@@ -65,7 +68,8 @@ def _holds(folder: Path, place: Path) -> bool:
 def written_atomically(folder: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder, renamed to `folder` if the body succeeds.
 
-    If it is interrupted, `folder` is unchanged. A replaced folder is moved aside first, and deleted last.
+    If the body raises, or the process is killed in it, `folder` is unchanged. A folder that is replaced swaps its name
+    with the temporary one, and is deleted last.
     """
     check_free(folder, replace=replace)
     folder = folder.absolute()
@@ -76,11 +80,11 @@ def written_atomically(folder: Path, *, replace: bool = False) -> Iterator[Path]
     try:
         yield temporary
         _list_files(temporary)
-        # Some libraries create files that only the owner can read.
-        readable = temporary.stat().st_mode & 0o666
+        # Some libraries create files that only the owner can read: give all files the permissions of the folder.
+        file_mode = temporary.stat().st_mode & 0o666
         for parent, _, files in os.walk(temporary):
             for name in files:
-                os.chmod(os.path.join(parent, name), readable)
+                os.chmod(os.path.join(parent, name), file_mode)
                 _fsync(os.path.join(parent, name))
             _fsync(parent)
         check_free(folder, replace=replace)
@@ -99,56 +103,56 @@ def written_atomically(folder: Path, *, replace: bool = False) -> Iterator[Path]
         if temporary.is_dir():
             if temporary.stat().st_ino == inode:
                 shutil.rmtree(temporary, ignore_errors=True)
-            else:
+            else:  # after the exchange, this is the name of the replaced folder
                 _remove_written_files(temporary)
 
 
 def _list_files(folder: Path) -> None:
-    """List the files of a folder in it, so that it can be recognised as written by polyhead."""
+    """Write the list of a folder's files into it, so that it can be recognised as written by polyhead."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     content = {"format": 1, "files": {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}}
     (folder / FILES).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def _check_written_by_polyhead(folder: Path, name: Path) -> None:
-    """Check that a folder contains exactly the files written to it; `name` is the path for messages."""
+    """Check that a folder contains no files but those listed in it, unchanged; `name` is its path in messages."""
     rule = "only a folder that polyhead wrote, and with nothing else in it, is replaced"
-    todo = "choose another one, or remove it yourself"
-    listed = _listed(folder, name, rule, todo)
-    for parent, below, files in os.walk(folder):
-        inside = Path(parent).relative_to(folder)
-        for entry in (*below, *files):
+    remedy = "choose another folder, or delete this one yourself"
+    sizes = _listed_sizes(folder, name, rule, remedy)
+    for parent, subfolders, files in os.walk(folder):
+        for entry in (*subfolders, *files):
             path = Path(parent) / entry
-            known = (inside / entry).as_posix()
+            relative = path.relative_to(folder).as_posix()
             if path.is_symlink() or not (path.is_dir() or path.is_file()):
-                raise OptionError(f"{rule}, got {name} with {known}, which is no regular file; {todo}")
-            if path.is_dir() or known == FILES:
+                raise OptionError(f"{rule}, got {name} with {relative}, which is no regular file; {remedy}")
+            if path.is_dir() or relative == FILES:
                 continue
-            if known not in listed:
-                raise OptionError(f"{rule}, got {name} with {known}, which was not written by polyhead; {todo}")
-            if path.stat().st_size != listed[known]:
-                raise OptionError(f"{rule}, got {name} with {known}, which was changed since; {todo}")
+            if relative not in sizes:
+                raise OptionError(f"{rule}, got {name} with {relative}, which was not written by polyhead; {remedy}")
+            if path.stat().st_size != sizes[relative]:
+                raise OptionError(f"{rule}, got {name} with {relative}, which was changed since; {remedy}")
 
 
-def _listed(folder: Path, name: Path, rule: str, todo: str) -> dict[str, int]:
+def _listed_sizes(folder: Path, name: Path, rule: str, remedy: str) -> dict[str, int]:
+    """Return the sizes of the files that polyhead wrote to a folder, from its list; the strings are for messages."""
     path = folder / FILES
     if path.is_symlink() or not path.is_file():
-        raise OptionError(f"{rule}, got {name} without {FILES}; {todo}")
+        raise OptionError(f"{rule}, got {name} without {FILES}; {remedy}")
     try:
         if path.stat().st_size > 1 << 24:
             raise ValueError("it is too large")
         files: dict[str, int] = json.loads(path.read_text(encoding="utf-8"))["files"]
         if not isinstance(files, dict):
-            raise TypeError("its files are no object")
+            raise TypeError("'files' is no object")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{rule}, got {name} with a {FILES} that is damaged: {error!r}; {todo}") from None
+        raise CheckpointError(f"{rule}, got {name} with a {FILES} that is damaged: {error!r}; {remedy}") from None
     return files
 
 
 def _remove_written_files(folder: Path) -> None:
     """Delete the files written to a folder and the folders left empty; never anything else."""
     listed = json.loads((folder / FILES).read_text(encoding="utf-8"))["files"]
-    # Walk the folder and look names up in the list, never the reverse: a listed name may point anywhere.
+    # Walk the folder and look names up in the list, never the reverse: a listed name may be a path outside the folder.
     for parent, _, files in os.walk(folder, topdown=False):
         for entry in files:
             path = Path(parent) / entry
@@ -167,7 +171,7 @@ def _fsync(path: str | Path) -> None:
 
 
 def _exchange(new: Path, old: Path) -> None:
-    """Swap the names of two folders: atomically where supported, else in steps that are rolled back."""
+    """Swap the names of two folders: atomically where supported, else in steps that are undone if one fails."""
     swap = getattr(ctypes.CDLL(None), "renameat2", None)
     if swap is not None and swap(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _RENAME_EXCHANGE) == 0:
         return

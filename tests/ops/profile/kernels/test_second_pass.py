@@ -1,4 +1,4 @@
-"""The kernels of the profile against the full weights, in Triton's interpreter and on a GPU."""
+"""Compare the profile kernels with the full weights, in Triton's interpreter and on a GPU."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ SCENES = {
     ),
 }  # fmt: skip
 BY_RESOLUTION = {"block_map": BlockMap(resolution=(4, 4))}
-COLUMNS: tuple[dict[str, Any], ...] = (
+# Options of `profile` without a result per query, which the column kernel computes.
+COLUMN_OPTIONS: tuple[dict[str, Any], ...] = (
     {"received": True, "received_by_group": True},
     {"received": True, "block_map": BlockMap(block=(16, 16))},
     {"received": True, "block_map": BlockMap(block=(4, 8), pool="max")},
@@ -62,24 +63,25 @@ COLUMNS: tuple[dict[str, Any], ...] = (
     BY_RESOLUTION,
     {"offsets": True},
 )
-ROWS: tuple[dict[str, Any], ...] = (
+# Options with a result per query, which need the row kernel or that of the head pairs.
+ROW_OPTIONS: tuple[dict[str, Any], ...] = (
     {"argmax": True, "received": True, "block_map": BlockMap(block=(8, 20))},
     {"topk": 1, "offsets": True},
     {"topk": 5, "key_set": [0, 3, 17]},
     {"topk": 16, "argmax": True, "block_map": BlockMap(block=(16, 7), pool="max"), "received": True, "offsets": True},
     {"head_pairs": [(0, 1), (1, 0), (1, 1)]},
 )
-PLACES = (16, 16), (16, 32), (32, 32)
+TILE_SIZES = (16, 16), (16, 32), (32, 32)
 
 
 @contextmanager
 def tiles(rows: int, columns: int) -> Iterator[None]:
-    """Use small tiles, and fill fresh memory with NaN."""
+    """Use tiles of this size, and fill the result of `torch.empty` with NaN (integers with -77)."""
     from polyhead.ops.common.kernels.resources import Blocks
     from polyhead.ops.profile.kernels import divergence, second_pass
 
     modules = (second_pass, divergence)
-    kept = [module.tiles_for for module in modules]
+    originals = [module.tiles_for for module in modules]
     empty = torch.empty
 
     def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -93,24 +95,32 @@ def tiles(rows: int, columns: int) -> Iterator[None]:
         yield
     finally:
         torch.empty = empty
-        for module, function in zip(modules, kept, strict=True):
+        for module, function in zip(modules, originals, strict=True):
             module.tiles_for = function
 
 
 def check_in_interpreter(dtype: torch.dtype, names: list[str], step: int) -> None:
-    """Check each `step`-th request for each kind of mask, in three tile sizes, every other one with a window."""
-    turn = 0
-    for first, name in enumerate(names):
+    """Check every `step`-th set of options with each kind of mask.
+
+    Tile sizes rotate, and every other profile is of a window of rows and columns.
+    """
+    count = 0
+    for start, name in enumerate(names):
         scene = SCENES[name]()
         _, _, queries, keys = scene.sizes
-        for options in (*COLUMNS, *ROWS)[first % step :: step]:
-            turn += 1
-            rows, columns = ((5, queries - 3), (3, keys - 5)) if turn % 2 else ((0, queries), (0, keys))
-            with tiles(*PLACES[turn % len(PLACES)]):
+        for options in (*COLUMN_OPTIONS, *ROW_OPTIONS)[start % step :: step]:
+            count += 1
+            rows, columns = ((5, queries - 3), (3, keys - 5)) if count % 2 else ((0, queries), (0, keys))
+            with tiles(*TILE_SIZES[count % len(TILE_SIZES)]):
                 Question(scene, rows, columns, options).check(dtype, "fused")
 
 
 def check_generated(examples: int) -> None:
+    """Check generated profiles; the kernels may refuse some, but only for explicit positions.
+
+    The examples are derived from a hash of the source of `check` (`derandomize`): with another name in it, others are
+    drawn, of which fewer may be supported.
+    """
     from hypothesis import HealthCheck, given, settings
     from hypothesis import strategies as st
 
@@ -120,7 +130,7 @@ def check_generated(examples: int) -> None:
     served, refused = 0, []
 
     @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-    @given(questions(), st.sampled_from(PLACES), st.sampled_from([torch.float32, torch.float16]))
+    @given(questions(), st.sampled_from(TILE_SIZES), st.sampled_from([torch.float32, torch.float16]))
     def check(question: Question, place: tuple[int, int], dtype: torch.dtype) -> None:
         nonlocal served
         try:
@@ -137,7 +147,7 @@ def check_generated(examples: int) -> None:
 
 
 def check_kernels_agree(device: str) -> None:
-    """Compare received weight and map of the row kernel, which uses atomics, with those of the column kernel."""
+    """Compare the row kernel, which uses atomics, with the column kernel: received weights, block map and offsets."""
     from polyhead.ops.common.kernel_masks import pack
     from polyhead.ops.common.visibility import resolve
     from polyhead.ops.profile.kernels.prepare import prepare
@@ -157,8 +167,8 @@ def check_kernels_agree(device: str) -> None:
         torch.testing.assert_close(x, columns[name], atol=1e-5, rtol=1e-5)
 
 
-# Each with the window of rows and columns that is looked at.
-FAR = {
+# Function that builds the scene, and the window of rows and columns that is profiled.
+LONG_SCENES = {
     "all": (lambda: scene_of(1, 2, 1, 331, 331, 16), (0, 331), (0, 331)),
     "causal": (lambda: scene_of(1, 1, 1, 331, 331, 16, Who(causal=True)), (7, 331), (0, 307)),
     "one tile": (lambda: scene_of(2, 2, 1, 37, 53, 24), (5, 34), (3, 48)),
@@ -168,16 +178,19 @@ FAR = {
 }
 
 
-def check_far_offsets(names: list[str], tile: tuple[int, int], piece: tuple[int, int]) -> None:
-    """Check rows long enough for wide bins, with tiles within one bin, along an edge and across several."""
+def check_far_offsets(names: list[str], tile: tuple[int, int], small_tile: tuple[int, int]) -> None:
+    """Check offsets in rows long enough for wide bins: tiles lie within a bin, cross an edge, or span several bins.
+
+    `small_tile` is the size where `tiles_for` is called with `register_heavy`, as for tiles that cross an edge of bins.
+    """
     from polyhead.ops.common.kernels.resources import Blocks
     from polyhead.ops.profile.kernels import second_pass
 
     for name in names:
-        scene, rows, columns = FAR[name]
-        with tiles(*piece):
+        scene, rows, columns = LONG_SCENES[name]
+        with tiles(*small_tile):
             second_pass.tiles_for = lambda *args, register_heavy=False, **kwargs: Blocks(
-                *(piece if register_heavy else tile), 4, 1
+                *(small_tile if register_heavy else tile), 4, 1
             )
             question = Question(scene(), rows, columns, {"offsets": True, "received": True, "block_map": (64, 64)})
             question.check(torch.float32, "fused")
@@ -191,15 +204,16 @@ def check_bins() -> None:
     edges = [64 << k for k in range(25)]
     near = [edge + step for edge in edges for step in range(-3, 4) if edge + step < 1 << 30]
     offset = torch.tensor(sorted({*range(-200, 201), *near, *(-x for x in near)}), dtype=torch.int32)
-    number, end = torch.empty_like(offset), torch.empty_like(offset)
-    bins_kernel[(-(-len(offset) // 256),)](offset, number, end, len(offset), BLOCK=256)
+    index, end = torch.empty_like(offset), torch.empty_like(offset)
+    bins_kernel[(-(-len(offset) // 256),)](offset, index, end, len(offset), BLOCK=256)
     bins = offset_bins()
     exact = [next(i for i, (low, high) in enumerate(bins.tolist()) if low <= x <= high) for x in offset.tolist()]
-    assert number.tolist() == exact
+    assert index.tolist() == exact
     assert end.tolist() == [int(bins[i, 1]) for i in exact]
 
 
 def check_ties_and_strides(device: str) -> None:
+    """Check that ties go to the first key, and that tensors may have any strides."""
     query = torch.ones(1, 1, 2, 1, device=device)
     key = torch.tensor([0.0, 2, 1, 2, 2, 0, 1, 2, 2, 1] * 4, device=device).view(1, 1, 40, 1)
     lse = (query @ key.mT).logsumexp(-1)
@@ -210,8 +224,8 @@ def check_ties_and_strides(device: str) -> None:
     wide = torch.randn(33, 2, 3, 4, 24, device=device)
     query = wide[:, :, 0].permute(1, 2, 0, 3)
     key = wide[:, :, 1, ::2].permute(1, 2, 0, 3)
-    turned = torch.randn(2, 4, 24, 33, device=device).mT  # the last axis does not lie together
-    for q in (query, turned):
+    transposed = torch.randn(2, 4, 24, 33, device=device).mT  # the last axis is not contiguous
+    for q in (query, transposed):
         lse = (q @ key.repeat_interleave(2, 1).mT * 24**-0.5).logsumexp(-1)
         strided = lse.permute(2, 0, 1).contiguous().permute(1, 2, 0)
         ours = profile(q, key, strided, received=True, argmax=True, backend="fused")
@@ -221,25 +235,25 @@ def check_ties_and_strides(device: str) -> None:
 
 
 def check_hidden_values(device: str, dtype: torch.dtype) -> None:
-    """Check that NaN and Inf in padding do not propagate, and that column sums hold for logits of 1e4."""
+    """Check that NaN and Inf in padding do not propagate, and that received weights hold for logits near 1e4."""
     from polyhead import Mask
 
-    drawn = torch.Generator().manual_seed(7)  # of the size that is asked for below, whatever was drawn before
-    query, key = (torch.randn(1, heads, 40, 16, generator=drawn).to(device) for heads in (2, 1))
+    generator = torch.Generator().manual_seed(7)  # fixed, because the size of the logits is asserted below
+    query, key = (torch.randn(1, heads, 40, 16, generator=generator).to(device) for heads in (2, 1))
     query[:, :, 33:], key[:, :, 33:] = torch.nan, torch.inf
     query, key = query.to(dtype), key.to(dtype)
     logits = query[:, :, :33].float() @ key[:, :, :33].float().mT / 4
     lse = torch.cat([logits.logsumexp(-1), torch.full((1, 2, 7), -torch.inf, device=device)], -1)
     options: dict[str, Any] = {"received": True, "block_map": (16, 16), "argmax": True, "topk": 2}
     for mask in (Mask.lengths([33]), Mask.lengths([33]) & Mask.window(left=50)):
-        for wanted in ({"received": True, "block_map": (16, 16), "offsets": True}, options):
-            found = profile(query, key, lse, mask=mask, backend="fused", **wanted)
+        for requested in ({"received": True, "block_map": (16, 16), "offsets": True}, options):
+            found = profile(query, key, lse, mask=mask, backend="fused", **requested)
             assert found.received.isfinite().all()
             assert found.block_map.isfinite().all()
             torch.testing.assert_close(found.received.sum(-1), torch.full_like(lse[..., 0], 33.0))
     assert (found.argmax[..., 33:] == -1).all()
 
-    # Numbers of few bits, whose products float32 adds exactly: what is left is the error of the weights.
+    # float32 sums the products of bfloat16 numbers exactly, so the only error left is that of the weights.
     query, key = (x[:, :, :33].bfloat16().to(dtype) for x in (query, key))
     query, key = query * 128, key * 4
     exact = query.double() @ key.double().mT * 0.9
@@ -247,7 +261,7 @@ def check_hidden_values(device: str, dtype: torch.dtype) -> None:
     lse = exact.logsumexp(-1).float()
     sums = (exact - exact.logsumexp(-1, keepdim=True)).exp().sum(2)
     found = profile(query, key, lse, scale=0.9, received=True, backend="fused")
-    # The log-sum-exp itself, rounded to float32, takes up to the half of this.
+    # Rounding the log-sum-exp to float32 alone causes up to half of this error.
     assert ((found.received.double() - sums).abs() / sums.clamp_min(1)).max() < 1e-3
 
 
@@ -258,15 +272,15 @@ def test_every_flag_on_every_kind_of_mask(dtype: torch.dtype, step: int, names: 
 
 
 @pytest.mark.parametrize(
-    ("names", "whole", "piece"),
+    ("names", "tile", "small_tile"),
     [
         (["all", "more keys"], (64, 64), (32, 64)),
         (["causal", "window both ways", "lengths"], (32, 64), (32, 32)),
         (["one tile"], (128, 128), (64, 64)),
     ],
 )
-def test_offsets_far_and_near(names: list[str], whole: tuple[int, int], piece: tuple[int, int]) -> None:
-    in_the_interpreter(check_far_offsets, names, whole, piece)
+def test_offsets_far_and_near(names: list[str], tile: tuple[int, int], small_tile: tuple[int, int]) -> None:
+    in_the_interpreter(check_far_offsets, names, tile, small_tile)
 
 
 def test_bins_end_where_the_next_begins() -> None:
@@ -284,14 +298,15 @@ def test_both_kernels_agree_on_ties_strides_and_masked_values() -> None:
         in_the_interpreter(check_hidden_values, "cpu", dtype)
 
 
-# ---- on a GPU, at the tile sizes that a user gets
+# ---- on a GPU, at the default tile sizes
 
 
-def on_gpu(question: Question, dtype: torch.dtype) -> None:
+def check_on_gpu(question: Question, dtype: torch.dtype) -> None:
+    """Check a profile on a GPU, with the backend and the tiles that are chosen by default."""
     question = replace(question, scene=question.scene.on("cuda"))
     scene = question.scene.to(dtype)
-    home = scene.query.device
-    lse = scene.run("reference", home.type).logsumexp.cuda()
+    device = scene.query.device
+    lse = scene.run("reference", device.type).logsumexp.cuda()
     scale = scene.scale.cuda() if isinstance(scene.scale, torch.Tensor) else scene.scale
     found = profile(
         scene.query.cuda(),
@@ -305,11 +320,15 @@ def on_gpu(question: Question, dtype: torch.dtype) -> None:
         **question.options,
     )
     assert found.backend == "fused"
-    assert_right(moved(found, home), question, 1e-4)
+    assert_right(moved(found, device), question, 1e-4)
 
 
 def windows(queries: int, keys: int, kind: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Return two windows of rows and columns; unless they are mixed, one compiled kernel is used for both."""
+    """Return two windows of rows and columns.
+
+    Triton specialises a kernel on starts that 16 divides, so the same compiled kernel serves both unless `kind` is
+    "mixed".
+    """
     whole, odd = ((0, queries), (0, keys)), ((5, queries - 3), (3, keys - 5))
     return {
         "mixed": [whole, odd],
@@ -319,18 +338,18 @@ def windows(queries: int, keys: int, kind: str) -> list[tuple[tuple[int, int], t
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("turn", range(3))
+@pytest.mark.parametrize("part", range(3))
 @pytest.mark.parametrize(("name", "dtype"), in_two_dtypes(SCENES))
-def test_on_a_gpu_every_flag_on_every_kind_of_mask(name: str, dtype: torch.dtype, turn: int) -> None:
-    """Check a third of the flags; over all dtypes, each is requested in both kinds of windows."""
+def test_on_a_gpu_every_flag_on_every_kind_of_mask(name: str, dtype: torch.dtype, part: int) -> None:
+    """Check a third of the options, each with one kind of windows in float32 and the other in half precision."""
     scene = SCENES[name]()
     _, _, queries, keys = scene.sizes
-    for place, options in list(enumerate((*COLUMNS, *ROWS)))[turn::3]:
-        kind = ("16 divides both starts", "16 divides no start")[(place + (dtype is torch.float32)) % 2]
-        if options == BY_RESOLUTION:  # whose blocks, and so the kernel, follow from the size of the window
+    for index, options in list(enumerate((*COLUMN_OPTIONS, *ROW_OPTIONS)))[part::3]:
+        kind = ("16 divides both starts", "16 divides no start")[(index + (dtype is torch.float32)) % 2]
+        if options == BY_RESOLUTION:  # the block size, and so the kernel, depends on the size of the window
             kind = "mixed"
         for rows, columns in windows(queries, keys, kind):
-            on_gpu(Question(scene, rows, columns, options), dtype)
+            check_on_gpu(Question(scene, rows, columns, options), dtype)
 
 
 LONG_ROWS = {"all": Who(), "causal": Who(causal=True), "window": Who(causal=True, left=200, first=4)}
@@ -348,7 +367,7 @@ def test_on_a_gpu_long_rows_of_every_head_dim(who: str, dim: int, dtype: torch.d
         {"argmax": True, "topk": 16, "key_set": [0, 1, 511], "received": True, "block_map": BlockMap(block=(64, 256))},
         {"head_pairs": [(0, 1), (0, 3)]},
     ):
-        on_gpu(Question(scene, (0, 700), (0, 700), options), dtype)
+        check_on_gpu(Question(scene, (0, 700), (0, 700), options), dtype)
 
 
 @pytest.mark.gpu
