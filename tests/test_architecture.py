@@ -189,6 +189,45 @@ print(len(commands), sorted(heavy))
     assert heavy == "[]\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["inspect", "no model"], "a model must be minilm"),
+        (["inspect", "--importance", "most"], "importance must be one of"),
+        (["inspect", "--tokens", "0"], "tokens must be at least 1"),
+        (["inspect", "--resume", "nowhere"], "--resume must be the folder of a saved run"),
+        (["report", "nowhere"], "an inspection is a folder"),
+        (["compare", "nowhere", "nowhere"], "an inspection is a folder"),
+        (["view", "no model"], "a model must be minilm"),
+        (["view", "--text", "nowhere.txt"], "--text must be a UTF-8 text file"),
+        (["prune", "a/b", "--heads", "5", "-o", "new"], "a head is written"),
+        (["prune", "a/b", "--share", "30%", "--criterion", "best", "-o", "new"], "criterion must be one of"),
+        (["prune", "a/b", "--share", "30%", "--text", "nowhere.txt", "-o", "new"], "text must be a file"),
+        (["merge", "a/b", "--heads", "0.1+1.2", "-o", "new"], "two or more heads of one layer"),
+        (["convert", "a/b", "--kv-heads", "0", "-o", "new"], "kv_heads must be greater than 0"),
+        (["shrink", "a/b", "--target", "5%", "-o", "new"], "a target must be"),
+        (["shrink", "a/b", "--target", "5%-heads", "-o", "new"], "text is required"),
+        (["undo", "nowhere", "-o", "new"], "undo needs the folder of an edited model"),
+        (["syntax", "--treebank", "nowhere.conllu"], "a treebank must be a CoNLL-U file"),
+    ],
+    ids=lambda value: "-".join(value[:2]) if isinstance(value, list) else "",
+)
+def test_bad_arguments_are_refused_without_importing_torch(arguments, message, tmp_path):
+    program = """
+import os, sys
+from typer.testing import CliRunner
+from polyhead.cli import app
+os.chdir(sys.argv[1])
+found = CliRunner().invoke(app, sys.argv[2:])
+print(found.exit_code, "torch" in sys.modules, found.output)
+"""
+    if arguments[0] in ("inspect", "view", "syntax"):
+        pytest.importorskip("transformers")
+    code, heavy, text = run_python(program, str(tmp_path), *arguments).split(maxsplit=2)
+    assert message in " ".join(text.split())
+    assert (code, heavy) == ("2", "False")
+
+
 def test_no_submodule_takes_the_place_of_a_public_name():
     names = sorted(modules().keys() - {"polyhead", "polyhead.__main__"})
     # Neighbours in the alphabet end up far apart, the same way on every machine.

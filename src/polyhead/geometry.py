@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,6 +40,28 @@ class HeadId(NamedTuple):
         if not (dot and layer.isdecimal() and head.isdecimal()):
             raise OptionError(f"a head is written LAYER.HEAD, as in 3.7; got {text!r}")
         return cls(int(layer), int(head))
+
+
+def parse_heads(heads: str | Iterable[str | HeadId | tuple[int, int]]) -> list[HeadId]:
+    """Return the heads of a list such as "0.3,1.7" or [(0, 3), (1, 7)]."""
+    parts = heads.split(",") if isinstance(heads, str) else heads
+    return [HeadId.parse(x.strip()) if isinstance(x, str) else HeadId(*x) for x in parts]
+
+
+def parse_head_groups(groups: str | Iterable[Sequence[HeadId | tuple[int, int]]]) -> list[list[HeadId]]:
+    """Return groups of heads such as "1.3+1.7,2.0+2.4"; each has two or more heads of one layer, none of them twice."""
+    parts = [x.replace("+", ",") for x in groups.split(",")] if isinstance(groups, str) else groups
+    found = [parse_heads(part) for part in parts]
+    used: set[HeadId] = set()
+    for group in found:
+        if len({head.layer for head in group}) != 1 or len(group) < 2:
+            got = "+".join(map(str, group))
+            raise OptionError(f"a group must be two or more heads of one layer, e.g. 1.3+1.7; got {got!r}")
+        repeated = next((head for head in group if head in used or group.count(head) > 1), None)
+        if repeated is not None:
+            raise OptionError(f"a head may occur only once, got {repeated} more than once")
+        used |= set(group)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from polyhead.inspection import load_inspection
 from polyhead.inspection.vocabulary import column_of
 from polyhead.report import page_of
 from polyhead.surgery import PruneHeads, ReorderHeads, SideFiles, apply, find_layers, preview, save
-from polyhead.surgery.selection.budgets import Size, Target, check_target
+from polyhead.surgery.options import Target
+from polyhead.surgery.selection.budgets import Size, check_target
 from tests.inspection.small_models import model_folder, text_folder
 from tests.integrations.huggingface.models import FAMILIES, build
 

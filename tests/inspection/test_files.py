@@ -10,7 +10,8 @@ import torch
 
 from polyhead.errors import OptionError
 from polyhead.inspection import Inspection, Settings, load_inspection, save_inspection
-from polyhead.inspection.inspection_files import FORMAT, PICTURES
+from polyhead.inspection.inspection_files import FORMAT
+from polyhead.inspection.run_files import PICTURES
 from polyhead.inspection.vocabulary import Text
 from polyhead.workflows.inspecting import inspect_model
 from tests.inspection.small_models import model_folder, text_folder

@@ -16,8 +16,8 @@ from polyhead.errors import OptionError
 from polyhead.geometry import HeadOrigins
 from polyhead.inspection import Inspection, Settings, compare, load_inspection, save_inspection
 from polyhead.inspection.identity import described, edits_of
-from polyhead.inspection.inspection_files import OBSERVATIONS, REST
 from polyhead.inspection.matching import match_heads
+from polyhead.inspection.run_files import OBSERVATIONS, REST
 from polyhead.observation import AttentionSite
 from polyhead.report import page_of
 from polyhead.report.syntax_results import Syntax

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from polyhead.errors import OptionError
 from polyhead.inspection import Settings, inspection_files, load_inspection, running, save_inspection
-from polyhead.inspection.inspection_files import OBSERVATIONS
+from polyhead.inspection.run_files import OBSERVATIONS
 from polyhead.observation import read_facts
 from polyhead.observation.run_folder import lock_folder
 from polyhead.observation.session import Call

@@ -18,7 +18,7 @@ from polyhead.analysis.roles import RoleScore
 from polyhead.errors import OptionError
 from polyhead.inspection import Inspection, Settings, compare, load_inspection, save_inspection
 from polyhead.inspection.cross_layer_similarity import sample_of
-from polyhead.inspection.inspection_files import OBSERVATIONS
+from polyhead.inspection.run_files import OBSERVATIONS
 from polyhead.observation import read_facts
 from polyhead.progress import Progress
 from polyhead.workflows.inspecting import inspect_model

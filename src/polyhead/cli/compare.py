@@ -34,14 +34,19 @@ def compare(
     from rich.console import Console
     from rich.table import Table
 
-    from polyhead.inspection import compare as compared
-    from polyhead.inspection import load_inspection
-    from polyhead.inspection.heads import named
+    from polyhead.inspection.run_files import check_saved
 
     console = Console(highlight=False)
     if most < 1:
         raise typer.BadParameter(f"must be at least 1, got {most}", param_hint="--most")
     with report_errors("compare"):
+        check_saved(before)
+        check_saved(after)
+
+        from polyhead.inspection import compare as compared
+        from polyhead.inspection import load_inspection
+        from polyhead.inspection.heads import named
+
         first, second = load_inspection(before), load_inspection(after)
         found = compared(first, second)
     names = {change.name for change in found.changes}

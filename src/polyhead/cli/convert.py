@@ -68,12 +68,16 @@ def convert(
     """
     from rich.console import Console
 
-    import polyhead
+    from polyhead.surgery.options import check_conversion
 
     console = Console(highlight=False)
     with report_errors("convert"), ProgressBars() as progress:
         check_output(output, form, preview=preview, replace=replace, source=model)
         check_reading(text, field, context, tokens)
+        check_conversion(kv_heads, grouping, rounds)
+
+        import polyhead
+
         edited = polyhead.convert(
             model_loader(
                 model,

@@ -74,9 +74,12 @@ def check_output(
 ) -> None:
     """Check the output folder, the form, and the files to copy, before any expensive work."""
     from polyhead.observation.run_folder import check_folder
-    from polyhead.surgery import SideFiles
+    from polyhead.sources.model_source import find_source
     from polyhead.surgery.storage.folders import check_free
+    from polyhead.surgery.storage.side_files import SideFiles
 
+    if isinstance(source, str):
+        find_source(source)
     if form is not None and form not in FORMS:
         raise typer.BadParameter(f"must be one of {', '.join(FORMS)}; got {form!r}", param_hint="--form")
     if output is None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import Console
 
     from polyhead.progress import ProgressCallback
@@ -27,22 +26,21 @@ def model_loader(
     trust_remote_code: bool = False,
 ) -> Callable[[], LoadedModel]:
     """Return a function that loads the model to edit, in its saved dtype by default, if it can be saved to `output`."""
-    import torch
-
     from polyhead.cli.options import check_dtype, default_device
     from polyhead.progress import Progress
     from polyhead.surgery.storage.saving import check_savable
     from polyhead.workflows.model_loading import load_model
 
     check_dtype(dtype)
-    load_dtype: torch.dtype | Literal["saved"] = "saved" if dtype is None else getattr(torch, dtype)
 
     def load() -> LoadedModel:
+        import torch
+
         progress(Progress("Load the model"))
         loaded = load_model(
             name,
             device=default_device(device),
-            dtype=load_dtype,
+            dtype="saved" if dtype is None else getattr(torch, dtype),
             allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,
         )

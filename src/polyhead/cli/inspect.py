@@ -134,21 +134,19 @@ def inspect(
 
     Example: `polyhead inspect smollm2 --text corpus.txt --save run --html report.html`
     """
-    import torch
+    from dataclasses import replace
+
     from rich.console import Console
 
-    from polyhead.inspection import Settings, save_inspection
-    from polyhead.inspection.inspection_files import FILES, OBSERVATIONS, REST
+    from polyhead.inspection.run_files import FILES, OBSERVATIONS, REST
+    from polyhead.inspection.settings import Settings
     from polyhead.observation.run_folder import check_folder
-    from polyhead.workflows.inspecting import inspect_model
+    from polyhead.sources.model_source import find_source
 
     if resume is not None:
         _check_alone(command)
     check_dtype(dtype)
     console = Console(highlight=False)
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch requires it for matrix products
-        torch.use_deterministic_algorithms(True)
     folder = save if resume is None else resume
     with report_errors("inspect", folder):
         check_page(html, lang)
@@ -169,10 +167,10 @@ def inspect(
                 chance=chance,
                 via_weights=via_weights,
                 seed=seed,
-                device=check_device(device),
                 dtype=dtype,
             )
         )
+        find_source(settings.model)
         check_text(settings.text, settings.field)
         if save is not None and any((save / name).exists() for name in (OBSERVATIONS, REST)):
             raise typer.BadParameter(
@@ -186,6 +184,17 @@ def inspect(
             )
         if folder is not None:
             check_folder(folder, "--save" if resume is None else "--resume")
+
+        import torch
+
+        from polyhead.inspection import save_inspection
+        from polyhead.workflows.inspecting import inspect_model
+
+        if deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch requires it for matrix products
+            torch.use_deterministic_algorithms(True)
+        if resume is None:
+            settings = replace(settings, device=check_device(device))
         with ProgressBars() as progress:
             found = inspect_model(
                 settings,
@@ -300,13 +309,15 @@ def _check_alone(command: typer.Context) -> None:
 
 def _settings_of(folder: Path) -> Settings:
     from polyhead.errors import OptionError
-    from polyhead.inspection import Settings
-    from polyhead.inspection.inspection_files import OBSERVATIONS
-    from polyhead.observation import read_facts
+    from polyhead.inspection.run_files import OBSERVATIONS
+    from polyhead.inspection.settings import Settings
 
     path = folder / OBSERVATIONS
     if not path.exists():
         raise OptionError(f"--resume must be the folder of a saved run, got {folder} without {OBSERVATIONS}")
+
+    from polyhead.observation.saving import read_facts
+
     return Settings.from_dict(read_facts(path)["settings"])
 
 

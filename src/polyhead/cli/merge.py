@@ -39,14 +39,16 @@ def merge(
     """
     from rich.console import Console
 
-    import polyhead
-    from polyhead.sources.models import check_layers
-    from polyhead.workflows.merging import merge_edits
+    from polyhead.geometry import parse_head_groups
 
     console = Console(highlight=False)
     with report_errors("merge"), ProgressBars() as progress:
         check_output(output, form, preview=preview, replace=replace, source=model)
-        layers = [edit.layer for edit in merge_edits(heads)]
+        layers = [group[0].layer for group in parse_head_groups(heads)]
+
+        import polyhead
+        from polyhead.sources.models import check_layers
+
         check_layers(model, layers, trust_remote_code=trust_remote_code)
         edited = polyhead.merge(
             model_loader(

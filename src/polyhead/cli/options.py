@@ -96,7 +96,7 @@ def check_positive(option: str, number: float | None, *, zero: bool = False) -> 
 
 def check_text(text: str | None, field: str) -> None:
     """Raise if the text does not exist; it is read later."""
-    from polyhead.sources import read_texts
+    from polyhead.sources.texts import read_texts
 
     if text is not None:
         read_texts(text, field=field)

@@ -74,9 +74,8 @@ def prune(
     """
     from rich.console import Console
 
-    import polyhead
-    from polyhead.sources.models import check_layers
-    from polyhead.workflows.pruning import head_edits
+    from polyhead.geometry import parse_heads
+    from polyhead.surgery.options import check_criterion
 
     console = Console(highlight=False)
     if (heads is None) == (share is None):
@@ -84,10 +83,15 @@ def prune(
     with report_errors("prune"), ProgressBars() as progress:
         check_output(output, form, preview=preview, replace=replace, source=model)
         fraction = None if share is None else _share(share)
+        check_criterion(criterion)
         check_reading(text, field, context, tokens)
-        if heads is not None:
-            layers = [edit.layer for edit in head_edits(heads)]
-            check_layers(model, layers, trust_remote_code=trust_remote_code)
+        removed = [] if heads is None else parse_heads(heads)
+
+        import polyhead
+        from polyhead.sources.models import check_layers
+
+        if len(removed):
+            check_layers(model, [head.layer for head in removed], trust_remote_code=trust_remote_code)
         edited = polyhead.prune(
             model_loader(
                 model,

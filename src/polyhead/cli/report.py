@@ -32,10 +32,14 @@ def report(
     Shows a grid of layers and heads coloured by any statistic or role, a card for each head, redundancy, importance,
     and the findings in plain words. The page needs no network and no server.
     """
-    from polyhead.inspection import load_inspection
+    from polyhead.inspection.run_files import check_saved
 
     with report_errors("report"):
         check_page(html, lang)
+        check_saved(run)
+
+        from polyhead.inspection import load_inspection
+
         written = write(run / NAME if html is None else html, load_inspection(run), lang, syntax)
     typer.echo(str(written))
     if show:

@@ -99,12 +99,25 @@ def shrink(
 
     Example: `polyhead shrink smollm2 --target 30%-heads --text corpus.txt --output small`
     """
-    import polyhead
+    from polyhead.surgery.options import Target, check_shrinking
 
     console = wide_console()
     with report_errors("shrink", resume), ProgressBars() as progress:
         check_output(output, form, preview=preview, replace=replace, source=model)
         check_reading(text, field, context, tokens)
+        goal = Target.parse(target)
+        check_shrinking(
+            goal,
+            has_text=text is not None,
+            metric=metric,
+            criterion=criterion,
+            uniform=form == "uniform",
+            measured=measured,
+            search=search,
+        )
+
+        import polyhead
+
         shrunk = polyhead.shrink(
             model_loader(
                 model,
@@ -115,7 +128,7 @@ def shrink(
                 allow_pickle=allow_pickle,
                 trust_remote_code=trust_remote_code,
             ),
-            target,
+            goal,
             text,
             metric=metric,  # type: ignore[arg-type]  # checked by the function
             criterion=criterion,

@@ -63,8 +63,8 @@ def syntax(
 
     With --resume DIR progress is saved; repeat the same command to continue an interrupted run.
     """
-    import polyhead
-    from polyhead.workflows.model_loading import load_model
+    from polyhead.sources.model_source import find_source
+    from polyhead.sources.treebank import read_treebank
 
     if treebank is None:
         raise typer.BadParameter(
@@ -73,6 +73,12 @@ def syntax(
         )
     with report_errors("syntax", resume):
         _check_output(output)
+        find_source(model)
+        next(read_treebank(treebank, 1), None)  # raises if it is no treebank
+
+        import polyhead
+        from polyhead.workflows.model_loading import load_model
+
         check_device(device)
         with ProgressBars() as progress:
             found = polyhead.syntax(

@@ -26,12 +26,16 @@ def undo(
     """
     from rich.console import Console
 
-    import polyhead
     from polyhead.progress import Progress
+    from polyhead.surgery.storage.folders import check_edited
 
     console = Console(highlight=False)
     with report_errors("undo"):
+        check_edited(folder.expanduser())
         check_output(output, None, preview=False, replace=replace, source=folder)
+
+        import polyhead
+
         with ProgressBars() as progress:
             restored = polyhead.undo(folder, progress=progress)
             progress(Progress("Write the model"))

@@ -61,7 +61,7 @@ def view(
     The page is served on localhost only, under a URL with a secret token. Stop with Ctrl-C.
     """
     from polyhead.errors import PolyheadError
-    from polyhead.report.viewer.serve import serve
+    from polyhead.sources.model_source import find_source
 
     check_language(lang)
     check_dtype(dtype)
@@ -77,8 +77,13 @@ def view(
 
     try:
         check_positive("--context", context)
-        check_device(device)
+        if what is None or not _is_run(Path(what)):
+            find_source(what)
         initial_text = None if text is None else _content(text)  # errors are reported before a model is loaded
+
+        from polyhead.report.viewer.serve import serve
+
+        check_device(device)
         viewer = _viewer(
             what,
             context=context,
@@ -142,14 +147,14 @@ def _viewer(
 
 
 def _is_run(folder: Path) -> bool:
-    from polyhead.inspection.inspection_files import OBSERVATIONS, REST
+    from polyhead.inspection.run_files import OBSERVATIONS, REST
 
     return (folder / REST).is_file() or (folder / OBSERVATIONS).is_file()
 
 
 def _content(path: Path) -> str:
     from polyhead.errors import OptionError
-    from polyhead.report.viewer.handlers import TEXT_BYTES
+    from polyhead.report.viewer.limits import TEXT_BYTES
 
     try:
         # The path may be a pipe without end.

@@ -1,32 +1,13 @@
 """Cost model of attention layers: parameters, FLOPs, bytes, memory and time, from a config alone."""
 
-from polyhead.costs.cost import CostEstimate, estimate_cost, layer_work
-from polyhead.costs.descriptions import describe
-from polyhead.costs.descriptions.layer_description import LayerDescription
-from polyhead.costs.layouts.layout_sources import from_sizes, read_layout
-from polyhead.costs.layouts.model_layout import LayerGroup, ModelLayout
-from polyhead.costs.memory import MemoryEstimate, estimate_memory, memory_caveats
-from polyhead.costs.work import AttentionCore, MatrixFlops, Product, Traffic, Work
-from polyhead.costs.workload import Workload, visible_pairs
+from __future__ import annotations
 
-__all__ = [
-    "AttentionCore",
-    "CostEstimate",
-    "LayerDescription",
-    "LayerGroup",
-    "MatrixFlops",
-    "MemoryEstimate",
-    "ModelLayout",
-    "Product",
-    "Traffic",
-    "Work",
-    "Workload",
-    "describe",
-    "estimate_cost",
-    "estimate_memory",
-    "from_sizes",
-    "layer_work",
-    "memory_caveats",
-    "read_layout",
-    "visible_pairs",
-]
+from typing import TYPE_CHECKING
+
+from polyhead.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from polyhead.costs.exports import *
+    from polyhead.costs.exports import __all__ as __all__
+
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -1,22 +1,13 @@
 """Inspections: from observations of a text to roles, similarity and importance of every head."""
 
-from polyhead.inspection.comparison import Comparison, compare
-from polyhead.inspection.example_weights import Example
-from polyhead.inspection.heads import Group, Pair
-from polyhead.inspection.inspection_files import load_inspection, save_inspection
-from polyhead.inspection.result import Inspection
-from polyhead.inspection.settings import Settings
-from polyhead.inspection.wording import Finding
+from __future__ import annotations
 
-__all__ = [
-    "Comparison",
-    "Example",
-    "Finding",
-    "Group",
-    "Inspection",
-    "Pair",
-    "Settings",
-    "compare",
-    "load_inspection",
-    "save_inspection",
-]
+from typing import TYPE_CHECKING
+
+from polyhead.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from polyhead.inspection.exports import *
+    from polyhead.inspection.exports import __all__ as __all__
+
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -26,6 +26,7 @@ from polyhead.files import as_type, build, read_columns, read_json, read_tensors
 from polyhead.inspection.earlier_formats import upgraded
 from polyhead.inspection.heads import Head
 from polyhead.inspection.result import Inspection
+from polyhead.inspection.run_files import MATRICES, PICTURES, REST, TABLE, check_saved
 from polyhead.inspection.settings import Settings
 from polyhead.inspection.validation import check_facts, check_head, check_run, check_sites, check_table, check_tensors
 from polyhead.inspection.wording import Finding, Reason
@@ -36,12 +37,6 @@ from polyhead.observation.saving import write_atomically
 from polyhead.observation.statistics import LOCATION
 
 FORMAT = 5  # `earlier_formats` upgrades 2 to 4; 1 is no longer supported
-OBSERVATIONS = "observations.safetensors"  # collector states, from which a run is resumed
-TABLE = "heads.parquet"
-REST = "inspection.json"
-MATRICES = "relations.safetensors"
-PICTURES = "pictures.safetensors"  # maps, offsets, spectra, and the weights of the examples
-FILES = (OBSERVATIONS, TABLE, REST, MATRICES, PICTURES)
 # Fields of an inspection in the JSON file, next to `settings` and `facts`. Their tensors, and all other fields, are in
 # the other files.
 _IN_JSON = ("roles", "redundancy", "groups", "pairs", "findings", "head_maps", "top_keys", "examples")
@@ -82,12 +77,7 @@ def save_inspection(folder: Path, inspection: Inspection) -> None:
 
 def load_inspection(folder: Path) -> Inspection:
     """Read what `save_inspection` wrote; raise an error that names the file if one is damaged."""
-    if not (folder / REST).exists():
-        unfinished = (folder / OBSERVATIONS).exists()
-        raise OptionError(
-            f"an inspection is a folder that `polyhead inspect --save` wrote, got {folder}"
-            + (", whose run is not finished; continue it with --resume" if unfinished else "")
-        )
+    check_saved(folder)
     rest = read_json(folder / REST, _RULE)
     if rest.get("format") not in (2, 3, 4, FORMAT):
         raise OptionError(

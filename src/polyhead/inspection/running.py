@@ -21,10 +21,10 @@ from polyhead.errors import OptionError
 from polyhead.inspection import cross_layer_similarity, layer_similarity
 from polyhead.inspection.findings import findings
 from polyhead.inspection.head_maps import head_maps_of
-from polyhead.inspection.inspection_files import OBSERVATIONS
 from polyhead.inspection.most_attended import most_frequent, top_keys_of
 from polyhead.inspection.probing import Probes, embedding_of
 from polyhead.inspection.result import Inspection
+from polyhead.inspection.run_files import OBSERVATIONS
 from polyhead.inspection.settings import Settings
 from polyhead.inspection.text_reader import Reader
 from polyhead.inspection.wording import Reason

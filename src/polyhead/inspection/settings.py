@@ -8,8 +8,7 @@ from typing import Any, Literal
 from polyhead.errors import OptionError
 from polyhead.files import build, short
 from polyhead.observation.renamed import current_name
-from polyhead.observation.statistics import StatisticsRequest
-from polyhead.sources.text_contexts import TOKENS
+from polyhead.sources.texts import TOKENS
 
 IMPORTANCE = ("auto", "none", "gradient", "ablation")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -54,7 +53,10 @@ class Settings:
             raise OptionError(f"seed must be an integer of at least 0 and below 2^63, got {self.seed}")
         if self.layers is not None and not self.layers:
             raise OptionError("layers must contain at least one layer, got none; omit it for all layers")
-        StatisticsRequest.of(self.statistics)  # raises for unknown names
+        if self.statistics is not None:
+            from polyhead.observation.statistics import StatisticsRequest  # imports PyTorch
+
+            StatisticsRequest.of(self.statistics)  # raises for unknown names
         if self.importance not in IMPORTANCE:
             raise OptionError(f"importance must be one of {', '.join(IMPORTANCE)}; got {self.importance!r}")
         if self.dtype is not None and self.dtype not in DTYPES:

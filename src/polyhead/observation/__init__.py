@@ -1,39 +1,13 @@
 """Observe the attention heads of a running model: `observe` and the mergeable values it collects."""
 
-from polyhead.observation.adapters import Adapter
-from polyhead.observation.attention_maps import AttentionMaps
-from polyhead.observation.collectors import BatchMetadata, Collector, CollectorState
-from polyhead.observation.contributions import Contributions
-from polyhead.observation.forward_statistics import ForwardStatistics, SiteRows
-from polyhead.observation.head_distances import AttentionDistances
-from polyhead.observation.head_profile import HeadProfile
-from polyhead.observation.observations import Observations
-from polyhead.observation.projections import HeadProjections, find_projections
-from polyhead.observation.routing_load import RoutingCounts, RoutingLoad
-from polyhead.observation.saving import load, read_facts, save
-from polyhead.observation.session import Session, observe
-from polyhead.observation.statistics import AttentionSite
+from __future__ import annotations
 
-__all__ = [
-    "Adapter",
-    "AttentionDistances",
-    "AttentionMaps",
-    "AttentionSite",
-    "BatchMetadata",
-    "Collector",
-    "CollectorState",
-    "Contributions",
-    "ForwardStatistics",
-    "HeadProfile",
-    "HeadProjections",
-    "Observations",
-    "RoutingCounts",
-    "RoutingLoad",
-    "Session",
-    "SiteRows",
-    "find_projections",
-    "load",
-    "observe",
-    "read_facts",
-    "save",
-]
+from typing import TYPE_CHECKING
+
+from polyhead.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from polyhead.observation.exports import *
+    from polyhead.observation.exports import __all__ as __all__
+
+__getattr__, __dir__ = lazy_exports(__name__)

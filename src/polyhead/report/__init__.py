@@ -1,6 +1,13 @@
 """HTML reports: an inspection as one self-contained file."""
 
-from polyhead.report.page import write_page
-from polyhead.report.payload import page_of
+from __future__ import annotations
 
-__all__ = ["page_of", "write_page"]
+from typing import TYPE_CHECKING
+
+from polyhead.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from polyhead.report.exports import *
+    from polyhead.report.exports import __all__ as __all__
+
+__getattr__, __dir__ = lazy_exports(__name__)

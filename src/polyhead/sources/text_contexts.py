@@ -10,10 +10,9 @@ from polyhead.errors import OptionError
 from polyhead.sources.batching import digest_of
 from polyhead.sources.contexts import MINIMUM_TOKENS, Context, cut_into_contexts
 from polyhead.sources.models import LoadedModel
-from polyhead.sources.texts import Document, default_documents, read_texts
+from polyhead.sources.texts import TOKENS, Document, default_documents, read_texts
 
 CONTEXT = 512  # tokens, or the model's maximum if that is less
-TOKENS = 65_536
 
 # A file, a folder or "-" (standard input); documents in memory; None is the built-in text.
 Text = str | os.PathLike[str] | Sequence[str] | None

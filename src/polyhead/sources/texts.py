@@ -18,6 +18,7 @@ from polyhead.errors import OptionError
 from polyhead.files import check_regular, in_one_line
 
 STANDARD_INPUT = "-"
+TOKENS = 65_536  # default of the maximum number of tokens to read
 MOST_BYTES = 1 << 29  # maximum size of a document and of a line
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 

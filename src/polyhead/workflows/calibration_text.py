@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyhead.analysis.importance.losses import Masked
-from polyhead.errors import OptionError
 from polyhead.progress import Step
 from polyhead.sources import Context, LoadedModel, batches
-from polyhead.sources.text_contexts import TOKENS, Text, TextContexts, read_contexts
-from polyhead.surgery.selection.criteria import CRITERIA, WEIGHTED
+from polyhead.sources.text_contexts import Text, TextContexts, read_contexts
+from polyhead.sources.texts import TOKENS
+from polyhead.surgery.options import check_criterion
+from polyhead.surgery.selection.criteria import WEIGHTED
 from polyhead.surgery.selection.evidence import Objectives, Weighting
 from polyhead.surgery.selection.quality import Fidelity, Probe, language_slope
 
@@ -112,9 +113,3 @@ def weighting_of(criterion: str) -> Weighting:
     """Return per-token weighting by the loss for criteria that support weights, else none; raises on unknown ones."""
     check_criterion(criterion)
     return "token" if criterion in WEIGHTED else "none"
-
-
-def check_criterion(criterion: str) -> None:
-    """Raise if there is no such criterion."""
-    if criterion not in CRITERIA:
-        raise OptionError(f"criterion must be one of {', '.join(CRITERIA)}, got {criterion!r}")

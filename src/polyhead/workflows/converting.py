@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyhead.errors import OptionError
 from polyhead.progress import ProgressCallback, Step, ignore_progress
-from polyhead.sources.text_contexts import TOKENS, Text
+from polyhead.sources.text_contexts import Text
+from polyhead.sources.texts import TOKENS
 from polyhead.surgery.edits.preview import preview as count
-from polyhead.surgery.kv_sharing.conversion import (
-    GROUPINGS,
-    Grouping,
-    convert_groups,
-    layers_to_convert,
-    share_neighbours,
-)
+from polyhead.surgery.kv_sharing.conversion import convert_groups, layers_to_convert, share_neighbours
+from polyhead.surgery.options import Grouping, check_conversion
 from polyhead.workflows.calibration_text import CalibrationText
 from polyhead.workflows.edited_model import AttentionSwitch, EditedModel
 from polyhead.workflows.model_loading import Model, as_loaded
@@ -46,12 +41,7 @@ def convert(
         rounds: rounds of alternating least squares that refit the shared K and V projections to the text.
         model, text, field, preview, stack, context, tokens, tokenizer, progress: as in `polyhead.prune`.
     """
-    if kv_heads < 1:
-        raise OptionError(f"kv_heads must be greater than 0, got {kv_heads}")
-    if rounds < 0:
-        raise OptionError(f"rounds must be at least 0, got {rounds}")
-    if grouping not in GROUPINGS:
-        raise OptionError(f"grouping must be one of {', '.join(GROUPINGS)}, got {grouping!r}")
+    check_conversion(kv_heads, grouping, rounds)
     loaded = as_loaded(model, tokenizer, dtype="saved")
     layers = layers_to_convert(loaded.model, kv_heads, stack)
     edits = tuple(share_neighbours(layer, kv_heads) for layer in layers)

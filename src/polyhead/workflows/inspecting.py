@@ -11,15 +11,16 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from polyhead.inspection.inspection_files import OBSERVATIONS
 from polyhead.inspection.result import Inspection
+from polyhead.inspection.run_files import OBSERVATIONS
 from polyhead.inspection.running import SAVE_SECONDS, run_inspection
 from polyhead.inspection.settings import Settings
 from polyhead.observation.run_folder import lock_folder, remove_leftovers
 from polyhead.progress import Progress, ProgressCallback, ignore_progress
 from polyhead.sources import LoadedModel
 from polyhead.sources.models import check_layers
-from polyhead.sources.text_contexts import TOKENS, Text
+from polyhead.sources.text_contexts import Text
+from polyhead.sources.texts import TOKENS
 from polyhead.workflows.model_loading import as_loaded, load_model
 
 IN_MEMORY = "(in memory)"  # a text that has no path, in the settings of a run

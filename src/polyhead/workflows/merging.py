@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from polyhead.errors import OptionError
-from polyhead.geometry import HeadId
+from polyhead.geometry import HeadId, parse_head_groups
 from polyhead.surgery.edits.applying import apply
 from polyhead.surgery.edits.head_edits import MergeHeads
 from polyhead.surgery.edits.preview import preview as count
@@ -44,21 +43,9 @@ def merge_edits(heads: Groups, stack: str | None = None) -> list[MergeHeads]:
     >>> [edit.heads for edit in merge_edits("1.0+1.2,1.3+1.5")]
     [(0, 2), (2, 4)]
     """
-    if isinstance(heads, str):
-        groups = [[HeadId.parse(part.strip()) for part in group.split("+")] for group in heads.split(",")]
-    else:
-        groups = [[HeadId(*head) for head in group] for group in heads]
     removed: dict[int, list[int]] = {}
-    used: set[HeadId] = set()
     edits = []
-    for group in groups:
-        if len({head.layer for head in group}) != 1 or len(group) < 2:
-            got = "+".join(map(str, group))
-            raise OptionError(f"a group must be two or more heads of one layer, e.g. 1.3+1.7; got {got!r}")
-        repeated = next((head for head in group if head in used or group.count(head) > 1), None)
-        if repeated is not None:
-            raise OptionError(f"a head may occur only once, got {repeated} more than once")
-        used |= set(group)
+    for group in parse_head_groups(heads):
         layer = group[0].layer
         removed_before = removed.setdefault(layer, [])
         renumbered = tuple(head.head - sum(other < head.head for other in removed_before) for head in group)

@@ -12,11 +12,10 @@ from torch import nn
 
 from polyhead.errors import OptionError
 from polyhead.sources.load_errors import describe_failure, quiet
+from polyhead.sources.model_source import check_transformers, find_source
 from polyhead.sources.models import (
     LoadedModel,
-    check_transformers,
     checked_device,
-    find_source,
     kind_of,
     load_tokenizer,
     read_native,

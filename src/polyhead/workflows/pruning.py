@@ -6,19 +6,20 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from polyhead.errors import OptionError
-from polyhead.geometry import HeadId
+from polyhead.geometry import HeadId, parse_heads
 from polyhead.progress import ProgressCallback, Step, ignore_progress
-from polyhead.sources.text_contexts import TOKENS, Text
+from polyhead.sources.text_contexts import Text
+from polyhead.sources.texts import TOKENS
 from polyhead.surgery.compensation.sequential import apply_in_order
 from polyhead.surgery.edits.applying import apply
 from polyhead.surgery.edits.head_edits import PruneHeads
 from polyhead.surgery.edits.preview import preview as count
+from polyhead.surgery.options import check_criterion
 from polyhead.surgery.selection.criteria import choose_heads, orders_by
 from polyhead.surgery.selection.evidence import Evidence
 from polyhead.workflows.calibration_text import (
     BatchesWithProgress,
     CalibrationText,
-    check_criterion,
     objectives_of,
     weighting_of,
 )
@@ -108,8 +109,7 @@ def head_edits(heads: str | Iterable[str | HeadId | tuple[int, int]], stack: str
     [(0, (2,)), (1, (0, 3))]
     """
     by_layer: dict[int, list[int]] = {}
-    for x in heads.split(",") if isinstance(heads, str) else heads:
-        head = HeadId.parse(x.strip()) if isinstance(x, str) else HeadId(*x)
+    for head in parse_heads(heads):
         by_layer.setdefault(head.layer, []).append(head.head)
     return [PruneHeads(layer, tuple(layer_heads), stack=stack) for layer, layer_heads in sorted(by_layer.items())]
 

@@ -16,11 +16,13 @@ from polyhead.observation.run_folder import lock_folder
 from polyhead.progress import Progress, ProgressCallback, Step, ignore_progress
 from polyhead.sources import Context, LoadedModel
 from polyhead.sources.fingerprint import model_digest
-from polyhead.sources.text_contexts import TOKENS, Text, TextContexts, read_contexts
+from polyhead.sources.text_contexts import Text, TextContexts, read_contexts
+from polyhead.sources.texts import TOKENS
 from polyhead.surgery.compensation.least_squares import OutputProjection, PrecomputedProjections
 from polyhead.surgery.compensation.sequential import AIMS, Aim, solve_in_order
 from polyhead.surgery.edits.applying import apply
-from polyhead.surgery.selection.budgets import Size, Target, check_target
+from polyhead.surgery.options import Target, check_shrinking
+from polyhead.surgery.selection.budgets import Size, check_target
 from polyhead.surgery.selection.evidence import Evidence
 from polyhead.surgery.selection.journal import Journal
 from polyhead.surgery.selection.quality import Fidelity, Measurement, Perplexity, Quality
@@ -31,7 +33,6 @@ from polyhead.workflows.calibration_text import model_inputs, objectives_of, wei
 from polyhead.workflows.edited_model import AttentionSwitch, EditedModel
 from polyhead.workflows.model_loading import Model, as_loaded
 
-METRICS = ("perplexity", "fidelity")
 SPLITS = (0.6, 0.8)  # ends of the text that selects heads, and of the text that selects the compensation
 SEARCH_CONTEXTS = 16  # a search evaluates the model some hundred times
 ALL_AT_ONCE = "compensated all at once"
@@ -124,7 +125,15 @@ def shrink(
         model, field, context, tokens, tokenizer, progress: as in `polyhead.prune`.
     """
     goal = target if isinstance(target, Target) else Target.parse(target)
-    _check(text, metric, goal, criterion, uniform=uniform, measured=measured, search=search)
+    check_shrinking(
+        goal,
+        has_text=text is not None,
+        metric=metric,
+        criterion=criterion,
+        uniform=uniform,
+        measured=measured,
+        search=search,
+    )
     weighting = weighting_of(criterion)
     with nullcontext() if resume is None else lock_folder(resume):
         loaded = as_loaded(model, tokenizer, dtype="saved")
@@ -223,25 +232,6 @@ class _Parts:
     def few(self) -> Sequence[Context]:
         """Return a few evenly spaced contexts of the second part."""
         return self.select[:: -(-len(self.select) // SEARCH_CONTEXTS)]
-
-
-def _check(
-    text: Text, metric: str | None, target: Target, criterion: str, *, uniform: bool, measured: bool, search: bool
-) -> None:
-    """Raise on invalid options and on options that exclude each other."""
-    if text is None:
-        raise OptionError(
-            "text is required: text like the model's inputs for calibration and testing, got none; use 20,000 tokens "
-            "or more in .txt, .md, .jsonl or .parquet files, a folder of them, or - for standard input"
-        )
-    if metric is not None and metric not in METRICS:
-        raise OptionError(f"metric must be {' or '.join(METRICS)}, got {metric!r}")
-    if measured and target.kind != "faster":
-        raise OptionError(f"a measured target must be a speed, such as 1.2x-faster, got {target}")
-    if search and measured:
-        raise OptionError("search needs a target that is counted, got a measured one as well; omit one of them")
-    if uniform and criterion != "compensated":
-        raise OptionError(f"the uniform form needs the criterion compensated, got {criterion!r}; omit one of them")
 
 
 def _metric(loaded: LoadedModel, metric: str | None) -> str:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from torch import nn
 
-from polyhead.errors import OptionError
 from polyhead.progress import Progress, ProgressCallback, ignore_progress
 from polyhead.surgery.edits.applying import undo as revert
 from polyhead.surgery.edits.records import EditRecord
+from polyhead.surgery.storage.folders import check_edited
 from polyhead.surgery.storage.loading import load, load_record, load_saved
 from polyhead.surgery.storage.saving import SavedModel, save
 from polyhead.surgery.storage.side_files import SideFiles
@@ -37,11 +37,9 @@ def undo(folder: str | os.PathLike[str], *, progress: ProgressCallback = ignore_
     trained in between is rejected. `EditedModel.undo` reverts edits in memory.
     """
     path = Path(folder).expanduser()
-    if not path.is_dir():
-        raise OptionError(f"undo needs the folder of an edited model, got {path}, which is no folder")
+    check_edited(path)
     record = load_record(path)
-    if record is None:
-        raise OptionError(f"undo needs the record saved with an edited model, got {path} without one")
+    assert record is not None
     progress(Progress("Load the model"))
     saved = load_saved(path, switch_attention=False)
     model = load(path) if saved is None else saved

@@ -7,7 +7,8 @@ import torch
 
 from polyhead.errors import OptionError
 from polyhead.surgery import fingerprint
-from polyhead.surgery.selection.budgets import Size, Target, other_flops
+from polyhead.surgery.options import Target
+from polyhead.surgery.selection.budgets import Size, other_flops
 from polyhead.surgery.selection.evidence import Evidence, Objectives
 from polyhead.surgery.selection.quality import Fidelity, Probe, language_slope
 from polyhead.surgery.selection.shrinker import Shrinker

@@ -12,8 +12,8 @@ from transformers import LlamaForCausalLM
 from polyhead.errors import OptionError
 from polyhead.surgery import PruneHeads, apply, find_layers, save
 from polyhead.surgery.compensation.least_squares import OutputRegression, PrecomputedProjections, swapped_projections
+from polyhead.surgery.options import Target
 from polyhead.surgery.selection import uniform
-from polyhead.surgery.selection.budgets import Target
 from polyhead.surgery.selection.criteria import pruning_order
 from polyhead.surgery.selection.evidence import Evidence, Objectives
 from polyhead.surgery.selection.quality import Fidelity, language_slope

@@ -17,8 +17,9 @@ from starlette.types import ASGIApp
 from polyhead.report.viewer.endpoint import Endpoint, error_response, json_response
 from polyhead.report.viewer.failures import RequestError, request_error
 from polyhead.report.viewer.guard import Guard
-from polyhead.report.viewer.handlers import TEXT_BYTES, RequestHandlers
+from polyhead.report.viewer.handlers import RequestHandlers
 from polyhead.report.viewer.jobs import BACKGROUND, INTERACTIVE, Jobs, logger
+from polyhead.report.viewer.limits import TEXT_BYTES
 from polyhead.report.viewer.state import state_of
 from polyhead.report.viewer.viewing import Viewer
 

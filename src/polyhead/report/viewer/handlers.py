@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from polyhead.report.viewer.jobs import Message, Work
+from polyhead.report.viewer.limits import TEXT_BYTES
 from polyhead.report.viewer.request_fields import RequestFields
 from polyhead.report.viewer.trace import Trace
 from polyhead.report.viewer.viewing import SLOTS, WINDOW_TOKENS, WORD_CELLS, TracedHead, Viewer
 
-TEXT_BYTES = 4 << 20
 LARGEST_INTEGER = 2**53 - 1  # Number.MAX_SAFE_INTEGER of JavaScript
 POOLS = ("sum", "max")
 

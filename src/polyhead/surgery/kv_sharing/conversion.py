@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -30,9 +30,8 @@ from polyhead.surgery.kv_sharing.grouping import Groups, neighbours, similar_gro
 from polyhead.surgery.kv_sharing.refine_logits import refined_logits, sample_logits
 from polyhead.surgery.kv_sharing.refine_values import refined, sample_attended
 from polyhead.surgery.kv_sharing.shared_keys import ShareKeys, share, sort_by_group
+from polyhead.surgery.options import Grouping, check_grouping
 
-Grouping = Literal["similar", "neighbours"]
-GROUPINGS: tuple[Grouping, ...] = get_args(Grouping)
 Batches = Callable[[], Iterable[Mapping[str, Any]]]
 RIDGE = 1e-3
 
@@ -66,8 +65,7 @@ def convert_groups(
     check_ridge(ridge)
     if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 0:
         raise OptionError(f"rounds must be an integer of at least 0, got {rounds!r}")
-    if grouping not in GROUPINGS:
-        raise OptionError(f"grouping must be one of {', '.join(GROUPINGS)}, got {grouping!r}")
+    check_grouping(grouping)
     layers = layers_to_convert(model, num_kv_heads, stack)
     text = list(batches())
     if not text:

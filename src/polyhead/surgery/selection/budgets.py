@@ -1,10 +1,8 @@
-"""Budgets: a target size, and the size of a model without some of its heads."""
+"""Size of a model without some of its heads, and whether it meets a target."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import nn
 
@@ -13,42 +11,12 @@ from polyhead.errors import OptionError
 from polyhead.surgery.adapters.attention_layer import is_conv1d
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.edits.preview import uncached_layers
+from polyhead.surgery.options import Target
 
-Kind = Literal["heads", "cache", "faster"]
 NO_CACHE = (
     "a cache target needs a model with a KV cache, got {target} for a model without one, such as an encoder; "
     "use a share of its heads (30%-heads) or of its FLOPs (1.2x-faster)"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A budget: the share of heads to prune, or the factor by which to shrink the KV cache or the FLOPs.
-
-    >>> Target.parse("30%-heads"), Target.parse("1.2x-faster")
-    (Target(kind='heads', amount=0.3), Target(kind='faster', amount=1.2))
-    """
-
-    kind: Kind
-    amount: float
-
-    @classmethod
-    def parse(cls, text: str) -> Target:
-        share = re.fullmatch(r"(\d+(?:\.\d+)?)%-heads", text.strip())
-        times = re.fullmatch(r"(\d+(?:\.\d+)?)x-(cache|faster)", text.strip())
-        if share is not None and 0 < float(share[1]) < 100:
-            return cls("heads", float(share[1]) / 100)
-        if times is not None and float(times[1]) > 1:
-            return cls(times[2], float(times[1]))  # type: ignore[arg-type]
-        raise OptionError(
-            "a target must be a share of heads to prune (30%-heads), a factor of KV cache (2x-cache) or a factor of "
-            f"FLOPs (1.2x-faster), got {text!r}"
-        )
-
-    def __str__(self) -> str:
-        if self.kind == "heads":
-            return f"{100 * self.amount:g}% fewer heads"
-        return f"{self.amount:g} times " + ("less cache" if self.kind == "cache" else "fewer FLOPs")
 
 
 @dataclass(frozen=True, slots=True)

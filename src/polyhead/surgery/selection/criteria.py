@@ -39,6 +39,7 @@ from polyhead.surgery.compensation.least_squares import (
     check_ridge,
     output_projection,
 )
+from polyhead.surgery.options import check_criterion
 from polyhead.surgery.selection.evidence import Evidence, Weighting
 
 
@@ -64,9 +65,8 @@ def orders_by(criterion: str, evidence: Evidence, *, weighting: Weighting = "non
 
     `weighting` affects only the criteria that measure errors, `seed` only the random one.
     """
-    if criterion not in CRITERIA:
-        raise OptionError(f"criterion must be one of {', '.join(CRITERIA)}, got {criterion!r}")
-    return CRITERIA[criterion](evidence, weighting, seed)
+    check_criterion(criterion)
+    return _ORDERS[criterion](evidence, weighting, seed)
 
 
 def _compensated(evidence: Evidence, weighting: Weighting, seed: int) -> Orders:
@@ -235,7 +235,7 @@ def _by_score(scores: Callable[[Evidence, int], Mapping[str, Sequence[float]]]) 
     return lambda evidence, _, seed: {path: order_by_score(x) for path, x in scores(evidence, seed).items()}
 
 
-CRITERIA: dict[str, Criterion] = {
+_ORDERS: dict[str, Criterion] = {
     "compensated": _compensated,
     "plain": _plain,
     "ablation": _by_score(lambda evidence, _: evidence.ablation),

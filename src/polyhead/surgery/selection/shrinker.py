@@ -25,7 +25,8 @@ from polyhead.surgery.compensation.least_squares import (
 from polyhead.surgery.edits.applying import apply
 from polyhead.surgery.edits.head_edits import PruneHeads
 from polyhead.surgery.edits.preview import HeadCounts, Preview, preview
-from polyhead.surgery.selection.budgets import Size, Target, keeps_cache, other_flops
+from polyhead.surgery.options import Target
+from polyhead.surgery.selection.budgets import Size, keeps_cache, other_flops
 from polyhead.surgery.selection.criteria import (
     PruningOrder,
     choose_heads,

@@ -21,7 +21,7 @@ from polyhead.surgery.compensation.least_squares import RIDGE, OutputRegression
 from polyhead.surgery.edits.applying import changed
 from polyhead.surgery.edits.head_edits import PruneHeads
 from polyhead.surgery.native.fitting import config_changes
-from polyhead.surgery.selection.budgets import Target
+from polyhead.surgery.options import Target
 from polyhead.surgery.selection.criteria import in_metric, pruning_order
 from polyhead.surgery.selection.evidence import Evidence, Weighting
 from polyhead.surgery.selection.search import TRIES, Measure, RankedSet, refined_sets

@@ -19,6 +19,7 @@ from polyhead.errors import CheckpointError, OptionError
 # AT_FDCWD and RENAME_EXCHANGE of Linux's renameat2, which swaps two names atomically.
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
+RECORD = "polyhead-record.safetensors"
 FILES = "polyhead-files.json"  # lists the files written to the folder, with their sizes
 
 
@@ -47,6 +48,14 @@ def check_free(folder: Path, *, replace: bool = False, source: str | os.PathLike
             )
     if not empty:
         _check_written_by_polyhead(folder, folder)
+
+
+def check_edited(folder: Path) -> None:
+    """Raise if a folder is not that of an edited model, saved with the record of its edits."""
+    if not folder.is_dir():
+        raise OptionError(f"undo needs the folder of an edited model, got {folder}, which is no folder")
+    if not (folder / RECORD).is_file():
+        raise OptionError(f"undo needs the record saved with an edited model, got {folder} without one")
 
 
 def check_not_source(folder: Path, source: str | os.PathLike[str]) -> None:

@@ -24,7 +24,8 @@ from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read
 from polyhead.surgery.edits.applying import Changes, committed, origins_after
 from polyhead.surgery.edits.records import EditRecord
 from polyhead.surgery.native.fitting import without_init
-from polyhead.surgery.storage.manifest import MANIFEST, RECORD, WEIGHTS, Manifest
+from polyhead.surgery.storage.folders import RECORD
+from polyhead.surgery.storage.manifest import MANIFEST, WEIGHTS, Manifest
 
 
 def load(

@@ -20,7 +20,6 @@ FORMS: tuple[Form, ...] = get_args(Form)
 MANIFEST = "polyhead.json"
 # Not a name that transformers reads: it would load heads with a KV map as if they were in order.
 WEIGHTS = "polyhead.safetensors"
-RECORD = "polyhead-record.safetensors"
 FORMAT = 1
 _MAX_BYTES = 1 << 26
 

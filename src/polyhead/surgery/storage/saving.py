@@ -27,9 +27,9 @@ from polyhead.surgery.edits.records import EditRecord
 from polyhead.surgery.native.configs import ConfigChange, join_changes
 from polyhead.surgery.native.fitting import fit_uniform, is_transformers_model
 from polyhead.surgery.native.padding import fit_padded
-from polyhead.surgery.storage.folders import check_free, check_not_source, written_atomically
+from polyhead.surgery.storage.folders import RECORD, check_free, check_not_source, written_atomically
 from polyhead.surgery.storage.loading import load_saved
-from polyhead.surgery.storage.manifest import FORMS, RECORD, WEIGHTS, Form, Manifest
+from polyhead.surgery.storage.manifest import FORMS, WEIGHTS, Form, Manifest
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,24 @@
+"""Names of the files of a saved inspection."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from polyhead.errors import OptionError
+
+OBSERVATIONS = "observations.safetensors"  # collector states, from which a run is resumed
+TABLE = "heads.parquet"
+REST = "inspection.json"
+MATRICES = "relations.safetensors"
+PICTURES = "pictures.safetensors"  # maps, offsets, spectra, and the weights of the examples
+FILES = (OBSERVATIONS, TABLE, REST, MATRICES, PICTURES)
+
+
+def check_saved(folder: Path) -> None:
+    """Raise if a folder contains no finished inspection."""
+    if not (folder / REST).exists():
+        unfinished = (folder / OBSERVATIONS).exists()
+        raise OptionError(
+            f"an inspection is a folder that `polyhead inspect --save` wrote, got {folder}"
+            + (", whose run is not finished; continue it with --resume" if unfinished else "")
+        )

@@ -1,0 +1,39 @@
+"""Import the public names of a package when the first of them is used.
+
+The command line shows help and refuses bad arguments without importing PyTorch: importing a small module of a package
+must not import the whole package. A package lists its public names in `exports.py`, and its `__init__.py` has
+
+    __getattr__, __dir__ = lazy_exports(__name__)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+
+def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` of a package that import a submodule, or `exports`, on first use."""
+    namespace = vars(sys.modules[package])
+
+    def load() -> list[str]:
+        exports = import_module(f"{package}.exports")
+        namespace.update({name: getattr(exports, name) for name in exports.__all__}, __all__=exports.__all__)
+        return list(exports.__all__)
+
+    def get(name: str) -> Any:
+        if not name.startswith("__") or name == "__all__":
+            if find_spec(f"{package}.{name}") is not None:
+                return import_module(f"{package}.{name}")
+            load()
+            if name in namespace:
+                return namespace[name]
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    def names() -> list[str]:
+        return sorted({*load(), *namespace})
+
+    return get, names
