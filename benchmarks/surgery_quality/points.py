@@ -12,7 +12,8 @@ from benchmarks.measuring.json_lines import read_lines
 from benchmarks.surgery_quality.tasks import Figure, Split
 from polyhead.errors import OptionError
 from polyhead.surgery.compensation.least_squares import RIDGE
-from polyhead.surgery.selection.criteria import CRITERIA, WEIGHTED
+from polyhead.surgery.options import CRITERIA
+from polyhead.surgery.selection.criteria import WEIGHTED
 from polyhead.surgery.selection.evidence import Weighting
 
 # "once" solves all layers on what the whole model feeds them; the others go in order, by what a layer should write.

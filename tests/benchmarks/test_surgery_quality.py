@@ -40,7 +40,7 @@ from polyhead.costs.measuring import machine_facts
 from polyhead.errors import OptionError
 from polyhead.layers import MultiHeadConfig
 from polyhead.surgery import PruneHeads, apply, fingerprint, undo
-from polyhead.surgery.selection.criteria import CRITERIA
+from polyhead.surgery.options import CRITERIA
 
 
 def drawing():

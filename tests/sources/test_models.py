@@ -406,7 +406,7 @@ def test_a_gguf_file_of_impossible_sizes_is_refused_before_anything_is_allocated
 
 def test_a_gguf_file_without_its_reader_says_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "small.gguf").touch()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("polyhead.sources.model_source.find_spec", lambda name: None)
     with pytest.raises(
         OptionError, match=r"reading small\.gguf needs gguf and accelerate.*pip install 'polyhead\[hf\]'"
     ):

@@ -73,8 +73,8 @@ def syntax(
         )
     with report_errors("syntax", resume):
         _check_output(output)
-        find_source(model)
         next(read_treebank(treebank, 1), None)  # raises if it is no treebank
+        find_source(model)
 
         import polyhead
         from polyhead.workflows.model_loading import load_model

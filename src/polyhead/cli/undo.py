@@ -31,8 +31,8 @@ def undo(
 
     console = Console(highlight=False)
     with report_errors("undo"):
-        check_edited(folder.expanduser())
         check_output(output, None, preview=False, replace=replace, source=folder)
+        check_edited(folder.expanduser())
 
         import polyhead
 

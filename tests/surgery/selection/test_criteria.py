@@ -9,7 +9,8 @@ from polyhead.errors import OptionError
 from polyhead.surgery import choose_heads, find_layers, loss_weights
 from polyhead.surgery.adapters.head_weights import read_heads
 from polyhead.surgery.calibration.moments import Sensitivity, loss_sensitivities
-from polyhead.surgery.selection.criteria import CRITERIA, magnitudes, orders_by, pruning_order, redundancy_order
+from polyhead.surgery.options import CRITERIA
+from polyhead.surgery.selection.criteria import magnitudes, orders_by, pruning_order, redundancy_order
 from polyhead.surgery.selection.evidence import Evidence, Objectives
 from polyhead.surgery.selection.quality import language_slope
 from tests.surgery.gated import FAMILIES, build
