@@ -37,8 +37,8 @@ TINY = places.Grid(
     kv_heads=2,
     middle=(20,),
     cached_windows=(16,),
-    most_flops=1e8,
-    most_bytes=1e8,
+    max_flops=1e8,
+    max_bytes=1e8,
 )
 
 
@@ -139,11 +139,11 @@ def test_a_device_without_kernels_is_refused():
 
 
 def test_what_is_too_large_is_not_timed():
-    small = dataclasses.replace(TINY, most_flops=2 * 3 * 16 * 32)
+    small = dataclasses.replace(TINY, max_flops=2 * 3 * 16 * 32)
     assert [(x.rows, x.inner) for x in pieces(small) if isinstance(x, Product)] == [(3, 32)]
     windows = [x for x in gpu_pieces() if isinstance(x, AttentionCore) and x.left is not None]
-    assert max(places.held_bytes(x, "cuda") for x in windows) <= places.GPU.most_bytes
-    assert max(places.computed_flops(x, "cuda") for x in windows) <= places.GPU.most_windowed_flops
+    assert max(places.held_bytes(x, "cuda") for x in windows) <= places.GPU.max_bytes
+    assert max(places.computed_flops(x, "cuda") for x in windows) <= places.GPU.max_windowed_flops
 
 
 def test_windows_on_a_gpu_are_timed_as_they_are_served_there():
@@ -166,8 +166,8 @@ def test_windows_on_a_gpu_are_timed_as_they_are_served_there():
 def test_small_gradients_of_a_gpu_are_not_timed():
     backward = [x for x in gpu_pieces() if isinstance(x, AttentionCore) and x.direction == "backward"]
     tiled = [x for x in backward if route(x, "cuda") == "tiled"]
-    assert min(places.computed_flops(x, "cuda") for x in backward) >= places.GPU.least_backward_flops
-    assert min(places.computed_flops(x, "cuda") for x in tiled) >= places.GPU.least_tiled_backward_flops
+    assert min(places.computed_flops(x, "cuda") for x in backward) >= places.GPU.min_backward_flops
+    assert min(places.computed_flops(x, "cuda") for x in tiled) >= places.GPU.min_tiled_backward_flops
 
 
 def test_the_largest_and_the_smallest_of_a_group_come_first():
@@ -209,7 +209,7 @@ def test_kernels_of_ours_are_compiled_once_each():
     tasks = compiling.piece_tasks(gpu_pieces())
     kinds = {(x.direction, x.head_dim, x.heads // x.kv_heads) for _, (group,) in tasks for x in group}
     assert len(tasks) == len(kinds) == 18
-    assert max(x.bytes for _, (group,) in tasks for x in group) <= compiling.MOST_BYTES
+    assert max(x.bytes for _, (group,) in tasks for x in group) <= compiling.MAX_BYTES
     assert compiling.compile_ahead(tasks, CPU) == 0
 
 

@@ -119,7 +119,7 @@ def test_what_is_common_and_what_is_extreme():
         "output_norm_share": [0.2, 0.2, 0.6, 0.3, 0.3, 0.4],
     }
     inspection = inspection_of(columns)
-    found = findings(inspection, most=9)
+    found = findings(inspection, limit=9)
     assert [str(x) for x in found] == [
         "2 of 6 heads have over half of their attention on the attention sink",
         "layer 0 head 1 has the largest max attention weight: 93% on one token",

@@ -21,8 +21,8 @@ from polyhead.inspection.vocabulary import Text
 from polyhead.inspection.wording import Reason, kind_of_model, loss_in_words
 from polyhead.observation.token_sample import TokenSample
 from polyhead.report import page_of
-from polyhead.report.packing import LONGEST_TEXT
-from polyhead.report.pictures import MOST_MAP_CELLS, pooled
+from polyhead.report.packing import MAX_TEXT_LENGTH
+from polyhead.report.pictures import MAX_MAP_CELLS, pooled
 from polyhead.report.syntax_results import Syntax
 from polyhead.sources.models import Kind
 from polyhead.sources.probes import repeated_batches
@@ -249,9 +249,9 @@ def test_hostile_and_long_tokens_are_text(inspections):
     page = page_of(dataclasses.replace(inspection, examples=(example,), facts=facts))
     (found,) = page["examples"]
     assert found["queries"][: len(HOSTILE)] == list(HOSTILE)
-    assert found["keys"][-2:] == ["x" * LONGEST_TEXT + "…", "half \ufffd pair"]
+    assert found["keys"][-2:] == ["x" * MAX_TEXT_LENGTH + "…", "half \ufffd pair"]
     assert found["title"] == "<b>\u202etitle"
-    assert len(page["title"]) == LONGEST_TEXT + 1
+    assert len(page["title"]) == MAX_TEXT_LENGTH + 1
     assert page["facts"]["model"].startswith("</title><script>1</script>\ufffdyyy")
     json.dumps(page, ensure_ascii=False).encode("utf-8")
 
@@ -263,7 +263,7 @@ def test_maps_of_many_heads_are_pooled_to_the_limit(inspections):
     page = page_of(dataclasses.replace(inspection, head_maps={site: looks}, relations={}, examples=()))
     (packed,) = page["maps"].values()
     assert packed["shape"] == [600, 31, 31]
-    assert 600 * 31 * 31 <= MOST_MAP_CELLS < 600 * 61 * 61
+    assert 600 * 31 * 31 <= MAX_MAP_CELLS < 600 * 61 * 61
     assert page["map_block"] == 16
     assert page["offsets"] == {"edges": [], "sites": {}}
     small = pooled(looks.map, 2)

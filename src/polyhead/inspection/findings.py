@@ -11,7 +11,7 @@ from polyhead.inspection.result import Inspection
 from polyhead.inspection.vocabulary import ROLE_ORDER
 from polyhead.inspection.wording import Finding, FindingKind
 
-MOST = 3
+MAX_FINDINGS = 3
 RESTING = 0.5  # share of attention on the first token above which a head counts as a sink
 WIDE = 0.9  # share of the maximum entropy above which attention counts as uniform
 _COMMON: tuple[tuple[str, FindingKind, float], ...] = (
@@ -21,7 +21,7 @@ _COMMON: tuple[tuple[str, FindingKind, float], ...] = (
 _EVIDENCE = ("role", "score", "null", "offset", "weight", "saved_evidence")  # fields of a score
 
 
-def findings(inspection: Inspection, most: int = MOST) -> tuple[Finding, ...]:
+def findings(inspection: Inspection, limit: int = MAX_FINDINGS) -> tuple[Finding, ...]:
     """Return findings, one of each kind in turn: roles, similar heads, importance, common patterns, extremes."""
     kinds = [
         _clearest(inspection),
@@ -31,11 +31,11 @@ def findings(inspection: Inspection, most: int = MOST) -> tuple[Finding, ...]:
         _extremes(inspection),
     ]
     result: list[Finding] = []
-    while len(result) < most:
+    while len(result) < limit:
         before = len(result)
         for kind in kinds:
             finding = next(kind, None)
-            if finding is not None and len(result) < most:
+            if finding is not None and len(result) < limit:
                 result.append(finding)
         if len(result) == before:
             break

@@ -20,8 +20,8 @@ from polyhead.report.syntax_results import Syntax
 
 FORMAT = 1
 FINDINGS = 8  # more than a terminal shows: a page has room
-MOST_ALIKE = 5
-LONGEST_FACT = 1000
+MAX_SIMILAR = 5
+MAX_FACT_LENGTH = 1000
 IMPORTANCE = ("ablation", "gradient")  # in order of preference
 _FACTS = (
     "model", "tokens", "documents", "contexts", "context", "seconds", "interrupted", "unknown", "intervals_over",
@@ -130,9 +130,9 @@ def _facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     model, name = facts.get("model"), facts.get("name")
     return {
         **{name: facts.get(name) for name in _FACTS},
-        "model": None if model is None else clipped(str(model), LONGEST_FACT),
+        "model": None if model is None else clipped(str(model), MAX_FACT_LENGTH),
         # A truncated name would name another model.
-        "name": None if name is None or len(str(name)) > LONGEST_FACT else clipped(str(name), LONGEST_FACT),
+        "name": None if name is None or len(str(name)) > MAX_FACT_LENGTH else clipped(str(name), MAX_FACT_LENGTH),
         "kind": _clipped(kind_of_model(str(facts.get("kind", "")))),
         "loss": None if loss is None else _clipped(loss_in_words(str(loss))),
         "pairs_by": None if pairs_by is None else _clipped(pairs_by.text),
@@ -141,7 +141,7 @@ def _facts(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _clipped(text: Text | None) -> Text | None:
-    return None if text is None else Text(clipped(text.en, LONGEST_FACT), clipped(text.zh, LONGEST_FACT))
+    return None if text is None else Text(clipped(text.en, MAX_FACT_LENGTH), clipped(text.zh, MAX_FACT_LENGTH))
 
 
 # ---- heads
@@ -165,7 +165,7 @@ def _heads(inspection: Inspection, index: Mapping[AttentionSite, int]) -> Iterat
             "origin": originally(head),
             **numbers,
             "roles": [] if head not in roles else _scores(roles[head]),
-            "alike": alike.get(head, [])[:MOST_ALIKE],
+            "alike": alike.get(head, [])[:MAX_SIMILAR],
             "top_keys": _top_keys(inspection, head),
         }
 

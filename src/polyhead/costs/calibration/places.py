@@ -47,11 +47,11 @@ class Grid:
     tiled: Sequence[int] = ()  # tokens of windows without a mask tensor
     windows: Sequence[int] = ()  # window lengths at these tokens; a window of over half of the tokens is left out
     cached_windows: Sequence[int] = ()  # window lengths of decoding, over the last two entries of `cached`
-    most_flops: float  # of one piece
-    most_windowed_flops: float = math.inf  # of one with a window; there is time for few of them
-    most_bytes: float  # of its operands and masks
-    least_backward_flops: float = 0  # a smaller backward takes the host longer than the device
-    least_tiled_backward_flops: float = 0  # the same for our kernels, which are launched from Python
+    max_flops: float  # of one piece
+    max_windowed_flops: float = math.inf  # of one with a window; there is time for few of them
+    max_bytes: float  # of its operands and masks
+    min_backward_flops: float = 0  # a smaller backward takes the host longer than the device
+    min_tiled_backward_flops: float = 0  # the same for our kernels, which are launched from Python
 
 
 GPU = Grid(
@@ -69,11 +69,11 @@ GPU = Grid(
     tiled=(2048, 8192, 32_768, 131_072),
     windows=(64, 512, 4096, 65_536),
     cached_windows=(128, 4096),
-    most_flops=2.5e13,
-    most_windowed_flops=5e12,
-    most_bytes=20e9,
-    least_backward_flops=2e10,
-    least_tiled_backward_flops=1e11,
+    max_flops=2.5e13,
+    max_windowed_flops=5e12,
+    max_bytes=20e9,
+    min_backward_flops=2e10,
+    min_tiled_backward_flops=1e11,
 )
 CPU = Grid(
     rows=(1, 8, 64, 512, 4096),
@@ -87,8 +87,8 @@ CPU = Grid(
     dims=(64, 128),
     cached=((1, 64), (1, 1024), (1, 8192), (8, 1024)),
     kv_heads=2,
-    most_flops=1.5e9,
-    most_bytes=1e9,
+    max_flops=1.5e9,
+    max_bytes=1e9,
 )
 # For dtypes after the first: enough for their rates and the efficiency of their kernels.
 BRIEF = Grid(
@@ -98,8 +98,8 @@ BRIEF = Grid(
     tokens=(2048,),
     pairs=((4, 16),),
     dims=(64, 128),
-    most_flops=2e12,
-    most_bytes=12e9,
+    max_flops=2e12,
+    max_bytes=12e9,
 )
 BRIEF_SHARE = 1.0
 
@@ -150,13 +150,13 @@ def held_bytes(piece: Piece, device: Device) -> int:
 def _fits(piece: Piece, grid: Grid, device: Device) -> bool:
     flops = computed_flops(piece, device)
     if isinstance(piece, AttentionCore):
-        if piece.left is not None and flops > grid.most_windowed_flops:
+        if piece.left is not None and flops > grid.max_windowed_flops:
             return False
         is_tiled = route(piece, device) == "tiled"
-        least = grid.least_tiled_backward_flops if is_tiled else grid.least_backward_flops
+        least = grid.min_tiled_backward_flops if is_tiled else grid.min_backward_flops
         if piece.direction == "backward" and flops < least:
             return False
-    return flops <= grid.most_flops and held_bytes(piece, device) <= grid.most_bytes
+    return flops <= grid.max_flops and held_bytes(piece, device) <= grid.max_bytes
 
 
 def _ordered(pieces: Iterable[Piece], device: Device) -> tuple[Piece, ...]:
