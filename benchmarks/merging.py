@@ -187,9 +187,9 @@ class Trial:
             if x is not None:
                 held[name][to] = getattr(made, name)[of]
         spread = replace(self.heads, **held)
-        lending = pack_heads(self.model, self.layer, spread)
+        swapped = pack_heads(self.model, self.layer, spread)
         problems = (
-            collect_targets(self.model, self.layer, text, lending).regression(spread, RIDGE, self.layer.path)
+            collect_targets(self.model, self.layer, text, swapped).regression(spread, RIDGE, self.layer.path)
             for text in (self.calibration, self.held_out)
         )
         return self._solved(spread, kept, *problems)

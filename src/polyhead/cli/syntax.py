@@ -132,11 +132,11 @@ def _show_shares(shares: Shares) -> None:
     drawn = Table(box=None, pad_edge=False)
     for index, name in enumerate(("inside the", "words", "head", "share", "95%", "uniform attention")):
         drawn.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
-    for circle in SPANS:
-        for entry in shares.of(circle)[:TOP_HEADS]:
+    for span in SPANS:
+        for entry in shares.of(span)[:TOP_HEADS]:
             interval = "-" if math.isnan(entry.low) else f"{entry.low:.3f}-{entry.high:.3f}"
             moved = entry.original_head != str(entry.head)
             place = f"{entry.layer}.{entry.head}" + (f" (originally {entry.original_head})" if moved else "")
-            drawn.add_row(circle, str(entry.words), place, f"{entry.share:.3f}", interval, f"{entry.expected:.3f}")
+            drawn.add_row(span, str(entry.words), place, f"{entry.share:.3f}", interval, f"{entry.expected:.3f}")
     console.print(f"\nThe {TOP_HEADS} heads with the largest share of attention inside:")
     wide_console().print(drawn)

@@ -45,7 +45,7 @@ def loss(heads: HeadWeights, form: KeyTransform, seen: list[LogitSample]) -> flo
 
 def again(heads: HeadWeights, form: KeyTransform, one: LogitSample) -> Tensor:
     """Return the logits of these heads, with rotary positions applied by hand."""
-    turned = []
+    rotated = []
     for x, turns, held in (
         (one.inputs["query"], one.rotations["query"], heads.augmented("query")),
         (one.inputs["key"], one.rotations["key"], heads.augmented("key")[list(heads.key_heads)]),
@@ -55,8 +55,8 @@ def again(heads: HeadWeights, form: KeyTransform, one: LogitSample) -> Tensor:
             turn = turns[..., number].to(torch.complex128)
             pair = torch.complex(made[..., first], made[..., second]) * turn
             made[..., first], made[..., second] = pair.real, pair.imag
-        turned.append(made)
-    return one.scale * turned[0] @ turned[1].mT
+        rotated.append(made)
+    return one.scale * rotated[0] @ rotated[1].mT
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "cohere", "stablelm", "bart", "gemma2", "qwen2"])

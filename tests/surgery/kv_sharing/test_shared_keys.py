@@ -78,7 +78,7 @@ def test_the_edit_alone_is_counted_and_made_by_weights():
     model = build(family)
     edits = [ShareKeys(number, ((0, 2), (1, 3))) for number in range(2)]
     counted = preview(model, edits)
-    assert (counted.before.key_heads, counted.after.key_heads) == (8, 4)
+    assert (counted.before.kv_heads, counted.after.kv_heads) == (8, 4)
     before = sum(p.numel() for p in model.parameters())
     record = apply(model, edits)
     assert before - sum(p.numel() for p in model.parameters()) == counted.before.parameters - counted.after.parameters

@@ -33,7 +33,7 @@ def _without_grad(function: Call) -> Call:
 # ---- pieces of work
 
 
-def calls_of(piece: Piece, device: torch.device, *, copies: int | None = None) -> list[Call]:
+def timed_calls(piece: Piece, device: torch.device, *, copies: int | None = None) -> list[Call]:
     """Return one call or, for decoding on a GPU, several on different caches, to be timed in turn.
 
     Each cache is then read from memory, not from L2. `copies` overrides their number.

@@ -16,7 +16,7 @@ from typing import TypeGuard
 
 import torch
 
-from polyhead.costs.calibration.calls import calls_of, layer_call
+from polyhead.costs.calibration.calls import layer_call, timed_calls
 from polyhead.costs.calibration.timing import undisturbed
 from polyhead.costs.measuring.machine_facts import usable_cores
 from polyhead.costs.timing.limits import route
@@ -88,7 +88,7 @@ def run_pieces(pieces: Sequence[AttentionCore]) -> None:
     device = torch.device("cuda")
     with undisturbed():
         for piece in pieces:
-            calls_of(piece, device, copies=1)[0]()
+            timed_calls(piece, device, copies=1)[0]()
         torch.cuda.synchronize(device)
 
 

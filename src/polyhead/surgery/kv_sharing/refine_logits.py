@@ -47,15 +47,15 @@ def sample_logits(
     heads: HeadWeights,
     form: KeyTransform,
     text: Iterable[Piece],
-    lending: Mapping[str, Tensor],
+    swapped: Mapping[str, Tensor],
 ) -> list[LogitSample]:
-    """Sample a layer's logits in the model with `lending` parameters; a long text is thinned evenly."""
+    """Sample a layer's logits in the model with the `swapped` parameters in place; a long text is thinned evenly."""
     every = 1
     numbered: list[tuple[int, LogitSample]] = []
     for number, piece in enumerate(text):
         if number % every:
             continue
-        capture = piece.capture_attention(model, layer, lending=lending)
+        capture = piece.capture_attention(model, layer, swapped=swapped)
         if capture is None:
             continue
         numbered.append((number, _sample(heads, form, capture)))

@@ -210,8 +210,8 @@ def check_ties_and_strides(device: str) -> None:
     wide = torch.randn(33, 2, 3, 4, 24, device=device)
     query = wide[:, :, 0].permute(1, 2, 0, 3)
     key = wide[:, :, 1, ::2].permute(1, 2, 0, 3)
-    turned = torch.randn(2, 4, 24, 33, device=device).mT  # the last axis does not lie together
-    for q in (query, turned):
+    transposed = torch.randn(2, 4, 24, 33, device=device).mT  # the last axis does not lie together
+    for q in (query, transposed):
         lse = (q @ key.repeat_interleave(2, 1).mT * 24**-0.5).logsumexp(-1)
         strided = lse.permute(2, 0, 1).contiguous().permute(1, 2, 0)
         ours = profile(q, key, strided, received=True, argmax=True, backend="fused")

@@ -39,7 +39,7 @@ class Grid:
     deep: Sequence[int] = ()  # inner sizes of weight gradients, which are numbers of tokens
     copies: Sequence[int] = ()  # bytes
     tokens: Sequence[int]
-    pairs: Sequence[tuple[int, int]]  # (batch, heads)
+    batch_heads: Sequence[tuple[int, int]]  # (batch, heads)
     middle: Sequence[int] = ()  # tokens of unmasked attention and of shared KV heads, which are timed at few sizes
     dims: Sequence[int]
     cached: Sequence[tuple[int, int]] = ()  # (batch, keys) of decoding
@@ -61,7 +61,7 @@ GPU = Grid(
     deep=(65_536, 1_048_576),
     copies=tuple(1 << power for power in range(14, 33, 2)),
     tokens=(128, 512, 2048, 8192, 32_768, 131_072),
-    pairs=((1, 1), (1, 8), (4, 16), (16, 32), (64, 64)),
+    batch_heads=((1, 1), (1, 8), (4, 16), (16, 32), (64, 64)),
     middle=(512, 4096, 16_384),
     dims=(64, 128, 256),
     cached=(*product((1, 8), (512, 4096, 32_768)), (1, 131_072), (64, 512), (8, 131_072), (64, 8192)),
@@ -82,7 +82,7 @@ CPU = Grid(
     deep=(4096,),
     copies=tuple(1 << power for power in range(14, 29, 2)),
     tokens=(32, 128, 512, 2048),
-    pairs=((1, 1), (1, 8), (4, 16)),
+    batch_heads=((1, 1), (1, 8), (4, 16)),
     middle=(64, 512),
     dims=(64, 128),
     cached=((1, 64), (1, 1024), (1, 8192), (8, 1024)),
@@ -96,7 +96,7 @@ BRIEF = Grid(
     columns=(512, 4096),
     inner=(512, 4096),
     tokens=(2048,),
-    pairs=((4, 16),),
+    batch_heads=((4, 16),),
     dims=(64, 128),
     max_flops=2e12,
     max_bytes=12e9,
@@ -175,9 +175,9 @@ def _products(grid: Grid, dtype: torch.dtype) -> Iterator[Product]:
 
 
 def _plain(grid: Grid, dtype: torch.dtype, direction: Direction) -> Iterator[AttentionCore]:
-    batch, heads = grid.pairs[len(grid.pairs) // 2]
+    batch, heads = grid.batch_heads[len(grid.batch_heads) // 2]
     for dim in grid.dims:
-        for tokens, pair in product(grid.tokens, grid.pairs):
+        for tokens, pair in product(grid.tokens, grid.batch_heads):
             yield _core(direction, (*pair, pair[1]), tokens, dim, dtype)
         for tokens in grid.middle:
             yield _core(direction, (batch, heads, heads), tokens, dim, dtype, right=None)
@@ -203,7 +203,7 @@ def _tiled(grid: Grid, dtype: torch.dtype, device: Device, direction: Direction)
 
 def _windowed(grid: Grid, lengths: Sequence[int]) -> Iterator[tuple[tuple[int, int, int], int]]:
     """Yield (batch, heads, KV heads) and tokens; shared KV heads are timed at few lengths."""
-    for tokens, (batch, heads) in product(dict.fromkeys(lengths), grid.pairs):
+    for tokens, (batch, heads) in product(dict.fromkeys(lengths), grid.batch_heads):
         yield (batch, heads, heads), tokens
     for tokens in grid.middle:
         yield (1, 8 * grid.kv_heads, grid.kv_heads), tokens
