@@ -146,7 +146,7 @@ def test_what_is_common_and_what_is_extreme():
 
 def test_a_place_in_one_of_several_stacks_says_which():
     site = AttentionSite("decoder.layer.4.cross", "cross", "decoder.layer.*.cross", 4, 8)
-    finding = Finding("alike", ((site, 1), (site, 2)), None, {"cosine": 0.9, "across": False}, stacked=True)
+    finding = Finding("similar", ((site, 1), (site, 2)), None, {"cosine": 0.9, "across": False}, stacked=True)
     assert str(finding) == (
         "heads decoder cross-attention, layer 4 head 1 and decoder cross-attention, layer 4 head 2 "
         "have similar outputs: cosine 0.90"

@@ -185,10 +185,10 @@ def test_relations_alike_and_importance(pages, inspections):
                 torch.tensor(unpacked(packed)), inspection.relations[site][name].float(), rtol=0, atol=0, equal_nan=True
             )
     for head in page["heads"]:
-        cosines = [x["cosine"] for x in head["alike"]]
+        cosines = [x["cosine"] for x in head["similar"]]
         assert cosines == sorted(cosines, reverse=True)
         assert 1 <= len(cosines) <= 5
-        for other in head["alike"]:
+        for other in head["similar"]:
             assert other["head"] != [head["site"], head["head"]]
             assert other["across"] == (other["head"][0] != head["site"])
 
@@ -198,7 +198,7 @@ def test_findings_refer_to_existing_heads_and_views(pages, name):
     page = pages[name]
     assert len(page["findings"]) >= 3
     for finding in page["findings"]:
-        assert finding["view"] in ("head", "alike", "matters", "overview", "roles")
+        assert finding["view"] in ("head", "similar", "importance", "overview", "roles")
         assert finding["heads"]
         for site, head in finding["heads"]:
             assert head < page["sites"][site]["heads"]

@@ -35,7 +35,7 @@ from polyhead.observation.renamed import current_name
 from polyhead.observation.saving import write_atomically
 from polyhead.observation.statistics import LOCATION
 
-FORMAT = 5  # `earlier_formats` upgrades 2 to 4; 1 is no longer supported
+FORMAT = 6  # `earlier_formats` upgrades 2 to 5; 1 is no longer supported
 OBSERVATIONS = "observations.safetensors"  # collector states, from which a run is resumed
 TABLE = "heads.parquet"
 REST = "inspection.json"
@@ -89,7 +89,7 @@ def load_inspection(folder: Path) -> Inspection:
             + (", whose run is not finished; continue it with --resume" if unfinished else "")
         )
     rest = read_json(folder / REST, _RULE)
-    if rest.get("format") not in (2, 3, 4, FORMAT):
+    if rest.get("format") not in range(2, FORMAT + 1):
         raise OptionError(
             f"this version reads inspections of format 2 to {FORMAT}, "
             f"got {short(rest.get('format'))} in {folder / REST}; "

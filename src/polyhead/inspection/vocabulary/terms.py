@@ -7,7 +7,7 @@ from typing import Literal
 
 from polyhead.analysis.languages import Text
 
-Group = Literal["looks", "writes", "matters", "other"]
+Group = Literal["attention", "output", "importance", "other"]
 Format = Literal["share", "number", "tokens", "nats"]
 
 
