@@ -140,7 +140,8 @@ def no_second_derivative(alternative: str) -> Callable[..., None]:
     """Return the gradient of a backward operator, which raises BackendUnsupported and names another backend."""
 
     def backward(ctx: Any, *grads: Any) -> None:
-        raise BackendUnsupported("fused", [f'our kernels have no second derivative; backend="{alternative}" has one'])
+        reason = f'polyhead\'s kernels have no second derivative; backend="{alternative}" has one'
+        raise BackendUnsupported("fused", [reason])
 
     return backward
 
