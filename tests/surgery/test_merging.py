@@ -45,8 +45,10 @@ def planted(place: list[int], kv_heads: int, *, change_bases: bool = False) -> A
         heads, query=heads.query[place], output=heads.output[place], key=heads.key[own], value=heads.value[own]
     )
     if change_bases:
-        form = KeyTransform("half", 8)
-        heads = change_key_basis(heads, torch.stack([allowed_map(form, 8, seed) for seed in range(len(place))]), form)
+        transform = KeyTransform("half", 8)
+        heads = change_key_basis(
+            heads, torch.stack([allowed_map(transform, 8, seed) for seed in range(len(place))]), transform
+        )
         heads = change_value_basis(heads, torch.stack([conditioned(8, seed, 5.0) for seed in range(len(place))]))
     with torch.no_grad():
         for name, value in pack_heads(model, layer, heads).items():

@@ -139,7 +139,7 @@ def _convert(
     model: nn.Module,
     layer: AttentionLayer,
     count: int,
-    form: KeyTransform,
+    transform: KeyTransform,
     streams: Streams,
     done: Mapping[str, Converted],
     grouping: Grouping,
@@ -151,12 +151,14 @@ def _convert(
     text = streams.before(layer, swapped)
     inputs = collect_inputs(model, layer, text, swapped)
     groups = (
-        similar_groups(heads, count, form, inputs) if grouping == "similar" else neighbours(heads.key.shape[0], count)
+        similar_groups(heads, count, transform, inputs)
+        if grouping == "similar"
+        else neighbours(heads.key.shape[0], count)
     )
-    shared = share(heads, groups, form, inputs)
+    shared = share(heads, groups, transform, inputs)
     if rounds:
-        logits = sample_logits(model, layer, heads, form, text, swapped)
-        shared = refined_logits(shared, form, logits, rounds=rounds)
+        logits = sample_logits(model, layer, heads, transform, text, swapped)
+        shared = refined_logits(shared, transform, logits, rounds=rounds)
         del logits
     converted = Converted.of(model, layer, groups, shared)
     if rounds:
