@@ -193,11 +193,11 @@ OTHERS = {
     ),
     "copy": (
         "raises the logits of tokens it attends to: OV eigenvalue score 0.60 (random 0.12)",
-        "提高所关注词元的 logit：OV 回路特征值得到 0.60（随机 0.12）",
+        "提高所关注词元的 logit：OV 回路特征值得分为 0.60（随机 0.12）",
     ),
     "anti-copy": (
         "lowers the logits of tokens it attends to: OV eigenvalue score 0.60 (random 0.12)",
-        "降低所关注词元的 logit：OV 回路特征值得到 0.60（随机 0.12）",
+        "降低所关注词元的 logit：OV 回路特征值得分为 0.60（随机 0.12）",
     ),
     "same-meaning": (
         "attends to tokens whose cosine similarity is 0.60 above what offsets explain (chance 0.12)",

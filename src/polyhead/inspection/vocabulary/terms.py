@@ -35,7 +35,7 @@ class Column(Term):
         return _UNITS.get(self.format, Text("", ""))
 
 
-_UNITS = {"share": Text("share of 1", "占 1 的比例"), "tokens": Text("tokens", "词元"), "nats": Text("nats", "奈特")}
+_UNITS = {"share": Text("fraction", "比例"), "tokens": Text("tokens", "词元"), "nats": Text("nats", "奈特")}
 
 
 @dataclass(frozen=True, slots=True)
