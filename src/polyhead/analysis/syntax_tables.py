@@ -114,9 +114,9 @@ class _Instances:
         counts = torch.zeros(len(self.relation), *edges.shape[1:], dtype=torch.int64)
         return counts.index_add_(0, self.instance, edges.to(torch.int64)) > 0
 
-    def hits(self, most_attended: Tensor) -> Tensor:
+    def hits(self, looks: Tensor) -> Tensor:
         """Return the correct instances, [instances, heads], from the most attended words [words, heads]."""
-        return self._any_edge(most_attended[self.query] == self.target[:, None])
+        return self._any_edge(looks[self.query] == self.target[:, None])
 
     def offset_hits(self, offset: int) -> Tensor:
         return self._any_edge(self.offset == offset)
@@ -127,8 +127,8 @@ class _Instances:
         place = self.held_out.to(torch.int64) * len(self.relations) + self.relation
         return sums.index_add_(0, place, values.to(torch.int64)).unflatten(0, (2, len(self.relations)))
 
-    def correct(self, most_attended: Tensor) -> Tensor:
-        return self.by_relation(self.hits(most_attended))
+    def correct(self, looks: Tensor) -> Tensor:
+        return self.by_relation(self.hits(looks))
 
     def totals(self) -> Tensor:
         return self.by_relation(torch.ones_like(self.relation))

@@ -193,15 +193,15 @@ def redundancy_order(energy: Tensor) -> PruningOrder:
     `energy` is [heads, heads], the mean product of the outputs of two heads. Heads with zero output are pruned first.
     """
     sizes = energy.diagonal().clamp_min(0).sqrt()
-    cosines = energy / torch.outer(sizes, sizes).clamp_min(torch.finfo(energy.dtype).tiny)
+    alike = energy / torch.outer(sizes, sizes).clamp_min(torch.finfo(energy.dtype).tiny)
     left, removed, losses, lost = list(range(len(energy))), [], [], 0.0
     while len(left) > 1:
         silent = [head for head in left if sizes[head] == 0]
-        pairs = [(float(cosines[one, other]), one, other) for one in left for other in left if one < other]
-        cosine, one, other = max(pairs, key=lambda pair: (pair[0], -pair[1], -pair[2]))
+        pairs = [(float(alike[one, other]), one, other) for one in left for other in left if one < other]
+        likeness, one, other = max(pairs, key=lambda pair: (pair[0], -pair[1], -pair[2]))
         loser = one if sizes[one] < sizes[other] else other
-        loser, cosine = (silent[0], 1.0) if silent else (loser, cosine)
-        lost += 1 - cosine
+        loser, likeness = (silent[0], 1.0) if silent else (loser, likeness)
+        lost += 1 - likeness
         left.remove(loser)
         removed.append(loser)
         losses.append(lost)

@@ -567,17 +567,17 @@ def _forward_kernel(
         source_query, strides_query, i_batch, i_head, first_row, sizes.queries, BLOCK_M, DIM_KEY, BLOCK_KEY,
         DESCRIPTORS, False,
     )  # fmt: skip
-    qk_scale = scale
+    factor = scale
     if ptr_head_scale is not None:
-        qk_scale = qk_scale * tl.load(ptr_head_scale + i_head).to(tl.float32)
+        factor = factor * tl.load(ptr_head_scale + i_head).to(tl.float32)
     if SIGNED:
         # The max dot product is the max logit only if the scale is positive: its sign is moved to the queries.
-        sign = tl.where(qk_scale > 0, 1.0, tl.where(qk_scale < 0, -1.0, 0.0))
+        sign = tl.where(factor > 0, 1.0, tl.where(factor < 0, -1.0, 0.0))
         tile_q = (tile_q * sign).to(tile_q.dtype)
-        qk_scale = tl.abs(qk_scale)
-    softcap_scale, sm_scale = qk_scale, qk_scale
+        factor = tl.abs(factor)
+    softcap_scale, sm_scale = factor, factor
     if SOFTCAP:
-        softcap_scale, sm_scale = qk_scale / softcap, softcap
+        softcap_scale, sm_scale = factor / softcap, softcap
     EXACT: tl.constexpr = tile_q.dtype == tl.float32
     BASE_TWO: tl.constexpr = not (HAS_BIAS or EXACT)  # row max, sink and scale are those of logits in base 2
     if BASE_TWO:

@@ -126,7 +126,7 @@ def _distance(row, column, offset, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def softmax_tile(
-    s, m_i, l_i, entropy_sum, distance_sum, offset_sum, row, column, num_keys, offset, left, right, sm_scale_log2,
+    s, m_i, l_i, entropy_sum, distance_sum, offset_sum, row, column, num_keys, offset, left, right, scale2,
     BLOCK_N: gl.constexpr, MASKED: gl.constexpr,
     ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, SIGNED: gl.constexpr,
 ):  # fmt: skip
@@ -143,8 +143,8 @@ def softmax_tile(
         distance = _distance(row, column, offset, BLOCK_N, LAYOUT)
         is_valid = column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT)) < num_keys
         s = gl.where((distance <= right) & (distance >= -left) & gl.expand_dims(is_valid, 0), s, _MASKED_LOGIT)
-    m_new = gl.maximum(m_i, gl.max(s, axis=1) * sm_scale_log2)
-    exponent = s * sm_scale_log2 - gl.expand_dims(m_new, 1)
+    m_new = gl.maximum(m_i, gl.max(s, axis=1) * scale2)
+    exponent = s * scale2 - gl.expand_dims(m_new, 1)
     p = gl.exp2(exponent)
     log_alpha = m_i - m_new
     alpha = gl.exp2(log_alpha)
@@ -176,7 +176,7 @@ def softmax_tile(
 @gluon.jit
 def band_tiles(
     acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step, from_tile, to_tile, q, k_smem, v_smem, ready, free,
-    row, num_keys, offset, left, right, sm_scale_log2,
+    row, num_keys, offset, left, right, scale2,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
     ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, SIGNED: gl.constexpr,
 ):  # fmt: skip
@@ -200,7 +200,7 @@ def band_tiles(
         s = warpgroup_mma_wait(1, deps=(s,))
         weights, alpha, m_i, l_i, entropy_sum, distance_sum, offset_sum = softmax_tile(
             s, m_i, l_i, entropy_sum, distance_sum, offset_sum,
-            row, tile * BLOCK_N, num_keys, offset, left, right, sm_scale_log2,
+            row, tile * BLOCK_N, num_keys, offset, left, right, scale2,
             BLOCK_N, MASKED, ENTROPY, DISTANCE, SIGNED,
         )  # fmt: skip
         acc = warpgroup_mma_wait(0, deps=(acc_next,))
@@ -216,7 +216,7 @@ def band_tiles(
 def _consumer(
     i_warpgroup: gl.constexpr, desc_o, q_smem, k_smem, v_smem, o_smem, q_ready, q_free, ready, free,
     ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_distance, ptr_signed, ptr_visible, ptr_poison,
-    num_heads, group, num_queries, num_keys, offset, left, right, sm_scale_log2, blocks, total_blocks,
+    num_heads, group, num_queries, num_keys, offset, left, right, scale2, blocks, total_blocks,
     DIM_KEY: gl.constexpr, DIM_VALUE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, FULL: gl.constexpr, WINDOW: gl.constexpr,
     ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, SIGNED: gl.constexpr,
@@ -255,7 +255,7 @@ def _consumer(
         acc = gl.full([64, DIM_VALUE], 0.0, gl.float32, O_LAYOUT)
         weights, _, m_i, l_i, entropy_sum, distance_sum, offset_sum = softmax_tile(
             s, m_i, l_i, entropy_sum, distance_sum, offset_sum,
-            row, last_tile * BLOCK_N, num_keys, offset, left, right, sm_scale_log2,
+            row, last_tile * BLOCK_N, num_keys, offset, left, right, scale2,
             BLOCK_N, True, ENTROPY, DISTANCE, SIGNED,
         )  # fmt: skip
         p = packed(weights, DTYPE)
@@ -276,19 +276,19 @@ def _consumer(
             acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step = band_tiles(
                 acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum,
                 step, tile, edge, q, k_smem, v_smem, ready, free,
-                row, num_keys, offset, left, right, sm_scale_log2, BLOCK_N, STAGES, True, ENTROPY, DISTANCE, SIGNED,
+                row, num_keys, offset, left, right, scale2, BLOCK_N, STAGES, True, ENTROPY, DISTANCE, SIGNED,
             )  # fmt: skip
             above = gl.minimum(above, edge)
             acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step = band_tiles(
                 acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum,
                 step, edge - 1, above, q, k_smem, v_smem, ready, free,
-                row, num_keys, offset, left, right, sm_scale_log2, BLOCK_N, STAGES, False, ENTROPY, DISTANCE, SIGNED,
+                row, num_keys, offset, left, right, scale2, BLOCK_N, STAGES, False, ENTROPY, DISTANCE, SIGNED,
             )  # fmt: skip
             tile = above - 1
         below = gl.minimum(below, tile + 1)
         acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step = band_tiles(
             acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step, tile, below, q, k_smem, v_smem, ready, free,
-            row, num_keys, offset, left, right, sm_scale_log2, BLOCK_N, STAGES, True, ENTROPY, DISTANCE, SIGNED,
+            row, num_keys, offset, left, right, scale2, BLOCK_N, STAGES, True, ENTROPY, DISTANCE, SIGNED,
         )  # fmt: skip
         clear = first_tile
         if WINDOW:
@@ -298,13 +298,13 @@ def _consumer(
         acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step = band_tiles(
             acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum,
             step, below - 1, clear, q, k_smem, v_smem, ready, free,
-            row, num_keys, offset, left, right, sm_scale_log2, BLOCK_N, STAGES, False, ENTROPY, DISTANCE, SIGNED,
+            row, num_keys, offset, left, right, scale2, BLOCK_N, STAGES, False, ENTROPY, DISTANCE, SIGNED,
         )  # fmt: skip
         if WINDOW:
             acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step = band_tiles(
                 acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum,
                 step, clear - 1, first_tile, q, k_smem, v_smem, ready, free,
-                row, num_keys, offset, left, right, sm_scale_log2, BLOCK_N, STAGES, True, ENTROPY, DISTANCE, SIGNED,
+                row, num_keys, offset, left, right, scale2, BLOCK_N, STAGES, True, ENTROPY, DISTANCE, SIGNED,
             )  # fmt: skip
         mbarrier.arrive(q_free.index(i_warpgroup), count=1)
         phase ^= 1
@@ -386,7 +386,7 @@ def forward_kernel(
     fence_async_shared()
     gl.thread_barrier()
 
-    sm_scale_log2 = scale * LOG2E
+    scale2 = scale * LOG2E
     gl.warp_specialize(
         [
             (
@@ -394,7 +394,7 @@ def forward_kernel(
                 (
                     0, desc_o, q_smem, k_smem, v_smem, o_smem, q_ready, q_free, ready, free,
                     ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_distance, ptr_signed, ptr_visible, ptr_poison,
-                    num_heads, group, num_queries, num_keys, offset, left, right, sm_scale_log2, blocks, total_blocks,
+                    num_heads, group, num_queries, num_keys, offset, left, right, scale2, blocks, total_blocks,
                     DIM_KEY, DIM_VALUE, BLOCK_N, STAGES, CAUSAL, FULL, WINDOW, ENTROPY, DISTANCE, SIGNED,
                 ),
             ),
@@ -403,7 +403,7 @@ def forward_kernel(
                 (
                     1, desc_o, q_smem, k_smem, v_smem, o_smem, q_ready, q_free, ready, free,
                     ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_distance, ptr_signed, ptr_visible, ptr_poison,
-                    num_heads, group, num_queries, num_keys, offset, left, right, sm_scale_log2, blocks, total_blocks,
+                    num_heads, group, num_queries, num_keys, offset, left, right, scale2, blocks, total_blocks,
                     DIM_KEY, DIM_VALUE, BLOCK_N, STAGES, CAUSAL, FULL, WINDOW, ENTROPY, DISTANCE, SIGNED,
                 ),
             ),

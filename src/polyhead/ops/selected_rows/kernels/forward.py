@@ -103,9 +103,9 @@ def _ragged_kernel(
         sign = tl.where(qk_scale > 0, 1.0, tl.where(qk_scale < 0, -1.0, 0.0))
         tile_q = (tile_q * sign).to(tile_q.dtype)
         qk_scale = tl.abs(qk_scale)
-    softcap_scale, sm_scale = qk_scale, qk_scale
+    tanh_scale, sm_scale = qk_scale, qk_scale
     if SOFTCAP:
-        softcap_scale, sm_scale = qk_scale / softcap, softcap
+        tanh_scale, sm_scale = qk_scale / softcap, softcap
     EXACT: tl.constexpr = tile_q.dtype == tl.float32
     BASE_TWO: tl.constexpr = not (HAS_BIAS or EXACT)  # row max, sink and sm_scale are those of logits in base 2
     if BASE_TWO:
@@ -131,8 +131,8 @@ def _ragged_kernel(
             i_tile = tl.where(i_tile >= near_from, i_tile + (near_to - near_from), i_tile)
             state = update_softmax_state(
                 state, tile_q, source_key, source_value, strides_key, strides_value, mask, stat_pointers, sizes, None,
-                0, sm_scale, softcap_scale, i_batch, i_head, offs_m, positions, i_tile, True, HAS_BIAS, SOFTCAP,
-                DIM_KEY, DIM_VALUE, BLOCK_N, BLOCK_KEY, BLOCK_VALUE, DESCRIPTORS,
+                0, sm_scale, tanh_scale, i_batch, i_head, offs_m, positions, i_tile, True, HAS_BIAS, SOFTCAP, DIM_KEY,
+                DIM_VALUE, BLOCK_N, BLOCK_KEY, BLOCK_VALUE, DESCRIPTORS,
             )  # fmt: skip
     partial_tiles = sink_tiles + (full_from - first_tile) + (near_to - near_from) + (last_tile - full_to)
     for i in tl.range(0, partial_tiles):
@@ -142,7 +142,7 @@ def _ragged_kernel(
         i_tile = tl.where(i_tile >= near_to, i_tile + (full_to - near_to), i_tile)
         state = update_softmax_state(
             state, tile_q, source_key, source_value, strides_key, strides_value, mask, stat_pointers, sizes, None, 0,
-            sm_scale, softcap_scale, i_batch, i_head, offs_m, positions, i_tile, False, HAS_BIAS, SOFTCAP, DIM_KEY,
+            sm_scale, tanh_scale, i_batch, i_head, offs_m, positions, i_tile, False, HAS_BIAS, SOFTCAP, DIM_KEY,
             DIM_VALUE, BLOCK_N, BLOCK_KEY, BLOCK_VALUE, DESCRIPTORS,
         )  # fmt: skip
     # [BLOCK_M, BLOCK_VALUE]

@@ -89,14 +89,14 @@ def _producer(
 
 
 @gluon.jit
-def _store_output(ptr_output, acc, row, stop_row, DIM_VALUE: gl.constexpr):
+def _store_output(ptr_output, o, row, stop_row, DIM_VALUE: gl.constexpr):
     """Store rows of the output that belong to the pair."""
-    LAYOUT: gl.constexpr = acc.type.layout
+    LAYOUT: gl.constexpr = o.type.layout
     offs_row = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    offs_dim = gl.arange(0, acc.type.shape[1], gl.SliceLayout(0, LAYOUT))
+    offs_dim = gl.arange(0, o.type.shape[1], gl.SliceLayout(0, LAYOUT))
     ptr_rows = ptr_output + gl.expand_dims(offs_row.to(gl.int64) * DIM_VALUE, 1) + gl.expand_dims(offs_dim, 0)
     mask_row = gl.expand_dims(offs_row < stop_row, 1) & gl.expand_dims(offs_dim < DIM_VALUE, 0)
-    gl.store(ptr_rows, acc.to(ptr_output.dtype.element_ty), mask=mask_row)
+    gl.store(ptr_rows, o.to(ptr_output.dtype.element_ty), mask=mask_row)
 
 
 @gluon.jit
@@ -143,11 +143,11 @@ def _consumer(
 
         mbarrier.wait(q_ready.index(i_warpgroup), 0)
         zero = gl.full([64, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
-        m_i = gl.full([64], LOWEST, gl.float32, ROWS)
-        l_i = row_sums(zero, BLOCK_N)
-        entropy_sum = l_i
-        distance_sum = l_i
-        offset_sum = l_i
+        m = gl.full([64], LOWEST, gl.float32, ROWS)
+        sums = row_sums(zero, BLOCK_N)
+        acc_entropy = sums
+        acc_distance = sums
+        acc_offset = sums
 
         # The last tile is always masked, because the end of the keys may be inside it.
         mbarrier.wait(ready.index(0), 0)
@@ -156,9 +156,9 @@ def _consumer(
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(free.index(0), count=1)
         step = first_row * 0 + 1
-        acc = gl.full([64, BLOCK_VALUE], 0.0, gl.float32, O_LAYOUT)
-        weights, _, m_i, l_i, entropy_sum, distance_sum, offset_sum = softmax_tile(
-            s, m_i, l_i, entropy_sum, distance_sum, offset_sum, first_query, last_tile * BLOCK_N, num_keys, offset,
+        o = gl.full([64, BLOCK_VALUE], 0.0, gl.float32, O_LAYOUT)
+        weights, _, m, sums, acc_entropy, acc_distance, acc_offset = softmax_tile(
+            s, m, sums, acc_entropy, acc_distance, acc_offset, first_query, last_tile * BLOCK_N, num_keys, offset,
             left, right, sm_scale_log2, BLOCK_N, True, ENTROPY, False, False,
         )  # fmt: skip
         p = packed(weights, DTYPE)
@@ -170,19 +170,19 @@ def _consumer(
         if WINDOW:
             full_from = (gl.maximum(last_position - left, 0) + BLOCK_N - 1) // BLOCK_N
             full_from = gl.minimum(gl.maximum(full_from, first_tile), full_to)
-        acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step = band_tiles(
-            acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step, last_tile - 1, full_to, q, k_smem, v_smem,
+        o, p, m, sums, acc_entropy, acc_distance, acc_offset, step = band_tiles(
+            o, p, m, sums, acc_entropy, acc_distance, acc_offset, step, last_tile - 1, full_to, q, k_smem, v_smem,
             ready, free, first_query, num_keys, offset, left, right, sm_scale_log2,
             BLOCK_N, STAGES, True, ENTROPY, False, False,
         )  # fmt: skip
-        acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step = band_tiles(
-            acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step, full_to - 1, full_from, q, k_smem, v_smem,
+        o, p, m, sums, acc_entropy, acc_distance, acc_offset, step = band_tiles(
+            o, p, m, sums, acc_entropy, acc_distance, acc_offset, step, full_to - 1, full_from, q, k_smem, v_smem,
             ready, free, first_query, num_keys, offset, left, right, sm_scale_log2,
             BLOCK_N, STAGES, False, ENTROPY, False, False,
         )  # fmt: skip
         if WINDOW:
-            acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step = band_tiles(
-                acc, p, m_i, l_i, entropy_sum, distance_sum, offset_sum, step, full_from - 1, first_tile, q, k_smem,
+            o, p, m, sums, acc_entropy, acc_distance, acc_offset, step = band_tiles(
+                o, p, m, sums, acc_entropy, acc_distance, acc_offset, step, full_from - 1, first_tile, q, k_smem,
                 v_smem, ready, free, first_query, num_keys, offset, left, right, sm_scale_log2,
                 BLOCK_N, STAGES, True, ENTROPY, False, False,
             )  # fmt: skip
@@ -190,30 +190,30 @@ def _consumer(
         stage = step % STAGES
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
         v = v_smem.index(stage).reshape([BLOCK_N, BLOCK_VALUE])
-        acc = warpgroup_mma(unpacked(p, DTYPE, OPERAND), v, acc, is_async=True)
+        o = warpgroup_mma(unpacked(p, DTYPE, OPERAND), v, o, is_async=True)
 
-        row_sum = gl.convert_layout(gl.sum(l_i, axis=1), ROWS)
+        l_i = gl.convert_layout(gl.sum(sums, axis=1), ROWS)
         if ptr_poison is not None:
             # NaN for a row that sees a key with a removed NaN or Inf, 0 for any other.
             poison = gl.load(ptr_poison + i_kv_pair.to(gl.int64) * num_queries + query)
-            row_sum += poison
-            m_i += poison
-        log2_sum = gl.log2(row_sum)
-        gl.store(ptr_lse + offs, (m_i + log2_sum) * LN2, mask=mask_row)
+            l_i += poison
+            m += poison
+        log_l = gl.log2(l_i)
+        gl.store(ptr_lse + offs, (m + log_l) * LN2, mask=mask_row)
         if ptr_max is not None:
-            gl.store(ptr_max + offs, m_i * LN2, mask=mask_row)
+            gl.store(ptr_max + offs, m * LN2, mask=mask_row)
         if ptr_confidence is not None:
-            gl.store(ptr_confidence + offs, 1.0 / row_sum, mask=mask_row)  # the largest weight is exp(m - m) / sum
+            gl.store(ptr_confidence + offs, 1.0 / l_i, mask=mask_row)  # the largest weight is exp(m - m) / sums
         if ptr_visible is not None:
             from_key = gl.maximum(query + (offset - left), 0)
             to_key = gl.minimum(query + (offset + right), num_keys - 1)
             gl.store(ptr_visible + offs, (to_key - from_key + 1).to(gl.float32), mask=mask_row)
         if ENTROPY:
-            mean = gl.convert_layout(gl.sum(entropy_sum, axis=1), ROWS) / row_sum
-            gl.store(ptr_entropy + offs, (log2_sum - mean) * LN2, mask=mask_row)
-        normalizer = gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        _store_output(ptr_output, acc * gl.expand_dims(normalizer, 1), row, stop_row, DIM_VALUE)
+            mean = gl.convert_layout(gl.sum(acc_entropy, axis=1), ROWS) / l_i
+            gl.store(ptr_entropy + offs, (log_l - mean) * LN2, mask=mask_row)
+        normalizer = gl.convert_layout(1.0 / l_i, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
+        o = warpgroup_mma_wait(0, deps=(o,))
+        _store_output(ptr_output, o * gl.expand_dims(normalizer, 1), row, stop_row, DIM_VALUE)
 
 
 @gluon.jit(
