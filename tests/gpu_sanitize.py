@@ -157,9 +157,7 @@ def multiplied(inner: int, dtype: torch.dtype = BF16) -> list[Tensor]:
 def reduced_in_chunks() -> list[Tensor]:
     entropy, keys = (torch.rand(3, 4, 2003, device="cuda") + 1 for _ in range(2))
     state = [torch.zeros(1, 4, dtype=torch.float64, device="cuda") for _ in range(4)]
-    return [
-        reduce_rows([entropy], keys, None, state, heads=range(4), normalized_column=0, learned_sinks=False, chunks=3)
-    ]
+    return [reduce_rows([entropy], keys, None, state, heads=range(4), share=0, learned_sinks=False, chunks=3)]
 
 
 @triton.jit

@@ -364,7 +364,7 @@ def test_memory_of_a_bias_by_distance_grows_with_the_tokens_and_not_with_their_s
 
 
 def test_keys_and_values_are_copied_on_a_gpu_where_something_is_added_to_the_logits(monkeypatch):
-    monkeypatch.setattr(mask_rule, "MIN_LEARNED_PAIRS", 0)
+    monkeypatch.setattr(mask_rule, "MOST_LEARNED_PAIRS", 0)
     work = Workload.training_step(TOKENS, batch=BATCH)
 
     def added(dtype: torch.dtype, **options: Any) -> int:

@@ -22,7 +22,7 @@ from polyhead.layers.positions import ALiBi, Positions, Rotary, T5Bias
 from polyhead.ops.common.request import AttentionOutput
 from polyhead.ops.common.visibility import resolve
 from polyhead.ops.decode.api import cached_reasons
-from polyhead.ops.decode.fused import MAX_QUERIES, CacheArguments
+from polyhead.ops.decode.fused import MOST_QUERIES, CacheArguments
 from tests.error_budget import Compared, assert_draws_within_error_budget, output_in_orders, plain_formula
 from tests.ops.decode.test_split_keys import assert_close
 from tests.ops.interpreter.interpreted import in_the_interpreter, poisoned_memory
@@ -454,7 +454,7 @@ def check_the_old_way() -> None:
     assert went(layer, seed=3).weights is None
     for backend in ("reference", "blockwise", "sdpa"):
         assert went(layer, backend=backend).backend == backend
-    assert went(layer, MAX_QUERIES + 1, backend="fused").backend == "fused"
+    assert went(layer, MOST_QUERIES + 1, backend="fused").backend == "fused"
     went(layer, mask=Mask.dense(torch.rand(1, keys) > 0.1))
     went(layer, mask=Mask.bias(torch.randn(1, keys)))
     went(layer, mask=Mask.documents([0], [0] * keys))

@@ -18,7 +18,7 @@ from polyhead.errors import BackendUnsupported, MaskError, ShapeError
 from polyhead.ops import uneven_groups
 from polyhead.ops.uneven_groups import (
     MANY_QUERIES,
-    call_groups,
+    calls_of,
     groups_of,
     one_group_of,
     select_heads,
@@ -159,7 +159,7 @@ def test_many_queries_make_one_call_with_equal_groups(calls: list[tuple[Tensor, 
     ("queries", "keys", "number"), [(127, 127, 3), (128, 128, 1), (128, 512, 1), (128, 513, 3), (4096, 4096, 1)]
 )
 def test_the_number_of_calls_depends_on_queries_and_keys(queries: int, keys: int, number: int) -> None:
-    assert len(call_groups(MAP, queries, keys)) == number
+    assert len(calls_of(MAP, queries, keys)) == number
 
 
 def test_even_groups_out_of_order_are_one_call_without_a_copy_of_keys(

@@ -20,7 +20,7 @@ from polyhead.costs.workload import Workload, visible_pairs
 from polyhead.errors import MaskError, OptionError
 from polyhead.layers.config import AttentionConfig
 from polyhead.masks import Mask
-from polyhead.ops.decode.fused import MAX_QUERIES
+from polyhead.ops.decode.fused import MOST_QUERIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def layer_work(
     call = checked_call(config, work, mask=mask, dtype=dtype, cache_dtype=cache_dtype, cached=cached)
     describe(config).record(call)
     pieces = [piece for piece in call.pieces if piece.bytes]
-    phase: Phase = "decode" if work.past and work.queries <= MAX_QUERIES else "prefill"
+    phase: Phase = "decode" if work.past and work.queries <= MOST_QUERIES else "prefill"
     if not work.training:
         return Work(phase, tuple(pieces), layers)
     return Work("training", (*pieces, *backward_pieces(pieces)), layers)

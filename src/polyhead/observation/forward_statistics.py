@@ -15,7 +15,7 @@ from polyhead.observation.rows import corrected, hidden_by_bias, non_padding_row
 from polyhead.observation.statistics import NAMES, AttentionSite, StatisticsRequest, stack_order
 from polyhead.observation.watcher import ObservedCall, is_recomputed
 from polyhead.ops.attention import RowStatistics
-from polyhead.ops.common.row_reduction import NORMALIZED_ENTROPY
+from polyhead.ops.common.row_reduction import SHARE
 
 Key = tuple[str, str]  # the path and the kind of a site, as in `Session.gates`
 NOT_REQUESTED = (
@@ -47,7 +47,7 @@ class _Call:
 
     def values(self, name: str) -> Tensor:
         """Return a statistic, [batch, heads, queries]."""
-        if name == NORMALIZED_ENTROPY:
+        if name == SHARE:
             return self.values("entropy") / (self.values(_COUNT) + int(self.learned_sinks)).clamp_min(2.0).log()
         tensor: Tensor = getattr(corrected(self.rows, self.hidden, self.sinks_in_view), name)
         return tensor
@@ -58,7 +58,7 @@ class _Call:
         These are non-padding tokens with a visible key; normalized entropy needs at least two.
         """
         keys = self.values(_COUNT)
-        counted = keys + int(self.learned_sinks) > 1 if name == NORMALIZED_ENTROPY else keys > 0
+        counted = keys + int(self.learned_sinks) > 1 if name == SHARE else keys > 0
         counted = counted & (keys > 0)
         return counted if self.non_padding is None else counted & self.non_padding[:, None]
 

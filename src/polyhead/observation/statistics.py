@@ -14,13 +14,13 @@ from polyhead.files import build
 from polyhead.geometry import HeadOrigins
 from polyhead.observation.accumulators import Maximum, MeanAndStd, NamedTensors
 from polyhead.ops.attention import RowStatistics, Statistics
-from polyhead.ops.common.row_reduction import NORMALIZED_ENTROPY, RowTotals, reduce_rows
+from polyhead.ops.common.row_reduction import SHARE, RowTotals, reduce_rows
 from polyhead.ops.common.statistics import NAMES as ROW_NAMES
 from polyhead.ops.common.statistics import POSITIONAL, WINDOW
 
 DEFAULT = (
     "entropy",
-    NORMALIZED_ENTROPY,
+    SHARE,
     "confidence",
     "max_logit",
     "mean_distance",
@@ -123,7 +123,7 @@ class StatisticsRequest:
 
     def of_rows(self, columns: Sequence[str], *, cross: bool) -> Statistics:
         """Return the statistics to request from `attention`; always includes `visible_keys`."""
-        names = {"entropy" if name == NORMALIZED_ENTROPY else name for name in columns} | {"visible_keys"}
+        names = {"entropy" if name == SHARE else name for name in columns} | {"visible_keys"}
         return Statistics(*sorted(names), sink_keys=self.sink_keys, window=self.window, cross=cross)
 
 

@@ -75,7 +75,7 @@ def one_group_of(key_heads: Sequence[int]) -> Group:
     return Group(tuple(heads), tuple(key_heads[head] for head in heads[::group_size]))
 
 
-def call_groups(key_heads: Sequence[int], queries: int, keys: int) -> tuple[Group, ...]:
+def calls_of(key_heads: Sequence[int], queries: int, keys: int) -> tuple[Group, ...]:
     """Return the groups that get one `attention` call each, given the numbers of queries and keys."""
     if queries >= MANY_QUERIES and keys <= KEYS_A_QUERY * queries:
         return (one_group_of(key_heads),)
@@ -108,7 +108,7 @@ def uneven_attention(
     if not all(isinstance(x, Tensor) and x.ndim == 4 for x in (query, key, value)):
         return attention(query, key, value, mask=mask, scale=scale, sinks=sinks, seed=seed, **options)  # raises
     num_heads = query.shape[1]
-    groups = call_groups(checked_key_heads(key_heads, num_heads, key.shape[1]), query.shape[2], key.shape[2])
+    groups = calls_of(checked_key_heads(key_heads, num_heads, key.shape[1]), query.shape[2], key.shape[2])
     if value.shape[1] != key.shape[1]:
         raise ShapeError(f"key and value must have the same heads, got {key.shape[1]} and {value.shape[1]}")
     results = []

@@ -308,7 +308,7 @@ def test_explain_says_who_reads_a_latent_cache() -> None:
     layer = make(kv_lora_rank=528, dtype=torch.float32, causal=True)
     wide = "latents must have a multiple of 16 channels up to 512, got 528"
     rotary = "rotary channels of latents must be a multiple of 8 up to 128, got 6"
-    cpu = "polyhead's kernels run on CUDA devices, got tensors on cpu"
+    cpu = "our kernels run on CUDA devices, got tensors on cpu"
     assert layer.explain(1, 100).refusals == (wide, rotary, cpu)
     assert str(layer.explain(1, 100)).endswith(f"a LatentCache is read by attention: {wide}; {rotary}; {cpu}")
     fitting = make(kv_lora_rank=512, positions=Rotary(64), dtype=torch.float32, backend="sdpa")

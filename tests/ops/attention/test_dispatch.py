@@ -225,9 +225,9 @@ def test_auto_avoids_a_mask_that_would_be_too_large(
     monkeypatch: pytest.MonkeyPatch, mask: Mask | None, elements: int, item: int
 ) -> None:
     size = elements * item
-    monkeypatch.setattr(mask_rule, "MAX_MASK_BYTES", size)
+    monkeypatch.setattr(mask_rule, "LARGEST_MASK", size)
     assert explain(Q, K, K, mask=mask).chosen == "sdpa"
-    monkeypatch.setattr(mask_rule, "MAX_MASK_BYTES", size - 1)
+    monkeypatch.setattr(mask_rule, "LARGEST_MASK", size - 1)
     explanation = explain(Q, K, K, mask=mask)
     if mask is None:
         return
@@ -274,7 +274,7 @@ def _request_of(mask: Mask) -> Any:
     ids=repr,
 )
 def test_a_causal_self_attention_needs_no_mask_tensor(monkeypatch: pytest.MonkeyPatch, mask: Mask) -> None:
-    monkeypatch.setattr(mask_rule, "MAX_MASK_BYTES", 0)
+    monkeypatch.setattr(mask_rule, "LARGEST_MASK", 0)
     x = torch.randn(2, 6, 23, 8)
     assert explain(x, K, K, mask=mask).chosen == "sdpa"
     assert explain(x[:, :, :1], K, K, mask=Mask.causal()).chosen == "sdpa"
@@ -365,7 +365,7 @@ def test_the_choice_is_the_same_in_a_compiled_program(monkeypatch: pytest.Monkey
     """Applies the rule to a CPU and to less work, with the formula as our kernel."""
     monkeypatch.setattr(mask_rule, "DEVICE", "cpu")
     monkeypatch.setattr(mask_rule, "DTYPES", (torch.float32,))
-    monkeypatch.setattr(mask_rule, "MIN_WINDOWED_WORK", 2 * 6 * 19 * 23 * 8)
+    monkeypatch.setattr(mask_rule, "LARGEST_WINDOWED", 2 * 6 * 19 * 23 * 8)
     monkeypatch.setitem(dispatch._RUN, "fused", dispatch._RUN["reference"])
     monkeypatch.setitem(dispatch._REASONS, "fused", lambda request: [])
     monkeypatch.setattr(fused, "unsupported_reasons", lambda request: [])
@@ -403,7 +403,7 @@ def test_a_long_window_is_the_same_from_our_kernel_and_from_pytorch() -> None:
 
 # ---- biases by distance, which PyTorch is handed pair by pair
 
-BY_DISTANCE = "it needs the bias of every pair materialised, and polyhead's kernel reads it by distance"
+BY_DISTANCE = "it needs the bias of every pair materialised, and our kernel reads it by distance"
 
 
 def near(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, dim: int = 64) -> tuple[torch.Tensor, ...]:
@@ -444,7 +444,7 @@ def test_the_gradient_of_a_bias_by_distance_is_left_to_our_kernel_where_it_is_le
     query, key, value = near()
     pairs = query.shape[0] * query.shape[1] * 19 * 23
     for least, chosen in ((pairs, "fused"), (pairs + 1, "sdpa")):
-        monkeypatch.setattr(mask_rule, "MIN_LEARNED_PAIRS", least)
+        monkeypatch.setattr(mask_rule, "MOST_LEARNED_PAIRS", least)
         assert explain(query, key, value, mask=table(learned=True)).chosen == chosen
         assert explain(query, key, value, mask=table()).chosen == "fused"
         assert explain(query.clone().requires_grad_(), key, value, mask=table()).chosen == "sdpa"
@@ -469,7 +469,7 @@ def test_a_bias_by_distance_that_our_kernel_cannot_serve_or_was_not_timed_in_sta
 def test_the_gradient_of_a_table_is_left_to_pytorch_where_it_must_be_the_same_at_every_run(
     a_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mask_rule, "MIN_LEARNED_PAIRS", 0)
+    monkeypatch.setattr(mask_rule, "MOST_LEARNED_PAIRS", 0)
     assert explain(*near(), mask=table(learned=True)).chosen == "fused"
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert explain(*near(), mask=table(learned=True)).chosen == "sdpa"
@@ -525,7 +525,7 @@ def test_an_explanation_prints_as_a_table() -> None:
     text = str(explain(Q, K, K, softcap=2.0, sinks=torch.zeros(6)))
     assert text.splitlines() == [
         "   sdpa       no: PyTorch's fused kernels have no softcap; PyTorch's fused kernels have no learned sinks",
-        "   fused      no: polyhead's kernels run on CUDA devices, got tensors on cpu",
+        "   fused      no: our kernels run on CUDA devices, got tensors on cpu",
         "-> blockwise  tiles of plain PyTorch, online softmax",
         "   reference  the formula, weights materialised",
     ]

@@ -383,23 +383,21 @@ def reasons_of(*shape: int, **options: object) -> tuple[str, ...]:
 
 
 def test_without_a_gpu_the_backend_reports_what_it_needs() -> None:
-    assert reasons_of(1, 2, 5, 8) == ("polyhead's kernels run on CUDA devices, got tensors on cpu",)
-    assert "polyhead's kernels run on CUDA devices, got tensors on meta" in reasons_of(1, 2, 5, 8, device="meta")
+    assert reasons_of(1, 2, 5, 8) == ("our kernels run on CUDA devices, got tensors on cpu",)
+    assert "our kernels run on CUDA devices, got tensors on meta" in reasons_of(1, 2, 5, 8, device="meta")
     x = torch.zeros(1, 2, 5, 8)
-    with pytest.raises(
-        BackendUnsupported, match="'fused' cannot serve this request: polyhead's kernels run on CUDA devices"
-    ):
+    with pytest.raises(BackendUnsupported, match="'fused' cannot serve this request: our kernels run on CUDA devices"):
         attention(x, x, x, backend="fused")
 
 
 def test_every_limit_of_the_kernels_is_a_reason() -> None:
-    assert "polyhead's kernels take float16, bfloat16 or float32, got torch.float64" in reasons_of(
+    assert "our kernels take float16, bfloat16 or float32, got torch.float64" in reasons_of(
         1, 2, 5, 8, dtype=torch.float64
     )
-    assert "polyhead's kernels take head and value dims from 1 to 256, got 264 and 264" in reasons_of(1, 2, 5, 264)
-    assert "polyhead's kernels never materialise the weights" in reasons_of(1, 2, 5, 8, weights=True)
+    assert "our kernels take head and value dims from 1 to 256, got 264 and 264" in reasons_of(1, 2, 5, 264)
+    assert "our kernels never materialise the weights" in reasons_of(1, 2, 5, 8, weights=True)
     bias = Mask.bias(torch.zeros(1, 1, 5, 5))
-    assert "polyhead's kernels read one bias tensor, got 2" in reasons_of(1, 2, 5, 8, mask=bias & bias)
+    assert "our kernels read one bias tensor, got 2" in reasons_of(1, 2, 5, 8, mask=bias & bias)
 
 
 @pytest.mark.gpu

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from polyhead.ops.common import row_reduction
-from polyhead.ops.common.row_reduction import NORMALIZED_ENTROPY, RowTotals, reduce_rows
+from polyhead.ops.common.row_reduction import SHARE, RowTotals, reduce_rows
 from polyhead.ops.common.statistics import RowStatistics
 from tests.ops.interpreter.interpreted import in_the_interpreter, poisoned_memory
 from tests.waiting import waiting_is_an_error
 
 NAMES = ("entropy", "max_logit", "mean_distance", "sink_mass")
-COLUMNS = ("entropy", NORMALIZED_ENTROPY, "max_logit", "mean_distance")
+COLUMNS = ("entropy", SHARE, "max_logit", "mean_distance")
 HEADS, MANY_HEADS = 3, 7
 SIZES = [(1, 1), (3, 11), (2, 131), (1, 257), (2, 2053), (1, 10_007)]  # the last one is cut into chunks
 
@@ -60,11 +60,11 @@ def exact(calls, columns=COLUMNS, heads=range(HEADS), *, learned_sinks: bool = F
         samples = []
         for rows, real in calls:
             keys = rows.visible_keys[:, head].cpu().double()
-            values = getattr(rows, "entropy" if name == NORMALIZED_ENTROPY else name)[:, head].detach().cpu().double()
+            values = getattr(rows, "entropy" if name == SHARE else name)[:, head].detach().cpu().double()
             counted = keys > 0
             if real is not None:
                 counted = counted & real.cpu()
-            if name == NORMALIZED_ENTROPY:
+            if name == SHARE:
                 counted = counted & (keys + learned_sinks > 1)
                 values = values / (keys + learned_sinks).log()
             samples.append(values[counted])
@@ -81,8 +81,8 @@ def assert_equal(actual: RowTotals, expected: RowTotals, columns=COLUMNS) -> Non
     for name, one, other in zip(RowTotals._fields, actual, expected, strict=True):
         assert one.dtype is torch.float64
         for place, column in enumerate(columns):
-            is_exact = name == "total" or (name == "largest" and column != NORMALIZED_ENTROPY)
-            bound = 0.0 if is_exact else 1e-6 if column == NORMALIZED_ENTROPY else 1e-11
+            is_exact = name == "total" or (name == "largest" and column != SHARE)
+            bound = 0.0 if is_exact else 1e-6 if column == SHARE else 1e-11
             message = f"{name} of {column}"
             torch.testing.assert_close(one[place].cpu(), other[place], rtol=bound, atol=bound, msg=message)
 
@@ -130,15 +130,10 @@ def check_strides_and_dtypes(device: str) -> None:
 
 
 def check_chosen(device: str) -> None:
-    rows, real, every = rows_of(2, 29, device, heads=MANY_HEADS), real_of(2, 29, device), (*NAMES, NORMALIZED_ENTROPY)
+    rows, real, every = rows_of(2, 29, device, heads=MANY_HEADS), real_of(2, 29, device), (*NAMES, SHARE)
     whole = reduce_rows(rows, real, every, range(MANY_HEADS), empty(len(every), MANY_HEADS, device))
     for heads in [(3,), (0, 2, 4), (1, 2, 6), (0, 1, 3, 6), (6, 2)]:
-        for columns in [
-            ("mean_distance",),
-            (NORMALIZED_ENTROPY,),
-            (NORMALIZED_ENTROPY, "sink_mass"),
-            ("max_logit", "entropy"),
-        ]:
+        for columns in [("mean_distance",), (SHARE,), (SHARE, "sink_mass"), ("max_logit", "entropy")]:
             found = reduce_rows(rows, real, columns, heads, empty(len(columns), len(heads), device))
             assert_equal(found, exact([(rows, real)], columns, heads), columns)
             places = [every.index(name) for name in columns]
@@ -201,14 +196,7 @@ def check_splits(device: str) -> None:
     expected = reduce_rows(rows, real, COLUMNS, range(HEADS), before)
     for chunks in (1, 2, 4, 64):
         found = kernels.reduce_rows(
-            values,
-            rows.visible_keys,
-            real,
-            before,
-            heads=range(HEADS),
-            normalized_column=1,
-            learned_sinks=False,
-            chunks=chunks,
+            values, rows.visible_keys, real, before, heads=range(HEADS), share=1, learned_sinks=False, chunks=chunks
         )
         assert_equal(RowTotals(*found), RowTotals(*(x.cpu() for x in expected)))
 

@@ -70,7 +70,7 @@ def test_the_order_within_a_group_is_stable():
     assert ends.tolist() == [2, 4, 5]
     assert ends.dtype is torch.int32
     groups = RowGroups(order, ends, 1)
-    assert groups.inverse_order[order].tolist() == [0, 1, 2, 3, 4, 5]
+    assert groups.places[order].tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_rows_without_a_matrix_may_be_nan():

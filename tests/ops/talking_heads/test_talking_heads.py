@@ -343,7 +343,7 @@ def test_invalid_arguments_raise() -> None:
     refused(DeviceError, "logits_mix must be on the device of the query", logits_mix=torch.eye(6, device="meta"))
     refused(OptionError, "one number for talking heads, got a tensor", scale=torch.ones(6))
     refused(OptionError, "backend must be 'auto' or one of 'fused'.*got 'sdpa'", backend="sdpa")
-    refused(BackendUnsupported, "polyhead's kernels run on CUDA devices.*float16 or bfloat16", backend="fused")
+    refused(BackendUnsupported, "our kernels run on CUDA devices.*float16 or bfloat16", backend="fused")
     dense = torch.ones(1, 1, QUERIES, QUERIES, dtype=torch.bool)
     by_head = Mask.dense(dense.expand(1, HEADS, -1, -1))
     refused(

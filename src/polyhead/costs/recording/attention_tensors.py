@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from polyhead.costs.recording.recorder import INDEX, Heads, Recorder
 from polyhead.costs.recording.tape import Block
-from polyhead.ops.attention.fused import MAX_HEAD_DIM
+from polyhead.ops.attention.fused import LARGEST_DIM
 from polyhead.ops.attention.mask_rule import is_bias_read_by_distance, is_mask_too_large, is_window_too_large
 from polyhead.ops.common.tiles import TILE_COLUMNS, TILE_ELEMENTS, tile_sizes
-from polyhead.ops.uneven_groups import call_groups, is_view_of
+from polyhead.ops.uneven_groups import calls_of, is_view_of
 
 # Live copies of the weights in the formula: logits, exponentials and weights in the forward; the last two are saved for
 # the backward, which allocates four more on the way to the gradient of the logits.
@@ -31,7 +31,7 @@ def record_heads(
     row, key_row = call.size(work.batch * work.queries), call.size(work.batch * work.keys)
     outputs: list[Block] = []
     order: list[int] = []
-    for group in call_groups(key_heads, work.queries, work.keys):
+    for group in calls_of(key_heads, work.queries, work.keys):
         selected = (
             _selected(call, query, group.heads, heads.queries, row * heads.head_dim),
             _selected(call, key, group.key_heads, heads.keys, key_row * heads.head_dim),
@@ -148,7 +148,7 @@ def _attention(call: Recorder, query: Block, key: Block, value: Block, heads: He
 def _is_ours(call: Recorder, heads: Heads) -> bool:
     """Return True if our kernels serve what PyTorch's need a mask tensor for: a window, or a bias by distance."""
     work, mask = call.work, call.mask
-    if call.reads_cache or max(heads.head_dim, heads.value_dim) > MAX_HEAD_DIM:
+    if call.reads_cache or max(heads.head_dim, heads.value_dim) > LARGEST_DIM:
         return False
     if call.bias is not None:
         return not call.is_dense and is_bias_read_by_distance(

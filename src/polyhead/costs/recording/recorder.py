@@ -21,7 +21,7 @@ from polyhead.layers.positions.config import (
     T5BiasConfig,
 )
 from polyhead.masks import Mask
-from polyhead.ops.decode.fused import MAX_QUERIES
+from polyhead.ops.decode.fused import MOST_QUERIES
 
 Form = Literal["fused", "materialised"]
 BIASES = (ALiBiConfig, T5BiasConfig, QuadraticRelative1DConfig, QuadraticRelative2DConfig)
@@ -87,7 +87,7 @@ class Recorder:
     @property
     def decodes(self) -> bool:
         """True if the decode kernels serve the call: a few new tokens over a non-empty cache."""
-        return self.cached and self.work.past > 0 and self.work.queries <= MAX_QUERIES
+        return self.cached and self.work.past > 0 and self.work.queries <= MOST_QUERIES
 
     def product(self, stage: Stage, rows: int, columns: int, inner: int, count: int = 1) -> None:
         """Add `count` matrix products in one kernel."""

@@ -13,7 +13,7 @@ from typing import Literal
 
 from polyhead.costs.timing.machine import Machine, Route
 from polyhead.costs.work import AttentionCore, Device, Piece, Product, Traffic
-from polyhead.ops.attention.fused import MAX_HEAD_DIM
+from polyhead.ops.attention.fused import LARGEST_DIM
 from polyhead.ops.attention.mask_rule import is_mask_too_large, is_window_too_large
 
 Bound = Literal["matrix", "exponentials", "bandwidth", "launch"]
@@ -93,7 +93,7 @@ def route(core: AttentionCore, device: Device) -> Route:
 
 def _is_skipped(core: AttentionCore, device: Device) -> bool:
     """Return True if our kernel serves the call because it skips the tiles outside a window."""
-    if core.left is None or max(core.head_dim, core.value_dim) > MAX_HEAD_DIM:
+    if core.left is None or max(core.head_dim, core.value_dim) > LARGEST_DIM:
         return False
     return is_window_too_large(device, core.dtype, core.batch, core.heads, core.queries, core.keys, core.head_dim)
 

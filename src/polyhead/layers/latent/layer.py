@@ -70,7 +70,7 @@ class LatentAttention(BaseAttention):
     >>> print(layer.explain(1, 1000))
        expanded  132,352,000 multiply-adds
     -> absorbed  2,435,072 multiply-adds  fewer multiply-adds
-       absorbed, a LatentCache is read by attention: polyhead's kernels run on CUDA devices, got tensors on cpu
+       absorbed, a LatentCache is read by attention: our kernels run on CUDA devices, got tensors on cpu
     """
 
     layout: LatentLayout

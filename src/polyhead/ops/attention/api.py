@@ -108,7 +108,7 @@ def explain(
     >>> x = torch.randn(1, 4, 6, 8)
     >>> print(polyhead.explain(x, x, x, softcap=30.0))
        sdpa       no: PyTorch's fused kernels have no softcap
-       fused      no: polyhead's kernels run on CUDA devices, got tensors on cpu
+       fused      no: our kernels run on CUDA devices, got tensors on cpu
     -> blockwise  tiles of plain PyTorch, online softmax
        reference  the formula, weights materialised
     """

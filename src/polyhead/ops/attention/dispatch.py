@@ -136,9 +136,9 @@ def _sdpa_avoided(request: AttentionRequest) -> str:
     if is_mask_too_large(size := sdpa.materialised_bytes(request)):
         return f"its mask would be materialised, {size / 2**30:.1f} GiB"
     if _is_window_for_our_kernel(request, visibility) and not fused.unsupported_reasons(request):
-        return "it computes every pair that the window masks, and polyhead's kernel skips them"
+        return "it computes every pair that the window masks, and our kernel skips them"
     if _is_bias_for_our_kernel(request, visibility) and not fused.unsupported_reasons(request):
-        return "it needs the bias of every pair materialised, and polyhead's kernel reads it by distance"
+        return "it needs the bias of every pair materialised, and our kernel reads it by distance"
     return ""
 
 
@@ -182,6 +182,4 @@ def _backward(backend: str, request: AttentionRequest) -> str:
     """Return a description of the kernel that would compute the gradients, for `Choice.backward`."""
     if backend == "sdpa":
         return f"PyTorch's {sdpa.kernel(request)} kernel"
-    return {"fused": "polyhead's kernel", "blockwise": "tiles, recomputed", "reference": "autograd of the formula"}[
-        backend
-    ]
+    return {"fused": "our kernel", "blockwise": "tiles, recomputed", "reference": "autograd of the formula"}[backend]

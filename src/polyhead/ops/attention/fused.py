@@ -22,28 +22,26 @@ from polyhead.ops.common.request import AttentionOutput, AttentionRequest, as_ou
 from polyhead.ops.common.statistics import kernel_reasons
 from polyhead.ops.common.tracing import TRANSFORMED, is_traced, is_transformed
 
-MAX_HEAD_DIM = 256
+LARGEST_DIM = 256
 
 
 def unsupported_reasons(request: AttentionRequest) -> list[str]:
     query = request.query
     reasons = device_reasons(query.device)
     if query.dtype is torch.float64:
-        reasons.append("polyhead's kernels take float16, bfloat16 or float32, got torch.float64")
+        reasons.append("our kernels take float16, bfloat16 or float32, got torch.float64")
     head_dim, value_dim = query.shape[-1], request.value.shape[-1]
-    if head_dim > MAX_HEAD_DIM or not 0 < value_dim <= MAX_HEAD_DIM:
-        reasons.append(
-            f"polyhead's kernels take head and value dims from 1 to {MAX_HEAD_DIM}, got {head_dim} and {value_dim}"
-        )
+    if head_dim > LARGEST_DIM or not 0 < value_dim <= LARGEST_DIM:
+        reasons.append(f"our kernels take head and value dims from 1 to {LARGEST_DIM}, got {head_dim} and {value_dim}")
     if request.weights:
-        reasons.append("polyhead's kernels never materialise the weights")
+        reasons.append("our kernels never materialise the weights")
     if request.statistics is not None:
         reasons += kernel_reasons("attention", request.statistics.names)
     if is_transformed():
         reasons.append(TRANSFORMED)
     if torch.are_deterministic_algorithms_enabled() and request.needs_grad and _learns_shared_bias(request):
         reasons.append(
-            "polyhead's kernels sum the gradient of a bias or a table in a varying order, and deterministic "
+            "our kernels sum the gradient of a bias or a table in a varying order, and deterministic "
             "algorithms were requested"
         )
     return reasons + mask_reasons(request.visibility)
@@ -61,7 +59,7 @@ def _learns_shared_bias(request: AttentionRequest) -> bool:
 
 def kernel(request: AttentionRequest) -> str:
     """Return a description of the kernel that would run."""
-    name = "polyhead's kernel, statistics in the same pass" if request.statistics is not None else "polyhead's kernel"
+    name = "our kernel, statistics in the same pass" if request.statistics is not None else "our kernel"
     return f"{name}, on {request.query.device.type}"
 
 

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import torch
 
-MAX_MASK_BYTES = 1 << 30  # bytes of a mask tensor beyond which `auto` chooses another backend
+LARGEST_MASK = 1 << 30  # bytes of a mask tensor beyond which `auto` chooses another backend
 # Batch x heads x queries x keys x head_dim from which our kernel runs a window, skipping masked blocks. On an H200 in
 # bfloat16 both are bound by the host up to 2^34, where PyTorch has less overhead; at 2^36 ours is 2.5 to 3.9 times
 # faster, at 2^38 6 to 13 times.
-MIN_WINDOWED_WORK = 1 << 35
+LARGEST_WINDOWED = 1 << 35
 # Batch x heads x queries x keys from which our kernel computes the gradient of a learned bias by distance. On an H200
 # in bfloat16, 2 sequences of 16 heads: at 512 tokens (2^23) both are bound by the host, and PyTorch has less overhead;
 # at 2,048 (2^27) a step takes 12.5 to 13.7 ms with PyTorch's and 1.5 to 2.3 with ours. There a forward takes 0.36 to
 # 0.75 as long with ours, and a step without a learned bias 0.99 to 1.68.
-MIN_LEARNED_PAIRS = 1 << 24
+MOST_LEARNED_PAIRS = 1 << 24
 DEVICE, DTYPES = "cuda", (torch.bfloat16, torch.float16)  # these were measured
 
 
 def is_mask_too_large(size: int) -> bool:
     """Return True if a mask tensor of `size` bytes should not be materialised."""
-    return size > MAX_MASK_BYTES
+    return size > LARGEST_MASK
 
 
 def is_window_too_large(
@@ -32,7 +32,7 @@ def is_window_too_large(
     """Return True if a sliding window is too large for PyTorch's kernels: ours is faster, as it skips masked blocks."""
     if device != DEVICE or dtype not in DTYPES:
         return False
-    return batch * heads * queries * keys * head_dim >= MIN_WINDOWED_WORK
+    return batch * heads * queries * keys * head_dim >= LARGEST_WINDOWED
 
 
 def is_bias_read_by_distance(device: str, dtype: torch.dtype, *, training: bool, learned: bool, pairs: int) -> bool:
@@ -42,4 +42,4 @@ def is_bias_read_by_distance(device: str, dtype: torch.dtype, *, training: bool,
     """
     if device != DEVICE or dtype not in DTYPES:
         return False
-    return pairs >= MIN_LEARNED_PAIRS if training and learned else not training
+    return pairs >= MOST_LEARNED_PAIRS if training and learned else not training

@@ -100,7 +100,7 @@ def _statistics(
     has_keys: Tensor | None,
 ) -> RowStatistics:
     """Compute the row statistics by their definitions, under autograd."""
-    names, positions = request.names, request.positions
+    names, places = request.names, request.places
     all_pairs = (0, logits.shape[2]), (0, logits.shape[3])
     visible = logits != -torch.inf  # NaN counts as visible
     weights = exponentials / row_sum
@@ -122,10 +122,10 @@ def _statistics(
             )
         statistics["entropy"] = (torch.log(row_sum) - entropy_sum / row_sum).squeeze(-1)
     if "sink_mass" in names:
-        first = positions.first_tile(all_pairs[1], request.sink_keys)
+        first = places.first_tile(all_pairs[1], request.sink_keys)
         statistics["sink_mass"] = (weights * (first if first.ndim == 1 else first[:, None])).sum(-1)
     if any(name in POSITIONAL for name in names):
-        distance = positions.distance_tile(*all_pairs)
+        distance = places.distance_tile(*all_pairs)
         distance = distance if distance.ndim == 2 else distance[:, None]
         factors = {
             "mean_distance": distance.abs(),

@@ -140,7 +140,7 @@ def run(request: AttentionRequest) -> AttentionOutput:
     return AttentionOutput(output, logsumexp, None, statistics, backend="sdpa")
 
 
-def unchecked_attention(
+def straight(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, causal: bool, finite: bool
 ) -> Tensor | None:
     """Compute causal or unmasked self-attention of a layer's own tensors, without validation.

@@ -103,8 +103,8 @@ def checked_request(
     if seed is not None:
         seed = _seed(seed, query)
     if requested is not None:
-        positions = visibility or Visibility(queries, keys, device, offset=keys - queries)
-        row_statistics = StatisticsRequest(names, requested.sink_keys, requested.window, positions)
+        places = visibility or Visibility(queries, keys, device, offset=keys - queries)
+        row_statistics = StatisticsRequest(names, requested.sink_keys, requested.window, places)
     options = (scale, softcap, sinks, dropout, seed, weights, logsumexp, finite, row_statistics)
     return AttentionRequest(query, key, value, visibility, *options)
 

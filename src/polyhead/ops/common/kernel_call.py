@@ -140,8 +140,7 @@ def no_second_derivative(alternative: str) -> Callable[..., None]:
     """Return the gradient of a backward operator, which raises BackendUnsupported and names another backend."""
 
     def backward(ctx: Any, *grads: Any) -> None:
-        reason = f'polyhead\'s kernels have no second derivative; backend="{alternative}" has one'
-        raise BackendUnsupported("fused", [reason])
+        raise BackendUnsupported("fused", [f'our kernels have no second derivative; backend="{alternative}" has one'])
 
     return backward
 

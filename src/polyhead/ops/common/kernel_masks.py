@@ -17,11 +17,11 @@ def mask_reasons(visibility: Visibility | None) -> list[str]:
         return []
     reasons = []
     if len(visibility.documents) > 1:
-        reasons.append(f"polyhead's kernels read one document mask, got {len(visibility.documents)}")
+        reasons.append(f"our kernels read one document mask, got {len(visibility.documents)}")
     if len(visibility.biases) > 1:
-        reasons.append(f"polyhead's kernels read one bias tensor, got {len(visibility.biases)}")
+        reasons.append(f"our kernels read one bias tensor, got {len(visibility.biases)}")
     if len(visibility.relative_biases) > 1:
-        reasons.append(f"polyhead's kernels read one relative bias, got {len(visibility.relative_biases)}")
+        reasons.append(f"our kernels read one relative bias, got {len(visibility.relative_biases)}")
     return reasons
 
 

@@ -51,7 +51,7 @@ class StatisticsRequest:
     names: tuple[str, ...]  # in the order of `statistics.NAMES`
     sink_keys: int
     window: int
-    positions: Visibility  # of queries and keys; only its positions, offset and ordinals are read
+    places: Visibility  # of queries and keys; only its positions, offset and ordinals are read
 
 
 @dataclass(slots=True, eq=False)  # not frozen, which would double the time to create it

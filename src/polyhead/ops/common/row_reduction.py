@@ -14,7 +14,7 @@ from polyhead.ops.common.statistics import RowStatistics
 from polyhead.ops.common.tracing import is_traced, is_transformed
 
 # Entropy over its maximum, the logarithm of the number of visible keys (plus one with a learned sink).
-NORMALIZED_ENTROPY = "normalized_entropy"
+SHARE = "normalized_entropy"
 
 
 class RowTotals(NamedTuple):
@@ -49,16 +49,14 @@ def reduce_rows(
     assert keys is not None
     if not keys.numel() or not len(columns) or not len(heads):
         return state
-    values = [getattr(rows, "entropy" if name == NORMALIZED_ENTROPY else name) for name in columns]
-    normalized_column = columns.index(NORMALIZED_ENTROPY) if NORMALIZED_ENTROPY in columns else None
+    values = [getattr(rows, "entropy" if name == SHARE else name) for name in columns]
+    share = columns.index(SHARE) if SHARE in columns else None
     if _has_kernel(keys):
         from polyhead.ops.common.kernels import row_reduction as kernels
 
-        packed = kernels.reduce_rows(
-            values, keys, real, state, heads=heads, normalized_column=normalized_column, learned_sinks=learned_sinks
-        )
+        packed = kernels.reduce_rows(values, keys, real, state, heads=heads, share=share, learned_sinks=learned_sinks)
         return RowTotals(*packed.unbind(0))
-    totals = _reduce_in_torch(values, keys, real, normalized_column, learned_sinks, state.total.dtype)
+    totals = _reduce_in_torch(values, keys, real, share, learned_sinks, state.total.dtype)
     if tuple(heads) != tuple(range(keys.shape[1])):
         # Selected after the reduction, so that a head's result is bit-identical whichever other heads are selected.
         # One view per head: copying an index tensor to the device would synchronise.
@@ -74,7 +72,7 @@ def _reduce_in_torch(
     values: list[Tensor],
     keys: Tensor,
     real: Tensor | None,
-    normalized_column: int | None,
+    share: int | None,
     learned_sinks: bool,
     sum_dtype: torch.dtype,
 ) -> RowTotals:
@@ -89,15 +87,15 @@ def _reduce_in_torch(
     if real is not None:
         counted = real[:, None].expand_as(keys) if counted is None else counted & real[:, None]
     masks: list[tuple[slice | int, Tensor]] = [] if counted is None else [(slice(None), counted)]
-    if normalized_column is not None:
+    if share is not None:
         extra_terms = int(learned_sinks)
         if min_keys == max_keys:
-            stacked[normalized_column].div_(math.log(max(max_keys + extra_terms, 2.0)))
+            stacked[share].div_(math.log(max(max_keys + extra_terms, 2.0)))
         else:
-            stacked[normalized_column].div_((keys + extra_terms).clamp_min(2.0).log())
+            stacked[share].div_((keys + extra_terms).clamp_min(2.0).log())
         if min_keys + extra_terms <= 1:
             has_several_terms = keys + extra_terms > 1
-            masks.append((normalized_column, has_several_terms if counted is None else has_several_terms & counted))
+            masks.append((share, has_several_terms if counted is None else has_several_terms & counted))
 
     count = torch.full(stacked.shape[::2], keys.shape[0] * keys.shape[2], dtype=sum_dtype, device=keys.device)
     for column, mask in masks:

@@ -163,20 +163,20 @@ def linear_sums(
     `tile` is [batch, heads, rows, columns] and `sums` its row sums. Far from the diagonal no distance per pair is
     needed: the moments of the columns, computed once, serve all rows. Near the diagonal that would lose digits.
     """
-    positions = request.positions
+    places = request.places
     height, width = tile.shape[-2:]
     exact = []
-    if "sink_mass" in names and positions.key_ordinals is None:
+    if "sink_mass" in names and places.key_ordinals is None:
         if columns[0] < request.sink_keys:
             yield "sink_mass", tile[..., : request.sink_keys - columns[0]].sum(-1)
         names = tuple(name for name in names if name != "sink_mass")
-    if positions.query_positions is None and not is_exporting():
+    if places.query_positions is None and not is_exporting():
         low, high = _distances(request, rows, columns)
         min_abs_distance = max(low, -high)
         moments: tuple[Tensor, Tensor, Tensor] | None = None
         for name in names:
             if name in _AT_DISTANCE:
-                start = rows[0] + positions.offset + _AT_DISTANCE[name] - columns[0]
+                start = rows[0] + places.offset + _AT_DISTANCE[name] - columns[0]
                 if -height < start < width:
                     diagonal = tile.diagonal(start, -2, -1)
                     above = max(0, -start)
@@ -187,7 +187,7 @@ def linear_sums(
             elif name in ("mean_distance", "mean_offset", "mean_squared_distance") and min_abs_distance >= width:
                 if moments is None:
                     first_distance = torch.arange(0, -height, -1, device=tile.device, dtype=tile.dtype) + (
-                        columns[0] - rows[0] - positions.offset
+                        columns[0] - rows[0] - places.offset
                     )
                     step = torch.arange(width, device=tile.device, dtype=tile.dtype)
                     moments = first_distance, step, _moment(tile, step)
@@ -213,16 +213,16 @@ def factors(
     request: StatisticsRequest, names: tuple[str, ...], rows: Span, columns: Span, like: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the factor of each weight, [batch or 1, 1, rows or 1, columns], unless it is all 0."""
-    positions = request.positions
+    places = request.places
     distance: Tensor | None = None
     for name in names:
         if name == "sink_mass":
-            if positions.key_ordinals is None and columns[0] >= request.sink_keys:
+            if places.key_ordinals is None and columns[0] >= request.sink_keys:
                 continue
-            first = positions.first_tile(columns, request.sink_keys).to(like.dtype)
+            first = places.first_tile(columns, request.sink_keys).to(like.dtype)
             yield name, first.view(-1, 1, 1, columns[1] - columns[0])
             continue
-        if positions.query_positions is None and not _contains_distance(request, name, rows, columns):
+        if places.query_positions is None and not _contains_distance(request, name, rows, columns):
             continue
         if distance is None:
             distance = _distance(request, rows, columns, like)
@@ -238,7 +238,7 @@ def factors(
 
 def _distances(request: StatisticsRequest, rows: Span, columns: Span) -> tuple[int, int]:
     """Return the smallest and the largest distance in a tile, where positions are indices."""
-    offset = request.positions.offset
+    offset = request.places.offset
     return columns[0] - (rows[1] - 1) - offset, columns[1] - 1 - rows[0] - offset
 
 
@@ -252,10 +252,10 @@ def _contains_distance(request: StatisticsRequest, name: str, rows: Span, column
 
 def _distance(request: StatisticsRequest, rows: Span, columns: Span, like: Tensor) -> Tensor:
     """Return key position minus query position, [batch or 1, 1, rows, columns], in the logits' dtype."""
-    positions = request.positions
-    if positions.query_positions is None:
-        start = columns[0] - rows[0] - positions.offset
+    places = request.places
+    if places.query_positions is None:
+        start = columns[0] - rows[0] - places.offset
         first_distance = torch.arange(start, start - (rows[1] - rows[0]), -1, device=like.device, dtype=like.dtype)
         step = torch.arange(columns[1] - columns[0], device=like.device, dtype=like.dtype)
         return (step + first_distance[:, None])[None, None]
-    return positions.distance_tile(rows, columns).to(like.dtype).unsqueeze(-3)
+    return places.distance_tile(rows, columns).to(like.dtype).unsqueeze(-3)

@@ -176,9 +176,7 @@ class Tiling:
         copy.visibility = None if self.visibility is None else self.visibility.select(part.batch, part.heads)
         copy.bias_tensors = [] if copy.visibility is None else copy.visibility.bias_tensors
         if self.statistics is not None:
-            copy.statistics = replace(
-                self.statistics, positions=self.statistics.positions.select(part.batch, part.heads)
-            )
+            copy.statistics = replace(self.statistics, places=self.statistics.places.select(part.batch, part.heads))
         return copy
 
     # ---- tiles

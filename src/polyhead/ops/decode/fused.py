@@ -24,7 +24,7 @@ from polyhead.ops.decode.kernels.latent_tiles import LatentBlocks, Latents, Soft
 if TYPE_CHECKING:
     from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 
-MAX_QUERIES = 16
+MOST_QUERIES = 16
 _MAX_SPLITS = 128
 _MAX_ROWS = 64  # of one tile; more rows are split into blocks, each of which reads the keys again
 # Start-up cost of a program and cost of the final reduction, in units of one tile's time.
@@ -97,8 +97,8 @@ def decode_reasons(query: Tensor, cache: CacheArguments) -> list[str]:
     Their shapes are already checked.
     """
     reasons = []
-    if query.shape[2] > MAX_QUERIES:
-        reasons.append(f"decode takes up to {MAX_QUERIES} new tokens per sequence, got {query.shape[2]}")
+    if query.shape[2] > MOST_QUERIES:
+        reasons.append(f"decode takes up to {MOST_QUERIES} new tokens per sequence, got {query.shape[2]}")
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         reasons.append(f"decode computes in float16, bfloat16 or float32, got {query.dtype}")
     cache_dtype = torch.int8 if cache.key_scale is not None else query.dtype

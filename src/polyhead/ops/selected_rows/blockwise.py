@@ -69,7 +69,7 @@ def _piece_request(
     first, stop = (0, key.shape[0]) if visibility is None else _columns(visibility, indices)
     per_sequence, per_head, keys = slice(i_batch, i_batch + 1), slice(i_head, i_head + 1), slice(first, stop)
     if requested is not None:
-        requested = replace(requested, positions=requested.positions.select(per_sequence, per_head, indices, keys))
+        requested = replace(requested, places=requested.places.select(per_sequence, per_head, indices, keys))
     return AttentionRequest(
         query[None, None],
         key[None, None, keys],

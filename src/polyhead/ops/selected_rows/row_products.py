@@ -48,7 +48,7 @@ class RowGroups:
         return cls(order, ends, chosen.shape[1], complete=used is None)
 
     @property
-    def inverse_order(self) -> Tensor:
+    def places(self) -> Tensor:
         """Inverse of `order`: the sorted index of each row, int64 [rows]."""
         return torch.empty_like(self.order).scatter_(
             0, self.order, torch.arange(self.order.shape[0], device=self.order.device)
@@ -142,7 +142,7 @@ def _sum_rows(rows: Tensor, matrices: Tensor, order: Tensor, ends: Tensor, slots
     tokens = order.shape[0] // slots
     if _grouped_mm_takes(rows, matrices):
         products = _zero_unassigned(F.grouped_mm(rows[order], matrices, offs=ends), ends)
-        return products[RowGroups(order, ends, slots).inverse_order].view(tokens, slots, -1).sum(1)
+        return products[RowGroups(order, ends, slots).places].view(tokens, slots, -1).sum(1)
     accumulation_dtype = rows.dtype if rows.dtype is torch.float64 else torch.float32
     result = rows.new_zeros(tokens, matrices.shape[2], dtype=accumulation_dtype)
     for index, matrix in _parts(order, ends, matrices):

@@ -91,14 +91,14 @@ def reshaped(result: AttentionOutput, shape: tuple[int, int, int, int], order: T
     The input is [batch, kv_heads * slots, tokens], or rows of [batch, tokens, slots, kv_heads] permuted by `order`.
     """
     batch, kv_heads, slots, tokens = shape
-    inverse_order = None
+    places = None
     if order is not None:
-        inverse_order = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+        places = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
 
     def reshape(name: str, x: Tensor) -> Tensor:
-        if inverse_order is None:
+        if places is None:
             return x.unflatten(1, (kv_heads, slots))
-        rows = x[inverse_order].view(batch, tokens, slots, kv_heads, *x.shape[1:])
+        rows = x[places].view(batch, tokens, slots, kv_heads, *x.shape[1:])
         return rows.permute(0, 3, 2, 1, *range(4, rows.ndim))
 
     return _map_rows(result, reshape("output", result.output), reshape)

@@ -143,7 +143,7 @@ def _keys_step(
     first_row,
     offs_n,
     BLOCK_M: tl.constexpr,
-    MASKED: tl.constexpr,
+    EDGE: tl.constexpr,
 ):
     """Add the contribution of one block of rows to the gradients of a block of keys and values."""
     num_queries, num_keys = problem.num_queries, problem.num_keys
@@ -156,15 +156,15 @@ def _keys_step(
     logsumexp = load_logsumexp(problem, i_pair, first_row, BLOCK_M)
     constant = load_row(problem.constant, problem, i_pair, first_row, BLOCK_M)
     # [BLOCK_M, BLOCK_KEY], [BLOCK_M, BLOCK_VALUE]
-    tile_q = load_tile(problem.query, i_batch, i_head, first_row, num_queries, BLOCK_M, DIM_KEY, BLOCK_KEY, not MASKED)
+    tile_q = load_tile(problem.query, i_batch, i_head, first_row, num_queries, BLOCK_M, DIM_KEY, BLOCK_KEY, not EDGE)
     tile_do = load_tile(
-        problem.grad_output, i_batch, i_head, first_row, num_queries, BLOCK_M, DIM_VALUE, BLOCK_VALUE, not MASKED
+        problem.grad_output, i_batch, i_head, first_row, num_queries, BLOCK_M, DIM_VALUE, BLOCK_VALUE, not EDGE
     )
     # [BLOCK_M, BLOCK_N]
     offs_m = first_row + tl.arange(0, BLOCK_M)
     distance = distance_tile(problem, i_batch, offs_m, offs_n)
     visible = distance == distance
-    if MASKED:
+    if EDGE:
         visible = visible_tile(problem.mask, i_batch, i_head, offs_m, offs_n, distance, num_queries, num_keys)
         # Rows without visible keys may contain NaN. With a learned sink their log-sum-exp is finite.
         has_keys = logsumexp != float("inf")
@@ -177,19 +177,7 @@ def _keys_step(
     tile_s = products(tile_k, tile_q)
     tile_dp = products(tile_v, tile_do)
     tile_dropped, _, tile_dqk = tile_gradients(
-        problem,
-        tile_s,
-        tile_dp,
-        visible,
-        logsumexp,
-        constant,
-        i_batch,
-        i_head,
-        first_row,
-        offs_n,
-        BLOCK_M,
-        MASKED,
-        True,
+        problem, tile_s, tile_dp, visible, logsumexp, constant, i_batch, i_head, first_row, offs_n, BLOCK_M, EDGE, True
     )
     if problem.head_scale is not None:
         _, head_factor = head_scales(problem, i_head)
@@ -309,7 +297,7 @@ def _queries_step(
     first_column,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
+    EDGE: tl.constexpr,
 ):
     """Add the contribution of one block of keys to the gradient of a block of queries."""
     num_queries, num_keys = problem.num_queries, problem.num_keys
@@ -319,9 +307,9 @@ def _queries_step(
     BLOCK_VALUE: tl.constexpr = problem.BLOCK_VALUE
     i_kv_head = i_head // problem.group
     # [BLOCK_N, BLOCK_KEY], [BLOCK_N, BLOCK_VALUE]
-    tile_k = load_tile(problem.key, i_batch, i_kv_head, first_column, num_keys, BLOCK_N, DIM_KEY, BLOCK_KEY, not MASKED)
+    tile_k = load_tile(problem.key, i_batch, i_kv_head, first_column, num_keys, BLOCK_N, DIM_KEY, BLOCK_KEY, not EDGE)
     tile_v = load_tile(
-        problem.value, i_batch, i_kv_head, first_column, num_keys, BLOCK_N, DIM_VALUE, BLOCK_VALUE, not MASKED
+        problem.value, i_batch, i_kv_head, first_column, num_keys, BLOCK_N, DIM_VALUE, BLOCK_VALUE, not EDGE
     )
     # [BLOCK_M, BLOCK_N]
     tile_s = products(tile_q, tile_k)
@@ -330,23 +318,11 @@ def _queries_step(
     offs_n = first_column + tl.arange(0, BLOCK_N)
     distance = distance_tile(problem, i_batch, offs_m, offs_n)
     visible = distance == distance
-    if MASKED:
+    if EDGE:
         visible = visible_tile(problem.mask, i_batch, i_head, offs_m, offs_n, distance, num_queries, num_keys)
         visible = visible & (logsumexp != float("inf"))[:, None]
     _, tile_ds, tile_dqk = tile_gradients(
-        problem,
-        tile_s,
-        tile_dp,
-        visible,
-        logsumexp,
-        constant,
-        i_batch,
-        i_head,
-        first_row,
-        offs_n,
-        BLOCK_M,
-        MASKED,
-        False,
+        problem, tile_s, tile_dp, visible, logsumexp, constant, i_batch, i_head, first_row, offs_n, BLOCK_M, EDGE, False
     )
     if bias_grads.bias is not None:
         _add_bias_gradient(bias_grads, tile_ds, visible, i_batch, i_head, offs_m, offs_n, num_keys)

@@ -243,14 +243,14 @@ def tile_gradients(
     first_row,
     offs_n,
     BLOCK_M: tl.constexpr,
-    MASKED: tl.constexpr,
+    EDGE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
     """Return the weights after dropout, and the gradients of the logits after and before softcap.
 
     The weights are not rescaled by 1 / (1 - rate). `tile_s` (q . k), `tile_dp` (dO . v) and the results are [rows,
     columns], or [columns, rows] if TRANSPOSED; `visible` is [rows, columns], `logsumexp` and `constant` are [rows].
-    Pairs of the tile can be masked only if MASKED is set.
+    Pairs of the tile can be masked only if EDGE is set.
     """
     mask = problem.mask
     i_pair = i_batch * (problem.kv_heads * problem.group) + i_head
@@ -277,7 +277,7 @@ def tile_gradients(
         tile_log = (tile_logit - _expand_rows(logsumexp, TRANSPOSED)) * LOG2E
     # The log-sum-exp of a row that sees a poisoned key is NaN, so the poison need not be added again.
     tile_p = exp2(tile_log, EXACT)
-    if MASKED:
+    if EDGE:
         tile_visible = _maybe_transpose(visible, TRANSPOSED)
         tile_p = tl.where(tile_visible, tile_p, 0.0)
     tile_dropped = tile_p
@@ -293,7 +293,7 @@ def tile_gradients(
         tile_inner += _linear_terms(problem, i_batch, i_pair, first_row, offs_n, BLOCK_M, TRANSPOSED)
     tile_ds = tile_p * tile_inner
     tile_dqk = tile_ds * tile_tanh_grad
-    if MASKED:
+    if EDGE:
         # The terms of masked pairs may be Inf or NaN, and zero times those is not zero.
         tile_ds = tl.where(tile_visible, tile_ds, 0.0)
         tile_dqk = tl.where(tile_visible, tile_dqk, 0.0)

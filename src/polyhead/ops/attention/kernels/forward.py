@@ -44,7 +44,7 @@ from polyhead.ops.common.statistics import NAMES, row_tuple
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32
 # A masked logit before scaling: below every real one, and still finite after a factor of up to 1e8.
-MASKED_LOGIT = tl.constexpr(-1.0e30)
+MASKED = tl.constexpr(-1.0e30)
 
 
 # Output pointers, each [batch, heads, queries]; None if not requested. The statistics are float32, the others int32:
@@ -231,7 +231,7 @@ def update_softmax_state(
         if HAS_BIAS:
             tile_s = tl.where(visible, tile_s, -float("inf"))
         else:
-            tile_s = tl.where(visible, tile_s, MASKED_LOGIT)
+            tile_s = tl.where(visible, tile_s, MASKED)
 
     # [BLOCK_M]
     if rows.argmax is not None:
@@ -261,12 +261,12 @@ def update_softmax_state(
     if HAS_BIAS:
         m_new = tl.maximum(m_i, tile_max)
         # The differences may overflow to -inf; the clamp keeps 0 * inf out of the sums.
-        log_alpha = tl.maximum((m_i - m_new) * LOG2E, MASKED_LOGIT)
-        exponent = tl.maximum((tile_s - m_new[:, None]) * LOG2E, MASKED_LOGIT)
+        log_alpha = tl.maximum((m_i - m_new) * LOG2E, MASKED)
+        exponent = tl.maximum((tile_s - m_new[:, None]) * LOG2E, MASKED)
     elif EXACT:
         # The scale is not multiplied by log2(e) first: that rounding would affect large logits.
         m_new = tl.maximum(m_i, tile_max * sm_scale)
-        log_alpha = tl.maximum((m_i - m_new) * LOG2E, MASKED_LOGIT)
+        log_alpha = tl.maximum((m_i - m_new) * LOG2E, MASKED)
         exponent = (tile_s * sm_scale - m_new[:, None]) * LOG2E
     else:
         m_new = tl.maximum(m_i, tile_max * sm_scale)
@@ -386,7 +386,7 @@ def first_state(
         else:
             m_i = tl.maximum(m_i, sink)
         l_i = tl.where(sink == -float("inf"), 0.0, zeros + 1.0)
-    max_s = zeros + MASKED_LOGIT
+    max_s = zeros + MASKED
     if HAS_BIAS:
         max_s = zeros - float("inf")
     no_index = tl.zeros([BLOCK_M], tl.int32) - 1
@@ -467,11 +467,11 @@ def store_rows(
         max_logit, max_abs_logit = max_s, tl.maximum(max_abs_s, 0.0)
         max_exponent = (max_s - m_i) * LOG2E
     elif BASE_TWO:
-        sees_keys = max_s > MASKED_LOGIT
+        sees_keys = max_s > MASKED
         max_logit, max_abs_logit = max_s * (sm_scale * LN2), tl.maximum(max_abs_s, 0.0) * (sm_scale * LN2)
         max_exponent = max_s * sm_scale - m_i
     else:
-        sees_keys = max_s > MASKED_LOGIT
+        sees_keys = max_s > MASKED
         max_logit, max_abs_logit = max_s * sm_scale, tl.maximum(max_abs_s, 0.0) * sm_scale
         max_exponent = (max_s * sm_scale - m_i) * LOG2E
     if rows.max_logit is not None:

@@ -35,7 +35,7 @@ from polyhead.ops.common.kernels.softmax_tiles import LN2, LOG2E
 STATISTICS = ("max_logit", "entropy", "confidence", "mean_distance", "mean_offset", "visible_keys")
 
 _SUPPORTED = frozenset(STATISTICS)
-_MASKED_LOGIT = gl.constexpr(-1.0e30)  # a masked logit: finite, so that 0 * masked is 0
+_MASKED = gl.constexpr(-1.0e30)  # a masked logit: finite, so that 0 * masked is 0
 LOWEST = gl.constexpr(-1.0e20)  # lower bound of the running max, so that the weight of a masked logit is 0
 
 
@@ -125,7 +125,7 @@ def _distance(row, column, offset, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def softmax_tile(
+def weigh(
     s, m_i, l_i, entropy_sum, distance_sum, offset_sum, row, column, num_keys, offset, left, right, scale2,
     BLOCK_N: gl.constexpr, MASKED: gl.constexpr,
     ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, SIGNED: gl.constexpr,
@@ -142,7 +142,7 @@ def softmax_tile(
     if MASKED:
         distance = _distance(row, column, offset, BLOCK_N, LAYOUT)
         is_valid = column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT)) < num_keys
-        s = gl.where((distance <= right) & (distance >= -left) & gl.expand_dims(is_valid, 0), s, _MASKED_LOGIT)
+        s = gl.where((distance <= right) & (distance >= -left) & gl.expand_dims(is_valid, 0), s, _MASKED)
     m_new = gl.maximum(m_i, gl.max(s, axis=1) * scale2)
     exponent = s * scale2 - gl.expand_dims(m_new, 1)
     p = gl.exp2(exponent)
@@ -198,7 +198,7 @@ def band_tiles(
         s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
         acc_next = warpgroup_mma(unpacked(p, DTYPE, OPERAND), v, acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))
-        weights, alpha, m_i, l_i, entropy_sum, distance_sum, offset_sum = softmax_tile(
+        weights, alpha, m_i, l_i, entropy_sum, distance_sum, offset_sum = weigh(
             s, m_i, l_i, entropy_sum, distance_sum, offset_sum,
             row, tile * BLOCK_N, num_keys, offset, left, right, scale2,
             BLOCK_N, MASKED, ENTROPY, DISTANCE, SIGNED,
@@ -217,17 +217,17 @@ def _consumer(
     i_warpgroup: gl.constexpr, desc_o, q_smem, k_smem, v_smem, o_smem, q_ready, q_free, ready, free,
     ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_distance, ptr_signed, ptr_visible, ptr_poison,
     num_heads, group, num_queries, num_keys, offset, left, right, scale2, blocks, total_blocks,
-    DIM_KEY: gl.constexpr, DIM_VALUE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, FULL: gl.constexpr, WINDOW: gl.constexpr,
     ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, SIGNED: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 rows of each block, tile by tile, from the right end of the band to the left."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM_VALUE, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     DTYPE: gl.constexpr = q_smem.dtype
-    q = q_smem.index(i_warpgroup).reshape([64, DIM_KEY])
+    q = q_smem.index(i_warpgroup).reshape([64, D])
     smem_out = o_smem.index(i_warpgroup)
     zero = gl.full([64, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
     step = 0
@@ -247,13 +247,13 @@ def _consumer(
         # The last tile is always masked: the keys may end inside it.
         stage = step % STAGES
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-        k = k_smem.index(stage).reshape([BLOCK_N, DIM_KEY])
+        k = k_smem.index(stage).reshape([BLOCK_N, D])
         s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(free.index(stage), count=1)
         step += 1
-        acc = gl.full([64, DIM_VALUE], 0.0, gl.float32, O_LAYOUT)
-        weights, _, m_i, l_i, entropy_sum, distance_sum, offset_sum = softmax_tile(
+        acc = gl.full([64, DV], 0.0, gl.float32, O_LAYOUT)
+        weights, _, m_i, l_i, entropy_sum, distance_sum, offset_sum = weigh(
             s, m_i, l_i, entropy_sum, distance_sum, offset_sum,
             row, last_tile * BLOCK_N, num_keys, offset, left, right, scale2,
             BLOCK_N, True, ENTROPY, DISTANCE, SIGNED,
@@ -311,7 +311,7 @@ def _consumer(
 
         stage = step % STAGES
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-        v = v_smem.index(stage).reshape([BLOCK_N, DIM_VALUE])
+        v = v_smem.index(stage).reshape([BLOCK_N, DV])
         acc = warpgroup_mma(unpacked(p, DTYPE, OPERAND), v, acc, is_async=True)
 
         row_sum = gl.convert_layout(gl.sum(l_i, axis=1), ROWS)
@@ -349,7 +349,7 @@ def _consumer(
         step += 1
         acc = acc * gl.expand_dims(inverse_sum, 1)
         tma.store_wait(0)
-        smem_out.reshape([64, DIM_VALUE]).store(acc.to(DTYPE))
+        smem_out.reshape([64, DV]).store(acc.to(DTYPE))
         fence_async_shared()
         tma.async_copy_shared_to_global(desc_o, [i_pair // num_heads, i_pair % num_heads, row, 0], smem_out)
     tma.store_wait(0)
@@ -364,15 +364,15 @@ def forward_kernel(
     desc_q, desc_k, desc_v, desc_o,
     ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_distance, ptr_signed, ptr_visible, ptr_poison,
     num_heads, group, num_queries, num_keys, offset, left, right, scale, blocks, total_blocks,
-    DIM_KEY: gl.constexpr, DIM_VALUE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, FULL: gl.constexpr, WINDOW: gl.constexpr,
     ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, SIGNED: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = desc_q.dtype
-    q_smem = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, DIM_KEY], desc_q.layout)
-    o_smem = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, DIM_VALUE], desc_o.layout)
-    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, DIM_KEY], desc_k.layout)
-    v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, DIM_VALUE], desc_v.layout)
+    q_smem = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, D], desc_q.layout)
+    o_smem = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, DV], desc_o.layout)
+    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, D], desc_k.layout)
+    v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, DV], desc_v.layout)
     q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -395,7 +395,7 @@ def forward_kernel(
                     0, desc_o, q_smem, k_smem, v_smem, o_smem, q_ready, q_free, ready, free,
                     ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_distance, ptr_signed, ptr_visible, ptr_poison,
                     num_heads, group, num_queries, num_keys, offset, left, right, scale2, blocks, total_blocks,
-                    DIM_KEY, DIM_VALUE, BLOCK_N, STAGES, CAUSAL, FULL, WINDOW, ENTROPY, DISTANCE, SIGNED,
+                    D, DV, BLOCK_N, STAGES, CAUSAL, FULL, WINDOW, ENTROPY, DISTANCE, SIGNED,
                 ),
             ),
             (
@@ -404,7 +404,7 @@ def forward_kernel(
                     1, desc_o, q_smem, k_smem, v_smem, o_smem, q_ready, q_free, ready, free,
                     ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_distance, ptr_signed, ptr_visible, ptr_poison,
                     num_heads, group, num_queries, num_keys, offset, left, right, scale2, blocks, total_blocks,
-                    DIM_KEY, DIM_VALUE, BLOCK_N, STAGES, CAUSAL, FULL, WINDOW, ENTROPY, DISTANCE, SIGNED,
+                    D, DV, BLOCK_N, STAGES, CAUSAL, FULL, WINDOW, ENTROPY, DISTANCE, SIGNED,
                 ),
             ),
             (
@@ -466,8 +466,8 @@ def forward(
             call.scale,
             blocks,
             total_blocks,
-            DIM_KEY=dim,
-            DIM_VALUE=value_dim,
+            D=dim,
+            DV=value_dim,
             BLOCK_N=block,
             STAGES=3 if max(dim, value_dim) == 64 else 2,
             CAUSAL=right == 0,

@@ -21,11 +21,11 @@ def capability(device: int | None) -> tuple[int, int]:
 def device_reasons(device: torch.device, required: tuple[int, int] = (8, 0)) -> list[str]:
     """Return the reasons why kernels that require a compute capability do not run on a device; empty if they do."""
     if device.type != "cuda" and not (device.type == "cpu" and IS_INTERPRETED):
-        return [f"polyhead's kernels run on CUDA devices, got tensors on {device.type}"]
+        return [f"our kernels run on CUDA devices, got tensors on {device.type}"]
     if not HAS_TRITON:
-        return ["polyhead's kernels need Triton, which is not installed"]
+        return ["our kernels need Triton, which is not installed"]
     if device.type == "cuda" and torch.version.cuda is None:
-        return ["polyhead's kernels support NVIDIA GPUs only"]
+        return ["our kernels support NVIDIA GPUs only"]
     if device.type == "cuda" and not torch.compiler.is_compiling() and capability(device.index) < required:
         (major, minor), (got_major, got_minor) = required, capability(device.index)
         return [f"this kernel needs compute capability {major}.{minor}, got {got_major}.{got_minor}"]

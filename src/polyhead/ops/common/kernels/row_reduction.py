@@ -79,7 +79,7 @@ def _reduce_kernel(
     first_slot,
     num_slots,
     COLUMNS: tl.constexpr,
-    NORMALIZED_COLUMN: tl.constexpr,
+    SHARE: tl.constexpr,
     EXTRA_TERMS: tl.constexpr,
     IN_CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -117,7 +117,7 @@ def _reduce_kernel(
         if ptr_real is not None:
             offs_real = i_batch * stride_real_batch + i_query * stride_real_query
             counted = counted & (tl.load(ptr_real + offs_real, mask=mask_row, other=0) != 0)
-        if i_column == NORMALIZED_COLUMN:
+        if i_column == SHARE:
             num_terms = keys + EXTRA_TERMS
             counted = counted & (num_terms > 1)
             tile = tile / tl.log(tl.maximum(num_terms, 2.0))
@@ -204,7 +204,7 @@ def reduce_rows(
     state: Sequence[Tensor],
     *,
     heads: Sequence[int],
-    normalized_column: int | None,
+    share: int | None,
     learned_sinks: bool,
     chunks: int | None = None,
 ) -> Tensor:
@@ -218,7 +218,7 @@ def reduce_rows(
         real: [batch or 1, queries], False for rows that do not count, such as padding; None: all count.
         state: the same four before these rows, each [columns, selected heads]; not modified.
         heads: the selected heads.
-        normalized_column: column to divide by the logarithm of the number of visible keys, if any.
+        share: column to divide by the logarithm of the number of visible keys, if any.
         learned_sinks: True if a learned sink adds one to that number.
         chunks: number of programs per head; derived from the number of rows by default.
     """
@@ -257,7 +257,7 @@ def reduce_rows(
                 first_slot,
                 num_slots,
                 COLUMNS=columns,
-                NORMALIZED_COLUMN=-1 if normalized_column is None else normalized_column,
+                SHARE=-1 if share is None else share,
                 EXTRA_TERMS=int(learned_sinks),
                 IN_CHUNKS=chunks > 1,
                 BLOCK=block,

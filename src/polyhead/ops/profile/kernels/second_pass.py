@@ -113,7 +113,7 @@ def _column_kernel(
     POOL_N: tl.constexpr,
     BY_MAX: tl.constexpr,
     EXCLUSIVE: tl.constexpr,
-    BAND: tl.constexpr,
+    IS_BAND: tl.constexpr,
 ):
     """Column kernel: one block of keys per program, with a loop over the queries."""
     row_start, row_stop = problem.row_start, problem.row_stop
@@ -132,7 +132,7 @@ def _column_kernel(
     stop = tl.maximum(tl.minimum(stop, row_stop), start)
     # The rows that see every key of the block.
     full_start, full_stop = start, start
-    if BAND:
+    if IS_BAND:
         first, last = start, tl.where(first_column + BLOCK_N <= column_stop, stop, start)
         if mask.right is not None:
             first = first_column + BLOCK_N - 1 - mask.right - mask.offset
@@ -268,7 +268,7 @@ def _row_kernel(
     POOL_N: tl.constexpr,
     BY_MAX: tl.constexpr,
     EXCLUSIVE: tl.constexpr,
-    BAND: tl.constexpr,
+    IS_BAND: tl.constexpr,
     TOP: tl.constexpr,
 ):
     """Row kernel: one block of queries per program, with a loop over the keys.
@@ -293,7 +293,7 @@ def _row_kernel(
     sink_tiles, start, stop = column_span(problem, mask, i_batch, first_row, BLOCK_M, BLOCK_N)
     # The columns that every row sees. Rows past the end have zero weights, masked or not.
     full_start, full_stop = start, start
-    if BAND:
+    if IS_BAND:
         first, last = start, stop
         if mask.left is not None:
             first = tl.minimum(first_row + BLOCK_M, row_stop) - 1 + mask.offset - mask.left
@@ -412,7 +412,7 @@ def second_pass(
             "POOL_N": pool_columns,
             "BY_MAX": by_max,
             "EXCLUSIVE": exclusive,
-            "BAND": is_band,
+            "IS_BAND": is_band,
             **tiles.options,
         }
         if by_columns:

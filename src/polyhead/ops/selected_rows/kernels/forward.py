@@ -62,7 +62,7 @@ def _ragged_kernel(
     scale,
     softcap,
     SOFTCAP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    ADDED: tl.constexpr,
     BAND: tl.constexpr,
     SIGNED: tl.constexpr,
     HEAVY_LAST: tl.constexpr,
@@ -107,7 +107,7 @@ def _ragged_kernel(
     if SOFTCAP:
         tanh_scale, sm_scale = qk_scale / softcap, softcap
     EXACT: tl.constexpr = tile_q.dtype == tl.float32
-    BASE_TWO: tl.constexpr = not (HAS_BIAS or EXACT)  # row max, sink and sm_scale are those of logits in base 2
+    BASE_TWO: tl.constexpr = not (ADDED or EXACT)  # row max, sink and sm_scale are those of logits in base 2
     if BASE_TWO:
         sm_scale = sm_scale * LOG2E
 
@@ -115,7 +115,7 @@ def _ragged_kernel(
     if ptr_sinks is not None:
         # Padding rows have no head, hence no sink.
         sink = tl.where(is_padding, -float("inf"), tl.load(ptr_sinks + i_head).to(tl.float32))
-    state = first_state(sink, HAS_BIAS, BASE_TWO, BLOCK_M, BLOCK_N, BLOCK_VALUE)
+    state = first_state(sink, ADDED, BASE_TWO, BLOCK_M, BLOCK_N, BLOCK_VALUE)
 
     sink_stop, start, stop = visible_keys_span(
         mask, rows, i_batch, offs_m, first, last, sizes.queries, sizes.keys, BLOCK_N
@@ -131,7 +131,7 @@ def _ragged_kernel(
             i_tile = tl.where(i_tile >= near_from, i_tile + (near_to - near_from), i_tile)
             state = update_softmax_state(
                 state, tile_q, source_key, source_value, strides_key, strides_value, mask, stat_pointers, sizes, None,
-                0, sm_scale, tanh_scale, i_batch, i_head, offs_m, positions, i_tile, True, HAS_BIAS, SOFTCAP, DIM_KEY,
+                0, sm_scale, tanh_scale, i_batch, i_head, offs_m, positions, i_tile, True, ADDED, SOFTCAP, DIM_KEY,
                 DIM_VALUE, BLOCK_N, BLOCK_KEY, BLOCK_VALUE, DESCRIPTORS,
             )  # fmt: skip
     partial_tiles = sink_tiles + (full_from - first_tile) + (near_to - near_from) + (last_tile - full_to)
@@ -142,7 +142,7 @@ def _ragged_kernel(
         i_tile = tl.where(i_tile >= near_to, i_tile + (full_to - near_to), i_tile)
         state = update_softmax_state(
             state, tile_q, source_key, source_value, strides_key, strides_value, mask, stat_pointers, sizes, None, 0,
-            sm_scale, tanh_scale, i_batch, i_head, offs_m, positions, i_tile, False, HAS_BIAS, SOFTCAP, DIM_KEY,
+            sm_scale, tanh_scale, i_batch, i_head, offs_m, positions, i_tile, False, ADDED, SOFTCAP, DIM_KEY,
             DIM_VALUE, BLOCK_N, BLOCK_KEY, BLOCK_VALUE, DESCRIPTORS,
         )  # fmt: skip
     # [BLOCK_M, BLOCK_VALUE]
@@ -155,7 +155,7 @@ def _ragged_kernel(
         offs_row,
         mask_m,
         sm_scale,
-        HAS_BIAS,
+        ADDED,
         BASE_TWO,
         EXACT,
     )
@@ -230,7 +230,7 @@ def ragged_forward(
             value.stride()[:3],
             scale,
             softcap or 0.0,
-            HAS_BIAS=mask.bias is not None or mask.table is not None,
+            ADDED=mask.bias is not None or mask.table is not None,
             BLOCK_M=blocks.rows,
             BLOCK_N=blocks.columns,
             **constants,

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from polyhead.ops.attention.kernels.forward_hopper import LOWEST, band_tiles, packed, softmax_tile, unpacked
+from polyhead.ops.attention.kernels.forward_hopper import LOWEST, band_tiles, packed, unpacked, weigh
 from polyhead.ops.common.kernel_call import KernelCall
 from polyhead.ops.common.kernels.hopper import bounded, descriptor, row_sums, supports_band
 from polyhead.ops.common.kernels.sizes import padded_dim
@@ -105,13 +105,12 @@ def _consumer(
     ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_visible, ptr_poison, ptr_positions,
     i_kv_pair, first_row, stop_row, first_tile, last_tile,
     num_queries, num_keys, offset, left, right, sm_scale_log2,
-    BLOCK_KEY: gl.constexpr, BLOCK_VALUE: gl.constexpr, DIM_VALUE: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, DIM_VALUE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     WINDOW: gl.constexpr, ENTROPY: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 rows, tile by tile from the last visible key to the first."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_VALUE, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     DTYPE: gl.constexpr = q_smem.dtype
@@ -131,9 +130,9 @@ def _consumer(
             gl.store(ptr_confidence + offs, zeros, mask=mask_row)
         if ptr_visible is not None:
             gl.store(ptr_visible + offs, zeros, mask=mask_row)
-        _store_output(ptr_output, gl.full([64, BLOCK_VALUE], 0.0, gl.float32, O_LAYOUT), row, stop_row, DIM_VALUE)
+        _store_output(ptr_output, gl.full([64, DV], 0.0, gl.float32, O_LAYOUT), row, stop_row, DIM_VALUE)
     else:
-        q = q_smem.index(i_warpgroup).reshape([64, BLOCK_KEY])
+        q = q_smem.index(i_warpgroup).reshape([64, D])
         # Rows past the end repeat the last one and are not stored.
         query = gl.load(ptr_positions + gl.minimum(offs, stop_row - 1))
         first_position = gl.load(ptr_positions + gl.minimum(row, stop_row - 1)) + offset
@@ -151,13 +150,13 @@ def _consumer(
 
         # The last tile is always masked, because the end of the keys may be inside it.
         mbarrier.wait(ready.index(0), 0)
-        k = k_smem.index(0).reshape([BLOCK_N, BLOCK_KEY])
+        k = k_smem.index(0).reshape([BLOCK_N, D])
         s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(free.index(0), count=1)
         step = first_row * 0 + 1
-        o = gl.full([64, BLOCK_VALUE], 0.0, gl.float32, O_LAYOUT)
-        weights, _, m, sums, acc_entropy, acc_distance, acc_offset = softmax_tile(
+        o = gl.full([64, DV], 0.0, gl.float32, O_LAYOUT)
+        weights, _, m, sums, acc_entropy, acc_distance, acc_offset = weigh(
             s, m, sums, acc_entropy, acc_distance, acc_offset, first_query, last_tile * BLOCK_N, num_keys, offset,
             left, right, sm_scale_log2, BLOCK_N, True, ENTROPY, False, False,
         )  # fmt: skip
@@ -189,7 +188,7 @@ def _consumer(
 
         stage = step % STAGES
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-        v = v_smem.index(stage).reshape([BLOCK_N, BLOCK_VALUE])
+        v = v_smem.index(stage).reshape([BLOCK_N, DV])
         o = warpgroup_mma(unpacked(p, DTYPE, OPERAND), v, o, is_async=True)
 
         l_i = gl.convert_layout(gl.sum(sums, axis=1), ROWS)
@@ -225,14 +224,13 @@ def ragged_kernel(
     desc_q, desc_k, desc_v, ptr_output, ptr_positions, ptr_offsets,
     ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_visible, ptr_poison,
     pairs, total, batch, heads, group, num_queries, num_keys, offset, left, right, scale,
-    BLOCK_KEY: gl.constexpr, BLOCK_VALUE: gl.constexpr, DIM_VALUE: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, DIM_VALUE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     BY_HEAD: gl.constexpr, WINDOW: gl.constexpr, ENTROPY: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = desc_q.dtype
-    q_smem = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, BLOCK_KEY], desc_q.layout)
-    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_KEY], desc_k.layout)
-    v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_VALUE], desc_v.layout)
+    q_smem = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, D], desc_q.layout)
+    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, D], desc_k.layout)
+    v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, DV], desc_v.layout)
     q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -272,7 +270,7 @@ def ragged_kernel(
                     ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_visible, ptr_poison, ptr_positions,
                     i_kv_pair, first_row, stop_row, first_tile, last_tile,
                     num_queries, num_keys, offset, left, right, sm_scale_log2,
-                    BLOCK_KEY, BLOCK_VALUE, DIM_VALUE, BLOCK_N, STAGES, WINDOW, ENTROPY,
+                    D, DV, DIM_VALUE, BLOCK_N, STAGES, WINDOW, ENTROPY,
                 ),
             ),
             (
@@ -282,7 +280,7 @@ def ragged_kernel(
                     ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_visible, ptr_poison, ptr_positions,
                     i_kv_pair, first_row, stop_row, first_tile, last_tile,
                     num_queries, num_keys, offset, left, right, sm_scale_log2,
-                    BLOCK_KEY, BLOCK_VALUE, DIM_VALUE, BLOCK_N, STAGES, WINDOW, ENTROPY,
+                    D, DV, DIM_VALUE, BLOCK_N, STAGES, WINDOW, ENTROPY,
                 ),
             ),
             (
@@ -349,8 +347,8 @@ def ragged_forward(
             bounded(left),
             bounded(right),
             call.scale,
-            BLOCK_KEY=width,
-            BLOCK_VALUE=value_width,
+            D=width,
+            DV=value_width,
             DIM_VALUE=dim_value,
             BLOCK_N=128,
             STAGES=3 if max(width, value_width) == 64 else 2,
