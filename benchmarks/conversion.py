@@ -35,8 +35,8 @@ def aligned(task: Any, count: int, options: dict[str, Any]) -> EditRecord:
     layers = {(layer.number, layer.stack): forms[layer.path] for layer in find_layers(task.model)}
     edits = []
     for edit in _neighbours(task.model, count, GroupQueries):
-        form = layers[edit.layer, edit.stack]
-        edits += [AlignHeads(edit.layer, edit.groups, form, stack=edit.stack), edit]
+        transform = layers[edit.layer, edit.stack]
+        edits += [AlignHeads(edit.layer, edit.groups, transform, stack=edit.stack), edit]
     return apply(task.model, edits)
 
 

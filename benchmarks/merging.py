@@ -162,14 +162,14 @@ class Trial:
         every = [tuple(head for head in group if head != stays) for stays in group]
         return min(every, key=lambda gone: self.pruned(gone).calibrated)
 
-    def ways(self, group: tuple[int, ...], form: KeyTransform) -> dict[str, Outcome]:
+    def ways(self, group: tuple[int, ...], transform: KeyTransform) -> dict[str, Outcome]:
         merged = self.made_one(MergeHeads(self.layer.number, group).change(self.heads), group)
         found = {"merged": merged}
         if len({self.heads.key_heads[head] for head in group}) == 1:
             found["fused"] = merged  # heads of one KV head are fused by their mean
-        elif form.norm == "none":
+        elif transform.norm == "none":
             inputs = collect_inputs(self.model, self.layer, self.calibration)
-            found["fused"] = self.made_one(fuse(self.heads, group, form, inputs), group)
+            found["fused"] = self.made_one(fuse(self.heads, group, transform, inputs), group)
         found["pruned"] = self.pruned(self.best_of(group))
         found["best_pruned"] = self.pruned(self.order[: len(group) - 1])
         return found
@@ -187,9 +187,9 @@ class Trial:
             if x is not None:
                 held[name][to] = getattr(made, name)[of]
         spread = replace(self.heads, **held)
-        lending = pack_heads(self.model, self.layer, spread)
+        swapped = pack_heads(self.model, self.layer, spread)
         problems = (
-            collect_targets(self.model, self.layer, text, lending).regression(spread, RIDGE, self.layer.path)
+            collect_targets(self.model, self.layer, text, swapped).regression(spread, RIDGE, self.layer.path)
             for text in (self.calibration, self.held_out)
         )
         return self._solved(spread, kept, *problems)

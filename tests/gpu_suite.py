@@ -31,7 +31,7 @@ import pytest
 from tests.gpu_record import RECORD, ROOT, sources, sources_hash
 
 MARK = "mark.gpu"
-MOST_RESERVED = 2 << 30  # bytes of GPU memory that a worker keeps from one test to the next
+MAX_RESERVED = 2 << 30  # bytes of GPU memory that a worker keeps from one test to the next
 LOGS = "POLYHEAD_GPU_SUITE_LOGS"  # the folder where workers write what they compiled
 BEGAN = "POLYHEAD_GPU_SUITE_BEGAN"
 OUT_OF_TIME = "out of time"
@@ -144,7 +144,7 @@ def pytest_runtest_teardown() -> Iterator[None]:
     """Give memory back after a large test: the workers share one GPU."""
     result = yield
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > MOST_RESERVED:
+    if torch is not None and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > MAX_RESERVED:
         torch.cuda.empty_cache()
     return result
 

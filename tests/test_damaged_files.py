@@ -293,7 +293,7 @@ def test_a_shard_outside_the_folder_is_refused(name, place, tmp_path):
 def test_a_small_compressed_text_that_unpacks_to_more_than_memory_is_refused(tmp_path, monkeypatch):
     import gzip
 
-    monkeypatch.setattr(texts_module, "MOST_BYTES", 10_000)
+    monkeypatch.setattr(texts_module, "MAX_BYTES", 10_000)
     for name in ("a.txt.gz", "a.jsonl.gz"):
         (tmp_path / name).write_bytes(gzip.compress(b"x" * 20_000))
         with pytest.raises(OptionError, match=f"at most 10,000 bytes, got more in {name}"):

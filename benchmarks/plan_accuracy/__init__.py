@@ -19,7 +19,7 @@ from benchmarks.measuring.verdicts import judge
 from benchmarks.plan_accuracy.shapes import REGIMES, Ranges, Regime, Shape
 from polyhead.costs.calibration.calls import layer_call
 from polyhead.costs.calibration.compiling import Task, compile_ahead, layer_tasks
-from polyhead.costs.calibration.timing import MOST_OF_THE_HOST, steady_samples
+from polyhead.costs.calibration.timing import MAX_HOST_SHARE, steady_samples
 from polyhead.costs.measuring.runner import is_out_of_memory
 from polyhead.costs.timing.limits import Bound
 from polyhead.costs.timing.machine import Datasheet, Machine
@@ -31,7 +31,7 @@ __all__ = ["Outcome", "Summary", "measure", "predict_again", "summaries", "to_di
 
 MEDIAN_BOUND, WORST_BOUND = 0.15, 0.35
 VISITS, HOST_VISITS = 3, 9  # the second for shapes that may be host-bound
-MOST_COMPILED_BYTES = 8e9  # of a layer whose kernels are compiled ahead, in parallel with others
+MAX_COMPILED_BYTES = 8e9  # of a layer whose kernels are compiled ahead, in parallel with others
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def measure(
 
 def _may_be_host_bound(prediction: Prediction) -> bool:
     """Return True if a disturbed host may take longer than the device."""
-    return prediction.host_seconds > MOST_OF_THE_HOST * prediction.device_seconds
+    return prediction.host_seconds > MAX_HOST_SHARE * prediction.device_seconds
 
 
 def predict_again(content: Mapping[str, Any], machine: Machine) -> list[Outcome]:
@@ -151,7 +151,7 @@ def _tasks(shapes: Iterable[Shape], dtype: torch.dtype) -> list[Task]:
     for shape in shapes:
         work = shape.work(dtype)
         cached = 2 * shape.batch * shape.tokens * shape.kv_heads * shape.head_dim * dtype.itemsize
-        if work.bytes + (cached if shape.phase == "decode" else 0) <= MOST_COMPILED_BYTES:
+        if work.bytes + (cached if shape.phase == "decode" else 0) <= MAX_COMPILED_BYTES:
             tasks += layer_tasks(shape.config, shape.workload, work, dtype)
     return tasks
 

@@ -28,7 +28,7 @@ REGIMES: tuple[Regime, ...] = get_args(Regime)
 SEED = 20_261_118
 MULTIPLE = 8  # of which lengths are
 SHORTEST_WINDOW = 64
-MOST_DRAWS = 200_000
+MAX_DRAWS = 200_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,8 @@ class Ranges:
     heads: tuple[int, int]
     dims: tuple[int, ...]
     dtype: torch.dtype
-    most_flops: float  # of one call, including the masked pairs of mask tensors
-    most_bytes: float  # moved by one call, and of masks
+    max_flops: float  # of one call, including the masked pairs of mask tensors
+    max_bytes: float  # moved by one call, and of masks
     quotas: Mapping[Regime, int]
     nominal: Datasheet  # rates that decide what is launch-bound
     launch_seconds: float  # of one kernel; a call is launch-bound if its launches take longer than its work
@@ -98,8 +98,8 @@ GPU = Ranges(
     heads=(1, 128),
     dims=(64, 128, 256),
     dtype=torch.bfloat16,
-    most_flops=3e13,
-    most_bytes=4e10,
+    max_flops=3e13,
+    max_bytes=4e10,
     quotas={"prefill": 14, "decode": 14, "training": 14, "launch-bound": 10},
     nominal=DATASHEETS["H200"],
     launch_seconds=15e-6,
@@ -112,8 +112,8 @@ CPU = Ranges(
     heads=(1, 8),
     dims=(64, 128),
     dtype=torch.float32,
-    most_flops=2e9,
-    most_bytes=5e8,
+    max_flops=2e9,
+    max_bytes=5e8,
     quotas={"prefill": 4, "decode": 3, "training": 3, "launch-bound": 2},
     nominal=Datasheet(50e9, 10e9),
     launch_seconds=15e-6,
@@ -131,7 +131,7 @@ def draw(ranges: Ranges, *, seed: int = SEED, known: Iterable[Piece] = ()) -> di
     timed = {_place(piece) for piece in known if isinstance(piece, AttentionCore)}
     found: dict[Shape, Regime] = {}
     missing = dict(ranges.quotas)
-    for _ in range(MOST_DRAWS):
+    for _ in range(MAX_DRAWS):
         shape = _one(generator, ranges)
         work = shape.work(ranges.dtype)
         regime = regime_of(shape, work, ranges)
@@ -143,7 +143,7 @@ def draw(ranges: Ranges, *, seed: int = SEED, known: Iterable[Piece] = ()) -> di
         missing[regime] -= 1
         if not any(missing.values()):
             return _in_turns(found)
-    raise OptionError(f"{MOST_DRAWS} draws must fill the quotas, got {missing} missing; widen the ranges")
+    raise OptionError(f"{MAX_DRAWS} draws must fill the quotas, got {missing} missing; widen the ranges")
 
 
 def regime_of(shape: Shape, work: Work, ranges: Ranges) -> Regime:
@@ -160,7 +160,7 @@ def fits(shape: Shape, work: Work, ranges: Ranges) -> bool:
         if isinstance(piece, AttentionCore) and route(piece, ranges.device) == "masked":
             flops += int(piece.flops * (shape.batch * pairs / piece.pairs - 1))
             moved += MASK_TRAFFIC * pairs if piece.direction == "forward" else 0
-    return flops <= ranges.most_flops and moved <= ranges.most_bytes
+    return flops <= ranges.max_flops and moved <= ranges.max_bytes
 
 
 def _in_turns(found: Mapping[Shape, Regime]) -> dict[Shape, Regime]:

@@ -29,18 +29,18 @@ class Place:
     batch: int = 32
     tokens: int = 32_768
     rank: int = 512
-    turning: int = 64
+    rope_dim: int = 64
 
     @property
     def width(self) -> int:
-        return self.rank + self.turning
+        return self.rank + self.rope_dim
 
     @property
     def flops(self) -> int:
         return 2 * self.batch * self.heads * self.tokens * (self.width + self.rank)
 
     def __str__(self) -> str:
-        return f"{self.batch} x {self.tokens} tokens, rank {self.rank} + {self.turning}, {self.heads} heads"
+        return f"{self.batch} x {self.tokens} tokens, rank {self.rank} + {self.rope_dim}, {self.heads} heads"
 
 
 def one_token(run: Run, place: Place) -> Iterator[Case]:

@@ -52,7 +52,7 @@ interface Site {
 }
 
 export type NumberFormat = "share" | "number" | "tokens" | "nats";
-export type ColumnGroup = "looks" | "writes" | "matters" | "other";
+export type ColumnGroup = "attention" | "output" | "importance" | "other";
 
 export interface Column {
   name: string;
@@ -98,7 +98,7 @@ export interface Head {
   /** The values under uniform attention. */
   chances: Record<string, number | null>;
   roles: RoleScore[];
-  alike: Similar[];
+  similar: Similar[];
   top_keys: { text: string; share: number }[];
 }
 
@@ -140,7 +140,7 @@ export interface Example {
   sites: Record<string, Packed>;
 }
 
-type ViewName = "head" | "alike" | "matters" | "overview" | "roles";
+type ViewName = "head" | "similar" | "importance" | "overview" | "roles";
 
 export interface Finding {
   text: Text;
@@ -151,7 +151,7 @@ export interface Finding {
 }
 
 export interface Page {
-  format: 1;
+  format: 2;
   lang: "en" | "zh";
   title: string;
   facts: Facts;
@@ -166,7 +166,7 @@ export interface Page {
   offsets: { edges: number[]; sites: Record<string, Packed> };
   relations: Record<string, Record<string, Packed>>;
   relation_names: Relation[];
-  likeness: { threshold: number; null: number } | null;
+  redundancy: { threshold: number; null: number } | null;
   groups: Group[];
   pairs: Pair[];
   importance: { column: string; label: Text; about: Text } | null;

@@ -230,7 +230,7 @@ def test_shares_are_means_over_words_beside_their_null():
     own_word = shares.of("word")
     assert len(own_word) == 2
     assert own_word[0].words == sum(pieces > 1 for words in maps for pieces in words.pieces())
-    assert {row["circle"] for row in shares.rows()} == {"word", "phrase"}, "no text has two sentences"
+    assert {row["span"] for row in shares.rows()} == {"word", "phrase"}, "no text has two sentences"
     for share in shares.entries:
         assert share.low <= share.share <= share.high
         assert 0 < share.expected < 1

@@ -77,8 +77,8 @@ def test_what_a_calibration_timed_is_drawn_again(drawn):
 def test_what_is_too_long_or_too_large_is_left_out(drawn):
     for shape in drawn:
         work = shape.work(BF16)
-        assert work.flops <= GPU.most_flops
-        assert work.bytes <= GPU.most_bytes
+        assert work.flops <= GPU.max_flops
+        assert work.bytes <= GPU.max_bytes
     windowed = Shape("prefill", 4, 32, 32, 128, 24_576, 64)
     assert shapes.fits(windowed, windowed.work(BF16), GPU)  # our kernel skips what is hidden
     on_a_cpu = dataclasses.replace(GPU, device="cpu")
@@ -100,9 +100,9 @@ def test_layers_that_meet_kernels_of_ours_are_compiled_for_ahead():
 
 
 def test_quotas_that_cannot_be_filled_are_reported(monkeypatch):
-    monkeypatch.setattr(shapes, "MOST_DRAWS", 50)
+    monkeypatch.setattr(shapes, "MAX_DRAWS", 50)
     with pytest.raises(OptionError, match="50 draws must fill the quotas"):
-        draw(dataclasses.replace(CPU, most_flops=0))
+        draw(dataclasses.replace(CPU, max_flops=0))
 
 
 def outcome(regime, predicted, measured, promised=1.0):
@@ -147,7 +147,7 @@ def test_the_promise_is_the_vendors_or_the_best_that_was_reached():
 @pytest.fixture
 def few(monkeypatch):
     quotas = {"prefill": 1, "decode": 1, "training": 1, "launch-bound": 1}
-    monkeypatch.setattr(shapes, "CPU", dataclasses.replace(CPU, quotas=quotas, most_flops=2e7))
+    monkeypatch.setattr(shapes, "CPU", dataclasses.replace(CPU, quotas=quotas, max_flops=2e7))
     monkeypatch.setattr(timing, "SAMPLES", {"cpu": 3})
 
 

@@ -90,7 +90,7 @@ def test_one_token_over_a_latent_cache_is_timed_by_cache(small, monkeypatch):
     monkeypatch.setattr(latent, "SIDE", 8)
     monkeypatch.setattr(latent, "l2_bytes", lambda device: 20_000)
     monkeypatch.setattr(latent, "replayed", lambda calls, device: lambda: [call() for call in calls])
-    place = latent.Place(16, batch=2, tokens=24, rank=16, turning=4)
+    place = latent.Place(16, batch=2, tokens=24, rank=16, rope_dim=4)
     (row,) = rows_of(latent.one_token(small, place), small)
     size = 2 * 24 * 20 * 4
     assert row.notes == {"caches": latent.caches_beyond(20_000, size), "bytes": size}

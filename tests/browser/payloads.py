@@ -19,7 +19,7 @@ ANSWER = ("le", "chat", "voit", "sa", "queue")
 ROLES = ("induction", "previous", "sink")
 EDGES = [-16, -8, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 9, 17]
 COLUMNS = ("entropy", "mean_distance", "sink_mass", "output_norm", "copying", "ablation")
-GROUPS = {"output_norm": "writes", "copying": "writes", "ablation": "matters"}
+GROUPS = {"output_norm": "output", "copying": "output", "ablation": "importance"}
 FORMATS = {"entropy": "nats", "mean_distance": "tokens", "sink_mass": "share"}
 
 
@@ -35,7 +35,7 @@ def synthetic() -> Payload:
     self_sites, cross_sites = list(range(LAYERS)), list(range(LAYERS, LAYERS + CROSS_LAYERS))
     heads = [_head(site, head, draw) for site, where in enumerate(sites) for head in range(where["heads"])]
     return {
-        "format": 1,
+        "format": 2,
         "lang": "en",
         "title": "polyhead: small",
         "facts": _facts(),
@@ -77,7 +77,7 @@ def synthetic() -> Payload:
                 "about": bilingual("1 is the same."),
             },
         ],
-        "likeness": {"threshold": 0.55, "null": 0.11},
+        "redundancy": {"threshold": 0.55, "null": 0.11},
         "groups": [{"heads": [[1, 0], [1, 3]], "least": 0.81}],
         "pairs": [{"one": [0, 2], "other": [2, 4], "cosine": 0.61, "guess": 0.6}],
         "importance": {
@@ -97,13 +97,13 @@ def synthetic() -> Payload:
 def bare() -> Payload:
     """Return the page of a minimal run: one layer and one statistic, of some heads only."""
     page = synthetic()
-    page |= {"importance": None, "syntax": None, "likeness": None, "groups": [], "pairs": [], "findings": []}
+    page |= {"importance": None, "syntax": None, "redundancy": None, "groups": [], "pairs": [], "findings": []}
     page |= {"maps": {}, "relations": {}, "relation_names": [], "examples": [], "roles": []}
     page |= {"offsets": {"edges": [], "sites": {}}, "stacks": page["stacks"][:1], "columns": page["columns"][:1]}
     page["stacks"][0]["sites"] = [0]
     page["sites"] = page["sites"][:1]
     page["heads"] = [
-        {**head, "roles": [], "alike": [], "top_keys": [], "values": {"entropy": 1.5 if head["head"] % 2 else None}}
+        {**head, "roles": [], "similar": [], "top_keys": [], "values": {"entropy": 1.5 if head["head"] % 2 else None}}
         for head in page["heads"]
         if head["site"] == 0
     ]
@@ -179,7 +179,7 @@ def _column(name: str) -> Payload:
         "name": name,
         "label": bilingual(name.replace("_", " ")),
         "about": bilingual(f"What {name} means."),
-        "group": GROUPS.get(name, "looks"),
+        "group": GROUPS.get(name, "attention"),
         "format": FORMATS.get(name, "number"),
         "low": 0.0 if shares else None,
         "high": 1.0 if shares else None,
@@ -211,7 +211,7 @@ def _head(site: int, head: int, draw: torch.Generator) -> Payload:
             }
             for role in ROLES
         ],
-        "alike": [{"head": [0, (head + 1) % HEADS], "cosine": 0.44, "across": site != 0}],
+        "similar": [{"head": [0, (head + 1) % HEADS], "cosine": 0.44, "across": site != 0}],
         "top_keys": [{"text": "the", "share": 0.31}, {"text": ".", "share": 0.11}],
     }
 
@@ -292,7 +292,7 @@ def _findings() -> list[Payload]:
 
     return [
         finding("layer 2 head 1 repeats", "head", [[2, 1]]),
-        finding("two say the same", "alike", [[1, 0], [1, 3]]),
-        finding("one matters most", "matters", [[0, 4]], "ablation"),
+        finding("two say the same", "similar", [[1, 0], [1, 3]]),
+        finding("one matters most", "importance", [[0, 4]], "ablation"),
         finding("some rest", "overview", [[0, 2]], "sink_mass"),
     ]

@@ -19,8 +19,8 @@ VIEWS = (
     "overview?color=copying&role=sink",
     "head/2/1?word=3&draw=lines",
     "head/3/1",
-    "alike",
-    "matters",
+    "similar",
+    "importance",
     "syntax",
     "findings",
 )
@@ -63,7 +63,7 @@ def test_language_is_switched_and_kept_in_the_link(open_page):
     expect(tab.locator("nav.views a")).to_have_text(["总览", "相似的头", "头的重要性", "句法", "发现"])
     expect(tab.locator(".findings a bdi").first).to_have_text("中文：layer 2 head 1 repeats")
     assert tab.locator("a.cell").first.get_attribute("aria-label").startswith("第 0 层第 0 头")
-    opened.go("matters?lang=zh")
+    opened.go("importance?lang=zh")
     tab.reload()
     expect(tab.locator("main h2").first).to_have_text("头的重要性")
 
@@ -73,7 +73,7 @@ def test_no_string_of_the_interface_is_left_in_english(open_page):
     opened = open_page(view="overview?lang=zh")
     tab = opened.tab
     names = {"SVG", "PNG", "English", "Transformer", "polyhead"}
-    for view in ("overview", "alike", "matters", "syntax", "findings"):
+    for view in ("overview", "similar", "importance", "syntax", "findings"):
         opened.go(f"{view}?lang=zh")
         texts = tab.locator("nav.views, .switches, main h2, main h3, .lead, figcaption, footer")
         for text in texts.all_inner_texts():
@@ -137,7 +137,7 @@ def test_axe_finds_nothing_serious_in_any_view(open_page, keep_picture, tmp_path
 
 
 def test_axe_detects_bad_contrast_and_missing_names(open_page):
-    tab = open_page(view="matters", fresh=True).tab
+    tab = open_page(view="importance", fresh=True).tab
     assert (bad_contrasts(tab), bad_words(tab)) == ([], [])
     tab.locator("p.facts").evaluate("(line) => { line.style.color = 'rgb(200, 200, 200)'; }")
     (contrast,) = bad_contrasts(tab)

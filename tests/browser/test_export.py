@@ -13,8 +13,8 @@ FIGURES = {
     "overview": 2,  # a grid for each stack
     "overview?color=mean_distance": 2,
     "head/1/2": 5,  # words, map, offsets, roles, numbers
-    "alike": 6,  # the histogram, and a matrix for each layer
-    "matters": 3,
+    "similar": 6,  # the histogram, and a matrix for each layer
+    "importance": 3,
     "syntax": 1,
 }
 
@@ -31,7 +31,7 @@ def test_every_figure_of_a_view_is_saved(open_page, view):
 
 
 def test_saved_chart_has_the_colours_of_the_page(open_page):
-    tab = open_page(view="matters", color_scheme="dark").tab
+    tab = open_page(view="importance", color_scheme="dark").tab
     file, _ = saved(tab, tab.get_by_role("button", name="as SVG").first)
     root = ElementTree.parse(file).getroot()
     background = root.find(f"{SVG}rect")

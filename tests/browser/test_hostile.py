@@ -30,7 +30,7 @@ TOKENS = [
     "\n",
     "x" * 100_000,
 ]
-VIEWS = ("overview", "head/0/1?draw=lines&word=8", "head/1/1?word=17", "alike", "matters", "syntax", "findings")
+VIEWS = ("overview", "head/0/1?draw=lines&word=8", "head/1/1?word=17", "similar", "importance", "syntax", "findings")
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])

@@ -32,7 +32,7 @@ def test_every_view_of_a_real_inspection_opens(open_page, real_page):
         tab.get_by_label("Colour by").select_option(column)
         expect(tab.locator(".ramp-ends span")).to_have_count(3)
     hrefs = tab.eval_on_selector_all("a.cell", "cells => cells.map(cell => cell.getAttribute('href'))")
-    for href in (*hrefs[:2], hrefs[-1], "#/alike", "#/matters", "#/findings"):
+    for href in (*hrefs[:2], hrefs[-1], "#/similar", "#/importance", "#/findings"):
         opened.go(href.removeprefix("#/"))
         assert tab.locator("main h2").first.inner_text() != "This model has no such head"
     # A head of cross-attention has words in two lines.

@@ -23,8 +23,8 @@ ALL = LAYERS * HEADS + CROSS_LAYERS * CROSS_HEADS
 VIEWS = {
     "overview": "Summary",
     "head/2/1": "Layer 2, head 1 (Encoder)",
-    "alike": "Similar heads",
-    "matters": "Head importance",
+    "similar": "Similar heads",
+    "importance": "Head importance",
     "syntax": "Syntax",
     "findings": "Findings",
 }
@@ -219,7 +219,7 @@ def test_findings_lead_to_their_evidence(open_page):
 
 
 def test_similar_heads_are_ranked_by_the_chosen_relation(open_page):
-    tab = open_page(view="alike").tab
+    tab = open_page(view="similar").tab
     first = tab.locator("table.sortable").first.locator("tbody tr").first
     expect(first.locator("th, td")).to_have_text(["Encoder 1.0", "Encoder 1.3", "0.81"])
     assert "Layer 1, head 0 (Encoder) and Layer 1, head 3 (Encoder)" in tab.locator(".lead strong").inner_text()
@@ -229,7 +229,7 @@ def test_similar_heads_are_ranked_by_the_chosen_relation(open_page):
 
 
 def test_commands_for_a_redundancy_group_can_be_copied(open_page, keep_picture):
-    opened = open_page(view="alike", permissions=("clipboard-read", "clipboard-write"))
+    opened = open_page(view="similar", permissions=("clipboard-read", "clipboard-write"))
     tab = opened.tab
     weaker, stronger = sorted((head_at(1, 0), head_at(1, 3)), key=lambda head: head["values"]["ablation"])
     of_group = tab.locator(".groups .command")
@@ -250,16 +250,16 @@ def test_command_for_a_share_of_the_heads_of_a_single_stack(tmp_path, open_page)
     page = synthetic()
     page |= {"groups": [], "stacks": page["stacks"][:1]}
     page["facts"]["name"] = "my models/it's small"
-    tab = open_page(written(page, tmp_path / "page.html"), view="alike").tab
+    tab = open_page(written(page, tmp_path / "page.html"), view="similar").tab
     (command,) = tab.locator(".command code").all_inner_texts()
     assert command == ("polyhead prune 'my models/it'\\''s small' --share 20% --text text.txt --output pruned")
     assert shlex.split(command)[2] == "my models/it's small"
     page["facts"]["name"] = None
-    assert not open_page(written(page, tmp_path / "page.html"), view="alike").tab.locator(".command").count()
+    assert not open_page(written(page, tmp_path / "page.html"), view="similar").tab.locator(".command").count()
 
 
 def test_most_important_head_is_first(open_page):
-    tab = open_page(view="matters").tab
+    tab = open_page(view="importance").tab
     best = max(PAGE["heads"], key=lambda head: head["values"]["ablation"])
     layer = PAGE["sites"][best["site"]]["layer"]
     assert tab.locator(".lead strong").inner_text().startswith(f"Layer {layer}, head {best['head']} ")
@@ -286,7 +286,7 @@ def test_a_link_to_the_view_is_copied(open_page, small_page):
 
 def test_minimal_run_and_invalid_links(open_page, tmp_path):
     opened = open_page(written(bare(), tmp_path / "bare.html"), "%")
-    views = ["overview", "head/0/0", "head/9/9", "alike", "head/x/y", "matters", "syntax", "findings", "%"]
+    views = ["overview", "head/0/0", "head/9/9", "similar", "head/x/y", "importance", "syntax", "findings", "%"]
     expected = {"head/9/9": "This model has no such head", "head/x/y": "This model has no such head"}
     for view in views:
         opened.go(view)

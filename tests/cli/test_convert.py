@@ -32,7 +32,7 @@ def place(tmp_path_factory) -> Path:
     return folder
 
 
-def key_heads(folder: Path) -> list[int]:
+def kv_heads(folder: Path) -> list[int]:
     return [layer.layout.num_kv_heads for layer in find_layers(polyhead.load(folder))]
 
 
@@ -60,7 +60,7 @@ def test_a_bert_with_shared_keys_is_loaded_by_us_or_padded_by_stock_transformers
     options = ["--kv-heads", 2, "--text", place / "text", "--device", "cpu"]
     shown = invoke("convert", place / "bert", *options, "--output", tmp_path / "own").stdout
     assert "uneven: plain transformers does not load it" in shown
-    assert key_heads(tmp_path / "own") == [2, 2]
+    assert kv_heads(tmp_path / "own") == [2, 2]
     by_name = invoke(
         "convert",
         place / "bert",

@@ -47,11 +47,11 @@ def test_tokens_that_see_later_ones_meet_more_keys():
 
 
 def test_rotary_positions_are_passes_over_memory():
-    plain, turned = (
+    plain, rotated = (
         json.loads(invoke("plan", *SIZES, *more, "--json").output)["phases"][1] for more in ((), ("--rotary",))
     )
-    assert turned["flops"] == plain["flops"]
-    assert "positions" in turned["bytes"]
+    assert rotated["flops"] == plain["flops"]
+    assert "positions" in rotated["bytes"]
     assert "positions" not in plain["bytes"]
     assert "got --rotary as well" in invoke("plan", "gpt2", "--rotary", code=2).stderr
 

@@ -56,7 +56,7 @@ def test_the_table_is_printed_and_written(model, tmp_path):
     assert f"saved to {output}" in result.stdout
     said = json.loads(output.read_text(encoding="utf-8"))
     assert (said["model"], said["treebank"], said["sentences"]) == (model.name, "small.conllu", 5)
-    phrases = sorted((x for x in said["shares"] if x["circle"] == "phrase"), key=lambda x: -x["share"])
+    phrases = sorted((x for x in said["shares"] if x["span"] == "phrase"), key=lambda x: -x["share"])
     assert len(phrases) == 6
     shown = [line.split() for line in result.stdout.splitlines() if line.startswith("phrase")]
     assert [line[2] for line in shown] == [f"{x['layer']}.{x['head']}" for x in phrases[:3]]

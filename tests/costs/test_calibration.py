@@ -14,7 +14,7 @@ import torch
 
 import polyhead
 from polyhead.costs import Workload, calibration
-from polyhead.costs.calibration import calls, compiling, host, places, timing
+from polyhead.costs.calibration import calls, compiling, host, timed_pieces, timing
 from polyhead.costs.cost import layer_work
 from polyhead.costs.timing.limits import route
 from polyhead.costs.timing.machine import HostCost, Machine
@@ -24,30 +24,30 @@ from polyhead.errors import OptionError
 from polyhead.layers import MultiHeadConfig
 
 CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
-TINY = places.Grid(
+TINY = timed_pieces.Grid(
     rows=(3, 64),
     columns=(16,),
     inner=(32,),
     deep=(128,),
     copies=(4096, 65_536),
     tokens=(24,),
-    pairs=((1, 1), (2, 4)),
+    batch_heads=((1, 1), (2, 4)),
     dims=(16,),
     cached=((2, 40),),
     kv_heads=2,
     middle=(20,),
     cached_windows=(16,),
-    most_flops=1e8,
-    most_bytes=1e8,
+    max_flops=1e8,
+    max_bytes=1e8,
 )
 
 
 def pieces(grid, dtype=F32, device="cpu"):
-    return [piece for group in places.groups(grid, dtype, device) for piece in group.pieces]
+    return [piece for group in timed_pieces.groups(grid, dtype, device) for piece in group.pieces]
 
 
 def gpu_pieces():
-    return pieces(places.GPU, BF16, "cuda")
+    return pieces(timed_pieces.GPU, BF16, "cuda")
 
 
 def hurry(patch):
@@ -139,16 +139,16 @@ def test_a_device_without_kernels_is_refused():
 
 
 def test_what_is_too_large_is_not_timed():
-    small = dataclasses.replace(TINY, most_flops=2 * 3 * 16 * 32)
+    small = dataclasses.replace(TINY, max_flops=2 * 3 * 16 * 32)
     assert [(x.rows, x.inner) for x in pieces(small) if isinstance(x, Product)] == [(3, 32)]
     windows = [x for x in gpu_pieces() if isinstance(x, AttentionCore) and x.left is not None]
-    assert max(places.held_bytes(x, "cuda") for x in windows) <= places.GPU.most_bytes
-    assert max(places.computed_flops(x, "cuda") for x in windows) <= places.GPU.most_windowed_flops
+    assert max(timed_pieces.held_bytes(x, "cuda") for x in windows) <= timed_pieces.GPU.max_bytes
+    assert max(timed_pieces.computed_flops(x, "cuda") for x in windows) <= timed_pieces.GPU.max_windowed_flops
 
 
 def test_windows_on_a_gpu_are_timed_as_they_are_served_there():
     """Mask tensors where there is little to compute; tiles from 2,048 tokens up, by window, heads and width."""
-    groups = {group.name: group.pieces for group in places.groups(places.GPU, BF16, "cuda")}
+    groups = {group.name: group.pieces for group in timed_pieces.groups(timed_pieces.GPU, BF16, "cuda")}
     for name, direction in itertools.product(("masked", "tiled"), ("forward", "backward")):
         found = groups[name if direction == "forward" else f"{name} backward"]
         assert {(x.direction, route(x, "cuda")) for x in found} == {(direction, name)}
@@ -157,22 +157,22 @@ def test_windows_on_a_gpu_are_timed_as_they_are_served_there():
     tiled = groups["tiled"]
     assert {x.left + 1 for x in tiled} == {64, 512, 4096, 65_536}
     assert {2048, 131_072} <= {x.queries for x in tiled}
-    assert {(x.batch, x.heads) for x in tiled} > set(places.GPU.pairs)
+    assert {(x.batch, x.heads) for x in tiled} > set(timed_pieces.GPU.batch_heads)
     assert all(2 * (x.left + 1) <= x.queries for x in tiled)
     assert {x.left + 1 for x in groups["tiled backward"]} == {64, 512, 4096, 65_536}
-    assert all(route(x, "cpu") == "masked" for x in pieces(places.CPU) if getattr(x, "left", None) is not None)
+    assert all(route(x, "cpu") == "masked" for x in pieces(timed_pieces.CPU) if getattr(x, "left", None) is not None)
 
 
 def test_small_gradients_of_a_gpu_are_not_timed():
     backward = [x for x in gpu_pieces() if isinstance(x, AttentionCore) and x.direction == "backward"]
     tiled = [x for x in backward if route(x, "cuda") == "tiled"]
-    assert min(places.computed_flops(x, "cuda") for x in backward) >= places.GPU.least_backward_flops
-    assert min(places.computed_flops(x, "cuda") for x in tiled) >= places.GPU.least_tiled_backward_flops
+    assert min(timed_pieces.computed_flops(x, "cuda") for x in backward) >= timed_pieces.GPU.min_backward_flops
+    assert min(timed_pieces.computed_flops(x, "cuda") for x in tiled) >= timed_pieces.GPU.min_tiled_backward_flops
 
 
 def test_the_largest_and_the_smallest_of_a_group_come_first():
-    for group in places.groups(places.GPU, BF16, "cuda"):
-        sizes = [places.computed_flops(piece, "cuda") or piece.bytes for piece in group.pieces]
+    for group in timed_pieces.groups(timed_pieces.GPU, BF16, "cuda"):
+        sizes = [timed_pieces.computed_flops(piece, "cuda") or piece.bytes for piece in group.pieces]
         assert sizes[:2] == [max(sizes), min(sizes)]
         assert len(set(group.pieces)) == len(group.pieces)
 
@@ -191,7 +191,7 @@ def test_a_host_costs_what_it_does_at_the_fastest_of_all_visits(monkeypatch):
 
 
 def test_time_is_shared_and_what_is_left_over_is_for_those_after():
-    groups = [places.Group(name, share, ()) for name, share in (("a", 1), ("b", 3), ("c", 2))]
+    groups = [timed_pieces.Group(name, share, ()) for name, share in (("a", 1), ("b", 3), ("c", 2))]
     assert calibration._part(12.0, groups) == 2.0
     assert calibration._part(11.0, groups[1:]) == 11 * 3 / 5
     assert calibration._part(2.0, groups[2:]) == 2.0
@@ -200,7 +200,9 @@ def test_time_is_shared_and_what_is_left_over_is_for_those_after():
 
 def test_what_there_is_no_time_for_is_left_out_and_what_is_known_is_kept(tmp_path):
     machine = calibration.calibrate("cpu", grid=TINY, seconds=0, keep=tmp_path / "kept.json")
-    expected = [piece for group in places.groups(TINY, F32, "cpu") for piece in group.pieces[: places.ALWAYS]]
+    expected = [
+        piece for group in timed_pieces.groups(TINY, F32, "cpu") for piece in group.pieces[: timed_pieces.ALWAYS]
+    ]
     assert [sample.piece for sample in machine.samples] == expected
     assert Machine.load(tmp_path / "kept.json").to_dict() == machine.to_dict()
 
@@ -209,7 +211,7 @@ def test_kernels_of_ours_are_compiled_once_each():
     tasks = compiling.piece_tasks(gpu_pieces())
     kinds = {(x.direction, x.head_dim, x.heads // x.kv_heads) for _, (group,) in tasks for x in group}
     assert len(tasks) == len(kinds) == 18
-    assert max(x.bytes for _, (group,) in tasks for x in group) <= compiling.MOST_BYTES
+    assert max(x.bytes for _, (group,) in tasks for x in group) <= compiling.MAX_BYTES
     assert compiling.compile_ahead(tasks, CPU) == 0
 
 
@@ -238,9 +240,9 @@ def test_a_program_that_was_piped_in_compiles_ahead_too():
 
 def test_hidden_pairs_of_a_mask_are_counted_as_computed():
     windowed = AttentionCore("forward", 2, 3, 3, 40, 40, 16, 16, F32, 4, 0)
-    assert places.computed_flops(windowed, "cpu") == 2 * 2 * 3 * 40 * 40 * 32
+    assert timed_pieces.computed_flops(windowed, "cpu") == 2 * 2 * 3 * 40 * 40 * 32
     far = AttentionCore("forward", 2, 3, 3, 65_536, 65_536, 16, 16, F32, 4, 0)
-    assert places.computed_flops(far, "cpu") == far.flops
+    assert timed_pieces.computed_flops(far, "cpu") == far.flops
 
 
 CORE = AttentionCore("forward", 2, 4, 2, 24, 24, 16, 16, F32, right=0)
@@ -255,7 +257,7 @@ def test_a_call_of_attention_is_that_of_the_piece(monkeypatch):
         return true(query, key, value, **options)
 
     monkeypatch.setattr(calls, "attention", watched)
-    (call,) = calls.calls_of(CORE, CPU)
+    (call,) = calls.timed_calls(CORE, CPU)
     assert call().shape == (2, 4, 24, 16)
     assert requested["key"].shape == (2, 2, 24, 16)
     assert requested["query"].stride(1) == 16  # tokens before heads, as a projection leaves them
@@ -263,21 +265,21 @@ def test_a_call_of_attention_is_that_of_the_piece(monkeypatch):
 
 
 def test_a_backward_gives_every_gradient_and_can_be_repeated():
-    (call,) = calls.calls_of(dataclasses.replace(CORE, direction="backward", left=5), CPU)
+    (call,) = calls.timed_calls(dataclasses.replace(CORE, direction="backward", left=5), CPU)
     first, again = call(), call()
     assert [x.shape for x in first] == [(2, 4, 24, 16), (2, 2, 24, 16), (2, 2, 24, 16)]
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 def test_a_decode_sees_all_keys():
-    (call,) = calls.calls_of(dataclasses.replace(CORE, direction="decode", queries=1, keys=31), CPU)
+    (call,) = calls.timed_calls(dataclasses.replace(CORE, direction="decode", queries=1, keys=31), CPU)
     assert call().shape == (2, 4, 1, 16)
 
 
 def test_a_product_and_a_copy_have_their_sizes():
-    (call,) = calls.calls_of(Product("output", 5, 7, 3, F32), CPU)
+    (call,) = calls.timed_calls(Product("output", 5, 7, 3, F32), CPU)
     assert call().shape == (5, 7)
-    (call,) = calls.calls_of(Traffic("output", 8 * 100), CPU)
+    (call,) = calls.timed_calls(Traffic("output", 8 * 100), CPU)
     assert call().nbytes == 400  # read and written
 
 

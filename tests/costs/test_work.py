@@ -228,8 +228,8 @@ def test_a_training_step_lays_projections_and_their_gradients_side_by_side():
     # What keeps NaN in its place hands a gradient on as it is: two passes in the forward and none in the backward.
     guards = [piece for piece in work.only("attention").pieces if isinstance(piece, Traffic)]
     assert len(guards) == 2
-    turned = Traffic("positions", 100)
-    assert [piece.bytes for piece in backward_pieces([turned])] == [200]
+    rotated = Traffic("positions", 100)
+    assert [piece.bytes for piece in backward_pieces([rotated])] == [200]
 
 
 def test_layers_in_a_row_cost_so_many_times_as_much():

@@ -13,6 +13,7 @@ from polyhead.inspection import Inspection, Settings, load_inspection, save_insp
 from polyhead.inspection.inspection_files import FORMAT
 from polyhead.inspection.run_files import PICTURES
 from polyhead.inspection.vocabulary import Text
+from polyhead.inspection.wording import Finding
 from polyhead.workflows.inspecting import inspect_model
 from tests.inspection.small_models import model_folder, text_folder
 
@@ -55,18 +56,29 @@ def test_a_folder_of_the_first_format_is_refused_with_what_to_do(inspection, tmp
     save_inspection(tmp_path, inspection)
     file = tmp_path / "inspection.json"
     rest = json.loads(file.read_text(encoding="utf-8"))
-    assert rest["format"] == FORMAT == 5
+    assert rest["format"] == FORMAT == 6
     file.write_text(json.dumps({**rest, "format": 1}), encoding="utf-8")
     (tmp_path / PICTURES).unlink()
     with pytest.raises(
         OptionError,
-        match=r"reads inspections of format 2 to 5, got 1 in .*inspection.json; run `polyhead",
+        match=r"reads inspections of format 2 to 6, got 1 in .*inspection.json; run `polyhead",
     ):
         load_inspection(tmp_path)
 
 
+def as_format_5(rest: dict) -> dict:
+    """Kinds of findings by the names that they had."""
+    former = {"similar": "alike", "importance": "matters", "sink": "resting", "uniform": "wide"}
+    for finding in rest["findings"]:
+        finding["kind"] = former.get(finding["kind"], finding["kind"])
+        if "by_representation" in finding["values"]:
+            finding["values"]["turned"] = finding["values"].pop("by_representation")
+    return {**rest, "format": 5}
+
+
 def as_format_4(rest: dict) -> dict:
     """Two fields by the names that they had."""
+    rest = as_format_5(rest)
     rest["likeness"], rest["looks"] = rest.pop("redundancy"), rest.pop("head_maps")
     return {**rest, "format": 4}
 
@@ -84,6 +96,22 @@ def as_format_3(rest: dict) -> dict:
     )
     finding["values"]["evidence"] = text
     return {**rest, "format": 3}
+
+
+def test_findings_of_format_5_are_of_the_kinds_of_today(inspection, tmp_path):
+    site = inspection.table.sites[0]
+    heads = (site, 0), (site, 1)
+    findings = (
+        Finding("similar", heads, None, {"cosine": 0.9, "across": False}),
+        Finding("importance", heads[:1], "ablation", {"value": 0.2, "by_representation": True}),
+        Finding("sink", heads, "sink_mass", {"count": 2, "of": 7}),
+        Finding("uniform", heads, "normalized_entropy", {"count": 2, "of": 7}),
+    )
+    save_inspection(tmp_path, dataclasses.replace(inspection, findings=findings))
+    file = tmp_path / "inspection.json"
+    file.write_text(json.dumps(as_format_5(json.loads(file.read_text(encoding="utf-8")))), encoding="utf-8")
+    assert '"kind": "matters"' in file.read_text(encoding="utf-8")
+    assert load_inspection(tmp_path).findings == findings
 
 
 def test_fields_of_format_4_are_found_by_their_names_of_today(inspection, tmp_path):

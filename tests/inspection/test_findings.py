@@ -119,7 +119,7 @@ def test_what_is_common_and_what_is_extreme():
         "output_norm_share": [0.2, 0.2, 0.6, 0.3, 0.3, 0.4],
     }
     inspection = inspection_of(columns)
-    found = findings(inspection, most=9)
+    found = findings(inspection, limit=9)
     assert [str(x) for x in found] == [
         "2 of 6 heads have over half of their attention on the attention sink",
         "layer 0 head 1 has the largest max attention weight: 93% on one token",
@@ -146,7 +146,7 @@ def test_what_is_common_and_what_is_extreme():
 
 def test_a_place_in_one_of_several_stacks_says_which():
     site = AttentionSite("decoder.layer.4.cross", "cross", "decoder.layer.*.cross", 4, 8)
-    finding = Finding("alike", ((site, 1), (site, 2)), None, {"cosine": 0.9, "across": False}, stacked=True)
+    finding = Finding("similar", ((site, 1), (site, 2)), None, {"cosine": 0.9, "across": False}, stacked=True)
     assert str(finding) == (
         "heads decoder cross-attention, layer 4 head 1 and decoder cross-attention, layer 4 head 2 "
         "have similar outputs: cosine 0.90"
@@ -193,11 +193,11 @@ OTHERS = {
     ),
     "copy": (
         "raises the logits of tokens it attends to: OV eigenvalue score 0.60 (random 0.12)",
-        "提高所关注词元的 logit：OV 回路特征值得到 0.60（随机 0.12）",
+        "提高所关注词元的 logit：OV 回路特征值得分为 0.60（随机 0.12）",
     ),
     "anti-copy": (
         "lowers the logits of tokens it attends to: OV eigenvalue score 0.60 (random 0.12)",
-        "降低所关注词元的 logit：OV 回路特征值得到 0.60（随机 0.12）",
+        "降低所关注词元的 logit：OV 回路特征值得分为 0.60（随机 0.12）",
     ),
     "same-meaning": (
         "attends to tokens whose cosine similarity is 0.60 above what offsets explain (chance 0.12)",

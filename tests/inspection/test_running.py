@@ -142,7 +142,7 @@ def test_pairs_of_layers_are_measured_also_where_they_were_picked_by_a_projectio
     assert found.facts["pairs_by"].kind == "every_pair"
     assert len(found.pairs) == 16  # all there are
     monkeypatch.setattr(
-        "polyhead.inspection.cross_layer_similarity.sample_of", functools.partial(sample_of, most_bytes=0)
+        "polyhead.inspection.cross_layer_similarity.sample_of", functools.partial(sample_of, max_bytes=0)
     )
     picked = inspect_model(found.settings)
     assert "random projection to 64 dimensions" in str(picked.facts["pairs_by"])

@@ -53,8 +53,8 @@ def word_by_word(weights: Tensor, found: WordMap, visible: Tensor) -> dict[str, 
     shares, expected = torch.zeros(weights.shape[0], 3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     counts = torch.zeros(3, dtype=torch.int64)
     for word in range(words):
-        for index, circle in enumerate(SPANS):
-            inside = members(found, word, circle, len(tokens_of[word]))
+        for index, span in enumerate(SPANS):
+            inside = members(found, word, span, len(tokens_of[word]))
             counts[index] += len(inside) > 0
             for key in inside:
                 shares[:, index] += between(weights, word, key)
@@ -62,15 +62,15 @@ def word_by_word(weights: Tensor, found: WordMap, visible: Tensor) -> dict[str, 
     return {"looks": looks, "visible": torch.tensor(seen), "shares": shares, "expected": expected, "counts": counts}
 
 
-def members(found: WordMap, word: int, circle: str, pieces: int) -> list[int]:
+def members(found: WordMap, word: int, span: str, pieces: int) -> list[int]:
     def above(index: int) -> list[int]:
         return [index] if found.governors[index] < 0 else [index, *above(found.governors[index])]
 
     if not pieces:
         return []
-    if circle == "word":
+    if span == "word":
         return [word] if pieces > 1 else []
-    if circle == "sentence":
+    if span == "sentence":
         several = len(set(found.sentences)) > 1
         return [k for k in range(len(found)) if several and found.sentences[k] == found.sentences[word]]
     top = word if word in found.governors else found.governors[word]
@@ -99,7 +99,7 @@ def padded(side: str, batch: list[int]) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def test_circles_contain_word_phrase_and_sentence():
+def test_spans_contain_word_phrase_and_sentence():
     word, phrase, sentence = MAPS[1].spans()
     assert word.nonzero().tolist() == [[1, 1]]
     assert phrase.any() == torch.tensor(False)  # every phrase here is a whole sentence

@@ -382,10 +382,10 @@ def whos(draw: st.DrawFn, batch: int, heads: int, queries: int, keys: int) -> Wh
 
 
 @st.composite
-def scenes(draw: st.DrawFn, most_heads: int = 6) -> Scene:
+def scenes(draw: st.DrawFn, max_heads: int = 6) -> Scene:
     """Draw any sizes, masks and options, combined, in float64."""
-    batch = draw(st.integers(1, max(most_heads // 2, 2)))
-    heads = draw(st.sampled_from([n for n in (1, 2, 3, 6) if n <= most_heads]))
+    batch = draw(st.integers(1, max(max_heads // 2, 2)))
+    heads = draw(st.sampled_from([n for n in (1, 2, 3, 6) if n <= max_heads]))
     kv_heads = draw(st.sampled_from([n for n in (1, 2, 3, 6) if heads % n == 0]))
     keys = draw(st.integers(1, 37))
     queries = draw(st.just(keys) | st.integers(1, 37))

@@ -27,7 +27,7 @@ PLANTED_ROLES: dict[str, frozenset[str]] = {
 }
 
 # In units of the gap: an equal token, the first place, and the query's own place for a head that looks for others.
-# A token that is not equal reaches LARGEST_COSINE * _MATCH = 2, so each step of the ladder is one gap or more.
+# A token that is not equal reaches MAX_COSINE * _MATCH = 2, so each step of the ladder is one gap or more.
 _MATCH, _REST, _NOT_ITSELF = 4.0, 3.0, -2.0
 _IN_THE_WINDOW = 1.0  # deviation of the local head's logits by content, so that its favourite is no fixed offset
 _NEXT_TO_NOTHING = 0.01  # of a logit; it takes about half its square, 5e-5 nats, off the entropy

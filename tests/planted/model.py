@@ -22,7 +22,7 @@ from tests.planted.spaces import Sizes, draw_spaces, gaussian
 from tests.planted.texts import random_tokens
 
 _RANDOM, _INSIDE, _ACROSS = "random", "inside a layer", "across two layers"
-_MOST_IN_ONE_LAYER = 4  # one of the induction pair, one of the pair across layers, both of the pair inside a layer
+_MAX_PER_LAYER = 4  # one of the induction pair, one of the pair across layers, both of the pair inside a layer
 _LEAST_WEIGHT = 0.95  # of a planted key
 
 
@@ -130,9 +130,9 @@ def _draw_places(sizes: Sizes, causal: bool, generator: torch.Generator) -> list
     left_out = "next" if causal else "induction"
     single = [name for name in PLANTED_ROLES if name != left_out]
     needed, slots = len(single) + 4, sizes.num_layers * sizes.num_heads
-    if slots < needed or sizes.num_heads < _MOST_IN_ONE_LAYER:
+    if slots < needed or sizes.num_heads < _MAX_PER_LAYER:
         raise OptionError(
-            f"a planted model needs {needed} heads in all and {_MOST_IN_ONE_LAYER} a layer, "
+            f"a planted model needs {needed} heads in all and {_MAX_PER_LAYER} a layer, "
             f"got {sizes.num_layers} layers of {sizes.num_heads}"
         )
 

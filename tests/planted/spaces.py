@@ -11,8 +11,8 @@ from polyhead.errors import OptionError, ShapeError
 from tests.planted.texts import BEGIN
 
 # Words are drawn again until none is closer to another: matching heads rely on it to tell words apart.
-LARGEST_COSINE = 0.5
-_MOST_DRAWS = 1000
+MAX_COSINE = 0.5
+_MAX_DRAWS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +89,14 @@ def _draw_words(sizes: Sizes, generator: torch.Generator) -> Tensor:
     words = torch.zeros(sizes.vocab_size, sizes.token_dim, dtype=torch.float64)
     words[BEGIN, -1] = 1.0
     for index in range(BEGIN + 1, sizes.vocab_size):
-        for _ in range(_MOST_DRAWS):
+        for _ in range(_MAX_DRAWS):
             word = gaussian(sizes.token_dim - 1, generator=generator)
             words[index, :-1] = word / word.norm()
-            if (words[:index] @ words[index]).max() <= LARGEST_COSINE:
+            if (words[:index] @ words[index]).max() <= MAX_COSINE:
                 break
         else:
             raise OptionError(
-                f"token_dim must leave room for words of pairwise cosine up to {LARGEST_COSINE}, "
+                f"token_dim must leave room for words of pairwise cosine up to {MAX_COSINE}, "
                 f"got token_dim {sizes.token_dim} for vocab_size {sizes.vocab_size}; widen it or take fewer words"
             )
     return words

@@ -21,7 +21,7 @@ from tests.planted import (
     repeated_tokens,
 )
 from tests.planted.circuits import Drawer
-from tests.planted.spaces import LARGEST_COSINE, draw_spaces
+from tests.planted.spaces import MAX_COSINE, draw_spaces
 
 SIZES = Sizes(vocab_size=23, max_length=37, token_dim=19, num_layers=3, num_heads=5)
 
@@ -120,7 +120,7 @@ def test_the_subspaces_are_at_right_angles_and_words_can_be_told_apart():
     torch.testing.assert_close(basis @ basis.T, torch.eye(SIZES.embed_dim, dtype=torch.float64), rtol=0, atol=1e-12)
     cosines = spaces.words @ spaces.words.T
     torch.testing.assert_close(cosines.diagonal(), torch.ones(23, dtype=torch.float64), rtol=0, atol=1e-12)
-    assert float(cosines.fill_diagonal_(-1).max()) <= LARGEST_COSINE
+    assert float(cosines.fill_diagonal_(-1).max()) <= MAX_COSINE
     assert float(cosines[BEGIN, 1:].abs().max()) == 0.0
 
 

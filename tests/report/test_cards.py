@@ -78,7 +78,7 @@ def test_a_profile_of_a_session_shows_a_shaded_grid_and_cards():
 
 
 def test_many_heads_have_a_grid_and_a_table_and_no_cards(inspections, monkeypatch):
-    monkeypatch.setattr("polyhead.observation.head_profile.MOST_CARDS", 7)
+    monkeypatch.setattr("polyhead.observation.head_profile.MAX_CARDS", 7)
     shown = inspections["bert"]._repr_html_()
     Checked(shown)
     assert "8 heads are too many for cards in a notebook" in shown

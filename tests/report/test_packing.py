@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from polyhead.report.packing import LONGEST_TEXT, clipped, json_in_html, packed_floats, packed_weights, plain
+from polyhead.report.packing import MAX_TEXT_LENGTH, clipped, json_in_html, packed_floats, packed_weights, plain
 
 HOSTILE = (
     "<script>window.hacked=1</script>",
@@ -68,8 +68,8 @@ def test_halves_of_surrogate_pairs_become_the_replacement_character():
 
 
 def test_long_text_is_truncated_with_an_ellipsis():
-    assert clipped("x" * 100_000) == "x" * LONGEST_TEXT + "…"
-    assert clipped("x" * LONGEST_TEXT) == "x" * LONGEST_TEXT
+    assert clipped("x" * 100_000) == "x" * MAX_TEXT_LENGTH + "…"
+    assert clipped("x" * MAX_TEXT_LENGTH) == "x" * MAX_TEXT_LENGTH
     assert clipped("\udc80") == "\ufffd"
 
 

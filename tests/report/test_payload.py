@@ -21,8 +21,8 @@ from polyhead.inspection.vocabulary import Text
 from polyhead.inspection.wording import Reason, kind_of_model, loss_in_words
 from polyhead.observation.token_sample import TokenSample
 from polyhead.report import page_of
-from polyhead.report.packing import LONGEST_TEXT
-from polyhead.report.pictures import MOST_MAP_CELLS, pooled
+from polyhead.report.packing import MAX_TEXT_LENGTH
+from polyhead.report.pictures import MAX_MAP_CELLS, pooled
 from polyhead.report.syntax_results import Syntax
 from polyhead.sources.models import Kind
 from polyhead.sources.probes import repeated_batches
@@ -185,10 +185,10 @@ def test_relations_alike_and_importance(pages, inspections):
                 torch.tensor(unpacked(packed)), inspection.relations[site][name].float(), rtol=0, atol=0, equal_nan=True
             )
     for head in page["heads"]:
-        cosines = [x["cosine"] for x in head["alike"]]
+        cosines = [x["cosine"] for x in head["similar"]]
         assert cosines == sorted(cosines, reverse=True)
         assert 1 <= len(cosines) <= 5
-        for other in head["alike"]:
+        for other in head["similar"]:
             assert other["head"] != [head["site"], head["head"]]
             assert other["across"] == (other["head"][0] != head["site"])
 
@@ -198,7 +198,7 @@ def test_findings_refer_to_existing_heads_and_views(pages, name):
     page = pages[name]
     assert len(page["findings"]) >= 3
     for finding in page["findings"]:
-        assert finding["view"] in ("head", "alike", "matters", "overview", "roles")
+        assert finding["view"] in ("head", "similar", "importance", "overview", "roles")
         assert finding["heads"]
         for site, head in finding["heads"]:
             assert head < page["sites"][site]["heads"]
@@ -249,9 +249,9 @@ def test_hostile_and_long_tokens_are_text(inspections):
     page = page_of(dataclasses.replace(inspection, examples=(example,), facts=facts))
     (found,) = page["examples"]
     assert found["queries"][: len(HOSTILE)] == list(HOSTILE)
-    assert found["keys"][-2:] == ["x" * LONGEST_TEXT + "…", "half \ufffd pair"]
+    assert found["keys"][-2:] == ["x" * MAX_TEXT_LENGTH + "…", "half \ufffd pair"]
     assert found["title"] == "<b>\u202etitle"
-    assert len(page["title"]) == LONGEST_TEXT + 1
+    assert len(page["title"]) == MAX_TEXT_LENGTH + 1
     assert page["facts"]["model"].startswith("</title><script>1</script>\ufffdyyy")
     json.dumps(page, ensure_ascii=False).encode("utf-8")
 
@@ -263,7 +263,7 @@ def test_maps_of_many_heads_are_pooled_to_the_limit(inspections):
     page = page_of(dataclasses.replace(inspection, head_maps={site: looks}, relations={}, examples=()))
     (packed,) = page["maps"].values()
     assert packed["shape"] == [600, 31, 31]
-    assert 600 * 31 * 31 <= MOST_MAP_CELLS < 600 * 61 * 61
+    assert 600 * 31 * 31 <= MAX_MAP_CELLS < 600 * 61 * 61
     assert page["map_block"] == 16
     assert page["offsets"] == {"edges": [], "sites": {}}
     small = pooled(looks.map, 2)

@@ -1,4 +1,4 @@
-"""Random heads and inputs, their QK products, and random maps that a key form allows."""
+"""Random heads and inputs, their QK products, and random maps that a key transform allows."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ def conditioned(dim: int, seed: int, condition: float = 30.0) -> Tensor:
     return left @ torch.diag(torch.logspace(0, 1, dim, base=condition, dtype=torch.float64)) @ right
 
 
-def allowed_map(form: KeyTransform, dim: int, seed: int) -> Tensor:
-    """Return a random map with every degree of freedom that a form has."""
+def allowed_map(transform: KeyTransform, dim: int, seed: int) -> Tensor:
+    """Return a random map with every degree of freedom that a transform has."""
     found, drawn = torch.zeros(dim, dim, dtype=torch.float64), conditioned(dim, seed, 5.0)
-    for channels, is_pair in blocks(form, dim):
+    for channels, is_pair in blocks(transform, dim):
         at = torch.tensor(channels)
         block = conditioned(len(channels), seed + channels[0], 5.0)
-        if is_pair or (channels[0] < form.rotary_dim):
+        if is_pair or (channels[0] < transform.rotary_dim):
             along, across = drawn[channels[0], :2]
             block = torch.stack((torch.stack((along, -across)), torch.stack((across, along)))) if is_pair else None
             block = along.sign() * torch.eye(2, dtype=torch.float64) if block is None else block
-        if form.norm == "rms":
+        if transform.norm == "rms":
             left, _, right = torch.linalg.svd(block)
             block = left @ right
         found[at[:, None], at] = block

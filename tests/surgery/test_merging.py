@@ -23,7 +23,7 @@ from tests.surgery.drawn_heads import allowed_map, conditioned, heads_of
 VOCABULARY = 61
 
 
-def planted(place: list[int], key_heads: int, *, turned: bool = False) -> Any:
+def planted(place: list[int], kv_heads: int, *, change_bases: bool = False) -> Any:
     """A small causal model; head i of its last layer computes what head place[i] did, in any basis."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -31,7 +31,7 @@ def planted(place: list[int], key_heads: int, *, turned: bool = False) -> Any:
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=len(place),
-        num_key_value_heads=key_heads,
+        num_key_value_heads=kv_heads,
         head_dim=8,
         vocab_size=VOCABULARY,
         initializer_range=0.3,
@@ -40,13 +40,15 @@ def planted(place: list[int], key_heads: int, *, turned: bool = False) -> Any:
     model = LlamaForCausalLM(config).eval()
     layer = find_layers(model)[1]
     heads = read_heads(model, layer)
-    own = place if key_heads == len(place) else list(range(key_heads))
+    own = place if kv_heads == len(place) else list(range(kv_heads))
     heads = replace(
         heads, query=heads.query[place], output=heads.output[place], key=heads.key[own], value=heads.value[own]
     )
-    if turned:
-        form = KeyTransform("half", 8)
-        heads = change_key_basis(heads, torch.stack([allowed_map(form, 8, seed) for seed in range(len(place))]), form)
+    if change_bases:
+        transform = KeyTransform("half", 8)
+        heads = change_key_basis(
+            heads, torch.stack([allowed_map(transform, 8, seed) for seed in range(len(place))]), transform
+        )
         heads = change_value_basis(heads, torch.stack([conditioned(8, seed, 5.0) for seed in range(len(place))]))
     with torch.no_grad():
         for name, value in pack_heads(model, layer, heads).items():
@@ -60,7 +62,7 @@ def task_of(model: Any) -> LanguageTask:
 
 
 def test_a_group_in_other_bases_is_fused_and_pruned_without_loss_and_merged_with_some():
-    model = planted([0, 1, 0, 3, 0, 5], 6, turned=True)
+    model = planted([0, 1, 0, 3, 0, 5], 6, change_bases=True)
     before = fingerprint(model)
     found, row = merging.judged(task_of(model))
     assert found["groups"] == 1
@@ -92,7 +94,7 @@ def test_heads_of_one_key_head_are_merged_and_the_rest_of_their_group_is_left():
 
 
 def test_what_is_lost_is_what_the_layer_with_the_edit_misses():
-    model = planted([0, 1, 0, 3, 0, 5], 6, turned=True)
+    model = planted([0, 1, 0, 3, 0, 5], 6, change_bases=True)
     task = task_of(model)
     layer = find_layers(model)[1]
     held_out = merging.held_out_batches(task)

@@ -17,8 +17,8 @@ import { SyntaxView } from "./syntax";
 
 const VIEWS = {
   overview: Overview,
-  alike: SimilarHeads,
-  matters: Importance,
+  similar: SimilarHeads,
+  importance: Importance,
   syntax: SyntaxView,
   findings: FindingsView,
 } satisfies Record<string, ComponentType<{ route: Route }>>;
@@ -53,7 +53,7 @@ function Page({ route, switches }: { route: Route; switches: JSX.Element }): JSX
   const [name, site, head] = path;
   const View = VIEWS[VIEW_NAMES.find((one) => one === name) ?? "overview"];
   const available = VIEW_NAMES.filter(
-    (one) => (one !== "matters" || page.importance) && (one !== "syntax" || page.syntax),
+    (one) => (one !== "importance" || page.importance) && (one !== "syntax" || page.syntax),
   );
   return (
     <Shell

@@ -14,8 +14,8 @@ function evidenceOf(finding: Finding): string {
   switch (finding.view) {
     case "head":
       return first ? headHref(first) : hrefOf(["overview"]);
-    case "alike":
-    case "matters":
+    case "similar":
+    case "importance":
       return hrefOf([finding.view], { mark });
     case "roles":
       return hrefOf(["overview"], { mark });

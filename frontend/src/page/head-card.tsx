@@ -28,9 +28,9 @@ export function HeadCard({ id, route }: { id: HeadId; route: Route }): JSX.Eleme
     );
   }
   const roles = model.rolesOf(head);
-  const { likeness } = model.page;
-  const redundancy = likeness
-    ? t("redundancyShort", { threshold: number(likeness.threshold), chance: number(likeness.null) })
+  const { redundancy } = model.page;
+  const redundancyNote = redundancy
+    ? t("redundancyShort", { threshold: number(redundancy.threshold), chance: number(redundancy.null) })
     : "";
   return (
     <article class="card" aria-labelledby="head-name" key={keyOf(id)}>
@@ -63,8 +63,8 @@ export function HeadCard({ id, route }: { id: HeadId; route: Route }): JSX.Eleme
           <Bars
             name="look-alikes"
             title={t("mostSimilarHeads")}
-            note={`${t("mostSimilarAbout")} ${redundancy}`}
-            bars={head.alike.map((other) => ({
+            note={`${t("mostSimilarAbout")} ${redundancyNote}`}
+            bars={head.similar.map((other) => ({
               share: Math.abs(other.cosine),
               value: number(other.cosine),
               content: (

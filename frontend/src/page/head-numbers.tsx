@@ -9,7 +9,7 @@ import { Figure } from "../parts/figure";
 import { useLocale, type Locale } from "../parts/language";
 import { idOf, isNumber, useModel, withUnit, type Model } from "./model";
 
-const GROUPS: ColumnGroup[] = ["looks", "writes", "matters", "other"];
+const GROUPS: ColumnGroup[] = ["attention", "output", "importance", "other"];
 const STRIP = 22;
 
 /** The rank among all heads, from the largest. */

@@ -64,7 +64,7 @@ export function Importance({ route }: { route: Route }): JSX.Element {
   if (!importance || !column || !best) {
     return (
       <>
-        <h2 tabIndex={-1}>{t("matters")}</h2>
+        <h2 tabIndex={-1}>{t("importance")}</h2>
         <p>{t("noImportance")}</p>
       </>
     );
@@ -79,7 +79,7 @@ export function Importance({ route }: { route: Route }): JSX.Element {
   ];
   return (
     <>
-      <h2 tabIndex={-1}>{t("matters")}</h2>
+      <h2 tabIndex={-1}>{t("importance")}</h2>
       <p class="lead">
         <strong>{t("mostImportant", { head: name })}</strong> {text(importance.about)}
       </p>
@@ -102,7 +102,7 @@ export function Importance({ route }: { route: Route }): JSX.Element {
       </div>
       <h3>{t("allHeads")}</h3>
       <SortableTable
-        label={t("matters")}
+        label={t("importance")}
         columns={columns}
         rows={ranked}
         keyOf={(head) => keyOf(idOf(head))}

@@ -14,7 +14,7 @@ import { Preview } from "./preview";
 import { BY_MAP, BY_ROLE, gridWidth, StackGrid } from "./stack-grid";
 import { Summary } from "./summary";
 
-const GROUPS: ColumnGroup[] = ["looks", "writes", "matters", "other"];
+const GROUPS: ColumnGroup[] = ["attention", "output", "importance", "other"];
 const FINDINGS = 4;
 const MAX_MAPS = 400; // heads up to which maps are shown by default: more are slow to draw
 

@@ -13,7 +13,7 @@ import { keyOf, markedIn, useModel } from "./model";
 import { DEFAULT_RELATION, mostSimilar, pairsAcross, pairsOf, type HeadPair } from "./relations";
 import { SimilarityHistogram } from "./similarity-histogram";
 
-const MOST_PAIRS = 200;
+const MAX_PAIRS = 200;
 
 export function SimilarHeads({ route }: { route: Route }): JSX.Element {
   const model = useModel();
@@ -27,7 +27,7 @@ export function SimilarHeads({ route }: { route: Route }): JSX.Element {
   const best = mostSimilar(model);
   return (
     <>
-      <h2 tabIndex={-1}>{t("alike")}</h2>
+      <h2 tabIndex={-1}>{t("similar")}</h2>
       <p class="lead">
         {best ? (
           <strong>
@@ -63,7 +63,7 @@ export function SimilarHeads({ route }: { route: Route }): JSX.Element {
           <LayerMatrices relation={relation} marks={marks} />
           <PairTable
             label={t("mostSimilar", { relation: text(relation.label) })}
-            rows={pairsOf(model, relation.name).slice(0, MOST_PAIRS)}
+            rows={pairsOf(model, relation.name).slice(0, MAX_PAIRS)}
             value={text(relation.label)}
             route={route}
             parameter="pairs"
@@ -97,14 +97,14 @@ export function SimilarHeads({ route }: { route: Route }): JSX.Element {
 }
 
 function Groups({ marks }: { marks: Set<string> }): JSX.Element {
-  const { groups, likeness } = useModel().page;
+  const { groups, redundancy } = useModel().page;
   const { t, number } = useLocale();
   return (
     <section class="panel" aria-labelledby="groups">
       <h3 id="groups">{t("groups")}</h3>
       <p class="note">
-        {likeness
-          ? t("redundancyAbout", { threshold: number(likeness.threshold), chance: number(likeness.null) })
+        {redundancy
+          ? t("redundancyAbout", { threshold: number(redundancy.threshold), chance: number(redundancy.null) })
           : t("noRedundancy")}
       </p>
       {groups.length ? (

@@ -13,14 +13,14 @@ export function SimilarityHistogram(): JSX.Element | null {
   const model = useModel();
   const locale = useLocale();
   const { t, number, count } = locale;
-  const { likeness } = model.page;
+  const { redundancy } = model.page;
   const cosines = useMemo(() => pairsOf(model, DEFAULT_RELATION).map((pair) => pair.value), [model]);
   const build = useMemo<Build>(
     () => (width) => {
-      const lines = likeness
+      const lines = redundancy
         ? [
-            { at: likeness.null, name: t("keyChance"), colour: "var(--second)", dy: -20 },
-            { at: likeness.threshold, name: t("threshold"), colour: "var(--ink)", dy: -4 },
+            { at: redundancy.null, name: t("keyChance"), colour: "var(--second)", dy: -20 },
+            { at: redundancy.threshold, name: t("threshold"), colour: "var(--ink)", dy: -4 },
           ]
         : [];
       const bins = binX({ y: "count" }, { x: (x: number) => x, thresholds: 40 });
@@ -44,15 +44,15 @@ export function SimilarityHistogram(): JSX.Element | null {
         ],
       };
     },
-    [cosines, likeness, locale],
+    [cosines, redundancy, locale],
   );
   if (!cosines.length) return null;
-  const above = likeness ? cosines.filter((cosine) => cosine >= likeness.threshold).length : 0;
+  const above = redundancy ? cosines.filter((cosine) => cosine >= redundancy.threshold).length : 0;
   return (
     <ChartFigure
       title={t("similarityTitle")}
       note={t("similarityNote")}
-      name="likeness"
+      name="similarity"
       label={t("similarityDescribed", { pairs: count(cosines.length), above: count(above) })}
       build={build}
     />

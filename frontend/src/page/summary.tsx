@@ -81,13 +81,13 @@ function Similar(): JSX.Element {
   const { t, number } = useLocale();
   const pair = mostSimilar(model);
   const heads = pair ? [pair.one, pair.other] : [];
-  const threshold = model.page.likeness?.threshold;
+  const threshold = model.page.redundancy?.threshold;
   const values = { value: number(pair?.value), threshold: number(threshold) };
   let answer = t("summaryNoPairs");
   if (pair && threshold === undefined) answer = t("summaryCosine", values);
   else if (pair) answer = t(pair.value >= (threshold ?? 0) ? "summaryRedundant" : "summaryNotRedundant", values);
   return (
-    <Answer question={t("summarySimilar")} heads={heads} more={hrefOf(["alike"], { mark: marksOf(heads) })}>
+    <Answer question={t("summarySimilar")} heads={heads} more={hrefOf(["similar"], { mark: marksOf(heads) })}>
       {answer}
     </Answer>
   );
@@ -101,7 +101,7 @@ function Important(): JSX.Element {
   const column = model.column(model.page.importance?.column ?? "");
   const value = column ? withUnit(heads[0]?.values[column.name], column.format, locale) : "";
   return (
-    <Answer question={t("summaryImportant")} heads={heads.map(idOf)} more={hrefOf(["matters"])}>
+    <Answer question={t("summaryImportant")} heads={heads.map(idOf)} more={hrefOf(["importance"])}>
       {column && heads.length ? t("summaryMost", { column: text(column.label), value }) : t("noImportance")}
     </Answer>
   );

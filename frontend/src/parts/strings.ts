@@ -22,8 +22,8 @@ export const strings = {
   factContext: { en: "context of up to {context} tokens", zh: "上下文最多 {context} 个词元" },
   interrupted: { en: "the run was interrupted: statistics cover the text until then", zh: "运行被中断：统计量只涵盖此前的文本" },
   overview: { en: "Overview", zh: "总览" },
-  alike: { en: "Similar heads", zh: "相似的头" },
-  matters: { en: "Head importance", zh: "头的重要性" },
+  similar: { en: "Similar heads", zh: "相似的头" },
+  importance: { en: "Head importance", zh: "头的重要性" },
   syntax: { en: "Syntax", zh: "句法" },
   findings: { en: "Findings", zh: "发现" },
   saveSvg: { en: "Save “{title}” as SVG", zh: "将“{title}”存为 SVG" },
@@ -44,9 +44,9 @@ export const strings = {
   noRole: { en: "no role", zh: "无角色" },
   inNats: { en: "{number} nats", zh: "{number} 奈特" },
   inTokens: { en: "{number} tokens", zh: "{number} 个词元" },
-  group_looks: { en: "Attention pattern", zh: "注意力模式" },
-  group_writes: { en: "Output and circuits", zh: "输出与回路" },
-  group_matters: { en: "Importance", zh: "重要性" },
+  group_attention: { en: "Attention pattern", zh: "注意力模式" },
+  group_output: { en: "Output and circuits", zh: "输出与回路" },
+  group_importance: { en: "Importance", zh: "重要性" },
   group_other: { en: "Other", zh: "其他" },
 
   // Summary at the top of the overview

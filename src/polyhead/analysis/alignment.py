@@ -17,7 +17,7 @@ from polyhead.observation.observations import Observations
 from polyhead.observation.run_folder import check_origin, remove_leftovers
 from polyhead.observation.saving import load, read_facts, save
 from polyhead.observation.session import observe
-from polyhead.observation.word_attention import LONGEST, WordMap
+from polyhead.observation.word_attention import MAX_TOKENS, WordMap
 from polyhead.sources import Context, LoadedModel, batches, special_tokens
 from polyhead.sources.batching import digest_of
 from polyhead.sources.fingerprint import model_digest
@@ -63,7 +63,7 @@ def align(sentences: Iterable[Sentence], tokenizer: Any, *, together: int = 1, l
     """
     if together < 1:
         raise OptionError(f"together must be at least 1 sentence, got {together}")
-    limit = LONGEST if longest is None else min(longest, LONGEST)
+    limit = MAX_TOKENS if longest is None else min(longest, MAX_TOKENS)
     contexts: list[Context] = []
     maps: list[WordMap] = []
     aligned = too_long = unreadable = 0

@@ -22,7 +22,7 @@ from polyhead.sources.pronoun_sentences import PronounSentence
 
 NAME = "pronouns"
 LEVEL = 0.95
-_MIN_RELATIVE_WEIGHT = 2.0  # minimum weight on antecedents, relative to uniform attention
+MIN_WEIGHT_RATIO = 2.0  # weight on antecedents, relative to uniform attention
 NULL = 0.5  # score of a head that ignores the pronoun's meaning; see `polyhead.sources.pronoun_sentences`
 
 
@@ -58,7 +58,7 @@ class PronounScore:
 
         A preference between two names that both receive little attention may be accidental.
         """
-        return self.weight >= _MIN_RELATIVE_WEIGHT * self.expected
+        return self.weight >= MIN_WEIGHT_RATIO * self.expected
 
 
 @dataclass(frozen=True, slots=True)

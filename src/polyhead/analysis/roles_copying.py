@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polyhead.analysis.circuits import check_embeddings, eigenvalue_share
 
-MOST_WORDS = 8192  # a larger vocabulary is subsampled to so many
+MAX_WORDS = 8192  # a larger vocabulary is subsampled to so many
 GROUPS = 10
 RANDOM_HEADS = 32
 _NEGLIGIBLE = 1e-5  # of the product of the norms: a circuit this small is rounding error
@@ -38,7 +38,7 @@ def copying_scores(value: Tensor, output: Tensor, embedding: Tensor, unembedding
     """
     check_embeddings(embedding, unembedding, value.shape[1])
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randperm(len(embedding), generator=generator)[:MOST_WORDS]
+    drawn = torch.randperm(len(embedding), generator=generator)[:MAX_WORDS]
     words, unwords = (x.detach()[drawn.to(x.device)].cpu().double() for x in (embedding, unembedding))
     # The mean embedding identifies no word, and adding one constant to all logits changes no probability.
     words, unwords = words - words.mean(0), unwords - unwords.mean(0)

@@ -22,7 +22,7 @@ def _attention(en: str, zh: str) -> Text:
 def _copying(en: str, zh: str) -> Text:
     return Text(
         f"{en} the logits of tokens it attends to: OV eigenvalue score {{score:.2f}} (random {{null:.2f}})",
-        f"{zh}所关注词元的 logit：OV 回路特征值得到 {{score:.2f}}（随机 {{null:.2f}}）",
+        f"{zh}所关注词元的 logit：OV 回路特征值得分为 {{score:.2f}}（随机 {{null:.2f}}）",
     )
 
 

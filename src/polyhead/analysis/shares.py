@@ -20,8 +20,8 @@ class Share:
     site: str
     layer: int
     head: int
-    circle: str  # word, phrase or sentence
-    words: int  # with such a circle
+    span: str  # word, phrase or sentence
+    words: int  # in such a span
     share: float  # of their attention (the total includes special tokens), averaged over words
     low: float  # 95% interval over texts
     high: float
@@ -31,18 +31,18 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Shares of all heads; circles that no word has are absent."""
+    """Shares of all heads; spans that no word has are absent."""
 
     entries: tuple[Share, ...]
 
     def rows(self) -> Iterator[dict[str, Any]]:
         return (asdict(entry) for entry in self.entries)
 
-    def of(self, circle: str) -> list[Share]:
-        """Return the shares for a circle, in decreasing order."""
-        if circle not in SPANS:
-            raise OptionError(f"circle must be one of {', '.join(SPANS)}; got {circle!r}")
-        return sorted((entry for entry in self.entries if entry.circle == circle), key=lambda entry: -entry.share)
+    def of(self, span: str) -> list[Share]:
+        """Return the shares for a span, in decreasing order."""
+        if span not in SPANS:
+            raise OptionError(f"span must be one of {', '.join(SPANS)}; got {span!r}")
+        return sorted((entry for entry in self.entries if entry.span == span), key=lambda entry: -entry.share)
 
 
 def inner_shares(observations: Observations, *, collector: str = "words") -> Shares:
@@ -57,13 +57,13 @@ def inner_shares(observations: Observations, *, collector: str = "words") -> Sha
             continue
         ratio, low, high = ratio_of_sums(state["shares"], counts[:, None])
         expected = ratio_of_sums(state["expected"], counts)[0]
-        for index, circle in enumerate(SPANS):
+        for index, span in enumerate(SPANS):
             words = int(counts[:, index].sum())
             for head in range(site.num_heads if words else 0):
                 share, lower, upper = (float(x[head, index]) for x in (ratio, low, high))
                 null = float(expected[index])
                 entries.append(
-                    Share(site.name, site.layer, head, circle, words, share, lower, upper, null, site.label(head))
+                    Share(site.name, site.layer, head, span, words, share, lower, upper, null, site.label(head))
                 )
     if not entries:
         raise OptionError(

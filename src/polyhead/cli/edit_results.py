@@ -60,7 +60,7 @@ def show_preview(counted: Preview, console: Console) -> None:
         table.add_column(column, justify="right")
     rows = {
         "heads": "heads",
-        "KV heads": "key_heads",
+        "KV heads": "kv_heads",
         "parameters": "parameters",
         "FLOPs of 512 tokens": "flops",
         "cache bytes per token": "cache_bytes_per_token",

@@ -170,12 +170,12 @@ def _show(shrunk: ShrunkModel, console: Console) -> None:
 def _search_summary(shrunk: ShrunkModel, gain: SearchGain) -> str:
     prefix = f"Search, {gain.measurements:,} measurements: "
     if not gain.moved:
-        return f"{prefix}no head {gain.searches}"
+        return f"{prefix}no head {gain.search_action}"
     text = "on the text that selects the compensation"
     if not gain.used:
-        return f"{prefix}heads {gain.searches} gained nothing {text}, and were reverted"
+        return f"{prefix}heads {gain.search_action} gained nothing {text}, and were reverted"
     heads = "head" if gain.moved == 1 else "heads"
     return (
-        f"{prefix}{gain.moved} {heads} {gain.searches}; {text} {shrunk.metric} {gain.after:.4g} instead of "
+        f"{prefix}{gain.moved} {heads} {gain.search_action}; {text} {shrunk.metric} {gain.after:.4g} instead of "
         f"{gain.before:.4g}, original model {gain.original:.4g}"
     )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from polyhead.analysis.shares import Shares
     from polyhead.analysis.syntax_tables import SyntaxTable
 
-MOST_INSIDE = 3  # number of heads listed for each of word, phrase and sentence
+TOP_HEADS = 3  # number of heads listed for each of word, phrase and sentence
 
 
 def syntax(
@@ -138,11 +138,11 @@ def _show_shares(shares: Shares) -> None:
     drawn = Table(box=None, pad_edge=False)
     for index, name in enumerate(("inside the", "words", "head", "share", "95%", "uniform attention")):
         drawn.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
-    for circle in SPANS:
-        for entry in shares.of(circle)[:MOST_INSIDE]:
+    for span in SPANS:
+        for entry in shares.of(span)[:TOP_HEADS]:
             interval = "-" if math.isnan(entry.low) else f"{entry.low:.3f}-{entry.high:.3f}"
             moved = entry.original_head != str(entry.head)
             place = f"{entry.layer}.{entry.head}" + (f" (originally {entry.original_head})" if moved else "")
-            drawn.add_row(circle, str(entry.words), place, f"{entry.share:.3f}", interval, f"{entry.expected:.3f}")
-    console.print(f"\nThe {MOST_INSIDE} heads with the largest share of attention inside:")
+            drawn.add_row(span, str(entry.words), place, f"{entry.share:.3f}", interval, f"{entry.expected:.3f}")
+    console.print(f"\nThe {TOP_HEADS} heads with the largest share of attention inside:")
     wide_console().print(drawn)

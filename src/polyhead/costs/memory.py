@@ -136,7 +136,7 @@ def memory_caveats(config: AttentionConfig, *, device: Device = "cuda") -> tuple
     caveats = _unmeasured(config) if device == "cuda" else []
     if isinstance(config, RoutedConfig) and config.top_k is None:
         caveats.append(
-            f"memory of routed heads assumes the maximum of {config.most_heads} heads per token; "
+            f"memory of routed heads assumes the maximum of {config.max_heads} heads per token; "
             "the actual number depends on the text"
         )
     return tuple(caveats)

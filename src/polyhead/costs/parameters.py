@@ -33,7 +33,7 @@ class Parameters(Amounts):
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class ParameterIdentity:
     """Comparison of the Q, K, V and O weights of one layer with 4 d_model², with reasons for a difference."""
 
     expected: int
@@ -56,7 +56,7 @@ def count_parameters(config: AttentionConfig) -> Parameters:
     return Parameters(*layer.projections, layer.other_parameters)
 
 
-def four_squares(config: AttentionConfig) -> Identity:
+def four_squares(config: AttentionConfig) -> ParameterIdentity:
     """Compare the Q, K, V and O weights with 4 d_model².
 
     Equality needs as many KV heads as heads, and num_heads * head_dim equal to d_model.
@@ -69,7 +69,7 @@ def four_squares(config: AttentionConfig) -> Identity:
     """
     width: int = config.layout.embed_dim  # type: ignore[attr-defined]
     weights = sum(describe(config).projections)
-    return Identity(4 * width**2, weights, () if weights == 4 * width**2 else tuple(_reasons(config)))
+    return ParameterIdentity(4 * width**2, weights, () if weights == 4 * width**2 else tuple(_reasons(config)))
 
 
 def _reasons(config: AttentionConfig) -> list[str]:

@@ -16,7 +16,7 @@ from polyhead.costs.layout_warnings import Warned, warnings_of
 from polyhead.costs.layouts.layout_sources import read_layout
 from polyhead.costs.layouts.model_layout import ModelLayout
 from polyhead.costs.memory import MemoryEstimate, memory_caveats
-from polyhead.costs.parameters import Identity, Parameters, count_parameters, four_squares
+from polyhead.costs.parameters import ParameterIdentity, Parameters, count_parameters, four_squares
 from polyhead.costs.phases import PhasePlan, can_roll, plan_phase, rolling_cache_bytes
 from polyhead.costs.quantities import check_count, dtype_name, size
 from polyhead.costs.timing.machine import Machine
@@ -47,7 +47,7 @@ class Plan:
     cache_dtype: torch.dtype
     machine: str | None
     parameters: Parameters
-    identity: Identity
+    identity: ParameterIdentity
     cache_bytes_per_token: int
     cache_bytes: int
     rolling_cache_bytes: int

@@ -12,7 +12,7 @@ from polyhead.inspection.result import Inspection
 from polyhead.inspection.vocabulary import IMPORTANCE
 
 DEVIATIONS = 1.96  # standard errors beyond which a difference counts
-LEAST = 0.01  # of the larger value: with many tokens even tiny differences are beyond sampling error
+MIN_CHANGE = 0.01  # relative to the larger value: with many tokens even tiny differences are beyond sampling error
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Change:
     def beyond(self) -> bool:
         """True if the difference exceeds both the sampling error and the minimum relative size."""
         size = abs(self.difference)
-        return size > DEVIATIONS * self.error and size > LEAST * max(abs(self.before), abs(self.after))
+        return size > DEVIATIONS * self.error and size > MIN_CHANGE * max(abs(self.before), abs(self.after))
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,13 +27,13 @@ FULL, PROJECTED = "said", "sketches"  # names of the two collectors, fixed by th
 
 
 def sample_of(
-    head_projections: Mapping[AttentionSite, HeadProjections], seed: int, most_bytes: int = BYTES
+    head_projections: Mapping[AttentionSite, HeadProjections], seed: int, max_bytes: int = BYTES
 ) -> TokenSample | None:
     """Return the collector of full or projected head outputs; None if fewer than two sites have a known W_O."""
     w_o = _output_projections(head_projections)
     if len(w_o) < 2:
         return None
-    if 4 * TOKENS * sum(x.shape[0] * x.shape[1] for x in w_o.values()) <= most_bytes:
+    if 4 * TOKENS * sum(x.shape[0] * x.shape[1] for x in w_o.values()) <= max_bytes:
         return TokenSample({site_key: _identity(x) for site_key, x in w_o.items()}, TOKENS, seed=seed, name=FULL)
     projections: dict[tuple[str, str], Tensor] = {}
     for width in {x.shape[2] for x in w_o.values()}:

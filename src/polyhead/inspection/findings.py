@@ -11,31 +11,31 @@ from polyhead.inspection.result import Inspection
 from polyhead.inspection.vocabulary import ROLE_ORDER
 from polyhead.inspection.wording import Finding, FindingKind
 
-MOST = 3
-RESTING = 0.5  # share of attention on the first token above which a head counts as a sink
-WIDE = 0.9  # share of the maximum entropy above which attention counts as uniform
+MAX_FINDINGS = 3
+SINK_MASS = 0.5  # share of attention on the first token above which a head counts as a sink
+NEAR_UNIFORM = 0.9  # share of the maximum entropy above which attention counts as uniform
 _COMMON: tuple[tuple[str, FindingKind, float], ...] = (
-    ("sink_mass", "resting", RESTING),
-    ("normalized_entropy", "wide", WIDE),
+    ("sink_mass", "sink", SINK_MASS),
+    ("normalized_entropy", "uniform", NEAR_UNIFORM),
 )
 _EVIDENCE = ("role", "score", "null", "offset", "weight", "saved_evidence")  # fields of a score
 
 
-def findings(inspection: Inspection, most: int = MOST) -> tuple[Finding, ...]:
+def findings(inspection: Inspection, limit: int = MAX_FINDINGS) -> tuple[Finding, ...]:
     """Return findings, one of each kind in turn: roles, similar heads, importance, common patterns, extremes."""
     kinds = [
         _clearest(inspection),
-        _alike(inspection),
-        _matters(inspection),
+        _similar(inspection),
+        _importance(inspection),
         _common(inspection),
         _extremes(inspection),
     ]
     result: list[Finding] = []
-    while len(result) < most:
+    while len(result) < limit:
         before = len(result)
         for kind in kinds:
             finding = next(kind, None)
-            if finding is not None and len(result) < most:
+            if finding is not None and len(result) < limit:
                 result.append(finding)
         if len(result) == before:
             break
@@ -60,17 +60,17 @@ def _clearest(inspection: Inspection) -> Iterator[Finding]:
             yield Finding("role", ((head.site, head.head),), None, values, _is_stacked(inspection))
 
 
-def _alike(inspection: Inspection) -> Iterator[Finding]:
+def _similar(inspection: Inspection) -> Iterator[Finding]:
     groups = [(group.least, group.heads, False) for group in inspection.groups]
     redundancy = inspection.redundancy
     threshold = math.inf if redundancy is None else redundancy.threshold
     groups += [(pair.cosine, (pair.one, pair.other), True) for pair in inspection.pairs if pair.cosine >= threshold]
     null = {} if redundancy is None else {"null": redundancy.null}
     for cosine, heads, across in sorted(groups, key=lambda x: -x[0]):
-        yield Finding("alike", heads, None, {"cosine": cosine, "across": across, **null}, _is_stacked(inspection))
+        yield Finding("similar", heads, None, {"cosine": cosine, "across": across, **null}, _is_stacked(inspection))
 
 
-def _matters(inspection: Inspection) -> Iterator[Finding]:
+def _importance(inspection: Inspection) -> Iterator[Finding]:
     table = inspection.table
     for measure in ("ablation", "gradient"):
         if measure not in table.columns:
@@ -82,11 +82,11 @@ def _matters(inspection: Inspection) -> Iterator[Finding]:
         largest, median = float(values[order[0]]), float(values[values.isfinite()].median())
         numbers: dict[str, float | str | bool] = {
             "value": largest,
-            "turned": inspection.facts.get("loss") == "representation",
+            "by_representation": inspection.facts.get("loss") == "representation",
         }
         if median > 0:
             numbers["times"] = largest / median
-        yield Finding("matters", (_head(inspection, int(order[0])),), measure, numbers, _is_stacked(inspection))
+        yield Finding("importance", (_head(inspection, int(order[0])),), measure, numbers, _is_stacked(inspection))
 
 
 def _common(inspection: Inspection) -> Iterator[Finding]:

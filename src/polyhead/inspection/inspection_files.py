@@ -36,7 +36,7 @@ from polyhead.observation.renamed import current_name
 from polyhead.observation.saving import write_atomically
 from polyhead.observation.statistics import LOCATION
 
-FORMAT = 5  # `earlier_formats` upgrades 2 to 4; 1 is no longer supported
+FORMAT = 6  # `earlier_formats` upgrades 2 to 5; 1 is no longer supported
 # Fields of an inspection in the JSON file, next to `settings` and `facts`. Their tensors, and all other fields, are in
 # the other files.
 _IN_JSON = ("roles", "redundancy", "groups", "pairs", "findings", "head_maps", "top_keys", "examples")
@@ -79,7 +79,7 @@ def load_inspection(folder: Path) -> Inspection:
     """Read what `save_inspection` wrote; raise an error that names the file if one is damaged."""
     check_saved(folder)
     rest = read_json(folder / REST, _RULE)
-    if rest.get("format") not in (2, 3, 4, FORMAT):
+    if rest.get("format") not in range(2, FORMAT + 1):
         raise OptionError(
             f"this version reads inspections of format 2 to {FORMAT}, "
             f"got {short(rest.get('format'))} in {folder / REST}; "

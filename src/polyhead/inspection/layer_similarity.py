@@ -20,17 +20,17 @@ from polyhead.observation.collectors import Collected, states_of
 from polyhead.observation.contributions import SiteContributions
 from polyhead.observation.head_moments import HeadMoments
 
-SiteColumns = dict[AttentionSite, dict[str, Tensor]]  # columns, matrices or spectra of the heads of a site, by name
+SiteTensors = dict[AttentionSite, dict[str, Tensor]]  # columns, matrices or spectra of the heads of a site, by name
 SUFFIXES = ("_error", "_chance")  # columns that accompany a statistic and are not statistics themselves
 
 
 def relations_of(
     collected: Collected,
     head_projections: Mapping[AttentionSite, HeadProjections],
-) -> tuple[SiteColumns, SiteColumns]:
+) -> tuple[SiteTensors, SiteTensors]:
     """Return matrices [heads, heads] and columns [heads] computed from head outputs and W_O, by site."""
-    matrices: SiteColumns = {}
-    columns: SiteColumns = {}
+    matrices: SiteTensors = {}
+    columns: SiteTensors = {}
     for site, moments in _moments_of(collected).items():
         projections = head_projections.get(site, HeadProjections())
         matrices[site] = {}
@@ -78,9 +78,9 @@ def _enough(moments: HeadMoments, dims: int) -> bool:
     return float(moments.count) > dims + 2
 
 
-def spectra_of(head_projections: Mapping[AttentionSite, HeadProjections]) -> SiteColumns:
+def spectra_of(head_projections: Mapping[AttentionSite, HeadProjections]) -> SiteTensors:
     """Return the singular values of the QK and OV circuits, `qk` and `ov` [heads, head_dim], where they are known."""
-    by_site: SiteColumns = {}
+    by_site: SiteTensors = {}
     for site, matrices in head_projections.items():
         query, key, value, output = (
             None if x is None else _repeated(x, site.num_heads)
@@ -96,12 +96,12 @@ def spectra_of(head_projections: Mapping[AttentionSite, HeadProjections]) -> Sit
     return by_site
 
 
-def text_columns(collected: Collected) -> SiteColumns:
+def text_columns(collected: Collected) -> SiteTensors:
     """Return columns of attention to classes of tokens and parts of the text, from the role evidence."""
     return {site: text_shares(evidence) for site, evidence in evidence_of(collected).items()}
 
 
-def circuit_columns(spectra: SiteColumns) -> SiteColumns:
+def circuit_columns(spectra: SiteTensors) -> SiteTensors:
     """Return the share of the largest squared singular value of each circuit: 1 for a circuit of rank one."""
     return {
         site: {f"{name}_top_share": _top_share(singular) for name, singular in of_site.items()}
@@ -142,7 +142,7 @@ def groups_of(
     return {"redundancy": threshold, "groups": tuple(groups)}
 
 
-def extend_table(table: HeadProfile, parts: Sequence[SiteColumns], importance: Importance | None) -> HeadProfile:
+def extend_table(table: HeadProfile, parts: Sequence[SiteTensors], importance: Importance | None) -> HeadProfile:
     """Return the table extended by the columns of `parts` and of importance; NaN where a head has no value."""
     values: dict[str, dict[Head, float]] = {}  # by column
     for part in parts:
@@ -163,8 +163,8 @@ def extend_table(table: HeadProfile, parts: Sequence[SiteColumns], importance: I
 
 
 def extend_matrices(
-    matrices: SiteColumns, distances: Mapping[AttentionSite, Tensor], importance: Importance | None
-) -> SiteColumns:
+    matrices: SiteTensors, distances: Mapping[AttentionSite, Tensor], importance: Importance | None
+) -> SiteTensors:
     """Return the matrices extended by attention distances and gradient overlaps, where they were measured."""
     extended = {site: dict(values) for site, values in matrices.items()}
     for site, matrix in distances.items():

@@ -22,7 +22,7 @@ from polyhead.observation import AttentionSite
 SIZES = {"model_type": "model type", "hidden_size": "hidden size", "num_hidden_layers": "number of layers"}
 # removed, merged: by an edit of the other model, or merged by one of this model; new: added by an edit; padding: a zero
 # head of a padded model; not read: the other inspection does not cover this head or its layer.
-Reason = Literal["removed", "merged", "new", "not read", "padding"]
+UnmatchedReason = Literal["removed", "merged", "new", "not read", "padding"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Unmatched:
     """A head that the other inspection does not have, and why."""
 
     head: Head
-    reason: Reason
+    reason: UnmatchedReason
     merged_into: Head | None = None  # in the other inspection
 
     def __str__(self) -> str:

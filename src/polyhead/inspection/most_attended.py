@@ -12,7 +12,7 @@ from polyhead.observation.collectors import Collected, states_of
 from polyhead.observation.top_keys import SiteTopKeys, TopKeys
 
 CANDIDATES = 1024  # distinct tokens that are counted: the most frequent ones of the text
-MOST = 10  # reported per head
+MAX_KEYS = 10  # reported per head
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ def most_frequent(counts: Tensor, most: int = CANDIDATES) -> TopKeys:
 def top_keys_of(
     collected: Collected, tokenizer: Any, counts: Tensor
 ) -> dict[AttentionSite, tuple[tuple[TopKey, ...], ...]]:
-    """Return up to `MOST` tokens per head, the most attended first, by site; tokens without attention are omitted."""
+    """Return up to `MAX_KEYS` tokens per head by site, the most attended first, without those of no attention."""
     top_keys = {}
     frequency = (counts / counts.sum().clamp_min(1)).tolist()
     for site, state in states_of(collected, "top_keys", SiteTopKeys).items():
-        ids, shares = state.compute(MOST)
+        ids, shares = state.compute(MAX_KEYS)
         top_keys[site] = tuple(
             tuple(
                 TopKey(token, _text(tokenizer, token), share, frequency[token])

@@ -17,7 +17,7 @@ from polyhead.inspection.wording import Reason, words_of
 from polyhead.observation import AttentionSite
 from polyhead.ops.profile import offset_bins
 
-MOST_HEADS, MOST_LAYERS = 1 << 16, 1 << 20
+MAX_HEADS, MAX_LAYERS = 1 << 16, 1 << 20
 _FACTS: Mapping[str, Any] = {
     "model": str,
     "name": str,
@@ -70,9 +70,9 @@ def _needing_values(what: str, kind: str) -> Iterator[None]:
 def check_sites(sites: list[AttentionSite]) -> None:
     """Check layers, numbers of heads and the uniqueness of sites."""
     for site in sites:
-        if not (0 <= site.layer < MOST_LAYERS and 1 <= site.num_heads <= MOST_HEADS):
+        if not (0 <= site.layer < MAX_LAYERS and 1 <= site.num_heads <= MAX_HEADS):
             raise OptionError(
-                f"a site must have a layer of at least 0 and 1 to {MOST_HEADS:,} heads, got layer {site.layer} and "
+                f"a site must have a layer of at least 0 and 1 to {MAX_HEADS:,} heads, got layer {site.layer} and "
                 f"{site.num_heads} heads in {short(site.name)}"
             )
     names = [(site.name, site.kind) for site in sites]

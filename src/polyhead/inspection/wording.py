@@ -11,10 +11,10 @@ from polyhead.inspection.heads import Head
 from polyhead.inspection.identity import described, originally
 from polyhead.inspection.vocabulary import Language, Text, role_of
 
-# role: role of a head; alike: heads with similar outputs; matters: the most important head, by gradient or ablation;
-# resting: number of heads that attend mostly to the attention sink; wide: number of heads that attend almost uniformly;
-# extreme: the head with the largest value in a column.
-FindingKind = Literal["role", "alike", "matters", "resting", "wide", "extreme"]
+# role: role of a head; similar: heads with similar outputs; importance: the most important head, by gradient or
+# ablation; sink: number of heads that attend mostly to the attention sink; uniform: number of heads that attend almost
+# uniformly; extreme: the head with the largest value in a column.
+FindingKind = Literal["role", "similar", "importance", "sink", "uniform", "extreme"]
 
 
 # ---- findings
@@ -37,11 +37,11 @@ class Finding:
 # By kind of finding, variant of a kind, or column of an extreme; see `_template_of`.
 _FINDINGS = {
     "role": Text("{place} {evidence}: {label}", "{place}{evidence}：{label}"),
-    "alike": Text(
+    "similar": Text(
         "heads {heads} have similar outputs: cosine {cosine:.2f}",
         "头 {heads} 的输出相似：余弦 {cosine:.2f}",
     ),
-    "across": Text(  # similar heads of different layers
+    "similar_across_layers": Text(
         "heads {heads} have similar outputs in different layers: cosine {cosine:.2f}",
         "头 {heads} 的输出相似（位于不同层）：余弦 {cosine:.2f}",
     ),
@@ -53,15 +53,15 @@ _FINDINGS = {
         "ablating {place} increases the loss most: {value:.3g} nats per token",
         "消融{place}时损失增加最多：每个词元 {value:.3g} 奈特",
     ),
-    "embedding": Text(  # ablation measured by the text embedding instead of a loss
+    "representation": Text(  # ablation measured by the text embedding instead of a loss
         "ablating {place} changes the text embedding most: 1 - cosine {value:.2g}",
         "消融{place}时文本向量变化最大：1 - 余弦为 {value:.2g}",
     ),
-    "resting": Text(
+    "sink": Text(
         "{count} of {of} heads have over half of their attention on the attention sink",
         "{of} 个头中有 {count} 个把一半以上的注意力放在注意力汇聚点（首个词元）上",
     ),
-    "wide": Text(
+    "uniform": Text(
         "{count} of {of} heads attend almost uniformly (over 90% of the maximum entropy)",
         "{of} 个头中有 {count} 个的注意力几乎均匀分布（超过最大熵的 90%）",
     ),
@@ -109,11 +109,11 @@ def words_of(finding: Finding, language: Language = "en") -> str:
 def _template_of(finding: Finding) -> str:
     """Return the key in `_FINDINGS` of the template for a finding."""
     values = finding.values
-    if finding.kind == "alike":
-        return "across" if values["across"] else "alike"
-    if finding.kind == "matters" and finding.column != "gradient":
-        return "embedding" if values["turned"] else "ablation"
-    return finding.kind if finding.kind in ("resting", "wide") else str(finding.column)
+    if finding.kind == "similar":
+        return "similar_across_layers" if values["across"] else "similar"
+    if finding.kind == "importance" and finding.column != "gradient":
+        return "representation" if values["by_representation"] else "ablation"
+    return finding.kind if finding.kind in ("sink", "uniform") else str(finding.column)
 
 
 def _with_article(noun: str) -> str:
@@ -121,7 +121,7 @@ def _with_article(noun: str) -> str:
 
 
 def _joined_heads(finding: Finding, language: Language) -> str:
-    if finding.kind != "alike":
+    if finding.kind != "similar":
         return ""
     heads = [
         place_of(head, language, stacked=True) if finding.stacked else described(head, language)

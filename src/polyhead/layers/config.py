@@ -136,7 +136,7 @@ class LayerConfig(AttentionConfig):
             _check_positions(self.positions)
         self._check_and_fill()
         if self.positions is not None:
-            self._fill(positions=self.positions.fitted(self.turning))
+            self._fill(positions=self.positions.fitted(self.position_layout))
 
     @abstractmethod
     def _check_and_fill(self) -> None:
@@ -152,7 +152,7 @@ class LayerConfig(AttentionConfig):
         """Head layout of the layer."""
 
     @property
-    def turning(self) -> HeadLayout:
+    def position_layout(self) -> HeadLayout:
         """Head layout that the position module applies to."""
         layout: HeadLayout = self.layout
         return layout
@@ -164,7 +164,7 @@ class LayerConfig(AttentionConfig):
     def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Any:
         options = {x.name: getattr(self, x.name) for x in dataclasses.fields(self)}
         if self.positions is not None:
-            options["positions"] = self.positions.build(self.turning).to(device=device, dtype=dtype)
+            options["positions"] = self.positions.build(self.position_layout).to(device=device, dtype=dtype)
         return self.layer(**options, device=device, dtype=dtype)
 
     @classmethod

@@ -106,7 +106,7 @@ def write_heads(target: Heads, heads: Sequence[HeadMatrices]) -> None:
             destination.copy_(source)
 
 
-def check_heads(heads: Any, output_bias: Tensor | None) -> None:
+def check_head_matrices(heads: Any, output_bias: Tensor | None) -> None:
     """Check per-head matrices that a layer is to be built from."""
     if not heads:
         raise ShapeError("a layer needs at least one head, got an empty list")

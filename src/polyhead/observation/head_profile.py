@@ -17,7 +17,7 @@ from polyhead.observation.statistics import LOCATION, AttentionSite
 
 # The grid is shaded by the first of these columns that was collected.
 SHADED_BY = ("normalized_entropy", "entropy", "confidence", "mean_distance", "sink_mass")
-MOST_CARDS = 256  # limits the size of the notebook file, which stores its outputs; the HTML report shows all
+MAX_CARDS = 256  # limits the size of the notebook file, which stores its outputs; the HTML report shows all
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,7 +148,7 @@ def profile_html(table: HeadProfile) -> str:
 
 def cards_html(table: HeadProfile, describe: Callable[[AttentionSite, int], list[str]] = lambda site, head: []) -> str:
     """Return the cards of all heads, collapsed by site; `describe` returns lines of text about a head."""
-    if len(table) > MOST_CARDS:
+    if len(table) > MAX_CARDS:
         return (
             f"<p>{len(table)} heads are too many for cards in a notebook; <code>polyhead inspect --html</code> shows "
             "all of them</p>"

@@ -25,8 +25,8 @@ from polyhead.observation.origins import is_edited, origins_of
 from polyhead.observation.rows import Tokens, corrected, hidden_by_bias, non_padding_rows
 from polyhead.observation.session_limits import (
     OneThread,
-    check_chosen,
-    check_heads,
+    check_heads_exist,
+    check_heads_unchanged,
     check_modules_unchanged,
     check_numbers,
     check_paths,
@@ -269,7 +269,7 @@ class Session:
             undo.__exit__(kind, error, trace)
         if kind is None and self.heads is not None:
             names = [self._names[id(module)] for module in (*self._attention_modules, *self._returning)]
-            check_chosen(self.heads, self.observations.calls, names)
+            check_heads_exist(self.heads, self.observations.calls, names)
 
     def _forget(self) -> None:
         self._latest_tokens.clear()
@@ -383,7 +383,7 @@ class Session:
             stack = stack_of(name)
             layer = sum((known_site.stack, known_site.kind) == (stack, kind) for known_site in sites.values())
             site = sites[name, kind] = AttentionSite(name, kind, stack, layer, num_heads, origins)
-        check_heads(site, num_heads, origins)
+        check_heads_unchanged(site, num_heads, origins)
         return site
 
     def _is_chosen(self, site: AttentionSite) -> bool:

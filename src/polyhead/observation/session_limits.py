@@ -71,7 +71,7 @@ def check_paths(layers: Iterable[int | str], names: Sequence[str]) -> None:
             raise OptionError(f"layers must be indices or paths of attention modules, got {path!r}{hint}")
 
 
-def check_heads(site: AttentionSite, num_heads: int, origins: HeadOrigins | None) -> None:
+def check_heads_unchanged(site: AttentionSite, num_heads: int, origins: HeadOrigins | None) -> None:
     """Raise if the heads of a module changed during the session."""
     if site.num_heads != num_heads or site.origins != origins:
         note = "" if site.num_heads != num_heads else " different ones"
@@ -81,7 +81,7 @@ def check_heads(site: AttentionSite, num_heads: int, origins: HeadOrigins | None
         )
 
 
-def check_chosen(heads: Iterable[int | HeadId], sites: Iterable[AttentionSite], names: Iterable[str]) -> None:
+def check_heads_exist(heads: Iterable[int | HeadId], sites: Iterable[AttentionSite], names: Iterable[str]) -> None:
     """Raise for heads that no layer has; nothing is checked until every module in `names` was called."""
     called = list(sites)
     if not {*names} <= {site.name for site in called}:

@@ -22,7 +22,7 @@ from polyhead.ops.attended import Attended
 from polyhead.ops.common.visibility import resolve
 from polyhead.ops.profile import BlockMap
 
-LONGEST = 512  # tokens
+MAX_TOKENS = 512  # tokens
 # Nested spans around a word; each is only defined for some words:
 #   word      the word's own tokens, for words of at least two tokens
 #   phrase    the smallest dependency subtree with at least two words that contains the word: its own if it has
@@ -288,9 +288,9 @@ def _membership(tokens: Tensor, words: int, attended: Attended, non_padding: Ten
         raise ShapeError(
             f"word attention needs complete texts, got {queries} queries for {keys} keys; run without a cache"
         )
-    if queries > LONGEST:
+    if queries > MAX_TOKENS:
         raise OptionError(
-            f"word attention materialises the weights of a text and is limited to {LONGEST} tokens, got {queries}; "
+            f"word attention materialises the weights of a text and is limited to {MAX_TOKENS} tokens, got {queries}; "
             "split the text into sentences and leave out longer ones"
         )
     longest = tokens.shape[1]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-LONGEST_TEXT = 200  # characters of a token or a name; longer texts are truncated with an ellipsis
+MAX_TEXT_LENGTH = 200  # characters of a token or a name; longer texts are truncated with an ellipsis
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 # Markup characters, JavaScript line terminators, and invisible or bidirectional control characters.
 _ESCAPED = re.compile("[<>&\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\uffff]")
@@ -50,7 +50,7 @@ def packed_floats(x: Tensor) -> dict[str, Any]:
     return {"shape": list(x.shape), "type": "f32", "scale": None, "data": base64.b64encode(data).decode()}
 
 
-def clipped(text: str, longest: int = LONGEST_TEXT) -> str:
+def clipped(text: str, longest: int = MAX_TEXT_LENGTH) -> str:
     """Return a text truncated to `longest` characters, with lone surrogates replaced.
 
     >>> clipped("attention", longest=5)

@@ -18,16 +18,16 @@ from polyhead.report import pictures
 from polyhead.report.packing import clipped, packed_floats, plain
 from polyhead.report.syntax_results import Syntax
 
-FORMAT = 1
+FORMAT = 2
 FINDINGS = 8  # more than a terminal shows: a page has room
-MOST_ALIKE = 5
-LONGEST_FACT = 1000
+MAX_SIMILAR = 5
+MAX_FACT_LENGTH = 1000
 IMPORTANCE = ("ablation", "gradient")  # in order of preference
 _FACTS = (
     "model", "tokens", "documents", "contexts", "context", "seconds", "interrupted", "unknown", "intervals_over",
     "versions",
 )  # fmt: skip
-_VIEWS = {"role": "head", "alike": "alike", "matters": "matters", "extreme": "head"}
+_VIEWS = {"role": "head", "similar": "similar", "importance": "importance", "extreme": "head"}
 
 
 def page_of(inspection: Inspection, *, language: Language = "en", syntax: Syntax | None = None) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def page_of(inspection: Inspection, *, language: Language = "en", syntax: Syntax
             for site, matrices in inspection.relations.items()
         },
         "relation_names": _relation_names(inspection),
-        "likeness": inspection.redundancy,
+        "redundancy": inspection.redundancy,
         "groups": [{"heads": _head_ids(index, group.heads), "least": group.least} for group in inspection.groups],
         "pairs": [
             {"one": _head_id(index, x.one), "other": _head_id(index, x.other), "cosine": x.cosine, "guess": x.guess}
@@ -130,9 +130,9 @@ def _facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     model, name = facts.get("model"), facts.get("name")
     return {
         **{name: facts.get(name) for name in _FACTS},
-        "model": None if model is None else clipped(str(model), LONGEST_FACT),
+        "model": None if model is None else clipped(str(model), MAX_FACT_LENGTH),
         # A truncated name would name another model.
-        "name": None if name is None or len(str(name)) > LONGEST_FACT else clipped(str(name), LONGEST_FACT),
+        "name": None if name is None or len(str(name)) > MAX_FACT_LENGTH else clipped(str(name), MAX_FACT_LENGTH),
         "kind": _clipped(kind_of_model(str(facts.get("kind", "")))),
         "loss": None if loss is None else _clipped(loss_in_words(str(loss))),
         "pairs_by": None if pairs_by is None else _clipped(pairs_by.text),
@@ -141,7 +141,7 @@ def _facts(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _clipped(text: Text | None) -> Text | None:
-    return None if text is None else Text(clipped(text.en, LONGEST_FACT), clipped(text.zh, LONGEST_FACT))
+    return None if text is None else Text(clipped(text.en, MAX_FACT_LENGTH), clipped(text.zh, MAX_FACT_LENGTH))
 
 
 # ---- heads
@@ -149,7 +149,7 @@ def _clipped(text: Text | None) -> Text | None:
 
 def _heads(inspection: Inspection, index: Mapping[AttentionSite, int]) -> Iterator[dict[str, Any]]:
     roles = {(x.site, x.head): x for x in inspection.roles}
-    alike = _alike(inspection, index)
+    similar = _similar(inspection, index)
     names = _column_names(inspection)
     table = inspection.table
     columns = {name: column.tolist() for name, column in table.columns.items()}
@@ -165,7 +165,7 @@ def _heads(inspection: Inspection, index: Mapping[AttentionSite, int]) -> Iterat
             "origin": originally(head),
             **numbers,
             "roles": [] if head not in roles else _scores(roles[head]),
-            "alike": alike.get(head, [])[:MOST_ALIKE],
+            "similar": similar.get(head, [])[:MAX_SIMILAR],
             "top_keys": _top_keys(inspection, head),
         }
 
@@ -176,7 +176,7 @@ def _scores(head: HeadRoles) -> list[dict[str, Any]]:
     return [{**{name: getattr(score, name) for name in names}, "evidence": score.text} for score in scores]
 
 
-def _alike(inspection: Inspection, index: Mapping[AttentionSite, int]) -> dict[Head, list[dict[str, Any]]]:
+def _similar(inspection: Inspection, index: Mapping[AttentionSite, int]) -> dict[Head, list[dict[str, Any]]]:
     """Return the most similar heads of each head: those of its layer, and the measured pairs of other layers."""
     similar: dict[Head, list[tuple[float, Head, bool]]] = {}
     for site, matrices in inspection.relations.items():

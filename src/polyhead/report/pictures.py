@@ -14,9 +14,9 @@ from polyhead.observation import AttentionSite
 from polyhead.report.packing import clipped, packed_floats, packed_weights
 
 # One byte per cell, 4/3 of that in base64: 12 layers of 12 heads have maps of 64 x 64.
-MOST_MAP_CELLS = 1 << 20
-MOST_EXAMPLE_CELLS = 1 << 20
-LEAST_SIDE = 8  # of a map, regardless of the number of heads
+MAX_MAP_CELLS = 1 << 20
+MAX_EXAMPLE_CELLS = 1 << 20
+MIN_MAP_SIDE = 8  # of a map, regardless of the number of heads
 
 
 def pictures_of(inspection: Inspection, index: Mapping[AttentionSite, int]) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def _pooling(inspection: Inspection) -> int:
     heads = sum(site.num_heads for site in inspection.head_maps)
     side = max((x.map.shape[-1] for x in inspection.head_maps.values()), default=0)
     factor = 1
-    while heads * (-(-side // factor)) ** 2 > MOST_MAP_CELLS and side // (2 * factor) >= LEAST_SIDE:
+    while heads * (-(-side // factor)) ** 2 > MAX_MAP_CELLS and side // (2 * factor) >= MIN_MAP_SIDE:
         factor *= 2
     return factor
 
@@ -80,7 +80,7 @@ def _examples(inspection: Inspection, index: Mapping[AttentionSite, int]) -> lis
     cells = 0
     for example in inspection.examples:
         cells += sum(weights.numel() for weights in example.weights.values())
-        if examples and cells > MOST_EXAMPLE_CELLS:
+        if examples and cells > MAX_EXAMPLE_CELLS:
             break
         examples.append(
             {

@@ -19,7 +19,7 @@ from polyhead.files import check_regular, in_one_line
 
 STANDARD_INPUT = "-"
 TOKENS = 65_536  # default of the maximum number of tokens to read
-MOST_BYTES = 1 << 29  # maximum size of a document and of a line
+MAX_BYTES = 1 << 29  # maximum size of a document and of a line
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -133,10 +133,10 @@ def _read_file(path: Path, name: str, field: str) -> Iterator[Document]:
 
 def _read_bounded(file: BinaryIO, name: str, line: int | None = None) -> bytes:
     """Read a file, or its next line, up to a limit: a small compressed file may expand beyond the memory."""
-    content = file.read(MOST_BYTES + 1) if line is None else file.readline(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
+    content = file.read(MAX_BYTES + 1) if line is None else file.readline(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
         place = name if line is None else f"{name}:{line}"
-        raise OptionError(f"a document may have at most {MOST_BYTES:,} bytes, got more in {place}; split it")
+        raise OptionError(f"a document may have at most {MAX_BYTES:,} bytes, got more in {place}; split it")
     return content
 
 

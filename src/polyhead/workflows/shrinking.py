@@ -52,7 +52,7 @@ class SearchGain:
 
     measurements: int
     moved: int
-    searches: str  # the moves: "moved between layers" or "exchanged within layers"
+    search_action: str  # the moves: "moved between layers" or "exchanged within layers"
     original: float  # quality of the original model on that text
     before: float | None = None
     after: float | None = None
@@ -163,8 +163,8 @@ def shrink(
         if layouts is not None:
             shrinker = UniformShrinker(evidence, weighting=weighting, layouts=layouts)
         else:
-            by_key_heads = goal.kind == "cache"
-            shrinker = Shrinker(evidence, criterion=criterion, weighting=weighting, by_key_heads=by_key_heads)
+            by_kv_heads = goal.kind == "cache"
+            shrinker = Shrinker(evidence, criterion=criterion, weighting=weighting, by_kv_heads=by_kv_heads)
         removed = {} if measured else shrinker.meet_target(goal)  # raises before the curve is measured
 
         choices = shrinker.choices()
@@ -261,12 +261,12 @@ def _search(
     step = Step(progress, f"Search heads, up to {total:,} measurements of the {few.name}", total, "runs")
     found = shrinker.searched(target, few, progress=step.advance)
     if not found.moved:
-        return found.first, SearchGain(found.measured, 0, shrinker.searches, quality.original)
+        return found.first, SearchGain(found.measured, 0, shrinker.search_action, quality.original)
     before, after = (
         shrinker.measure(shrinker.compensated(removed), quality).value for removed in (found.first, found.removed)
     )
     used = after > before if quality.name == "fidelity" else after < before
-    gain = SearchGain(found.measured, found.moved, shrinker.searches, quality.original, before, after, used)
+    gain = SearchGain(found.measured, found.moved, shrinker.search_action, quality.original, before, after, used)
     return (found.removed if used else found.first), gain
 
 

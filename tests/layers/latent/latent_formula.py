@@ -27,8 +27,8 @@ def make(**options: Any) -> LatentAttention:
     return layer
 
 
-def turned(x: Tensor, positions: Tensor, *, base: float = 10000.0) -> Tensor:
-    """Channels (2 i, 2 i + 1) of x [batch, sequence, channels] turned by position * base ** (-2 i / channels)."""
+def rotated(x: Tensor, positions: Tensor, *, base: float = 10000.0) -> Tensor:
+    """Channels (2 i, 2 i + 1) of x [batch, sequence, channels] rotated by position * base ** (-2 i / channels)."""
     even, odd = x[..., 0::2], x[..., 1::2]
     pairs = torch.arange(even.shape[-1], dtype=DOUBLE)
     angle = positions.to(DOUBLE)[..., None] * base ** (-pairs / even.shape[-1])
@@ -61,7 +61,7 @@ def formula(
         return y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * held[f"{name}.weight"]
 
     def turn(y: Tensor) -> Tensor:
-        return turned(y, torch.arange(y.shape[1]) if positions is None else positions)
+        return rotated(y, torch.arange(y.shape[1]) if positions is None else positions)
 
     if layout.q_lora_rank:
         queries = project("q_b_proj", norm("q_a_norm", project("q_a_proj", x)))

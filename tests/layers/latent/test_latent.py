@@ -307,10 +307,10 @@ def test_explain_prints_both_forms_and_the_reason() -> None:
 def test_explain_says_who_reads_a_latent_cache() -> None:
     layer = make(kv_lora_rank=528, dtype=torch.float32, causal=True)
     wide = "latents must have a multiple of 16 channels up to 512, got 528"
-    turning = "rotary channels of latents must be a multiple of 8 up to 128, got 6"
+    rotary = "rotary channels of latents must be a multiple of 8 up to 128, got 6"
     cpu = "our kernels run on CUDA devices, got tensors on cpu"
-    assert layer.explain(1, 100).refusals == (wide, turning, cpu)
-    assert str(layer.explain(1, 100)).endswith(f"a LatentCache is read by attention: {wide}; {turning}; {cpu}")
+    assert layer.explain(1, 100).refusals == (wide, rotary, cpu)
+    assert str(layer.explain(1, 100)).endswith(f"a LatentCache is read by attention: {wide}; {rotary}; {cpu}")
     fitting = make(kv_lora_rank=512, positions=Rotary(64), dtype=torch.float32, backend="sdpa")
     assert fitting.explain(1, 100).refusals == ("backend='sdpa' was requested", cpu)
     assert "up to 16 new tokens per sequence, got 17" in fitting.explain(17, 100).refusals[1]

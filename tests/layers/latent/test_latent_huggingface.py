@@ -100,7 +100,7 @@ def ours(module: DeepseekV3Attention, **options: Any) -> LatentAttention:
     return layer
 
 
-def turning(module: DeepseekV3Attention, x: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+def cos_sin(module: DeepseekV3Attention, x: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
     # In float32 inside, as theirs is; an embedding of their own class, built for the rotary channels alone.
     embedding = DeepseekV3RotaryEmbedding(module.config)
     cos, sin = embedding(x, torch.arange(start, start + x.shape[1])[None])
@@ -114,7 +114,7 @@ def run(
     visible = torch.arange(start, keys)[:, None] >= torch.arange(keys)
     mask = torch.where(visible, 0.0, -torch.inf).to(DOUBLE)[None, None]
     with torch.no_grad():
-        output, weights = module(x, turning(module, x, start), mask, past_key_values=past)
+        output, weights = module(x, cos_sin(module, x, start), mask, past_key_values=past)
     return output, weights
 
 
@@ -152,8 +152,8 @@ def test_generation_is_theirs_with_a_cache_as_large(variant: str) -> None:
     close(cache.view().key, torch.cat((held.keys, _as_ours(held.values, module)), -1))
 
 
-def _as_ours(turned: Tensor, module: DeepseekV3Attention) -> Tensor:
+def _as_ours(rotated: Tensor, module: DeepseekV3Attention) -> Tensor:
     """Their interleaved rotation puts the first of each pair before the second ones; ours leaves pairs together."""
     if not module.config.rope_interleave:
-        return turned
-    return torch.stack(turned.chunk(2, -1), -1).flatten(-2)
+        return rotated
+    return torch.stack(rotated.chunk(2, -1), -1).flatten(-2)

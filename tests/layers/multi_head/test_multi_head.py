@@ -224,12 +224,12 @@ def test_a_window_without_causal_is_refused() -> None:
 
 
 def turn_by_position(t: Tensor, base: float = 10000.0) -> Tensor:
-    """Su et al. 2021: channel pairs (i, i + d/2) as complex numbers, turned by p * base ** (-2 i / d)."""
+    """Su et al. 2021: channel pairs (i, i + d/2) as complex numbers, rotated by p * base ** (-2 i / d)."""
     half = t.shape[-1] // 2
     frequencies = base ** (-torch.arange(half, dtype=DOUBLE) / half)
     angles = torch.arange(t.shape[-2], dtype=DOUBLE)[:, None] * frequencies
-    turned = torch.complex(t[..., :half], t[..., half:]) * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat([turned.real, turned.imag], -1)
+    rotated = torch.complex(t[..., :half], t[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([rotated.real, rotated.imag], -1)
 
 
 def distances(queries: int, keys: int) -> Tensor:

@@ -42,18 +42,18 @@ def tokens(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 def by_complex_numbers(x: Tensor, positions: Tensor, rotary: Rotary, length: int | None = None) -> Tensor:
     """The definition: channel pairs are complex numbers, multiplied by exp(i * position * frequency)."""
     rotary_dim = rotary.rotary_dim
-    turning, passing = x[..., :rotary_dim], x[..., rotary_dim:]
+    rotary_part, rest = x[..., :rotary_dim], x[..., rotary_dim:]
     if rotary.interleaved:
-        real, imaginary = turning[..., 0::2], turning[..., 1::2]
+        real, imaginary = rotary_part[..., 0::2], rotary_part[..., 1::2]
     else:
-        real, imaginary = turning[..., : rotary_dim // 2], turning[..., rotary_dim // 2 :]
+        real, imaginary = rotary_part[..., : rotary_dim // 2], rotary_part[..., rotary_dim // 2 :]
     angle = positions.double()[..., None] * rotary.inverse_frequencies(length)
     angle = angle if positions.dim() == 1 else angle[:, None]
     magnitude = 1.0 if rotary.scaling is None else rotary.scaling.magnitude
-    turned = torch.complex(real, imaginary) * torch.polar(torch.full_like(angle, magnitude), angle)
-    pairs = (turned.real, turned.imag)
-    turned = torch.stack(pairs, -1).flatten(-2) if rotary.interleaved else torch.cat(pairs, -1)
-    return torch.cat((turned, passing), -1)
+    rotary_part = torch.complex(real, imaginary) * torch.polar(torch.full_like(angle, magnitude), angle)
+    pairs = (rotary_part.real, rotary_part.imag)
+    rotary_part = torch.stack(pairs, -1).flatten(-2) if rotary.interleaved else torch.cat(pairs, -1)
+    return torch.cat((rotary_part, rest), -1)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=repr)

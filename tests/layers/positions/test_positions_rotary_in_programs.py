@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 
 from polyhead.layers.positions import ALiBi, DynamicNTKScaling, Learned, QuadraticRelative1D, Rotary, Sinusoidal, T5Bias
-from polyhead.layers.positions.row_tables import FIRST_CAPACITY, LARGEST_CAPACITY, row_table
+from polyhead.layers.positions.row_tables import FIRST_CAPACITY, MAX_CAPACITY, row_table
 from tests.layers.compiling import QUICK_INDUCTOR, with_dynamic_sizes
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 3, 5, 19, 26
@@ -92,13 +92,13 @@ def test_construction_on_the_meta_device_needs_no_repair() -> None:
 
 def test_a_table_grows_and_stays_right(rotary: Rotary) -> None:
     x = tokens(BATCH, HEADS, LENGTH, HEAD_DIM)
-    for start in (0, FIRST_CAPACITY - 3, 5 * FIRST_CAPACITY, 1, LARGEST_CAPACITY - LENGTH, LARGEST_CAPACITY - 3):
+    for start in (0, FIRST_CAPACITY - 3, 5 * FIRST_CAPACITY, 1, MAX_CAPACITY - LENGTH, MAX_CAPACITY - 3):
         assert torch.equal(rotary(x, start), rotary(x, torch.arange(start, start + LENGTH)))
-    assert rotary._table._grown[x.device, x.dtype].shape[1] == LARGEST_CAPACITY
+    assert rotary._table._grown[x.device, x.dtype].shape[1] == MAX_CAPACITY
 
 
 def test_a_table_made_in_inference_mode_serves_training(rotary: Rotary) -> None:
-    for start in (0, LARGEST_CAPACITY):
+    for start in (0, MAX_CAPACITY):
         with torch.inference_mode():
             expected = rotary(tokens(BATCH, HEADS, LENGTH, HEAD_DIM), start).clone()
         x = tokens(BATCH, HEADS, LENGTH, HEAD_DIM).requires_grad_()

@@ -73,15 +73,15 @@ def test_a_config_builds_the_layer_that_its_options_make(kind, layer, options):
 
 
 @pytest.mark.parametrize(
-    ("positions", "module", "turning"),
+    ("positions", "module", "options"),
     [
         (RotaryConfig(interleaved=True), lambda: Rotary(4, interleaved=True), {"qk_rope_head_dim": 4}),
         (ALiBiConfig(), lambda: ALiBi(HEADS), {}),
         (LearnedConfig(13), lambda: Learned(13, EMBED), {}),
     ],
 )
-def test_positions_of_latent_heads_are_described_and_built_again(positions, module, turning):
-    config = LatentConfig(EMBED, HEADS, **LATENT, positions=positions, **turning)
+def test_positions_of_latent_heads_are_described_and_built_again(positions, module, options):
+    config = LatentConfig(EMBED, HEADS, **LATENT, positions=positions, **options)
     layer = LatentAttention(EMBED, HEADS, **LATENT, positions=module())
     assert config_of(layer) == config
     assert config_of(build_attention(config)) == config

@@ -136,9 +136,9 @@ def test_rotary_positions_turn_each_half_for_itself(x: Tensor) -> None:
     rotary = Rotary(4)
     plain = make(head_dim=8, causal=True)
     plain.load_state_dict(layer.state_dict())
-    turned = MultiHeadAttention(EMBED, HEADS, num_kv_heads=KV_HEADS, head_dim=8, value_dim=VALUE, dtype=DOUBLE)
-    turned.load_state_dict({k: v for k, v in layer.state_dict().items() if not k.startswith("lambda")})
-    q, k, _ = turned._project_self(x)
+    plain_heads = MultiHeadAttention(EMBED, HEADS, num_kv_heads=KV_HEADS, head_dim=8, value_dim=VALUE, dtype=DOUBLE)
+    plain_heads.load_state_dict({k: v for k, v in layer.state_dict().items() if not k.startswith("lambda")})
+    q, k, _ = plain_heads._project_self(x)
     q, k = (torch.cat([rotary(half) for half in t.chunk(2, -1)], -1) for t in (q, k))
     told: list[Any] = []
     layer._listener = told.append

@@ -72,9 +72,9 @@ def run(
     keys = start + x.shape[1]
     visible = torch.arange(start, keys)[:, None] >= torch.arange(keys)
     mask = torch.where(visible, 0.0, -torch.inf).to(DOUBLE)[None, None]
-    turning = DiffLlamaRotaryEmbedding(module.config)(x, torch.arange(start, keys)[None])
+    cos_sin = DiffLlamaRotaryEmbedding(module.config)(x, torch.arange(start, keys)[None])
     with torch.no_grad():
-        output, weights = module(x, turning, mask, past_key_values=past)
+        output, weights = module(x, cos_sin, mask, past_key_values=past)
     return output, weights
 
 

@@ -77,9 +77,9 @@ def run(module: JetMoeAttention, x: Tensor, start: int = 0, past: DynamicCache |
     keys = start + x.shape[1]
     visible = torch.arange(start, keys)[:, None] >= torch.arange(keys)
     mask = torch.where(visible, 0.0, -torch.inf).to(DOUBLE)[None, None]
-    turning = JetMoeRotaryEmbedding(module.config)(x, torch.arange(start, keys)[None])
+    cos_sin = JetMoeRotaryEmbedding(module.config)(x, torch.arange(start, keys)[None])
     with torch.no_grad():
-        return module(x, mask, turning, past_key_values=past)
+        return module(x, mask, cos_sin, past_key_values=past)
 
 
 def close(actual: Tensor, expected: Tensor) -> None:

@@ -171,7 +171,7 @@ def check_scenes(dtype: torch.dtype, examples: int) -> None:
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(scenes(most_heads=2))
+    @given(scenes(max_heads=2))
     def each(case: Scene) -> None:
         check_output("any scene", case, dtype, "cpu")
 

@@ -107,9 +107,9 @@ def test_compilers_see_one_operator():
     assert any("polyhead.spread_product" in name for name in seen)
     rows = torch.randn(TOKENS * SLOTS, OUTER, dtype=DOUBLE)
     arguments = (x, rows, groups.order, groups.ends, SLOTS, True)
-    for turned in (False, True):
+    for transposed in (False, True):
         outer = torch.ops.polyhead.row_outer_product.default
-        torch.library.opcheck(outer, (*arguments, turned), test_utils="test_faketensor")
+        torch.library.opcheck(outer, (*arguments, transposed), test_utils="test_faketensor")
     torch.library.opcheck(torch.ops.polyhead.summed_product.default, (rows, stack.mT, *arguments[2:]))
 
 

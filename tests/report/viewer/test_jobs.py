@@ -160,7 +160,7 @@ def test_job_of_a_client_that_never_reads_is_cancelled(jobs, monkeypatch):
 )
 def test_out_of_memory_ends_one_job_only(error):
     let_go = []
-    jobs = Jobs(4, on_memory=lambda: let_go.append(1))
+    jobs = Jobs(4, on_out_of_memory=lambda: let_go.append(1))
 
     def fail(job):
         yield {"begun": True}

@@ -232,7 +232,7 @@ def test_a_thousand_requests_at_once(running, viewer):
         else:
             assert b"retry-after: 1" in head.lower()
             assert b"accepts 64 requests at a time" in rest
-    assert viewer.cache.bytes <= viewer.cache.most_bytes
+    assert viewer.cache.bytes <= viewer.cache.max_bytes
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     assert grown < 400 << 20  # includes the clients
     assert running.post("heads", **body).status_code == 200
@@ -448,7 +448,7 @@ def test_incomplete_headers_do_not_block_others_and_time_out(viewer, assets, mon
                 began = time.monotonic()
                 assert httpx.get(addresses[0] + "api/state", timeout=10).status_code == 200
                 assert time.monotonic() - began < 5
-        assert len(servers[0].server_state.connections) <= connections.MOST_CONNECTIONS + 1
+        assert len(servers[0].server_state.connections) <= connections.MAX_CONNECTIONS + 1
         # An occasional byte does not keep a connection open.
         last = half[-1]
         last.settimeout(10)

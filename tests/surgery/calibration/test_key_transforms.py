@@ -15,7 +15,7 @@ from tests.surgery.gated import FAMILIES, build
 
 
 @pytest.mark.parametrize(
-    ("positions", "norm", "form"),
+    ("positions", "norm", "transform"),
     [
         (Rotary(10), None, KeyTransform("half", 10)),
         (Rotary(10, interleaved=True), None, KeyTransform("interleaved", 10)),
@@ -26,9 +26,9 @@ from tests.surgery.gated import FAMILIES, build
     ],
 )
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_the_form_of_our_layers_is_seen_in_their_numbers(positions, norm, form, kv_heads):
+def test_the_form_of_our_layers_is_seen_in_their_numbers(positions, norm, transform, kv_heads):
     layer = MultiHeadAttention(42, 2, num_kv_heads=kv_heads, head_dim=10, positions=positions, qk_norm=norm)
-    assert find_key_transforms(layer, {"query": torch.randn(2, 11, 42)}) == {"": form}
+    assert find_key_transforms(layer, {"query": torch.randn(2, 11, 42)}) == {"": transform}
     assert not layer._forward_hooks
     assert not layer.q_proj._forward_hooks
 

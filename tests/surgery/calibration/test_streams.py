@@ -23,21 +23,21 @@ def test_a_text_is_read_on_from_where_it_stopped_and_looks_the_same(name):
     model.set_attn_implementation(polyhead.integrations.huggingface.register())
     layers = [layer for layer in find_layers(model) if layer.stack == find_layers(model)[0].stack]
     heads = read_heads(model, layers[0])
-    lending = pack_heads(model, layers[0], replace(heads, output=heads.output * 0.5))
+    swapped = pack_heads(model, layers[0], replace(heads, output=heads.output * 0.5))
     batches = [models.inputs(family), models.inputs(family)]
-    pieces = Streams(model, batches).before(layers[1], lending)
+    pieces = Streams(model, batches).before(layers[1], swapped)
     ran = []
     hook = model.get_submodule(layers[0].output).register_forward_hook(lambda *_: ran.append(1))
-    for which in (lending, None):
+    for which in (swapped, None):
         for piece, plain in zip(pieces, uncached_pieces(batches), strict=True):
-            seen = piece.capture(model, layers[1], lending=which)
+            seen = piece.capture(model, layers[1], swapped=which)
             assert not ran  # the first block rests
-            expected = plain.capture(model, layers[1], lending=which)
+            expected = plain.capture(model, layers[1], swapped=which)
             torch.testing.assert_close(seen.heads, expected.heads, rtol=1e-9, atol=1e-9)
             torch.testing.assert_close(seen.written, expected.written, rtol=1e-9, atol=1e-9)
             ran.clear()
     hook.remove()
-    now, before = (pieces[0].capture(model, layers[1], lending=which).heads for which in (lending, None))
+    now, before = (pieces[0].capture(model, layers[1], swapped=which).heads for which in (swapped, None))
     assert not torch.allclose(now, before)
     assert all("forward" not in vars(module) for module in model.modules())
 

@@ -62,18 +62,18 @@ def spread(held: Tensor) -> float:
 def test_heads_that_are_images_of_one_another_become_the_same():
     layer = MultiHeadAttention(33, 3, num_kv_heads=3, head_dim=10, positions=Rotary(10, rotary_dim=6)).double()
     heads = read_heads(layer, find_layers(layer)[0])
-    form = KeyTransform("half", 6)
+    transform = KeyTransform("half", 6)
     first = replace(
         heads,
         key=heads.key[:1].repeat(3, 1, 1),
         key_bias=torch.randn(1, 10).double().repeat(3, 1),
         value=heads.value[:1].repeat(3, 1, 1),
     )
-    maps = torch.stack([allowed_map(form, 10, seed) for seed in range(3)])
+    maps = torch.stack([allowed_map(transform, 10, seed) for seed in range(3)])
     values = torch.stack([conditioned(10, seed, 5.0) for seed in range(3)])  # from one to another at most 25
-    planted = change_value_basis(change_key_basis(first, maps, form), values)
+    planted = change_value_basis(change_key_basis(first, maps, transform), values)
     assert spread(planted.key) > 1
-    found = aligned(planted, ((0, 1, 2),), form)
+    found = aligned(planted, ((0, 1, 2),), transform)
     assert spread(found.key) < 1e-9
     assert spread(found.value) < 1e-9
     assert spread(found.key_bias) < 1e-9

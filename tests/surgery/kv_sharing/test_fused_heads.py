@@ -53,14 +53,14 @@ def test_the_fused_head_is_the_truncated_mean_of_logits_and_sum_of_what_is_writt
 
 
 @pytest.mark.parametrize(
-    ("positions", "form"),
+    ("positions", "transform"),
     [
         (None, KeyTransform()),
         (Rotary(6), KeyTransform("half", 6)),
         (Rotary(6, rotary_dim=4, interleaved=True), KeyTransform("interleaved", 4)),
     ],
 )
-def test_heads_that_do_the_same_in_other_bases_are_fused_without_loss_and_not_by_their_mean(positions, form):
+def test_heads_that_do_the_same_in_other_bases_are_fused_without_loss_and_not_by_their_mean(positions, transform):
     layer = MultiHeadAttention(29, 4, head_dim=6, positions=positions).double()
     heads = read_heads(layer, find_layers(layer)[0])
     place = [0, 1, 2, 1]
@@ -73,7 +73,7 @@ def test_heads_that_do_the_same_in_other_bases_are_fused_without_loss_and_not_by
         key_bias=heads.key_bias[place],
         value_bias=heads.value_bias[place],
     )
-    planted = change_key_basis(planted, torch.stack([allowed_map(form, 6, seed) for seed in range(4)]), form)
+    planted = change_key_basis(planted, torch.stack([allowed_map(transform, 6, seed) for seed in range(4)]), transform)
     planted = change_value_basis(planted, torch.stack([conditioned(6, seed, 5.0) for seed in range(4)]))
     (only,) = find_layers(layer)
     with torch.no_grad():
@@ -84,7 +84,7 @@ def test_heads_that_do_the_same_in_other_bases_are_fused_without_loss_and_not_by
     merged = apply(layer, [MergeHeads(0, (1, 3))])
     assert (layer(x).output - whole).abs().max() > 1e-2
     undo(layer, merged)
-    edit = FuseHeads(0, (1, 3), form)
+    edit = FuseHeads(0, (1, 3), transform)
     assert edits_from_json(edits_to_json([edit])) == (edit,)
     counted = preview(layer, [edit])
     record = apply(layer, [edit])

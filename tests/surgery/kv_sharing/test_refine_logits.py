@@ -33,37 +33,37 @@ def seen_in(name: str, *, padded: bool = False) -> tuple[HeadWeights, KeyTransfo
     )
 
 
-def loss(heads: HeadWeights, form: KeyTransform, seen: list[LogitSample]) -> float:
+def loss(heads: HeadWeights, transform: KeyTransform, seen: list[LogitSample]) -> float:
     """Return twice the second-order KL divergence for these logit errors, by the formula."""
     total = 0.0
     for one in seen:
-        off = again(heads, form, one) - one.logits
+        off = again(heads, transform, one) - one.logits
         mean = (off * one.weights).sum(-1, keepdim=True)
         total += float(((off - mean).square() * one.weights).sum())
     return total
 
 
-def again(heads: HeadWeights, form: KeyTransform, one: LogitSample) -> Tensor:
+def again(heads: HeadWeights, transform: KeyTransform, one: LogitSample) -> Tensor:
     """Return the logits of these heads, with rotary positions applied by hand."""
-    turned = []
+    rotated = []
     for x, turns, held in (
         (one.inputs["query"], one.rotations["query"], heads.augmented("query")),
         (one.inputs["key"], one.rotations["key"], heads.augmented("key")[list(heads.key_heads)]),
     ):
         made = torch.einsum("bni,hdi->bhnd", x.double(), held)
-        for number, (first, second) in enumerate(form.pairs):
+        for number, (first, second) in enumerate(transform.pairs):
             turn = turns[..., number].to(torch.complex128)
             pair = torch.complex(made[..., first], made[..., second]) * turn
             made[..., first], made[..., second] = pair.real, pair.imag
-        turned.append(made)
-    return one.scale * turned[0] @ turned[1].mT
+        rotated.append(made)
+    return one.scale * rotated[0] @ rotated[1].mT
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "cohere", "stablelm", "bart", "gemma2", "qwen2"])
 def test_seen_logits_are_those_of_the_weights_turned_as_tokens_were_seen_to_be(name):
-    heads, form, seen = seen_in(name)
+    heads, transform, seen = seen_in(name)
     assert len(seen) == 2
-    assert loss(heads, form, seen) < 1e-6 * sum(float((x.logits.square() * x.weights).sum()) for x in seen)
+    assert loss(heads, transform, seen) < 1e-6 * sum(float((x.logits.square() * x.weights).sum()) for x in seen)
     for one in seen:
         torch.testing.assert_close(one.weights.sum(-1), torch.ones_like(one.weights[..., 0]), rtol=0, atol=1e-5)
         if name in ("bert", "llama"):  # their weights are the softmax of these logits
@@ -73,13 +73,13 @@ def test_seen_logits_are_those_of_the_weights_turned_as_tokens_were_seen_to_be(n
 
 @pytest.mark.parametrize("name", ["bert", "llama", "cohere", "stablelm"])
 def test_refitted_queries_and_keys_are_nearer_with_every_round(name):
-    heads, form, seen = seen_in(name)
-    shared = share(heads, (tuple(range(heads.key.shape[0])),), form)
-    losses = [loss(shared, form, seen)]
-    losses += [loss(refined_logits(shared, form, seen, rounds=rounds), form, seen) for rounds in (0, 1, 3)]
+    heads, transform, seen = seen_in(name)
+    shared = share(heads, (tuple(range(heads.key.shape[0])),), transform)
+    losses = [loss(shared, transform, seen)]
+    losses += [loss(refined_logits(shared, transform, seen, rounds=rounds), transform, seen) for rounds in (0, 1, 3)]
     assert losses == sorted(losses, reverse=True)
     assert losses[3] < 0.8 * losses[0]
-    found = refined_logits(shared, form, seen, rounds=1)
+    found = refined_logits(shared, transform, seen, rounds=1)
     assert torch.equal(found.value, shared.value)
     assert torch.equal(found.output, shared.output)
     assert (found.query_bias is None) == (shared.query_bias is None)
@@ -87,9 +87,9 @@ def test_refitted_queries_and_keys_are_nearer_with_every_round(name):
 
 def test_queries_are_those_of_least_squares_solved_at_once(monkeypatch):
     monkeypatch.setattr(module, "STEPS", 400)
-    heads, form, seen = seen_in("bert")
-    shared = share(heads, ((0, 1, 2, 3),), form)
-    found = refined_logits(shared, form, seen[:1], rounds=0)
+    heads, transform, seen = seen_in("bert")
+    shared = share(heads, ((0, 1, 2, 3),), transform)
+    found = refined_logits(shared, transform, seen[:1], rounds=0)
     one, key = seen[0], shared.augmented("key")[0]
     keys = one.inputs["key"].double() @ key.T * one.scale
     for head in range(4):
@@ -118,8 +118,8 @@ def test_padding_weighs_nothing_and_a_long_text_is_thinned(monkeypatch):
 
 
 def test_norms_and_nothing_seen_leave_heads_as_they_are():
-    heads, form, seen = seen_in("qwen3")
-    assert form.norm == "rms"
-    assert refined_logits(heads, form, seen, rounds=1) is heads
+    heads, transform, seen = seen_in("qwen3")
+    assert transform.norm == "rms"
+    assert refined_logits(heads, transform, seen, rounds=1) is heads
     plain, _, _ = seen_in("bert")
     assert refined_logits(plain, KeyTransform(), [], rounds=1) is plain

@@ -50,10 +50,10 @@ def test_shared_values_are_the_leading_singular_vectors_of_what_is_written(bias)
 
 def test_under_rotary_positions_every_pair_has_its_leading_complex_vector():
     heads, inputs = heads_of(bias=False), inputs_of()
-    form = KeyTransform("interleaved", 4)
-    found = share(heads, (tuple(range(6)),), form, inputs)
+    transform = KeyTransform("interleaved", 4)
+    found = share(heads, (tuple(range(6)),), transform, inputs)
     left, right = root(inputs.query)[:-1, :-1], root(inputs.key[:-1, :-1])
-    for one, two in form.pairs:
+    for one, two in transform.pairs:
 
         def complex_products(x: HeadWeights, one: int = one, two: int = two) -> Tensor:
             query, key = (torch.complex(y[:, one], y[:, two]) for y in (x.query, x.key[list(x.key_heads)]))
@@ -78,7 +78,7 @@ def test_the_edit_alone_is_counted_and_made_by_weights():
     model = build(family)
     edits = [ShareKeys(number, ((0, 2), (1, 3))) for number in range(2)]
     counted = preview(model, edits)
-    assert (counted.before.key_heads, counted.after.key_heads) == (8, 4)
+    assert (counted.before.kv_heads, counted.after.kv_heads) == (8, 4)
     before = sum(p.numel() for p in model.parameters())
     record = apply(model, edits)
     assert before - sum(p.numel() for p in model.parameters()) == counted.before.parameters - counted.after.parameters

@@ -105,10 +105,10 @@ def test_channels_that_a_norm_weights_alike_may_be_turned_and_others_not():
         layer.q_norm.weight.copy_(torch.tensor([1, 2, 3, 1, 2, 4, 1, 1, 5, 5.0]))
         layer.k_norm.weight.copy_(torch.tensor([3, 2, 3, 3, 2, 3, 1, 1, 5, 5.0]))
     x = torch.randn(2, 11, 42, dtype=torch.float64)
-    form = find_key_transforms(layer, {"query": x})[""]
-    assert form.classes == (0, 1, 2, 0, 1, 3, 4, 4, 5, 5)
+    transform = find_key_transforms(layer, {"query": x})[""]
+    assert transform.classes == (0, 1, 2, 0, 1, 3, 4, 4, 5, 5)
     whole = layer(x).output
-    apply(layer, untouched(find_layers(layer)), compensation=Turned({"": form}))
+    apply(layer, untouched(find_layers(layer)), compensation=Turned({"": transform}))
     torch.testing.assert_close(layer(x).output, whole, rtol=0, atol=1e-10)
     heads = read_heads(layer, find_layers(layer)[0])
     turn = torch.eye(10, dtype=torch.float64)
@@ -116,24 +116,24 @@ def test_channels_that_a_norm_weights_alike_may_be_turned_and_others_not():
     with pytest.raises(
         OptionError, match="orthogonal maps alone, of channels of equal norm weight; rotary pairs by rotations, got"
     ):
-        change_key_basis(heads, turn.expand(3, 10, 10), form)
+        change_key_basis(heads, turn.expand(3, 10, 10), transform)
 
 
 @pytest.mark.parametrize(
-    ("form", "words"),
+    ("transform", "words"),
     [
         (KeyTransform("half", 4), "one rotation and one scale per rotary pair"),
         (KeyTransform("none", 0, "rms", (0,) * 4), "orthogonal maps alone, of channels of equal norm weight, got"),
         (KeyTransform("none", 0, "layer"), "the identity alone, since the norm is not an RMS norm"),
     ],
 )
-def test_a_map_that_would_change_logits_is_refused(form, words):
+def test_a_map_that_would_change_logits_is_refused(transform, words):
     layer = MultiHeadAttention(12, 3)
     heads = read_heads(layer, find_layers(layer)[0])
     maps = torch.diag(torch.tensor([1.0, 2, 3, 4])).expand(3, 4, 4)
     with pytest.raises(OptionError, match=words):
-        change_key_basis(heads, maps, form)
-    assert torch.equal(change_key_basis(heads, torch.eye(4).expand(3, 4, 4), form).key, heads.key)
+        change_key_basis(heads, maps, transform)
+    assert torch.equal(change_key_basis(heads, torch.eye(4).expand(3, 4, 4), transform).key, heads.key)
 
 
 def test_maps_of_a_bad_condition_or_shape_are_refused():

@@ -94,13 +94,13 @@ def test_magnitudes_do_not_change_with_the_coordinates_between_value_and_output(
 
     layer = find_layers(evidence.model)[1]
     heads = read_heads(evidence.model, layer)
-    turn = torch.linalg.qr(torch.randn(heads.value.shape[1], heads.value.shape[1], dtype=torch.float64))[0] * 3
-    turned = replace(
+    basis = torch.linalg.qr(torch.randn(heads.value.shape[1], heads.value.shape[1], dtype=torch.float64))[0] * 3
+    changed = replace(
         heads,
-        value=(turn @ heads.value.double()).float(),
-        output=(torch.linalg.inv(turn).T @ heads.output.double()).float(),
+        value=(basis @ heads.value.double()).float(),
+        output=(torch.linalg.inv(basis).T @ heads.output.double()).float(),
     )
-    assert magnitudes(turned) == pytest.approx(magnitudes(heads), rel=1e-5)
+    assert magnitudes(changed) == pytest.approx(magnitudes(heads), rel=1e-5)
 
 
 def test_a_judge_that_cannot_say_is_told_of(evidence):

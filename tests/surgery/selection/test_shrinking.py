@@ -43,12 +43,12 @@ def test_a_budget_takes_the_fewest_heads_that_reach_it(batches):
         assert not shrinker.size(shrinker.removed(count - 1)).reaches(target)
     with pytest.raises(OptionError, match="every layer keeps at least one head, which leaves 25% of the heads"):
         shrinker.meet_target(Target("heads", 0.9))
-    by_keys = Shrinker(evidence, by_key_heads=True)
+    by_keys = Shrinker(evidence, by_kv_heads=True)
     removed = by_keys.meet_target(Target("cache", 1.3))
     assert by_keys.size(removed).cache == 0.75
     assert {len(heads) for heads in removed.values()} == {2}
     with pytest.raises(OptionError, match="pruning KV heads needs the criterion compensated"):
-        Shrinker(evidence, by_key_heads=True, criterion="plain")
+        Shrinker(evidence, by_kv_heads=True, criterion="plain")
 
 
 def test_flops_outside_of_attention_are_those_of_its_linear_layers():
@@ -126,13 +126,13 @@ def test_a_search_finds_where_heads_matter_less():
 
 
 @pytest.mark.parametrize(
-    ("text", "by_key_heads"),
+    ("text", "by_kv_heads"),
     [("1.8x-faster", False), ("1.15x-cache", False), ("1.3x-cache", True), ("40%-heads", False)],
 )
-def test_a_search_keeps_to_its_target(text, by_key_heads):
+def test_a_search_keeps_to_its_target(text, by_kv_heads):
     """The loss is the number of KV heads without a reader, so an unconstrained search would restore them."""
     model, batches = decoder(heads=6, kv_heads=3, hidden=48, head_dim=8), batches_of_tokens()
-    shrinker = Shrinker(Evidence(model, batches, Objectives(slope=language_slope)), by_key_heads=by_key_heads)
+    shrinker = Shrinker(Evidence(model, batches, Objectives(slope=language_slope)), by_kv_heads=by_kv_heads)
     target = Target.parse(text)
 
     class KeyHeads(Fidelity):
@@ -147,6 +147,6 @@ def test_a_search_keeps_to_its_target(text, by_key_heads):
     if target.kind == "heads":
         assert sum(map(len, found.removed.values())) == sum(map(len, found.first.values())) == 5
         assert found.loss < found.first_loss
-    for path, own in found.removed.items() if by_key_heads else ():
+    for path, own in found.removed.items() if by_kv_heads else ():
         readers = shrinker.evidence.heads[path].readers
         assert set(own) == {head for group in readers if set(group) & set(own) for head in group}

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from polyhead.costs.calibration.calls import calls_of
+from polyhead.costs.calibration.calls import timed_calls
 from polyhead.costs.calibration.compiling import compile_ahead, layer_tasks, piece_tasks
 from polyhead.costs.calibration.host import Host, SmallLayer, small_layers
-from polyhead.costs.calibration.places import ALWAYS, CPU, GPU, Grid, Group, brief_group, groups
+from polyhead.costs.calibration.timed_pieces import ALWAYS, CPU, GPU, Grid, Group, brief_group, groups
 from polyhead.costs.calibration.timing import device_seconds, undisturbed
 from polyhead.costs.measuring import machine_facts
 from polyhead.costs.measuring.runner import is_out_of_memory
@@ -132,7 +132,7 @@ def _sample(piece: Piece, device: torch.device) -> Sample | None:
     """Time a piece; None if memory does not suffice, or if the host took as long as the kernel."""
     is_backward = isinstance(piece, AttentionCore) and piece.direction == "backward"
     try:
-        seconds = device_seconds(calls_of(piece, device), device, graphs=not is_backward)
+        seconds = device_seconds(timed_calls(piece, device), device, graphs=not is_backward)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

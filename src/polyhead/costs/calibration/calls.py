@@ -18,7 +18,7 @@ from polyhead.ops.attention import attention
 from polyhead.ops.decode.api import cached_attention, cached_reasons
 from polyhead.ops.decode.fused import CacheArguments, decode_runs_on
 
-MOST_COPIES = 24  # limit on the caches that are read in turn, so that none is in L2 when it is read again
+MAX_COPIES = 24  # limit on the caches that are read in turn, so that none is in L2 when it is read again
 CHUNK = 1 << 26  # maximum number of cache elements filled at once, to limit memory
 
 
@@ -33,7 +33,7 @@ def _without_grad(function: Call) -> Call:
 # ---- pieces of work
 
 
-def calls_of(piece: Piece, device: torch.device, *, copies: int | None = None) -> list[Call]:
+def timed_calls(piece: Piece, device: torch.device, *, copies: int | None = None) -> list[Call]:
     """Return one call or, for decoding on a GPU, several on different caches, to be timed in turn.
 
     Each cache is then read from memory, not from L2. `copies` overrides their number.
@@ -96,7 +96,7 @@ def _backward(piece: AttentionCore, device: torch.device) -> Call:
 def _copies(piece: AttentionCore, device: torch.device) -> int:
     if device.type != "cuda":
         return 1
-    return max(1, min(MOST_COPIES, -(-TIMES_L2 * l2_bytes(device) // max(piece.bytes, 1))))
+    return max(1, min(MAX_COPIES, -(-TIMES_L2 * l2_bytes(device) // max(piece.bytes, 1))))
 
 
 def _decode(piece: AttentionCore, device: torch.device) -> Call:

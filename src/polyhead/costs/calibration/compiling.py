@@ -16,7 +16,7 @@ from typing import TypeGuard
 
 import torch
 
-from polyhead.costs.calibration.calls import calls_of, layer_call
+from polyhead.costs.calibration.calls import layer_call, timed_calls
 from polyhead.costs.calibration.timing import undisturbed
 from polyhead.costs.measuring.machine_facts import usable_cores
 from polyhead.costs.timing.limits import route
@@ -24,23 +24,23 @@ from polyhead.costs.work import AttentionCore, Piece, Work
 from polyhead.costs.workload import Workload
 from polyhead.layers import MultiHeadConfig
 
-MOST_WORKERS = 12
-MOST_SECONDS = 45.0
-MOST_BYTES = 1 << 30  # of one piece, since a dozen processes share the memory of one GPU
-FEWEST_TASKS = 2  # fewer are compiled sooner on demand than in a process that has to start first
+MAX_WORKERS = 12
+MAX_SECONDS = 45.0
+MAX_BYTES = 1 << 30  # of one piece, since a dozen processes share the memory of one GPU
+MIN_TASKS = 2  # fewer are compiled sooner on demand than in a process that has to start first
 
 Task = tuple[Callable[..., None], tuple[object, ...]]
 
 
 def compile_ahead(tasks: Sequence[Task], device: torch.device) -> int:
     """Run the tasks in other processes, wait for them, and return the number of successful ones."""
-    workers = min(len(tasks), MOST_WORKERS, max(usable_cores() - 2, 1))
-    if device.type != "cuda" or len(tasks) < FEWEST_TASKS or workers < FEWEST_TASKS:
+    workers = min(len(tasks), MAX_WORKERS, max(usable_cores() - 2, 1))
+    if device.type != "cuda" or len(tasks) < MIN_TASKS or workers < MIN_TASKS:
         return 0
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
     with _without_missing_script():
         futures = [pool.submit(function, *arguments) for function, arguments in tasks]
-    done, _ = wait(futures, MOST_SECONDS)
+    done, _ = wait(futures, MAX_SECONDS)
     pool.shutdown(wait=len(done) == len(futures), cancel_futures=True)
     return sum(future.exception() is None for future in done)
 
@@ -70,7 +70,7 @@ def piece_tasks(pieces: Iterable[Piece]) -> list[Task]:
     tasks: list[Task] = []
     for group in by_kernel.values():
         smallest = min(group, key=lambda piece: piece.bytes)
-        tasks.append((run_pieces, (tuple(x for x in group if x is smallest or x.bytes <= MOST_BYTES),)))
+        tasks.append((run_pieces, (tuple(x for x in group if x is smallest or x.bytes <= MAX_BYTES),)))
     return tasks
 
 
@@ -88,7 +88,7 @@ def run_pieces(pieces: Sequence[AttentionCore]) -> None:
     device = torch.device("cuda")
     with undisturbed():
         for piece in pieces:
-            calls_of(piece, device, copies=1)[0]()
+            timed_calls(piece, device, copies=1)[0]()
         torch.cuda.synchronize(device)
 
 

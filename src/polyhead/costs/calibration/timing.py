@@ -18,14 +18,14 @@ Call = Callable[[], object]
 HARMLESS = "Attempting to run cuBLAS, but there was no current CUDA context"  # autograd's thread then creates one
 
 GRAPHED_BELOW = 3e-3  # seconds of a call that is captured in a graph; the host time of longer ones is negligible
-GRAPH_SECONDS, MOST_IN_A_GRAPH = 1e-3, 20
+GRAPH_SECONDS, MAX_CALLS_PER_GRAPH = 1e-3, 20
 SAMPLES = {"cuda": 7, "cpu": 25}
-FEWEST = 3
+MIN_SAMPLES = 3
 # Maximum host time of a call relative to its device time, since a busy host takes up to twice its shortest time.
-MOST_OF_THE_HOST = 0.5
+MAX_HOST_SHARE = 0.5
 SAMPLE_SECONDS = {"cuda": 5e-4, "cpu": 2e-4}  # shorter ones measure the clock
 STEADY_SECONDS = {"cuda": 3e-2, "cpu": 2e-4}  # so long that the first and the last call make no difference
-SLOW_SECONDS = 1e-2  # longer samples are taken `FEWEST` times
+SLOW_SECONDS = 1e-2  # longer samples are taken `MIN_SAMPLES` times
 HOST_CALLS = {"cuda": 20, "cpu": 5}
 HOST_SAMPLES = {"cuda": 3, "cpu": 12}  # per visit
 
@@ -47,10 +47,10 @@ def device_seconds(calls: Sequence[Call], device: torch.device, *, graphs: bool 
     calls[0]()  # compiles, allocates
     once = min(seconds_of(calls[0], 1, device) for _ in range(2))
     if device.type == "cuda" and graphs and once < GRAPHED_BELOW:
-        count = max(1, min(MOST_IN_A_GRAPH, int(GRAPH_SECONDS / once)), len(calls))
+        count = max(1, min(MAX_CALLS_PER_GRAPH, int(GRAPH_SECONDS / once)), len(calls))
         return _sampled(replayed([calls[i % len(calls)] for i in range(count)], device), device) / count
     taken = _sampled(calls[0], device)
-    if device.type == "cuda" and _issue_seconds(calls[0], device) > MOST_OF_THE_HOST * taken:
+    if device.type == "cuda" and _issue_seconds(calls[0], device) > MAX_HOST_SHARE * taken:
         return None
     return taken
 
@@ -58,7 +58,7 @@ def device_seconds(calls: Sequence[Call], device: torch.device, *, graphs: bool 
 def _issue_seconds(call: Call, device: torch.device) -> float:
     """Return the host time of a call, without synchronisation."""
     taken = []
-    for _ in range(FEWEST):
+    for _ in range(MIN_SAMPLES):
         torch.cuda.synchronize(device)
         began = time.perf_counter()
         call()
@@ -79,7 +79,7 @@ def steady_samples(call: Call, device: torch.device) -> list[float]:
     call()
     once = min(seconds_of(call, 1, device) for _ in range(2))
     times = max(1, math.ceil(STEADY_SECONDS[device.type] / once))
-    count = FEWEST if once > SLOW_SECONDS else SAMPLES[device.type]
+    count = MIN_SAMPLES if once > SLOW_SECONDS else SAMPLES[device.type]
     return [seconds_of(call, times, device) / times for _ in range(count)]
 
 
@@ -87,6 +87,6 @@ def _sampled(call: Call, device: torch.device) -> float:
     """Return the median sample on a GPU, whose clock varies, and the fastest on a CPU, which others may slow down."""
     once = min(seconds_of(call, 1, device) for _ in range(2))
     times = max(1, round(SAMPLE_SECONDS[device.type] / once))
-    count = FEWEST if once * times > SLOW_SECONDS else SAMPLES[device.type]
+    count = MIN_SAMPLES if once * times > SLOW_SECONDS else SAMPLES[device.type]
     samples = [seconds_of(call, times, device) / times for _ in range(count)]
     return min(samples) if device.type == "cpu" else statistics.median(samples)

@@ -136,6 +136,8 @@ class DifferentialHeads(PlainHeads[DifferentialConfig]):
         tape, maps = call.tape, replace(self.heads, head_dim=self.layout.head_dim // 2)
         elements = call.tokens * self.outputs
         call.core(replace(maps, queries=2 * maps.queries, keys=2 * maps.keys), sinks=self.config.sinks)
+        # The difference reads both outputs and writes one, the norm reads and writes it: 5 transfers. The scaling by
+        # 1 - lambda_init is the third launch and counts no transfers.
         call.passes("attention", elements, transfers=5, launches=3)
         halves = [tape.views(block, block.gradient_size // 2, block.gradient_size // 2) for block in (query, key)]
         first, second = (
@@ -210,6 +212,7 @@ class TalkingHeads(PlainHeads[TalkingHeadsConfig]):
             backward_workspace += 4 * work.batch * heads * work.keys * (layout.head_dim + dim)
         if not call.on_gpu:
             workspace, backward_tiles = talking_tiles(call, heads)
+            # Tiles save three numbers per row: log-sum-exp, row max and sum of the weights; kernels save the first.
             saved_bytes, backward_workspace = 3 * saved_bytes, backward_workspace + backward_tiles
             saved_bytes += sum(2 * block.gradient_size for block in read) if call.is_narrow else 0
         return tape.step(

@@ -31,7 +31,7 @@ class LatentHeads(LayerDescription[LatentConfig]):
         config, layout = self.config, self.layout
         biases = (layout.q_lora_rank or self.queries) + layout.cache_width if config.bias else 0
         biases += layout.embed_dim if config.output_bias else 0
-        positions = 0 if config.positions is None else config.positions.num_parameters(config.turning)
+        positions = 0 if config.positions is None else config.positions.num_parameters(config.position_layout)
         sinks = layout.num_heads if config.sinks else 0
         return biases + layout.q_lora_rank + layout.kv_lora_rank + sinks + positions
 

@@ -21,7 +21,7 @@ def _column(
 
 
 def _share(
-    name: str, en: str, zh: str, about_en: str, about_zh: str, group: Group = "looks", high: float | None = None
+    name: str, en: str, zh: str, about_en: str, about_zh: str, group: Group = "attention", high: float | None = None
 ) -> Column:
     """Return a column of shares; most stay far below 1, so its colour scale ends at the largest value by default."""
     return _column(name, en, zh, group, "share", about_en, about_zh, high=high)
@@ -34,7 +34,7 @@ _KNOWN = (
         "统计所基于的词元（词或词的片段）数量，不计填充词元。",
     ),
     _column(
-        "entropy", "entropy", "熵", "looks", "nats",
+        "entropy", "entropy", "熵", "attention", "nats",
         "Entropy of the attention weights of a query: 0 if all weight is on one token, log n if it is uniform over n "
         "tokens.",
         "一个查询的注意力权重的熵：全部权重落在一个词元上时为 0，均匀分布在 n 个词元上时为 log n。",
@@ -63,18 +63,18 @@ _KNOWN = (
         "softmax 之前，注意力 logit 绝对值的最大值。",
     ),
     _column(
-        "mean_distance", "mean attention distance", "平均注意力距离", "looks", "tokens",
+        "mean_distance", "mean attention distance", "平均注意力距离", "attention", "tokens",
         "Distance in tokens between query and key, averaged with the attention weights: how far away the head attends.",
         "查询与键之间的距离（以词元计），按注意力权重平均：这个头关注得多远。",
     ),
     _column(
-        "mean_offset", "mean attention offset", "平均注意力偏移", "looks", "tokens",
+        "mean_offset", "mean attention offset", "平均注意力偏移", "attention", "tokens",
         "Signed mean attention distance: below 0 the head attends to earlier tokens, above 0 to later ones.",
         "带符号的平均注意力距离：小于 0 表示关注前文，大于 0 表示关注后文。",
         low=None,
     ),
     _column(
-        "mean_squared_distance", "mean squared distance", "均方注意力距离", "looks", "number",
+        "mean_squared_distance", "mean squared distance", "均方注意力距离", "attention", "number",
         "Squared distance in tokens, averaged with the attention weights: large if even a little attention is very far "
         "away.",
         "以词元计的距离的平方，按注意力权重平均：只要有少量注意力落在很远处，它就会很大。",
@@ -131,7 +131,7 @@ _KNOWN = (
         "对标点词元的注意力权重。",
     ),
     _column(
-        "output_norm", "output norm", "输出范数", "writes", "number",
+        "output_norm", "output norm", "输出范数", "output", "number",
         "Norm of the vector that the head adds to the residual stream (root mean square over tokens).",
         "这个头加到残差流上的向量的范数（对词元取均方根）。",
     ),
@@ -139,17 +139,17 @@ _KNOWN = (
         "output_norm_share", "share of output norm", "输出范数占比",
         "Squared output norm as a share of the sum over all heads of the layer.",
         "输出范数的平方占本层所有头之和的比例。",
-        group="writes",
+        group="output",
     ),
     _column(
-        "effective_rank", "effective rank", "有效秩", "writes", "number",
+        "effective_rank", "effective rank", "有效秩", "output", "number",
         "Effective number of directions in which the output varies: exp of the entropy of its spectrum. Near 1 the "
         "output varies along a single direction of the residual stream.",
         "输出变化的有效方向数，即其谱熵的指数。接近 1 时，输出只沿残差流的一个方向变化。",
         low=1.0,
     ),
     _column(
-        "total_correlation", "total correlation of the layer", "本层的总相关", "writes", "nats",
+        "total_correlation", "total correlation of the layer", "本层的总相关", "output", "nats",
         "Total correlation of the outputs of all heads of the layer, in nats; the same number for each of them. 0: the "
         "outputs are independent.",
         "本层所有头的输出的总相关，以奈特计；同层各头数值相同。0 表示各输出相互独立。",
@@ -160,30 +160,30 @@ _KNOWN = (
         "Share of the largest singular value in the spectrum of the QK circuit (squared). At 1 the circuit has rank 1: "
         "attention depends on a single feature of the tokens.",
         "QK 回路的谱中最大奇异值（平方）所占的比例。等于 1 时回路的秩为 1：注意力只取决于词元的一个特征。",
-        group="writes",
+        group="output",
     ),
     _share(
         "ov_top_share", "OV top singular direction", "OV 首奇异方向占比",
         "Share of the largest singular value in the spectrum of the OV circuit (squared). At 1 the circuit has rank 1: "
         "the head can write in a single direction only.",
         "OV 回路的谱中最大奇异值（平方）所占的比例。等于 1 时回路的秩为 1：这个头只能写入一个方向。",
-        group="writes",
+        group="output",
     ),
     # Importance by a loss; see _ABLATION_COSINE for models that return a vector.
     _column(
-        "ablation", "ablation: loss increase, in nats", "消融：损失增量（奈特）", "matters", "nats",
+        "ablation", "ablation: loss increase, in nats", "消融：损失增量（奈特）", "importance", "nats",
         "Increase of the loss when this head alone is ablated, in nats per token. Above 0 the model needs the head.",
         "只消融这一个头时损失的增量，以每个词元的奈特计。大于 0 说明模型需要它。",
         low=None,
     ),
     _column(
-        "gradient", "gradient of the loss, in nats", "损失的梯度（奈特）", "matters", "nats",
+        "gradient", "gradient of the loss, in nats", "损失的梯度（奈特）", "importance", "nats",
         "Mean absolute gradient of the loss with respect to a gate on the head's output, in nats per token. A small "
         "gradient does not mean that the head can be removed.",
         "损失对该头输出门控的梯度的平均绝对值，以每个词元的奈特计。梯度小并不意味着可以去掉它。",
     ),
     _column(
-        "taylor", "Taylor loss increase, in nats", "损失增量的泰勒估计（奈特）", "matters", "nats",
+        "taylor", "Taylor loss increase, in nats", "损失增量的泰勒估计（奈特）", "importance", "nats",
         "First-order Taylor estimate of the loss increase if the head were ablated, in nats per token. Above 0 the "
         "head helps.",
         "消融该头时损失增量的一阶泰勒估计，以每个词元的奈特计。大于 0 说明它有帮助。",
@@ -194,7 +194,7 @@ COLUMNS: dict[str, Column] = {column.name: column for column in _KNOWN}
 
 # Ablation of a model without a loss: the change of the text's embedding.
 _ABLATION_COSINE = _column(
-    "ablation", "ablation: 1 - cosine", "消融：1 - 余弦", "matters", "number",
+    "ablation", "ablation: 1 - cosine", "消融：1 - 余弦", "importance", "number",
     "Change of the text's embedding when this head alone is ablated: 1 - the cosine similarity between the embeddings "
     "with and without it. 0: no change; 1: orthogonal.",
     "只消融这一个头时文本向量的变化：1 减去有它和没有它时两个向量的余弦相似度。0 表示不变，1 表示正交。",

@@ -7,7 +7,7 @@ from typing import Literal
 
 from polyhead.analysis.languages import Text
 
-Group = Literal["looks", "writes", "matters", "other"]
+Group = Literal["attention", "output", "importance", "other"]
 Format = Literal["share", "number", "tokens", "nats"]
 
 
@@ -35,7 +35,7 @@ class Column(Term):
         return _UNITS.get(self.format, Text("", ""))
 
 
-_UNITS = {"share": Text("share of 1", "占 1 的比例"), "tokens": Text("tokens", "词元"), "nats": Text("nats", "奈特")}
+_UNITS = {"share": Text("fraction", "比例"), "tokens": Text("tokens", "词元"), "nats": Text("nats", "奈特")}
 
 
 @dataclass(frozen=True, slots=True)

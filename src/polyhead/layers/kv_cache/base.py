@@ -74,7 +74,7 @@ class KVCache(ABC):
         self._layout = layout
         self._built_batch = None if batch_size is None else count("batch_size", batch_size)
         self._lengths: tuple[int, ...] = (0,) * (self._built_batch or 0)
-        self._width = 0  # the longest sequence; stored separately, because an empty batch has no lengths
+        self._max_length = 0  # the longest sequence; stored separately, because an empty batch has no lengths
 
     @classmethod
     def for_layout(
@@ -128,7 +128,7 @@ class KVCache(ABC):
         if device is None and self._layout is not None:
             device = self._layout.device
         if not self.is_ragged:
-            return torch.arange(self._width, self._width + num_tokens, device=device)[None]
+            return torch.arange(self._max_length, self._max_length + num_tokens, device=device)[None]
         return integers(self._lengths, device)[:, None] + torch.arange(num_tokens, device=device)
 
     # ---- operations
@@ -161,8 +161,8 @@ class KVCache(ABC):
         rows, where = self._checked_index(index)
         self._reorder(rows, where)
         size = where.shape[0] if rows is None else len(rows)
-        self._lengths = (self._width,) * size if rows is None else tuple(self._lengths[row] for row in rows)
-        self._width = longest(self._lengths, otherwise=self._width)
+        self._lengths = (self._max_length,) * size if rows is None else tuple(self._lengths[row] for row in rows)
+        self._max_length = longest(self._lengths, otherwise=self._max_length)
 
     def crop(self, length: int | Sequence[int]) -> None:
         """Drop the tokens after the first `length` of each sequence (rollback in speculative decoding).
@@ -171,27 +171,27 @@ class KVCache(ABC):
         that sequence's length.
         """
         if isinstance(length, int):
-            width = min(count("crop length", length), self._width)
+            width = min(count("crop length", length), self._max_length)
             new_lengths = tuple(min(length, old) for old in self._lengths)
         else:
             new_lengths = self._checked_crop(length)
-            width = self._width
+            width = self._max_length
         self._crop(new_lengths)
         self._lengths = new_lengths
-        self._width = longest(new_lengths, otherwise=width)
+        self._max_length = longest(new_lengths, otherwise=width)
 
     @contextmanager
     def unchanged_on_failure(self) -> Iterator[None]:
         """Undo appends made inside the `with` block if it raises, e.g. when the following attention fails."""
-        lengths, width, was_built = self._lengths, self._width, self._layout is not None
+        lengths, width, was_built = self._lengths, self._max_length, self._layout is not None
         try:
             yield
         except BaseException:
             if not was_built:
                 self.reset()
-            elif (self._lengths, self._width) != (lengths, width):
+            elif (self._lengths, self._max_length) != (lengths, width):
                 self._undo_append(lengths)
-                self._lengths, self._width = lengths, width
+                self._lengths, self._max_length = lengths, width
             raise
 
     @abstractmethod
@@ -201,7 +201,7 @@ class KVCache(ABC):
     def reset(self) -> None:
         """Drop all tokens and return to the state after construction."""
         self._lengths = (0,) * (self._built_batch or 0)
-        self._width = 0
+        self._max_length = 0
 
     # ---- implemented by subclasses
 
@@ -246,7 +246,7 @@ class KVCache(ABC):
         if not self.is_ragged:
             return None
         device = self._require_layout().device
-        slots = torch.arange(self._width, device=device)
+        slots = torch.arange(self._max_length, device=device)
         return Mask.dense((slots < integers(self._lengths, device)[:, None])[:, None, None])
 
     def _lengths_mask(self, new_lengths: tuple[int, ...], num_tokens: int) -> Mask | None:
@@ -257,7 +257,7 @@ class KVCache(ABC):
 
     def _advance(self, new_lengths: tuple[int, ...], num_tokens: int) -> None:
         self._lengths = tuple(old + new for old, new in zip(self._lengths, new_lengths, strict=True))
-        self._width = longest(self._lengths, otherwise=self._width + num_tokens)
+        self._max_length = longest(self._lengths, otherwise=self._max_length + num_tokens)
 
     def _require_layout(self) -> TokenLayout:
         if self._layout is None:

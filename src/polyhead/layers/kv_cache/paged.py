@@ -157,7 +157,7 @@ class PagedCache(KVCache):
         return pages * (pool.nbytes // pool.num_pages) if pages else 0
 
     def fork(self) -> Self:
-        return self._share(self._tables, self._lengths, self._width, self._built_batch or 0)
+        return self._share(self._tables, self._lengths, self._max_length, self._built_batch or 0)
 
     def branch(self, batch_size: int, *, row: int = 0, length: int | None = None) -> Self:
         """Return a cache of `batch_size` sequences that share the first `length` tokens of sequence `row`."""
@@ -191,7 +191,7 @@ class PagedCache(KVCache):
             "tables": [[place[page] for page in table] for table in self._tables],
             "built_batch": self._built_batch,
             "lengths": self._lengths,
-            "width": self._width,
+            "width": self._max_length,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -208,7 +208,7 @@ class PagedCache(KVCache):
         self._tables[:] = state["tables"]
         self._tables_changed()
         self._lengths = state["lengths"]
-        self._width = state["width"]
+        self._max_length = state["width"]
 
     # ---- implementation of KVCache
 
@@ -273,7 +273,7 @@ class PagedCache(KVCache):
     def _view(
         self, stored: tuple[Tensor, ...], mask: Mask | None, new_lengths: tuple[int, ...] | None = None
     ) -> CacheView:
-        return CacheView(self, stored, self._width, mask, self._lengths, new_lengths)
+        return CacheView(self, stored, self._max_length, mask, self._lengths, new_lengths)
 
     def _reorder(self, rows: Sequence[int] | None, where: Tensor) -> None:
         assert rows is not None  # guaranteed by `_needs_rows_on_host`
@@ -316,7 +316,7 @@ class PagedCache(KVCache):
         for table in forked._tables:
             self._pool.hold(table)
         forked._lengths = lengths
-        forked._width = width
+        forked._max_length = width
         return forked
 
     def _shared_last_pages(self, starts: tuple[int, ...], new_lengths: tuple[int, ...]) -> list[int]:

@@ -68,7 +68,7 @@ class RollingCache(SlotCache):
     def _append(self, key: Tensor, value: Tensor, new_lengths: tuple[int, ...], layout: TokenLayout) -> CacheView:
         self._check_complete()
         num_tokens = key.shape[2]
-        starts, start = self._lengths, self._width
+        starts, start = self._lengths, self._max_length
         ends = tuple(old + new for old, new in zip(starts, new_lengths, strict=True))
         all_real = all(new == num_tokens for new in new_lengths)
         in_order = not any(self._floors)
@@ -125,7 +125,7 @@ class RollingCache(SlotCache):
             )
 
     def _stored(self) -> tuple[Tensor, ...]:
-        used = min(self._width, self._capacity)
+        used = min(self._max_length, self._capacity)
         return tuple(buffer.narrow(2, 0, used) for buffer in self._buffers)
 
     def _reorder(self, rows: Sequence[int] | None, where: Tensor) -> None:
@@ -200,11 +200,11 @@ class RollingCache(SlotCache):
     def _slot_positions(self) -> Tensor:
         """Return the position of the token in each slot in use, [batch or 1, slots]; -1 for empty slots."""
         device = self._require_layout().device
-        slot = torch.arange(min(self._width, self._capacity), device=device)
+        slot = torch.arange(min(self._max_length, self._capacity), device=device)
         end: int | Tensor
         first: int | Tensor
         if all_equal(self._lengths) and all_equal(self._floors):
-            end, first = self._width, max(self.sinks, *self._floors[:1], 0)
+            end, first = self._max_length, max(self.sinks, *self._floors[:1], 0)
         else:
             end = integers(self._lengths, device)[:, None]
             first = integers([max(self.sinks, floor) for floor in self._floors], device)[:, None]

@@ -75,8 +75,8 @@ class SlotCache(KVCache):
         num_tokens = key.shape[2]
         starts = self._lengths
         ends = [old + new for old, new in zip(starts, new_lengths, strict=True)]
-        self._reserve(longest(ends, otherwise=self._width + num_tokens))
-        write = TokenWriter.build(starts, new_lengths, self._width, num_tokens, layout.device)
+        self._reserve(longest(ends, otherwise=self._max_length + num_tokens))
+        write = TokenWriter.build(starts, new_lengths, self._max_length, num_tokens, layout.device)
         for buffer, block in zip(self._buffers, self._encode(key, value), strict=True):
             write(buffer, block)
         self._advance(new_lengths, num_tokens)
@@ -84,11 +84,11 @@ class SlotCache(KVCache):
 
     def _stored(self) -> tuple[Tensor, ...]:
         self._require_layout()
-        return tuple(buffer.narrow(2, 0, self._width) for buffer in self._buffers)
+        return tuple(buffer.narrow(2, 0, self._max_length) for buffer in self._buffers)
 
     def _reorder(self, rows: Sequence[int] | None, where: Tensor) -> None:
         layout = self._require_layout()
-        num_slots = min(self._width, self._capacity)
+        num_slots = min(self._max_length, self._capacity)
         targets = self._buffers
         if where.shape[0] != self.batch_size:
             targets = self._allocate(where.shape[0], self._capacity, layout)
@@ -224,5 +224,5 @@ class GrowingCache(SlotCache):
         capacity = max(needed, 2 * self._capacity)
         grown = self._allocate(self.batch_size, capacity, self._require_layout())
         for buffer, filled in zip(grown, self._buffers, strict=True):
-            buffer.narrow(2, 0, self._width).copy_(filled.narrow(2, 0, self._width))
+            buffer.narrow(2, 0, self._max_length).copy_(filled.narrow(2, 0, self._max_length))
         self._buffers, self._capacity = grown, capacity

@@ -57,7 +57,7 @@ class LatentConfig(LayerConfig):
         return LatentLayout(**{**sizes, "q_lora_rank": self.q_lora_rank or 0})
 
     @property
-    def turning(self) -> HeadLayout:
+    def position_layout(self) -> HeadLayout:
         """Head layout that the position module applies to: the rotary channels only, if there are any."""
         layout = self.layout
         if not layout.qk_rope_head_dim:

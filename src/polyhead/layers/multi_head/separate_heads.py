@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError
-from polyhead.layers.head_matrices import HeadMatrices, Heads, check_heads, write_heads
+from polyhead.layers.head_matrices import HeadMatrices, Heads, check_head_matrices, write_heads
 from polyhead.layers.multi_head.projected import ProjectedHeads
 
 
@@ -44,7 +44,7 @@ class SeparateHeads(ProjectedHeads):
         With fewer `num_kv_heads` than heads, or with `key_heads`, the heads of a group must have the same key and value
         matrices.
         """
-        check_heads(heads, output_bias)
+        check_head_matrices(heads, output_bias)
         first = heads[0]
         kv_heads = len(heads) if num_kv_heads is None and options.get("key_heads") is None else num_kv_heads
         options.setdefault("device", first.query.device)

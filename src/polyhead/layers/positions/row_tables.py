@@ -17,7 +17,7 @@ from polyhead.ops.common.tracing import is_exporting
 
 FIRST_CAPACITY = 256
 # Rows beyond this are computed when used and not kept in a table, whose memory would outweigh the time saved.
-LARGEST_CAPACITY = 1 << 16
+MAX_CAPACITY = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RowTable:
         stop = start + count
         # An inference tensor could not be saved for the backward of a later training step.
         with torch.inference_mode(False), torch.no_grad():
-            if in_dispatch_mode or start < 0 or stop > LARGEST_CAPACITY:
+            if in_dispatch_mode or start < 0 or stop > MAX_CAPACITY:
                 rows = self.recipe.build(torch.arange(start, stop, device=device), dtype)
             else:
                 rows = self._grown_to(stop, device, dtype)[:, start:stop].unbind(0)

@@ -54,7 +54,7 @@ _SHELL = """<!doctype html>
 
 def create_app(viewer: Viewer, *, token: str, assets: Path = ASSETS, jobs: Jobs | None = None) -> ASGIApp:
     """Return the viewer as an ASGI application at `/TOKEN/`; `jobs` runs its computations."""
-    jobs = Jobs(QUEUE, on_memory=viewer.forget) if jobs is None else jobs
+    jobs = Jobs(QUEUE, on_out_of_memory=viewer.forget) if jobs is None else jobs
     handlers = RequestHandlers(viewer)
 
     @asynccontextmanager

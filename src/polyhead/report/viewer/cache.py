@@ -14,10 +14,10 @@ from polyhead.errors import OptionError
 class TileCache:
     """LRU cache of tensors, bounded in bytes and thread-safe; a key starts with the number of its trace."""
 
-    def __init__(self, most_bytes: int) -> None:
-        if most_bytes < 0:
-            raise OptionError(f"most_bytes must be at least 0, got {most_bytes}")
-        self.most_bytes = most_bytes
+    def __init__(self, max_bytes: int) -> None:
+        if max_bytes < 0:
+            raise OptionError(f"max_bytes must be at least 0, got {max_bytes}")
+        self.max_bytes = max_bytes
         self._bytes = 0
         self._tiles: OrderedDict[tuple[Hashable, ...], Tensor] = OrderedDict()
         self._lock = threading.Lock()
@@ -39,7 +39,7 @@ class TileCache:
     def put(self, tile: Tensor, *key: Hashable) -> None:
         """Store a tile, unless it is larger than the limit itself."""
         size = _bytes(tile)
-        if size > self.most_bytes:
+        if size > self.max_bytes:
             return
         if tile.untyped_storage().nbytes() > size:  # a view would keep its base tensor alive
             tile = tile.clone()
@@ -47,7 +47,7 @@ class TileCache:
             self._drop(key)
             self._tiles[key] = tile
             self._bytes += size
-            while self._bytes > self.most_bytes:
+            while self._bytes > self.max_bytes:
                 self._drop(next(iter(self._tiles)))
 
     def forget(self, trace: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_SECONDS = 10.0
-MOST_CONNECTIONS = 128
+MAX_CONNECTIONS = 128
 
 
 class BoundedProtocol(H11Protocol):
@@ -25,7 +25,7 @@ class BoundedProtocol(H11Protocol):
         super().connection_made(transport)
         self._began = self.loop.time()
         self._watch()
-        if len(self.connections) > MOST_CONNECTIONS:
+        if len(self.connections) > MAX_CONNECTIONS:
             waiting = [x for x in self.connections if isinstance(x, BoundedProtocol) and x is not self and x.is_waiting]
             victim = min(waiting, key=lambda x: x._began, default=self)
             self.connections.discard(victim)  # immediately: more may arrive before connection_lost

@@ -8,7 +8,7 @@ from polyhead.report.viewer.request_fields import RequestFields
 from polyhead.report.viewer.trace import Trace
 from polyhead.report.viewer.viewing import SLOTS, WINDOW_TOKENS, WORD_CELLS, TracedHead, Viewer
 
-LARGEST_INTEGER = 2**53 - 1  # Number.MAX_SAFE_INTEGER of JavaScript
+MAX_SAFE_INTEGER = 2**53 - 1  # of JavaScript
 POOLS = ("sum", "max")
 
 
@@ -35,7 +35,7 @@ class RequestHandlers:
 
     def step(self, fields: RequestFields) -> Work:
         before = self._trace(fields)
-        token = fields.integer("token", 0, LARGEST_INTEGER, None)
+        token = fields.integer("token", 0, MAX_SAFE_INTEGER, None)
         return lambda job: self.viewer.step(job, before, token)
 
     def undo(self, fields: RequestFields) -> Work:
@@ -71,7 +71,7 @@ class RequestHandlers:
 
     def tile(self, fields: RequestFields) -> Work | Message:
         head, pool = self._head(fields), fields.choice("pool", POOLS, "sum")
-        level, row, column = (fields.integer(name, 0, LARGEST_INTEGER) for name in ("level", "row", "column"))
+        level, row, column = (fields.integer(name, 0, MAX_SAFE_INTEGER) for name in ("level", "row", "column"))
         known = self.viewer.known_tile(head, pool, level, row, column)
         return known if known is not None else lambda job: self.viewer.tile(job, head, pool, level, row, column)
 
@@ -88,7 +88,7 @@ class RequestHandlers:
     # ---- shared by several routes
 
     def _trace(self, fields: RequestFields, name: str = "trace") -> Trace:
-        return self.viewer.find(fields.integer(name, 0, LARGEST_INTEGER))
+        return self.viewer.find(fields.integer(name, 0, MAX_SAFE_INTEGER))
 
     def _head(self, fields: RequestFields) -> TracedHead:
         counts = self.viewer.head_counts

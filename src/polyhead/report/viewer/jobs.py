@@ -124,9 +124,9 @@ class Jobs:
         on_memory: called after a computation ran out of memory, to free some.
     """
 
-    def __init__(self, limit: int, *, on_memory: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, limit: int, *, on_out_of_memory: Callable[[], None] = lambda: None) -> None:
         self.limit = limit
-        self._on_memory = on_memory
+        self._on_out_of_memory = on_out_of_memory
         self._open = 0
         self._waiting: list[Job] = []
         self._running: Job | None = None
@@ -214,7 +214,7 @@ class Jobs:
 
     def _free_memory(self) -> None:
         try:
-            self._on_memory()
+            self._on_out_of_memory()
         except RuntimeError:  # an unusable GPU raises here again; the next job reports it to its client
             logger.exception("memory could not be freed")
 

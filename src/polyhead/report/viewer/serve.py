@@ -64,7 +64,7 @@ def serve(
             jobs.cancel_all()  # otherwise shutdown waits for long-running requests
             await super().shutdown(sockets)
 
-    jobs = Jobs(QUEUE, on_memory=viewer.forget)
+    jobs = Jobs(QUEUE, on_out_of_memory=viewer.forget)
     app = create_app(viewer, token=token, assets=assets, jobs=jobs)
     config = uvicorn.Config(
         app,

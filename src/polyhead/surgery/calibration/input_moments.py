@@ -57,12 +57,12 @@ def collect_inputs(
     model: nn.Module,
     layer: AttentionLayer,
     text: Iterable[Piece],
-    lending: Mapping[str, Tensor] | None = None,
+    swapped: Mapping[str, Tensor] | None = None,
 ) -> InputMoments:
-    """Collect the moments of a layer's projection inputs, with `lending` parameters swapped in."""
+    """Collect the moments of a layer's projection inputs, with the `swapped` parameters in place."""
     collected: dict[str, OutputMoments] = {}
     for piece in text:
-        capture = piece.capture(model, layer, lending=lending or {})
+        capture = piece.capture(model, layer, swapped=swapped or {})
         for part, x in {} if capture is None else capture.inputs.items():
             rows = unpadded_rows(model, layer, piece.batch, x)
             moments = collected.get(part)

@@ -28,7 +28,7 @@ from polyhead.surgery.calibration.streams import AttentionRecorder
 
 Pairing = Literal["none", "half", "interleaved"]
 Norm = Literal["none", "rms", "layer"]
-KEY_TRANSFORMS: Registry[KeyTransform] = Registry("a key form")
+KEY_TRANSFORMS: Registry[KeyTransform] = Registry("a key transform")
 
 
 @KEY_TRANSFORMS.register("key_form")

@@ -210,13 +210,13 @@ class Piece:
     before: CachedBlocks | None = None
 
     def capture(
-        self, model: nn.Module, layer: AttentionLayer, *, lending: Mapping[str, Tensor] | None
+        self, model: nn.Module, layer: AttentionLayer, *, swapped: Mapping[str, Tensor] | None
     ) -> LayerCapture | None:
-        """Capture a layer of the model with `lending` parameters swapped in, or of the original if None."""
-        cached = self.before if lending is None else self.now
+        """Capture a layer of the model with the `swapped` parameters in place, or of the original if None."""
+        cached = self.before if swapped is None else self.now
         with ExitStack() as stack:
-            if lending is not None:
-                stack.enter_context(swapped_parameters(model, lending))
+            if swapped is not None:
+                stack.enter_context(swapped_parameters(model, swapped))
             if cached is not None:
                 stack.enter_context(cached.skipping())
             return capture_layer(model, layer, self.batch)
@@ -232,12 +232,12 @@ class Piece:
         return Piece(batch, now, before)
 
     def capture_attention(
-        self, model: nn.Module, layer: AttentionLayer, *, lending: Mapping[str, Tensor] | None
+        self, model: nn.Module, layer: AttentionLayer, *, swapped: Mapping[str, Tensor] | None
     ) -> AttentionCapture | None:
         """Capture a layer and its attention; None if it is not called or its attention is not observed."""
         recorder = AttentionRecorder(layer.site)
         with observe(model, layers=[layer.site], statistics=False, collect=[recorder]):
-            capture = self.capture(model, layer, lending=lending)
+            capture = self.capture(model, layer, swapped=swapped)
         if capture is None or recorder.attended is None:
             return None
         return AttentionCapture(capture, recorder.attended, recorder.non_padding)
@@ -258,7 +258,7 @@ class Streams:
     _cached: list[tuple[Tensor, ...]] = field(default_factory=list)  # per batch: edited, and original
     _in_tuple: bool = False
 
-    def before(self, layer: AttentionLayer, lending: Mapping[str, Tensor]) -> list[Piece]:
+    def before(self, layer: AttentionLayer, swapped: Mapping[str, Tensor]) -> list[Piece]:
         """Return every batch, entered at this layer's block if that reproduces the full forward."""
         plain = uncached_pieces(self.batches)
         block = _block_of(self.model, layer)
@@ -268,7 +268,7 @@ class Streams:
         path, number = block
         if self._place[0] != path:
             self._place, self._cached = (path, 0), []
-        if self._place[1] < number and not self._advance(path, number, lending):
+        if self._place[1] < number and not self._advance(path, number, swapped):
             self._place, self._cached = ("", 0), []
             return plain
         blocks = tuple(self.model.get_submodule(path).children())[:number]
@@ -276,15 +276,15 @@ class Streams:
             Piece(batch, *(CachedBlocks(blocks, output, self._in_tuple) for output in outputs))
             for batch, outputs in zip(self.batches, self._cached, strict=True)
         ]
-        return pieces if self._agrees(pieces[0].first_row(), plain[0].first_row(), layer, lending) else plain
+        return pieces if self._agrees(pieces[0].first_row(), plain[0].first_row(), layer, swapped) else plain
 
-    def _advance(self, path: str, number: int, lending: Mapping[str, Tensor]) -> bool:
+    def _advance(self, path: str, number: int, swapped: Mapping[str, Tensor]) -> bool:
         """Cache the output of block number - 1; False if it is not a single tensor or too large."""
         blocks = tuple(self.model.get_submodule(path).children())
         num_cached, cached_outputs, size = self._place[1], [], 0
         for index, batch in enumerate(self.batches):
             outputs = []
-            for side, parameters in enumerate(self._sides(lending)):
+            for side, parameters in enumerate(self._sides(swapped)):
                 with ExitStack() as stack:
                     stack.enter_context(swapped_parameters(self.model, parameters or {}))
                     if num_cached:
@@ -302,12 +302,12 @@ class Streams:
         self._place, self._cached = (path, number), cached_outputs
         return True
 
-    def _sides(self, lending: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor] | None, ...]:
-        return (lending, None) if self.needs_original else (lending,)
+    def _sides(self, swapped: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor] | None, ...]:
+        return (swapped, None) if self.needs_original else (swapped,)
 
-    def _agrees(self, piece: Piece, plain: Piece, layer: AttentionLayer, lending: Mapping[str, Tensor]) -> bool:
-        for parameters in self._sides(lending):
-            actual, expected = (x.capture(self.model, layer, lending=parameters) for x in (piece, plain))
+    def _agrees(self, piece: Piece, plain: Piece, layer: AttentionLayer, swapped: Mapping[str, Tensor]) -> bool:
+        for parameters in self._sides(swapped):
+            actual, expected = (x.capture(self.model, layer, swapped=parameters) for x in (piece, plain))
             if actual is None or expected is None or actual.heads.shape != expected.heads.shape:
                 return False
             if not torch.allclose(

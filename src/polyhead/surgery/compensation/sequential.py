@@ -104,9 +104,9 @@ def solve_in_order(
     streams = Streams(model, list(batches()), needs_original=aim != "layer")
     with evaluating(model):
         for index, path in enumerate(edited):
-            layer, lending = layers[path], projection_parameters(model, layers, solved)
-            text, layer_weights = streams.before(layer, lending), None if weights is None else weights[path]
-            moments = collect_targets(model, layer, text, lending, aim=aim, weights=layer_weights)
+            layer, swapped = layers[path], projection_parameters(model, layers, solved)
+            text, layer_weights = streams.before(layer, swapped), None if weights is None else weights[path]
+            moments = collect_targets(model, layer, text, swapped, aim=aim, weights=layer_weights)
             solved[path] = moments.regression(read_heads(model, layer), ridge, path).without(removed[path])
             if progress is not None:
                 progress(index + 1, len(edited))
@@ -117,21 +117,21 @@ def collect_targets(
     model: nn.Module,
     layer: AttentionLayer,
     text: Iterable[Piece],
-    lending: Mapping[str, Tensor],
+    swapped: Mapping[str, Tensor],
     *,
     aim: Aim = "output",
     weights: Sequence[Tensor] | None = None,
 ) -> TargetMoments:
     """Collect the moments of a layer's head outputs and of its target outputs, which are given by `aim`.
 
-    Head outputs are those of the model with the parameters `lending`, by name, swapped in. `weights` are the weights of
+    Head outputs are those of the model with the parameters `swapped`, by name, in place. `weights` are the weights of
     tokens, one tensor per batch.
     """
     moments: TargetMoments | None = None
     has_stream: bool | None = None
     for index, piece in enumerate(text):
-        current = piece.capture(model, layer, lending=lending)
-        original = current if aim == "layer" else piece.capture(model, layer, lending=None)
+        current = piece.capture(model, layer, swapped=swapped)
+        original = current if aim == "layer" else piece.capture(model, layer, swapped=None)
         if current is None or original is None:
             continue
         if has_stream is None:

@@ -29,7 +29,7 @@ class HeadCounts:
     """
 
     heads: int = 0
-    key_heads: int = 0
+    kv_heads: int = 0
     parameters: int = 0
     flops: int = 0
     cache_bytes_per_token: int = 0

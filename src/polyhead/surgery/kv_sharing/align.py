@@ -22,7 +22,7 @@ from polyhead.surgery.kv_sharing.symmetries import CONDITION, blocks, change_key
 
 @dataclass(frozen=True)
 class EditGroups(HeadEdit):
-    """An edit of groups of KV heads; `form` is the key form of the layer, from `find_key_transforms`."""
+    """An edit of groups of KV heads; `form` is the key transform of the layer, from `find_key_transforms`."""
 
     groups: tuple[tuple[int, ...], ...]
     form: KeyTransform = field(default=KeyTransform(), metadata={"kinds": KEY_TRANSFORMS})
@@ -49,10 +49,10 @@ class AlignHeads(EditGroups):
 
 
 def aligned(
-    heads: HeadWeights, groups: Sequence[Sequence[int]], form: KeyTransform, inputs: InputMoments | None = None
+    heads: HeadWeights, groups: Sequence[Sequence[int]], transform: KeyTransform, inputs: InputMoments | None = None
 ) -> HeadWeights:
     """Return equivalent heads, those of a group as near to each other as the symmetries allow."""
-    form.check(heads.layout)
+    transform.check(heads.layout)
     inputs = InputMoments.white(heads) if inputs is None else inputs
     inputs = inputs.to(heads.key.device)
     keys, values = heads.augmented("key"), heads.augmented("value")
@@ -61,16 +61,16 @@ def aligned(
     )
     for first, *others in groups:
         for other in others:
-            key_maps[other] = key_map(keys[other], keys[first], inputs.key, form)
+            key_maps[other] = key_map(keys[other], keys[first], inputs.key, transform)
             value_maps[other] = key_map(values[other], values[first], inputs.value, KeyTransform())
-    mapped = change_value_basis(change_key_basis(heads, key_maps, form), value_maps)
+    mapped = change_value_basis(change_key_basis(heads, key_maps, transform), value_maps)
     changed_keys = {head for _, *others in groups for head in others}
     # The inputs of W_O change with the basis of the values.
     origins = (None if key in changed_keys else x for key, x in zip(heads.key_heads, heads.origins, strict=True))
     return replace(mapped, origins=tuple(origins))
 
 
-def key_map(rows: Tensor, towards: Tensor, moments: Tensor, form: KeyTransform) -> Tensor:
+def key_map(rows: Tensor, towards: Tensor, moments: Tensor, transform: KeyTransform) -> Tensor:
     """Return the allowed map [dim, dim] of a head's rows [dim, width] onto another head's.
 
     With C_s, C_t and C_ts the second and cross moments of both heads' outputs, each allowed block is C_t^½ Q C_s^-½, Q
@@ -79,21 +79,21 @@ def key_map(rows: Tensor, towards: Tensor, moments: Tensor, form: KeyTransform) 
     blow them up elsewhere.
     """
     result = torch.eye(rows.shape[0], dtype=rows.dtype, device=rows.device)
-    if form.norm == "layer":
+    if transform.norm == "layer":
         return result
     source_moments, target_moments, cross = (
         x @ moments @ y.T for x, y in ((rows, rows), (towards, towards), (towards, rows))
     )
     block_maps: dict[tuple[int, ...], Tensor] = {}
-    for channels, is_pair in blocks(form, len(result)):
+    for channels, is_pair in blocks(transform, len(result)):
         index = torch.tensor(channels, device=rows.device)
         source, target, cross_block = (x[index][:, index] for x in (source_moments, target_moments, cross))
-        is_rotary = channels[0] < form.rotary_dim
+        is_rotary = channels[0] < transform.rotary_dim
         if is_rotary:  # if a norm weights the two channels differently, only a common sign is allowed
             identity = torch.eye(2, dtype=source.dtype, device=source.device)
             cross_block = pair_part(cross_block) if is_pair else cross_block.diagonal().sum() * identity
             source, target = (x.diagonal().mean() * identity for x in (source, target))
-        if form.norm == "rms":  # a norm removes scales, so only rotations remain
+        if transform.norm == "rms":  # a norm removes scales, so only rotations remain
             block_maps[tuple(channels)] = _nearest_orthogonal(cross_block)
         else:
             (root, inverse_root), (_, whiten) = _root(target), _root(source)

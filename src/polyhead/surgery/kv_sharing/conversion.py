@@ -137,7 +137,7 @@ def _convert(
     model: nn.Module,
     layer: AttentionLayer,
     count: int,
-    form: KeyTransform,
+    transform: KeyTransform,
     streams: Streams,
     done: Mapping[str, Converted],
     grouping: Grouping,
@@ -145,23 +145,25 @@ def _convert(
     rounds: int,
 ) -> Converted:
     heads = read_heads(model, layer)
-    lending = {name: x for layer_done in done.values() for name, x in layer_done.parameters.items()}
-    text = streams.before(layer, lending)
-    inputs = collect_inputs(model, layer, text, lending)
+    swapped = {name: x for layer_done in done.values() for name, x in layer_done.parameters.items()}
+    text = streams.before(layer, swapped)
+    inputs = collect_inputs(model, layer, text, swapped)
     groups = (
-        similar_groups(heads, count, form, inputs) if grouping == "similar" else neighbours(heads.key.shape[0], count)
+        similar_groups(heads, count, transform, inputs)
+        if grouping == "similar"
+        else neighbours(heads.key.shape[0], count)
     )
-    shared = share(heads, groups, form, inputs)
+    shared = share(heads, groups, transform, inputs)
     if rounds:
-        logits = sample_logits(model, layer, heads, form, text, lending)
-        shared = refined_logits(shared, form, logits, rounds=rounds)
+        logits = sample_logits(model, layer, heads, transform, text, swapped)
+        shared = refined_logits(shared, transform, logits, rounds=rounds)
         del logits
     converted = Converted.of(model, layer, groups, shared)
     if rounds:
-        current = lending | dict(converted.parameters)
+        current = swapped | dict(converted.parameters)
         sample = sample_attended(model, layer, text, current, inputs.tokens)
         shared = refined(shared, sample, ridge=ridge, rounds=rounds)
         converted = Converted.of(model, layer, groups, shared)
-    moments = collect_targets(model, layer, text, lending | dict(converted.parameters))
+    moments = collect_targets(model, layer, text, swapped | dict(converted.parameters))
     matrix, bias = moments.regression(shared, ridge, layer.path).solve(range(shared.num_heads))
     return Converted.of(model, layer, groups, with_output(shared, matrix, bias))

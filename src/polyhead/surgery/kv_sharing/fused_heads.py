@@ -46,15 +46,15 @@ class FuseHeads(EditHeads):
 
 
 def fuse(
-    heads: HeadWeights, group: Sequence[int], form: KeyTransform, inputs: InputMoments | None = None
+    heads: HeadWeights, group: Sequence[int], transform: KeyTransform, inputs: InputMoments | None = None
 ) -> HeadWeights:
     """Return the heads with those of a group fused into the first of them."""
-    if form.norm != "none":
+    if transform.norm != "none":
         raise OptionError(
             "fusing needs logits that are products of queries and keys, which a norm of both prevents, got a "
-            f"layer with a {form.norm} norm; merge or prune heads there"
+            f"layer with a {transform.norm} norm; merge or prune heads there"
         )
-    form.check(heads.layout)
+    transform.check(heads.layout)
     inputs = (InputMoments.white(heads) if inputs is None else inputs).to(heads.key.device)
     merged = MergeHeads(0, tuple(group)).change(heads)
     if len({heads.key_heads[head] for head in group}) == 1:  # they share a basis, and perhaps other readers
@@ -66,12 +66,12 @@ def fuse(
     weight = torch.einsum("hdi,ij,hej,hdo,heo->h", value, value_moments, value, output, output)
     weight = weight / weight.sum().clamp_min(torch.finfo(torch.float64).tiny)
     new_query, new_key = query.new_zeros(query.shape[1:]), key.new_zeros(key.shape[1:])
-    rest = slice(form.rotary_dim, None)
-    if form.rotary_dim < query.shape[1]:
+    rest = slice(transform.rotary_dim, None)
+    if transform.rotary_dim < query.shape[1]:
         weighted = (query[:, rest] * weight[:, None, None]).flatten(0, 1)
-        keys_rest, rank = key[:, rest].flatten(0, 1), query.shape[1] - form.rotary_dim
+        keys_rest, rank = key[:, rest].flatten(0, 1), query.shape[1] - transform.rotary_dim
         new_query[rest], new_key[rest] = _best_product(weighted, inputs.query, keys_rest, centred(inputs.key), rank)
-    for i, j in form.pairs:
+    for i, j in transform.pairs:
         pair = torch.complex(query[:, i], query[:, j]) * weight[:, None], torch.complex(key[:, i], key[:, j])
         factors = _best_product(pair[0].conj(), inputs.query, pair[1], inputs.key, 1)
         new_query[i], new_query[j] = factors[0][0].real, -factors[0][0].imag

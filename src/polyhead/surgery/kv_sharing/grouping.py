@@ -38,13 +38,15 @@ def neighbours(num_heads: int, count: int) -> Groups:
     return tuple(tuple(range(start, start + size)) for start in range(0, num_heads, size))
 
 
-def similar_groups(heads: HeadWeights, count: int, form: KeyTransform, inputs: InputMoments | None = None) -> Groups:
+def similar_groups(
+    heads: HeadWeights, count: int, transform: KeyTransform, inputs: InputMoments | None = None
+) -> Groups:
     """Return groups of one size of similar heads: greedy groups or neighbours, improved by swaps."""
     total = heads.key.shape[0]
     start = neighbours(total, count)
     if count in (1, total):
         return start
-    loss = group_loss(heads, form, InputMoments.white(heads) if inputs is None else inputs)
+    loss = group_loss(heads, transform, InputMoments.white(heads) if inputs is None else inputs)
     costs: dict[tuple[int, ...], float] = {}
 
     def cost(group: Sequence[int]) -> float:
@@ -59,17 +61,17 @@ def similar_groups(heads: HeadWeights, count: int, form: KeyTransform, inputs: I
     return tuple(sorted(tuple(sorted(group)) for group in best))
 
 
-def group_loss(heads: HeadWeights, form: KeyTransform, inputs: InputMoments) -> Callable[[Sequence[int]], float]:
+def group_loss(heads: HeadWeights, transform: KeyTransform, inputs: InputMoments) -> Callable[[Sequence[int]], float]:
     """Return a function of a group: the relative loss of logits and values if its KV heads become one."""
     inputs = inputs.to(heads.key.device)
     keys, query_moments = key_factors(heads, inputs)
     key_grams = []
-    rotary_dim, rest = form.rotary_dim, slice(form.rotary_dim, None)
+    rotary_dim, rest = transform.rotary_dim, slice(transform.rotary_dim, None)
     if rotary_dim < keys.shape[1]:
         key_grams.append(_gram(keys[:, rest], query_moments[:, rest, rest], centred(inputs.key)))
     values, output_moments = value_factors(heads)
     value_gram = _gram(values, output_moments, value_moments(heads, inputs))
-    pair_grams = _pair_grams(keys, query_moments, form, inputs.key) if rotary_dim else None
+    pair_grams = _pair_grams(keys, query_moments, transform, inputs.key) if rotary_dim else None
     logit_energy = sum(_energy(x) for x in key_grams)
     logit_energy += 0.0 if pair_grams is None else float(pair_grams.diagonal(dim1=1, dim2=2).real.sum())
     value_energy = _energy(value_gram)
@@ -94,9 +96,9 @@ def _gram(rows: Tensor, weights: Tensor, moments: Tensor) -> Tensor:
     return (flat @ moments @ flat.T).view(heads, dim, heads, dim).cpu()
 
 
-def _pair_grams(keys: Tensor, weights: Tensor, form: KeyTransform, moments: Tensor) -> Tensor:
+def _pair_grams(keys: Tensor, weights: Tensor, transform: KeyTransform, moments: Tensor) -> Tensor:
     """Return the weighted inner products of rotary pairs, [pairs, heads, heads], complex."""
-    first, second = form.halves
+    first, second = transform.halves
     rows = torch.complex(keys[:, first], keys[:, second]).transpose(0, 1)
     sizes = weights.diagonal(dim1=1, dim2=2)
     roots = (sizes[:, first] + sizes[:, second]).T.clamp_min(0).sqrt()

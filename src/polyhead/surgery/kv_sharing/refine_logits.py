@@ -45,27 +45,27 @@ def sample_logits(
     model: nn.Module,
     layer: AttentionLayer,
     heads: HeadWeights,
-    form: KeyTransform,
+    transform: KeyTransform,
     text: Iterable[Piece],
-    lending: Mapping[str, Tensor],
+    swapped: Mapping[str, Tensor],
 ) -> list[LogitSample]:
-    """Sample a layer's logits in the model with `lending` parameters; a long text is thinned evenly."""
+    """Sample a layer's logits in the model with the `swapped` parameters in place; a long text is thinned evenly."""
     every = 1
     numbered: list[tuple[int, LogitSample]] = []
     for number, piece in enumerate(text):
         if number % every:
             continue
-        capture = piece.capture_attention(model, layer, lending=lending)
+        capture = piece.capture_attention(model, layer, swapped=swapped)
         if capture is None:
             continue
-        numbered.append((number, _sample(heads, form, capture)))
+        numbered.append((number, _sample(heads, transform, capture)))
         while len(numbered) > 1 and sum(sample.num_bytes for _, sample in numbered) > SAMPLE_BYTES:
             every *= 2  # halve the sample when it exceeds its budget
             numbered = [(number, sample) for number, sample in numbered if number % every == 0]
     return [sample for _, sample in numbered]
 
 
-def _sample(heads: HeadWeights, form: KeyTransform, capture: AttentionCapture) -> LogitSample:
+def _sample(heads: HeadWeights, transform: KeyTransform, capture: AttentionCapture) -> LogitSample:
     attended, inputs = capture.attended, capture.capture.inputs
     weights = attention_weights(attended).float()
     if capture.non_padding is not None:
@@ -82,18 +82,20 @@ def _sample(heads: HeadWeights, form: KeyTransform, capture: AttentionCapture) -
         source = torch.einsum("bni,hdi->bhnd", augmented[side], heads.augmented(side).float())
         source = source if side == "query" else source[:, readers]
         size *= float(target.norm() / source.norm().clamp_min(TINY))
-        correlation = (_pairs(source, form).conj() * _pairs(target, form)).sum(1, keepdim=True)
+        correlation = (_pairs(source, transform).conj() * _pairs(target, transform)).sum(1, keepdim=True)
         rotations[side] = correlation / correlation.abs().clamp_min(TINY)
     scale = attended.query.shape[-1] ** -0.5 if attended.scale is None else float(attended.scale)
     logits = attended_by["query"] @ attended_by["key"].mT
     return LogitSample(augmented, rotations, weights, _centred(logits * scale, weights), scale * size)
 
 
-def refined_logits(heads: HeadWeights, form: KeyTransform, samples: list[LogitSample], *, rounds: int) -> HeadWeights:
+def refined_logits(
+    heads: HeadWeights, transform: KeyTransform, samples: list[LogitSample], *, rounds: int
+) -> HeadWeights:
     """Fit heads to the sampled logits: queries first, then keys and queries alternately."""
-    if form.norm != "none" or not samples:
+    if transform.norm != "none" or not samples:
         return heads
-    problem = _LogitRegression(form, samples, heads.key_heads)
+    problem = _LogitRegression(transform, samples, heads.key_heads)
     query, key = heads.augmented("query").float(), heads.augmented("key").float()
     query_bias, key_bias = heads.query_bias is not None, heads.key_bias is not None
     query = problem.solve("query", query, key, bias=query_bias)
@@ -107,7 +109,7 @@ def refined_logits(heads: HeadWeights, form: KeyTransform, samples: list[LogitSa
 class _LogitRegression:
     """Weighted least squares of the logits for fixed keys or fixed queries."""
 
-    form: KeyTransform
+    transform: KeyTransform
     samples: list[LogitSample]
     key_heads: tuple[int, ...]
 
@@ -133,7 +135,7 @@ class _LogitRegression:
             for x, other, sample in zip(residual, fixed, self.samples, strict=True):
                 weighted = x * sample.weights
                 weighted = weighted if side == "query" else weighted.mT
-                by_head = _rotate(sample.scale * weighted @ other, sample.rotations[side].conj(), self.form)
+                by_head = _rotate(sample.scale * weighted @ other, sample.rotations[side].conj(), self.transform)
                 gradients.append(torch.einsum("bhnd,bni->hdi", by_head, sample.inputs[side]))
             return self._by_matrix(side, torch.stack(gradients).sum(0), len(matrix))
 
@@ -155,7 +157,8 @@ class _LogitRegression:
         """Return the rotated queries or keys of every query head, [batch, heads, tokens, dim] for each sample."""
         projected = (torch.einsum("bni,hdi->bhnd", sample.inputs[side], matrix) for sample in self.samples)
         rotated = (
-            _rotate(x, sample.rotations[side], self.form) for x, sample in zip(projected, self.samples, strict=True)
+            _rotate(x, sample.rotations[side], self.transform)
+            for x, sample in zip(projected, self.samples, strict=True)
         )
         return [x if side == "query" else x[:, list(self.key_heads)] for x in rotated]
 
@@ -167,7 +170,7 @@ class _LogitRegression:
         """Return the weighted energy of each channel of the fixed side, [heads, dim], equal within a pair."""
         sizes = sum(torch.einsum("bhnd,bhn->hd", x, w) for x, w in zip(squares, weights, strict=True))
         assert isinstance(sizes, Tensor)
-        for i, j in self.form.pairs:
+        for i, j in self.transform.pairs:
             sizes[:, i] = sizes[:, j] = (sizes[:, i] + sizes[:, j]) / 2
         return sizes
 
@@ -184,16 +187,16 @@ class _LogitRegression:
         return lambda x: without_bias((without_bias(x) @ inverse) / (channel_weights + floor)[..., None])
 
 
-def _pairs(x: Tensor, form: KeyTransform) -> Tensor:
-    first, second = form.halves
+def _pairs(x: Tensor, transform: KeyTransform) -> Tensor:
+    first, second = transform.halves
     return torch.complex(x[..., first], x[..., second])
 
 
-def _rotate(x: Tensor, rotations: Tensor, form: KeyTransform) -> Tensor:
+def _rotate(x: Tensor, rotations: Tensor, transform: KeyTransform) -> Tensor:
     """Apply each token's rotations to the rotary channels of [batch, heads, tokens, dim]."""
-    if not form.rotary_dim:
+    if not transform.rotary_dim:
         return x
-    rotated, (first, second) = _pairs(x, form) * rotations, form.halves
+    rotated, (first, second) = _pairs(x, transform) * rotations, transform.halves
     result = x.clone()
     result[..., first], result[..., second] = rotated.real, rotated.imag
     return result

@@ -35,10 +35,10 @@ def sample_attended(
     model: nn.Module,
     layer: AttentionLayer,
     text: Iterable[Piece],
-    lending: Mapping[str, Tensor],
+    swapped: Mapping[str, Tensor],
     tokens: int,
 ) -> AttendedInputs:
-    """Sample a text of `tokens` tokens: inputs with `lending` parameters swapped in, targets of the original model."""
+    """Sample inputs of `tokens` tokens with the `swapped` parameters in place, and targets of the original model."""
     assert layer.layout is not None
     row_bytes = layer.layout.num_heads * layer.layout.value_input_dim * 4
     share = min(1.0, SAMPLE_BYTES / (tokens * row_bytes))
@@ -46,8 +46,8 @@ def sample_attended(
     inputs, targets = [], []
     for piece in text:
         current, original = (
-            piece.capture_attention(model, layer, lending=lending),
-            piece.capture(model, layer, lending=None),
+            piece.capture_attention(model, layer, swapped=swapped),
+            piece.capture(model, layer, swapped=None),
         )
         if current is None or original is None:
             continue

@@ -49,15 +49,15 @@ def sort_by_group(heads: HeadWeights) -> HeadWeights:
 
 
 def share(
-    heads: HeadWeights, groups: Sequence[Sequence[int]], form: KeyTransform, inputs: InputMoments | None = None
+    heads: HeadWeights, groups: Sequence[Sequence[int]], transform: KeyTransform, inputs: InputMoments | None = None
 ) -> HeadWeights:
     """Return heads with one KV head per group; query heads keep their order. Inputs are white by default."""
-    form.check(heads.layout)
+    transform.check(heads.layout)
     inputs = (InputMoments.white(heads) if inputs is None else inputs).to(heads.key.device)
-    if form.norm != "none":
-        heads = _equalise_norms(aligned(heads, groups, form, inputs), inputs.key)
+    if transform.norm != "none":
+        heads = _equalise_norms(aligned(heads, groups, transform, inputs), inputs.key)
     group_of = {key: index for index, group in enumerate(groups) for key in group}
-    query, key = _shared_keys(heads, groups, form, inputs)
+    query, key = _shared_keys(heads, groups, transform, inputs)
     value, output = _shared_values(heads, groups, inputs)
     unshared = {group[0] for group in groups if len(group) == 1}
     shared = replace(
@@ -92,16 +92,16 @@ def value_moments(heads: HeadWeights, inputs: InputMoments) -> Tensor:
 
 
 def _shared_keys(
-    heads: HeadWeights, groups: Sequence[Sequence[int]], form: KeyTransform, inputs: InputMoments
+    heads: HeadWeights, groups: Sequence[Sequence[int]], transform: KeyTransform, inputs: InputMoments
 ) -> tuple[Tensor, Tensor]:
     query = heads.augmented("query")
     keys, query_moments = key_factors(heads, inputs)
     shared = keys.new_zeros(len(groups), *keys.shape[1:])
-    if form.norm != "none":
+    if transform.norm != "none":
         for index, group in enumerate(groups):
             shared[index] = keys[list(group)].mean(0)
         return query, shared
-    first, second = form.halves
+    first, second = transform.halves
     for index, group in enumerate(groups):
         indices = list(group)
         readers = [head for head, key in enumerate(heads.key_heads) if key in group]
@@ -109,12 +109,12 @@ def _shared_keys(
         if len(indices) == 1:
             shared[index] = keys[indices[0]]
             continue
-        rest = slice(form.rotary_dim, None)
-        if form.rotary_dim < keys.shape[1]:  # the softmax is invariant to a constant over keys
+        rest = slice(transform.rotary_dim, None)
+        if transform.rotary_dim < keys.shape[1]:  # the softmax is invariant to a constant over keys
             rows, maps = shared_rows(keys[indices, rest], query_moments[indices, rest, rest], centred(inputs.key))
             shared[index, rest] = rows
             query[readers, rest] = maps[member] @ query[readers, rest]
-        if form.rotary_dim:
+        if transform.rotary_dim:
             pairs = torch.complex(keys[indices][:, first], keys[indices][:, second])
             sizes = query_moments[indices].diagonal(dim1=1, dim2=2)
             rows, factors = _shared_pairs(pairs, sizes[:, first] + sizes[:, second], inputs.key)

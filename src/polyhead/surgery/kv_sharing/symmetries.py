@@ -24,7 +24,7 @@ CONDITION = 100.0
 _TOLERANCE = 1e-8
 
 
-def change_key_basis(heads: HeadWeights, maps: Tensor, form: KeyTransform) -> HeadWeights:
+def change_key_basis(heads: HeadWeights, maps: Tensor, transform: KeyTransform) -> HeadWeights:
     """Map keys by maps [kv_heads, head_dim, head_dim] and queries by their inverse transpose; logits are unchanged.
 
     >>> from polyhead.layers import MultiHeadAttention
@@ -35,17 +35,17 @@ def change_key_basis(heads: HeadWeights, maps: Tensor, form: KeyTransform) -> He
     >>> torch.equal(change_key_basis(heads, maps, KeyTransform()).query, heads.query / 2)
     True
     """
-    form.check(heads.layout)
+    transform.check(heads.layout)
     maps = _checked(maps, heads.key)
-    allowed = allowed_part(maps, form)
+    allowed = allowed_part(maps, transform)
     error = (maps - allowed).norm(dim=(1, 2)) / maps.norm(dim=(1, 2))
     orthogonality = maps.mT @ maps - torch.eye(maps.shape[1], dtype=maps.dtype, device=maps.device)
-    if form.norm == "rms":
+    if transform.norm == "rms":
         error = torch.maximum(error, orthogonality.norm(dim=(1, 2)))
     if float(error.max()) > _TOLERANCE:
         raise OptionError(
-            f"keys of this form may be mapped by {_describe_maps(form)}, got a map of KV head {int(error.argmax())} "
-            f"with a relative error of {float(error.max()):.1e}"
+            f"keys with this transform may be mapped by {_describe_maps(transform)}, got a map of KV head "
+            f"{int(error.argmax())} with a relative error of {float(error.max()):.1e}"
         )
     inverse_transpose = torch.linalg.inv(maps).mT[list(heads.key_heads)]
     return replace(
@@ -69,16 +69,16 @@ def change_value_basis(heads: HeadWeights, maps: Tensor) -> HeadWeights:
     )
 
 
-def blocks(form: KeyTransform, dim: int) -> Iterator[tuple[list[int], bool]]:
+def blocks(transform: KeyTransform, dim: int) -> Iterator[tuple[list[int], bool]]:
     """Yield blocks of channels that may be mixed, and whether a block is a rotary pair that may be rotated and scaled.
 
     A rotary pair with False may only be scaled as a whole: a norm weights its two channels differently.
     """
-    classes = form.classes or (0,) * dim
-    for first, second in form.pairs:
+    classes = transform.classes or (0,) * dim
+    for first, second in transform.pairs:
         yield [first, second], classes[first] == classes[second]
-    for number in dict.fromkeys(classes[form.rotary_dim :]):
-        yield [channel for channel in range(form.rotary_dim, dim) if classes[channel] == number], False
+    for number in dict.fromkeys(classes[transform.rotary_dim :]):
+        yield [channel for channel in range(transform.rotary_dim, dim) if classes[channel] == number], False
 
 
 def pair_part(maps: Tensor) -> Tensor:
@@ -88,18 +88,18 @@ def pair_part(maps: Tensor) -> Tensor:
     return torch.stack((torch.stack((cosine, -sine), -1), torch.stack((sine, cosine), -1)), -2)
 
 
-def allowed_part(maps: Tensor, form: KeyTransform) -> Tensor:
-    """Project maps [..., dim, dim] onto the structure that a form allows."""
+def allowed_part(maps: Tensor, transform: KeyTransform) -> Tensor:
+    """Project maps [..., dim, dim] onto the structure that a transform allows."""
     identity = torch.eye(maps.shape[-1], dtype=maps.dtype, device=maps.device)
-    if form.norm == "layer":
+    if transform.norm == "layer":
         return identity.expand_as(maps)
     result = torch.zeros_like(maps)
-    for channels, is_pair in blocks(form, maps.shape[-1]):
+    for channels, is_pair in blocks(transform, maps.shape[-1]):
         index = torch.tensor(channels, device=maps.device)
         block = maps[..., index[:, None], index]
         if is_pair:
             block = pair_part(block)
-        elif channels[0] < form.rotary_dim:
+        elif channels[0] < transform.rotary_dim:
             block = block.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] * identity[:2, :2]
         result[..., index[:, None], index] = block
     return result
@@ -117,12 +117,12 @@ def _checked(maps: Tensor, weight: Tensor) -> Tensor:
     return maps
 
 
-def _describe_maps(form: KeyTransform) -> str:
-    if form.norm == "layer":
+def _describe_maps(transform: KeyTransform) -> str:
+    if transform.norm == "layer":
         return "the identity alone, since the norm is not an RMS norm"
-    if form.norm == "rms":
+    if transform.norm == "rms":
         return "orthogonal maps alone, of channels of equal norm weight" + (
-            "; rotary pairs by rotations" * bool(form.rotary_dim)
+            "; rotary pairs by rotations" * bool(transform.rotary_dim)
         )
     return "one rotation and one scale per rotary pair, and any invertible map of the other channels"
 

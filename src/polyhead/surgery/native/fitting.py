@@ -92,9 +92,11 @@ def fit_native(
     for path, layout in layouts.items():
         layer = in_config.get(path)
         if layer is None:
-            return NativeFit(rule=f"{type(model).__name__} of its config has no attention layer {path}")
+            return NativeFit(rule=f"{type(model).__name__} built from its config has no attention layer {path}")
         if layer.layout is None:
-            return NativeFit(rule=f"{type(layer.module).__name__} of its config cannot run: {layer.refusals[0]}")
+            return NativeFit(
+                rule=f"{type(layer.module).__name__} built from its config cannot be edited: {layer.refusals[0]}"
+            )
         if layer.layout != layout:
             return NativeFit(
                 rule=f"a config of {type(model).__name__} gives {_describe(layer.layout)} where {path} has "
@@ -112,7 +114,7 @@ def tensor_mismatch(built: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> 
         if shapes.get(name) != actual.get(name):
             has = f"{name} of shape {list(actual[name])}" if name in actual else f"no {name}"
             expected = f"one of shape {list(shapes[name])}" if name in shapes else "none"
-            return f"{type(built).__name__} of its config has {has}, but the model has {expected}"
+            return f"{type(built).__name__} built from its config has {has}, but the model has {expected}"
     return ""
 
 

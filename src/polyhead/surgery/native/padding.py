@@ -171,7 +171,9 @@ def _attempt(model: Any, layers: Sequence[AttentionLayer], changes: Sequence[Con
             continue
         padded_layer = built_layers[layer.path]
         if padded_layer.layout is None:
-            return PaddedFit(rule=f"{type(layer.module).__name__} of its config cannot run: {padded_layer.refusals[0]}")
+            return PaddedFit(
+                rule=f"{type(layer.module).__name__} built from its config cannot be edited: {padded_layer.refusals[0]}"
+            )
         capacity = padded_layer.layout
         padding = place_heads(layer.layout, capacity.num_heads, capacity.num_kv_heads)
         if padding is None or capacity.head_dim != layer.layout.head_dim:

@@ -95,7 +95,7 @@ def ignore_count(count: int) -> None:
 class BaseShrinker(ABC):
     """Choose heads to prune for a target, and measure the size and quality of the model without them."""
 
-    searches: str  # what a search does with heads, for the summary: "3 heads moved between layers"
+    search_action: str  # what a search does with heads, for the summary: "3 heads moved between layers"
 
     def __init__(self, evidence: Evidence, *, weighting: Weighting = "token", work: Workload | None = None) -> None:
         """Set up the evidence; `work` is the call whose FLOPs are counted, 512 tokens by default."""
@@ -284,11 +284,11 @@ class BaseShrinker(ABC):
 class Shrinker(BaseShrinker):
     """Choose the heads of a model to prune for a target, by the pruning order of each layer.
 
-    The unit of an order is a head or, with `by_key_heads`, a KV head with all query heads that read it, which shrinks
+    The unit of an order is a head or, with `by_kv_heads`, a KV head with all query heads that read it, which shrinks
     the KV cache of grouped layers. Every layer keeps at least one unit.
     """
 
-    searches = "moved between layers"
+    search_action = "moved between layers"
 
     def __init__(
         self,
@@ -296,7 +296,7 @@ class Shrinker(BaseShrinker):
         *,
         criterion: str = "compensated",
         weighting: Weighting = "token",
-        by_key_heads: bool = False,
+        by_kv_heads: bool = False,
         work: Workload | None = None,
     ) -> None:
         """Compute the pruning orders.
@@ -309,10 +309,10 @@ class Shrinker(BaseShrinker):
         """
         super().__init__(evidence, weighting=weighting, work=work)
         self.criterion = criterion
-        self.by_key_heads = by_key_heads and any(
+        self.by_kv_heads = by_kv_heads and any(
             len(set(heads.key_heads)) < heads.num_heads for heads in evidence.heads.values()
         )
-        if self.by_key_heads and criterion != "compensated":
+        if self.by_kv_heads and criterion != "compensated":
             raise OptionError(f"pruning KV heads needs the criterion compensated, got {criterion!r}")
         self.orders = self._orders()
 
@@ -323,7 +323,7 @@ class Shrinker(BaseShrinker):
 
     def _orders(self) -> dict[str, PruningOrder]:
         evidence = self.evidence
-        if not self.by_key_heads:
+        if not self.by_kv_heads:
             return orders_by(self.criterion, evidence, weighting=self.weighting)
         return {
             path: pruning_order(
@@ -343,7 +343,7 @@ class Shrinker(BaseShrinker):
 
     def _heads(self, path: str, units: Sequence[int]) -> tuple[int, ...]:
         """Return the query heads of an order's units: the units themselves, or the readers of KV heads."""
-        if not self.by_key_heads:
+        if not self.by_kv_heads:
             return tuple(sorted(units))
         readers = self.evidence.heads[path].readers
         return tuple(sorted(head for key in units for head in readers[key]))
@@ -410,11 +410,11 @@ class Shrinker(BaseShrinker):
         """Number of heads, or of KV heads, including those that cannot be pruned."""
         heads = self.evidence.heads.values()
         return sum(
-            len(set(layer_heads.key_heads)) if self.by_key_heads else layer_heads.num_heads for layer_heads in heads
+            len(set(layer_heads.key_heads)) if self.by_kv_heads else layer_heads.num_heads for layer_heads in heads
         )
 
     def _random_orders(self, seed: int) -> dict[str, PruningOrder]:
-        if not self.by_key_heads:
+        if not self.by_kv_heads:
             return orders_by("random", self.evidence, seed=seed)
         generator = torch.Generator().manual_seed(seed)
         return {

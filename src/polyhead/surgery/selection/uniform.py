@@ -155,7 +155,7 @@ def uniform_sets(
 class UniformShrinker(BaseShrinker):
     """A model, its evidence, and the uniform layouts that a native class can hold."""
 
-    searches = "exchanged within layers"
+    search_action = "exchanged within layers"
 
     def __init__(
         self,

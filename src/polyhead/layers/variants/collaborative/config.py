@@ -28,7 +28,7 @@ class CollaborativeConfig(HeadsConfig):
         self._fill(shared_dim=self.shared_dim or self.layout.num_heads * self.layout.head_dim)
 
     @property
-    def turning(self) -> HeadLayout:
+    def position_layout(self) -> HeadLayout:
         """Head layout that the position module applies to: queries and keys of a head have all shared channels."""
         assert self.shared_dim is not None
         return replace(self.layout, head_dim=self.shared_dim)

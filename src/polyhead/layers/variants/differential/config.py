@@ -16,7 +16,7 @@ class DifferentialConfig(HeadsConfig):
     """Config of `DifferentialAttention`.
 
     >>> config = DifferentialConfig(512, 4, layer_index=3)
-    >>> config.head_dim, config.turning.head_dim
+    >>> config.head_dim, config.position_layout.head_dim
     (128, 64)
     """
 
@@ -29,5 +29,5 @@ class DifferentialConfig(HeadsConfig):
         check_differential(self.layout, self.layer_index, self.norm_eps, self.qk_norm)
 
     @property
-    def turning(self) -> HeadLayout:
+    def position_layout(self) -> HeadLayout:
         return replace(self.layout, head_dim=self.layout.head_dim // 2)

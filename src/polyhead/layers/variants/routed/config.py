@@ -22,7 +22,7 @@ class RoutedConfig(LayerConfig):
     """Config of `RoutedHeads`.
 
     >>> config = RoutedConfig(512, 16, top_k=4)
-    >>> config.head_dim, config.num_kv_heads, config.most_heads
+    >>> config.head_dim, config.num_kv_heads, config.max_heads
     (32, 1, 4)
     """
 
@@ -57,9 +57,9 @@ class RoutedConfig(LayerConfig):
         return HeadRouter(self.embed_dim, self.num_heads, **options, device="meta")
 
     @property
-    def most_heads(self) -> int:
+    def max_heads(self) -> int:
         """Maximum number of heads per token, including those that are always on."""
-        return self._router().most_heads
+        return self._router().max_heads
 
     @property
     def layout(self) -> HeadLayout:

@@ -272,7 +272,7 @@ class HeadRouter(nn.Module):
         nn.init.xavier_uniform_(self.gate.weight)
 
     @property
-    def most_heads(self) -> int:
+    def max_heads(self) -> int:
         """Maximum number of heads per token, including those that are always on."""
         return self.always_on + (self.top_k or self.k_max or 0)
 

@@ -39,7 +39,7 @@ class Grid:
     deep: Sequence[int] = ()  # inner sizes of weight gradients, which are numbers of tokens
     copies: Sequence[int] = ()  # bytes
     tokens: Sequence[int]
-    pairs: Sequence[tuple[int, int]]  # (batch, heads)
+    batch_heads: Sequence[tuple[int, int]]  # (batch, heads)
     middle: Sequence[int] = ()  # tokens of unmasked attention and of shared KV heads, which are timed at few sizes
     dims: Sequence[int]
     cached: Sequence[tuple[int, int]] = ()  # (batch, keys) of decoding
@@ -47,11 +47,11 @@ class Grid:
     tiled: Sequence[int] = ()  # tokens of windows without a mask tensor
     windows: Sequence[int] = ()  # window lengths at these tokens; a window of over half of the tokens is left out
     cached_windows: Sequence[int] = ()  # window lengths of decoding, over the last two entries of `cached`
-    most_flops: float  # of one piece
-    most_windowed_flops: float = math.inf  # of one with a window; there is time for few of them
-    most_bytes: float  # of its operands and masks
-    least_backward_flops: float = 0  # a smaller backward takes the host longer than the device
-    least_tiled_backward_flops: float = 0  # the same for our kernels, which are launched from Python
+    max_flops: float  # of one piece
+    max_windowed_flops: float = math.inf  # of one with a window; there is time for few of them
+    max_bytes: float  # of its operands and masks
+    min_backward_flops: float = 0  # a smaller backward takes the host longer than the device
+    min_tiled_backward_flops: float = 0  # the same for our kernels, which are launched from Python
 
 
 GPU = Grid(
@@ -61,7 +61,7 @@ GPU = Grid(
     deep=(65_536, 1_048_576),
     copies=tuple(1 << power for power in range(14, 33, 2)),
     tokens=(128, 512, 2048, 8192, 32_768, 131_072),
-    pairs=((1, 1), (1, 8), (4, 16), (16, 32), (64, 64)),
+    batch_heads=((1, 1), (1, 8), (4, 16), (16, 32), (64, 64)),
     middle=(512, 4096, 16_384),
     dims=(64, 128, 256),
     cached=(*product((1, 8), (512, 4096, 32_768)), (1, 131_072), (64, 512), (8, 131_072), (64, 8192)),
@@ -69,11 +69,11 @@ GPU = Grid(
     tiled=(2048, 8192, 32_768, 131_072),
     windows=(64, 512, 4096, 65_536),
     cached_windows=(128, 4096),
-    most_flops=2.5e13,
-    most_windowed_flops=5e12,
-    most_bytes=20e9,
-    least_backward_flops=2e10,
-    least_tiled_backward_flops=1e11,
+    max_flops=2.5e13,
+    max_windowed_flops=5e12,
+    max_bytes=20e9,
+    min_backward_flops=2e10,
+    min_tiled_backward_flops=1e11,
 )
 CPU = Grid(
     rows=(1, 8, 64, 512, 4096),
@@ -82,13 +82,13 @@ CPU = Grid(
     deep=(4096,),
     copies=tuple(1 << power for power in range(14, 29, 2)),
     tokens=(32, 128, 512, 2048),
-    pairs=((1, 1), (1, 8), (4, 16)),
+    batch_heads=((1, 1), (1, 8), (4, 16)),
     middle=(64, 512),
     dims=(64, 128),
     cached=((1, 64), (1, 1024), (1, 8192), (8, 1024)),
     kv_heads=2,
-    most_flops=1.5e9,
-    most_bytes=1e9,
+    max_flops=1.5e9,
+    max_bytes=1e9,
 )
 # For dtypes after the first: enough for their rates and the efficiency of their kernels.
 BRIEF = Grid(
@@ -96,10 +96,10 @@ BRIEF = Grid(
     columns=(512, 4096),
     inner=(512, 4096),
     tokens=(2048,),
-    pairs=((4, 16),),
+    batch_heads=((4, 16),),
     dims=(64, 128),
-    most_flops=2e12,
-    most_bytes=12e9,
+    max_flops=2e12,
+    max_bytes=12e9,
 )
 BRIEF_SHARE = 1.0
 
@@ -150,13 +150,13 @@ def held_bytes(piece: Piece, device: Device) -> int:
 def _fits(piece: Piece, grid: Grid, device: Device) -> bool:
     flops = computed_flops(piece, device)
     if isinstance(piece, AttentionCore):
-        if piece.left is not None and flops > grid.most_windowed_flops:
+        if piece.left is not None and flops > grid.max_windowed_flops:
             return False
         is_tiled = route(piece, device) == "tiled"
-        least = grid.least_tiled_backward_flops if is_tiled else grid.least_backward_flops
+        least = grid.min_tiled_backward_flops if is_tiled else grid.min_backward_flops
         if piece.direction == "backward" and flops < least:
             return False
-    return flops <= grid.most_flops and held_bytes(piece, device) <= grid.most_bytes
+    return flops <= grid.max_flops and held_bytes(piece, device) <= grid.max_bytes
 
 
 def _ordered(pieces: Iterable[Piece], device: Device) -> tuple[Piece, ...]:
@@ -175,9 +175,9 @@ def _products(grid: Grid, dtype: torch.dtype) -> Iterator[Product]:
 
 
 def _plain(grid: Grid, dtype: torch.dtype, direction: Direction) -> Iterator[AttentionCore]:
-    batch, heads = grid.pairs[len(grid.pairs) // 2]
+    batch, heads = grid.batch_heads[len(grid.batch_heads) // 2]
     for dim in grid.dims:
-        for tokens, pair in product(grid.tokens, grid.pairs):
+        for tokens, pair in product(grid.tokens, grid.batch_heads):
             yield _core(direction, (*pair, pair[1]), tokens, dim, dtype)
         for tokens in grid.middle:
             yield _core(direction, (batch, heads, heads), tokens, dim, dtype, right=None)
@@ -203,7 +203,7 @@ def _tiled(grid: Grid, dtype: torch.dtype, device: Device, direction: Direction)
 
 def _windowed(grid: Grid, lengths: Sequence[int]) -> Iterator[tuple[tuple[int, int, int], int]]:
     """Yield (batch, heads, KV heads) and tokens; shared KV heads are timed at few lengths."""
-    for tokens, (batch, heads) in product(dict.fromkeys(lengths), grid.pairs):
+    for tokens, (batch, heads) in product(dict.fromkeys(lengths), grid.batch_heads):
         yield (batch, heads, heads), tokens
     for tokens in grid.middle:
         yield (1, 8 * grid.kv_heads, grid.kv_heads), tokens
