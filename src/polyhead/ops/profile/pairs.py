@@ -53,9 +53,9 @@ def _pair_visibility(
     """Restrict `allowed` to the visible pairs and add the biases to `logits`; return both, [batch, heads, pairs]."""
     batch, heads, _ = logits.shape
 
-    def gather_tokens(by_token: Tensor, index: Tensor) -> Tensor:
+    def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
         """Return the elements of [batch or 1, tokens] at `index` [batch, pairs]."""
-        return by_token.expand(batch, -1).gather(1, index)
+        return rows.expand(batch, -1).gather(1, index)
 
     def gather_dense(tensor: Tensor) -> Tensor:
         """Return the elements of [batch or 1, heads or 1, queries or 1, keys] at the pairs."""
@@ -65,22 +65,22 @@ def _pair_visibility(
         return tensor[b, h, i[:, None] if tensor_queries > 1 else 0, j[:, None]].expand(batch, heads, -1)
 
     if visibility.query_positions is not None and visibility.key_positions is not None:
-        distance = gather_tokens(visibility.key_positions, j) - gather_tokens(visibility.query_positions, i)
+        distance = gather_rows(visibility.key_positions, j) - gather_rows(visibility.query_positions, i)
     else:
         distance = j - i - visibility.offset
     if visibility.left is not None:
         in_window = distance >= -visibility.left
         if visibility.sinks:
-            ordinal = j if visibility.key_ordinals is None else gather_tokens(visibility.key_ordinals, j)
+            ordinal = j if visibility.key_ordinals is None else gather_rows(visibility.key_ordinals, j)
             in_window = in_window | (ordinal < visibility.sinks)
         allowed = allowed & in_window[:, None]
     if visibility.right is not None:
         allowed = allowed & (distance <= visibility.right)[:, None]
     for real, index in ((visibility.query_real, i), (visibility.key_real, j)):
         if real is not None:
-            allowed = allowed & gather_tokens(real, index)[:, None]
+            allowed = allowed & gather_rows(real, index)[:, None]
     for query_ids, key_ids in visibility.documents:
-        allowed = allowed & (gather_tokens(query_ids, i) == gather_tokens(key_ids, j))[:, None]
+        allowed = allowed & (gather_rows(query_ids, i) == gather_rows(key_ids, j))[:, None]
     if visibility.allowed is not None:
         allowed = allowed & gather_dense(visibility.allowed)
     for bias in visibility.biases:

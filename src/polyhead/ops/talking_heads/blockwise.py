@@ -22,7 +22,7 @@ from polyhead.ops.common.tracing import TRANSFORMED, is_transformed
 from polyhead.ops.common.visibility import Span
 from polyhead.ops.talking_heads.request import TalkingRequest, remove_nonfinite
 
-_GPU_TILE_ELEMENTS = 1 << 25  # logits of a tile on devices other than the CPU, where larger tiles are faster
+_DEVICE_ELEMENTS = 1 << 25  # logits of a tile on devices other than the CPU, where larger tiles are faster
 
 
 def unsupported_reasons(request: TalkingRequest) -> list[str]:
@@ -63,7 +63,7 @@ class _Tiles(Tiling):
         self.scale = request.scale
         # Poison (see `FiniteInputs`) per token, [batch, queries] and [batch, keys]; that of `Tiling` would be per head.
         self.query_poison_tokens, self.key_poison_tokens = query_poison, key_poison
-        elements = TILE_ELEMENTS if request.attention.query.device.type == "cpu" else _GPU_TILE_ELEMENTS
+        elements = TILE_ELEMENTS if request.attention.query.device.type == "cpu" else _DEVICE_ELEMENTS
         self.rows = max(16, min(1024, elements // max(self.batch * self.heads * self.columns, 1)))
 
     def tile(
@@ -198,8 +198,8 @@ def _row_softmax_state(
         p = torch.exp(shifted_logits)
         tile_sum = p.sum(-1)
         if stats_accumulator is not None:
-            row_terms = [x[..., None] for x in (tile_sum, alpha, previous_m_safe - m_safe, l_i)]
-            stats_accumulator.add(p, shifted_logits, row_terms[0], columns, *row_terms[1:], masked=masked)
+            column_terms = [x[..., None] for x in (tile_sum, alpha, previous_m_safe - m_safe, l_i)]
+            stats_accumulator.add(p, shifted_logits, column_terms[0], columns, *column_terms[1:], masked=masked)
         l_i = l_i * alpha + tile_sum
     safe_l = torch.where(l_i == 0, 1.0, l_i)
     return l_i, m_safe, {} if stats_accumulator is None else stats_accumulator.finish(safe_l, m_safe)
