@@ -199,20 +199,21 @@ def _head(site: int, head: int, draw: torch.Generator) -> Payload:
         "spreads": {"entropy": 0.25},
         "errors": {"ablation": 0.03},
         "chances": {"sink_mass": 0.0625},
-        "roles": [
-            {
-                "role": role,
-                "score": 0.75 if holds[role] else 0.25,
-                "null": 0.125,
-                "low": 0.6875 if holds[role] else 0.1875,
-                "high": 0.8125 if holds[role] else 0.3125,
-                "holds": holds[role],
-                "evidence": bilingual(f"{role} in {75 if holds[role] else 25}% of positions (chance 12%)"),
-            }
-            for role in ROLES
-        ],
+        "roles": [_score(role, holds[role], computed=(site, head, role) != (2, 1, "sink")) for role in ROLES],
         "similar": [{"head": [0, (head + 1) % HEADS], "cosine": 0.44, "across": site != 0}],
         "top_keys": [{"text": "the", "share": 0.31}, {"text": ".", "share": 0.11}],
+    }
+
+
+def _score(role: str, holds: bool, *, computed: bool) -> Payload:
+    numbers = {"score": 0.75 if holds else 0.25, "null": 0.125, "low": 0.6875 if holds else 0.1875}
+    numbers["high"] = 0.8125 if holds else 0.3125
+    evidence = f"{role} in {75 if holds else 25}% of positions (chance 12%)" if computed else "no text"
+    return {
+        "role": role,
+        **(numbers if computed else dict.fromkeys(numbers)),
+        "holds": holds and computed,
+        "evidence": bilingual(evidence),
     }
 
 

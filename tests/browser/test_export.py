@@ -30,6 +30,24 @@ def test_every_figure_of_a_view_is_saved(open_page, view):
         check_png(tab, figure, root)
 
 
+@pytest.mark.parametrize(
+    ("view", "figure", "ends"),
+    [
+        ("overview?color=mean_distance", "figure", 2),
+        ("head/1/2", ".map-figure", 2),
+        ("similar", ".matrix", 2),
+    ],
+)
+def test_saved_maps_have_their_colour_scale(open_page, view, figure, ends):
+    tab = open_page(view=view).tab
+    root = saved_svg(tab, tab.locator(figure).first)
+    ramp = [x for x in root.iter(f"{SVG}rect") if x.get("width") == "4.5"]
+    assert len(ramp) == 48
+    assert len({x.get("fill") for x in ramp}) > 40
+    below = [x.text for x in root.iter(f"{SVG}text") if float(x.get("y")) > float(ramp[0].get("y"))]
+    assert len(below) == ends
+
+
 def test_saved_chart_has_the_colours_of_the_page(open_page):
     tab = open_page(view="importance", color_scheme="dark").tab
     file, _ = saved(tab, tab.get_by_role("button", name="as SVG").first)

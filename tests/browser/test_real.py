@@ -30,7 +30,7 @@ def test_every_view_of_a_real_inspection_opens(open_page, real_page):
     columns = tab.eval_on_selector_all("select optgroup option", "all => all.map(x => x.value)")
     for column in columns:
         tab.get_by_label("Colour by").select_option(column)
-        expect(tab.locator(".ramp-ends span")).to_have_count(3)
+        expect(tab.locator(".explained .ramp-ends span")).to_have_count(3)
     hrefs = tab.eval_on_selector_all("a.cell", "cells => cells.map(cell => cell.getAttribute('href'))")
     for href in (*hrefs[:2], hrefs[-1], "#/similar", "#/importance", "#/findings"):
         opened.go(href.removeprefix("#/"))

@@ -97,7 +97,7 @@ def test_statistic_colours_the_grid_from_light_to_dark(open_page):
     opened = open_page(view="overview?color=sink_mass", color_scheme="light")
     tab = opened.tab
     assert tab.get_by_label("Colour by").input_value() == "sink_mass"
-    assert tab.locator(".ramp-ends").inner_text().split() == ["0%", "50%", "100%"]
+    assert tab.locator(".explained .ramp-ends").inner_text().split() == ["0%", "50%", "100%"]
     keys = cells(tab, "cell.dataset.key")
     colours = dict(zip(keys, cells(tab, "getComputedStyle(cell).backgroundColor"), strict=True))
     values = {f"{head['site']}.{head['head']}": head["values"]["sink_mass"] for head in PAGE["heads"]}
@@ -158,6 +158,8 @@ def test_card_of_a_head(open_page):
     tab.get_by_text("As a table").click()
     row = tab.locator("details tr", has_text="induction role").locator("td").all_inner_texts()
     assert row[:3] == ["0.75", "0.688 – 0.813", "0.125"]
+    missing = tab.locator("details tr", has_text=ROLES[-1]).locator("td").all_inner_texts()
+    assert missing[:3] == ["not computed", "–", "–"]
     ablation = tab.locator("table.numbers tr", has_text="ablation").locator("td")
     (head,) = (x for x in PAGE["heads"] if (x["site"], x["head"]) == (2, 1))
     expect(ablation.first).to_have_text(f"{head['values']['ablation']:.3g} ± 0.03")
@@ -201,6 +203,10 @@ def test_far_offsets_are_binned(open_page):
     assert [x for x in ticks if x[0] in "−+" or x == "0"] == [
         "−16…−9", "−8…−5", "−4", "−3", "−2", "−1", "0", "+1", "+2", "+3", "+4", "+5…+8", "+9…+16",
     ]  # fmt: skip
+    bars = tab.locator(".offset-figure svg rect:has(title)")
+    heights = {bar.text_content(): float(bar.get_attribute("height")) for bar in bars.all()}
+    one, eight = heights["−3: 75% of the attention in all"], heights["+9…+16: 15% of the attention in all"]
+    assert one / eight == pytest.approx(0.75 / (0.15 / 8), rel=0.02)  # a bin is divided by its width
 
 
 def test_findings_lead_to_their_evidence(open_page):

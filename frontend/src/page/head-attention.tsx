@@ -47,6 +47,7 @@ export function BlockMapFigure({ id }: { id: HeadId }): JSX.Element | null {
     block ? t("tokensFromTo", { from: index * block, to: (index + 1) * block - 1 }) : String(index + 1);
   const value = hovered ? heat.values[hovered[0] * heat.columns + hovered[1]] : null;
   const axes = { across: t("mapAcross"), down: t("mapDown") };
+  const format = (x: number) => number(x, "share");
   return (
     <Figure
       class="map-figure"
@@ -54,7 +55,7 @@ export function BlockMapFigure({ id }: { id: HeadId }): JSX.Element | null {
       note={t("blockMapAbout")}
       name={`head-${id.join("-")}-map`}
       fileTitle={`${model.fullName(id, locale)}: ${t("blockMap")}`}
-      draw={() => heatSvg(heat, scale, axes)}
+      draw={() => heatSvg(heat, { scale, format }, axes)}
     >
       <div class="map">
         <span class="across">{axes.across} →</span>
@@ -66,7 +67,7 @@ export function BlockMapFigure({ id }: { id: HeadId }): JSX.Element | null {
           ? t("mapCell", { query: span(hovered[0]), key: span(hovered[1]), share: number(value, "share") })
           : t("mapHint")}
       </p>
-      <RampLegend scale={scale} format={(x) => number(x, "share")} />
+      <RampLegend scale={scale} format={format} />
     </Figure>
   );
 }
@@ -76,6 +77,8 @@ interface Bar {
   from: number;
   to: number;
   share: number;
+  /** Mean share of one offset: bins of different widths are compared by it. */
+  density: number;
 }
 
 const axis = { labelArrow: "none" } as const;
@@ -95,9 +98,13 @@ function barsOf(edges: number[], shares: ArrayLike<number>): Bar[] {
       bar.share += shares[i] ?? 0;
       bar.from = Math.min(bar.from, first);
       bar.to = Math.max(bar.to, last);
-    } else bars.set(key, { label, from: first, to: last, share: shares[i] ?? 0 });
+    } else bars.set(key, { label, from: first, to: last, share: shares[i] ?? 0, density: 0 });
   }
-  return [...bars.values()].map((bar) => ({ ...bar, label: bar.label || spanned(bar.from, bar.to) }));
+  return [...bars.values()].map((bar) => ({
+    ...bar,
+    label: bar.label || spanned(bar.from, bar.to),
+    density: bar.share / (bar.to - bar.from + 1),
+  }));
 }
 
 function signed(offset: number): string {
@@ -125,9 +132,14 @@ export function OffsetFigure({ id }: { id: HeadId }): JSX.Element | null {
       marginBottom: 84,
       marginLeft: 44,
       x: { type: "band", domain: bars.map((bar) => bar.label), padding: 0.12 },
-      y: { grid: true, domain: [0, Math.max(0.01, ...bars.map((bar) => bar.share))] },
+      y: { grid: true, domain: [0, Math.max(0.001, ...bars.map((bar) => bar.density))] },
       marks: [
-        barY(bars, { x: "label", y: "share", fill: (bar: Bar) => (bar.from === 0 ? "var(--second)" : "var(--first)") }),
+        barY(bars, {
+          x: "label",
+          y: "density",
+          fill: (bar: Bar) => (bar.from === 0 ? "var(--second)" : "var(--first)"),
+          title: (bar: Bar) => t("offsetBar", { offsets: bar.label, share: number(bar.share, "share") }),
+        }),
         ruleX(
           bars.filter((bar) => bar.from === 0),
           { x: "label", stroke: "var(--muted)", strokeDasharray: "2,3" },
@@ -140,7 +152,7 @@ export function OffsetFigure({ id }: { id: HeadId }): JSX.Element | null {
           tickRotate: width < 420 ? -90 : -60,
           tickSize: 3,
         }),
-        axisY({ ...axis, label: t("shareOfAttention"), tickFormat: (x: number) => number(x, "share"), ticks: 5 }),
+        axisY({ ...axis, label: t("sharePerOffset"), tickFormat: (x: number) => number(x, "share"), ticks: 5 }),
       ],
     }),
     [bars, locale],

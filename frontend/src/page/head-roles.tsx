@@ -85,7 +85,7 @@ export function HeadRoles({ head }: { head: Head }): JSX.Element | null {
               {head.roles.map((score) => (
                 <tr key={score.role} class={score.holds ? "marked" : ""}>
                   <th scope="row">{labelOf(score)}</th>
-                  <td class="numeric">{number(score.score)}</td>
+                  <td class="numeric">{isNumber(score.score) ? number(score.score) : t("notComputed")}</td>
                   <td class="numeric">
                     {isNumber(score.low) && isNumber(score.high) ? `${number(score.low)} – ${number(score.high)}` : "–"}
                   </td>

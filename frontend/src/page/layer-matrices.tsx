@@ -87,7 +87,7 @@ export function LayerMatrices({ relation, marks }: { relation: Relation; marks: 
             title={matrix.label}
             name={`layer-${matrix.site}-${relation.name}`}
             fileTitle={`${text(relation.label)}, ${matrix.label}`}
-            draw={() => heatSvg(matrix.heat, scale, { across: t("head"), down: t("head") }, 360)}
+            draw={() => heatSvg(matrix.heat, { scale, format: number }, { across: t("head"), down: t("head") }, 360)}
           >
             <HeatMap
               {...matrix.heat}

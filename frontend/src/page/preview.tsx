@@ -4,6 +4,7 @@ import { useState } from "preact/hooks";
 import type { Column, HeadId } from "../data";
 import { HeatMap } from "../parts/heat-map";
 import { useLocale } from "../parts/language";
+import { RampLegend } from "../parts/legend";
 import { useDark } from "../parts/theme";
 import { Line } from "../parts/tokens";
 import { keyOf, useModel, withUnit } from "./model";
@@ -49,7 +50,12 @@ export function Preview({ hover, column }: PreviewProps): JSX.Element {
           <Line text={locale.text(role.evidence)} />
         </p>
       ) : null}
-      {map ? <HeatMap {...map.heat} scale={map.scale} label="" /> : null}
+      {map ? (
+        <>
+          <HeatMap {...map.heat} scale={map.scale} label="" />
+          <RampLegend scale={map.scale} format={(x) => locale.number(x, "share")} />
+        </>
+      ) : null}
       <dl>
         {[...new Set(shown)].slice(0, 5).map((one) => (
           <div>

@@ -86,15 +86,17 @@ export function StackGrid({ stack, color, role, marks, onHover }: StackGridProps
 
   const coloured = column ? text(column.label) : t(color === BY_MAP ? "byMap" : "byRole");
   const title = page.stacks.length > 1 ? text(stack.label) : t("gridTitle");
-  const range = column ? model.range(column).map((x) => withUnit(x, column.format, locale)) : [];
-  const legend = column ? `${coloured}: ${range.join(" – ")}` : coloured;
+  const ramp = column && {
+    scale: model.scale(column, dark),
+    format: (x: number) => withUnit(x, column.format, locale),
+  };
   return (
     <Figure
       title={title}
       name={`heads-${color}`}
       fileTitle={`${title}: ${coloured}. ${page.facts.model}`}
       maxWidth={gridWidth(columns.length)}
-      draw={() => gridSvg({ legend, columns, rows })}
+      draw={() => gridSvg({ legend: coloured, columns, rows, ...(ramp ? { ramp } : {}) })}
     >
       <HeadGrid
         label={t("gridName", { stack: title, coloured })}

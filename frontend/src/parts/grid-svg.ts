@@ -2,7 +2,7 @@
 import { textColourOn } from "./colour";
 import type { GridCell, GridRow } from "./head-grid";
 import { heatUrl } from "./heat-map";
-import { CENTRED, createSvg, type Drawing } from "./svg";
+import { addRamp, CENTRED, createSvg, RAMP_HEIGHT, type Drawing, type Ramp } from "./svg";
 
 const LEFT = 44;
 const TOP = 30;
@@ -10,6 +10,8 @@ const LINE = 11; // height of a line of a badge
 
 interface GridDrawing {
   legend: string;
+  /** Colour scale of the cells, if they have one in common. */
+  ramp?: Ramp;
   columns: string[];
   rows: GridRow[];
   /** Size of a cell in pixels. */
@@ -23,13 +25,15 @@ interface Box {
   height: number;
 }
 
-export function gridSvg({ legend, columns, rows, cell = { width: 30, height: 30 } }: GridDrawing): SVGSVGElement {
+export function gridSvg({ legend, ramp, columns, rows, cell = { width: 30, height: 30 } }: GridDrawing): SVGSVGElement {
   const width = Math.max(LEFT + cell.width * columns.length + 12, 360);
-  const height = TOP + cell.height * rows.length + 30;
+  const bottom = TOP + cell.height * rows.length;
+  const height = bottom + 30 + (ramp ? RAMP_HEIGHT : 0);
   const drawing = createSvg(width, height);
   const { svg, add } = drawing;
   const small = { "font-size": 11, fill: "var(--muted)" };
-  add("text", { x: 8, y: height - 10, ...small }, legend);
+  add("text", { x: 8, y: bottom + 20, ...small }, legend);
+  if (ramp) addRamp(add, ramp, 8, bottom + 30);
   columns.forEach((column, j) =>
     add("text", { x: LEFT + cell.width * (j + 0.5), y: TOP - 10, ...small, ...CENTRED }, column),
   );

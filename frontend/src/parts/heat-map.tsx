@@ -2,7 +2,7 @@
 import type { JSX } from "preact";
 import { useLayoutEffect, useRef } from "preact/hooks";
 import type { Scale } from "./colour";
-import { createSvg } from "./svg";
+import { addRamp, createSvg, RAMP_HEIGHT, type Ramp } from "./svg";
 
 export interface Heat {
   rows: number;
@@ -73,15 +73,16 @@ interface HeatAxes {
   down: string;
 }
 
-/** The image with its axes, for a file. */
-export function heatSvg(heat: Heat, scale: Scale, axes: HeatAxes, size = 480): SVGSVGElement {
+/** The image with its axes and its colour ramp, for a file. */
+export function heatSvg(heat: Heat, ramp: Ramp, axes: HeatAxes, size = 480): SVGSVGElement {
   const [left, top] = [34, 30];
   const height = Math.round((size * heat.rows) / Math.max(1, heat.columns));
-  const { svg, add } = createSvg(size + left + 12, height + top + 12);
-  const picture = { href: heatUrl(heat, scale), preserveAspectRatio: "none", "image-rendering": "pixelated" };
+  const { svg, add } = createSvg(size + left + 12, height + top + RAMP_HEIGHT + 24);
+  const picture = { href: heatUrl(heat, ramp.scale), preserveAspectRatio: "none", "image-rendering": "pixelated" };
   const style = { "font-size": 12, fill: "currentColor" };
   add("image", { x: left, y: top, width: size, height, ...picture });
   add("text", { x: left, y: 18, ...style }, `${axes.across} →`);
   add("text", { x: 22, y: top + height, transform: `rotate(-90 22 ${top + height})`, ...style }, `← ${axes.down}`);
+  addRamp(add, ramp, left, top + height + 12);
   return svg;
 }

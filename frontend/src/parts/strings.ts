@@ -167,16 +167,18 @@ export const strings = {
   offsetAbout: {
     en:
       "Share of attention on tokens at each offset before (−) or after (+) the query token. 0 is the token " +
-      "itself. Far distances are binned.",
-    zh: "查询词元之前（−）或之后（+）各偏移处的词元所占的注意力比例。0 为词元自身。较远的距离合并显示。",
+      "itself. Far offsets are binned; the height of a bin is the mean of its offsets.",
+    zh: "查询词元之前（−）或之后（+）各偏移处的词元所占的注意力比例。0 为词元自身。较远的偏移合并显示，其高度为各偏移的平均。",
   },
   offsetAxis: { en: "offset in tokens: before (−) or after (+)", zh: "偏移（词元数）：之前（−）或之后（+）" },
-  shareOfAttention: { en: "share of attention", zh: "注意力比例" },
+  sharePerOffset: { en: "share of attention per offset", zh: "每个偏移的注意力比例" },
+  offsetBar: { en: "{offsets}: {share} of the attention in all", zh: "{offsets}：共占注意力的 {share}" },
   offsetDescribed: { en: "Bar chart of attention by distance. The largest: {most}.", zh: "按距离的注意力柱状图。最大的：{most}。" },
   roleScores: { en: "Role scores", zh: "角色得分" },
   roleScoresAbout: { en: "With 95% intervals over the {over} and the chance level.", zh: "附在{over}上的 95% 区间与随机水平。" },
   over_documents: { en: "documents", zh: "文档" },
   over_contexts: { en: "contexts", zh: "上下文" },
+  notComputed: { en: "not computed", zh: "未计算" },
   keyHolds: { en: "has the role", zh: "具有该角色" },
   keyHoldsNot: { en: "does not have it", zh: "不具有" },
   keyInterval: { en: "interval", zh: "区间" },

@@ -1,5 +1,5 @@
 /** The visible part of a map for a file, with its axes and legend. */
-import { CENTRED, createSvg, type Attributes } from "../../parts/svg";
+import { addRamp, CENTRED, createSvg, type Attributes } from "../../parts/svg";
 import { plainToken } from "../../parts/tokens";
 import { drawMap, type Colours } from "./drawing";
 import type { HeadSource } from "./source";
@@ -8,7 +8,6 @@ import { ticksOf, spansOf, type Size, type View } from "./viewport";
 const [LEFT, TOP, RIGHT] = [112, 112, 16];
 const FOOT = 44; // height of the legend
 const PIXEL_RATIO = 2;
-const STEPS = 48; // of the legend
 const MAX_LETTERS = 14; // of a token on an axis
 
 interface MapDrawing {
@@ -57,15 +56,7 @@ export function mapSvg(drawn: MapDrawing): SVGSVGElement {
   add("text", { x: LEFT, y: 16, ...names }, `${drawn.across} →`);
   add("text", { x: 16, y: TOP, transform: `rotate(-90 16 ${TOP})`, "text-anchor": "end", ...names }, `← ${drawn.down}`);
 
-  const { low, high } = colours.scale;
-  const [y, width] = [TOP + size.height + 14, 4];
-  for (let step = 0; step < STEPS; step++) {
-    const fill = colours.scale.of(low + ((step + 0.5) / STEPS) * (high - low));
-    add("rect", { x: LEFT + step * width, y, width: width + 0.5, height: 10, fill });
-  }
-  const ends = { y: y + 22, "font-size": 11, fill: "var(--muted)" };
-  add("text", { x: LEFT, ...ends }, share(low));
-  add("text", { x: LEFT + STEPS * width, "text-anchor": "end", ...ends }, share(high));
+  addRamp(add, { scale: colours.scale, format: share }, LEFT, TOP + size.height + 14);
   return svg;
 }
 
