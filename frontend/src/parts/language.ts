@@ -24,7 +24,7 @@ export function createLocale(language: Language, table: Record<string, Text> = s
   const significant = new Intl.NumberFormat(locale, { maximumSignificantDigits: 3 });
   const oneDecimal = new Intl.NumberFormat(locale, { maximumFractionDigits: 1 });
   const percent = new Intl.NumberFormat(locale, { style: "percent", maximumFractionDigits: 0 });
-  const finePercent = new Intl.NumberFormat(locale, { style: "percent", maximumFractionDigits: 1 });
+  const finePercent = new Intl.NumberFormat(locale, { style: "percent", maximumSignificantDigits: 2 });
   const scientific = new Intl.NumberFormat(locale, { notation: "scientific", maximumFractionDigits: 1 });
   const conjunction = new Intl.ListFormat(locale, { type: "conjunction" });
   return {

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from polyhead.report.viewer.viewing import Viewer
 
 
+# Names that occur twice show previous-token, duplicate-token and induction heads, and whom a pronoun refers to.
+EXAMPLE = "When Mary and John went to the store, John gave a drink to Mary because she was thirsty."
+
+
 def view(
     what: Annotated[
         str | None,
@@ -38,7 +42,10 @@ def view(
         ),
     ] = None,
     text: Annotated[
-        Path | None, optional("UTF-8 text to open with, or - for standard input.", metavar="FILE", allow_dash=True)
+        Path | None,
+        optional(
+            "UTF-8 text to open with, or - for standard input. [default: an example]", metavar="FILE", allow_dash=True
+        ),
     ] = None,
     port: Annotated[int, typer.Option(metavar="N", help="Port on localhost; 0 selects a free one.")] = 0,
     open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
@@ -79,7 +86,7 @@ def view(
         check_positive("--context", context)
         if what is None or not _is_run(Path(what)):
             find_source(what)
-        initial_text = None if text is None else _content(text)  # errors are reported before a model is loaded
+        initial_text = EXAMPLE if text is None else _content(text)  # errors are reported before a model is loaded
 
         from polyhead.report.viewer.serve import serve
 
@@ -94,8 +101,8 @@ def view(
             allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,
         )
-        if initial_text is not None:
-            typer.echo(f"Reading {text} ...", err=True)
+        if text is not None or viewer.model.knows_words(EXAMPLE):
+            typer.echo(f"Reading {'an example' if text is None else text} ...", err=True)
             viewer.put("A", viewer.model.trace("A", initial_text, ()))
         if serve(viewer, port=port, ready=ready):
             sys.stdout.flush()

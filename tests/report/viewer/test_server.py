@@ -360,8 +360,36 @@ def test_run_is_opened_with_its_model_and_roles(tmp_path, assets, monkeypatch):
     assert isinstance(viewer, Viewer)
     assert viewer.model.loaded.name == "bert"
     assert len(viewer.run["heads"]) == 8
+    assert viewer.traces["A"] is not None  # the example
     json.dumps(viewer.run, allow_nan=False)
     assert loaded[0]["allow_pickle"] is False  # permissions of a run are not inherited
+
+
+def test_view_opens_with_an_example_that_the_model_can_read(tmp_path, monkeypatch):
+    from transformers import ByT5Tokenizer
+    from typer.testing import CliRunner
+
+    from polyhead.cli import app
+
+    folder = small_models.model_folder(tmp_path / "llama", "llama")
+    config = json.loads((folder / "config.json").read_text())
+    for file in folder.glob("*token*"):
+        file.unlink()
+    ByT5Tokenizer(extra_ids=0).save_pretrained(folder)
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**config, "vocab_size": 259})).save_pretrained(folder)
+    served = []
+    monkeypatch.setattr("polyhead.report.viewer.serve.serve", lambda viewer, **options: served.append(viewer))
+    result = CliRunner().invoke(app, ["view", str(folder), "--no-open", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    assert "Reading an example ..." in result.stderr
+    (viewer,) = served
+    shown = viewer.traces["A"]
+    assert shown is not None
+    assert "".join(shown.text.tokens).startswith("When Mary and John")
 
 
 # ---- robustness

@@ -103,14 +103,21 @@ class ViewedModel:
             text.encode()
         except UnicodeEncodeError as error:
             raise invalid(f"a text must be valid Unicode, got a lone surrogate at {error.start}") from error
-        # A causal model generates after the text, so no trailing special tokens may end it.
-        closed = not self.generates or self.writes_target
-        tokenised = tokenise_text(self.tokenizer, text, self.context.tokens, closed=closed)
-        if len(tokenised.axis.special) == len(tokenised.ids):
+        tokenised = self._tokenised(text)
+        if tokenised.is_empty:
             raise invalid(
                 f"a text must have at least one token, got {len(text)} characters without one; type a few words"
             )
         return self.retrace(self._inputs(slot, tokenised), ablated, progress)
+
+    def knows_words(self, text: str) -> bool:
+        """Return whether the vocabulary has a token of this text, other than special ones."""
+        return not self._tokenised(text).is_empty
+
+    def _tokenised(self, text: str) -> TokenisedText:
+        # A causal model generates after the text, so no trailing special tokens may end it.
+        closed = not self.generates or self.writes_target
+        return tokenise_text(self.tokenizer, text, self.context.tokens, closed=closed)
 
     def retrace(self, inputs: TraceInputs, ablated: Iterable[Head], progress: Progress = _quietly) -> Trace:
         """Run the same tokens, including generated ones, with other heads ablated."""

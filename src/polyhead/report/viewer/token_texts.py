@@ -49,6 +49,11 @@ class TokenisedText:
     axis: Axis
     total: int
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether all tokens are special ones."""
+        return len(self.axis.special) == len(self.ids)
+
 
 def tokenise_text(tokenizer: Any, text: str, most: int, *, closed: bool) -> TokenisedText:
     """Return the first `most` tokens of a text; `closed` adds the trailing special tokens."""
