@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,20 +44,27 @@ def modules(source: Path = SOURCE) -> dict[str, Path]:
     return found
 
 
-def imports(source: Path = SOURCE) -> Iterator[Import]:
+@cache
+def imports(source: Path = SOURCE) -> tuple[Import, ...]:
     """Every import statement of the package; relative imports are banned by ruff."""
-    for importer, path in modules(source).items():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-        checking = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
-        deferred = {id(node) for block in (*functions, *checking) for node in ast.walk(block)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    yield Import(importer, alias.name, "", node.lineno, id(node) in deferred)
-            elif isinstance(node, ast.ImportFrom):
-                for alias in node.names:
-                    yield Import(importer, node.module or "", alias.name, node.lineno, id(node) in deferred)
+    return tuple(
+        found
+        for importer, path in modules(source).items()
+        for found in _imports_below(importer, ast.parse(path.read_text(encoding="utf-8")), deferred=False)
+    )
+
+
+def _imports_below(importer: str, parent: ast.AST, deferred: bool) -> Iterator[Import]:
+    for node in ast.iter_child_nodes(parent):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else None
+            for alias in node.names:
+                imported = (alias.name, "") if module is None else (module, alias.name)
+                yield Import(importer, *imported, node.lineno, deferred)
+        elif isinstance(node, ast.stmt | ast.excepthandler | ast.match_case):
+            function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            checking = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            yield from _imports_below(importer, node, deferred or function or checking)
 
 
 def private_imports(source: Path = SOURCE) -> list[str]:
