@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,8 +119,12 @@ class Config:
         return self.options.get(name, default)
 
 
+hash_of_this_tree = functools.cache(sources_hash)
+
+
 def record_of(reports: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **options: Any) -> dict[str, Any]:
     monkeypatch.setenv(gpu_suite.LOGS, str(tmp_path))
+    monkeypatch.setattr(gpu_suite, "sources_hash", hash_of_this_tree)
     report = gpu_suite.Report(Config(**options))  # type: ignore[arg-type]
     for one in reports:
         report.pytest_runtest_logreport(one)
@@ -142,7 +147,7 @@ def test_a_record_counts_every_test_once(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert record["skipped"] == {"needs a Hopper GPU": 1}
     assert (record["full"], record["green"], record["commit"]) == (True, False, "abc")
     assert record["compiled"] == {"kernels": 1, "seconds": 2, "waited": 1, "by kernel": {"k": [1, 2.0, 2.0]}}
-    assert record["sources"] == sources_hash()
+    assert record["sources"] == hash_of_this_tree()
 
 
 def test_only_all_tests_run_to_their_end_are_full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
