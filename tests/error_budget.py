@@ -181,6 +181,7 @@ def budget_used(*samples: Compared, factor: float = 2, name: str = "result") -> 
     errors, plain_errors, sizes = [0.0], [0.0], [0.0]
     for actual, exact, plain in samples:
         assert exact.dtype is torch.float64, f"{name}: what is exact is float64, got {exact.dtype}"
+        assert not exact.isnan().any(), f"{name}: what is exact has NaN, to which no error is measured"
         finite = ~exact.isinf()
         errors.append(0.0 if actual is None else _largest_error(actual, exact, finite, name))
         assert plain.shape == exact.shape, f"{name}: shapes {list(exact.shape)} and {list(plain.shape)} differ"

@@ -36,6 +36,12 @@ def test_no_error_fits_into_a_budget_of_zero(monkeypatch) -> None:
     assert budget_used(sample._replace(actual=nothing.float())).share == 0
 
 
+def test_nan_in_the_exact_result_is_no_small_error() -> None:
+    exact = torch.tensor([1.0, math.nan], dtype=torch.float64)
+    with pytest.raises(AssertionError, match="what is exact has NaN"):
+        budget_used(Compared(torch.ones(2), exact, torch.ones(2)))
+
+
 def test_shares_are_recorded_and_the_largest_are_summed_up(tmp_path, monkeypatch) -> None:
     file = tmp_path / "budgets.jsonl"
     monkeypatch.setenv("POLYHEAD_BUDGETS", str(file))
