@@ -255,7 +255,7 @@ def test_a_file_that_is_no_machine_gets_one_clear_line(tmp_path, content, words)
         (("gpt2", "--heads", 3), "MODEL defines its own heads, got --heads as well"),
         (("gpt2", "--layers", 3), "gpt2 has a fixed number of layers, got layers 3"),
         (("--d-model", 512), "--d-model requires --heads, got --d-model 512 without it"),
-        (("--d-model", -512, "--heads", 8), "embed_dim must be at least 1, got -512"),
+        (("--d-model", -512, "--heads", 8), "d_model must be a positive integer, got -512"),
         (("--d-model", 512, "--heads", 7), "got 512 and 7"),
         (("gpt2", "--context", 0), "context must be a positive integer, got 0"),
         (("gpt2", "--batch", -1), "batch must be a positive integer, got -1"),

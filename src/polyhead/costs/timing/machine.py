@@ -19,8 +19,9 @@ from typing import Any, Literal, Self, get_args
 
 import torch
 
+from polyhead.costs.options import Phase
 from polyhead.costs.quantities import dtype_name, named_dtype
-from polyhead.costs.work import AttentionCore, Device, Phase, Piece, Product, Traffic
+from polyhead.costs.work import AttentionCore, Device, Piece, Product, Traffic
 from polyhead.errors import OptionError
 from polyhead.files import as_type, build, read_json, refusing, short
 
