@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,7 +81,7 @@ def choose(
     phase: str = "decode",
     dtype: torch.dtype | None = None,
     cache_dtype: torch.dtype | None = None,
-    machine: Machine | str | None = None,
+    machine: Machine | str | os.PathLike[str] | None = None,
     latents: bool = False,
 ) -> Choices:
     """Return the layouts within a budget that no other layout dominates (the Pareto front).
@@ -94,7 +95,7 @@ def choose(
     >>> [choice.name for choice in choices.found if not choice.warnings][:3]
     ['16x64 at 1024', '8x128 at 1024', '4x256 at 1024']
     """
-    machine = Machine.load(machine) if isinstance(machine, str) else machine
+    machine = Machine.load(machine) if isinstance(machine, str | os.PathLike) else machine
     (requested,) = parse_phases([phase])
     check_choice(budget, d_model=d_model, layers=layers, context=context, batch=batch, has_machine=machine is not None)
     if latents and cache_dtype is torch.int8:

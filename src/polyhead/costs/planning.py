@@ -97,7 +97,7 @@ def plan(
     dtype: torch.dtype | None = None,
     cache_dtype: torch.dtype | None = None,
     phases: Iterable[str] | None = None,
-    machine: Machine | str | None = None,
+    machine: Machine | str | os.PathLike[str] | None = None,
     beyond: bool = False,
 ) -> Plan:
     """Count every phase of a model's attention, and predict times if a `machine` is passed.
@@ -118,7 +118,7 @@ def plan(
     (1342177280, 131072, 10240)
     """
     model = model if isinstance(model, ModelLayout) else read_layout(model)
-    machine = Machine.load(machine) if isinstance(machine, str) else machine
+    machine = Machine.load(machine) if isinstance(machine, str | os.PathLike) else machine
     context = min(CONTEXT, model.context or CONTEXT) if context is None else context
     _check_sizes(model, batch, context, beyond)
     dtype, notes = layer_dtype(dtype, model.dtype, machine)
