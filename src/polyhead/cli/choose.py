@@ -25,7 +25,7 @@ def choose(
         str | None, optional("Maximum KV cache per token over all layers, e.g. 128KiB.", metavar="BYTES")
     ] = None,
     latency: Annotated[
-        str | None, optional("Maximum predicted time of the phase, e.g. 20ms; requires --hardware.", metavar="TIME")
+        str | None, optional("Maximum predicted time of the phase, e.g. 20ms; requires --machine.", metavar="TIME")
     ] = None,
     d_model: Annotated[int | None, optional("Width of the model. [default: try common widths]", metavar="N")] = None,
     layers: Annotated[int, typer.Option(metavar="N", help="Number of attention layers.")] = 32,
@@ -35,12 +35,12 @@ def choose(
         str, typer.Option(metavar="training|prefill|decode", help="Phase whose time is limited and shown.")
     ] = "decode",
     dtype: Annotated[
-        str | None, optional("Dtype of the layers. [default: bfloat16, or one that --hardware was calibrated in]")
+        str | None, optional("Dtype of the layers. [default: bfloat16, or one that --machine was calibrated in]")
     ] = None,
     cache_dtype: Annotated[
         str | None, optional("Dtype of the KV cache, also int8 or float8_e4m3fn. [default: that of the layers]")
     ] = None,
-    hardware: Annotated[
+    machine: Annotated[
         str | None, optional("Predict times for this calibrated machine or .json file.", metavar="NAME|FILE")
     ] = None,
     latents: Annotated[
@@ -67,7 +67,7 @@ def choose(
         seconds=None if latency is None else parse_seconds(latency, name="--latency"),
     )
     parse_phases([phase])
-    check_choice(budget, d_model=d_model, layers=layers, context=context, batch=batch, has_machine=hardware is not None)
+    check_choice(budget, d_model=d_model, layers=layers, context=context, batch=batch, has_machine=machine is not None)
     for name in (dtype, cache_dtype):
         if name is not None:
             parse_dtype(name)
@@ -84,14 +84,14 @@ def choose(
         phase=phase,
         dtype=None if dtype is None else named_dtype(dtype),
         cache_dtype=None if cache_dtype is None else named_dtype(cache_dtype),
-        machine=hardware,
+        machine=machine,
         latents=latents,
     )
     if as_json:
         typer.echo(json.dumps(_as_dict(choices), indent=2))
         return
     console = wide_console()
-    timed = hardware is not None
+    timed = machine is not None
     front = choices.found
     if front:
         console.print(_table(front[:most], f"{len(front)} of {choices.considered:,} layouts", timed=timed))

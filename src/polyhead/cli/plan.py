@@ -58,7 +58,7 @@ def plan(
     phase: Annotated[
         str | None, optional("Phases to plan: training, prefill, decode. [default: all]", metavar="PHASE,...")
     ] = None,
-    hardware: Annotated[
+    machine: Annotated[
         str | None, optional("Predict times for this calibrated machine or .json file.", metavar="NAME|FILE")
     ] = None,
     calibrate: Annotated[
@@ -75,7 +75,7 @@ def plan(
 
     Examples: `polyhead plan llama3.1-8b --context 8192`,
     `polyhead plan --d-model 4096 --heads 32 --kv-heads 8 --layers 32`,
-    `polyhead plan --config config.json --hardware nvidia-h200 --output plan.html`
+    `polyhead plan --config config.json --machine nvidia-h200 --output plan.html`
     """
     from polyhead.costs.options import check_sizes, parse_phases
     from polyhead.costs.quantities import named_dtype, parse_dtype
@@ -98,8 +98,8 @@ def plan(
     from polyhead.cli.plan_table import draw
     from polyhead.costs.timing.machine import Machine
 
-    _check_calibration(calibrate, hardware, dtype)
-    machine = None if hardware is None else Machine.load(hardware)
+    _check_calibration(calibrate, machine, dtype)
+    calibrated = None if machine is None else Machine.load(machine)
     if only_calibrate:
         _calibrate(as_json)
         return
@@ -115,14 +115,14 @@ def plan(
     )
     if calibrate:
         make_plan()  # raises on invalid options before minutes of calibration
-        machine = _calibrate(as_json)
-    result = make_plan(machine=machine)
+        calibrated = _calibrate(as_json)
+    result = make_plan(machine=calibrated)
     written = None
     if output is not None:
         from polyhead.costs.curves import over_context, over_heads
         from polyhead.report.plan_page import write_plan_page
 
-        written = write_plan_page(output, result, over_context(result, machine), over_heads(result, machine))
+        written = write_plan_page(output, result, over_context(result, calibrated), over_heads(result, calibrated))
     if as_json:
         typer.echo(json.dumps(result.to_dict(), indent=2))
     else:
@@ -192,7 +192,7 @@ def _calibrate(to_stderr: bool) -> Machine:
     return machine
 
 
-def _check_calibration(calibrate: bool, hardware: str | None, dtype: str | None) -> None:
+def _check_calibration(calibrate: bool, machine: str | None, dtype: str | None) -> None:
     """Raise on conflicting options before minutes of calibration."""
     import torch
 
@@ -202,8 +202,8 @@ def _check_calibration(calibrate: bool, hardware: str | None, dtype: str | None)
 
     if not calibrate:
         return
-    if hardware is not None:
-        raise OptionError(f"--calibrate predicts for this machine, got --hardware {hardware} as well; omit one of them")
+    if machine is not None:
+        raise OptionError(f"--calibrate predicts for this machine, got --machine {machine} as well; omit one of them")
     calibrated = DTYPES["cuda" if torch.cuda.is_available() else "cpu"]
     if dtype is not None and named_dtype(dtype) not in calibrated:
         names = ", ".join(dtype_name(x) for x in calibrated)
