@@ -1,7 +1,7 @@
 """`python -m benchmarks COMMAND`: measure this library on the machine at hand."""
 
 from benchmarks.app import app
-from polyhead.cli.progress_bars import end_on_sigterm
+from polyhead.cli.errors import end_on_sigterm
 
 if __name__ == "__main__":
     end_on_sigterm()

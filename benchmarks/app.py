@@ -15,7 +15,9 @@ from benchmarks.options import Commit, Quick, Seed
 from benchmarks.plan_accuracy.command import plan
 from benchmarks.surgery_quality.command import conversion, merging, surgery
 from benchmarks.training.command import training
+from polyhead.cli.errors import CommandGroup
 from polyhead.cli.options import ResultFile
+from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,7 +28,12 @@ T = TypeVar("T")
 RESULTS = Path(__file__).resolve().parent / "results"
 NO_GPU = "no CUDA GPU was found"
 
-app = typer.Typer(help="Measure this library against others on the machine at hand.", no_args_is_help=True)
+app = typer.Typer(
+    name="python -m benchmarks",
+    cls=CommandGroup,
+    help="Measure this library against others on the machine at hand.",
+    pretty_exceptions_enable=False,
+)
 app.command("plan")(plan)
 app.command("surgery")(surgery)
 app.command("conversion")(conversion)
@@ -72,7 +79,7 @@ def layers(
     from benchmarks.measuring.runner import run_steps
 
     if device not in (None, *layer_speed.SHAPES):
-        raise typer.BadParameter(f"must be cpu or cuda, got {device!r}", param_hint="--device")
+        raise OptionError(f"--device must be cpu or cuda, got {device!r}")
     chosen = torch.device(device) if device is not None else _gpu() or torch.device("cpu")
     parts = _parts(only, layer_speed.PARTS)
     steps = layer_speed.plan(parts, _shapes(shapes, Shape.parse), device=chosen, quick=quick, seed=seed)
@@ -202,9 +209,7 @@ def _run(steps: Sequence[Any], gpu: torch.device | None, output: Path | None, **
 def _parts(text: str | None, known: Sequence[str]) -> list[str]:
     names = list(known) if text is None else text.split(",")
     if unknown := [name for name in names if name not in known]:
-        raise typer.BadParameter(
-            f"a part is one of {', '.join(known)}; got {', '.join(map(repr, unknown))}", param_hint="--only"
-        )
+        raise OptionError(f"--only must be one of {', '.join(known)}; got {', '.join(map(repr, unknown))}")
     return names
 
 
@@ -212,4 +217,4 @@ def _shapes(text: str | None, parse: Callable[[str], T]) -> list[T] | None:
     try:
         return None if text is None else [parse(part) for part in text.split(",")]
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--shapes") from None
+        raise OptionError(f"--shapes: {error}") from None

@@ -217,6 +217,16 @@ print(len(commands), sorted(heavy))
         (["shrink", "a/b", "--target", "5%-heads", "-o", "new"], "text is required"),
         (["undo", "nowhere", "-o", "new"], "undo needs the folder of an edited model"),
         (["syntax", "--treebank", "nowhere.conllu"], "a treebank must be a CoNLL-U file"),
+        (["plan"], "specify one of MODEL, --config, and --d-model with --heads; got none"),
+        (["plan", "gpt2", "--config", "a.json"], "got MODEL and --config"),
+        (["plan", "--config", "nowhere.json"], "--config must be an existing file"),
+        (["plan", "gpt2", "--dtype", "float12"], "got 'float12'"),
+        (["plan", "gpt2", "--context", "0"], "context must be a positive integer, got 0"),
+        (["plan", "gpt2", "--phase", "rest"], "phase must be one of"),
+        (["choose", "--d-model", "512"], "a budget must limit parameters"),
+        (["choose", "--cache", "3x"], "--cache must be a number such as"),
+        (["choose", "--parameters", "9M", "--dtype", "float12"], "got 'float12'"),
+        (["choose", "--parameters", "9M", "--layers", "0"], "layers must be a positive integer, got 0"),
     ],
     ids=lambda value: "-".join(value[:2]) if isinstance(value, list) else "",
 )
@@ -232,7 +242,8 @@ print(found.exit_code, "torch" in sys.modules, found.output)
     if arguments[0] in ("inspect", "view", "syntax"):
         pytest.importorskip("transformers")
     code, heavy, text = run_python(program, str(tmp_path), *arguments).split(maxsplit=2)
-    assert message in " ".join(text.split())
+    assert message in text
+    assert len(text.strip().splitlines()) == 1
     assert (code, heavy) == ("2", "False")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import astuple
@@ -13,6 +12,7 @@ import typer
 
 from benchmarks.options import Commit
 from polyhead.cli.options import ResultFile
+from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,12 +52,8 @@ def plan(
     from benchmarks import plan_accuracy
     from benchmarks.measuring.runner import print_table
     from polyhead.costs.timing.machine import Machine
-    from polyhead.errors import OptionError
 
-    try:
-        calibrated = Machine.load(machine)
-    except OptionError as error:
-        raise typer.BadParameter(str(error), param_hint="--machine") from None
+    calibrated = Machine.load(machine)
     if times is not None:
         facts, outcomes = _predicted_again(times, calibrated)
         if output is not None:
@@ -75,13 +71,11 @@ def _predicted_again(times: Path, calibrated: Machine) -> tuple[dict[str, object
     """Return the facts of a stored run and the current predictions of its times."""
     from benchmarks import plan_accuracy
     from benchmarks.plan_accuracy.shapes import REGIMES
-    from polyhead.errors import PolyheadError
+    from polyhead.files import read_json, refusing
 
-    rule = f"must be a run that `python -m benchmarks plan --output` has kept, got {times}"
-    try:
-        content = json.loads(times.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise typer.BadParameter(f"{rule}, a {type(content).__name__}", param_hint="--times")
+    rule = "--times must be a run that `python -m benchmarks plan --output` has kept"
+    content = read_json(times, rule)
+    with refusing(times, rule):
         facts = {name: content[name] for name in content if name not in ("bounds", "summary", "rows")}
         facts["calibration"] = _calibration(calibrated)
         outcomes = plan_accuracy.predict_again(content, calibrated)
@@ -89,11 +83,7 @@ def _predicted_again(times: Path, calibrated: Machine) -> tuple[dict[str, object
             known = [seconds for seconds in (outcome.measured, outcome.usual) if seconds is not None]
             if outcome.regime not in REGIMES or len(known) == 1 or not all(0 < seconds < math.inf for seconds in known):
                 row = f"{outcome.regime!r} with {outcome.measured!r} and {outcome.usual!r} seconds"
-                raise typer.BadParameter(f"{rule} with a row of {row}", param_hint="--times")
-    except PolyheadError as error:
-        raise typer.BadParameter(str(error), param_hint="--times") from None
-    except (OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise typer.BadParameter(f"{rule}: {type(error).__name__}: {error}", param_hint="--times") from None
+                raise ValueError(f"it has a row of {row}")
     return facts, outcomes
 
 
@@ -112,8 +102,9 @@ def _measured(
 
     gpu = calibrated.device == "cuda"
     if gpu and not torch.cuda.is_available():
-        raise typer.BadParameter(
-            f"{calibrated.name} has a CUDA GPU and this machine has none; name one like this", param_hint="--machine"
+        raise OptionError(
+            f"--machine must be like the one that this runs on, got {calibrated.name}, which has a CUDA GPU, and "
+            "this machine has none; name one without"
         )
     device = torch.device(calibrated.device)
     ranges = shapes.GPU if gpu and not quick else shapes.CPU

@@ -15,10 +15,11 @@ from typing import Literal, get_args
 import torch
 
 from polyhead.costs.cost import layer_work
+from polyhead.costs.options import PHASES, Phase
 from polyhead.costs.timing.limits import MASK_TRAFFIC, route
 from polyhead.costs.timing.machine import DATASHEETS, Datasheet
 from polyhead.costs.timing.predict import roofline
-from polyhead.costs.work import PHASES, AttentionCore, Device, Phase, Piece, Work
+from polyhead.costs.work import AttentionCore, Device, Piece, Work
 from polyhead.costs.workload import Workload
 from polyhead.errors import OptionError
 from polyhead.layers import MultiHeadConfig

@@ -12,7 +12,6 @@ import typer
 
 from benchmarks.options import Commit
 from polyhead.cli.options import Device, check_positive, default_device, part_of, writable_file
-from polyhead.cli.progress_bars import report_errors
 from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
@@ -97,38 +96,37 @@ def surgery(
     if timed:
         _time(output, commit, quick=quick)
         return
-    with report_errors("bench surgery"):
-        if text is None or output is None:
-            raise OptionError("points are measured on a text and kept in a file, got no --text or no --output")
-        if part is not None and part not in PARTS:
-            raise OptionError(f"a part is {' or '.join(PARTS)}, got {part!r}")
-        wanted = _shares(shares)
-        number, of = part_of(share)
-        for option, value in (("--calibration", calibration), ("--rows", rows), ("--minutes", minutes)):
-            check_positive(option, value, zero=option == "--minutes")
-        console, began = Console(stderr=True, highlight=False), time.monotonic()
-        options: dict[str, Any] = {"calibration": 128 if quick else calibration, "rows": 16 if quick else rows}
-        task, facts = _task(model, text, device, commit, **options)
-        task.model.requires_grad_(False)
-        facts |= {"text": text.name, **options}
-        points = _points(task, part, wanted, quick=quick)
-        found = read_results(output)
-        check_alike(found, facts)
-        left = [point for point in list(points)[number::of] if not is_done(point, found, points[point])]
-        with progress_bar(console) as bar:
-            shown = bar.add_task("", total=len(left))
-            bench = Bench(task, facts=facts, report=lambda text: bar.update(shown, description=text))
-            for point in left:
-                if minutes is not None and time.monotonic() - began > 60 * minutes:
-                    console.print(f"{minutes:g} minutes are over; run the same command to resume", style="yellow")
-                    break
-                result = bench.measure(point, points[point])
-                append_result(output, result)
-                bar.advance(shown)
-                console.print(f"{time.monotonic() - began:6.1f} s  {point}: {_headline(result)}", markup=False)
-        found = [result for result in read_results(output) if result.point in points]
-        if found:
-            print_table(*rows_of(found))
+    if text is None or output is None:
+        raise OptionError("points are measured on a text and kept in a file, got no --text or no --output")
+    if part is not None and part not in PARTS:
+        raise OptionError(f"a part is {' or '.join(PARTS)}, got {part!r}")
+    wanted = _shares(shares)
+    number, of = part_of(share)
+    for option, value in (("--calibration", calibration), ("--rows", rows), ("--minutes", minutes)):
+        check_positive(option, value, zero=option == "--minutes")
+    console, began = Console(stderr=True, highlight=False), time.monotonic()
+    options: dict[str, Any] = {"calibration": 128 if quick else calibration, "rows": 16 if quick else rows}
+    task, facts = _task(model, text, device, commit, **options)
+    task.model.requires_grad_(False)
+    facts |= {"text": text.name, **options}
+    points = _points(task, part, wanted, quick=quick)
+    found = read_results(output)
+    check_alike(found, facts)
+    left = [point for point in list(points)[number::of] if not is_done(point, found, points[point])]
+    with progress_bar(console) as bar:
+        shown = bar.add_task("", total=len(left))
+        bench = Bench(task, facts=facts, report=lambda text: bar.update(shown, description=text))
+        for point in left:
+            if minutes is not None and time.monotonic() - began > 60 * minutes:
+                console.print(f"{minutes:g} minutes are over; run the same command to resume", style="yellow")
+                break
+            result = bench.measure(point, points[point])
+            append_result(output, result)
+            bar.advance(shown)
+            console.print(f"{time.monotonic() - began:6.1f} s  {point}: {_headline(result)}", markup=False)
+    found = [result for result in read_results(output) if result.point in points]
+    if found:
+        print_table(*rows_of(found))
 
 
 def _time(output: Path | None, commit: str | None, *, quick: bool) -> None:
@@ -162,20 +160,19 @@ def conversion(
     """Measure the quality of models with fewer KV heads, converted in closed form or by pooling."""
     from benchmarks.conversion import METHODS, converted_rows
 
-    with report_errors("bench conversion"):
-        chosen = ways.split(",")
-        if unknown := [way for way in chosen if way not in METHODS]:
-            raise OptionError(f"a way is one of {', '.join(METHODS)}, got {', '.join(unknown)}")
-        counts = [int(count) for count in kv_heads.split(",") if count.isdecimal()]
-        if len(counts) != len(kv_heads.split(",")):
-            raise OptionError(f"KV heads are written as 4,1, got {kv_heads!r}")
-        try:
-            tried = [json.loads(given) for given in options or ["{}"]]
-        except ValueError as error:
-            raise OptionError(f"options are written as JSON: {error}") from None
-        task, facts = _task(model, text, device, polyhead=True, calibration=calibration, rows=rows, batch=batch)
-        for _ in _kept(converted_rows(task, counts, chosen, tried, report=report), facts, output):
-            pass
+    chosen = ways.split(",")
+    if unknown := [way for way in chosen if way not in METHODS]:
+        raise OptionError(f"a way is one of {', '.join(METHODS)}, got {', '.join(unknown)}")
+    counts = [int(count) for count in kv_heads.split(",") if count.isdecimal()]
+    if len(counts) != len(kv_heads.split(",")):
+        raise OptionError(f"KV heads are written as 4,1, got {kv_heads!r}")
+    try:
+        tried = [json.loads(given) for given in options or ["{}"]]
+    except ValueError as error:
+        raise OptionError(f"options are written as JSON: {error}") from None
+    task, facts = _task(model, text, device, polyhead=True, calibration=calibration, rows=rows, batch=batch)
+    for _ in _kept(converted_rows(task, counts, chosen, tried, report=report), facts, output):
+        pass
 
 
 def merging(
@@ -195,9 +192,8 @@ def merging(
     """Measure merging heads of a redundancy group against pruning as many with compensation."""
     from benchmarks.merging import judged, summary
 
-    with report_errors("bench merging"):
-        task, facts = _task(model, text, device, polyhead=True, calibration=calibration, rows=rows, batch=batch)
-        typer.echo(summary(list(_kept(judged(task, pairs, whole=not layer_only), facts, output))))
+    task, facts = _task(model, text, device, polyhead=True, calibration=calibration, rows=rows, batch=batch)
+    typer.echo(summary(list(_kept(judged(task, pairs, whole=not layer_only), facts, output))))
 
 
 def _kept(rows: Iterable[dict[str, Any]], facts: dict[str, Any], output: Path | None) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,6 @@ import typer
 
 from benchmarks.options import Commit
 from polyhead.cli.options import writable_file
-from polyhead.cli.progress_bars import report_errors
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -64,8 +63,7 @@ def training(
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     requested = contest(quick=quick)
-    with report_errors("bench training"):
-        Text.read(text, requested.sizes.context)  # so that one that is too short is refused here
+    Text.read(text, requested.sizes.context)  # so that one that is too short is refused here
     facts = {**machine_facts.describe(device, commit), "text": text.name, "quick": quick}
     console = Console(stderr=True, highlight=False)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -27,7 +27,7 @@ def test_layouts_of_a_budget_beside_models_that_people_know():
 
 
 def test_no_more_than_asked_for_and_times_of_a_machine():
-    options = ("--dtype", "float32", "--hardware", "cpu-2-cores", "--latency", "1s", "--layers", 4, "--context", 512)
+    options = ("--dtype", "float32", "--machine", "cpu-2-cores", "--latency", "1s", "--layers", 4, "--context", 512)
     shown = invoke("choose", "--d-model", 512, *options, "--most", 2).output
     assert "more; show them with --most" in shown
     assert "time" in shown.splitlines()[1]
@@ -46,7 +46,7 @@ def test_an_int8_cache_is_chosen_beside_models_that_have_none():
 
 
 def test_a_machine_s_own_dtype_is_taken_with_a_note():
-    shown = invoke("choose", "--hardware", "cpu-2-cores", "--d-model", 512, "--cache", "16KiB", "--context", 512).output
+    shown = invoke("choose", "--machine", "cpu-2-cores", "--d-model", 512, "--cache", "16KiB", "--context", 512).output
     assert "note: cpu-2-cores was not calibrated in bfloat16: planned in float32 instead" in shown
 
 
@@ -67,7 +67,7 @@ def test_json_has_layouts_and_references():
         (("--d-model", 512, "--latency", "soon"), "got 'soon'"),
         (("--d-model", 512, "--parameters", "64KiB"), "got '64KiB'"),
         (("--d-model", 512, "--cache", "64KiB", "--phase", "rest"), "phase must be one of"),
-        (("--d-model", 512, "--cache", "64KiB", "--hardware", "abacus"), "machine must be one of"),
+        (("--d-model", 512, "--cache", "64KiB", "--machine", "abacus"), "machine must be one of"),
         (("--d-model", 100, "--cache", "128KiB"), "got d_model 100, which no head_dim divides; use a multiple of 32"),
         (("--parameters", 10), "has 2,621,440 parameters in 32 layers, got a budget of 10; raise it"),
         (("--d-model", 512, "--cache", "64KiB", "--most", -3), "--most must be at least 1, got -3"),
@@ -76,4 +76,4 @@ def test_json_has_layouts_and_references():
     ],
 )
 def test_bad_input_is_refused(arguments, words):
-    assert words in " ".join(invoke("choose", *arguments, code=2).stderr.replace("│", " ").split())
+    assert words in invoke("choose", *arguments, code=2).stderr

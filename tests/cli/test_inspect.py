@@ -104,7 +104,7 @@ def test_what_cannot_be_is_said_in_one_line(place, monkeypatch, tmp_path, argume
     monkeypatch.chdir(tmp_path)
     named = {"MODEL": str(place / "bert"), "TEXT": str(place / "text")}
     result = invoke(*(named.get(x, x) for x in arguments), code=2)
-    assert words in " ".join(result.stderr.replace("│", " ").split())  # a box wraps its lines
+    assert words in result.stderr
     assert "Traceback" not in result.output
 
 

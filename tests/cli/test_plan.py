@@ -35,7 +35,7 @@ def test_a_layout_by_its_sizes():
         assert words in shown
     for title in ("training step", "prefill of the full context", "decode step"):
         assert title in shown
-    assert "use --hardware to predict times; calibrated machines:" in shown
+    assert "use --machine to predict times; calibrated machines:" in shown
 
 
 def test_tokens_that_see_later_ones_meet_more_keys():
@@ -57,7 +57,7 @@ def test_rotary_positions_are_passes_over_memory():
 
 
 def test_only_the_phases_that_are_asked_for_and_times_of_a_machine():
-    shown = invoke("plan", *SIZES, "--phase", "decode", "--dtype", "float32", "--hardware", "cpu-2-cores").output
+    shown = invoke("plan", *SIZES, "--phase", "decode", "--dtype", "float32", "--machine", "cpu-2-cores").output
     assert "decode step" in shown
     assert "training step" not in shown
     assert "time" in shown
@@ -148,7 +148,7 @@ class _Page(HTMLParser):
 
 @pytest.mark.parametrize("timed", [False, True])
 def test_a_page_holds_all_it_needs(tmp_path, timed):
-    options = ("--dtype", "float32", "--hardware", "cpu-2-cores") if timed else ()
+    options = ("--dtype", "float32", "--machine", "cpu-2-cores") if timed else ()
     file = tmp_path / "plan.html"
     assert str(file) in invoke("plan", *SIZES, *options, "--output", file).output
     text = file.read_text(encoding="utf-8")
@@ -195,7 +195,7 @@ def test_calibrating_measures_keeps_and_predicts(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("gpt2", "--hardware", "cpu-2-cores"), "got --hardware cpu-2-cores as well; omit one of them"),
+        (("gpt2", "--machine", "cpu-2-cores"), "got --machine cpu-2-cores as well; omit one of them"),
         (("no/such/model/at/all",), "there is no such file or folder"),
         (("gpt2", "--context", 0), "context must be a positive integer, got 0"),
         (("gpt2", "--context", 5000), "context must be at most 1,024 tokens"),
@@ -242,7 +242,7 @@ def test_a_calibration_that_cannot_be_kept_is_not_begun_and_one_that_was_made_is
 def test_a_file_that_is_no_machine_gets_one_clear_line(tmp_path, content, words):
     file = tmp_path / "machine.json"
     file.mkdir() if content is None else file.write_bytes(content)
-    result = invoke("plan", "gpt2", "--hardware", file, code=2)
+    result = invoke("plan", "gpt2", "--machine", file, code=2)
     assert words in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
 
@@ -255,7 +255,7 @@ def test_a_file_that_is_no_machine_gets_one_clear_line(tmp_path, content, words)
         (("gpt2", "--heads", 3), "MODEL defines its own heads, got --heads as well"),
         (("gpt2", "--layers", 3), "gpt2 has a fixed number of layers, got layers 3"),
         (("--d-model", 512), "--d-model requires --heads, got --d-model 512 without it"),
-        (("--d-model", -512, "--heads", 8), "embed_dim must be at least 1, got -512"),
+        (("--d-model", -512, "--heads", 8), "d_model must be a positive integer, got -512"),
         (("--d-model", 512, "--heads", 7), "got 512 and 7"),
         (("gpt2", "--context", 0), "context must be a positive integer, got 0"),
         (("gpt2", "--batch", -1), "batch must be a positive integer, got -1"),
@@ -263,7 +263,7 @@ def test_a_file_that_is_no_machine_gets_one_clear_line(tmp_path, content, words)
         (("gpt2", "--dtype", "int8"), "dtype must be bfloat16, float16, float32 or float64, got int8"),
         (("gpt2", "--phase", "rest"), "phase must be one of training, prefill, decode; got 'rest'"),
         (("bert-base", "--phase", "decode"), "decode needs causal layers"),
-        (("gpt2", "--hardware", "abacus"), "machine must be one of"),
+        (("gpt2", "--machine", "abacus"), "machine must be one of"),
         (("--config", "nowhere.json"), "--config must be an existing file, got nowhere.json"),
         (("./nowhere",), "there is no such file or folder"),
         (("gpt2", "--output", "nowhere/plan.html"), "--output must be a file in an existing folder"),

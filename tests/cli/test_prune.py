@@ -229,7 +229,7 @@ def test_bad_input_of_prune_is_said_in_a_line_and_nothing_is_written(place, tmp_
     if "--text" not in given:
         given += ["--text", place / "text"]
     said = invoke("prune", place / "bert", *given, "--device", "cpu", "--output", tmp_path / "out", code=2).stderr
-    assert words in " ".join(said.replace("│", " ").split())
+    assert words in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt", "short.txt"]
 
 
@@ -246,13 +246,13 @@ def test_bad_input_of_prune_is_said_in_a_line_and_nothing_is_written(place, tmp_
 )
 def test_bad_input_of_merge_is_said_in_a_line_and_nothing_is_written(place, tmp_path, arguments, words):
     said = invoke("merge", place / "bert", *arguments, "--output", tmp_path / "out", code=2).stderr
-    assert words in " ".join(said.replace("│", " ").split())
+    assert words in said
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_output_is_needed_unless_only_counted(place):
     said = invoke("prune", place / "bert", "--heads", "0.1", "--no-compensate", code=2).stderr
-    assert "required unless --preview is used" in " ".join(said.replace("│", " ").split())
+    assert "required unless --preview is used" in said
     assert "0.88" in invoke("prune", place / "bert", "--heads", "0.1", "--preview").stdout
 
 

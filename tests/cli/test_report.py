@@ -119,7 +119,7 @@ def test_a_table_of_syntax_stands_in_the_page(run, tmp_path):
 def test_what_cannot_be_is_said_in_one_line(run, monkeypatch, tmp_path, arguments, words):
     monkeypatch.chdir(tmp_path)
     result = invoke(*(run if x == "RUN" else x for x in arguments), code=2)
-    assert words in " ".join(result.stderr.replace("│", " ").split())  # a box wraps its lines
+    assert words in result.stderr
     assert "Traceback" not in result.output
 
 

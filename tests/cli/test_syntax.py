@@ -6,21 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from polyhead.analysis.syntax_tables import EVERY, SyntaxTable
-from polyhead.cli.syntax import syntax
+from polyhead.cli import app
 
 pytest.importorskip("transformers")
 SMALL = Path(__file__).parents[1] / "sources" / "small.conllu"
 
-app = typer.Typer(pretty_exceptions_enable=False)
-app.command("syntax")(syntax)
-
 
 def invoke(*arguments: object):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "120", "NO_COLOR": "1"})
+    return CliRunner().invoke(app, ["syntax", *map(str, arguments)], env={"COLUMNS": "120", "NO_COLOR": "1"})
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +78,7 @@ def test_fewer_sentences_and_several_together(model):
     [
         ((), "required: a file in CoNLL-U format"),
         (("--treebank", "nothing.conllu"), "a treebank must be a CoNLL-U file, got nothing.conllu: no such file"),
-        (("--treebank", SMALL, "--sentences", 0), "Invalid value for '--sentences'"),
+        (("--treebank", SMALL, "--sentences", 0), "--sentences must be"),
         (("--treebank", SMALL, "--sentences", 1), "got 1 from 1 sentences"),
         (("--treebank", SMALL, "--output", "table.csv"), "must end in .json or .parquet, got 'table.csv'"),
         (("--treebank", SMALL, "--output", "nowhere/table.json"), "there is no folder nowhere"),
@@ -93,8 +89,7 @@ def test_what_is_wrong_is_said_without_a_traceback(model, tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     result = invoke(model, *arguments)
     assert result.exit_code == 2
-    said = " ".join(result.stderr.replace("│", " ").split())
-    assert words in said
+    assert words in result.stderr
     assert "Traceback" not in result.output
 
 

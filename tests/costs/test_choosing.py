@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from polyhead.costs import Workload, estimate_cost
-from polyhead.costs.choosing import Budget, choose
+from polyhead.costs.choosing import choose
 from polyhead.costs.layout_warnings import KINDS, channels_for, warnings_of
 from polyhead.costs.layouts.known_models import KNOWN
+from polyhead.costs.options import Budget
 from polyhead.costs.timing.machine import Machine
 from polyhead.errors import DtypeError, OptionError
 from polyhead.layers import MultiHeadConfig

@@ -395,9 +395,9 @@ def test_words_of_a_plan():
 
 @pytest.mark.parametrize("text", ["", "12x", "KiB", "-5", "1.5 GiB"])
 def test_numbers_that_nobody_writes_are_refused(text):
-    with pytest.raises(ValueError, match="expected a number such as 1000000, 500M"):
+    with pytest.raises(ValueError, match="must be a number such as 1000000, 500M"):
         parse_count(text)
-    with pytest.raises(ValueError, match="expected a time such as 2s, 20ms"):
+    with pytest.raises(ValueError, match="must be a time such as 2s, 20ms"):
         parse_seconds(text)
 
 

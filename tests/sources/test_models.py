@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from polyhead.errors import CheckpointError, DeviceError, OptionError
-from polyhead.sources import batches, cut_into_contexts, default_documents, packaged
+from polyhead.sources import batches, cut_into_contexts, default_documents, load_errors, packaged
 from polyhead.workflows.model_loading import load_model
 
 pytest.importorskip("transformers")
@@ -290,6 +290,30 @@ def test_paths_without_a_model_are_rejected(tmp_path, monkeypatch):
             load_model(name)
 
 
+@pytest.fixture
+def hub(monkeypatch) -> Callable[[Exception | None], list[str]]:
+    """A function that sets what a request to the hub raises, and returns the list of requested addresses."""
+    import huggingface_hub
+
+    def answers(error: Exception | None) -> list[str]:
+        requested: list[str] = []
+
+        def request(url: str, **options: Any) -> None:
+            requested.append(url)
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", request)
+        monkeypatch.setattr(load_errors, "_PAUSE", 0.0)
+        return requested
+
+    return answers
+
+
+def named_error(name: str) -> Exception:
+    return type(name, (Exception,), {})("it failed")
+
+
 def raising(error: Exception, cause: Exception | None = None) -> Callable[..., Any]:
     def fail(*arguments: Any, **options: Any) -> Any:
         raise error from cause
@@ -306,7 +330,8 @@ def raising(error: Exception, cause: Exception | None = None) -> Callable[..., A
         ("HfHubHTTPError", CheckpointError, "some/model cannot be loaded: it failed"),
     ],
 )  # fmt: skip
-def test_hub_errors_become_one_line(monkeypatch, cause, kind, words):
+def test_hub_errors_become_one_line(monkeypatch, hub, cause, kind, words):
+    hub(None)
     errors = importlib.import_module("huggingface_hub.errors")
     # The hub's own errors ask for the answer of a server; only their kind is looked at.
     found = getattr(errors, cause)
@@ -317,7 +342,38 @@ def test_hub_errors_become_one_line(monkeypatch, cause, kind, words):
     assert "\n" not in str(caught.value)
 
 
-def test_hub_models_are_asked_for_safetensors_only_and_never_for_a_conversion(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["ConnectError", "ConnectTimeout"])
+def test_without_a_connection_a_hub_model_is_refused_after_two_requests(monkeypatch, hub, kind):
+    requested = hub(named_error(kind))
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
+    with pytest.raises(OptionError, match="hub cannot be reached and some/model is not in its cache"):
+        load_model("some/model")
+    assert len(requested) == 2
+    assert all("some/model" in url and url.endswith("/config.json") for url in requested)
+
+
+@pytest.mark.parametrize("kind", ["ReadTimeout", "HfHubHTTPError", "OfflineModeIsEnabled"])
+def test_other_failures_of_the_first_request_are_left_to_the_retries_of_the_load(monkeypatch, hub, kind):
+    requested = hub(named_error(kind))
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", raising(OSError("after retries")))
+    with pytest.raises(CheckpointError, match="after retries"):
+        load_model("some/model")
+    assert len(requested) == 1
+
+
+def test_a_cached_hub_model_is_loaded_without_a_connection(monkeypatch, hub):
+    import huggingface_hub
+
+    requested = hub(named_error("ConnectError"))
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: "config.json")
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", raising(OSError("it is loaded")))
+    with pytest.raises(CheckpointError, match="it is loaded"):
+        load_model("some/model")
+    assert requested == []
+
+
+def test_hub_models_are_asked_for_safetensors_only_and_never_for_a_conversion(tmp_path, monkeypatch, hub):
+    hub(None)
     save(tmp_path, "LlamaForCausalLM", llama())
     requested: dict[str, Any] = {}
     config = transformers.AutoConfig.from_pretrained(tmp_path)

@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from polyhead.cli import choose, compare, convert, inspect, merge, plan, prune, report, shrink, syntax, undo, view
-from polyhead.cli.progress_bars import end_on_sigterm
+from polyhead.cli.errors import CommandGroup, end_on_sigterm
 
 app = typer.Typer(
     name="polyhead",
+    cls=CommandGroup,
     help="Run, inspect and edit multi-head attention, one head at a time.",
-    no_args_is_help=True,
     rich_markup_mode="markdown",  # joins the lines of a docstring's paragraph
     add_completion=False,
     pretty_exceptions_enable=False,  # a plain traceback can be pasted into a bug report

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from polyhead.cli.options import optional, wide_console
-from polyhead.cli.progress_bars import report_errors
+from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from polyhead.costs.choosing import Choice, Choices
-
-T = TypeVar("T")
 
 
 def choose(
@@ -27,7 +25,7 @@ def choose(
         str | None, optional("Maximum KV cache per token over all layers, e.g. 128KiB.", metavar="BYTES")
     ] = None,
     latency: Annotated[
-        str | None, optional("Maximum predicted time of the phase, e.g. 20ms; requires --hardware.", metavar="TIME")
+        str | None, optional("Maximum predicted time of the phase, e.g. 20ms; requires --machine.", metavar="TIME")
     ] = None,
     d_model: Annotated[int | None, optional("Width of the model. [default: try common widths]", metavar="N")] = None,
     layers: Annotated[int, typer.Option(metavar="N", help="Number of attention layers.")] = 32,
@@ -37,12 +35,12 @@ def choose(
         str, typer.Option(metavar="training|prefill|decode", help="Phase whose time is limited and shown.")
     ] = "decode",
     dtype: Annotated[
-        str | None, optional("Dtype of the layers. [default: bfloat16, or one that --hardware was calibrated in]")
+        str | None, optional("Dtype of the layers. [default: bfloat16, or one that --machine was calibrated in]")
     ] = None,
     cache_dtype: Annotated[
         str | None, optional("Dtype of the KV cache, also int8 or float8_e4m3fn. [default: that of the layers]")
     ] = None,
-    hardware: Annotated[
+    machine: Annotated[
         str | None, optional("Predict times for this calibrated machine or .json file.", metavar="NAME|FILE")
     ] = None,
     latents: Annotated[
@@ -58,37 +56,42 @@ def choose(
 
     Example: `polyhead choose --d-model 4096 --layers 32 --cache 128KiB`
     """
-    import polyhead
-    from polyhead.costs.choosing import Budget
-    from polyhead.costs.layout_warnings import explained
-    from polyhead.costs.quantities import named_dtype, parse_count, parse_seconds
-    from polyhead.errors import OptionError
+    from polyhead.costs.options import Budget, check_choice, parse_phases
+    from polyhead.costs.quantities import named_dtype, parse_count, parse_dtype, parse_seconds
 
-    limits = {
-        "parameters": _parsed(parameters, "--parameters", parse_count),
-        "cache_bytes_per_token": _parsed(cache, "--cache", lambda text: parse_count(text, of_bytes=True)),
-        "seconds": _parsed(latency, "--latency", parse_seconds),
-    }
-    with report_errors("choose"):
-        if most < 1:
-            raise OptionError(f"--most must be at least 1, got {most}")
-        choices = polyhead.choose(
-            Budget(**limits),  # type: ignore[arg-type]
-            d_model=d_model,
-            layers=layers,
-            context=context,
-            batch=batch,
-            phase=phase,
-            dtype=None if dtype is None else named_dtype(dtype),
-            cache_dtype=None if cache_dtype is None else named_dtype(cache_dtype),
-            machine=hardware,
-            latents=latents,
-        )
+    if most < 1:
+        raise OptionError(f"--most must be at least 1, got {most}")
+    budget = Budget(
+        parameters=None if parameters is None else parse_count(parameters, name="--parameters"),
+        cache_bytes_per_token=None if cache is None else parse_count(cache, of_bytes=True, name="--cache"),
+        seconds=None if latency is None else parse_seconds(latency, name="--latency"),
+    )
+    parse_phases([phase])
+    check_choice(budget, d_model=d_model, layers=layers, context=context, batch=batch, has_machine=machine is not None)
+    for name in (dtype, cache_dtype):
+        if name is not None:
+            parse_dtype(name)
+
+    import polyhead
+    from polyhead.costs.layout_warnings import explained
+
+    choices = polyhead.choose(
+        budget,
+        d_model=d_model,
+        layers=layers,
+        context=context,
+        batch=batch,
+        phase=phase,
+        dtype=None if dtype is None else named_dtype(dtype),
+        cache_dtype=None if cache_dtype is None else named_dtype(cache_dtype),
+        machine=machine,
+        latents=latents,
+    )
     if as_json:
         typer.echo(json.dumps(_as_dict(choices), indent=2))
         return
     console = wide_console()
-    timed = hardware is not None
+    timed = machine is not None
     front = choices.found
     if front:
         console.print(_table(front[:most], f"{len(front)} of {choices.considered:,} layouts", timed=timed))
@@ -142,10 +145,3 @@ def _as_dict(choices: Choices) -> dict[str, Any]:
         "references": [choice.to_dict() for choice in choices.references],
         "notes": list(choices.notes),
     }
-
-
-def _parsed(text: str | None, option: str, parse: Callable[[str], T]) -> T | None:
-    try:
-        return None if text is None else parse(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint=option) from None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from polyhead.cli.options import optional
-from polyhead.cli.progress_bars import report_errors
+from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
     from polyhead.inspection.heads import Head
@@ -38,22 +38,20 @@ def compare(
 
     console = Console(highlight=False)
     if most < 1:
-        raise typer.BadParameter(f"must be at least 1, got {most}", param_hint="--most")
-    with report_errors("compare"):
-        check_saved(before)
-        check_saved(after)
+        raise OptionError(f"--most must be at least 1, got {most}")
+    check_saved(before)
+    check_saved(after)
 
-        from polyhead.inspection import compare as compared
-        from polyhead.inspection import load_inspection
-        from polyhead.inspection.heads import named
+    from polyhead.inspection import compare as compared
+    from polyhead.inspection import load_inspection
+    from polyhead.inspection.heads import named
 
-        first, second = load_inspection(before), load_inspection(after)
-        found = compared(first, second)
+    first, second = load_inspection(before), load_inspection(after)
+    found = compared(first, second)
     names = {change.name for change in found.changes}
     if statistic is not None and statistic not in names:
-        raise typer.BadParameter(
-            f"must be a column of both inspections, {', '.join(sorted(names))}; got {statistic!r}",
-            param_hint="--statistic",
+        raise OptionError(
+            f"--statistic must be a column of both inspections, {', '.join(sorted(names))}; got {statistic!r}"
         )
     for label, inspection in (("A", first), ("B", second)):
         stopped = ", interrupted before the end of the text" if inspection.facts.get("interrupted") else ""

@@ -23,7 +23,7 @@ from polyhead.cli.edit_options import (
 )
 from polyhead.cli.edit_results import model_loader, show_edited, write_edited
 from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode, optional
-from polyhead.cli.progress_bars import ProgressBars, report_errors
+from polyhead.cli.progress_bars import ProgressBars
 
 
 def convert(
@@ -71,7 +71,7 @@ def convert(
     from polyhead.surgery.options import check_conversion
 
     console = Console(highlight=False)
-    with report_errors("convert"), ProgressBars() as progress:
+    with ProgressBars() as progress:
         check_output(output, form, preview=preview, replace=replace, source=model)
         check_reading(text, field, context, tokens)
         check_conversion(kv_heads, grouping, rounds)
@@ -99,7 +99,6 @@ def convert(
             tokens=tokens,
             progress=progress,
         )
-    with report_errors("convert"):
-        summary = f"with {kv_heads} KV head{'s' * (kv_heads > 1)} in each of {len(edited.edits)} layers"
-        show_edited(edited, summary, console)
-        write_edited(edited, output, form, console, replace=replace)
+    summary = f"with {kv_heads} KV head{'s' * (kv_heads > 1)} in each of {len(edited.edits)} layers"
+    show_edited(edited, summary, console)
+    write_edited(edited, output, form, console, replace=replace)

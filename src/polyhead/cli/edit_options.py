@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from polyhead.cli.options import check_positive, check_text, optional
+from polyhead.errors import OptionError
 
 FORMS = ("uniform", "uneven", "padded")
 
@@ -81,12 +82,11 @@ def check_output(
     if isinstance(source, str):
         find_source(source)
     if form is not None and form not in FORMS:
-        raise typer.BadParameter(f"must be one of {', '.join(FORMS)}; got {form!r}", param_hint="--form")
+        raise OptionError(f"--form must be one of {', '.join(FORMS)}; got {form!r}")
     if output is None:
         if not preview:
-            raise typer.BadParameter(
-                "required unless --preview is used; specify a new folder for the edited model",
-                param_hint="--output",
+            raise OptionError(
+                "--output is required unless --preview is used; specify a new folder for the edited model"
             )
         return
     check_free(output, replace=replace, source=source)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from polyhead.cli.edit_options import ContextLength, Field
+from polyhead.cli.errors import resumable
 from polyhead.cli.options import (
     AllowPickle,
     Device,
@@ -21,8 +22,9 @@ from polyhead.cli.options import (
     check_text,
     optional,
 )
-from polyhead.cli.progress_bars import ProgressBars, report_errors
+from polyhead.cli.progress_bars import ProgressBars
 from polyhead.cli.report import check_page, write
+from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -148,7 +150,7 @@ def inspect(
     check_dtype(dtype)
     console = Console(highlight=False)
     folder = save if resume is None else resume
-    with report_errors("inspect", folder):
+    with resumable(folder):
         check_page(html, lang)
         check_positive("--save-seconds", save_seconds, zero=True)
         settings = (
@@ -173,15 +175,13 @@ def inspect(
         find_source(settings.model)
         check_text(settings.text, settings.field)
         if save is not None and any((save / name).exists() for name in (OBSERVATIONS, REST)):
-            raise typer.BadParameter(
-                f"{save} contains a run already; continue it with --resume {save}, or choose another folder",
-                param_hint="--save",
+            raise OptionError(
+                f"--save must be a new run, got {save}, which contains a run already; continue it with "
+                f"--resume {save}, or choose another folder"
             )
         existing = [] if save is None else [name for name in FILES if (save / name).exists()]
         if existing:
-            raise typer.BadParameter(
-                f"the folder must not contain {existing[0]}, got {save}; choose another one", param_hint="--save"
-            )
+            raise OptionError(f"--save must not contain {existing[0]}, got {save}; choose another folder")
         if folder is not None:
             check_folder(folder, "--save" if resume is None else "--resume")
 
@@ -212,8 +212,7 @@ def inspect(
         files = "heads.parquet, inspection.json, relations.safetensors, pictures.safetensors"
         console.print(f"\nSaved to {folder}: {files}", markup=False)
     if html is not None:
-        with report_errors("inspect"):
-            typer.echo(f"\n{write(html, found, lang)}")
+        typer.echo(f"\n{write(html, found, lang)}")
     if found.facts["interrupted"]:
         raise typer.Exit(130)
 
@@ -300,15 +299,13 @@ def _check_alone(command: typer.Context) -> None:
         if name not in _NOT_OF_THE_RUN and getattr(command.get_parameter_source(name), "name", "") == "COMMANDLINE"
     ]
     if conflicting:
-        raise typer.BadParameter(
-            "a run is continued with its own model, text and options, "
-            f"got {', '.join(sorted(conflicting))} as well; omit them",
-            param_hint="--resume",
+        raise OptionError(
+            "--resume continues a run with its own model, text and options, "
+            f"got {', '.join(sorted(conflicting))} as well; omit them"
         )
 
 
 def _settings_of(folder: Path) -> Settings:
-    from polyhead.errors import OptionError
     from polyhead.inspection.run_files import OBSERVATIONS
     from polyhead.inspection.settings import Settings
 
@@ -326,7 +323,5 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
         return None
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
-        raise typer.BadParameter(
-            f"must be layer numbers from 0, separated by commas, got {text!r}", param_hint="--layers"
-        )
+        raise OptionError(f"--layers must be layer numbers from 0, separated by commas, got {text!r}")
     return tuple(int(part) for part in parts)

@@ -7,7 +7,7 @@ from typing import Annotated
 from polyhead.cli.edit_options import Model, Output, PreviewOnly, Replace, SavedDtype, SavedForm, Stack, check_output
 from polyhead.cli.edit_results import model_loader, show_edited, write_edited
 from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode, optional
-from polyhead.cli.progress_bars import ProgressBars, report_errors
+from polyhead.cli.progress_bars import ProgressBars
 
 
 def merge(
@@ -42,7 +42,7 @@ def merge(
     from polyhead.geometry import parse_head_groups
 
     console = Console(highlight=False)
-    with report_errors("merge"), ProgressBars() as progress:
+    with ProgressBars() as progress:
         check_output(output, form, preview=preview, replace=replace, source=model)
         layers = [group[0].layer for group in parse_head_groups(heads)]
 
@@ -64,6 +64,5 @@ def merge(
             preview=preview,
             stack=stack,
         )
-    with report_errors("merge"):
-        show_edited(edited, f"with heads {heads} merged", console)
-        write_edited(edited, output, form, console, replace=replace)
+    show_edited(edited, f"with heads {heads} merged", console)
+    write_edited(edited, output, form, console, replace=replace)

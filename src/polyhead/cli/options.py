@@ -19,14 +19,11 @@ def optional(help: str, *names: str, metavar: str | None = None, **options: Any)
 
 
 def writable_file(file: Path | None) -> Path | None:
-    """Return the file if results can be written to it, else raise `typer.BadParameter`; a callback of options."""
+    """Return the file if results can be written to it, else raise; a callback of options."""
     from polyhead.observation.run_folder import check_file
 
     if file is not None:
-        try:
-            check_file(file, "--output")
-        except OptionError as error:
-            raise typer.BadParameter(str(error)) from None
+        check_file(file, "--output")
     return file
 
 
@@ -63,15 +60,13 @@ def check_language(lang: str) -> None:
     from polyhead.inspection.vocabulary import LANGUAGES
 
     if lang not in LANGUAGES:
-        raise typer.BadParameter(f"must be one of {', '.join(LANGUAGES)}; got {lang!r}", param_hint="--lang")
+        raise OptionError(f"--lang must be one of {', '.join(LANGUAGES)}; got {lang!r}")
 
 
 def check_dtype(dtype: str | None) -> None:
     """Raise if this dtype is not supported."""
     if dtype is not None and dtype not in DTYPES:
-        raise typer.BadParameter(
-            f"must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}; got {dtype!r}", param_hint="--dtype"
-        )
+        raise OptionError(f"--dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}; got {dtype!r}")
 
 
 def default_device(device: str | None) -> str:

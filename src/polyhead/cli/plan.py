@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from polyhead.cli.options import optional, wide_console
-from polyhead.cli.progress_bars import ProgressBars, report_errors
+from polyhead.cli.progress_bars import ProgressBars
+from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
     from polyhead.costs.layouts.model_layout import ModelLayout
@@ -57,7 +58,7 @@ def plan(
     phase: Annotated[
         str | None, optional("Phases to plan: training, prefill, decode. [default: all]", metavar="PHASE,...")
     ] = None,
-    hardware: Annotated[
+    machine: Annotated[
         str | None, optional("Predict times for this calibrated machine or .json file.", metavar="NAME|FILE")
     ] = None,
     calibrate: Annotated[
@@ -74,47 +75,78 @@ def plan(
 
     Examples: `polyhead plan llama3.1-8b --context 8192`,
     `polyhead plan --d-model 4096 --heads 32 --kv-heads 8 --layers 32`,
-    `polyhead plan --config config.json --hardware nvidia-h200 --output plan.html`
+    `polyhead plan --config config.json --machine nvidia-h200 --output plan.html`
     """
-    import polyhead
-    from polyhead.cli.plan_table import draw
-    from polyhead.costs.quantities import named_dtype
-    from polyhead.costs.timing.machine import Machine
+    from polyhead.costs.options import check_sizes, parse_phases
+    from polyhead.costs.quantities import named_dtype, parse_dtype
 
     size_options = {"--heads": heads, "--kv-heads": kv_heads, "--head-dim": head_dim, "--window": window}
-    with report_errors("plan"):
-        _check_output(output)
-        _check_calibration(calibrate, hardware, dtype)
-        machine = None if hardware is None else Machine.load(hardware)
-        if calibrate and all(x is None for x in (model, config, d_model, layers, output, *size_options.values())):
-            _calibrate(as_json)
-            return
-        make_plan = partial(
-            polyhead.plan,
-            _layout(model, config, d_model, size_options, layers, causal, rotary),
-            context=context,
-            batch=batch,
-            dtype=None if dtype is None else named_dtype(dtype),
-            cache_dtype=None if cache_dtype is None else named_dtype(cache_dtype),
-            phases=None if phase is None else [part.strip() for part in phase.split(",")],
-            beyond=beyond,
-        )
-        if calibrate:
-            make_plan()  # raises on invalid options before minutes of calibration
-            machine = _calibrate(as_json)
-        result = make_plan(machine=machine)
-        written = None
-        if output is not None:
-            from polyhead.costs.curves import over_context, over_heads
-            from polyhead.report.plan_page import write_plan_page
+    only_calibrate = calibrate and all(
+        x is None for x in (model, config, d_model, layers, output, *size_options.values())
+    )
+    _check_output(output)
+    if not only_calibrate:
+        _check_source(model, config, d_model, {**size_options, "--rotary": rotary or None})
+    check_sizes(d_model=d_model, heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window)
+    check_sizes(layers=layers, batch=batch, context=context)
+    for name in (dtype, cache_dtype):
+        if name is not None:
+            parse_dtype(name)
+    phases = None if phase is None else parse_phases(part.strip() for part in phase.split(","))
 
-            written = write_plan_page(output, result, over_context(result, machine), over_heads(result, machine))
+    import polyhead
+    from polyhead.cli.plan_table import draw
+    from polyhead.costs.timing.machine import Machine
+
+    _check_calibration(calibrate, machine, dtype)
+    calibrated = None if machine is None else Machine.load(machine)
+    if only_calibrate:
+        _calibrate(as_json)
+        return
+    make_plan = partial(
+        polyhead.plan,
+        _layout(model, config, d_model, size_options, layers, causal, rotary),
+        context=context,
+        batch=batch,
+        dtype=None if dtype is None else named_dtype(dtype),
+        cache_dtype=None if cache_dtype is None else named_dtype(cache_dtype),
+        phases=phases,
+        beyond=beyond,
+    )
+    if calibrate:
+        make_plan()  # raises on invalid options before minutes of calibration
+        calibrated = _calibrate(as_json)
+    result = make_plan(machine=calibrated)
+    written = None
+    if output is not None:
+        from polyhead.costs.curves import over_context, over_heads
+        from polyhead.report.plan_page import write_plan_page
+
+        written = write_plan_page(output, result, over_context(result, calibrated), over_heads(result, calibrated))
     if as_json:
         typer.echo(json.dumps(result.to_dict(), indent=2))
     else:
         draw(result, wide_console())
     if written is not None:
         typer.echo(str(written), err=as_json)
+
+
+def _check_source(model: str | None, config: Path | None, d_model: int | None, sizes: dict[str, int | None]) -> None:
+    """Raise unless the heads are defined once: by a model, a config, or sizes."""
+    sources = [
+        name for name, value in (("MODEL", model), ("--config", config), ("--d-model", d_model)) if value is not None
+    ]
+    if len(sources) != 1:
+        raise OptionError(
+            f"specify one of MODEL, --config, and --d-model with --heads; got {' and '.join(sources) or 'none'}"
+        )
+    given = [name for name, value in sizes.items() if value is not None]
+    if d_model is None and given:
+        raise OptionError(f"{sources[0]} defines its own heads, got {', '.join(given)} as well; omit them")
+    if config is not None and not config.is_file():
+        raise OptionError(f"--config must be an existing file, got {config}")
+    if d_model is not None and sizes["--heads"] is None:
+        raise OptionError(f"--d-model requires --heads, got --d-model {d_model} without it")
 
 
 def _layout(
@@ -127,27 +159,13 @@ def _layout(
     rotary: bool,
 ) -> ModelLayout:
     from polyhead.costs.layouts.layout_sources import from_sizes, read_layout
-    from polyhead.errors import OptionError
 
-    sources = [
-        name for name, value in (("MODEL", model), ("--config", config), ("--d-model", d_model)) if value is not None
-    ]
-    if len(sources) != 1:
-        raise OptionError(
-            f"specify one of MODEL, --config, and --d-model with --heads; got {' and '.join(sources) or 'none'}"
-        )
-    given = [name for name, value in {**sizes, "--rotary": rotary or None}.items() if value is not None]
-    if d_model is None:
-        if given:
-            raise OptionError(f"{sources[0]} defines its own heads, got {', '.join(given)} as well; omit them")
-        if config is not None and not config.is_file():
-            raise OptionError(f"--config must be an existing file, got {config}")
-        source = model if model is not None else config
-        assert source is not None
+    source = model if model is not None else config
+    if source is not None:
         return read_layout(source, layers=layers, causal=causal)
     heads = sizes["--heads"]
-    if heads is None:
-        raise OptionError(f"--d-model requires --heads, got --d-model {d_model} without it")
+    assert d_model is not None
+    assert heads is not None
     return from_sizes(
         d_model,
         heads,
@@ -163,7 +181,6 @@ def _layout(
 def _calibrate(to_stderr: bool) -> Machine:
     """Calibrate this machine with a progress bar, and save it."""
     from polyhead.costs.calibration import calibrate
-    from polyhead.errors import OptionError
 
     with ProgressBars() as progress:
         machine = calibrate(progress=progress)
@@ -175,19 +192,18 @@ def _calibrate(to_stderr: bool) -> Machine:
     return machine
 
 
-def _check_calibration(calibrate: bool, hardware: str | None, dtype: str | None) -> None:
+def _check_calibration(calibrate: bool, machine: str | None, dtype: str | None) -> None:
     """Raise on conflicting options before minutes of calibration."""
     import torch
 
     from polyhead.costs.calibration import DTYPES
     from polyhead.costs.quantities import dtype_name, named_dtype
     from polyhead.costs.timing.machine import check_own_folder
-    from polyhead.errors import OptionError
 
     if not calibrate:
         return
-    if hardware is not None:
-        raise OptionError(f"--calibrate predicts for this machine, got --hardware {hardware} as well; omit one of them")
+    if machine is not None:
+        raise OptionError(f"--calibrate predicts for this machine, got --machine {machine} as well; omit one of them")
     calibrated = DTYPES["cuda" if torch.cuda.is_available() else "cpu"]
     if dtype is not None and named_dtype(dtype) not in calibrated:
         names = ", ".join(dtype_name(x) for x in calibrated)
@@ -196,7 +212,6 @@ def _check_calibration(calibrate: bool, hardware: str | None, dtype: str | None)
 
 
 def _check_output(output: Path | None) -> None:
-    from polyhead.errors import OptionError
     from polyhead.observation.run_folder import check_file
     from polyhead.report.page import check_place
 

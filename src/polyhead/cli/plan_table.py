@@ -30,7 +30,7 @@ def draw(plan: Plan, console: Console) -> None:
     if plan.machine is None:
         known = ", ".join(list_machines())
         console.print(
-            Text(f"note: use --hardware to predict times; calibrated machines: {known or 'none'}", style="dim")
+            Text(f"note: use --machine to predict times; calibrated machines: {known or 'none'}", style="dim")
         )
 
 

@@ -25,7 +25,8 @@ from polyhead.cli.edit_options import (
 )
 from polyhead.cli.edit_results import model_loader, show_edited, write_edited
 from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode, optional
-from polyhead.cli.progress_bars import ProgressBars, report_errors
+from polyhead.cli.progress_bars import ProgressBars
+from polyhead.errors import OptionError
 
 
 def prune(
@@ -79,8 +80,8 @@ def prune(
 
     console = Console(highlight=False)
     if (heads is None) == (share is None):
-        raise typer.BadParameter("specify either --heads or --share; got both or neither")
-    with report_errors("prune"), ProgressBars() as progress:
+        raise OptionError("specify either --heads or --share; got both or neither")
+    with ProgressBars() as progress:
         check_output(output, form, preview=preview, replace=replace, source=model)
         fraction = None if share is None else _share(share)
         check_criterion(criterion)
@@ -115,19 +116,15 @@ def prune(
             seed=seed,
             progress=progress,
         )
-    with report_errors("prune"):
-        show_edited(edited, f"without heads {_format_heads(edited.edits)}", console)
-        write_edited(edited, output, form, console, replace=replace)
+    show_edited(edited, f"without heads {_format_heads(edited.edits)}", console)
+    write_edited(edited, output, form, console, replace=replace)
 
 
 def _share(text: str) -> float:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
     share = float(match[1]) / 100 if match else 0.0
     if not 0 < share < 1:
-        raise typer.BadParameter(
-            f"must be a percentage between 0% and 100%, e.g. 30%; got {text!r}",
-            param_hint="--share",
-        )
+        raise OptionError(f"--share must be a percentage between 0% and 100%, e.g. 30%; got {text!r}")
     return share
 
 

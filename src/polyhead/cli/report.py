@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from polyhead.cli.options import Language, check_language, optional
-from polyhead.cli.progress_bars import report_errors
+from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
     from polyhead.inspection import Inspection
@@ -34,13 +34,12 @@ def report(
     """
     from polyhead.inspection.run_files import check_saved
 
-    with report_errors("report"):
-        check_page(html, lang)
-        check_saved(run)
+    check_page(html, lang)
+    check_saved(run)
 
-        from polyhead.inspection import load_inspection
+    from polyhead.inspection import load_inspection
 
-        written = write(run / NAME if html is None else html, load_inspection(run), lang, syntax)
+    written = write(run / NAME if html is None else html, load_inspection(run), lang, syntax)
     typer.echo(str(written))
     if show:
         typer.launch(written.as_uri())
@@ -55,9 +54,7 @@ def check_page(html: Path | None, lang: str) -> None:
     if html is None:
         return
     if html.is_dir():
-        raise typer.BadParameter(
-            f"must be a file, got the folder {html}; use a file in it, such as {html / NAME}", param_hint="--html"
-        )
+        raise OptionError(f"--html must be a file, got the folder {html}; use a file in it, such as {html / NAME}")
     check_file(html, "--html")
     check_place(html)
     Assets.load()

@@ -20,8 +20,9 @@ from polyhead.cli.edit_options import (
     check_reading,
 )
 from polyhead.cli.edit_results import model_loader, show_preview, write_edited
+from polyhead.cli.errors import resumable
 from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode, optional, wide_console
-from polyhead.cli.progress_bars import ProgressBars, report_errors
+from polyhead.cli.progress_bars import ProgressBars
 from polyhead.cli.shrink_curve import show_curve
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def shrink(
     from polyhead.surgery.options import Target, check_shrinking
 
     console = wide_console()
-    with report_errors("shrink", resume), ProgressBars() as progress:
+    with resumable(resume), ProgressBars() as progress:
         check_output(output, form, preview=preview, replace=replace, source=model)
         check_reading(text, field, context, tokens)
         goal = Target.parse(target)
@@ -142,7 +143,7 @@ def shrink(
             resume=resume,
             progress=progress,
         )
-    with report_errors("shrink", resume):
+    with resumable(resume):
         _show(shrunk, console)
         write_edited(shrunk, output, form, console, replace=replace)
 

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from polyhead.cli.edit_options import ResumeIn
+from polyhead.cli.errors import resumable
 from polyhead.cli.options import AllowPickle, TrustRemoteCode, check_device, wide_console
-from polyhead.cli.progress_bars import ProgressBars, report_errors
+from polyhead.cli.progress_bars import ProgressBars
+from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
     from polyhead.analysis.shares import Shares
@@ -67,11 +69,8 @@ def syntax(
     from polyhead.sources.treebank import read_treebank
 
     if treebank is None:
-        raise typer.BadParameter(
-            "required: a file in CoNLL-U format, e.g. from universaldependencies.org",
-            param_hint="--treebank",
-        )
-    with report_errors("syntax", resume):
+        raise OptionError("--treebank is required: a file in CoNLL-U format, e.g. from universaldependencies.org")
+    with resumable(resume):
         _check_output(output)
         next(read_treebank(treebank, 1), None)  # raises if it is no treebank
         find_source(model)
@@ -109,7 +108,7 @@ def _check_output(output: Path | None) -> None:
     from polyhead.observation.run_folder import check_file
 
     if output.suffix not in (".json", ".parquet"):
-        raise typer.BadParameter(f"the file must end in .json or .parquet, got {output.name!r}", param_hint="--output")
+        raise OptionError(f"--output must end in .json or .parquet, got {output.name!r}")
     check_file(output, "--output")
 
 

@@ -9,7 +9,7 @@ import typer
 
 from polyhead.cli.edit_options import Replace, check_output
 from polyhead.cli.edit_results import show_saved
-from polyhead.cli.progress_bars import ProgressBars, report_errors
+from polyhead.cli.progress_bars import ProgressBars
 
 
 def undo(
@@ -30,15 +30,14 @@ def undo(
     from polyhead.surgery.storage.folders import check_edited
 
     console = Console(highlight=False)
-    with report_errors("undo"):
-        check_output(output, None, preview=False, replace=replace, source=folder)
-        check_edited(folder.expanduser())
+    check_output(output, None, preview=False, replace=replace, source=folder)
+    check_edited(folder.expanduser())
 
-        import polyhead
+    import polyhead
 
-        with ProgressBars() as progress:
-            restored = polyhead.undo(folder, progress=progress)
-            progress(Progress("Write the model"))
-            saved = restored.save(output, replace=replace)
-        show_saved(saved, console)
-        console.print(f"Fingerprint {restored.record.before}, same as the original", markup=False)
+    with ProgressBars() as progress:
+        restored = polyhead.undo(folder, progress=progress)
+        progress(Progress("Write the model"))
+        saved = restored.save(output, replace=replace)
+    show_saved(saved, console)
+    console.print(f"Fingerprint {restored.record.before}, same as the original", markup=False)

@@ -22,6 +22,7 @@ from polyhead.cli.options import (
     default_device,
     optional,
 )
+from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
     from polyhead.report.viewer.viewing import Viewer
@@ -67,49 +68,44 @@ def view(
 
     The page is served on localhost only, under a URL with a secret token. Stop with Ctrl-C.
     """
-    from polyhead.errors import PolyheadError
     from polyhead.sources.model_source import find_source
 
     check_language(lang)
     check_dtype(dtype)
     if cache < 0:
-        raise typer.BadParameter(f"must be at least 0 MB, got {cache}", param_hint="--cache")
+        raise OptionError(f"--cache must be at least 0 MB, got {cache}")
     if not 0 <= port < 1 << 16:
-        raise typer.BadParameter(f"must be from 0 to 65535, got {port}", param_hint="--port")
+        raise OptionError(f"--port must be from 0 to 65535, got {port}")
 
     def ready(address: str) -> None:
         typer.echo(f"Viewer running at {address}\nPress Ctrl-C to stop.")
         if open_browser:
             typer.launch(address)
 
-    try:
-        check_positive("--context", context)
-        if what is None or not _is_run(Path(what)):
-            find_source(what)
-        initial_text = EXAMPLE if text is None else _content(text)  # errors are reported before a model is loaded
+    check_positive("--context", context)
+    if what is None or not _is_run(Path(what)):
+        find_source(what)
+    initial_text = EXAMPLE if text is None else _content(text)  # errors are reported before a model is loaded
 
-        from polyhead.report.viewer.serve import serve
+    from polyhead.report.viewer.serve import serve
 
-        check_device(device)
-        viewer = _viewer(
-            what,
-            context=context,
-            cache_bytes=cache << 20,
-            lang="zh" if lang == "zh" else "en",
-            device=device,
-            dtype=dtype,
-            allow_pickle=allow_pickle,
-            trust_remote_code=trust_remote_code,
-        )
-        if text is not None or viewer.model.knows_words(EXAMPLE):
-            typer.echo(f"Reading {'an example' if text is None else text} ...", err=True)
-            viewer.put("A", viewer.model.trace("A", initial_text, ()))
-        if serve(viewer, port=port, ready=ready):
-            sys.stdout.flush()
-            os._exit(0)  # a normal exit would wait for the layer being computed, or crash
-    except PolyheadError as error:
-        typer.echo(f"polyhead view: {error}", err=True)
-        raise typer.Exit(2) from None
+    check_device(device)
+    viewer = _viewer(
+        what,
+        context=context,
+        cache_bytes=cache << 20,
+        lang="zh" if lang == "zh" else "en",
+        device=device,
+        dtype=dtype,
+        allow_pickle=allow_pickle,
+        trust_remote_code=trust_remote_code,
+    )
+    if text is not None or viewer.model.knows_words(EXAMPLE):
+        typer.echo(f"Reading {'an example' if text is None else text} ...", err=True)
+        viewer.put("A", viewer.model.trace("A", initial_text, ()))
+    if serve(viewer, port=port, ready=ready):
+        sys.stdout.flush()
+        os._exit(0)  # a normal exit would wait for the layer being computed, or crash
 
 
 def _viewer(
@@ -160,7 +156,6 @@ def _is_run(folder: Path) -> bool:
 
 
 def _content(path: Path) -> str:
-    from polyhead.errors import OptionError
     from polyhead.report.viewer.limits import TEXT_BYTES
 
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +14,12 @@ from polyhead.costs.layout_warnings import Warned, warnings_of
 from polyhead.costs.layouts.known_models import KNOWN, known_model
 from polyhead.costs.layouts.layout_sources import from_sizes
 from polyhead.costs.layouts.model_layout import ModelLayout
+from polyhead.costs.options import Budget, Phase, check_choice, parse_phases
 from polyhead.costs.phases import phase_works
 from polyhead.costs.planning import cache_bytes_per_token, layer_dtype, total_parameters
-from polyhead.costs.quantities import check_count, dtype_name, plural
+from polyhead.costs.quantities import dtype_name, plural
 from polyhead.costs.timing.machine import Machine
 from polyhead.costs.timing.predict import predict
-from polyhead.costs.work import PHASES, Phase
 from polyhead.errors import OptionError
 from polyhead.layers import AttentionConfig
 from polyhead.layers.latent.config import LatentConfig
@@ -29,30 +30,6 @@ HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 SHARES = (0.5, 1.0, 2.0)  # num_heads * head_dim / d_model, where parameters are limited
 LATENT_RANKS = (128, 256, 512)
 LATENT_ROPE = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """Upper limits on the cost of all attention layers together; None is no limit.
-
-    `seconds` is the predicted time of the requested phase and needs a calibrated machine.
-    """
-
-    parameters: int | None = None
-    cache_bytes_per_token: int | None = None
-    seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            limit = getattr(self, field.name)
-            if limit is not None and not limit > 0:
-                raise OptionError(f"{field.name} of a budget must be positive, got {limit!r}")
-        if self.parameters is None and self.cache_bytes_per_token is None and self.seconds is None:
-            raise OptionError("a budget must limit parameters, cache bytes per token or time, got no limit")
-
-    def allows(self, name: str, amount: float) -> bool:
-        limit: float | None = getattr(self, name)
-        return limit is None or amount <= limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +81,7 @@ def choose(
     phase: str = "decode",
     dtype: torch.dtype | None = None,
     cache_dtype: torch.dtype | None = None,
-    machine: Machine | str | None = None,
+    machine: Machine | str | os.PathLike[str] | None = None,
     latents: bool = False,
 ) -> Choices:
     """Return the layouts within a budget that no other layout dominates (the Pareto front).
@@ -118,16 +95,9 @@ def choose(
     >>> [choice.name for choice in choices.found if not choice.warnings][:3]
     ['16x64 at 1024', '8x128 at 1024', '4x256 at 1024']
     """
-    machine = Machine.load(machine) if isinstance(machine, str) else machine
-    if phase not in PHASES:
-        raise OptionError(f"phase must be one of {', '.join(PHASES)}; got {phase!r}")
-    if budget.seconds is not None and machine is None:
-        raise OptionError("a time budget needs a calibrated machine for its predictions, got none; pass one")
-    if d_model is None and budget.parameters is None:
-        raise OptionError("without d_model the budget must limit parameters, got neither; pass one of them")
-    for name, number in (("d_model", d_model), ("layers", layers), ("context", context), ("batch", batch)):
-        if number is not None:
-            check_count(name, number, least=1)
+    machine = Machine.load(machine) if isinstance(machine, str | os.PathLike) else machine
+    (requested,) = parse_phases([phase])
+    check_choice(budget, d_model=d_model, layers=layers, context=context, batch=batch, has_machine=machine is not None)
     if latents and cache_dtype is torch.int8:
         raise OptionError(
             "latent attention has no int8 cache, got latents with cache_dtype int8; drop one of the two (--latents, "
@@ -135,7 +105,7 @@ def choose(
         )
     dtype, notes = layer_dtype(dtype, machine=machine)
     cache_dtype = cache_dtype or dtype
-    request = _Request(context, batch, phase, dtype, machine)
+    request = _Request(context, batch, requested, dtype, machine)
     considered, within = 0, []
     shares = (1.0,) if budget.parameters is None else SHARES
     max_parameters = None if budget.parameters is None else budget.parameters // layers

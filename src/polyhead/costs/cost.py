@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from polyhead.costs.descriptions import describe
+from polyhead.costs.options import Phase
 from polyhead.costs.recording.recorder import Form, Recorder
-from polyhead.costs.work import AttentionCore, MatrixFlops, Phase, Work, backward_pieces, total_flops
+from polyhead.costs.work import AttentionCore, MatrixFlops, Work, backward_pieces, total_flops
 from polyhead.costs.workload import Workload, visible_pairs
 from polyhead.errors import MaskError, OptionError
 from polyhead.layers.config import AttentionConfig

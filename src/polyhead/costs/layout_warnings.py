@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from polyhead.costs.options import Phase
 from polyhead.costs.quantities import plural
 from polyhead.costs.timing.limits import KEY_TILE, QUERY_TILE
 from polyhead.costs.timing.machine import Machine
-from polyhead.costs.work import Phase
 from polyhead.layers.config import AttentionConfig
 from polyhead.layers.latent.config import LatentConfig
 from polyhead.layers.variants.collaborative.config import CollaborativeConfig

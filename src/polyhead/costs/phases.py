@@ -14,10 +14,11 @@ from polyhead.costs.cost import layer_work
 from polyhead.costs.descriptions import describe
 from polyhead.costs.layouts.model_layout import ModelLayout
 from polyhead.costs.memory import MemoryEstimate, estimate_memory
+from polyhead.costs.options import Phase
 from polyhead.costs.recording.recorder import Form
 from polyhead.costs.timing.machine import Machine
 from polyhead.costs.timing.predict import Prediction, predict
-from polyhead.costs.work import MatrixFlops, Phase, Work
+from polyhead.costs.work import MatrixFlops, Work
 from polyhead.costs.workload import Workload
 from polyhead.layers.config import AttentionConfig
 from polyhead.layers.latent.config import LatentConfig

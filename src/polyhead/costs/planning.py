@@ -16,11 +16,11 @@ from polyhead.costs.layout_warnings import Warned, warnings_of
 from polyhead.costs.layouts.layout_sources import read_layout
 from polyhead.costs.layouts.model_layout import ModelLayout
 from polyhead.costs.memory import MemoryEstimate, memory_caveats
+from polyhead.costs.options import PHASES, Phase, check_sizes, parse_phases
 from polyhead.costs.parameters import ParameterIdentity, Parameters, count_parameters, four_squares
 from polyhead.costs.phases import PhasePlan, can_roll, plan_phase, rolling_cache_bytes
-from polyhead.costs.quantities import check_count, dtype_name, size
+from polyhead.costs.quantities import dtype_name, size
 from polyhead.costs.timing.machine import Machine
-from polyhead.costs.work import PHASES, Phase
 from polyhead.costs.workload import Workload
 from polyhead.errors import DtypeError, OptionError
 from polyhead.layers.config import AttentionConfig
@@ -97,7 +97,7 @@ def plan(
     dtype: torch.dtype | None = None,
     cache_dtype: torch.dtype | None = None,
     phases: Iterable[str] | None = None,
-    machine: Machine | str | None = None,
+    machine: Machine | str | os.PathLike[str] | None = None,
     beyond: bool = False,
 ) -> Plan:
     """Count every phase of a model's attention, and predict times if a `machine` is passed.
@@ -118,7 +118,7 @@ def plan(
     (1342177280, 131072, 10240)
     """
     model = model if isinstance(model, ModelLayout) else read_layout(model)
-    machine = Machine.load(machine) if isinstance(machine, str) else machine
+    machine = Machine.load(machine) if isinstance(machine, str | os.PathLike) else machine
     context = min(CONTEXT, model.context or CONTEXT) if context is None else context
     _check_sizes(model, batch, context, beyond)
     dtype, notes = layer_dtype(dtype, model.dtype, machine)
@@ -231,18 +231,14 @@ def _phases(model: ModelLayout, requested: Iterable[str] | None) -> tuple[Phase,
     supported = PHASES if model.is_causal else tuple(phase for phase in PHASES if phase != "decode")
     if requested is None:
         return supported
-    phases = tuple(dict.fromkeys(requested))
-    unknown = [phase for phase in phases if phase not in PHASES]
-    if unknown or not phases:
-        raise OptionError(f"phase must be one of {', '.join(PHASES)}; got {', '.join(map(repr, unknown)) or 'none'}")
+    phases = parse_phases(requested)
     if "decode" in phases and "decode" not in supported:
         raise OptionError(f"decode needs causal layers, got {model.name}, whose attention is bidirectional")
-    return tuple(phase for phase in PHASES if phase in phases)
+    return phases
 
 
 def _check_sizes(model: ModelLayout, batch: int, context: int, beyond: bool) -> None:
-    for name, number in (("batch", batch), ("context", context)):
-        check_count(name, number, least=1)
+    check_sizes(batch=batch, context=context)
     if model.context is not None and context > model.context and not beyond:
         raise OptionError(
             f"context must be at most {model.context:,} tokens for {model.name}, got {context:,}; "

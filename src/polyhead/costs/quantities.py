@@ -1,18 +1,22 @@
-"""Check, format and parse quantities: counts, sizes in bytes, times and dtypes."""
+"""Check, format and parse quantities: counts, sizes in bytes, times and dtypes. Imports no PyTorch by itself."""
 
 from __future__ import annotations
 
 import re
-
-import torch
+from typing import TYPE_CHECKING
 
 from polyhead.errors import OptionError
+
+if TYPE_CHECKING:
+    import torch
 
 _SI_PREFIXES = ("", "K", "M", "G", "T", "P", "E")
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)", re.IGNORECASE)
 _DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _DTYPE_ALIASES |= {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+_DTYPES = frozenset(("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"))
+_DTYPES |= {"float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|µs|ms|s)")
 
 
@@ -51,8 +55,8 @@ def seconds(number: float) -> str:
     return f"{_digits(number * 1e3)} ms" if number >= 1e-3 else f"{_digits(number * 1e6)} µs"
 
 
-def parse_count(text: str, *, of_bytes: bool = False) -> int:
-    """Parse a count with an SI prefix, or a number of bytes with a binary one.
+def parse_count(text: str, *, of_bytes: bool = False, name: str = "a count") -> int:
+    """Parse a count with an SI prefix, or a number of bytes with a binary one; errors call it `name`.
 
     >>> parse_count("1.5G"), parse_count("64KiB", of_bytes=True), parse_count("64K", of_bytes=True)
     (1500000000, 65536, 65536)
@@ -60,20 +64,20 @@ def parse_count(text: str, *, of_bytes: bool = False) -> int:
     match = _QUANTITY.fullmatch(text.strip())
     if match is None or (match[3] and not of_bytes):
         example = "65536, 64KiB or 1.5GiB" if of_bytes else "1000000, 500M or 1.5G"
-        raise ValueError(f"expected a number such as {example}; got {text!r}")
+        raise OptionError(f"{name} must be a number such as {example}; got {text!r}")
     base = 1024 if of_bytes else 1000
     return round(float(match[1]) * base ** _SI_PREFIXES.index(match[2].upper()))
 
 
-def parse_seconds(text: str) -> float:
-    """Parse a time with a unit into seconds.
+def parse_seconds(text: str, *, name: str = "a time") -> float:
+    """Parse a time with a unit into seconds; errors call it `name`.
 
     >>> parse_seconds("20ms"), parse_seconds("1.5 s")
     (0.02, 1.5)
     """
     match = _TIME.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"expected a time such as 2s, 20ms or 300us; got {text!r}")
+        raise OptionError(f"{name} must be a time such as 2s, 20ms or 300us; got {text!r}")
     return float(match[1]) / {"s": 1, "ms": 1e3, "us": 1e6, "µs": 1e6}[match[2]]
 
 
@@ -96,11 +100,23 @@ def named_dtype(name: object) -> torch.dtype:
     >>> named_dtype("bf16"), named_dtype("torch.float32")
     (torch.bfloat16, torch.float32)
     """
-    text = str(name).removeprefix("torch.").lower()
-    dtype = getattr(torch, _DTYPE_ALIASES.get(text, text), None)
-    if not isinstance(dtype, torch.dtype):
-        raise OptionError(f"dtype must be float32, bfloat16, float16, float8_e4m3fn or int8; got {name!r}")
+    import torch
+
+    dtype: torch.dtype = getattr(torch, parse_dtype(name))
     return dtype
+
+
+def parse_dtype(name: object) -> str:
+    """Return PyTorch's name of a dtype.
+
+    >>> parse_dtype("bf16"), parse_dtype("torch.float32")
+    ('bfloat16', 'float32')
+    """
+    text = str(name).removeprefix("torch.").lower()
+    text = _DTYPE_ALIASES.get(text, text)
+    if text not in _DTYPES:
+        raise OptionError(f"dtype must be float32, bfloat16, float16, float8_e4m3fn or int8; got {name!r}")
+    return text
 
 
 def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:

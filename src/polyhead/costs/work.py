@@ -13,16 +13,15 @@ from typing import ClassVar, Literal, Self, get_args
 
 import torch
 
+from polyhead.costs.options import PHASES, Phase
 from polyhead.costs.quantities import check_count
 from polyhead.costs.workload import visible_pairs
 from polyhead.errors import DtypeError, OptionError
 from polyhead.masks import Mask
 
 Device = Literal["cuda", "cpu"]
-Phase = Literal["training", "prefill", "decode"]
 Stage = Literal["projection", "positions", "cache", "attention", "mixing", "output"]
 Direction = Literal["forward", "backward", "decode"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
 STAGES: tuple[Stage, ...] = get_args(Stage)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -49,7 +50,7 @@ _SENTENCES: dict[type, tuple[str, Callable[[Any], str]]] = {
 _RULE = "an inspection is read as `polyhead inspect --save` wrote it"
 
 
-def save_inspection(folder: Path, inspection: Inspection) -> None:
+def save_inspection(folder: str | os.PathLike[str], inspection: Inspection) -> None:
     """Write an inspection; the JSON file is written last, so that its presence implies the others.
 
     An earlier JSON file is removed first: if writing is interrupted, it would be read with the table of another run.
@@ -60,6 +61,7 @@ def save_inspection(folder: Path, inspection: Inspection) -> None:
         dict.fromkeys([*inspection.table.sites, *inspection.relations, *inspection.head_maps, *inspection.spectra])
     )
     index = {site: number for number, site in enumerate(sites)}
+    folder = Path(folder)
     (folder / REST).unlink(missing_ok=True)
     write_atomically(folder / TABLE, _parquet(inspection.table))
     write_atomically(folder / MATRICES, serialise(_contiguous(_numbered(inspection.relations, index))))
@@ -75,8 +77,9 @@ def save_inspection(folder: Path, inspection: Inspection) -> None:
     write_atomically(folder / REST, text.encode("utf-8", errors="backslashreplace"))
 
 
-def load_inspection(folder: Path) -> Inspection:
+def load_inspection(folder: str | os.PathLike[str]) -> Inspection:
     """Read what `save_inspection` wrote; raise an error that names the file if one is damaged."""
+    folder = Path(folder)
     check_saved(folder)
     rest = read_json(folder / REST, _RULE)
     if rest.get("format") not in range(2, FORMAT + 1):

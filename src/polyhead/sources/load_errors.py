@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -10,6 +11,8 @@ from polyhead.errors import CheckpointError, OptionError, PolyheadError
 from polyhead.files import in_one_line
 
 _NO_CONVERSION = "DISABLE_SAFETENSORS_CONVERSION"
+_NO_CONNECTION = ("ConnectError", "ConnectTimeout")  # classes of httpx, in whichever version the hub uses
+_PAUSE = 1.0  # seconds between two attempts to connect
 
 
 @contextmanager
@@ -48,10 +51,16 @@ def _restore_variable(name: str, value: str | None) -> None:
 
 @contextmanager
 def describe_failure(name: str, location: str, *, local: bool) -> Iterator[None]:
-    """Convert exceptions of transformers and the hub while loading into one-line errors."""
+    """Convert exceptions of transformers and the hub while loading into one-line errors.
+
+    Without a connection to the hub, a model that is not in its cache is refused at once: transformers would try each
+    of several files for half a minute.
+    """
     from safetensors import SafetensorError
 
     try:
+        if not local and not _is_available(name):
+            raise _unreachable(name)
         yield
     except PolyheadError:
         raise
@@ -91,11 +100,34 @@ def _failure(error: Exception, name: str, location: str, local: bool) -> Polyhea
                 "if you trust its source, allow pickles (allow_pickle=True)"
             )
         if kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectionError"}:
-            return OptionError(
-                f"the Hugging Face hub cannot be reached and {name} is not in its cache; "
-                "use a local folder, or omit the model to use the packaged minilm"
-            )
+            return _unreachable(name)
     return CheckpointError(f"{name} cannot be loaded: {in_one_line(error)}")
+
+
+def _unreachable(name: str) -> OptionError:
+    return OptionError(
+        f"the Hugging Face hub cannot be reached and {name} is not in its cache; "
+        "use a local folder, or omit the model to use the packaged minilm"
+    )
+
+
+def _is_available(name: str) -> bool:
+    """Return whether a model is in the cache of the hub, or the hub can be reached.
+
+    Only two failures to connect count, so that downloads keep the retries of `huggingface_hub` for all other errors.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+    for pause in (_PAUSE, 0.0):
+        try:
+            if try_to_load_from_cache(name, "config.json") is None:
+                get_hf_file_metadata(hf_hub_url(name, "config.json"))  # a single request, without retries
+            return True
+        except Exception as error:  # noqa: BLE001 - if it persists, loading raises it again, after its retries
+            if type(error).__name__ not in _NO_CONNECTION:
+                return True
+            time.sleep(pause)
+    return False
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ def shrink(
     field: str = "text",
     context: int | None = None,
     tokens: int = TOKENS,
-    resume: Path | None = None,
+    resume: str | os.PathLike[str] | None = None,
     tokenizer: Any = None,
     progress: ProgressCallback = ignore_progress,
 ) -> ShrunkModel:
@@ -135,7 +136,8 @@ def shrink(
         search=search,
     )
     weighting = weighting_of(criterion)
-    with nullcontext() if resume is None else lock_folder(resume):
+    folder = None if resume is None else Path(resume)
+    with nullcontext() if folder is None else lock_folder(folder):
         loaded = as_loaded(model, tokenizer, dtype="saved")
         check_target(goal, loaded.model)
         layouts = None
@@ -147,7 +149,7 @@ def shrink(
         progress(Progress(f"Measure the {name} of the original model"))
         form = "uniform" if uniform else None
         options = {"target": str(goal), "criterion": criterion, "form": form, "measured": measured, "search": search}
-        journal = _journal(resume, loaded, parts.text, name, options)
+        journal = _journal(folder, loaded, parts.text, name, options)
         kind = Perplexity if name == "perplexity" else Fidelity
 
         def quality_on(role: str, contexts: Sequence[Context]) -> Quality:

@@ -8,7 +8,6 @@ import os
 import re
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import torch
 
@@ -42,7 +41,7 @@ def calibrate(
     dtypes: Sequence[torch.dtype] | None = None,
     grid: Grid | None = None,
     seconds: float | None = None,
-    keep: Path | None = None,
+    keep: str | os.PathLike[str] | None = None,
     commit: str | None = None,
     progress: ProgressCallback = ignore_progress,
 ) -> Machine:

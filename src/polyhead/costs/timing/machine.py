@@ -19,8 +19,9 @@ from typing import Any, Literal, Self, get_args
 
 import torch
 
+from polyhead.costs.options import Phase
 from polyhead.costs.quantities import dtype_name, named_dtype
-from polyhead.costs.work import AttentionCore, Device, Phase, Piece, Product, Traffic
+from polyhead.costs.work import AttentionCore, Device, Piece, Product, Traffic
 from polyhead.errors import OptionError
 from polyhead.files import as_type, build, read_json, refusing, short
 
@@ -171,7 +172,7 @@ class Machine:
     # ---- files
 
     @classmethod
-    def load(cls, name: str | Path) -> Self:
+    def load(cls, name: str | os.PathLike[str]) -> Self:
         """Load a machine by a name from `list_machines`, or from a file."""
         path = Path(name)
         if path.suffix != ".json":
@@ -189,10 +190,10 @@ class Machine:
         with refusing(path, rule):
             return cls.from_dict(content)
 
-    def save(self, path: Path | None = None) -> Path:
+    def save(self, path: str | os.PathLike[str] | None = None) -> Path:
         """Write the machine to the user's folder, or to `path`, and return the path."""
         hint = _ELSEWHERE if path is None else "choose another file"
-        path = own_folder() / f"{self.name}.json" if path is None else path
+        path = own_folder() / f"{self.name}.json" if path is None else Path(path)
         content = self.to_dict()
         samples = ",\n".join("  " + json.dumps(sample) for sample in content.pop("samples"))
         head = json.dumps(content, indent=1, ensure_ascii=False)

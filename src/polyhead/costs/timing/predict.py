@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
+from polyhead.costs.options import Phase
 from polyhead.costs.timing.correction import Correction
 from polyhead.costs.timing.limits import Bound, limits, route
 from polyhead.costs.timing.machine import HostCost, Machine, Route, Sample
-from polyhead.costs.work import AttentionCore, Phase, Piece, Product, Stage, Traffic, Work
+from polyhead.costs.work import AttentionCore, Piece, Product, Stage, Traffic, Work
 from polyhead.errors import OptionError
 
 Kind = tuple[str, str, torch.dtype]  # "product" or a direction of attention, route, dtype

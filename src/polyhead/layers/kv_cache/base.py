@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -68,11 +68,17 @@ class KVCache(ABC):
     Keys and values are [batch, kv_heads, tokens, dim], as attention takes them (after rotary positions). All
     bookkeeping is in Python integers, so no call synchronises with a device. If a call raises, the cache is unchanged.
     Caches are for inference: tensors that require a gradient raise while gradients are enabled.
+
+    A cache that is built without batch_size, num_kv_heads or head_dim takes them, dtype and device from the first
+    block, and allocates its memory then; `reset` frees it, and the next block determines them again.
     """
 
-    def __init__(self, batch_size: int | None, layout: TokenLayout | None) -> None:
-        self._layout = layout
+    def __init__(self, batch_size: int | None, sizes: Mapping[str, Any]) -> None:
+        self._sizes = sizes
         self._built_batch = None if batch_size is None else count("batch_size", batch_size)
+        self._layout = self._initial_layout = self._built_layout()
+        if self._layout is not None:
+            self._sizes = self._layout.sizes()  # defaults may change
         self._lengths: tuple[int, ...] = (0,) * (self._built_batch or 0)
         self._max_length = 0  # the longest sequence; stored separately, because an empty batch has no lengths
 
@@ -81,7 +87,7 @@ class KVCache(ABC):
         cls,
         layout: HeadLayout,
         *,
-        batch_size: int,
+        batch_size: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         **options: Any,
@@ -141,7 +147,15 @@ class KVCache(ABC):
         """
         layout = self._checked_layout(key, value)
         new_lengths = self._checked_lengths(lengths, key.shape[0], key.shape[2])
-        return self._append(key, value, new_lengths, layout)
+        if self._layout is not None:
+            return self._append(key, value, new_lengths, layout)
+        layout.check(self._sizes)
+        self._start(layout, key.shape[0])
+        try:
+            return self._append(key, value, new_lengths, layout)
+        except BaseException:
+            self.reset()
+            raise
 
     def view(self) -> CacheView:
         """Return a view of the whole cache, for queries outside the sequences (cross-attention).
@@ -200,10 +214,21 @@ class KVCache(ABC):
 
     def reset(self) -> None:
         """Drop all tokens and return to the state after construction."""
+        self._layout = self._initial_layout
         self._lengths = (0,) * (self._built_batch or 0)
         self._max_length = 0
 
     # ---- implemented by subclasses
+
+    def _built_layout(self) -> TokenLayout | None:
+        """Return the layout if the constructor's arguments determine it; None if the first block does."""
+        required = (self._built_batch, self._sizes["num_kv_heads"], self._sizes["head_dim"])
+        return None if None in required else TokenLayout.build(self._sizes)
+
+    def _start(self, layout: TokenLayout, batch_size: int) -> None:
+        """Take layout and batch size from the first block, and allocate memory."""
+        self._layout = layout
+        self._lengths = (0,) * batch_size
 
     @abstractmethod
     def _append(self, key: Tensor, value: Tensor, new_lengths: tuple[int, ...], layout: TokenLayout) -> CacheView: ...

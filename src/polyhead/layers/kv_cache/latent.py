@@ -11,7 +11,7 @@ from torch import Tensor
 from polyhead.errors import CacheError
 from polyhead.layers.kv_cache.base import CacheView
 from polyhead.layers.kv_cache.slots import GrowingCache, PreallocatedCache, SlotCache
-from polyhead.layers.kv_cache.tokens import TokenLayout, positive
+from polyhead.layers.kv_cache.tokens import TokenLayout
 from polyhead.ops.decode.fused import CacheArguments
 
 
@@ -23,15 +23,24 @@ class LatentStorage(SlotCache):
     """
 
     def __init__(
-        self, *, value_dim: int, num_kv_heads: int | None = 1, head_dim: int | None = None, **options: Any
+        self, *, value_dim: int | None = None, num_kv_heads: int | None = 1, head_dim: int | None = None, **options: Any
     ) -> None:
         options |= {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
         super().__init__(**options)  # that of the growing or preallocated cache
-        positive("value_dim", value_dim)
-        if head_dim is not None and value_dim > head_dim:
+        if head_dim is not None and value_dim is not None and value_dim > head_dim:
             raise CacheError(
                 f"value_dim must be at most head_dim, whose first channels it is, got {value_dim} and {head_dim}"
             )
+        self._value_dim = value_dim
+
+    def reset(self) -> None:
+        super().reset()
+        self._value_dim = self._sizes["value_dim"]
+
+    def take_value_dim(self, value_dim: int) -> None:
+        """Set the number of channels that are values, as the layer does before `append`; raise if it is another."""
+        if self._value_dim not in (None, value_dim):
+            raise CacheError(f"this cache has value_dim {self._value_dim}, got value_dim {value_dim}")
         self._value_dim = value_dim
 
     def append(
@@ -40,11 +49,19 @@ class LatentStorage(SlotCache):
         """Append new tokens [batch, kv_heads, tokens, head_dim] and return the view to attend to."""
         if value is not None:
             raise CacheError(
-                f"a latent cache reads values from the first {self._value_dim} channels of its keys and stores no "
-                f"others, got separate values of shape {list(value.shape)}; it is for LatentAttention, for other "
+                "a latent cache reads values from the first channels of its keys and stores no others, "
+                f"got separate values of shape {list(value.shape)}; it is for LatentAttention, for other "
                 "layers use a GrowingCache or PreallocatedCache"
             )
+        if self._value_dim is None:
+            raise CacheError(
+                "a latent cache takes value_dim from the LatentAttention that it is passed to, got an append without "
+                "one; build it with value_dim"
+            )
         return super().append(key, key[..., : self._value_dim], lengths=lengths)
+
+    def _built_layout(self) -> TokenLayout | None:
+        return None if self._sizes["value_dim"] is None else super()._built_layout()
 
     def _buffer_formats(self, layout: TokenLayout) -> tuple[tuple[int, torch.dtype], ...]:
         return ((layout.head_dim, layout.dtype),)
@@ -65,7 +82,7 @@ class LatentCache(LatentStorage, GrowingCache):
 
     The capacity doubles when full. A token takes head_dim numbers, shared by all heads: kv_lora_rank + qk_rope_head_dim
     of a `LatentAttention`.
-    Build one for a layer with `LatentCache.for_layout(layer.layout.absorbed, batch_size=2)`.
+    `value_dim` is kv_lora_rank, which the layer passes itself.
 
     >>> cache = LatentCache(value_dim=5)
     >>> view = cache.append(torch.ones(2, 1, 3, 7))

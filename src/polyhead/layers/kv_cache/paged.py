@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polyhead.errors import CacheError
 from polyhead.layers.kv_cache.base import CacheView, KVCache
-from polyhead.layers.kv_cache.tokens import TokenLayout, count, integers, longest, positive
+from polyhead.layers.kv_cache.tokens import TokenLayout, checked_sizes, count, integers, longest, positive
 from polyhead.masks import Mask
 from polyhead.ops.decode.fused import CacheArguments
 
@@ -93,7 +93,7 @@ class PagedCache(KVCache):
     kernels read `block_tables` and `pool`. `key` and `value` of a view, which the PyTorch backends need, gather the
     pages into a copy of the whole cache.
 
-    >>> prompt = PagedCache(num_pages=7, page_size=4, batch_size=1, num_kv_heads=2, head_dim=3)
+    >>> prompt = PagedCache(num_pages=7, page_size=4)
     >>> view = prompt.append(torch.ones(1, 2, 6, 3), torch.ones(1, 2, 6, 3))
     >>> answers = prompt.branch(3)
     >>> answers.lengths, prompt.pool.num_free
@@ -105,39 +105,51 @@ class PagedCache(KVCache):
         *,
         num_pages: int,
         page_size: int = 16,
-        batch_size: int,
-        num_kv_heads: int,
-        head_dim: int,
+        batch_size: int | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
         value_dim: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        layout = TokenLayout.build(num_kv_heads, head_dim, value_dim, dtype, device)
-        self._build(PagePool(num_pages, page_size, layout), count("batch_size", batch_size))
+        self._num_pages, self._page_size = count("num_pages", num_pages), positive("page_size", page_size)
+        super().__init__(batch_size, checked_sizes(num_kv_heads, head_dim, value_dim, dtype, device))
+        self._build(None if self._layout is None else PagePool(num_pages, page_size, self._layout))
 
     @classmethod
     def on_pool(cls, pool: PagePool, *, batch_size: int) -> Self:
         """Build an empty cache on a pool that other caches may share."""
+        return cls._on_pool(pool, batch_size, pool.layout.sizes())
+
+    @classmethod
+    def _on_pool(cls, pool: PagePool, batch_size: int | None, sizes: Mapping[str, Any]) -> Self:
         cache = cls.__new__(cls)
-        cache._build(pool, batch_size)
+        cache._num_pages, cache._page_size = pool.num_pages, pool.page_size
+        KVCache.__init__(cache, batch_size, sizes)
+        cache._build(pool)
         return cache
 
-    def _build(self, pool: PagePool, batch_size: int) -> None:
-        super().__init__(batch_size, pool.layout)
-        self._pool = pool
+    def _build(self, pool: PagePool | None) -> None:
+        """Set the pool, and empty tables; without a pool, the first block determines one."""
+        self._allocated = pool
         self._tables: Tables = [[] for _ in range(self.batch_size)]
         self._on_host: Tensor | None = None  # the tables as tensors, valid until they change
         self._on_device: Tensor | None = None
-        # The finaliser references the pool and the tables, not the cache, which it would keep alive.
-        weakref.finalize(self, _free_all, pool, self._tables).atexit = False
+        self._finalizer = None
+        if pool is not None:
+            # The finaliser references the pool and the tables, not the cache, which it would keep alive.
+            self._finalizer = weakref.finalize(self, _free_all, pool, self._tables)
+            self._finalizer.atexit = False
 
     @property
     def pool(self) -> PagePool:
-        return self._pool
+        self._require_layout()
+        assert self._allocated is not None
+        return self._allocated
 
     @property
     def page_size(self) -> int:
-        return self._pool.page_size
+        return self._page_size
 
     @property
     def block_tables(self) -> Tensor:
@@ -146,22 +158,26 @@ class PagedCache(KVCache):
         Entries past a sequence's last page are 0, a valid page, so that a kernel may load a whole row.
         """
         if self._on_device is None:
-            self._on_device = self._host_tables().to(self._pool.layout.device, non_blocking=True)
+            self._on_device = self._host_tables().to(self.pool.layout.device, non_blocking=True)
         return self._on_device
 
     @property
     def nbytes(self) -> int:
         """Bytes of the distinct pages used by this cache; `pool.nbytes` is the allocated total."""
-        pool = self._pool
         pages = len({page for table in self._tables for page in table})
-        return pages * (pool.nbytes // pool.num_pages) if pages else 0
+        return pages * (self.pool.nbytes // self._num_pages) if pages else 0
 
     def fork(self) -> Self:
-        return self._share(self._tables, self._lengths, self._max_length, self._built_batch or 0)
+        if self._layout is None:
+            return type(self)(
+                num_pages=self._num_pages, page_size=self._page_size, batch_size=self._built_batch, **self._sizes
+            )
+        return self._share(self._tables, self._lengths, self._max_length, self._built_batch)
 
     def branch(self, batch_size: int, *, row: int = 0, length: int | None = None) -> Self:
         """Return a cache of `batch_size` sequences that share the first `length` tokens of sequence `row`."""
         count("batch_size", batch_size)
+        self._require_layout()
         if not 0 <= row < self.batch_size:
             raise CacheError(f"row must be the index of a sequence, 0 to {self.batch_size - 1}, got {row}")
         length = self._lengths[row] if length is None else length
@@ -171,35 +187,53 @@ class PagedCache(KVCache):
         return self._share([prefix] * batch_size, (length,) * batch_size, length, batch_size)
 
     def reset(self) -> None:
-        _free_all(self._pool, self._tables)
-        self._tables[:] = [[] for _ in range(self._built_batch or 0)]
-        self._tables_changed()
+        if self._layout is not None:
+            _free_all(self.pool, self._tables)
         super().reset()
+        if self._layout is None:
+            if self._finalizer is not None:
+                self._finalizer.detach()  # it would keep the memory of the pool
+            self._build(None)
+        else:
+            self._tables[:] = [[] for _ in range(self.batch_size)]
+            self._tables_changed()
 
     # A copy or a pickle gets its own pool with only this cache's pages: the pool's counts include other caches.
 
     def __getstate__(self) -> dict[str, Any]:
+        built = {
+            "num_pages": self._num_pages,
+            "page_size": self._page_size,
+            "batch_size": self._built_batch,
+            "sizes": self._sizes,
+            "layout": self._layout,
+        }
+        if self._layout is None:
+            return built
         pages = sorted({page for table in self._tables for page in table})
         place = {page: i for i, page in enumerate(pages)}
-        where = integers(pages, self._pool.layout.device)
+        where = integers(pages, self._layout.device)
         return {
-            "layout": self._pool.layout,
-            "num_pages": self._pool.num_pages,
-            "page_size": self._pool.page_size,
-            "keys": self._pool.keys.index_select(0, where),
-            "values": self._pool.values.index_select(0, where),
+            **built,
+            "keys": self.pool.keys.index_select(0, where),
+            "values": self.pool.values.index_select(0, where),
             "tables": [[place[page] for page in table] for table in self._tables],
-            "built_batch": self._built_batch,
             "lengths": self._lengths,
             "width": self._max_length,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        pool = PagePool(state["num_pages"], state["page_size"], state["layout"])
+        self._num_pages, self._page_size = state["num_pages"], state["page_size"]
+        super().__init__(state["batch_size"], state["sizes"])
+        if state["layout"] is None:
+            self._build(None)
+            return
+        self._layout = state["layout"]
+        pool = PagePool(self._num_pages, self._page_size, state["layout"])
         used = state["keys"].shape[0]
         pool.keys[:used] = state["keys"]
         pool.values[:used] = state["values"]
-        self._build(pool, state["built_batch"])
+        self._build(pool)
         uses = Counter(page for table in state["tables"] for page in table)
         for expected in range(used):
             page = pool.take()
@@ -215,6 +249,10 @@ class PagedCache(KVCache):
     def _needs_rows_on_host(self) -> bool:
         return True
 
+    def _start(self, layout: TokenLayout, batch_size: int) -> None:
+        super()._start(layout, batch_size)
+        self._build(PagePool(self._num_pages, self._page_size, layout))
+
     def _append(self, key: Tensor, value: Tensor, new_lengths: tuple[int, ...], layout: TokenLayout) -> CacheView:
         num_tokens = key.shape[2]
         starts = self._lengths
@@ -223,7 +261,7 @@ class PagedCache(KVCache):
             self._pages_for(start + new) - len(table)
             for start, new, table in zip(starts, new_lengths, self._tables, strict=True)
         ]
-        pool = self._pool
+        pool = self.pool
         pool.require(len(shared) + sum(fresh))
 
         sources, targets = [], []
@@ -249,11 +287,11 @@ class PagedCache(KVCache):
         page = self._host_tables()[row, position // self.page_size].long()
         slot = page * self.page_size + position % self.page_size
         row, place, slot = torch.stack([row, place, slot]).to(key.device, non_blocking=True)
-        for pages, block in ((self._pool.keys, key), (self._pool.values, value)):
+        for pages, block in ((self.pool.keys, key), (self.pool.values, value)):
             pages.flatten(0, 1).index_copy_(0, slot, block[row, :, place])  # [tokens, kv_heads, dim]
 
     def _stored(self) -> tuple[Tensor, ...]:
-        return self._pool.keys, self._pool.values, self.block_tables
+        return self.pool.keys, self.pool.values, self.block_tables
 
     def _describe(self, stored: tuple[Tensor, ...]) -> CacheArguments:
         keys, values, tables = stored
@@ -279,8 +317,8 @@ class PagedCache(KVCache):
         assert rows is not None  # guaranteed by `_needs_rows_on_host`
         new = [list(self._tables[row]) for row in rows]
         for table in new:
-            self._pool.hold(table)
-        _free_all(self._pool, self._tables)
+            self.pool.hold(table)
+        _free_all(self.pool, self._tables)
         self._tables[:] = new
         self._tables_changed()
 
@@ -289,7 +327,7 @@ class PagedCache(KVCache):
             pages = self._pages_for(length)
             dropped = table[pages:]
             del table[pages:]
-            self._pool.give_back(dropped)
+            self.pool.give_back(dropped)
             if dropped:
                 self._tables_changed()
 
@@ -309,12 +347,13 @@ class PagedCache(KVCache):
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def _share(self, tables: Tables, lengths: tuple[int, ...], width: int, built_batch: int) -> Self:
-        forked = type(self).on_pool(self._pool, batch_size=built_batch)
+    def _share(self, tables: Tables, lengths: tuple[int, ...], width: int, built_batch: int | None) -> Self:
+        forked = type(self)._on_pool(self.pool, built_batch, self._sizes)
+        forked._layout = self._layout  # also if a reset is to leave the layout to the next block
         forked._tables[:] = [list(table) for table in tables]
         forked._tables_changed()
         for table in forked._tables:
-            self._pool.hold(table)
+            self.pool.hold(table)
         forked._lengths = lengths
         forked._max_length = width
         return forked
@@ -329,7 +368,7 @@ class PagedCache(KVCache):
         for row, (start, new) in enumerate(zip(starts, new_lengths, strict=True)):
             if new and start % self.page_size:
                 page = self._tables[row][-1]
-                if self._pool.uses(page) - copied[page] > 1:
+                if self.pool.uses(page) - copied[page] > 1:
                     copied[page] += 1
                     rows.append(row)
         return rows

@@ -10,7 +10,7 @@ from torch import Tensor
 from polyhead.errors import CacheError
 from polyhead.layers.kv_cache.base import CacheView
 from polyhead.layers.kv_cache.slots import SlotCache, TokenWriter
-from polyhead.layers.kv_cache.tokens import TokenLayout, all_equal, count, integers, longest, positive
+from polyhead.layers.kv_cache.tokens import TokenLayout, all_equal, checked_sizes, count, integers, longest, positive
 from polyhead.masks import Mask
 
 
@@ -27,7 +27,7 @@ class RollingCache(SlotCache):
     Token p is in slot p if p < sinks, otherwise in a ring buffer after the sinks. Slots are out of order once the ring
     has wrapped around; the view's mask accounts for it.
 
-    >>> cache = RollingCache(window=4, batch_size=1, num_kv_heads=2, head_dim=3)
+    >>> cache = RollingCache(window=4)
     >>> for _ in range(9):
     ...     view = cache.append(torch.ones(1, 2, 1, 3), torch.ones(1, 2, 1, 3))
     >>> cache.lengths, view.key.shape
@@ -40,9 +40,9 @@ class RollingCache(SlotCache):
         window: int,
         sinks: int = 0,
         rollback: int = 0,
-        batch_size: int,
-        num_kv_heads: int,
-        head_dim: int,
+        batch_size: int | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
         value_dim: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -51,8 +51,8 @@ class RollingCache(SlotCache):
         self.sinks = count("sinks", sinks)
         self.rollback = count("rollback", rollback)
         self._ring = self.window + self.rollback
-        layout = TokenLayout.build(num_kv_heads, head_dim, value_dim, dtype, device)
-        super().__init__(count("batch_size", batch_size), layout, self.sinks + self._ring)
+        sizes = checked_sizes(num_kv_heads, head_dim, value_dim, dtype, device)
+        super().__init__(batch_size, sizes, self.sinks + self._ring)
         # Position of the first token after the sinks that is still stored; 0 while nothing was dropped. Not a function
         # of the length, because a crop does not restore dropped tokens.
         self._floors: tuple[int, ...] = (0,) * self.batch_size
@@ -64,6 +64,10 @@ class RollingCache(SlotCache):
         self._floors = (0,) * self.batch_size
 
     # ---- implementation of KVCache
+
+    def _start(self, layout: TokenLayout, batch_size: int) -> None:
+        super()._start(layout, batch_size)
+        self._floors = (0,) * batch_size
 
     def _append(self, key: Tensor, value: Tensor, new_lengths: tuple[int, ...], layout: TokenLayout) -> CacheView:
         self._check_complete()
@@ -125,6 +129,7 @@ class RollingCache(SlotCache):
             )
 
     def _stored(self) -> tuple[Tensor, ...]:
+        self._require_layout()
         used = min(self._max_length, self._capacity)
         return tuple(buffer.narrow(2, 0, used) for buffer in self._buffers)
 

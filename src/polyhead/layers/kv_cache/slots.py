@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polyhead.errors import CacheError
 from polyhead.layers.kv_cache.base import CacheView, KVCache
-from polyhead.layers.kv_cache.tokens import TokenLayout, all_equal, count, longest, positive
+from polyhead.layers.kv_cache.tokens import TokenLayout, all_equal, checked_sizes, count, longest
 
 
 class SlotCache(KVCache):
@@ -21,16 +21,16 @@ class SlotCache(KVCache):
     `KVCache`) and what happens when the capacity is exceeded (`_reserve`).
     """
 
-    def __init__(self, batch_size: int | None, layout: TokenLayout | None, capacity: int) -> None:
-        super().__init__(batch_size, layout)
+    def __init__(self, batch_size: int | None, sizes: Mapping[str, Any], capacity: int) -> None:
+        super().__init__(batch_size, sizes)
         self._capacity = capacity
         self._buffers: tuple[Tensor, ...] = ()
-        if layout is not None:
-            self._buffers = self._allocate(self.batch_size, capacity, layout)
+        if self._layout is not None:
+            self._buffers = self._allocate(self.batch_size, capacity, self._layout)
 
     @property
     def capacity(self) -> int:
-        """Token slots allocated for each sequence."""
+        """Token slots of each sequence."""
         return self._capacity
 
     @property
@@ -47,9 +47,12 @@ class SlotCache(KVCache):
         return self.fork()
 
     def reset(self) -> None:
-        if self._layout is not None and self.batch_size != self._built_batch:
-            self._buffers = self._allocate(self._built_batch or 0, self._capacity, self._layout)
+        batch_size = self.batch_size
         super().reset()
+        if self._layout is None:
+            self._buffers = ()
+        elif batch_size != self.batch_size:
+            self._buffers = self._allocate(self.batch_size, self._capacity, self._layout)
 
     # ---- storage format, overridden by subclasses
 
@@ -70,6 +73,10 @@ class SlotCache(KVCache):
             )
 
     # ---- implementation of KVCache
+
+    def _start(self, layout: TokenLayout, batch_size: int) -> None:
+        super()._start(layout, batch_size)
+        self._buffers = self._allocate(batch_size, self._capacity, layout)
 
     def _append(self, key: Tensor, value: Tensor, new_lengths: tuple[int, ...], layout: TokenLayout) -> CacheView:
         num_tokens = key.shape[2]
@@ -145,7 +152,9 @@ class TokenWriter(NamedTuple):
 class PreallocatedCache(SlotCache):
     """Cache with memory for `capacity` tokens per sequence, allocated once; views copy nothing.
 
-    >>> cache = PreallocatedCache(capacity=5, batch_size=1, num_kv_heads=2, head_dim=3)
+    The memory is allocated by the first append, or by the constructor if all sizes are passed.
+
+    >>> cache = PreallocatedCache(capacity=5)
     >>> key = value = torch.ones(1, 2, 4, 3)
     >>> cache.append(key, value).key.shape
     torch.Size([1, 2, 4, 3])
@@ -159,15 +168,15 @@ larger capacity, crop it, or use a growing or rolling cache
         self,
         *,
         capacity: int,
-        batch_size: int,
-        num_kv_heads: int,
-        head_dim: int,
+        batch_size: int | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
         value_dim: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        layout = TokenLayout.build(num_kv_heads, head_dim, value_dim, dtype, device)
-        super().__init__(count("batch_size", batch_size), layout, count("capacity", capacity))
+        sizes = checked_sizes(num_kv_heads, head_dim, value_dim, dtype, device)
+        super().__init__(batch_size, sizes, count("capacity", capacity))
 
 
 class GrowingCache(SlotCache):
@@ -193,30 +202,14 @@ class GrowingCache(SlotCache):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(batch_size, None, 0)
-        self._expected = {
-            "num_kv_heads": None if num_kv_heads is None else positive("num_kv_heads", num_kv_heads),
-            "head_dim": None if head_dim is None else positive("head_dim", head_dim),
-            "value_dim": None if value_dim is None else positive("value_dim", value_dim),
-            "dtype": dtype,
-            "device": None if device is None else torch.empty(0, device=device).device,
-        }
+        super().__init__(batch_size, checked_sizes(num_kv_heads, head_dim, value_dim, dtype, device), 0)
 
     def reset(self) -> None:
-        self._layout = None
-        self._buffers = ()
-        self._capacity = 0
         super().reset()
+        self._capacity = 0
 
-    def _append(self, key: Tensor, value: Tensor, new_lengths: tuple[int, ...], layout: TokenLayout) -> CacheView:
-        if self._layout is None:
-            for name, expected in self._expected.items():
-                if expected not in (None, getattr(layout, name)):
-                    raise CacheError(f"this cache has {name} {expected}, got {name} {getattr(layout, name)}")
-            self._layout = layout
-            self._lengths = (0,) * key.shape[0]
-            self._buffers = self._allocate(key.shape[0], 0, layout)
-        return super()._append(key, value, new_lengths, layout)
+    def _built_layout(self) -> TokenLayout | None:
+        return None
 
     def _reserve(self, needed: int) -> None:
         if needed <= self._capacity:

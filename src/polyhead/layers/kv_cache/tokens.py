@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,28 +28,49 @@ class TokenLayout:
     device: torch.device
 
     @classmethod
-    def build(
-        cls,
-        num_kv_heads: int,
-        head_dim: int,
-        value_dim: int | None,
-        dtype: torch.dtype | None,
-        device: torch.device | str | None,
-    ) -> TokenLayout:
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        if not dtype.is_floating_point:
-            raise CacheError(f"dtype of a cache must be floating point, got {dtype}")
+    def build(cls, sizes: Mapping[str, Any]) -> TokenLayout:
+        """Return the layout of `checked_sizes`, with defaults for the width of values, dtype and device."""
         return cls(
-            positive("num_kv_heads", num_kv_heads),
-            positive("head_dim", head_dim),
-            positive("value_dim", head_dim if value_dim is None else value_dim),
-            dtype,
-            torch.empty(0, device=device).device,  # resolves 'cuda' to 'cuda:0', as tensors report it
+            sizes["num_kv_heads"],
+            sizes["head_dim"],
+            sizes["head_dim"] if sizes["value_dim"] is None else sizes["value_dim"],
+            torch.get_default_dtype() if sizes["dtype"] is None else sizes["dtype"],
+            torch.empty(0).device if sizes["device"] is None else sizes["device"],
         )
+
+    def sizes(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    def check(self, sizes: Mapping[str, Any]) -> None:
+        """Raise unless this layout agrees with the arguments of a constructor; None agrees with anything."""
+        if not self.dtype.is_floating_point:
+            raise CacheError(f"dtype of a cache must be floating point, got {self.dtype}")
+        for name, size in sizes.items():
+            if size not in (None, getattr(self, name)):
+                raise CacheError(f"this cache has {name} {size}, got {name} {getattr(self, name)}")
 
     @classmethod
     def of(cls, key: Tensor, value: Tensor) -> TokenLayout:
         return cls(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+
+
+def checked_sizes(
+    num_kv_heads: int | None,
+    head_dim: int | None,
+    value_dim: int | None,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+) -> dict[str, Any]:
+    """Check the sizes that a cache is built with, and return them by the names of `TokenLayout`."""
+    if dtype is not None and not dtype.is_floating_point:
+        raise CacheError(f"dtype of a cache must be floating point, got {dtype}")
+    sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+    return {
+        **{name: None if size is None else positive(name, size) for name, size in sizes.items()},
+        "dtype": dtype,
+        # Resolves 'cuda' to 'cuda:0', as tensors report it.
+        "device": None if device is None else torch.empty(0, device=device).device,
+    }
 
 
 def integers(values: Sequence[int], device: torch.device | str | None) -> Tensor:

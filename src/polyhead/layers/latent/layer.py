@@ -217,6 +217,8 @@ class LatentAttention(BaseAttention):
             latents = self._compress(query, rotation)
         else:
             latents = self.remember(key).key
+        if isinstance(cache, LatentStorage):
+            cache.take_value_dim(layout.kv_lora_rank)
         call = self._call_options(
             q_nope,
             latents,

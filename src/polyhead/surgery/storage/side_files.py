@@ -38,7 +38,7 @@ class SideFiles:
     must stay within the folder, or within the blobs of the hub cache that the folder is a snapshot of.
     """
 
-    folder: Path
+    folder: str | os.PathLike[str]
 
     def check(self) -> None:
         """Check every file that would be copied, before expensive work starts."""
@@ -87,7 +87,7 @@ class SideFiles:
 
     def _resolved(self, path: Path) -> Path:
         """Return the real path of a file, which must be in the folder or in the blobs of the hub cache."""
-        root = self.folder.resolve()
+        root = Path(self.folder).resolve()
         roots = [root]
         if root.parent.name == "snapshots":
             roots.append(root.parent.parent / "blobs")
