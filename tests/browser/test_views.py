@@ -208,14 +208,14 @@ def test_findings_lead_to_their_evidence(open_page):
     tab = opened.tab
     tab.get_by_role("link", name="Two say the same").click()
     expect(tab.locator("main h2").first).to_have_text("Similar heads")
-    expect(tab.locator(".groups li.marked a")).to_have_text(["Encoder 1.0", "Encoder 1.3"])
+    expect(tab.locator(".groups li.marked a")).to_have_text(["Encoder L1H0", "Encoder L1H3"])
     opened.go("overview")
     tab.get_by_role("link", name="Some rest").click()
     assert tab.get_by_label("Colour by").input_value() == "sink_mass"
     marked = tab.eval_on_selector_all("a.cell.marked", "cells => cells.map(cell => cell.dataset.key)")
     assert marked == ["0.2"]
     tab.get_by_role("link", name="One matters most").click()
-    expect(tab.locator("tr.marked th a")).to_have_text(["Encoder 0.4"])
+    expect(tab.locator("tr.marked th a")).to_have_text(["Encoder L0H4"])
 
 
 def test_similar_heads_are_ranked_by_the_chosen_relation(open_page):
@@ -234,10 +234,10 @@ def test_commands_for_a_redundancy_group_can_be_copied(open_page, keep_picture):
     weaker, stronger = sorted((head_at(1, 0), head_at(1, 3)), key=lambda head: head["values"]["ablation"])
     of_group = tab.locator(".groups .command")
     assert of_group.locator("code").all_inner_texts() == [
-        f"polyhead prune small --heads 1.{weaker['head']} --stack 'encoder.*' --text text.txt --output pruned",
+        f"polyhead prune small --heads L1H{weaker['head']} --stack 'encoder.*' --text text.txt --output pruned",
         "polyhead merge small --heads L1H0+L1H3 --stack 'encoder.*' --output merged",
     ]
-    assert f"Keep 1.{stronger['head']} and prune the rest" in of_group.first.inner_text()
+    assert f"Keep L1H{stronger['head']} and prune the rest" in of_group.first.inner_text()
     of_group.last.get_by_role("button").click()
     expect(of_group.last.get_by_role("button")).to_have_text("Copied")
     assert tab.evaluate("navigator.clipboard.readText()") == of_group.last.locator("code").inner_text()
@@ -262,7 +262,7 @@ def test_most_important_head_is_first(open_page):
     tab = open_page(view="importance").tab
     best = max(PAGE["heads"], key=lambda head: head["values"]["ablation"])
     layer = PAGE["sites"][best["site"]]["layer"]
-    assert tab.locator(".lead strong").inner_text().startswith(f"Layer {layer}, head {best['head']} ")
+    assert tab.locator(".lead strong").inner_text().startswith(f"L{layer}H{best['head']} (Encoder) is ")
     row = tab.locator("table.sortable tbody tr").first.locator("th, td").all_inner_texts()
     assert row[1:3] == [f"{best['values']['ablation']:.3g}", "0.03"]
 

@@ -108,7 +108,7 @@ def test_generation_step_by_step(open_view, keep_picture):
         for head in range(4):
             label = tab.locator(f".newest a.cell[data-key='{layer}.{head}']").get_attribute("aria-label")
             best = tokens[int(weights[layer, head, -1].argmax())].strip()
-            assert label.startswith(f"Layer {layer}, head {head}: “{best}” ")
+            assert label.startswith(f"L{layer}H{head}: “{best}” ")
     keep_picture(opened, "view-writing")
     third = tab.locator(".candidates li").nth(2)
     chosen = int(third.get_attribute("data-token"))

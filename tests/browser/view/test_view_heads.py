@@ -91,7 +91,7 @@ def test_a_word_is_followed_through_every_head(read_sentence, keep_picture):
             row = row_of(weights[layer, head])
             best = int(row.argmax())
             label = opened.tab.locator(f"a.cell[data-key='{key}']").get_attribute("aria-label")
-            assert label == f"Layer {layer}, head {head}: “{tokens[best]}” {share(float(row[best]))}"
+            assert label == f"L{layer}H{head}: “{tokens[best]}” {share(float(row[best]))}"
     keep_picture(opened, "view-word-in-heads")
 
 
