@@ -173,7 +173,9 @@ def commands() -> Iterator[tuple[str, str]]:
             columns = [column.to_pylist() for column in table.columns]
             yield f"inspect {model}", hashlib.sha256(repr(columns).encode()).hexdigest()[:16]
             pruned = Path(folder) / f"pruned-{model}"
-            run("prune", model, "--heads", "0.1,1.2", "--text", "text", "--context", 24, "--tokens", 200, "-o", pruned)
+            run(
+                "prune", model, "--heads", "L0H1,L1H2", "--text", "text", "--context", 24, "--tokens", 200, "-o", pruned
+            )
             yield f"prune {model}", digest(*(x for _, x in sorted(polyhead.load(pruned).state_dict().items())))
             shrunk = Path(folder) / f"shrunk-{model}"
             read = ["--text", "text", "--context", 24, "--tokens", 200]

@@ -211,7 +211,7 @@ print(len(commands), sorted(heavy))
         (["prune", "a/b", "--heads", "5", "-o", "new"], "a head is written"),
         (["prune", "a/b", "--share", "30%", "--criterion", "best", "-o", "new"], "criterion must be one of"),
         (["prune", "a/b", "--share", "30%", "--text", "nowhere.txt", "-o", "new"], "text must be a file"),
-        (["merge", "a/b", "--heads", "0.1+1.2", "-o", "new"], "two or more heads of one layer"),
+        (["merge", "a/b", "--heads", "L0H1+L1H2", "-o", "new"], "two or more heads of one layer"),
         (["convert", "a/b", "--kv-heads", "0", "-o", "new"], "kv_heads must be greater than 0"),
         (["shrink", "a/b", "--target", "5%", "-o", "new"], "a target must be"),
         (["shrink", "a/b", "--target", "5%-heads", "-o", "new"], "text is required"),

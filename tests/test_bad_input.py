@@ -351,7 +351,7 @@ MASKS: list[Refusal] = [
 ]
 
 VALUES: list[Refusal] = [
-    ("head in words", lambda: HeadId.parse("three.7"), OptionError, "LAYER.HEAD, as in 3.7; got 'three.7'"),
+    ("head in words", lambda: HeadId.parse("three.7"), OptionError, "L5H3, for layer 5 and head 3; got 'three.7'"),
     ("layout that does not divide", lambda: HeadLayout(512, 7), ShapeError, "got 512 and 7"),
     ("groups that do not divide", lambda: HeadLayout(512, 8, num_kv_heads=3), ShapeError, "num_kv_heads, got 8 and 3"),
     ("layout of unknown sizes", lambda: HeadLayout.from_dict({"width": 3}), ShapeError, r"unknown names \['width'\]"),

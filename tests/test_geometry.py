@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from polyhead import HeadId
 from polyhead.errors import OptionError, ShapeError
-from polyhead.geometry import HeadLayout
+from polyhead.geometry import (
+    HeadLayout,
+    HeadOrigins,
+    name_with_origin,
+    original_name,
+    parse_head_groups,
+    parse_heads,
+)
 
 
 @given(layer=st.integers(0, 10**6), head=st.integers(0, 10**6))
@@ -24,16 +31,41 @@ def test_heads_sort_by_layer_then_head() -> None:
     assert sorted([HeadId(10, 0), HeadId(2, 11), HeadId(2, 3)]) == [(2, 3), (2, 11), (10, 0)]
 
 
-@pytest.mark.parametrize("text", ["", "3", "3.", ".7", "3.7.1", "-1.2", "3.-7", "a.b", "3,7", " 3.7", "3.7 ", "3.7\n"])
-def test_other_texts_are_no_heads(text: str) -> None:
-    with pytest.raises(OptionError, match=r"a head is written LAYER.HEAD, as in 3.7; got "):
+def test_a_head_is_written_as_in_papers_and_read_in_lower_case_too() -> None:
+    assert str(HeadId(11, 7)) == f"{HeadId(11, 7)}" == "L11H7"
+    assert HeadId.parse("l11h7") == HeadId.parse("L11H7") == (11, 7)
+    assert parse_heads("L0H3, l1h7") == parse_heads(["L0H3", (1, 7)]) == [(0, 3), (1, 7)]
+    assert parse_head_groups("L1H3+l1h7,L2H0+L2H4") == [[(1, 3), (1, 7)], [(2, 0), (2, 4)]]
+
+
+@pytest.mark.parametrize(("text", "meant"), [("5.10", (5, 10)), ("0.3", (0, 3)), ("11.07", (11, 7))])
+def test_a_head_written_as_a_number_is_refused_with_how_that_head_is_written(text: str, meant: tuple[int, int]) -> None:
+    layer, head = meant
+    with pytest.raises(OptionError) as refused:
         HeadId.parse(text)
+    assert str(refused.value) == f"a head is written L{layer}H{head}, for layer {layer} and head {head}; got {text!r}"
 
 
-@pytest.mark.parametrize("thing", [3.7, None, (3, 7)])
+OTHER_TEXTS = [
+    "", "3", "L3", "H7", "L3H", "LH7", "3H7", "L3.7", "L3H7H1", "L-1H2", "L3H-7", "LaHb", "L3,H7", " L3H7", "L3H7 ",
+    "L3H7\n", "L３H7", "-1.2", "3.7.1", ".7", "3.",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("thing", [*OTHER_TEXTS, 3.7, None, (3, 7)])
 def test_other_things_are_no_heads(thing: object) -> None:
-    with pytest.raises(OptionError, match=r"a head is written LAYER.HEAD, as in 3.7; got "):
+    with pytest.raises(OptionError, match=r"^a head is written L5H3, for layer 5 and head 3; got ") as refused:
         HeadId.parse(thing)
+    assert str(refused.value).endswith(f"; got {thing!r}")
+
+
+def test_original_heads_are_written_as_heads_of_their_layer() -> None:
+    origins = HeadOrigins(((0,), (1, 3), (-1,), ()), total=4)
+    names = [original_name(2, origins.label(head)) for head in range(4)]
+    assert names == ["L2H0", "L2H1+L2H3", "new", "padding"]
+    assert name_with_origin(2, 1, origins.label(1)) == "L2H1 (originally L2H1+L2H3)"
+    assert name_with_origin(2, 0, origins.label(0)) == name_with_origin(2, 0, None) == "L2H0"
+    assert original_name(2, "9" * 5000) == "9" * 5000  # of a damaged file
 
 
 def test_a_layout_fills_in_what_follows() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,43 +21,66 @@ def checked_integer(name: str, value: int, *, at_least: int = 0, error: type[Pol
 
 
 class HeadId(NamedTuple):
-    """One head of a model: `HeadId(layer=3, head=7)`, written 3.7.
+    """One head of a model: `HeadId(layer=5, head=3)`, written L5H3.
 
-    >>> str(HeadId(3, 7))
-    '3.7'
-    >>> HeadId.parse("3.7")
-    HeadId(layer=3, head=7)
+    >>> str(HeadId(5, 3))
+    'L5H3'
+    >>> HeadId.parse("L5H3")
+    HeadId(layer=5, head=3)
     """
 
     layer: int
     head: int
 
     def __str__(self) -> str:
-        return f"{self.layer}.{self.head}"
+        return f"L{self.layer}H{self.head}"
 
     @classmethod
     def parse(cls, text: str) -> HeadId:
-        layer, dot, head = text.partition(".") if isinstance(text, str) else ("", "", "")
-        if not (dot and layer.isdecimal() and head.isdecimal()):
-            raise OptionError(f"a head is written LAYER.HEAD, as in 3.7; got {text!r}")
-        return cls(int(layer), int(head))
+        """Return the head written L5H3 or l5h3."""
+        if not isinstance(text, str) or (match := re.fullmatch(r"[Ll]([0-9]+)[Hh]([0-9]+)", text)) is None:
+            numbers = re.fullmatch(r"([0-9]+)\.([0-9]+)", text) if isinstance(text, str) else None
+            meant = cls(5, 3) if numbers is None else cls(int(numbers[1]), int(numbers[2]))
+            raise OptionError(f"a head is written {meant}, for layer {meant.layer} and head {meant.head}; got {text!r}")
+        return cls(int(match[1]), int(match[2]))
+
+
+def original_name(layer: int, label: str) -> str:
+    """Return the names of the original heads that a `HeadOrigins.label` of a layer lists.
+
+    >>> original_name(2, "5"), original_name(2, "1+3"), original_name(2, "1+new"), original_name(2, "padding")
+    ('L2H5', 'L2H1+L2H3', 'L2H1+new', 'padding')
+    """
+    return "+".join(
+        str(HeadId(layer, int(part))) if re.fullmatch("[0-9]{1,9}", part) else part for part in label.split("+")
+    )
+
+
+def name_with_origin(layer: int, head: int, label: str | None) -> str:
+    """Return the name of a head, with its original name if its label differs; None is an unknown label.
+
+    >>> name_with_origin(2, 4, "4"), name_with_origin(2, 4, "5")
+    ('L2H4', 'L2H4 (originally L2H5)')
+    """
+    name = str(HeadId(layer, head))
+    return name if label in (None, str(head)) else f"{name} (originally {original_name(layer, label)})"
 
 
 def parse_heads(heads: str | Iterable[str | HeadId | tuple[int, int]]) -> list[HeadId]:
-    """Return the heads of a list such as "0.3,1.7" or [(0, 3), (1, 7)]."""
+    """Return the heads of a list such as "L0H3,L1H7" or [(0, 3), (1, 7)]."""
     parts = heads.split(",") if isinstance(heads, str) else heads
     return [HeadId.parse(x.strip()) if isinstance(x, str) else HeadId(*x) for x in parts]
 
 
 def parse_head_groups(groups: str | Iterable[Sequence[HeadId | tuple[int, int]]]) -> list[list[HeadId]]:
-    """Return groups of heads such as "1.3+1.7,2.0+2.4"; each has two or more heads of one layer, none of them twice."""
+    """Return groups of heads such as "L1H3+L1H7,L2H0+L2H4"; each has two or more heads of one layer, none twice."""
     parts = [x.replace("+", ",") for x in groups.split(",")] if isinstance(groups, str) else groups
     found = [parse_heads(part) for part in parts]
     used: set[HeadId] = set()
     for group in found:
         if len({head.layer for head in group}) != 1 or len(group) < 2:
             got = "+".join(map(str, group))
-            raise OptionError(f"a group must be two or more heads of one layer, e.g. 1.3+1.7; got {got!r}")
+            raise OptionError(f"a group must be two or more heads of one layer, e.g. L1H3+L1H7; got {got!r}")
         repeated = next((head for head in group if head in used or group.count(head) > 1), None)
         if repeated is not None:
             raise OptionError(f"a head may occur only once, got {repeated} more than once")
@@ -200,7 +224,10 @@ class HeadOrigins:
         return tuple(head for head in range(self.total) if head not in sources)
 
     def label(self, head: int) -> str:
-        """Return the original indices of a head joined by +, `new` for an added head, `padding` for a zero head."""
+        """Return the original indices of a head joined by +, `new` for an added head, `padding` for a zero head.
+
+        `original_name` writes them as heads of a layer.
+        """
         return "+".join("new" if x < 0 else str(x) for x in self.heads[head]) or "padding"
 
     def then(self, heads: Sequence[Sequence[int]]) -> HeadOrigins:

@@ -96,6 +96,7 @@ def test_heads_for_delimiters_rare_words_and_related_words_are_told_apart() -> N
     found = head_roles({evidence.site: evidence})
     assert [head.roles for head in found] == [{"delimiter"}, {"rare-token"}, {"same-meaning", "self"}]
     assert "of its attention on special tokens and punctuation (chance" in str(found[0])
+    assert str(found[2]).startswith(f"L0H2 of {evidence.site.name}: ")
     assert found[2]["same-meaning"].score > 0.5 > 3 * found[2]["same-meaning"].null
     assert {"duplicate-token", "induction", "copy"}.isdisjoint(score.role for score in found[0].scores)
     with pytest.raises(KeyError):

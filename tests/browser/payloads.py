@@ -292,7 +292,7 @@ def _findings() -> list[Payload]:
         return {"text": bilingual(text), "kind": view, "heads": heads, "view": view, "column": column}
 
     return [
-        finding("layer 2 head 1 repeats", "head", [[2, 1]]),
+        finding("L2H1 repeats", "head", [[2, 1]]),
         finding("two say the same", "similar", [[1, 0], [1, 3]]),
         finding("one matters most", "importance", [[0, 4]], "ablation"),
         finding("some rest", "overview", [[0, 2]], "sink_mass"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from playwright.sync_api import expect
 
@@ -61,11 +63,12 @@ def test_language_is_switched_and_kept_in_the_link(open_page):
     tab.get_by_label("Language").select_option("zh")
     assert tab.evaluate("document.documentElement.lang") == "zh-Hans"
     expect(tab.locator("nav.views a")).to_have_text(["总览", "相似的头", "头的重要性", "句法", "发现"])
-    expect(tab.locator(".findings a bdi").first).to_have_text("中文：layer 2 head 1 repeats")
-    assert tab.locator("a.cell").first.get_attribute("aria-label").startswith("第 0 层第 0 头")
+    expect(tab.locator(".findings a bdi").first).to_have_text("中文：L2H1 repeats")
+    assert tab.locator("a.cell").first.get_attribute("aria-label").startswith("L0H0")
     opened.go("importance?lang=zh")
     tab.reload()
     expect(tab.locator("main h2").first).to_have_text("头的重要性")
+    expect(tab.locator(".lead strong")).to_have_text(re.compile(r"^L\dH\d（[^（）]+）最重要。$"))
 
 
 def test_no_string_of_the_interface_is_left_in_english(open_page):

@@ -21,7 +21,7 @@ def test_page_works_in_a_frame(open_page, small_page, tmp_path, sandbox):
     tab = open_page(outer).tab
     frame = tab.frame_locator("iframe")
     frame.locator("a.cell[data-key='2.1']").click()
-    expect(frame.locator("main h2")).to_have_text("Layer 2, head 1 (Encoder)")
+    expect(frame.locator("main h2")).to_have_text("L2H1 (Encoder)")
     frame.locator("nav.views a", has_text="Head importance").click()
     expect(frame.locator("main h2").first).to_have_text("Head importance")
     frame.get_by_label("Colours").select_option("dark")

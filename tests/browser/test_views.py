@@ -22,7 +22,7 @@ PAGE = synthetic()
 ALL = LAYERS * HEADS + CROSS_LAYERS * CROSS_HEADS
 VIEWS = {
     "overview": "Summary",
-    "head/2/1": "Layer 2, head 1 (Encoder)",
+    "head/2/1": "L2H1 (Encoder)",
     "similar": "Similar heads",
     "importance": "Head importance",
     "syntax": "Syntax",
@@ -59,7 +59,7 @@ def test_overview_shows_every_head_and_the_findings(open_page):
     expect(tab.locator("h1")).to_have_text("small: a model of known numbers")
     assert "12,345 tokens of 17 documents" in tab.locator(".facts").inner_text()
     found = tab.locator(".headline .findings a bdi").all_inner_texts()
-    assert found == ["Layer 2 head 1 repeats", "Two say the same", "One matters most", "Some rest"]
+    assert found == ["L2H1 repeats", "Two say the same", "One matters most", "Some rest"]
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844), (3840, 2160)])
@@ -105,7 +105,7 @@ def test_statistic_colours_the_grid_from_light_to_dark(open_page):
     assert ordered == sorted(ordered, reverse=True)
     assert ordered[0] - ordered[-1] > 100
     head = PAGE["heads"][1]
-    (name,) = (x for x in cells(tab, "cell.ariaLabel") if x.startswith("Layer 0, head 1 (Encoder)"))
+    (name,) = (x for x in cells(tab, "cell.ariaLabel") if x.startswith("L0H1 (Encoder)"))
     assert f"sink mass {head['values']['sink_mass']:.0%}" in name
     assert "previous role" in name
 
@@ -169,10 +169,10 @@ def test_card_of_a_head(open_page):
     sink = tab.locator("table.numbers tr", has_text="sink mass")
     expect(sink.locator("td").nth(1)).to_have_text("6.3%")
     assert sink.locator("td svg [stroke='var(--second)']").count() == 1
-    tab.locator(".side").get_by_role("link", name="Layer 0, head 2 (Encoder)").click()
-    expect(tab.locator("main h2")).to_have_text("Layer 0, head 2 (Encoder)")
+    tab.locator(".side").get_by_role("link", name="L0H2 (Encoder)").click()
+    expect(tab.locator("main h2")).to_have_text("L0H2 (Encoder)")
     tab.locator("a[rel=next]").click()
-    expect(tab.locator("main h2")).to_have_text("Layer 0, head 3 (Encoder)")
+    expect(tab.locator("main h2")).to_have_text("L0H3 (Encoder)")
     tab.go_back()
     tab.go_back()
     expect(tab.locator("main h2")).to_have_text(VIEWS["head/2/1"])
@@ -214,23 +214,23 @@ def test_findings_lead_to_their_evidence(open_page):
     tab = opened.tab
     tab.get_by_role("link", name="Two say the same").click()
     expect(tab.locator("main h2").first).to_have_text("Similar heads")
-    expect(tab.locator(".groups li.marked a")).to_have_text(["Encoder 1.0", "Encoder 1.3"])
+    expect(tab.locator(".groups li.marked a")).to_have_text(["Encoder L1H0", "Encoder L1H3"])
     opened.go("overview")
     tab.get_by_role("link", name="Some rest").click()
     assert tab.get_by_label("Colour by").input_value() == "sink_mass"
     marked = tab.eval_on_selector_all("a.cell.marked", "cells => cells.map(cell => cell.dataset.key)")
     assert marked == ["0.2"]
     tab.get_by_role("link", name="One matters most").click()
-    expect(tab.locator("tr.marked th a")).to_have_text(["Encoder 0.4"])
+    expect(tab.locator("tr.marked th a")).to_have_text(["Encoder L0H4"])
 
 
 def test_similar_heads_are_ranked_by_the_chosen_relation(open_page):
     tab = open_page(view="similar").tab
     first = tab.locator("table.sortable").first.locator("tbody tr").first
-    expect(first.locator("th, td")).to_have_text(["Encoder 1.0", "Encoder 1.3", "0.81"])
-    assert "Layer 1, head 0 (Encoder) and Layer 1, head 3 (Encoder)" in tab.locator(".lead strong").inner_text()
+    expect(first.locator("th, td")).to_have_text(["Encoder L1H0", "Encoder L1H3", "0.81"])
+    assert "L1H0 (Encoder) and L1H3 (Encoder)" in tab.locator(".lead strong").inner_text()
     tab.get_by_label("Measure").select_option("attention_distance")
-    expect(first.locator("th, td")).to_have_text(["Encoder 1.0", "Encoder 1.3", "0.19"])
+    expect(first.locator("th, td")).to_have_text(["Encoder L1H0", "Encoder L1H3", "0.19"])
     expect(tab.locator(".matrix canvas")).to_have_count(LAYERS + CROSS_LAYERS)
 
 
@@ -240,10 +240,10 @@ def test_commands_for_a_redundancy_group_can_be_copied(open_page, keep_picture):
     weaker, stronger = sorted((head_at(1, 0), head_at(1, 3)), key=lambda head: head["values"]["ablation"])
     of_group = tab.locator(".groups .command")
     assert of_group.locator("code").all_inner_texts() == [
-        f"polyhead prune small --heads 1.{weaker['head']} --stack 'encoder.*' --text text.txt --output pruned",
-        "polyhead merge small --heads 1.0+1.3 --stack 'encoder.*' --output merged",
+        f"polyhead prune small --heads L1H{weaker['head']} --stack 'encoder.*' --text text.txt --output pruned",
+        "polyhead merge small --heads L1H0+L1H3 --stack 'encoder.*' --output merged",
     ]
-    assert f"Keep 1.{stronger['head']} and prune the rest" in of_group.first.inner_text()
+    assert f"Keep L1H{stronger['head']} and prune the rest" in of_group.first.inner_text()
     of_group.last.get_by_role("button").click()
     expect(of_group.last.get_by_role("button")).to_have_text("Copied")
     assert tab.evaluate("navigator.clipboard.readText()") == of_group.last.locator("code").inner_text()
@@ -268,7 +268,7 @@ def test_most_important_head_is_first(open_page):
     tab = open_page(view="importance").tab
     best = max(PAGE["heads"], key=lambda head: head["values"]["ablation"])
     layer = PAGE["sites"][best["site"]]["layer"]
-    assert tab.locator(".lead strong").inner_text().startswith(f"Layer {layer}, head {best['head']} ")
+    assert tab.locator(".lead strong").inner_text().startswith(f"L{layer}H{best['head']} (Encoder) is ")
     row = tab.locator("table.sortable tbody tr").first.locator("th, td").all_inner_texts()
     assert row[1:3] == [f"{best['values']['ablation']:.3g}", "0.03"]
 
@@ -276,7 +276,7 @@ def test_most_important_head_is_first(open_page):
 def test_syntax_is_compared_with_its_baseline(open_page):
     tab = open_page(view="syntax").tab
     row = tab.locator("table.sortable tbody tr").first.locator("th, td").all_inner_texts()
-    assert row[:5] == ["obj", "to the syntactic head", "Encoder 1.2", "70% (60%–80%)", "35%"]
+    assert row[:5] == ["obj", "to the syntactic head", "Encoder L1H2", "70% (60%–80%)", "35%"]
     assert row[5].strip() == "+35%"
     assert row[6] == "better"
 
@@ -302,11 +302,11 @@ def test_minimal_run_and_invalid_links(open_page, tmp_path):
 
 def test_head_of_an_edited_model_shows_its_origin(open_page, tmp_path):
     page = synthetic()
-    page["facts"]["edits"] = {"en": "removed 0.3", "zh": "去除 0.3"}
+    page["facts"]["edits"] = {"en": "removed L0H3", "zh": "去除 L0H3"}
     first = page["heads"][1]
-    first["origin"] = {"en": "originally 0.4", "zh": "原为 0.4"}
+    first["origin"] = {"en": "originally L0H4", "zh": "原为 L0H4"}
     opened = open_page(written(page, tmp_path / "edited.html"), f"head/{first['site']}/{first['head']}")
-    expect(opened.tab.locator("main h2")).to_contain_text("originally 0.4")
-    expect(opened.tab.locator("header .facts")).to_contain_text("Edited: removed 0.3")
+    expect(opened.tab.locator("main h2")).to_contain_text("originally L0H4")
+    expect(opened.tab.locator("header .facts")).to_contain_text("Edited: removed L0H3")
     opened.go("findings")
     expect(opened.tab.get_by_text("Edits, by original heads")).to_be_visible()

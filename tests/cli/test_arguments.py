@@ -52,7 +52,7 @@ INSPECT = ["inspect", "MODEL", "--text", "TEXT"]
 PRUNE = ["prune", "MODEL", "--share", "30%", "--output", "new"]
 SHRINK = ["shrink", "MODEL", "--target", "30%-heads", "--text", "TEXT", "--output", "new"]
 CONVERT = ["convert", "MODEL", "--kv-heads", "2", "--output", "new"]
-MERGE = ["merge", "MODEL", "--heads", "0.1+0.2", "--output", "new"]
+MERGE = ["merge", "MODEL", "--heads", "L0H1+L0H2", "--output", "new"]
 SYNTAX = ["syntax", "MODEL", "--treebank", "bank.conllu"]
 SURGERY = ["bench", "surgery", "--model", "MODEL", "--text", "TEXT", "--output", "points"]
 EDITS = {"prune": PRUNE, "shrink": SHRINK, "convert": CONVERT, "merge": MERGE}
@@ -114,16 +114,16 @@ REFUSED: list[tuple[list[str], str]] = [
     ([*SYNTAX, "--resume", "FILE"], "got FILE, which is a file"),
     ([*SYNTAX, "--resume", "FILE/x"], "FILE is a file"),
     (["prune", "MODEL", "--output", "new"], "got both or neither"),
-    (["prune", "MODEL", "--output", "new", "--heads", "0.1", "--share", "30%"], "got both or neither"),
-    (["prune", "MODEL", "--output", "new", "--heads", "0.1,x"], "'x'"),
-    (["prune", "MODEL", "--output", "new", "--heads", "9.1"], "has layers 0 to 1, got layer 9"),
+    (["prune", "MODEL", "--output", "new", "--heads", "L0H1", "--share", "30%"], "got both or neither"),
+    (["prune", "MODEL", "--output", "new", "--heads", "L0H1,x"], "'x'"),
+    (["prune", "MODEL", "--output", "new", "--heads", "L9H1"], "has layers 0 to 1, got layer 9"),
     (["prune", "MODEL", "--output", "new", "--share", "0%"], "a percentage between 0% and 100%"),
     (["prune", "MODEL", "--output", "new", "--share", "100%"], "a percentage between 0% and 100%"),
     ([*PRUNE, "--criterion", "magic"], "criterion must be one of"),
-    (["merge", "MODEL", "--heads", "0.1", "--output", "new"], "two or more heads of one layer"),
-    (["merge", "MODEL", "--heads", "0.1+1.1", "--output", "new"], "two or more heads of one layer"),
-    (["merge", "MODEL", "--heads", "0.1+0.1", "--output", "new"], "a head may occur only once"),
-    (["merge", "MODEL", "--heads", "7.1+7.2", "--output", "new"], "has layers 0 to 1, got layer 7"),
+    (["merge", "MODEL", "--heads", "L0H1", "--output", "new"], "two or more heads of one layer"),
+    (["merge", "MODEL", "--heads", "L0H1+L1H1", "--output", "new"], "two or more heads of one layer"),
+    (["merge", "MODEL", "--heads", "L0H1+L0H1", "--output", "new"], "a head may occur only once"),
+    (["merge", "MODEL", "--heads", "L7H1+L7H2", "--output", "new"], "has layers 0 to 1, got layer 7"),
     (["convert", "MODEL", "--kv-heads", "0", "--output", "new"], "kv_heads must be greater than 0, got 0"),
     ([*CONVERT, "--grouping", "magic"], "grouping must be one of"),
     ([*CONVERT, "--rounds", "-1"], "rounds must be at least 0, got -1"),

@@ -41,20 +41,20 @@ def place(tmp_path_factory) -> Path:
 
 
 def test_the_issues_commands_compare_each_head_with_itself(place, tmp_path):
-    invoke("prune", place / "bert", "--heads", "0.1,1.2", "--no-compensate", "--output", tmp_path / "pr")
+    invoke("prune", place / "bert", "--heads", "L0H1,L1H2", "--no-compensate", "--output", tmp_path / "pr")
     for model, run in ((place / "bert", "one"), (tmp_path / "pr", "two")):
         options = ["--text", place / "text", *SHORT, "--importance", "none", "--save", tmp_path / run]
         shown = invoke("inspect", model, *options).stdout
-    edited = "removed 0.1, 1.2; 3 heads have a different number than in the original"
+    edited = "removed L0H1, L1H2; 3 heads have a different number than in the original"
     assert f"Edited, in head numbers of the original: {edited}" in shown
     compared = invoke("compare", tmp_path / "one", tmp_path / "two", "--most", 1000).stdout
     assert "in 6 common heads" in compared
-    assert "only in A: 0.1 removed, 1.2 removed" in compared
+    assert "only in A: L0H1 removed, L1H2 removed" in compared
     # Nothing before W_O of the first layer has changed, so no head of it looks elsewhere.
-    assert re.findall(r"^0\.\d.*(?:entropy|distance|mass).*$", compared, re.MULTILINE) == []
-    assert re.findall(r"^head 0\.\d (?:gained|lost).*$", compared, re.MULTILINE) == []
+    assert re.findall(r"^L0H\d.*(?:entropy|distance|mass).*$", compared, re.MULTILINE) == []
+    assert re.findall(r"^L0H\d (?:gained|lost).*$", compared, re.MULTILINE) == []
     back = invoke("compare", tmp_path / "two", tmp_path / "one").stdout
-    assert "only in B: 0.1 removed, 1.2 removed" in back
+    assert "only in B: L0H1 removed, L1H2 removed" in back
     other = ["inspect", place / "llama", "--text", place / "text", *SHORT, "--importance", "none"]
     invoke(*other, "--save", tmp_path / "other")
     refused = invoke("compare", tmp_path / "one", tmp_path / "other", code=2).stderr
@@ -69,16 +69,16 @@ def test_a_head_that_moved_is_named_in_both(place, tmp_path):
     for folder, context, run in ((place / "bert", 48, "one"), (tmp_path / "turned", 10, "two")):
         options = ["--text", place / "text", "--no-chance", "--importance", "none", "--save", tmp_path / run]
         shown = invoke("inspect", folder, *options, "--context", context, "--table").stdout
-    assert "0.0 (originally 3)" in shown
+    assert "L0H0 (originally L0H3)" in shown
     compared = invoke("compare", tmp_path / "one", tmp_path / "two", "--statistic", "entropy", "--most", 99).stdout
-    named = re.findall(r"^(\d\.\d) → (\d\.\d) +entropy, nats ", compared, re.MULTILINE)
+    named = re.findall(r"^L(\d)H(\d) → L(\d)H(\d) +entropy, nats ", compared, re.MULTILINE)
     assert len(named) > 3
-    assert all(one[0] == other[0] and int(one[2]) == 3 - int(other[2]) for one, other in named)
+    assert all(layer == layer_after and int(head) == 3 - int(after) for layer, head, layer_after, after in named)
 
 
 @pytest.mark.parametrize(("name", "caches"), [("bert", False), ("masked", False), ("llama", True)])
 def test_bytes_of_a_cache_are_counted_where_there_is_one(place, name, caches):
-    shown = invoke("prune", place / name, "--heads", "0.1", "--preview").stdout
+    shown = invoke("prune", place / name, "--heads", "L0H1", "--preview").stdout
     assert ("cache bytes per token" in shown) is caches
     assert "FLOPs of 512 tokens" in shown
 
@@ -143,7 +143,7 @@ def test_a_loss_and_a_cosine_are_not_called_alike():
 def test_a_plan_of_an_edited_model_counts_the_heads_it_has(place, tmp_path):
     for form in ("uneven", "padded"):
         options = ["--no-compensate", "--form", form, "--output", tmp_path / form]
-        invoke("prune", place / "llama", "--heads", "0.1,1.0,1.1", *options)
+        invoke("prune", place / "llama", "--heads", "L0H1,L1H0,L1H1", *options)
     found = read_layout(tmp_path / "uneven")
     heads = [(group.config.num_heads, group.config.num_kv_heads, group.layers) for group in found.groups]
     assert heads == [(3, 2, 1), (2, 1, 1)]

@@ -44,10 +44,10 @@ def test_a_run_is_shown_kept_and_compared(place, tmp_path, monkeypatch):
     files = {"relations.safetensors", "observations.safetensors", "pictures.safetensors"}
     assert written == {"heads.parquet", "inspection.json"} | files
     table = invoke("inspect", place / "bert", *options, "--table", "--importance", "none", "--layers", "1").stdout
-    rows = [line.split()[0] for line in table.splitlines() if re.match(r" *\d+\.\d+ ", line)]
-    assert rows == ["1.0", "1.1", "1.2", "1.3"]
-    looked_at = [line.split() for line in table.splitlines() if re.match(r" *1\.\d: ", line)]
-    assert [line[0] for line in looked_at] == ["1.0:", "1.1:", "1.2:", "1.3:"]
+    rows = [line.split()[0] for line in table.splitlines() if re.match(r" *L\d+H\d+ ", line)]
+    assert rows == ["L1H0", "L1H1", "L1H2", "L1H3"]
+    looked_at = [line.split() for line in table.splitlines() if re.match(r" *L1H\d: ", line)]
+    assert [line[0] for line in looked_at] == ["L1H0:", "L1H1:", "L1H2:", "L1H3:"]
     for line in looked_at:
         assert len(line) == 1 + 2 * 5
         assert set(line[1::2]) <= set(NAMES)
@@ -82,7 +82,7 @@ def test_ablation_of_a_language_model_and_chosen_statistics(place):
     ).stdout  # fmt: skip
     assert "ablation" in shown
     assert "sink_mass" not in shown
-    assert re.search(r"ablating layer \d head \d increases the loss most: ", shown)
+    assert re.search(r"ablating L\dH\d increases the loss most: ", shown)
 
 
 @pytest.mark.parametrize(

@@ -41,14 +41,14 @@ def heads(folder: Path) -> list[int]:
 
 def test_heads_by_name_are_taken_out_repaired_written_and_brought_back(place, tmp_path):
     text = ["--text", place / "text", "--device", "cpu"]
-    shown = invoke("prune", place / "bert", "--heads", "0.3, 1.0,0.1", *text, "--output", tmp_path / "pruned").stdout
-    assert "without heads 0.1, 0.3, 1.0" in shown
+    shown = invoke("prune", place / "bert", "--heads", "L0H3, l1h0,L0H1", *text, "--output", tmp_path / "pruned").stdout
+    assert "without heads L0H1, L0H3, L1H0" in shown
     assert [line.split()[-3:] for line in shown.splitlines() if line.startswith("heads ")] == [["8", "5", "0.62"]]
     assert f"Saved to {tmp_path / 'pruned'}, " in shown
     assert "uneven: plain transformers does not load it: a BertConfig has one number of heads" in shown
     assert f"polyhead undo {tmp_path / 'pruned'} --output FOLDER` to restore the original" in shown
     assert heads(tmp_path / "pruned") == [2, 3]
-    invoke("prune", place / "bert", "--heads", "0.1,0.3,1.0", "--no-compensate", "--output", tmp_path / "plain")
+    invoke("prune", place / "bert", "--heads", "L0H1,L0H3,L1H0", "--no-compensate", "--output", tmp_path / "plain")
     compensated, plain = polyhead.load(tmp_path / "pruned"), polyhead.load(tmp_path / "plain")
     name = "encoder.layer.0.attention.self.query.weight"
     assert torch.equal(compensated.get_parameter(name), plain.get_parameter(name))
@@ -92,7 +92,7 @@ def test_text_is_read_or_held_out_and_never_both(place):
 
 
 def test_what_is_left_is_measured_on_text_that_nothing_was_repaired_on(place, tmp_path):
-    options = ["--text", place / "text", "--context", 40, "--device", "cpu", "--heads", "0.0,0.1,0.2,1.0,1.1,1.2"]
+    options = ["--text", place / "text", "--context", 40, "--device", "cpu", "--heads", "L0H0,L0H1,L0H2,L1H0,L1H1,L1H2"]
     shown = invoke("prune", place / "bert", *options, "--output", tmp_path / "one").stdout
     found = re.search(r"held-out text \((\d+) tokens, (\d+) contexts\): .* mean cosine of ([\d.]+) ± ([\d.]+)", shown)
     tokens, texts, cosine, error = (float(x) for x in found.groups())
@@ -114,14 +114,14 @@ def test_every_criterion_can_be_asked_for(place, criterion):
         return next(line for line in shown.splitlines() if line.startswith("without heads"))
 
     first = taken("llama")
-    assert first.count(".") == 3
+    assert first.count("H") == 3
     seeds = {first, *(taken("llama", "--seed", seed) for seed in range(1, 4 if criterion == "random" else 2))}
     assert (len(seeds) > 1) == (criterion == "random")
     if criterion in ("gradient", "taylor"):
         said = invoke("prune", place / "bert", *options, code=2).stderr
         assert "similarity to the unpruned model has none there" in said
     else:
-        assert taken("bert").count(".") == 3
+        assert taken("bert").count("H") == 3
 
 
 def test_edits_of_an_edited_model_are_undone_with_those_before(place, tmp_path):
@@ -129,21 +129,23 @@ def test_edits_of_an_edited_model_are_undone_with_those_before(place, tmp_path):
         "prune",
         place / "bert",
         "--heads",
-        "0.0,1.1",
+        "L0H0,L1H1",
         "--no-compensate",
         "--output",
         tmp_path / "one",
         "--form",
         "padded",
     )
-    shown = invoke("merge", tmp_path / "one", "--heads", "1.0+1.2", "--output", tmp_path / "two").stdout
-    assert "with heads 1.0+1.2 merged" in shown
+    shown = invoke("merge", tmp_path / "one", "--heads", "L1H0+L1H2", "--output", tmp_path / "two").stdout
+    assert "with heads L1H0+L1H2 merged" in shown
     assert heads(tmp_path / "two") == [3, 2]
     record = load_record(tmp_path / "two")
     assert [type(edit).__name__ for edit in record.edits] == ["PruneHeads", "PruneHeads", "MergeHeads"]
     invoke("undo", tmp_path / "two", "--output", tmp_path / "back")
     assert fingerprint(polyhead.load(tmp_path / "back")) == fingerprint(polyhead.load(place / "bert"))
-    half = invoke("merge", tmp_path / "one", "--heads", "1.0+1.2", "--output", tmp_path / "half", "--dtype", "bfloat16")
+    half = invoke(
+        "merge", tmp_path / "one", "--heads", "L1H0+L1H2", "--output", tmp_path / "half", "--dtype", "bfloat16"
+    )
     assert "Only these edits can be undone, not earlier ones" in half.stdout
     invoke("undo", tmp_path / "half", "--output", tmp_path / "half back")
     assert heads(tmp_path / "half back") == [3, 3]
@@ -151,9 +153,9 @@ def test_edits_of_an_edited_model_are_undone_with_those_before(place, tmp_path):
 
 def test_merged_groups_are_numbered_as_they_were_before(place, tmp_path):
     shown = invoke(
-        "merge", place / "bert", "--heads", "0.0+0.2,0.1+0.3,1.1+1.2+1.3", "--output", tmp_path / "merged"
+        "merge", place / "bert", "--heads", "L0H0+L0H2, l0h1+l0h3,L1H1+L1H2+L1H3", "--output", tmp_path / "merged"
     ).stdout
-    assert "0.0+0.2,0.1+0.3,1.1+1.2+1.3" in shown
+    assert "L0H0+L0H2,L0H1+L0H3,L1H1+L1H2+L1H3" in shown
     found, whole = polyhead.load(tmp_path / "merged"), polyhead.load(place / "bert")
     path = "encoder.layer.0.attention.self.query.weight"
     queries, before = found.get_parameter(path).view(2, 6, 24), whole.get_parameter(path).view(4, 6, 24)
@@ -164,7 +166,7 @@ def test_merged_groups_are_numbered_as_they_were_before(place, tmp_path):
 
 def test_an_edited_model_is_inspected_by_its_folder(place, tmp_path):
     pytest.importorskip("pyarrow")
-    for name, taken in (("bert", "0.1,0.2"), ("llama", "0.1")):
+    for name, taken in (("bert", "L0H1,L0H2"), ("llama", "L0H1")):
         invoke("prune", place / name, "--heads", taken, "--no-compensate", "--output", tmp_path / name)
         shown = invoke("inspect", tmp_path / name, "--text", place / "text", "--context", 64, "--device", "cpu").stdout
         assert f"{6 if name == 'bert' else 7} heads" in shown
@@ -172,7 +174,7 @@ def test_an_edited_model_is_inspected_by_its_folder(place, tmp_path):
 
 
 def test_the_original_is_left_alone_and_folders_are_replaced_when_told(place, tmp_path):
-    options = ["--heads", "0.1", "--no-compensate"]
+    options = ["--heads", "L0H1", "--no-compensate"]
     before = {file.name: file.read_bytes() for file in (place / "bert").iterdir()}
     for extra in ([], ["--replace"]):
         said = invoke("prune", place / "bert", *options, "--output", place / "bert", *extra, code=2).stderr
@@ -183,7 +185,9 @@ def test_the_original_is_left_alone_and_folders_are_replaced_when_told(place, tm
         "which holds files; choose another one"
         in invoke("prune", place / "bert", *options, "--output", tmp_path / "one", code=2).stderr
     )
-    invoke("prune", place / "bert", "--heads", "0.1,0.2", "--no-compensate", "--output", tmp_path / "one", "--replace")
+    invoke(
+        "prune", place / "bert", "--heads", "L0H1,L0H2", "--no-compensate", "--output", tmp_path / "one", "--replace"
+    )
     assert heads(tmp_path / "one") == [2, 4]
     assert (
         "not written over the one it came from"
@@ -194,31 +198,32 @@ def test_the_original_is_left_alone_and_folders_are_replaced_when_told(place, tm
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--heads", "0.4"], "this layer has heads 0 to 3, got [4]"),
-        (["--heads", "2.0"], "has layers 0 to 1, got layer 2"),
-        (["--heads", "0.0,0.1,0.2,0.3"], "a layer must keep at least one head, got all 4 heads of layer 0"),
-        (["--heads", "0.0,0.0"], "heads must be distinct, got [0] more than once in [0, 0]"),
-        (["--heads", "0-1"], "a head is written LAYER.HEAD, as in 3.7; got '0-1'"),
+        (["--heads", "L0H4"], "this layer has heads 0 to 3, got [4]"),
+        (["--heads", "L2H0"], "has layers 0 to 1, got layer 2"),
+        (["--heads", "L0H0,L0H1,L0H2,L0H3"], "a layer must keep at least one head, got all 4 heads of layer 0"),
+        (["--heads", "L0H0,L0H0"], "heads must be distinct, got [0] more than once in [0, 0]"),
+        (["--heads", "0-1"], "a head is written L5H3, for layer 5 and head 3; got '0-1'"),
+        (["--heads", "L0H1, 1.2"], "a head is written L1H2, for layer 1 and head 2; got '1.2'"),
         (["--share", "30"], "a percentage between 0% and 100%, e.g. 30%; got '30'"),
         (["--share", "100%"], "e.g. 30%; got '100%'"),
         (["--share", "3%"], "share must be at least one head, got 3.0% of 8 heads"),
         (["--share", "99%"], "count must be 0 to 6, so that each layer keeps a head, got 8"),
         ([], "specify either --heads or --share; got both or neither"),
-        (["--heads", "0.1", "--share", "30%"], "got both or neither"),
+        (["--heads", "L0H1", "--share", "30%"], "got both or neither"),
         (["--share", "30%", "--criterion", "luck"], "criterion must be one of compensated, plain, ablation"),
         (
             ["--share", "30%", "--stack", "decoder"],
             "stack must be one of encoder.layer.*.attention.self, got 'decoder'",
         ),
-        (["--heads", "0.1", "--form", "flat"], "must be one of uniform, uneven, padded; got 'flat'"),
-        (["--heads", "0.1", "--form", "uniform"], "the uniform form needs a native config that describes the model"),
-        (["--heads", "0.1", "--text", "{empty}"], "calibration needs a text of at least 8 tokens"),
-        (["--heads", "0.1", "--text", "{short}"], "must have at least as many tokens as the heads of"),
+        (["--heads", "L0H1", "--form", "flat"], "must be one of uniform, uneven, padded; got 'flat'"),
+        (["--heads", "L0H1", "--form", "uniform"], "the uniform form needs a native config that describes the model"),
+        (["--heads", "L0H1", "--text", "{empty}"], "calibration needs a text of at least 8 tokens"),
+        (["--heads", "L0H1", "--text", "{short}"], "must have at least as many tokens as the heads of"),
         (["--share", "30%", "--text", "{short}"], "must have at least as many tokens as the heads of"),
-        (["--heads", "0.1", "--text", "nowhere.txt"], "there is no such file"),
-        (["--heads", "0.1", "--stack", "decoder"], "stack must be one of encoder.layer.*.attention.self"),
-        (["--heads", "0.1", "--context", "9999"], "context must be at most 130 tokens, the maximum of bert, got 9999"),
-        (["--heads", "0.1", "--dtype", "int8"], "must be float32, bfloat16 or float16; got 'int8'"),
+        (["--heads", "L0H1", "--text", "nowhere.txt"], "there is no such file"),
+        (["--heads", "L0H1", "--stack", "decoder"], "stack must be one of encoder.layer.*.attention.self"),
+        (["--heads", "L0H1", "--context", "9999"], "context must be at most 130 tokens, the maximum of bert, got 9999"),
+        (["--heads", "L0H1", "--dtype", "int8"], "must be float32, bfloat16 or float16; got 'int8'"),
     ],
 )
 def test_bad_input_of_prune_is_said_in_a_line_and_nothing_is_written(place, tmp_path, arguments, words):
@@ -236,12 +241,13 @@ def test_bad_input_of_prune_is_said_in_a_line_and_nothing_is_written(place, tmp_
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--heads", "1.3"], "a group must be two or more heads of one layer, e.g. 1.3+1.7; got '1.3'"),
-        (["--heads", "0.1+1.2"], "got '0.1+1.2'"),
-        (["--heads", "0.1+0.2,0.2+0.3"], "a head may occur only once, got 0.2 more than once"),
-        (["--heads", "0.1+0.1"], "a head may occur only once, got 0.1 more than once"),
-        (["--heads", "0.1+0.7"], "this layer has heads 0 to 3, got [7]"),
-        (["--heads", "0.1+x"], "a head is written LAYER.HEAD"),
+        (["--heads", "L1H3"], "a group must be two or more heads of one layer, e.g. L1H3+L1H7; got 'L1H3'"),
+        (["--heads", "L0H1+L1H2"], "got 'L0H1+L1H2'"),
+        (["--heads", "L0H1+L0H2,L0H2+L0H3"], "a head may occur only once, got L0H2 more than once"),
+        (["--heads", "L0H1+L0H1"], "a head may occur only once, got L0H1 more than once"),
+        (["--heads", "L0H1+L0H7"], "this layer has heads 0 to 3, got [7]"),
+        (["--heads", "L0H1+x"], "a head is written L5H3, for layer 5 and head 3; got 'x'"),
+        (["--heads", "1.2+1.3"], "a head is written L1H2, for layer 1 and head 2; got '1.2'"),
     ],
 )
 def test_bad_input_of_merge_is_said_in_a_line_and_nothing_is_written(place, tmp_path, arguments, words):
@@ -251,9 +257,9 @@ def test_bad_input_of_merge_is_said_in_a_line_and_nothing_is_written(place, tmp_
 
 
 def test_an_output_is_needed_unless_only_counted(place):
-    said = invoke("prune", place / "bert", "--heads", "0.1", "--no-compensate", code=2).stderr
+    said = invoke("prune", place / "bert", "--heads", "L0H1", "--no-compensate", code=2).stderr
     assert "required unless --preview is used" in said
-    assert "0.88" in invoke("prune", place / "bert", "--heads", "0.1", "--preview").stdout
+    assert "0.88" in invoke("prune", place / "bert", "--heads", "L0H1", "--preview").stdout
 
 
 def test_what_cannot_be_undone_is_said(place, tmp_path):
@@ -264,7 +270,7 @@ def test_what_cannot_be_undone_is_said(place, tmp_path):
         in invoke("undo", tmp_path / "nowhere", "--output", tmp_path / "out", code=2).stderr
     )
     invoke(
-        "prune", place / "bert", "--heads", "0.1", "--no-compensate", "--output", tmp_path / "one", "--form", "padded"
+        "prune", place / "bert", "--heads", "L0H1", "--no-compensate", "--output", tmp_path / "one", "--form", "padded"
     )
     record = tmp_path / "one" / "polyhead-record.safetensors"
     whole = record.read_bytes()
@@ -274,7 +280,7 @@ def test_what_cannot_be_undone_is_said(place, tmp_path):
     assert "the record is damaged" in invoke("undo", tmp_path / "one", "-o", tmp_path / "out", code=2).stderr
     record.write_bytes(whole)
     invoke(
-        "prune", place / "bert", "--heads", "0.2", "--no-compensate", "--output", tmp_path / "two", "--form", "padded"
+        "prune", place / "bert", "--heads", "L0H2", "--no-compensate", "--output", tmp_path / "two", "--form", "padded"
     )
     (tmp_path / "two" / "polyhead-record.safetensors").write_bytes(whole)
     assert (

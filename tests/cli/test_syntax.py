@@ -55,7 +55,7 @@ def test_the_table_is_printed_and_written(model, tmp_path):
     phrases = sorted((x for x in said["shares"] if x["span"] == "phrase"), key=lambda x: -x["share"])
     assert len(phrases) == 6
     shown = [line.split() for line in result.stdout.splitlines() if line.startswith("phrase")]
-    assert [line[2] for line in shown] == [f"{x['layer']}.{x['head']}" for x in phrases[:3]]
+    assert [line[2] for line in shown] == [f"L{x['layer']}H{x['head']}" for x in phrases[:3]]
     assert [line[3] for line in shown] == [f"{x['share']:.3f}" for x in phrases[:3]]
     assert not any(line.startswith("sentence") for line in result.stdout.splitlines())  # each is a text of its own
     again = tmp_path / "again.parquet"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -52,6 +53,9 @@ def test_a_run_has_every_number_that_was_saved(name):
     rest = json.loads((SAVED / f"run-{name}" / "inspection.json").read_text("utf-8"))
     assert len(run.roles) == len(rest["roles"]) == 8
     assert len(run.findings) == len(rest["findings"]) > 0
+    for finding, saved in zip(run.findings, rest["findings"], strict=True):  # saved as "layer 0 head 3"
+        names = [f"L{layer}H{head}" for layer, head in re.findall(r"layer (\d+) head (\d+)", saved["text"])]
+        assert re.findall(r"L\d+H\d+", str(finding)) == names
     assert len(run.examples) == len(rest["examples"]) > 0
     assert (len(run.groups), len(run.pairs)) == (len(rest["groups"]), len(rest["pairs"]))
     evidence = [[score["evidence"] for score in head["scores"]] for head in rest["roles"]]
@@ -119,3 +123,5 @@ def test_tables_of_syntax_are_read():
     tables = [SyntaxTable.load(SAVED / f"syntax.{form}") for form in ("json", "parquet")]
     assert tables[0] == tables[1]
     assert len(tables[0]) > 0
+    heads = [f"L{row.layer}H{row.head}" for row in tables[0].entries]
+    assert [cells[3] for cells in tables[0].cells()[1]] == heads

@@ -12,6 +12,7 @@ from polyhead.analysis.roles import HeadRoles, RoleScore
 from polyhead.analysis.roles_evidence import evidence_text
 from polyhead.analysis.roles_rules import RULES
 from polyhead.errors import OptionError
+from polyhead.geometry import HeadOrigins
 from polyhead.inspection import Group, Inspection, Pair, Settings
 from polyhead.inspection.findings import findings
 from polyhead.inspection.heads import RedundancyThreshold
@@ -48,11 +49,9 @@ def test_the_clearest_head_of_the_most_telling_role_comes_first():
     inspection = inspection_of({}, roles=roles)
     first, second = findings(inspection)
     assert first.heads == ((ONE, 1),)
-    assert str(first) == f"layer 0 head 1 {PREVIOUS}: a previous-token head"
-    assert words_of(first, "zh") == "第 0 层第 1 头在 77% 的位置上最关注前一个词元（随机水平 2%）：前一词元头"
-    assert (
-        str(second) == "layer 0 head 0 has 99% of its attention on the first token (chance 2%): an attention-sink head"
-    )
+    assert str(first) == f"L0H1 {PREVIOUS}: a previous-token head"
+    assert words_of(first, "zh") == "L0H1 在 77% 的位置上最关注前一个词元（随机水平 2%）：前一词元头"
+    assert str(second) == "L0H0 has 99% of its attention on the first token (chance 2%): an attention-sink head"
     assert second.values["role"] == "sink"
 
 
@@ -64,12 +63,12 @@ def test_similar_heads_are_reported_within_and_across_layers():
         pairs=(Pair((ONE, 0), (TWO, 1), 0.9, 0.9), Pair((ONE, 2), (TWO, 1), 0.5, 0.5)),
     )
     assert texts_of(inspection) == [
-        "heads 0.0 and 1.1 have similar outputs in different layers: cosine 0.90; random weights reach 0.10",
-        "heads 0.0, 0.1 and 0.2 have similar outputs: cosine 0.80; random weights reach 0.10",
+        "heads L0H0 and L1H1 have similar outputs in different layers: cosine 0.90; random weights reach 0.10",
+        "heads L0H0, L0H1 and L0H2 have similar outputs: cosine 0.80; random weights reach 0.10",
     ]
     assert texts_of(inspection, language="zh") == [
-        "头 0.0、1.1 的输出相似（位于不同层）：余弦 0.90；随机权重只到 0.10",
-        "头 0.0、0.1、0.2 的输出相似：余弦 0.80；随机权重只到 0.10",
+        "头 L0H0、L1H1 的输出相似（位于不同层）：余弦 0.90；随机权重只到 0.10",
+        "头 L0H0、L0H1、L0H2 的输出相似：余弦 0.80；随机权重只到 0.10",
     ]
     assert [finding.values["across"] for finding in findings(inspection)] == [True, False]
 
@@ -80,20 +79,20 @@ def test_similar_heads_are_reported_within_and_across_layers():
         (
             "ablation",
             "representation",
-            "ablating layer 1 head 2 changes the text embedding most: 1 - cosine 0.5, 5 times the median head",
-            "消融第 1 层第 2 头时文本向量变化最大：1 - 余弦为 0.5，是中位数的 5 倍",
+            "ablating L1H2 changes the text embedding most: 1 - cosine 0.5, 5 times the median head",
+            "消融 L1H2 时文本向量变化最大：1 - 余弦为 0.5，是中位数的 5 倍",
         ),
         (
             "ablation",
             "language",
-            "ablating layer 1 head 2 increases the loss most: 0.5 nats per token, 5 times the median head",
-            "消融第 1 层第 2 头时损失增加最多：每个词元 0.5 奈特，是中位数的 5 倍",
+            "ablating L1H2 increases the loss most: 0.5 nats per token, 5 times the median head",
+            "消融 L1H2 时损失增加最多：每个词元 0.5 奈特，是中位数的 5 倍",
         ),
         (
             "gradient",
             "language",
-            "layer 1 head 2 has the largest loss gradient: 0.5 nats per token, 5 times the median head",
-            "第 1 层第 2 头的损失梯度最大：每个词元 0.5 奈特，是中位数的 5 倍",
+            "L1H2 has the largest loss gradient: 0.5 nats per token, 5 times the median head",
+            "L1H2 的损失梯度最大：每个词元 0.5 奈特，是中位数的 5 倍",
         ),
     ],
 )
@@ -106,7 +105,7 @@ def test_the_head_that_matters_most(column, loss, english, chinese):
 
 def test_without_a_middle_above_zero_nothing_is_a_multiple_of_it():
     (finding,) = findings(inspection_of({"gradient": [0.0, 0.0, 0.0, 0.0, 0.0, 0.5]}))
-    assert str(finding) == "layer 1 head 2 has the largest loss gradient: 0.5 nats per token"
+    assert str(finding) == "L1H2 has the largest loss gradient: 0.5 nats per token"
     assert "times" not in finding.values
 
 
@@ -122,17 +121,17 @@ def test_what_is_common_and_what_is_extreme():
     found = findings(inspection, limit=9)
     assert [str(x) for x in found] == [
         "2 of 6 heads have over half of their attention on the attention sink",
-        "layer 0 head 1 has the largest max attention weight: 93% on one token",
+        "L0H1 has the largest max attention weight: 93% on one token",
         "1 of 6 heads attend almost uniformly (over 90% of the maximum entropy)",
-        "layer 0 head 2 has the largest mean attention distance: 31 tokens",
-        "layer 0 head 2 has the largest output norm: 60% of its layer's squared norm",
+        "L0H2 has the largest mean attention distance: 31 tokens",
+        "L0H2 has the largest output norm: 60% of its layer's squared norm",
     ]
     assert [words_of(x, "zh") for x in found] == [
         "6 个头中有 2 个把一半以上的注意力放在注意力汇聚点（首个词元）上",
-        "第 0 层第 1 头的最大注意力权重最高：93% 落在一个词元上",
+        "L0H1 的最大注意力权重最高：93% 落在一个词元上",
         "6 个头中有 1 个的注意力几乎均匀分布（超过最大熵的 90%）",
-        "第 0 层第 2 头的平均注意力距离最大：31 个词元",
-        "第 0 层第 2 头的输出范数最大：占本层范数平方和的 60%",
+        "L0H2 的平均注意力距离最大：31 个词元",
+        "L0H2 的输出范数最大：占本层范数平方和的 60%",
     ]
     assert found[0].heads == ((ONE, 0), (ONE, 2))
     assert [x.column for x in found] == [
@@ -148,12 +147,18 @@ def test_a_place_in_one_of_several_stacks_says_which():
     site = AttentionSite("decoder.layer.4.cross", "cross", "decoder.layer.*.cross", 4, 8)
     finding = Finding("similar", ((site, 1), (site, 2)), None, {"cosine": 0.9, "across": False}, stacked=True)
     assert str(finding) == (
-        "heads decoder cross-attention, layer 4 head 1 and decoder cross-attention, layer 4 head 2 "
-        "have similar outputs: cosine 0.90"
+        "heads decoder cross-attention, L4H1 and decoder cross-attention, L4H2 have similar outputs: cosine 0.90"
     )
     assert words_of(
         dataclasses.replace(finding, kind="extreme", column="mean_distance", values={"value": 3.0}), "zh"
-    ) == ("decoder 交叉注意力，第 4 层第 1 头的平均注意力距离最大：3 个词元")
+    ) == ("decoder 交叉注意力，L4H1 的平均注意力距离最大：3 个词元")
+
+
+def test_a_finding_of_a_renumbered_head_gives_both_names():
+    site = AttentionSite("layer.4", "self", "layer.*", 4, 2, HeadOrigins(((0,), (2,)), total=3))
+    finding = Finding("extreme", ((site, 1),), "mean_distance", {"value": 3.0})
+    assert str(finding) == "L4H1 (originally L4H2) has the largest mean attention distance: 3 tokens"
+    assert words_of(finding, "zh") == "L4H1（原为 L4H2）的平均注意力距离最大：3 个词元"
 
 
 SHARES = {

@@ -107,11 +107,11 @@ def test_every_head_is_compared_with_itself(run, form):
         assert change.after == pytest.approx(change.before, rel=1e-5)
     assert [x for x in found.beyond() if x.head[0].layer == 0 and "output_norm" not in x.name] == []
     assert [x for x in (*found.gained, *found.lost) if x[0][0].layer == 0] == []
-    assert [str(x) for x in found.only_before] == ["0.1 removed", "1.0 removed"]
+    assert [str(x) for x in found.only_before] == ["L0H1 removed", "L1H0 removed"]
     assert found.only_after == ()
     # The other way round they are the same heads.
     back = compare(after, before)
-    assert [str(x) for x in back.only_after] == ["0.1 removed", "1.0 removed"]
+    assert [str(x) for x in back.only_after] == ["L0H1 removed", "L1H0 removed"]
     assert len(back.changes) == len(found.changes)
 
 
@@ -124,12 +124,12 @@ def test_heads_that_share_a_number_alone_are_not_compared(run):
 
 def test_merged_and_grown_heads_are_listed_as_such(run):
     merged = compare(run(), run("merged"))
-    assert [str(x) for x in merged.only_before] == ["0.1 merged into 0.1", "0.3 merged into 0.1"]
-    assert [str(x) for x in merged.only_after] == ["0.1+0.3 merged"]
+    assert [str(x) for x in merged.only_before] == ["L0H1 merged into L0H1", "L0H3 merged into L0H1"]
+    assert [str(x) for x in merged.only_after] == ["L0H1+L0H3 merged"]
     assert {x.head[1] for x in merged.changes if x.head[0].layer == 0} == {0, 2}
     grown = compare(run(), run("grown"))
-    assert [str(x) for x in grown.only_before] == ["0.0 removed"]
-    assert [str(x) for x in grown.only_after] == ["0.3 new"]
+    assert [str(x) for x in grown.only_before] == ["L0H0 removed"]
+    assert [str(x) for x in grown.only_after] == ["L0H3 new"]
     # Two edits of one model are compared as well, by what both were made of.
     both = match_heads(run("pruned"), run("merged"))
     assert [(one[1], other[1]) for one, other in both.pairs if one[0].layer == 0] == [(0, 0), (1, 2)]
@@ -166,30 +166,30 @@ def test_a_saved_run_has_it(run, name, tmp_path):
 def test_heads_are_named_by_what_they_were(run):
     site = run("pruned").table.sites[0]
     assert [described((site, head)) for head in range(3)] == [
-        "0.0", "0.1 (originally 0.2)", "0.2 (originally 0.3)",
+        "L0H0", "L0H1 (originally L0H2)", "L0H2 (originally L0H3)",
     ]  # fmt: skip
     told = edits_of(run("pruned").table.sites)
-    assert told.en == "removed 0.1, 1.0; 5 heads have a different number than in the original"
-    assert edits_of(run("merged").table.sites).en == "merged 0.1+0.3"  # head 2 is where it was
+    assert told.en == "removed L0H1, L1H0; 5 heads have a different number than in the original"
+    assert edits_of(run("merged").table.sites).en == "merged L0H1+L0H3"  # head 2 is where it was
     assert edits_of(run("grown").table.sites).en == (
-        "removed 0.0; new 0.3; 3 heads have a different number than in the original"
+        "removed L0H0; new L0H3; 3 heads have a different number than in the original"
     )
     assert edits_of(run().table.sites) is None
-    assert "0.1 (originally 2)" in str(run("pruned").table)
+    assert "L0H1 (originally L0H2)" in str(run("pruned").table)
     assert "originally" not in str(run().table)
-    assert "edited: removed 0.1, 1.0" in run("pruned")._repr_html_()
-    assert "layer 0 head 1 (originally 2)" in run("pruned")._repr_html_()
+    assert "edited: removed L0H1, L1H0" in run("pruned")._repr_html_()
+    assert "L0H1 (originally L0H2)" in run("pruned")._repr_html_()
 
 
 def test_the_page_names_them(run):
     page = page_of(run("pruned"))
-    assert page["facts"]["edits"]["en"].startswith("removed 0.1, 1.0")
-    assert page["facts"]["edits"]["zh"].startswith("去除 0.1, 1.0")
+    assert page["facts"]["edits"]["en"].startswith("removed L0H1, L1H0")
+    assert page["facts"]["edits"]["zh"].startswith("去除 L0H1, L1H0")
     assert page["sites"][0]["originals"] == ["0", "2", "3"]
     heads = {(x["site"], x["head"]): x["origin"] for x in page["heads"]}
     assert heads[0, 0] is None
-    assert heads[0, 1] == {"en": "originally 0.2", "zh": "原为 0.2"}
-    assert page_of(run("merged"))["heads"][1]["origin"]["en"] == "merged from 0.1+0.3"
+    assert heads[0, 1] == {"en": "originally L0H2", "zh": "原为 L0H2"}
+    assert page_of(run("merged"))["heads"][1]["origin"]["en"] == "merged from L0H1+L0H3"
     assert page_of(run("grown"))["heads"][3]["origin"] == {"en": "new", "zh": "新头"}
     plain = page_of(run())
     assert plain["facts"]["edits"] is None
@@ -200,9 +200,9 @@ def test_the_viewer_names_them_and_takes_no_run_of_other_heads(run, edited, whol
     model = ViewedModel(load_model(edited("pruned")))
     state = state_of(Viewer(model, run=page_of(run("pruned"))))
     assert state["layers"][0]["origins"] == [
-        None, {"en": "originally 0.2", "zh": "原为 0.2"}, {"en": "originally 0.3", "zh": "原为 0.3"},
+        None, {"en": "originally L0H2", "zh": "原为 L0H2"}, {"en": "originally L0H3", "zh": "原为 L0H3"},
     ]  # fmt: skip
-    assert state["edits"]["en"].startswith("removed 0.1, 1.0")
+    assert state["edits"]["en"].startswith("removed L0H1, L1H0")
     assert state["layers"][0]["run_site"] == 0
     for other in (run(), run("merged")):
         with pytest.raises(OptionError, match=r"must have the same heads.*a model whose heads are originally 0, 2, 3"):
@@ -222,7 +222,7 @@ def test_a_syntax_table_of_other_heads_is_refused(run):
     def page(original: str | None) -> dict:
         row = SyntaxRow("nsubj", "head", site=site.name, layer=0, head=1, original_head=original, **numbers, **counts)
         table = SyntaxTable((row,), (), 8, (1, 1), 1, 0)
-        assert table.cells()[1][0][3] == ("0.1 (originally 0)" if original == "0" else "0.1")
+        assert table.cells()[1][0][3] == ("L0H1 (originally L0H0)" if original == "0" else "L0H1")
         return page_of(run("reordered"), syntax=Syntax("bank", table))
 
     assert page("0")["syntax"]["rows"][0]["head"] == [0, 1]
@@ -272,7 +272,7 @@ def test_runs_without_a_lineage_are_refused_where_heads_are_gone(run):
     # The same counts of heads in both: as they were compared before.
     assert compare(whole, without_identity(run())).beyond() == ()
     # One that has them says which heads the other's are.
-    assert [str(x) for x in compare(whole, run("pruned")).only_before] == ["0.1 removed", "1.0 removed"]
+    assert [str(x) for x in compare(whole, run("pruned")).only_before] == ["L0H1 removed", "L1H0 removed"]
 
 
 def test_a_run_of_before_beside_a_new_order_is_refused(run):
@@ -294,7 +294,7 @@ def test_layers_of_other_names_are_refused(run):
 def test_layers_that_were_not_read_are_listed(run, whole, text):
     settings = dataclasses.replace(run().settings, layers=(0,))
     found = compare(run(), inspect_model(settings))
-    assert [str(x) for x in found.only_before] == [f"1.{head} not read" for head in range(4)]
+    assert [str(x) for x in found.only_before] == [f"L1H{head} not read" for head in range(4)]
 
 
 def test_importance_by_other_measures_is_not_compared(run):
@@ -356,7 +356,7 @@ def test_a_head_of_a_group_that_lost_another_is_itself_in_every_column(form, who
     apply(model, [PruneHeads(0, (0,)), PruneHeads(1, (2, 3))])
     save(model, tmp_path / "pruned", form=form, tokenizer=SideFiles(whole))
     found = compare(one, plainly_inspected(tmp_path / "pruned", text))
-    assert [str(x) for x in found.only_before] == ["0.0 removed", "1.2 removed", "1.3 removed"]
+    assert [str(x) for x in found.only_before] == ["L0H0 removed", "L1H2 removed", "L1H3 removed"]
     # Its share of what the layer writes, and what the loss makes of it, depend on the others.
     of_others = {"output_norm_share", "total_correlation", "gradient", "taylor", "copying"}
     alone = [x for x in found.changes if x.head[0].layer == 0 and x.name not in of_others]

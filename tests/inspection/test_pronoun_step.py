@@ -76,7 +76,7 @@ def test_a_planted_head_is_named_and_no_other(tmp_path):
     assert named == [(1, 2)]
     score = next(x["pronoun"] for x in found.roles if (x.site.layer, x.head) == (1, 2))
     assert score.score == pytest.approx(0.9)  # two frames of ten are decided by what somebody did, not by agreement
-    assert any("layer 1 head 2 attends from a pronoun to its antecedent" in str(x) for x in found.findings)
+    assert any("L1H2 attends from a pronoun to its antecedent" in str(x) for x in found.findings)
 
 
 def test_the_same_model_without_it_has_none(tmp_path):

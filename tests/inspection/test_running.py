@@ -134,7 +134,7 @@ def test_duplicated_heads_are_found_within_and_across_layers(folders, text, tmp_
     (group,) = found.groups
     assert [(site.layer, head) for site, head in group.heads] == [(0, 0), (0, 1)]
     assert group.least > 0.9999
-    assert any("0.0 and 0.1 have similar outputs" in str(finding) for finding in found.findings)
+    assert any("L0H0 and L0H1 have similar outputs" in str(finding) for finding in found.findings)
 
 
 def test_pairs_of_layers_are_measured_also_where_they_were_picked_by_a_projection(plain_bert, monkeypatch):

@@ -481,12 +481,12 @@ def test_the_table_reads_well():
     text = str(table).splitlines()
     assert text[0].split() == ["head", "tokens", "entropy", "max_logit", "max_logit_max"]
     assert text[1] == "model.layers.*.self_attn, self-attention"
-    assert text[2].split()[:2] == ["0.0", "69"]
+    assert text[2].split()[:2] == ["L0H0", "69"]
     assert len(text) == 2 + len(table) == 10
     assert repr(table) == "HeadProfile(8 heads, 69 tokens: entropy, max_logit)"
     html = table._repr_html_()
     assert html.count("<td>model.layers.1.self_attn</td>") == 4
-    assert "layer 1 head 3: entropy" in html
+    assert "L1H3: entropy" in html
     (row, *_) = table.rows()
     assert row["site"] == "model.layers.0.self_attn"
     assert row["entropy"] == float(table["entropy"][0])

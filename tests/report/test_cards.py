@@ -72,7 +72,7 @@ def test_a_profile_of_a_session_shows_a_shaded_grid_and_cards():
     assert repr(session.profile) in words_of(shown)
     assert "shaded by entropy" in shown
     assert shown.count("display: inline-block") == 2
-    shades = re.findall(r'text-align: center; background: rgba\(64, 120, 200, ([\d.]+)\)" title="layer 0 head', shown)
+    shades = re.findall(r'text-align: center; background: rgba\(64, 120, 200, ([\d.]+)\)" title="L0H', shown)
     assert sorted(shades) == ["0.00", "0.75"]
     assert Checked(polyhead.observe(layer).profile._repr_html_()).seen == ["p", "strong"]
 

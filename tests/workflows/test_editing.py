@@ -62,7 +62,7 @@ def test_a_preview_changes_nothing_and_cannot_be_saved(place, tmp_path):
     model = in_memory(place / "llama")
     before = fingerprint(model)
     edited = polyhead.prune(model, [(0, 1), polyhead.HeadId(1, 2)], preview=True)
-    assert edited.edits == polyhead.prune(model, ["0.1", "1.2"], preview=True).edits
+    assert edited.edits == polyhead.prune(model, ["L0H1", "L1H2"], preview=True).edits
     assert (edited.record, edited.preview.before.heads, edited.preview.after.heads) == (None, 8, 6)
     for call in (lambda: edited.save(tmp_path / "never"), edited.undo):
         with pytest.raises(OptionError, match="only an edited model can be saved or reverted"):
@@ -72,7 +72,7 @@ def test_a_preview_changes_nothing_and_cannot_be_saved(place, tmp_path):
 
 
 def test_merged_heads_are_those_of_the_command(place):
-    by_text = polyhead.merge(place / "bert", "1.0+1.2,1.1+1.3")
+    by_text = polyhead.merge(place / "bert", "L1H0+L1H2,L1H1+L1H3")
     by_pairs = polyhead.merge(place / "bert", [[(1, 0), (1, 2)], [(1, 1), (1, 3)]])
     assert by_text.edits == by_pairs.edits
     assert fingerprint(by_text.model) == fingerprint(by_pairs.model)
@@ -117,7 +117,7 @@ def test_uneven_groups_run_on_polyhead_attention_until_they_are_undone(place):
     ids = torch.tensor([[5, 7, 11, 13]])
     with torch.no_grad():
         expected = model(ids).logits
-        edited = polyhead.prune(model, "0.1", text=documents(place), **options)
+        edited = polyhead.prune(model, "L0H1", text=documents(place), **options)
         assert 0 < edited.fidelity.value < 1
         assert model.config._attn_implementation == "polyhead"
         assert not torch.equal(model(ids).logits, expected)
@@ -127,7 +127,7 @@ def test_uneven_groups_run_on_polyhead_attention_until_they_are_undone(place):
 
 
 def test_a_model_restored_from_a_folder_has_the_default_attention(place, tmp_path):
-    edited = polyhead.prune(place / "llama", "0.1", compensate=False)
+    edited = polyhead.prune(place / "llama", "L0H1", compensate=False)
     saved = edited.save(tmp_path / "uneven")
     assert saved.form == "uneven"
     assert polyhead.load(saved.folder).config._attn_implementation == "polyhead"
@@ -159,13 +159,13 @@ def test_a_model_is_shrunk_to_a_target_and_the_curve_is_data(place, tmp_path):
     ("call", "words"),
     [
         (lambda place: polyhead.prune(place / "bert"), "either heads or share, got both or neither"),
-        (lambda place: polyhead.prune(place / "bert", "0.1", share=0.5), "either heads or share, got both"),
+        (lambda place: polyhead.prune(place / "bert", "L0H1", share=0.5), "either heads or share, got both"),
         (lambda place: polyhead.prune(place / "bert", share=30), "share must be between 0 and 1, got 30"),
-        (lambda place: polyhead.prune(place / "bert", "0.9"), "9"),
-        (lambda place: polyhead.prune(in_memory(place / "llama"), "0.1"), "needs a model that reads text and its tok"),
-        (lambda place: polyhead.prune(in_memory(place / "llama").train(), "0.1"), r"call model.eval\(\) first"),
-        (lambda place: polyhead.prune(torch.nn.Linear(2, 2), "0.1"), "or a transformers model, got a Linear"),
-        (lambda place: polyhead.merge(place / "bert", "1.0+1.2,1.2+1.3"), "occur only once, got 1.2"),
+        (lambda place: polyhead.prune(place / "bert", "L0H9"), "9"),
+        (lambda place: polyhead.prune(in_memory(place / "llama"), "L0H1"), "needs a model that reads text and its tok"),
+        (lambda place: polyhead.prune(in_memory(place / "llama").train(), "L0H1"), r"call model.eval\(\) first"),
+        (lambda place: polyhead.prune(torch.nn.Linear(2, 2), "L0H1"), "or a transformers model, got a Linear"),
+        (lambda place: polyhead.merge(place / "bert", "L1H0+L1H2,L1H2+L1H3"), "occur only once, got L1H2"),
         (lambda place: polyhead.merge(place / "bert", [[(0, 1), (1, 1)]]), "two or more heads of one layer"),
         (lambda place: polyhead.convert(place / "llama", 0), "kv_heads must be greater than 0"),
         (lambda place: polyhead.shrink(place / "llama", "25%-heads", None), "text is required"),
@@ -173,7 +173,7 @@ def test_a_model_is_shrunk_to_a_target_and_the_curve_is_data(place, tmp_path):
         (lambda place: polyhead.shrink(place / "llama", "25%-heads", [1, 2]), "must be a sequence of strings"),
         (lambda place: polyhead.undo(place / "llama"), "undo needs the record saved with an edited model"),
         (
-            lambda place: polyhead.prune(load_model(place / "bert"), "0.1", tokenizer=tokenizer()),
+            lambda place: polyhead.prune(load_model(place / "bert"), "L0H1", tokenizer=tokenizer()),
             "a model that has its own",
         ),
     ],
@@ -191,7 +191,7 @@ def test_other_arguments_are_checked_before_a_model_is_loaded(place):
         lambda: polyhead.prune(load, share=0.3, criterion="magic"),
         lambda: polyhead.convert(load, 2, grouping="magic"),
         lambda: polyhead.shrink(load, "half", place / "text"),
-        lambda: polyhead.merge(load, "1.0"),
+        lambda: polyhead.merge(load, "L1H0"),
     ):
         with pytest.raises(OptionError):
             call()

@@ -20,12 +20,12 @@ export function EditsOfGroup({ group }: { group: Group }): JSX.Element | null {
   const listed = (heads: HeadId[], separator: string) =>
     [...heads]
       .sort((one, other) => one[1] - other[1])
-      .map((id) => headNumber(model, id))
+      .map((id) => model.name(id))
       .join(separator);
   return (
     <>
       <Command
-        about={t("editPrune", { head: headNumber(model, best) })}
+        about={t("editPrune", { head: model.name(best) })}
         options={["prune", name, "--heads", listed(others, ","), ...stack, "--text", TEXT]}
         output="pruned"
       />
@@ -68,11 +68,6 @@ function Command({ about, options, output }: { about: string; options: string[];
 /** Quotes a word for a shell. */
 function quoted(word: string): string {
   return /^[\w.,:/%+@=-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`;
-}
-
-/** `2.7`, as heads are written in commands. */
-function headNumber(model: Model, [site, head]: HeadId): string {
-  return `${model.layer(site)}.${head}`;
 }
 
 /** The option that selects a stack, if there are several. */

@@ -60,8 +60,8 @@ export function LayerMatrices({ relation, marks }: { relation: Relation; marks: 
     if (!best) return matrix.label;
     return t("matrixDescribed", {
       layer: matrix.label,
-      one: best.one[1],
-      other: best.other[1],
+      one: model.name(best.one),
+      other: model.name(best.other),
       value: number(best.value),
     });
   };

@@ -3,6 +3,7 @@ import { createContext } from "preact";
 import { useContext } from "preact/hooks";
 import type { Column, Head, HeadId, NumberFormat, Page, Role, RoleScore } from "../data";
 import { categoryColour, scaleOf, type Scale } from "../parts/colour";
+import { headName } from "../parts/head-name";
 import type { Locale } from "../parts/language";
 import { hrefOf } from "../parts/router";
 
@@ -62,18 +63,23 @@ export class Model {
     return this.page.sites[site]?.layer ?? "?";
   }
 
-  /** `2.7`, after the name of the stack if there are several. */
-  shortName([site, head]: HeadId, locale: Locale): string {
-    const stack = this.stackName(site, locale);
-    return `${stack ? `${stack} ` : ""}${this.layer(site)}.${head}`;
+  /** `L2H7`, as commands take it. */
+  name([site, head]: HeadId): string {
+    return headName(this.layer(site), head);
   }
 
-  /** `Layer 2, head 7`, with the origin of the head in the unedited model. */
-  fullName([site, head]: HeadId, locale: Locale): string {
-    let name = locale.t("headId", { layer: this.layer(site), head });
-    const origin = this.head([site, head])?.origin;
+  /** `L2H7`, after the name of the stack if there are several. */
+  shortName(id: HeadId, locale: Locale): string {
+    const stack = this.stackName(id[0], locale);
+    return `${stack ? `${stack} ` : ""}${this.name(id)}`;
+  }
+
+  /** `L2H7`, with the origin of the head in the unedited model and the stack if there are several. */
+  fullName(id: HeadId, locale: Locale): string {
+    let name = this.name(id);
+    const origin = this.head(id)?.origin;
     if (origin) name = locale.t("nameWithOrigin", { name, origin: locale.text(origin) });
-    const stack = this.stackName(site, locale);
+    const stack = this.stackName(id[0], locale);
     return stack ? locale.t("nameInStack", { name, stack }) : name;
   }
 
@@ -108,6 +114,7 @@ export function idOf(head: Head): HeadId {
   return [head.site, head.head];
 }
 
+/** Identifies a head in maps and links; never shown, see `Model.name`. */
 export function keyOf([site, head]: HeadId): string {
   return `${site}.${head}`;
 }
@@ -121,7 +128,7 @@ export function headHref(id: HeadId): string {
   return hrefOf(["head", ...id]);
 }
 
-/** Marked heads in a link: `0.3~2.7`. */
+/** Marked heads in a link, by site and head: `0.3~2.7`. */
 export function marksOf(ids: HeadId[]): string {
   return ids.map(keyOf).join("~");
 }

@@ -30,7 +30,10 @@ export function createLocale(language: Language, table: Record<string, Text> = s
   return {
     language,
     t: (name, values = {}) =>
-      (table[name]?.[language] ?? name).replace(/\{(\w+)\}/g, (match, key: string) => String(values[key] ?? match)),
+      (table[name]?.[language] ?? name).replace(/\{(\w+)\}( ?)/g, (_, key: string, space: string) => {
+        const value = String(values[key] ?? `{${key}}`);
+        return value.endsWith("）") ? value : value + space; // a full-width bracket includes its space
+      }),
     text: (text) => text[language],
     number: (value, format = "number") => {
       if (value === null || value === undefined || !Number.isFinite(value)) return "–";

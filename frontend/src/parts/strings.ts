@@ -32,7 +32,6 @@ export const strings = {
   asTable: { en: "As a table", zh: "以表格显示" },
 
   // Names and numbers
-  headId: { en: "Layer {layer}, head {head}", zh: "第 {layer} 层第 {head} 头" },
   nameInStack: { en: "{name} ({stack})", zh: "{name}（{stack}）" },
   nameWithOrigin: { en: "{name}, {origin}", zh: "{name}，{origin}" },
   edited: { en: "Edited: {edits}", zh: "经过编辑：{edits}" },
@@ -52,8 +51,8 @@ export const strings = {
   // Summary at the top of the overview
   summary: { en: "Summary", zh: "概要" },
   summaryNames: {
-    en: "Heads are named layer.head: 2.7 is head 7 of layer 2. Both are counted from 0.",
-    zh: "头以“层.头”命名：2.7 即第 2 层第 7 头。两者都从 0 数起。",
+    en: "L2H7 is head 7 of layer 2. Layers and heads are counted from 0.",
+    zh: "L2H7 即第 2 层第 7 头。层与头都从 0 数起。",
   },
   summaryPrevious: { en: "Which are previous-token heads?", zh: "哪些是前一词元头？" },
   summaryNoPrevious: { en: "None reliably.", zh: "没有稳定的此类头。" },
@@ -236,7 +235,7 @@ export const strings = {
   },
   mostSimilarPair: {
     en: "The two most similar heads: {one} and {other}, with a cosine similarity of {value}.",
-    zh: "最相似的两个头：{one}与{other}，余弦相似度为 {value}。",
+    zh: "最相似的两个头：{one} 与 {other}，余弦相似度为 {value}。",
   },
   groups: { en: "Redundancy groups", zh: "冗余组" },
   noGroups: { en: "No two heads of a layer are above the threshold.", zh: "没有同层的两个头高于阈值。" },
@@ -279,8 +278,8 @@ export const strings = {
   },
   pairReadout: { en: "{one} and {other}: {value}", zh: "{one} 与 {other}：{value}" },
   matrixDescribed: {
-    en: "{layer}: the most similar are heads {one} and {other}, {value}.",
-    zh: "{layer}：最相似的是第 {one} 与第 {other} 头，{value}。",
+    en: "{layer}: the most similar are {one} and {other}, {value}.",
+    zh: "{layer}：最相似的是 {one} 与 {other}，{value}。",
   },
   mostSimilar: { en: "The most similar: {relation}", zh: "最相似的：{relation}" },
   oneHead: { en: "First head", zh: "头一" },
@@ -294,12 +293,12 @@ export const strings = {
 
   // Head importance
   noImportance: { en: "Importance was not measured in this run.", zh: "此次运行没有测量重要性。" },
-  mostImportant: { en: "{head} is the most important.", zh: "{head}最重要。" },
+  mostImportant: { en: "{head} is the most important.", zh: "{head} 最重要。" },
   ranking: { en: "The {count} most important heads", zh: "最重要的 {count} 个头" },
   rankingAbout: { en: "Error bars are 1.96 standard errors on either side.", zh: "误差线为两侧各 1.96 个标准误。" },
   rankingDescribed: {
     en: "Bar chart of importance. {head} is the most important: {value}. All numbers are in the table below.",
-    zh: "重要性柱状图。{head}最重要：{value}。全部数字见下方表格。",
+    zh: "重要性柱状图。{head} 最重要：{value}。全部数字见下方表格。",
   },
   standardError: { en: "standard error", zh: "标准误" },
 

@@ -1,5 +1,6 @@
 /** Names of heads, layers and stacks. */
 import type { HeadId } from "../data";
+import { headName as nameOfHead } from "../parts/head-name";
 import type { ViewLocale } from "./language";
 import type { State } from "./types";
 
@@ -22,7 +23,7 @@ export function layerName(state: State, layer: number, locale: ViewLocale): stri
 }
 
 export function headName(state: State, [layer, head]: HeadId, locale: ViewLocale): string {
-  const name = locale.t("headId", { layer: state.layers[layer]?.depth ?? layer, head });
+  const name = nameOfHead(state.layers[layer]?.depth ?? layer, head);
   const origin = state.layers[layer]?.origins[head];
   const full = origin ? locale.t("nameWithOrigin", { name, origin: locale.text(origin) }) : name;
   return inStack(state, layer, full, locale);

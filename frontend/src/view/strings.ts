@@ -146,14 +146,14 @@ export const viewStrings = {
     en: "None. Ablate one in its panel, or in the grid, to see what changes.",
     zh: "无。可在头的面板或网格中消融一个头，看有何变化。",
   },
-  restoreNamed: { en: "Restore {head}", zh: "恢复{head}" },
+  restoreNamed: { en: "Restore {head}", zh: "恢复 {head}" },
   restoreAll: { en: "Restore all", zh: "全部恢复" },
   runWithout: { en: "Run again without them", zh: "不用它们重新运行" },
   runWithoutAbout: {
     en: "The maps are of the intact model; run again to see later layers with these heads ablated.",
     zh: "图中是完整的模型；重新运行可看到消融这些头时后面各层的情形。",
   },
-  ranWithout: { en: "Text {slot} was run with {heads} ablated.", zh: "文本 {slot} 运行时消融了{heads}。" },
+  ranWithout: { en: "Text {slot} was run with {heads} ablated.", zh: "文本 {slot} 运行时消融了 {heads}。" },
   effectOf: { en: "Effect on text {slot}", zh: "对文本 {slot} 的影响" },
   effectComputing: { en: "Computing the effect …", zh: "正在计算影响……" },
   divergenceIs: { en: "Kullback-Leibler divergence: {nats}", zh: "KL 散度：{nats}" },
@@ -177,7 +177,7 @@ export const viewStrings = {
     en:
       "Attention map of {head}. Plus and minus zoom, arrow keys pan, 0 shows the whole matrix; the weight at " +
       "the crosshair is shown below.",
-    zh: "{head}的注意力图。加减号缩放，方向键平移，0 显示整个矩阵；十字处的权重见下方。",
+    zh: "{head} 的注意力图。加减号缩放，方向键平移，0 显示整个矩阵；十字处的权重见下方。",
   },
   zoomIn: { en: "Zoom in", zh: "放大" },
   zoomOut: { en: "Zoom out", zh: "缩小" },

@@ -115,6 +115,7 @@ export interface Tile {
   weights: Packed;
 }
 
+/** Identifies a head in maps and requests; never shown, see names.ts. */
 export const headKey = ([layer, head]: HeadId): string => `${layer}.${head}`;
 
 export function headOf(key: string): HeadId {

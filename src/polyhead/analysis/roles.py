@@ -20,6 +20,7 @@ from polyhead.analysis.roles_copying import Copying
 from polyhead.analysis.roles_evidence import evidence_text
 from polyhead.analysis.roles_rules import RULES
 from polyhead.errors import OptionError
+from polyhead.geometry import HeadId
 from polyhead.observation import AttentionSite
 from polyhead.observation.collectors import Collected, states_of
 from polyhead.observation.role_evidence import HeadEvidence
@@ -79,7 +80,7 @@ class HeadRoles:
 
     def __str__(self) -> str:
         roles = [f"{score.role}: {score.evidence}" for score in self.scores if score.holds]
-        return f"{self.site.name} head {self.head}: {'; '.join(roles) or 'no role'}"
+        return f"{HeadId(self.site.layer, self.head)} of {self.site.name}: {'; '.join(roles) or 'no role'}"
 
 
 def head_roles(

@@ -14,6 +14,7 @@ from typing import Any
 from polyhead.analysis.intervals import wilson
 from polyhead.errors import OptionError
 from polyhead.files import as_type, build, read_columns, read_json, refusing, short
+from polyhead.geometry import name_with_origin
 from polyhead.observation.cards import html_table
 from polyhead.observation.saving import write_atomically
 
@@ -88,8 +89,7 @@ class SyntaxTable:
                     (row.baseline, row.baseline_low, row.baseline_high),
                 )
             )
-            moved = row.original_head not in (None, str(row.head))
-            head = f"{row.layer}.{row.head}" + (f" (originally {row.original_head})" if moved else "")
+            head = name_with_origin(row.layer, row.head, row.original_head)
             place = [row.relation, row.direction, str(row.count), head]
             body.append([*place, *accuracy, f"{row.offset:+d}", *baseline, row.verdict or "-"])
         return header, body

@@ -99,7 +99,7 @@ def compare(
             console.print(f"… and {len(beyond) - most} more; show them with --most")
     for word, roles in (("gained", found.gained), ("lost", found.lost)):
         for head, role in roles:
-            console.print(f"head {named(head)} {word} the role {role}", markup=False)
+            console.print(f"{named(head)} {word} the role {role}", markup=False)
 
 
 def _with_unit(name: str, loss: str | None) -> str:

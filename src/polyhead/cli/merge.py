@@ -15,9 +15,9 @@ def merge(
     heads: Annotated[
         str,
         optional(
-            "Heads to merge into one, e.g. 1.3+1.7; separate several groups by commas. Numbers are those before "
+            "Heads to merge into one, e.g. L1H3+L1H7; separate several groups by commas. Numbers are those before "
             "any merge.",
-            metavar="LAYER.HEAD+LAYER.HEAD,...",
+            metavar="HEAD+HEAD,...",
         ),
     ],
     output: Output = None,
@@ -35,7 +35,7 @@ def merge(
     Averages their Q, K and V projections and sums their output projections: identical heads are merged without loss.
     Writes the model to a new folder, with a record to undo the edit; the original is not modified.
 
-    Example: `polyhead merge minilm --heads 1.3+1.7 --output merged`
+    Example: `polyhead merge minilm --heads L1H3+L1H7 --output merged`
     """
     from rich.console import Console
 
@@ -44,12 +44,12 @@ def merge(
     console = Console(highlight=False)
     with ProgressBars() as progress:
         check_output(output, form, preview=preview, replace=replace, source=model)
-        layers = [group[0].layer for group in parse_head_groups(heads)]
+        groups = parse_head_groups(heads)
 
         import polyhead
         from polyhead.sources.models import check_layers
 
-        check_layers(model, layers, trust_remote_code=trust_remote_code)
+        check_layers(model, [group[0].layer for group in groups], trust_remote_code=trust_remote_code)
         edited = polyhead.merge(
             model_loader(
                 model,
@@ -64,5 +64,6 @@ def merge(
             preview=preview,
             stack=stack,
         )
-    show_edited(edited, f"with heads {heads} merged", console)
+    listed = ",".join("+".join(map(str, group)) for group in groups)
+    show_edited(edited, f"with heads {listed} merged", console)
     write_edited(edited, output, form, console, replace=replace)

@@ -31,7 +31,7 @@ from polyhead.errors import OptionError
 
 def prune(
     model: Model,
-    heads: Annotated[str | None, optional("Heads to remove, e.g. 0.3,1.7.", metavar="LAYER.HEAD,...")] = None,
+    heads: Annotated[str | None, optional("Heads to remove, e.g. L0H3,L1H7.", metavar="HEAD,...")] = None,
     share: Annotated[
         str | None, optional("Remove this share of all heads, e.g. 30%, selected by --criterion.", metavar="N%")
     ] = None,
@@ -129,7 +129,9 @@ def _share(text: str) -> float:
 
 
 def _format_heads(edits: Sequence[Any]) -> str:
+    from polyhead.geometry import HeadId
+
     several = len({edit.stack for edit in edits}) > 1
     return ", ".join(
-        (f"{edit.stack} " if several else "") + f"{edit.layer}.{head}" for edit in edits for head in edit.heads
+        (f"{edit.stack} " if several else "") + str(HeadId(edit.layer, head)) for edit in edits for head in edit.heads
     )

@@ -131,6 +131,7 @@ def _show_shares(shares: Shares) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from polyhead.geometry import name_with_origin
     from polyhead.observation.word_attention import SPANS
 
     console = Console(highlight=False)
@@ -140,8 +141,7 @@ def _show_shares(shares: Shares) -> None:
     for span in SPANS:
         for entry in shares.of(span)[:TOP_HEADS]:
             interval = "-" if math.isnan(entry.low) else f"{entry.low:.3f}-{entry.high:.3f}"
-            moved = entry.original_head != str(entry.head)
-            place = f"{entry.layer}.{entry.head}" + (f" (originally {entry.original_head})" if moved else "")
+            place = name_with_origin(entry.layer, entry.head, entry.original_head)
             drawn.add_row(span, str(entry.words), place, f"{entry.share:.3f}", interval, f"{entry.expected:.3f}")
     console.print(f"\nThe {TOP_HEADS} heads with the largest share of attention inside:")
     wide_console().print(drawn)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from polyhead.geometry import HeadId
 from polyhead.observation import AttentionSite
 
 Head = tuple[AttentionSite, int]
 
 
 def named(head: Head) -> str:
-    """Return the name of a head, layer.head; callers prefix the stack where a model has several.
+    """Return the name of a head, e.g. L2H7; callers prefix the stack where a model has several.
 
     >>> named((AttentionSite("encoder.layer.2.attention.self", "self", "encoder.layer.*.attention.self", 2, 12), 7))
-    '2.7'
+    'L2H7'
     """
-    return f"{head[0].layer}.{head[1]}"
+    return str(HeadId(head[0].layer, head[1]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from polyhead.geometry import HeadId
 from polyhead.inspection.heads import Head, named
 from polyhead.inspection.vocabulary import Language, Text
 from polyhead.observation import AttentionSite
@@ -15,12 +16,12 @@ def originally(head: Head) -> Text | None:
     >>> from polyhead.geometry import HeadOrigins
     >>> site = AttentionSite("layer.0", "self", "layer.*", 0, 3, HeadOrigins(((0,), (2,), (1, 3)), total=4))
     >>> originally((site, 0)), originally((site, 1)).en, originally((site, 2)).en
-    (None, 'originally 0.2', 'merged from 0.1+0.3')
+    (None, 'originally L0H2', 'merged from L0H1+L0H3')
     """
     site, number = head
     if site.origins is None or site.origins.heads[number] == (number,):
         return None
-    made_of, name = site.origins.heads[number], original_name(head)
+    made_of, name = site.origins.heads[number], site.original_name(number)
     if not made_of:
         return Text("zero padding head", "仅占位的零头")
     if made_of == made_of[:1] and made_of[0] < 0:
@@ -36,7 +37,7 @@ def described(head: Head, language: Language = "en") -> str:
     """Return the name of a head, followed by its origin if that differs.
 
     >>> described((AttentionSite("layer.2", "self", "layer.*", 2, 12), 7))
-    '2.7'
+    'L2H7'
     """
     origin = originally(head)
     return named(head) if origin is None else f"{named(head)} ({origin[language]})"
@@ -51,12 +52,12 @@ def edits_of(sites: Iterable[AttentionSite]) -> Text | None:
     for site in edited:
         origins, stack = site.origins, f"{site.stack} " if several else ""
         assert origins is not None
-        parts["removed"] += [f"{stack}{site.layer}.{head}" for head in origins.removed]
+        parts["removed"] += [f"{stack}{HeadId(site.layer, head)}" for head in origins.removed]
         for number, made_of in enumerate(origins.heads):
             if len(made_of) > 1:
-                parts["merged"].append(f"{stack}{original_name((site, number))}")
+                parts["merged"].append(f"{stack}{site.original_name(number)}")
             elif not made_of or made_of[0] < 0:
-                parts["new" if made_of else "zeros"].append(f"{stack}{site.layer}.{number}")
+                parts["new" if made_of else "zeros"].append(f"{stack}{named((site, number))}")
             else:
                 moved += made_of != (number,)
     words = {
@@ -70,10 +71,3 @@ def edits_of(sites: Iterable[AttentionSite]) -> Text | None:
         subject = f"{moved} {'head has' if moved == 1 else 'heads have'}"
         phrases.append(Text(f"{subject} a different number than in the original", f"{moved} 个头的编号与原模型不同"))
     return Text("; ".join(x.en for x in phrases), "；".join(x.zh for x in phrases)) if phrases else None
-
-
-def original_name(head: Head) -> str:
-    """Return the name of a head in the unedited model: `0.5`, or `0.2+0.7` for a merged head."""
-    site, number = head
-    made_of = (number,) if site.origins is None else site.origins.heads[number]
-    return "+".join("new" if x < 0 else f"{site.layer}.{x}" for x in made_of)

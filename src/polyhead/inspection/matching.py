@@ -14,7 +14,6 @@ from typing import Literal
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadOrigins
 from polyhead.inspection.heads import Head, named
-from polyhead.inspection.identity import original_name
 from polyhead.inspection.result import Inspection
 from polyhead.observation import AttentionSite
 
@@ -35,7 +34,8 @@ class Unmatched:
 
     def __str__(self) -> str:
         into = "" if self.merged_into is None else f" into {named(self.merged_into)}"
-        name = named(self.head) if self.reason in ("new", "padding") else original_name(self.head)
+        site, number = self.head
+        name = named(self.head) if self.reason in ("new", "padding") else site.original_name(number)
         return f"{name} {self.reason}{into}"
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from polyhead.analysis.roles_evidence import evidence_text
-from polyhead.inspection.heads import Head
+from polyhead.inspection.heads import Head, named
 from polyhead.inspection.identity import described, originally
 from polyhead.inspection.vocabulary import Language, Text, role_of
 
@@ -51,11 +51,11 @@ _FINDINGS = {
     ),
     "ablation": Text(
         "ablating {place} increases the loss most: {value:.3g} nats per token",
-        "消融{place}时损失增加最多：每个词元 {value:.3g} 奈特",
+        "消融 {place}时损失增加最多：每个词元 {value:.3g} 奈特",
     ),
     "representation": Text(  # ablation measured by the text embedding instead of a loss
         "ablating {place} changes the text embedding most: 1 - cosine {value:.2g}",
-        "消融{place}时文本向量变化最大：1 - 余弦为 {value:.2g}",
+        "消融 {place}时文本向量变化最大：1 - 余弦为 {value:.2g}",
     ),
     "sink": Text(
         "{count} of {of} heads have over half of their attention on the attention sink",
@@ -91,12 +91,14 @@ def words_of(finding: Finding, language: Language = "en") -> str:
     >>> from polyhead.observation import AttentionSite
     >>> site = AttentionSite("encoder.layer.2.attention.self", "self", "encoder.layer.*.attention.self", 2, 12)
     >>> print(words_of(Finding("extreme", ((site, 7),), "confidence", {"value": 0.93})))
-    layer 2 head 7 has the largest max attention weight: 93% on one token
+    L2H7 has the largest max attention weight: 93% on one token
     >>> print(words_of(Finding("extreme", ((site, 7),), "confidence", {"value": 0.93}), "zh"))
-    第 2 层第 7 头的最大注意力权重最高：93% 落在一个词元上
+    L2H7 的最大注意力权重最高：93% 落在一个词元上
     """
     values: Any = finding.values
     place = place_of(finding.heads[0], language, stacked=finding.stacked)
+    if language == "zh" and place[-1].isascii():
+        place += " "  # between Latin and Chinese letters
     if finding.kind == "role":
         label = role_of(values["role"]).label
         fields = {"evidence": evidence_text(**values), "label": Text(_with_article(label.en), label.zh)}
@@ -131,15 +133,15 @@ def _joined_heads(finding: Finding, language: Language) -> str:
 
 
 def place_of(head: Head, language: Language = "en", *, stacked: bool = False) -> str:
-    """Return `layer 2 head 7`, with the stack if `stacked`, and with the origin of an edited head."""
-    site, number = head
+    """Return the name of a head, with the stack if `stacked`, and with the origin of an edited head."""
+    site, _ = head
     stack, origin = site.stack.partition(".")[0], originally(head)
     if language == "zh":
         kind = "交叉注意力" if site.kind == "cross" else "自注意力"
         suffix = "" if origin is None else f"（{origin.zh}）"
-        return f"{f'{stack} {kind}，' if stacked else ''}第 {site.layer} 层第 {number} 头{suffix}"
+        return f"{f'{stack} {kind}，' if stacked else ''}{named(head)}{suffix}"
     suffix = "" if origin is None else f" ({origin.en})"
-    return f"{f'{stack} {site.kind}-attention, ' if stacked else ''}layer {site.layer} head {number}{suffix}"
+    return f"{f'{stack} {site.kind}-attention, ' if stacked else ''}{named(head)}{suffix}"
 
 
 # ---- reasons

@@ -112,7 +112,7 @@ class HeadProfile:
                 displayed.append((f"{name}_max", ""))
         body = []
         for site, row in zip(self.sites, self.rows(), strict=True):
-            cells = [f"{row['layer']}.{row['head']}{site.original(row['head'])}", f"{row['tokens']:,.0f}"]
+            cells = [site.name_with_origin(row["head"]), f"{row['tokens']:,.0f}"]
             for name, std in displayed:
                 number = row[name]
                 text = "-" if math.isnan(number) else f"{number:.3g}"
@@ -158,9 +158,7 @@ def cards_html(table: HeadProfile, describe: Callable[[AttentionSite, int], list
     cards: dict[AttentionSite, list[str]] = {}
     for row, (site, head) in enumerate(zip(table.sites, table.heads, strict=True)):
         numbers = [Number(name, text, scaled[name][row]) for name, text in zip(header[1:], body[row][1:], strict=True)]
-        cards.setdefault(site, []).append(
-            card(f"layer {site.layer} head {head}{site.original(head)}", describe(site, head), numbers)
-        )
+        cards.setdefault(site, []).append(card(site.name_with_origin(head), describe(site, head), numbers))
     return "".join(
         folded(f"cards of {site.name}, {site.kind}-attention", "".join(site_cards))
         for site, site_cards in cards.items()
@@ -183,6 +181,6 @@ def _shaded_by(table: HeadProfile, name: str) -> Callable[[AttentionSite, int], 
         if row is None:
             return None
         text = "-" if math.isnan(values[row]) else f"{values[row]:.2g}"
-        return Cell(text, scaled[row] or 0.0, f"layer {site.layer} head {head}{site.original(head)}: {name} {text}")
+        return Cell(text, scaled[row] or 0.0, f"{site.name_with_origin(head)}: {name} {text}")
 
     return cell

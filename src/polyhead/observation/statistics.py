@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polyhead.errors import OptionError
 from polyhead.files import build
-from polyhead.geometry import HeadOrigins
+from polyhead.geometry import HeadOrigins, name_with_origin, original_name
 from polyhead.observation.accumulators import Maximum, MeanAndStd, NamedTensors
 from polyhead.ops.attention import RowStatistics, Statistics
 from polyhead.ops.common.row_reduction import SHARE, RowTotals, reduce_rows
@@ -60,9 +60,13 @@ class AttentionSite:
         """Return the index of a head in the unedited model, as text."""
         return str(head) if self.origins is None else self.origins.label(head)
 
-    def original(self, head: int) -> str:
-        """Return ` (originally 5)` for a head that an edit renumbered, else an empty string."""
-        return "" if self.label(head) == str(head) else f" (originally {self.label(head)})"
+    def original_name(self, head: int) -> str:
+        """Return the name of a head in the unedited model: `L0H5`, or `L0H2+L0H7` for a merged head."""
+        return original_name(self.layer, self.label(head))
+
+    def name_with_origin(self, head: int) -> str:
+        """Return the name of a head, as `L0H4 (originally L0H5)` if an edit renumbered it."""
+        return name_with_origin(self.layer, head, self.label(head))
 
     def to_dict(self) -> dict[str, Any]:
         fields = {name: getattr(self, name) for name in ("name", "kind", "stack", "layer", "num_heads")}

@@ -21,7 +21,7 @@ def merge(model: Model, heads: Groups, *, preview: bool = False, stack: str | No
 
     Args:
         model: as in `polyhead.prune`.
-        heads: groups of heads of one layer, as [[(1, 3), (1, 7)], ...] or "1.3+1.7,..."; numbers are those before any
+        heads: groups of heads of one layer, as [[(1, 3), (1, 7)], ...] or "L1H3+L1H7,..."; numbers are those before any
             merge.
         preview: only compute the effect on size and cost; the model is not changed.
         stack: the stack of layers to edit, for models with several (encoder and decoder).
@@ -40,7 +40,7 @@ def merge(model: Model, heads: Groups, *, preview: bool = False, stack: str | No
 def merge_edits(heads: Groups, stack: str | None = None) -> list[MergeHeads]:
     """Return the edits that merge groups of heads, numbered for being applied in order: a merge shifts later heads.
 
-    >>> [edit.heads for edit in merge_edits("1.0+1.2,1.3+1.5")]
+    >>> [edit.heads for edit in merge_edits("L1H0+L1H2,L1H3+L1H5")]
     [(0, 2), (2, 4)]
     """
     removed: dict[int, list[int]] = {}

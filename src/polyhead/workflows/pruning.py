@@ -49,7 +49,7 @@ def prune(
     Args:
         model: a name or folder, a transformers model in evaluation mode (with its `tokenizer`), or the result of
             `polyhead.workflows.model_loading.load_model`. Models loaded by name keep their saved dtype.
-        heads: heads to remove, as (layer, head) or "0.3,1.7"; or else
+        heads: heads to remove, as (layer, head) or "L0H3,L1H7"; or else
         share: the share of all heads to remove, between 0 and 1, selected by `criterion`.
         criterion: importance score: compensated (error after compensation), plain (error without it), ablation,
             gradient, taylor, magnitude, redundancy, or random (a control, by `seed`).
@@ -105,7 +105,7 @@ def prune(
 def head_edits(heads: str | Iterable[str | HeadId | tuple[int, int]], stack: str | None = None) -> list[PruneHeads]:
     """Return the edits that remove heads, one per layer.
 
-    >>> [(edit.layer, edit.heads) for edit in head_edits("1.3,0.2,1.0")]
+    >>> [(edit.layer, edit.heads) for edit in head_edits("L1H3,L0H2,L1H0")]
     [(0, (2,)), (1, (0, 3))]
     """
     by_layer: dict[int, list[int]] = {}

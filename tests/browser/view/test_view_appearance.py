@@ -78,8 +78,8 @@ def test_viewer_works_with_the_keyboard_alone(open_view):
         tab.keyboard.press(key)
     assert focused("dataset.key") == "1.2"
     tab.keyboard.press("Enter")
-    tab.get_by_role("heading", name="Layer 1, head 2", exact=True).wait_for()
-    opened.wait(lambda: focused("textContent") == "Layer 1, head 2")
+    tab.get_by_role("heading", name="L1H2", exact=True).wait_for()
+    opened.wait(lambda: focused("textContent") == "L1H2")
     tab_to("textContent", "Ablate this head")
     tab.keyboard.press("Enter")
     tab.locator(".ablated-heads .measure").wait_for()

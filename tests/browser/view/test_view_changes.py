@@ -61,13 +61,13 @@ def test_ablating_a_head_changes_the_output_as_computed(open_view, keep_picture)
     shown = row.locator("td").all_inner_texts()
     for text, value in zip(shown, (before[largest].exp(), after[largest].exp()), strict=True):
         assert float(text.rstrip("%")) / 100 == pytest.approx(float(value), abs=0.0051)
-    expect(tab.locator(".ablated-list button")).to_have_text(["Layer 1, head 2 ×", "Layer 0, head 3 ×"])
+    expect(tab.locator(".ablated-list button")).to_have_text(["L1H2 ×", "L0H3 ×"])
     expect(tab.locator("a.cell.ablated")).to_have_count(2)
     assert "ablated" in tab.locator("a.cell[data-key='1.2']").get_attribute("aria-label")
     keep_picture(opened, "view-off")
     # Run again without them: later layers are then those of the ablated model.
     tab.get_by_role("button", name="Run again without them").click()
-    tab.get_by_text("Text A was run with Layer 0, head 3 and Layer 1, head 2 ablated.").wait_for()
+    tab.get_by_text("Text A was run with L0H3 and L1H2 ablated.").wait_for()
     again = opened.server.viewer.traces["A"]
     assert (again.ids, again.ablated) == (ids, {(1, 2), (0, 3)})
     assert torch.allclose(again.output.values.double(), after, atol=1e-5)
@@ -82,7 +82,7 @@ def test_head_is_ablated_in_its_own_panel(open_view):
     opened.go("head/1/1")
     opened.tab.get_by_role("button", name="Ablate this head").click()
     opened.tab.locator(".ablated-heads .measure").wait_for()
-    opened.tab.get_by_role("button", name="Restore Layer 1, head 1").click()
+    opened.tab.get_by_role("button", name="Restore L1H1").click()
     expect(opened.tab.locator(".ablated-heads .measure")).to_have_count(0)
     opened.tab.get_by_role("button", name="Ablate this head").wait_for()
 
@@ -108,7 +108,7 @@ def test_generation_step_by_step(open_view, keep_picture):
         for head in range(4):
             label = tab.locator(f".newest a.cell[data-key='{layer}.{head}']").get_attribute("aria-label")
             best = tokens[int(weights[layer, head, -1].argmax())].strip()
-            assert label.startswith(f"Layer {layer}, head {head}: “{best}” ")
+            assert label.startswith(f"L{layer}H{head}: “{best}” ")
     keep_picture(opened, "view-writing")
     third = tab.locator(".candidates li").nth(2)
     chosen = int(third.get_attribute("data-token"))

@@ -91,14 +91,14 @@ def test_a_word_is_followed_through_every_head(read_sentence, keep_picture):
             row = row_of(weights[layer, head])
             best = int(row.argmax())
             label = opened.tab.locator(f"a.cell[data-key='{key}']").get_attribute("aria-label")
-            assert label == f"Layer {layer}, head {head}: “{tokens[best]}” {share(float(row[best]))}"
+            assert label == f"L{layer}H{head}: “{tokens[best]}” {share(float(row[best]))}"
     keep_picture(opened, "view-word-in-heads")
 
 
 def test_head_shows_what_a_word_attends_to_and_what_attends_to_it(read_sentence, keep_picture):
     opened = read_sentence()
     opened.tab.locator("a.cell[data-key='1.2']").click()
-    opened.tab.get_by_role("heading", name="Layer 1, head 2", exact=True).wait_for()
+    opened.tab.get_by_role("heading", name="L1H2", exact=True).wait_for()
     weights, tokens, word = opened.server.weights()[1, 2], opened.server.tokens(), 6
     expect(opened.tab.locator(".strongest h4")).to_have_text(["Most attended, on average"])
     opened.tab.locator(".word").nth(word).hover()
@@ -121,7 +121,7 @@ def test_a_link_keeps_the_chosen_word(read_sentence):
     tab.reload()
     expect(tab.locator(".word[aria-pressed=true]")).to_have_text(opened.server.tokens()[4])
     tab.get_by_role("link", name="Next head").click()
-    tab.get_by_role("heading", name="Layer 1, head 3", exact=True).wait_for()
+    tab.get_by_role("heading", name="L1H3", exact=True).wait_for()
     expect(tab.locator(".word[aria-pressed=true]")).to_have_text(opened.server.tokens()[4])
     tab.mouse.move(0, 0)
     tab.locator(".word").nth(4).click()  # a second click unpins
@@ -216,7 +216,7 @@ def test_roles_of_a_run_are_shown_on_its_heads(open_view, tmp_path):
         opened = open_view(server)
         opened.run_text()
         expect(opened.tab.locator("a.cell .badge")).to_have_text(["N"])
-        opened.tab.get_by_role("link", name="Layer 1, head 2, next").click()
+        opened.tab.get_by_role("link", name="L1H2, next").click()
         expect(opened.tab.locator(".role-list li")).to_have_text(["next 9 of 10 <b>times</b>"])
         opened.go("head/0/2")
         expect(opened.tab.locator(".role-list li")).to_have_text(["no role"])
@@ -230,8 +230,8 @@ def test_heads_of_an_edited_model_show_their_origin(open_view, tmp_path):
     loaded.model.set_attn_implementation(register())
     with Running(Viewer(ViewedModel(loaded)), path) as server:
         opened = open_view(server)
-        expect(opened.tab.locator("header .facts")).to_contain_text("Edited: removed 0.0")
+        expect(opened.tab.locator("header .facts")).to_contain_text("Edited: removed L0H0")
         opened.run_text()
         opened.go("head/0/1")
-        expect(opened.tab.locator("main h2").first).to_contain_text("originally 0.2")
+        expect(opened.tab.locator("main h2").first).to_contain_text("originally L0H2")
         opened.check()

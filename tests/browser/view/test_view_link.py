@@ -41,7 +41,7 @@ def test_a_link_opens_the_same_view(opened_long, open_view):
     assert again.read_at(*HERE) == readout
     # Another head is opened at the same position.
     again.tab.locator(".strip a.cell[data-key='0.1']").click()
-    again.tab.get_by_role("heading", name="Layer 0, head 1", exact=True).wait_for()
+    again.tab.get_by_role("heading", name="L0H1", exact=True).wait_for()
     again.settle()
     assert again.tab.url.endswith(link.replace("head/1/2", "head/0/1"))
     assert again.scale == pytest.approx(scale, rel=ROUNDED)
@@ -67,7 +67,7 @@ def test_back_and_forward_move_the_map(opened_long):
     opened.tab.get_by_role("button", name="max attention weight").click()
     opened.tab.go_back()
     expect(opened.tab.get_by_role("button", name="share of attention")).to_have_attribute("aria-pressed", "true")
-    expect(opened.tab.locator("main h2").first).to_have_text("Layer 1, head 2")
+    expect(opened.tab.locator("main h2").first).to_have_text("L1H2")
 
 
 @pytest.mark.parametrize("elsewhere", ["#/", "#/head/1/2?map=100_100_50"])

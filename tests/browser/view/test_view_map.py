@@ -194,7 +194,7 @@ def test_estimate_is_labelled_until_exact_values_arrive(opened_long, monkeypatch
         }"""
     )
     opened.tab.locator(".strip a.cell[data-key='0.1']").click()  # the strip of all heads beside the map
-    opened.tab.get_by_role("heading", name="Layer 0, head 1", exact=True).wait_for()
+    opened.tab.get_by_role("heading", name="L0H1", exact=True).wait_for()
     opened.tab.locator(".map-state[data-state=exact]").wait_for()
     opened.wait(lambda: opened.tab.evaluate("window.seen.slice(-2)") == ["estimate", "exact"])
 

@@ -17,7 +17,7 @@ from polyhead.surgery import PruneHeads, SideFiles, apply, fingerprint, save
 from polyhead.surgery.storage import folders, side_files
 from tests.inspection.small_models import model_folder
 
-EDIT = ["--heads", "0.1", "--no-compensate", "--device", "cpu"]
+EDIT = ["--heads", "L0H1", "--no-compensate", "--device", "cpu"]
 
 
 def invoke(*arguments: object, code: int = 0):
@@ -59,7 +59,7 @@ def test_the_source_and_the_folders_that_hold_it_are_never_replaced(command, mod
     before = tree(models)
     arguments = {
         "prune": EDIT,
-        "merge": ["--heads", "0.0+0.1"],
+        "merge": ["--heads", "L0H0+L0H1"],
         "convert": ["--kv-heads", 2],
         "undo": [],
     }[command]
@@ -102,7 +102,7 @@ def test_the_working_directory_home_and_their_ancestors_are_never_replaced(model
 def test_what_was_put_into_a_folder_since_keeps_it_from_being_replaced(models, tmp_path):
     out = tmp_path / "out"
     invoke("prune", models / "orig", *EDIT, "-o", out)
-    again = ("prune", models / "orig", "--heads", "0.2", "--no-compensate", "--device", "cpu", "-o", out, "--replace")
+    again = ("prune", models / "orig", "--heads", "L0H2", "--no-compensate", "--device", "cpu", "-o", out, "--replace")
     written = tree(out)
 
     (out / "notes").mkdir()
