@@ -66,6 +66,12 @@ def test_a_run_has_every_number_that_was_saved(name):
 
 def test_saved_runs_are_compared_and_make_a_page(place):
     assert "0" in command("compare", "run-decoder", "run-decoder")
+    shutil.copytree("run-decoder", "other")
+    rest = json.loads(Path("other/inspection.json").read_text("utf-8"))
+    rest["roles"][6]["scores"][0]["holds"] = True
+    Path("other/inspection.json").write_text(json.dumps(rest), "utf-8")
+    assert "\nL1H2 gained the role positional\n" in command("compare", "run-decoder", "other")
+    assert "\nL1H2 lost the role positional\n" in command("compare", "other", "run-decoder")
     command("report", "run-encoder", "--html", "page.html")
     assert (place / "page.html").stat().st_size > 100_000
 

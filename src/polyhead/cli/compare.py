@@ -27,7 +27,7 @@ def compare(
     """Compare two inspections head by head.
 
     For models before and after training or pruning, two models of one layout, or two texts. Heads of edited models are
-    matched by their number in the original: 0.5 → 0.4 is head 0.5 of A and head 0.4 of B. Only differences beyond
+    matched by their number in the original: L0H5 → L0H4 is L0H5 of A and L0H4 of B. Only differences beyond
     sampling error are shown: more than 1.96 standard errors and more than 1% of the value. Columns without a sampling
     error (output norms, and values computed from the weights) are named, but not tested.
     """

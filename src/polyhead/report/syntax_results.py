@@ -11,6 +11,7 @@ from typing import Any
 from polyhead.analysis.syntax_tables import UPWARD, SyntaxTable
 from polyhead.errors import OptionError
 from polyhead.files import read_json
+from polyhead.geometry import HeadId, original_name
 from polyhead.observation import AttentionSite
 from polyhead.report.packing import clipped
 
@@ -46,11 +47,12 @@ class Syntax:
                     "a syntax table and an inspection must be of the same model, "
                     f"got head {row.head} of {row.site!r} in the table, which the inspection does not have"
                 )
-            own = sites[numbers[row.site]].label(row.head)
-            if (row.original_head or own) != own:
+            site = sites[numbers[row.site]]
+            if row.original_head and row.original_head != site.label(row.head):
                 raise OptionError(
-                    "a syntax table and an inspection must be of the same model, with the same edits, got head "
-                    f"{row.head} of {row.site!r}, originally {row.original_head} in the table, {own} in the inspection"
+                    "a syntax table and an inspection must be of the same model, with the same edits, got "
+                    f"{HeadId(site.layer, row.head)}, originally {original_name(site.layer, row.original_head)} in the "
+                    f"table, {site.original_name(row.head)} in the inspection"
                 )
             rows.append(
                 {
