@@ -27,7 +27,7 @@ SOURCES := pyproject.toml constraints.txt
 # would rewrite the assertions of all tests anew, and each process that a test starts would compile polyhead.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help demo test test-fast test-gpu test-numerics lint bench frontend system system-python system-compiler \
+.PHONY: help demo examples test test-fast test-gpu test-numerics lint bench frontend system system-python system-compiler \
 	system-browser system-node clean
 
 help: ## show the targets
@@ -35,6 +35,10 @@ help: ## show the targets
 
 demo: $(VENV)/.installed-demo ## see what every head of a real model does, in the terminal and as a page
 	@$(BIN)/polyhead inspect --html polyhead-report.html
+
+# Models this small gain nothing from a second thread.
+examples: $(VENV)/.installed-dev ## run the scripts of examples/ in full, and record their outputs in build/examples.json
+	@OMP_NUM_THREADS=1 $(BIN)/python -m examples build/examples.json
 
 # SCREENSHOTS=FOLDER keeps pictures of the pages that the browser tests open, which no test looks at.
 test: $(VENV)/.installed-dev | system-compiler system-browser ## run the tests and the examples in docstrings

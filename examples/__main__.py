@@ -1,0 +1,49 @@
+"""Run every example in full, show its output and CPU seconds, and record both: `python -m examples [FILE]`."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = (
+    "observe",
+    "inspect_heads",
+    "compare_checkpoints",
+    "entropy_regulariser",
+    "kv_cache",
+    "prune_and_reload",
+    "convert_to_gqa",
+    "plan_layout",
+    "custom_model",
+    "paper_figure",
+)
+
+
+def run(name: str) -> dict[str, str | float]:
+    """Run an example in a process of its own; its seconds are CPU time, which other processes affect little."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    script = str(Path(__file__).parent / f"{name}.py")
+    command = [sys.executable, "-X", "utf8", script]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, encoding="utf-8").stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    return {"name": name, "seconds": round(seconds, 1), "output": output}
+
+
+def main(record: str = "build/examples.json") -> None:
+    results = []
+    for name in EXAMPLES:
+        print(f"== {name}", flush=True)
+        results.append(run(name))
+        print(f"{results[-1]['output']}{results[-1]['seconds']} CPU seconds\n", flush=True)
+    path = Path(record)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
