@@ -33,9 +33,9 @@ def main(documents: int = 7) -> tuple[polyhead.HeadProfile, float]:
         ("most local", "mean_distance", table["mean_distance"].argmin()),
         ("most distant", "mean_distance", table["mean_distance"].argmax()),
     ):
-        head = f"{table.sites[row].layer}.{table.heads[row]}"
+        head = polyhead.HeadId(table.sites[row].layer, table.heads[row])
         confidence = table["confidence"][row]
-        print(f"{title:>13}: head {head:<5} {column} {table[column][row]:.2f}, confidence {confidence:.2f}")
+        print(f"{title:>13}: {head!s:<5} {column} {table[column][row]:.2f}, confidence {confidence:.2f}")
 
     tokens = inputs["attention_mask"].bool()  # outputs at padding are not defined
     difference = float((observed - unobserved)[tokens].abs().max())

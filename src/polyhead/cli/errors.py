@@ -58,9 +58,8 @@ class CommandGroup(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args:
-            raise OptionError(
-                f"a command is required, {', '.join(self.commands)}; got none; see {ctx.command_path} --help"
-            )
+            typer.echo(ctx.get_help(), err=True)
+            ctx.exit(2)
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
