@@ -7,6 +7,7 @@ site. Pages are those of `include_patterns`; docs/index.md orders them.
 from __future__ import annotations
 
 import inspect
+import re
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.ext.napoleon import Config, GoogleDocstring
+from sphinx.search.en import SearchEnglish
 from sphinx.util.nodes import make_refnode
 from torch import nn
 
@@ -32,7 +34,7 @@ include_patterns = ["*.md", "docs/*.md", "docs/reference/*.rst", "tests/faults/r
 exclude_patterns = [".*", "build", "dist", "frontend", "src"]  # folders that are not searched for pages
 
 # ---- guides
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["html_image"]  # <img> with a width, which Markdown lacks
 myst_heading_anchors = 4  # as on GitHub: [the section](page.md#the-section)
 
 # ---- reference, from docstrings
@@ -147,6 +149,18 @@ def list_no_members(app: Sphinx, domain: str, objtype: str, content: addnodes.de
             signature["_toc_name"] = ""
 
 
+class EnglishAndChinese(SearchEnglish):
+    """Words for the search; Chinese, which is written without spaces, also in pairs of characters.
+
+    The page matches a query of three characters or more anywhere in a word, a shorter one only with a whole word.
+    """
+
+    def split(self, input: str) -> list[str]:
+        words = super().split(input)
+        chinese = [run for word in words for run in re.findall(r"[\u4e00-\u9fff]{3,}", word)]
+        return words + [run[start : start + 2] for run in chinese for start in range(len(run) - 1)]
+
+
 def set_language(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.Node | None) -> None:
     """Declare the language of a Chinese page, by which browsers choose fonts and screen readers voices."""
     if page.endswith(".zh-CN"):
@@ -178,6 +192,7 @@ def google_sections(app: Sphinx, what: str, name: str, obj: object, options: obj
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
+    app.add_search_language(EnglishAndChinese)
     app.connect("missing-reference", link_code)
     app.connect("autodoc-process-docstring", google_sections)
     app.connect("object-description-transform", list_no_members)
