@@ -27,7 +27,7 @@ SOURCES := pyproject.toml constraints.txt
 # would rewrite the assertions of all tests anew, and each process that a test starts would compile polyhead.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help demo examples test test-fast test-gpu test-numerics lint bench frontend system system-python system-compiler \
+.PHONY: help demo examples test test-fast test-gpu test-numerics lint docs bench frontend system system-python system-compiler \
 	system-browser system-node clean
 
 help: ## show the targets
@@ -68,6 +68,11 @@ lint: $(VENV)/.installed-dev ## check style, format and types
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/mypy
 	@$(BIN)/python -m tests.gpu_record
+
+# The root of the repository is the source folder, so that links are the same on GitHub. A warning is an error.
+docs: $(VENV)/.installed-dev ## build the documentation site: build/docs/index.html
+	@$(BIN)/python -m sphinx --builder html --conf-dir docs --doctree-dir build/doctrees --fail-on-warning --keep-going --quiet \
+		. build/docs
 
 bench: $(VENV)/.installed-dev | system-compiler ## measure against the contenders
 	@$(BIN)/python -m benchmarks layers $(BENCH_FLAGS)

@@ -54,8 +54,8 @@ def main(early: int = 20, steps: int = 240, tokens: int = 8192) -> tuple[Compari
     for change in changed[:6]:
         site, head = change.head
         values = f"{change.before:.3f} -> {change.after:.3f}, standard error {change.error:.3f}"
-        print(f"  head {site.layer}.{head} {change.name}: {values}")
-    roles = [f"{role} ({site.layer}.{head})" for (site, head), role in comparison.gained]
+        print(f"  {polyhead.HeadId(site.layer, head)} {change.name}: {values}")
+    roles = [f"{role} ({polyhead.HeadId(site.layer, head)})" for (site, head), role in comparison.gained]
     print("roles gained:", ", ".join(roles) or "none")
     print("Both checkpoints read the same held-out text. A change counts if it exceeds 1.96 standard errors and 1%")
     print("of the value: without any training in between, at most about 5% would.")

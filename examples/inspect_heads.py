@@ -26,8 +26,8 @@ def main(tokens: int = 1024, layers: tuple[int, ...] | None = None) -> Inspectio
 
     importance = found.table["ablation"]  # 1 - cosine of the text embeddings with and without a head
     for row in importance.argsort(descending=True)[:3]:
-        head = f"{found.table.sites[row].layer}.{found.table.heads[row]}"
-        print(f"ablating head {head:<4} changes the text embedding by {importance[row]:.4f}")
+        head = polyhead.HeadId(found.table.sites[row].layer, found.table.heads[row])
+        print(f"ablating {head!s:<5} changes the text embedding by {importance[row]:.4f}")
     print("A head has a role only if the evidence exceeds chance; a large change means that other heads do not")
     print("replace the head. `polyhead inspect --html page.html` shows the same as a page.")
     return found

@@ -66,7 +66,7 @@ def test_the_wheel_says_what_it_needs(wheel):
     metadata = email.message_from_bytes(wheel.read(name))
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert set(metadata.get_all("Provides-Extra")) == {"hf", "demo", "report", "dev", "all"}
+    assert set(metadata.get_all("Provides-Extra")) == {"hf", "demo", "report", "docs", "dev", "all"}
     base = {Requirement(line).name for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}
     assert base == {"torch", "numpy", "safetensors", "typer", "rich"}
     assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
@@ -118,7 +118,10 @@ def test_every_dependency_of_a_dependency_has_a_pin(project, pins):
     if other := [name for name, version in pins.items() if _installed(name) not in (None, version)]:
         pytest.skip(f"this environment was not made from the constraints: {', '.join(other)}")
     assert seen - set(pins) == set()
-    assert set(pins) - seen - BUILD_ONLY == set()
+    unused = set(pins) - seen - BUILD_ONLY
+    if any(_installed(name) is None for name in seen):
+        unused = {name for name in unused if _installed(name)}  # needed, perhaps, by what is not installed here
+    assert unused == set()
 
 
 def test_pins_satisfy_the_declared_ranges(project, pins):
@@ -131,7 +134,7 @@ def test_pins_satisfy_the_declared_ranges(project, pins):
     assert wrong == []
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "test-fast", "lint", "bench"])
+@pytest.mark.parametrize("target", ["demo", "test", "test-fast", "lint", "docs", "bench"])
 def test_a_target_makes_its_environment_before_it_runs(project_root, tmp_path, target):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     try:

@@ -32,7 +32,7 @@ STYLES = {
     "redundancy": ("#0f766e", "8 3 2 3", 1.8),
     "random": ("#616e7c", "", 2.0),
 }
-WIDTH, HEIGHT, TOP, LEFT, GAP, SIDE = 330, 300, 64, 62, 46, 250
+WIDTH, HEIGHT, TOP, LEFT, GAP, SIDE = 330, 300, 64, 62, 46, 274
 
 
 @dataclass(frozen=True)

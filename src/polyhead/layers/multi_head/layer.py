@@ -13,7 +13,8 @@ from polyhead.layers.multi_head.torch_weights import from_torch, to_torch
 class MultiHeadAttention(SeparateHeads):
     """Multi-head self- and cross-attention over [batch, sequence, embed_dim], with any head layout.
 
-        head_i = softmax(X W_Q_i (Y W_K_g(i))^T / sqrt(head_dim)) Y W_V_g(i),  output = Concat(head_1 .. head_h) W_O
+        head_i = softmax(X W_Q_i (Y W_K_g(i))^T / sqrt(head_dim)) Y W_V_g(i)
+        output = Concat(head_1 .. head_h) W_O
 
     with Y = X in self-attention, and g(i) the KV head that head i reads: i itself in multi-head attention (Vaswani et
     al. 2017, "Attention Is All You Need"), 1 in multi-query (Shazeer 2019, "Fast Transformer Decoding: One Write-Head

@@ -52,7 +52,7 @@ class BiasesByDistance(BiasesLogits):
 
 
 class ALiBi(BiasesByDistance):
-    """Attention with linear biases (Press et al. 2022): -slope * |key - query|, one slope per head.
+    """Attention with linear biases (Press et al. 2022): `-slope * |key - query|`, one slope per head.
 
     The slopes are the paper's geometric sequence; for head counts that are not a power of two, the remaining heads take
     slopes of the next power of two, as in the paper. `learnable` makes them a parameter with these initial values.

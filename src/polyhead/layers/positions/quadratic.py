@@ -84,7 +84,7 @@ class QuadraticRelative1D(_Gaussian, BiasesByDistance):
 
 
 class QuadraticRelative2D(_Gaussian):
-    """Bias -alpha_h * |key cell - query cell - center_h|**2 on a grid (Cordonnier et al. 2020).
+    """Bias `-alpha_h * |key cell - query cell - center_h|**2` on a grid (Cordonnier et al. 2020).
 
     Queries and keys are the cells of one grid in row-major order; `center` is (rows down, columns right). With a large
     alpha a head attends to one cell at a fixed offset, at the border to the nearest cell, so that k**2 heads can

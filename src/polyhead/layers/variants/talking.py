@@ -137,7 +137,7 @@ class TalkingHeads(SeparateHeads):
         statistics: str | Sequence[str] = COMBINED,
         **options: Any,
     ) -> CombinedWeights:
-        """Return signed mass, absolute mass and largest |weight| of the rows of U; all three by default.
+        """Return signed mass, absolute mass and largest `|weight|` of the rows of U; all three by default.
 
         The other arguments are those of `forward`. This runs `forward` and a second pass over all weights in tiles. The
         result has no gradient.

@@ -195,7 +195,7 @@ class DifferentialAttention(SeparateHeads):
     def combined_weights(
         self, query: Tensor, key: Tensor | None = None, *, statistics: str | Sequence[str] = COMBINED, **options: Any
     ) -> CombinedWeights:
-        """Return signed mass, absolute mass and largest |weight| of each row of the difference.
+        """Return signed mass, absolute mass and largest `|weight|` of each row of the difference.
 
         The other arguments are those of `forward`. This runs `forward` and a second pass over all weights in windows of
         `polyhead.profile`, so that memory is O(n). The result has no gradient.
