@@ -366,6 +366,6 @@ def test_nothing_is_written_over_a_file_of_another_kind(place, tmp_path):
     invoke("report", place / "run", "--html", tmp_path / "page.html", code=0)  # a page goes over a page
     (tmp_path / "heads.parquet").write_text("somebody's own")
     said = " ".join(invoke("inspect", place / "llama", "--save", tmp_path).stderr.split())
-    assert "the folder must not contain heads.parquet" in said
+    assert "--save must not contain heads.parquet" in said
     assert thesis.read_text() == "years of work"
     assert (tmp_path / "heads.parquet").read_text() == "somebody's own"

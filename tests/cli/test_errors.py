@@ -60,3 +60,11 @@ def test_a_bug_keeps_its_traceback(error):
     result = failing(error)
     assert result.exception is error
     assert result.stderr == ""
+
+
+def test_without_a_command_the_help_is_shown():
+    from polyhead.cli import app
+
+    result = CliRunner().invoke(app, [])
+    assert result.exit_code == 2
+    assert all(f"{name} " in result.stdout for name in ("inspect", "prune", "plan", "--help"))

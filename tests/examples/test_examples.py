@@ -43,7 +43,7 @@ def test_observing_finds_the_extremes_and_leaves_outputs_alone(capsys):
     assert difference < 1e-4
     assert len(table) == 72
     lowest = table["entropy"].argmin()
-    assert f"most focused: head {table.sites[lowest].layer}.{table.heads[lowest]} " in re.sub(
+    assert f"most focused: L{table.sites[lowest].layer}H{table.heads[lowest]} " in re.sub(
         " +", " ", capsys.readouterr().out
     )
 
@@ -56,7 +56,7 @@ def test_inspecting_prints_every_finding_and_the_most_important_head(capsys):
     assert all(f"- {finding}\n" in shown for finding in found.findings)
     importance = found.table["ablation"]
     assert bool((importance > 0).any())
-    assert re.findall(r"ablating head 1\.(\d+)", shown)[0] == str(int(importance.argmax()))
+    assert re.findall(r"ablating L1H(\d+)", shown)[0] == str(int(importance.argmax()))
 
 
 def test_two_checkpoints_of_a_training_run_differ_beyond_sampling_error(capsys):

@@ -58,7 +58,7 @@ class CommandGroup(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args:
-            typer.echo(ctx.get_help(), err=True)
+            typer.echo(ctx.get_help())
             ctx.exit(2)
         return super().parse_args(ctx, args)
 

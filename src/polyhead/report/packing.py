@@ -27,6 +27,7 @@ def packed_weights(x: Tensor) -> dict[str, Any]:
     The scale is the maximum of the entry, so that nearly uniform attention keeps its resolution. Negative and
     non-finite numbers are stored as 0.
 
+    >>> import torch
     >>> packed_weights(torch.tensor([[0.0, 0.5], [0.1, 0.02]]))
     {'shape': [2, 2], 'type': 'u8', 'scale': [0.5, 0.1], 'data': 'AP//Mw=='}
     """

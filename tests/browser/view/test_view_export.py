@@ -61,7 +61,7 @@ def test_saved_map_equals_the_visible_one(opened_long):
     figure = tab.locator("figure.map")
     root = saved_svg(tab, figure)
     check_png(tab, figure, root)
-    assert "Layer1,head2,textA" in title_of(root).replace(" ", "")
+    assert "L1H2,textA" in title_of(root).replace(" ", "")
     # The tokens along both sides, in their order.
     labels = texts(root)
     for first in (1201, 301):
