@@ -50,7 +50,7 @@ class Adapter:
 
 
 def main(batch: int = 16, length: int = 200) -> tuple[list[float], list[float], float]:
-    """Return observed entropies, those computed from the weights, and the change of the output without head 0.1."""
+    """Return observed entropies, those computed from the weights, and the change of the output without L0H1."""
     torch.manual_seed(0)
     model = nn.Sequential(*(HandWrittenAttention(64, 4) for _ in range(2))).eval()
     x = 3 * torch.randn(batch, length, 64)
@@ -67,8 +67,8 @@ def main(batch: int = 16, length: int = 200) -> tuple[list[float], list[float], 
             expected += torch.special.entr(weights).sum(-1).mean((0, 2)).tolist()
             x = layer(x)
     for row, (one, other) in enumerate(zip(observed.tolist(), expected, strict=True)):
-        print(f"head {row // 4}.{row % 4}: entropy observed {one:.5f}, from the weights {other:.5f}")
-    print(f"without head 0.1 the output changes by {change:.1%}")
+        print(f"{polyhead.HeadId(row // 4, row % 4)}: entropy observed {one:.5f}, from the weights {other:.5f}")
+    print(f"without L0H1 the output changes by {change:.1%}")
     print("Both columns agree up to rounding; the first needs memory linear in the sequence length. All statistics,")
     print("collectors and gates of polyhead work through the adapter.")
     return observed.tolist(), expected, change

@@ -167,6 +167,16 @@ assert set(polyhead.__all__) <= set(dir(polyhead)), set(polyhead.__all__) - set(
     assert run_python(program) == "module 'polyhead' has no attribute 'atention'\n"
 
 
+def test_a_replaced_name_stays_replaced():
+    program = """
+import polyhead
+polyhead.attention = "mine"
+before = polyhead.attention, hasattr(polyhead, "no_such_name"), polyhead.Mask, len(dir(polyhead))
+print(polyhead.attention, polyhead.explain.__name__)
+"""
+    assert run_python(program) == "mine explain\n"
+
+
 def test_a_compiled_function_may_be_the_first_to_use_a_name():
     program = """
 import sys, torch, polyhead
@@ -245,6 +255,19 @@ print(found.exit_code, "torch" in sys.modules, found.output)
     assert message in text
     assert len(text.strip().splitlines()) == 1
     assert (code, heavy) == ("2", "False")
+
+
+@pytest.mark.parametrize("exports", sorted(SOURCE.rglob("exports.py")), ids=lambda path: path.parent.name)
+def test_no_public_name_of_a_package_is_that_of_a_submodule(exports):
+    """Which of the two an import finds would depend on what was imported before."""
+    (names,) = (
+        ast.literal_eval(node.value)
+        for node in ast.parse(exports.read_text("utf-8")).body
+        if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"
+    )
+    submodules = {path.stem for path in exports.parent.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert names
+    assert submodules & set(names) == set()
 
 
 def test_no_submodule_takes_the_place_of_a_public_name():

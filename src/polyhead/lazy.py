@@ -21,7 +21,8 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
 
     def load() -> list[str]:
         exports = import_module(f"{package}.exports")
-        namespace.update({name: getattr(exports, name) for name in exports.__all__}, __all__=exports.__all__)
+        for name in ("__all__", *exports.__all__):
+            namespace.setdefault(name, getattr(exports, name))  # a name that the user replaced stays replaced
         return list(exports.__all__)
 
     def get(name: str) -> Any:

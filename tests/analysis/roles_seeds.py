@@ -19,7 +19,7 @@ from polyhead.observation import AttentionSite, BatchMetadata
 from polyhead.observation.role_evidence import EvidenceCollector, HeadEvidence
 from polyhead.observation.role_evidence_tokens import TokenVectors, rare_tokens
 from polyhead.sources.probes import repeated_batch
-from polyhead.sources.token_classes import TokenClass
+from polyhead.sources.token_class import TokenClass
 from tests.planted import BEGIN, Sizes, planted_model, random_model, random_tokens
 
 SIZES = Sizes(vocab_size=48, token_dim=48, num_heads=8)  # smaller than the default: eigenvalues take most of the time

@@ -168,8 +168,8 @@ def test_heads_are_named_by_what_they_were(run):
     assert [described((site, head)) for head in range(3)] == [
         "L0H0", "L0H1 (originally L0H2)", "L0H2 (originally L0H3)",
     ]  # fmt: skip
-    told = edits_of(run("pruned").table.sites)
-    assert told.en == "removed L0H1, L1H0; 5 heads have a different number than in the original"
+    summary = edits_of(run("pruned").table.sites)
+    assert summary.en == "removed L0H1, L1H0; 5 heads have a different number than in the original"
     assert edits_of(run("merged").table.sites).en == "merged L0H1+L0H3"  # head 2 is where it was
     assert edits_of(run("grown").table.sites).en == (
         "removed L0H0; new L0H3; 3 heads have a different number than in the original"
@@ -332,10 +332,10 @@ def test_a_run_does_not_go_on_with_other_heads(edited, text, tmp_path):
 def test_origins_of_a_site_are_of_its_heads():
     site = {"name": "a.0", "kind": "self", "stack": "a.*", "layer": 0, "num_heads": 2}
     assert AttentionSite.from_dict(site).origins is None
-    told = {"origins": HeadOrigins(((1,), (0,)), 2).to_dict()}
-    assert AttentionSite.from_dict({**site, **told}).to_dict() == {**site, **told}
+    summary = {"origins": HeadOrigins(((1,), (0,)), 2).to_dict()}
+    assert AttentionSite.from_dict({**site, **summary}).to_dict() == {**site, **summary}
     with pytest.raises(OptionError, match="each of the 3 heads"):
-        AttentionSite.from_dict({**site, "num_heads": 3, **told})
+        AttentionSite.from_dict({**site, "num_heads": 3, **summary})
 
 
 def plainly_inspected(folder, text):

@@ -4,7 +4,7 @@ from polyhead.sources.batching import Batch, Batches, batches
 from polyhead.sources.contexts import Context, Contexts, SpecialTokens, cut_into_contexts, special_tokens
 from polyhead.sources.models import Kind, LoadedModel
 from polyhead.sources.texts import Document, Texts, default_documents, read_texts
-from polyhead.sources.token_classes import TokenClass, token_classes
+from polyhead.sources.token_class import TokenClass, token_classes
 
 __all__ = [
     "Batch",

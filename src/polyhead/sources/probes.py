@@ -16,7 +16,7 @@ from torch import Tensor
 from polyhead.errors import OptionError
 from polyhead.sources.batching import Batch
 from polyhead.sources.contexts import special_tokens
-from polyhead.sources.token_classes import TokenClass, token_classes
+from polyhead.sources.token_class import TokenClass, token_classes
 
 BLOCKS = (23, 29, 37, 43)  # block lengths; primes, so that no offset or multiple of one fits two of them
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from polyhead.sources.contexts import tokenise
-from polyhead.sources.token_classes import TokenClass, decoded_tokens, token_classes, written_without_spaces
+from polyhead.sources.token_class import TokenClass, decoded_tokens, token_classes, written_without_spaces
 
 _ENDS = ".!?…。！？｡．‼⁇⁈⁉؟۔।॥።"
 _CLOSES = "”’»›)]}」』）】》〉］｝"
