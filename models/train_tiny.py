@@ -161,7 +161,7 @@ def adamw(model: LlamaForCausalLM, rate: float) -> torch.optim.AdamW:
 
 
 def take_step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, ids: Tensor) -> Tensor:
-    with torch.autocast(ids.device.type, torch.bfloat16):
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
         loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
