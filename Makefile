@@ -33,8 +33,11 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pyte
 help: ## show the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
-demo: $(VENV)/.installed-demo ## see what every head of a real model does, in the terminal and as a page
-	@$(BIN)/polyhead inspect --html polyhead-report.html
+demo: $(VENV)/.installed-demo ## see what every head of two models does, in the terminal and as pages
+	@$(BIN)/polyhead inspect tiny --html polyhead-report-tiny.html
+	@$(BIN)/polyhead inspect minilm --html polyhead-report.html
+	@echo
+	@echo "Next: open polyhead-report-tiny.html in a browser, then inspect a model of your own: $(BIN)/polyhead inspect FOLDER --text FILE --html report.html"
 
 # Models this small gain nothing from a second thread.
 examples: $(VENV)/.installed-dev ## run the scripts of examples/ in full, and record their outputs in build/examples.json
@@ -82,7 +85,7 @@ frontend: | system-node ## build the page and the viewer from frontend/
 	@cd frontend && npm ci --no-fund --no-audit --loglevel=error && npm run build
 
 clean: ## remove the environment and everything that was built
-	@rm -rf $(VENV) $(VENV).lock build dist frontend/node_modules polyhead-report.html .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(VENV).lock build dist frontend/node_modules polyhead-report*.html .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # Killed in the middle, an installation starts over: see .ci/environment.
 $(VENV)/.installed-%: $(SOURCES) $(wildcard $(VENV)/.installing) | system-python

@@ -1,11 +1,12 @@
 """Train the packaged model `tiny`: a byte-level Llama of 5 layers and 8 heads, in minutes on one GPU.
 
-    python models/train_tiny.py --wikipedia enwik8.gz --plays shakespeare.txt --output src/polyhead/data/tiny
+    python models/train_tiny.py --wikipedia enwik8.gz --plays shakespeare.txt --output src/polyhead/sources/tiny
 
 The text is the start of enwik8 (English Wikipedia, March 2006), without its markup, and plays of Shakespeare. The last
 5% of each are held out; the weights with the smallest loss there are kept. Writes the model in bfloat16 with a
 tokenizer of bytes, and `training.json`: loss curve, sources with digests, versions, and the previous-token and
-induction scores of every head, measured on materialised attention weights.
+induction scores of every head, measured on materialised attention weights. `loss.svg` shows the curve; the card,
+README.md, is written by hand.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from pathlib import Path
 
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 CONTEXT = 512
 HELD_OUT = 0.05
-FIRST_BYTE = 3  # ids of the tokenizer before its bytes: padding, end of text, unknown
+SPECIAL = ("<pad>", "</s>", "<unk>")  # as in ByT5
+FIRST_BYTE = len(SPECIAL)
 END_OF_TEXT = 1
 CONFIG = {
     "vocab_size": FIRST_BYTE + 256,
@@ -73,6 +77,17 @@ def plain_text(body: str) -> str:
     body = re.sub(r"^[*#:;]+ *", "- ", body, flags=re.M)
     body = re.sub(r"^[|!].*$", "", body, flags=re.M)
     return re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+", " ", body)).strip()
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose tokens are bytes, with the ids of ByT5, and which knows the offsets of its tokens."""
+    vocabulary = dict(zip(SPECIAL, range(FIRST_BYTE), strict=True))
+    vocabulary |= {character: FIRST_BYTE + byte for byte, character in bytes_to_unicode().items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    names = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=CONTEXT, **names)
 
 
 def as_ids(documents: list[str]) -> Tensor:
@@ -220,6 +235,23 @@ def train(
     return curve
 
 
+def draw_curve(curve: list[dict[str, float]], path: Path) -> None:
+    """Draw the losses over the steps, in bits per byte."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "tiny", "axes.spines.top": False}
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 3.2), layout="constrained")
+    names = {"train": "training batches", "wikipedia": "Wikipedia, held out", "plays": "plays, held out"}
+    for name, label in names.items():
+        axes.plot([x["step"] for x in curve], [x[name] / math.log(2) for x in curve], label=label)
+    axes.set(xlabel="steps on the text", ylabel="bits per byte", ylim=(1, None))
+    axes.legend(frameon=False)
+    figure.savefig(path, metadata={"Date": None})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wikipedia", type=Path, required=True, help="the first 5,000,000 bytes of enwik8, or more")
@@ -231,6 +263,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1200, help="steps on the text")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
+    parser.add_argument("--commit", help="the commit of this script, where git cannot be asked")
     options = parser.parse_args()
 
     start = time.time()
@@ -248,13 +281,12 @@ def main() -> None:
 
     model = model.to(torch.bfloat16).eval()
     model.save_pretrained(options.output)
-    tokenizer = ByT5Tokenizer(extra_ids=0, model_max_length=CONTEXT)
-    tokenizer.save_pretrained(options.output)
+    byte_tokenizer().save_pretrained(options.output)
     model = model.float()
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     record = {
         "date": datetime.date.today().isoformat(),
-        "commit": commit,
+        "commit": options.commit or head,
         "machine": torch.cuda.get_device_name() if device == "cuda" else device,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "seconds": round(time.time() - start),
@@ -276,6 +308,7 @@ def main() -> None:
         "scores": head_scores(model, held_out["wikipedia"]),
     }
     (options.output / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+    draw_curve(curve, options.output / "loss.svg")
     print(json.dumps(record["sources"]), json.dumps(record["scores"]))
 
 

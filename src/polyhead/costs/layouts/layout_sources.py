@@ -18,7 +18,7 @@ from polyhead.layers import AttentionConfig, MultiHeadConfig
 from polyhead.layers.positions.config import RotaryConfig
 from polyhead.sources.config_sizes import CONFIG_BYTES
 
-PACKAGED = ("minilm", "smollm2")
+PACKAGED = ("tiny", "minilm", "smollm2")
 EDITS_FILE = "polyhead.json"  # next to the config.json of a model with edited heads
 # Replaces the config's own KV heads where the layout of an edited layer does not state any.
 _DEFAULT_KV_HEADS = dict.fromkeys(("num_kv_heads", "key_heads"))
@@ -34,7 +34,7 @@ def read_layout(
 
     Args:
         source: an `AttentionConfig`; a dictionary or JSON file of one or of a Hugging Face config; a folder with a
-            config.json; a name in `KNOWN`, minilm, smollm2, or a model on the hub or in its cache.
+            config.json; a name in `KNOWN`, tiny, minilm, smollm2, or a model on the hub or in its cache.
         layers: number of layers, for a polyhead config, which describes a single layer; default 1.
         causal: whether attention is causal; required if a Hugging Face config does not imply it. A value other than
             that of the config overrides it, with a note.
@@ -149,8 +149,8 @@ def _from_transformers(name: str, path: Path) -> dict[str, Any]:
     from polyhead.sources.load_errors import describe_failure, quiet
 
     options: dict[str, Any] = {}
-    if name == "minilm":
-        return _read_json(packaged.minilm() / "config.json")
+    if name in ("tiny", "minilm"):
+        return _read_json((packaged.tiny() if name == "tiny" else packaged.minilm()) / "config.json")
     file = packaged.smollm2() if name == "smollm2" else path
     local = file.suffix == ".gguf"
     if local:
