@@ -21,18 +21,21 @@ def calibrate(
 ) -> None:
     """Measure this machine, its GPU if it has one, for the predictions of `polyhead plan` (minutes).
 
-    The machine is saved under the name of its processor, and `polyhead plan MODEL --machine NAME` predicts for it. Leave
-    the machine idle meanwhile. A model's folder that is called calibrate is planned as `polyhead plan ./calibrate`.
+    The machine is saved under the name of its processor, and `polyhead plan MODEL --machine NAME` predicts for it.
+    Leave the machine idle meanwhile. A model's folder of the name calibrate is planned as `polyhead plan ./calibrate`.
     """
-    from polyhead.costs.timing.machine_files import check_own_folder
+    from polyhead.costs.timing.machine_files import RULE, check_own_folder
+    from polyhead.files import read_json
     from polyhead.observation.run_folder import check_file
 
     if output is None:
         check_own_folder()
-    elif output.suffix != ".json" or output.is_dir() or not output.absolute().parent.is_dir():
-        raise OptionError(f"--output must be a .json file in an existing folder, got {output}")
     else:
         check_file(output, "--output")
+        if output.suffix != ".json":
+            raise OptionError(f"--output must be a .json file, got {output}")
+        if output.exists() and "samples" not in read_json(output, RULE):
+            raise OptionError(f"--output must be a new file or that of a measured machine, got {output}")
 
     from polyhead.costs.calibration import calibrate as measure
 

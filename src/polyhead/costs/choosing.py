@@ -176,17 +176,22 @@ def _candidates(
         for kv_heads in (x for x in range(1, heads + 1) if heads % x == 0):
             yield from_sizes(width, heads, kv_heads=kv_heads, head_dim=head_dim, layers=layers, rotary=True)
         for rank in LATENT_RANKS if latents else ():
-            config = LatentConfig(
-                width,
-                heads,
-                kv_lora_rank=rank,
-                qk_nope_head_dim=head_dim,
-                qk_rope_head_dim=LATENT_ROPE,
-                positions=RotaryConfig(interleaved=True),
-                causal=True,
-                bias=False,
-            )
-            yield ModelLayout.of(config, layers, name=f"{heads}x{head_dim} over a latent of {rank} at {width}")
+            yield latent_layout(width, heads, head_dim, rank, layers)
+
+
+def latent_layout(width: int, heads: int, head_dim: int, rank: int, layers: int) -> ModelLayout:
+    """Return layers of latent attention (MLA) with these heads, RoPE and causal masks."""
+    config = LatentConfig(
+        width,
+        heads,
+        kv_lora_rank=rank,
+        qk_nope_head_dim=head_dim,
+        qk_rope_head_dim=LATENT_ROPE,
+        positions=RotaryConfig(interleaved=True),
+        causal=True,
+        bias=False,
+    )
+    return ModelLayout.of(config, layers, name=f"{heads}x{head_dim} over a latent of {rank} at {width}")
 
 
 def _divisions(width: int, shares: Sequence[float]) -> Iterator[tuple[int, int]]:

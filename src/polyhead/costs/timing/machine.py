@@ -309,7 +309,7 @@ class Machine:
         return machine
 
     def _check(self, kind: MachineKind) -> None:
-        """Validate a machine from a file: predictions need positive numbers, and samples of every kind or a datasheet."""
+        """Validate a machine from a file: positive numbers, and samples of every kind or a datasheet."""
         if not isinstance(self.name, str) or self.device not in get_args(Device):
             raise OptionError(
                 f"a machine must have a name and a device cuda or cpu, got {self.name!r} and {self.device!r}"

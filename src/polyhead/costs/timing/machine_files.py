@@ -46,9 +46,7 @@ def find_machine(name: str | os.PathLike[str]) -> Path:
         if str(name) not in known:
             similar = [x for x in known if str(name).lower() in x] or get_close_matches(str(name).lower(), known)
             hint = f"did you mean {' or '.join(similar)}?" if similar else "`polyhead plan calibrate` adds this machine"
-            raise OptionError(
-                f"machine must be one of {machine_names()}, or a .json file; got {str(name)!r}; {hint}"
-            )
+            raise OptionError(f"machine must be one of {machine_names()}, or a .json file; got {str(name)!r}; {hint}")
         path = known[str(name)]
     if not path.exists():
         raise OptionError(f"a machine file must exist, got {str(path)!r}")
