@@ -369,3 +369,33 @@ def test_one_token_of_a_cpu_is_bound_by_what_it_reads():
     found = predict(work, Machine.load("cpu-2-cores"))
     assert found.bound == "bandwidth"
     assert {part.bound for part in found.parts if isinstance(part.piece, Product)} == {"bandwidth"}
+
+
+def test_a_datasheet_is_predicted_from_its_rates_and_the_median_correction_of_the_measured_machine():
+    measured, sheet = Machine.load("nvidia-h200"), Machine.load("nvidia-h100-sxm")
+    product = Product("projection", 8192, 4096, 4096, torch.bfloat16)
+    logs = [
+        math.log(sample.seconds / limits(sample.piece, measured).kernel_seconds)
+        for sample in measured.samples
+        if isinstance(sample.piece, Product) and sample.piece.dtype is torch.bfloat16
+    ]
+    expected = limits(product, sheet).kernel_seconds * math.exp(statistics.median(logs))
+    assert predict_piece(product, sheet).seconds == pytest.approx(expected)
+    # Half of the bandwidth, twice the time of a large copy.
+    traffic = Traffic("output", 1 << 33)
+    faster, slower = (
+        dataclasses.replace(sheet, sheet=dataclasses.replace(sheet.sheet, bandwidth=bandwidth))
+        for bandwidth in (4e12, 2e12)
+    )
+    assert predict_piece(traffic, slower).seconds == pytest.approx(2 * predict_piece(traffic, faster).seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize(("phase", "past"), [("prefill", None), ("decode", 8191)])
+def test_a_machine_with_the_datasheet_of_the_measured_one_is_predicted_alike(phase, past):
+    """The median correction replaces the interpolated one, so that times agree to a few tens of percent."""
+    measured = Machine.load("nvidia-h200")
+    sheet = dataclasses.replace(measured, samples=())
+    config = MultiHeadConfig(4096, 32, num_kv_heads=8, causal=True)
+    workload = Workload.prefill(8192) if past is None else Workload.decode(past, batch=64)
+    work = layer_work(config, workload, dtype=torch.bfloat16, cached=True)
+    assert predict(work, sheet).seconds == pytest.approx(predict(work, measured).seconds, rel=0.35)
