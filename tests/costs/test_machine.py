@@ -90,7 +90,7 @@ def test_the_bandwidth_is_that_of_copies_no_cache_holds(machine):
 
 
 def test_a_dtype_that_was_not_measured_is_refused(machine):
-    with pytest.raises(OptionError, match="has rates in bfloat16, float32, got float16; recalibrate it"):
+    with pytest.raises(OptionError, match="calibrated in bfloat16, float32, got float16; recalibrate it"):
         machine.matrix_rate(torch.float16)
     with pytest.raises(OptionError, match="has rates in float32, got bfloat16; choose one of these"):
         Machine.load("amd-epyc-9554").matrix_rate(BF16)
@@ -156,7 +156,9 @@ def test_datasheets_have_dense_rates_without_sparsity():
     for name, (narrow, wide, bandwidth, memory, processors) in DATASHEETS.items():
         machine = shipped(name)
         flops = machine.sheet.flops
-        assert flops.get("bfloat16") == flops.get("float16") == (None if narrow is None else pytest.approx(narrow * 1e12))
+        assert (
+            flops.get("bfloat16") == flops.get("float16") == (None if narrow is None else pytest.approx(narrow * 1e12))
+        )
         assert flops["float32"] == pytest.approx(wide * 1e12)
         assert machine.sheet.bandwidth == pytest.approx(bandwidth * 1e12)
         assert (machine.memory_bytes, machine.processors) == (memory * 10**9, processors)
@@ -263,8 +265,14 @@ def test_a_file_that_is_missing_broken_or_old_is_refused(tmp_path):
         ({"kind": "guessed"}, "must be measured or datasheet with a device cuda or cpu, got 'guessed' and 'cuda'"),
         ({"kind": "datasheet"}, "must have samples or a datasheet, got neither"),
         ({"datasheet": {"model": "X"}}, "a Datasheet has the fields model, flops, .*, got no flops"),
-        ({"kind": "datasheet", "datasheet": SHEET | {"flops": {"bfloat16": 1e12}}}, "a rate in float32 on its datasheet"),
-        ({"datasheet": SHEET | {"flops": {"float32": -1.0}}}, "flops in float32 of a machine must be a positive number"),
+        (
+            {"kind": "datasheet", "datasheet": SHEET | {"flops": {"bfloat16": 1e12}}},
+            "a rate in float32 on its datasheet",
+        ),
+        (
+            {"datasheet": SHEET | {"flops": {"float32": -1.0}}},
+            "flops in float32 of a machine must be a positive number",
+        ),
         ({"datasheet": SHEET | {"flops": {"int8": 1e12}}}, "in bfloat16, float16 or float32, got int8"),
         ({"error": {"median": "small"}}, "a PredictionError has the fields median, worst, layers, got no worst"),
     ],

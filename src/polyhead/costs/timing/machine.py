@@ -165,9 +165,10 @@ class Machine:
     def check_dtype(self, dtype: torch.dtype) -> None:
         if dtype not in self._matrix_rates:
             dtypes = ", ".join(map(dtype_name, self.dtypes))
-            rule = f"machine {self.name!r} has rates in {dtypes}, got {dtype_name(dtype)}; "
-            other = "recalibrate it with that dtype" if self.kind == "measured" else "choose one of these"
-            raise OptionError(rule + other)
+            known, hint = "was calibrated", "recalibrate it with that dtype"
+            if self.kind == "datasheet":
+                known, hint = "has rates", "choose one of these"
+            raise OptionError(f"machine {self.name!r} {known} in {dtypes}, got {dtype_name(dtype)}; {hint}")
 
     @functools.cached_property
     def bandwidth(self) -> float:
@@ -183,10 +184,13 @@ class Machine:
 
     @functools.cached_property
     def copies(self) -> tuple[tuple[int, float], ...]:
-        """Bytes and seconds of each measured copy, smallest first; those of another machine scaled by bandwidth."""
+        """Bytes and seconds of each measured copy, smallest first.
+
+        Those of a machine known by its datasheet are scaled by the bandwidth, except for the fixed time of a kernel.
+        """
         if self.kind == "datasheet":
             slower, fixed = self.measured.bandwidth / self.bandwidth, self.shortest["traffic"]
-            return tuple((size, max(seconds * slower, fixed)) for size, seconds in self.measured.copies)
+            return tuple((size, fixed + (seconds - fixed) * slower) for size, seconds in self.measured.copies)
         copies = [(x.piece.bytes, x.seconds) for x in self.samples if isinstance(x.piece, Traffic)]
         if not copies:
             raise OptionError(
@@ -286,12 +290,12 @@ class Machine:
                 f"a machine file must have format {FORMAT}, got {content.get('format')!r}; recalibrate the machine"
             )
         sheet, error = content.get("datasheet"), content.get("error")
+        sizes = content["name"], content["device"], content["processors"], content["memory_bytes"]
         options: dict[str, Any] = {
             "facts": dict(content["facts"]),
             "sheet": None if sheet is None else build(Datasheet, sheet),
             "error": None if error is None else build(PredictionError, error),
         }
-        sizes = content["name"], content["device"], content["processors"], content["memory_bytes"]
         kind = content.get("kind", "measured")
         if kind == "datasheet" and content["device"] in LIKE:
             like = shipped(LIKE[content["device"]])
