@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import stat
@@ -23,6 +24,7 @@ TABLE_BYTES, TABLE_ROWS = 1 << 28, 1 << 20
 _MAX_MESSAGE = 300  # characters of another library's error message
 
 T = TypeVar("T")
+_type_hints = functools.cache(typing.get_type_hints)
 
 
 @contextmanager
@@ -130,7 +132,7 @@ def build(cls: type[T], found: object) -> T:
     """
     if not isinstance(found, Mapping):
         raise OptionError(f"a {cls.__name__} must be an object with its fields, got {short(found)}")
-    hints = typing.get_type_hints(cls)
+    hints = _type_hints(cls)
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     unknown = [str(name) for name in found if name not in hints]
     missing = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from polyhead.costs.planning import Plan, cache_bytes_per_token, total_parameter
 from polyhead.costs.timing.machine import Machine, MachineSummary
 from polyhead.costs.timing.machine_files import list_machines
 from polyhead.costs.timing.predict import predict
+from polyhead.costs.work import Work
 from polyhead.layers import MultiHeadConfig
 from polyhead.layers.latent.config import LatentConfig
 from polyhead.layers.positions.config import RotaryConfig
@@ -66,31 +68,30 @@ def compare(plan: Plan, machine: Machine | None = None) -> Comparison:
     machines = {name: Machine.load(name) for name in list_machines()}
     if machine is not None:
         machines[machine.name] = machine  # of a file, or one that hides another of its name
+    works = [
+        [
+            phase_works(plan.model, x.phase, plan.batch, point.context, plan.dtype, plan.cache_dtype)
+            for point in contexts
+        ]
+        for x in plan.phases
+    ]
     return Comparison(
         contexts,
-        tuple(_on_machine(plan, other, [point.context for point in contexts]) for other in machines.values()),
+        tuple(_on_machine(plan, other, works) for other in machines.values()),
         over_kv_heads(plan, machine),
         over_heads(plan, machine),
         _choices(plan, machine),
     )
 
 
-def _on_machine(plan: Plan, machine: Machine, contexts: list[int]) -> MachinePoint:
+def _on_machine(plan: Plan, machine: Machine, works: Sequence[Sequence[Sequence[Work]]]) -> MachinePoint:
+    """Return the plan on a machine; `works` are those of each phase at each context."""
     if plan.dtype not in machine.dtypes:
         return MachinePoint(machine.summary, machine.memory_bytes, (), ())
-    dtypes = (plan.dtype, plan.cache_dtype)
-    phases = tuple(
-        plan_phase(plan.model, x.phase, plan.batch, plan.context, *dtypes, machine=machine) for x in plan.phases
-    )
+    sizes = (plan.batch, plan.context, plan.dtype, plan.cache_dtype)
+    phases = tuple(plan_phase(plan.model, x.phase, *sizes, machine=machine) for x in plan.phases)
     curves = tuple(
-        tuple(
-            sum(
-                predict(work, machine).seconds
-                for work in phase_works(plan.model, x.phase, plan.batch, context, *dtypes)
-            )
-            for context in contexts
-        )
-        for x in plan.phases
+        tuple(sum(predict(work, machine).seconds for work in layers) for layers in by_context) for by_context in works
     )
     return MachinePoint(machine.summary, machine.memory_bytes, phases, curves)
 
