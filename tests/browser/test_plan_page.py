@@ -1,4 +1,4 @@
-"""The page of a plan in a real browser: a view per question, no requests, legible in light and dark, large and small."""
+"""The page of a plan in a real browser: a view per question, no requests, legible on any screen in light and dark."""
 
 from __future__ import annotations
 

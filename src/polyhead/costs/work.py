@@ -183,7 +183,8 @@ class AttentionCore:
         """FLOPs over the visible pairs: two products forward, five backward with the recomputed scores.
 
         Talking heads add two mixes over heads, of logits and of weights, and their backward makes three passes over the
-        pairs, or four if they are wide. A core of the stage "mixing" is attention among the mixed heads of each token, as in `HeadMix`.
+        pairs, or four if they are wide. A core of the stage "mixing" is attention among the mixed heads of each token,
+        as in `HeadMix`.
         """
         is_backward = self.direction == "backward"
         if is_backward and self.mixing:

@@ -136,7 +136,7 @@ class DifferentialHeads(PlainHeads[DifferentialConfig]):
         tape, maps = call.tape, replace(self.heads, head_dim=self.layout.head_dim // 2)
         elements = call.tokens * self.outputs
         call.core(replace(maps, queries=2 * maps.queries, keys=2 * maps.keys), sinks=self.config.sinks)
-        # The difference reads both outputs and writes one; the norm, and the scaling by 1 - lambda_init, read and write.
+        # The difference reads both outputs and writes one; the norm and the scaling by 1 - lambda_init read and write.
         call.passes("attention", elements, transfers=7, launches=3)
         halves = [tape.views(block, block.gradient_size // 2, block.gradient_size // 2) for block in (query, key)]
         first, second = (
