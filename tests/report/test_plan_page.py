@@ -111,7 +111,7 @@ def test_a_phase_fits_into_machines_with_more_memory_than_it_needs(timed):
     assert training.en.startswith(f"Training at batch 3, 1,000 tokens needs {needs}: fits into 24 GB (nvidia-l4, ")
     assert ", 80 GB (nvidia-a100-80gb, nvidia-h100-sxm), " in training.en
     assert "not into" not in training.en
-    assert all(sentence.en.endswith(", with the same answer.") for sentence in others)
+    assert all(sentence.en.endswith(": fits into the same machines.") for sentence in others)
 
     def of_memory(needed: int) -> Comparison:
         """Every machine needs so many bytes for training."""
@@ -130,6 +130,7 @@ def test_a_phase_fits_into_machines_with_more_memory_than_it_needs(timed):
     lead = answers.fit(plan, of_memory(80 * 10**9 + 1))[0].en
     assert ": fits into 150 GB (nvidia-h200)" in lead
     assert ": fits into none of 24 GB (" in answers.fit(plan, of_memory(10**15))[0].en
+    assert ", 80 GB (nvidia-a100-80gb, nvidia-h100-sxm), " in answers.fit(plan, of_memory(10**15))[1].en
 
 
 def test_the_speed_of_a_phase_is_told_with_its_machine_and_error(timed):

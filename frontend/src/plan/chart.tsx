@@ -120,7 +120,7 @@ function legendOf(series: Series[], width: number, language: Language): { height
     const wide = SWATCH + widthOf(name);
     if (next > 0 && next + wide > width) [next, row] = [0, row + 1];
     const at = { x: next - LEFT, y: row * ROW };
-    next += wide + 14;
+    next += wide + 20;
     return { one, name, ...at };
   });
   const height = (row + 1) * ROW;

@@ -25,8 +25,19 @@ def fit(plan: Plan, comparison: Comparison) -> list[Text]:
         else:
             lead = Text(f"{name.en} needs {needs}", f"{name.zh}需要 {needs}")
         is_same = index > 0 and place == places[index - 1]
-        sentences.append(_join(lead, Text(", with the same answer.", "，答案相同。") if is_same else place))
+        sentences.append(_join(lead, _again(comparison.machines, index) if is_same else place))
     return sentences
+
+
+def _again(machines: tuple[MachinePoint, ...], phase: int) -> Text:
+    """Return that a phase fits into the machines of the sentence before."""
+    if any(point.phases[phase].fused.total <= point.memory_bytes for point in machines if point.phases):
+        return Text(": fits into the same machines.", "：可放入同样的机器。")
+    return (
+        Text(": fits into none of them either.", "：也都放不下。")
+        if any(x.phases for x in machines)
+        else Text(".", "。")
+    )
 
 
 def _where(machines: tuple[MachinePoint, ...], phase: int) -> Text:
@@ -183,12 +194,23 @@ def _decode_words(planned: LayoutPoint, layouts: tuple[LayoutPoint, ...], plan: 
     times = {point.name: _seconds(point.phases[-1]) for point in layouts}
     name, own = words.title(plan, plan.phases[-1]), times[planned.name]
     others = ", ".join(f"{seconds(times[other])} ({other})" for other in ("MHA", "MQA") if other != planned.name)
-    return [
+    sentences = [
         Text(
             f"{name.en} on {plan.machine.name}: {seconds(own)}, against {others}.",
             f"{name.zh}，在 {plan.machine.name} 上：{seconds(own)}，相比 {others}。",
         )
     ]
+    if plan.phases[-1].timing is not None and plan.phases[-1].timing.bound == "launch":
+        times = {point.name: x.device_seconds for point in layouts if (x := point.phases[-1].timing) is not None}
+        own = times[planned.name]
+        others = ", ".join(f"{seconds(times[other])} ({other})" for other in ("MHA", "MQA") if other != planned.name)
+        sentences.append(
+            Text(
+                f"Without launch overhead, as under a CUDA graph: {seconds(own)}, against {others}.",
+                f"不计启动开销（如使用 CUDA graph）：{seconds(own)}，相比 {others}。",
+            )
+        )
+    return sentences
 
 
 def _seconds(phase: PhasePlan) -> float:
