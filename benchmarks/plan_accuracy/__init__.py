@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 from benchmarks.measuring.verdicts import judge
-from benchmarks.plan_accuracy.shapes import REGIMES, Ranges, Regime, Shape
+from benchmarks.plan_accuracy.shapes import REGIMES, Ranges, Rates, Regime, Shape
 from polyhead.costs.calibration.calls import layer_call
 from polyhead.costs.calibration.compiling import Task, compile_ahead, layer_tasks
 from polyhead.costs.calibration.timing import MAX_HOST_SHARE, steady_samples
 from polyhead.costs.measuring.runner import is_out_of_memory
+from polyhead.costs.quantities import dtype_name
 from polyhead.costs.timing.limits import Bound
-from polyhead.costs.timing.machine import Datasheet, Machine
+from polyhead.costs.timing.machine import Machine
 from polyhead.costs.timing.predict import Prediction, predict, roofline
 from polyhead.errors import OptionError
 from polyhead.observation.saving import write_atomically
@@ -156,9 +157,12 @@ def _tasks(shapes: Iterable[Shape], dtype: torch.dtype) -> list[Task]:
     return tasks
 
 
-def promise(machine: Machine, dtype: torch.dtype) -> Datasheet:
+def promise(machine: Machine, dtype: torch.dtype) -> Rates:
     """Return the vendor's figures, or the best measured rates if none are known."""
-    return machine.datasheet or Datasheet(machine.matrix_rate(dtype), machine.bandwidth)
+    sheet = machine.datasheet
+    if sheet is None:
+        return Rates(machine.matrix_rate(dtype), machine.bandwidth)
+    return Rates(sheet.flops[dtype_name(dtype)], sheet.bandwidth)
 
 
 def _measured(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int) -> list[float]:

@@ -10,14 +10,13 @@ import math
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
 from polyhead.costs.cost import layer_work
 from polyhead.costs.options import PHASES, Phase
 from polyhead.costs.timing.limits import MASK_TRAFFIC, route
-from polyhead.costs.timing.machine import DATASHEETS, Datasheet
 from polyhead.costs.timing.predict import roofline
 from polyhead.costs.work import AttentionCore, Device, Piece, Work
 from polyhead.costs.workload import Workload
@@ -75,6 +74,13 @@ class Shape:
         )
 
 
+class Rates(NamedTuple):
+    """FLOPs and bytes per second of a roofline."""
+
+    flops: float
+    bandwidth: float
+
+
 @dataclass(frozen=True, slots=True)
 class Ranges:
     """Ranges that shapes are drawn from, and upper limits of their cost."""
@@ -88,7 +94,7 @@ class Ranges:
     max_flops: float  # of one call, including the masked pairs of mask tensors
     max_bytes: float  # moved by one call, and of masks
     quotas: Mapping[Regime, int]
-    nominal: Datasheet  # rates that decide what is launch-bound
+    nominal: Rates  # rates that decide what is launch-bound
     launch_seconds: float  # of one kernel; a call is launch-bound if its launches take longer than its work
 
 
@@ -102,7 +108,7 @@ GPU = Ranges(
     max_flops=3e13,
     max_bytes=4e10,
     quotas={"prefill": 14, "decode": 14, "training": 14, "launch-bound": 10},
-    nominal=DATASHEETS["H200"],
+    nominal=Rates(989.5e12, 4.8e12),  # datasheet of the H200
     launch_seconds=15e-6,
 )
 # Small enough for two slow cores, as a functional check.
@@ -116,7 +122,7 @@ CPU = Ranges(
     max_flops=2e9,
     max_bytes=5e8,
     quotas={"prefill": 4, "decode": 3, "training": 3, "launch-bound": 2},
-    nominal=Datasheet(50e9, 10e9),
+    nominal=Rates(50e9, 10e9),
     launch_seconds=15e-6,
 )
 

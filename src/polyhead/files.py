@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import stat
@@ -117,6 +118,11 @@ def read_columns(path: Path, rule: str, kind: type[PolyheadError] = OptionError)
             return columns, file.schema_arrow.metadata or {}
 
 
+@functools.cache
+def _type_hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
 def build(cls: type[T], found: object) -> T:
     """Return a dataclass instance from a JSON object, checking names and annotated types of its fields.
 
@@ -130,7 +136,7 @@ def build(cls: type[T], found: object) -> T:
     """
     if not isinstance(found, Mapping):
         raise OptionError(f"a {cls.__name__} must be an object with its fields, got {short(found)}")
-    hints = typing.get_type_hints(cls)
+    hints = _type_hints(cls)  # type: ignore[arg-type]  # classes are hashable
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     unknown = [str(name) for name in found if name not in hints]
     missing = [

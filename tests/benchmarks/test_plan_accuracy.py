@@ -19,7 +19,7 @@ from benchmarks.plan_accuracy.shapes import CPU, GPU, Shape, draw
 from benchmarks.plan_tables import accuracy_section
 from polyhead.costs import calibration
 from polyhead.costs.calibration import timing
-from polyhead.costs.timing.machine import DATASHEETS, Machine
+from polyhead.costs.timing.machine import Machine, shipped
 from polyhead.costs.timing.predict import predict, roofline
 from polyhead.costs.work import AttentionCore
 from polyhead.errors import OptionError
@@ -141,7 +141,8 @@ def test_the_promise_is_the_vendors_or_the_best_that_was_reached():
     reached = plan_accuracy.promise(machine, torch.float32)
     assert (reached.flops, reached.bandwidth) == (machine.matrix_rate(torch.float32), machine.bandwidth)
     named = dataclasses.replace(machine, facts={"processor": "NVIDIA H200"})
-    assert plan_accuracy.promise(named, torch.float32) == DATASHEETS["H200"]
+    sheet = shipped("nvidia-h200").sheet
+    assert plan_accuracy.promise(named, torch.float32) == (sheet.flops["float32"], sheet.bandwidth)
 
 
 @pytest.fixture

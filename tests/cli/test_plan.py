@@ -10,9 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from polyhead.cli import app
-from polyhead.costs.timing.machine import Machine
 from polyhead.layers import MultiHeadConfig
-from polyhead.progress import Progress
 
 SIZES = ("--d-model", 512, "--heads", 8, "--kv-heads", 2, "--layers", 6, "--context", 1024)
 
@@ -35,7 +33,7 @@ def test_a_layout_by_its_sizes():
         assert words in shown
     for title in ("training step", "prefill of the full context", "decode step"):
         assert title in shown
-    assert "use --machine to predict times; calibrated machines:" in shown
+    assert "use --machine to predict times; machines: amd-epyc-9554 (datasheet), " in shown
 
 
 def test_tokens_that_see_later_ones_meet_more_keys():
@@ -154,16 +152,27 @@ def test_a_page_holds_all_it_needs(tmp_path, timed):
     text = file.read_text(encoding="utf-8")
     page = _Page()
     page.feed(text)
-    assert page.fetched == []
+    assert set(page.fetched) == {"#/fit", "#/speed", "#/layout", "#/numbers"}
     assert page.open == []
     data, _ = page.scripts
-    charts = json.loads(data)
-    assert len(charts["context"]) == 3 * 3  # three charts a phase
-    assert len(charts["heads"]) == 1
-    assert ("time per token" in data) is timed
-    assert ("FLOPs per token" in data) is not timed
-    assert ("predicted time" in data) is timed
+    assert {view: len(variants) for view, variants in json.loads(data).items()} == {"fit": 1, "speed": 3, "layout": 1}
     assert "default-src 'none'" in text
+    assert '<html lang="en">' in text
+    invoke("plan", *SIZES, "--lang", "zh", "--output", file)
+    assert '<html lang="zh-Hans">' in file.read_text(encoding="utf-8")
+
+
+def test_a_machine_known_by_its_datasheet_is_labelled_as_such():
+    shown = invoke("plan", *SIZES, "--phase", "decode", "--machine", "nvidia-l4").output
+    assert "bfloat16 on nvidia-l4 (datasheet, error not measured)" in shown
+    assert "note: datasheet of nvidia-l4: NVIDIA L4 Tensor Core GPU datasheet" in shown
+    found = json.loads(invoke("plan", *SIZES, "--phase", "decode", "--machine", "nvidia-l4", "--json").output)[
+        "machine"
+    ]
+    assert (found["name"], found["kind"], found["error"]) == ("nvidia-l4", "datasheet", None)
+    assert found["source"].startswith("NVIDIA L4 Tensor Core GPU datasheet")
+    shown = invoke("plan", *SIZES, "--machine", "amd-epyc-9554").output
+    assert "note: amd-epyc-9554 has no rate in bfloat16: planned in float32 instead" in shown
 
 
 def test_a_page_writes_a_name_as_text(tmp_path):
@@ -175,60 +184,6 @@ def test_a_page_writes_a_name_as_text(tmp_path):
     text = (tmp_path / "plan.html").read_text(encoding="utf-8")
     assert "&lt;b&gt;x" in text
     assert "<b>x" not in text
-
-
-def test_calibrating_measures_keeps_and_predicts(tmp_path, monkeypatch):
-    import polyhead.costs.calibration as calibration
-
-    def measured(*, progress: Any) -> Machine:
-        progress(Progress("calibrate", 1, 2, detail="a product"))
-        return Machine.load("cpu-2-cores")
-
-    monkeypatch.setattr(calibration, "calibrate", measured)
-    monkeypatch.setenv("POLYHEAD_MACHINES", str(tmp_path))
-    alone = invoke("plan", "--calibrate").output
-    assert f"calibrated cpu-2-cores, saved to {tmp_path / 'cpu-2-cores.json'}" in alone.replace("\n", "")
-    assert (tmp_path / "cpu-2-cores.json").is_file()
-    assert "bound by" in invoke("plan", *SIZES, "--dtype", "float32", "--calibrate").output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("gpt2", "--machine", "cpu-2-cores"), "got --machine cpu-2-cores as well; omit one of them"),
-        (("no/such/model/at/all",), "there is no such file or folder"),
-        (("gpt2", "--context", 0), "context must be a positive integer, got 0"),
-        (("gpt2", "--context", 5000), "context must be at most 1,024 tokens"),
-        (("gpt2", "--dtype", "int8"), "--dtype must be one that --calibrate measures here"),
-        (("gpt2", "--dtype", "float12"), "got 'float12'"),
-        (("--heads", 3), "specify one of MODEL, --config, and --d-model with --heads; got none"),
-    ],
-)
-def test_what_cannot_be_planned_is_refused_before_anything_is_measured(tmp_path, monkeypatch, arguments, words):
-    import polyhead.costs.calibration as calibration
-
-    monkeypatch.setattr(calibration, "calibrate", lambda **options: pytest.fail("it was measured"))
-    monkeypatch.setenv("POLYHEAD_MACHINES", str(tmp_path))
-    assert words in invoke("plan", *arguments, "--calibrate", code=2).stderr
-
-
-def test_a_calibration_that_cannot_be_kept_is_not_begun_and_one_that_was_made_is_used(tmp_path, monkeypatch):
-    import polyhead.costs.calibration as calibration
-
-    folder = tmp_path / "own"
-
-    def measured(*, progress: Any) -> Machine:
-        folder.rmdir()
-        folder.write_text("", encoding="utf-8")  # in the place of the folder, after it was looked at
-        return Machine.load("cpu-2-cores")
-
-    monkeypatch.setattr(calibration, "calibrate", measured)
-    monkeypatch.setenv("POLYHEAD_MACHINES", str(folder))
-    shown = invoke("plan", *SIZES, "--dtype", "float32", "--calibrate").output
-    assert "calibrated cpu-2-cores, not saved: a machine is saved to a writable folder" in shown
-    assert "bound by" in shown
-    monkeypatch.setattr(calibration, "calibrate", lambda **options: pytest.fail("it was measured"))
-    assert "machines are saved to a writable folder" in invoke("plan", "--calibrate", code=2).stderr
 
 
 @pytest.mark.parametrize(
@@ -263,7 +218,14 @@ def test_a_file_that_is_no_machine_gets_one_clear_line(tmp_path, content, words)
         (("gpt2", "--dtype", "int8"), "dtype must be bfloat16, float16, float32 or float64, got int8"),
         (("gpt2", "--phase", "rest"), "phase must be one of training, prefill, decode; got 'rest'"),
         (("bert-base", "--phase", "decode"), "decode needs causal layers"),
-        (("gpt2", "--machine", "abacus"), "machine must be one of"),
+        (
+            ("gpt2", "--machine", "abacus"),
+            "nvidia-l4 (datasheet), nvidia-rtx-4090 (datasheet), or a .json file; got 'aba",
+        ),
+        (("gpt2", "--machine", "nowhere.json"), "a machine file must exist, got 'nowhere.json'"),
+        (("gpt2", "--lang", "fr"), "--lang must be one of en, zh; got 'fr'"),
+        (("--batch", 2, "calibrate"), "takes no options of `polyhead plan`, got some before calibrate; omit them, or"),
+        (("gpt2", "--calibrate"), "there is no option --calibrate"),
         (("--config", "nowhere.json"), "--config must be an existing file, got nowhere.json"),
         (("./nowhere",), "there is no such file or folder"),
         (("gpt2", "--output", "nowhere/plan.html"), "--output must be a file in an existing folder"),

@@ -148,7 +148,7 @@ def test_a_choice_as_a_dictionary_has_its_config_and_its_warnings():
         ({}, {"d_model": 512}, "got no limit"),
         ({"parameters": 0}, {"d_model": 512}, "parameters of a budget must be positive, got 0"),
         ({"seconds": -1.0}, {"d_model": 512}, "seconds of a budget must be positive, got -1.0"),
-        ({"seconds": 0.01}, {"d_model": 512}, "needs a calibrated machine"),
+        ({"seconds": 0.01}, {"d_model": 512}, "needs a machine for its predictions"),
         ({"cache_bytes_per_token": 4096}, {}, "without d_model the budget must limit parameters"),
         ({"parameters": 10**6}, {"d_model": -512}, "d_model must be a positive integer, got -512"),
         ({"parameters": 10**6}, {"d_model": 512, "layers": 0}, "layers must be a positive integer, got 0"),

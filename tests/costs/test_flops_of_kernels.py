@@ -6,6 +6,7 @@ A step of decoding is counted by what the cache holds, an attention of chosen ro
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import polyhead.costs.flop_formulas  # noqa: F401  for the formulas that it registers
-from polyhead.costs import Workload, estimate_cost
+from polyhead.costs import AttentionCore, Workload, estimate_cost
 from polyhead.layers import (
     AttentionConfig,
     GrowingCache,
@@ -36,6 +37,7 @@ from polyhead.layers.variants import (
     RoutedConfig,
 )
 from polyhead.ops.selected_rows.api import RaggedRows, ragged_attention
+from polyhead.ops.talking_heads.api import talking_attention
 from tests.ops.interpreter.interpreted import in_the_interpreter
 
 BATCH, PAST, EMBED = 3, 6, 64
@@ -164,6 +166,27 @@ def check_chosen_rows(device: str = "cpu") -> None:
     }
 
 
+def check_talking_backward(heads: int, dim: int) -> None:
+    """The backward of talking heads, by the sizes of all products that its kernels make; tiles have no padding."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    found = 0
+    create_dot = InterpreterBuilder.create_dot
+
+    def counting(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        nonlocal found
+        found += 2 * a.data.size * b.data.shape[-1]
+        return create_dot(self, a, b, *rest)
+
+    query, key, value = (torch.randn(1, heads, 32, dim).bfloat16().requires_grad_() for _ in range(3))
+    mixes = [torch.eye(heads, dtype=torch.bfloat16).requires_grad_() for _ in range(2)]
+    output = talking_attention(query, key, value, logits_mix=mixes[0], weights_mix=mixes[1], backend="fused").output
+    with mock.patch.object(InterpreterBuilder, "create_dot", counting):
+        output.sum().backward()
+    core = AttentionCore("backward", 1, heads, heads, 32, 32, dim, dim, torch.bfloat16, mixing=True)
+    assert found == core.flops
+
+
 CHECKS = (check_caches, check_lengths, check_latents, check_routed, check_slots, check_mixed_rows, check_chosen_rows)
 
 
@@ -179,3 +202,8 @@ def test_in_the_interpreter_layers_have_the_flops_that_are_planned(check: Any) -
 @each
 def test_on_a_gpu_layers_have_the_flops_that_are_planned(check: Any) -> None:
     check("cuda")
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(16, 16), (16, 128)], ids=["narrow", "wide"])
+def test_the_backward_of_talking_heads_counts_the_products_of_its_kernels(heads: int, dim: int) -> None:
+    in_the_interpreter(check_talking_backward, heads, dim)

@@ -1,4 +1,4 @@
-"""Calibrated machines: round trip through files, measured rates, lookup by name."""
+"""Machines: round trip through files, measured rates and those of datasheets, lookup by name."""
 
 from __future__ import annotations
 
@@ -10,18 +10,27 @@ import torch
 
 from polyhead.costs.timing.limits import route
 from polyhead.costs.timing.machine import (
-    DATASHEETS,
+    Datasheet,
     HostCost,
     Machine,
+    PredictionError,
     Sample,
+    efficiency,
+    shipped,
+)
+from polyhead.costs.timing.machine_files import (
+    SHIPPED,
     check_own_folder,
     list_machines,
+    machine_kinds,
+    machine_names,
     own_folder,
 )
 from polyhead.costs.work import AttentionCore, Product, Traffic
 from polyhead.errors import OptionError
 
 BF16, F32 = torch.bfloat16, torch.float32
+SHEET = dataclasses.asdict(Datasheet("X", {"float32": 1e12}, 1e11, "a document"))
 
 
 def core(**options):
@@ -81,12 +90,15 @@ def test_the_bandwidth_is_that_of_copies_no_cache_holds(machine):
 
 
 def test_a_dtype_that_was_not_measured_is_refused(machine):
-    with pytest.raises(OptionError, match="calibrated in bfloat16, float32, got float16"):
+    with pytest.raises(OptionError, match="calibrated in bfloat16, float32, got float16; recalibrate it"):
         machine.matrix_rate(torch.float16)
+    with pytest.raises(OptionError, match="has rates in float32, got bfloat16; choose one of these"):
+        Machine.load("amd-epyc-9554").matrix_rate(BF16)
 
 
 def test_a_datasheet_is_known_by_a_word_of_the_processor_name(machine):
-    assert machine.datasheet == DATASHEETS["H200"]
+    assert machine.datasheet == shipped("nvidia-h200").sheet
+    assert machine.datasheet.bandwidth == 4.8e12
     assert Machine("x", "cpu", 2, 1, 1e-6, (), (), {"processor": "Neoverse-N1"}).datasheet is None
 
 
@@ -107,19 +119,107 @@ def test_without_a_folder_of_ones_own_the_data_home_is_taken(monkeypatch, tmp_pa
     assert own_folder() == tmp_path / "polyhead" / "machines"
 
 
-@pytest.mark.parametrize("name", list_machines())
-def test_every_shipped_machine_loads_and_says_when_and_on_what_it_was_measured(name):
-    machine = Machine.load(name)
+ALL = tuple(sorted(path.stem for path in SHIPPED.glob("*.json")))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_shipped_machine_loads_and_says_what_it_is_known_from(name):
+    machine = shipped(name)
     assert machine.name == name
-    assert {"processor", "versions", "date"} <= machine.facts.keys()
+    assert "processor" in machine.facts
     assert {cost.phase for cost in machine.host} == {"prefill", "decode", "training"}
     assert machine.bandwidth > 0
     assert machine.exponential_rate > 0
+    if machine.kind == "measured":
+        assert {"versions", "date"} <= machine.facts.keys()
+        assert machine.error.median < machine.error.worst < 0.35
+        assert machine.summary.source is None
+    else:
+        assert machine.error is None
+        assert machine.samples == ()
+        assert len(machine.summary.source) > 40
 
 
-def test_an_unknown_name_is_answered_with_those_that_are_known():
-    with pytest.raises(OptionError, match=r"one of .*cpu-2-cores.*got 'abacus'"):
+# TFLOPS of dense bfloat16 and of float32, TB/s, GB, multiprocessors or cores.
+DATASHEETS = {
+    "nvidia-a100-80gb": (312, 19.5, 2.039, 80, 108),
+    "nvidia-h100-sxm": (989.4, 66.9, 3.35, 80, 132),
+    "nvidia-l4": (121, 30.3, 0.3, 24, 58),
+    "nvidia-rtx-4090": (165.2, 82.6, 1.008, 24, 128),
+    "amd-mi300x": (1307.4, 163.4, 5.3, 192, 304),
+    "amd-epyc-9554": (None, 6.3488, 0.4608, 384, 64),
+}
+
+
+def test_datasheets_have_dense_rates_without_sparsity():
+    assert {name for name, kind in machine_kinds().items() if kind == "datasheet"} == DATASHEETS.keys()
+    for name, (narrow, wide, bandwidth, memory, processors) in DATASHEETS.items():
+        machine = shipped(name)
+        flops = machine.sheet.flops
+        assert (
+            flops.get("bfloat16") == flops.get("float16") == (None if narrow is None else pytest.approx(narrow * 1e12))
+        )
+        assert flops["float32"] == pytest.approx(wide * 1e12)
+        assert machine.sheet.bandwidth == pytest.approx(bandwidth * 1e12)
+        assert (machine.memory_bytes, machine.processors) == (memory * 10**9, processors)
+
+
+def test_rates_of_a_datasheet_are_scaled_by_the_efficiency_of_the_measured_machine():
+    measured, sheet = shipped("nvidia-h200"), shipped("nvidia-a100-80gb")
+    shares = efficiency()
+    assert shares.matrix[BF16] == measured.matrix_rate(BF16) / 989.5e12
+    assert shares.bandwidth == measured.bandwidth / 4.8e12
+    assert sheet.matrix_rate(BF16) == 312e12 * shares.matrix[BF16]
+    assert sheet.bandwidth == 2.039e12 * shares.bandwidth
+    assert sheet.exponential_rate == pytest.approx(measured.exponential_rate * 19.5 / 67)
+    assert sheet.shortest == measured.shortest
+    assert (sheet.host, sheet.launch_seconds) == (measured.host, measured.launch_seconds)
+    (small, quick), *_, (large, slow) = sheet.copies
+    assert (small, quick) == (measured.copies[0][0], measured.shortest["traffic"])  # a copy is no faster than a kernel
+    assert large / slow == pytest.approx(sheet.bandwidth, rel=0.01)
+    # A CPU is scaled by the same shares; its fixed times are those of the measured CPU.
+    server = shipped("amd-epyc-9554")
+    assert server.matrix_rate(F32) == 64 * 3.1e9 * 32 * shares.matrix[F32]
+    assert server.shortest == shipped("cpu-2-cores").shortest
+
+
+def test_a_calibration_of_the_same_name_does_not_change_the_efficiency(machine, tmp_path, monkeypatch):
+    before = Machine.load("nvidia-l4").matrix_rate(BF16)
+    monkeypatch.setenv("POLYHEAD_MACHINES", str(tmp_path))
+    dataclasses.replace(machine, name="nvidia-h200").save()
+    efficiency.cache_clear()
+    shipped.cache_clear()
+    assert Machine.load("nvidia-h200").matrix_rate(BF16) == machine.matrix_rate(BF16)
+    assert Machine.load("nvidia-l4").matrix_rate(BF16) == before
+
+
+def test_a_machine_known_by_its_datasheet_comes_back_from_its_file(tmp_path):
+    server = shipped("amd-epyc-9554")
+    again = Machine.load(server.save(tmp_path / "server.json"))
+    assert again.to_dict() == server.to_dict()
+    assert again.summary == server.summary
+
+
+def test_the_error_of_a_measured_machine_is_that_of_the_benchmark(machine):
+    root = SHIPPED.parents[4]
+    found = json.loads((root / "benchmarks/results/plan-cuda-nvidia-h200.json").read_text(encoding="utf-8"))
+    (summary,) = [row for row in found["summary"] if row["regime"] == "all"]
+    error = shipped("nvidia-h200").error
+    assert error == PredictionError(round(summary["median"], 3), round(summary["worst"], 3), summary["shapes"])
+    assert machine.summary.error is None
+
+
+def test_an_unknown_name_is_answered_with_those_that_are_known_and_their_kinds():
+    with pytest.raises(OptionError, match=r"one of .*cpu-2-cores \(measured\).*nvidia-l4 \(datasheet\).*got 'abacus'"):
         Machine.load("abacus")
+    with pytest.raises(OptionError, match=r"got 'H100'; did you mean nvidia-h100-sxm\?"):
+        Machine.load("H100")
+
+
+def test_a_file_that_cannot_be_read_is_listed_as_such(tmp_path, monkeypatch):
+    monkeypatch.setenv("POLYHEAD_MACHINES", str(tmp_path))
+    (tmp_path / "broken.json").write_text("{", encoding="utf-8")
+    assert "broken (unreadable)" in machine_names()
 
 
 def test_a_file_that_is_missing_broken_or_old_is_refused(tmp_path):
@@ -127,7 +227,7 @@ def test_a_file_that_is_missing_broken_or_old_is_refused(tmp_path):
         Machine.load(tmp_path / "none.json")
     broken = tmp_path / "broken.json"
     broken.write_text("{", encoding="utf-8")
-    with pytest.raises(OptionError, match=r"must contain a calibrated machine, got .*Expecting"):
+    with pytest.raises(OptionError, match=r"must contain a machine, got .*Expecting"):
         Machine.load(broken)
     broken.write_text(json.dumps({"format": 0}), encoding="utf-8")
     with pytest.raises(OptionError, match="must have format 2, got 0"):
@@ -139,11 +239,11 @@ def test_a_file_that_is_missing_broken_or_old_is_refused(tmp_path):
     with pytest.raises(OptionError, match="contains a list instead of an object"):
         Machine.load(broken)
     broken.write_bytes(b"\xff\xfe{")
-    with pytest.raises(OptionError, match=r"must contain a calibrated machine, got .*codec can't decode"):
+    with pytest.raises(OptionError, match=r"must contain a machine, got .*codec can't decode"):
         Machine.load(broken)
     folder = tmp_path / "folder.json"
     folder.mkdir()
-    with pytest.raises(OptionError, match=r"must contain a calibrated machine, got .*no regular file"):
+    with pytest.raises(OptionError, match=r"must contain a machine, got .*no regular file"):
         Machine.load(folder)
 
 
@@ -162,6 +262,19 @@ def test_a_file_that_is_missing_broken_or_old_is_refused(tmp_path):
         ({"device": "tpu"}, "a device cuda or cpu, got 'toy' and 'tpu'"),
         ({"processors": 0}, "processors of a machine must be a positive number, got 0"),
         ({"memory_bytes": "all"}, "memory_bytes of a machine must be a positive number, got 'all'"),
+        ({"kind": "guessed"}, "must be measured or datasheet with a device cuda or cpu, got 'guessed' and 'cuda'"),
+        ({"kind": "datasheet"}, "must have samples or a datasheet, got neither"),
+        ({"datasheet": {"model": "X"}}, "a Datasheet has the fields model, flops, .*, got no flops"),
+        (
+            {"kind": "datasheet", "datasheet": SHEET | {"flops": {"bfloat16": 1e12}}},
+            "a rate in float32 on its datasheet",
+        ),
+        (
+            {"datasheet": SHEET | {"flops": {"float32": -1.0}}},
+            "flops in float32 of a machine must be a positive number",
+        ),
+        ({"datasheet": SHEET | {"flops": {"int8": 1e12}}}, "in bfloat16, float16 or float32, got int8"),
+        ({"error": {"median": "small"}}, "a PredictionError has the fields median, worst, layers, got no worst"),
     ],
 )
 def test_a_file_of_another_hand_is_refused_with_what_it_lacks(machine, tmp_path, change, words):

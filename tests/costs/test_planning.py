@@ -251,7 +251,9 @@ def test_beyond_its_context_only_on_request():
 def test_times_are_of_the_machine_that_was_named():
     machine = Machine.load("cpu-2-cores")
     plan = planning.plan(MIXED, context=64, dtype=torch.float32, machine=machine)
-    assert plan.machine == "cpu-2-cores"
+    assert plan.machine == machine.summary
+    found = plan.to_dict()["machine"]
+    assert (found["name"], found["kind"], found["error"]["worst"]) == ("cpu-2-cores", "measured", 0.31)
     for phase in plan.phases:
         assert phase.timing is not None
         assert phase.timing.seconds > 0

@@ -7,12 +7,14 @@ import itertools
 import json
 import math
 import statistics
+from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import polyhead
+from benchmarks.plan_accuracy.shapes import Shape
 from polyhead.costs import Workload, estimate_memory
 from polyhead.costs.cost import layer_work
 from polyhead.costs.timing.correction import Correction
@@ -27,6 +29,7 @@ from polyhead.ops.attention import sdpa
 from polyhead.ops.common.kernels import availability
 
 BF16, F32 = torch.bfloat16, torch.float32
+ROOT = Path(__file__).resolve().parents[2]
 RATE, BANDWIDTH, EXPONENTIALS = 800e12, 4e12, 2e12
 GAP = 2e-6
 ROUTES = ("tiled", "masked")
@@ -369,3 +372,34 @@ def test_one_token_of_a_cpu_is_bound_by_what_it_reads():
     found = predict(work, Machine.load("cpu-2-cores"))
     assert found.bound == "bandwidth"
     assert {part.bound for part in found.parts if isinstance(part.piece, Product)} == {"bandwidth"}
+
+
+def test_a_datasheet_is_predicted_from_its_rates_and_the_median_correction_of_the_measured_machine():
+    measured, sheet = Machine.load("nvidia-h200"), Machine.load("nvidia-h100-sxm")
+    product = Product("projection", 8192, 4096, 4096, torch.bfloat16)
+    logs = [
+        math.log(sample.seconds / limits(sample.piece, measured).kernel_seconds)
+        for sample in measured.samples
+        if isinstance(sample.piece, Product) and sample.piece.dtype is torch.bfloat16
+    ]
+    expected = limits(product, sheet).kernel_seconds * math.exp(statistics.median(logs))
+    assert predict_piece(product, sheet).seconds == pytest.approx(expected)
+    # Half of the bandwidth, twice the time of a large copy.
+    traffic = Traffic("output", 1 << 33)
+    faster, slower = (
+        dataclasses.replace(sheet, sheet=dataclasses.replace(sheet.sheet, bandwidth=bandwidth))
+        for bandwidth in (4e12, 2e12)
+    )
+    assert predict_piece(traffic, slower).seconds == pytest.approx(2 * predict_piece(traffic, faster).seconds, rel=1e-3)
+
+
+def test_the_datasheet_of_the_measured_machine_predicts_what_was_measured_on_it():
+    """The machine that the factors are from: the error that docs/plan.md states."""
+    found = json.loads((ROOT / "benchmarks/results/plan-cuda-nvidia-h200.json").read_text(encoding="utf-8"))
+    sheet = dataclasses.replace(Machine.load("nvidia-h200"), samples=())
+    assert sheet.kind == "datasheet"
+    errors = [
+        abs(predict(Shape(**row["shape"]).work(BF16), sheet).seconds / row["measured"] - 1) for row in found["rows"]
+    ]
+    assert len(errors) == 52
+    assert (round(statistics.median(errors), 3), round(max(errors), 2)) == (0.095, 0.33)

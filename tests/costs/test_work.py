@@ -138,6 +138,38 @@ def test_exponentials_are_those_of_the_formula(monkeypatch, config):
     assert estimate_cost(config, WORKLOADS["forward"], form="materialised").exponentials == exponentials.count
 
 
+CONTIGUOUS = torch.contiguous_format
+
+
+class _Transfers(TorchDispatchMode):
+    """Elements of tensors of one size that elementwise operators read and write."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.elements, self.count, self.launches = elements, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.addcmul.default, torch.ops.aten.clone.default, torch.ops.aten.mul.Tensor):
+            tensors = [x for x in (*args, result) if isinstance(x, torch.Tensor) and x.numel() == self.elements]
+            self.count += len(tensors)
+            self.launches += len(tensors) > 0
+        return result
+
+
+def test_the_difference_of_two_maps_its_norm_and_its_scale_are_passes_over_memory(monkeypatch):
+    config = LAYERS["differential"]
+    elements = BATCH * QUERIES * config.num_heads * config.layout.value_dim
+    # The norm as one kernel, as on a GPU: it reads once and writes once.
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", lambda x, *_, **__: x.clone(memory_format=CONTIGUOUS))
+    with torch.no_grad(), _Transfers(elements) as transfers:
+        build_attention(config)(torch.randn(BATCH, QUERIES, EMBED))
+    work = layer_work(config, WORKLOADS["forward"], dtype=torch.float32)
+    (passes,) = [x for x in work.pieces if isinstance(x, Traffic) and x.launches == 3]
+    assert (passes.bytes, passes.launches) == (4 * elements * transfers.count, transfers.launches)
+    assert transfers.count == 7
+
+
 class _Shapes(TorchDispatchMode):
     """The sizes of the matrix products that run."""
 

@@ -1,17 +1,22 @@
-"""The page of a plan: texts, data of the charts, and safe markup."""
+"""The page of a plan: answers, tables, data of the charts, and safe markup."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from typing import Any
 
 import pytest
 import torch
 
 from polyhead.costs import LayerGroup, ModelLayout, planning
-from polyhead.costs.curves import over_context, over_heads
+from polyhead.costs.comparison import Comparison, compare
 from polyhead.costs.layout_warnings import KINDS
+from polyhead.costs.quantities import decimal_size, seconds
 from polyhead.costs.timing.machine import Machine
 from polyhead.layers import MultiHeadConfig
+from polyhead.layers.variants import DifferentialConfig
+from polyhead.report import plan_answers as answers
 from polyhead.report.page import Assets, policy_of
 from polyhead.report.plan_page import plan_html
 from polyhead.report.plan_payload import plan_charts
@@ -20,27 +25,27 @@ from tests.report.test_page import Parts, data_of
 
 
 def page_of(model: ModelLayout, context: int) -> str:
-    """Return the page up to its script."""
-    plan = planning.plan(model, context=context, phases=["decode"])
-    return plan_html(plan, over_context(plan), over_heads(plan)).split("<script>")[0]
+    """Return the English half of the page, up to its script."""
+    plan = planning.plan(dataclasses.replace(model, context=context), context=context, phases=["decode"])
+    return plan_html(plan, compare(plan)).split("<script>")[0].split('<div data-language="zh"')[0]
 
 
 @pytest.mark.parametrize(("width", "heads", "kv_heads"), [(96, 6, 2), (3584, 28, 4), (768, 12, 2)])
-def test_groups_of_any_size_have_a_page_with_a_curve_over_heads(width, heads, kv_heads):
+def test_groups_of_any_size_have_a_table_over_heads(width, heads, kv_heads):
     size = heads // kv_heads
     text = page_of(ModelLayout.of(MultiHeadConfig(width, heads, num_kv_heads=kv_heads, causal=True)), 512)
-    assert "<h2>By number of heads</h2>" in text
-    assert f"relative to {size} x {width // size}, at d_model {width:,}" in text
+    assert "by number of heads at constant total width</summary>" in text
+    assert f">{size} x {width // size:,}</th>" in text
 
 
-def test_no_chart_over_heads_if_their_total_width_is_fixed_otherwise():
+def test_no_table_over_heads_if_their_total_width_is_fixed_otherwise():
     text = page_of(ModelLayout.of(MultiHeadConfig(64, 6, num_kv_heads=2, head_dim=16, causal=True)), 512)
-    assert "By number of heads" not in text
+    assert "by number of heads" not in text
 
 
 def test_warnings_are_shown_with_their_reasons():
     text = page_of(ModelLayout.of(MultiHeadConfig(48, 48, causal=True)), 64)
-    assert "<h2>Warnings</h2>" in text
+    assert "<h3>Warnings</h3>" in text
     for kind in ("one channel", "narrow", "rank"):
         assert f"<li>{kind}: " in text
         assert KINDS[kind] in text
@@ -55,46 +60,141 @@ def test_rolling_caches_are_shown_beside_full_ones():
     assert "rolling" not in page_of(ModelLayout.of(full), 19)
 
 
-def charts_of(machine: Machine | None, context: int = 1000) -> tuple[planning.Plan, dict[str, Any]]:
-    model = ModelLayout.of(MultiHeadConfig(24, 6, num_kv_heads=2, causal=True), 5)
-    plan = planning.plan(model, batch=3, context=context, dtype=torch.float32, machine=machine)
-    return plan, plan_charts(plan, over_context(plan, machine), over_heads(plan, machine))
+def compared(machine: Machine | None = None, **options: Any) -> tuple[planning.Plan, Comparison]:
+    model = ModelLayout("small", (LayerGroup(MultiHeadConfig(96, 6, num_kv_heads=2, causal=True), 5),), context=4000)
+    plan = planning.plan(model, batch=3, context=1000, dtype=torch.float32, machine=machine, **options)
+    return plan, compare(plan, machine)
 
 
-@pytest.mark.parametrize("machine", [None, Machine.load("cpu-2-cores")], ids=["FLOPs", "time"])
-def test_charts_contain_the_numbers_of_the_plan(machine):
-    plan, charts = charts_of(machine)
-    assert [chart["kind"] for chart in charts["context"]] == ["bars", "bars", "lines"] * 3
-    at = charts["context"][0]["x_values"].index("1,000")
-    for phase, tokens, (per_token, memory, both) in zip(
-        plan.phases, (3000, 3000, 3), zip(*[iter(charts["context"])] * 3, strict=True), strict=True
-    ):
-        total = phase.flops.total if phase.timing is None else sum(phase.timing.stages.values())
-        assert per_token["unit"] == ("count" if phase.timing is None else "seconds")
-        assert sum(series["values"][at] for series in per_token["series"]) == pytest.approx(total / tokens)
-        assert sum(series["values"][at] for series in memory["series"]) == phase.fused.total
-        assert [series["values"][at] for series in both["series"]] == [phase.fused.total, phase.materialised.total]
-    (heads,) = charts["heads"]
-    assert heads["x_values"] == ("3", "6", "12", "24")
-    assert {series["name"]: series["values"][1] for series in heads["series"]}["exponentials"] == 2
-    assert ("predicted time" in {series["name"] for series in heads["series"]}) == (machine is not None)
+@pytest.fixture(scope="module")
+def timed() -> tuple[planning.Plan, Comparison]:
+    return compared(Machine.load("cpu-2-cores"))
 
 
-def test_series_without_cost_are_omitted_and_colours_are_stable():
-    _, charts = charts_of(None)
-    training, prefill = (
-        {series["name"]: series["colour"] for series in charts["context"][i]["series"]} for i in (1, 4)
+def test_charts_contain_the_numbers_of_the_plan(timed):
+    plan, comparison = timed
+    charts = plan_charts(plan, comparison)
+    (memory,), (layout,) = ([variant["chart"] for variant in charts[view]] for view in ("fit", "layout"))
+    at = memory["x_values"].index("1,000")
+    assert [series["values"][at] for series in memory["series"]] == [phase.fused.total for phase in plan.phases]
+    assert {(rule["label"], rule["value"]) for rule in memory["rules"]} >= {("80 GB", 80e9), ("25.2 GB", 25234767872)}
+    for variant, phase, tokens in zip(charts["speed"], plan.phases, (3000, 3000, 3), strict=True):
+        series = {series["name"]["en"]: series for series in variant["chart"]["series"]}
+        own = series["cpu-2-cores (measured)"]
+        assert own["values"][at] == pytest.approx(phase.timing.seconds / tokens)
+        assert (own["wide"], own["dashed"]) == (True, False)
+        assert (series["nvidia-l4 (datasheet)"]["wide"], series["nvidia-l4 (datasheet)"]["dashed"]) == (False, True)
+    assert layout["x_values"] == ("MHA", "GQA-3", "GQA-2", "MQA")
+    relative = {series["name"]["en"]: series["values"] for series in layout["series"]}
+    assert relative["cache per token"] == pytest.approx([1, 1 / 2, 1 / 3, 1 / 6])
+    assert relative.keys() == {"cache per token", "parameters", "memory, decode step", "time, decode step"}
+
+
+def test_without_a_machine_there_are_times_of_all_machines_and_none_of_layouts():
+    plan, comparison = compared(phases=["training"])
+    charts = plan_charts(plan, comparison)
+    assert not any(series["wide"] for variant in charts["speed"] for series in variant["chart"]["series"])
+    (layout,) = charts["layout"]
+    assert {series["name"]["en"] for series in layout["chart"]["series"]} == {
+        "cache per token", "parameters", "memory, training step",
+    }  # fmt: skip
+    (sentence,) = answers.speed(plan, comparison)
+    times = sorted((x.phases[0].timing.seconds, x.machine.name) for x in comparison.machines)
+    assert f": {seconds(times[0][0])} on {times[0][1]} (" in sentence.en
+    assert f" to {seconds(times[-1][0])} on {times[-1][1]} (" in sentence.en
+
+
+def test_a_phase_fits_into_machines_with_more_memory_than_it_needs(timed):
+    plan, comparison = timed
+    training, *others = answers.fit(plan, comparison)
+    needs = decimal_size(plan["training"].fused.total)
+    assert training.en.startswith(f"Training at batch 3, 1,000 tokens needs {needs}: fits into 24 GB (nvidia-l4, ")
+    assert ", 80 GB (nvidia-a100-80gb, nvidia-h100-sxm), " in training.en
+    assert "not into" not in training.en
+    assert all(sentence.en.endswith(": fits into the same machines.") for sentence in others)
+
+    def of_memory(needed: int) -> Comparison:
+        """Every machine needs so many bytes for training."""
+        points = []
+        for point in comparison.machines:
+            phase = point.phases[0]
+            fused = dataclasses.replace(phase.fused, parameters=needed - phase.fused.total + phase.fused.parameters)
+            points.append(
+                dataclasses.replace(point, phases=(dataclasses.replace(phase, fused=fused), *point.phases[1:]))
+            )
+        return dataclasses.replace(comparison, machines=tuple(points))
+
+    lead = answers.fit(plan, of_memory(80 * 10**9))[0].en
+    assert ": fits into 80 GB (nvidia-a100-80gb, nvidia-h100-sxm), 150 GB (nvidia-h200), 192 GB (amd-mi300x)" in lead
+    assert "; not into 24 GB (nvidia-l4, nvidia-rtx-4090), 25.2 GB (cpu-2-cores)." in lead
+    lead = answers.fit(plan, of_memory(80 * 10**9 + 1))[0].en
+    assert ": fits into 150 GB (nvidia-h200)" in lead
+    assert ": fits into none of 24 GB (" in answers.fit(plan, of_memory(10**15))[0].en
+    assert ", 80 GB (nvidia-a100-80gb, nvidia-h100-sxm), " in answers.fit(plan, of_memory(10**15))[1].en
+
+
+def test_the_speed_of_a_phase_is_told_with_its_machine_and_error(timed):
+    plan, comparison = timed
+    lead, bounds = (sentence.en for sentence in answers.speed(plan, comparison))
+    assert lead.startswith("On cpu-2-cores (measured, median error 12%, worst 31%): training step ")
+    decode = plan["decode"].timing.seconds
+    assert f"decode step {seconds(decode)} ({3 / decode:,.0f} tokens/s)." in lead
+    assert "bound by" in bounds
+
+
+def test_a_layout_is_compared_with_one_and_with_all_key_heads(timed):
+    plan, comparison = timed
+    cache, time = (sentence.en for sentence in answers.layout(plan, comparison))
+    assert cache == "small is GQA-2 (2 KV heads): 1.25 KiB of cache per token, 3x less than MHA, 2x as much as MQA."
+    assert time.startswith("Decode step, last token of the context on cpu-2-cores: ")
+    other = ModelLayout.of(DifferentialConfig(192, 6, causal=True))
+    plan = planning.plan(dataclasses.replace(other, context=200), context=200)
+    (sentence,) = answers.layout(plan, compare(plan))
+    assert "not compared with MHA, GQA and MQA. Layouts of the same width" in sentence.en
+    assert plan_charts(plan, compare(plan))["layout"] == []
+
+
+def test_nothing_is_predicted_for_a_dtype_that_no_machine_has():
+    plan = planning.plan(ModelLayout.of(MultiHeadConfig(96, 6, causal=True)), context=200, dtype=torch.float64)
+    found = compare(plan)
+    assert "No known machine has rates in float64" in answers.speed(plan, found)[0].en
+    assert answers.fit(plan, found)[0].en.endswith(f" needs {decimal_size(plan.phases[0].fused.total)}.")
+    assert plan_charts(plan, found)["speed"] == []
+    assert "no rates in float64" in plan_html(plan, found)
+
+
+def test_both_languages_are_complete(timed):
+    text = plan_html(*timed, language="zh")
+    assert '<html lang="zh-Hans">' in text
+    chinese, english = text.split('<div data-language="en"')
+    assert '<div data-language="zh" lang="zh-Hans">' in chinese
+    assert english.startswith(' lang="en" hidden>')
+    assert re.findall("<(?:table|tr|td|th|section|details)[ >]", chinese) == re.findall(
+        "<(?:table|tr|td|th|section|details)[ >]", english.split("<script")[0]
     )
-    assert training == {"parameters": 0, "gradients": 1, "activations": 3}
-    assert prefill == {"parameters": 0, "cache": 2, "activations": 3}
+    for view, name in (
+        ("fit", "放得下吗？"),
+        ("speed", "有多快？"),
+        ("layout", "选哪种布局？"),
+        ("numbers", "全部数字"),
+    ):
+        assert f'<section data-view="{view}" id="/{view}"><h2 tabindex="-1">{name}</h2>' in chinese
+    assert " id=" not in english.split("<script")[0]  # links lead to the language that is shown
+
+
+def test_every_machine_is_labelled_with_what_it_is_known_from(timed):
+    text = plan_html(*timed)
+    assert text.count("<small>datasheet, error not measured</small>") == 2 * 6  # of memory and of time
+    assert text.count("<small>measured, median error 8%, worst 33%</small>") == 2
+    assert "NVIDIA A100 Tensor Core GPU datasheet, 1758950 r4" in text
 
 
 def test_hostile_names_add_no_element():
     config = MultiHeadConfig(24, 6, num_kv_heads=2, causal=True)
     tame, wild = (
-        plan_html(plan, over_context(plan), over_heads(plan))
+        plan_html(plan, compare(plan))
         for name in ("tame", "".join(HOSTILE))
-        for plan in [planning.plan(ModelLayout(name, (LayerGroup(config, 2),)), context=19)]
+        for plan in [planning.plan(ModelLayout(name, (LayerGroup(config, 2),), context=19), context=19)]
     )
     wild.encode("utf-8")
     parts = Parts(wild)

@@ -1,121 +1,136 @@
-/** A chart of a plan (report/plan_payload.py): stacked bars, or lines on a logarithmic axis. */
-import { axisX, axisY, barY, dot, gridY, line, ruleY, text, type Markish, type PlotOptions } from "@observablehq/plot";
-import type { JSX } from "preact";
+/** A chart of a plan (report/plan_payload.py): lines on a logarithmic axis, and rules with labels. */
+import { axisX, axisY, dot, gridY, line, ruleY, text, type Markish, type PlotOptions } from "@observablehq/plot";
+import type { ComponentChildren, JSX } from "preact";
 import { useMemo } from "preact/hooks";
+import type { Text } from "../data";
 import { ChartFigure, widthOf, type Build } from "../parts/chart";
-import { FORMATS, multiplesUpTo, powersAround } from "./quantities";
+import { useLocale, type Language } from "../parts/language";
+import { FORMATS, tickLabel, TICKS } from "./quantities";
 
 interface Series {
-  name: string;
-  values: (number | null)[];
+  name: Text;
+  values: number[];
   colour: number;
   dashed: boolean;
+  wide: boolean;
 }
 
 export interface PlanChart {
-  kind: "bars" | "lines";
-  title: string;
+  title: Text;
   unit: keyof typeof FORMATS;
-  x_label: string;
-  y_label: string;
+  x_label: Text;
+  y_label: Text;
   x_values: string[];
   series: Series[];
+  rules: { label: string; value: number }[];
 }
 
-const [LEFT, ROW, SWATCH] = [82, 18, 16];
+const [LEFT, ROW, SWATCH] = [82, 18, 26];
+const HEIGHT = 226; // of the frame
 const CHANNELS = { x: "x", y: "value" };
 const colourOf = (one: Series) => `var(--p${one.colour})`;
 
-export function PlanFigure({ chart }: { chart: PlanChart }): JSX.Element {
-  const build = useMemo<Build>(() => (width) => optionsOf(chart, width), [chart]);
-  const name = chart.title.toLowerCase().replace(/[^a-z0-9]+/g, "-");
-  const label = `${chart.title}: ${chart.series.map((one) => one.name).join("; ")}`;
-  return <ChartFigure title={chart.title} name={name} label={label} build={build} />;
+export function PlanFigure({ chart, controls }: { chart: PlanChart; controls?: ComponentChildren }): JSX.Element {
+  const { language } = useLocale();
+  const build = useMemo<Build>(() => (width) => optionsOf(chart, width, language), [chart, language]);
+  const title = chart.title[language];
+  const name = chart.title.en.toLowerCase().replace(/[^a-z0-9]+/g, "-");
+  const label = `${title}: ${chart.series.map((one) => one.name[language]).join("; ")}`;
+  return <ChartFigure title={title} name={name} label={label} build={build} controls={controls} />;
 }
 
-function optionsOf(chart: PlanChart, width: number): PlotOptions {
-  const { x_values, series } = chart;
-  const legend = legendOf(series, width);
+function optionsOf(chart: PlanChart, width: number, language: Language): PlotOptions {
+  const { x_values, series, unit } = chart;
+  const legend = legendOf(series, width, language);
+  const all = series.map((one) => ({ ...one, rows: rowsOf(chart, one, language), colour: colourOf(one) }));
+  const values = all.flatMap((one) => one.rows.map((row) => row.value));
+  const ticks = TICKS[unit](values);
+  const [low = 0, high = 0] = [ticks[0], ticks.at(-1)];
+  const rules = chart.rules.filter(({ value }) => value > low && value < high);
+  const labels = labelled(rules, high / low);
+  const right = 12 + Math.max(0, ...labels.map(({ label }) => widthOf(label)));
   // As many tick labels as fit side by side.
-  const every = Math.ceil(((Math.max(...x_values.map(widthOf)) + 6) * x_values.length) / (width - LEFT));
+  const every = Math.ceil(((Math.max(...x_values.map(widthOf)) + 6) * x_values.length) / (width - LEFT - right));
   const axis = { labelAnchor: "center", labelArrow: "none", tickSize: 0, fontSize: 12 } as const;
-  const { x, y, ticks, marks } = chart.kind === "bars" ? barsOf(chart) : linesOf(chart);
   return {
     width,
-    height: 280 + legend.height,
+    height: HEIGHT + 54 + legend.height,
     marginTop: legend.height + 12,
     marginLeft: LEFT,
-    marginRight: 12,
+    marginRight: right,
     marginBottom: 42,
-    x,
-    y,
+    x: { type: "point", domain: x_values, padding: 0.4 },
+    y: { type: "log", domain: [low, high] },
     marks: [
       gridY({ ticks, stroke: "var(--line)", strokeOpacity: 1 }),
-      ...marks,
-      axisX({ ...axis, label: chart.x_label, ticks: x_values.filter((_, i) => i % every === 0) }),
-      axisY({ ...axis, label: chart.y_label, ticks, tickFormat: FORMATS[chart.unit] }),
+      ruleY(rules, { y: "value", stroke: "var(--muted)", strokeDasharray: "2,3" }),
+      text(labels, {
+        y: "value",
+        text: "label",
+        frameAnchor: "right",
+        textAnchor: "start",
+        dx: 6,
+        fontSize: 12,
+        fill: "var(--muted)",
+      }),
+      ...all.flatMap(({ rows, colour, dashed, wide }) => [
+        line(rows, {
+          ...CHANNELS,
+          stroke: colour,
+          strokeWidth: wide ? 4 : 2,
+          strokeDasharray: dashed ? "6,4" : undefined,
+        }),
+        dot(rows, { ...CHANNELS, title: "title", fill: colour, r: wide ? 4.5 : 3.2 }),
+      ]),
+      axisX({ ...axis, label: chart.x_label[language], ticks: x_values.filter((_, i) => i % every === 0) }),
+      // `text` instead of `tickFormat`, from which Plot leaves out some labels of a logarithmic axis.
+      axisY({ ...axis, label: chart.y_label[language], ticks, text: (value: number) => tickLabel(value, unit) }),
       ...legend.marks,
     ],
   };
 }
 
-interface PlotParts extends Pick<PlotOptions, "x" | "y"> {
-  ticks: number | number[];
-  marks: Markish[];
-}
-
-function barsOf(chart: PlanChart): PlotParts {
-  const { x_values, series } = chart;
-  const totals = x_values.map((_, i) => series.reduce((sum, one) => sum + (one.values[i] ?? 0), 0));
-  const ticks = chart.unit === "bytes" ? multiplesUpTo(Math.max(...totals)) : 5;
-  const rows = series.flatMap((one) => rowsOf(chart, one));
-  return {
-    x: { type: "band", domain: x_values, padding: 0.28 },
-    y: typeof ticks === "number" ? { nice: ticks } : { domain: [0, ticks.at(-1)] },
-    ticks,
-    marks: [barY(rows, { ...CHANNELS, title: "title", fill: "colour" }), ruleY([0], { stroke: "var(--muted)" })],
-  };
-}
-
-function linesOf(chart: PlanChart): PlotParts {
-  const all = chart.series.map((one) => ({ ...one, rows: rowsOf(chart, one), colour: colourOf(one) }));
-  const ticks = powersAround(all.flatMap((one) => one.rows.map((row) => row.value)));
-  return {
-    x: { type: "point", domain: chart.x_values, padding: 0.4 },
-    y: { type: "log", base: 2, domain: [ticks[0], ticks.at(-1)] },
-    ticks,
-    marks: all.flatMap(({ rows, colour, dashed }) => [
-      line(rows, { ...CHANNELS, stroke: colour, strokeWidth: 2.2, strokeDasharray: dashed ? "6,4" : undefined }),
-      dot(rows, { ...CHANNELS, title: "title", fill: colour, r: 3.4 }),
-    ]),
-  };
+/** Rules with their labels; one too close to the labelled one below shares its label. */
+function labelled(rules: PlanChart["rules"], span: number) {
+  const labels: { label: string; value: number }[] = [];
+  for (const { label, value } of rules) {
+    const last = labels.at(-1);
+    const unit = label.slice(label.indexOf(" "));
+    const isClose = last && Math.log(value / last.value) / Math.log(span) < 14 / HEIGHT;
+    if (isClose) last.label = `${last.label.endsWith(unit) ? last.label.slice(0, -unit.length) : last.label}, ${label}`;
+    else labels.push({ label, value });
+  }
+  return labels;
 }
 
 /** The values of a series, with tooltips. */
-function rowsOf({ x_values, x_label, unit }: PlanChart, one: Series) {
+function rowsOf({ x_values, x_label, unit }: PlanChart, one: Series, language: Language) {
   return x_values.flatMap((x, i) => {
     const value = one.values[i];
     if (!value) return [];
-    return { x, value, colour: colourOf(one), title: `${x} ${x_label}: ${one.name} ${FORMATS[unit](value)}` };
+    return { x, value, title: `${x} ${x_label[language]}: ${one.name[language]} ${FORMATS[unit](value)}` };
   });
 }
 
 /** The legend above the frame, part of the drawing so that a saved file has it. */
-function legendOf(series: Series[], width: number): { height: number; marks: Markish[] } {
+function legendOf(series: Series[], width: number, language: Language): { height: number; marks: Markish[] } {
   let [next, row] = [0, 0];
   const placed = series.map((one) => {
-    const wide = SWATCH + widthOf(one.name);
+    const name = one.name[language];
+    const wide = SWATCH + widthOf(name);
     if (next > 0 && next + wide > width) [next, row] = [0, row + 1];
     const at = { x: next - LEFT, y: row * ROW };
-    next += wide + SWATCH;
-    return { one, ...at };
+    next += wide + 20;
+    return { one, name, ...at };
   });
   const height = (row + 1) * ROW;
-  const marks = placed.flatMap(({ one, x, y }) => {
+  const marks = placed.flatMap(({ one, name, x, y }) => {
     const at = { frameAnchor: "top-left", dy: y - height } as const;
+    // A bar, or two parts of it for a dashed line.
+    const dashes = one.dashed ? [2, 13] : [2, 7, 12];
     return [
-      dot([one], { ...at, dx: x + 5, symbol: "square", r: 5, fill: colourOf(one) }),
-      text([one.name], { ...at, dx: x + SWATCH, textAnchor: "start", lineAnchor: "middle", fontSize: 12 }),
+      ...dashes.map((dx) => dot([one], { ...at, dx: x + dx + 2, symbol: "square", r: 3, fill: colourOf(one) })),
+      text([name], { ...at, dx: x + SWATCH, textAnchor: "start", lineAnchor: "middle", fontSize: 12 }),
     ];
   });
   return { height, marks };

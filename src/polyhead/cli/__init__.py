@@ -7,7 +7,21 @@ from typing import Annotated
 
 import typer
 
-from polyhead.cli import choose, compare, convert, inspect, merge, plan, prune, report, shrink, syntax, undo, view
+from polyhead.cli import (
+    calibrate,
+    choose,
+    compare,
+    convert,
+    inspect,
+    merge,
+    plan,
+    prune,
+    report,
+    shrink,
+    syntax,
+    undo,
+    view,
+)
 from polyhead.cli.errors import CommandGroup, end_on_sigterm
 
 app = typer.Typer(
@@ -24,6 +38,7 @@ app.command("report")(report.report)
 app.command("view")(view.view)
 app.command("compare")(compare.compare)
 app.command("plan")(plan.plan)
+app.command("plan calibrate")(calibrate.calibrate)
 app.command("choose")(choose.choose)
 app.command("syntax")(syntax.syntax)
 app.command("prune")(prune.prune)

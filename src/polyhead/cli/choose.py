@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polyhead.cli.options import optional, wide_console
+from polyhead.cli.options import MachineName, optional, wide_console
 from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
@@ -35,14 +36,12 @@ def choose(
         str, typer.Option(metavar="training|prefill|decode", help="Phase whose time is limited and shown.")
     ] = "decode",
     dtype: Annotated[
-        str | None, optional("Dtype of the layers. [default: bfloat16, or one that --machine was calibrated in]")
+        str | None, optional("Dtype of the layers. [default: bfloat16, or one that --machine has rates in]")
     ] = None,
     cache_dtype: Annotated[
         str | None, optional("Dtype of the KV cache, also int8 or float8_e4m3fn. [default: that of the layers]")
     ] = None,
-    machine: Annotated[
-        str | None, optional("Predict times for this calibrated machine or .json file.", metavar="NAME|FILE")
-    ] = None,
+    machine: MachineName = None,
     latents: Annotated[
         bool, typer.Option("--latents", help="Include multi-head latent attention (MLA), as in DeepSeek.")
     ] = False,
@@ -58,6 +57,7 @@ def choose(
     """
     from polyhead.costs.options import Budget, check_choice, parse_phases
     from polyhead.costs.quantities import named_dtype, parse_count, parse_dtype, parse_seconds
+    from polyhead.costs.timing.machine_files import find_machine
 
     if most < 1:
         raise OptionError(f"--most must be at least 1, got {most}")
@@ -71,9 +71,12 @@ def choose(
     for name in (dtype, cache_dtype):
         if name is not None:
             parse_dtype(name)
+    if machine is not None:
+        find_machine(machine)
 
     import polyhead
     from polyhead.costs.layout_warnings import explained
+    from polyhead.costs.plan_wording import machine_words
 
     choices = polyhead.choose(
         budget,
@@ -92,6 +95,8 @@ def choose(
         return
     console = wide_console()
     timed = machine is not None
+    if choices.machine is not None:
+        console.print(f"times of {phase} on {machine_words(choices.machine)}", markup=False)
     front = choices.found
     if front:
         console.print(_table(front[:most], f"{len(front)} of {choices.considered:,} layouts", timed=timed))
@@ -143,5 +148,6 @@ def _as_dict(choices: Choices) -> dict[str, Any]:
         "considered": choices.considered,
         "layouts": [choice.to_dict() for choice in choices.found],
         "references": [choice.to_dict() for choice in choices.references],
+        "machine": None if choices.machine is None else dataclasses.asdict(choices.machine),
         "notes": list(choices.notes),
     }

@@ -63,6 +63,9 @@ class CommandGroup(TyperGroup):
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find a command by its name, which may have two words: `plan calibrate`."""
+        if " ".join(args[:2]) in self.commands:
+            args = [" ".join(args[:2]), *args[2:]]
         if args[0] not in self.commands:
             similar = get_close_matches(args[0], self.commands)
             hint = f"did you mean {' or '.join(similar)}?" if similar else f"use {', '.join(self.commands)}"

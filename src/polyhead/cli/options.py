@@ -38,6 +38,10 @@ Device = Annotated[str | None, optional("Device: cpu, cuda, cuda:1, ... [default
 Dtype = Annotated[
     str | None, optional("Dtype: float32, bfloat16 or float16. [default: float32 on a CPU, else bfloat16]")
 ]
+MachineName = Annotated[
+    str | None,
+    optional("Predict times for this machine, measured or from its datasheet, or .json file.", metavar="NAME|FILE"),
+]
 AllowPickle = Annotated[
     bool,
     typer.Option("--allow-pickle", help="Load pickled weights, which can run code. Use only with models you trust."),

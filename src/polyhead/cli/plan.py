@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polyhead.cli.options import optional, wide_console
-from polyhead.cli.progress_bars import ProgressBars
+from polyhead.cli.options import Language, MachineName, check_language, optional, wide_console
 from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
     from polyhead.costs.layouts.model_layout import ModelLayout
-    from polyhead.costs.timing.machine import Machine
 
 
 def plan(
@@ -58,20 +55,18 @@ def plan(
     phase: Annotated[
         str | None, optional("Phases to plan: training, prefill, decode. [default: all]", metavar="PHASE,...")
     ] = None,
-    machine: Annotated[
-        str | None, optional("Predict times for this calibrated machine or .json file.", metavar="NAME|FILE")
-    ] = None,
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure and save this machine first (minutes), and predict for it.")
-    ] = False,
+    machine: MachineName = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     output: Annotated[
-        Path | None, optional("Write a self-contained HTML page with plots.", metavar="FILE.html")
+        Path | None,
+        optional("Write a self-contained HTML page: will it fit, how fast, which layout.", metavar="FILE.html"),
     ] = None,
+    lang: Language = "en",
 ) -> None:
     """Estimate the cost of a model's attention: parameters, FLOPs, bytes moved, memory, KV cache, time.
 
-    Counts are exact. Times are predicted for a calibrated machine; --calibrate measures this one.
+    Counts are exact. Times are predicted for a machine that was measured, or from the datasheet of one;
+    `polyhead plan calibrate` measures yours.
 
     Examples: `polyhead plan llama3.1-8b --context 8192`,
     `polyhead plan --d-model 4096 --heads 32 --kv-heads 8 --layers 32`,
@@ -79,32 +74,27 @@ def plan(
     """
     from polyhead.costs.options import check_sizes, parse_phases
     from polyhead.costs.quantities import named_dtype, parse_dtype
+    from polyhead.costs.timing.machine_files import find_machine
 
     size_options = {"--heads": heads, "--kv-heads": kv_heads, "--head-dim": head_dim, "--window": window}
-    only_calibrate = calibrate and all(
-        x is None for x in (model, config, d_model, layers, output, *size_options.values())
-    )
     _check_output(output)
-    if not only_calibrate:
-        _check_source(model, config, d_model, {**size_options, "--rotary": rotary or None})
+    check_language(lang)
+    _check_source(model, config, d_model, {**size_options, "--rotary": rotary or None})
     check_sizes(d_model=d_model, heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window)
     check_sizes(layers=layers, batch=batch, context=context)
     for name in (dtype, cache_dtype):
         if name is not None:
             parse_dtype(name)
     phases = None if phase is None else parse_phases(part.strip() for part in phase.split(","))
+    if machine is not None:
+        find_machine(machine)
 
     import polyhead
     from polyhead.cli.plan_table import draw
     from polyhead.costs.timing.machine import Machine
 
-    _check_calibration(calibrate, machine, dtype)
-    calibrated = None if machine is None else Machine.load(machine)
-    if only_calibrate:
-        _calibrate(as_json)
-        return
-    make_plan = partial(
-        polyhead.plan,
+    chosen = None if machine is None else Machine.load(machine)
+    result = polyhead.plan(
         _layout(model, config, d_model, size_options, layers, causal, rotary),
         context=context,
         batch=batch,
@@ -112,17 +102,14 @@ def plan(
         cache_dtype=None if cache_dtype is None else named_dtype(cache_dtype),
         phases=phases,
         beyond=beyond,
+        machine=chosen,
     )
-    if calibrate:
-        make_plan()  # raises on invalid options before minutes of calibration
-        calibrated = _calibrate(as_json)
-    result = make_plan(machine=calibrated)
     written = None
     if output is not None:
-        from polyhead.costs.curves import over_context, over_heads
+        from polyhead.costs.comparison import compare
         from polyhead.report.plan_page import write_plan_page
 
-        written = write_plan_page(output, result, over_context(result, calibrated), over_heads(result, calibrated))
+        written = write_plan_page(output, result, compare(result, chosen), language="zh" if lang == "zh" else "en")
     if as_json:
         typer.echo(json.dumps(result.to_dict(), indent=2))
     else:
@@ -133,6 +120,11 @@ def plan(
 
 def _check_source(model: str | None, config: Path | None, d_model: int | None, sizes: dict[str, int | None]) -> None:
     """Raise unless the heads are defined once: by a model, a config, or sizes."""
+    if model == "calibrate":
+        raise OptionError(
+            "`polyhead plan calibrate` takes no options of `polyhead plan`, got some before calibrate; omit them, or "
+            "write ./calibrate for a model's folder of that name"
+        )
     sources = [
         name for name, value in (("MODEL", model), ("--config", config), ("--d-model", d_model)) if value is not None
     ]
@@ -176,39 +168,6 @@ def _layout(
         window=sizes["--window"],
         rotary=rotary,
     )
-
-
-def _calibrate(to_stderr: bool) -> Machine:
-    """Calibrate this machine with a progress bar, and save it."""
-    from polyhead.costs.calibration import calibrate
-
-    with ProgressBars() as progress:
-        machine = calibrate(progress=progress)
-    try:
-        outcome = f"saved to {machine.save()}"
-    except OptionError as error:
-        outcome = f"not saved: {error}"
-    typer.echo(f"calibrated {machine.name}, {outcome}", err=to_stderr)
-    return machine
-
-
-def _check_calibration(calibrate: bool, machine: str | None, dtype: str | None) -> None:
-    """Raise on conflicting options before minutes of calibration."""
-    import torch
-
-    from polyhead.costs.calibration import DTYPES
-    from polyhead.costs.quantities import dtype_name, named_dtype
-    from polyhead.costs.timing.machine import check_own_folder
-
-    if not calibrate:
-        return
-    if machine is not None:
-        raise OptionError(f"--calibrate predicts for this machine, got --machine {machine} as well; omit one of them")
-    calibrated = DTYPES["cuda" if torch.cuda.is_available() else "cpu"]
-    if dtype is not None and named_dtype(dtype) not in calibrated:
-        names = ", ".join(dtype_name(x) for x in calibrated)
-        raise OptionError(f"--dtype must be one that --calibrate measures here, {names}, got {dtype}")
-    check_own_folder()
 
 
 def _check_output(output: Path | None) -> None:

@@ -11,7 +11,7 @@ from polyhead.costs import plan_wording as wording
 from polyhead.costs.layout_warnings import explained
 from polyhead.costs.phases import PhasePlan
 from polyhead.costs.planning import Plan
-from polyhead.costs.timing.machine import list_machines
+from polyhead.costs.timing.machine_files import machine_names
 
 
 def draw(plan: Plan, console: Console) -> None:
@@ -28,10 +28,9 @@ def draw(plan: Plan, console: Console) -> None:
     for note in (*plan.model.notes, *plan.notes):
         console.print(Text(f"note: {note}", style="dim"))
     if plan.machine is None:
-        known = ", ".join(list_machines())
-        console.print(
-            Text(f"note: use --machine to predict times; calibrated machines: {known or 'none'}", style="dim")
-        )
+        console.print(Text(f"note: use --machine to predict times; machines: {machine_names()}", style="dim"))
+    elif plan.machine.source is not None:
+        console.print(Text(f"note: datasheet of {plan.machine.name}: {plan.machine.source}", style="dim"))
 
 
 def _table(plan: Plan, phase: PhasePlan) -> Table:

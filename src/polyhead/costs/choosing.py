@@ -18,7 +18,7 @@ from polyhead.costs.options import Budget, Phase, check_choice, parse_phases
 from polyhead.costs.phases import phase_works
 from polyhead.costs.planning import cache_bytes_per_token, layer_dtype, total_parameters
 from polyhead.costs.quantities import dtype_name, plural
-from polyhead.costs.timing.machine import Machine
+from polyhead.costs.timing.machine import Machine, MachineSummary
 from polyhead.costs.timing.predict import predict
 from polyhead.errors import OptionError
 from polyhead.layers import AttentionConfig
@@ -62,13 +62,15 @@ class Choice:
 class Choices:
     """Layouts within a budget, and well-known models at the same batch and context for comparison.
 
-    `considered` counts the candidates. `notes` report dtypes that differ from the requested ones.
+    `considered` counts the candidates. `notes` report dtypes that differ from the requested ones, `machine` what times
+    rest on.
     """
 
     found: tuple[Choice, ...]
     references: tuple[Choice, ...]
     considered: int
     notes: tuple[str, ...] = ()
+    machine: MachineSummary | None = None
 
 
 def choose(
@@ -89,7 +91,7 @@ def choose(
     Candidates have a head_dim of 32 to 256 with num_heads * head_dim equal to d_model, every number of KV heads that
     divides num_heads, and with `latents` also latent attention (MLA) of three ranks. Where parameters are limited,
     num_heads * head_dim may also be half or twice d_model, and without `d_model` the usual widths are tried. Layers are
-    in bfloat16, or in the dtype the machine was calibrated in, unless `dtype` is passed.
+    in bfloat16, or in a dtype that the machine has rates in, unless `dtype` is passed.
 
     >>> choices = choose(Budget(cache_bytes_per_token=4096), d_model=1024, context=2048)
     >>> [choice.name for choice in choices.found if not choice.warnings][:3]
@@ -130,7 +132,8 @@ def choose(
         without_int8 += [name] if lacks_int8 else []
     if without_int8:
         notes.append(f"latent attention has no int8 cache: {', '.join(without_int8)} cached in {dtype_name(dtype)}")
-    return Choices(tuple(front), tuple(references), considered, tuple(notes))
+    summary = None if machine is None else machine.summary
+    return Choices(tuple(front), tuple(references), considered, tuple(notes), summary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,17 +176,22 @@ def _candidates(
         for kv_heads in (x for x in range(1, heads + 1) if heads % x == 0):
             yield from_sizes(width, heads, kv_heads=kv_heads, head_dim=head_dim, layers=layers, rotary=True)
         for rank in LATENT_RANKS if latents else ():
-            config = LatentConfig(
-                width,
-                heads,
-                kv_lora_rank=rank,
-                qk_nope_head_dim=head_dim,
-                qk_rope_head_dim=LATENT_ROPE,
-                positions=RotaryConfig(interleaved=True),
-                causal=True,
-                bias=False,
-            )
-            yield ModelLayout.of(config, layers, name=f"{heads}x{head_dim} over a latent of {rank} at {width}")
+            yield latent_layout(width, heads, head_dim, rank, layers)
+
+
+def latent_layout(width: int, heads: int, head_dim: int, rank: int, layers: int) -> ModelLayout:
+    """Return layers of latent attention (MLA) with these heads, RoPE and causal masks."""
+    config = LatentConfig(
+        width,
+        heads,
+        kv_lora_rank=rank,
+        qk_nope_head_dim=head_dim,
+        qk_rope_head_dim=LATENT_ROPE,
+        positions=RotaryConfig(interleaved=True),
+        causal=True,
+        bias=False,
+    )
+    return ModelLayout.of(config, layers, name=f"{heads}x{head_dim} over a latent of {rank} at {width}")
 
 
 def _divisions(width: int, shares: Sequence[float]) -> Iterator[tuple[int, int]]:

@@ -18,7 +18,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 class Budget:
     """Upper limits on the cost of all attention layers together; None is no limit.
 
-    `seconds` is the predicted time of the requested phase and needs a calibrated machine.
+    `seconds` is the predicted time of the requested phase and needs a machine.
     """
 
     parameters: int | None = None
@@ -63,7 +63,7 @@ def check_choice(
 ) -> None:
     """Check the budget and the sizes of `choose`."""
     if budget.seconds is not None and not has_machine:
-        raise OptionError("a time budget needs a calibrated machine for its predictions, got none; pass one")
+        raise OptionError("a time budget needs a machine for its predictions, got none; pass one")
     if d_model is None and budget.parameters is None:
         raise OptionError("without d_model the budget must limit parameters, got neither; pass one of them")
     check_sizes(d_model=d_model, layers=layers, context=context, batch=batch)

@@ -8,6 +8,7 @@ from polyhead.costs.layouts.model_layout import ModelLayout
 from polyhead.costs.phases import PhasePlan
 from polyhead.costs.planning import Plan
 from polyhead.costs.quantities import count, dtype_name, plural, seconds, size
+from polyhead.costs.timing.machine import MachineSummary
 
 BOUNDS = {
     "matrix": "matrix units",
@@ -57,11 +58,26 @@ def title(plan: Plan, phase: PhasePlan) -> str:
 
 def requested(plan: Plan) -> str:
     """Return one line with the plan's batch, context, dtypes and machine."""
-    where = f" on {plan.machine}" if plan.machine else ""
+    where = f" on {machine_words(plan.machine)}" if plan.machine else ""
     dtypes = dtype_name(plan.dtype)
     if plan.cache_dtype is not plan.dtype:
         dtypes += f", cache in {dtype_name(plan.cache_dtype)}"
     return f"batch {plan.batch}, context {plan.context:,}, {dtypes}{where}; attention layers only"
+
+
+def machine_words(machine: MachineSummary) -> str:
+    """Return a machine's name, and in brackets what its times rest on.
+
+    >>> from polyhead.costs.timing.machine import Machine
+    >>> [machine_words(Machine.load(name).summary) for name in ("nvidia-h200", "nvidia-l4")]
+    ['nvidia-h200 (measured, median error 8%, worst 33%)', 'nvidia-l4 (datasheet, error not measured)']
+    """
+    return f"{machine.name} ({machine.kind}, {error_words(machine)})"
+
+
+def error_words(machine: MachineSummary) -> str:
+    error = machine.error
+    return "error not measured" if error is None else f"median error {error.median:.0%}, worst {error.worst:.0%}"
 
 
 def layout_words(model: ModelLayout) -> str:

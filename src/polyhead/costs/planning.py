@@ -1,4 +1,4 @@
-"""Plan of a model's attention: counted costs of each phase, and predicted times on a calibrated machine."""
+"""Plan of a model's attention: counted costs of each phase, and predicted times on a machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from polyhead.costs.options import PHASES, Phase, check_sizes, parse_phases
 from polyhead.costs.parameters import ParameterIdentity, Parameters, count_parameters, four_squares
 from polyhead.costs.phases import PhasePlan, can_roll, plan_phase, rolling_cache_bytes
 from polyhead.costs.quantities import dtype_name, size
-from polyhead.costs.timing.machine import Machine
+from polyhead.costs.timing.machine import Machine, MachineSummary
 from polyhead.costs.workload import Workload
 from polyhead.errors import DtypeError, OptionError
 from polyhead.layers.config import AttentionConfig
@@ -45,7 +45,7 @@ class Plan:
     context: int
     dtype: torch.dtype
     cache_dtype: torch.dtype
-    machine: str | None
+    machine: MachineSummary | None
     parameters: Parameters
     identity: ParameterIdentity
     cache_bytes_per_token: int
@@ -81,6 +81,7 @@ class Plan:
             "model": self.model.to_dict(),
             "dtype": dtype_name(self.dtype),
             "cache_dtype": dtype_name(self.cache_dtype),
+            "machine": None if self.machine is None else dataclasses.asdict(self.machine),
             "parameters": {**dataclasses.asdict(self.parameters), "total": self.parameters.total},
             "identity": {**dataclasses.asdict(self.identity), "holds": self.identity.holds},
             "phases": phases,
@@ -107,10 +108,10 @@ def plan(
             `polyhead.costs.read_layout`), or a layout (`polyhead.costs.from_sizes`).
         context: tokens per sequence: of a training step, of a prefill, and of the cache after the decoded token;
             default: 4096, or the model's maximum if smaller.
-        dtype: dtype of the layers; default: the model's, or bfloat16, or one the machine was calibrated in.
+        dtype: dtype of the layers; default: the model's, or bfloat16, or one the machine has rates in.
         cache_dtype: dtype of the cache; default: the model's, or `dtype`. torch.int8 adds float32 scales.
         phases: any of training, prefill, decode; default: all that the model supports.
-        machine: a calibrated machine, its name or its file.
+        machine: a machine, its name (`polyhead.costs.timing.machine_files.list_machines`) or its file.
         beyond: allow a context longer than the model's maximum.
 
     >>> planned = plan("llama3.1-8b", context=8192)
@@ -153,7 +154,7 @@ def plan(
         context=context,
         dtype=dtype,
         cache_dtype=cache_dtype,
-        machine=None if machine is None else machine.name,
+        machine=None if machine is None else machine.summary,
         parameters=total_parameters(model),
         identity=four_squares(model.config),
         cache_bytes_per_token=per_token,
@@ -172,7 +173,7 @@ def layer_dtype(
     """Return the dtype to plan layers in, and notes if it differs from the model's.
 
     A requested dtype is used or refused. Otherwise it is `default` (the model's), or bfloat16, replaced by one that the
-    machine was calibrated in where necessary.
+    machine has rates in where necessary.
     """
     if requested is not None:
         if requested not in COMPUTED:
@@ -188,11 +189,10 @@ def layer_dtype(
         notes.append(f"layers cannot compute in {dtype_name(dtype)}: planned in bfloat16 instead")
         dtype = torch.bfloat16
     if machine is not None and dtype not in machine.dtypes:
-        calibrated = machine.dtypes[0]
-        notes.append(
-            f"{machine.name} was not calibrated in {dtype_name(dtype)}: planned in {dtype_name(calibrated)} instead"
-        )
-        dtype = calibrated
+        known = machine.dtypes[0]
+        lacks = "was not calibrated" if machine.kind == "measured" else "has no rate"
+        notes.append(f"{machine.name} {lacks} in {dtype_name(dtype)}: planned in {dtype_name(known)} instead")
+        dtype = known
     return dtype, notes
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 _SI_PREFIXES = ("", "K", "M", "G", "T", "P", "E")
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_DECIMAL_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)", re.IGNORECASE)
 _DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _DTYPE_ALIASES |= {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -42,6 +43,15 @@ def size(number: float) -> str:
     ('512 B', '128 KiB', '1.5 GiB')
     """
     return _scaled(float(number), 1024, _BYTE_UNITS)
+
+
+def decimal_size(number: float) -> str:
+    """Format a number of bytes with a decimal prefix, as the memory of machines is sold.
+
+    >>> decimal_size(80e9), decimal_size(2**30)
+    ('80 GB', '1.07 GB')
+    """
+    return _scaled(float(number), 1000, _DECIMAL_UNITS)
 
 
 def seconds(number: float) -> str:

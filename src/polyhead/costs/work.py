@@ -103,15 +103,18 @@ class Product:
 
 # Number of products over all (query, key) pairs, by (backward, mixing): with head_dim channels (scores), with value_dim
 # channels (values), and over heads (mixes of logits or weights). A forward counts each product once; the kernels of
-# talking heads compute the scores and their mix a second time, for the log-sum-exp. Their backward counts three passes
-# (delta, queries, keys and values), each of which recomputes the scores and their mix: 3, 4 and 4 mixes. The kernels
-# save one mix of the first pass unless all heads together are wide; then they split the third pass.
+# talking heads compute the scores and their mix a second time, for the log-sum-exp.
 _PRODUCTS = {
     (False, False): (1, 1, 0),
     (True, False): (3, 2, 0),
     (False, True): (1, 1, 2),
-    (True, True): (5, 4, 11),
 }
+# The backward of talking heads counts the passes of their kernels, each of which recomputes the scores and their mix:
+# delta, queries, keys with values, of 2, 4 and 4 mixes; and if all heads together are wide, delta, queries, keys,
+# values, of 3, 4, 3 and 2.
+_TALKING_BACKWARD = (5, 4, 10)
+_WIDE_TALKING_BACKWARD = (6, 4, 12)
+_WIDE = 16 * 64  # padded heads times channels above which talking heads are wide (ops/talking_heads/kernels/launch.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,12 +183,23 @@ class AttentionCore:
         """FLOPs over the visible pairs: two products forward, five backward with the recomputed scores.
 
         Talking heads add two mixes over heads, of logits and of weights, and their backward makes three passes over the
-        pairs. A core of the stage "mixing" is attention among the mixed heads of each token, as in `HeadMix`.
+        pairs, or four if they are wide. A core of the stage "mixing" is attention among the mixed heads of each token,
+        as in `HeadMix`.
         """
-        per_pair = _PRODUCTS[self.direction == "backward", self.mixing]
+        is_backward = self.direction == "backward"
+        if is_backward and self.mixing:
+            per_pair = _WIDE_TALKING_BACKWARD if self._is_wide else _TALKING_BACKWARD
+        else:
+            per_pair = _PRODUCTS[is_backward, self.mixing]
         channels = (self.head_dim, self.value_dim, self.heads)
         flops = [2 * self.pairs * self.heads * products * x for products, x in zip(per_pair, channels, strict=True)]
         return MatrixFlops(0, *flops) if self.stage == "attention" else MatrixFlops(mixing=sum(flops))
+
+    @property
+    def _is_wide(self) -> bool:
+        """True if the tiles of all heads are wide; heads and channels are padded to powers of two of at least 16."""
+        heads, channels = (max(16, 1 << (x - 1).bit_length()) for x in (self.heads, max(self.head_dim, self.value_dim)))
+        return heads * channels > _WIDE
 
     @property
     def flops(self) -> int:

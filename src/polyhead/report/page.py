@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _ENDS_SCRIPT = re.compile(r"</script|<!--[^\0]*<script", re.IGNORECASE)
 _ENDS_STYLE = re.compile(r"</style", re.IGNORECASE)
 _DOCTYPE = b"<!doctype html"
+TAGS: Mapping[Language, str] = {"en": "en", "zh": "zh-Hans"}  # of HTML
 _NEEDS_SCRIPT = Text("This page needs JavaScript, which is disabled here.", "此页面需要 JavaScript，而此处已将其禁用。")
 
 
@@ -122,7 +123,7 @@ def document(title: str, body: str, data: Mapping[str, Any], assets: Assets, lan
     """Return a whole HTML document: a title, markup, the data of its script as JSON, script and style."""
     return (
         "<!doctype html>\n"
-        f'<html lang="{"zh-Hans" if language == "zh" else "en"}">\n'
+        f'<html lang="{TAGS[language]}">\n'
         "<head>\n"
         '<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy_of(assets)}">\n'

@@ -1,48 +1,171 @@
-"""Self-contained HTML page of a plan: tables, and charts over the context length and the number of heads."""
+"""Self-contained HTML page of a plan: will it fit, how fast, which layout, and all numbers."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
 from pathlib import Path
 
+from polyhead.analysis.languages import LANGUAGES, Language, Text
 from polyhead.costs import plan_wording as wording
-from polyhead.costs.curves import ContextPoint, HeadsPoint
+from polyhead.costs.comparison import Comparison
 from polyhead.costs.layout_warnings import explained
 from polyhead.costs.phases import PhasePlan
 from polyhead.costs.planning import Plan
+from polyhead.costs.quantities import plural
 from polyhead.observation.saving import write_atomically
+from polyhead.report import plan_answers as answers
+from polyhead.report import plan_tables as tables
+from polyhead.report import plan_words as words
 from polyhead.report.packing import text_in_html as escape
-from polyhead.report.page import Assets, check_place, document
+from polyhead.report.page import TAGS, Assets, check_place, document
 from polyhead.report.plan_payload import plan_charts
 
-_SECTIONS = {"context": "By context length", "heads": "By number of heads"}
+_CODE = re.compile("`([^`]+)`")
+_NO_SCRIPT = Text("The charts need JavaScript, which is disabled here.", "图表需要 JavaScript，而此处已将其禁用。")
 
 
 def write_plan_page(
-    path: str | os.PathLike[str], plan: Plan, contexts: Sequence[ContextPoint], heads: Sequence[HeadsPoint]
+    path: str | os.PathLike[str], plan: Plan, comparison: Comparison, *, language: Language = "en"
 ) -> Path:
     """Write a plan as one HTML file that needs no network, and return its absolute path."""
     file = Path(path)
     check_place(file)
-    write_atomically(file, plan_html(plan, contexts, heads).encode("utf-8"))
+    write_atomically(file, plan_html(plan, comparison, language=language).encode("utf-8"))
     return file.absolute()
 
 
-def plan_html(plan: Plan, contexts: Sequence[ContextPoint], heads: Sequence[HeadsPoint]) -> str:
-    """Return the HTML text of a plan's page; its script draws the charts, everything else needs none."""
-    charts = plan_charts(plan, contexts, heads)
-    body = [
-        f"<h1>{escape(plan.model.name)}</h1><p>{escape(wording.layout_words(plan.model))}</p>",
-        f'<p class="muted">{escape(wording.requested(plan))}</p>',
-        _cards(plan),
-        _warnings(plan),
-        *(_phase(plan, phase) for phase in plan.phases),
-        *(_charts(section) for section in charts if charts[section]),
-        _metadata(plan),
+def plan_html(plan: Plan, comparison: Comparison, *, language: Language = "en") -> str:
+    """Return the HTML text of a plan's page in both languages, the other one hidden.
+
+    Its script draws the charts and shows one view at a time; everything else needs none.
+    """
+    charts = plan_charts(plan, comparison)
+    both = sorted(LANGUAGES, key=lambda other: other != language)
+    body = "\n".join(_body(plan, comparison, bool(charts["layout"]), x, is_first=x == language) for x in both)
+    return document(f"Costs of {plan.model.name}", body, charts, Assets.load(name="plan"), language)
+
+
+def _body(plan: Plan, comparison: Comparison, has_layouts: bool, language: Language, *, is_first: bool) -> str:
+    views = {
+        "fit": _fit(plan, comparison, language),
+        "speed": _speed(plan, comparison, language),
+        "layout": _layout(plan, comparison, has_layouts, language),
+        "numbers": _numbers(plan, comparison, language),
+    }
+    links = "".join(f'<a href="#/{view}">{escape(words.VIEWS[view][language])}</a>' for view in views)
+    # Without a script the links lead to the sections of the language that is shown.
+    sections = "".join(
+        f'<section data-view="{view}"{_anchor(view) if is_first else ""}>'
+        f'<h2 tabindex="-1">{escape(words.VIEWS[view][language])}</h2>{content}</section>'
+        for view, content in views.items()
+    )
+    name = Text("Views", "视图")[language]
+    return (
+        f'<div data-language="{language}" lang="{TAGS[language]}"{"" if is_first else " hidden"}>'
+        f'<header class="page-head"><div class="title"><h1>{escape(plan.model.name)}</h1>'
+        f'<p class="facts">{escape(wording.layout_words(plan.model))}; {escape(wording.requested(plan))}</p></div>'
+        '<div class="switches"></div></header>'
+        f'<nav class="views" aria-label="{name}">{links}</nav><main>{sections}</main></div>'
+    )
+
+
+def _anchor(view: str) -> str:
+    return f' id="/{view}"'
+
+
+def _chart(view: str, language: Language) -> str:
+    return f'<div data-charts="{view}"></div><noscript><p>{escape(_NO_SCRIPT[language])}</p></noscript>'
+
+
+def _answer(sentences: list[Text], language: Language) -> str:
+    first, *rest = [escape(sentence[language]) for sentence in sentences]
+    return f'<p class="answer">{first}</p>' + "".join(f"<p>{sentence}</p>" for sentence in rest)
+
+
+def _beside(chart: str, table: str) -> str:
+    return f'<div class="beside">{chart}<div>{table}</div></div>'
+
+
+def _note(text: Text, language: Language) -> str:
+    return '<p class="note">' + _CODE.sub(r"<code>\1</code>", escape(text[language])) + "</p>"
+
+
+def _details(summary: str, content: str) -> str:
+    return f"<details><summary>{escape(summary)}</summary>{content}</details>"
+
+
+def _fit(plan: Plan, comparison: Comparison, language: Language) -> str:
+    about = Text(
+        "Share of each machine's memory. GB are 10⁹ bytes, as memory is sold; GiB elsewhere are 2³⁰.",
+        "占各机器内存的比例。GB 为 10⁹ 字节，与内存销售的单位一致；别处的 GiB 为 2³⁰ 字节。",
+    )
+    table = tables.fit_table(plan, comparison, language)
+    return (
+        _answer(answers.fit(plan, comparison), language)
+        + _note(words.ATTENTION_ONLY, language)
+        + _beside(_chart("fit", language), table + _note(about, language))
+    )
+
+
+def _speed(plan: Plan, comparison: Comparison, language: Language) -> str:
+    about = Text(
+        "Measured machines were calibrated, and their errors are those on layers that no calibration has seen. Times "
+        "of datasheet machines are peak rates times the efficiency of a measured machine, and their error was not "
+        "measured. "
+        "`polyhead plan calibrate` measures yours.",
+        "实测的机器经过校准，其误差来自校准未见过的层。数据表机器的时间为峰值速率乘以实测机器的效率，其误差未测。"
+        "`polyhead plan calibrate` 可测量你的机器。",
+    )
+    return (
+        _answer(answers.speed(plan, comparison), language)
+        + _note(words.ATTENTION_ONLY, language)
+        + _beside(_chart("speed", language), tables.speed_table(plan, comparison, language) + _note(about, language))
+    )
+
+
+def _layout(plan: Plan, comparison: Comparison, has_chart: bool, language: Language) -> str:
+    text = _answer(answers.layout(plan, comparison), language)
+    if comparison.layouts:
+        about = Text(
+            "The same number of heads and head_dim; GQA-8 has 8 KV heads, MLA-512 a latent of 512 channels.",
+            "头数和 head_dim 相同；GQA-8 有 8 个 KV 头，MLA-512 的潜变量有 512 个通道。",
+        )
+        table = tables.layout_table(plan, comparison, language) + _note(about, language)
+        text += _beside(_chart("layout", language), table) if has_chart else table
+    choices = comparison.choices
+    if choices is not None:
+        timed = choices.machine is not None
+        front = Text(
+            f"Other layouts of this width within this cache per token, by polyhead choose ({len(choices.found)})",
+            f"polyhead choose 在此宽度和每词元缓存内找到的其他布局（{len(choices.found)}）",
+        )
+        known = Text(
+            f"Well-known models at this context ({len(choices.references)})",
+            f"此上下文下的知名模型（{len(choices.references)}）",
+        )
+        for caption, found in ((front, choices.found), (known, choices.references)):
+            text += _details(caption[language], tables.choices_table(caption, found, language, timed=timed))
+    return text
+
+
+def _numbers(plan: Plan, comparison: Comparison, language: Language) -> str:
+    phases = "".join(f"<div>{_phase(plan, phase, language)}</div>" for phase in plan.phases)
+    by_context = Text("{phase}, by context length", "{phase}，按上下文长度")
+    details = [
+        _details(
+            by_context[language].format(phase=words.title(plan, phase)[language]),
+            tables.context_tables(plan, comparison, index, language),
+        )
+        for index, phase in enumerate(plan.phases)
     ]
-    main = "\n".join(part for part in body if part)
-    return document(f"Costs of {plan.model.name}", f"<main>\n{main}\n</main>", charts, Assets.load(name="plan"))
+    if comparison.heads:
+        title = words.title(plan, comparison.heads[0].phase)[language]
+        by_heads = Text("{phase}, by number of heads at constant total width", "{phase}，总宽度不变时按头数")
+        details.append(_details(by_heads[language].format(phase=title), tables.heads_table(comparison.heads, language)))
+    details.append(_sources(comparison, language))
+    above = _cards(plan) + _warnings(plan, language)
+    return f'{above}<div class="columns">{phases}</div>' + "".join(details) + _notes(plan, language)
 
 
 def _cards(plan: Plan) -> str:
@@ -60,44 +183,39 @@ def _cards(plan: Plan) -> str:
     return f'<ul class="cards">{items}</ul>'
 
 
-def _warnings(plan: Plan) -> str:
+def _warnings(plan: Plan, language: Language) -> str:
     if not plan.warnings:
         return ""
     why = dict(explained(plan.warnings))
     items = "".join(
-        f'<li>{escape(kind)}: {escape(words)} <span class="muted">({escape(why[kind])})</span></li>'
-        for kind, words in plan.warnings
+        f'<li>{escape(kind)}: {escape(about)} <span class="muted">({escape(why[kind])})</span></li>'
+        for kind, about in plan.warnings
     )
-    return f"<h2>Warnings</h2><ul>{items}</ul>"
+    return f"<h3>{Text('Warnings', '警告')[language]}</h3><ul>{items}</ul>"
 
 
-def _phase(plan: Plan, phase: PhasePlan) -> str:
-    columns = ["FLOPs", "exponentials", "bytes moved", "time"]
-    shown = len(columns) if phase.timing is not None else len(columns) - 1
-    head = "".join(f'<th scope="col">{column}</th>' for column in columns[:shown])
-    lines_of_table = []
-    for row in wording.rows(phase):
-        kind = ' class="total"' if row.name == "total" else ""
-        sub = ' class="sub"' if row.name in wording.WITHIN_ATTENTION else ""
-        cells = "".join(f"<td>{escape(cell)}</td>" for cell in row.cells[:shown])
-        lines_of_table.append(f'<tr{kind}><th scope="row"{sub}>{escape(row.name)}</th>{cells}</tr>')
-    notes = [f"{about}: {words}" if about else words for about, words in wording.below(phase)]
-    paragraphs = "".join(f"<p>{escape(words)}</p>" for words in notes)
-    name = escape(wording.title(plan, phase).capitalize())
+def _phase(plan: Plan, phase: PhasePlan, language: Language) -> str:
+    notes = [f"{about}: {text}" if about else text for about, text in wording.below(phase)]
+    paragraphs = "".join(f"<p>{escape(text)}</p>" for text in notes)
     return (
-        f'<h2>{name}</h2><div class="table-scroll" tabindex="0" role="region" aria-label="{name}">'
-        f'<table><thead><tr><th scope="col"></th>{head}</tr></thead>'
-        f"<tbody>{''.join(lines_of_table)}</tbody></table></div>{paragraphs}"
+        f"<h3>{escape(words.title(plan, phase)[language])}</h3>{tables.phase_table(plan, phase, language)}{paragraphs}"
     )
 
 
-def _charts(section: str) -> str:
-    return (
-        f'<h2>{_SECTIONS[section]}</h2><div data-charts="{section}"></div>'
-        "<noscript><p>The charts need JavaScript, which is disabled here.</p></noscript>"
+def _sources(comparison: Comparison, language: Language) -> str:
+    machines = [point.machine for point in comparison.machines]
+    items = "".join(
+        f"<li>{escape(answers.machine_words(machine)[language])}"
+        + (f': <span class="muted">{escape(machine.source)}</span></li>' if machine.source else "</li>")
+        for machine in machines
     )
+    about = Text(
+        f"Where the rates of {plural(len(machines), 'machine')} are from", f"{len(machines)} 台机器的速率的来源"
+    )
+    return _details(about[language], f"<ul>{items}</ul>")
 
 
-def _metadata(plan: Plan) -> str:
+def _notes(plan: Plan, language: Language) -> str:
     notes = "".join(f"<li>{escape(note)}</li>" for note in (*plan.model.notes, *plan.notes))
-    return f'<h2>Notes</h2><ul class="muted">{notes}</ul>' if notes else ""
+    title = Text("Notes", "说明")[language]
+    return f'<h3>{title}</h3><ul class="muted">{notes}</ul>' if notes else ""

@@ -1,106 +1,146 @@
-"""Charts of a plan as data for its page: costs over the context length, and over the number of heads."""
+"""Charts of a plan as data for its page: one per question, with labels in both languages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from polyhead.costs import plan_wording as wording
-from polyhead.costs.curves import ContextPoint, HeadsPoint
+from polyhead.analysis.languages import Text
+from polyhead.costs.comparison import Comparison, LayoutPoint
+from polyhead.costs.phases import PhasePlan
 from polyhead.costs.planning import Plan
+from polyhead.costs.quantities import decimal_size
+from polyhead.report import plan_words as words
 
-_STAGES = ("projection", "positions", "cache", "attention", "mixing", "output", "launch")
-_FLOPS = ("projection", "scores", "values", "mixing", "output")
-_MEMORY = ("parameters", "gradients", "cache", "activations")
-
-Unit = Literal["count", "bytes", "seconds", "ratio"]
+COLOURS = 8  # of the palette of the page
+Unit = Literal["bytes", "seconds", "ratio"]
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One series of a chart: one value per x value, None where it is missing."""
+    """One line of a chart: one value per x value."""
 
-    name: str
-    values: tuple[float | None, ...]
+    name: Text
+    values: tuple[float, ...]
     colour: int  # index into the palette of the page
     dashed: bool = False
+    wide: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A horizontal line with a label."""
+
+    label: str
+    value: float
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Stacked bars, or lines on a logarithmic axis; frontend/src/plan/chart.tsx draws it."""
+    """Lines on a logarithmic axis; frontend/src/plan/chart.tsx draws it."""
 
-    kind: Literal["bars", "lines"]
-    title: str
-    y_label: str
+    title: Text
+    y_label: Text
     unit: Unit
-    x_label: str
+    x_label: Text
     x_values: tuple[str, ...]
     series: tuple[Series, ...]
+    rules: tuple[Rule, ...] = ()
 
 
-def plan_charts(plan: Plan, contexts: Sequence[ContextPoint], heads: Sequence[HeadsPoint]) -> dict[str, Any]:
-    """Return the charts by section of the page, as JSON-compatible values."""
-    sections: dict[str, Iterable[Chart]] = {"context": _over_context(plan, contexts), "heads": _over_heads(plan, heads)}
-    return {name: [asdict(chart) for chart in charts] for name, charts in sections.items()}
+def plan_charts(plan: Plan, comparison: Comparison) -> dict[str, Any]:
+    """Return the charts of each question, as JSON-compatible values; that of times has one variant per phase."""
+    layouts = _layouts(plan, comparison.layouts)
+    times = ((words.short_name(plan, phase), _times(plan, comparison, i)) for i, phase in enumerate(plan.phases))
+    charts: dict[str, list[tuple[Text | None, Chart]]] = {
+        "fit": [(None, _memory(plan, comparison))],
+        "speed": [(name, chart) for name, chart in times if chart is not None],
+        "layout": [] if layouts is None else [(None, layouts)],
+    }
+    return {
+        view: [{"name": None if name is None else asdict(name), "chart": asdict(chart)} for name, chart in variants]
+        for view, variants in charts.items()
+    }
 
 
-def _over_context(plan: Plan, points: Sequence[ContextPoint]) -> Iterator[Chart]:
-    x_label, x_values = "tokens of context", tuple(_short(point.context) for point in points)
-    for index, phase in enumerate(plan.phases):
-        phases = [point.phases[index] for point in points]
-        # A decode step computes one token; the other phases compute all of them.
-        tokens = [plan.batch * (1 if phase.phase == "decode" else point.context) for point in points]
-        title = wording.title(plan, phase).capitalize()
-        unit: Unit = "count" if phase.timing is None else "seconds"
-        if phase.timing is None:
-            costs = {name: [getattr(x.flops, name) for x in phases] for name in _FLOPS}
-        else:
-            stages = [x.timing.stages for x in phases if x.timing is not None]
-            costs = {wording.STAGE_NAMES[name]: [x.get(name, 0.0) for x in stages] for name in _STAGES}
-        per_token = _stack({name: [x / n for x, n in zip(row, tokens, strict=True)] for name, row in costs.items()})
-        y_label = f"{'FLOPs' if phase.timing is None else 'time'} per token"
-        yield Chart("bars", f"{title}: {y_label}", y_label, unit, x_label, x_values, per_token)
-        memory = _stack({name: [getattr(x.fused, name) for x in phases] for name in _MEMORY})
-        yield Chart("bars", f"{title}: memory, fused attention", "peak memory", "bytes", x_label, x_values, memory)
-        both = (
-            Series("fused", tuple(x.fused.total for x in phases), 0),
-            Series("materialised weights", tuple(x.materialised.total for x in phases), 1, dashed=True),
-        )
-        name = f"{title}: memory of fused and materialised attention"
-        yield Chart("lines", name, "peak memory", "bytes", x_label, x_values, both)
+def _contexts(comparison: Comparison) -> tuple[str, ...]:
+    return tuple(short(point.context) for point in comparison.contexts)
 
 
-def _stack(parts: dict[str, list[float]]) -> tuple[Series, ...]:
-    """Return the parts that cost anything; each keeps its colour in every chart."""
-    return tuple(Series(name, tuple(row), colour) for colour, (name, row) in enumerate(parts.items()) if any(row))
+def _memory(plan: Plan, comparison: Comparison) -> Chart:
+    series = tuple(
+        Series(words.short_name(plan, phase), tuple(point.phases[i].fused.total for point in comparison.contexts), i)
+        for i, phase in enumerate(plan.phases)
+    )
+    memories = sorted({point.memory_bytes for point in comparison.machines if point.phases})
+    return Chart(
+        Text("Peak memory by context length", "峰值内存与上下文长度"),
+        Text("peak memory", "峰值内存"),
+        "bytes",
+        Text("tokens of context", "上下文词元数"),
+        _contexts(comparison),
+        series,
+        tuple(Rule(decimal_size(memory), memory) for memory in memories),
+    )
 
 
-def _over_heads(plan: Plan, points: Sequence[HeadsPoint]) -> Iterator[Chart]:
-    if not points:
-        return
-    costs: dict[str, list[float]] = {
-        "FLOPs of matrix products": [p.phase.flops.total for p in points],
-        "exponentials": [p.phase.exponentials for p in points],
-        "memory, materialised weights": [p.phase.materialised.total for p in points],
-        "memory, fused attention": [p.phase.fused.total for p in points],
-        "predicted time": [p.phase.timing.seconds for p in points if p.phase.timing is not None],
+def _times(plan: Plan, comparison: Comparison, phase: int) -> Chart | None:
+    timed = [point for point in comparison.machines if point.curves]
+    if not timed:
+        return None
+    # A decode step computes one token; the other phases compute all of them.
+    is_decode = plan.phases[phase].phase == "decode"
+    tokens = [plan.batch * (1 if is_decode else point.context) for point in comparison.contexts]
+    series = []
+    for i, point in enumerate(timed):
+        kind, name = words.KINDS[point.machine.kind], point.machine.name
+        values = tuple(time / n for time, n in zip(point.curves[phase], tokens, strict=True))
+        is_planned = plan.machine is not None and name == plan.machine.name
+        label = Text(f"{name} ({kind.en})", f"{name}（{kind.zh}）")
+        series.append(Series(label, values, i % COLOURS, point.machine.kind == "datasheet", is_planned))
+    title = words.title(plan, plan.phases[phase])
+    return Chart(
+        Text(f"{title.en}: time per token", f"{title.zh}：每词元时间"),
+        Text("time per token", "每词元时间"),
+        "seconds",
+        Text("tokens of context", "上下文词元数"),
+        _contexts(comparison),
+        tuple(series),
+    )
+
+
+def _layouts(plan: Plan, layouts: tuple[LayoutPoint, ...]) -> Chart | None:
+    shared = [point for point in layouts if point.kv_heads is not None]
+    if len(shared) < 2:
+        return None
+    last = [point.phases[-1] for point in shared]
+    costs: dict[Text, list[float]] = {
+        Text("cache per token", "每词元缓存"): [point.cache_bytes_per_token for point in shared],
+        words.NAMES["parameters"]: [point.parameters for point in shared],
+        _of(plan, Text("memory, {phase}", "{phase}的内存")): [phase.fused.total for phase in last],
+        _of(plan, Text("time, {phase}", "{phase}的时间")): [x.timing.seconds for x in last if x.timing is not None],
     }
     series = tuple(
-        Series(name, tuple(x / row[0] for x in row), colour, dashed="materialised" in name)
+        Series(name, tuple(value / row[0] for value in row), colour)
         for colour, (name, row) in enumerate(costs.items())
-        if row
+        if row and row[0]
     )
-    first = points[0]
-    title = (
-        f"{wording.title(plan, first.phase).capitalize()}, relative to {first.heads:,} x {first.head_dim:,}, "
-        f"at d_model {first.heads * first.head_dim:,}"
+    return Chart(
+        Text("Cost relative to MHA, by number of KV heads", "相对 MHA 的成本与 KV 头数"),
+        Text("relative to MHA", "相对 MHA"),
+        "ratio",
+        Text("layout of the same heads", "相同头的布局"),
+        tuple(point.name for point in shared),
+        series,
     )
-    x_values = tuple(_short(point.heads) for point in points)
-    yield Chart("lines", title, "relative cost", "ratio", "heads, at constant total width", x_values, series)
 
 
-def _short(number: int) -> str:
+def _of(plan: Plan, template: Text) -> Text:
+    phase: PhasePlan = plan.phases[-1]
+    name = words.short_name(plan, phase)
+    return Text(template.en.format(phase=name.en), template.zh.format(phase=name.zh))
+
+
+def short(number: int) -> str:
     """Format an x value: 4096 as 4K."""
     return f"{number // 1024:,}K" if number >= 1024 and number % 1024 == 0 else f"{number:,}"

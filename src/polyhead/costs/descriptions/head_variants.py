@@ -136,9 +136,8 @@ class DifferentialHeads(PlainHeads[DifferentialConfig]):
         tape, maps = call.tape, replace(self.heads, head_dim=self.layout.head_dim // 2)
         elements = call.tokens * self.outputs
         call.core(replace(maps, queries=2 * maps.queries, keys=2 * maps.keys), sinks=self.config.sinks)
-        # The difference reads both outputs and writes one, the norm reads and writes it: 5 transfers. The scaling by
-        # 1 - lambda_init is the third launch and counts no transfers.
-        call.passes("attention", elements, transfers=5, launches=3)
+        # The difference reads both outputs and writes one; the norm and the scaling by 1 - lambda_init read and write.
+        call.passes("attention", elements, transfers=7, launches=3)
         halves = [tape.views(block, block.gradient_size // 2, block.gradient_size // 2) for block in (query, key)]
         first, second = (
             record_heads(call, q, k, value, maps, self.layout.key_heads) for q, k in zip(*halves, strict=True)

@@ -1,1 +1,1 @@
-"""Time prediction: calibrated machines, roofline limits, and a learned correction between the two."""
+"""Time prediction: machines, measured or known by datasheets, roofline limits, and corrections of these."""

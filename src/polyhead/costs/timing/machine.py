@@ -1,6 +1,8 @@
-"""Calibrated machines: timed pieces of work, and the host overhead of a call.
+"""Machines that times are predicted for: measured ones, and ones known by their datasheet.
 
-All rates are measured; `Datasheet` holds vendor figures for comparison only.
+A measured machine consists of timed pieces of work and the host overhead of a call, and all its rates are measured. A
+machine without samples has the peak rates of its datasheet, times the efficiency that a measured machine reaches; its
+fixed times and host overhead are those of a measured machine of the same kind of device.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ import json
 import math
 import os
 import re
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,15 +22,16 @@ import torch
 
 from polyhead.costs.options import Phase
 from polyhead.costs.quantities import dtype_name, named_dtype
+from polyhead.costs.timing.machine_files import ELSEWHERE, RULE, SHIPPED, MachineKind, find_machine, own_folder
 from polyhead.costs.work import AttentionCore, Device, Piece, Product, Traffic
 from polyhead.errors import OptionError
 from polyhead.files import as_type, build, read_json, refusing, short
 
 Route = Literal["plain", "masked", "tiled"]
-SHIPPED = Path(__file__).parent / "machines"
 FORMAT = 2
+EFFICIENCY_FROM = "nvidia-h200"  # measured, and described by a datasheet
+LIKE: Mapping[Device, str] = {"cuda": "nvidia-h200", "cpu": "cpu-2-cores"}  # measured machine of each kind of device
 _MOST = 1 << 62
-_ELSEWHERE = "set POLYHEAD_MACHINES to another folder"
 _PIECES: Mapping[str, type[Piece]] = {"product": Product, "attention": AttentionCore, "traffic": Traffic}
 
 
@@ -61,23 +63,47 @@ class HostCost:
 
 @dataclass(frozen=True, slots=True)
 class Datasheet:
-    """Vendor figures: FLOPs per second of dense 16-bit matrix products, and bytes per second."""
+    """Vendor figures: FLOPs per second of dense matrix products by dtype, bytes per second, and where they are printed.
 
-    flops: float
+    `model` is the word by which the driver's name of a processor is recognised.
+    """
+
+    model: str
+    flops: dict[str, float]
     bandwidth: float
+    source: str
 
 
-# Keyed by the model in the driver's name of a GPU; figures of the SXM parts.
-DATASHEETS: Mapping[str, Datasheet] = {
-    "H200": Datasheet(989.5e12, 4.8e12),
-    "H100": Datasheet(989.5e12, 3.35e12),
-    "A100": Datasheet(312e12, 2.039e12),
-}
+@dataclass(frozen=True, slots=True)
+class PredictionError:
+    """Relative errors of predicted times on layers that no calibration has seen."""
+
+    median: float
+    worst: float
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class MachineSummary:
+    """Name of a machine, and what its predicted times rest on; `error` is None if it was not measured."""
+
+    name: str
+    kind: MachineKind
+    error: PredictionError | None
+    source: str | None  # documents of a datasheet
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Share of the datasheet's rates that the measured machine with a datasheet reaches."""
+
+    matrix: Mapping[torch.dtype, float]
+    bandwidth: float
 
 
 @dataclass(frozen=True, eq=False)
 class Machine:
-    """Measured performance of one machine.
+    """Performance of one machine: measured, or from its datasheet.
 
     A GPU runs asynchronously to its host, so the longer of host and device time counts; on a CPU the two add up.
     `processors` are the multiprocessors of a GPU or the cores of a CPU.
@@ -95,16 +121,35 @@ class Machine:
     samples: tuple[Sample, ...]
     host: tuple[HostCost, ...]
     facts: Mapping[str, Any] = field(default_factory=dict)  # processor, versions, commit, date
+    sheet: Datasheet | None = None
+    error: PredictionError | None = None
 
-    # ---- best measured rates
+    @property
+    def kind(self) -> MachineKind:
+        return "measured" if self.samples else "datasheet"
+
+    @property
+    def summary(self) -> MachineSummary:
+        source = self.sheet.source if self.sheet is not None and self.kind == "datasheet" else None
+        return MachineSummary(self.name, self.kind, self.error, source)
+
+    @functools.cached_property
+    def measured(self) -> Machine:
+        """This machine if it was measured, else a measured one of the same kind of device."""
+        return self if self.kind == "measured" else shipped(LIKE[self.device])
+
+    # ---- best rates, measured or expected of the datasheet
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Dtypes with measured matrix products."""
+        """Dtypes with rates of matrix products."""
         return tuple(self._matrix_rates)
 
     @functools.cached_property
     def _matrix_rates(self) -> Mapping[torch.dtype, float]:
+        if self.kind == "datasheet":
+            peaks = {named_dtype(name): peak for name, peak in self._sheet.flops.items()}
+            return {dtype: peak * efficiency().matrix[dtype] for dtype, peak in peaks.items()}
         rates: dict[torch.dtype, float] = {}
         for sample in self.samples:
             if isinstance(sample.piece, Product):
@@ -113,21 +158,23 @@ class Machine:
         return rates
 
     def matrix_rate(self, dtype: torch.dtype) -> float:
-        """Return the FLOPs per second of the fastest measured product."""
+        """Return the FLOPs per second of the fastest product."""
         self.check_dtype(dtype)
         return self._matrix_rates[dtype]
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         if dtype not in self._matrix_rates:
             dtypes = ", ".join(map(dtype_name, self.dtypes))
-            raise OptionError(
-                f"machine {self.name!r} was calibrated in {dtypes}, got {dtype_name(dtype)}; "
-                "recalibrate it with that dtype"
-            )
+            known, hint = "was calibrated", "recalibrate it with that dtype"
+            if self.kind == "datasheet":
+                known, hint = "has rates", "choose one of these"
+            raise OptionError(f"machine {self.name!r} {known} in {dtypes}, got {dtype_name(dtype)}; {hint}")
 
     @functools.cached_property
     def bandwidth(self) -> float:
         """Bytes per second of the fastest copy that exceeds the caches."""
+        if self.kind == "datasheet":
+            return self._sheet.bandwidth * efficiency().bandwidth
         return max(size / seconds for size, seconds in self.copies if size >= self.uncached_bytes)
 
     @property
@@ -137,7 +184,13 @@ class Machine:
 
     @functools.cached_property
     def copies(self) -> tuple[tuple[int, float], ...]:
-        """Bytes and seconds of each measured copy, smallest first."""
+        """Bytes and seconds of each measured copy, smallest first.
+
+        Those of a machine known by its datasheet are scaled by the bandwidth, except for the fixed time of a kernel.
+        """
+        if self.kind == "datasheet":
+            slower, fixed = self.measured.bandwidth / self.bandwidth, self.shortest["traffic"]
+            return tuple((size, fixed + (seconds - fixed) * slower) for size, seconds in self.measured.copies)
         copies = [(x.piece.bytes, x.seconds) for x in self.samples if isinstance(x.piece, Traffic)]
         if not copies:
             raise OptionError(
@@ -148,6 +201,8 @@ class Machine:
     @functools.cached_property
     def shortest(self) -> Mapping[str, float]:
         """Shortest measured product, copy, and attention by direction: the fixed time of a kernel."""
+        if self.kind == "datasheet":
+            return self.measured.shortest
         seconds: dict[str, float] = {}
         for sample in self.samples:
             piece = sample.piece
@@ -157,7 +212,13 @@ class Machine:
 
     @functools.cached_property
     def exponential_rate(self) -> float:
-        """Highest measured rate of exponentials per second in attention, a lower bound of what the units can do."""
+        """Highest measured rate of exponentials per second in attention, a lower bound of what the units can do.
+
+        That of a machine known by its datasheet is scaled by the rate in float32.
+        """
+        if self.kind == "datasheet":
+            faster = self.matrix_rate(torch.float32) / self.measured.matrix_rate(torch.float32)
+            return self.measured.exponential_rate * faster
         cores = [x for x in self.samples if isinstance(x.piece, AttentionCore) and x.piece.direction == "forward"]
         if not cores:
             raise OptionError(f"machine {self.name!r} must have samples of attention, got none; recalibrate it")
@@ -165,37 +226,34 @@ class Machine:
 
     @property
     def datasheet(self) -> Datasheet | None:
-        """Vendor figures, if known."""
+        """Vendor figures: its own, or those of a shipped machine whose model is a word of the processor's name."""
+        if self.sheet is not None:
+            return self.sheet
         parts = re.split(r"[^A-Za-z0-9]+", str(self.facts.get("processor", self.name)).upper())
-        return next((sheet for name, sheet in DATASHEETS.items() if name in parts), None)
+        return next((sheet for sheet in _datasheets() if sheet.model in parts), None)
+
+    @property
+    def _sheet(self) -> Datasheet:
+        if self.sheet is None:
+            raise OptionError(f"machine {self.name!r} must have samples or a datasheet, got neither; recalibrate it")
+        return self.sheet
 
     # ---- files
 
     @classmethod
     def load(cls, name: str | os.PathLike[str]) -> Self:
         """Load a machine by a name from `list_machines`, or from a file."""
-        path = Path(name)
-        if path.suffix != ".json":
-            known = _files()
-            if str(name) not in known:
-                raise OptionError(
-                    f"machine must be one of {', '.join(known)}, or a .json file; got {str(name)!r}; "
-                    "run `polyhead plan --calibrate` to add this machine"
-                )
-            path = known[str(name)]
-        if not path.exists():
-            raise OptionError(f"a machine file must exist, got {str(path)!r}")
-        rule = "a machine file must contain a calibrated machine"
-        content = read_json(path, rule)
-        with refusing(path, rule):
+        path = find_machine(name)
+        content = read_json(path, RULE)
+        with refusing(path, RULE):
             return cls.from_dict(content)
 
     def save(self, path: str | os.PathLike[str] | None = None) -> Path:
         """Write the machine to the user's folder, or to `path`, and return the path."""
-        hint = _ELSEWHERE if path is None else "choose another file"
+        hint = ELSEWHERE if path is None else "choose another file"
         path = own_folder() / f"{self.name}.json" if path is None else Path(path)
         content = self.to_dict()
-        samples = ",\n".join("  " + json.dumps(sample) for sample in content.pop("samples"))
+        samples = ",\n".join("  " + json.dumps(sample) for sample in content.pop("samples", ()))
         head = json.dumps(content, indent=1, ensure_ascii=False)
         unfinished = path.with_suffix(".unfinished")
         try:
@@ -206,17 +264,22 @@ class Machine:
             raise OptionError(f"a machine is saved to a writable folder, got {error}; {hint}") from error
 
     def to_dict(self) -> dict[str, Any]:
-        return {
+        content: dict[str, Any] = {
             "format": FORMAT,
+            "kind": self.kind,
             "name": self.name,
             "device": self.device,
             "processors": self.processors,
             "memory_bytes": self.memory_bytes,
-            "launch_seconds": float(f"{self.launch_seconds:.5g}"),
             "facts": dict(self.facts),
-            "host": [dataclasses.asdict(cost) for cost in self.host],
-            "samples": [_sample_to_dict(sample) for sample in self.samples],
         }
+        content |= {} if self.sheet is None else {"datasheet": dataclasses.asdict(self.sheet)}
+        content |= {} if self.error is None else {"error": dataclasses.asdict(self.error)}
+        if self.kind == "measured":
+            content["launch_seconds"] = float(f"{self.launch_seconds:.5g}")
+            content["host"] = [dataclasses.asdict(cost) for cost in self.host]
+            content["samples"] = [_sample_to_dict(sample) for sample in self.samples]
+        return content
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Self:
@@ -226,21 +289,31 @@ class Machine:
             raise OptionError(
                 f"a machine file must have format {FORMAT}, got {content.get('format')!r}; recalibrate the machine"
             )
-        machine = cls(
-            content["name"],
-            content["device"],
-            content["processors"],
-            content["memory_bytes"],
-            content["launch_seconds"],
-            tuple(map(_sample_from_dict, content["samples"])),
-            tuple(build(HostCost, cost) for cost in content["host"]),
-            dict(content["facts"]),
-        )
-        machine._check()
+        sheet, error = content.get("datasheet"), content.get("error")
+        sizes = content["name"], content["device"], content["processors"], content["memory_bytes"]
+        options: dict[str, Any] = {
+            "facts": dict(content["facts"]),
+            "sheet": None if sheet is None else build(Datasheet, sheet),
+            "error": None if error is None else build(PredictionError, error),
+        }
+        kind = content.get("kind", "measured")
+        if kind == "datasheet" and content["device"] in LIKE:
+            like = shipped(LIKE[content["device"]])
+            machine = cls(*sizes, like.launch_seconds, (), like.host, **options)
+        elif kind == "measured":
+            samples = tuple(map(_sample_from_dict, content["samples"]))
+            host = tuple(build(HostCost, cost) for cost in content["host"])
+            machine = cls(*sizes, content["launch_seconds"], samples, host, **options)
+        else:
+            raise OptionError(
+                f"a machine must be measured or datasheet with a device cuda or cpu, got {kind!r} and "
+                f"{content['device']!r}"
+            )
+        machine._check(kind)
         return machine
 
-    def _check(self) -> None:
-        """Validate a machine from a file: predictions need positive numbers and samples of every kind."""
+    def _check(self, kind: MachineKind) -> None:
+        """Validate a machine from a file: positive numbers, and samples of every kind or a datasheet."""
         if not isinstance(self.name, str) or self.device not in get_args(Device):
             raise OptionError(
                 f"a machine must have a name and a device cuda or cpu, got {self.name!r} and {self.device!r}"
@@ -251,6 +324,12 @@ class Machine:
             _check_positive("seconds", sample.seconds)
         for cost in self.host:
             _check_positive("seconds", cost.seconds, zero=True)  # 0 on a CPU if the call was all work
+        if self.sheet is not None:
+            _check_datasheet(self.sheet)
+        if kind == "datasheet":
+            if torch.float32 not in self.dtypes:
+                raise OptionError(f"machine {self.name!r} must have a rate in float32 on its datasheet, got none")
+            return
         kinds = {type(sample.piece) for sample in self.samples}
         missing = [name for name, kind in _PIECES.items() if kind not in kinds]
         if missing:
@@ -260,40 +339,45 @@ class Machine:
             )
 
 
-def list_machines() -> tuple[str, ...]:
-    """Return the names of all machines: those shipped with the library, and those calibrated by the user."""
-    return tuple(_files())
+@functools.cache
+def shipped(name: str) -> Machine:
+    """Load a machine that is shipped with the library, even if the user has calibrated one of the same name."""
+    return Machine.load(SHIPPED / f"{name}.json")
 
 
-def own_folder() -> Path:
-    """Return the folder of machines calibrated by the user: $POLYHEAD_MACHINES, or the XDG data folder."""
-    if folder := os.environ.get("POLYHEAD_MACHINES"):
-        return Path(folder)
-    base = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
-    return Path(base) / "polyhead" / "machines"
+@functools.cache
+def efficiency() -> Efficiency:
+    """Return the share of its datasheet's rates that a measured machine reaches, by which all datasheets are scaled.
+
+    >>> found = efficiency()
+    >>> {dtype_name(dtype): round(share, 2) for dtype, share in found.matrix.items()}, round(found.bandwidth, 2)
+    ({'bfloat16': 0.82, 'float16': 0.75, 'float32': 0.75}, 0.88)
+    """
+    machine = shipped(EFFICIENCY_FROM)
+    sheet = machine._sheet
+    matrix = {dtype: machine.matrix_rate(dtype) / sheet.flops[dtype_name(dtype)] for dtype in machine.dtypes}
+    return Efficiency(matrix, machine.bandwidth / sheet.bandwidth)
 
 
-def check_own_folder() -> None:
-    """Raise if a machine could not be saved, before minutes are spent on calibration."""
-    folder = own_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise OptionError(f"machines are saved to a writable folder, got {folder}: {error}; {_ELSEWHERE}") from error
+@functools.cache
+def _datasheets() -> tuple[Datasheet, ...]:
+    machines = (shipped(path.stem) for path in sorted(SHIPPED.glob("*.json")))
+    return tuple(machine.sheet for machine in machines if machine.sheet is not None)
+
+
+def _check_datasheet(sheet: Datasheet) -> None:
+    _check_positive("bandwidth", sheet.bandwidth)
+    for name, peak in sheet.flops.items():
+        _check_positive(f"flops in {name}", peak)
+    unknown = [name for name in sheet.flops if name not in ("bfloat16", "float16", "float32")]
+    if unknown:
+        raise OptionError(f"flops of a datasheet are in bfloat16, float16 or float32, got {', '.join(unknown)}")
 
 
 def _check_positive(what: str, value: Any, *, zero: bool = False) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < 0 or (value == 0 and not zero):
         raise OptionError(f"{what} of a machine must be a positive number, got {value!r}; recalibrate it")
-
-
-def _files() -> dict[str, Path]:
-    """Return the files of all machines by name; the user's take precedence over shipped ones."""
-    files = {path.stem: path for folder in (SHIPPED, own_folder()) for path in folder.glob("*.json")}
-    return dict(sorted(files.items()))
 
 
 def _sample_to_dict(sample: Sample) -> dict[str, Any]:

@@ -1,0 +1,222 @@
+"""Answers of a plan's page in a few sentences: will it fit, how fast, which layout."""
+
+from __future__ import annotations
+
+from polyhead.analysis.languages import Text
+from polyhead.costs.comparison import Comparison, LayoutPoint, MachinePoint
+from polyhead.costs.phases import PhasePlan
+from polyhead.costs.planning import Plan
+from polyhead.costs.quantities import count, decimal_size, dtype_name, plural, seconds, size
+from polyhead.costs.timing.machine import MachineSummary
+from polyhead.report import plan_words as words
+
+
+def fit(plan: Plan, comparison: Comparison) -> list[Text]:
+    """Return one sentence per phase: the memory that it needs, and the machines that have it."""
+    places = [_where(comparison.machines, index) for index in range(len(plan.phases))]
+    sentences: list[Text] = []
+    for index, (phase, place) in enumerate(zip(plan.phases, places, strict=True)):
+        name, needs = words.doing(plan, phase), decimal_size(phase.fused.total)
+        if index == 0:
+            lead = Text(
+                f"{name.en} at batch {plan.batch}, {plan.context:,} tokens needs {needs}",
+                f"{name.zh}（批量 {plan.batch}，{plan.context:,} 个词元）需要 {needs}",
+            )
+        else:
+            lead = Text(f"{name.en} needs {needs}", f"{name.zh}需要 {needs}")
+        is_same = index > 0 and place == places[index - 1]
+        sentences.append(_join(lead, _again(comparison.machines, index) if is_same else place))
+    return sentences
+
+
+def _again(machines: tuple[MachinePoint, ...], phase: int) -> Text:
+    """Return that a phase fits into the machines of the sentence before."""
+    if any(point.phases[phase].fused.total <= point.memory_bytes for point in machines if point.phases):
+        return Text(": fits into the same machines.", "：可放入同样的机器。")
+    return (
+        Text(": fits into none of them either.", "：也都放不下。")
+        if any(x.phases for x in machines)
+        else Text(".", "。")
+    )
+
+
+def _where(machines: tuple[MachinePoint, ...], phase: int) -> Text:
+    """Return the memory sizes into which a phase fits and does not fit, with their machines."""
+    groups: dict[bool, dict[str, list[str]]] = {True: {}, False: {}}
+    for point in sorted(machines, key=lambda point: point.memory_bytes):
+        if point.phases:
+            is_enough = point.phases[phase].fused.total <= point.memory_bytes
+            groups[is_enough].setdefault(decimal_size(point.memory_bytes), []).append(point.machine.name)
+
+    def listed(sizes: dict[str, list[str]]) -> str:
+        return ", ".join(f"{memory} ({', '.join(names)})" for memory, names in sizes.items())
+
+    fits, lacks = listed(groups[True]), listed(groups[False])
+    if fits and lacks:
+        return Text(f": fits into {fits}; not into {lacks}.", f"：可放入 {fits}；放不进 {lacks}。")
+    if fits:
+        return Text(f": fits into {fits}.", f"：可放入 {fits}。")
+    return Text(f": fits into none of {lacks}.", f"：都放不下：{lacks}。") if lacks else Text(".", "。")
+
+
+def speed(plan: Plan, comparison: Comparison) -> list[Text]:
+    """Return the predicted times on the plan's machine, or else on the fastest and the slowest machine."""
+    timed = [point for point in comparison.machines if point.phases]
+    if not timed:
+        dtype = dtype_name(plan.dtype)
+        return [
+            Text(
+                f"No known machine has rates in {dtype}, so that no time is predicted; plan another dtype.",
+                f"已知的机器都没有 {dtype} 的速率，因此无法预测时间；请换一种 dtype。",
+            )
+        ]
+    if plan.machine is not None:
+        machine = machine_words(plan.machine)
+        parts = [_phase_time(plan, phase) for phase in plan.phases]
+        return [
+            Text(
+                f"On {machine.en}: {', '.join(part.en for part in parts)}.",
+                f"在 {machine.zh}上：{'，'.join(part.zh for part in parts)}。",
+            ),
+            _bounds(plan),
+        ]
+    sentences = []
+    for index, phase in enumerate(plan.phases):
+        times = sorted((_seconds(point.phases[index]), point.machine.name, point.machine.kind) for point in timed)
+        (low, fast, first), (high, slow, last) = times[0], times[-1]
+        name, kinds = words.title(plan, phase), words.KINDS
+        sentences.append(
+            Text(
+                f"{name.en}: {seconds(low)} on {fast} ({kinds[first].en}) to {seconds(high)} on {slow} "
+                f"({kinds[last].en}).",
+                f"{name.zh}：从 {fast}（{kinds[first].zh}）的 {seconds(low)} 到 {slow}（{kinds[last].zh}）的 "
+                f"{seconds(high)}。",
+            )
+        )
+    return sentences
+
+
+def machine_words(machine: MachineSummary) -> Text:
+    """Return a machine's name, and in brackets what its times rest on."""
+    kind, error = words.KINDS[machine.kind], error_words(machine)
+    return Text(f"{machine.name} ({kind.en}, {error.en})", f"{machine.name}（{kind.zh}，{error.zh}）")
+
+
+def error_words(machine: MachineSummary) -> Text:
+    if machine.error is None:
+        return words.NOT_MEASURED
+    return words.ERROR.format(median=machine.error.median, worst=machine.error.worst)
+
+
+def tokens_per_second(plan: Plan, phase: PhasePlan) -> str:
+    """Return the tokens per second: of all sequences, and of a decode step the new ones."""
+    tokens = plan.batch * (1 if phase.phase == "decode" else plan.context)
+    return count(tokens / _seconds(phase))
+
+
+def _phase_time(plan: Plan, phase: PhasePlan) -> Text:
+    name, time, rate = words.short_name(plan, phase), seconds(_seconds(phase)), tokens_per_second(plan, phase)
+    return Text(f"{name.en} {time} ({rate} tokens/s)", f"{name.zh} {time}（每秒 {rate} 个词元）")
+
+
+_BOUNDS = {
+    "matrix": Text("the matrix units", "矩阵单元"),
+    "exponentials": Text("the exponentials", "指数运算"),
+    "bandwidth": Text("memory bandwidth", "内存带宽"),
+    "launch": Text(
+        "launch overhead: launching the kernels takes longer than running them", "启动开销：启动内核比运行内核更久"
+    ),
+}
+
+
+def _bounds(plan: Plan) -> Text:
+    """Return the resource that bounds each phase."""
+    phases: dict[str, list[Text]] = {}
+    for phase in plan.phases:
+        assert phase.timing is not None
+        phases.setdefault(phase.timing.bound, []).append(words.short_name(plan, phase))
+    parts = [
+        Text(
+            f"{' and '.join(name.en for name in names)} bound by {_BOUNDS[bound].en}",
+            f"{'与'.join(name.zh for name in names)}受限于{_BOUNDS[bound].zh}",
+        )
+        for bound, names in phases.items()
+    ]
+    english = "; ".join(part.en for part in parts)
+    return Text(f"{english[:1].upper()}{english[1:]}.", f"{'；'.join(part.zh for part in parts)}。")
+
+
+def layout(plan: Plan, comparison: Comparison) -> list[Text]:
+    """Return how the planned layout compares with MHA and MQA of the same heads."""
+    planned = next((point for point in comparison.layouts if point.is_planned), None)
+    if planned is None:
+        refused = Text(
+            "These layers are another variant, or differ in their heads: they are not compared with MHA, GQA and MQA.",
+            "这些层是另一种变体，或各层的头不同，因此未与 MHA、GQA 和 MQA 比较。",
+        )
+        below = Text(" Layouts of the same width and cache are listed below.", "下面列出宽度和缓存相同的布局。")
+        return [refused if comparison.choices is None else _join(refused, below)]
+    lead = Text(f"{plan.model.name} is {_kind_words(planned).en}", f"{plan.model.name} 是 {_kind_words(planned).zh}")
+    if planned.cache_bytes_per_token:
+        lead = _join(lead, _cache_words(planned, comparison.layouts))
+    else:
+        many = f"{count(planned.parameters)}"
+        lead = _join(lead, Text(f": {many} parameters and no cache.", f"：{many} 个参数，没有缓存。"))
+    return [lead, *_decode_words(planned, comparison.layouts, plan)]
+
+
+def _kind_words(point: LayoutPoint) -> Text:
+    if point.kv_heads is None:
+        return Text(f"latent attention ({point.name})", f"潜变量注意力（{point.name}）")
+    return Text(f"{point.name} ({plural(point.kv_heads, 'KV head')})", f"{point.name}（{point.kv_heads} 个 KV 头）")
+
+
+def _cache_words(planned: LayoutPoint, layouts: tuple[LayoutPoint, ...]) -> Text:
+    own = size(planned.cache_bytes_per_token)
+    found = Text(f": {own} of cache per token", f"：每词元缓存 {own}")
+    for name in ("MHA", "MQA"):
+        other = next(point for point in layouts if point.name == name)
+        if other is not planned:
+            found = _join(found, _ratio_words(planned.cache_bytes_per_token, other.cache_bytes_per_token, name))
+    return _join(found, Text(".", "。"))
+
+
+def _ratio_words(own: int, other: int, name: str) -> Text:
+    if own <= other:
+        return Text(f", {other / own:.3g}x less than {name}", f"，是 {name} 的 1/{other / own:.3g}")
+    return Text(f", {own / other:.3g}x as much as {name}", f"，是 {name} 的 {own / other:.3g} 倍")
+
+
+def _decode_words(planned: LayoutPoint, layouts: tuple[LayoutPoint, ...], plan: Plan) -> list[Text]:
+    """Return the time of the last phase against that of MHA and MQA, if the plan has times."""
+    if plan.machine is None:
+        return []
+    times = {point.name: _seconds(point.phases[-1]) for point in layouts}
+    name, own = words.title(plan, plan.phases[-1]), times[planned.name]
+    others = ", ".join(f"{seconds(times[other])} ({other})" for other in ("MHA", "MQA") if other != planned.name)
+    sentences = [
+        Text(
+            f"{name.en} on {plan.machine.name}: {seconds(own)}, against {others}.",
+            f"{name.zh}，在 {plan.machine.name} 上：{seconds(own)}，相比 {others}。",
+        )
+    ]
+    if plan.phases[-1].timing is not None and plan.phases[-1].timing.bound == "launch":
+        times = {point.name: x.device_seconds for point in layouts if (x := point.phases[-1].timing) is not None}
+        own = times[planned.name]
+        others = ", ".join(f"{seconds(times[other])} ({other})" for other in ("MHA", "MQA") if other != planned.name)
+        sentences.append(
+            Text(
+                f"Without launch overhead, as under a CUDA graph: {seconds(own)}, against {others}.",
+                f"不计启动开销（如使用 CUDA graph）：{seconds(own)}，相比 {others}。",
+            )
+        )
+    return sentences
+
+
+def _seconds(phase: PhasePlan) -> float:
+    assert phase.timing is not None
+    return phase.timing.seconds
+
+
+def _join(first: Text, second: Text) -> Text:
+    return Text(first.en + second.en, first.zh + second.zh)

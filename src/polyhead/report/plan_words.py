@@ -1,0 +1,85 @@
+"""Words of a plan's page in English and Chinese; what the cost model writes itself (notes, warnings) is English."""
+
+from __future__ import annotations
+
+from polyhead.analysis.languages import Text
+from polyhead.costs.phases import PhasePlan
+from polyhead.costs.planning import Plan
+
+VIEWS = {
+    "fit": Text("Will it fit?", "放得下吗？"),
+    "speed": Text("How fast?", "有多快？"),
+    "layout": Text("Which layout?", "选哪种布局？"),
+    "numbers": Text("All numbers", "全部数字"),
+}
+ATTENTION_ONLY = Text(
+    "Attention layers only: embeddings, feed-forward layers and optimizer state come on top.",
+    "只计注意力层：嵌入、前馈层和优化器状态需另加。",
+)
+KINDS = {"measured": Text("measured", "实测"), "datasheet": Text("datasheet", "数据表")}
+NOT_MEASURED = Text("error not measured", "误差未测")
+ERROR = Text("median error {median:.0%}, worst {worst:.0%}", "误差中位数 {median:.0%}，最大 {worst:.0%}")
+NAMES = {
+    "projection": Text("projection", "投影"),
+    "positions, norms": Text("positions, norms", "位置、归一化"),
+    "cache writes": Text("cache writes", "写缓存"),
+    "attention": Text("attention", "注意力"),
+    "scores": Text("scores", "分数"),
+    "softmax": Text("softmax", "softmax"),
+    "values": Text("values", "值"),
+    "head mixing": Text("head mixing", "头混合"),
+    "mixing": Text("head mixing", "头混合"),
+    "output": Text("output", "输出"),
+    "launch overhead": Text("launch overhead", "启动开销"),
+    "total": Text("total", "合计"),
+    "parameters": Text("parameters", "参数"),
+    "gradients": Text("gradients", "梯度"),
+    "cache": Text("cache", "缓存"),
+    "activations": Text("activations", "激活"),
+}
+COLUMNS = {
+    "FLOPs": Text("FLOPs", "FLOPs"),
+    "exponentials": Text("exponentials", "指数运算"),
+    "bytes moved": Text("bytes moved", "访存字节"),
+    "time": Text("time", "时间"),
+    "machine": Text("machine", "机器"),
+    "memory": Text("memory", "内存"),
+    "layout": Text("layout", "布局"),
+    "cache per token": Text("cache per token", "每词元缓存"),
+    "context": Text("context", "上下文"),
+    "fused": Text("fused", "融合"),
+    "materialised": Text("materialised", "物化权重"),
+    "heads": Text("heads", "头"),
+    "layers": Text("layers", "层"),
+    **{name: NAMES[name] for name in ("parameters", "cache", "activations", "total")},
+}
+PHASES = {
+    "training": Text("training step", "训练一步"),
+    "prefill": Text("prefill", "预填充"),
+    "decode": Text("decode step", "解码一步"),
+}
+_TITLES = {
+    "training": Text("Training step, forward and backward", "训练一步：前向与反向"),
+    "prefill": Text("Prefill of the full context", "整个上下文的预填充"),
+    "decode": Text("Decode step, last token of the context", "解码一步：上下文的最后一个词元"),
+}
+_DOING = {
+    "training": Text("Training", "训练"),
+    "prefill": Text("Prefill", "预填充"),
+    "decode": Text("Decoding", "解码"),
+}
+_FORWARD = Text("Forward over the full context", "整个上下文的前向")
+
+
+def title(plan: Plan, phase: PhasePlan) -> Text:
+    return _FORWARD if phase.phase == "prefill" and not plan.model.is_causal else _TITLES[phase.phase]
+
+
+def short_name(plan: Plan, phase: PhasePlan) -> Text:
+    return Text("forward", "前向") if phase.phase == "prefill" and not plan.model.is_causal else PHASES[phase.phase]
+
+
+def doing(plan: Plan, phase: PhasePlan) -> Text:
+    return (
+        Text("A forward pass", "前向") if phase.phase == "prefill" and not plan.model.is_causal else _DOING[phase.phase]
+    )
