@@ -112,6 +112,10 @@ def plan(
         phases: any of training, prefill, decode; default: all that the model supports.
         machine: a calibrated machine, its name or its file.
         beyond: allow a context longer than the model's maximum.
+        batch: sequences.
+
+    Returns:
+        The plan: one entry per phase, with tables, charts and JSON.
 
     >>> planned = plan("llama3.1-8b", context=8192)
     >>> planned.parameters.total, planned.cache_bytes_per_token, planned.crossover

@@ -54,6 +54,10 @@ def save_inspection(folder: str | os.PathLike[str], inspection: Inspection) -> N
     """Write an inspection; the JSON file is written last, so that its presence implies the others.
 
     An earlier JSON file is removed first: if writing is interrupted, it would be read with the table of another run.
+
+    Args:
+        folder: folder to write to; it is created.
+        inspection: the result of `polyhead.inspect`.
     """
     from safetensors.torch import save as serialise
 
@@ -78,7 +82,14 @@ def save_inspection(folder: str | os.PathLike[str], inspection: Inspection) -> N
 
 
 def load_inspection(folder: str | os.PathLike[str]) -> Inspection:
-    """Read what `save_inspection` wrote; raise an error that names the file if one is damaged."""
+    """Read what `save_inspection` wrote; raise an error that names the file if one is damaged.
+
+    Args:
+        folder: folder of the run.
+
+    Returns:
+        The inspection; of a run that was saved by an earlier version, too.
+    """
     folder = Path(folder)
     check_saved(folder)
     rest = read_json(folder / REST, _RULE)

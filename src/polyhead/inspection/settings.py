@@ -63,10 +63,16 @@ class Settings:
             raise OptionError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the settings as a dictionary of JSON types."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Settings:
+        """Return the settings that `to_dict` wrote; missing ones have their defaults.
+
+        Args:
+            values: the dictionary.
+        """
         if not isinstance(values, dict):
             raise OptionError(f"the settings of a run must be an object, got {short(values)}")
         values = {name: x for name, x in values.items() if name not in _PERMISSIONS}

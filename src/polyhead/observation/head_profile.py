@@ -91,7 +91,11 @@ class HeadProfile:
         return profile_html(self)
 
     def scaled_column(self, name: str) -> list[float | None]:
-        """Return a column scaled to [0, 1] over all heads; None for non-finite entries."""
+        """Return a column scaled to [0, 1] over all heads; None for non-finite entries.
+
+        Args:
+            name: name of a column.
+        """
         column = self[name]
         finite = column[column.isfinite()]
         if not len(finite):

@@ -79,6 +79,9 @@ def write_page(
         language: "en" or "zh", the initial language; the page has a switch.
         syntax: a table of `polyhead syntax` for the same model, to be shown as well.
         assets: script and style of the page; the package's own by default.
+
+    Returns:
+        The absolute path of the page.
     """
     from polyhead.observation.saving import write_atomically
     from polyhead.report.payload import page_of

@@ -40,6 +40,9 @@ def convert(
         grouping: merge KV heads that are "similar", or "neighbours".
         rounds: rounds of alternating least squares that refit the shared K and V projections to the text.
         model, text, field, preview, stack, context, tokens, tokenizer, progress: as in `polyhead.prune`.
+
+    Returns:
+        The edited model, with its preview, its fidelity, `save` and `undo`.
     """
     check_conversion(kv_heads, grouping, rounds)
     loaded = as_loaded(model, tokenizer, dtype="saved")

@@ -73,6 +73,10 @@ def inspect(
         resume: continue from the data in `folder`.
         progress: called with the progress of each step.
         save_seconds: time between two writes to the folder.
+        tokenizer: tokenizer of a model in memory.
+
+    Returns:
+        The table of heads with their roles, redundancy, importance and findings.
     """
     loaded, name = None, None
     if isinstance(model, (nn.Module, LoadedModel)):

@@ -25,6 +25,9 @@ def merge(model: Model, heads: Groups, *, preview: bool = False, stack: str | No
             merge.
         preview: only compute the effect on size and cost; the model is not changed.
         stack: the stack of layers to edit, for models with several (encoder and decoder).
+
+    Returns:
+        The edited model, with its preview, `save` and `undo`.
     """
     edits = merge_edits(heads, stack)
     loaded = as_loaded(model, dtype="saved")

@@ -60,6 +60,12 @@ def prune(
         context: tokens per context; default: 512, or the model's maximum if smaller.
         tokens: maximum number of tokens to read.
         progress: called with the progress of each step.
+        field: JSON field or column of the text files.
+        seed: seed of the criterion `random`.
+        tokenizer: tokenizer of a model in memory.
+
+    Returns:
+        The edited model, with its preview, its fidelity, `save` and `undo`.
     """
     if (heads is None) == (share is None):
         raise OptionError("prune takes either heads or share, got both or neither")

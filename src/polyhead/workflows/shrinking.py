@@ -124,6 +124,9 @@ def shrink(
         resume: a folder in which every measurement is saved; repeat the same call to continue an interrupted one with
             identical results. Another model, text or option is rejected.
         model, field, context, tokens, tokenizer, progress: as in `polyhead.prune`.
+
+    Returns:
+        The edited model, with its preview, the curve, `save` and `undo`.
     """
     goal = target if isinstance(target, Target) else Target.parse(target)
     check_shrinking(

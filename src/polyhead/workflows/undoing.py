@@ -35,6 +35,13 @@ def undo(folder: str | os.PathLike[str], *, progress: ProgressCallback = ignore_
 
     Reverts all edits since the original. Fingerprints of the weights are checked before and after: a model that was
     trained in between is rejected. `EditedModel.undo` reverts edits in memory.
+
+    Args:
+        folder: folder of the edited model.
+        progress: called with the progress.
+
+    Returns:
+        The restored model, whose `save` writes it.
     """
     path = Path(folder).expanduser()
     check_edited(path)

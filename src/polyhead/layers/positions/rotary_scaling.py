@@ -37,7 +37,14 @@ class RotaryScaling(ABC):
 
     @abstractmethod
     def frequencies(self, base: float, rotary_dim: int, device: torch.device, length: int | None) -> Tensor:
-        """Return radians per token of every channel pair, [rotary_dim / 2]; `length` is the current length."""
+        """Return radians per token of every channel pair, [rotary_dim / 2]; `length` is the current length.
+
+        Args:
+            base: base of the wavelengths.
+            rotary_dim: channels that are rotated.
+            device: device of the result.
+            length: current length; None if it is not known.
+        """
 
     @property
     def magnitude(self) -> float:
@@ -45,11 +52,20 @@ class RotaryScaling(ABC):
         return 1.0
 
     def depends_on(self, length: int) -> bool:
-        """Return True if the frequencies at this current length differ from those of short sequences."""
+        """Return True if the frequencies at this current length differ from those of short sequences.
+
+        Args:
+            length: current length.
+        """
         return False
 
     def check(self, base: float, rotary_dim: int) -> None:
-        """Raise if the scaling is not defined for this base and width."""
+        """Raise if the scaling is not defined for this base and width.
+
+        Args:
+            base: base of the wavelengths.
+            rotary_dim: channels that are rotated.
+        """
         if rotary_dim < self.min_rotary_dim:
             raise OptionError(
                 f"{type(self).__name__} needs a rotary_dim of at least {self.min_rotary_dim}, got {rotary_dim}"

@@ -124,6 +124,8 @@ class GroupedHeads(ProjectedHeads):
         bias: whether the query, key and value projections have a bias.
         output_bias: whether W_1 and W_2 have one; same as `bias` by default. The group matrices have none.
         options: those of `MultiHeadAttention`.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     >>> layer = GroupedHeads(512, 8, num_groups=4, causal=True, bias=False)
     >>> layer(torch.randn(2, 10, 512)).output.shape, layer.hidden_dim

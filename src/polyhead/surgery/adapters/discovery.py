@@ -45,7 +45,11 @@ from polyhead.surgery.adapters.projection_formats import (
 
 
 def find_layers(model: nn.Module) -> tuple[AttentionLayer, ...]:
-    """Return every attention layer of a model in module order, including those that cannot be edited."""
+    """Return every attention layer of a model in module order, including those that cannot be edited.
+
+    Args:
+        model: a transformers model, or a module with layers of polyhead.
+    """
     attention_modules = {id(module) for module in interface_modules(model)}
     shared = {id(p) for p, n in Counter(p for _, p in model.named_parameters(remove_duplicate=False)).items() if n > 1}
     counts: Counter[str] = Counter()
@@ -73,6 +77,9 @@ def find_layers(model: nn.Module) -> tuple[AttentionLayer, ...]:
 
 def head_origins(model: nn.Module) -> dict[str, HeadOrigins]:
     """Return, by layer path, the original heads of every layer with a known layout.
+
+    Args:
+        model: the model, edited or not.
 
     >>> from polyhead.surgery import PruneHeads, apply
     >>> layer = MultiHeadAttention(12, 4)

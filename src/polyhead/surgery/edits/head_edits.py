@@ -38,7 +38,11 @@ class HeadEdit(ABC):
 
     @abstractmethod
     def change(self, heads: HeadWeights) -> HeadWeights:
-        """Return the heads after the edit; raises if it refers to heads that do not exist."""
+        """Return the heads after the edit; raises if it refers to heads that do not exist.
+
+        Args:
+            heads: weights of the layer before the edit.
+        """
 
 
 @dataclass(frozen=True)
@@ -251,6 +255,9 @@ class ReviveHeads(HeadEdit):
 def edits_to_json(edits: Sequence[HeadEdit]) -> str:
     """Return edits, in order, as a JSON list.
 
+    Args:
+        edits: edits of a model.
+
     >>> edits_from_json(edits_to_json([PruneHeads(3, (1, 7))]))
     (PruneHeads(layer=3, stack=None, heads=(1, 7)),)
     """
@@ -258,7 +265,14 @@ def edits_to_json(edits: Sequence[HeadEdit]) -> str:
 
 
 def edits_from_json(text: str) -> tuple[HeadEdit, ...]:
-    """Read the edits that `edits_to_json` wrote."""
+    """Read the edits that `edits_to_json` wrote.
+
+    Args:
+        text: JSON text.
+
+    Returns:
+        The edits, in order.
+    """
     try:
         content = json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:

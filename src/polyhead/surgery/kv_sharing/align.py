@@ -51,7 +51,14 @@ class AlignHeads(EditGroups):
 def aligned(
     heads: HeadWeights, groups: Sequence[Sequence[int]], transform: KeyTransform, inputs: InputMoments | None = None
 ) -> HeadWeights:
-    """Return equivalent heads, those of a group as near to each other as the symmetries allow."""
+    """Return equivalent heads, those of a group as near to each other as the symmetries allow.
+
+    Args:
+        heads: weights of a layer.
+        groups: KV heads of each group.
+        transform: what happens between the key projection and the logits, as `find_key_transforms` returns it.
+        inputs: moments of the layer's inputs; white inputs by default.
+    """
     transform.check(heads.layout)
     inputs = InputMoments.white(heads) if inputs is None else inputs
     inputs = inputs.to(heads.key.device)

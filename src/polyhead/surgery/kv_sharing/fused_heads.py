@@ -48,7 +48,14 @@ class FuseHeads(EditHeads):
 def fuse(
     heads: HeadWeights, group: Sequence[int], transform: KeyTransform, inputs: InputMoments | None = None
 ) -> HeadWeights:
-    """Return the heads with those of a group fused into the first of them."""
+    """Return the heads with those of a group fused into the first of them.
+
+    Args:
+        heads: weights of a layer.
+        group: query heads to fuse.
+        transform: what happens between the key projection and the logits, as `find_key_transforms` returns it.
+        inputs: moments of the layer's inputs; white inputs by default.
+    """
     if transform.norm != "none":
         raise OptionError(
             "fusing needs logits that are products of queries and keys, which a norm of both prevents, got a "

@@ -36,6 +36,14 @@ def load(
     A padded model is loaded without its zero heads. Models that `save` wrote are verified by their fingerprint: damaged
     or foreign weights raise `CheckpointError`. Weights keep the saved dtype unless `dtype` is passed. A model with
     uneven groups uses polyhead's attention.
+
+    Args:
+        folder: folder of the model.
+        device: device of the weights.
+        dtype: dtype of the weights.
+
+    Returns:
+        The model.
     """
     path = Path(folder).expanduser()
     if not path.is_dir():
@@ -49,7 +57,11 @@ def load(
 
 
 def load_record(folder: str | os.PathLike[str]) -> EditRecord | None:
-    """Return the edit record in a model's folder; None if it was saved without one."""
+    """Return the edit record in a model's folder; None if it was saved without one.
+
+    Args:
+        folder: folder of the model.
+    """
     path = Path(folder).expanduser() / RECORD
     return EditRecord.load(path) if path.is_file() else None
 

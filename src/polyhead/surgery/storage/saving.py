@@ -69,6 +69,11 @@ def save(
         tokenizer: saved too, by its `save_pretrained(folder)`: a tokenizer, a processor, or `SideFiles` of the folder
             that the model came from.
         replace: whether to replace an existing folder: one that `save` wrote, with nothing else in it.
+        model: the model.
+        folder: folder to create.
+
+    Returns:
+        Where the model was saved, in which form, and what can load it.
     """
     folder = Path(folder).expanduser()
     if form is not None and form not in FORMS:
