@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+import polyhead
+
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "docs" / "reference"
 # Modules without __all__ whose classes are public as well.
@@ -198,3 +200,17 @@ def test_every_result_of_a_public_function_is_described():
         and not re.search(r"^(Returns|Yields):|\A(Return|Yield)\b", text, flags=re.MULTILINE)
     ]
     assert silent == []
+
+
+def test_the_names_that_most_users_need_have_an_example():
+    # `pytest src` runs them. Left out: the result type of `attention`, in ops; a command whose input is a treebank.
+    names = [f"polyhead.{name}" for name in polyhead.__all__ if name not in ("AttentionOutput", "syntax")]
+    names += ["polyhead.inspection.load_inspection", "polyhead.report.write_page"]
+    names += [f"polyhead.surgery.{name}" for name in ("PruneHeads", "apply", "find_layers", "preview", "save", "undo")]
+    assert len(names) >= 25
+    assert [path for path in names if not examples_of(value_of(path))] == []
+
+
+def examples_of(value: Any) -> int:
+    documented = [value, *vars(value).values()] if inspect.isclass(value) else [value]
+    return sum((getattr(part, "__doc__", None) or "").count(">>> ") for part in documented)

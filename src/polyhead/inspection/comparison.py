@@ -71,6 +71,18 @@ def compare(before: Inspection, after: Inspection) -> Comparison:
 
     Returns:
         Differences of every statistic, head by head, and the roles that heads gained or lost.
+
+    >>> import torch, polyhead
+    >>> from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+    >>> tokenizer = ByT5Tokenizer(extra_ids=0)  # bytes
+    >>> config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    ...                      num_attention_heads=4)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> text, options = ["the cat sat on the mat. " * 20] * 2, {"context": 64, "tokens": 256, "chance": False}
+    >>> before = polyhead.inspect(model, text, tokenizer=tokenizer, importance="none", **options)
+    >>> after = polyhead.inspect(model, text, tokenizer=tokenizer, importance="none", **options)
+    >>> polyhead.compare(before, after).beyond()  # the same model: nothing changed
+    ()
     """
     matching = match_heads(before, after)
     rows_before, rows_after = _rows(before), _rows(after)

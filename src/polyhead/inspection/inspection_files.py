@@ -89,6 +89,22 @@ def load_inspection(folder: str | os.PathLike[str]) -> Inspection:
 
     Returns:
         The inspection; of a run that was saved by an earlier version, too.
+
+    >>> import torch, polyhead
+    >>> from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+    >>> tokenizer = ByT5Tokenizer(extra_ids=0)  # bytes
+    >>> config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    ...                      num_attention_heads=4)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> import tempfile
+    >>> from polyhead.inspection import load_inspection, save_inspection
+    >>> text, options = ["the cat sat on the mat. " * 20], {"context": 64, "tokens": 256, "importance": "none"}
+    >>> found = polyhead.inspect(model, text, tokenizer=tokenizer, chance=False, **options)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_inspection(folder, found)
+    ...     loaded = load_inspection(folder)
+    >>> torch.equal(loaded.table["entropy"], found.table["entropy"])
+    True
     """
     folder = Path(folder)
     check_saved(folder)

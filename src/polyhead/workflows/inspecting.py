@@ -77,6 +77,17 @@ def inspect(
 
     Returns:
         The table of heads with their roles, redundancy, importance and findings.
+
+    >>> import torch, polyhead
+    >>> from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+    >>> tokenizer = ByT5Tokenizer(extra_ids=0)  # bytes
+    >>> config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    ...                      num_attention_heads=4)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> text = ["the cat sat on the mat. " * 20] * 2
+    >>> found = polyhead.inspect(model, text, tokenizer=tokenizer, context=64, tokens=512, chance=False)
+    >>> len(found.table), found.table["entropy"].shape
+    (8, torch.Size([8]))
     """
     loaded, name = None, None
     if isinstance(model, (nn.Module, LoadedModel)):

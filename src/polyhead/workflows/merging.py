@@ -28,6 +28,15 @@ def merge(model: Model, heads: Groups, *, preview: bool = False, stack: str | No
 
     Returns:
         The edited model, with its preview, `save` and `undo`.
+
+    >>> import torch, polyhead
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    ...                      num_attention_heads=4)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> edited = polyhead.merge(model, [[(1, 0), (1, 3)]])
+    >>> edited.preview.before.heads, edited.preview.after.heads
+    (8, 7)
     """
     edits = merge_edits(heads, stack)
     loaded = as_loaded(model, dtype="saved")

@@ -127,6 +127,17 @@ def shrink(
 
     Returns:
         The edited model, with its preview, the curve, `save` and `undo`.
+
+    >>> import torch, polyhead
+    >>> from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+    >>> tokenizer = ByT5Tokenizer(extra_ids=0)  # bytes
+    >>> config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    ...                      num_attention_heads=4)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> text = ["the cat sat on the mat. " * 40] * 4
+    >>> shrunk = polyhead.shrink(model, "25%-heads", text, tokenizer=tokenizer, context=64, tokens=2048)
+    >>> print(shrunk.size)
+    75% of the heads, 75% of the cache and 82% of the FLOPs
     """
     goal = target if isinstance(target, Target) else Target.parse(target)
     check_shrinking(

@@ -82,6 +82,16 @@ class KVCache(ABC):
         sizes: sizes of a token, by name.
         dtype: dtype of keys and values; that of the first block by default.
         device: device of the storage; that of the first block by default.
+
+    >>> import torch, polyhead
+    >>> from polyhead.layers import GrowingCache
+    >>> layer, cache = polyhead.MultiHeadAttention(16, 2, causal=True).eval(), GrowingCache()
+    >>> x = torch.randn(1, 6, 16)
+    >>> with torch.no_grad():
+    ...     prompt, step = layer(x[:, :5], cache=cache), layer(x[:, 5:], cache=cache)
+    ...     full = layer(x)
+    >>> torch.allclose(step.output, full.output[:, 5:], atol=1e-6), cache.lengths
+    (True, (6,))
     """
 
     def __init__(self, batch_size: int | None, sizes: Mapping[str, Any]) -> None:

@@ -117,6 +117,18 @@ def undo(model: nn.Module, record: EditRecord) -> None:
     Args:
         model: the edited model.
         record: what `apply` returned.
+
+    >>> import torch, polyhead
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    ...                      num_attention_heads=4)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> from polyhead.surgery import PruneHeads, apply, undo
+    >>> before = model.model.layers[0].self_attn.q_proj.weight.clone()
+    >>> record = apply(model, [PruneHeads(layer=0, heads=(1,))])
+    >>> undo(model, record)
+    >>> torch.equal(model.model.layers[0].self_attn.q_proj.weight, before)
+    True
     """
     by_path = _layers_of(model, record, edited=True)
     actual = fingerprint(model)

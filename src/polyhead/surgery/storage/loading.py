@@ -44,6 +44,20 @@ def load(
 
     Returns:
         The model.
+
+    >>> import torch, polyhead
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    ...                      num_attention_heads=4)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> import tempfile
+    >>> edited = polyhead.prune(model, "L0H3,L1H2", compensate=False)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saved = edited.save(f"{folder}/pruned")
+    ...     loaded = polyhead.load(f"{folder}/pruned")
+    >>> tokens = torch.arange(12)[None]
+    >>> torch.equal(loaded(tokens).logits, model(tokens).logits)
+    True
     """
     path = Path(folder).expanduser()
     if not path.is_dir():

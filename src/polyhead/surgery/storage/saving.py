@@ -74,6 +74,19 @@ def save(
 
     Returns:
         Where the model was saved, in which form, and what can load it.
+
+    >>> import torch, polyhead
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    ...                      num_attention_heads=4)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> import tempfile
+    >>> from polyhead.surgery import PruneHeads, apply, save
+    >>> record = apply(model, [PruneHeads(layer=0, heads=(3,)), PruneHeads(layer=1, heads=(2,))])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saved = save(model, f"{folder}/pruned", record=record)  # with the record, `polyhead.undo` can restore it
+    >>> saved.folder.name
+    'pruned'
     """
     folder = Path(folder).expanduser()
     if form is not None and form not in FORMS:
