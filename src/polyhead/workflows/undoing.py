@@ -51,7 +51,7 @@ def undo(folder: str | os.PathLike[str], *, progress: ProgressCallback = ignore_
     >>> import tempfile
     >>> edited = polyhead.prune(model, "L0H3,L1H2", compensate=False)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     saved = edited.save(f"{folder}/pruned")
+    ...     saved = edited.save(f"{folder}/pruned", form="uneven")
     ...     original = polyhead.undo(f"{folder}/pruned").model
     >>> original.model.layers[0].self_attn.q_proj.weight.shape
     torch.Size([32, 32])

@@ -53,7 +53,7 @@ def load(
     >>> import tempfile
     >>> edited = polyhead.prune(model, "L0H3,L1H2", compensate=False)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     saved = edited.save(f"{folder}/pruned")
+    ...     saved = edited.save(f"{folder}/pruned", form="uneven")
     ...     loaded = polyhead.load(f"{folder}/pruned")
     >>> tokens = torch.arange(12)[None]
     >>> torch.equal(loaded(tokens).logits, model(tokens).logits)

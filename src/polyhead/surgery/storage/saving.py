@@ -84,7 +84,7 @@ def save(
     >>> from polyhead.surgery import PruneHeads, apply, save
     >>> record = apply(model, [PruneHeads(layer=0, heads=(3,)), PruneHeads(layer=1, heads=(2,))])
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     saved = save(model, f"{folder}/pruned", record=record)  # with the record, `polyhead.undo` can restore it
+    ...     saved = save(model, f"{folder}/pruned", form="uneven", record=record)  # the record is for `polyhead.undo`
     >>> saved.folder.name
     'pruned'
     """
