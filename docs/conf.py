@@ -171,7 +171,7 @@ class EnglishAndChinese(SearchEnglish):
 
 def set_language(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.Node | None) -> None:
     """Declare the language of a Chinese page, by which browsers choose fonts and screen readers voices."""
-    if page.endswith(".zh-CN"):
+    if page.endswith(".zh-CN") or page.startswith("docs/zh/"):
         context["language"] = "zh-CN"
 
 

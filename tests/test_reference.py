@@ -104,6 +104,7 @@ def test_every_page_is_in_a_table_of_contents():
     tables = re.findall(r"```\{toctree\}\n(?::[^\n]*\n)*\n(.*?)```", index, flags=re.DOTALL)
     listed = [re.sub(r".*<(.*)>", r"\1", line) for table in tables for line in table.splitlines()]
     guides = [path.stem for path in (ROOT / "docs").glob("*.md") if path.stem != "index"]
+    guides += [f"zh/{path.stem}" for path in (ROOT / "docs" / "zh").glob("*.md")]
     at_the_root = [f"../{path.stem}" for path in ROOT.glob("*.md")]
     assert sorted(listed) == sorted(
         [
