@@ -34,9 +34,9 @@ def merge(model: Model, heads: Groups, *, preview: bool = False, stack: str | No
     >>> config = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
     ...                      num_attention_heads=4)
     >>> model = LlamaForCausalLM(config).eval()
-    >>> edited = polyhead.merge(model, [[(1, 0), (1, 3)]])
+    >>> edited = polyhead.merge(model, [[(0, 0), (0, 1)], [(0, 2), (0, 3)], [(1, 0), (1, 2)], [(1, 1), (1, 3)]])
     >>> edited.preview.before.heads, edited.preview.after.heads
-    (8, 7)
+    (8, 4)
     """
     edits = merge_edits(heads, stack)
     loaded = as_loaded(model, dtype="saved")

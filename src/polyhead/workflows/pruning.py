@@ -72,9 +72,9 @@ def prune(
     >>> config = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
     ...                      num_attention_heads=4)
     >>> model = LlamaForCausalLM(config).eval()
-    >>> edited = polyhead.prune(model, "L0H3,L1H2", compensate=False)  # compensation needs a tokenizer and a text
+    >>> edited = polyhead.prune(model, "L0H2,L0H3,L1H2,L1H3", compensate=False)  # compensation needs a text
     >>> edited.preview.before.heads, edited.preview.after.heads
-    (8, 6)
+    (8, 4)
     >>> edited.undo()  # in place, bit for bit
     >>> model.model.layers[0].self_attn.q_proj.weight.shape
     torch.Size([32, 32])

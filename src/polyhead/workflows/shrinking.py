@@ -135,9 +135,9 @@ def shrink(
     ...                      num_attention_heads=4)
     >>> model = LlamaForCausalLM(config).eval()
     >>> text = ["the cat sat on the mat. " * 40] * 4
-    >>> shrunk = polyhead.shrink(model, "25%-heads", text, tokenizer=tokenizer, context=64, tokens=2048)
-    >>> print(shrunk.size)
-    75% of the heads, 75% of the cache and 82% of the FLOPs
+    >>> shrunk = polyhead.shrink(model, "50%-heads", text, tokenizer=tokenizer, context=64, tokens=2048)
+    >>> shrunk.size.heads
+    0.5
     """
     goal = target if isinstance(target, Target) else Target.parse(target)
     check_shrinking(

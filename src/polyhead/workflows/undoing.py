@@ -49,9 +49,9 @@ def undo(folder: str | os.PathLike[str], *, progress: ProgressCallback = ignore_
     ...                      num_attention_heads=4)
     >>> model = LlamaForCausalLM(config).eval()
     >>> import tempfile
-    >>> edited = polyhead.prune(model, "L0H3,L1H2", compensate=False)
+    >>> edited = polyhead.prune(model, "L0H2,L0H3,L1H2,L1H3", compensate=False)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     saved = edited.save(f"{folder}/pruned", form="uneven")
+    ...     saved = edited.save(f"{folder}/pruned")
     ...     original = polyhead.undo(f"{folder}/pruned").model
     >>> original.model.layers[0].self_attn.q_proj.weight.shape
     torch.Size([32, 32])

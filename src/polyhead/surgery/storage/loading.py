@@ -51,9 +51,9 @@ def load(
     ...                      num_attention_heads=4)
     >>> model = LlamaForCausalLM(config).eval()
     >>> import tempfile
-    >>> edited = polyhead.prune(model, "L0H3,L1H2", compensate=False)
+    >>> edited = polyhead.prune(model, "L0H2,L0H3,L1H2,L1H3", compensate=False)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     saved = edited.save(f"{folder}/pruned", form="uneven")
+    ...     saved = edited.save(f"{folder}/pruned")
     ...     loaded = polyhead.load(f"{folder}/pruned")
     >>> tokens = torch.arange(12)[None]
     >>> torch.equal(loaded(tokens).logits, model(tokens).logits)

@@ -82,9 +82,9 @@ def save(
     >>> model = LlamaForCausalLM(config).eval()
     >>> import tempfile
     >>> from polyhead.surgery import PruneHeads, apply, save
-    >>> record = apply(model, [PruneHeads(layer=0, heads=(3,)), PruneHeads(layer=1, heads=(2,))])
+    >>> record = apply(model, [PruneHeads(layer=0, heads=(2, 3)), PruneHeads(layer=1, heads=(2, 3))])
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     saved = save(model, f"{folder}/pruned", form="uneven", record=record)  # the record is for `polyhead.undo`
+    ...     saved = save(model, f"{folder}/pruned", record=record)  # the record is for `polyhead.undo`
     >>> saved.folder.name
     'pruned'
     """
