@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import re
@@ -215,3 +216,33 @@ def test_the_names_that_most_users_need_have_an_example():
 def examples_of(value: Any) -> int:
     documented = [value, *vars(value).values()] if inspect.isclass(value) else [value]
     return sum((getattr(part, "__doc__", None) or "").count(">>> ") for part in documented)
+
+
+# Values that users write themselves, as arguments of other functions; the fields of other dataclasses are results.
+WRITTEN_BY_USERS = (
+    *(
+        f"polyhead.surgery.{name}"
+        for name in ("PruneHeads", "MergeHeads", "ReorderHeads", "ReviveHeads", "GroupQueries")
+    ),
+    *(f"polyhead.surgery.{name}" for name in ("AlignHeads", "FuseHeads", "ShareKeys")),
+    *(f"polyhead.layers.{name}" for name in ("MultiHeadConfig", "LatentConfig")),
+    *(f"polyhead.layers.variants.{name}Config" for name in ("Routed", "GroupedHeads", "HeadMix", "TalkingHeads")),
+    *(f"polyhead.layers.variants.{name}Config" for name in ("Differential", "Collaborative")),
+    *(f"polyhead.layers.positions.{name}Scaling" for name in ("Linear", "NTK", "DynamicNTK", "Yarn", "Llama3")),
+    "polyhead.costs.Workload",
+    "polyhead.inspection.Settings",
+)
+
+
+@pytest.mark.parametrize("path", WRITTEN_BY_USERS)
+def test_every_field_of_a_value_that_users_write_is_described(path):
+    value: Any = value_of(path)
+    described = {name for base in value.__mro__ for name in described_parameters(inspect.cleandoc(base.__doc__ or ""))}
+    assert [field.name for field in dataclasses.fields(value) if field.name not in described] == []
+
+
+def test_a_function_that_most_users_call_names_the_errors_that_it_raises():
+    functions = [getattr(polyhead, name) for name in polyhead.__all__ if inspect.isfunction(getattr(polyhead, name))]
+    ours = [function for function in functions if not function.__module__.startswith(UNCHANGED)]
+    raising = [function for function in ours if function.__name__ not in ("build_attention", "syntax")]
+    assert [f.__name__ for f in raising if not re.search(r"^ *Raises:$", f.__doc__ or "", flags=re.MULTILINE)] == []

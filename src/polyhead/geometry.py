@@ -41,6 +41,9 @@ class HeadId(NamedTuple):
 
         Args:
             text: layer and head, as in L5H3.
+
+        Raises:
+            OptionError: the text is not of this form.
         """
         if not isinstance(text, str) or (match := re.fullmatch(r"[Ll]([0-9]+)[Hh]([0-9]+)", text)) is None:
             numbers = re.fullmatch(r"([0-9]+)\.([0-9]+)", text) if isinstance(text, str) else None

@@ -189,6 +189,9 @@ class Mask:
 
         Returns:
             The mask.
+
+        Raises:
+            DtypeError: the tensor is not boolean.
         """
         if not isinstance(allowed, Tensor):
             raise MaskError(f"Mask.dense takes a boolean tensor, got {type(allowed).__name__}")
@@ -212,6 +215,9 @@ class Mask:
 
         Returns:
             The mask, which gradients of `bias` pass through.
+
+        Raises:
+            MaskError: a tensor of zeros and ones, without `zero_one`.
         """
         if not isinstance(bias, Tensor):
             raise MaskError(f"Mask.bias takes a floating-point tensor, got {type(bias).__name__}")

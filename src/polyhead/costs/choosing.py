@@ -103,6 +103,9 @@ def choose(
         machine: calibrated machine, its name or its file; without one, layouts are compared by FLOPs and bytes.
         latents: also consider latent attention.
 
+    Raises:
+        OptionError: the budget has no limit, or no layout is within it.
+
     >>> choices = choose(Budget(cache_bytes_per_token=4096), d_model=1024, context=2048)
     >>> [choice.name for choice in choices.found if not choice.warnings][:3]
     ['16x64 at 1024', '8x128 at 1024', '4x256 at 1024']

@@ -117,6 +117,9 @@ def plan(
     Returns:
         The plan: one entry per phase, with tables, charts and JSON.
 
+    Raises:
+        OptionError: the config cannot be read, or a size is out of range.
+
     >>> planned = plan("llama3.1-8b", context=8192)
     >>> planned.parameters.total, planned.cache_bytes_per_token, planned.crossover
     (1342177280, 131072, 10240)

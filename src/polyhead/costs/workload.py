@@ -17,6 +17,14 @@ class Workload:
     sequence, whose keys and values are projected in the call unless they are `remembered` from an earlier one.
     `training` adds the backward, with gradients of the input and of the parameters.
 
+    Args:
+        queries: new tokens per sequence.
+        batch: sequences.
+        past: earlier tokens in a cache.
+        source: tokens of another sequence, for cross-attention.
+        remembered: whether keys and values of the source were projected by an earlier call.
+        training: whether the backward is included.
+
     >>> Workload.decode(past=1000, batch=4).keys
     1001
     """

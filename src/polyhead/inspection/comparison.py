@@ -72,6 +72,9 @@ def compare(before: Inspection, after: Inspection) -> Comparison:
     Returns:
         Differences of every statistic, head by head, and the roles that heads gained or lost.
 
+    Raises:
+        OptionError: the heads of the two runs cannot be matched.
+
     >>> import torch, polyhead
     >>> from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
     >>> tokenizer = ByT5Tokenizer(extra_ids=0)  # bytes

@@ -90,6 +90,9 @@ def load_inspection(folder: str | os.PathLike[str]) -> Inspection:
     Returns:
         The inspection; of a run that was saved by an earlier version, too.
 
+    Raises:
+        OptionError: the folder is not that of a run, or a file is damaged.
+
     >>> import torch, polyhead
     >>> from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
     >>> tokenizer = ByT5Tokenizer(extra_ids=0)  # bytes

@@ -27,6 +27,22 @@ class Settings:
 
     Permissions (`allow_pickle`, `trust_remote_code`) are not settings: settings are saved with a run, and a file must
     never grant permissions.
+
+    Args:
+        model: name or path of the model; None is the packaged one.
+        text: path of the text; None is the built-in one.
+        field: text field of .jsonl and .parquet files.
+        context: tokens per context.
+        tokens: maximum number of tokens in total.
+        batch_tokens: maximum number of tokens per batch.
+        layers: layers to observe; None for all.
+        statistics: statistics to compute; None for all.
+        importance: how importance is measured.
+        chance: also observe a model with random weights, as the chance level.
+        via_weights: observe the attention weights that the model returns.
+        seed: seed of samples, random weights and repeated words.
+        device: device of the model.
+        dtype: dtype of the model; None is float32 on a CPU and bfloat16 elsewhere.
     """
 
     model: str | None = None

@@ -146,6 +146,11 @@ class LayerConfig(AttentionConfig):
     """Base class of the configs of polyhead's own layers, whose fields are the options of the layer.
 
     Sizes that are left out are filled in with the layer's defaults. `positions` is a config, not a module.
+
+    Args:
+        embed_dim, num_heads, bias, output_bias, causal, window, softcap, scale, sinks, dropout, finite, backend: as in
+            `MultiHeadAttention`.
+        positions: config of the position module.
     """
 
     embed_dim: int

@@ -76,6 +76,9 @@ def observe(
     Returns:
         A session: a context manager whose `profile` is the table of heads.
 
+    Raises:
+        OptionError: the model has no attention that can be observed, or has no such layers, heads or statistics.
+
     Padding tokens and rows without visible keys are excluded. A call of the model is counted when it finishes; one that
     raises or is interrupted is not counted at all. The model's weights, mode, configuration and hooks are restored
     afterwards, also after an exception. Inside the block, compiled code runs in eager mode.

@@ -44,6 +44,9 @@ def convert(
     Returns:
         The edited model, with its preview, its fidelity, `save` and `undo`.
 
+    Raises:
+        OptionError: `kv_heads` does not divide the model's, or the text is too short.
+
     >>> import torch, polyhead
     >>> from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
     >>> tokenizer = ByT5Tokenizer(extra_ids=0)  # bytes

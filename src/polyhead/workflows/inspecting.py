@@ -78,6 +78,10 @@ def inspect(
     Returns:
         The table of heads with their roles, redundancy, importance and findings.
 
+    Raises:
+        OptionError: a setting is out of range, the text is too short, or the model cannot be observed.
+        CheckpointError: the model's files are damaged, incomplete, or pickles.
+
     >>> import torch, polyhead
     >>> from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
     >>> tokenizer = ByT5Tokenizer(extra_ids=0)  # bytes

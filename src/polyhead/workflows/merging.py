@@ -29,6 +29,9 @@ def merge(model: Model, heads: Groups, *, preview: bool = False, stack: str | No
     Returns:
         The edited model, with its preview, `save` and `undo`.
 
+    Raises:
+        OptionError: heads that do not exist or cannot be merged.
+
     >>> import torch, polyhead
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,

@@ -67,6 +67,10 @@ def prune(
     Returns:
         The edited model, with its preview, its fidelity, `save` and `undo`.
 
+    Raises:
+        OptionError: heads that do not exist, both or neither of `heads` and `share`, or compensation without a
+            tokenizer.
+
     >>> import torch, polyhead
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,

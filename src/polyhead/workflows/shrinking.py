@@ -128,6 +128,9 @@ def shrink(
     Returns:
         The edited model, with its preview, the curve, `save` and `undo`.
 
+    Raises:
+        OptionError: the target cannot be met, or the text is too short to be split.
+
     >>> import torch, polyhead
     >>> from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
     >>> tokenizer = ByT5Tokenizer(extra_ids=0)  # bytes

@@ -43,6 +43,10 @@ def undo(folder: str | os.PathLike[str], *, progress: ProgressCallback = ignore_
     Returns:
         The restored model, whose `save` writes it.
 
+    Raises:
+        OptionError: the folder has no record.
+        CheckpointError: its weights are not those that were saved, or the record is damaged.
+
     >>> import torch, polyhead
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,

@@ -188,6 +188,9 @@ class KVCache(ABC):
 
         Returns:
             Keys, values and the mask of everything stored so far.
+
+        Raises:
+            CacheError: the cache is full, has another layout, or gradients are enabled.
         """
         layout = self._checked_layout(key, value)
         new_lengths = self._checked_lengths(lengths, key.shape[0], key.shape[2])

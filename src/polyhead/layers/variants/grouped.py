@@ -190,6 +190,9 @@ def _check_groups(num_heads: int, num_groups: int) -> None:
 class GroupedHeadsConfig(HeadsConfig):
     """Config of `GroupedHeads`.
 
+    Args:
+        num_groups, hidden_dim, activation: as in `GroupedHeads`.
+
     >>> GroupedHeadsConfig(512, 8, num_groups=4).hidden_dim
     192
     """

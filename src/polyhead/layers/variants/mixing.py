@@ -204,6 +204,9 @@ def _attention_in_parts(query: Tensor, key: Tensor, value: Tensor, *, weights: b
 class HeadMixConfig(HeadsConfig):
     """Config of `HeadMix`.
 
+    Args:
+        num_rows, mix, row_attention: as in `HeadMix`.
+
     >>> HeadMixConfig(512, 8).num_rows
     8
     """

@@ -69,6 +69,9 @@ def apply(
     Returns:
         A record for `undo`.
 
+    Raises:
+        OptionError: an edit refers to layers or heads that do not exist, or is not possible; nothing is changed then.
+
     >>> model = MultiHeadAttention(12, 4)
     >>> from polyhead.surgery import PruneHeads
     >>> record = apply(model, [PruneHeads(layer=0, heads=(1,))])
@@ -117,6 +120,9 @@ def undo(model: nn.Module, record: EditRecord) -> None:
     Args:
         model: the edited model.
         record: what `apply` returned.
+
+    Raises:
+        CheckpointError: the model is not the edited one, for instance because it was trained since.
 
     >>> import torch, polyhead
     >>> from transformers import LlamaConfig, LlamaForCausalLM

@@ -74,6 +74,9 @@ def preview(model: nn.Module, edits: Sequence[HeadEdit], *, work: Workload | Non
     Returns:
         Counts before and after, by layer and in total.
 
+    Raises:
+        OptionError: an edit refers to layers or heads that do not exist, or is not possible.
+
     >>> from polyhead.layers import MultiHeadAttention
     >>> from polyhead.surgery import PruneHeads
     >>> counted = preview(MultiHeadAttention(12, 4), [PruneHeads(layer=0, heads=(1,))])

@@ -22,7 +22,12 @@ from polyhead.surgery.kv_sharing.symmetries import CONDITION, blocks, change_key
 
 @dataclass(frozen=True)
 class EditGroups(HeadEdit):
-    """An edit of groups of KV heads; `form` is the key transform of the layer, from `find_key_transforms`."""
+    """An edit of groups of KV heads; `form` is the key transform of the layer, from `find_key_transforms`.
+
+    Args:
+        groups: KV heads of each group.
+        form: key transform of the layer.
+    """
 
     groups: tuple[tuple[int, ...], ...]
     form: KeyTransform = field(default=KeyTransform(), metadata={"kinds": KEY_TRANSFORMS})

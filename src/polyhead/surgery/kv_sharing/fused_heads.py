@@ -30,6 +30,9 @@ class FuseHeads(EditHeads):
     without loss, whatever their factors. Without calibration text they are compared by their weights alone. Each must
     be the only reader of its KV head; heads that read the same KV head are merged by their mean.
 
+    Args:
+        form: key transform of the layer, from `find_key_transforms`.
+
     >>> FuseHeads(layer=5, heads=(2, 0)).heads
     (0, 2)
     """

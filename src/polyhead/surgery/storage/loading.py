@@ -45,6 +45,10 @@ def load(
     Returns:
         The model.
 
+    Raises:
+        OptionError: the folder has no config.json.
+        CheckpointError: files are damaged, or the weights are not those that were saved.
+
     >>> import torch, polyhead
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,

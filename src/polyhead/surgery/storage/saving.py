@@ -75,6 +75,9 @@ def save(
     Returns:
         Where the model was saved, in which form, and what can load it.
 
+    Raises:
+        OptionError: the model does not fit the form, or the folder exists.
+
     >>> import torch, polyhead
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
