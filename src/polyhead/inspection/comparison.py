@@ -83,8 +83,7 @@ def compare(before: Inspection, after: Inspection) -> Comparison:
     >>> model = LlamaForCausalLM(config).eval()
     >>> text, options = ["the cat sat on the mat. " * 20] * 2, {"context": 64, "tokens": 256, "chance": False}
     >>> before = polyhead.inspect(model, text, tokenizer=tokenizer, importance="none", **options)
-    >>> after = polyhead.inspect(model, text, tokenizer=tokenizer, importance="none", **options)
-    >>> polyhead.compare(before, after).beyond()  # the same model: nothing changed
+    >>> polyhead.compare(before, before).beyond()  # the same model: nothing changed
     ()
     """
     matching = match_heads(before, after)
