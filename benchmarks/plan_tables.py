@@ -1,4 +1,4 @@
-"""The table of docs/plan.md: errors of predicted times, by regime."""
+"""The table of benchmarks/RESULTS.md: errors of predicted times, by regime."""
 
 from __future__ import annotations
 

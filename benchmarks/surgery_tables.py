@@ -1,4 +1,4 @@
-"""The tables of docs/surgery.md, from the results of `python -m benchmarks surgery`."""
+"""The tables of benchmarks/RESULTS.md, from the results of `python -m benchmarks surgery`."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""`python -m benchmarks.tables`: write measured figures into the tables of docs/, so that none is copied by hand."""
+"""`python -m benchmarks.tables`: write measured figures into benchmarks/RESULTS.md, so that none is copied by hand."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from benchmarks import recorded
 from benchmarks.measuring.calls import FORWARD
@@ -23,7 +22,7 @@ from polyhead.costs import Workload, estimate_cost
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-DOCS = ROOT / "docs"
+PAGE = ROOT / "benchmarks" / "RESULTS.md"
 # `python -m benchmarks` takes the name of its output file; results in benchmarks/results start with these prefixes.
 STATISTICS = "statistics-"
 INSPECTION = "inspection-"
@@ -69,75 +68,32 @@ LABELS = {
 }
 
 
-def performance_page(page: str, results: Path = RESULTS) -> str:
-    """Return docs/performance.md with its tables rebuilt from the layer benchmarks."""
+def results_page(page: str, results: Path = RESULTS) -> str:
+    """Return benchmarks/RESULTS.md with every table rebuilt for which there are results."""
+    for mark, content in SECTIONS.items():
+        found = content(results)
+        page = _filled(page, mark, found) if found else page
+    return page
+
+
+def _layers(results: Path) -> str:
     others = (STATISTICS, INSPECTION, VIEWER, VARIANTS, SURGERY, PLAN, RECORDED, GPU_SUITE)
     paths = [path for path in sorted(results.glob("*.json")) if not path.name.startswith(others)]
-    return _between_marks(page, paths, "batch x n x d_model x heads")
+    return _joined(_section(path, "batch x n x d_model x heads") for path in paths)
 
 
-def _timed(prefix: str, shape: str) -> Callable[..., str]:
-    """Return the function that rebuilds a page with the tables of one command's results."""
-
-    def rebuild(page: str, results: Path = RESULTS) -> str:
-        return _between_marks(page, sorted(results.glob(f"{prefix}*.json")), shape)
-
-    return rebuild
+def _timed(prefix: str, shape: str) -> Callable[[Path], str]:
+    """Return the function that writes the tables of one command's results."""
+    return lambda results: _joined(_section(path, shape) for path in sorted(results.glob(f"{prefix}*.json")))
 
 
-statistics_page = _timed(STATISTICS, "batch x heads x n x d")
-inspection_page = _timed(INSPECTION, "model and text")
-looking_page = _timed(VIEWER, "heads and text")
+def _each(pattern: str, section: Callable[[Path], str]) -> Callable[[Path], str]:
+    """Return the function that writes one section for each file of this pattern."""
+    return lambda results: _joined(section(path) for path in sorted(results.glob(pattern)))
 
 
-def variants_page(page: str, results: Path = RESULTS) -> str:
-    """Return docs/variants.md with the results of `python -m benchmarks variants` and `training`."""
-    paths = sorted(results.glob(f"{VARIANTS}*.json"))
-    page = _between_marks(page, paths, "heads and tokens")
-    if paths:
-        measured = json.loads(paths[0].read_text(encoding="utf-8"))
-        page = _filled(page, "compared", _compared(measured))
-    tables = [_training_table(path) for path in sorted(results.glob(f"{TRAINING}*.jsonl"))]
-    return _filled(page, "training", "\n".join(tables)) if tables else page
-
-
-def surgery_page(page: str, results: Path = RESULTS) -> str:
-    """Return docs/surgery.md with the results of `python -m benchmarks surgery`."""
-    page = _between_marks(page, sorted(results.glob(f"{SURGERY}*.json")), "call")
-    sections = [quality_section(path) for path in sorted(results.glob(f"{SURGERY}*.jsonl"))]
-    return _filled(page, "quality", "\n".join(sections)) if sections else page
-
-
-def plan_page(page: str, results: Path = RESULTS) -> str:
-    """Return docs/plan.md with the results of `python -m benchmarks plan`."""
-    sections = [accuracy_section(path) for path in sorted(results.glob(f"{PLAN}*.json"))]
-    return _filled(page, "figures", "\n".join(sections)) if sections else page
-
-
-def attention_page(page: str, results: Path = RESULTS) -> str:
-    """Return docs/attention.md with the results of `python -m benchmarks recorded`."""
-    sections = [
-        _recorded(json.loads(path.read_text(encoding="utf-8"))) for path in sorted(results.glob(f"{RECORDED}*"))
-    ]
-    return _filled(page, "recorded", "\n".join(sections)) if sections else page
-
-
-PAGES = {
-    "attention.md": attention_page,
-    "performance.md": performance_page,
-    "statistics.md": statistics_page,
-    "inspecting.md": inspection_page,
-    "looking.md": looking_page,
-    "variants.md": variants_page,
-    "surgery.md": surgery_page,
-    "plan.md": plan_page,
-}
-
-
-def _between_marks(page: str, paths: Sequence[Path], shape: str) -> str:
-    if not paths:
-        return page
-    return _filled(page, "figures", "\n".join(_section(path, shape) for path in paths))
+def _joined(sections: Iterable[str]) -> str:
+    return "\n".join(sections)
 
 
 def _filled(page: str, name: str, content: str) -> str:
@@ -148,8 +104,9 @@ def _filled(page: str, name: str, content: str) -> str:
     return marks.sub(lambda match: f"{match[1]}\n\n{content}{match[2]}", page)
 
 
-def _recorded(result: dict[str, Any]) -> str:
+def _recorded(path: Path) -> str:
     """Return a table of times relative to cuDNN, one row per shape."""
+    result = json.loads(path.read_text(encoding="utf-8"))
     names = (recorded.AUTO, recorded.FUSED, recorded.STATISTICS, recorded.FLASH, recorded.EFFICIENT)
     lines = [
         f"{result['machine']['gpu']}, torch {result['versions']['torch']}, commit {result['commit']}; shapes: batch, "
@@ -165,8 +122,9 @@ def _recorded(result: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _compared(result: dict[str, Any]) -> str:
+def _compared(path: Path) -> str:
     """Return one table of all variants: formula, counted costs and measured times."""
+    result = json.loads(path.read_text(encoding="utf-8"))
     times = {row["bench"]: row["median_ms"].get(floors.OURS) for row in result["rows"]}
     work = Workload.forward(floors.TOKENS, batch=2)
     lines = [
@@ -236,14 +194,25 @@ def _label(words: str) -> str:
     return words
 
 
+# What stands between the marks `<!-- name: begin -->` and `<!-- name: end -->` of the page.
+SECTIONS: dict[str, Callable[[Path], str]] = {
+    "layers": _layers,
+    "recorded": _each(f"{RECORDED}*.json", _recorded),
+    "statistics": _timed(STATISTICS, "batch x heads x n x d"),
+    "inspection": _timed(INSPECTION, "model and text"),
+    "viewer": _timed(VIEWER, "heads and text"),
+    "compared": _each(f"{VARIANTS}*.json", _compared),
+    "variants": _timed(VARIANTS, "heads and tokens"),
+    "training": _each(f"{TRAINING}*.jsonl", _training_table),
+    "quality": _each(f"{SURGERY}*.jsonl", quality_section),
+    "pruned-time": _timed(SURGERY, "call"),
+    "plan": _each(f"{PLAN}*.json", accuracy_section),
+}
+
+
 def main() -> None:
-    for name, rebuild in PAGES.items():
-        page = DOCS / name
-        if not page.exists():
-            print(f"docs/{name} does not exist")
-            continue
-        page.write_text(rebuild(page.read_text(encoding="utf-8")), encoding="utf-8")
-        print(f"updated docs/{name}")
+    PAGE.write_text(results_page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"updated {PAGE.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,15 @@ version = release = VERSION
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 smartquotes_action = "D"  # dashes; quotation marks stay as written
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/*.md", "docs/reference/*.rst", "examples/README.md", "tests/faults/results.md"]
+include_patterns = [
+    "*.md",
+    "benchmarks/RESULTS.md",
+    "docs/*.md",
+    "docs/reference/*.rst",
+    "docs/zh/*.md",
+    "examples/README.md",
+    "tests/faults/results.md",
+]
 exclude_patterns = [".*", "build", "dist", "frontend", "src"]  # folders that are not searched for pages
 
 # ---- guides
@@ -163,7 +171,7 @@ class EnglishAndChinese(SearchEnglish):
 
 def set_language(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.Node | None) -> None:
     """Declare the language of a Chinese page, by which browsers choose fonts and screen readers voices."""
-    if page.endswith(".zh-CN"):
+    if page.endswith(".zh-CN") or page.startswith("docs/zh/"):
         context["language"] = "zh-CN"
 
 

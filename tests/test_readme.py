@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import typer
 
 from polyhead.cli import app
+from polyhead.cli.heads_picture import ROLES
+from polyhead.inspection.vocabulary import role_of
 
 LANGUAGES = ("README.md", "README.zh-CN.md")
 
@@ -52,8 +56,28 @@ def test_every_command_of_the_examples_exists(pages):
     assert named - known == set()
 
 
+def test_every_command_of_the_chinese_guides_exists_with_its_options(project_root):
+    program = typer.main.get_command(app)
+    guides = [path.read_text(encoding="utf-8") for path in (project_root / "docs" / "zh").glob("*.md")]
+    lines = [line for guide in guides for line in re.findall(r"(?:^\$ |`)(polyhead \w+ [^`\n]*)", guide, re.MULTILINE)]
+    assert len(lines) >= 15
+    for line in lines:
+        _, name, *words = shlex.split(line)
+        parameters = program.commands[name].params
+        known = {option for parameter in parameters for option in (*parameter.opts, *parameter.secondary_opts)}
+        assert [word for word in words if word.startswith("--") and word not in known] == [], line
+
+
+def test_the_chinese_guide_names_the_roles_as_the_command_does(project_root):
+    guide = (project_root / "docs" / "zh" / "inspecting.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([a-z、]+) \| (.*?) \|", guide, flags=re.MULTILINE)
+    named = {letters: label for row in rows for letters, label in zip(*(x.split("、") for x in row), strict=True)}
+    assert named == {ROLES[name][0]: role_of(name).label.zh for name in ROLES}
+
+
 def test_both_languages_have_the_same_links_and_each_leads_somewhere(pages, project_root):
     english, chinese = (set(re.findall(r"\]\(([^)]+)\)", pages[name])) for name in LANGUAGES)
+    guides = {f"docs/zh/{path.name}" for path in (project_root / "docs" / "zh").iterdir()}
     assert english - chinese == {"README.zh-CN.md"}
-    assert chinese - english == {"README.md"}
+    assert chinese - english == {"README.md"} | guides
     assert [link for link in english | chinese if not (project_root / link).is_file()] == []

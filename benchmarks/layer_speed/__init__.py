@@ -1,4 +1,4 @@
-"""Whole layers against other implementations: each figure of docs/performance.md, measured on the machine at hand."""
+"""Whole layers against other implementations: each figure of benchmarks/RESULTS.md, measured on the machine at hand."""
 
 from __future__ import annotations
 

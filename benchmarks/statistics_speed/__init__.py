@@ -1,4 +1,4 @@
-"""Cost of exact statistics of every head: each figure of docs/statistics.md, measured on the machine at hand."""
+"""Cost of exact statistics of every head: each figure of benchmarks/RESULTS.md, measured on the machine at hand."""
 
 from __future__ import annotations
 

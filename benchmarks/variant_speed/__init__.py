@@ -1,4 +1,4 @@
-"""Cost of attention variants: each figure of docs/variants.md, measured on the machine at hand."""
+"""Cost of attention variants: each figure of benchmarks/RESULTS.md, measured on the machine at hand."""
 
 from __future__ import annotations
 

@@ -42,7 +42,12 @@ class GradientError(PolyheadError, RuntimeError):
 
 
 class BackendUnsupported(PolyheadError, RuntimeError):
-    """An explicitly requested backend does not support the call; `reasons` lists every reason."""
+    """An explicitly requested backend does not support the call; `reasons` lists every reason.
+
+    Args:
+        backend: name of the backend that was requested.
+        reasons: reasons why it cannot serve the call, at least one.
+    """
 
     def __init__(self, backend: str, reasons: Sequence[str]) -> None:
         self.backend = backend

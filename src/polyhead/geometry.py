@@ -37,7 +37,14 @@ class HeadId(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> HeadId:
-        """Return the head written L5H3 or l5h3."""
+        """Return the head written L5H3 or l5h3.
+
+        Args:
+            text: layer and head, as in L5H3.
+
+        Raises:
+            OptionError: the text is not of this form.
+        """
         if not isinstance(text, str) or (match := re.fullmatch(r"[Ll]([0-9]+)[Hh]([0-9]+)", text)) is None:
             numbers = re.fullmatch(r"([0-9]+)\.([0-9]+)", text) if isinstance(text, str) else None
             meant = cls(5, 3) if numbers is None else cls(int(numbers[1]), int(numbers[2]))
@@ -211,6 +218,11 @@ class HeadOrigins:
 
     @classmethod
     def unedited(cls, count: int) -> HeadOrigins:
+        """Return the origins of a layer that was not edited: each head is its own.
+
+        Args:
+            count: number of heads.
+        """
         return cls(tuple((head,) for head in range(count)), count)
 
     @property
@@ -227,11 +239,17 @@ class HeadOrigins:
         """Return the original indices of a head joined by +, `new` for an added head, `padding` for a zero head.
 
         `original_name` writes them as heads of a layer.
+
+        Args:
+            head: index of a present head.
         """
         return "+".join("new" if x < 0 else str(x) for x in self.heads[head]) or "padding"
 
     def then(self, heads: Sequence[Sequence[int]]) -> HeadOrigins:
         """Return the origins after a further edit whose head i consists of the current heads `heads[i]`.
+
+        Args:
+            heads: for each head after the edit, the present heads that it consists of; none for a new head.
 
         >>> HeadOrigins(((0,), (1, 3), (-1,)), total=4).then([(1, 0), (-1,), (2,)]).heads
         ((0, 1, 3), (-2,), (-1,))
@@ -243,10 +261,16 @@ class HeadOrigins:
         return HeadOrigins(tuple(merged), self.total)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the origins as a dictionary of JSON types."""
         return {"heads": [list(parts) for parts in self.heads], "total": self.total}
 
     @classmethod
     def from_dict(cls, data: Any) -> HeadOrigins:
+        """Return the origins that `to_dict` wrote, after checking them.
+
+        Args:
+            data: the dictionary.
+        """
         try:
             return cls(tuple(tuple(parts) for parts in data["heads"]), data["total"])
         except (KeyError, TypeError) as error:

@@ -73,7 +73,11 @@ class Mask:
 
     @classmethod
     def causal(cls) -> Mask:
-        """Causal mask: a query sees its own position and earlier ones."""
+        """Causal mask: a query sees its own position and earlier ones.
+
+        Returns:
+            The mask; the last query is aligned with the last key.
+        """
         return cls(right=0)
 
     @classmethod
@@ -83,6 +87,15 @@ class Mask:
         """Sliding window of `size` keys ending at the query, or of `left` before and `right` after it.
 
         `sinks` keeps the first keys of each sequence (attention sinks) visible at any distance.
+
+        Args:
+            size: keys up to and including the query's own position.
+            left: keys before the query; None is unbounded.
+            right: keys after the query; None is unbounded.
+            sinks: first keys of each sequence that stay visible.
+
+        Returns:
+            The mask.
 
         >>> Mask.window(left=2, right=1)
         Mask(window: 2 before, 1 after)
@@ -113,6 +126,14 @@ class Mask:
 
         Without `queries`, the queries of a self-attention (as many queries as keys) are padded like its keys;
         otherwise no query is padding. A padding query attends to nothing.
+
+        Args:
+            keys: non-padding keys of each sequence.
+            queries: non-padding queries of each sequence.
+            side: side of the padding, "right" or "left".
+
+        Returns:
+            The mask.
         """
         if side not in ("left", "right"):
             raise OptionError(f"side must be 'left' or 'right', got {side!r}")
@@ -131,6 +152,13 @@ class Mask:
 
         Ids are [sequence] or [batch, sequence]. Without `keys`, queries and keys are the same tokens. Combined
         with `Mask.causal()`, queries and keys are aligned at the end of each document.
+
+        Args:
+            queries: document of each query.
+            keys: document of each key.
+
+        Returns:
+            The mask.
         """
         query_ids = _as_rows("document ids", queries)
         return cls(packed=(Documents(query_ids, None if keys is None else _as_rows("document ids", keys)),))
@@ -140,6 +168,13 @@ class Mask:
         """Explicit positions, [sequence] or [batch, sequence]; a key at a negative position is masked.
 
         Causal masks, windows and relative biases compare these positions. Caches that reorder tokens use it.
+
+        Args:
+            queries: position of each query.
+            keys: position of each key.
+
+        Returns:
+            The mask, which alone hides only keys at negative positions.
         """
         return cls(placed=(_as_rows("query positions", queries), _as_rows("key positions", keys)))
 
@@ -148,6 +183,15 @@ class Mask:
         """Boolean mask tensor, True = may attend.
 
         Its shape is [queries, keys] or [batch or 1, heads or 1, queries or 1, keys].
+
+        Args:
+            allowed: boolean tensor.
+
+        Returns:
+            The mask.
+
+        Raises:
+            DtypeError: the tensor is not boolean.
         """
         if not isinstance(allowed, Tensor):
             raise MaskError(f"Mask.dense takes a boolean tensor, got {type(allowed).__name__}")
@@ -164,6 +208,16 @@ class Mask:
 
         A tensor of only zeros and ones is almost always a boolean mask in the wrong dtype, and raises where its
         values can be read without a device synchronisation; `zero_one=True` accepts it.
+
+        Args:
+            bias: the numbers to add.
+            zero_one: accept a bias of only zeros and ones.
+
+        Returns:
+            The mask, which gradients of `bias` pass through.
+
+        Raises:
+            MaskError: a tensor of zeros and ones, without `zero_one`.
         """
         if not isinstance(bias, Tensor):
             raise MaskError(f"Mask.bias takes a floating-point tensor, got {type(bias).__name__}")
@@ -185,6 +239,13 @@ class Mask:
 
         `table` is [heads or 1, distances], and `zero` its column for distance 0. Covers ALiBi, T5 and other
         relative encodings in O(n) memory.
+
+        Args:
+            table: bias by head and distance.
+            zero: column of distance 0.
+
+        Returns:
+            The mask, which gradients of `table` pass through.
         """
         if not isinstance(table, Tensor) or table.ndim != 2 or not table.is_floating_point():
             got = f"{table.dtype} of shape {list(table.shape)}" if isinstance(table, Tensor) else type(table).__name__
@@ -201,6 +262,14 @@ class Mask:
 
         `attn_mask` is [queries, keys] or [batch * num_heads, queries, keys], which requires `num_heads`;
         `key_padding_mask` is [batch, keys] or [keys].
+
+        Args:
+            attn_mask: boolean or float mask of PyTorch.
+            key_padding_mask: boolean or float padding mask of PyTorch.
+            num_heads: heads of the layer.
+
+        Returns:
+            The mask, in polyhead's polarity.
         """
         mask = cls()
         if num_heads is not None:
@@ -298,6 +367,9 @@ class Mask:
         """Return the mask with its tensors on `device`.
 
         Call it once for a mask built from lists and used by many layers, to avoid a copy per layer.
+
+        Args:
+            device: device of the tensors.
         """
 
         def move(x: Tensor) -> Tensor:

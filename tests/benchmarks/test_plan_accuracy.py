@@ -291,7 +291,7 @@ def test_the_page_tells_the_errors_of_a_run_and_the_picture_is_drawn_of_it(proje
     section = accuracy_section(path)
     assert f"| all | {len(rows)} | {statistics.median(errors):.1%}" in section
     assert f"{max(errors):.1%}" in section
-    assert section in (project_root / "docs" / "plan.md").read_text(encoding="utf-8")
+    assert section in (project_root / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
     folder = project_root / "docs" / "images"
     drawn = runpy.run_path(str(folder / "draw_plan_accuracy.py"))["draw"](content)
     assert drawn == (folder / "plan-accuracy.svg").read_text(encoding="utf-8")

@@ -269,8 +269,8 @@ def measured(tmp_path):
 
 def test_curves_and_ways_are_tables_between_their_marks(tmp_path):
     measured(tmp_path)
-    page = "a\n<!-- quality: begin -->old<!-- quality: end -->\n<!-- figures: begin --><!-- figures: end -->\n"
-    reported = tables.surgery_page(page, tmp_path)
+    page = "a\n<!-- quality: begin -->old<!-- quality: end -->\n"
+    reported = tables.results_page(page, tmp_path)
     assert "### small, some.txt" in reported
     assert "old" not in reported
     assert "Shares are of 18 heads." in reported
@@ -280,16 +280,16 @@ def test_curves_and_ways_are_tables_between_their_marks(tmp_path):
     assert "| **6/3, compensated, weighted by token, compensated (once, ridge 0.01)** | native |" in reported
     assert sum(line.startswith("| **") for line in reported.splitlines()) == 3  # at 20%, at 50%, at 6/3
     assert "| random heads, compensated, 5 seeds | polyhead |  | 36" in reported
-    assert tables.surgery_page(reported, tmp_path) == reported
+    assert tables.results_page(reported, tmp_path) == reported
 
 
 def test_the_page_and_its_pictures_hold_what_was_measured(project_root):
-    page = (project_root / "docs" / "surgery.md").read_text(encoding="utf-8")
-    assert tables.surgery_page(page) == page, "run python -m benchmarks.tables"
+    page = tables.PAGE.read_text(encoding="utf-8")
     for picture in DRAWN.PICTURES:
         source = tables.RESULTS / f"surgery-{picture.model}.jsonl"
         if source.exists():
             held = project_root / "docs" / "images" / DRAWN.file_name(picture)
+            assert f"../docs/images/{held.name}" in page
             drawn = DRAWN.draw(picture, curves_of(read_results(source), picture.figure))
             assert held.read_text(encoding="utf-8") == drawn, "run python docs/images/draw_surgery.py"
 

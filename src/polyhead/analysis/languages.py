@@ -20,7 +20,13 @@ class Text:
         return self.zh if language == "zh" else self.en
 
     def format(self, **fields: object) -> Text:
+        """Return the text with its fields filled in, in both languages.
+
+        Args:
+            fields: values of the fields, as in `str.format`.
+        """
         return Text(self.en.format(**fields), self.zh.format(**fields))
 
     def to_dict(self) -> dict[str, str]:
+        """Return the text of each language, by its code."""
         return {"en": self.en, "zh": self.zh}

@@ -47,7 +47,8 @@ Text = Annotated[
     str | None,
     optional(
         "Calibration text: .txt, .md, .jsonl or .parquet (also .gz), a folder of them, or - for standard input. "
-        "Use text like the model's inputs. [default: a short built-in text in English, and in Chinese if the tokenizer knows it]",
+        "Use text like the model's inputs. [default: a short built-in text in English, and in Chinese if the "
+        "tokenizer knows it]",
         metavar="FILE|DIR|-",
     ),
 ]

@@ -93,6 +93,21 @@ def choose(
     num_heads * head_dim may also be half or twice d_model, and without `d_model` the usual widths are tried. Layers are
     in bfloat16, or in a dtype that the machine has rates in, unless `dtype` is passed.
 
+    Args:
+        budget: limits on parameters, cache bytes per token or time; at least one.
+        d_model: width of the model; where parameters are limited it may be left out.
+        layers: number of layers.
+        context: tokens per sequence.
+        batch: sequences.
+        phase: phase whose cost is compared: "prefill", "decode" or "training".
+        dtype: dtype of weights and activations; bfloat16 by default.
+        cache_dtype: dtype of the cache, default `dtype`; torch.int8 is a `QuantizedCache`.
+        machine: calibrated machine, its name or its file; without one, layouts are compared by FLOPs and bytes.
+        latents: also consider latent attention.
+
+    Raises:
+        OptionError: the budget has no limit, or no layout is within it.
+
     >>> choices = choose(Budget(cache_bytes_per_token=4096), d_model=1024, context=2048)
     >>> [choice.name for choice in choices.found if not choice.warnings][:3]
     ['16x64 at 1024', '8x128 at 1024', '4x256 at 1024']

@@ -47,10 +47,16 @@ class CostEstimate:
         return self.forward.total + self.backward.total
 
     def to_json(self) -> str:
+        """Return the estimate as JSON text."""
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> CostEstimate:
+        """Return the estimate that `to_json` wrote.
+
+        Args:
+            text: JSON text.
+        """
         values: dict[str, Any] = json.loads(text)
         for name in ("forward", "backward"):
             values[name] = MatrixFlops(**values[name])
@@ -75,6 +81,11 @@ def estimate_cost(
             "materialised" computes every pair and stores the weights.
         dtype: dtype of the layer. Materialised weights are float32, or float64 for a float64 layer.
         cache_dtype: dtype of the cache, default `dtype`; torch.int8 is a `QuantizedCache`.
+        config: config of the layer.
+        work: the call to count.
+
+    Returns:
+        Parameters, FLOPs, exponentials and bytes; integers, exact.
 
     >>> from polyhead.layers.multi_head.config import MultiHeadConfig
     >>> config = MultiHeadConfig(4096, 32, num_kv_heads=8, causal=True, bias=False)
@@ -126,6 +137,9 @@ def layer_work(
         cache_dtype: dtype of the cache, default `dtype`.
         cached: whether the call writes and reads a cache; by default if there are past tokens.
         layers: number of such layers in a row.
+        config: config of the layer.
+        work: the call to describe.
+        dtype: dtype of the layer.
 
     >>> from polyhead.layers.multi_head.config import MultiHeadConfig
     >>> work = layer_work(MultiHeadConfig(512, 8, causal=True), Workload.decode(past=1000, batch=4))

@@ -90,6 +90,20 @@ def estimate_memory(
     with `torch.cuda.max_memory_allocated` on a GPU; `memory_caveats` lists the exceptions. Matmul workspaces and
     optimizer state are not included. The other arguments are those of `layer_work`.
 
+    Args:
+        config: config of the layers.
+        work: the call whose peak is estimated.
+        mask: a causal mask or sliding window passed to the call, in addition to the layer's own.
+        form: "fused" stores no attention weights, "materialised" stores all of them.
+        dtype: dtype of weights and activations.
+        cache_dtype: dtype of the cache, default `dtype`; torch.int8 is a `QuantizedCache`.
+        cached: whether the call has a cache; by default where `work` has past tokens.
+        layers: number of layers; all but one keep only what a later step needs.
+        device: "cuda" or "cpu", whose kernels need different workspaces.
+
+    Returns:
+        Bytes by purpose, and their peak as `total`.
+
     >>> from polyhead.layers import MultiHeadConfig
     >>> config, work = MultiHeadConfig(512, 8, bias=False), Workload.forward(8192)
     >>> fused, materialised = (estimate_memory(config, work, form=form) for form in ("fused", "materialised"))
@@ -127,6 +141,10 @@ def estimate_memory(
 
 def memory_caveats(config: AttentionConfig, *, device: Device = "cuda") -> tuple[str, ...]:
     """Return reasons why `estimate_memory` may be off by more than 5% for this layer; empty if there are none.
+
+    Args:
+        config: config of the layer.
+        device: "cuda" or "cpu".
 
     >>> from polyhead.layers import MultiHeadConfig
     >>> uneven = MultiHeadConfig(512, 8, key_heads=(0,) * 7 + (1,), causal=True)

@@ -113,6 +113,13 @@ def plan(
         phases: any of training, prefill, decode; default: all that the model supports.
         machine: a machine, its name (`polyhead.costs.timing.machine_files.list_machines`) or its file.
         beyond: allow a context longer than the model's maximum.
+        batch: sequences.
+
+    Returns:
+        The plan: one entry per phase, with tables, charts and JSON.
+
+    Raises:
+        OptionError: the config cannot be read, or a size is out of range.
 
     >>> planned = plan("llama3.1-8b", context=8192)
     >>> planned.parameters.total, planned.cache_bytes_per_token, planned.crossover

@@ -40,6 +40,11 @@ class Amounts:
         return type(self)(*(a + b for a, b in zip(self, other, strict=True)))
 
     def times(self, layers: int) -> Self:
+        """Return the amounts of that many equal layers.
+
+        Args:
+            layers: number of layers.
+        """
         return type(self)(*(layers * amount for amount in self))
 
 
@@ -301,7 +306,11 @@ class Work:
         return self.flops / self.bytes if self.bytes else 0.0
 
     def only(self, *stages: Stage) -> Work:
-        """Return the work of these stages alone."""
+        """Return the work of these stages alone.
+
+        Args:
+            stages: names of the stages to keep.
+        """
         return dataclasses.replace(self, pieces=tuple(piece for piece in self.pieces if piece.stage in stages))
 
     @property

@@ -17,6 +17,14 @@ class Workload:
     sequence, whose keys and values are projected in the call unless they are `remembered` from an earlier one.
     `training` adds the backward, with gradients of the input and of the parameters.
 
+    Args:
+        queries: new tokens per sequence.
+        batch: sequences.
+        past: earlier tokens in a cache.
+        source: tokens of another sequence, for cross-attention.
+        remembered: whether keys and values of the source were projected by an earlier call.
+        training: whether the backward is included.
+
     >>> Workload.decode(past=1000, batch=4).keys
     1001
     """
@@ -45,29 +53,58 @@ class Workload:
 
     @classmethod
     def forward(cls, tokens: int, *, batch: int = 1) -> Workload:
-        """Return self-attention over full sequences, without gradients."""
+        """Return self-attention over full sequences, without gradients.
+
+        Args:
+            tokens: tokens per sequence.
+            batch: sequences.
+        """
         return cls(tokens, batch)
 
     @classmethod
     def training_step(cls, tokens: int, *, batch: int = 1) -> Workload:
-        """Return self-attention over full sequences, forward and backward."""
+        """Return self-attention over full sequences, forward and backward.
+
+        Args:
+            tokens: tokens per sequence.
+            batch: sequences.
+        """
         return cls(tokens, batch, training=True)
 
     @classmethod
     def prefill(cls, tokens: int, *, past: int = 0, batch: int = 1) -> Workload:
-        """Return the prefill of a prompt, or of a chunk of one after `past` cached tokens."""
+        """Return the prefill of a prompt, or of a chunk of one after `past` cached tokens.
+
+        Args:
+            tokens: tokens per sequence.
+            past: cached tokens per sequence.
+            batch: sequences.
+        """
         return cls(tokens, batch, past)
 
     @classmethod
     def decode(cls, past: int, *, batch: int = 1) -> Workload:
-        """Return one new token per sequence after `past` cached tokens."""
+        """Return one new token per sequence after `past` cached tokens.
+
+        Args:
+            past: cached tokens per sequence.
+            batch: sequences.
+        """
         return cls(1, batch, past)
 
     @classmethod
     def cross(
         cls, queries: int, source: int, *, batch: int = 1, remembered: bool = False, training: bool = False
     ) -> Workload:
-        """Return cross-attention over another sequence."""
+        """Return cross-attention over another sequence.
+
+        Args:
+            queries: new tokens per sequence.
+            source: tokens of the other sequence.
+            batch: sequences.
+            remembered: whether keys and values were projected by an earlier call.
+            training: whether the backward is included.
+        """
         return cls(queries, batch, source=source, remembered=remembered, training=training)
 
     @property
@@ -87,6 +124,11 @@ def visible_pairs(queries: int, keys: int, mask: Mask | None = None) -> int:
     """Return the number of (query, key) pairs of one sequence that a causal mask or window leaves, in closed form.
 
     The last query is aligned with the last key.
+
+    Args:
+        queries: tokens that attend.
+        keys: tokens that are attended to.
+        mask: a causal mask or sliding window; None leaves all pairs.
 
     >>> visible_pairs(4, 4, Mask.causal()), visible_pairs(1, 1000, Mask.window(64))
     (10, 64)

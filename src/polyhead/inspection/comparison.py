@@ -49,7 +49,11 @@ class Comparison:
     losses: tuple[str | None, str | None] = (None, None)  # by which importance was measured in each
 
     def beyond(self, name: str | None = None) -> tuple[Change, ...]:
-        """Return the changes beyond sampling error, of one statistic or all, in decreasing order of z-score."""
+        """Return the changes beyond sampling error, of one statistic or all, in decreasing order of z-score.
+
+        Args:
+            name: column of one statistic; None for all.
+        """
         changes = [x for x in self.changes if x.beyond and (name is None or x.name == name)]
         return tuple(sorted(changes, key=lambda x: -abs(x.difference) / x.error if x.error > 0 else -math.inf))
 
@@ -60,6 +64,27 @@ def compare(before: Inspection, after: Inspection) -> Comparison:
     The standard error of a mean is over documents where the inspection has it (roles), and over tokens otherwise.
     Tokens of one document are correlated, so that the latter would be too small: it is computed as if only one token
     in eight were independent. Differences count from 1.96 standard errors on.
+
+    Args:
+        before: inspection of the first model.
+        after: inspection of the second model, on the same text.
+
+    Returns:
+        Differences of every statistic, head by head, and the roles that heads gained or lost.
+
+    Raises:
+        OptionError: the heads of the two runs cannot be matched.
+
+    >>> import torch, polyhead
+    >>> from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+    >>> tokenizer = ByT5Tokenizer(extra_ids=0)  # bytes
+    >>> config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    ...                      num_attention_heads=4)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> text, options = ["the cat sat on the mat. " * 20] * 2, {"context": 64, "tokens": 256, "chance": False}
+    >>> before = polyhead.inspect(model, text, tokenizer=tokenizer, importance="none", **options)
+    >>> polyhead.compare(before, before).beyond()  # the same model: nothing changed
+    ()
     """
     matching = match_heads(before, after)
     rows_before, rows_after = _rows(before), _rows(after)

@@ -54,6 +54,10 @@ def save_inspection(folder: str | os.PathLike[str], inspection: Inspection) -> N
     """Write an inspection; the JSON file is written last, so that its presence implies the others.
 
     An earlier JSON file is removed first: if writing is interrupted, it would be read with the table of another run.
+
+    Args:
+        folder: folder to write to; it is created.
+        inspection: the result of `polyhead.inspect`.
     """
     from safetensors.torch import save as serialise
 
@@ -78,7 +82,33 @@ def save_inspection(folder: str | os.PathLike[str], inspection: Inspection) -> N
 
 
 def load_inspection(folder: str | os.PathLike[str]) -> Inspection:
-    """Read what `save_inspection` wrote; raise an error that names the file if one is damaged."""
+    """Read what `save_inspection` wrote; raise an error that names the file if one is damaged.
+
+    Args:
+        folder: folder of the run.
+
+    Returns:
+        The inspection; of a run that was saved by an earlier version, too.
+
+    Raises:
+        OptionError: the folder is not that of a run, or a file is damaged.
+
+    >>> import torch, polyhead
+    >>> from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+    >>> tokenizer = ByT5Tokenizer(extra_ids=0)  # bytes
+    >>> config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    ...                      num_attention_heads=4)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> import tempfile
+    >>> from polyhead.inspection import load_inspection, save_inspection
+    >>> text, options = ["the cat sat on the mat. " * 20], {"context": 64, "tokens": 256, "importance": "none"}
+    >>> found = polyhead.inspect(model, text, tokenizer=tokenizer, chance=False, **options)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_inspection(folder, found)
+    ...     loaded = load_inspection(folder)
+    >>> torch.equal(loaded.table["entropy"], found.table["entropy"])
+    True
+    """
     folder = Path(folder)
     check_saved(folder)
     rest = read_json(folder / REST, _RULE)

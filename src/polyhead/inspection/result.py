@@ -38,6 +38,12 @@ class Inspection:
     spectra: Mapping[AttentionSite, Mapping[str, Tensor]] = field(default_factory=dict)  # qk, ov [heads, head_dim]
 
     def roles_of(self, site: AttentionSite, head: int) -> HeadRoles | None:
+        """Return the roles of a head, and None if none were computed for it.
+
+        Args:
+            site: attention site of the head, as in `table.sites`.
+            head: index of the head within the site.
+        """
         return next((x for x in self.roles if x.site == site and x.head == head), None)
 
     def _repr_html_(self) -> str:

@@ -27,6 +27,22 @@ class Settings:
 
     Permissions (`allow_pickle`, `trust_remote_code`) are not settings: settings are saved with a run, and a file must
     never grant permissions.
+
+    Args:
+        model: name or path of the model; None is the packaged one.
+        text: path of the text; None is the built-in one.
+        field: text field of .jsonl and .parquet files.
+        context: tokens per context.
+        tokens: maximum number of tokens in total.
+        batch_tokens: maximum number of tokens per batch.
+        layers: layers to observe; None for all.
+        statistics: statistics to compute; None for all.
+        importance: how importance is measured.
+        chance: also observe a model with random weights, as the chance level.
+        via_weights: observe the attention weights that the model returns.
+        seed: seed of samples, random weights and repeated words.
+        device: device of the model.
+        dtype: dtype of the model; None is float32 on a CPU and bfloat16 elsewhere.
     """
 
     model: str | None = None
@@ -63,10 +79,16 @@ class Settings:
             raise OptionError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the settings as a dictionary of JSON types."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Settings:
+        """Return the settings that `to_dict` wrote; missing ones have their defaults.
+
+        Args:
+            values: the dictionary.
+        """
         if not isinstance(values, dict):
             raise OptionError(f"the settings of a run must be an object, got {short(values)}")
         values = {name: x for name, x in values.items() if name not in _PERMISSIONS}

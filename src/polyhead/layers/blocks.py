@@ -23,6 +23,12 @@ class FeedForward(nn.Module):
 
     "swiglu" is from Shazeer 2020, "GLU Variants Improve Transformer". `hidden_dim` is 4 * embed_dim by default, two
     thirds of that with "swiglu", which has a third matrix.
+
+    Args:
+        embed_dim: width of the inputs and outputs.
+        hidden_dim: width between the matrices.
+        activation: name of an activation, or "swiglu".
+        dropout: dropout after the activation.
     """
 
     def __init__(
@@ -40,13 +46,30 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs for x [..., embed_dim], of the same shape.
+
+        Args:
+            x: the inputs.
+        """
         activated = _ACTIVATIONS[self.activation](self.up(x) if self.gate is None else self.gate(x))
         output: Tensor = self.down(self.dropout(activated if self.gate is None else activated * self.up(x)))
         return output
 
 
 class Block(nn.Module):
-    """Base of encoder and decoder blocks: self-attention, feed-forward network and residuals."""
+    """Base of encoder and decoder blocks: self-attention, feed-forward network and residuals.
+
+    Args:
+        embed_dim: width of the inputs and outputs.
+        num_heads: heads of the self-attention.
+        hidden_dim: width of the feed-forward network; see `FeedForward`.
+        activation: activation of the feed-forward network; see `FeedForward`.
+        norm: "layer" or "rms".
+        norm_first: normalise before each part (pre-norm) or after its residual (post-norm).
+        dropout: dropout of residuals and of the feed-forward network.
+        attention_dropout: dropout of attention weights.
+        attention: options of `MultiHeadAttention`.
+    """
 
     def __init__(
         self,
@@ -85,7 +108,15 @@ class EncoderBlock(Block):
     """
 
     def forward(self, x: Tensor, *, mask: Mask | None = None) -> Tensor:
-        """Map x [batch, sequence, embed_dim] to the same shape."""
+        """Map x [batch, sequence, embed_dim] to the same shape.
+
+        Args:
+            x: tokens [batch, sequence, embed_dim].
+            mask: mask of the self-attention.
+
+        Returns:
+            [batch, sequence, embed_dim].
+        """
         x = self._residual(x, self.attention_norm, lambda y: self.attention(y, mask=mask).output)
         return self._residual(x, self.feed_forward_norm, self.feed_forward)
 
@@ -94,6 +125,10 @@ class DecoderBlock(Block):
     """Causal self-attention, cross-attention if `source_dim` is given, and a feed-forward network.
 
     Cross-attention has the same heads, dropout and backend; positions and window apply to the self-attention only.
+
+    Args:
+        source_dim: width of the source of the cross-attention; None for a block without one.
+        options: options of `EncoderBlock` and of `MultiHeadAttention`.
     """
 
     cross_attention: MultiHeadAttention | None
@@ -125,6 +160,15 @@ class DecoderBlock(Block):
 
         `source` is [batch, keys, source_dim], or the `Memory` returned by `cross_attention.remember`. `attention`
         (mask, cache, lengths, token_positions, ...) is passed to the self-attention.
+
+        Args:
+            x: tokens [batch, sequence, embed_dim].
+            source: [batch, keys, source_dim], or what `cross_attention.remember` returned.
+            source_mask: mask of the cross-attention.
+            attention: arguments of the self-attention: mask, cache, lengths, token_positions, ...
+
+        Returns:
+            [batch, sequence, embed_dim].
         """
         cross = self.cross_attention
         if (cross is None) != (source is None):

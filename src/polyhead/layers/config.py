@@ -35,12 +35,24 @@ class AttentionConfig(ABC):
 
     @abstractmethod
     def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> nn.Module:
-        """Build the layer with freshly initialised parameters."""
+        """Build the layer with freshly initialised parameters.
+
+        Args:
+            device: device of the parameters.
+            dtype: dtype of the parameters.
+
+        Returns:
+            The layer.
+        """
 
     @classmethod
     @abstractmethod
     def of(cls, layer: Any) -> Self:
-        """Return the config of `layer`."""
+        """Return the config of `layer`.
+
+        Args:
+            layer: an attention layer of the config's class.
+        """
 
     @property
     def mask(self) -> Mask | None:
@@ -48,21 +60,35 @@ class AttentionConfig(ABC):
         return None
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the config as a dictionary of JSON types, including its kind."""
         return CONFIGS.to_dict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Return the config that `to_dict` wrote; unknown fields raise.
+
+        Args:
+            data: the dictionary.
+        """
         config = CONFIGS.from_dict(data)
         if not isinstance(config, cls):
             raise OptionError(f"expected the description of a {cls.__name__}, got that of a {type(config).__name__}")
         return config
 
     def to_json(self) -> str:
+        """Return the config as JSON text."""
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read a config written by `to_json`; `AttentionConfig.from_json` accepts any kind."""
+        """Read a config written by `to_json`; `AttentionConfig.from_json` accepts any kind.
+
+        Args:
+            text: JSON text.
+
+        Returns:
+            The config; of the class it was called on.
+        """
         try:
             data = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:
@@ -85,6 +111,14 @@ def build_attention(
 ) -> nn.Module:
     """Build the layer that `config` describes, including its positions, on one device and in one dtype.
 
+    Args:
+        config: config of the layer.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+
+    Returns:
+        The layer, with freshly initialised parameters.
+
     >>> config = AttentionConfig.from_json('{"kind": "multi_head", "embed_dim": 512, "num_heads": 8, "causal": true}')
     >>> layer = build_attention(config)
     >>> config_of(layer) == config
@@ -99,7 +133,11 @@ def build_attention(
 
 
 def config_of(layer: nn.Module) -> AttentionConfig:
-    """Return the config of a polyhead attention layer, without its weights and any `head_gate` set on it."""
+    """Return the config of a polyhead attention layer, without its weights and any `head_gate` set on it.
+
+    Args:
+        layer: an attention layer of polyhead.
+    """
     return CONFIGS.describe(layer)
 
 
@@ -108,6 +146,11 @@ class LayerConfig(AttentionConfig):
     """Base class of the configs of polyhead's own layers, whose fields are the options of the layer.
 
     Sizes that are left out are filled in with the layer's defaults. `positions` is a config, not a module.
+
+    Args:
+        embed_dim, num_heads, bias, output_bias, causal, window, softcap, scale, sinks, dropout, finite, backend: as in
+            `MultiHeadAttention`.
+        positions: config of the position module.
     """
 
     embed_dim: int

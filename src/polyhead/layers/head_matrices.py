@@ -30,7 +30,11 @@ class HeadMatrices:
     value_bias: Tensor | None = None
 
     def shares_key_and_value(self, other: HeadMatrices) -> bool:
-        """Return True if both heads have the same key and value matrices and biases."""
+        """Return True if both heads have the same key and value matrices and biases.
+
+        Args:
+            other: matrices of another head.
+        """
         return all(
             a is b or (a is not None and b is not None and torch.equal(a, b))
             for a, b in (
@@ -46,6 +50,10 @@ class Heads(Sequence[HeadMatrices]):
     """Heads of a layer (`layer.heads`) as views of its parameters; writes change the layer.
 
     Heads that share a KV head (GQA, MQA) have the same key and value matrices.
+
+    Args:
+        layout: head layout of the layer.
+        q_proj, k_proj, v_proj, out_proj: projections of the layer.
     """
 
     def __init__(

@@ -40,6 +40,14 @@ class _Trunk(nn.Module):
 
     A position module is shared by all blocks; a function that returns one is called for each block. Positions that
     are added to the input are added once, to the embeddings.
+
+    Args:
+        vocab_size: number of tokens.
+        embed_dim: width of the model.
+        num_heads: heads of every attention.
+        num_layers: number of blocks.
+        positions: position module, or a function that returns one for each block.
+        options: options of the blocks and of `MultiHeadAttention`.
     """
 
     block: type[Block]
@@ -73,6 +81,13 @@ class _Trunk(nn.Module):
         """Embed tokens [batch, sequence] as [batch, sequence, embed_dim], of unit variance before positions are added.
 
         `positions` is the position of the first token, or the positions of all tokens.
+
+        Args:
+            tokens: [batch, sequence].
+            positions: position of the first token, or of all tokens.
+
+        Returns:
+            [batch, sequence, embed_dim].
         """
         if tokens.ndim != 2:
             raise ShapeError(f"tokens must be [batch, sequence], got shape {list(tokens.shape)}")
@@ -88,6 +103,12 @@ class Encoder(_Trunk):
     block = EncoderBlock
 
     def forward(self, tokens: Tensor, mask: Mask | None = None) -> Tensor:
+        """Return the vectors [batch, sequence, embed_dim] of tokens.
+
+        Args:
+            tokens: [batch, sequence].
+            mask: mask of every self-attention, such as `Mask.lengths`.
+        """
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, mask=mask)
@@ -100,6 +121,9 @@ class LanguageModel(_Trunk):
     `positions` is a module of `polyhead.layers.positions`, or a function that returns one for each block; further
     options are those of `DecoderBlock` and of `MultiHeadAttention`. With `source_dim` every block also attends to a
     source. With `tie_embeddings` the token embedding is also the output projection.
+
+    Args:
+        tie_embeddings: whether the token embedding is also the output projection.
 
     >>> from polyhead.layers.positions import Rotary
     >>> model = LanguageModel(97, 32, 4, 2, num_kv_heads=2, positions=Rotary(8)).eval()
@@ -177,7 +201,14 @@ class LanguageModel(_Trunk):
         return F.linear(self.norm(x), self.embedding.weight if self.output is None else self.output.weight)
 
     def remember(self, source: Tensor) -> list[Memory]:
-        """Project a source once for every block, for repeated use in `forward`."""
+        """Project a source once for every block, for repeated use in `forward`.
+
+        Args:
+            source: [batch, keys, source_dim].
+
+        Returns:
+            Keys and values of each block.
+        """
         layers = [cast(DecoderBlock, block).cross_attention for block in self.blocks]
         if None in layers:
             raise OptionError("remember requires a model built with source_dim, got one built without it")
@@ -190,6 +221,12 @@ class LanguageModel(_Trunk):
 
         `capacity` is in tokens per sequence, for the kinds that need one; a rolling cache takes the blocks' window
         unless `window` is given. `options` are passed to the cache's constructor.
+
+        Args:
+            kind: name or class of the caches.
+            batch_size: number of sequences.
+            capacity: tokens per sequence.
+            options: options of the class.
         """
         build = _CACHES.get(kind) if isinstance(kind, str) else kind
         if build is None:
@@ -234,6 +271,12 @@ class LanguageModel(_Trunk):
             top_k: sample from the top_k most likely tokens only.
             eos: end-of-sequence token, repeated once a sequence has ended; generation stops when all have ended.
             source: `source` and `source_lengths`, as in `forward`.
+            max_new_tokens: tokens to generate.
+            side: padding side of the prompts.
+            generator: random numbers of the sampling.
+
+        Returns:
+            The new tokens, without the prompts.
         """
         if temperature < 0 or (top_k is not None and top_k < 1):
             raise OptionError(f"temperature must be at least 0 and top_k at least 1, got {temperature} and {top_k}")
@@ -287,6 +330,17 @@ class SequenceToSequence(nn.Module):
 
     Options are those of `Encoder` and `LanguageModel`; `target_positions` are the decoder's where they differ.
 
+    Args:
+        source_vocab_size: vocabulary of the source.
+        target_vocab_size: vocabulary of the target.
+        embed_dim: width of both stacks.
+        num_heads: heads of every attention.
+        num_layers: blocks of each stack.
+        positions: position module, or a function that returns one for each block.
+        target_positions: those of the decoder, where they differ.
+        tie_embeddings: whether the target embedding is also the output projection.
+        options: options of the blocks.
+
     >>> model = SequenceToSequence(97, 89, 32, 4, 2).eval()
     >>> source = torch.randint(97, (3, 7))
     >>> model(source, torch.randint(89, (3, 5)), source_lengths=[7, 2, 5]).shape
@@ -329,14 +383,29 @@ class SequenceToSequence(nn.Module):
         source_lengths: Sequence[int] | Tensor | None = None,
         target_lengths: Sequence[int] | Tensor | None = None,
     ) -> Tensor:
-        """Return next-token logits [batch, targets, target_vocab_size]; padding is on the right."""
+        """Return next-token logits [batch, targets, target_vocab_size]; padding is on the right.
+
+        Args:
+            source: source tokens [batch, keys].
+            target: target tokens [batch, targets].
+            source_lengths: number of non-padding tokens of each source.
+            target_lengths: number of non-padding tokens of each target.
+        """
         logits: Tensor = self.decoder(
             target, lengths=target_lengths, source=self.encode(source, source_lengths), source_lengths=source_lengths
         )
         return logits
 
     def encode(self, source: Tensor, lengths: Sequence[int] | Tensor | None = None) -> Tensor:
-        """Encode source tokens [batch, keys] as [batch, keys, embed_dim]."""
+        """Encode source tokens [batch, keys] as [batch, keys, embed_dim].
+
+        Args:
+            source: tokens [batch, keys].
+            lengths: number of non-padding tokens of each sequence; padding is on the right.
+
+        Returns:
+            The vectors of the source.
+        """
         mask = None if lengths is None else Mask.lengths(lengths).to(source.device)
         return cast(Tensor, self.encoder(source, mask))
 
@@ -350,7 +419,18 @@ class SequenceToSequence(nn.Module):
         source_lengths: Sequence[int] | Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """Generate target tokens from the token `start`; see `LanguageModel.generate`."""
+        """Generate target tokens from the token `start`; see `LanguageModel.generate`.
+
+        Args:
+            source: source tokens [batch, keys].
+            max_new_tokens: tokens to generate.
+            start: first token of every target.
+            source_lengths: number of non-padding tokens of each source.
+            options: options of `LanguageModel.generate`.
+
+        Returns:
+            The new tokens [batch, at most max_new_tokens].
+        """
         memories = self.decoder.remember(self.encode(source, source_lengths))
         first = torch.full((source.shape[0], 1), start, device=source.device)
         return self.decoder.generate(first, max_new_tokens, source=memories, source_lengths=source_lengths, **options)

@@ -27,6 +27,7 @@ class NamedTensors:
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     def state(self) -> dict[str, Tensor]:
+        """Return the tensors by name, for a file."""
         tensors: dict[str, Tensor] = {}
         for name, value in self._parts():
             if isinstance(value, Tensor):
@@ -36,7 +37,11 @@ class NamedTensors:
         return tensors
 
     def with_state(self, state: Mapping[str, Tensor]) -> Self:
-        """Return a copy with the saved tensors, on the device of those tensors."""
+        """Return a copy with the saved tensors, on the device of those tensors.
+
+        Args:
+            state: tensors that `state` returned.
+        """
         missing = [name for name in self.state() if name not in state]
         if missing:
             raise OptionError(

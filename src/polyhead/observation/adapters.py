@@ -115,7 +115,15 @@ class Adapter(Protocol):
     """
 
     def watch(self, module: nn.Module, notify: AttentionNotifier) -> AbstractContextManager[Any]:
-        """Attach to a module; return a context manager that detaches on exit, such as a PyTorch hook handle."""
+        """Attach to a module; return a context manager that detaches on exit, such as a PyTorch hook handle.
+
+        Args:
+            module: attention module of the model.
+            notify: function to call with each finished attention.
+
+        Returns:
+            The context manager.
+        """
 
 
 def adapted_modules(

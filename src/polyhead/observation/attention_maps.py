@@ -53,6 +53,13 @@ class AttentionMaps:
         return -(-self.tokens // self.block)
 
     def empty(self, site: AttentionSite, device: torch.device) -> SiteMaps:
+        """Return an empty state for a site.
+
+        Args:
+            site: the attention site.
+            device: device of the state.
+        """
+
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64, device=device)
 

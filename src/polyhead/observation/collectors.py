@@ -31,14 +31,32 @@ class CollectorState(Protocol):
         """Add one attention call; `non_padding` is [batch or 1, queries], None without padding.
 
         Must not synchronise with the device.
+
+        Args:
+            attended: the attention call: queries, keys, values, mask and output.
+            non_padding: rows to count.
+            metadata: documents and tokens of the batch.
+
+        Returns:
+            The new state.
         """
 
-    def merge(self, other: Self) -> Self: ...
+    def merge(self, other: Self) -> Self:
+        """Return the state of both runs.
 
-    def state(self) -> dict[str, Tensor]: ...
+        Args:
+            other: state of the same collector at the same site.
+        """
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the tensors of the state by name, for a file."""
 
     def with_state(self, state: Mapping[str, Tensor]) -> Self:
-        """Return a copy with the saved tensors, on the device of those tensors."""
+        """Return a copy with the saved tensors, on the device of those tensors.
+
+        Args:
+            state: tensors that `state` returned.
+        """
 
 
 class Collector(Protocol):
@@ -48,7 +66,12 @@ class Collector(Protocol):
     def name(self) -> str: ...
 
     def empty(self, site: AttentionSite, device: torch.device) -> CollectorState | None:
-        """Return an empty state; None if this site is not collected."""
+        """Return an empty state; None if this site is not collected.
+
+        Args:
+            site: the attention site.
+            device: device of the state.
+        """
 
 
 Collected = Mapping[AttentionSite, Mapping[str, CollectorState]]  # the states of a session, by site and collector name

@@ -24,6 +24,12 @@ class Contributions:
         return "contributions"
 
     def empty(self, site: AttentionSite, device: torch.device) -> SiteContributions:
+        """Return an empty state for a site.
+
+        Args:
+            site: the attention site.
+            device: device of the state.
+        """
         return SiteContributions(None)
 
 

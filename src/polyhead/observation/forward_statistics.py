@@ -92,7 +92,11 @@ class SiteRows:
         return self._of_heads(self._only("tokens").counted("entropy"))
 
     def mean(self, name: str) -> Tensor:
-        """Return the mean of a statistic over the counted rows of all calls, [heads]; NaN where there are none."""
+        """Return the mean of a statistic over the counted rows of all calls, [heads]; NaN where there are none.
+
+        Args:
+            name: name of a statistic.
+        """
         values = [self._of_heads(self._checked(call, name)) for call in self._read()]
         counted = [self._of_heads(call.counted(name)) for call in self._read()]
         sums = [torch.where(rows, x, 0.0).sum((0, 2)) for x, rows in zip(values, counted, strict=True)]
@@ -150,6 +154,9 @@ class SiteRows:
 class ForwardStatistics(Mapping[Key, SiteRows]):
     """Statistics of the last forward, keyed by path or (path, kind) of a site; the path is usually enough.
 
+    Args:
+        sites: rows of each site.
+
     >>> import torch, polyhead
     >>> layer = polyhead.MultiHeadAttention(16, 2, causal=True)
     >>> with polyhead.observe(layer, statistics="entropy", keep_statistics=True) as session:
@@ -182,7 +189,11 @@ class ForwardStatistics(Mapping[Key, SiteRows]):
         return key in self._sites or key in [name for name, _ in self._sites]
 
     def mean(self, name: str) -> Tensor:
-        """Return one mean per head over the counted rows, in the row order of `session.profile`."""
+        """Return one mean per head over the counted rows, in the row order of `session.profile`.
+
+        Args:
+            name: name of a statistic.
+        """
         means = [rows.mean(name) for rows in self._sites.values()]
         if not len(means):
             raise OptionError(f"a mean needs at least one observed head, got a forward without any for {name!r}")

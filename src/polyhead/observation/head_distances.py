@@ -27,6 +27,12 @@ class AttentionDistances:
         return "distances"
 
     def empty(self, site: AttentionSite, device: torch.device) -> SiteDistances | None:
+        """Return an empty state for a site; None for a site with one head.
+
+        Args:
+            site: the attention site.
+            device: device of the state.
+        """
         if site.num_heads < 2:
             return None
         pairs = site.num_heads * (site.num_heads - 1) // 2

@@ -31,6 +31,15 @@ class HeadProfile:
     the maximum; each is a float64 tensor with one entry per head. NaN where a statistic is undefined, such as
     mean_distance in a cross-attention. `print(table)` prints it, a notebook shows cards; `to_arrow`, `to_pandas` and
     `to_polars` export it.
+
+    >>> import torch, polyhead
+    >>> layer = polyhead.MultiHeadAttention(16, 2)
+    >>> with torch.no_grad(), polyhead.observe(layer, statistics=("entropy", "mean_distance")) as session:
+    ...     output = layer(torch.randn(1, 5, 16))
+    >>> session.profile
+    HeadProfile(2 heads, 5 tokens: entropy, mean_distance)
+    >>> session.profile["entropy"].shape, len(session.profile)
+    (torch.Size([2]), 2)
     """
 
     sites: tuple[AttentionSite, ...]  # of each row
@@ -91,7 +100,11 @@ class HeadProfile:
         return profile_html(self)
 
     def scaled_column(self, name: str) -> list[float | None]:
-        """Return a column scaled to [0, 1] over all heads; None for non-finite entries."""
+        """Return a column scaled to [0, 1] over all heads; None for non-finite entries.
+
+        Args:
+            name: name of a column.
+        """
         column = self[name]
         finite = column[column.isfinite()]
         if not len(finite):

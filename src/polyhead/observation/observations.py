@@ -24,7 +24,11 @@ class Observations:
     calls: Mapping[AttentionSite, int] = field(default_factory=dict)  # number of calls, observed or skipped
 
     def merge(self, other: Self) -> Self:
-        """Return the observations of both; refused if the statistics or the sites of the model differ."""
+        """Return the observations of both; refused if the statistics or the sites of the model differ.
+
+        Args:
+            other: observations of the same model.
+        """
         if self.wanted != other.wanted:
             raise OptionError(
                 f"only observations of the same statistics can be merged, got {self.wanted} and {other.wanted}"

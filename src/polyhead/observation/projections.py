@@ -48,7 +48,12 @@ class HeadProjections:
 
 
 def find_projections(model: nn.Module, run: Callable[[], object]) -> dict[AttentionSite, HeadProjections]:
-    """Return the Q/K/V/O projections of every attention site that `run`, a short call of the model, executes."""
+    """Return the Q/K/V/O projections of every attention site that `run`, a short call of the model, executes.
+
+    Args:
+        model: the model.
+        run: function without arguments that calls the model.
+    """
     tracer = _Tracer({name or type(module).__name__: module for name, module in model.named_modules()})
     session = observe(model, statistics=False, collect=[CallRecorder(tracer.record_attention)])
     with torch.no_grad(), evaluating(model), tracer.recording(model), session:

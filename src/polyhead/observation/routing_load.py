@@ -27,6 +27,12 @@ class RoutingLoad:
         return "routing"
 
     def empty(self, site: AttentionSite, device: torch.device) -> SiteRouting:
+        """Return an empty state for a site.
+
+        Args:
+            site: the attention site.
+            device: device of the state.
+        """
         return SiteRouting(None)
 
 
@@ -74,12 +80,26 @@ class RoutingCounts(Sums):
 
     @classmethod
     def empty(cls, num_heads: int, device: torch.device | str | None = None) -> Self:
+        """Return counts of no tokens.
+
+        Args:
+            num_heads: heads of the layer.
+            device: device of the counts.
+        """
         moments = MeanAndStd.empty((), device)
         zeros = torch.zeros(num_heads, num_heads, dtype=moments.count.dtype, device=device)
         return cls(zeros.new_zeros(()), zeros, zeros.new_zeros(num_heads), moments, moments)
 
     def update(self, routing: Routing, non_padding: Tensor | None = None) -> Self:
-        """Add one routing; `non_padding` is [batch or 1, tokens]. Does not synchronise with the device."""
+        """Add one routing; `non_padding` is [batch or 1, tokens]. Does not synchronise with the device.
+
+        Args:
+            routing: routing of one call.
+            non_padding: tokens to count; all by default.
+
+        Returns:
+            The new counts.
+        """
         if routing.num_heads != self.weight.shape[0]:
             raise ShapeError(f"the routing must have {self.weight.shape[0]} heads, got {routing.num_heads}")
         sum_dtype, shape = self.together.dtype, routing.heads.shape
@@ -103,6 +123,11 @@ class RoutingCounts(Sums):
         return type(self)(self.tokens, self.together, self.weight, self.taken, entropy).merge(added)
 
     def merge(self, other: Self) -> Self:
+        """Return the counts of both.
+
+        Args:
+            other: counts of the same layer.
+        """
         if self.weight.shape != other.weight.shape:
             raise ShapeError(
                 "only counts with the same number of heads can be merged, "

@@ -30,6 +30,11 @@ def save(path: str | os.PathLike[str], observations: Observations, facts: Mappin
     """Write a safetensors file whose header describes its tensors and contains `facts` as JSON.
 
     The file is replaced atomically: readers see either the old or the new file.
+
+    Args:
+        path: the file.
+        observations: `session.observations`.
+        facts: anything to store as JSON with them.
     """
     from safetensors.torch import save as serialise
 
@@ -53,7 +58,15 @@ def save(path: str | os.PathLike[str], observations: Observations, facts: Mappin
 
 
 def load(path: str | os.PathLike[str], collect: Sequence[Collector] = ()) -> Observations:
-    """Read a file written by `save`; `collect` lists the collectors whose states it contains."""
+    """Read a file written by `save`; `collect` lists the collectors whose states it contains.
+
+    Args:
+        path: the file.
+        collect: the collectors of the session that was saved.
+
+    Returns:
+        The observations, on the CPU.
+    """
     header = _header(path)
     tensors, _ = read_tensors(path, _RULE)
     with refusing(path, _RULE):
@@ -85,7 +98,11 @@ def _observations(
 
 
 def read_facts(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the facts that a file was saved with."""
+    """Return the facts that a file was saved with.
+
+    Args:
+        path: file written by `save`.
+    """
     with refusing(path, _RULE):
         facts: dict[str, Any] = as_type(_header(path)["facts"], Mapping[str, Any], "facts")
         return facts

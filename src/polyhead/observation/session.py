@@ -73,6 +73,12 @@ def observe(
         keep_statistics: keep the differentiable per-row statistics of each forward in `session.statistics` until the
             next forward begins, for use in a loss. Everything else that a session collects is detached.
 
+    Returns:
+        A session: a context manager whose `profile` is the table of heads.
+
+    Raises:
+        OptionError: the model has no attention that can be observed, or has no such layers, heads or statistics.
+
     Padding tokens and rows without visible keys are excluded. A call of the model is counted when it finishes; one that
     raises or is interrupted is not counted at all. The model's weights, mode, configuration and hooks are restored
     afterwards, also after an exception. Inside the block, compiled code runs in eager mode.
@@ -154,6 +160,9 @@ class Session:
 
     `observations` and `profile` accumulate over forwards and are detached, so a loss computed from them has no
     gradient. `statistics` belong to one forward and are differentiable.
+
+    Args:
+        model, layers, heads, statistics, collect, every, via_weights, adapters, keep_statistics: those of `observe`.
     """
 
     def __init__(
@@ -288,7 +297,18 @@ class Session:
     def begin(
         self, module: nn.Module, query: Tensor, key: Tensor, mask: Mask | None, *, learned_sinks: bool
     ) -> Call | None:
-        """Prepare an attention call of a transformers model; None if it is not observed."""
+        """Prepare an attention call of a transformers model; None if it is not observed.
+
+        Args:
+            module: attention module of the model.
+            query: queries of the call.
+            key: keys of the call.
+            mask: mask of the call.
+            learned_sinks: whether the call has learned sinks.
+
+        Returns:
+            The call, or None.
+        """
         context = self._call_contexts.pop(id(module), _NO_CONTEXT)
         cross = context.cross or transformers_models.infer_cross(module, query, key, mask)
         tokens = Tokens.of(mask, query, key)
@@ -312,7 +332,18 @@ class Session:
         cross: bool,
         learned_sinks: bool = False,
     ) -> Call | None:
-        """Prepare the observation of one call of a module; None if it is not observed."""
+        """Prepare the observation of one call of a module; None if it is not observed.
+
+        Args:
+            module: attention module, or a site of it.
+            num_heads: heads of the module.
+            tokens: non-padding tokens of the call; None for all.
+            cross: whether it is cross-attention.
+            learned_sinks: whether the call has learned sinks.
+
+        Returns:
+            The call, or None.
+        """
         self._thread.check()
         plan = self._plans.get((module, num_heads, cross, learned_sinks))
         if plan is None:
@@ -351,7 +382,13 @@ class Session:
         return plan
 
     def add(self, call: Call, rows: RowStatistics, non_padding: Tensor | None) -> None:
-        """Reduce the row statistics of a call on their device and add them to those of its site."""
+        """Reduce the row statistics of a call on their device and add them to those of its site.
+
+        Args:
+            call: what `call` or `begin` returned.
+            rows: statistics of each row.
+            non_padding: rows to count; None for all.
+        """
         statistics = self._staging.current.statistics
         site_statistics = statistics.get(call.site)
         if site_statistics is None:
@@ -361,7 +398,13 @@ class Session:
         statistics[call.site] = site_statistics.update(rows, non_padding, learned_sinks=call.learned_sinks)
 
     def collect(self, site: AttentionSite, attended: Attended, non_padding: Tensor | None) -> None:
-        """Pass one attention call to all collectors."""
+        """Pass one attention call to all collectors.
+
+        Args:
+            site: attention site of the call.
+            attended: the attention call.
+            non_padding: rows to count; None for all.
+        """
         tally = self._staging.current
         states, device = tally.collected.get(site), attended.query.device
         if states is None or site in tally.resumed:
@@ -391,7 +434,11 @@ class Session:
         return chosen and len(self.heads_of(site)) > 0
 
     def heads_of(self, site: AttentionSite) -> tuple[int, ...]:
-        """Return the observed heads of a site."""
+        """Return the observed heads of a site.
+
+        Args:
+            site: an attention site of the model.
+        """
         all_heads = range(site.num_heads)
         if self.heads is None:
             return tuple(all_heads)
@@ -407,7 +454,11 @@ class Session:
         return Observations(self.wanted, tuple(counted.statistics.values()), dict(counted.collected), calls)
 
     def resume_from(self, observations: Observations) -> None:
-        """Resume from the observations of an earlier session of the same model."""
+        """Resume from the observations of an earlier session of the same model.
+
+        Args:
+            observations: what an earlier session counted, as `polyhead.observation.load` returns it.
+        """
         if observations.wanted != self.wanted:
             raise OptionError(
                 f"a session can only resume observations of the same statistics, got {observations.wanted} for "

@@ -52,28 +52,50 @@ class AttentionSite:
     origins: HeadOrigins | None = None
 
     def location(self, head: int) -> dict[str, Any]:
-        """Return the columns `LOCATION` of a table with one row per head."""
+        """Return the columns `LOCATION` of a table with one row per head.
+
+        Args:
+            head: index of a head of the site.
+        """
         values = (self.name, self.kind, self.stack, self.layer, head, self.label(head))
         return dict(zip(LOCATION, values, strict=True))
 
     def label(self, head: int) -> str:
-        """Return the index of a head in the unedited model, as text."""
+        """Return the index of a head in the unedited model, as text.
+
+        Args:
+            head: index of a head of the site.
+        """
         return str(head) if self.origins is None else self.origins.label(head)
 
     def original_name(self, head: int) -> str:
-        """Return the name of a head in the unedited model: `L0H5`, or `L0H2+L0H7` for a merged head."""
+        """Return the name of a head in the unedited model: `L0H5`, or `L0H2+L0H7` for a merged head.
+
+        Args:
+            head: index of a head of the site.
+        """
         return original_name(self.layer, self.label(head))
 
     def name_with_origin(self, head: int) -> str:
-        """Return the name of a head, as `L0H4 (originally L0H5)` if an edit renumbered it."""
+        """Return the name of a head, as `L0H4 (originally L0H5)` if an edit renumbered it.
+
+        Args:
+            head: index of a head of the site.
+        """
         return name_with_origin(self.layer, head, self.label(head))
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the site as a dictionary of JSON types."""
         fields = {name: getattr(self, name) for name in ("name", "kind", "stack", "layer", "num_heads")}
         return fields if self.origins is None else {**fields, "origins": self.origins.to_dict()}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> AttentionSite:
+        """Return the site that `to_dict` wrote.
+
+        Args:
+            fields: the dictionary.
+        """
         origins = fields.get("origins")
         site = build(cls, {name: fields[name] for name in ("name", "kind", "stack", "layer", "num_heads")})
         site = site if origins is None else replace(site, origins=HeadOrigins.from_dict(origins))

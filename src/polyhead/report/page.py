@@ -80,6 +80,24 @@ def write_page(
         language: "en" or "zh", the initial language; the page has a switch.
         syntax: a table of `polyhead syntax` for the same model, to be shown as well.
         assets: script and style of the page; the package's own by default.
+
+    Returns:
+        The absolute path of the page.
+
+    >>> import torch, polyhead
+    >>> from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+    >>> tokenizer = ByT5Tokenizer(extra_ids=0)  # bytes
+    >>> config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    ...                      num_attention_heads=4)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> import tempfile
+    >>> from polyhead.report import write_page
+    >>> text, options = ["the cat sat on the mat. " * 20], {"context": 64, "tokens": 256, "importance": "none"}
+    >>> found = polyhead.inspect(model, text, tokenizer=tokenizer, chance=False, **options)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     page = write_page(f"{folder}/heads.html", found)
+    >>> page.name
+    'heads.html'
     """
     from polyhead.observation.saving import write_atomically
     from polyhead.report.payload import page_of

@@ -31,7 +31,13 @@ _VIEWS = {"role": "head", "similar": "similar", "importance": "importance", "ext
 
 
 def page_of(inspection: Inspection, *, language: Language = "en", syntax: Syntax | None = None) -> dict[str, Any]:
-    """Return the data of a page, ready for JSON; `frontend/src/data.ts` documents its parts."""
+    """Return the data of a page, ready for JSON; `frontend/src/data.ts` documents its parts.
+
+    Args:
+        inspection: the result of `polyhead.inspect`.
+        language: language in which the page opens, "en" or "zh".
+        syntax: result of `polyhead.syntax` for the same model, shown beside it.
+    """
     sites = sites_of(inspection)
     index = {site: number for number, site in enumerate(sites)}
     edits = edits_of(sites)

@@ -41,7 +41,11 @@ class Batch:
         return int(self.mask.sum())
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the batch with its tensors on a device."""
+        """Return the batch with its tensors on a device.
+
+        Args:
+            device: device of the tensors.
+        """
         return replace(
             self,
             ids=self.ids.to(device),
@@ -103,6 +107,17 @@ def batches(
     A longer context forms a batch of its own. `side` is the padding side: right for encoders, either for decoders.
     `start` skips that many batches; `digest`, the `Batch.digest` of the last skipped one, verifies that they are
     unchanged.
+
+    Args:
+        contexts: contexts, as `cut_into_contexts` returns them.
+        tokenizer: tokenizer of the model, for its padding token.
+        batch_tokens: most tokens per batch.
+        side: padding side.
+        start: batches to skip.
+        digest: digest of the last skipped batch.
+
+    Returns:
+        An iterable of batches, computed while it is iterated.
     """
     if batch_tokens < 1:
         raise OptionError(f"batch_tokens must be at least 1, got {batch_tokens}")

@@ -45,6 +45,9 @@ class Contexts:
 
     The counts are those of the latest iteration so far: `documents` read, `tokens` of text kept, `dropped_pieces`
     shorter than the minimum and the `dropped_tokens` in them.
+
+    Args:
+        documents, tokenizer, length, minimum: those of `cut_into_contexts`.
     """
 
     def __init__(self, documents: Iterable[Document], tokenizer: Any, length: int, minimum: int) -> None:
@@ -86,6 +89,15 @@ def cut_into_contexts(
     """Split documents into contexts of at most `length` tokens, as described in the module docstring.
 
     Documents are numbered from 0 in order. The tokens of one document are in memory at a time.
+
+    Args:
+        documents: documents, as `read_texts` returns them.
+        tokenizer: tokenizer of the model.
+        length: most tokens per context, including special tokens.
+        minimum: fewest tokens of text; shorter pieces are dropped.
+
+    Returns:
+        An iterable of contexts, with counts of what was kept and dropped.
     """
     return Contexts(documents, tokenizer, length, minimum)
 
@@ -103,6 +115,9 @@ def special_tokens(tokenizer: Any) -> SpecialTokens:
 
     The unknown token represents text, so it is not special, unless the vocabulary can encode any text in bytes: then it
     never represents unknown text and serves as end-of-text token or not at all.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
     """
     ids = set(tokenizer.all_special_ids)
     ids |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}

@@ -21,6 +21,9 @@ def fingerprint(model: nn.Module) -> str:
 
     Computed on the device of the weights. Not cryptographically secure.
 
+    Args:
+        model: the module.
+
     >>> layer = nn.Linear(3, 2)
     >>> before = fingerprint(layer)
     >>> with torch.no_grad():

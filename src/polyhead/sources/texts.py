@@ -47,6 +47,12 @@ class Texts:
     """Iterable of the documents of a file, folder or standard input; created by `read_texts`.
 
     Each iteration reads the files again. `empty` counts the blank documents that the latest iteration skipped so far.
+
+    Args:
+        name: name of the file or folder, for messages.
+        files: names and paths of the files.
+        ignored: names of files that are not read.
+        field: JSON field or column that contains the text.
     """
 
     def __init__(self, name: str, files: tuple[tuple[str, Path], ...], ignored: tuple[str, ...], field: str) -> None:
@@ -94,6 +100,10 @@ def read_texts(name: str | os.PathLike[str], *, field: str = "text") -> Texts:
     A `.txt` or `.md` file is one document, a `.jsonl` file has one per line, a `.parquet` file one per row; `field` is
     the JSON field or column that contains the text. `.txt`, `.md` and `.jsonl` may be compressed (`.gz`). In a folder,
     other and hidden files are ignored. Text must be UTF-8; errors report the position.
+
+    Args:
+        name: path, or "-".
+        field: JSON field or column that contains the text.
     """
     if name == STANDARD_INPUT:
         return Texts(STANDARD_INPUT, (), (), field)

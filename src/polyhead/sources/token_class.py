@@ -41,6 +41,9 @@ def token_classes(tokenizer: Any) -> Tensor:
     Each entry is decoded after a token that is known to be a word, so that one rule covers WordPiece, byte-level BPE
     and SentencePiece: the entry begins a word if there is a space between the two. A token with a letter is a word or a
     continuation; otherwise digits take precedence (number), then punctuation, then symbols.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
     """
     classes = [class_of_text(text) for text in decoded_tokens(tokenizer)]
     size = len(classes)

@@ -40,6 +40,23 @@ def convert(
         grouping: merge KV heads that are "similar", or "neighbours".
         rounds: rounds of alternating least squares that refit the shared K and V projections to the text.
         model, text, field, preview, stack, context, tokens, tokenizer, progress: as in `polyhead.prune`.
+
+    Returns:
+        The edited model, with its preview, its fidelity, `save` and `undo`.
+
+    Raises:
+        OptionError: `kv_heads` does not divide the model's, or the text is too short.
+
+    >>> import torch, polyhead
+    >>> from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+    >>> tokenizer = ByT5Tokenizer(extra_ids=0)  # bytes
+    >>> config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    ...                      num_attention_heads=4)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> text = ["the cat sat on the mat. " * 20] * 2
+    >>> edited = polyhead.convert(model, 2, text=text, tokenizer=tokenizer, context=64, tokens=512)
+    >>> edited.preview.before.kv_heads, edited.preview.after.kv_heads
+    (8, 4)
     """
     check_conversion(kv_heads, grouping, rounds)
     loaded = as_loaded(model, tokenizer, dtype="saved")

@@ -74,6 +74,25 @@ def inspect(
         resume: continue from the data in `folder`.
         progress: called with the progress of each step.
         save_seconds: time between two writes to the folder.
+        tokenizer: tokenizer of a model in memory.
+
+    Returns:
+        The table of heads with their roles, redundancy, importance and findings.
+
+    Raises:
+        OptionError: a setting is out of range, the text is too short, or the model cannot be observed.
+        CheckpointError: the model's files are damaged, incomplete, or pickles.
+
+    >>> import torch, polyhead
+    >>> from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+    >>> tokenizer = ByT5Tokenizer(extra_ids=0)  # bytes
+    >>> config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    ...                      num_attention_heads=4)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> text = ["the cat sat on the mat. " * 20] * 2
+    >>> found = polyhead.inspect(model, text, tokenizer=tokenizer, context=64, tokens=512, chance=False)
+    >>> len(found.table), found.table["entropy"].shape
+    (8, torch.Size([8]))
     """
     loaded, name = None, None
     if isinstance(model, (nn.Module, LoadedModel)):

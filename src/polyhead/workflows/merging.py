@@ -25,6 +25,21 @@ def merge(model: Model, heads: Groups, *, preview: bool = False, stack: str | No
             merge.
         preview: only compute the effect on size and cost; the model is not changed.
         stack: the stack of layers to edit, for models with several (encoder and decoder).
+
+    Returns:
+        The edited model, with its preview, `save` and `undo`.
+
+    Raises:
+        OptionError: heads that do not exist or cannot be merged.
+
+    >>> import torch, polyhead
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    ...                      num_attention_heads=4)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> edited = polyhead.merge(model, [[(0, 0), (0, 1)], [(0, 2), (0, 3)], [(1, 0), (1, 2)], [(1, 1), (1, 3)]])
+    >>> edited.preview.before.heads, edited.preview.after.heads
+    (8, 4)
     """
     edits = merge_edits(heads, stack)
     loaded = as_loaded(model, dtype="saved")

@@ -60,6 +60,28 @@ def prune(
         context: tokens per context; default: 512, or the model's maximum if smaller.
         tokens: maximum number of tokens to read.
         progress: called with the progress of each step.
+        field: JSON field or column of the text files.
+        seed: seed of the criterion `random`.
+        tokenizer: tokenizer of a model in memory.
+
+    Returns:
+        The edited model, with its preview, its fidelity, `save` and `undo`.
+
+    Raises:
+        OptionError: heads that do not exist, both or neither of `heads` and `share`, or compensation without a
+            tokenizer.
+
+    >>> import torch, polyhead
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    ...                      num_attention_heads=4)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> edited = polyhead.prune(model, "L0H2,L0H3,L1H2,L1H3", compensate=False)  # compensation needs a text
+    >>> edited.preview.before.heads, edited.preview.after.heads
+    (8, 4)
+    >>> edited.undo()  # in place, bit for bit
+    >>> model.model.layers[0].self_attn.q_proj.weight.shape
+    torch.Size([32, 32])
     """
     if (heads is None) == (share is None):
         raise OptionError("prune takes either heads or share, got both or neither")

@@ -124,6 +124,23 @@ def shrink(
         resume: a folder in which every measurement is saved; repeat the same call to continue an interrupted one with
             identical results. Another model, text or option is rejected.
         model, field, context, tokens, tokenizer, progress: as in `polyhead.prune`.
+
+    Returns:
+        The edited model, with its preview, the curve, `save` and `undo`.
+
+    Raises:
+        OptionError: the target cannot be met, or the text is too short to be split.
+
+    >>> import torch, polyhead
+    >>> from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+    >>> tokenizer = ByT5Tokenizer(extra_ids=0)  # bytes
+    >>> config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    ...                      num_attention_heads=4)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> text = ["the cat sat on the mat. " * 40] * 4
+    >>> shrunk = polyhead.shrink(model, "50%-heads", text, tokenizer=tokenizer, context=64, tokens=2048)
+    >>> shrunk.size.heads
+    0.5
     """
     goal = target if isinstance(target, Target) else Target.parse(target)
     check_shrinking(

@@ -73,6 +73,9 @@ def syntax(
         resume: a folder in which progress is saved; repeat the same call to continue an interrupted one.
         tokenizer: as in `polyhead.inspect`.
         progress: called with the progress of each step.
+
+    Returns:
+        The table of heads and relations.
     """
     folder = None if resume is None else Path(resume)
     with ExitStack() as stack:

@@ -35,6 +35,30 @@ def undo(folder: str | os.PathLike[str], *, progress: ProgressCallback = ignore_
 
     Reverts all edits since the original. Fingerprints of the weights are checked before and after: a model that was
     trained in between is rejected. `EditedModel.undo` reverts edits in memory.
+
+    Args:
+        folder: folder of the edited model.
+        progress: called with the progress.
+
+    Returns:
+        The restored model, whose `save` writes it.
+
+    Raises:
+        OptionError: the folder has no record.
+        CheckpointError: its weights are not those that were saved, or the record is damaged.
+
+    >>> import torch, polyhead
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    ...                      num_attention_heads=4)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> import tempfile
+    >>> edited = polyhead.prune(model, "L0H2,L0H3,L1H2,L1H3", compensate=False)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saved = edited.save(f"{folder}/pruned")
+    ...     original = polyhead.undo(f"{folder}/pruned").model
+    >>> original.model.layers[0].self_attn.q_proj.weight.shape
+    torch.Size([32, 32])
     """
     path = Path(folder).expanduser()
     check_edited(path)

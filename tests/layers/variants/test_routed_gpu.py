@@ -89,7 +89,7 @@ def test_output_and_gradients_are_within_the_error_budget(options, dtype):
     assert_draws_within_error_budget(draws)
 
 
-@pytest.mark.xfail(strict=True, reason="1.25 of it: all keys of a row err with their log-sum-exp, docs/kernels.md")
+@pytest.mark.xfail(strict=True, reason="1.25 of it: all keys of a row err with their log-sum-exp, see RESULTS.md")
 def test_the_gradient_of_a_shared_values_bias_is_within_the_error_budget_of_float32():
     draws = [compared(SHAPES["shared"], torch.float32) for _ in range(DRAWS)]
     assert_draws_within_error_budget([{"v_proj.bias": draw["v_proj.bias"]} for draw in draws])

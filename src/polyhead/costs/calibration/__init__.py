@@ -58,6 +58,9 @@ def calibrate(
         keep: file to which the machine is saved after every group.
         commit: commit that is measured, for a copy of the source without its repository.
         progress: called before each measurement.
+
+    Returns:
+        The machine, whose `save` writes it to a file that `plan(machine=...)` reads.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type not in ("cuda", "cpu"):
@@ -117,7 +120,13 @@ def calibrate(
 
 
 def planned(device: torch.device, dtypes: Sequence[torch.dtype], grid: Grid | None = None) -> list[Group]:
-    """Return all groups of pieces that a calibration of this device times, in order."""
+    """Return all groups of pieces that a calibration of this device times, in order.
+
+    Args:
+        device: device to be calibrated.
+        dtypes: dtypes of matrix products and attention.
+        grid: sizes of the pieces; those of `calibrate` by default.
+    """
     usual, kind = (GPU if device.type == "cuda" else CPU), _kind(device)
     return groups(grid or usual, dtypes[0], kind) + [brief_group(dtype, kind) for dtype in dtypes[1:]]
 

@@ -47,6 +47,9 @@ DESCRIPTIONS: dict[type[AttentionConfig], type[LayerDescription[Any]]] = {
 def describe(config: AttentionConfig) -> LayerDescription[Any]:
     """Return the description of a layer with this config.
 
+    Args:
+        config: config of a layer of polyhead.
+
     >>> describe(MultiHeadConfig(512, 8, num_kv_heads=2)).projections
     (262144, 65536, 65536, 262144)
     """

@@ -20,6 +20,9 @@ class LayerDescription(ABC, Generic[Config]):
 
     `record` is the only description of a call. It calls the recorder's methods in the order in which the layer runs
     the operations; FLOPs, bytes moved, launches and the memory of every tensor are derived from what they record.
+
+    Args:
+        config: config of the layer that is described.
     """
 
     cache_scales: int | None = None  # float32 scales per token of an int8 cache; None: int8 is not supported
@@ -44,13 +47,25 @@ class LayerDescription(ABC, Generic[Config]):
 
     @abstractmethod
     def record(self, call: Recorder) -> Block:
-        """Record one forward pass and return its output."""
+        """Record one forward pass and return its output.
+
+        Args:
+            call: recorder of the call.
+
+        Returns:
+            The block of the output.
+        """
 
     @property
     def num_parameters(self) -> int:
         return sum(self.projections) + self.other_parameters
 
     def cache_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Return the bytes of one token of one sequence in the layer's cache.
+
+        Args:
+            dtype: dtype of the cache.
+        """
         if dtype is torch.int8:
             if self.cache_scales is None:
                 raise OptionError(

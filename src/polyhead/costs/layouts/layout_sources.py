@@ -39,6 +39,9 @@ def read_layout(
         causal: whether attention is causal; required if a Hugging Face config does not imply it. A value other than
             that of the config overrides it, with a note.
 
+    Returns:
+        The layout: groups of layers with one config each, the context length and notes on what was assumed.
+
     >>> read_layout("gpt3-175b").config.layout.head_dim
     128
     """
@@ -76,6 +79,17 @@ def from_sizes(
     rotary: bool = False,
 ) -> ModelLayout:
     """Return multi-head attention of these sizes; `rotary` adds memory traffic and launches, but no matrix FLOPs.
+
+    Args:
+        d_model: width of the model.
+        heads: query heads per layer.
+        kv_heads: KV heads per layer; as many as query heads by default.
+        head_dim: channels per head; d_model / heads by default.
+        layers: number of layers.
+        causal: whether a token sees only earlier ones.
+        window: sliding window in keys; None is unbounded.
+        bias: whether projections have biases.
+        rotary: whether queries and keys are rotated.
 
     >>> from_sizes(512, 8).config.layout.head_dim
     64

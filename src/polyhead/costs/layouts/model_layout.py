@@ -47,7 +47,13 @@ class ModelLayout:
 
     @classmethod
     def of(cls, config: AttentionConfig, layers: int = 1, *, name: str = "layer") -> ModelLayout:
-        """Return a model of `layers` layers with one config."""
+        """Return a model of `layers` layers with one config.
+
+        Args:
+            config: config of every layer.
+            layers: number of layers.
+            name: name of the model, for tables.
+        """
         return cls(name, (LayerGroup(config, layers),))
 
     @property
@@ -65,13 +71,18 @@ class ModelLayout:
         return all(getattr(group.config, "causal", False) for group in self.groups)
 
     def with_causal(self, causal: bool | None) -> ModelLayout:
-        """Return the model with causal or bidirectional layers, and a note about it; None changes nothing."""
+        """Return the model with causal or bidirectional layers, and a note about it; None changes nothing.
+
+        Args:
+            causal: True for causal layers, False for bidirectional ones, None for no change.
+        """
         if causal is None or all(getattr(group.config, "causal", None) is causal for group in self.groups):
             return self
         groups = tuple(LayerGroup(_with_causal(group.config, causal), group.layers) for group in self.groups)
         return replace(self, groups=groups, notes=(*self.notes, causal_note(causal)))
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the layout as a dictionary of JSON types."""
         return {
             "name": self.name,
             "groups": [{"layers": group.layers, "config": group.config.to_dict()} for group in self.groups],
@@ -83,6 +94,11 @@ class ModelLayout:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> ModelLayout:
+        """Return the layout that `to_dict` wrote.
+
+        Args:
+            content: the dictionary.
+        """
         groups, context, notes = content.get("groups"), content.get("context"), content.get("notes") or []
         if not isinstance(groups, list) or not isinstance(notes, list):
             raise OptionError(f"groups and notes must be lists, got groups {groups!r} and notes {notes!r}")
@@ -93,6 +109,7 @@ class ModelLayout:
         return cls(str(content.get("name", "")), layer_groups, context, **dtypes, notes=tuple(map(str, notes)))
 
     def to_json(self) -> str:
+        """Return the layout as JSON text."""
         return json.dumps(self.to_dict(), indent=2)
 
 

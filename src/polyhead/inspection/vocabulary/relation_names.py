@@ -49,7 +49,11 @@ RELATIONS: dict[str, Term] = {term.name: term for term in _KNOWN}
 
 
 def relation_of(name: str) -> Term:
-    """Return the label and explanation of a matrix; one without an entry is labelled with its name."""
+    """Return the label and explanation of a matrix; one without an entry is labelled with its name.
+
+    Args:
+        name: name of the matrix.
+    """
     term = RELATIONS.get(name)
     label = Text(name.replace("_", " "), name)
     return term or Term(name, label, Text("A number for each pair of heads of a layer.", "同层每两个头之间的一个数。"))

@@ -98,6 +98,10 @@ ROLE_ORDER = tuple(ROLES)
 
 
 def role_of(name: str) -> Role:
-    """Return the label and explanation of a role; one without an entry is labelled with its name."""
+    """Return the label and explanation of a role; one without an entry is labelled with its name.
+
+    Args:
+        name: name of the role.
+    """
     role = ROLES.get(name)
     return role or Role(name, Text(name, name), Text("A role of a head.", "头的一种角色。"), name[:2])

@@ -26,6 +26,13 @@ _SAME_VALUES = (_aten.detach.default, _aten.alias.default, _aten.clone.default)
 class DescribedMask(Tensor):
     """A `polyhead.Mask` as an additive mask tensor [batch, 1, queries, keys], materialised on demand.
 
+    Args:
+        description: the mask that the tensor stands for.
+        shape: [batch, 1, queries, keys].
+        dtype: dtype of the additive mask.
+        device: device of the additive mask.
+        anchor: tensor that stands for the mask in a compiled graph; an empty one by default.
+
     >>> import torch
     >>> from polyhead import Mask
     >>> mask = DescribedMask(Mask.causal(), (1, 1, 3, 3), torch.float16, torch.device("cpu"))

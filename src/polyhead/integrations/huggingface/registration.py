@@ -16,6 +16,9 @@ def register() -> str:
 
     Idempotent. Select it per model:
 
+    Returns:
+        The name, "polyhead".
+
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> import polyhead.integrations.huggingface
     >>> config = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
@@ -43,6 +46,10 @@ def set_attention(model: Any, name: str) -> None:
 
     Stacks may have a copy of the config, which the model's `set_attn_implementation` does not reach in every version
     of transformers: in 5.17 the encoder and decoder of T5 keep theirs, without an error.
+
+    Args:
+        model: a transformers model.
+        name: name of an attention implementation, such as "polyhead", "sdpa" or "eager".
     """
     from transformers import PreTrainedModel
 

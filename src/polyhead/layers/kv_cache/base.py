@@ -56,7 +56,11 @@ class CacheView:
         return self._tensors
 
     def masked(self, mask: Mask | None) -> Mask | None:
-        """Return the conjunction of `mask` and the view's mask."""
+        """Return the conjunction of `mask` and the view's mask.
+
+        Args:
+            mask: mask of the call; None for none.
+        """
         if mask is None or self.mask is None:
             return self.mask if mask is None else mask
         return mask & self.mask
@@ -71,6 +75,23 @@ class KVCache(ABC):
 
     A cache that is built without batch_size, num_kv_heads or head_dim takes them, dtype and device from the first
     block, and allocates its memory then; `reset` frees it, and the next block determines them again.
+
+    Args:
+        batch_size: number of sequences; that of the first block by default.
+        num_kv_heads, head_dim, value_dim: sizes of a token; those of the first block by default.
+        sizes: sizes of a token, by name.
+        dtype: dtype of keys and values; that of the first block by default.
+        device: device of the storage; that of the first block by default.
+
+    >>> import torch, polyhead
+    >>> from polyhead.layers import GrowingCache
+    >>> layer, cache = polyhead.MultiHeadAttention(16, 2, causal=True).eval(), GrowingCache()
+    >>> x = torch.randn(1, 6, 16)
+    >>> with torch.no_grad():
+    ...     prompt, step = layer(x[:, :5], cache=cache), layer(x[:, 5:], cache=cache)
+    ...     full = layer(x)
+    >>> torch.allclose(step.output, full.output[:, 5:], atol=1e-6), cache.lengths
+    (True, (6,))
     """
 
     def __init__(self, batch_size: int | None, sizes: Mapping[str, Any]) -> None:
@@ -92,7 +113,18 @@ class KVCache(ABC):
         device: torch.device | str | None = None,
         **options: Any,
     ) -> Self:
-        """Build a cache for a head layout; `options` are those of the class (capacity, window, ...)."""
+        """Build a cache for a head layout; `options` are those of the class (capacity, window, ...).
+
+        Args:
+            layout: head layout of the attention layer.
+            batch_size: number of sequences; that of the first block by default.
+            dtype: dtype of keys and values; that of the first block by default.
+            device: device of the storage; that of the first block by default.
+            options: other options of the class.
+
+        Returns:
+            The cache, empty.
+        """
         build: Any = cls  # constructors differ between the classes
         cache: Self = build(
             batch_size=batch_size,
@@ -130,6 +162,10 @@ class KVCache(ABC):
         """Return the positions of the next tokens, [batch, num_tokens], or [1, num_tokens] if not ragged.
 
         Rotary and learned positions need them before `append`.
+
+        Args:
+            num_tokens: number of new tokens.
+            device: device of the result.
         """
         if device is None and self._layout is not None:
             device = self._layout.device
@@ -144,6 +180,17 @@ class KVCache(ABC):
 
         `lengths` is the number of non-padding tokens of each sequence in a block padded on the right; padding is not
         stored. It must be Python integers or a CPU tensor, to avoid a device synchronisation.
+
+        Args:
+            key: keys [batch, kv_heads, tokens, head_dim].
+            value: values [batch, kv_heads, tokens, value_dim].
+            lengths: number of non-padding tokens of each sequence.
+
+        Returns:
+            Keys, values and the mask of everything stored so far.
+
+        Raises:
+            CacheError: the cache is full, has another layout, or gradients are enabled.
         """
         layout = self._checked_layout(key, value)
         new_lengths = self._checked_lengths(lengths, key.shape[0], key.shape[2])
@@ -169,6 +216,9 @@ class KVCache(ABC):
 
         A device tensor is used without a synchronisation unless the rows are needed on the host (ragged sequences, a
         paged cache); this is the only synchronisation of a cache. Indices on a device are not checked.
+
+        Args:
+            index: rows of the present batch, [new batch].
         """
         if self._layout is None:
             raise CacheError("reorder requires a batch in the cache, got reorder before the first append")
@@ -183,6 +233,9 @@ class KVCache(ABC):
 
         A single integer is a maximum: shorter sequences are unchanged. A list has one integer per sequence, at most
         that sequence's length.
+
+        Args:
+            length: tokens to keep, of all sequences or of each.
         """
         if isinstance(length, int):
             width = min(count("crop length", length), self._max_length)
@@ -196,7 +249,11 @@ class KVCache(ABC):
 
     @contextmanager
     def unchanged_on_failure(self) -> Iterator[None]:
-        """Undo appends made inside the `with` block if it raises, e.g. when the following attention fails."""
+        """Undo appends made inside the `with` block if it raises, e.g. when the following attention fails.
+
+        Returns:
+            A context manager.
+        """
         lengths, width, was_built = self._lengths, self._max_length, self._layout is not None
         try:
             yield

@@ -20,6 +20,12 @@ class LatentStorage(SlotCache):
 
     `append` takes keys without values and raises on separate values, which would be lost. `options` of the constructor
     are those of the growing or preallocated cache that the subclass also derives from.
+
+    Args:
+        value_dim: channels of a latent that are values; the layer sets it.
+        num_kv_heads: 1; the latent is shared by all heads.
+        head_dim: channels of a latent with its rotary key.
+        options: capacity, batch_size, dtype and device, as of other caches.
     """
 
     def __init__(
@@ -38,7 +44,11 @@ class LatentStorage(SlotCache):
         self._value_dim = self._sizes["value_dim"]
 
     def take_value_dim(self, value_dim: int) -> None:
-        """Set the number of channels that are values, as the layer does before `append`; raise if it is another."""
+        """Set the number of channels that are values, as the layer does before `append`; raise if it is another.
+
+        Args:
+            value_dim: number of channels.
+        """
         if self._value_dim not in (None, value_dim):
             raise CacheError(f"this cache has value_dim {self._value_dim}, got value_dim {value_dim}")
         self._value_dim = value_dim
@@ -46,7 +56,16 @@ class LatentStorage(SlotCache):
     def append(
         self, key: Tensor, value: Tensor | None = None, *, lengths: Sequence[int] | Tensor | None = None
     ) -> CacheView:
-        """Append new tokens [batch, kv_heads, tokens, head_dim] and return the view to attend to."""
+        """Append new tokens [batch, kv_heads, tokens, head_dim] and return the view to attend to.
+
+        Args:
+            key: latents [batch, 1, tokens, head_dim].
+            value: None; values are channels of the latents.
+            lengths: number of non-padding tokens of each sequence.
+
+        Returns:
+            Latents and the mask of everything stored so far.
+        """
         if value is not None:
             raise CacheError(
                 "a latent cache reads values from the first channels of its keys and stores no others, "

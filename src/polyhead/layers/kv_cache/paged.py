@@ -24,6 +24,11 @@ class PagePool:
 
     `keys` is [num_pages, page_size, kv_heads, head_dim] and `values` [num_pages, page_size, kv_heads, value_dim]: a
     token's heads are contiguous, as paged kernels read them. A page used by several sequences is never written to.
+
+    Args:
+        num_pages: number of pages.
+        page_size: tokens per page.
+        layout: sizes, dtype and device of a token.
     """
 
     def __init__(self, num_pages: int, page_size: int, layout: TokenLayout) -> None:
@@ -51,11 +56,19 @@ class PagePool:
         return int(self.keys.nbytes + self.values.nbytes)
 
     def uses(self, page: int) -> int:
-        """Return the number of sequences that use a page."""
+        """Return the number of sequences that use a page.
+
+        Args:
+            page: index of the page.
+        """
         return self._uses[page]
 
     def require(self, num_pages: int) -> None:
-        """Raise, before anything is changed, unless `num_pages` pages are free."""
+        """Raise, before anything is changed, unless `num_pages` pages are free.
+
+        Args:
+            num_pages: number of pages.
+        """
         if num_pages > self.num_free:
             raise CacheError(
                 f"this append needs {num_pages} more pages of {self.page_size} tokens, got a pool of {self.num_pages} "
@@ -64,21 +77,38 @@ class PagePool:
             )
 
     def take(self) -> int:
+        """Return a free page, which is in use from then on."""
         page = self._free.pop()
         self._uses[page] = 1
         return page
 
     def hold(self, pages: Sequence[int]) -> None:
+        """Add one use of each page.
+
+        Args:
+            pages: pages in use.
+        """
         for page in pages:
             self._uses[page] += 1
 
     def give_back(self, pages: Sequence[int]) -> None:
+        """Release one use of each page; a page without uses is free.
+
+        Args:
+            pages: pages in use.
+        """
         for page in pages:
             self._uses[page] -= 1
             if self._uses[page] == 0:
                 self._free.append(page)
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy the contents of pages.
+
+        Args:
+            sources: pages to read.
+            targets: pages to write, one for each source.
+        """
         if sources:
             source, target = integers([*sources, *targets], self.layout.device).chunk(2)
             self.keys.index_copy_(0, target, self.keys.index_select(0, source))
@@ -92,6 +122,10 @@ class PagedCache(KVCache):
     Pages are freed by `reset`, by `crop`, and when neither a cache nor its views are referenced any more. The decode
     kernels read `block_tables` and `pool`. `key` and `value` of a view, which the PyTorch backends need, gather the
     pages into a copy of the whole cache.
+
+    Args:
+        num_pages: pages of the pool.
+        page_size: tokens per page.
 
     >>> prompt = PagedCache(num_pages=7, page_size=4)
     >>> view = prompt.append(torch.ones(1, 2, 6, 3), torch.ones(1, 2, 6, 3))
@@ -118,7 +152,15 @@ class PagedCache(KVCache):
 
     @classmethod
     def on_pool(cls, pool: PagePool, *, batch_size: int) -> Self:
-        """Build an empty cache on a pool that other caches may share."""
+        """Build an empty cache on a pool that other caches may share.
+
+        Args:
+            pool: pages.
+            batch_size: number of sequences.
+
+        Returns:
+            The cache.
+        """
         return cls._on_pool(pool, batch_size, pool.layout.sizes())
 
     @classmethod
@@ -175,7 +217,13 @@ class PagedCache(KVCache):
         return self._share(self._tables, self._lengths, self._max_length, self._built_batch)
 
     def branch(self, batch_size: int, *, row: int = 0, length: int | None = None) -> Self:
-        """Return a cache of `batch_size` sequences that share the first `length` tokens of sequence `row`."""
+        """Return a cache of `batch_size` sequences that share the first `length` tokens of sequence `row`.
+
+        Args:
+            batch_size: sequences of the new cache.
+            row: sequence of this cache.
+            length: tokens to share; all by default.
+        """
         count("batch_size", batch_size)
         self._require_layout()
         if not 0 <= row < self.batch_size:

@@ -27,6 +27,11 @@ class RollingCache(SlotCache):
     Token p is in slot p if p < sinks, otherwise in a ring buffer after the sinks. Slots are out of order once the ring
     has wrapped around; the view's mask accounts for it.
 
+    Args:
+        window: last tokens to keep.
+        sinks: first tokens to keep.
+        rollback: further tokens to keep, so that `crop` can drop that many.
+
     >>> cache = RollingCache(window=4)
     >>> for _ in range(9):
     ...     view = cache.append(torch.ones(1, 2, 1, 3), torch.ones(1, 2, 1, 3))

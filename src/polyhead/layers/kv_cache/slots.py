@@ -154,6 +154,9 @@ class PreallocatedCache(SlotCache):
 
     The memory is allocated by the first append, or by the constructor if all sizes are passed.
 
+    Args:
+        capacity: tokens per sequence.
+
     >>> cache = PreallocatedCache(capacity=5)
     >>> key = value = torch.ones(1, 2, 4, 3)
     >>> cache.append(key, value).key.shape

@@ -19,6 +19,10 @@ from polyhead.layers.positions.config import RotaryConfig
 class LatentConfig(LayerConfig):
     """Config of `LatentAttention`; `qk_rope_head_dim` is required with rotary positions, else 0 or None.
 
+    Args:
+        kv_lora_rank, q_lora_rank, qk_nope_head_dim, qk_rope_head_dim, value_head_dim, norm_eps, form: as in
+            `LatentAttention`.
+
     >>> config = LatentConfig(512, 8, kv_lora_rank=128, qk_rope_head_dim=32, positions=RotaryConfig(interleaved=True))
     >>> config.qk_nope_head_dim, config.layout.cache_width
     (64, 160)

@@ -62,6 +62,8 @@ class LatentAttention(BaseAttention):
         norm_eps: epsilon of the RMS norms of latents.
         form: "auto", "expanded" or "absorbed".
         causal, window, softcap, scale, sinks, dropout, finite, backend: as in `MultiHeadAttention`.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     >>> from polyhead.layers.positions import Rotary
     >>> layer = LatentAttention(512, 8, kv_lora_rank=128, positions=Rotary(32, interleaved=True), causal=True)
@@ -201,6 +203,9 @@ class LatentAttention(BaseAttention):
             form: "auto", "expanded" or "absorbed" for this call; the layer's by default.
             mask, lengths, token_positions, head_gate, statistics: as in `MultiHeadAttention.forward`.
             seed, weights, logsumexp, backend: as in `polyhead.attention`.
+
+        Returns:
+            The output [batch, queries, embed_dim], with weights, statistics and log-sum-exp if requested.
         """
         layout = self.layout
         checks.check_padded("latent attention takes", "query", query, layout.embed_dim, self.kv_a_proj)
@@ -245,7 +250,14 @@ class LatentAttention(BaseAttention):
         return replace(result, output=self.out_proj(heads.transpose(1, 2).flatten(2)))
 
     def remember(self, key: Tensor) -> Memory:
-        """Compress a source once, for repeated cross-attention with `forward(query, memory)`."""
+        """Compress a source once, for repeated cross-attention with `forward(query, memory)`.
+
+        Args:
+            key: source [batch, keys, embed_dim].
+
+        Returns:
+            The compressed source, which `forward` takes as `key`.
+        """
         checks.check_padded("latent attention takes", "key", key, self.layout.embed_dim, self.kv_a_proj)
         latents = self._compress(key, None)
         return Memory(latents, latents[..., : self.layout.kv_lora_rank])
@@ -254,6 +266,11 @@ class LatentAttention(BaseAttention):
         """Return the form chosen for these numbers of queries and keys, and the cost of both forms.
 
         The result also lists why the decode kernels would not read a `LatentCache` of that length, if so.
+
+        Args:
+            queries: queries of a call.
+            keys: keys of a call, as many as queries by default.
+            form: form to explain instead of the layer's own.
         """
         form = self._checked_form(form)
         absorbed = self._is_absorbed(form, queries, keys)

@@ -17,7 +17,12 @@ from polyhead.layers.multi_head.layer import MultiHeadAttention
 
 @dataclass(frozen=True)
 class HeadsConfig(LayerConfig):
-    """Options of `MultiHeadAttention`, shared by the configs of all variants derived from it."""
+    """Options of `MultiHeadAttention`, shared by the configs of all variants derived from it.
+
+    Args:
+        num_kv_heads, key_heads, head_dim, value_dim, key_input_dim, value_input_dim, qk_norm, output_gate: as in
+            `MultiHeadAttention`.
+    """
 
     _: KW_ONLY
     num_kv_heads: int | None = None
@@ -53,6 +58,9 @@ class HeadsConfig(LayerConfig):
 @dataclass(frozen=True)
 class MultiHeadConfig(HeadsConfig):
     """Config of `MultiHeadAttention`.
+
+    Args:
+        init: as in `MultiHeadAttention`.
 
     >>> config = MultiHeadConfig(512, 8, num_kv_heads=2, causal=True)
     >>> config.head_dim, config.output_bias

@@ -58,7 +58,15 @@ class MultiHeadAttention(SeparateHeads):
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention, **options: Any) -> Self:
-        """Build the equivalent of a `torch.nn.MultiheadAttention` (batch first), copying its weights."""
+        """Build the equivalent of a `torch.nn.MultiheadAttention` (batch first), copying its weights.
+
+        Args:
+            module: the layer to copy.
+            options: options of the constructor, such as `backend`, that PyTorch's layer does not have.
+
+        Returns:
+            The layer, in the dtype and on the device of `module`.
+        """
         return from_torch(cls, module, options)
 
     def to_torch(self) -> nn.MultiheadAttention:

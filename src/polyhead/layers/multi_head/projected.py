@@ -33,6 +33,10 @@ class ProjectedHeads(BaseAttention):
 
     Options are those of `MultiHeadAttention`. Subclasses override the widths of the projections, the reshapes to heads
     and `_attend`.
+
+    Args:
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     layout: HeadLayout
@@ -182,6 +186,9 @@ class ProjectedHeads(BaseAttention):
             statistics: as in `polyhead.attention`, of every head before the gates. With a `key`, queries and keys are
                 different sequences, and statistics that compare their positions are absent.
             seed, weights, logsumexp, backend: as in `polyhead.attention`.
+
+        Returns:
+            The output [batch, queries, embed_dim], with weights, statistics and log-sum-exp if requested.
         """
         if (
             self._has_plain_heads
@@ -263,7 +270,15 @@ class ProjectedHeads(BaseAttention):
         return result
 
     def remember(self, key: Tensor, value: Tensor | None = None) -> Memory:
-        """Project a source once, so that `forward(query, memory)` can attend to it many times."""
+        """Project a source once, so that `forward(query, memory)` can attend to it many times.
+
+        Args:
+            key: source [batch, keys, key_input_dim].
+            value: source of the values; `key` by default.
+
+        Returns:
+            Keys and values, which `forward` takes as `key`.
+        """
         k, v = self._project_source(key, value)
         k = k if self.k_norm is None else apply_norm(self.k_norm, k)
         return Memory(self._apply_rotary(k) if isinstance(self.positions, RotatesHeads) else k, v)

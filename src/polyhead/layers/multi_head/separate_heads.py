@@ -43,6 +43,15 @@ class SeparateHeads(ProjectedHeads):
 
         With fewer `num_kv_heads` than heads, or with `key_heads`, the heads of a group must have the same key and value
         matrices.
+
+        Args:
+            heads: matrices of each head, in order.
+            num_kv_heads: number of KV heads; one per head by default.
+            output_bias: bias of the output projection; none by default.
+            options: options of the constructor.
+
+        Returns:
+            The layer, with copies of the matrices.
         """
         check_head_matrices(heads, output_bias)
         first = heads[0]

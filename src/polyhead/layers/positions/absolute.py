@@ -36,6 +36,10 @@ class Sinusoidal(AddsToInput):
     Channel 2 i is sin(p / base ** (2 i / embed_dim)), channel 2 i + 1 its cosine. An odd width ends with a sine.
     There are no parameters and no maximum position.
 
+    Args:
+        embed_dim: width of the inputs.
+        base: base of the wavelengths.
+
     >>> Sinusoidal(4)(torch.zeros(1, 1, 4)).tolist()
     [[[0.0, 1.0, 0.0, 1.0]]]
     """
@@ -74,7 +78,12 @@ class Sinusoidal(AddsToInput):
 
 
 class Learned(AddsToInput):
-    """Learned position embedding, `weight` [max_length, embed_dim]."""
+    """Learned position embedding, `weight` [max_length, embed_dim].
+
+    Args:
+        max_length: number of positions.
+        embed_dim: width of the inputs.
+    """
 
     def __init__(self, max_length: int, embed_dim: int) -> None:
         super().__init__()

@@ -21,10 +21,22 @@ class BiasesByDistance(BiasesLogits):
 
     @abstractmethod
     def table(self, before: int, after: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return the bias at the distances -before .. after, [heads, before + 1 + after]."""
+        """Return the bias at the distances -before .. after, [heads, before + 1 + after].
+
+        Args:
+            before: largest distance of a key before its query.
+            after: largest distance of a key after its query.
+            device: device of the table.
+            dtype: dtype of the table.
+        """
 
     def covered(self, before: int, after: int) -> tuple[int, int]:
-        """Return the range of distances that the table must cover; beyond it the bias is constant."""
+        """Return the range of distances that the table must cover; beyond it the bias is constant.
+
+        Args:
+            before: largest distance of a key before its query.
+            after: largest distance of a key after its query.
+        """
         return before, after
 
     def forward(
@@ -41,6 +53,13 @@ class BiasesByDistance(BiasesLogits):
         With explicit positions (`Mask.positions`, e.g. of a rolling cache), distances may exceed the lengths;
         `max_distance` is then the largest distance. `device` is that of the parameters by default; `dtype` is float32
         by default, or float64 for float64 parameters.
+
+        Args:
+            query_length: number of queries.
+            key_length: number of keys.
+            max_distance: largest distance between positions, where positions are explicit.
+            device: device of the bias.
+            dtype: dtype of the bias.
         """
         check_lengths(query_length, key_length)
         before, after = max(key_length - 1, 0), max(query_length - 1, 0)
@@ -56,6 +75,10 @@ class ALiBi(BiasesByDistance):
 
     The slopes are the paper's geometric sequence; for head counts that are not a power of two, the remaining heads take
     slopes of the next power of two, as in the paper. `learnable` makes them a parameter with these initial values.
+
+    Args:
+        num_heads: heads of the layer.
+        learnable: whether slopes are trained.
 
     >>> ALiBi(4).slopes().tolist()
     [0.25, 0.0625, 0.015625, 0.00390625]
@@ -81,7 +104,11 @@ class ALiBi(BiasesByDistance):
         return self.weight is not None
 
     def slopes(self, device: torch.device | str | None = None) -> Tensor:
-        """Return the slope of every head, [heads]."""
+        """Return the slope of every head, [heads].
+
+        Args:
+            device: device of the result; that of the parameters by default.
+        """
         return self.weight if self.weight is not None else alibi_slopes(self.num_heads, bias_device(self, device))
 
     def table(self, before: int, after: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -118,6 +145,12 @@ class T5Bias(BiasesByDistance):
     `weight` is [num_buckets, num_heads], the embedding in T5 checkpoints. Small distances have a bucket each, larger
     ones share buckets that grow logarithmically up to `max_distance`, and all beyond share the last. With
     `bidirectional` half of the buckets are for keys after the query; without it all those keys share bucket 0.
+
+    Args:
+        num_heads: heads of the layer.
+        num_buckets: buckets of distances.
+        max_distance: distance from which on all share the last bucket.
+        bidirectional: whether keys after the query have buckets.
     """
 
     def __init__(

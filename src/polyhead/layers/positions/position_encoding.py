@@ -27,7 +27,11 @@ class Positions(nn.Module, ABC):
     size: ClassVar[str]  # field of `HeadLayout` that the module is built with
 
     def check(self, layout: HeadLayout) -> None:
-        """Raise a ShapeError unless the module was built for the layer's heads."""
+        """Raise a ShapeError unless the module was built for the layer's heads.
+
+        Args:
+            layout: head layout of the layer.
+        """
         built, required = getattr(self, self.size), getattr(layout, self.size)
         if built != required:
             raise ShapeError(
@@ -58,13 +62,34 @@ class RotatesHeads(Positions):
 
     @abstractmethod
     def rotation(self, x: Tensor, positions: int | Tensor = 0, *, length: int | None = None) -> Rotation:
-        """Return the rotation of the tokens of x [batch, heads, sequence, head_dim] at `positions`."""
+        """Return the rotation of the tokens of x [batch, heads, sequence, head_dim] at `positions`.
+
+        Args:
+            x: queries or keys, whose shape and device are used.
+            positions: position of the first token, or positions [sequence] or [batch, sequence].
+            length: current length of the sequences, for a scaling that depends on it.
+        """
 
     @abstractmethod
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Apply a rotation to x [batch, heads, sequence, head_dim], keeping its dtype."""
+        """Apply a rotation to x [batch, heads, sequence, head_dim], keeping its dtype.
+
+        Args:
+            x: queries or keys.
+            rotation: rotation of the same tokens.
+
+        Returns:
+            The rotated tensor, of the shape of x.
+        """
 
     def forward(self, x: Tensor, positions: int | Tensor = 0, *, length: int | None = None) -> Tensor:
+        """Return x rotated by its positions, in the dtype of x.
+
+        Args:
+            x: queries or keys [batch, heads, sequence, head_dim].
+            positions: position of the first token, or positions [sequence] or [batch, sequence].
+            length: current length of the sequences, for a scaling that depends on it.
+        """
         return self.rotate(x, self.rotation(x, positions, length=length))
 
 
@@ -80,6 +105,11 @@ class BiasesLogits(Positions):
 
         Options are `device` (that of the parameters by default), `dtype` (float32 by default, or float64 for float64
         parameters) and those of the class.
+
+        Args:
+            query_length: number of queries.
+            key_length: number of keys.
+            options: options of the class, `device` and `dtype`.
         """
         # Through __call__, so that hooks which gather sharded parameters run.
         mask: Mask = self(query_length, key_length, **options)
@@ -95,7 +125,12 @@ class AddsToInput(Positions):
 
     @abstractmethod
     def forward(self, x: Tensor, positions: int | Tensor = 0) -> Tensor:
-        """Return x [batch, sequence, embed_dim] plus the encoding of its positions, in the dtype of x."""
+        """Return x [batch, sequence, embed_dim] plus the encoding of its positions, in the dtype of x.
+
+        Args:
+            x: tokens [batch, sequence, embed_dim].
+            positions: position of the first token, or positions [sequence] or [batch, sequence].
+        """
 
     def _check_input(self, x: Tensor) -> None:
         if x.dim() != 3 or x.shape[2] != self.embed_dim:

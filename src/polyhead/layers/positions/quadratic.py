@@ -44,7 +44,12 @@ class _Gaussian(BiasesLogits):
 
     @torch.no_grad()
     def attend_to(self, shifts: Sequence[float] | Sequence[Sequence[float]], *, alpha: float = 32.0) -> None:
-        """Centre head h at offset `shifts[h]` from the query; a large alpha makes it nearly one-hot."""
+        """Centre head h at offset `shifts[h]` from the query; a large alpha makes it nearly one-hot.
+
+        Args:
+            shifts: offset of each head, an integer or (rows, columns).
+            alpha: sharpness of every head.
+        """
         check_positive("alpha", alpha)
         center = torch.tensor(shifts, dtype=torch.float64).reshape(len(shifts), -1)
         if center.shape != self.center.shape:
@@ -64,6 +69,11 @@ class _Gaussian(BiasesLogits):
 
 class QuadraticRelative1D(_Gaussian, BiasesByDistance):
     """Bias -alpha_h * (key - query - center_h)**2 on a sequence (Cordonnier et al. 2020).
+
+    Args:
+        num_heads: heads of the layer.
+        alpha: initial sharpness of every head.
+        center_std: standard deviation of the initial centres, in tokens.
 
     >>> previous = QuadraticRelative1D(1)
     >>> previous.attend_to([-1])
@@ -89,6 +99,13 @@ class QuadraticRelative2D(_Gaussian):
     Queries and keys are the cells of one grid in row-major order; `center` is (rows down, columns right). With a large
     alpha a head attends to one cell at a fixed offset, at the border to the nearest cell, so that k**2 heads can
     compute any k x k convolution with replicated borders.
+
+    Args:
+        num_heads: heads of the layer.
+        height: rows of the grid.
+        width: columns of the grid.
+        alpha: initial sharpness of every head.
+        center_std: standard deviation of the initial centres, in cells.
     """
 
     axes = 2
@@ -108,7 +125,15 @@ class QuadraticRelative2D(_Gaussian):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Mask:
-        """Return the bias [1, heads, cells, cells] as a Mask; `grid` (height, width) overrides the module's."""
+        """Return the bias [1, heads, cells, cells] as a Mask; `grid` (height, width) overrides the module's.
+
+        Args:
+            query_length: cells of the grid.
+            key_length: cells of the grid.
+            grid: (height, width) of this call.
+            device: device of the bias.
+            dtype: dtype of the bias.
+        """
         check_lengths(query_length, key_length)
         height, width = self.grid if grid is None else grid
         cells = height * width

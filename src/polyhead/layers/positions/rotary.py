@@ -54,6 +54,13 @@ class Rotary(RotatesHeads):
     `rotary_dim` channels are rotated; the rest pass through. Angles are reduced in float64; cos, sin and products are
     float32 (float64 for float64 inputs) before the result is cast back, so large positions are accurate in any dtype.
 
+    Args:
+        head_dim: channels of a head.
+        base: base of the wavelengths.
+        rotary_dim: channels that are rotated; all by default.
+        interleaved: pair neighbouring channels instead of halves.
+        scaling: scaling of the frequencies for longer contexts.
+
     >>> rotary = Rotary(head_dim=4)
     >>> query = torch.ones(1, 1, 2, 4)
     >>> rotary(query)[0, 0, 0].tolist()                  # position 0 is not rotated
@@ -106,7 +113,12 @@ class Rotary(RotatesHeads):
         return self._recipe.scaling
 
     def inverse_frequencies(self, length: int | None = None, *, device: torch.device | str = "cpu") -> Tensor:
-        """Return radians per token of every channel pair after scaling, float64 [rotary_dim / 2]."""
+        """Return radians per token of every channel pair after scaling, float64 [rotary_dim / 2].
+
+        Args:
+            length: current length, for a scaling that depends on it.
+            device: device of the result.
+        """
         return self._recipe.frequencies(torch.device(device), length)
 
     def rotation(self, x: Tensor, positions: int | Tensor = 0, *, length: int | None = None) -> Rotation:

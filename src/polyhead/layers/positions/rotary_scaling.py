@@ -22,7 +22,11 @@ def inverse_frequencies(base: float, rotary_dim: int, device: torch.device) -> T
 
 @dataclass(frozen=True)
 class RotaryScaling(ABC):
-    """Base of rotary scalings, which extend the context by a factor of at least 1."""
+    """Base of rotary scalings, which extend the context by a factor of at least 1.
+
+    Args:
+        factor: by how much the context is longer than in training.
+    """
 
     min_rotary_dim: ClassVar[int] = 2
 
@@ -37,7 +41,14 @@ class RotaryScaling(ABC):
 
     @abstractmethod
     def frequencies(self, base: float, rotary_dim: int, device: torch.device, length: int | None) -> Tensor:
-        """Return radians per token of every channel pair, [rotary_dim / 2]; `length` is the current length."""
+        """Return radians per token of every channel pair, [rotary_dim / 2]; `length` is the current length.
+
+        Args:
+            base: base of the wavelengths.
+            rotary_dim: channels that are rotated.
+            device: device of the result.
+            length: current length; None if it is not known.
+        """
 
     @property
     def magnitude(self) -> float:
@@ -45,11 +56,20 @@ class RotaryScaling(ABC):
         return 1.0
 
     def depends_on(self, length: int) -> bool:
-        """Return True if the frequencies at this current length differ from those of short sequences."""
+        """Return True if the frequencies at this current length differ from those of short sequences.
+
+        Args:
+            length: current length.
+        """
         return False
 
     def check(self, base: float, rotary_dim: int) -> None:
-        """Raise if the scaling is not defined for this base and width."""
+        """Raise if the scaling is not defined for this base and width.
+
+        Args:
+            base: base of the wavelengths.
+            rotary_dim: channels that are rotated.
+        """
         if rotary_dim < self.min_rotary_dim:
             raise OptionError(
                 f"{type(self).__name__} needs a rotary_dim of at least {self.min_rotary_dim}, got {rotary_dim}"
@@ -86,6 +106,9 @@ class DynamicNTKScaling(RotaryScaling):
     (factor * n / original_length - (factor - 1)) ** (d / (d - 2)), d = rotary_dim. The current length is the offset
     plus the number of tokens, or `length` if positions are passed as a tensor, whose values are never read. Cached keys
     have the frequencies of the length at which they were rotated, as in transformers.
+
+    Args:
+        original_length: context length of the training.
     """
 
     min_rotary_dim = 4
@@ -115,6 +138,14 @@ class YarnScaling(RotaryScaling):
     0.1 ln(factor) + 1, or with both `mscale` and `mscale_all_dim`, as in DeepSeek's models,
     (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1). `truncate` rounds the ends of the ramp outwards
     to whole pairs.
+
+    Args:
+        original_length: context length of the training.
+        beta_fast: rotations over the original context from which on a channel pair is not scaled.
+        beta_slow: rotations over the original context up to which a channel pair is scaled in full.
+        attention_factor: factor of queries and keys; computed from `factor` by default.
+        mscale, mscale_all_dim: coefficients of that factor in DeepSeek's models.
+        truncate: round the bounds of the ramp between both to whole channel pairs.
     """
 
     original_length: int
@@ -172,6 +203,11 @@ class Llama3Scaling(RotaryScaling):
 
     Wavelengths below original_length / high_freq_factor are unchanged, those above original_length / low_freq_factor
     are multiplied by `factor`, and those between are interpolated.
+
+    Args:
+        low_freq_factor: wavelengths longer than original_length / low_freq_factor are scaled in full.
+        high_freq_factor: wavelengths shorter than original_length / high_freq_factor are not scaled.
+        original_length: context length of the training.
     """
 
     low_freq_factor: float = 1.0

@@ -65,6 +65,10 @@ class MultiheadAttention(nn.MultiheadAttention):
     `torch.jit.script` compiles PyTorch's forward: a scripted layer has PyTorch's behaviour for masks, NaN included.
     Nested tensors are supported where PyTorch supports them, and passed to PyTorch.
 
+    Args:
+        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: those
+            of `torch.nn.MultiheadAttention`.
+
     >>> import torch
     >>> layer = MultiheadAttention(8, 2, batch_first=True)
     >>> tokens = torch.randn(2, 3, 8)
@@ -113,6 +117,17 @@ class MultiheadAttention(nn.MultiheadAttention):
         query is [batch, queries, embed_dim] with `batch_first`, [queries, batch, embed_dim] without, [queries,
         embed_dim] unbatched; key and value likewise. Masks: True masks, floats are added. `is_causal` asserts that
         `attn_mask` is the causal mask.
+
+        Args:
+            query, key, value: inputs, of the layout above.
+            key_padding_mask: padding of the keys, [batch, keys] or [keys].
+            need_weights: return the weights, too.
+            attn_mask: [queries, keys] or [batch * num_heads, queries, keys].
+            average_attn_weights: return the mean of the weights over heads.
+            is_causal: assert that `attn_mask` is the causal mask.
+
+        Returns:
+            The output, and the weights or None.
         """
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             return self._scripted_forward(

@@ -59,6 +59,9 @@ def convolutional_heads(
         options: those of `MultiHeadAttention`, except those that the convolution determines and those that would
             change the result: an output gate, causal, window, combine.
 
+    Returns:
+        The layer, with one head per tap.
+
     The layer's width is max(in_channels, out_channels): it reads the first in_channels channels and writes the first
     out_channels. Its config has init="conv", which builds a fresh convolution, if the kernel is square and values are
     as wide as the layer.
@@ -104,6 +107,15 @@ def set_convolution(
     The layer needs one head per tap, and no mask, gate or combine module. A layer with learned sinks has
     outside="sink", one without outside="nearest"; pass `outside` where that differs from the convolution's padding
     mode. A layer that does not fit is left unchanged.
+
+    Args:
+        layer: the layer to write into.
+        conv: the convolution, of PyTorch.
+        sharpness: factor of the squared distance; the larger, the nearer to one tap.
+        outside: what a tap reads beyond the border: "nearest" or "sink" (zero).
+
+    Returns:
+        `layer`.
     """
     write_conv_kernel(layer, conv, sharpness, outside)
     return layer

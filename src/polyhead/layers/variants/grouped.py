@@ -124,6 +124,8 @@ class GroupedHeads(ProjectedHeads):
         bias: whether the query, key and value projections have a bias.
         output_bias: whether W_1 and W_2 have one; same as `bias` by default. The group matrices have none.
         options: those of `MultiHeadAttention`.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     >>> layer = GroupedHeads(512, 8, num_groups=4, causal=True, bias=False)
     >>> layer(torch.randn(2, 10, 512)).output.shape, layer.hidden_dim
@@ -187,6 +189,9 @@ def _check_groups(num_heads: int, num_groups: int) -> None:
 @dataclass(frozen=True)
 class GroupedHeadsConfig(HeadsConfig):
     """Config of `GroupedHeads`.
+
+    Args:
+        num_groups, hidden_dim, activation: as in `GroupedHeads`.
 
     >>> GroupedHeadsConfig(512, 8, num_groups=4).hidden_dim
     192

@@ -143,6 +143,8 @@ class HeadMix(ProjectedHeads):
         bias: whether the query, key and value projections have a bias, including those among rows.
         backend: as in `polyhead.attention`, over tokens and among rows; that passed to `forward` affects tokens only.
         options: those of `MultiHeadAttention`.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     >>> layer = HeadMix(512, 8, num_rows=6, causal=True)
     >>> layer(torch.randn(2, 10, 512)).output.shape, layer.out_proj.in_features
@@ -201,6 +203,9 @@ def _attention_in_parts(query: Tensor, key: Tensor, value: Tensor, *, weights: b
 @dataclass(frozen=True)
 class HeadMixConfig(HeadsConfig):
     """Config of `HeadMix`.
+
+    Args:
+        num_rows, mix, row_attention: as in `HeadMix`.
 
     >>> HeadMixConfig(512, 8).num_rows
     8

@@ -51,6 +51,13 @@ class TalkingHeads(SeparateHeads):
     bias logits are not supported, and masks are the same for all heads. Weights, statistics and log-sum-exp are those
     of the softmax W; `combined_weights` returns statistics of U. Statistics and log-sum-exp have no gradient.
 
+    Args:
+        embed_dim: width of the inputs and outputs.
+        num_heads: number of heads.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+        options: options of `MultiHeadAttention`.
+
     >>> layer = TalkingHeads(512, 8, causal=True)
     >>> layer(torch.randn(2, 10, 512)).output.shape, layer.logits_mix.shape
     (torch.Size([2, 10, 512]), torch.Size([8, 8]))
@@ -141,6 +148,12 @@ class TalkingHeads(SeparateHeads):
 
         The other arguments are those of `forward`. This runs `forward` and a second pass over all weights in tiles. The
         result has no gradient.
+
+        Args:
+            query: [batch, queries, embed_dim].
+            key: [batch, keys, embed_dim], or what `remember` returned; `query` by default.
+            statistics: names of the statistics.
+            options: other arguments of `forward`.
         """
         names = checked_names(statistics)
         collected: list[CombinedWeights] = []
@@ -154,7 +167,15 @@ class TalkingHeads(SeparateHeads):
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention, **options: Any) -> Self:
-        """Build the layer from a `torch.nn.MultiheadAttention` (batch first), with identity mixes."""
+        """Build the layer from a `torch.nn.MultiheadAttention` (batch first), with identity mixes.
+
+        Args:
+            module: the layer to copy.
+            options: options of the constructor.
+
+        Returns:
+            The layer.
+        """
         return from_torch(cls, module, options)
 
 

@@ -45,7 +45,22 @@ from polyhead.surgery.adapters.projection_formats import (
 
 
 def find_layers(model: nn.Module) -> tuple[AttentionLayer, ...]:
-    """Return every attention layer of a model in module order, including those that cannot be edited."""
+    """Return every attention layer of a model in module order, including those that cannot be edited.
+
+    Args:
+        model: a transformers model, or a module with layers of polyhead.
+
+    >>> import torch, polyhead
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    ...                      num_attention_heads=4)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> from polyhead.surgery import find_layers
+    >>> for layer in find_layers(model):
+    ...     print(layer.path, layer.layout.num_heads, layer.layout.num_kv_heads)
+    model.layers.0.self_attn 4 4
+    model.layers.1.self_attn 4 4
+    """
     attention_modules = {id(module) for module in interface_modules(model)}
     shared = {id(p) for p, n in Counter(p for _, p in model.named_parameters(remove_duplicate=False)).items() if n > 1}
     counts: Counter[str] = Counter()
@@ -73,6 +88,9 @@ def find_layers(model: nn.Module) -> tuple[AttentionLayer, ...]:
 
 def head_origins(model: nn.Module) -> dict[str, HeadOrigins]:
     """Return, by layer path, the original heads of every layer with a known layout.
+
+    Args:
+        model: the model, edited or not.
 
     >>> from polyhead.surgery import PruneHeads, apply
     >>> layer = MultiHeadAttention(12, 4)

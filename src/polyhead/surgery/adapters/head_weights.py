@@ -37,7 +37,12 @@ class HeadWeights:
 
     @classmethod
     def unedited(cls, layout: HeadLayout, **parts: Tensor | None) -> HeadWeights:
-        """Return heads with these parts, each its own origin."""
+        """Return heads with these parts, each its own origin.
+
+        Args:
+            layout: head layout of the layer.
+            parts: matrices and biases, by field name.
+        """
         heads = range(layout.num_heads)
         return cls(
             **parts,  # type: ignore[arg-type]
@@ -51,6 +56,10 @@ class HeadWeights:
         """Return heads of this layout without values, with the biases and dtypes of other heads if passed.
 
         By default they are on the meta device and have no biases; enough to trace edits.
+
+        Args:
+            layout: head layout of the layer.
+            like: heads whose biases and dtypes are used.
         """
         sizes = {
             "query": (layout.num_heads, layout.head_dim, layout.embed_dim),
@@ -97,13 +106,21 @@ class HeadWeights:
         return [[head for head, kv in enumerate(self.key_heads) if kv == key] for key in range(self.key.shape[0])]
 
     def augmented(self, part: Part) -> Tensor:
-        """Return the matrices of a part with the bias (or zeros) as an extra column, in float64."""
+        """Return the matrices of a part with the bias (or zeros) as an extra column, in float64.
+
+        Args:
+            part: "query", "key" or "value".
+        """
         weight, bias = getattr(self, part), getattr(self, f"{part}_bias")
         column = weight.new_zeros(weight.shape[:2]) if bias is None else bias
         return torch.cat((weight, column[..., None]), -1).to(torch.float64)
 
     def with_augmented(self, **parts: Tensor) -> HeadWeights:
-        """Return heads with these augmented matrices; the last column is dropped where there is no bias."""
+        """Return heads with these augmented matrices; the last column is dropped where there is no bias.
+
+        Args:
+            parts: augmented matrices, by part.
+        """
         changed: dict[str, Tensor | None] = {}
         for part, matrices in parts.items():
             changed[part] = matrices[..., :-1].to(getattr(self, part))
@@ -112,7 +129,11 @@ class HeadWeights:
         return replace(self, **changed)  # type: ignore[arg-type]
 
     def select(self, heads: Sequence[int]) -> HeadWeights:
-        """Return these query heads in this order, and the KV heads they read in order of their first reader."""
+        """Return these query heads in this order, and the KV heads they read in order of their first reader.
+
+        Args:
+            heads: indices of query heads.
+        """
         read = list(dict.fromkeys(self.key_heads[head] for head in heads))
         chosen = replace(
             self,
@@ -125,7 +146,12 @@ class HeadWeights:
         return chosen.with_keys(read, tuple(read.index(self.key_heads[head]) for head in heads))
 
     def with_keys(self, keys: Sequence[int], key_heads: tuple[int, ...]) -> HeadWeights:
-        """Return all query heads over these KV heads, which may repeat; `key_heads` is the new KV head of each."""
+        """Return all query heads over these KV heads, which may repeat; `key_heads` is the new KV head of each.
+
+        Args:
+            keys: KV heads to keep, in order.
+            key_heads: for each query head, its index in `keys`.
+        """
         index = list(keys)
         return replace(
             self,
@@ -138,7 +164,16 @@ class HeadWeights:
 
 
 def read_heads(model: nn.Module, layer: AttentionLayer, device: torch.device | str | None = None) -> HeadWeights:
-    """Copy the weights of a layer's heads; `device="meta"` returns shapes only."""
+    """Copy the weights of a layer's heads; `device="meta"` returns shapes only.
+
+    Args:
+        model: the model.
+        layer: one of its layers, as `find_layers` returns it.
+        device: device of the copies; that of the layer by default.
+
+    Returns:
+        The weights of every head.
+    """
     layout = layer.layout
     assert layout is not None
     parts: dict[str, Tensor | None] = {}

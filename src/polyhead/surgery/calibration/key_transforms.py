@@ -77,7 +77,11 @@ class KeyTransform:
         return tuple((i, i + half) for i in range(half))
 
     def check(self, layout: HeadLayout) -> None:
-        """Raise `OptionError` if heads of this layout cannot have this transform."""
+        """Raise `OptionError` if heads of this layout cannot have this transform.
+
+        Args:
+            layout: head layout of a layer.
+        """
         if self.rotary_dim > layout.head_dim or (self.classes and len(self.classes) != layout.head_dim):
             raise OptionError(
                 f"a key transform must match the head width, got rotary_dim {self.rotary_dim} and {len(self.classes)} "
@@ -90,6 +94,10 @@ def find_key_transforms(model: nn.Module, batch: Mapping[str, Any]) -> dict[str,
 
     Args:
         batch: keyword arguments of the model, as `model(**batch)`: a few tokens, at least two.
+        model: the model.
+
+    Returns:
+        The transform of each layer, by path.
     """
     layers = [layer for layer in find_layers(model) if not layer.refusals]
     projections, recorders = _ProjectionRecorder(), [AttentionRecorder(layer.site) for layer in layers]

@@ -39,16 +39,32 @@ class OutputMoments:
     def empty(
         cls, channels: int, device: torch.device | str | None = None, signature: Tensor | None = None
     ) -> OutputMoments:
+        """Return moments of no tokens.
+
+        Args:
+            channels: channels of all heads together.
+            device: device of the sums.
+            signature: identifies the weights that the moments belong to.
+        """
         zeros = torch.zeros(channels, channels, dtype=torch.float64, device=device)
         return cls(0, zeros[0].clone(), zeros, signature)
 
     def update(self, rows: Tensor) -> OutputMoments:
-        """Return the moments with these rows, [tokens, channels], added."""
+        """Return the moments with these rows, [tokens, channels], added.
+
+        Args:
+            rows: head outputs, concatenated.
+        """
         rows = rows.detach().to(torch.float64)
         total, products = self.total + rows.sum(0), self.products + rows.T @ rows
         return replace(self, count=self.count + rows.shape[0], total=total, products=products)
 
     def merge(self, other: OutputMoments) -> OutputMoments:
+        """Return the moments of both; refused if they are of different weights.
+
+        Args:
+            other: moments of the same layer.
+        """
         if other.total.shape != self.total.shape:
             raise ShapeError(
                 f"merged moments must be of one layer, got {len(self.total)} and {len(other.total)} channels"
@@ -67,11 +83,19 @@ class OutputMoments:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> OutputMoments:
-        """Return the moments that `to_tensors` was called on."""
+        """Return the moments that `to_tensors` was called on.
+
+        Args:
+            tensors: what `to_tensors` returned.
+        """
         return cls(int(tensors["count"]), tensors["total"], tensors["products"], tensors.get("signature"))
 
     def compute(self, *, centred: bool) -> tuple[Tensor, Tensor]:
-        """Return the mean and the second moment of the head outputs, or with `centred` their covariance, on the CPU."""
+        """Return the mean and the second moment of the head outputs, or with `centred` their covariance, on the CPU.
+
+        Args:
+            centred: subtract the mean.
+        """
         if not self.count:
             raise OptionError("moments need at least one token, got none; is the calibration text empty?")
         mean, products = self.total.cpu() / self.count, self.products.cpu() / self.count
@@ -88,6 +112,10 @@ def collect_moments(
         batches: keyword arguments of the model, as `model(**batch)`; tokens masked by the batch's attention mask
             are excluded.
         paths: layers to collect; all editable ones by default.
+        model: the model.
+
+    Returns:
+        The moments of each layer, by path.
     """
     layers = [layer for layer in find_layers(model) if not layer.refusals and (paths is None or layer.path in paths)]
     unknown = set(paths or ()) - {layer.path for layer in layers}
@@ -154,6 +182,8 @@ def loss_weights(model: nn.Module, batches: Iterable[Mapping[str, Any]], loss: L
 
     Args:
         loss: `loss(model, batch)`, which calls the model and returns the loss summed over its predictions.
+        model: the model.
+        batches: arguments of the model for each batch.
     """
     squares: dict[str, float] = {}
     counts: dict[str, int] = {}

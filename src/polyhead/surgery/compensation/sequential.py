@@ -65,6 +65,11 @@ def apply_in_order(
         aim: the target output of a layer: "layer", "output" or "stream", as described in this module.
         ridge, expect: as in `OutputCompensation` and `apply`.
         progress: called after each layer with the number of layers done and their total.
+        model: the model.
+        edits: edits, one per layer at most.
+
+    Returns:
+        A record that undoes all edits.
 
     Returns:
         One record that undoes all edits.

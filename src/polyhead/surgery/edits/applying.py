@@ -63,6 +63,14 @@ def apply(
     Args:
         expect: the `fingerprint` of the model that the edits were made for; raises for any other model.
         compensation: changes the outputs of the remaining heads, as `OutputCompensation` does.
+        model: the model, which is edited in place.
+        edits: edits, applied in order.
+
+    Returns:
+        A record for `undo`.
+
+    Raises:
+        OptionError: an edit refers to layers or heads that do not exist, or is not possible; nothing is changed then.
 
     >>> model = MultiHeadAttention(12, 4)
     >>> from polyhead.surgery import PruneHeads
@@ -107,7 +115,27 @@ def check_expected(expect: str | None, actual: str) -> None:
 
 
 def undo(model: nn.Module, record: EditRecord) -> None:
-    """Undo edits bit for bit, in the edited model or in one loaded from its shrunk checkpoint."""
+    """Undo edits bit for bit, in the edited model or in one loaded from its shrunk checkpoint.
+
+    Args:
+        model: the edited model.
+        record: what `apply` returned.
+
+    Raises:
+        CheckpointError: the model is not the edited one, for instance because it was trained since.
+
+    >>> import torch, polyhead
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    ...                      num_attention_heads=4)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> from polyhead.surgery import PruneHeads, apply, undo
+    >>> before = model.model.layers[0].self_attn.q_proj.weight.clone()
+    >>> record = apply(model, [PruneHeads(layer=0, heads=(1,))])
+    >>> undo(model, record)
+    >>> torch.equal(model.model.layers[0].self_attn.q_proj.weight, before)
+    True
+    """
     by_path = _layers_of(model, record, edited=True)
     actual = fingerprint(model)
     if actual != record.after:
@@ -132,6 +160,10 @@ def take_shape(model: nn.Module, record: EditRecord) -> None:
     """Give an unedited model the shapes of the edited one, filled with zeros, for a shrunk checkpoint.
 
     Followed by `model.load_state_dict(...)` and `undo(model, record)`, this undoes edits in another process.
+
+    Args:
+        model: the unedited model.
+        record: record of the edits.
     """
     by_path = _layers_of(model, record, edited=False)
     _check_names(model, record.shapes)

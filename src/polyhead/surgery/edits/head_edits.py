@@ -25,7 +25,12 @@ EDITS: Registry[HeadEdit] = Registry("a head edit")
 
 @dataclass(frozen=True)
 class HeadEdit(ABC):
-    """An edit of the heads of layer `layer`; `stack` selects the stack if a model has several."""
+    """An edit of the heads of layer `layer`; `stack` selects the stack if a model has several.
+
+    Args:
+        layer: index of the layer within its stack, from 0.
+        stack: name of the stack, for models with several (encoder, decoder, cross-attention).
+    """
 
     layer: int
     _: KW_ONLY
@@ -38,12 +43,20 @@ class HeadEdit(ABC):
 
     @abstractmethod
     def change(self, heads: HeadWeights) -> HeadWeights:
-        """Return the heads after the edit; raises if it refers to heads that do not exist."""
+        """Return the heads after the edit; raises if it refers to heads that do not exist.
+
+        Args:
+            heads: weights of the layer before the edit.
+        """
 
 
 @dataclass(frozen=True)
 class EditHeads(HeadEdit):
-    """An edit of given heads of a layer."""
+    """An edit of given heads of a layer.
+
+    Args:
+        heads: indices of query heads.
+    """
 
     heads: tuple[int, ...]
 
@@ -75,6 +88,9 @@ class PruneHeads(EditHeads):
 @dataclass(frozen=True)
 class ReorderHeads(HeadEdit):
     """Permute heads: `order` lists the old indices in their new order. The function is unchanged.
+
+    Args:
+        order: present indices of the heads in their new order.
 
     >>> ReorderHeads(layer=0, order=(2, 0, 1)).order
     (2, 0, 1)
@@ -150,6 +166,9 @@ class GroupQueries(HeadEdit):
     Every KV head is in exactly one group. Query heads keep their positions. This is the mean pooling of GQA uptraining
     (Ainslie et al. 2023), without the training: a baseline that loses much if heads are not aligned first.
 
+    Args:
+        groups: KV heads of each group.
+
     >>> GroupQueries(layer=0, groups=((0, 1), (2, 3)))
     GroupQueries(layer=0, stack=None, groups=((0, 1), (2, 3)))
     """
@@ -198,6 +217,10 @@ class ReviveHeads(HeadEdit):
     Their query, key and value matrices are random, orthogonal to those of the layer's other heads where there are
     enough dimensions; their output matrices are zero, to be trained. To replace a dead head, prune it and add a new
     one; to replace duplicates, merge them first.
+
+    Args:
+        count: number of heads to add.
+        seed: seed of their weights.
 
     >>> ReviveHeads(layer=2, count=1)
     ReviveHeads(layer=2, stack=None, count=1, seed=0)
@@ -251,6 +274,9 @@ class ReviveHeads(HeadEdit):
 def edits_to_json(edits: Sequence[HeadEdit]) -> str:
     """Return edits, in order, as a JSON list.
 
+    Args:
+        edits: edits of a model.
+
     >>> edits_from_json(edits_to_json([PruneHeads(3, (1, 7))]))
     (PruneHeads(layer=3, stack=None, heads=(1, 7)),)
     """
@@ -258,7 +284,14 @@ def edits_to_json(edits: Sequence[HeadEdit]) -> str:
 
 
 def edits_from_json(text: str) -> tuple[HeadEdit, ...]:
-    """Read the edits that `edits_to_json` wrote."""
+    """Read the edits that `edits_to_json` wrote.
+
+    Args:
+        text: JSON text.
+
+    Returns:
+        The edits, in order.
+    """
     try:
         content = json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:

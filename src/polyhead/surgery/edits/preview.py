@@ -68,6 +68,14 @@ def preview(model: nn.Module, edits: Sequence[HeadEdit], *, work: Workload | Non
     Args:
         work: the call whose FLOPs are counted, 512 tokens by default. Cross-attention is counted with a source as long
             as its queries.
+        model: the model, which is unchanged.
+        edits: edits, in order.
+
+    Returns:
+        Counts before and after, by layer and in total.
+
+    Raises:
+        OptionError: an edit refers to layers or heads that do not exist, or is not possible.
 
     >>> from polyhead.layers import MultiHeadAttention
     >>> from polyhead.surgery import PruneHeads

@@ -55,7 +55,11 @@ class EditRecord:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file atomically: a reader sees the complete old or new file."""
+        """Write a safetensors file atomically: a reader sees the complete old or new file.
+
+        Args:
+            path: the file.
+        """
         from safetensors.torch import save as serialise
 
         header = {
@@ -79,7 +83,14 @@ class EditRecord:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> EditRecord:
-        """Read a record that `save` wrote; damage is detected here, or by `undo`, which checks the weights."""
+        """Read a record that `save` wrote; damage is detected here, or by `undo`, which checks the weights.
+
+        Args:
+            path: the file.
+
+        Returns:
+            The record.
+        """
         tensors, metadata = read_tensors(path, "an edit record is a whole safetensors file", CheckpointError)
         header = metadata.get(_KEY)
         if header is None:
@@ -117,6 +128,13 @@ def _read_layer(content: dict[str, Any]) -> LayerRecord:
 
 def join_records(first: EditRecord, second: EditRecord) -> EditRecord:
     """Join two consecutive records into one that undoes both.
+
+    Args:
+        first: record of the edits made first.
+        second: record of the edits made after them, of the same model.
+
+    Returns:
+        The joint record.
 
     >>> from polyhead.layers import MultiHeadAttention
     >>> from polyhead.surgery import PruneHeads, apply, undo

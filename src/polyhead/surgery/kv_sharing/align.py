@@ -22,7 +22,12 @@ from polyhead.surgery.kv_sharing.symmetries import CONDITION, blocks, change_key
 
 @dataclass(frozen=True)
 class EditGroups(HeadEdit):
-    """An edit of groups of KV heads; `form` is the key transform of the layer, from `find_key_transforms`."""
+    """An edit of groups of KV heads; `form` is the key transform of the layer, from `find_key_transforms`.
+
+    Args:
+        groups: KV heads of each group.
+        form: key transform of the layer.
+    """
 
     groups: tuple[tuple[int, ...], ...]
     form: KeyTransform = field(default=KeyTransform(), metadata={"kinds": KEY_TRANSFORMS})
@@ -51,7 +56,14 @@ class AlignHeads(EditGroups):
 def aligned(
     heads: HeadWeights, groups: Sequence[Sequence[int]], transform: KeyTransform, inputs: InputMoments | None = None
 ) -> HeadWeights:
-    """Return equivalent heads, those of a group as near to each other as the symmetries allow."""
+    """Return equivalent heads, those of a group as near to each other as the symmetries allow.
+
+    Args:
+        heads: weights of a layer.
+        groups: KV heads of each group.
+        transform: what happens between the key projection and the logits, as `find_key_transforms` returns it.
+        inputs: moments of the layer's inputs; white inputs by default.
+    """
     transform.check(heads.layout)
     inputs = InputMoments.white(heads) if inputs is None else inputs
     inputs = inputs.to(heads.key.device)

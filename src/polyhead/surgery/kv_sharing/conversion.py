@@ -61,6 +61,11 @@ def convert_groups(
         rounds: rounds of alternating least squares on a sample of the text, refitting queries and keys to the original
             logits, and values to the original output; 0 keeps the closed-form keys and values.
         progress: called after each layer with the number done and the total.
+        model: the model, which is edited in place.
+        num_kv_heads: KV heads of every layer.
+
+    Returns:
+        A record for `undo`.
     """
     check_ridge(ridge)
     if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 0:

@@ -30,6 +30,9 @@ class FuseHeads(EditHeads):
     without loss, whatever their factors. Without calibration text they are compared by their weights alone. Each must
     be the only reader of its KV head; heads that read the same KV head are merged by their mean.
 
+    Args:
+        form: key transform of the layer, from `find_key_transforms`.
+
     >>> FuseHeads(layer=5, heads=(2, 0)).heads
     (0, 2)
     """
@@ -48,7 +51,14 @@ class FuseHeads(EditHeads):
 def fuse(
     heads: HeadWeights, group: Sequence[int], transform: KeyTransform, inputs: InputMoments | None = None
 ) -> HeadWeights:
-    """Return the heads with those of a group fused into the first of them."""
+    """Return the heads with those of a group fused into the first of them.
+
+    Args:
+        heads: weights of a layer.
+        group: query heads to fuse.
+        transform: what happens between the key projection and the logits, as `find_key_transforms` returns it.
+        inputs: moments of the layer's inputs; white inputs by default.
+    """
     if transform.norm != "none":
         raise OptionError(
             "fusing needs logits that are products of queries and keys, which a norm of both prevents, got a "

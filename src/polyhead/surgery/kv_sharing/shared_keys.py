@@ -51,7 +51,14 @@ def sort_by_group(heads: HeadWeights) -> HeadWeights:
 def share(
     heads: HeadWeights, groups: Sequence[Sequence[int]], transform: KeyTransform, inputs: InputMoments | None = None
 ) -> HeadWeights:
-    """Return heads with one KV head per group; query heads keep their order. Inputs are white by default."""
+    """Return heads with one KV head per group; query heads keep their order. Inputs are white by default.
+
+    Args:
+        heads: weights of a layer.
+        groups: KV heads of each group.
+        transform: what happens between the key projection and the logits, as `find_key_transforms` returns it.
+        inputs: moments of the layer's inputs; white inputs by default.
+    """
     transform.check(heads.layout)
     inputs = (InputMoments.white(heads) if inputs is None else inputs).to(heads.key.device)
     if transform.norm != "none":

@@ -27,6 +27,14 @@ _TOLERANCE = 1e-8
 def change_key_basis(heads: HeadWeights, maps: Tensor, transform: KeyTransform) -> HeadWeights:
     """Map keys by maps [kv_heads, head_dim, head_dim] and queries by their inverse transpose; logits are unchanged.
 
+    Args:
+        heads: weights of a layer.
+        maps: an invertible map of each KV head.
+        transform: what happens between the key projection and the logits, with which the maps must commute.
+
+    Returns:
+        The heads, in the new basis.
+
     >>> from polyhead.layers import MultiHeadAttention
     >>> from polyhead.surgery import find_layers, read_heads
     >>> layer = MultiHeadAttention(12, 4)
@@ -58,7 +66,15 @@ def change_key_basis(heads: HeadWeights, maps: Tensor, transform: KeyTransform) 
 
 
 def change_value_basis(heads: HeadWeights, maps: Tensor) -> HeadWeights:
-    """Map values by maps [kv_heads, value_dim, value_dim], and W_O inversely; the layer's output is unchanged."""
+    """Map values by maps [kv_heads, value_dim, value_dim], and W_O inversely; the layer's output is unchanged.
+
+    Args:
+        heads: weights of a layer.
+        maps: an invertible map of each KV head.
+
+    Returns:
+        The heads, in the new basis.
+    """
     maps = _checked(maps, heads.value)
     inverse_transpose = torch.linalg.inv(maps).mT[list(heads.key_heads)]
     return replace(

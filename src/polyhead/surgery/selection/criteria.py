@@ -93,6 +93,12 @@ def pruning_order(
         together: groups of heads that are pruned together, such as the readers of one KV head; the order is then over
             groups.
         least: number of readers that every KV head keeps, so that equal groups can stay equal.
+        moments: moments of the layer's head outputs.
+        heads: weights of the layer.
+        ridge: ridge of the regression, relative to the mean second moment.
+
+    Returns:
+        Heads from the most to the least dispensable, and the loss of each prefix.
     """
     check_ridge(ridge)
     regression = OutputRegression.of(moments, heads, ridge)
@@ -254,6 +260,14 @@ def choose_heads(
     """Choose `count` heads of a model, by layer: the prefixes of the orders with the least total loss.
 
     Solved exactly by dynamic programming over layers. `weights` scale the losses of each layer, 1 by default.
+
+    Args:
+        orders: order of each layer, by path, as `pruning_order` returns it.
+        count: heads to remove in total.
+        weights: factor of each layer's losses, by path.
+
+    Returns:
+        The heads to remove from each layer, by path.
     """
     possible = sum(len(order.heads) for order in orders.values())
     if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= possible:

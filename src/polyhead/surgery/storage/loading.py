@@ -36,6 +36,32 @@ def load(
     A padded model is loaded without its zero heads. Models that `save` wrote are verified by their fingerprint: damaged
     or foreign weights raise `CheckpointError`. Weights keep the saved dtype unless `dtype` is passed. A model with
     uneven groups uses polyhead's attention.
+
+    Args:
+        folder: folder of the model.
+        device: device of the weights.
+        dtype: dtype of the weights.
+
+    Returns:
+        The model.
+
+    Raises:
+        OptionError: the folder has no config.json.
+        CheckpointError: files are damaged, or the weights are not those that were saved.
+
+    >>> import torch, polyhead
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    ...                      num_attention_heads=4)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> import tempfile
+    >>> edited = polyhead.prune(model, "L0H2,L0H3,L1H2,L1H3", compensate=False)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saved = edited.save(f"{folder}/pruned")
+    ...     loaded = polyhead.load(f"{folder}/pruned")
+    >>> tokens = torch.arange(12)[None]
+    >>> torch.equal(loaded(tokens).logits, model(tokens).logits)
+    True
     """
     path = Path(folder).expanduser()
     if not path.is_dir():
@@ -49,7 +75,11 @@ def load(
 
 
 def load_record(folder: str | os.PathLike[str]) -> EditRecord | None:
-    """Return the edit record in a model's folder; None if it was saved without one."""
+    """Return the edit record in a model's folder; None if it was saved without one.
+
+    Args:
+        folder: folder of the model.
+    """
     path = Path(folder).expanduser() / RECORD
     return EditRecord.load(path) if path.is_file() else None
 

@@ -69,6 +69,27 @@ def save(
         tokenizer: saved too, by its `save_pretrained(folder)`: a tokenizer, a processor, or `SideFiles` of the folder
             that the model came from.
         replace: whether to replace an existing folder: one that `save` wrote, with nothing else in it.
+        model: the model.
+        folder: folder to create.
+
+    Returns:
+        Where the model was saved, in which form, and what can load it.
+
+    Raises:
+        OptionError: the model does not fit the form, or the folder exists.
+
+    >>> import torch, polyhead
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    ...                      num_attention_heads=4)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> import tempfile
+    >>> from polyhead.surgery import PruneHeads, apply, save
+    >>> record = apply(model, [PruneHeads(layer=0, heads=(2, 3)), PruneHeads(layer=1, heads=(2, 3))])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saved = save(model, f"{folder}/pruned", record=record)  # the record is for `polyhead.undo`
+    >>> saved.folder.name
+    'pruned'
     """
     folder = Path(folder).expanduser()
     if form is not None and form not in FORMS:

@@ -46,6 +46,11 @@ class SideFiles:
             pass
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Copy the files into a folder, as a tokenizer would write them.
+
+        Args:
+            folder: the folder to write to.
+        """
         for inside, source in self._files():
             place = Path(folder) / inside
             place.parent.mkdir(parents=True, exist_ok=True)

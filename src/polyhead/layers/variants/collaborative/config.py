@@ -15,6 +15,9 @@ from polyhead.layers.variants.collaborative.layer import CollaborativeAttention,
 class CollaborativeConfig(HeadsConfig):
     """Config of `CollaborativeAttention`.
 
+    Args:
+        shared_dim: as in `CollaborativeAttention`.
+
     >>> CollaborativeConfig(512, 8).shared_dim
     512
     """

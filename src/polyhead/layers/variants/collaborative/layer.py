@@ -45,6 +45,8 @@ class CollaborativeAttention(ProjectedHeads):
         value_dim: channels of a value; head_dim by default.
         positions: rotary positions rotate the shared channels, `Rotary(shared_dim)`, after the queries are mixed.
         options: those of `MultiHeadAttention` except `num_kv_heads`, `key_heads` and `qk_norm`.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     >>> layer = CollaborativeAttention(512, 8, shared_dim=128, causal=True)
     >>> layer(torch.randn(2, 10, 512)).output.shape, layer.cache_layout.head_dim
@@ -143,6 +145,13 @@ class CollaborativeAttention(ProjectedHeads):
         The mixing has one block per head, so KV heads shared by a group are repeated. With a smaller `shared_dim` it is
         the approximation of the heads' W_Q W_K^T found by `polyhead.layers.variants.shared_factors`, which also returns
         its error; it weights all input channels equally.
+
+        Args:
+            layer: the layer to convert.
+            shared_dim: channels of the shared queries and keys; those of all heads by default.
+
+        Returns:
+            The converted layer.
         """
         if type(layer) is not MultiHeadAttention:
             raise OptionError(f"from_multi_head takes a plain MultiHeadAttention, got {type(layer).__name__}")
@@ -189,7 +198,15 @@ class CollaborativeAttention(ProjectedHeads):
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention, **options: Any) -> Self:
-        """Convert a `torch.nn.MultiheadAttention` (batch first); see `from_multi_head`."""
+        """Convert a `torch.nn.MultiheadAttention` (batch first); see `from_multi_head`.
+
+        Args:
+            module: the layer to convert.
+            options: `shared_dim`.
+
+        Returns:
+            The converted layer.
+        """
         return cls.from_multi_head(MultiHeadAttention.from_torch(module, **options))
 
     def extra_repr(self) -> str:

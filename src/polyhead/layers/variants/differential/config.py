@@ -15,6 +15,9 @@ from polyhead.layers.variants.differential.layer import DifferentialAttention, c
 class DifferentialConfig(HeadsConfig):
     """Config of `DifferentialAttention`.
 
+    Args:
+        layer_index, norm_eps: as in `DifferentialAttention`.
+
     >>> config = DifferentialConfig(512, 4, layer_index=3)
     >>> config.head_dim, config.position_layout.head_dim
     (128, 64)

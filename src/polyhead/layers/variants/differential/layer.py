@@ -69,6 +69,8 @@ class DifferentialAttention(SeparateHeads):
         norm_eps: epsilon of the heads' RMS norm.
         sinks: whether every map has a learned sink logit.
         options: those of `MultiHeadAttention` except `qk_norm`.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     >>> layer = DifferentialAttention(512, 4, layer_index=3, causal=True)
     >>> result = layer(torch.randn(2, 10, 512), statistics="entropy")
@@ -199,6 +201,12 @@ class DifferentialAttention(SeparateHeads):
 
         The other arguments are those of `forward`. This runs `forward` and a second pass over all weights in windows of
         `polyhead.profile`, so that memory is O(n). The result has no gradient.
+
+        Args:
+            query: [batch, queries, embed_dim].
+            key: [batch, keys, embed_dim]; `query` by default.
+            statistics: names of the statistics.
+            options: other arguments of `forward`.
         """
         names = checked_names(statistics)
         collected: list[Attended] = []

@@ -21,6 +21,10 @@ _SIZES = ("num_kv_heads", "head_dim", "value_dim")
 class RoutedConfig(LayerConfig):
     """Config of `RoutedHeads`.
 
+    Args:
+        shape, top_k, top_p, threshold, k_min, k_max, budget, normalise, always_on, noise: as in `RoutedHeads`.
+        num_kv_heads, head_dim, value_dim, qk_norm: as in `RoutedHeads`.
+
     >>> config = RoutedConfig(512, 16, top_k=4)
     >>> config.head_dim, config.num_kv_heads, config.max_heads
     (32, 1, 4)

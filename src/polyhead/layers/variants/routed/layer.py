@@ -103,6 +103,8 @@ class RoutedHeads(BaseAttention):
         sinks: whether every head has a learned sink logit, in shape "full".
         dropout: attention dropout rate in training; for shape "shared" with top_k.
         qk_norm, causal, window, softcap, scale, finite, backend: as in `MultiHeadAttention`.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     >>> layer = RoutedHeads(512, 16, top_k=4, causal=True)
     >>> result = layer(torch.randn(2, 10, 512))
@@ -255,6 +257,9 @@ class RoutedHeads(BaseAttention):
                 shape "shared" with the same number of heads for every token.
             mask, cache, lengths, token_positions, head_gate, statistics: as in `MultiHeadAttention.forward`.
             seed, logsumexp, backend: as in `polyhead.attention`.
+
+        Returns:
+            The output [batch, queries, embed_dim], and the routing that was used.
         """
         layout = self.layout
         checks.check_padded("routed heads take", "query", query, layout.embed_dim, self.k_proj)
@@ -311,7 +316,14 @@ class RoutedHeads(BaseAttention):
         return RoutedOutput(output, heads.logsumexp, heads.weights, heads.statistics, heads.backend, routing)
 
     def remember(self, key: Tensor) -> Memory:
-        """Project a source once, for repeated cross-attention with `forward(query, memory)`."""
+        """Project a source once, for repeated cross-attention with `forward(query, memory)`.
+
+        Args:
+            key: source [batch, keys, embed_dim].
+
+        Returns:
+            Keys and values, which `forward` takes as `key`.
+        """
         checks.check_padded("routed heads take", "key", key, self.layout.embed_dim, self.k_proj)
         k, v = self._project(key)
         return Memory(self._apply_rotary(k), v)
@@ -412,6 +424,12 @@ class RoutedHeads(BaseAttention):
 @contextmanager
 def collect_routings(model: nn.Module) -> Iterator[list[Routing]]:
     """Collect the routing of every `RoutedHeads` call in `model`, in call order, for auxiliary losses.
+
+    Args:
+        model: module that contains routed layers.
+
+    Returns:
+        A context manager, whose value is the list that the routings are appended to.
 
     >>> model = nn.Sequential(RoutedHeads(16, 4, top_k=2))
     >>> with collect_routings(model) as routings:

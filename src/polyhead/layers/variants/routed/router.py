@@ -43,12 +43,26 @@ class Routing:
 
     @classmethod
     def every_head(cls, batch: int, tokens: int, num_heads: int, like: Tensor) -> Self:
-        """Return the routing of every token to every head with weight 1, as without a gate."""
+        """Return the routing of every token to every head with weight 1, as without a gate.
+
+        Args:
+            batch: number of sequences.
+            tokens: tokens per sequence.
+            num_heads: heads of the layer.
+            like: tensor whose dtype and device the weights have.
+        """
         heads = torch.arange(num_heads, device=like.device).expand(batch, tokens, num_heads)
         return cls(heads, like.new_ones(()).expand(heads.shape), num_heads)
 
     def check(self, batch: int, tokens: int, num_heads: int, device: torch.device) -> None:
-        """Raise unless shapes, dtypes and device match these tokens and heads."""
+        """Raise unless shapes, dtypes and device match these tokens and heads.
+
+        Args:
+            batch: number of sequences.
+            tokens: tokens per sequence.
+            num_heads: heads of the layer.
+            device: device of the layer.
+        """
         tensors = {"heads": self.heads, "weights": self.weights}
         tensors |= {} if self.counts is None else {"counts": self.counts}
         for name, tensor in tensors.items():
@@ -197,6 +211,8 @@ class HeadRouter(nn.Module):
         always_on: number of first heads that every token uses with weight 1, in addition to the selected ones.
         noise: standard deviation of Gaussian noise on the logits in training (Shazeer et al. 2017, "Outrageously Large
             Neural Networks", section 2.1, with one standard deviation for all heads).
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     >>> router = HeadRouter(16, 8, top_k=2)
     >>> router(torch.randn(3, 5, 16)).heads.shape
@@ -277,7 +293,15 @@ class HeadRouter(nn.Module):
         return self.always_on + (self.top_k or self.k_max or 0)
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Routing:
-        """Route the tokens of x [batch, tokens, embed_dim]; `real` is True for non-padding tokens."""
+        """Route the tokens of x [batch, tokens, embed_dim]; `real` is True for non-padding tokens.
+
+        Args:
+            x: tokens [batch, tokens, embed_dim].
+            real: [batch, tokens]; all tokens are non-padding by default.
+
+        Returns:
+            Selected heads and their weights.
+        """
         logits = self.gate(x)
         logits = logits if logits.dtype is torch.float64 else logits.float()
         if self.training and self.noise:
