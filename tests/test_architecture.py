@@ -210,13 +210,13 @@ print(len(commands), sorted(heavy))
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["inspect", "no model"], "a model must be minilm"),
+        (["inspect", "no model"], "a model must be tiny, minilm"),
         (["inspect", "--importance", "most"], "importance must be one of"),
         (["inspect", "--tokens", "0"], "tokens must be at least 1"),
         (["inspect", "--resume", "nowhere"], "--resume must be the folder of a saved run"),
         (["report", "nowhere"], "an inspection is a folder"),
         (["compare", "nowhere", "nowhere"], "an inspection is a folder"),
-        (["view", "no model"], "a model must be minilm"),
+        (["view", "no model"], "a model must be tiny, minilm"),
         (["view", "--text", "nowhere.txt"], "--text must be a UTF-8 text file"),
         (["prune", "a/b", "--heads", "5", "-o", "new"], "a head is written"),
         (["prune", "a/b", "--share", "30%", "--criterion", "best", "-o", "new"], "criterion must be one of"),

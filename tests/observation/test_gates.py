@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import polyhead
-from polyhead.errors import ShapeError
+from polyhead.errors import OptionError, ShapeError
 from tests.integrations.huggingface import models
 
 FAMILIES = {family.name: family for family in models.FAMILIES}
@@ -147,3 +149,22 @@ def test_a_sequence_without_a_batch_has_one_row():
             results.append(layer(one, one, one)[0].reshape(QUERIES, WIDTH))
     torch.testing.assert_close(*results)
     assert not torch.allclose(results[0], layer(x, x, x)[0])
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        (("typo", "self"), "needs the path of an attention module, got 'typo'; the model has MultiHeadAttention"),
+        (("MultiHeadAttention", "itself"), "by path and kind (self or cross), got ('MultiHeadAttention', 'itself')"),
+        ("MultiHeadAttention", "by path and kind (self or cross), got 'MultiHeadAttention'"),
+    ],
+)
+def test_a_gate_that_would_never_be_used_is_refused(key, words) -> None:
+    session = polyhead.observe(polyhead.MultiHeadAttention(8, 2))
+    with pytest.raises(OptionError, match=re.escape(words)):
+        session.gates[key] = torch.ones(2)
+    with pytest.raises(OptionError, match=re.escape(words)):
+        session.gates.update({key: torch.ones(2)})
+    with pytest.raises(OptionError, match=re.escape(words)):
+        session.gates.setdefault(key, torch.ones(2))
+    assert not session.gates

@@ -19,6 +19,7 @@ from polyhead.observation import adapters as adapting
 from polyhead.observation import returned_weights, torch_modules, transformers_models
 from polyhead.observation.collectors import BatchMetadata, Collector, CollectorState
 from polyhead.observation.forward_statistics import NOT_REQUESTED, ForwardRecorder, ForwardStatistics
+from polyhead.observation.gates import Gates
 from polyhead.observation.head_profile import HeadProfile
 from polyhead.observation.observations import Observations
 from polyhead.observation.origins import is_edited, origins_of
@@ -156,7 +157,7 @@ class Session:
     that of another session. `metadata` is passed to collectors with every attention call. `gates` maps the (path, kind)
     of a site to factors for its head outputs: [heads], [batch, heads] or [batch, heads, queries]. A factor of 0 ablates
     a head; the gradient with respect to a gate is the head's first-order importance. Statistics are computed before
-    gates are applied.
+    gates are applied. A path that is not that of an attention module is refused.
 
     `observations` and `profile` accumulate over forwards and are detached, so a loss computed from them has no
     gradient. `statistics` belong to one forward and are differentiable.
@@ -207,7 +208,7 @@ class Session:
         self._staging = Staging(on_abort=self._drop)
         self._plans: dict[tuple[nn.Module | OutputSite, int, bool, bool], Plan] = {}
         self.metadata = BatchMetadata()
-        self.gates: dict[tuple[str, str], Tensor] = {}
+        self.gates = Gates(lambda: None if via_weights else [self._names[id(x)] for x in self._attention_modules])
         self._starts: dict[int, Tokens] = {}
         self._latest_tokens: dict[str, Tokens | Tensor | None] = {}
         self._call_contexts: dict[int, transformers_models.CallContext] = {}

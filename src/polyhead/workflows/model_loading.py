@@ -40,8 +40,8 @@ def load_model(
 ) -> LoadedModel:
     """Load a model, including the language modelling or other head of its checkpoint, and its tokenizer.
 
-    `name` is "tiny", "minilm" (the default) or "smollm2" for packaged models, a folder, a `.gguf` file, or a name on the
-    hub. Local paths take precedence over the hub; write `./minilm` for a folder called minilm. A folder may contain a
+    `name` is "tiny", "minilm" (the default) or "smollm2" for packaged models, a folder, a `.gguf` file, or a name on
+    the hub. Local paths take precedence over it; write `./minilm` for a folder called minilm. A folder may contain a
     model with edited heads, in any saved form. The default dtype is float32 on the CPU and bfloat16 on a GPU; "saved"
     keeps that of the files. `progress` shows the progress bars of transformers.
     """
