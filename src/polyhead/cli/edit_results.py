@@ -91,9 +91,7 @@ def show_saved(saved: SavedModel, console: Console) -> None:
     console.print(summary, markup=False, soft_wrap=True)
 
 
-def write_edited(
-    edited: EditedModel, output: Path | None, form: str | None, console: Console, *, replace: bool
-) -> None:
+def write_edited(edited: EditedModel, output: Path | None, console: Console, *, replace: bool) -> None:
     """Save an edited model with its undo record and the other files of its folder, and print a summary."""
     from polyhead.cli.progress_bars import ProgressBars
     from polyhead.progress import Progress
@@ -102,13 +100,17 @@ def write_edited(
         return
     with ProgressBars() as progress:
         progress(Progress("Write the model"))
-        saved = edited.save(output, form=form, replace=replace)  # type: ignore[arg-type]  # checked by check_output
+        saved = edited.save(output, replace=replace)
     show_saved(saved, console)
-    hint = f"Run `polyhead undo {saved.folder} --output FOLDER` to restore the original bit for bit"
+    hint = (
+        f"Run `polyhead undo {saved.folder} --output FOLDER` to restore the original bit for bit; its record is "
+        f"{saved.undo_folder}, to be kept beside the model"
+    )
     console.print(hint, markup=False, soft_wrap=True)
-    if not edited.undoes_all:
+    if edited.undo_caveat:
         console.print(
-            "Only these edits can be undone, not earlier ones: the weights were loaded in another dtype than "
-            "they were saved in.",
+            f"Only these edits can be undone, not earlier ones: {edited.undo_caveat}.",
             style="yellow",
+            markup=False,
+            soft_wrap=True,
         )

@@ -7,9 +7,10 @@ from typing import Any
 from polyhead.progress import ProgressCallback, Step, ignore_progress
 from polyhead.sources.text_contexts import Text
 from polyhead.sources.texts import TOKENS
+from polyhead.surgery.edits.native_form import check_form_after
 from polyhead.surgery.edits.preview import preview as count
 from polyhead.surgery.kv_sharing.conversion import convert_groups, layers_to_convert, share_neighbours
-from polyhead.surgery.options import Grouping, check_conversion
+from polyhead.surgery.options import Form, Grouping, check_conversion, check_form
 from polyhead.workflows.calibration_text import CalibrationText
 from polyhead.workflows.edited_model import AttentionSwitch, EditedModel
 from polyhead.workflows.model_loading import Model, as_loaded
@@ -23,6 +24,7 @@ def convert(
     field: str = "text",
     grouping: Grouping = "similar",
     rounds: int = 0,
+    form: Form = "uniform",
     preview: bool = False,
     stack: str | None = None,
     context: int | None = None,
@@ -39,15 +41,17 @@ def convert(
         kv_heads: KV heads per layer after the conversion; must divide the current number. 1 is multi-query attention.
         grouping: merge KV heads that are "similar", or "neighbours".
         rounds: rounds of alternating least squares that refit the shared K and V projections to the text.
-        model, text, field, preview, stack, context, tokens, tokenizer, progress: as in `polyhead.prune`.
+        model, text, field, form, preview, stack, context, tokens, tokenizer, progress: as in `polyhead.prune`.
     """
     check_conversion(kv_heads, grouping, rounds)
+    check_form(form)
     loaded = as_loaded(model, tokenizer, dtype="saved")
     layers = layers_to_convert(loaded.model, kv_heads, stack)
     edits = tuple(share_neighbours(layer, kv_heads) for layer in layers)
     counted = count(loaded.model, edits)
+    check_form_after(loaded.model, edits, form)
     if preview:
-        return EditedModel(loaded=loaded, edits=edits, preview=counted)
+        return EditedModel(loaded=loaded, edits=edits, preview=counted, form=form)
     calibration = CalibrationText.of(loaded, text, field=field, context=context, tokens=tokens)
     attention = AttentionSwitch(loaded.model)
     attention.to_polyhead()
@@ -70,6 +74,7 @@ def convert(
         loaded=loaded,
         edits=record.edits,
         preview=counted,
+        form=form,
         record=record,
         attention=attention,
         **calibration.evaluated(quality),

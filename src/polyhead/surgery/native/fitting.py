@@ -31,25 +31,23 @@ class NativeFit:
     rule: str = ""
 
 
-def config_changes(
+def fit_edited(
     model: nn.Module,
     layers: Sequence[AttentionLayer],
     layouts: Mapping[str, HeadLayout],
     parameters: Mapping[str, Tensor],
-) -> tuple[ConfigChange, ...]:
-    """Return the config changes that give the native class these heads; empty if none describes them.
+) -> NativeFit:
+    """Fit the native class to the heads that a transformers model would have after an edit.
 
     `layouts` are those of the edited layers by path and `parameters` their new weights by name. A config has one number
     of heads for all layers that read it, and many families derive the head width from it.
     """
-    if not is_transformers_model(model):
-        return ()
     requested = _needed_changes(model, layers, layouts)
-    if isinstance(requested, str) or not requested:
-        return ()
+    if isinstance(requested, str):
+        return NativeFit(rule=requested)
     shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
     all_layouts = {layer.path: layouts.get(layer.path, layer.layout) for layer in layers}
-    return fit_native(model, requested, {path: x for path, x in all_layouts.items() if x is not None}, shapes).changes
+    return fit_native(model, requested, {path: x for path, x in all_layouts.items() if x is not None}, shapes)
 
 
 def fit_uniform(model: nn.Module, layers: Sequence[AttentionLayer]) -> NativeFit:
