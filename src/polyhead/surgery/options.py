@@ -14,7 +14,10 @@ Grouping = Literal["similar", "neighbours"]
 GROUPINGS: tuple[Grouping, ...] = get_args(Grouping)
 Form = Literal["uniform", "uneven", "padded"]  # of a saved model
 FORMS: tuple[Form, ...] = get_args(Form)
-OTHER_FORMS = "use --form padded (loads anywhere, saves nothing) or --form uneven (smaller, loads with polyhead.load)"
+OTHER_FORMS = (
+    "use --form padded (loads anywhere, saves nothing) or --form uneven (smaller, loads with polyhead.load); form= "
+    "in Python"
+)
 
 
 @dataclass(frozen=True, slots=True)
