@@ -329,7 +329,7 @@ def test_a_full_disk_is_one_line_and_nothing_half_written(place, tmp_path, monke
         options = ["--text", place / "text", "--context", 64, "--tokens", 200, "--importance", "none", "--no-chance"]
         said = invoke("inspect", place / "llama", *options, "--device", "cpu", "--save", tmp_path / "run").stderr
         assert "observations.safetensors: No space left on device" in said
-        options = ["--heads", "L0H0", "--no-compensate", "--device", "cpu"]
+        options = ["--heads", "L0H0", "--no-compensate", "--form", "uneven", "--device", "cpu"]
         said = invoke("prune", place / "llama", *options, "-o", tmp_path / "out").stderr
         assert f"{tmp_path / 'out'}: No space left on device" in said
         said = invoke("report", place / "run", "--html", tmp_path / "page.html").stderr
@@ -351,6 +351,8 @@ def test_a_file_that_cannot_grow_is_one_line_too(place, tmp_path):
         "--heads",
         "L0H0",
         "--no-compensate",
+        "--form",
+        "uneven",
         "--device",
         "cpu",
         "-o",

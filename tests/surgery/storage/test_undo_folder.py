@@ -109,7 +109,7 @@ def test_what_is_in_the_way_of_the_record_is_refused_before_anything_is_computed
     assert restored("empty", original)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere; run the tests as another user")
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write anywhere")
 def test_a_parent_that_cannot_be_written_is_refused_before_anything_is_computed(place, original):
     Path("small").rename("small.old")
     shutil.rmtree("small.undo")
