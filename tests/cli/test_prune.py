@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import polyhead
 from polyhead.cli import app
 from polyhead.surgery import find_layers, fingerprint, load_record
+from polyhead.workflows import model_loading
 from polyhead.workflows.calibration_text import CalibrationText
 from polyhead.workflows.model_loading import load_model
 from tests.inspection.small_models import model_folder, text_folder
@@ -128,8 +129,10 @@ def test_a_pruned_model_is_smaller_loads_without_polyhead_and_comes_back(place, 
     assert not Path("back.undo").exists()
 
 
-def test_forms_that_cannot_be_are_refused_before_the_text_is_read(place, tmp_path):
+def test_forms_that_cannot_be_are_refused_by_the_config_alone(place, tmp_path, monkeypatch):
     """A native BERT has heads of hidden_size / num_attention_heads channels, and no KV heads."""
+    load = model_loading.read_native
+    monkeypatch.setattr(model_loading, "read_native", lambda *_, **__: pytest.fail("the weights were read"))
     (tmp_path / "unreadable.txt").write_bytes(b"\xff\xfe\x00\xd8")
     options = ["--device", "cpu", "--output", tmp_path / "out"]
     text = ["--text", tmp_path / "unreadable.txt"]
@@ -163,6 +166,7 @@ def test_forms_that_cannot_be_are_refused_before_the_text_is_read(place, tmp_pat
             "--form padded (loads anywhere, saves nothing) or --form uneven (smaller, loads with polyhead.load)" in said
         )
         assert [x.name for x in tmp_path.iterdir()] == ["unreadable.txt"]
+    monkeypatch.setattr(model_loading, "read_native", load)
     # Equal numbers in equal groups are uniform, whoever names them.
     options[-1] = tmp_path / "named"
     shown = invoke("prune", place / "llama", "--heads", "L0H0,L0H3,L1H1,L1H2", "--no-compensate", *options).stdout

@@ -33,7 +33,7 @@ SavedForm = Annotated[
     typer.Option(
         metavar="|".join(FORMS),
         help="Form of the saved model. uniform: equally many heads in every layer, loads in plain transformers; where "
-        "that is impossible, the command stops before it reads the text. padded: removed heads are zeros, loads "
+        "that is impossible, the command stops before it loads the weights. padded: removed heads are zeros, loads "
         "anywhere, saves nothing. uneven: smaller, loads with polyhead.load.",
     ),
 ]

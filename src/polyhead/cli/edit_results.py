@@ -25,11 +25,14 @@ def model_loader(
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
 ) -> Callable[[], LoadedModel]:
-    """Return a function that loads the model to edit, in its saved dtype by default, if it can be saved to `output`."""
+    """Return a function that loads the model to edit, in its saved dtype by default, if it can be saved to `output`.
+
+    Its shapes can be told from its config alone, unless that needs code of the model.
+    """
     from polyhead.cli.options import check_dtype, default_device
     from polyhead.progress import Progress
     from polyhead.surgery.storage.saving import check_savable
-    from polyhead.workflows.model_loading import load_model
+    from polyhead.workflows.model_loading import ModelLoader, load_model
 
     check_dtype(dtype)
 
@@ -47,7 +50,7 @@ def model_loader(
         check_savable(loaded.model, output)
         return loaded
 
-    return load
+    return load if trust_remote_code else ModelLoader(name, load)
 
 
 def show_preview(counted: Preview, console: Console) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from polyhead.progress import ProgressCallback, Step, ignore_progress
 from polyhead.sources.text_contexts import Text
 from polyhead.sources.texts import TOKENS
+from polyhead.surgery.edits.head_edits import HeadEdit
 from polyhead.surgery.edits.native_form import check_form_after
 from polyhead.surgery.edits.preview import preview as count
 from polyhead.surgery.kv_sharing.conversion import convert_groups, layers_to_convert, share_neighbours
@@ -45,11 +48,17 @@ def convert(
     """
     check_conversion(kv_heads, grouping, rounds)
     check_form(form)
-    loaded = as_loaded(model, tokenizer, dtype="saved")
-    layers = layers_to_convert(loaded.model, kv_heads, stack)
-    edits = tuple(share_neighbours(layer, kv_heads) for layer in layers)
+
+    def edits_of(network: nn.Module) -> tuple[HeadEdit, ...]:
+        """Return edits of the same shapes; the groups may be others."""
+        return tuple(share_neighbours(layer, kv_heads) for layer in layers_to_convert(network, kv_heads, stack))
+
+    def check(network: nn.Module) -> None:
+        check_form_after(network, edits_of(network), form)
+
+    loaded = as_loaded(model, tokenizer, dtype="saved", check=check)
+    edits = edits_of(loaded.model)
     counted = count(loaded.model, edits)
-    check_form_after(loaded.model, edits, form)
     if preview:
         return EditedModel(loaded=loaded, edits=edits, preview=counted, form=form)
     calibration = CalibrationText.of(loaded, text, field=field, context=context, tokens=tokens)
@@ -57,7 +66,7 @@ def convert(
     attention.to_polyhead()
     try:
         quality = calibration.fidelity()
-        step = Step(progress, "Merge KV heads, layer by layer", len(layers), "layers")
+        step = Step(progress, "Merge KV heads, layer by layer", len(edits), "layers")
         record = convert_groups(
             loaded.model,
             kv_heads,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from torch import nn
+
 from polyhead.geometry import HeadId, parse_head_groups
 from polyhead.surgery.edits.applying import apply
 from polyhead.surgery.edits.head_edits import MergeHeads
@@ -33,9 +35,13 @@ def merge(
     """
     check_form(form)
     edits = merge_edits(heads, stack)
-    loaded = as_loaded(model, dtype="saved")
+
+    def check(network: nn.Module) -> None:
+        count(network, edits)  # raises on invalid heads
+        check_form_after(network, edits, form)
+
+    loaded = as_loaded(model, dtype="saved", check=check)
     counted = count(loaded.model, edits)
-    check_form_after(loaded.model, edits, form)
     if preview:
         return EditedModel(loaded=loaded, edits=tuple(edits), preview=counted, form=form)
     attention = AttentionSwitch(loaded.model)

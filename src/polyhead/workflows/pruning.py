@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from torch import nn
+
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadId, parse_heads
 from polyhead.progress import Progress, ProgressCallback, Step, ignore_progress
@@ -18,7 +20,7 @@ from polyhead.surgery.edits.preview import preview as count
 from polyhead.surgery.options import Form, Target, check_selection
 from polyhead.surgery.selection.criteria import choose_heads, orders_by
 from polyhead.surgery.selection.evidence import Evidence
-from polyhead.surgery.selection.uniform import UniformLayout, UniformShrinker, uniform_layouts
+from polyhead.surgery.selection.uniform import UniformLayout, UniformShrinker, check_layouts, uniform_layouts
 from polyhead.workflows.calibration_text import (
     BatchesWithProgress,
     CalibrationText,
@@ -61,8 +63,8 @@ def prune(
         compensate: refit the output projections of the remaining heads, layer by layer, by least squares on the text.
         form: form in which `save` writes the model. "uniform": every layer keeps the same number of heads and KV heads,
             so that plain transformers loads it. "padded": any heads are removed, and saved as zeros; loads anywhere,
-            saves nothing. "uneven": any heads are removed; smaller, loads with `polyhead.load`. Heads that the model's
-            class cannot do without in the uniform form are refused before the text is read.
+            saves nothing. "uneven": any heads are removed; smaller, loads with `polyhead.load`. A form that is
+            impossible is refused by the model's config, before its weights are loaded.
         preview: only count the effect; the model is not changed.
         stack: the stack of layers to edit, for models with several (encoder and decoder).
         context: tokens per context; default: 512, or the model's maximum if smaller.
@@ -75,15 +77,19 @@ def prune(
         raise OptionError(f"share must be between 0 and 1, got {share}")
     check_selection(form, criterion, by_name=share is None)
     requested = None if heads is None else head_edits(heads, stack)
-    loaded = as_loaded(model, tokenizer, dtype="saved")
+
+    def check(network: nn.Module) -> None:
+        if requested is None:
+            check_layouts(network, form, stack)
+        else:
+            count(network, requested)  # raises on invalid heads
+            check_form_after(network, requested, form)
+
+    loaded = as_loaded(model, tokenizer, dtype="saved", check=check)
     layouts = None
-    # Heads that are invalid, or not possible in this form, are refused before the text is read.
-    if requested is not None:
-        count(loaded.model, requested)
-        check_form_after(loaded.model, requested, form)
-    elif form == "uniform":
+    if requested is None and form == "uniform":
         progress(Progress("List the layouts that the model class supports"))
-        layouts = uniform_layouts(loaded.model, stack)
+        layouts = tuple(uniform_layouts(loaded.model, stack))
     calibration = None
     if share is not None or (compensate and not preview):
         if loaded.tokenizer is None:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from polyhead.errors import OptionError
 from polyhead.observation.run_folder import lock_folder
@@ -28,7 +28,7 @@ from polyhead.surgery.selection.evidence import Evidence
 from polyhead.surgery.selection.journal import Journal
 from polyhead.surgery.selection.quality import Fidelity, Measurement, Perplexity, Quality
 from polyhead.surgery.selection.shrinker import BaseShrinker, CurvePoint, RemovedHeads, Shrinker
-from polyhead.surgery.selection.uniform import UniformShrinker, uniform_layouts
+from polyhead.surgery.selection.uniform import UniformShrinker, check_layouts, uniform_layouts
 from polyhead.version import VERSION
 from polyhead.workflows.calibration_text import model_inputs, objectives_of, weighting_of
 from polyhead.workflows.edited_model import AttentionSwitch, EditedModel
@@ -138,12 +138,16 @@ def shrink(
     weighting = weighting_of(criterion)
     folder = None if resume is None else Path(resume)
     with nullcontext() if folder is None else lock_folder(folder):
-        loaded = as_loaded(model, tokenizer, dtype="saved")
-        check_target(goal, loaded.model)
+
+        def check(network: nn.Module) -> None:
+            check_target(goal, network)
+            check_layouts(network, form)
+
+        loaded = as_loaded(model, tokenizer, dtype="saved", check=check)
         layouts = None
         if form == "uniform":
             progress(Progress("List the layouts that the model class supports"))
-            layouts = uniform_layouts(loaded.model)  # raises before the text is read
+            layouts = tuple(uniform_layouts(loaded.model))
         parts = _Parts.of(read_contexts(loaded, text, field=field, context=context, tokens=tokens, purpose="shrinking"))
         name = _metric(loaded, metric)
         progress(Progress(f"Measure the {name} of the original model"))

@@ -139,7 +139,11 @@ def test_a_replaced_model_takes_its_record_with_it(place, original):
 
 
 def test_edits_one_after_the_other_are_undone_together(place, original):
-    """Also if the first model and its record are gone by then."""
+    """Also if the first model and its record are gone by then, and if only the second makes the heads uniform."""
+    invoke("prune", original, "--no-compensate", "--heads", "L0H0,L0H3", "--form", "uneven", "-o", "one")
+    shown = invoke("prune", "one", "--no-compensate", "--heads", "L1H0,L1H3", "-o", "two").stdout
+    assert "uniform: plain transformers loads it as LlamaForCausalLM" in shown
+    assert restored("two", original)
     invoke("prune", "small", "--no-compensate", "--heads", "L0H0,L1H0", "-o", "smaller")
     shutil.rmtree("small")
     shutil.rmtree("small.undo")

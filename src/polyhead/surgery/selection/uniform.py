@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -93,8 +93,14 @@ def fits_native(model: nn.Module, removed: Mapping[str, Sequence[int]]) -> bool:
     return not edits or fit_after(model, edits).built is not None
 
 
-def uniform_layouts(model: nn.Module, stack: str | None = None) -> tuple[UniformLayout, ...]:
-    """Return every smaller layout that a native class can hold in all layers, or those of a stack, largest first.
+def check_layouts(model: nn.Module, form: str, stack: str | None = None) -> None:
+    """Raise if the uniform form is requested and no smaller layout fits, as `uniform_layouts` does."""
+    if form == "uniform":
+        next(uniform_layouts(model, stack))
+
+
+def uniform_layouts(model: nn.Module, stack: str | None = None) -> Iterator[UniformLayout]:
+    """Yield every smaller layout that a native class can hold in all layers, or those of a stack, largest first.
 
     Each candidate is checked against the native config; raises if none fits.
     """
@@ -108,15 +114,16 @@ def uniform_layouts(model: nn.Module, stack: str | None = None) -> tuple[Uniform
         for readers in range(1, max_readers + 1)
         if any(keys * readers < layer.num_heads for layer in heads.values())
     ]
-    fitting = [
-        x for x in options if fits_native(model, {path: any_heads_for(layer, x) for path, layer in groups.items()})
-    ]
+    fitting = 0
+    for layout in sorted(options, key=lambda x: (-x.num_heads, -x.num_kv_heads)):
+        if fits_native(model, {path: any_heads_for(readers, layout) for path, readers in groups.items()}):
+            fitting += 1
+            yield layout
     if not fitting:
         raise OptionError(
             "the uniform form needs a native config with fewer heads in every layer, got a "
             f"{type(model).__name__}, which has none; {OTHER_FORMS}"
         )
-    return tuple(sorted(fitting, key=lambda x: (-x.num_heads, -x.num_kv_heads)))
 
 
 def any_heads_for(groups: Sequence[Sequence[int]], layout: UniformLayout) -> tuple[int, ...]:
@@ -159,7 +166,7 @@ class UniformShrinker(BaseShrinker):
     ) -> None:
         """Set up the layouts to choose from, largest first; by default all that a native class can hold."""
         super().__init__(evidence, weighting=weighting, work=work)
-        self.layouts = uniform_layouts(self.model, evidence.stack) if layouts is None else tuple(layouts)
+        self.layouts = tuple(uniform_layouts(self.model, evidence.stack) if layouts is None else layouts)
         self._sets: dict[UniformLayout, dict[str, list[RankedSet]]] = {}
 
     def sets(self, layout: UniformLayout) -> dict[str, list[RankedSet]]:
