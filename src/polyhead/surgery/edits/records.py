@@ -56,10 +56,6 @@ class EditRecord:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file atomically: a reader sees the complete old or new file."""
-        write_atomically(Path(path), self.to_bytes())
-
-    def to_bytes(self) -> bytes:
-        """Return the content of the file that `save` writes."""
         from safetensors.torch import save as serialise
 
         header = {
@@ -79,8 +75,7 @@ class EditRecord:
             "config": [dataclasses.asdict(change) for change in self.config],
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
         }
-        content: bytes = serialise(dict(self.tensors), {_KEY: json.dumps(header)})
-        return content
+        write_atomically(Path(path), serialise(dict(self.tensors), {_KEY: json.dumps(header)}))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> EditRecord:

@@ -85,11 +85,11 @@ def save(
         )
     layers = find_layers(model)
     plan = _make_plan(model, layers, model_fingerprint, form)
-    content = None
+    write = None
     if record is not None:
         # With the config changes of the written model, so that `undo` reverts them.
-        content = dataclasses.replace(record, config=join_changes(record.config, plan.changes)).to_bytes()
-    with quiet(progress=False), _explain_write_errors(folder), new_record(folder, content) as undo:
+        write = dataclasses.replace(record, config=join_changes(record.config, plan.changes)).save
+    with quiet(progress=False), _explain_write_errors(folder), new_record(folder, write) as undo:
         place = (lambda: None) if undo is None else undo.place
         manifest = dataclasses.replace(plan.manifest, undo=None if undo is None else undo.digest)
         with written_atomically(folder, replace=replace, before_rename=place) as temporary:

@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,8 +75,7 @@ def find_record(folder: Path) -> Path | None:
         )
     with refusing(path, f"the undo record of {folder} must be readable", CheckpointError):
         check_regular(path)
-        with path.open("rb") as file:
-            actual = hashlib.file_digest(file, _hash).hexdigest()
+        actual = _digest(path)
     if actual != digest:
         raise CheckpointError(
             f"the undo record of {folder} must be as it was saved, got {path}, which was changed or damaged since"
@@ -113,28 +112,22 @@ class NewRecord:
 
 
 @contextmanager
-def new_record(folder: Path, content: bytes | None) -> Iterator[NewRecord | None]:
-    """Write the undo record of a model that the body saves to `folder`; None saves it without one.
+def new_record(folder: Path, write: Callable[[Path], object] | None) -> Iterator[NewRecord | None]:
+    """Let `write` write the undo record of a model that the body saves to `folder`; None saves it without one.
 
     Afterwards, also if the body raised, the record of the model in the folder is there, and the other one is not.
     """
     beside, old = undo_folder(folder), recorded_digest(folder)
+    temporary = beside.parent / f".{beside.name}.{secrets.token_hex(8)}"
     new = None
     try:
-        if content is not None:
-            beside.parent.mkdir(parents=True, exist_ok=True)
-            new = NewRecord(
-                _hash(content).hexdigest(), beside.parent / f".{beside.name}.{secrets.token_hex(8)}", beside
-            )
-            with open(new.temporary, "xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+        if write is not None:
+            write(temporary)
+            new = NewRecord(_digest(temporary), temporary, beside)
         yield new
     finally:
+        temporary.unlink(missing_ok=True)
         current = recorded_digest(folder)
-        if new is not None:
-            new.temporary.unlink(missing_ok=True)
         for digest in (old, None if new is None else new.digest):
             if digest is not None and digest != current:
                 (beside / _file_name(digest)).unlink(missing_ok=True)
@@ -154,5 +147,6 @@ def _file_name(digest: str) -> str:
     return f"{digest}.safetensors"
 
 
-def _hash(content: bytes = b"") -> hashlib.blake2b:
-    return hashlib.blake2b(content, digest_size=16)
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
