@@ -60,7 +60,7 @@ def main(steps: int = 240, kv_heads: int = 2, tokens: int = 16_384) -> dict[str,
 
     converted = polyhead.convert(model, kv_heads, text=training, tokenizer=tokenizer, context=CONTEXT, tokens=tokens)
     with tempfile.TemporaryDirectory() as folder:
-        converted.save(Path(folder, "grouped"), form="uniform")
+        converted.save(Path(folder, "grouped"))
         results["converted"] = evaluate(AutoModelForCausalLM.from_pretrained(Path(folder, "grouped")), test)
     for name, (heads, loss, size) in results.items():
         print(f"{name:>12}: {heads} KV heads, loss {loss:.3f} nats per byte, cache {size / 1024:,.0f} KiB")

@@ -1,8 +1,9 @@
 """Prune a quarter of the heads of a model, save it, load it, and undo the edit.
 
 Selects heads of the packaged sentence encoder by the error that remains after compensation, refits the output
-projections of the other heads by least squares on polyhead's built-in texts, and saves the result. Prints the size and
-the fidelity, and that the loaded model computes the same and the restored one has the original weights.
+projections of the other heads by least squares on polyhead's built-in texts, and saves the result in the uneven form: a
+BERT in plain transformers cannot have fewer heads of the same width. Prints the size and the fidelity, and that the
+loaded model computes the same and the restored one has the original weights.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def main(share: float = 0.25, tokens: int = 65_536) -> dict[str, Any]:
     original = fingerprint(loaded.model)
     inputs = loaded.tokenizer(["A river bends where the rock is soft."], return_tensors="pt")
 
-    edited = polyhead.prune(loaded, share=share, tokens=tokens)
+    edited = polyhead.prune(loaded, share=share, tokens=tokens, form="uneven")
     before, after = edited.preview.before, edited.preview.after
     print(f"heads {before.heads} -> {after.heads}, attention parameters {before.parameters:,} -> {after.parameters:,}")
     for edit in edited.edits:
@@ -34,7 +35,10 @@ def main(share: float = 0.25, tokens: int = 65_536) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         saved = edited.save(Path(folder, "pruned"))
-        print(f"saved in the {saved.form} form: {saved.native}")
+        assert saved.undo_folder is not None
+        sizes = [saved.num_bytes, sum(file.stat().st_size for file in saved.undo_folder.iterdir())]
+        print(f"saved in the {saved.form} form, {sizes[0]:,} bytes: {saved.native}")
+        print(f"the record that undoes the edit is beside it, in {saved.undo_folder.name}: {sizes[1]:,} bytes")
         reloaded = polyhead.load(Path(folder, "pruned"))
         with torch.no_grad():
             outputs = [model(**inputs).last_hidden_state for model in (edited.model, reloaded)]
@@ -43,8 +47,10 @@ def main(share: float = 0.25, tokens: int = 65_536) -> dict[str, Any]:
     same_bits = fingerprint(restored) == original
     print(f"largest difference between the pruned model and the loaded one: {difference}")
     print(f"undo restores the original weights bit for bit: {same_bits}")
-    print("The cosine compares final hidden states, and 1 is no loss. The folder contains the removed weights, so")
-    print("that the edit can be undone in another process.")
+    print(
+        "The cosine compares final hidden states, and 1 is no loss. The record contains the weights before the edit, so"
+    )
+    print("that it can be undone in another process; a model that is never to be restored does not need it.")
     return {"heads": (before.heads, after.heads), "difference": difference, "restored": same_bits, "edited": edited}
 
 

@@ -173,12 +173,10 @@ def commands() -> Iterator[tuple[str, str]]:
             columns = [column.to_pylist() for column in table.columns]
             yield f"inspect {model}", hashlib.sha256(repr(columns).encode()).hexdigest()[:16]
             pruned = Path(folder) / f"pruned-{model}"
-            run(
-                "prune", model, "--heads", "L0H1,L1H2", "--text", "text", "--context", 24, "--tokens", 200, "-o", pruned
-            )
+            read = ["--text", "text", "--context", 24, "--tokens", 200, "--form", "uneven"]
+            run("prune", model, "--heads", "L0H1,L1H2", *read, "-o", pruned)
             yield f"prune {model}", digest(*(x for _, x in sorted(polyhead.load(pruned).state_dict().items())))
             shrunk = Path(folder) / f"shrunk-{model}"
-            read = ["--text", "text", "--context", 24, "--tokens", 200]
             run("shrink", model, "--target", "25%-heads", *read, "-o", shrunk)
             yield f"shrink {model}", digest(*(x for _, x in sorted(polyhead.load(shrunk).state_dict().items())))
 

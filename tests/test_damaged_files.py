@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -26,6 +27,7 @@ from polyhead.sources import read_texts
 from polyhead.sources import texts as texts_module
 from polyhead.surgery import PruneHeads, apply, load, load_record, save, undo
 from polyhead.surgery.native.configs import ConfigChange
+from polyhead.surgery.storage.manifest import Manifest
 from polyhead.workflows.inspecting import inspect_model
 from polyhead.workflows.model_loading import load_model
 from tests.forked import Forked
@@ -172,6 +174,18 @@ def test_damaged_observations_are_refused_when_a_run_is_resumed(content, place, 
 # ---- edits
 
 
+@pytest.fixture
+def edited(place, tmp_path) -> Path:
+    """The edited model with its record in its folder, as of earlier versions, which stated no digest of it."""
+    folder = tmp_path / "edited"
+    shutil.copytree(place / "edited", folder)
+    (record,) = (place / "edited.undo").iterdir()
+    shutil.copy(record, folder / "polyhead-record.safetensors")
+    manifest = Manifest.read(folder)
+    dataclasses.replace(manifest, undo=None).write(folder)
+    return folder
+
+
 def change_header(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path = folder / "polyhead-record.safetensors"
     with safe_open(path, framework="pt") as file:
@@ -194,14 +208,12 @@ def change_header(folder: Path, change: Callable[[dict[str, Any]], object]) -> N
         (lambda x: x.update(shapes=[1]), "shapes must be"),
     ],
 )
-def test_a_damaged_edit_record_is_refused_by_its_file(change, words, place, tmp_path):
-    folder = tmp_path / "edited"
-    shutil.copytree(place / "edited", folder)
-    change_header(folder, change)
+def test_a_damaged_edit_record_is_refused_by_its_file(change, words, edited, tmp_path):
+    change_header(edited, change)
     with pytest.raises(CheckpointError, match=r"polyhead-record\.safetensors") as caught:
-        load_record(folder)
+        load_record(edited)
     assert words in str(caught.value)
-    assert words in invoke("undo", folder, "-o", tmp_path / "out").stderr
+    assert words in invoke("undo", edited, "-o", tmp_path / "out").stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -217,16 +229,14 @@ def test_a_config_is_changed_in_its_heads_alone():
             ConfigChange(path, name, None, None)
 
 
-def test_a_record_for_other_parameters_leaves_the_model_as_it_was(place, tmp_path):
-    folder = tmp_path / "edited"
-    shutil.copytree(place / "edited", folder)
-    path = folder / "polyhead-record.safetensors"
+def test_a_record_for_other_parameters_leaves_the_model_as_it_was(edited):
+    path = edited / "polyhead-record.safetensors"
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
     save_file({"no.such.weight": torch.zeros(3)}, path, metadata)
-    model = load(folder)
+    model = load(edited)
     with pytest.raises(CheckpointError, match=r"'no\.such\.weight'"):
-        undo(model, load_record(folder))
+        undo(model, load_record(edited))
 
 
 # ---- models
@@ -319,7 +329,7 @@ def test_a_full_disk_is_one_line_and_nothing_half_written(place, tmp_path, monke
         options = ["--text", place / "text", "--context", 64, "--tokens", 200, "--importance", "none", "--no-chance"]
         said = invoke("inspect", place / "llama", *options, "--device", "cpu", "--save", tmp_path / "run").stderr
         assert "observations.safetensors: No space left on device" in said
-        options = ["--heads", "L0H0", "--no-compensate", "--device", "cpu"]
+        options = ["--heads", "L0H0", "--no-compensate", "--form", "uneven", "--device", "cpu"]
         said = invoke("prune", place / "llama", *options, "-o", tmp_path / "out").stderr
         assert f"{tmp_path / 'out'}: No space left on device" in said
         said = invoke("report", place / "run", "--html", tmp_path / "page.html").stderr
@@ -341,6 +351,8 @@ def test_a_file_that_cannot_grow_is_one_line_too(place, tmp_path):
         "--heads",
         "L0H0",
         "--no-compensate",
+        "--form",
+        "uneven",
         "--device",
         "cpu",
         "-o",

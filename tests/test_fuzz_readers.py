@@ -41,8 +41,9 @@ from polyhead.report import page_of
 from polyhead.sources import read_texts
 from polyhead.sources.models import check_folder
 from polyhead.sources.treebank import read_treebank
-from polyhead.surgery import PruneHeads, apply, edits_from_json, load, load_record, save
+from polyhead.surgery import EditRecord, PruneHeads, apply, edits_from_json, load, save
 from polyhead.surgery.storage.folders import FILES, check_free
+from polyhead.surgery.storage.undo_folder import recorded_digest
 from polyhead.workflows.inspecting import inspect_model
 from polyhead.workflows.model_loading import load_model
 from tests.inspection.small_models import model_folder, text_folder
@@ -225,10 +226,6 @@ def read_own(file: Path) -> None:
     AttentionConfig.from_json(file.read_text())
 
 
-def undone(file: Path) -> None:
-    load_record(file.parent)
-
-
 def check_list(file: Path) -> None:
     check_free(file.parent, replace=True)
 
@@ -253,7 +250,8 @@ READERS = {
     "run: relations": Reader("run/relations.safetensors", read_run, ("safetensors", "bytes"), 15),
     "run: pictures": Reader("run/pictures.safetensors", read_run, ("safetensors", "bytes"), 15),
     "observations": Reader("observations.safetensors", read_observations, ("safetensors", "bytes")),
-    "edit record": Reader("edited/polyhead-record.safetensors", undone, ("safetensors", "bytes"), 40),
+    "edit record": Reader("record.safetensors", EditRecord.load, ("safetensors", "bytes"), 40),
+    "its digest": Reader("edited/polyhead.json", lambda file: recorded_digest(file.parent), ("json", "bytes")),
     "edits": Reader("edits.json", read_edits, ("json",), 25, nothing),
     "manifest": Reader("edited/polyhead.json", read_edited, ("json", "bytes"), 10),
     "file list": Reader(f"edited/{FILES}", check_list, ("json", "bytes"), 25, folder_name),
@@ -297,7 +295,9 @@ def valid(tmp_path_factory) -> Path:
     index = {"metadata": {}, "weight_map": dict.fromkeys(loaded.model.state_dict(), "model-1.safetensors")}
     (folder / "sharded" / "model.safetensors.index.json").write_text(json.dumps(index))
     edits = [PruneHeads(0, (1,))]
-    save(loaded.model, folder / "edited", record=apply(loaded.model, edits), form="uneven")
+    record = apply(loaded.model, edits)
+    record.save(folder / "record.safetensors")
+    save(loaded.model, folder / "edited", record=record, form="uneven")
     (folder / "edits.json").write_text('[{"kind": "prune", "layer": 0, "stack": null, "heads": [1]}]')
     (folder / "ours.json").write_text(json.dumps(OURS))
     machine = json.loads((SHIPPED / "cpu-2-cores.json").read_text())
@@ -357,7 +357,7 @@ def _fuzz(reader: Reader, file: Path, contents: SearchStrategy[bytes]) -> None:
 
 def test_undoing_with_a_changed_record_leaves_the_model_or_gives_it_back(tmp_path):
     """A record that is read may still not fit its model: nothing but one line, and the model as it was."""
-    from polyhead.surgery import EditRecord, fingerprint, undo
+    from polyhead.surgery import fingerprint, undo
 
     torch.manual_seed(0)
     layer = MultiHeadAttention(24, 4)

@@ -240,8 +240,9 @@ def test_commands_for_a_redundancy_group_can_be_copied(open_page, keep_picture):
     weaker, stronger = sorted((head_at(1, 0), head_at(1, 3)), key=lambda head: head["values"]["ablation"])
     of_group = tab.locator(".groups .command")
     assert of_group.locator("code").all_inner_texts() == [
-        f"polyhead prune small --heads L1H{weaker['head']} --stack 'encoder.*' --text text.txt --output pruned",
-        "polyhead merge small --heads L1H0+L1H3 --stack 'encoder.*' --output merged",
+        f"polyhead prune small --heads L1H{weaker['head']} --stack 'encoder.*' --text text.txt --form uneven "
+        "--output pruned",
+        "polyhead merge small --heads L1H0+L1H3 --stack 'encoder.*' --form uneven --output merged",
     ]
     assert f"Keep L1H{stronger['head']} and prune the rest" in of_group.first.inner_text()
     of_group.last.get_by_role("button").click()
@@ -258,7 +259,8 @@ def test_command_for_a_share_of_the_heads_of_a_single_stack(tmp_path, open_page)
     page["facts"]["name"] = "my models/it's small"
     tab = open_page(written(page, tmp_path / "page.html"), view="similar").tab
     (command,) = tab.locator(".command code").all_inner_texts()
-    assert command == ("polyhead prune 'my models/it'\\''s small' --share 20% --text text.txt --output pruned")
+    options = "--share 20% --text text.txt --form uneven --output pruned"
+    assert command == f"polyhead prune 'my models/it'\\''s small' {options}"
     assert shlex.split(command)[2] == "my models/it's small"
     page["facts"]["name"] = None
     assert not open_page(written(page, tmp_path / "page.html"), view="similar").tab.locator(".command").count()

@@ -49,10 +49,10 @@ def place(made, monkeypatch) -> Path:
 
 
 INSPECT = ["inspect", "MODEL", "--text", "TEXT"]
-PRUNE = ["prune", "MODEL", "--share", "30%", "--output", "new"]
-SHRINK = ["shrink", "MODEL", "--target", "30%-heads", "--text", "TEXT", "--output", "new"]
-CONVERT = ["convert", "MODEL", "--kv-heads", "2", "--output", "new"]
-MERGE = ["merge", "MODEL", "--heads", "L0H1+L0H2", "--output", "new"]
+PRUNE = ["prune", "MODEL", "--share", "30%", "--output", "new", "--form", "uneven"]
+SHRINK = ["shrink", "MODEL", "--target", "30%-heads", "--text", "TEXT", "--output", "new", "--form", "uneven"]
+CONVERT = ["convert", "MODEL", "--kv-heads", "2", "--output", "new", "--form", "uneven"]
+MERGE = ["merge", "MODEL", "--heads", "L0H1+L0H2", "--output", "new", "--form", "uneven"]
 SYNTAX = ["syntax", "MODEL", "--treebank", "bank.conllu"]
 SURGERY = ["bench", "surgery", "--model", "MODEL", "--text", "TEXT", "--output", "points"]
 EDITS = {"prune": PRUNE, "shrink": SHRINK, "convert": CONVERT, "merge": MERGE}
@@ -137,7 +137,13 @@ REFUSED: list[tuple[list[str], str]] = [
         ["shrink", "MODEL", "--target", "1.2x-faster", "--text", "TEXT", "--preview", "--measured", "--search"],
         "omit one of them",
     ),
-    ([*SHRINK, "--form", "uniform", "--criterion", "plain"], "omit one of them"),
+    ([*SHRINK, "--form", "uniform", "--criterion", "plain"], "the uniform form needs the criterion compensated"),
+    ([*PRUNE, "--form", "uniform", "--criterion", "plain"], "the uniform form needs the criterion compensated"),
+    (
+        ["prune", "MODEL", "--output", "new", "--heads", "L0H1"],
+        "--form padded (loads anywhere, saves nothing) or --form",
+    ),
+    (["undo", "MODEL", "--output", "new", "--form", "magic"], "form must be one of uniform"),
     ([*SHRINK, "--resume", "FILE/x"], "FILE is a file"),
     (["undo", "MODEL", "--output", "new"], "without one"),
     (["undo", "none", "--output", "new"], "undo needs the folder of an edited model, got none"),
@@ -183,6 +189,7 @@ REFUSED += [
     for command in EDITS.values()
     for more, words in (
         (["--form", "magic"], "must be one of uniform"),
+        (["--form", "uniform"], "or --form uneven (smaller, loads with polyhead.load)"),  # it is a BERT
         (["--output", "FULL"], "which holds files"),
         (["--output", "FILE"], "got FILE, which is a file"),
         (["--output", "FILE/x"], "FILE is a file"),

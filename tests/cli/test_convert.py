@@ -58,7 +58,7 @@ def test_a_llama_with_fewer_key_heads_is_stock_and_comes_back(place, tmp_path):
 
 def test_a_bert_with_shared_keys_is_loaded_by_us_or_padded_by_stock_transformers(place, tmp_path):
     options = ["--kv-heads", 2, "--text", place / "text", "--device", "cpu"]
-    shown = invoke("convert", place / "bert", *options, "--output", tmp_path / "own").stdout
+    shown = invoke("convert", place / "bert", *options, "--output", tmp_path / "own", "--form", "uneven").stdout
     assert "uneven: plain transformers does not load it" in shown
     assert kv_heads(tmp_path / "own") == [2, 2]
     by_name = invoke(
@@ -85,7 +85,8 @@ def test_a_bert_with_shared_keys_is_loaded_by_us_or_padded_by_stock_transformers
 
 
 def test_a_preview_counts_and_writes_nothing(place, tmp_path):
-    shown = invoke("convert", place / "bert", "--kv-heads", 1, "--preview", "--device", "cpu").stdout
+    options = ["--kv-heads", 1, "--form", "padded", "--device", "cpu"]
+    shown = invoke("convert", place / "bert", *options, "--preview").stdout
     rows = [line.split()[-3:] for line in shown.splitlines() if line.startswith("KV heads")]
     assert rows == [["8", "2", "0.25"]]
     assert "Saved" not in shown
@@ -105,7 +106,7 @@ def test_a_preview_counts_and_writes_nothing(place, tmp_path):
     ],
 )
 def test_what_cannot_be_is_one_line_and_nothing_is_written(place, tmp_path, name, options, words):
-    given = ["--text", place / "text", "--device", "cpu", "--output", tmp_path / "out"]
+    given = ["--text", place / "text", "--device", "cpu", "--output", tmp_path / "out", "--form", "uneven"]
     result = invoke("convert", place / name, *options, *given, code=2)
     assert words in result.stderr
     assert result.stderr.strip().splitlines()[-1].startswith("polyhead convert: ")

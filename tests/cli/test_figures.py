@@ -41,7 +41,8 @@ def place(tmp_path_factory) -> Path:
 
 
 def test_the_issues_commands_compare_each_head_with_itself(place, tmp_path):
-    invoke("prune", place / "bert", "--heads", "L0H1,L1H2", "--no-compensate", "--output", tmp_path / "pr")
+    options = ["--heads", "L0H1,L1H2", "--no-compensate", "--form", "uneven"]
+    invoke("prune", place / "bert", *options, "--output", tmp_path / "pr")
     for model, run in ((place / "bert", "one"), (tmp_path / "pr", "two")):
         options = ["--text", place / "text", *SHORT, "--importance", "none", "--save", tmp_path / run]
         shown = invoke("inspect", model, *options).stdout
@@ -78,7 +79,7 @@ def test_a_head_that_moved_is_named_in_both(place, tmp_path):
 
 @pytest.mark.parametrize(("name", "caches"), [("bert", False), ("masked", False), ("llama", True)])
 def test_bytes_of_a_cache_are_counted_where_there_is_one(place, name, caches):
-    shown = invoke("prune", place / name, "--heads", "L0H1", "--preview").stdout
+    shown = invoke("prune", place / name, "--heads", "L0H1", "--form", "uneven", "--preview").stdout
     assert ("cache bytes per token" in shown) is caches
     assert "FLOPs of 512 tokens" in shown
 
@@ -107,7 +108,7 @@ def test_a_cache_is_no_target_for_an_encoder(place):
 
 
 def test_the_curve_of_an_encoder_has_no_column_of_a_cache(place):
-    options = ["--text", place / "text", "--context", "16", "--device", "cpu", "--preview"]
+    options = ["--text", place / "text", "--context", "16", "--device", "cpu", "--preview", "--form", "uneven"]
     shown = invoke("shrink", place / "bert", "--target", "25%-heads", *options).stdout
     assert "cache" not in shown
     assert "fidelity, the mean cosine of final hidden states to those of the unpruned model" in shown

@@ -132,8 +132,8 @@ def test_no_command_runs_what_comes_with_a_model(hostile, place, tmp_path):
         ["inspect", model, *text],
         ["view", model, "--no-open"],
         ["syntax", model, "--treebank", treebank],
-        ["prune", model, "--heads", "L0H1", "--no-compensate", "-o", tmp_path / "out"],
-        ["merge", model, "--heads", "L0H0+L0H1", "-o", tmp_path / "out"],
+        ["prune", model, "--heads", "L0H1", "--no-compensate", "--form", "uneven", "-o", tmp_path / "out"],
+        ["merge", model, "--heads", "L0H0+L0H1", "--form", "uneven", "-o", tmp_path / "out"],
         ["convert", model, "--kv-heads", 1, "-o", tmp_path / "out"],
         ["shrink", model, "--target", "25%-heads", *text, "-o", tmp_path / "out"],
     ):

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import polyhead
 from polyhead.cli import app
 from polyhead.surgery import find_layers, fingerprint, load_record
+from polyhead.workflows import model_loading
 from polyhead.workflows.calibration_text import CalibrationText
 from polyhead.workflows.model_loading import load_model
 from tests.inspection.small_models import model_folder, text_folder
@@ -41,14 +46,17 @@ def heads(folder: Path) -> list[int]:
 
 def test_heads_by_name_are_taken_out_repaired_written_and_brought_back(place, tmp_path):
     text = ["--text", place / "text", "--device", "cpu"]
-    shown = invoke("prune", place / "bert", "--heads", "L0H3, l1h0,L0H1", *text, "--output", tmp_path / "pruned").stdout
+    uneven = ["--form", "uneven"]
+    named = ["--heads", "L0H3, l1h0,L0H1", *uneven]
+    shown = invoke("prune", place / "bert", *named, *text, "--output", tmp_path / "pruned").stdout
     assert "without heads L0H1, L0H3, L1H0" in shown
     assert [line.split()[-3:] for line in shown.splitlines() if line.startswith("heads ")] == [["8", "5", "0.62"]]
     assert f"Saved to {tmp_path / 'pruned'}, " in shown
     assert "uneven: plain transformers does not load it: a BertConfig has one number of heads" in shown
     assert f"polyhead undo {tmp_path / 'pruned'} --output FOLDER` to restore the original" in shown
     assert heads(tmp_path / "pruned") == [2, 3]
-    invoke("prune", place / "bert", "--heads", "L0H1,L0H3,L1H0", "--no-compensate", "--output", tmp_path / "plain")
+    assert f"its record is {tmp_path / 'pruned.undo'}, to be kept beside the model" in shown
+    invoke("prune", place / "bert", *named, "--no-compensate", "--output", tmp_path / "plain")
     compensated, plain = polyhead.load(tmp_path / "pruned"), polyhead.load(tmp_path / "plain")
     name = "encoder.layer.0.attention.self.query.weight"
     assert torch.equal(compensated.get_parameter(name), plain.get_parameter(name))
@@ -66,13 +74,103 @@ def test_heads_by_name_are_taken_out_repaired_written_and_brought_back(place, tm
 
 def test_a_share_is_chosen_on_the_text(place, tmp_path):
     options = ["--text", place / "text", "--share", "25%", "--device", "cpu"]
-    shown = invoke("prune", place / "llama", *options, "--preview").stdout
+    shown = invoke("prune", place / "llama", *options, "--preview", "--form", "uneven").stdout
     assert [line.split()[-3:] for line in shown.splitlines() if line.startswith("heads ")] == [["8", "6", "0.75"]]
+    assert "remain in every layer" not in shown
     assert "Saved" not in shown
-    invoke("prune", place / "llama", *options, "--output", tmp_path / "padded", "--form", "padded")
-    assert sum(heads(tmp_path / "padded")) == 6
-    again = invoke("prune", place / "llama", *options, "--output", tmp_path / "again").stdout
-    assert next(line for line in shown.splitlines() if line.startswith("without heads")) in again
+    assert list(tmp_path.iterdir()) == []
+    for form in ("padded", "uneven"):
+        again = invoke("prune", place / "llama", *options, "--output", tmp_path / form, "--form", form).stdout
+        assert sum(heads(tmp_path / form)) == 6
+        assert next(line for line in shown.splitlines() if line.startswith("without heads")) in again
+
+
+STOCK = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+with torch.no_grad():
+    torch.save((model(torch.load(sys.argv[2])).logits, model.config.num_attention_heads), sys.argv[3])
+assert not [name for name in sys.modules if name.startswith("polyhead")]
+"""
+
+
+def test_a_pruned_model_is_smaller_loads_without_polyhead_and_comes_back(place, tmp_path, monkeypatch):
+    """The defaults: as many heads in every layer, and the record beside the folder."""
+    monkeypatch.chdir(tmp_path)
+    options = ["--text", place / "text", "--share", "30%", "--device", "cpu"]
+    shown = invoke("prune", place / "llama", *options, "--preview").stdout
+    assert list(tmp_path.iterdir()) == []
+    written = invoke("prune", place / "llama", *options, "--output", "small/").stdout
+    assert written.startswith(shown)
+    assert "2 heads over 2 KV heads remain in every layer, 50.0% fewer than before, for 30.0% requested" in shown
+    assert "uniform: plain transformers loads it as LlamaForCausalLM" in written
+    assert heads(tmp_path / "small") == [2, 2]
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["small", "small.undo"]
+    weights = [(folder / "model.safetensors").stat().st_size for folder in (place / "llama", Path("small"))]
+    assert weights[0] - weights[1] == 2 * 2 * 2 * 6 * 24 * 4  # layers, W_Q and W_O, heads, channels, width, bytes
+    whole, small = (
+        sum(file.stat().st_size for file in folder.iterdir()) for folder in (place / "llama", Path("small"))
+    )
+    assert small < whole
+    assert f"{small:,} bytes" in written
+
+    ids = torch.randint(5, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+    torch.save(ids, tmp_path / "ids")
+    subprocess.run([sys.executable, "-c", STOCK, "small", "ids", "logits"], check=True, timeout=300)
+    logits, count = torch.load(tmp_path / "logits")
+    edited = polyhead.prune(place / "llama", share=0.3, text=place / "text")
+    with torch.no_grad():
+        torch.testing.assert_close(logits, edited.model(ids).logits, rtol=0, atol=1e-5)
+    assert count == 2
+
+    invoke("undo", "small", "--output", "back")
+    assert fingerprint(polyhead.load("back")) == fingerprint(polyhead.load(place / "llama"))
+    assert not Path("back.undo").exists()
+
+
+def test_forms_that_cannot_be_are_refused_by_the_config_alone(place, tmp_path, monkeypatch):
+    """A native BERT has heads of hidden_size / num_attention_heads channels, and no KV heads."""
+    load = model_loading.read_native
+    monkeypatch.setattr(model_loading, "read_native", lambda *_, **__: pytest.fail("the weights were read"))
+    (tmp_path / "unreadable.txt").write_bytes(b"\xff\xfe\x00\xd8")
+    options = ["--device", "cpu", "--output", tmp_path / "out"]
+    text = ["--text", tmp_path / "unreadable.txt"]
+    for arguments, words in (
+        (["prune", place / "bert", "--share", "50%", *text], "got a BertModel, which has none; use"),
+        (
+            ["prune", place / "bert", "--heads", "L0H1,L1H1", *text],
+            "gives 3 heads of 8 channels .* has 3 heads of 6 channels",
+        ),
+        (["prune", place / "llama", "--heads", "L0H3,L1H1,L1H2", *text], "a LlamaConfig has one number of heads"),
+        (
+            ["prune", place / "llama", "--heads", "L0H0,L0H1,L0H2,L1H0", *text],
+            "3 over 2 KV heads in model.layers.1",
+        ),
+        (
+            ["prune", place / "llama", "--heads", "L0H0,L1H0", *text],
+            r"in equal groups, but .*0.self_attn reads \[0, 1, 1\]",
+        ),
+        (
+            ["prune", place / "llama", "--share", "30%", "--criterion", "plain", *text],
+            "needs the criterion compensated",
+        ),
+        (["merge", place / "llama", "--heads", "L0H0+L0H1"], "a LlamaConfig has one number of heads"),
+        (["convert", place / "bert", "--kv-heads", "2", *text], "native BertSelfAttention has one KV head per head"),
+        (["shrink", place / "bert", "--target", "50%-heads", *text], "got a BertModel, which has none; use"),
+    ):
+        said = invoke(*arguments, *options, code=2).stderr.splitlines()[-1]
+        assert said.startswith(f"polyhead {arguments[0]}: ")
+        assert re.search(words, said), said
+        assert (
+            "--form padded (loads anywhere, saves nothing) or --form uneven (smaller, loads with polyhead.load)" in said
+        )
+        assert [x.name for x in tmp_path.iterdir()] == ["unreadable.txt"]
+    monkeypatch.setattr(model_loading, "read_native", load)
+    # Equal numbers in equal groups are uniform, whoever names them.
+    options[-1] = tmp_path / "named"
+    shown = invoke("prune", place / "llama", "--heads", "L0H0,L0H3,L1H1,L1H2", "--no-compensate", *options).stdout
+    assert "uniform: plain transformers loads it" in shown
 
 
 def test_text_is_read_or_held_out_and_never_both(place):
@@ -92,7 +190,8 @@ def test_text_is_read_or_held_out_and_never_both(place):
 
 
 def test_what_is_left_is_measured_on_text_that_nothing_was_repaired_on(place, tmp_path):
-    options = ["--text", place / "text", "--context", 40, "--device", "cpu", "--heads", "L0H0,L0H1,L0H2,L1H0,L1H1,L1H2"]
+    options = ["--text", place / "text", "--context", 40, "--device", "cpu", "--form", "uneven"]
+    options += ["--heads", "L0H0,L0H1,L0H2,L1H0,L1H1,L1H2"]
     shown = invoke("prune", place / "bert", *options, "--output", tmp_path / "one").stdout
     found = re.search(r"held-out text \((\d+) tokens, (\d+) contexts\): .* mean cosine of ([\d.]+) ± ([\d.]+)", shown)
     tokens, texts, cosine, error = (float(x) for x in found.groups())
@@ -108,6 +207,7 @@ def test_what_is_left_is_measured_on_text_that_nothing_was_repaired_on(place, tm
 @pytest.mark.parametrize("criterion", ["plain", "ablation", "gradient", "taylor", "magnitude", "redundancy", "random"])
 def test_every_criterion_can_be_asked_for(place, criterion):
     options = ["--text", place / "text", "--share", "40%", "--criterion", criterion, "--device", "cpu", "--preview"]
+    options += ["--form", "uneven"]
 
     def taken(name: str, *more: object) -> str:
         shown = invoke("prune", place / name, *options, *more).stdout
@@ -136,25 +236,33 @@ def test_edits_of_an_edited_model_are_undone_with_those_before(place, tmp_path):
         "--form",
         "padded",
     )
-    shown = invoke("merge", tmp_path / "one", "--heads", "L1H0+L1H2", "--output", tmp_path / "two").stdout
+    merged = ["merge", tmp_path / "one", "--heads", "L1H0+L1H2", "--form", "uneven"]
+    shown = invoke(*merged, "--output", tmp_path / "two").stdout
     assert "with heads L1H0+L1H2 merged" in shown
     assert heads(tmp_path / "two") == [3, 2]
     record = load_record(tmp_path / "two")
     assert [type(edit).__name__ for edit in record.edits] == ["PruneHeads", "PruneHeads", "MergeHeads"]
     invoke("undo", tmp_path / "two", "--output", tmp_path / "back")
     assert fingerprint(polyhead.load(tmp_path / "back")) == fingerprint(polyhead.load(place / "bert"))
-    half = invoke(
-        "merge", tmp_path / "one", "--heads", "L1H0+L1H2", "--output", tmp_path / "half", "--dtype", "bfloat16"
-    )
-    assert "Only these edits can be undone, not earlier ones" in half.stdout
-    invoke("undo", tmp_path / "half", "--output", tmp_path / "half back")
+    half = invoke(*merged, "--output", tmp_path / "half", "--dtype", "bfloat16")
+    assert "Only these edits can be undone, not earlier ones: the weights were loaded in another dtype" in half.stdout
+    back = ["undo", tmp_path / "half", "--output", tmp_path / "half back"]
+    assert "--form padded (loads anywhere" in invoke(*back, code=2).stderr  # its original is an edited model
+    invoke(*back, "--form", "padded")
     assert heads(tmp_path / "half back") == [3, 3]
+    # Without the record of the first edit, the second one can still be undone, and that is said.
+    shutil.rmtree(tmp_path / "one.undo")
+    shown = invoke(*merged, "--output", tmp_path / "three").stdout
+    assert re.search(
+        r"Only these edits can be undone, not earlier ones: the undo record of .*one is .*, got none", shown
+    )
+    invoke("undo", tmp_path / "three", "--output", tmp_path / "three back", "--form", "uneven")
+    assert fingerprint(polyhead.load(tmp_path / "three back")) == fingerprint(polyhead.load(tmp_path / "one"))
 
 
 def test_merged_groups_are_numbered_as_they_were_before(place, tmp_path):
-    shown = invoke(
-        "merge", place / "bert", "--heads", "L0H0+L0H2, l0h1+l0h3,L1H1+L1H2+L1H3", "--output", tmp_path / "merged"
-    ).stdout
+    groups = ["--heads", "L0H0+L0H2, l0h1+l0h3,L1H1+L1H2+L1H3", "--form", "uneven"]
+    shown = invoke("merge", place / "bert", *groups, "--output", tmp_path / "merged").stdout
     assert "L0H0+L0H2,L0H1+L0H3,L1H1+L1H2+L1H3" in shown
     found, whole = polyhead.load(tmp_path / "merged"), polyhead.load(place / "bert")
     path = "encoder.layer.0.attention.self.query.weight"
@@ -167,14 +275,15 @@ def test_merged_groups_are_numbered_as_they_were_before(place, tmp_path):
 def test_an_edited_model_is_inspected_by_its_folder(place, tmp_path):
     pytest.importorskip("pyarrow")
     for name, taken in (("bert", "L0H1,L0H2"), ("llama", "L0H1")):
-        invoke("prune", place / name, "--heads", taken, "--no-compensate", "--output", tmp_path / name)
+        options = ["--heads", taken, "--form", "uneven", "--no-compensate"]
+        invoke("prune", place / name, *options, "--output", tmp_path / name)
         shown = invoke("inspect", tmp_path / name, "--text", place / "text", "--context", 64, "--device", "cpu").stdout
         assert f"{6 if name == 'bert' else 7} heads" in shown
         assert shown.count("•") == 3
 
 
 def test_the_original_is_left_alone_and_folders_are_replaced_when_told(place, tmp_path):
-    options = ["--heads", "L0H1", "--no-compensate"]
+    options = ["--no-compensate", "--form", "uneven", "--heads", "L0H1"]
     before = {file.name: file.read_bytes() for file in (place / "bert").iterdir()}
     for extra in ([], ["--replace"]):
         said = invoke("prune", place / "bert", *options, "--output", place / "bert", *extra, code=2).stderr
@@ -185,9 +294,7 @@ def test_the_original_is_left_alone_and_folders_are_replaced_when_told(place, tm
         "which holds files; choose another one"
         in invoke("prune", place / "bert", *options, "--output", tmp_path / "one", code=2).stderr
     )
-    invoke(
-        "prune", place / "bert", "--heads", "L0H1,L0H2", "--no-compensate", "--output", tmp_path / "one", "--replace"
-    )
+    invoke("prune", place / "bert", *options[:-1], "L0H1,L0H2", "--output", tmp_path / "one", "--replace")
     assert heads(tmp_path / "one") == [2, 4]
     assert (
         "not written over the one it came from"
@@ -215,8 +322,8 @@ def test_the_original_is_left_alone_and_folders_are_replaced_when_told(place, tm
             ["--share", "30%", "--stack", "decoder"],
             "stack must be one of encoder.layer.*.attention.self, got 'decoder'",
         ),
-        (["--heads", "L0H1", "--form", "flat"], "must be one of uniform, uneven, padded; got 'flat'"),
-        (["--heads", "L0H1", "--form", "uniform"], "the uniform form needs a native config that describes the model"),
+        (["--heads", "L0H1", "--form", "flat"], "form must be one of uniform, uneven, padded, got 'flat'"),
+        (["--share", "30%", "--form", "uniform"], "the uniform form needs a native config with fewer heads"),
         (["--heads", "L0H1", "--text", "{empty}"], "calibration needs a text of at least 8 tokens"),
         (["--heads", "L0H1", "--text", "{short}"], "must have at least as many tokens as the heads of"),
         (["--share", "30%", "--text", "{short}"], "must have at least as many tokens as the heads of"),
@@ -233,6 +340,8 @@ def test_bad_input_of_prune_is_said_in_a_line_and_nothing_is_written(place, tmp_
     given = [x.format(**places) for x in arguments]
     if "--text" not in given:
         given += ["--text", place / "text"]
+    if "--form" not in given:
+        given += ["--form", "uneven"]
     said = invoke("prune", place / "bert", *given, "--device", "cpu", "--output", tmp_path / "out", code=2).stderr
     assert words in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt", "short.txt"]
@@ -257,9 +366,10 @@ def test_bad_input_of_merge_is_said_in_a_line_and_nothing_is_written(place, tmp_
 
 
 def test_an_output_is_needed_unless_only_counted(place):
-    said = invoke("prune", place / "bert", "--heads", "L0H1", "--no-compensate", code=2).stderr
+    options = ["--heads", "L0H1", "--form", "uneven"]
+    said = invoke("prune", place / "bert", *options, "--no-compensate", code=2).stderr
     assert "required unless --preview is used" in said
-    assert "0.88" in invoke("prune", place / "bert", "--heads", "L0H1", "--preview").stdout
+    assert "0.88" in invoke("prune", place / "bert", *options, "--preview").stdout
 
 
 def test_what_cannot_be_undone_is_said(place, tmp_path):
@@ -272,21 +382,34 @@ def test_what_cannot_be_undone_is_said(place, tmp_path):
     invoke(
         "prune", place / "bert", "--heads", "L0H1", "--no-compensate", "--output", tmp_path / "one", "--form", "padded"
     )
-    record = tmp_path / "one" / "polyhead-record.safetensors"
+    (record,) = (tmp_path / "one.undo").iterdir()
     whole = record.read_bytes()
-    record.write_bytes(whole[:-9])
-    assert "a whole safetensors file" in invoke("undo", tmp_path / "one", "-o", tmp_path / "out", code=2).stderr
-    record.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
-    assert "the record is damaged" in invoke("undo", tmp_path / "one", "-o", tmp_path / "out", code=2).stderr
+    back = ["undo", tmp_path / "one", "-o", tmp_path / "out"]
+    for content in (whole[:-9], whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:]):
+        record.write_bytes(content)
+        said = invoke(*back, code=2).stderr
+        assert f"the undo record of {tmp_path / 'one'} must be as it was saved, got {record}, which was changed" in said
+        assert "Load the model" not in said
     record.write_bytes(whole)
     invoke(
         "prune", place / "bert", "--heads", "L0H2", "--no-compensate", "--output", tmp_path / "two", "--form", "padded"
     )
-    (tmp_path / "two" / "polyhead-record.safetensors").write_bytes(whole)
+    shutil.rmtree(tmp_path / "two.undo")
+    said = invoke("undo", tmp_path / "two", "-o", tmp_path / "out", code=2).stderr
+    assert f"the undo record of {tmp_path / 'two'} is {tmp_path / 'two.undo'}{os.sep}" in said
+    assert "got none; if" in said
+    shutil.copytree(tmp_path / "one.undo", tmp_path / "two.undo")
+    said = invoke("undo", tmp_path / "two", "-o", tmp_path / "out", code=2).stderr
+    assert f"got {record.name}, which is another model's" in said
+    (own,) = re.findall(r"two\.undo/(\w+\.safetensors)", said)
+    (tmp_path / "two.undo" / record.name).rename(tmp_path / "two.undo" / own)
     assert (
-        "this record undoes the edits of the model with fingerprint"
-        in invoke("undo", tmp_path / "two", "-o", tmp_path / "out", code=2).stderr
+        "which was changed or damaged since" in invoke("undo", tmp_path / "two", "-o", tmp_path / "out", code=2).stderr
     )
     assert not (tmp_path / "out").exists()
     manifest = json.loads((tmp_path / "one" / "polyhead.json").read_text())
-    assert manifest["form"] == "padded"
+    assert (manifest["form"], f"{manifest['undo']}.safetensors") == ("padded", record.name)
+    weights = load_file(tmp_path / "one" / "model.safetensors")
+    weights["pooler.dense.bias"] += 1
+    save_file(weights, tmp_path / "one" / "model.safetensors", {"format": "pt"})
+    assert "they are damaged or another model's" in invoke(*back, code=2).stderr

@@ -56,8 +56,8 @@ def layouts_of(model: nn.Module) -> list[tuple[int, int]]:
 
 
 def test_an_encoder_is_shrunk_by_its_fidelity(place, tmp_path):
-    options = ["--text", place / "text", "--context", "16", "--device", "cpu", "--output", tmp_path / "small"]
-    shown = invoke("shrink", place / "bert", "--target", "25%-heads", *options).stdout
+    options = ["--text", place / "text", "--context", "16", "--device", "cpu", "--form", "uneven"]
+    shown = invoke("shrink", place / "bert", "--target", "25%-heads", *options, "--output", tmp_path / "small").stdout
     assert "fidelity of the original model 1 on the test set" in shown
     shares = re.findall(r"^ *(\d+)% +\d+% +(\S+) ± ", shown, re.MULTILINE)
     assert [share for share, _ in shares] == ["12", "25", "38", "50", "62", "75"]
@@ -69,7 +69,7 @@ def test_an_encoder_is_shrunk_by_its_fidelity(place, tmp_path):
 
 
 def test_a_causal_model_is_shrunk_by_its_perplexity_and_its_cache(place, tmp_path):
-    options = ["--text", place / "text", "--context", "16", "--device", "cpu"]
+    options = ["--text", place / "text", "--context", "16", "--device", "cpu", "--form", "uneven"]
     shown = invoke("shrink", place / "llama", "--target", "1.3x-cache", *options, "--output", tmp_path / "s").stdout
     assert "perplexity of the original model" in shown
     assert [line.split()[-3:] for line in shown.splitlines() if line.startswith("KV heads ")] == [["4", "3", "0.75"]]
@@ -95,22 +95,24 @@ def test_a_time_is_asked_of_the_machine_until_it_is_reached(place, monkeypatch):
 
     monkeypatch.setattr("polyhead.costs.measuring.runner.alternate", alternate)
     options = ["--text", place / "text", "--context", "16", "--device", "cpu", "--preview", "--measured"]
-    shown = invoke("shrink", place / "llama", "--target", "1.05x-faster", *options).stdout
+    uneven = [*options, "--form", "uneven"]
+    shown = invoke("shrink", place / "llama", "--target", "1.05x-faster", *uneven).stdout
     assert gone == [1, 2, 3]
     assert "For 1.05 times less time on this machine: 3 heads are pruned" in shown
-    said = invoke("shrink", place / "llama", "--target", "1.15x-faster", *options, code=2).stderr
+    said = invoke("shrink", place / "llama", "--target", "1.15x-faster", *uneven, code=2).stderr
     assert (
         f"at most {1 + 0.02 * gone[-1]:.2f}x-faster, measured here without all removable heads, got 1.15x-faster"
         in said
     )
     gone.clear()
-    shown = invoke("shrink", place / "llama", "--target", "1.1x-faster", *options, "--form", "uniform").stdout
+    shown = invoke("shrink", place / "llama", "--target", "1.1x-faster", *options).stdout
     assert gone == [4, 4, 6]
     assert "less time on this machine: 6 heads are pruned, 1/1 heads/KV heads remain in every layer" in shown
 
 
 def test_heads_are_moved_between_layers_by_what_is_measured(place, tmp_path, monkeypatch):
     options = ["--text", place / "text", "--context", "16", "--device", "cpu", "--target", "25%-heads"]
+    options += ["--form", "uneven"]
     plain = invoke("shrink", place / "bert", *options, "--preview").stdout
     result = invoke("shrink", place / "bert", *options, "--search", "--output", tmp_path / "small")
     curve = [line for line in plain.splitlines() if re.match(r" *\d+% ", line)]
@@ -150,6 +152,7 @@ def test_heads_are_moved_between_layers_by_what_is_measured(place, tmp_path, mon
 @pytest.mark.parametrize("target", ["1.3x-cache", "1.05x-faster"])
 def test_a_search_of_grouped_keys_keeps_to_the_target(place, target):
     options = ["--text", place / "text", "--context", "16", "--device", "cpu", "--target", target, "--preview"]
+    options += ["--form", "padded"]
     shown = invoke("shrink", place / "llama", *options, "--search").stdout
     assert "Search, " in shown
     if target == "1.3x-cache":
@@ -161,7 +164,7 @@ def test_a_search_of_grouped_keys_keeps_to_the_target(place, target):
 
 
 def test_every_layer_keeps_as_many_heads_in_a_form_that_stock_loads(place, tmp_path):
-    options = ["--text", place / "text", "--context", "16", "--tokens", "400", "--device", "cpu", "--form", "uniform"]
+    options = ["--text", place / "text", "--context", "16", "--tokens", "400", "--device", "cpu"]
     shown = invoke("shrink", place / "llama", "--target", "40%-heads", *options, "--output", tmp_path / "small").stdout
     found = re.findall(r"^ *(\d/\d) +(\d+)% +(\d+)% +\d+% ", shown, re.MULTILINE)
     assert found == [("2/2", "50", "100"), ("2/1", "50", "50"), ("1/1", "75", "50")]
@@ -169,6 +172,7 @@ def test_every_layer_keeps_as_many_heads_in_a_form_that_stock_loads(place, tmp_p
     assert "For 40% fewer heads: 4 heads are pruned, 2/2 heads/KV heads remain in every layer, compensated" in shown
     assert "uniform: plain transformers loads it as LlamaForCausalLM" in shown
     assert layouts(tmp_path / "small") == [(2, 2), (2, 2)]
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["small", "small.undo"]
     ids = torch.randint(5, 90, (2, 12), generator=torch.Generator().manual_seed(0))
     native, ours = LlamaForCausalLM.from_pretrained(tmp_path / "small").eval(), polyhead.load(tmp_path / "small")
     assert (native.config.num_attention_heads, native.config.num_key_value_heads) == (2, 2)
@@ -185,18 +189,19 @@ def test_every_layer_keeps_as_many_heads_in_a_form_that_stock_loads(place, tmp_p
 
 def test_a_family_that_has_no_fewer_heads_is_refused_before_its_text_is_read(place, tmp_path):
     (tmp_path / "unreadable.txt").write_bytes(b"\xff\xfe\x00\xd8")
-    options = ["--target", "25%-heads", "--text", tmp_path / "unreadable.txt", "--form", "uniform", "--device", "cpu"]
+    options = ["--target", "25%-heads", "--text", tmp_path / "unreadable.txt", "--device", "cpu"]
     said = invoke("shrink", place / "bert", *options, "--preview", code=2).stderr
-    assert "got a BertModel, which has none; use the form padded" in said
+    assert "got a BertModel, which has none; use --form padded" in said
 
 
 def test_options_say_what_they_do():
     shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", invoke("shrink", "--help").stdout).split())
     assert "--search" in shown
     assert (
-        "move removals between layers (with --form uniform: swap heads within layers) while quality improves" in shown
+        "swap heads within layers (with --form padded or uneven: move removals between layers) while quality" in shown
     )
-    assert "With --form uniform all layers keep the same number of heads and KV heads" in shown
+    assert "All layers keep the same number of heads and KV heads" in shown
+    assert "[default: uniform]" in shown
 
 
 @pytest.mark.parametrize(
@@ -227,6 +232,7 @@ def test_options_say_what_they_do():
 def test_what_cannot_be_done_is_said(place, tmp_path, arguments, words):
     arguments = [place / "text" if x == "T" else x for x in arguments]
     arguments += [] if "--context" in arguments else ["--context", "16"]
+    arguments += [] if "--form" in arguments else ["--form", "uneven"]
     output = tmp_path / "never"
     said = invoke("shrink", place / "bert", *arguments, "--output", output, "--device", "cpu", code=2).stderr
     assert words in said

@@ -83,8 +83,11 @@ def test_a_cache_gives_what_the_full_pass_gives_in_less_memory_where_promised():
     assert sizes["rolling"] == sizes["preallocated"] // 4
 
 
-def test_a_pruned_model_is_the_same_once_loaded_and_can_be_undone():
+def test_a_pruned_model_is_the_same_once_loaded_and_can_be_undone(capsys):
     result = prune_and_reload.main(share=0.05, tokens=1024)
+    sizes = [int(x.replace(",", "")) for x in re.findall(r"([\d,]+) bytes", capsys.readouterr().out)]
+    assert len(sizes) == 2
+    assert 0 < sizes[1] < sizes[0]
     assert result["heads"] == (72, 68)
     assert result["difference"] == 0
     assert result["restored"]

@@ -114,7 +114,7 @@ def edited_models() -> None:
         save(model, f"model-{form}", form=form, record=record)
         every += edits
     Path("edits.json").write_text(edits_to_json(every) + "\n", encoding="utf-8")
-    shrink = ["shrink", "encoder", "--target", "25%-heads", *READ]
+    shrink = ["shrink", "encoder", "--target", "25%-heads", "--form", "uneven", *READ]
     command(*shrink, "--resume", "journal", "--output", "shrunk")
     shutil.rmtree("shrunk")
 

@@ -22,7 +22,7 @@ from polyhead.costs.timing.machine import Machine
 from polyhead.inspection import load_inspection
 from polyhead.layers.config import AttentionConfig, build_attention
 from polyhead.observation.renamed import current_name
-from polyhead.surgery import EditRecord, edits_from_json, undo
+from polyhead.surgery import edits_from_json
 
 SAVED = Path(__file__).parent / "saved"
 
@@ -83,9 +83,9 @@ def test_a_stopped_run_goes_on(place):
 
 @pytest.mark.parametrize(("form", "original"), [("uniform", "decoder"), ("padded", "decoder"), ("uneven", "encoder")])
 def test_an_edited_model_is_loaded_and_comes_back(form, original):
-    model = polyhead.load(SAVED / f"model-{form}")
-    assert model(torch.arange(5)[None])[0].isfinite().all()
-    undo(model, EditRecord.load(SAVED / f"model-{form}" / "polyhead-record.safetensors"))
+    """Their records are in their folders."""
+    assert polyhead.load(SAVED / f"model-{form}")(torch.arange(5)[None])[0].isfinite().all()
+    model = polyhead.undo(SAVED / f"model-{form}").model
     kind = {"decoder": transformers.LlamaForCausalLM, "encoder": transformers.BertModel}[original]
     before = kind.from_pretrained(SAVED / original).state_dict()
     assert model.state_dict().keys() == before.keys()
@@ -101,7 +101,19 @@ def test_edits_are_read():
 def test_a_shrinking_goes_on_from_its_journal(place):
     before = {file.name: file.read_bytes() for file in (place / "journal").iterdir()}
     read = ["--text", "text", "--context", "24", "--tokens", "200", "--device", "cpu"]
-    command("shrink", "encoder", "--target", "25%-heads", *read, "--resume", "journal", "--output", "shrunk")
+    command(
+        "shrink",
+        "encoder",
+        "--target",
+        "25%-heads",
+        *read,
+        "--resume",
+        "journal",
+        "--output",
+        "shrunk",
+        "--form",
+        "uneven",
+    )
     assert {file.name: file.read_bytes() for file in (place / "journal").iterdir()} == before
     assert polyhead.load(place / "shrunk").config.num_hidden_layers == 2
 

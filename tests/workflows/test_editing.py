@@ -15,6 +15,10 @@ from polyhead.surgery import fingerprint
 from polyhead.workflows.model_loading import load_model
 from tests.inspection.small_models import model_folder, text_folder, tokenizer
 
+OTHER_FORMS = (
+    r"use --form padded \(loads anywhere, saves nothing\) or --form uneven \(smaller, loads with polyhead.load\)"
+)
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
@@ -43,7 +47,7 @@ def test_a_model_in_memory_is_pruned_in_place_as_the_folder_is(place, tmp_path):
     options = {"share": 0.25, "context": 40}
     edited = polyhead.prune(model, **options, text=documents(place), tokenizer=tokenizer(), progress=seen.append)
     assert edited.model is model
-    assert total_heads(model) == edited.preview.after.heads == 6
+    assert total_heads(model) == edited.preview.after.heads == 4
     assert 0 < edited.fidelity.value < 1
     assert 0 < edited.held_out_tokens <= 40 * edited.held_out_contexts
     layers = len({edit.layer for edit in edited.edits})
@@ -52,6 +56,7 @@ def test_a_model_in_memory_is_pruned_in_place_as_the_folder_is(place, tmp_path):
     assert (by_name.edits, by_name.fidelity) == (edited.edits, edited.fidelity)
     assert fingerprint(by_name.model) == fingerprint(model)
     saved = edited.save(tmp_path / "pruned")
+    assert (saved.form, saved.undo_folder) == ("uniform", tmp_path / "pruned.undo")
     assert fingerprint(polyhead.load(saved.folder)) == fingerprint(model)
     assert polyhead.undo(saved.folder).record.before == before
     edited.undo()
@@ -61,8 +66,8 @@ def test_a_model_in_memory_is_pruned_in_place_as_the_folder_is(place, tmp_path):
 def test_a_preview_changes_nothing_and_cannot_be_saved(place, tmp_path):
     model = in_memory(place / "llama")
     before = fingerprint(model)
-    edited = polyhead.prune(model, [(0, 1), polyhead.HeadId(1, 2)], preview=True)
-    assert edited.edits == polyhead.prune(model, ["L0H1", "L1H2"], preview=True).edits
+    edited = polyhead.prune(model, [(0, 1), polyhead.HeadId(1, 2)], form="uneven", preview=True)
+    assert edited.edits == polyhead.prune(model, ["L0H1", "L1H2"], form="padded", preview=True).edits
     assert (edited.record, edited.preview.before.heads, edited.preview.after.heads) == (None, 8, 6)
     for call in (lambda: edited.save(tmp_path / "never"), edited.undo):
         with pytest.raises(OptionError, match="only an edited model can be saved or reverted"):
@@ -72,8 +77,8 @@ def test_a_preview_changes_nothing_and_cannot_be_saved(place, tmp_path):
 
 
 def test_merged_heads_are_those_of_the_command(place):
-    by_text = polyhead.merge(place / "bert", "L1H0+L1H2,L1H1+L1H3")
-    by_pairs = polyhead.merge(place / "bert", [[(1, 0), (1, 2)], [(1, 1), (1, 3)]])
+    by_text = polyhead.merge(place / "bert", "L1H0+L1H2,L1H1+L1H3", form="uneven")
+    by_pairs = polyhead.merge(place / "bert", [[(1, 0), (1, 2)], [(1, 1), (1, 3)]], form="uneven")
     assert by_text.edits == by_pairs.edits
     assert fingerprint(by_text.model) == fingerprint(by_pairs.model)
     assert total_heads(by_text.model) == 6
@@ -117,7 +122,7 @@ def test_uneven_groups_run_on_polyhead_attention_until_they_are_undone(place):
     ids = torch.tensor([[5, 7, 11, 13]])
     with torch.no_grad():
         expected = model(ids).logits
-        edited = polyhead.prune(model, "L0H1", text=documents(place), **options)
+        edited = polyhead.prune(model, "L0H1", form="uneven", text=documents(place), **options)
         assert 0 < edited.fidelity.value < 1
         assert model.config._attn_implementation == "polyhead"
         assert not torch.equal(model(ids).logits, expected)
@@ -127,7 +132,7 @@ def test_uneven_groups_run_on_polyhead_attention_until_they_are_undone(place):
 
 
 def test_a_model_restored_from_a_folder_has_the_default_attention(place, tmp_path):
-    edited = polyhead.prune(place / "llama", "L0H1", compensate=False)
+    edited = polyhead.prune(place / "llama", "L0H1", form="uneven", compensate=False)
     saved = edited.save(tmp_path / "uneven")
     assert saved.form == "uneven"
     assert polyhead.load(saved.folder).config._attn_implementation == "polyhead"
@@ -136,7 +141,7 @@ def test_a_model_restored_from_a_folder_has_the_default_attention(place, tmp_pat
 
 def test_a_model_is_shrunk_to_a_target_and_the_curve_is_data(place, tmp_path):
     model = in_memory(place / "llama")
-    options = {"context": 16, "tokens": 400}
+    options = {"context": 16, "tokens": 400, "form": "uneven"}
     shrunk = polyhead.shrink(model, "25%-heads", documents(place), tokenizer=tokenizer(), **options)
     assert sum(map(len, shrunk.removed.values())) == 2
     assert (shrunk.metric, total_heads(model)) == ("perplexity", 6)
@@ -162,7 +167,19 @@ def test_a_model_is_shrunk_to_a_target_and_the_curve_is_data(place, tmp_path):
         (lambda place: polyhead.prune(place / "bert", "L0H1", share=0.5), "either heads or share, got both"),
         (lambda place: polyhead.prune(place / "bert", share=30), "share must be between 0 and 1, got 30"),
         (lambda place: polyhead.prune(place / "bert", "L0H9"), "9"),
-        (lambda place: polyhead.prune(in_memory(place / "llama"), "L0H1"), "needs a model that reads text and its tok"),
+        (
+            lambda place: polyhead.prune(in_memory(place / "llama"), "L0H1", form="uneven"),
+            "needs a model that reads text and its tok",
+        ),
+        (lambda place: polyhead.prune(in_memory(place / "llama"), "L0H1"), OTHER_FORMS),
+        (lambda place: polyhead.prune(in_memory(place / "llama"), "L0H1", preview=True), OTHER_FORMS),
+        (lambda place: polyhead.prune(place / "bert", share=0.5), OTHER_FORMS),
+        (lambda place: polyhead.prune(place / "llama", share=0.3, criterion="plain"), OTHER_FORMS),
+        (lambda place: polyhead.prune(place / "llama", share=0.9), rf"2/2, 2/1, 1/1, .*{OTHER_FORMS}"),
+        (lambda place: polyhead.merge(place / "llama", "L0H0+L0H1"), OTHER_FORMS),
+        (lambda place: polyhead.convert(place / "bert", 2), OTHER_FORMS),
+        (lambda place: polyhead.shrink(place / "bert", "25%-heads", ["a"]), OTHER_FORMS),
+        (lambda place: polyhead.prune(place / "llama", "L0H1", form="flat"), "form must be one of uniform, uneven"),
         (lambda place: polyhead.prune(in_memory(place / "llama").train(), "L0H1"), r"call model.eval\(\) first"),
         (lambda place: polyhead.prune(torch.nn.Linear(2, 2), "L0H1"), "or a transformers model, got a Linear"),
         (lambda place: polyhead.merge(place / "bert", "L1H0+L1H2,L1H2+L1H3"), "occur only once, got L1H2"),
@@ -189,6 +206,10 @@ def test_other_arguments_are_checked_before_a_model_is_loaded(place):
 
     for call in (
         lambda: polyhead.prune(load, share=0.3, criterion="magic"),
+        lambda: polyhead.prune(load, share=0.3, criterion="random"),
+        lambda: polyhead.convert(load, 2, form="flat"),
+        lambda: polyhead.merge(load, "L0H0+L0H1", form="flat"),
+        lambda: polyhead.shrink(load, "30%-heads", place / "text", form="flat"),
         lambda: polyhead.convert(load, 2, grouping="magic"),
         lambda: polyhead.shrink(load, "half", place / "text"),
         lambda: polyhead.merge(load, "L1H0"),

@@ -7,6 +7,7 @@ import { idOf, keyOf, useModel, type Model } from "./model";
 
 const TEXT = "text.txt"; // placeholder for calibration data
 const SHARE = "20%";
+const FORM = ["--form", "uneven"]; // possible for all models and heads
 
 /** Keep the most important head of a group and prune the rest, or merge the group into one head. */
 export function EditsOfGroup({ group }: { group: Group }): JSX.Element | null {
@@ -26,12 +27,12 @@ export function EditsOfGroup({ group }: { group: Group }): JSX.Element | null {
     <>
       <Command
         about={t("editPrune", { head: model.name(best) })}
-        options={["prune", name, "--heads", listed(others, ","), ...stack, "--text", TEXT]}
+        options={["prune", name, "--heads", listed(others, ","), ...stack, "--text", TEXT, ...FORM]}
         output="pruned"
       />
       <Command
         about={t("editMerge")}
-        options={["merge", name, "--heads", listed(group.heads, "+"), ...stack]}
+        options={["merge", name, "--heads", listed(group.heads, "+"), ...stack, ...FORM]}
         output="merged"
       />
     </>
@@ -47,7 +48,7 @@ export function EditsOfModel(): JSX.Element | null {
   return (
     <Command
       about={t("editShare", { share: SHARE })}
-      options={["prune", page.facts.name, "--share", SHARE, "--text", TEXT]}
+      options={["prune", page.facts.name, "--share", SHARE, "--text", TEXT, ...FORM]}
       output="pruned"
     />
   );

@@ -48,7 +48,7 @@ def convert(
             help="Rounds of alternating least squares that refit the shared K and V projections to the text.",
         ),
     ] = 0,
-    form: SavedForm = None,
+    form: SavedForm = "uniform",
     preview: PreviewOnly = False,
     replace: Replace = False,
     stack: Stack = None,
@@ -62,7 +62,7 @@ def convert(
     """Convert a trained model to fewer KV heads (GQA or MQA), without retraining.
 
     Merges similar KV heads in closed form and compensates the output projections by least squares on a text. Writes the
-    model to a new folder, with a record to undo the edit; the original is not modified.
+    model to a new folder, and the record to undo the edit beside it; the original is not modified.
 
     Example: `polyhead convert smollm2 --kv-heads 1 --text corpus.txt --output smollm2-mqa`
     """
@@ -93,6 +93,7 @@ def convert(
             field=field,
             grouping=grouping,  # type: ignore[arg-type]  # checked by the function
             rounds=rounds,
+            form=form,  # type: ignore[arg-type]  # checked by the function
             preview=preview,
             stack=stack,
             context=context,
@@ -101,4 +102,4 @@ def convert(
         )
     summary = f"with {kv_heads} KV head{'s' * (kv_heads > 1)} in each of {len(edited.edits)} layers"
     show_edited(edited, summary, console)
-    write_edited(edited, output, form, console, replace=replace)
+    write_edited(edited, output, console, replace=replace)

@@ -9,8 +9,7 @@ import typer
 
 from polyhead.cli.options import check_positive, check_text, optional
 from polyhead.errors import OptionError
-
-FORMS = ("uniform", "uneven", "padded")
+from polyhead.surgery.options import FORMS
 
 Model = Annotated[
     str,
@@ -21,19 +20,29 @@ Model = Annotated[
     ),
 ]
 Output = Annotated[
-    Path | None, optional("Write the edited model to this new folder.", "--output", "-o", metavar="FOLDER")
+    Path | None,
+    optional(
+        "Write the edited model to this new folder, and the record to undo the edit to FOLDER.undo beside it.",
+        "--output",
+        "-o",
+        metavar="FOLDER",
+    ),
 ]
 SavedForm = Annotated[
-    str | None,
-    optional(
-        "Format of the saved model. uniform: equal heads in every layer, loads in plain transformers. padded: "
-        "removed heads are zeros, loads in plain transformers, saves no time. uneven: loads with polyhead.load only. "
-        "[default: uniform if possible, else uneven]",
+    str,
+    typer.Option(
         metavar="|".join(FORMS),
+        help="Form of the saved model. uniform: equally many heads in every layer, loads in plain transformers; where "
+        "that is impossible, the command stops before it loads the weights. padded: removed heads are zeros, loads "
+        "anywhere, saves nothing. uneven: smaller, loads with polyhead.load.",
     ),
 ]
 Replace = Annotated[
-    bool, typer.Option("--replace", help="Replace the output folder if it contains only a model saved by polyhead.")
+    bool,
+    typer.Option(
+        "--replace",
+        help="Replace the output folder, and its undo record, if it contains only a model saved by polyhead.",
+    ),
 ]
 PreviewOnly = Annotated[bool, typer.Option("--preview", help="Show the effect on size and cost; write nothing.")]
 Stack = Annotated[
@@ -72,18 +81,19 @@ SavedDtype = Annotated[
 
 
 def check_output(
-    output: Path | None, form: str | None, *, preview: bool, replace: bool, source: str | Path | None = None
+    output: Path | None, form: str, *, preview: bool, replace: bool, source: str | Path | None = None
 ) -> None:
     """Check the output folder, the form, and the files to copy, before any expensive work."""
     from polyhead.observation.run_folder import check_folder
     from polyhead.sources.model_source import find_source
+    from polyhead.surgery.options import check_form
     from polyhead.surgery.storage.folders import check_free
     from polyhead.surgery.storage.side_files import SideFiles
+    from polyhead.surgery.storage.undo_folder import undo_folder
 
     if isinstance(source, str):
         find_source(source)
-    if form is not None and form not in FORMS:
-        raise OptionError(f"--form must be one of {', '.join(FORMS)}; got {form!r}")
+    check_form(form)
     if output is None:
         if not preview:
             raise OptionError(
@@ -91,7 +101,8 @@ def check_output(
             )
         return
     check_free(output, replace=replace, source=source)
-    check_folder(output, "--output")
+    for folder in (output, undo_folder(output)):
+        check_folder(folder, "--output")
     if source is not None and (Path(source).expanduser() / "config.json").is_file():
         SideFiles(Path(source).expanduser()).check()
 

@@ -25,11 +25,14 @@ def model_loader(
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
 ) -> Callable[[], LoadedModel]:
-    """Return a function that loads the model to edit, in its saved dtype by default, if it can be saved to `output`."""
+    """Return a function that loads the model to edit, in its saved dtype by default, if it can be saved to `output`.
+
+    Its shapes can be told from its config alone, unless that needs code of the model.
+    """
     from polyhead.cli.options import check_dtype, default_device
     from polyhead.progress import Progress
     from polyhead.surgery.storage.saving import check_savable
-    from polyhead.workflows.model_loading import load_model
+    from polyhead.workflows.model_loading import ModelLoader, load_model
 
     check_dtype(dtype)
 
@@ -47,7 +50,7 @@ def model_loader(
         check_savable(loaded.model, output)
         return loaded
 
-    return load
+    return load if trust_remote_code else ModelLoader(name, load)
 
 
 def show_preview(counted: Preview, console: Console) -> None:
@@ -91,9 +94,7 @@ def show_saved(saved: SavedModel, console: Console) -> None:
     console.print(summary, markup=False, soft_wrap=True)
 
 
-def write_edited(
-    edited: EditedModel, output: Path | None, form: str | None, console: Console, *, replace: bool
-) -> None:
+def write_edited(edited: EditedModel, output: Path | None, console: Console, *, replace: bool) -> None:
     """Save an edited model with its undo record and the other files of its folder, and print a summary."""
     from polyhead.cli.progress_bars import ProgressBars
     from polyhead.progress import Progress
@@ -102,13 +103,17 @@ def write_edited(
         return
     with ProgressBars() as progress:
         progress(Progress("Write the model"))
-        saved = edited.save(output, form=form, replace=replace)  # type: ignore[arg-type]  # checked by check_output
+        saved = edited.save(output, replace=replace)
     show_saved(saved, console)
-    hint = f"Run `polyhead undo {saved.folder} --output FOLDER` to restore the original bit for bit"
+    hint = (
+        f"Run `polyhead undo {saved.folder} --output FOLDER` to restore the original bit for bit; its record is "
+        f"{saved.undo_folder}, to be kept beside the model"
+    )
     console.print(hint, markup=False, soft_wrap=True)
-    if not edited.undoes_all:
+    if edited.undo_caveat:
         console.print(
-            "Only these edits can be undone, not earlier ones: the weights were loaded in another dtype than "
-            "they were saved in.",
+            f"Only these edits can be undone, not earlier ones: {edited.undo_caveat}.",
             style="yellow",
+            markup=False,
+            soft_wrap=True,
         )

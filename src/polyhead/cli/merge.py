@@ -21,7 +21,7 @@ def merge(
         ),
     ],
     output: Output = None,
-    form: SavedForm = None,
+    form: SavedForm = "uniform",
     preview: PreviewOnly = False,
     replace: Replace = False,
     stack: Stack = None,
@@ -33,9 +33,9 @@ def merge(
     """Merge redundant heads of a layer into one.
 
     Averages their Q, K and V projections and sums their output projections: identical heads are merged without loss.
-    Writes the model to a new folder, with a record to undo the edit; the original is not modified.
+    Writes the model to a new folder, and the record to undo the edit beside it; the original is not modified.
 
-    Example: `polyhead merge minilm --heads L1H3+L1H7 --output merged`
+    Example: `polyhead merge minilm --heads L1H3+L1H7 --form uneven --output merged`
     """
     from rich.console import Console
 
@@ -61,9 +61,10 @@ def merge(
                 trust_remote_code=trust_remote_code,
             ),
             heads,
+            form=form,  # type: ignore[arg-type]  # checked by the function
             preview=preview,
             stack=stack,
         )
     listed = ",".join("+".join(map(str, group)) for group in groups)
     show_edited(edited, f"with heads {listed} merged", console)
-    write_edited(edited, output, form, console, replace=replace)
+    write_edited(edited, output, console, replace=replace)

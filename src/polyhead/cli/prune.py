@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,19 +28,27 @@ from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode, optional
 from polyhead.cli.progress_bars import ProgressBars
 from polyhead.errors import OptionError
 
+if TYPE_CHECKING:
+    from polyhead.surgery import Preview
+
 
 def prune(
     model: Model,
     heads: Annotated[str | None, optional("Heads to remove, e.g. L0H3,L1H7.", metavar="HEAD,...")] = None,
     share: Annotated[
-        str | None, optional("Remove this share of all heads, e.g. 30%, selected by --criterion.", metavar="N%")
+        str | None,
+        optional(
+            "Remove this share of all heads, e.g. 30%, selected by --criterion. With --form uniform, at least this "
+            "share: the smallest that leaves equally many in every layer.",
+            metavar="N%",
+        ),
     ] = None,
     criterion: Annotated[
         str,
         typer.Option(
             metavar="NAME",
             help="Importance score for --share: compensated (error after compensation), plain (error without it), "
-            "ablation, gradient, taylor, magnitude, redundancy, or random (control).",
+            "ablation, gradient, taylor, magnitude, redundancy, or random (control). --form uniform needs compensated.",
         ),
     ] = "compensated",
     output: Output = None,
@@ -54,7 +62,7 @@ def prune(
             "text.",
         ),
     ] = True,
-    form: SavedForm = None,
+    form: SavedForm = "uniform",
     preview: PreviewOnly = False,
     replace: Replace = False,
     stack: Stack = None,
@@ -69,14 +77,14 @@ def prune(
     """Remove heads from a trained model, without retraining.
 
     Select heads with --heads, or a share of them with --share. The remaining heads compensate by least squares on a
-    text. Writes the model to a new folder, with a record to undo the edit; the original is not modified.
+    text. Writes the model to a new folder, and the record to undo the edit beside it; the original is not modified.
 
-    Example: `polyhead prune minilm --share 30% --text corpus.txt --output pruned`
+    Example: `polyhead prune smollm2 --share 30% --text corpus.txt --output pruned`
     """
     from rich.console import Console
 
     from polyhead.geometry import parse_heads
-    from polyhead.surgery.options import check_criterion
+    from polyhead.surgery.options import check_selection
 
     console = Console(highlight=False)
     if (heads is None) == (share is None):
@@ -84,7 +92,7 @@ def prune(
     with ProgressBars() as progress:
         check_output(output, form, preview=preview, replace=replace, source=model)
         fraction = None if share is None else _share(share)
-        check_criterion(criterion)
+        check_selection(form, criterion, by_name=share is None)
         check_reading(text, field, context, tokens)
         removed = [] if heads is None else parse_heads(heads)
 
@@ -109,6 +117,7 @@ def prune(
             text=text,
             field=field,
             compensate=compensation,
+            form=form,  # type: ignore[arg-type]  # checked by the function
             preview=preview,
             stack=stack,
             context=context,
@@ -116,8 +125,11 @@ def prune(
             seed=seed,
             progress=progress,
         )
-    show_edited(edited, f"without heads {_format_heads(edited.edits)}", console)
-    write_edited(edited, output, form, console, replace=replace)
+    summary = f"without heads {_format_heads(edited.edits)}"
+    if fraction is not None and form == "uniform":
+        summary += f"\n{_describe_layout(edited.preview, fraction)}"
+    show_edited(edited, summary, console)
+    write_edited(edited, output, console, replace=replace)
 
 
 def _share(text: str) -> float:
@@ -126,6 +138,17 @@ def _share(text: str) -> float:
     if not 0 < share < 1:
         raise OptionError(f"--share must be a percentage between 0% and 100%, e.g. 30%; got {text!r}")
     return share
+
+
+def _describe_layout(counted: Preview, share: float) -> str:
+    """Describe the layout of the pruned layers, and the share of their heads that it takes."""
+    pruned = [layer for layer in counted.layers if layer.after.heads < layer.before.heads]
+    before, left = (sum(getattr(layer, name).heads for layer in pruned) for name in ("before", "after"))
+    after = pruned[0].after
+    return (
+        f"{after.heads} heads over {after.kv_heads} KV heads remain in every layer, {1 - left / before:.1%} fewer than "
+        f"before, for {share:.1%} requested"
+    )
 
 
 def _format_heads(edits: Sequence[Any]) -> str:

@@ -63,7 +63,11 @@ def shrink(
         bool, typer.Option("--preview", help="Show the curve and the pruned model's size; write nothing.")
     ] = False,
     criterion: Annotated[
-        str, typer.Option(metavar="NAME", help="Importance score of heads, as in `polyhead prune`.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Importance score of heads, as in `polyhead prune`. --form uniform needs compensated.",
+        ),
     ] = "compensated",
     measured: Annotated[
         bool, typer.Option("--measured", help="Measure Nx-faster on this machine instead of counting FLOPs.")
@@ -72,13 +76,13 @@ def shrink(
         bool,
         typer.Option(
             "--search",
-            help="Improve the selection by local search: move removals between layers (with --form uniform: swap heads "
-            "within layers) while quality improves and the target holds. Takes some hundred evaluations; does not "
-            "affect the curve.",
+            help="Improve the selection by local search: swap heads within layers (with --form padded or uneven: move "
+            "removals between layers) while quality improves and the target holds. Takes some hundred evaluations; "
+            "does not affect the curve.",
         ),
     ] = False,
     field: Field = "text",
-    form: SavedForm = None,
+    form: SavedForm = "uniform",
     replace: Replace = False,
     context: ContextLength = None,
     tokens: Tokens = 65_536,
@@ -90,10 +94,10 @@ def shrink(
 ) -> None:
     """Prune heads of a trained model to a target size, without retraining, and show quality over size.
 
-    Selects heads over all layers, with errors weighted by their effect on the model's loss per layer, direction and
-    token; the remaining heads compensate by least squares. The curve has two controls: the same heads without
-    compensation, and random heads with it. With --form uniform all layers keep the same number of heads and KV heads,
-    the largest that reaches the target, so that the model loads in plain transformers.
+    Selects heads, with errors weighted by their effect on the model's loss per layer, direction and token; the
+    remaining heads compensate by least squares. All layers keep the same number of heads and KV heads, the largest that
+    reaches the target, so that the model loads in plain transformers; with another --form, heads are selected over all
+    layers. The curve has two controls: the same heads without compensation, and random heads with it.
 
     With --resume DIR every measurement is saved. Repeat the same command to continue an interrupted run with identical
     results; another model, text or option is refused.
@@ -112,7 +116,7 @@ def shrink(
             has_text=text is not None,
             metric=metric,
             criterion=criterion,
-            uniform=form == "uniform",
+            form=form,
             measured=measured,
             search=search,
         )
@@ -133,7 +137,7 @@ def shrink(
             text,
             metric=metric,  # type: ignore[arg-type]  # checked by the function
             criterion=criterion,
-            uniform=form == "uniform",
+            form=form,  # type: ignore[arg-type]  # checked by the function
             measured=measured,
             search=search,
             preview=preview,
@@ -145,7 +149,7 @@ def shrink(
         )
     with resumable(resume):
         _show(shrunk, console)
-        write_edited(shrunk, output, form, console, replace=replace)
+        write_edited(shrunk, output, console, replace=replace)
 
 
 def _show(shrunk: ShrunkModel, console: Console) -> None:

@@ -7,30 +7,36 @@ from typing import Annotated
 
 import typer
 
-from polyhead.cli.edit_options import Replace, check_output
+from polyhead.cli.edit_options import Replace, SavedForm, check_output
 from polyhead.cli.edit_results import show_saved
 from polyhead.cli.progress_bars import ProgressBars
 
 
 def undo(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of an edited model saved by polyhead.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER", help="Folder of an edited model saved by polyhead, with FOLDER.undo beside it."
+        ),
+    ],
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FOLDER", help="Write the original model to this new folder.")
     ],
+    form: SavedForm = "uniform",
     replace: Replace = False,
 ) -> None:
     """Restore the original of an edited model, bit for bit.
 
     Reverts all edits since the original. Fingerprints of the weights are checked before and after; a model that was
-    trained in between is refused.
+    trained in between is refused. Only an original that was itself an edited model may need another --form.
     """
     from rich.console import Console
 
     from polyhead.progress import Progress
-    from polyhead.surgery.storage.folders import check_edited
+    from polyhead.surgery.storage.undo_folder import check_edited
 
     console = Console(highlight=False)
-    check_output(output, None, preview=False, replace=replace, source=folder)
+    check_output(output, form, preview=False, replace=replace, source=folder)
     check_edited(folder.expanduser())
 
     import polyhead
@@ -38,6 +44,6 @@ def undo(
     with ProgressBars() as progress:
         restored = polyhead.undo(folder, progress=progress)
         progress(Progress("Write the model"))
-        saved = restored.save(output, replace=replace)
+        saved = restored.save(output, form=form, replace=replace)  # type: ignore[arg-type]  # checked above
     show_saved(saved, console)
     console.print(f"Fingerprint {restored.record.before}, same as the original", markup=False)

@@ -55,6 +55,17 @@ def check_config(folder: Path) -> None:
 
 def check_room(model_class: Any, config: Any, num_bytes: int, place: str) -> None:
     """Check, by building the model on the meta device, that its size is plausible for its weight files."""
+    model = build_on_meta(model_class, config)
+    elements = sum(x.numel() for x in (*model.parameters(), *model.buffers()))
+    if elements > MAX_ELEMENTS_PER_BYTE * num_bytes + _SLACK:
+        raise CheckpointError(
+            f"a config must match the size of its weight files, got {elements:,} elements for {num_bytes:,} bytes of "
+            f"weights in {place}"
+        )
+
+
+def build_on_meta(model_class: Any, config: Any) -> Any:
+    """Build a model of a class or an auto class on the meta device, from a copy of its config."""
     import copy
 
     import torch
@@ -62,10 +73,4 @@ def check_room(model_class: Any, config: Any, num_bytes: int, place: str) -> Non
 
     with torch.random.fork_rng(devices=[]), torch.device("meta"), initialization.no_init_weights():
         build = getattr(model_class, "_from_config", None) or model_class.from_config
-        model = build(copy.deepcopy(config))
-    elements = sum(x.numel() for x in (*model.parameters(), *model.buffers()))
-    if elements > MAX_ELEMENTS_PER_BYTE * num_bytes + _SLACK:
-        raise CheckpointError(
-            f"a config must match the size of its weight files, got {elements:,} elements for {num_bytes:,} bytes of "
-            f"weights in {place}"
-        )
+        return build(copy.deepcopy(config))

@@ -18,7 +18,7 @@ from torch import nn
 
 from polyhead.errors import CheckpointError, DeviceError, OptionError
 from polyhead.files import as_type, read_json, refusing, short
-from polyhead.sources.config_sizes import check_config, check_room, check_sizes
+from polyhead.sources.config_sizes import build_on_meta, check_config, check_room, check_sizes
 from polyhead.sources.load_errors import describe_failure, quiet
 from polyhead.sources.model_source import ModelSource, check_transformers, find_source
 
@@ -71,6 +71,20 @@ def check_layers(
     if layer_counts and (beyond := sorted({layer for layer in layers if layer >= max(layer_counts)})):
         got = f"layer{'s' * (len(beyond) > 1)} {', '.join(map(str, beyond))}"
         raise OptionError(f"{name or 'minilm'} has layers 0 to {max(layer_counts) - 1}, got {got}")
+
+
+def read_shapes(name: str | os.PathLike[str] | None) -> Any | None:
+    """Return a model on the meta device, built from its config alone; None for a GGUF file or a folder without one."""
+    source = find_source(name)
+    if source.gguf_file is None and source.is_local and (Path(source.location) / "config.json").is_file():
+        check_config(Path(source.location))
+    config = read_config(name)
+    if config is None:
+        return None
+    with quiet(progress=False), describe_failure(source.name, source.location, local=source.is_local):
+        check_sizes(config.to_dict(), source.name)
+        check_kernels(config, source.name, False)
+        return build_on_meta(_model_class(config, source.name, False, from_gguf=False), config).eval()
 
 
 def read_weights(folder: Path, *, model_class: Any = None, dtype: torch.dtype | None = None) -> Any:

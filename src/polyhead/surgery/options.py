@@ -12,6 +12,12 @@ CRITERIA = ("compensated", "plain", "ablation", "gradient", "taylor", "magnitude
 METRICS = ("perplexity", "fidelity")
 Grouping = Literal["similar", "neighbours"]
 GROUPINGS: tuple[Grouping, ...] = get_args(Grouping)
+Form = Literal["uniform", "uneven", "padded"]  # of a saved model
+FORMS: tuple[Form, ...] = get_args(Form)
+OTHER_FORMS = (
+    "use --form padded (loads anywhere, saves nothing) or --form uneven (smaller, loads with polyhead.load); form= "
+    "in Python"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,25 @@ def check_criterion(criterion: str) -> None:
         raise OptionError(f"criterion must be one of {', '.join(CRITERIA)}, got {criterion!r}")
 
 
+def check_form(form: str) -> None:
+    """Raise if models are not saved in such a form."""
+    if form not in FORMS:
+        raise OptionError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
+
+
+def check_selection(form: str, criterion: str, *, by_name: bool = False) -> None:
+    """Raise if there is no such form or criterion, or the criterion does not select heads for the form.
+
+    Heads that are passed `by_name` are not selected.
+    """
+    check_form(form)
+    check_criterion(criterion)
+    if form == "uniform" and criterion != "compensated" and not by_name:
+        raise OptionError(
+            f"the uniform form needs the criterion compensated, got {criterion!r}; omit the criterion, or {OTHER_FORMS}"
+        )
+
+
 def check_grouping(grouping: str) -> None:
     """Raise if KV heads cannot be grouped so."""
     if grouping not in GROUPINGS:
@@ -71,7 +96,7 @@ def check_shrinking(
     has_text: bool,
     metric: str | None,
     criterion: str,
-    uniform: bool,
+    form: str,
     measured: bool,
     search: bool,
 ) -> None:
@@ -87,6 +112,4 @@ def check_shrinking(
         raise OptionError(f"a measured target must be a speed, such as 1.2x-faster, got {target}")
     if search and measured:
         raise OptionError("search needs a target that is counted, got a measured one as well; omit one of them")
-    if uniform and criterion != "compensated":
-        raise OptionError(f"the uniform form needs the criterion compensated, got {criterion!r}; omit one of them")
-    check_criterion(criterion)
+    check_selection(form, criterion)

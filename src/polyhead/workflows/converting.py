@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from polyhead.progress import ProgressCallback, Step, ignore_progress
 from polyhead.sources.text_contexts import Text
 from polyhead.sources.texts import TOKENS
+from polyhead.surgery.edits.head_edits import HeadEdit
+from polyhead.surgery.edits.native_form import check_form_after
 from polyhead.surgery.edits.preview import preview as count
 from polyhead.surgery.kv_sharing.conversion import convert_groups, layers_to_convert, share_neighbours
-from polyhead.surgery.options import Grouping, check_conversion
+from polyhead.surgery.options import Form, Grouping, check_conversion, check_form
 from polyhead.workflows.calibration_text import CalibrationText
 from polyhead.workflows.edited_model import AttentionSwitch, EditedModel
 from polyhead.workflows.model_loading import Model, as_loaded
@@ -23,6 +27,7 @@ def convert(
     field: str = "text",
     grouping: Grouping = "similar",
     rounds: int = 0,
+    form: Form = "uniform",
     preview: bool = False,
     stack: str | None = None,
     context: int | None = None,
@@ -39,7 +44,7 @@ def convert(
         kv_heads: KV heads per layer after the conversion; must divide the current number. 1 is multi-query attention.
         grouping: merge KV heads that are "similar", or "neighbours".
         rounds: rounds of alternating least squares that refit the shared K and V projections to the text.
-        model, text, field, preview, stack, context, tokens, tokenizer, progress: as in `polyhead.prune`.
+        model, text, field, form, preview, stack, context, tokens, tokenizer, progress: as in `polyhead.prune`.
 
     Returns:
         The edited model, with its preview, its fidelity, `save` and `undo`.
@@ -59,18 +64,26 @@ def convert(
     (8, 4)
     """
     check_conversion(kv_heads, grouping, rounds)
-    loaded = as_loaded(model, tokenizer, dtype="saved")
-    layers = layers_to_convert(loaded.model, kv_heads, stack)
-    edits = tuple(share_neighbours(layer, kv_heads) for layer in layers)
+    check_form(form)
+
+    def edits_of(network: nn.Module) -> tuple[HeadEdit, ...]:
+        """Return edits of the same shapes; the groups may be others."""
+        return tuple(share_neighbours(layer, kv_heads) for layer in layers_to_convert(network, kv_heads, stack))
+
+    def check(network: nn.Module) -> None:
+        check_form_after(network, edits_of(network), form)
+
+    loaded = as_loaded(model, tokenizer, dtype="saved", check=check)
+    edits = edits_of(loaded.model)
     counted = count(loaded.model, edits)
     if preview:
-        return EditedModel(loaded=loaded, edits=edits, preview=counted)
+        return EditedModel(loaded=loaded, edits=edits, preview=counted, form=form)
     calibration = CalibrationText.of(loaded, text, field=field, context=context, tokens=tokens)
     attention = AttentionSwitch(loaded.model)
     attention.to_polyhead()
     try:
         quality = calibration.fidelity()
-        step = Step(progress, "Merge KV heads, layer by layer", len(layers), "layers")
+        step = Step(progress, "Merge KV heads, layer by layer", len(edits), "layers")
         record = convert_groups(
             loaded.model,
             kv_heads,
@@ -87,6 +100,7 @@ def convert(
         loaded=loaded,
         edits=record.edits,
         preview=counted,
+        form=form,
         record=record,
         attention=attention,
         **calibration.evaluated(quality),

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from polyhead.errors import OptionError
+from polyhead.errors import CheckpointError, OptionError
 from polyhead.integrations.huggingface import NAME, register, set_attention
 from polyhead.sources.models import LoadedModel
 from polyhead.surgery.adapters.discovery import has_key_maps
@@ -17,9 +17,9 @@ from polyhead.surgery.edits.head_edits import HeadEdit
 from polyhead.surgery.edits.preview import Preview
 from polyhead.surgery.edits.records import EditRecord, join_records
 from polyhead.surgery.native.configs import configs_of
+from polyhead.surgery.options import Form
 from polyhead.surgery.selection.quality import Measurement
 from polyhead.surgery.storage.loading import load_record
-from polyhead.surgery.storage.manifest import Form
 from polyhead.surgery.storage.saving import SavedModel, save
 from polyhead.surgery.storage.side_files import SideFiles
 
@@ -56,13 +56,15 @@ class EditedModel:
 
     A converted model, and one with uneven groups, runs on polyhead's attention until `undo`. `preview` counts heads,
     parameters, FLOPs and cache before and after. `fidelity` is the mean cosine of the final hidden states with those of
-    the original, on `held_out_tokens` tokens that did not calibrate the edit; None if it was not measured. With
-    `preview=True` the model is not edited, and `record` is None.
+    the original, on `held_out_tokens` tokens that did not calibrate the edit; None if it was not measured. `form` is
+    the form that the edits were requested for and that `save` writes. With `preview=True` the model is not edited, and
+    `record` is None.
     """
 
     loaded: LoadedModel
     edits: tuple[HeadEdit, ...]
     preview: Preview
+    form: Form
     record: EditRecord | None = None
     fidelity: Measurement | None = None
     held_out_tokens: int = 0
@@ -73,17 +75,17 @@ class EditedModel:
     def model(self) -> Any:
         return self.loaded.model
 
-    def save(self, folder: str | os.PathLike[str], *, form: Form | None = None, replace: bool = False) -> SavedModel:
-        """Save the model to a new folder, with its tokenizer and the record for `polyhead.undo`.
+    def save(self, folder: str | os.PathLike[str], *, replace: bool = False) -> SavedModel:
+        """Save the model to a new folder in its form, with its tokenizer, and the record for `polyhead.undo` beside it.
 
-        `form` and `replace` are those of `polyhead.surgery.save`. The record of an original that was edited before is
-        joined with this one where possible (`undoes_all`).
+        `replace` is that of `polyhead.surgery.save`. The record of an original that was edited before is joined with
+        this one where possible (`undo_caveat`).
         """
         record = self._record()
-        if self._earlier is not None and self.undoes_all:
+        if isinstance(self._earlier, EditRecord) and not self.undo_caveat:
             record = join_records(self._earlier, record)
         side_files = self.loaded.tokenizer if self._folder is None else SideFiles(self._folder)
-        return save(self.model, folder, form=form, record=record, tokenizer=side_files, replace=replace)
+        return save(self.model, folder, form=self.form, record=record, tokenizer=side_files, replace=replace)
 
     def undo(self) -> None:
         """Revert the edits in place, bit for bit, and restore the attention implementation."""
@@ -92,9 +94,13 @@ class EditedModel:
             self.attention.restore()
 
     @property
-    def undoes_all(self) -> bool:
-        """Whether the saved record reverts earlier edits too; not if the weights were loaded in another dtype."""
-        return self._earlier is None or self._earlier.after == self._record().before
+    def undo_caveat(self) -> str:
+        """Why the saved record reverts these edits but not earlier ones of the original; empty if it reverts all."""
+        if isinstance(self._earlier, str):
+            return self._earlier
+        if self._earlier is None or self._earlier.after == self._record().before:
+            return ""
+        return "the weights were loaded in another dtype than they were saved in"
 
     def _record(self) -> EditRecord:
         if self.record is None:
@@ -108,5 +114,9 @@ class EditedModel:
         return origin if origin.is_dir() and (origin / "config.json").is_file() else None
 
     @cached_property
-    def _earlier(self) -> EditRecord | None:
-        return None if self._folder is None else load_record(self._folder)
+    def _earlier(self) -> EditRecord | str | None:
+        """Record of earlier edits of the original, or why it cannot be read; None if it was not edited."""
+        try:
+            return None if self._folder is None else load_record(self._folder)
+        except CheckpointError as error:
+            return str(error)

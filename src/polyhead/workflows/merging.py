@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from torch import nn
+
 from polyhead.geometry import HeadId, parse_head_groups
 from polyhead.surgery.edits.applying import apply
 from polyhead.surgery.edits.head_edits import MergeHeads
+from polyhead.surgery.edits.native_form import check_form_after
 from polyhead.surgery.edits.preview import preview as count
+from polyhead.surgery.options import Form, check_form
 from polyhead.workflows.edited_model import AttentionSwitch, EditedModel
 from polyhead.workflows.model_loading import Model, as_loaded
 
 Groups = str | Iterable[Sequence[HeadId | tuple[int, int]]]
 
 
-def merge(model: Model, heads: Groups, *, preview: bool = False, stack: str | None = None) -> EditedModel:
+def merge(
+    model: Model, heads: Groups, *, form: Form = "uniform", preview: bool = False, stack: str | None = None
+) -> EditedModel:
     """Merge redundant heads into one; edits the model in place.
 
     Averages their Q, K and V projections and sums their output projections: identical heads are merged without loss.
@@ -23,6 +29,7 @@ def merge(model: Model, heads: Groups, *, preview: bool = False, stack: str | No
         model: as in `polyhead.prune`.
         heads: groups of heads of one layer, as [[(1, 3), (1, 7)], ...] or "L1H3+L1H7,..."; numbers are those before any
             merge.
+        form: form of the saved model, as in `polyhead.prune`.
         preview: only compute the effect on size and cost; the model is not changed.
         stack: the stack of layers to edit, for models with several (encoder and decoder).
 
@@ -41,15 +48,23 @@ def merge(model: Model, heads: Groups, *, preview: bool = False, stack: str | No
     >>> edited.preview.before.heads, edited.preview.after.heads
     (8, 4)
     """
+    check_form(form)
     edits = merge_edits(heads, stack)
-    loaded = as_loaded(model, dtype="saved")
+
+    def check(network: nn.Module) -> None:
+        count(network, edits)  # raises on invalid heads
+        check_form_after(network, edits, form)
+
+    loaded = as_loaded(model, dtype="saved", check=check)
     counted = count(loaded.model, edits)
     if preview:
-        return EditedModel(loaded=loaded, edits=tuple(edits), preview=counted)
+        return EditedModel(loaded=loaded, edits=tuple(edits), preview=counted, form=form)
     attention = AttentionSwitch(loaded.model)
     record = apply(loaded.model, edits)
     attention.to_polyhead_if_uneven()
-    return EditedModel(loaded=loaded, edits=tuple(edits), preview=counted, record=record, attention=attention)
+    return EditedModel(
+        loaded=loaded, edits=tuple(edits), preview=counted, form=form, record=record, attention=attention
+    )
 
 
 def merge_edits(heads: Groups, stack: str | None = None) -> list[MergeHeads]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,13 +20,26 @@ from polyhead.sources.models import (
     kind_of,
     load_tokenizer,
     read_native,
+    read_shapes,
     trained_context,
 )
 from polyhead.surgery.native.fitting import is_transformers_model
 from polyhead.surgery.storage.loading import load_saved
+from polyhead.surgery.storage.undo_folder import MANIFEST
 
-# A name or folder for `load_model`, a transformers model, the result of `load_model`, or a function that returns one,
-# which is called after the other arguments of a workflow were checked.
+
+@dataclass(frozen=True, slots=True)
+class ModelLoader:
+    """A function that loads the model of a name, after the other arguments of a workflow were checked."""
+
+    name: str | os.PathLike[str]
+    load: Callable[[], LoadedModel]
+
+    def __call__(self) -> LoadedModel:
+        return self.load()
+
+
+# A name or folder for `load_model`, a transformers model, the result of `load_model`, or a function that returns one.
 Model = str | os.PathLike[str] | nn.Module | LoadedModel | Callable[[], LoadedModel] | None
 
 
@@ -75,12 +89,35 @@ def load_model(
 
 
 def as_loaded(
-    model: Model, tokenizer: Any = None, *, dtype: torch.dtype | Literal["saved"] | None = None
+    model: Model,
+    tokenizer: Any = None,
+    *,
+    dtype: torch.dtype | Literal["saved"] | None = None,
+    check: Callable[[nn.Module], object] | None = None,
 ) -> LoadedModel:
     """Return a model for a workflow: load it by name with `dtype`, or wrap one that is in memory.
 
-    `tokenizer` belongs to a transformers model in memory; other models have their own.
+    `tokenizer` belongs to a transformers model in memory; other models have their own. `check` raises for models that
+    the workflow cannot edit as requested, by the shapes of their weights; it is called with the model and, before that
+    is loaded, with one on the meta device where a config is enough to build it.
     """
+    if check is None:
+        return _loaded(model, tokenizer, dtype)
+    name = model.name if isinstance(model, ModelLoader) else model
+    if (name is None or isinstance(name, str | os.PathLike)) and (shapes := _shapes(name)) is not None:
+        check(shapes)
+    loaded = _loaded(model, tokenizer, dtype)
+    check(loaded.model)
+    return loaded
+
+
+def _shapes(name: str | os.PathLike[str] | None) -> Any | None:
+    """Return a model without its weights, by its config; None if that is not enough, as for an edited model."""
+    source = find_source(name)
+    return None if source.is_local and (Path(source.location) / MANIFEST).is_file() else read_shapes(name)
+
+
+def _loaded(model: Model, tokenizer: Any, dtype: torch.dtype | Literal["saved"] | None) -> LoadedModel:
     if not isinstance(model, nn.Module):
         if tokenizer is not None:
             raise OptionError("a tokenizer is passed with a model in memory, got one with a model that has its own")

@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from torch import nn
+
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadId, parse_heads
-from polyhead.progress import ProgressCallback, Step, ignore_progress
+from polyhead.progress import Progress, ProgressCallback, Step, ignore_progress
 from polyhead.sources.text_contexts import Text
 from polyhead.sources.texts import TOKENS
 from polyhead.surgery.compensation.sequential import apply_in_order
 from polyhead.surgery.edits.applying import apply
 from polyhead.surgery.edits.head_edits import PruneHeads
+from polyhead.surgery.edits.native_form import check_form_after
 from polyhead.surgery.edits.preview import preview as count
-from polyhead.surgery.options import check_criterion
+from polyhead.surgery.options import Form, Target, check_selection
 from polyhead.surgery.selection.criteria import choose_heads, orders_by
 from polyhead.surgery.selection.evidence import Evidence
+from polyhead.surgery.selection.uniform import UniformLayout, UniformShrinker, check_layouts, uniform_layouts
 from polyhead.workflows.calibration_text import (
     BatchesWithProgress,
     CalibrationText,
@@ -36,6 +40,7 @@ def prune(
     text: Text = None,
     field: str = "text",
     compensate: bool = True,
+    form: Form = "uniform",
     preview: bool = False,
     stack: str | None = None,
     context: int | None = None,
@@ -50,11 +55,16 @@ def prune(
         model: a name or folder, a transformers model in evaluation mode (with its `tokenizer`), or the result of
             `polyhead.workflows.model_loading.load_model`. Models loaded by name keep their saved dtype.
         heads: heads to remove, as (layer, head) or "L0H3,L1H7"; or else
-        share: the share of all heads to remove, between 0 and 1, selected by `criterion`.
+        share: the share of all heads to remove, between 0 and 1, selected by `criterion`; in the uniform form at least
+            this share, the smallest that leaves a layout which the model's class supports.
         criterion: importance score: compensated (error after compensation), plain (error without it), ablation,
-            gradient, taylor, magnitude, redundancy, or random (a control, by `seed`).
+            gradient, taylor, magnitude, redundancy, or random (a control, by `seed`). The uniform form needs the first.
         text: calibration text like the model's inputs: a path, or documents in memory; default: a short built-in text.
         compensate: refit the output projections of the remaining heads, layer by layer, by least squares on the text.
+        form: form in which `save` writes the model. "uniform": every layer keeps the same number of heads and KV heads,
+            so that plain transformers loads it. "padded": any heads are removed, and saved as zeros; loads anywhere,
+            saves nothing. "uneven": any heads are removed; smaller, loads with `polyhead.load`. A form that is
+            impossible is refused by the model's config, before its weights are loaded.
         preview: only count the effect; the model is not changed.
         stack: the stack of layers to edit, for models with several (encoder and decoder).
         context: tokens per context; default: 512, or the model's maximum if smaller.
@@ -87,11 +97,21 @@ def prune(
         raise OptionError("prune takes either heads or share, got both or neither")
     if share is not None and not 0 < share < 1:
         raise OptionError(f"share must be between 0 and 1, got {share}")
-    check_criterion(criterion)
+    check_selection(form, criterion, by_name=share is None)
     requested = None if heads is None else head_edits(heads, stack)
-    loaded = as_loaded(model, tokenizer, dtype="saved")
-    if requested is not None:
-        count(loaded.model, requested)  # raises on invalid heads before the text is read
+
+    def check(network: nn.Module) -> None:
+        if requested is None:
+            check_layouts(network, form, stack)
+        else:
+            count(network, requested)  # raises on invalid heads
+            check_form_after(network, requested, form)
+
+    loaded = as_loaded(model, tokenizer, dtype="saved", check=check)
+    layouts = None
+    if requested is None and form == "uniform":
+        progress(Progress("List the layouts that the model class supports"))
+        layouts = tuple(uniform_layouts(loaded.model, stack))
     calibration = None
     if share is not None or (compensate and not preview):
         if loaded.tokenizer is None:
@@ -102,13 +122,15 @@ def prune(
         calibration = CalibrationText.of(loaded, text, field=field, context=context, tokens=tokens)
     if share is not None:
         assert calibration is not None
-        edits = select_heads(calibration, share, criterion=criterion, stack=stack, seed=seed, progress=progress)
+        edits = select_heads(
+            calibration, share, criterion=criterion, layouts=layouts, stack=stack, seed=seed, progress=progress
+        )
     else:
         assert requested is not None
         edits = requested
     counted = count(loaded.model, edits)
     if preview:
-        return EditedModel(loaded=loaded, edits=tuple(edits), preview=counted)
+        return EditedModel(loaded=loaded, edits=tuple(edits), preview=counted, form=form)
     quality = None if calibration is None else calibration.fidelity()
     attention = AttentionSwitch(loaded.model)
     if compensate:
@@ -120,7 +142,13 @@ def prune(
     attention.to_polyhead_if_uneven()
     evaluation = {} if calibration is None else calibration.evaluated(quality)
     return EditedModel(
-        loaded=loaded, edits=tuple(edits), preview=counted, record=record, attention=attention, **evaluation
+        loaded=loaded,
+        edits=tuple(edits),
+        preview=counted,
+        form=form,
+        record=record,
+        attention=attention,
+        **evaluation,
     )
 
 
@@ -141,24 +169,28 @@ def select_heads(
     share: float,
     *,
     criterion: str,
+    layouts: Sequence[UniformLayout] | None = None,
     stack: str | None = None,
     seed: int = 0,
     progress: ProgressCallback = ignore_progress,
 ) -> list[PruneHeads]:
-    """Select the least important heads by a criterion, over all layers or those of one stack."""
+    """Select the least important heads by a criterion, over all layers or those of one stack.
+
+    `layouts` are those that may be left in every layer, for the uniform form; the largest without `share` is taken.
+    """
     batches: Sequence[Any] = list(text.batches())
     step = Step(progress, f"Select heads by {criterion}", len(batches), "batches")
-    evidence = Evidence(text.loaded.model, BatchesWithProgress(batches, step), objectives_of(text.loaded))
-    layers = {path: layer for path, layer in evidence.layers.items() if stack in (None, layer.stack)}
-    if not layers:
-        stacks = ", ".join(dict.fromkeys(layer.stack for layer in evidence.layers.values()))
-        raise OptionError(f"stack must be one of {stacks}, got {stack!r}")
-    total = sum(evidence.heads[path].num_heads for path in layers)
+    evidence = Evidence(text.loaded.model, BatchesWithProgress(batches, step), objectives_of(text.loaded), stack=stack)
+    weighting = weighting_of(criterion)
+    if layouts is not None:
+        uniform = UniformShrinker(evidence, weighting=weighting, layouts=layouts)
+        return uniform.edits(uniform.meet_target(Target("heads", share)))
+    total = sum(heads.num_heads for heads in evidence.heads.values())
     number = round(share * total)
     if not number:
         raise OptionError(f"share must be at least one head, got {share:.1%} of {total} heads")
-    orders = orders_by(criterion, evidence, weighting=weighting_of(criterion), seed=seed)
-    selected = choose_heads({path: orders[path] for path in layers}, number)
+    selected = choose_heads(orders_by(criterion, evidence, weighting=weighting, seed=seed), number)
+    layers = evidence.layers
     return [
         PruneHeads(layers[path].number, heads, stack=layers[path].stack) for path, heads in selected.items() if heads
     ]

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from polyhead.errors import OptionError
 from polyhead.observation.run_folder import lock_folder
@@ -22,13 +22,13 @@ from polyhead.sources.texts import TOKENS
 from polyhead.surgery.compensation.least_squares import OutputProjection, PrecomputedProjections
 from polyhead.surgery.compensation.sequential import AIMS, Aim, solve_in_order
 from polyhead.surgery.edits.applying import apply
-from polyhead.surgery.options import Target, check_shrinking
+from polyhead.surgery.options import Form, Target, check_shrinking
 from polyhead.surgery.selection.budgets import Size, check_target
 from polyhead.surgery.selection.evidence import Evidence
 from polyhead.surgery.selection.journal import Journal
 from polyhead.surgery.selection.quality import Fidelity, Measurement, Perplexity, Quality
 from polyhead.surgery.selection.shrinker import BaseShrinker, CurvePoint, RemovedHeads, Shrinker
-from polyhead.surgery.selection.uniform import UniformShrinker, uniform_layouts
+from polyhead.surgery.selection.uniform import UniformShrinker, check_layouts, uniform_layouts
 from polyhead.version import VERSION
 from polyhead.workflows.calibration_text import model_inputs, objectives_of, weighting_of
 from polyhead.workflows.edited_model import AttentionSwitch, EditedModel
@@ -91,7 +91,7 @@ def shrink(
     *,
     metric: Literal["perplexity", "fidelity"] | None = None,
     criterion: str = "compensated",
-    uniform: bool = False,
+    form: Form = "uniform",
     measured: bool = False,
     search: bool = False,
     preview: bool = False,
@@ -104,10 +104,11 @@ def shrink(
 ) -> ShrunkModel:
     """Prune heads of a trained model to a target size, without retraining; edits the model in place.
 
-    Selects heads over all layers, with errors weighted by their effect on the model's loss per layer, direction and
-    token; the remaining heads compensate by least squares. The first 60% of the text select heads, the next 20% the
-    compensation, the last 20% are the test set. The curve has two controls: the same heads without compensation, and
-    random heads with it.
+    Selects heads, with errors weighted by their effect on the model's loss per layer, direction and token; the
+    remaining heads compensate by least squares. In the uniform form every layer keeps the same number of heads and KV
+    heads, the largest that reaches the target; in the others heads are selected over all layers. The first 60% of the
+    text select heads, the next 20% the compensation, the last 20% are the test set. The curve has two controls: the
+    same heads without compensation, and random heads with it.
 
     Args:
         target: "30%-heads" removes 30% of the heads, "2x-cache" halves the KV cache, "1.2x-faster" needs 1.2 times
@@ -116,8 +117,7 @@ def shrink(
         metric: quality; default: perplexity for causal models, else fidelity, the mean cosine of final hidden states
             with those of the original.
         criterion: importance score of heads, as in `polyhead.prune`.
-        uniform: keep the same number of heads and KV heads in all layers, the largest that reaches the target, so that
-            the saved model loads in plain transformers.
+        form: form of the saved model, as in `polyhead.prune`.
         measured: measure a speed target on this machine instead of counting FLOPs.
         search: improve the selection by local search; takes some hundred evaluations, and does not affect the curve.
         preview: measure everything, but do not change the model.
@@ -148,24 +148,29 @@ def shrink(
         has_text=text is not None,
         metric=metric,
         criterion=criterion,
-        uniform=uniform,
+        form=form,
         measured=measured,
         search=search,
     )
     weighting = weighting_of(criterion)
     folder = None if resume is None else Path(resume)
     with nullcontext() if folder is None else lock_folder(folder):
-        loaded = as_loaded(model, tokenizer, dtype="saved")
-        check_target(goal, loaded.model)
+
+        def check(network: nn.Module) -> None:
+            check_target(goal, network)
+            check_layouts(network, form)
+
+        loaded = as_loaded(model, tokenizer, dtype="saved", check=check)
         layouts = None
-        if uniform:
+        if form == "uniform":
             progress(Progress("List the layouts that the model class supports"))
-            layouts = uniform_layouts(loaded.model)  # raises before the text is read
+            layouts = tuple(uniform_layouts(loaded.model))
         parts = _Parts.of(read_contexts(loaded, text, field=field, context=context, tokens=tokens, purpose="shrinking"))
         name = _metric(loaded, metric)
         progress(Progress(f"Measure the {name} of the original model"))
-        form = "uniform" if uniform else None
-        options = {"target": str(goal), "criterion": criterion, "form": form, "measured": measured, "search": search}
+        # The other two forms are of the same heads, and a run in one may be resumed in the other.
+        equal = "uniform" if form == "uniform" else None
+        options = {"target": str(goal), "criterion": criterion, "form": equal, "measured": measured, "search": search}
         journal = _journal(folder, loaded, parts.text, name, options)
         kind = Perplexity if name == "perplexity" else Fidelity
 
@@ -209,6 +214,7 @@ def shrink(
             loaded=loaded,
             edits=tuple(edits),
             preview=counted,
+            form=form,
             record=record,
             attention=attention,
             target=goal,

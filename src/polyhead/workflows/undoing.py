@@ -11,10 +11,11 @@ from torch import nn
 from polyhead.progress import Progress, ProgressCallback, ignore_progress
 from polyhead.surgery.edits.applying import undo as revert
 from polyhead.surgery.edits.records import EditRecord
-from polyhead.surgery.storage.folders import check_edited
+from polyhead.surgery.options import Form
 from polyhead.surgery.storage.loading import load, load_record, load_saved
 from polyhead.surgery.storage.saving import SavedModel, save
 from polyhead.surgery.storage.side_files import SideFiles
+from polyhead.surgery.storage.undo_folder import check_edited
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,13 +26,16 @@ class RestoredModel:
     record: EditRecord
     folder: Path
 
-    def save(self, folder: str | os.PathLike[str], *, replace: bool = False) -> SavedModel:
-        """Save the model to a new folder, with the tokenizer and other files of the edited one."""
-        return save(self.model, folder, tokenizer=SideFiles(self.folder), replace=replace)
+    def save(self, folder: str | os.PathLike[str], *, form: Form = "uniform", replace: bool = False) -> SavedModel:
+        """Save the model to a new folder, with the tokenizer and other files of the edited one.
+
+        Another `form` than uniform is needed only if this is itself an edited model.
+        """
+        return save(self.model, folder, form=form, tokenizer=SideFiles(self.folder), replace=replace)
 
 
 def undo(folder: str | os.PathLike[str], *, progress: ProgressCallback = ignore_progress) -> RestoredModel:
-    """Restore the original of an edited model that was saved with its record, bit for bit.
+    """Restore the original of an edited model that was saved with its record, FOLDER.undo, bit for bit.
 
     Reverts all edits since the original. Fingerprints of the weights are checked before and after: a model that was
     trained in between is rejected. `EditedModel.undo` reverts edits in memory.

@@ -99,8 +99,12 @@ def test_layouts_are_those_that_a_stock_class_holds():
     uneven = decoder(6, 3, 48, 8)
     apply(uneven, [PruneHeads(0, (0,))])
     assert [str(x) for x in uniform_layouts(uneven)] == ["3/3", "2/2", "1/1"]
-    with pytest.raises(OptionError, match=r"got a BertModel, which has none.*padded.*or uneven"):
-        uniform_layouts(build(FAMILIES["bert"]))
+    with pytest.raises(OptionError, match=r"got a BertModel, which has none.*--form padded .*or --form uneven"):
+        list(uniform_layouts(build(FAMILIES["bert"])))
+    stack = "model.layers.*.self_attn"
+    assert [str(x) for x in uniform_layouts(decoder(6, 3, 48, 8), stack)] == ["4/2", "3/3", "2/2", "2/1", "1/1"]
+    with pytest.raises(OptionError, match=r"stack must be one of model\.layers\.\*\.self_attn, got 'decoder'"):
+        list(uniform_layouts(decoder(6, 3, 48, 8), "decoder"))
 
 
 def test_the_largest_layout_that_reaches_a_target_is_taken():

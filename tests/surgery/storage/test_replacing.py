@@ -17,7 +17,7 @@ from polyhead.surgery import PruneHeads, SideFiles, apply, fingerprint, save
 from polyhead.surgery.storage import folders, side_files
 from tests.inspection.small_models import model_folder
 
-EDIT = ["--heads", "L0H1", "--no-compensate", "--device", "cpu"]
+EDIT = ["--heads", "L0H1", "--no-compensate", "--form", "uneven", "--device", "cpu"]
 
 
 def invoke(*arguments: object, code: int = 0):
@@ -102,7 +102,7 @@ def test_the_working_directory_home_and_their_ancestors_are_never_replaced(model
 def test_what_was_put_into_a_folder_since_keeps_it_from_being_replaced(models, tmp_path):
     out = tmp_path / "out"
     invoke("prune", models / "orig", *EDIT, "-o", out)
-    again = ("prune", models / "orig", "--heads", "L0H2", "--no-compensate", "--device", "cpu", "-o", out, "--replace")
+    again = ("prune", models / "orig", "--heads", "L0H2", *EDIT[2:], "-o", out, "--replace")
     written = tree(out)
 
     (out / "notes").mkdir()
@@ -132,31 +132,32 @@ def test_what_was_put_into_a_folder_since_keeps_it_from_being_replaced(models, t
 
     assert tree(out) == written
     invoke(*again)
-    assert sorted(x.name for x in tmp_path.iterdir()) == ["link", "models", "out"]
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["link", "models", "out", "out.undo"]
     assert fingerprint(load(out)) != ""
     assert tree(out) != written
 
 
 def test_a_replaced_folder_comes_back_when_the_last_step_fails(original, tmp_path, monkeypatch):
     model = load(original)
-    save(model, tmp_path / "out")
-    before = tree(tmp_path / "out")
-    apply(model, [PruneHeads(0, (1,))])
-    true = folders._fsync
+    save(model, tmp_path / "out", form="uneven", record=apply(model, [PruneHeads(0, (1,))]))
+    before = tree(tmp_path)
+    assert len(before) > 4
+    record = apply(model, [PruneHeads(0, (1,))])
+    true = folders.fsync
 
     def full(path):
         if Path(path) == tmp_path:
             raise OSError(28, "No space left on device")
         true(path)
 
-    monkeypatch.setattr(folders, "_fsync", full)
+    monkeypatch.setattr(folders, "fsync", full)
     for renameat2 in (True, False):
         if not renameat2:
             monkeypatch.setattr(folders.ctypes, "CDLL", lambda name: object())
         with pytest.raises(OptionError, match="No space left"):
-            save(model, tmp_path / "out", replace=True)
-        assert tree(tmp_path / "out") == before
-        assert [x.name for x in tmp_path.iterdir()] == ["out"]
+            save(model, tmp_path / "out", form="uneven", record=record, replace=True)
+        assert tree(tmp_path) == before
+        assert sorted(x.name for x in tmp_path.iterdir()) == ["out", "out.undo"]
 
 
 def test_a_file_that_appears_at_the_last_moment_is_not_deleted(original, tmp_path, monkeypatch):

@@ -66,7 +66,7 @@ def _without_writer_entries(config):
     return {name: _without_writer_entries(value) if isinstance(value, dict) else value for name, value in plain.items()}
 
 
-def test_the_form_that_needs_least_is_taken_and_said(tmp_path):
+def test_the_form_is_uniform_unless_another_is_requested(tmp_path):
     model = llama()
     assert save(model, tmp_path / "whole").form == "uniform"
     record = apply(model, [PruneHeads(layer, (0, 1)) for layer in range(2)])
@@ -74,7 +74,10 @@ def test_the_form_that_needs_least_is_taken_and_said(tmp_path):
     assert (even.form, even.native) == ("uniform", "plain transformers loads it as LlamaForCausalLM")
     undo(model, record)
     apply(model, [PruneHeads(0, (0, 1))])
-    uneven = save(model, tmp_path / "uneven")
+    with pytest.raises(OptionError, match=r"--form padded \(loads .*\) or --form uneven \(smaller, .*polyhead.load\)"):
+        save(model, tmp_path / "uneven")
+    assert not (tmp_path / "uneven").exists()
+    uneven = save(model, tmp_path / "uneven", form="uneven")
     assert uneven.form == "uneven"
     assert uneven.native == (
         "plain transformers does not load it: a LlamaConfig has one number of heads for all its layers, but there are "
@@ -143,7 +146,7 @@ def test_padding_takes_the_smallest_stock_shape_there_is_room_in(tmp_path):
     record = apply(model, [PruneHeads(0, (0, 1, 2, 3, 4, 5)), PruneHeads(1, (0, 1, 2, 3, 5, 7))])
     assert [layer.layout.num_heads for layer in find_layers(model)] == [6, 6]
     assert find_layers(model)[1].layout.key_heads == (0, 1, 2, 2, 3, 3)
-    expected = result_of(load(save(model, tmp_path / "uneven").folder), FAMILIES["llama"])
+    expected = result_of(load(save(model, tmp_path / "uneven", form="uneven").folder), FAMILIES["llama"])
     saved = save(model, tmp_path / "padded", form="padded", record=record)
     small = native(model, saved.folder)
     # Four groups of two hold both layers; KV heads that few read fill a group with zeros.
@@ -178,7 +181,7 @@ def test_what_belongs_to_a_model_travels_along(tmp_path):
     (tmp_path / "uneven" / "1_Pooling" / "config.json").write_text("{}")
     (tmp_path / "uneven" / "pytorch_model.bin").write_bytes(b"old")
     (tmp_path / "uneven" / ".cache").mkdir()
-    copied = save(model, tmp_path / "copied", tokenizer=SideFiles(tmp_path / "uneven")).folder
+    copied = save(model, tmp_path / "copied", form="uneven", tokenizer=SideFiles(tmp_path / "uneven")).folder
     found = {str(file.relative_to(copied)) for file in copied.rglob("*") if file.is_file()}
     own = {"config.json", "generation_config.json", "polyhead.json", "polyhead.safetensors", "polyhead-files.json"}
     assert found == {*own, "1_Pooling/config.json", "tokenizer.json", "tokenizer_config.json"}
@@ -194,7 +197,7 @@ def _umask() -> int:
 def test_tied_weights_are_written_once(tmp_path):
     model = build(FAMILIES["gpt2"], dtype=torch.float32)
     apply(model, [PruneHeads(0, (0,))])
-    save(model, tmp_path / "model")
+    save(model, tmp_path / "model", form="uneven")
     assert "lm_head.weight" not in load_file(tmp_path / "model" / "polyhead.safetensors")
     back = load(tmp_path / "model")
     assert back.lm_head.weight is back.transformer.wte.weight
@@ -204,12 +207,12 @@ def test_a_table_that_its_class_computes_anew_is_kept_where_it_was_changed(tmp_p
     model = build(FAMILIES["marian"], dtype=torch.float32)
     with torch.no_grad():
         model.model.encoder.embed_positions.weight.add_(1)
-    with pytest.raises(CheckpointError, match=r"encoder\.embed_positions\.weight is not read as it was"):
-        save(model, tmp_path / "model", form="uniform")
+    with pytest.raises(
+        CheckpointError, match=r"encoder\.embed_positions\.weight is not read as it was .*--form uneven"
+    ):
+        save(model, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
-    saved = save(model, tmp_path / "model")
-    assert saved.form == "uneven"
-    assert "embed_positions.weight is not read as it was written; polyhead.load does" in saved.native
+    save(model, tmp_path / "model", form="uneven")
     assert fingerprint(load(tmp_path / "model")) == fingerprint(model)
 
 
@@ -241,12 +244,12 @@ def test_nothing_is_written_over_unless_told_and_never_over_the_origin(tmp_path)
     (tmp_path / "empty").mkdir()
     save(model, tmp_path / "empty")
     apply(model, [PruneHeads(0, (0, 1))])
-    save(model, tmp_path / "one", replace=True)
+    save(model, tmp_path / "one", form="uneven", replace=True)
     assert fingerprint(load(tmp_path / "one")) == fingerprint(model)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "one"]
     for replace in (False, True):
         with pytest.raises(OptionError, match="not written over the one it came from"):
-            save(load(tmp_path / "one"), tmp_path / "one", replace=replace)
+            save(load(tmp_path / "one"), tmp_path / "one", form="uneven", replace=replace)
     with pytest.raises(OptionError, match="not written over the one it came from"):
         save(load(tmp_path / "empty"), tmp_path / "empty", replace=True)
 
@@ -263,11 +266,12 @@ class Interruption(BaseException):
 def test_an_interruption_at_any_write_leaves_what_was_there(form, replaced, tmp_path, monkeypatch):
     old, new, words = llama(), llama(), tokenizer()
     record = apply(new, [PruneHeads(layer, (0, 1)) for layer in range(2)])
-    place, before, after = tmp_path / "model", fingerprint(old), fingerprint(new)
+    place, after = tmp_path / "model", fingerprint(new)
     if replaced:
-        save(old, place)
-    kept = contents(place)
-    assert not replaced or fingerprint(load(place)) == before
+        earlier = apply(old, [PruneHeads(0, (0,))])
+        save(old, place, form="uneven", record=earlier)
+    kept = contents(tmp_path)
+    assert not replaced or fingerprint(load(place)) == earlier.after
     watched = [(os, "fsync"), (os, "rename"), (os, "mkdir"), (os, "replace"), (json, "dumps"), (folders, "_exchange")]
     left: list[int] = []
 
@@ -289,14 +293,13 @@ def test_an_interruption_at_any_write_leaves_what_was_there(form, replaced, tmp_
         except Interruption:
             left[:] = [10**6]
             # The last moments come after the folder has its name.
-            there = [path.name for path in tmp_path.iterdir()]
-            if not replaced and not there:
-                continue
-            assert there == ["model"]
-            if replaced and contents(place) == kept:
+            there = sorted(path.name for path in tmp_path.iterdir())
+            assert there in (["model", "model.undo"], [] if not replaced else None)
+            if contents(tmp_path) == kept:
                 continue
             assert fingerprint(load(place)) == after
             assert load_record(place).after == after
+            assert len(list((tmp_path / "model.undo").iterdir())) == 1
             break
     else:
         pytest.fail("the writes never ended")

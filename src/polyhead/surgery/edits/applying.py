@@ -32,7 +32,7 @@ from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read
 from polyhead.surgery.edits.head_edits import HeadEdit, checked_edits
 from polyhead.surgery.edits.records import EditRecord, LayerRecord
 from polyhead.surgery.native.configs import ConfigChange, config_at
-from polyhead.surgery.native.fitting import config_changes, is_transformers_model
+from polyhead.surgery.native.fitting import fit_edited, is_transformers_model
 
 
 class Compensation(Protocol):
@@ -98,7 +98,7 @@ def apply(
         for name, tensor in pack_heads(model, layer, heads).items():
             if not torch.equal(tensor, model.get_parameter(name)):
                 parameters[name] = tensor
-    config = config_changes(model, layers, layouts, parameters)
+    config = fit_edited(model, layers, layouts, parameters).changes if is_transformers_model(model) else ()
     changes = Changes(parameters, layouts, config, origins)
     _check_config(layers, changes)
     tensors = {name: model.get_parameter(name).detach().cpu().clone() for name in parameters}

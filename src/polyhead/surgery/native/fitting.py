@@ -31,41 +31,31 @@ class NativeFit:
     rule: str = ""
 
 
-def config_changes(
+def fit_edited(
     model: nn.Module,
     layers: Sequence[AttentionLayer],
     layouts: Mapping[str, HeadLayout],
     parameters: Mapping[str, Tensor],
-) -> tuple[ConfigChange, ...]:
-    """Return the config changes that give the native class these heads; empty if none describes them.
+) -> NativeFit:
+    """Fit the native class to the heads that a transformers model would have after an edit.
 
     `layouts` are those of the edited layers by path and `parameters` their new weights by name. A config has one number
     of heads for all layers that read it, and many families derive the head width from it.
     """
-    if not is_transformers_model(model):
-        return ()
     requested = _needed_changes(model, layers, layouts)
-    if isinstance(requested, str) or not requested:
-        return ()
+    rule = requested if isinstance(requested, str) else _key_map_rule(layers, layouts)
+    if isinstance(requested, str) or rule:
+        return NativeFit(rule=rule)
     shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
     all_layouts = {layer.path: layouts.get(layer.path, layer.layout) for layer in layers}
-    return fit_native(model, requested, {path: x for path, x in all_layouts.items() if x is not None}, shapes).changes
+    return fit_native(model, requested, {path: x for path, x in all_layouts.items() if x is not None}, shapes)
 
 
 def fit_uniform(model: nn.Module, layers: Sequence[AttentionLayer]) -> NativeFit:
     """Fit the native class to the heads that a model has now."""
     layouts = {layer.path: layer.layout for layer in layers if layer.layout is not None}
-    for layer in layers:
-        if layer.layout is not None and (key_heads := key_map_of(layer, layer.layout)) is not None:
-            if layer.layout.key_heads is None:
-                return NativeFit(
-                    rule=f"native {type(layer.module).__name__} has one KV head per head, but {layer.path} "
-                    f"has {_describe(layer.layout)}"
-                )
-            return NativeFit(
-                rule=f"native attention reads KV heads in order and in equal groups, but {layer.path} reads "
-                f"{list(key_heads)}"
-            )
+    if rule := _key_map_rule(layers, layouts):
+        return NativeFit(rule=rule)
     unchanged = fit_native(model, (), layouts)
     if unchanged.built is not None:
         return unchanged
@@ -162,7 +152,6 @@ def _needed_changes(
         if not readers or None in target.values() or (len(layouts) and not set(target) & set(layouts)):
             continue
         sizes = {(x.num_heads, x.num_kv_heads, x.head_dim): name for name, x in target.items() if x is not None}
-        mapped = [layer.path for layer in readers if (x := target[layer.path]) is not None and key_map_of(layer, x)]
         if len(sizes) > 1:
             counts = [f"{heads} over {kv_heads} KV heads in {name}" for (heads, kv_heads, _), name in sizes.items()]
             return (
@@ -170,12 +159,26 @@ def _needed_changes(
                 + ", ".join(counts[:2])
                 + (", ..." if len(counts) > 2 else "")
             )
-        if mapped:
-            return f"no config describes which KV heads {mapped[0]} reads"
         if len(layouts) and all(layer.layout == target[layer.path] for layer in readers):
             continue
         changes += head_count_changes(path, config, *next(iter(sizes)))
     return tuple(changes)
+
+
+def _key_map_rule(layers: Sequence[AttentionLayer], layouts: Mapping[str, HeadLayout]) -> str:
+    """Return why native attention cannot read the KV heads of these layouts, by path; empty if it can."""
+    for layer in layers:
+        layout = layouts.get(layer.path)
+        key_heads = None if layout is None else key_map_of(layer, layout)
+        if layout is None or key_heads is None:
+            continue
+        if layout.key_heads is None:
+            return (
+                f"native {type(layer.module).__name__} has one KV head per head, but {layer.path} has "
+                f"{_describe(layout)}"
+            )
+        return f"native attention reads KV heads in order and in equal groups, but {layer.path} reads {list(key_heads)}"
+    return ""
 
 
 def _describe(layout: HeadLayout) -> str:

@@ -53,7 +53,7 @@ class Objectives:
 class Evidence:
     """Measurements that criteria use; each part is computed on first use, on the model as it is then.
 
-    With a journal, parts are stored, and read instead of computed.
+    With a journal, parts are stored, and read instead of computed. `stack` restricts them to one stack of layers.
     """
 
     def __init__(
@@ -64,8 +64,10 @@ class Evidence:
         *,
         ridge: float = RIDGE,
         journal: Journal | None = None,
+        stack: str | None = None,
     ) -> None:
         self.model = model
+        self.stack = stack
         self.batches = batches
         self.objectives = objectives
         self.ridge = ridge
@@ -74,10 +76,7 @@ class Evidence:
 
     @cached_property
     def layers(self) -> dict[str, AttentionLayer]:
-        editable = {layer.path: layer for layer in find_layers(self.model) if not layer.refusals}
-        if not editable:
-            raise OptionError("choosing heads needs attention layers with a known head layout, got a model without any")
-        return editable
+        return editable_layers(self.model, self.stack)
 
     @cached_property
     def heads(self) -> dict[str, HeadWeights]:
@@ -171,6 +170,18 @@ class Evidence:
         """Return the tensors of a part, by layer in the order of the model; a file lists them in another."""
         stored = self._journal.by_layer(name, compute, getattr(self.objectives.slope, "generator", None))
         return {path: stored[path] for path in self.layers if path in stored}
+
+
+def editable_layers(model: nn.Module, stack: str | None = None) -> dict[str, AttentionLayer]:
+    """Return the layers of a model, or of one stack of it, whose heads can be edited, by path; raises if none can."""
+    editable = {layer.path: layer for layer in find_layers(model) if not layer.refusals}
+    if not editable:
+        raise OptionError("choosing heads needs attention layers with a known head layout, got a model without any")
+    selected = {path: layer for path, layer in editable.items() if stack in (None, layer.stack)}
+    if not selected:
+        stacks = ", ".join(dict.fromkeys(layer.stack for layer in editable.values()))
+        raise OptionError(f"stack must be one of {stacks}, got {stack!r}")
+    return selected
 
 
 def _some(batches: Sequence[Any], count: int | None) -> Sequence[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,17 +13,15 @@ from torch import Tensor, nn
 
 from polyhead.costs import Workload
 from polyhead.errors import OptionError
-from polyhead.geometry import HeadLayout
 from polyhead.surgery.adapters.discovery import find_layers
-from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read_heads
+from polyhead.surgery.adapters.head_weights import HeadWeights, read_heads
 from polyhead.surgery.calibration.moments import OutputMoments
 from polyhead.surgery.compensation.least_squares import RIDGE, OutputRegression
-from polyhead.surgery.edits.applying import changed
 from polyhead.surgery.edits.head_edits import PruneHeads
-from polyhead.surgery.native.fitting import config_changes
-from polyhead.surgery.options import Target
+from polyhead.surgery.edits.native_form import fit_after
+from polyhead.surgery.options import OTHER_FORMS, Target
 from polyhead.surgery.selection.criteria import in_metric, pruning_order
-from polyhead.surgery.selection.evidence import Evidence, Weighting
+from polyhead.surgery.selection.evidence import Evidence, Weighting, editable_layers
 from polyhead.surgery.selection.search import TRIES, Measure, RankedSet, refined_sets
 from polyhead.surgery.selection.shrinker import SEEDS, BaseShrinker, Choice, RemovedHeads
 
@@ -87,25 +85,26 @@ def ranked_sets(
 
 def fits_native(model: nn.Module, removed: Mapping[str, Sequence[int]]) -> bool:
     """Return whether a native transformers class has the shapes of the model without these heads."""
-    layers = find_layers(model)
-    layouts: dict[str, HeadLayout] = {}
-    parameters: dict[str, Tensor] = {}
-    for layer in layers:
-        if not removed.get(layer.path):
-            continue
-        edit = PruneHeads(layer.number, tuple(removed[layer.path]))
-        heads = changed(layer, read_heads(model, layer, device="meta"), [edit])
-        layouts[layer.path] = heads.layout
-        parameters |= pack_heads(model, layer, heads)
-    return not layouts or bool(config_changes(model, layers, layouts, parameters))
+    edits = [
+        PruneHeads(layer.number, tuple(removed[layer.path]), stack=layer.stack)
+        for layer in find_layers(model)
+        if removed.get(layer.path)
+    ]
+    return not edits or fit_after(model, edits).built is not None
 
 
-def uniform_layouts(model: nn.Module) -> tuple[UniformLayout, ...]:
-    """Return every smaller layout that a native class can hold in all layers, largest first.
+def check_layouts(model: nn.Module, form: str, stack: str | None = None) -> None:
+    """Raise if the uniform form is requested and no smaller layout fits, as `uniform_layouts` does."""
+    if form == "uniform":
+        next(uniform_layouts(model, stack))
+
+
+def uniform_layouts(model: nn.Module, stack: str | None = None) -> Iterator[UniformLayout]:
+    """Yield every smaller layout that a native class can hold in all layers, or those of a stack, largest first.
 
     Each candidate is checked against the native config; raises if none fits.
     """
-    heads = {layer.path: read_heads(model, layer, device="meta") for layer in find_layers(model) if not layer.refusals}
+    heads = {path: read_heads(model, layer, device="meta") for path, layer in editable_layers(model, stack).items()}
     groups = {path: layer.readers for path, layer in heads.items()}
     max_keys = min((len(layer) for layer in groups.values()), default=0)
     max_readers = min((len(group) for layer in groups.values() for group in layer), default=0)
@@ -115,16 +114,16 @@ def uniform_layouts(model: nn.Module) -> tuple[UniformLayout, ...]:
         for readers in range(1, max_readers + 1)
         if any(keys * readers < layer.num_heads for layer in heads.values())
     ]
-    fitting = [
-        x for x in options if fits_native(model, {path: any_heads_for(layer, x) for path, layer in groups.items()})
-    ]
+    fitting = 0
+    for layout in sorted(options, key=lambda x: (-x.num_heads, -x.num_kv_heads)):
+        if fits_native(model, {path: any_heads_for(readers, layout) for path, readers in groups.items()}):
+            fitting += 1
+            yield layout
     if not fitting:
         raise OptionError(
             "the uniform form needs a native config with fewer heads in every layer, got a "
-            f"{type(model).__name__}, which has none; use the form padded, which plain transformers loads but which "
-            "saves no time, or uneven, which polyhead.load loads"
+            f"{type(model).__name__}, which has none; {OTHER_FORMS}"
         )
-    return tuple(sorted(fitting, key=lambda x: (-x.num_heads, -x.num_kv_heads)))
 
 
 def any_heads_for(groups: Sequence[Sequence[int]], layout: UniformLayout) -> tuple[int, ...]:
@@ -167,7 +166,7 @@ class UniformShrinker(BaseShrinker):
     ) -> None:
         """Set up the layouts to choose from, largest first; by default all that a native class can hold."""
         super().__init__(evidence, weighting=weighting, work=work)
-        self.layouts = uniform_layouts(self.model) if layouts is None else tuple(layouts)
+        self.layouts = tuple(uniform_layouts(self.model, evidence.stack) if layouts is None else layouts)
         self._sets: dict[UniformLayout, dict[str, list[RankedSet]]] = {}
 
     def sets(self, layout: UniformLayout) -> dict[str, list[RankedSet]]:
@@ -198,7 +197,7 @@ class UniformShrinker(BaseShrinker):
         raise OptionError(
             f"in the uniform form, every layer of this {type(self.model).__name__} can have heads/KV heads "
             f"{', '.join(map(str, self.layouts))}, of which {smallest} leaves {sizes[smallest]}, got a target of "
-            f"{target}; choose a smaller target, or let layers keep different numbers of heads"
+            f"{target}; choose a smaller target, or {OTHER_FORMS}"
         )
 
     def search_measurements(self, tries: int = TRIES) -> int:

@@ -10,28 +10,29 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from polyhead.errors import CheckpointError, OptionError
+from polyhead.surgery.storage.undo_folder import check_undo_folder, fsync
 
 # AT_FDCWD and RENAME_EXCHANGE of Linux's renameat2, which swaps two names atomically.
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
-RECORD = "polyhead-record.safetensors"
 FILES = "polyhead-files.json"  # lists the files written to the folder, with their sizes
 
 
 def check_free(folder: Path, *, replace: bool = False, source: str | os.PathLike[str] | None = None) -> None:
     """Check that a folder may be written: it is missing, empty, or, with `replace`, was written by polyhead.
 
-    `source` is the model that is edited: neither its folder nor a parent of it is ever replaced, and neither are the
-    working directory, the home folder and their parents.
+    The undo record beside it is checked likewise. `source` is the model that is edited: neither its folder nor a parent
+    of it is ever replaced, and neither are the working directory, the home folder and their parents.
     """
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise OptionError(f"a model is written to a folder, got {folder}, which is a file or a link")
     if not folder.is_dir():
+        check_undo_folder(folder)
         return
     empty = not any(folder.iterdir())
     if not empty and not replace:
@@ -48,14 +49,7 @@ def check_free(folder: Path, *, replace: bool = False, source: str | os.PathLike
             )
     if not empty:
         _check_written_by_polyhead(folder, folder)
-
-
-def check_edited(folder: Path) -> None:
-    """Raise if a folder is not that of an edited model, saved with the record of its edits."""
-    if not folder.is_dir():
-        raise OptionError(f"undo needs the folder of an edited model, got {folder}, which is no folder")
-    if not (folder / RECORD).is_file():
-        raise OptionError(f"undo needs the record saved with an edited model, got {folder} without one")
+    check_undo_folder(folder, replace=replace)
 
 
 def check_not_source(folder: Path, source: str | os.PathLike[str]) -> None:
@@ -74,11 +68,13 @@ def _holds(folder: Path, place: Path) -> bool:
 
 
 @contextmanager
-def written_atomically(folder: Path, *, replace: bool = False) -> Iterator[Path]:
+def written_atomically(
+    folder: Path, *, replace: bool = False, before_rename: Callable[[], object] = lambda: None
+) -> Iterator[Path]:
     """Yield a temporary folder, renamed to `folder` if the body succeeds.
 
     If the body raises, or the process is killed in it, `folder` is unchanged. A folder that is replaced swaps its name
-    with the temporary one, and is deleted last.
+    with the temporary one, and is deleted last. `before_rename` is called when all is on disk.
     """
     check_free(folder, replace=replace)
     folder = folder.absolute()
@@ -94,20 +90,21 @@ def written_atomically(folder: Path, *, replace: bool = False) -> Iterator[Path]
         for parent, _, files in os.walk(temporary):
             for name in files:
                 os.chmod(os.path.join(parent, name), file_mode)
-                _fsync(os.path.join(parent, name))
-            _fsync(parent)
+                fsync(os.path.join(parent, name))
+            fsync(parent)
         check_free(folder, replace=replace)
+        before_rename()
         if folder.is_dir() and any(folder.iterdir()):
             _exchange(temporary, folder)
             try:
                 _check_written_by_polyhead(temporary, folder)  # again, now that nothing writes to it under its old name
-                _fsync(folder.parent)
+                fsync(folder.parent)
             except BaseException:
                 _exchange(temporary, folder)
                 raise
         else:
             os.rename(temporary, folder)
-            _fsync(folder.parent)
+            fsync(folder.parent)
     finally:
         if temporary.is_dir():
             if temporary.stat().st_ino == inode:
@@ -169,14 +166,6 @@ def _remove_written_files(folder: Path) -> None:
                 path.unlink()
         if not os.listdir(parent):
             os.rmdir(parent)
-
-
-def _fsync(path: str | Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _exchange(new: Path, old: Path) -> None:

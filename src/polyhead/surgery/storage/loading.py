@@ -24,8 +24,8 @@ from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read
 from polyhead.surgery.edits.applying import Changes, committed, origins_after
 from polyhead.surgery.edits.records import EditRecord
 from polyhead.surgery.native.fitting import without_init
-from polyhead.surgery.storage.folders import RECORD
-from polyhead.surgery.storage.manifest import MANIFEST, WEIGHTS, Manifest
+from polyhead.surgery.storage.manifest import WEIGHTS, Manifest
+from polyhead.surgery.storage.undo_folder import MANIFEST, find_record
 
 
 def load(
@@ -75,13 +75,18 @@ def load(
 
 
 def load_record(folder: str | os.PathLike[str]) -> EditRecord | None:
-    """Return the edit record in a model's folder; None if it was saved without one.
+    """Return the edit record beside a model's folder, in FOLDER.undo; None if the model was saved without one.
+
+    Folders of earlier versions have their record inside.
 
     Args:
         folder: folder of the model.
+
+    Raises:
+        CheckpointError: the record is missing, another model's, or was changed.
     """
-    path = Path(folder).expanduser() / RECORD
-    return EditRecord.load(path) if path.is_file() else None
+    path = find_record(Path(folder).expanduser())
+    return None if path is None else EditRecord.load(path)
 
 
 def load_saved(folder: Path, dtype: torch.dtype | None = None, *, switch_attention: bool = True) -> Any:

@@ -7,21 +7,18 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from polyhead.errors import CheckpointError, ShapeError
 from polyhead.files import as_type, read_json
 from polyhead.geometry import HeadLayout, HeadOrigins
 from polyhead.surgery.native.padding import Padding
+from polyhead.surgery.options import FORMS, Form
+from polyhead.surgery.storage.undo_folder import MANIFEST, MANIFEST_BYTES
 
-Form = Literal["uniform", "uneven", "padded"]
-FORMS: tuple[Form, ...] = get_args(Form)
-
-MANIFEST = "polyhead.json"
 # Not a name that transformers reads: it would load heads with a KV map as if they were in order.
 WEIGHTS = "polyhead.safetensors"
 FORMAT = 1
-_MAX_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +26,8 @@ class Manifest:
     """Description of a saved model: its class, the layout of each layer, and the padding of their heads.
 
     `shared` maps tied tensors to the name they are stored under. `origins` are the original heads of edited layers,
-    None in folders written before they were stored. The fingerprint is that of the model without padding.
+    None in folders written before they were stored. The fingerprint is that of the model without padding, `undo` the
+    digest of the undo record beside the folder.
     """
 
     form: Form
@@ -39,6 +37,7 @@ class Manifest:
     paddings: Mapping[str, Padding] = field(default_factory=dict)
     shared: Mapping[str, str] = field(default_factory=dict)
     origins: Mapping[str, HeadOrigins] | None = None
+    undo: str | None = None
 
     def write(self, folder: Path) -> None:
         content: dict[str, Any] = {
@@ -52,6 +51,8 @@ class Manifest:
         }
         if self.origins is not None:
             content["origins"] = {path: origins.to_dict() for path, origins in self.origins.items()}
+        if self.undo is not None:
+            content["undo"] = self.undo
         content["digest"] = _digest(content)
         (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
@@ -65,7 +66,7 @@ class Manifest:
             path,
             f"{MANIFEST} describes a saved model and must be undamaged",
             CheckpointError,
-            _MAX_BYTES,
+            MANIFEST_BYTES,
         )
         try:
             if content["format"] != FORMAT:
@@ -85,6 +86,7 @@ class Manifest:
                 paddings={path: Padding.from_dict(one) for path, one in content["paddings"].items()},
                 shared=as_type(content["shared"], Mapping[str, str], "shared"),
                 origins=None if origins is None else {path: HeadOrigins.from_dict(x) for path, x in origins.items()},
+                undo=as_type(content.get("undo"), str | None, "undo"),
             )
         except (ValueError, KeyError, TypeError, AttributeError, ShapeError, RecursionError) as error:
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Save an edited model atomically, in a form that plain transformers loads if there is one."""
+"""Save an edited model atomically, by default in a form that plain transformers loads."""
 
 from __future__ import annotations
 
@@ -27,19 +27,22 @@ from polyhead.surgery.edits.records import EditRecord
 from polyhead.surgery.native.configs import ConfigChange, join_changes
 from polyhead.surgery.native.fitting import fit_uniform, is_transformers_model
 from polyhead.surgery.native.padding import fit_padded
-from polyhead.surgery.storage.folders import RECORD, check_free, check_not_source, written_atomically
+from polyhead.surgery.options import OTHER_FORMS, Form, check_form
+from polyhead.surgery.storage.folders import check_free, check_not_source, written_atomically
 from polyhead.surgery.storage.loading import load_saved
-from polyhead.surgery.storage.manifest import FORMS, WEIGHTS, Form, Manifest
+from polyhead.surgery.storage.manifest import WEIGHTS, Manifest
+from polyhead.surgery.storage.undo_folder import new_record
 
 
 @dataclass(frozen=True, slots=True)
 class SavedModel:
-    """A folder that `save` wrote: its form, how plain transformers loads it, and its size."""
+    """A folder that `save` wrote: its form, how plain transformers loads it, its size, and the folder of its record."""
 
     folder: Path
     form: Form
     native: str
     num_bytes: int
+    undo_folder: Path | None = None
 
     @property
     def loads_natively(self) -> bool:
@@ -50,7 +53,7 @@ def save(
     model: nn.Module,
     folder: str | os.PathLike[str],
     *,
-    form: Form | None = None,
+    form: Form = "uniform",
     record: EditRecord | None = None,
     tokenizer: Any = None,
     replace: bool = False,
@@ -62,10 +65,10 @@ def save(
 
     Args:
         form: "uniform": a native config describes the heads; "padded": zero heads fill up a native config, so that it
-            loads anywhere but saves no time; "uneven": any heads, loaded by `polyhead.load` alone. None is uniform if
-            possible, else uneven. Whether plain transformers can load a form is checked by building its class and
-            comparing every tensor.
-        record: the edit record, stored with the model for `polyhead undo`.
+            loads anywhere but saves nothing; "uneven": any heads, loaded by `polyhead.load` alone. Whether plain
+            transformers can load a form is checked by building its class and comparing every tensor.
+        record: the edit record for `polyhead undo`, written to a second folder beside the first, `folder` with .undo
+            added to its name.
         tokenizer: saved too, by its `save_pretrained(folder)`: a tokenizer, a processor, or `SideFiles` of the folder
             that the model came from.
         replace: whether to replace an existing folder: one that `save` wrote, with nothing else in it.
@@ -92,8 +95,7 @@ def save(
     'pruned'
     """
     folder = Path(folder).expanduser()
-    if form is not None and form not in FORMS:
-        raise OptionError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
+    check_form(form)
     check_savable(model, folder)
     check_free(folder, replace=replace)
     model_fingerprint = fingerprint(model)
@@ -104,31 +106,23 @@ def save(
         )
     layers = find_layers(model)
     plan = _make_plan(model, layers, model_fingerprint, form)
-
-    def write() -> SavedModel:
-        with quiet(progress=False), written_atomically(folder, replace=replace) as temporary:
+    write = None
+    if record is not None:
+        # With the config changes of the written model, so that `undo` reverts them.
+        write = dataclasses.replace(record, config=join_changes(record.config, plan.changes)).save
+    with quiet(progress=False), _explain_write_errors(folder), new_record(folder, write) as undo:
+        place = (lambda: None) if undo is None else undo.place
+        manifest = dataclasses.replace(plan.manifest, undo=None if undo is None else undo.digest)
+        with written_atomically(folder, replace=replace, before_rename=place) as temporary:
             if plan.built is None:
-                _write_uneven(model, temporary, plan.manifest)
+                _write_uneven(model, temporary, manifest)
             else:
-                _write_native(model, temporary, plan)
+                _write_native(model, temporary, plan, manifest)
             _read_back(model, temporary)
-            if record is not None:
-                # With the config changes of the written model, so that `undo` reverts them.
-                changes = join_changes(record.config, plan.changes)
-                dataclasses.replace(record, config=changes).save(temporary / RECORD)
             if tokenizer is not None:
                 tokenizer.save_pretrained(temporary)
-        num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        return SavedModel(folder, plan.manifest.form, plan.native, num_bytes)
-
-    with _explain_write_errors(folder):
-        try:
-            return write()
-        except CheckpointError as error:
-            if form is not None or plan.built is None:
-                raise
-            plan = _uneven_plan(model, plan.manifest, f": {error}")
-            return write()
+    num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    return SavedModel(folder, form, plan.native, num_bytes, None if undo is None else undo.folder)
 
 
 @contextmanager
@@ -159,51 +153,45 @@ class _Plan:
     tensors: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
-def _make_plan(model: nn.Module, layers: Sequence[AttentionLayer], model_fingerprint: str, form: Form | None) -> _Plan:
+def _make_plan(model: nn.Module, layers: Sequence[AttentionLayer], model_fingerprint: str, form: Form) -> _Plan:
     layouts = {layer.path: layer.layout for layer in layers if layer.layout is not None}
     origins = {layer.path: layer_origins(model, layer) for layer in layers if layer.layout is not None}
     origins = {path: heads for path, heads in origins.items() if not heads.is_unedited}
     name = type(model).__name__
-    manifest = Manifest("uneven", name, model_fingerprint, layouts, origins=origins)
+    manifest = Manifest(form, name, model_fingerprint, layouts, origins=origins)
     loads = f"plain transformers loads it as {name}"
     if form == "padded":
         padded = fit_padded(model, layers)
         if padded.built is None:
             raise OptionError(
-                f"the padded form must fit into a native config, got a model that does not: {padded.rule}; save it "
-                "uneven"
+                f"the padded form must fit into a native config, got a model that does not: {padded.rule}; use --form "
+                "uneven, which loads with polyhead.load"
             )
-        manifest = dataclasses.replace(manifest, form="padded", paddings=padded.paddings)
+        manifest = dataclasses.replace(manifest, paddings=padded.paddings)
         tensors = padded.tensors(model, layers)
         return _Plan(manifest, f"{loads}{padded.summary}", padded.built, padded.changes, tensors)
     uniform = fit_uniform(model, layers)
-    if uniform.built is not None and form != "uneven":
-        return _Plan(dataclasses.replace(manifest, form="uniform"), loads, uniform.built, uniform.changes)
-    if form == "uniform":
+    if form == "uneven":
+        why = f": {uniform.rule}" if uniform.rule else ", in this form"
+        loads = f"plain transformers does not load it{why}; polyhead.load does"
+        return _Plan(dataclasses.replace(manifest, shared=_shared(model)), loads)
+    if uniform.built is None:
         raise OptionError(
-            f"the uniform form needs a native config that describes the model, got one without: {uniform.rule}; "
-            "save it uneven, or padded"
+            f"the uniform form needs a native config that describes the model, got none: {uniform.rule}; {OTHER_FORMS}"
         )
-    return _uneven_plan(model, manifest, f": {uniform.rule}" if uniform.rule else ", in this form")
+    return _Plan(manifest, loads, uniform.built, uniform.changes)
 
 
-def _uneven_plan(model: nn.Module, manifest: Manifest, why: str) -> _Plan:
-    return _Plan(
-        dataclasses.replace(manifest, form="uneven", shared=_shared(model)),
-        f"plain transformers does not load it{why}; polyhead.load does",
-    )
-
-
-def _write_native(model: Any, folder: Path, plan: _Plan) -> None:
+def _write_native(model: Any, folder: Path, plan: _Plan, manifest: Manifest) -> None:
     """Write by the native class itself, which sets names, shards and tied weights."""
     native = plan.built
     native.load_state_dict({**model.state_dict(), **plan.tensors}, strict=True, assign=True)
     native.tie_weights()
     if model.can_generate():
         native.generation_config = copy.deepcopy(model.generation_config)
-    _write_origins(native.config, plan.manifest)
+    _write_origins(native.config, manifest)
     native.save_pretrained(folder)
-    plan.manifest.write(folder)
+    manifest.write(folder)
 
 
 def _write_uneven(model: Any, folder: Path, manifest: Manifest) -> None:
@@ -254,7 +242,8 @@ def _read_back(model: nn.Module, folder: Path) -> None:
         if not lost:
             raise
         raise CheckpointError(
-            f"the files of a {type(model).__name__} must keep every tensor, but {lost[0]} is not read as it was written"
+            f"the files of a {type(model).__name__} must keep every tensor, but {lost[0]} is not read as it was "
+            "written; use --form uneven, which loads with polyhead.load"
         ) from None
 
 

@@ -1,0 +1,152 @@
+"""Undo records: MODEL.undo beside the folder MODEL, one file named by its digest, which polyhead.json of MODEL states.
+
+A model and its record change together, although they are two folders: a new record is added to MODEL.undo first, then
+MODEL is renamed or exchanged atomically, which decides the record that counts, and then the other one is removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from polyhead.errors import CheckpointError, OptionError
+from polyhead.files import check_regular, read_json, refusing
+
+MANIFEST = "polyhead.json"
+MANIFEST_BYTES = 1 << 26
+_INSIDE = "polyhead-record.safetensors"  # where earlier versions wrote the record: into the model's folder
+
+
+def undo_folder(folder: Path) -> Path:
+    """Return the folder of a model's undo record: beside the model, or beside what a link to it leads to.
+
+    >>> undo_folder(Path("/models/pruned/")).name
+    'pruned.undo'
+    """
+    real = folder.resolve()
+    return real.parent / f"{real.name}.undo"
+
+
+def check_undo_folder(folder: Path, *, replace: bool = False) -> None:
+    """Check that a model's undo record may be written: nothing is there but, with `replace`, that model's own."""
+    beside = undo_folder(folder)
+    rule = f"the undo record of {folder} is written to the new folder {beside}"
+    if beside.is_symlink() or (beside.exists() and not beside.is_dir()):
+        raise OptionError(f"{rule}, got a file or a link there; choose another folder for the model")
+    if not beside.is_dir():
+        return
+    own = recorded_digest(folder) if replace else None
+    foreign = [path.name for path in beside.iterdir() if own is None or path.name != _file_name(own)]
+    if foreign:
+        raise OptionError(
+            f"{rule}, got one that holds {min(foreign)}, which is not of the model in {folder}; choose another folder "
+            "for the model, or move this one beside the model that it belongs to, or delete it"
+        )
+
+
+def check_edited(folder: Path) -> None:
+    """Raise if a folder is not that of an edited model, saved with the record of its edits."""
+    if not folder.is_dir():
+        raise OptionError(f"undo needs the folder of an edited model, got {folder}, which is no folder")
+    if find_record(folder) is None:
+        raise OptionError(f"undo needs the record saved with an edited model, got {folder} without one")
+
+
+def find_record(folder: Path) -> Path | None:
+    """Return the file of a model's undo record, with the content it was saved with; None if it was saved without."""
+    digest = recorded_digest(folder)
+    if digest is None:
+        inside = folder / _INSIDE
+        return inside if inside.is_file() else None
+    beside = undo_folder(folder)
+    path = beside / _file_name(digest)
+    if not path.is_file():
+        others = sorted(x.name for x in beside.glob("*.safetensors")) if beside.is_dir() else []
+        raise CheckpointError(
+            f"the undo record of {folder} is {path}, got "
+            + (f"{others[0]}, which is another model's" if others else "none")
+            + f"; if {folder} was moved or copied, put its undo folder beside it, as {beside.name}"
+        )
+    with refusing(path, f"the undo record of {folder} must be readable", CheckpointError):
+        check_regular(path)
+        actual = _digest(path)
+    if actual != digest:
+        raise CheckpointError(
+            f"the undo record of {folder} must be as it was saved, got {path}, which was changed or damaged since"
+        )
+    return path
+
+
+def recorded_digest(folder: Path) -> str | None:
+    """Return the digest of the undo record that a model was saved with; None if it has none beside it."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    rule = f"{MANIFEST} describes a saved model and must be undamaged"
+    digest = read_json(path, rule, CheckpointError, MANIFEST_BYTES).get("undo")
+    if digest is not None and not (isinstance(digest, str) and re.fullmatch("[0-9a-f]{32}", digest)):
+        raise CheckpointError(f"{rule}, got {path} with the undo record {digest!r:.80}, which is no digest")
+    return digest
+
+
+@dataclass(frozen=True, slots=True)
+class NewRecord:
+    """An undo record under a temporary name; `place` gives it its own."""
+
+    digest: str
+    temporary: Path
+    folder: Path
+
+    def place(self) -> None:
+        """Put the record into its folder, beside one that is to be replaced."""
+        self.folder.mkdir(exist_ok=True)
+        os.replace(self.temporary, self.folder / _file_name(self.digest))
+        for changed in (self.folder, self.folder.parent):
+            fsync(changed)
+
+
+@contextmanager
+def new_record(folder: Path, write: Callable[[Path], object] | None) -> Iterator[NewRecord | None]:
+    """Let `write` write the undo record of a model that the body saves to `folder`; None saves it without one.
+
+    Afterwards, also if the body raised, the record of the model in the folder is there, and the other one is not.
+    """
+    beside, old = undo_folder(folder), recorded_digest(folder)
+    temporary = beside.parent / f".{beside.name}.{secrets.token_hex(8)}"
+    new = None
+    try:
+        if write is not None:
+            write(temporary)
+            new = NewRecord(_digest(temporary), temporary, beside)
+        yield new
+    finally:
+        temporary.unlink(missing_ok=True)
+        current = recorded_digest(folder)
+        for digest in (old, None if new is None else new.digest):
+            if digest is not None and digest != current:
+                (beside / _file_name(digest)).unlink(missing_ok=True)
+        with suppress(OSError):  # it is not there, or not empty
+            beside.rmdir()
+
+
+def fsync(path: str | Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _file_name(digest: str) -> str:
+    return f"{digest}.safetensors"
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
