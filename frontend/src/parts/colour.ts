@@ -22,7 +22,7 @@ export interface Scale {
   low: number;
   high: number;
   diverging: boolean;
-  /** The colour of a value; `NO_VALUE` for null. */
+  /** The colour of a value; `NO_VALUE` for null, that of an end beyond the scale. */
   of: (value: number | null | undefined) => string;
   /** The same as red, green and blue, in 256 steps, for images of many cells. */
   paint: (value: number | null | undefined) => Colour;
@@ -51,7 +51,7 @@ export function scaleOf(low: number, high: number, dark: boolean, gamma = 1): Sc
   const noValue = dark ? NO_VALUE.dark : NO_VALUE.light;
   const steps = stepsOf(ramp);
   const shareOf = (value: number | null | undefined) => {
-    if (value === null || value === undefined || !Number.isFinite(value)) return null;
+    if (value === null || value === undefined || Number.isNaN(value)) return null;
     const share = span > 0 ? Math.min(1, Math.max(0, (value - from) / span)) : 0.5;
     return gamma === 1 ? share : share ** gamma;
   };
