@@ -103,8 +103,10 @@ function NumberRow({ head, column }: { head: Head; column: Column }): JSX.Elemen
         {withUnit(value, column.format, locale)}
         {isNumber(error) ? <span class="muted"> ± {number(error, column.format)}</span> : null}
       </td>
-      <td class="numeric muted">{isNumber(chance) ? number(chance, column.format) : ""}</td>
-      <td class="numeric muted">{t("rankOf", { rank, all: all.length })}</td>
+      <td class="numeric muted" data-label={t("chance")}>
+        {isNumber(chance) ? number(chance, column.format) : ""}
+      </td>
+      <td class="numeric muted" data-label={t("rank")}>{t("rankOf", { rank, all: all.length })}</td>
       <td class="strip-cell">
         <div class="strip">
           <span class="strip-end">{low}</span>

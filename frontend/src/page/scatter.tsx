@@ -83,6 +83,8 @@ export function Scatter({ x, y, colouring }: ScatterProps): JSX.Element {
       const described = t("pointDescribed", { head: name, numbers: numbers.join(", ") });
       return [{ head, x: atX, y: atY, colour: colourOf(head), symbol: symbolOf(head), name, described }];
     });
+    // Heads with a role are drawn over the others.
+    if (colouring === "role") drawn.sort((one, other) => model.rolesOf(one.head).length - model.rolesOf(other.head).length);
     const roles = page.roles.flatMap((role, i): Key[] =>
       drawn.some(({ head }) => model.rolesOf(head)[0]?.role === role.name)
         ? [{ label: text(role.label), glyph: "●", colour: categoryColour(i, dark) }]
@@ -150,7 +152,9 @@ export function Scatter({ x, y, colouring }: ScatterProps): JSX.Element {
   const decorate = useCallback((svg: SVGSVGElement) => linkPoints(svg, points, show), [points]);
   const label = t("scatterDescribed", { x: text(x.label), y: text(y.label), heads: count(points.length) });
   const omitted = page.heads.length - points.length;
-  const layerRamp = layers && { scale: layers, format: (value: number) => t("layerName", { layer: Math.round(value) }) };
+  // The middle of an odd number of steps is no layer.
+  const formatLayer = (value: number) => (Number.isInteger(value) ? t("layerName", { layer: value }) : "");
+  const layerRamp = layers && { scale: layers, format: formatLayer };
   return (
     <Figure
       class="scatter-figure"

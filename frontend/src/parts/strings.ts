@@ -50,8 +50,8 @@ export const strings = {
   group_importance: { en: "Importance", zh: "重要性" },
   group_other: { en: "Other", zh: "其他" },
   group_companion: {
-    en: "Deviations, maxima, errors, chance",
-    zh: "标准差、最大值、标准误、随机水平",
+    en: "Std, max, error, chance",
+    zh: "标准差、最大值、误差、随机",
   },
   unitNats: { en: "nats", zh: "奈特" },
   unitTokens: { en: "tokens", zh: "词元" },

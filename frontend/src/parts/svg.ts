@@ -60,7 +60,7 @@ export function addRamp(add: Drawing["add"], { scale, format, missing }: Ramp, x
 export function addMissing(add: Drawing["add"], box: Box, fill: string): void {
   add("rect", { ...box, rx: 3, fill });
   const [right, bottom] = [box.x + box.width, box.y + box.height];
-  add("line", { x1: box.x, y1: bottom, x2: right, y2: box.y, stroke: "var(--muted)", "stroke-width": 1 });
+  add("line", { x1: box.x, y1: box.y, x2: right, y2: bottom, stroke: "var(--muted)", "stroke-width": 1 });
 }
 
 export interface Box {

@@ -7,7 +7,7 @@ import { useViewLocale } from "./language";
 import type { Span } from "./map/viewport";
 import { axisOf, tokenAt, type AxisName, type TokenId, type Trace } from "./types";
 
-export const PART = 300; // words rendered at a time
+const PART = 2048; // words rendered at a time, which scroll
 
 export interface ChosenWord {
   /** The hovered word, else the pinned one. */
@@ -40,19 +40,42 @@ export function useLinkedWord(trace: Trace | null, link: string | undefined): Ch
 
 interface Part {
   span: Span;
+  /** Words of a full part. */
+  size: number;
+  /** Words of the text. */
+  total: number;
   show: (first: number) => void;
 }
 
-/** The rendered part of an axis, which follows the pinned word. */
-export function usePart(trace: Trace, axisName: AxisName, { pinned }: ChosenWord): Part {
+/** The rendered part of an axis, of at most `size` words, which follows the pinned word. */
+export function usePart(trace: Trace, axisName: AxisName, { pinned }: ChosenWord, size = PART): Part {
   const count = axisOf(trace, axisName).tokens.length;
   const index = pinned?.axis === axisName ? pinned.index : null;
   const [start, show] = useState(0);
   const first = start < count ? start : 0;
   useEffect(() => {
-    if (index !== null && (index < first || index >= first + PART)) show(Math.floor(index / PART) * PART);
+    if (index !== null && (index < first || index >= first + size)) show(Math.floor(index / size) * size);
   }, [index]);
-  return { span: [first, Math.min(count, first + PART)], show };
+  return { span: [first, Math.min(count, first + size)], size, total: count, show };
+}
+
+/** Buttons that move to another part of a text that has several. */
+export function PartChoice({ part }: { part: Part }): JSX.Element | null {
+  const { t, count } = useViewLocale();
+  const { size, total } = part;
+  const [first, end] = part.span;
+  if (total <= size) return null;
+  return (
+    <div class="text-parts" role="group" aria-label={t("partsOfText")}>
+      <button type="button" disabled={first === 0} onClick={() => part.show(Math.max(0, first - size))}>
+        {t("previousPart")}
+      </button>
+      <span>{t("partOfText", { first: count(first), last: count(end - 1), total: count(total) })}</span>
+      <button type="button" disabled={end >= total} onClick={() => part.show(first + size)}>
+        {t("nextPart")}
+      </button>
+    </div>
+  );
 }
 
 interface TextWordsProps {
@@ -66,26 +89,15 @@ interface TextWordsProps {
 }
 
 export function TextWords({ trace, axisName, part, chosen, shade, underline }: TextWordsProps): JSX.Element {
-  const { t, count } = useViewLocale();
+  const { t } = useViewLocale();
   const { tokens } = axisOf(trace, axisName);
   const [first, end] = part.span;
-  const total = tokens.length;
   const idOf = (index: number | null) => (index === null ? null : { axis: axisName, index: first + index });
   const indexOf = (token: TokenId | null) =>
     token?.axis === axisName && token.index >= first && token.index < end ? token.index - first : null;
   return (
     <div class="text-words">
-      {total > PART ? (
-        <div class="text-parts" role="group" aria-label={t("partsOfText")}>
-          <button type="button" disabled={first === 0} onClick={() => part.show(Math.max(0, first - PART))}>
-            {t("previousPart")}
-          </button>
-          <span>{t("partOfText", { first: count(first), last: count(end - 1), total: count(total) })}</span>
-          <button type="button" disabled={end >= total} onClick={() => part.show(first + PART)}>
-            {t("nextPart")}
-          </button>
-        </div>
-      ) : null}
+      <PartChoice part={part} />
       <WordLine
         label={t(axisName === "text" ? "textLine" : "targetLine")}
         tokens={tokens.slice(first, end)}
