@@ -20,6 +20,7 @@ ANSWER = ("le", "chat", "voit", "sa", "queue")
 ROLES = ("induction", "previous", "sink")
 EDGES = [-16, -8, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 9, 17]
 COLUMNS = ("entropy", "mean_distance", "sink_mass", "output_norm", "copying", "ablation")
+INFINITE = (1, 1)  # site and head with an infinite output norm
 COMPANIONS = {"entropy_std": 0.25, "ablation_error": 0.03, "sink_mass_chance": 0.0625}
 GROUPS = {"output_norm": "output", "copying": "output", "ablation": "importance"}
 FORMATS = {"entropy": "nats", "mean_distance": "tokens", "sink_mass": "share"}
@@ -213,6 +214,10 @@ def _head(site: int, head: int, draw: torch.Generator) -> Payload:
     values = dict(zip(COLUMNS, drawn, strict=True))
     values["copying"] = 2 * values["copying"] - 1
     values["mean_distance"] *= 40
+    if site >= LAYERS:
+        values["output_norm"] = None  # not computed in cross-attention
+    elif (site, head) == INFINITE:
+        values["output_norm"] = math.inf
     holds = {"induction": (site, head) == (2, 1), "previous": head == 1, "sink": (site + head) % 3 == 2}
     return {
         "site": site,

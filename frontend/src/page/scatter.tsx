@@ -206,8 +206,10 @@ function linkPoints(svg: SVGSVGElement, points: Point[], show: (point: Point | n
     link.append(mark);
     links.set(point, link);
   }
+  // In front of all points; a point that is moved to the front would lose the focus.
+  const ring = createElement("circle", { class: "point-ring", r: 8, visibility: "hidden" });
   const name = createElement("text", { class: "point-name", "font-size": 13, visibility: "hidden" });
-  svg.append(name);
+  svg.append(ring, name);
   let chosen: Point | null = null;
   const choose = (point: Point | null) => {
     if (point === chosen) return;
@@ -215,14 +217,15 @@ function linkPoints(svg: SVGSVGElement, points: Point[], show: (point: Point | n
     chosen = point;
     show(point);
     const link = point && (links.get(point) as SVGGraphicsElement | undefined);
-    name.setAttribute("visibility", link ? "visible" : "hidden");
+    for (const part of [ring, name]) part.setAttribute("visibility", link ? "visible" : "hidden");
     if (!point || !link) return;
     link.classList.add("chosen");
-    link.parentNode?.append(link); // in front of the others
     const box = link.getBBox();
+    ring.setAttribute("cx", String(box.x + box.width / 2));
+    ring.setAttribute("cy", String(box.y + box.height / 2));
     const isRight = box.x > svg.viewBox.baseVal.width / 2;
-    name.setAttribute("x", String(isRight ? box.x - 6 : box.x + box.width + 6));
-    name.setAttribute("y", String(box.y - 2));
+    name.setAttribute("x", String(isRight ? box.x - 8 : box.x + box.width + 8));
+    name.setAttribute("y", String(box.y - 4));
     name.setAttribute("text-anchor", isRight ? "end" : "start");
     name.textContent = point.name;
   };

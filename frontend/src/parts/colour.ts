@@ -78,12 +78,12 @@ function channels(colour: string): [number, number, number] {
   return (colour.match(/[\d.]+/g) ?? ["0", "0", "0"]).slice(0, 3).map(Number) as [number, number, number];
 }
 
-/** Black or white, whichever has more contrast. */
+/** Black or white, whichever has more contrast: at least 4.5. */
 export function textColourOn(colour: string): string {
   const [r, g, b] = channels(colour).map((x) => {
     const share = x / 255;
     return share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
   }) as [number, number, number];
   const luminance = 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  return luminance > 0.179 ? "#0b0d12" : "#ffffff";
+  return luminance > 0.179 ? "#000000" : "#ffffff";
 }
