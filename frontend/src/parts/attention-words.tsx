@@ -1,6 +1,6 @@
 /** Attention of one head between words of a text: choose a word to see what it attends to, and what attends to it. */
 import type { JSX } from "preact";
-import { useLayoutEffect, useRef, useState } from "preact/hooks";
+import { useRef, useState } from "preact/hooks";
 import { scaleOf, textColourOn } from "./colour";
 import { useLocale } from "./language";
 import { useDark } from "./theme";
@@ -110,15 +110,6 @@ export function WordLine(props: WordLineProps): JSX.Element {
   const container = useRef<HTMLDivElement>(null);
   const [focus, setFocus] = useState(0);
   const scale = scaleOf(0, 1, dark, 0.6);
-  // Where the words scroll, one that is chosen elsewhere, in a link or a map, is scrolled into view.
-  useLayoutEffect(() => {
-    const word = pinned === null ? null : container.current?.children[pinned];
-    const scroller = container.current?.parentElement;
-    if (!word || !scroller || scroller.scrollHeight <= scroller.clientHeight) return;
-    const [inner, outer] = [word.getBoundingClientRect(), scroller.getBoundingClientRect()];
-    if (inner.top >= outer.top && inner.bottom <= outer.bottom) return;
-    scroller.scrollTop += inner.top + inner.height / 2 - outer.top - outer.height / 2;
-  }, [pinned, tokens.length]);
   const moveFocus = (event: KeyboardEvent, index: number) => {
     const step = event.key === "ArrowRight" ? 1 : event.key === "ArrowLeft" ? -1 : 0;
     const next = event.key === "Home" ? 0 : event.key === "End" ? tokens.length - 1 : index + step;

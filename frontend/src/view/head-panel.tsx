@@ -134,7 +134,7 @@ function useExactWeights(
   row: HeadRow | null,
   side: Side,
   [first, end]: Span,
-): ArrayLike<number> | null {
+): Float32Array | null {
   const token = row && row.block > 1 ? chosen.shown : null;
   const one = token && [token.index, token.index + 1];
   const [rows, columns] = side === "attends" ? [one, [first, end]] : [[first, end], one];
