@@ -79,7 +79,13 @@ function NumberRow({ head, column }: { head: Head; column: Column }): JSX.Elemen
       marks: [
         tickX(all, { x: (x: number) => x, stroke: "var(--muted)", strokeOpacity: 0.45, inset: 3 }),
         tickX(isNumber(chance) ? [chance] : [], { x: (x: number) => x, stroke: "var(--second)", strokeWidth: 2 }),
-        dot([value].filter(isNumber), { x: (x: number) => x, r: 5, fill: "var(--first)", stroke: "var(--paper)", strokeWidth: 1.5 }),
+        dot([value].filter(isNumber), {
+          x: (x: number) => x,
+          r: 5,
+          fill: "var(--first)",
+          stroke: "var(--paper)",
+          strokeWidth: 1.5,
+        }),
       ],
     }),
     [all, value, chance],

@@ -84,7 +84,8 @@ export function Scatter({ x, y, colouring }: ScatterProps): JSX.Element {
       return [{ head, x: atX, y: atY, colour: colourOf(head), symbol: symbolOf(head), name, described }];
     });
     // Heads with a role are drawn over the others.
-    if (colouring === "role") drawn.sort((one, other) => model.rolesOf(one.head).length - model.rolesOf(other.head).length);
+    const roleCount = ({ head }: Point) => model.rolesOf(head).length;
+    if (colouring === "role") drawn.sort((one, other) => roleCount(one) - roleCount(other));
     const roles = page.roles.flatMap((role, i): Key[] =>
       drawn.some(({ head }) => model.rolesOf(head)[0]?.role === role.name)
         ? [{ label: text(role.label), glyph: "●", colour: categoryColour(i, dark) }]

@@ -1,11 +1,26 @@
 /** A label with its name in files and commands, wherever the two differ. */
-import type { JSX } from "preact";
+import type { ComponentChildren, JSX } from "preact";
 
-export function CodeName({ label, name }: { label: string; name: string }): JSX.Element {
-  if (label === name) return <>{label}</>;
+interface CodeNameProps {
+  label: string;
+  name: string;
+  /** Content after the label, before the name. */
+  children?: ComponentChildren;
+}
+
+export function CodeName({ label, name, children }: CodeNameProps): JSX.Element {
+  if (label === name) {
+    return (
+      <>
+        {label}
+        {children}
+      </>
+    );
+  }
   return (
     <>
-      {label}{" "}
+      {label}
+      {children}{" "}
       <code class="code-name">
         {name.split("_").map((part, i) => (
           <>

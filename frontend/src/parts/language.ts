@@ -48,7 +48,7 @@ export function createLocale(language: Language, table: Record<string, Text> = s
     text: (text) => text[language],
     number,
     short: (value, format = "number") => {
-      if (format === "share" || value === null || value === undefined || !Number.isFinite(value)) return number(value, format);
+      if (typeof value !== "number" || !Number.isFinite(value) || format === "share") return number(value, format);
       return value !== 0 && Math.abs(value) < 0.001 ? scientificShort.format(value) : twoDigits.format(value);
     },
     count: (value) => whole.format(value),

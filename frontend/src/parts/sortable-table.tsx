@@ -90,7 +90,9 @@ export function SortableTable<Row>(props: SortableTableProps<Row>): JSX.Element 
                   aria-sort={sortedBy === column.name ? (down ? "descending" : "ascending") : "none"}
                 >
                   <button type="button" title={column.about} onClick={() => sortBy(column)}>
-                    <CodeName label={column.label} name={column.code ?? column.label} />
+                    <CodeName label={column.label} name={column.code ?? column.label}>
+                      <span class="sort-mark" aria-hidden="true" />
+                    </CodeName>
                   </button>
                 </th>
               ))}
