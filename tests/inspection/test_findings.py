@@ -103,6 +103,11 @@ def test_the_head_that_matters_most(column, loss, english, chinese):
     assert finding.heads == ((TWO, 2),)
 
 
+def test_the_median_of_an_even_number_of_heads_is_between_the_two_in_the_middle():
+    (finding,) = findings(inspection_of({"gradient": [0.1, 0.3, 0.1, 0.1, 0.3, 0.6]}))
+    assert str(finding).endswith("0.6 nats per token, 3 times the median of all heads")
+
+
 def test_without_a_middle_above_zero_nothing_is_a_multiple_of_it():
     (finding,) = findings(inspection_of({"gradient": [0.0, 0.0, 0.0, 0.0, 0.0, 0.5]}))
     assert str(finding) == "L1H2 has the largest loss gradient: 0.5 nats per token"

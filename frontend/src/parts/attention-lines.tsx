@@ -41,7 +41,7 @@ export function linesSvg(weights: Weights, chosen: Chosen | null, text: LinesTex
       const weight = weightAt(weights, query, key);
       if (weight < FAINTEST) return;
       const [isQuery, isKey] = [isChosen("query", query), isChosen("key", key)];
-      const opacity = chosen && !isQuery && !isKey ? weight * 0.12 : weight;
+      const [faintest, added] = !chosen ? [0.08, 0.92] : isQuery || isKey ? [0.25, 0.75] : [0.03, 0.1];
       const [from, to] = [column, width - column];
       const bend = (to - from) / 2;
       add("path", {
@@ -49,7 +49,7 @@ export function linesSvg(weights: Weights, chosen: Chosen | null, text: LinesTex
         fill: "none",
         stroke: isKey && !isQuery ? "var(--second)" : "var(--first)",
         "stroke-width": (0.6 + 2.4 * weight).toFixed(2),
-        "stroke-opacity": Math.min(1, 0.08 + opacity * 0.92).toFixed(3),
+        "stroke-opacity": Math.min(1, faintest + weight * added).toFixed(3),
       });
     });
   });
