@@ -1,6 +1,7 @@
 /** Overview: summary, findings, the grid of all heads coloured by a statistic or by role, and the table of heads. */
 import type { JSX } from "preact";
 import { useCallback, useMemo, useRef } from "preact/hooks";
+import { withCodeName } from "../parts/code-name";
 import { Select } from "../parts/controls";
 import { useLocale } from "../parts/language";
 import { CategoryLegend, RampLegend, type Category } from "../parts/legend";
@@ -72,7 +73,7 @@ export function Overview({ route: { query } }: { route: Route }): JSX.Element {
           <Select label={t("onlyRole")} value={role?.name ?? ""} onChange={(value) => set({ role: value })}>
             <option value="">{t("anyRole")}</option>
             {categories.map((category) => (
-              <option value={category.key}>{`${category.label} (${category.count})`}</option>
+              <option value={category.key}>{`${withCodeName(category.label, category.key)} (${category.count})`}</option>
             ))}
           </Select>
           <span class="muted" role="status">
