@@ -42,7 +42,7 @@ def test_missing_and_infinite_values_of_a_heat_map(open_page):
     # The file has the same cells: struck through where there is no value.
     root = saved_svg(tab, tab.locator(".stacks figure").nth(1))
     assert len(list(root.iter(f"{SVG}line"))) == len(missing) + 1  # and one in the legend
-    assert {"Head", "layer", "output norm · output_norm", "not computed"} <= {x.text for x in root.iter(f"{SVG}text")}
+    assert {"head", "layer", "output norm · output_norm", "not computed"} <= {x.text for x in root.iter(f"{SVG}text")}
 
 
 def test_column_with_both_signs_is_symmetric_around_zero(open_page):

@@ -96,11 +96,11 @@ export function StackGrid({ stack, color, role, marks, letters = "roles", onHove
 
   const coloured = column ? axisLabel(column, locale) : t(color === BY_MAP ? "byMap" : "byRole");
   const title = page.stacks.length > 1 ? text(stack.label) : t("gridTitle");
-  const axes = { across: t("head"), down: t("gridCorner") };
+  const axes = { across: t("gridAcross"), down: t("gridCorner") };
   const cell = { width: letters === "numbers" ? 42 : 30, height: 30 };
   const ramp = column && {
     scale: model.scale(column, dark),
-    format: (x: number) => withUnit(x, column.format, locale),
+    format: (x: number) => locale.number(x, column.format), // the legend has the unit
     ...(rows.some((row) => row.cells.some((cell) => cell?.missing)) ? { missing: t("notComputed") } : {}),
   };
   const heads = page.heads.filter((head) => stack.sites.includes(head.site));

@@ -109,6 +109,7 @@ export const strings = {
   shownHeads: { en: "{shown} of {all} heads", zh: "{all} 个头中的 {shown} 个" },
   gridTitle: { en: "Layers by heads", zh: "层 × 头" },
   gridCorner: { en: "layer", zh: "层" },
+  gridAcross: { en: "head", zh: "头" },
   gridName: {
     en: "{stack}, coloured by: {coloured}. Arrow keys move, Enter opens a head.",
     zh: "{stack}，着色依据：{coloured}。方向键移动，回车打开。",

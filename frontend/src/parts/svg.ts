@@ -29,7 +29,7 @@ export function createElement(tag: string, attributes: Attributes): SVGElement {
 const RAMP_STEPS = 48;
 const STEP_WIDTH = 4;
 /** Height of a colour ramp with its numbers; its width is that of its steps. */
-export const RAMP_HEIGHT = 24;
+export const RAMP_HEIGHT = 30;
 
 export const RAMP_WIDTH = RAMP_STEPS * STEP_WIDTH;
 

@@ -125,7 +125,7 @@ export function Grids({ trace, title, word, marked, onPick, narrow, onlyInvolved
   const isInvolved = (layer: number) => !word || Boolean(word.rows.get(layer)?.[word.side]);
   const stacks = state.stacks.filter((stack) => !onlyInvolved || stack.layers.some(isInvolved));
   const ramp = { scale, format: (x: number) => number(x, "share") };
-  const axes = { across: t("head"), down: t("gridCorner") };
+  const axes = { across: t("gridAcross"), down: t("gridCorner") };
   const legend = word ? t("wordInHeadsAbout") : cellMeaning(pictures, locale);
   return (
     <div class={`grids${word ? " of-word" : ""}${narrow ? " narrow" : ""}`}>
