@@ -68,6 +68,13 @@ def test_saved_csv_has_the_rows_of_the_parquet_file(open_page, real_page, parque
     same(read_csv(file, parquet.schema), rows)
 
 
+def as_shown(value: float, *, is_share: bool) -> tuple[float, str]:
+    """Return a number of tokens, or a share as a percentage, rounded as the page writes it."""
+    if is_share:
+        return (float(f"{100 * value:.2g}") if value < 0.1 else float(f"{100 * value:.0f}")), "%"
+    return (float(f"{value:.3g}") if value < 10 else round(value, 1)), ""
+
+
 def test_heat_map_has_the_values_of_the_parquet_file(open_page, real_page, parquet):
     opened = open_page(real_page, "charts")
     tab = opened.tab
@@ -84,8 +91,7 @@ def test_heat_map_has_the_values_of_the_parquet_file(open_page, real_page, parqu
                 assert "missing" in cell.get_attribute("class")
             else:
                 shown = re.search(r"(?:mean attention distance|standard deviation) ([-+.\de]+)(%?)", name)
-                scale = 0.01 if shown[2] else 1.0
-                assert float(shown[1]) * scale == pytest.approx(value, rel=0.06, abs=0.005 * scale)
+                assert (float(shown[1]), shown[2]) == as_shown(value, is_share=column == "confidence_std")
 
 
 def test_every_view_of_a_real_inspection_opens(open_page, real_page):
