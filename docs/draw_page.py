@@ -16,6 +16,7 @@ from playwright.sync_api import sync_playwright
 VIEWS = {
     "overview": ("#/overview", (1280, 1250), "light"),
     "head": ("#/head/1/3?word=26", (1280, 1000), "light"),
+    "charts": ("#/charts?column=confidence&x=confidence&y=ablation", (1280, 1790), "light"),
     "importance": ("#/importance", (1280, 800), "light"),
     "phone": ("#/overview", (390, 844), "dark"),
 }

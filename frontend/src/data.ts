@@ -10,7 +10,7 @@ export type HeadId = readonly [layer: number, head: number];
 
 export interface Packed {
   shape: number[];
-  type: "u8" | "f32";
+  type: "u8" | "f32" | "f64";
   scale: number[] | null;
   data: string;
 }
@@ -49,10 +49,13 @@ interface Site {
   stack: string;
   layer: number;
   heads: number;
+  /** The number of each head in the unedited model: `5`, `2+7` for a merged head. */
+  originals: string[];
 }
 
 export type NumberFormat = "share" | "number" | "tokens" | "nats";
-export type ColumnGroup = "attention" | "output" | "importance" | "other";
+/** "companion": the deviation, maximum, error or chance level of another column. */
+export type ColumnGroup = "attention" | "output" | "importance" | "other" | "companion";
 
 export interface Column {
   name: string;
@@ -92,11 +95,6 @@ export interface Head {
   head: number;
   /** Its origin in the unedited model, if its number changed. */
   origin: Text | null;
-  values: Record<string, number | null>;
-  spreads: Record<string, number | null>;
-  errors: Record<string, number | null>;
-  /** The values under uniform attention. */
-  chances: Record<string, number | null>;
   roles: RoleScore[];
   similar: Similar[];
   top_keys: { text: string; share: number }[];
@@ -151,7 +149,7 @@ export interface Finding {
 }
 
 export interface Page {
-  format: 2;
+  format: 3;
   lang: "en" | "zh";
   title: string;
   facts: Facts;
@@ -160,6 +158,8 @@ export interface Page {
   columns: Column[];
   roles: Role[];
   heads: Head[];
+  /** The numeric columns of heads.parquet, one number per head, as float64. */
+  table: Record<string, Packed>;
   maps: Record<string, Packed>;
   /** Tokens per side of a cell of a map. */
   map_block?: number;
@@ -183,12 +183,26 @@ export interface Unpacked {
 
 const unpackedCache = new WeakMap<Packed, Unpacked>();
 
-export function unpack(packed: Packed): Unpacked {
-  const cached = unpackedCache.get(packed);
-  if (cached) return cached;
+function bytesOf(packed: Packed): Uint8Array {
   const letters = atob(packed.data);
   const bytes = new Uint8Array(letters.length);
   for (let i = 0; i < letters.length; i++) bytes[i] = letters.charCodeAt(i);
+  return bytes;
+}
+
+/** A column in full precision; null for NaN, which means that a value is undefined or was not computed. */
+export function unpackColumn(packed: Packed): (number | null)[] {
+  const view = new DataView(bytesOf(packed).buffer);
+  return Array.from({ length: view.byteLength / 8 }, (_, i) => {
+    const value = view.getFloat64(8 * i, true);
+    return Number.isNaN(value) ? null : value;
+  });
+}
+
+export function unpack(packed: Packed): Unpacked {
+  const cached = unpackedCache.get(packed);
+  if (cached) return cached;
+  const bytes = bytesOf(packed);
   const count = packed.shape.reduce((product, size) => product * size, 1);
   const values = new Float32Array(count);
   if (packed.type === "f32") {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import math
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ ANSWER = ("le", "chat", "voit", "sa", "queue")
 ROLES = ("induction", "previous", "sink")
 EDGES = [-16, -8, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 9, 17]
 COLUMNS = ("entropy", "mean_distance", "sink_mass", "output_norm", "copying", "ablation")
+INFINITE = (1, 1)  # site and head with an infinite output norm
+COMPANIONS = {"entropy_std": 0.25, "ablation_error": 0.03, "sink_mass_chance": 0.0625}
 GROUPS = {"output_norm": "output", "copying": "output", "ablation": "importance"}
 FORMATS = {"entropy": "nats", "mean_distance": "tokens", "sink_mass": "share"}
 
@@ -34,8 +37,8 @@ def synthetic() -> Payload:
     sites += [_site("decoder", "cross", layer, CROSS_HEADS) for layer in range(CROSS_LAYERS)]
     self_sites, cross_sites = list(range(LAYERS)), list(range(LAYERS, LAYERS + CROSS_LAYERS))
     heads = [_head(site, head, draw) for site, where in enumerate(sites) for head in range(where["heads"])]
-    return {
-        "format": 2,
+    page = {
+        "format": 3,
         "lang": "en",
         "title": "polyhead: small",
         "facts": _facts(),
@@ -44,7 +47,7 @@ def synthetic() -> Payload:
             {"label": bilingual("Decoder to encoder"), "kind": "cross", "sites": cross_sites},
         ],
         "sites": sites,
-        "columns": [_column(name) for name in COLUMNS],
+        "columns": [_column(name) for name in (*COLUMNS, *COMPANIONS)],
         "roles": [
             {
                 "name": name,
@@ -92,6 +95,19 @@ def synthetic() -> Payload:
         "examples": [_self_example(self_sites), _cross_example(cross_sites)],
         "findings": _findings(),
     }
+    return with_table(page)
+
+
+def with_table(page: Payload) -> Payload:
+    """Return the page with the table of the values of its heads, which the page itself does not read."""
+    columns = {
+        name: torch.tensor(
+            [math.nan if head["values"][name] is None else head["values"][name] for head in page["heads"]],
+            dtype=torch.float64,
+        )
+        for name in (column["name"] for column in page["columns"])
+    }
+    return {**page, "table": {name: packed_floats(column, bits=64) for name, column in columns.items()}}
 
 
 def bare() -> Payload:
@@ -107,7 +123,7 @@ def bare() -> Payload:
         for head in page["heads"]
         if head["site"] == 0
     ]
-    return page
+    return with_table(page)
 
 
 def few_heads() -> Payload:
@@ -115,7 +131,7 @@ def few_heads() -> Payload:
     page = synthetic()
     places = {(0, 2), (0, 4), (1, 0), (1, 3), (2, 1), (2, 4), (3, 1), (4, 0)}
     page["heads"] = [head for head in page["heads"] if (head["site"], head["head"]) in places]
-    return page
+    return with_table(page)
 
 
 def weights(page: Payload, example: int, site: int) -> torch.Tensor:
@@ -150,7 +166,14 @@ def with_tokens(page: Payload, tokens: list[str]) -> Payload:
 
 
 def _site(stack: str, kind: str, layer: int, heads: int) -> Payload:
-    return {"name": f"{stack}.{layer}", "kind": kind, "stack": f"{stack}.*", "layer": layer, "heads": heads}
+    return {
+        "name": f"{stack}.{layer}",
+        "kind": kind,
+        "stack": f"{stack}.*",
+        "layer": layer,
+        "heads": heads,
+        "originals": [str(head) for head in range(heads)],
+    }
 
 
 def _facts() -> Payload:
@@ -179,7 +202,7 @@ def _column(name: str) -> Payload:
         "name": name,
         "label": bilingual(name.replace("_", " ")),
         "about": bilingual(f"What {name} means."),
-        "group": GROUPS.get(name, "attention"),
+        "group": "companion" if name in COMPANIONS else GROUPS.get(name, "attention"),
         "format": FORMATS.get(name, "number"),
         "low": 0.0 if shares else None,
         "high": 1.0 if shares else None,
@@ -191,14 +214,15 @@ def _head(site: int, head: int, draw: torch.Generator) -> Payload:
     values = dict(zip(COLUMNS, drawn, strict=True))
     values["copying"] = 2 * values["copying"] - 1
     values["mean_distance"] *= 40
+    if site >= LAYERS:
+        values["output_norm"] = None  # not computed in cross-attention
+    elif (site, head) == INFINITE:
+        values["output_norm"] = math.inf
     holds = {"induction": (site, head) == (2, 1), "previous": head == 1, "sink": (site + head) % 3 == 2}
     return {
         "site": site,
         "head": head,
-        "values": values,
-        "spreads": {"entropy": 0.25},
-        "errors": {"ablation": 0.03},
-        "chances": {"sink_mass": 0.0625},
+        "values": values | COMPANIONS,
         "roles": [_score(role, holds[role], computed=(site, head, role) != (2, 1, "sink")) for role in ROLES],
         "similar": [{"head": [0, (head + 1) % HEADS], "cosine": 0.44, "across": site != 0}],
         "top_keys": [{"text": "the", "share": 0.31}, {"text": ".", "share": 0.11}],

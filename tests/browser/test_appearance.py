@@ -19,6 +19,7 @@ from tests.browser.payloads import few_heads
 VIEWS = (
     "overview",
     "overview?color=copying&role=sink",
+    "charts?column=output_norm&numbers=1&by=role",
     "head/2/1?word=3&draw=lines",
     "head/3/1",
     "similar",
@@ -62,7 +63,7 @@ def test_language_is_switched_and_kept_in_the_link(open_page):
     tab = opened.tab
     tab.get_by_label("Language").select_option("zh")
     assert tab.evaluate("document.documentElement.lang") == "zh-Hans"
-    expect(tab.locator("nav.views a")).to_have_text(["总览", "相似的头", "头的重要性", "句法", "发现"])
+    expect(tab.locator("nav.views a")).to_have_text(["总览", "图表", "相似的头", "头的重要性", "句法", "发现"])
     expect(tab.locator(".findings a bdi").first).to_have_text("中文：L2H1 repeats")
     assert tab.locator("a.cell").first.get_attribute("aria-label").startswith("L0H0")
     opened.go("importance?lang=zh")
@@ -75,8 +76,8 @@ def test_no_string_of_the_interface_is_left_in_english(open_page):
     """In Chinese, the interface has no English words but names."""
     opened = open_page(view="overview?lang=zh")
     tab = opened.tab
-    names = {"SVG", "PNG", "English", "Transformer", "polyhead"}
-    for view in ("overview", "similar", "importance", "syntax", "findings"):
+    names = {"SVG", "PNG", "CSV", "English", "Transformer", "polyhead"}
+    for view in ("overview", "charts", "similar", "importance", "syntax", "findings"):
         opened.go(f"{view}?lang=zh")
         texts = tab.locator("nav.views, .switches, main h2, main h3, .lead, figcaption, footer")
         for text in texts.all_inner_texts():
@@ -104,12 +105,14 @@ def test_chinese_glyphs_are_drawn(open_page, keep_picture):
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
-def test_a_phone_never_scrolls_sideways(open_page, keep_picture, language):
+def test_the_page_never_scrolls_sideways(open_page, keep_picture, language):
     opened = open_page(view=f"overview?lang={language}", viewport=(360, 740), device_scale_factor=2)
     for view in VIEWS:
         opened.go(view)
         assert opened.tab.evaluate("document.documentElement.lang").startswith(language)
-        assert opened.tab.evaluate("document.documentElement.scrollWidth") <= 360, view
+        for width in (1280, 390, 360):
+            opened.of.change_size((width, 740))
+            assert opened.tab.evaluate("document.documentElement.scrollWidth") <= width, view
         keep_picture(opened, f"phone-{language}-{view.split('?')[0].replace('/', '-')}")
 
 

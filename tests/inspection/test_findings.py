@@ -79,20 +79,20 @@ def test_similar_heads_are_reported_within_and_across_layers():
         (
             "ablation",
             "representation",
-            "ablating L1H2 changes the text embedding most: 1 - cosine 0.5, 5 times the median head",
-            "消融 L1H2 时文本向量变化最大：1 - 余弦为 0.5，是中位数的 5 倍",
+            "ablating L1H2 changes the text embedding most: 1 - cosine 0.5, 5 times the median of all heads",
+            "消融 L1H2 时文本向量变化最大：1 - 余弦为 0.5，是所有头中位数的 5 倍",
         ),
         (
             "ablation",
             "language",
-            "ablating L1H2 increases the loss most: 0.5 nats per token, 5 times the median head",
-            "消融 L1H2 时损失增加最多：每个词元 0.5 奈特，是中位数的 5 倍",
+            "ablating L1H2 increases the loss most: 0.5 nats per token, 5 times the median of all heads",
+            "消融 L1H2 时损失增加最多：每个词元 0.5 奈特，是所有头中位数的 5 倍",
         ),
         (
             "gradient",
             "language",
-            "L1H2 has the largest loss gradient: 0.5 nats per token, 5 times the median head",
-            "L1H2 的损失梯度最大：每个词元 0.5 奈特，是中位数的 5 倍",
+            "L1H2 has the largest loss gradient: 0.5 nats per token, 5 times the median of all heads",
+            "L1H2 的损失梯度最大：每个词元 0.5 奈特，是所有头中位数的 5 倍",
         ),
     ],
 )
@@ -101,6 +101,11 @@ def test_the_head_that_matters_most(column, loss, english, chinese):
     (finding,) = findings(inspection)
     assert (str(finding), words_of(finding, "zh"), finding.column) == (english, chinese, column)
     assert finding.heads == ((TWO, 2),)
+
+
+def test_the_median_of_an_even_number_of_heads_is_between_the_two_in_the_middle():
+    (finding,) = findings(inspection_of({"gradient": [0.1, 0.3, 0.1, 0.1, 0.3, 0.6]}))
+    assert str(finding).endswith("0.6 nats per token, 3 times the median of all heads")
 
 
 def test_without_a_middle_above_zero_nothing_is_a_multiple_of_it():

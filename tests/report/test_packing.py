@@ -28,8 +28,8 @@ HOSTILE = (
 
 def unpacked(packed: dict) -> np.ndarray:
     data = base64.b64decode(packed["data"])
-    if packed["type"] == "f32":
-        return np.frombuffer(data, "<f4").reshape(packed["shape"])
+    if packed["type"] != "u8":
+        return np.frombuffer(data, {"f32": "<f4", "f64": "<f8"}[packed["type"]]).reshape(packed["shape"])
     numbers = np.frombuffer(data, np.uint8).reshape(packed["shape"]) / 255
     scale = np.array(packed["scale"]).reshape(-1, *(1 for _ in packed["shape"][1:]))
     return numbers * scale
@@ -52,6 +52,8 @@ def test_unpacked_floats_are_identical():
     numbers = torch.tensor([[1.5, -2.25e-8], [math.nan, 3e38]])
     np.testing.assert_array_equal(unpacked(packed_floats(numbers)), numbers.numpy())
     np.testing.assert_array_equal(unpacked(packed_floats(numbers.T)), numbers.T.numpy())
+    doubles = torch.tensor([1 / 3, -math.inf, math.nan], dtype=torch.float64)
+    np.testing.assert_array_equal(unpacked(packed_floats(doubles, bits=64)), doubles.numpy())
 
 
 @pytest.mark.parametrize("text", HOSTILE)

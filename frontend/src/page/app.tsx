@@ -7,6 +7,7 @@ import { useLocale, type Language } from "../parts/language";
 import { hrefOf, replaceQuery, useRoute, withQuery, type Route } from "../parts/router";
 import { strings } from "../parts/strings";
 import { Line } from "../parts/tokens";
+import { Charts } from "./charts";
 import { FindingsView } from "./findings";
 import { HeadCard } from "./head-card";
 import { Importance } from "./importance";
@@ -17,6 +18,7 @@ import { SyntaxView } from "./syntax";
 
 const VIEWS = {
   overview: Overview,
+  charts: Charts,
   similar: SimilarHeads,
   importance: Importance,
   syntax: SyntaxView,

@@ -3,7 +3,7 @@ import { axisX, axisY, barY, ruleX, ruleY } from "@observablehq/plot";
 import type { JSX } from "preact";
 import { useMemo, useState } from "preact/hooks";
 import { part, unpack, type HeadId } from "../data";
-import { ChartFigure, type Build } from "../parts/chart";
+import { ChartFigure, widthOf, type Build } from "../parts/chart";
 import { Figure } from "../parts/figure";
 import { HeatMap, heatSvg, type Heat } from "../parts/heat-map";
 import { useLocale, type Locale } from "../parts/language";
@@ -126,35 +126,40 @@ export function OffsetFigure({ id }: { id: HeadId }): JSX.Element | null {
     [packed, id[1]],
   );
   const build = useMemo<Build>(
-    () => (width) => ({
-      width,
-      height: 290,
-      marginBottom: 84,
-      marginLeft: 44,
-      x: { type: "band", domain: bars.map((bar) => bar.label), padding: 0.12 },
-      y: { grid: true, domain: [0, Math.max(0.001, ...bars.map((bar) => bar.density))] },
-      marks: [
-        barY(bars, {
-          x: "label",
-          y: "density",
-          fill: (bar: Bar) => (bar.from === 0 ? "var(--second)" : "var(--first)"),
-          title: (bar: Bar) => t("offsetBar", { offsets: bar.label, share: number(bar.share, "share") }),
-        }),
-        ruleX(
-          bars.filter((bar) => bar.from === 0),
-          { x: "label", stroke: "var(--muted)", strokeDasharray: "2,3" },
-        ),
-        ruleY([0], { stroke: "var(--muted)" }),
-        axisX({
-          ...axis,
-          label: t("offsetAxis"),
-          labelAnchor: "center",
-          tickRotate: width < 420 ? -90 : -60,
-          tickSize: 3,
-        }),
-        axisY({ ...axis, label: t("sharePerOffset"), tickFormat: (x: number) => number(x, "share"), ticks: 5 }),
-      ],
-    }),
+    () => (width) => {
+      const isNarrow = width < 420;
+      const longest = Math.max(0, ...bars.map((bar) => widthOf(bar.label)));
+      const marginBottom = 36 + longest * (isNarrow ? 1 : 0.87); // sine of 90 or 60 degrees
+      return {
+        width,
+        height: 206 + marginBottom,
+        marginBottom,
+        marginLeft: 44,
+        x: { type: "band", domain: bars.map((bar) => bar.label), padding: 0.12 },
+        y: { grid: true, domain: [0, Math.max(0.001, ...bars.map((bar) => bar.density))] },
+        marks: [
+          barY(bars, {
+            x: "label",
+            y: "density",
+            fill: (bar: Bar) => (bar.from === 0 ? "var(--second)" : "var(--first)"),
+            title: (bar: Bar) => t("offsetBar", { offsets: bar.label, share: number(bar.share, "share") }),
+          }),
+          ruleX(
+            bars.filter((bar) => bar.from === 0),
+            { x: "label", stroke: "var(--muted)", strokeDasharray: "2,3" },
+          ),
+          ruleY([0], { stroke: "var(--muted)" }),
+          axisX({
+            ...axis,
+            label: t("offsetAxis"),
+            labelAnchor: "center",
+            tickRotate: isNarrow ? -90 : -60,
+            tickSize: 3,
+          }),
+          axisY({ ...axis, label: t("sharePerOffset"), tickFormat: (x: number) => number(x, "share"), ticks: 5 }),
+        ],
+      };
+    },
     [bars, locale],
   );
   if (!bars.length) return null;

@@ -1,8 +1,8 @@
 /** Example texts with the attention of one head on their words. */
 import type { JSX } from "preact";
-import { useLayoutEffect, useMemo, useRef } from "preact/hooks";
+import { useMemo } from "preact/hooks";
 import { part, unpack, type Example, type HeadId } from "../data";
-import { linesSvg, type LinesText } from "../parts/attention-lines";
+import { Lines, LINES_WIDTH, LinesChoice, linesSvg } from "../parts/attention-lines";
 import { AttentionWords, type Chosen, type Weights } from "../parts/attention-words";
 import { Segments } from "../parts/controls";
 import { Figure } from "../parts/figure";
@@ -10,8 +10,6 @@ import { useLocale } from "../parts/language";
 import { replaceQuery, type Query, type Route } from "../parts/router";
 import { Token } from "../parts/tokens";
 import { useModel } from "./model";
-
-const FILE_WIDTH = 560;
 
 function weightsOf(example: Example, [site, head]: HeadId, cross: boolean): Weights | null {
   const packed = example.sites[String(site)];
@@ -43,10 +41,6 @@ export function HeadExamples({ id, route }: { id: HeadId; route: Route }): JSX.E
   const name = model.fullName(id, locale);
   const text = { title: name, queries: t("queries"), keys: t("keys") };
   const lines = route.query.draw === "lines";
-  const drawings = [
-    [false, t("asWords")],
-    [true, t("asLines")],
-  ] as const;
   return (
     <Figure
       class="wide"
@@ -54,15 +48,8 @@ export function HeadExamples({ id, route }: { id: HeadId; route: Route }): JSX.E
       note={t(cross ? "examplesAboutTwo" : "examplesAbout")}
       name={`head-${id.join("-")}-words`}
       fileTitle={`${name}: ${t("examples")}`}
-      draw={() => linesSvg(weights, chosen, text, FILE_WIDTH)}
-      controls={
-        <Segments
-          label={t("drawAs")}
-          options={drawings}
-          value={lines}
-          onChange={(value) => set({ draw: value ? "lines" : null })}
-        />
-      }
+      draw={() => linesSvg(weights, chosen, text, LINES_WIDTH)}
+      controls={<LinesChoice lines={lines} onChange={(value) => set({ draw: value ? "lines" : null })} />}
     >
       {examples.length > 1 ? (
         <Segments
@@ -82,13 +69,4 @@ export function HeadExamples({ id, route }: { id: HeadId; route: Route }): JSX.E
       {lines ? <Lines weights={weights} chosen={chosen} text={text} /> : null}
     </Figure>
   );
-}
-
-function Lines({ weights, chosen, text }: { weights: Weights; chosen: Chosen | null; text: LinesText }): JSX.Element {
-  const container = useRef<HTMLDivElement>(null);
-  useLayoutEffect(() => {
-    const host = container.current;
-    if (host) host.replaceChildren(linesSvg(weights, chosen, text, Math.min(FILE_WIDTH, host.clientWidth)));
-  }, [weights, chosen?.line, chosen?.index, text.title, text.queries]);
-  return <div class="chart lines" ref={container} />;
 }

@@ -2,14 +2,15 @@
 import { dot, text as textMark, tickX } from "@observablehq/plot";
 import type { JSX } from "preact";
 import { useMemo } from "preact/hooks";
-import type { Column, ColumnGroup, Head } from "../data";
+import type { Column, Head } from "../data";
+import { withCodeName } from "../parts/code-name";
 import { Chart, drawPlot, widthOf, type Build } from "../parts/chart";
 import { TableRegion } from "../parts/controls";
 import { Figure } from "../parts/figure";
 import { useLocale, type Locale } from "../parts/language";
+import { ColumnName, STATISTICS } from "./column-name";
 import { idOf, isNumber, useModel, withUnit, type Model } from "./model";
 
-const GROUPS: ColumnGroup[] = ["attention", "output", "importance", "other"];
 const STRIP = 22;
 
 /** The rank among all heads, from the largest. */
@@ -21,8 +22,8 @@ export function HeadNumbers({ head }: { head: Head }): JSX.Element {
   const model = useModel();
   const locale = useLocale();
   const { t } = locale;
-  const columns = GROUPS.flatMap((group) => model.page.columns.filter((column) => column.group === group)).filter(
-    (column) => isNumber(head.values[column.name]),
+  const columns = STATISTICS.flatMap((group) =>
+    model.page.columns.filter((column) => column.group === group && model.value(head, column.name) !== null),
   );
   return (
     <Figure
@@ -61,10 +62,8 @@ function NumberRow({ head, column }: { head: Head; column: Column }): JSX.Elemen
   const model = useModel();
   const locale = useLocale();
   const { t, text, number } = locale;
-  const value = head.values[column.name] as number;
-  const error = head.errors[column.name];
-  const spread = head.spreads[column.name];
-  const chance = head.chances[column.name];
+  const value = model.value(head, column.name) as number;
+  const [error, spread, chance] = ["error", "std", "chance"].map((end) => model.value(head, `${column.name}_${end}`));
   const all = useMemo(() => model.values(column.name), [model, column]);
   const rank = rankOf(model, column, value);
   const known = [...all, ...(isNumber(chance) ? [chance] : [])];
@@ -80,7 +79,13 @@ function NumberRow({ head, column }: { head: Head; column: Column }): JSX.Elemen
       marks: [
         tickX(all, { x: (x: number) => x, stroke: "var(--muted)", strokeOpacity: 0.45, inset: 3 }),
         tickX(isNumber(chance) ? [chance] : [], { x: (x: number) => x, stroke: "var(--second)", strokeWidth: 2 }),
-        dot([value], { x: (x: number) => x, r: 5, fill: "var(--first)", stroke: "var(--paper)", strokeWidth: 1.5 }),
+        dot([value].filter(isNumber), {
+          x: (x: number) => x,
+          r: 5,
+          fill: "var(--first)",
+          stroke: "var(--paper)",
+          strokeWidth: 1.5,
+        }),
       ],
     }),
     [all, value, chance],
@@ -93,7 +98,9 @@ function NumberRow({ head, column }: { head: Head; column: Column }): JSX.Elemen
     <tr>
       <th scope="row">
         <details>
-          <summary>{text(column.label)}</summary>
+          <summary>
+            <ColumnName column={column} />
+          </summary>
           <p>{text(column.about)}</p>
           {isNumber(spread) ? <p class="muted">{t("spread", { spread: number(spread, column.format) })}</p> : null}
         </details>
@@ -102,8 +109,10 @@ function NumberRow({ head, column }: { head: Head; column: Column }): JSX.Elemen
         {withUnit(value, column.format, locale)}
         {isNumber(error) ? <span class="muted"> ± {number(error, column.format)}</span> : null}
       </td>
-      <td class="numeric muted">{isNumber(chance) ? number(chance, column.format) : ""}</td>
-      <td class="numeric muted">{t("rankOf", { rank, all: all.length })}</td>
+      <td class="numeric muted" data-label={t("chance")}>
+        {isNumber(chance) ? number(chance, column.format) : ""}
+      </td>
+      <td class="numeric muted" data-label={t("rank")}>{t("rankOf", { rank, all: all.length })}</td>
       <td class="strip-cell">
         <div class="strip">
           <span class="strip-end">{low}</span>
@@ -122,13 +131,13 @@ function stripsSvg(model: Model, head: Head, columns: Column[], locale: Locale):
     const [low, high] = [Math.min(...all), Math.max(...all)];
     return high > low ? (value - low) / (high - low) : 0.5;
   };
-  const label = (column: Column) => locale.text(column.label);
+  const label = (column: Column) => withCodeName(locale.text(column.label), column.name);
   const others = columns.flatMap((column) =>
     model.values(column.name).map((value) => ({ row: label(column), at: share(column, value) })),
   );
   const own = columns.map((column) => {
-    const value = head.values[column.name] as number;
-    return { row: label(column), at: share(column, value), text: withUnit(value, column.format, locale) };
+    const value = model.value(head, column.name) as number;
+    return { row: label(column), at: Math.min(1, share(column, value)), text: withUnit(value, column.format, locale) };
   });
   return drawPlot(
     {

@@ -4,6 +4,7 @@ import type { JSX } from "preact";
 import { useMemo } from "preact/hooks";
 import type { Head, RoleScore } from "../data";
 import { ChartFigure, widthOf, type Build } from "../parts/chart";
+import { CodeName } from "../parts/code-name";
 import { TableRegion } from "../parts/controls";
 import { useLocale, type StringName } from "../parts/language";
 import { Line } from "../parts/tokens";
@@ -84,7 +85,9 @@ export function HeadRoles({ head }: { head: Head }): JSX.Element | null {
             <tbody>
               {head.roles.map((score) => (
                 <tr key={score.role} class={score.holds ? "marked" : ""}>
-                  <th scope="row">{labelOf(score)}</th>
+                  <th scope="row">
+                    <CodeName label={labelOf(score)} name={score.role} />
+                  </th>
                   <td class="numeric">{isNumber(score.score) ? number(score.score) : t("notComputed")}</td>
                   <td class="numeric">
                     {isNumber(score.low) && isNumber(score.high) ? `${number(score.low)} – ${number(score.high)}` : "–"}

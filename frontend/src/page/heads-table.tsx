@@ -1,11 +1,14 @@
 /** Sortable table of all heads. */
 import type { JSX } from "preact";
-import type { ColumnGroup, Head } from "../data";
+import type { Head } from "../data";
 import { Segments } from "../parts/controls";
+import { CsvButton } from "../parts/figure";
 import { useLocale } from "../parts/language";
 import { replaceQuery, type Route } from "../parts/router";
 import { numberColumn, SortableTable, type TableColumn } from "../parts/sortable-table";
+import { GROUPS } from "./column-name";
 import { headColumn } from "./head-link";
+import { headsCsv } from "./heads-csv";
 import { idOf, isNumber, keyOf, useModel } from "./model";
 import { rolesColumn } from "./role-chips";
 
@@ -13,13 +16,12 @@ interface HeadsTableProps {
   route: Route;
   heads: Head[];
   marks: Set<string>;
-  groups: ColumnGroup[];
 }
 
-export function HeadsTable({ route, heads, marks, groups }: HeadsTableProps): JSX.Element {
+export function HeadsTable({ route, heads, marks }: HeadsTableProps): JSX.Element {
   const model = useModel();
   const { t, text, number } = useLocale();
-  const available = groups.filter((group) => model.page.columns.some((column) => column.group === group));
+  const available = GROUPS.filter((group) => model.page.columns.some((column) => column.group === group));
   const chosen = available.find((group) => group === route.query.group) ?? available[0];
   const statistics = model.page.columns.filter((column) => column.group === chosen);
   const columns: TableColumn<Head>[] = [
@@ -27,11 +29,12 @@ export function HeadsTable({ route, heads, marks, groups }: HeadsTableProps): JS
     rolesColumn(model, t("roles")),
     ...statistics.map((column): TableColumn<Head> => {
       const [low, high] = model.range(column);
-      const valueOf = (head: Head) => head.values[column.name];
+      const valueOf = (head: Head) => model.value(head, column.name);
       const share = (value: number | null | undefined) =>
         isNumber(value) && low >= 0 && high > low ? (value - low) / (high - low) : null;
       return {
         ...numberColumn(column.name, text(column.label), valueOf, (value) => number(value, column.format)),
+        code: column.name,
         about: text(column.about),
         bar: (head) => share(valueOf(head)),
       };
@@ -39,12 +42,21 @@ export function HeadsTable({ route, heads, marks, groups }: HeadsTableProps): JS
   ];
   return (
     <>
-      <Segments
-        label={t("whichNumbers")}
-        options={available.map((group) => [group, t(`group_${group}`)])}
-        value={chosen}
-        onChange={(group) => replaceQuery(route, { group, sort: null })}
-      />
+      <div class="table-head">
+        <Segments
+          label={t("whichNumbers")}
+          options={available.map((group) => [group, t(`group_${group}`)])}
+          value={chosen}
+          onChange={(group) => replaceQuery(route, { group, sort: null })}
+        />
+        <span class="save">
+          <CsvButton
+            title={t("allColumns")}
+            name="heads"
+            csv={() => headsCsv(model, heads, Object.keys(model.page.table))}
+          />
+        </span>
+      </div>
       <SortableTable
         label={t("headsTable")}
         columns={columns}

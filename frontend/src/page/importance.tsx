@@ -7,6 +7,7 @@ import { ChartFigure, widthOf, type Build } from "../parts/chart";
 import { useLocale } from "../parts/language";
 import type { Route } from "../parts/router";
 import { numberColumn, SortableTable, type TableColumn } from "../parts/sortable-table";
+import { axisLabel } from "./column-name";
 import { headColumn } from "./head-link";
 import { idOf, keyOf, markedIn, useModel, withUnit } from "./model";
 import { rolesColumn } from "./role-chips";
@@ -28,8 +29,8 @@ export function Importance({ route }: { route: Route }): JSX.Element {
   const build = useMemo<Build>(
     () => (width) => {
       const rows = ranked.slice(0, SHOWN).map((head) => {
-        const value = head.values[column?.name ?? ""] as number;
-        const error = ERRORS * (head.errors[column?.name ?? ""] ?? 0);
+        const value = model.value(head, column?.name ?? "") as number;
+        const error = ERRORS * (model.value(head, `${column?.name}_error`) ?? 0);
         const fill = marks.has(keyOf(idOf(head))) ? "var(--second)" : "var(--first)";
         return { name: model.shortName(idOf(head), locale), value, low: value - error, high: value + error, fill };
       });
@@ -48,7 +49,7 @@ export function Importance({ route }: { route: Route }): JSX.Element {
           ruleX([0], { stroke: "var(--muted)" }),
           axisX({
             anchor: "top",
-            label: column ? text(column.label) : null,
+            label: column ? axisLabel(column, locale) : null,
             labelAnchor: "center",
             labelArrow: "none",
             ticks: Math.floor(width / 110),
@@ -73,8 +74,14 @@ export function Importance({ route }: { route: Route }): JSX.Element {
   const format = (value: number | null | undefined) => number(value, column.format);
   const columns: TableColumn<Head>[] = [
     headColumn("head", t("head"), idOf),
-    numberColumn("value", text(importance.label), (head) => head.values[column.name], format),
-    numberColumn("error", t("standardError"), (head) => head.errors[column.name], format),
+    {
+      ...numberColumn("value", text(importance.label), (head: Head) => model.value(head, column.name), format),
+      code: column.name,
+    },
+    {
+      ...numberColumn("error", t("standardError"), (head: Head) => model.value(head, `${column.name}_error`), format),
+      code: `${column.name}_error`,
+    },
     rolesColumn(model, t("roles")),
   ];
   return (
@@ -90,7 +97,7 @@ export function Importance({ route }: { route: Route }): JSX.Element {
           name="importance"
           label={t("rankingDescribed", {
             head: name,
-            value: withUnit(best.values[column.name], column.format, locale),
+            value: withUnit(model.value(best, column.name), column.format, locale),
           })}
           build={build}
         />

@@ -1,7 +1,8 @@
 /** The data of the page with lookups: heads by id, roles of a head, values of a column. */
 import { createContext } from "preact";
 import { useContext } from "preact/hooks";
-import type { Column, Head, HeadId, NumberFormat, Page, Role, RoleScore } from "../data";
+import { unpackColumn, type Column, type Head, type HeadId, type NumberFormat } from "../data";
+import type { Page, Role, RoleScore } from "../data";
 import { categoryColour, scaleOf, type Scale } from "../parts/colour";
 import { headName } from "../parts/head-name";
 import type { Locale } from "../parts/language";
@@ -11,11 +12,20 @@ export class Model {
   private readonly heads: Map<string, Head>;
   private readonly columns: Map<string, Column>;
   private readonly roleOrder: Map<string, number>;
+  private readonly table: Map<string, (number | null)[]>;
+  private readonly rows: Map<Head, number>;
 
   constructor(readonly page: Page) {
     this.heads = new Map(page.heads.map((head) => [keyOf(idOf(head)), head]));
     this.columns = new Map(page.columns.map((column) => [column.name, column]));
     this.roleOrder = new Map(page.roles.map((role, i) => [role.name, i]));
+    this.table = new Map(Object.entries(page.table).map(([name, packed]) => [name, unpackColumn(packed)]));
+    this.rows = new Map(page.heads.map((head, row) => [head, row]));
+  }
+
+  /** A number of the table, in full precision; null where it is undefined or was not computed. */
+  value(head: Head | undefined, column: string): number | null {
+    return (head && this.table.get(column)?.[this.rows.get(head) ?? -1]) ?? null;
   }
 
   head(id: HeadId): Head | undefined {
@@ -54,8 +64,8 @@ export class Model {
   /** The heads by descending importance; empty if it was not measured. */
   ranked(): Head[] {
     const name = this.page.importance?.column ?? "";
-    const heads = this.page.heads.filter((head) => isNumber(head.values[name]));
-    return heads.sort((one, other) => (other.values[name] as number) - (one.values[name] as number));
+    const heads = this.page.heads.filter((head) => isNumber(this.value(head, name)));
+    return heads.sort((one, other) => (this.value(other, name) as number) - (this.value(one, name) as number));
   }
 
   /** The index of a layer in its stack. */
@@ -90,15 +100,17 @@ export class Model {
     return stack ? locale.text(stack.label) : "";
   }
 
-  /** The finite values of a column. */
+  /** The finite values of a column, which is also null where a value is undefined, and may be infinite. */
   values(column: string): number[] {
-    return this.page.heads.map((head) => head.values[column]).filter(isNumber);
+    return (this.table.get(column) ?? []).filter(isNumber);
   }
 
-  /** The range of a column: as declared, else of its values. */
+  /** The range of a column: that of its values, widened to the declared one. */
   range(column: Column): [low: number, high: number] {
     const values = this.values(column.name);
-    return values.length ? [column.low ?? Math.min(...values), column.high ?? Math.max(...values)] : [0, 1];
+    if (!values.length) return [0, 1];
+    const declared = [column.low, column.high].filter(isNumber);
+    return [Math.min(...values, ...declared), Math.max(...values, ...declared)];
   }
 
   scale(column: Column, dark: boolean): Scale {

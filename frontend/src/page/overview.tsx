@@ -1,12 +1,13 @@
 /** Overview: summary, findings, the grid of all heads coloured by a statistic or by role, and the table of heads. */
 import type { JSX } from "preact";
 import { useCallback, useMemo, useRef } from "preact/hooks";
-import type { ColumnGroup } from "../data";
+import { withCodeName } from "../parts/code-name";
 import { Select } from "../parts/controls";
 import { useLocale } from "../parts/language";
 import { CategoryLegend, RampLegend, type Category } from "../parts/legend";
 import { hrefOf, replaceQuery, type Query, type Route } from "../parts/router";
 import { useDark } from "../parts/theme";
+import { ColumnName, ColumnOptions } from "./column-name";
 import { FindingList } from "./findings";
 import { HeadsTable } from "./heads-table";
 import { markedIn, useModel, withUnit } from "./model";
@@ -14,7 +15,6 @@ import { Preview } from "./preview";
 import { BY_MAP, BY_ROLE, gridWidth, StackGrid } from "./stack-grid";
 import { Summary } from "./summary";
 
-const GROUPS: ColumnGroup[] = ["attention", "output", "importance", "other"];
 const FINDINGS = 4;
 const MAX_MAPS = 400; // heads up to which maps are shown by default: more are slow to draw
 
@@ -31,6 +31,7 @@ export function Overview({ route: { query } }: { route: Route }): JSX.Element {
   const requested = query.color ?? (hasMaps && page.heads.length <= MAX_MAPS ? BY_MAP : BY_ROLE);
   const column = model.column(requested);
   const color = column || requested === BY_MAP ? requested : BY_ROLE;
+  const missing = column && page.heads.some((head) => model.value(head, column.name) === null);
   const role = model.role(query.role ?? "");
   const marks = useMemo(() => markedIn(query.mark), [query.mark]);
   const route = { path: ["overview"], query };
@@ -67,21 +68,12 @@ export function Overview({ route: { query } }: { route: Route }): JSX.Element {
           <Select label={t("colourBy")} value={color} onChange={(value) => set({ color: value, mark: null })}>
             <option value={BY_ROLE}>{t("byRole")}</option>
             {hasMaps ? <option value={BY_MAP}>{t("byMap")}</option> : null}
-            {GROUPS.map((group) => {
-              const columns = page.columns.filter((one) => one.group === group);
-              return columns.length ? (
-                <optgroup label={t(`group_${group}`)}>
-                  {columns.map((one) => (
-                    <option value={one.name}>{text(one.label)}</option>
-                  ))}
-                </optgroup>
-              ) : null;
-            })}
+            <ColumnOptions />
           </Select>
           <Select label={t("onlyRole")} value={role?.name ?? ""} onChange={(value) => set({ role: value })}>
             <option value="">{t("anyRole")}</option>
             {categories.map((category) => (
-              <option value={category.key}>{`${category.label} (${category.count})`}</option>
+              <option value={category.key}>{`${withCodeName(category.label, category.key)} (${category.count})`}</option>
             ))}
           </Select>
           <span class="muted" role="status">
@@ -92,11 +84,15 @@ export function Overview({ route: { query } }: { route: Route }): JSX.Element {
           {column ? (
             <>
               <p>
-                <strong>{text(column.label)}</strong> {text(column.about)}
+                <strong>
+                  <ColumnName column={column} />
+                </strong>{" "}
+                {text(column.about)}
               </p>
               <RampLegend
                 scale={model.scale(column, dark)}
                 format={(value) => withUnit(value, column.format, locale)}
+                {...(missing ? { missing: t("notComputed") } : {})}
               />
             </>
           ) : (
@@ -121,7 +117,7 @@ export function Overview({ route: { query } }: { route: Route }): JSX.Element {
 
       <section aria-labelledby="heads-table">
         <h2 id="heads-table">{t("headsTable")}</h2>
-        <HeadsTable route={route} heads={heads} marks={marks} groups={GROUPS} />
+        <HeadsTable route={route} heads={heads} marks={marks} />
       </section>
     </>
   );

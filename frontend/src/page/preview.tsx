@@ -7,6 +7,7 @@ import { useLocale } from "../parts/language";
 import { RampLegend } from "../parts/legend";
 import { useDark } from "../parts/theme";
 import { Line } from "../parts/tokens";
+import { ColumnName } from "./column-name";
 import { keyOf, useModel, withUnit } from "./model";
 import { RoleChips } from "./role-chips";
 import { mapOf } from "./stack-grid";
@@ -59,8 +60,10 @@ export function Preview({ hover, column }: PreviewProps): JSX.Element {
       <dl>
         {[...new Set(shown)].slice(0, 5).map((one) => (
           <div>
-            <dt>{locale.text(one.label)}</dt>
-            <dd>{withUnit(head.values[one.name], one.format, locale)}</dd>
+            <dt>
+              <ColumnName column={one} />
+            </dt>
+            <dd>{withUnit(model.value(head, one.name), one.format, locale)}</dd>
           </div>
         ))}
       </dl>

@@ -1,6 +1,7 @@
 /** Similar heads: redundancy groups, all pairs of heads of a layer, and pairs across layers. */
 import type { JSX } from "preact";
 import { useMemo } from "preact/hooks";
+import { CodeName, withCodeName } from "../parts/code-name";
 import { Select } from "../parts/controls";
 import { useLocale } from "../parts/language";
 import { replaceQuery, type Route } from "../parts/router";
@@ -55,16 +56,24 @@ export function SimilarHeads({ route }: { route: Route }): JSX.Element {
               onChange={(name) => replaceQuery(route, { relation: name })}
             >
               {names.map((one) => (
-                <option value={one.name}>{text(one.label)}</option>
+                <option value={one.name}>{withCodeName(text(one.label), one.name)}</option>
               ))}
             </Select>
           </div>
-          <p class="explained">{text(relation.about)}</p>
+          <p class="explained">
+            <span>
+              <strong>
+                <CodeName label={text(relation.label)} name={relation.name} />
+              </strong>{" "}
+              {text(relation.about)}
+            </span>
+          </p>
           <LayerMatrices relation={relation} marks={marks} />
           <PairTable
             label={t("mostSimilar", { relation: text(relation.label) })}
             rows={pairsOf(model, relation.name).slice(0, MAX_PAIRS)}
             value={text(relation.label)}
+            code={relation.name}
             route={route}
             parameter="pairs"
             marks={marks}
@@ -83,6 +92,7 @@ export function SimilarHeads({ route }: { route: Route }): JSX.Element {
               label={t("acrossLayers")}
               rows={pairsAcross(model)}
               value={t("cosine")}
+              code="cosine"
               route={route}
               parameter="across"
               marks={marks}
@@ -137,22 +147,27 @@ interface PairTableProps {
   label: string;
   rows: HeadPair[];
   value: string;
+  /** Name of the measure in files. */
+  code: string;
   route: Route;
   parameter: string;
   marks: Set<string>;
 }
 
-function PairTable({ value, marks, ...table }: PairTableProps): JSX.Element {
+function PairTable({ value, code, marks, ...table }: PairTableProps): JSX.Element {
   const { t, number } = useLocale();
   const columns: TableColumn<HeadPair>[] = [
     headColumn("one", t("oneHead"), (pair) => pair.one),
     headColumn("other", t("otherHead"), (pair) => pair.other),
-    numberColumn(
-      "similarity",
-      value,
-      (pair) => pair.similarity,
-      (_, pair) => number(pair.value),
-    ),
+    {
+      ...numberColumn(
+        "similarity",
+        value,
+        (pair: HeadPair) => pair.similarity,
+        (_, pair) => number(pair.value),
+      ),
+      code,
+    },
   ];
   return (
     <SortableTable

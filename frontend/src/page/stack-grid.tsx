@@ -9,6 +9,8 @@ import { HeadGrid, type GridCell, type GridRow } from "../parts/head-grid";
 import type { Heat } from "../parts/heat-map";
 import { useLocale } from "../parts/language";
 import { useDark } from "../parts/theme";
+import { axisLabel } from "./column-name";
+import { headsCsv } from "./heads-csv";
 import { headHref, idOf, keyOf, useModel, withUnit, type Model } from "./model";
 
 const MAX_CELL = 5; // side of a cell, in rem
@@ -38,10 +40,12 @@ interface StackGridProps {
   /** Other heads are faded; empty for all. */
   role: string;
   marks: Set<string>;
+  /** What is written into the cells; the letters of roles by default. */
+  letters?: "roles" | "numbers" | "none";
   onHover?: (key: string | null) => void;
 }
 
-export function StackGrid({ stack, color, role, marks, onHover }: StackGridProps): JSX.Element {
+export function StackGrid({ stack, color, role, marks, letters = "roles", onHover }: StackGridProps): JSX.Element {
   const model = useModel();
   const locale = useLocale();
   const { t, text } = locale;
@@ -59,15 +63,21 @@ export function StackGrid({ stack, color, role, marks, onHover }: StackGridProps
       const main = roles.find((score) => score.role === role) ?? roles[0];
       const badge = main && model.roleColour(main.role, dark);
       const picture = color === BY_MAP ? mapOf(model, idOf(head), dark) : null;
-      const value = column ? `${text(column.label)} ${withUnit(head.values[column.name], column.format, locale)}` : "";
+      const value = column ? model.value(head, column.name) : null;
+      const missing = column !== undefined && value === null;
+      const number = column && (missing ? t("notComputed") : withUnit(value, column.format, locale));
       const names = roles.map((score) => text(model.role(score.role)?.label ?? { en: score.role, zh: score.role }));
-      const described = [model.fullName(idOf(head), locale), value, names.length ? locale.list(names) : t("noRole")];
+      const words = column ? `${text(column.label)} ${number}` : "";
+      const short = column && !missing ? locale.short(value, column.format) : "";
+      const inCell = { roles: main ? (model.role(main.role)?.letters ?? "") : "", numbers: short, none: "" };
+      const described = [model.fullName(idOf(head), locale), words, names.length ? locale.list(names) : t("noRole")];
       return {
         key: keyOf(idOf(head)),
         href: headHref(idOf(head)),
         name: described.filter(Boolean).join(", "),
-        colour: column && scale ? scale.of(head.values[column.name]) : color === BY_MAP ? noValue : (badge ?? noValue),
-        letters: main ? (model.role(main.role)?.letters ?? "") : "",
+        colour: column && scale ? scale.of(value) : color === BY_MAP ? noValue : (badge ?? noValue),
+        letters: inCell[letters],
+        missing,
         faded: role !== "" && main?.role !== role,
         marked: marks.has(keyOf(idOf(head))),
         ...(picture ? { picture } : {}),
@@ -82,21 +92,26 @@ export function StackGrid({ stack, color, role, marks, onHover }: StackGridProps
         return head ? cellOf(head) : null;
       }),
     }));
-  }, [model, locale, dark, stack, color, role, marks]);
+  }, [model, locale, dark, stack, color, role, marks, letters]);
 
-  const coloured = column ? text(column.label) : t(color === BY_MAP ? "byMap" : "byRole");
+  const coloured = column ? axisLabel(column, locale) : t(color === BY_MAP ? "byMap" : "byRole");
   const title = page.stacks.length > 1 ? text(stack.label) : t("gridTitle");
+  const axes = { across: t("gridAcross"), down: t("gridCorner") };
+  const cell = { width: letters === "numbers" ? 42 : 30, height: 30 };
   const ramp = column && {
     scale: model.scale(column, dark),
-    format: (x: number) => withUnit(x, column.format, locale),
+    format: (x: number) => locale.number(x, column.format), // the legend has the unit
+    ...(rows.some((row) => row.cells.some((cell) => cell?.missing)) ? { missing: t("notComputed") } : {}),
   };
+  const heads = page.heads.filter((head) => stack.sites.includes(head.site));
   return (
     <Figure
       title={title}
-      name={`heads-${color}`}
+      name={`heads-${page.stacks.length > 1 ? `${page.stacks.indexOf(stack)}-` : ""}${color}`}
       fileTitle={`${title}: ${coloured}. ${page.facts.model}`}
       maxWidth={gridWidth(columns.length)}
-      draw={() => gridSvg({ legend: coloured, columns, rows, ...(ramp ? { ramp } : {}) })}
+      draw={() => gridSvg({ legend: coloured, columns, rows, axes, cell, ...(ramp ? { ramp } : {}) })}
+      {...(column ? { csv: () => headsCsv(model, heads, [column.name]) } : {})}
     >
       <HeadGrid
         label={t("gridName", { stack: title, coloured })}
@@ -104,6 +119,7 @@ export function StackGrid({ stack, color, role, marks, onHover }: StackGridProps
         columns={columns}
         columnName={(head) => t("headName", { head })}
         rows={rows}
+        minCell={letters === "numbers" ? 2.6 : 1.5}
         {...(onHover ? { onHover } : {})}
       />
     </Figure>

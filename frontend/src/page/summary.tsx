@@ -99,7 +99,7 @@ function Important(): JSX.Element {
   const { t, text } = locale;
   const heads = model.ranked().slice(0, MAX_IMPORTANT);
   const column = model.column(model.page.importance?.column ?? "");
-  const value = column ? withUnit(heads[0]?.values[column.name], column.format, locale) : "";
+  const value = column ? withUnit(model.value(heads[0], column.name), column.format, locale) : "";
   return (
     <Answer question={t("summaryImportant")} heads={heads.map(idOf)} more={hrefOf(["importance"])}>
       {column && heads.length ? t("summaryMost", { column: text(column.label), value }) : t("noImportance")}

@@ -8,7 +8,7 @@ import { useDark } from "./theme";
 /** Returns the options of a chart for a width. */
 export type Build = (width: number) => PlotOptions;
 
-const FILE_WIDTH = 760;
+export const FILE_WIDTH = 760;
 
 /** The chart as an element with a description for screen readers. */
 export function drawPlot(options: PlotOptions, label: string): SVGSVGElement {
@@ -21,17 +21,21 @@ export function drawPlot(options: PlotOptions, label: string): SVGSVGElement {
   return svg;
 }
 
-/** Approximate width of a label at 12 px; a Chinese character is twice as wide as a letter. */
-export function widthOf(label: string): number {
-  return Array.from(label).reduce((sum, letter) => sum + (letter.charCodeAt(0) > 0x2e80 ? 12.5 : 6.6), 0);
-}
+export { widthOf } from "./svg";
 
 /** Factor by which charts are enlarged on large screens, where the font is larger. */
 function zoom(): number {
   return Math.max(1, parseFloat(getComputedStyle(document.documentElement).fontSize) / 17);
 }
 
-export function Chart({ build, label }: { build: Build; label: string }): JSX.Element {
+interface ChartProps {
+  build: Build;
+  label: string;
+  /** Called with each drawing on the page, not with that of a file. */
+  decorate?: (svg: SVGSVGElement) => void;
+}
+
+export function Chart({ build, label, decorate }: ChartProps): JSX.Element {
   const container = useRef<HTMLDivElement>(null);
   const dark = useDark();
   useLayoutEffect(() => {
@@ -46,12 +50,13 @@ export function Chart({ build, label }: { build: Build; label: string }): JSX.El
       const svg = drawPlot(build(Math.floor(width / zoom())), label);
       svg.style.width = "100%";
       host.replaceChildren(svg);
+      decorate?.(svg);
     };
     draw();
     const observer = new ResizeObserver(draw);
     observer.observe(host);
     return () => observer.disconnect();
-  }, [build, label, dark]);
+  }, [build, label, dark, decorate]);
   return <div class="chart" ref={container} />;
 }
 

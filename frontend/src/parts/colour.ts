@@ -22,7 +22,7 @@ export interface Scale {
   low: number;
   high: number;
   diverging: boolean;
-  /** The colour of a value; `NO_VALUE` for null. */
+  /** The colour of a value; `NO_VALUE` for null, that of an end beyond the scale. */
   of: (value: number | null | undefined) => string;
   /** The same as red, green and blue, in 256 steps, for images of many cells. */
   paint: (value: number | null | undefined) => Colour;
@@ -51,7 +51,7 @@ export function scaleOf(low: number, high: number, dark: boolean, gamma = 1): Sc
   const noValue = dark ? NO_VALUE.dark : NO_VALUE.light;
   const steps = stepsOf(ramp);
   const shareOf = (value: number | null | undefined) => {
-    if (value === null || value === undefined || !Number.isFinite(value)) return null;
+    if (value === null || value === undefined || Number.isNaN(value)) return null;
     const share = span > 0 ? Math.min(1, Math.max(0, (value - from) / span)) : 0.5;
     return gamma === 1 ? share : share ** gamma;
   };
@@ -78,12 +78,12 @@ function channels(colour: string): [number, number, number] {
   return (colour.match(/[\d.]+/g) ?? ["0", "0", "0"]).slice(0, 3).map(Number) as [number, number, number];
 }
 
-/** Black or white, whichever has more contrast. */
+/** Black or white, whichever has more contrast: at least 4.5. */
 export function textColourOn(colour: string): string {
   const [r, g, b] = channels(colour).map((x) => {
     const share = x / 255;
     return share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
   }) as [number, number, number];
   const luminance = 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  return luminance > 0.179 ? "#0b0d12" : "#ffffff";
+  return luminance > 0.179 ? "#000000" : "#ffffff";
 }

@@ -1,4 +1,4 @@
-/** Saving a chart: as a self-contained SVG, or as a PNG of it. */
+/** Saving a chart: as a self-contained SVG, as a PNG of it, or its numbers as CSV. */
 import { createElement, createSvg, SVG_NAMESPACE } from "./svg";
 
 const COPIED_STYLES =
@@ -104,6 +104,10 @@ function save(content: Blob, name: string): void {
 
 export function saveSvg(picture: Picture, stem: string): void {
   save(new Blob([picture.text], { type: "image/svg+xml" }), `${stem}.svg`);
+}
+
+export function saveCsv(text: string, stem: string): void {
+  save(new Blob([text], { type: "text/csv" }), `${stem}.csv`);
 }
 
 export async function savePng(picture: Picture, stem: string): Promise<void> {

@@ -1,6 +1,6 @@
 /** A figure with its title, its caption and buttons that save it. */
 import type { ComponentChildren, JSX } from "preact";
-import { savePng, saveSvg, standalone, titled, type Picture } from "./export";
+import { saveCsv, savePng, saveSvg, standalone, titled, type Picture } from "./export";
 import { useLocale } from "./language";
 import { plainLine } from "./tokens";
 
@@ -14,6 +14,8 @@ export interface FigureProps {
   fileTitle?: string;
   /** Draws the figure for a file; null while there is nothing to draw. */
   draw: (() => SVGSVGElement) | null;
+  /** The numbers of the figure as CSV, if they can be saved. */
+  csv?: () => string;
   /** Controls beside the title. */
   controls?: ComponentChildren;
   class?: string;
@@ -21,7 +23,7 @@ export interface FigureProps {
   children?: ComponentChildren;
 }
 
-export function Figure({ title, note, name, fileTitle, draw, controls, ...rest }: FigureProps): JSX.Element {
+export function Figure({ title, note, name, fileTitle, draw, csv, controls, ...rest }: FigureProps): JSX.Element {
   const { t } = useLocale();
   const button = (format: string, label: string, save: (picture: Picture, name: string) => void) => {
     const onClick = () => draw && save(standalone(titled(draw(), plainLine(fileTitle ?? title))), name);
@@ -40,10 +42,21 @@ export function Figure({ title, note, name, fileTitle, draw, controls, ...rest }
         <span class="save">
           {button("SVG", t("saveSvg", { title }), saveSvg)}
           {button("PNG", t("savePng", { title }), savePng)}
+          {csv ? <CsvButton title={title} name={name} csv={csv} /> : null}
         </span>
       </div>
       {note ? <figcaption>{note}</figcaption> : null}
       {rest.children}
     </figure>
+  );
+}
+
+/** Saves numbers as CSV. */
+export function CsvButton({ title, name, csv }: Required<Pick<FigureProps, "title" | "name" | "csv">>): JSX.Element {
+  const { t } = useLocale();
+  return (
+    <button type="button" class="quiet" aria-label={t("saveCsv", { title })} onClick={() => saveCsv(csv(), name)}>
+      CSV
+    </button>
   );
 }

@@ -2,10 +2,13 @@
 import { textColourOn } from "./colour";
 import type { GridCell, GridRow } from "./head-grid";
 import { heatUrl } from "./heat-map";
-import { addRamp, CENTRED, createSvg, RAMP_HEIGHT, type Drawing, type Ramp } from "./svg";
+import { addMissing, addRamp, CENTRED, createSvg, RAMP_HEIGHT, widthOf, type Box } from "./svg";
+import type { Drawing, Ramp } from "./svg";
 
-const LEFT = 44;
-const TOP = 30;
+const LEFT = 52;
+const TOP = 44;
+const CELL = { width: 30, height: 30 };
+const MAX_LEGEND = 640; // pixels to which a file is widened for its legend
 const LINE = 11; // height of a line of a badge
 
 interface GridDrawing {
@@ -14,19 +17,13 @@ interface GridDrawing {
   ramp?: Ramp;
   columns: string[];
   rows: GridRow[];
+  axes: { across: string; down: string };
   /** Size of a cell in pixels. */
   cell?: { width: number; height: number };
 }
 
-interface Box {
-  x: number;
-  y: number;
-  width: number;
-  height: number;
-}
-
-export function gridSvg({ legend, ramp, columns, rows, cell = { width: 30, height: 30 } }: GridDrawing): SVGSVGElement {
-  const width = Math.max(LEFT + cell.width * columns.length + 12, 360);
+export function gridSvg({ legend, ramp, columns, rows, axes, cell = CELL }: GridDrawing): SVGSVGElement {
+  const width = Math.max(LEFT + cell.width * columns.length + 12, 360, Math.min(MAX_LEGEND, widthOf(legend) + 16));
   const bottom = TOP + cell.height * rows.length;
   const height = bottom + 30 + (ramp ? RAMP_HEIGHT : 0);
   const drawing = createSvg(width, height);
@@ -34,6 +31,10 @@ export function gridSvg({ legend, ramp, columns, rows, cell = { width: 30, heigh
   const small = { "font-size": 11, fill: "var(--muted)" };
   add("text", { x: 8, y: bottom + 20, ...small }, legend);
   if (ramp) addRamp(add, ramp, 8, bottom + 30);
+  const middle = { across: LEFT + (cell.width * columns.length) / 2, down: TOP + (cell.height * rows.length) / 2 };
+  add("text", { x: middle.across, y: 14, ...small, ...CENTRED }, axes.across);
+  const turned = { transform: `rotate(-90 14 ${middle.down})` };
+  add("text", { x: 14, y: middle.down, ...turned, ...small, ...CENTRED }, axes.down);
   columns.forEach((column, j) =>
     add("text", { x: LEFT + cell.width * (j + 0.5), y: TOP - 10, ...small, ...CENTRED }, column),
   );
@@ -50,7 +51,9 @@ export function gridSvg({ legend, ramp, columns, rows, cell = { width: 30, heigh
 
 function drawCell({ add }: Drawing, cell: GridCell, box: Box): void {
   const colour = cell.faded ? "var(--faded)" : cell.colour;
-  add("rect", { ...box, rx: 3, fill: colour, stroke: cell.marked ? "var(--ink)" : "none", "stroke-width": 2 });
+  if (cell.missing && !cell.faded) addMissing(add, box, colour);
+  else add("rect", { ...box, rx: 3, fill: colour });
+  if (cell.marked) add("rect", { ...box, rx: 3, fill: "none", stroke: "var(--ink)", "stroke-width": 2 });
   if (cell.faded) return;
   if (cell.picture) {
     const href = heatUrl(cell.picture.heat, cell.picture.scale);

@@ -18,6 +18,8 @@ export interface GridCell {
   badge?: string;
   /** Crossed out. */
   ablated?: boolean;
+  /** Without a value: struck through, so that it is not mistaken for a small one. */
+  missing?: boolean;
 }
 
 export interface GridRow {
@@ -32,6 +34,8 @@ interface HeadGridProps {
   columns: string[];
   columnName: (label: string) => string;
   rows: GridRow[];
+  /** Smallest width of a cell, in rem; a narrower grid scrolls. */
+  minCell?: number;
   onHover?: (key: string | null) => void;
   /** Called instead of following the link of a cell. */
   onPick?: (key: string) => void;
@@ -44,8 +48,9 @@ const STEPS: Record<string, [down: number, right: number]> = {
   ArrowRight: [0, 1],
 };
 
-function classOf({ faded, marked, ablated }: GridCell): string {
-  return ["cell", faded && "faded", marked && "marked", ablated && "ablated"].filter(Boolean).join(" ");
+function classOf({ faded, marked, ablated, missing }: GridCell): string {
+  const classes = { faded, marked, ablated, missing: missing && !faded };
+  return ["cell", ...Object.entries(classes).flatMap(([name, isSo]) => (isSo ? [name] : []))].join(" ");
 }
 
 function Letters({ cell }: { cell: GridCell }): JSX.Element | null {
@@ -59,7 +64,8 @@ function Letters({ cell }: { cell: GridCell }): JSX.Element | null {
   );
 }
 
-export function HeadGrid({ label, corner, columns, columnName, rows, onHover, onPick }: HeadGridProps): JSX.Element {
+export function HeadGrid(props: HeadGridProps): JSX.Element {
+  const { label, corner, columns, columnName, rows, minCell = 1.5, onHover, onPick } = props;
   const table = useRef<HTMLTableElement>(null);
   const [[focusRow, focusColumn], setFocus] = useState<[number, number]>([0, 0]);
 
@@ -96,7 +102,7 @@ export function HeadGrid({ label, corner, columns, columnName, rows, onHover, on
         role="grid"
         aria-label={label}
         ref={table}
-        style={{ minWidth: `${1.5 * columns.length + 2}rem`, "--columns": String(columns.length) }}
+        style={{ minWidth: `${minCell * columns.length + 2}rem`, "--columns": String(columns.length) }}
         onMouseLeave={() => onHover?.(null)}
       >
         <thead>
@@ -128,7 +134,7 @@ export function HeadGrid({ label, corner, columns, columnName, rows, onHover, on
                       data-column={j}
                       data-key={cell.key}
                       tabIndex={i === focusRow && j === focusColumn ? 0 : -1}
-                      style={cell.faded ? {} : { background: cell.colour, color: textColourOn(cell.colour) }}
+                      style={cell.faded ? {} : { backgroundColor: cell.colour, color: textColourOn(cell.colour) }}
                       onKeyDown={(event) => moveFocus(event, i, j)}
                       onClick={onPick && ((event) => pick(event, cell.key))}
                       onFocus={() => {

@@ -14,6 +14,8 @@ export interface Locale<Name extends string = StringName> {
   /** A text that came with the data. */
   text: (text: Text) => string;
   number: (value: number | null | undefined, format?: NumberFormat) => string;
+  /** The same in at most five letters, for a cell. */
+  short: (value: number | null | undefined, format?: NumberFormat) => string;
   count: (value: number) => string;
   list: (items: string[]) => string;
 }
@@ -26,7 +28,16 @@ export function createLocale(language: Language, table: Record<string, Text> = s
   const percent = new Intl.NumberFormat(locale, { style: "percent", maximumFractionDigits: 0 });
   const finePercent = new Intl.NumberFormat(locale, { style: "percent", maximumSignificantDigits: 2 });
   const scientific = new Intl.NumberFormat(locale, { notation: "scientific", maximumFractionDigits: 1 });
+  const scientificShort = new Intl.NumberFormat(locale, { notation: "scientific", maximumFractionDigits: 0 });
   const conjunction = new Intl.ListFormat(locale, { type: "conjunction" });
+  const twoDigits = new Intl.NumberFormat(locale, { maximumSignificantDigits: 2, notation: "compact" });
+  const number: Locale["number"] = (value, format = "number") => {
+    if (value === null || value === undefined || Number.isNaN(value)) return "–";
+    if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
+    if (format === "share") return (Math.abs(value) < 0.1 ? finePercent : percent).format(value);
+    if (format === "tokens") return Math.abs(value) < 10 ? significant.format(value) : oneDecimal.format(value);
+    return value !== 0 && Math.abs(value) < 1e-4 ? scientific.format(value) : significant.format(value);
+  };
   return {
     language,
     t: (name, values = {}) =>
@@ -35,11 +46,10 @@ export function createLocale(language: Language, table: Record<string, Text> = s
         return value.endsWith("）") ? value : value + space; // a full-width bracket includes its space
       }),
     text: (text) => text[language],
-    number: (value, format = "number") => {
-      if (value === null || value === undefined || !Number.isFinite(value)) return "–";
-      if (format === "share") return (Math.abs(value) < 0.1 ? finePercent : percent).format(value);
-      if (format === "tokens") return Math.abs(value) < 10 ? significant.format(value) : oneDecimal.format(value);
-      return value !== 0 && Math.abs(value) < 1e-4 ? scientific.format(value) : significant.format(value);
+    number,
+    short: (value, format = "number") => {
+      if (typeof value !== "number" || !Number.isFinite(value) || format === "share") return number(value, format);
+      return value !== 0 && Math.abs(value) < 0.001 ? scientificShort.format(value) : twoDigits.format(value);
     },
     count: (value) => whole.format(value),
     list: (items) => conjunction.format(items),

@@ -7,10 +7,12 @@ const STOPS = 24;
 interface RampLegendProps {
   scale: Scale;
   format: (value: number) => string;
+  /** What a cell without a value is called, if there are any. */
+  missing?: string;
 }
 
 /** The ramp of a scale, linear in the values. */
-export function RampLegend({ scale, format }: RampLegendProps): JSX.Element {
+export function RampLegend({ scale, format, missing }: RampLegendProps): JSX.Element {
   const colours = Array.from({ length: STOPS + 1 }, (_, i) =>
     scale.of(scale.low + (i / STOPS) * (scale.high - scale.low)),
   );
@@ -23,6 +25,11 @@ export function RampLegend({ scale, format }: RampLegendProps): JSX.Element {
         <span>{format(middle)}</span>
         <span>{format(scale.high)}</span>
       </div>
+      {missing ? (
+        <p class="ramp-missing">
+          <span class="missing" aria-hidden="true" /> {missing}
+        </p>
+      ) : null}
     </div>
   );
 }

@@ -1,6 +1,7 @@
 /** A table that can be sorted by each of its columns; the order is part of the link. */
 import type { ComponentChildren, JSX } from "preact";
 import { useState } from "preact/hooks";
+import { CodeName } from "./code-name";
 import { TableRegion } from "./controls";
 import { useLocale } from "./language";
 import { replaceQuery, type Route } from "./router";
@@ -8,6 +9,8 @@ import { replaceQuery, type Route } from "./router";
 export interface TableColumn<Row> {
   name: string;
   label: string;
+  /** Its name in files and on the command line. */
+  code?: string;
   about?: string;
   numeric?: boolean;
   /** The sort key; null sorts last. */
@@ -87,7 +90,9 @@ export function SortableTable<Row>(props: SortableTableProps<Row>): JSX.Element 
                   aria-sort={sortedBy === column.name ? (down ? "descending" : "ascending") : "none"}
                 >
                   <button type="button" title={column.about} onClick={() => sortBy(column)}>
-                    {column.label}
+                    <CodeName label={column.label} name={column.code ?? column.label}>
+                      <span class="sort-mark" aria-hidden="true" />
+                    </CodeName>
                   </button>
                 </th>
               ))}

@@ -22,12 +22,14 @@ export const strings = {
   factContext: { en: "context of up to {context} tokens", zh: "上下文最多 {context} 个词元" },
   interrupted: { en: "the run was interrupted: statistics cover the text until then", zh: "运行被中断：统计量只涵盖此前的文本" },
   overview: { en: "Overview", zh: "总览" },
+  charts: { en: "Charts", zh: "图表" },
   similar: { en: "Similar heads", zh: "相似的头" },
   importance: { en: "Head importance", zh: "头的重要性" },
   syntax: { en: "Syntax", zh: "句法" },
   findings: { en: "Findings", zh: "发现" },
   saveSvg: { en: "Save “{title}” as SVG", zh: "将“{title}”存为 SVG" },
   savePng: { en: "Save “{title}” as PNG", zh: "将“{title}”存为 PNG" },
+  saveCsv: { en: "Save “{title}” as CSV", zh: "将“{title}”存为 CSV" },
   showAll: { en: "Show all {count}", zh: "显示全部 {count} 行" },
   asTable: { en: "As a table", zh: "以表格显示" },
 
@@ -47,6 +49,13 @@ export const strings = {
   group_output: { en: "Output and circuits", zh: "输出与回路" },
   group_importance: { en: "Importance", zh: "重要性" },
   group_other: { en: "Other", zh: "其他" },
+  group_companion: {
+    en: "Std, max, error, chance",
+    zh: "标准差、最大值、误差、随机",
+  },
+  unitNats: { en: "nats", zh: "奈特" },
+  unitTokens: { en: "tokens", zh: "词元" },
+  labelWithUnit: { en: "{label}, {unit}", zh: "{label}（{unit}）" },
 
   // Summary at the top of the overview
   summary: { en: "Summary", zh: "概要" },
@@ -100,6 +109,7 @@ export const strings = {
   shownHeads: { en: "{shown} of {all} heads", zh: "{all} 个头中的 {shown} 个" },
   gridTitle: { en: "Layers by heads", zh: "层 × 头" },
   gridCorner: { en: "layer", zh: "层" },
+  gridAcross: { en: "head", zh: "头" },
   gridName: {
     en: "{stack}, coloured by: {coloured}. Arrow keys move, Enter opens a head.",
     zh: "{stack}，着色依据：{coloured}。方向键移动，回车打开。",
@@ -110,6 +120,38 @@ export const strings = {
   },
   headsTable: { en: "Table of heads", zh: "头的表格" },
   whichNumbers: { en: "Statistics", zh: "统计量" },
+  allColumns: { en: "All columns of these heads", zh: "这些头的所有列" },
+
+  // Charts
+  chartsAbout: {
+    en:
+      "Any column of heads.parquet as a heat map, and any two as a scatter plot. The name of a column in files and " +
+      "commands follows its label. A CSV file has the numbers in full precision under these names.",
+    zh: "heads.parquet 的任意一列可作热图，任意两列可作散点图。标签之后是该列在文件与命令中的名称。CSV 文件以这些名称保存全精度的数值。",
+  },
+  heatMaps: { en: "Layers by heads", zh: "层 × 头" },
+  whichColumn: { en: "Column", zh: "列" },
+  numbersInCells: { en: "Numbers in the cells", zh: "在方格中显示数值" },
+  scatter: { en: "Two columns", zh: "两列对比" },
+  scatterX: { en: "Horizontal axis", zh: "横轴" },
+  scatterY: { en: "Vertical axis", zh: "纵轴" },
+  colouring_layer: { en: "Layer", zh: "层" },
+  colouring_role: { en: "Role", zh: "角色" },
+  colouring_none: { en: "One colour", zh: "单色" },
+  scatterTitle: { en: "{y} by {x}", zh: "{y} 与 {x}" },
+  scatterHint: {
+    en: "Hover over a point for the name of its head; click it for details. Arrow keys move between points.",
+    zh: "指向一个点可查看头的名称，点击可查看详情。方向键在各点之间移动。",
+  },
+  scatterDescribed: {
+    en: "Scatter plot of {heads} heads: {x} across, {y} up. Arrow keys move between points, Enter opens a head.",
+    zh: "{heads} 个头的散点图：横轴为{x}，纵轴为{y}。方向键在各点之间移动，回车打开。",
+  },
+  scatterOmitted: {
+    en: "Not drawn: {count} heads of which a value was not computed or is infinite. The CSV file has all heads.",
+    zh: "未绘制：{count} 个头有数值未计算或为无穷大。CSV 文件包含所有头。",
+  },
+  pointDescribed: { en: "{head}: {numbers}", zh: "{head}：{numbers}" },
 
   // Details of one head
   noSuchHead: { en: "This model has no such head", zh: "此模型没有这个头" },
@@ -220,7 +262,7 @@ export const strings = {
   rank: { en: "Rank", zh: "排名" },
   rankOf: { en: "{rank} of {all}", zh: "第 {rank} / {all}" },
   amongAll: { en: "Among all heads", zh: "在所有头中" },
-  spread: { en: "Standard deviation over tokens: {spread}.", zh: "在词元之间的标准差：{spread}。" },
+  spread: { en: "Mean over tokens; their standard deviation is {spread}.", zh: "在词元上的均值；标准差为 {spread}。" },
   stripDescribed: {
     en: "All heads are between {low} and {high}; this one ranks {rank} of {all} from the top.",
     zh: "所有头介于 {low} 与 {high} 之间；此头从高到低排第 {rank}，共 {all} 个。",

@@ -125,6 +125,7 @@ export function Grids({ trace, title, word, marked, onPick, narrow, onlyInvolved
   const isInvolved = (layer: number) => !word || Boolean(word.rows.get(layer)?.[word.side]);
   const stacks = state.stacks.filter((stack) => !onlyInvolved || stack.layers.some(isInvolved));
   const ramp = { scale, format: (x: number) => number(x, "share") };
+  const axes = { across: t("gridAcross"), down: t("gridCorner") };
   const legend = word ? t("wordInHeadsAbout") : cellMeaning(pictures, locale);
   return (
     <div class={`grids${word ? " of-word" : ""}${narrow ? " narrow" : ""}`}>
@@ -155,7 +156,7 @@ export function Grids({ trace, title, word, marked, onPick, narrow, onlyInvolved
             name={`heads-${word ? word.side : "maps"}-${trace.slot}`}
             fileTitle={t("gridFile", { shown, slot: trace.slot, model: state.model.name })}
             maxWidth={narrow ? "100%" : `${7 * heads + 3}rem`}
-            draw={() => gridSvg({ legend, ramp, columns, rows, ...(word ? { cell: WORD_CELL } : {}) })}
+            draw={() => gridSvg({ legend, ramp, columns, rows, axes, ...(word ? { cell: WORD_CELL } : {}) })}
           >
             <HeadGrid
               label={t("gridLabel", { stack: stack || t("stackOf"), slot: trace.slot })}

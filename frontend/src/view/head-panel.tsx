@@ -10,11 +10,13 @@ import type { MapView } from "./map/position";
 import type { Span } from "./map/viewport";
 import { headName } from "./names";
 import { useRequest, useStore } from "./store";
-import { PART, TextWords, usePart, type ChosenWord } from "./text-words";
+import { HeadLines } from "./head-lines";
+import { TextWords, usePart, type ChosenWord } from "./text-words";
 import { rowOf, type HeadRow, type Side, type TokenRows } from "./token-rows";
 import { axisOf, headKey, tokenAt, type AxisName, type LayerInfo, type Trace } from "./types";
 
 const TOP = 8;
+const NUMBERED = 300; // words of a text from which the positions of words are listed
 const LEAST = 0.0005; // smaller weights are not listed
 
 interface HeadPanelProps {
@@ -26,9 +28,11 @@ interface HeadPanelProps {
   mapView: MapView;
   /** Shows the name of the head, where two are side by side. */
   titled: boolean;
+  /** Draws lines between the words. */
+  lines: boolean;
 }
 
-export function HeadPanel({ mapView, titled, ...props }: HeadPanelProps): JSX.Element | null {
+export function HeadPanel({ mapView, titled, lines, ...props }: HeadPanelProps): JSX.Element | null {
   const { trace, head, chosen } = props;
   const { state } = useStore();
   const locale = useViewLocale();
@@ -39,6 +43,7 @@ export function HeadPanel({ mapView, titled, ...props }: HeadPanelProps): JSX.El
     <article class="head-panel" data-head={headKey(head)} data-slot={trace.slot}>
       {titled ? <h3>{locale.t("mapOf", { head: name, slot: trace.slot })}</h3> : null}
       <HeadWords {...props} info={info} />
+      {lines ? <HeadLines {...{ trace, head, info, chosen }} /> : null}
       <AttentionMap
         trace={trace}
         head={head}
@@ -49,7 +54,7 @@ export function HeadPanel({ mapView, titled, ...props }: HeadPanelProps): JSX.El
   );
 }
 
-type HeadWordsProps = Omit<HeadPanelProps, "titled" | "mapView"> & { info: LayerInfo };
+type HeadWordsProps = Omit<HeadPanelProps, "titled" | "mapView" | "lines"> & { info: LayerInfo };
 
 function HeadWords({ trace, head, info, chosen, rows }: HeadWordsProps): JSX.Element {
   const { t } = useViewLocale();
@@ -61,7 +66,7 @@ function HeadWords({ trace, head, info, chosen, rows }: HeadWordsProps): JSX.Ele
   const line = { trace, head, chosen, attends, attended, average };
   const list = (title: string, top: TopToken[], axis: AxisName, kind: "shade" | "underline") => {
     const { tokens } = axisOf(trace, axis);
-    return <TopTokens {...{ title, top, tokens, kind }} least={LEAST} numbered={tokens.length > PART} />;
+    return <TopTokens {...{ title, top, tokens, kind }} least={LEAST} numbered={tokens.length > NUMBERED} />;
   };
   return (
     <div class="head-words">
@@ -129,7 +134,7 @@ function useExactWeights(
   row: HeadRow | null,
   side: Side,
   [first, end]: Span,
-): ArrayLike<number> | null {
+): Float32Array | null {
   const token = row && row.block > 1 ? chosen.shown : null;
   const one = token && [token.index, token.index + 1];
   const [rows, columns] = side === "attends" ? [one, [first, end]] : [[first, end], one];

@@ -1,7 +1,8 @@
 /** View of one head, optionally beside another head or the other text. */
 import type { JSX } from "preact";
 import type { HeadId } from "../data";
-import { go, hrefOf, type Route } from "../parts/router";
+import { LinesChoice } from "../parts/attention-lines";
+import { currentRoute, go, hrefOf, replaceQuery, type Route } from "../parts/router";
 import { plainToken } from "../parts/tokens";
 import { AblatedHeads } from "./ablated-heads";
 import { CompareChoice, comparedHead, Distance } from "./compare";
@@ -36,6 +37,7 @@ export function HeadView({ route }: { route: Route }): JSX.Element {
       </>
     );
   }
+  const lines = route.query.draw === "lines";
   const other = comparedHead(route.query.with, store.state);
   const otherTrace = other ? store.traces[other.slot] : null;
   const token = chosen.shown ? tokenAt(trace, chosen.shown) : undefined;
@@ -49,15 +51,16 @@ export function HeadView({ route }: { route: Route }): JSX.Element {
           {t(store.isAblated(head) ? "restoreHead" : "ablateHead")}
         </button>
         <CompareChoice route={route} head={head} slot={slot} other={other} />
+        <LinesChoice lines={lines} onChange={(drawn) => replaceQuery(currentRoute(), { draw: drawn ? "lines" : null })} />
       </div>
       <RoleList head={head} />
       <div class="head-body">
         <div class={`panels count-${otherTrace ? 2 : 1}`}>
-          <HeadPanel {...{ trace, head, chosen, rows, mapView }} titled={otherTrace !== null} />
+          <HeadPanel {...{ trace, head, chosen, rows, mapView, lines }} titled={otherTrace !== null} />
           {other && otherTrace === trace ? (
-            <HeadPanel {...{ trace, chosen, rows, mapView }} head={other.head} titled />
+            <HeadPanel {...{ trace, chosen, rows, mapView, lines }} head={other.head} titled />
           ) : other && otherTrace ? (
-            <PanelOfOtherText trace={otherTrace} head={other.head} mapView={mapView} />
+            <PanelOfOtherText trace={otherTrace} head={other.head} mapView={mapView} lines={lines} />
           ) : null}
         </div>
         <aside class="strip" aria-label={t("allHeads")}>
@@ -105,7 +108,7 @@ function Neighbours({ head, linkTo }: { head: HeadId; linkTo: (head: HeadId) => 
 }
 
 /** The words of another text are chosen separately. */
-function PanelOfOtherText(props: { trace: Trace; head: HeadId; mapView: MapView }): JSX.Element {
+function PanelOfOtherText(props: { trace: Trace; head: HeadId; mapView: MapView; lines: boolean }): JSX.Element {
   const chosen = useChosenWord(props.trace);
   const rows = useTokenRows(props.trace, chosen.shown);
   return <HeadPanel {...props} chosen={chosen} rows={rows} titled />;

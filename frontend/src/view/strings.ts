@@ -107,6 +107,17 @@ export const viewStrings = {
   partOfText: { en: "Tokens {first} to {last} of {total}", zh: "第 {first} 到 {last} 个词元，共 {total} 个" },
   previousPart: { en: "Previous", zh: "向前" },
   nextPart: { en: "Next", zh: "向后" },
+  lines: { en: "Attention between words", zh: "词之间的注意力" },
+  linesAbout: {
+    en: "A line leads from a query, on the left, to a key, on the right; weights below 2% are not drawn.",
+    zh: "线从左边的查询连到右边的键；低于 2% 的权重不绘制。",
+  },
+  linesOfPart: {
+    en:
+      "A line leads from a query, on the left, to a key, on the right; weights below 2%, and attention from and to " +
+      "other parts of the text, are not drawn.",
+    zh: "线从左边的查询连到右边的键；低于 2% 的权重，以及与文本其他部分之间的注意力，不绘制。",
+  },
   textLine: { en: "Words of the text", zh: "文本的词" },
   targetLine: { en: "Generated words", zh: "生成的词" },
 

@@ -79,7 +79,8 @@ def _importance(inspection: Inspection) -> Iterator[Finding]:
         order = values.nan_to_num(nan=-math.inf).argsort(descending=True)
         if len(order) < 2 or not bool(values[order[0]].isfinite()):
             continue
-        largest, median = float(values[order[0]]), float(values[values.isfinite()].median())
+        largest = float(values[order[0]])
+        median = float(values[values.isfinite()].quantile(0.5))  # Tensor.median is the lower of two middle values
         numbers: dict[str, float | str | bool] = {
             "value": largest,
             "by_representation": inspection.facts.get("loss") == "representation",

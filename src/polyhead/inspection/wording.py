@@ -81,7 +81,7 @@ _FINDINGS = {
 # Appended if a finding has a value of that name.
 _SUFFIXES = {
     "null": Text("; random weights reach {null:.2f}", "；随机权重只到 {null:.2f}"),
-    "times": Text(", {times:.0f} times the median head", "，是中位数的 {times:.0f} 倍"),
+    "times": Text(", {times:.0f} times the median of all heads", "，是所有头中位数的 {times:.0f} 倍"),
 }
 
 

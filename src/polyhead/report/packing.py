@@ -10,7 +10,7 @@ import re
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,10 +45,10 @@ def packed_weights(x: Tensor) -> dict[str, Any]:
     }
 
 
-def packed_floats(x: Tensor) -> dict[str, Any]:
-    """Encode an array as little-endian float32 in base64; NaN is preserved."""
-    data = x.detach().cpu().float().contiguous().numpy().astype("<f4").tobytes()
-    return {"shape": list(x.shape), "type": "f32", "scale": None, "data": base64.b64encode(data).decode()}
+def packed_floats(x: Tensor, *, bits: Literal[32, 64] = 32) -> dict[str, Any]:
+    """Encode an array as little-endian floats in base64; NaN and infinities are preserved."""
+    data = x.detach().cpu().contiguous().numpy().astype(f"<f{bits // 8}").tobytes()
+    return {"shape": list(x.shape), "type": f"f{bits}", "scale": None, "data": base64.b64encode(data).decode()}
 
 
 def clipped(text: str, longest: int = MAX_TEXT_LENGTH) -> str:

@@ -18,7 +18,7 @@ from polyhead.report import pictures
 from polyhead.report.packing import clipped, packed_floats, plain
 from polyhead.report.syntax_results import Syntax
 
-FORMAT = 2
+FORMAT = 3
 FINDINGS = 8  # more than a terminal shows: a page has room
 MAX_SIMILAR = 5
 MAX_FACT_LENGTH = 1000
@@ -52,6 +52,7 @@ def page_of(inspection: Inspection, *, language: Language = "en", syntax: Syntax
         "columns": [column_of(name, inspection.facts.get("loss")) for name in _column_names(inspection)],
         "roles": [role_of(name) for name in ROLE_ORDER if name in requested_roles],
         "heads": list(_heads(inspection, index)),
+        "table": {name: packed_floats(column, bits=64) for name, column in inspection.table.columns.items()},
         **pictures.pictures_of(inspection, index),
         "relations": {
             str(index[site]): {name: packed_floats(matrix) for name, matrix in matrices.items()}
@@ -113,7 +114,9 @@ def _stack_label(stack: str, kind: str, *, several: bool) -> Text:
 
 
 def _column_names(inspection: Inspection) -> list[str]:
-    return ["tokens", *(name for name in inspection.table.names if name != "tokens")]
+    """Return all columns of the table: statistics first, then their deviations, maxima, errors and chance levels."""
+    statistics = ["tokens", *(name for name in inspection.table.names if name != "tokens")]
+    return [*statistics, *(name for name in inspection.table.columns if name not in statistics)]
 
 
 def _relation_names(inspection: Inspection) -> list[Term]:
@@ -156,20 +159,11 @@ def _clipped(text: Text | None) -> Text | None:
 def _heads(inspection: Inspection, index: Mapping[AttentionSite, int]) -> Iterator[dict[str, Any]]:
     roles = {(x.site, x.head): x for x in inspection.roles}
     similar = _similar(inspection, index)
-    names = _column_names(inspection)
-    table = inspection.table
-    columns = {name: column.tolist() for name, column in table.columns.items()}
-    for row, head in enumerate(zip(table.sites, table.heads, strict=True)):
-        suffixes = {"values": "", "spreads": "_std", "errors": "_error", "chances": "_chance"}
-        numbers = {
-            part: {name: columns[name + suffix][row] for name in names if name + suffix in columns}
-            for part, suffix in suffixes.items()
-        }
+    for head in zip(inspection.table.sites, inspection.table.heads, strict=True):
         yield {
             "site": index[head[0]],
             "head": head[1],
             "origin": originally(head),
-            **numbers,
             "roles": [] if head not in roles else _scores(roles[head]),
             "similar": similar.get(head, [])[:MAX_SIMILAR],
             "top_keys": _top_keys(inspection, head),

@@ -18,7 +18,7 @@ HOSTILE = [
     "Z\u0351\u036b\u0343\u036a\u0302",
     "x" * 20_000,
 ]
-VIEWS = ("", "head/1/2", "head/0/1?with=A.1.1")
+VIEWS = ("", "head/1/2", "head/0/1?with=A.1.1&draw=lines")
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 
 
@@ -154,7 +154,9 @@ def test_layout_from_phone_to_large_screen(read_sentence, keep_picture, width):
         opened.go(view)
         opened.tab.locator(".word").nth(3).click()
         opened.tab.locator(".of-word").first.wait_for()
-        assert opened.tab.evaluate("document.documentElement.scrollWidth") <= width, view
+        for size in (1280, 390, width):
+            opened.of.change_size((size, 740))
+            assert opened.tab.evaluate("document.documentElement.scrollWidth") <= size, view
         assert opened.tab.evaluate("document.querySelector('#polyhead-view').clientWidth") > 0.8 * width
         keep_picture(opened, f"view-{width}-{view.split('?')[0].replace('/', '-') or 'home'}")
 

@@ -156,6 +156,9 @@ def test_words_of_two_texts_of_an_encoder_decoder(open_view, keep_picture):
     tab.locator(".strongest li").first.wait_for()
     check_list(listed(tab, 0), found[1], trace.text.tokens)
     expect(tab.locator(".strongest > div")).to_have_count(1)
+    tab.get_by_role("button", name="Words and lines").click()
+    expect(tab.locator(".lines path")).to_have_count(int((found >= 0.02).sum()))
+    assert tab.locator(".lines text").all_text_contents()[-len(trace.ids) :] == list(trace.text.tokens)
     keep_picture(opened, "view-cross")
 
 

@@ -408,6 +408,17 @@ def test_a_window_is_single_weights(page, viewer):
     torch.testing.assert_close(numbers(found["weights"]), expected, atol=1e-7, rtol=1e-5)
 
 
+def test_a_window_may_be_long_but_not_large(page, monkeypatch):
+    monkeypatch.setattr("polyhead.report.viewer.handlers.WINDOW_CELLS", 14)
+    head = {"trace": page.trace()["id"], "layer": 1, "head": 2}
+    assert page.one("window", **head, rows=[3, 4], columns=[0, 14])["weights"]["shape"] == [1, 14]
+    assert "rows must have at most 14 tokens, got 15" in page.refused(
+        "window", 413, **head, rows=[0, 15], columns=[0, 1]
+    )
+    message = page.refused("window", 413, **head, rows=[0, 3], columns=[0, 5])
+    assert "columns must have at most 4 tokens, got 5" in message
+
+
 def test_a_word_in_every_head(page, viewer):
     trace = page.trace()["id"]
     *layers, last = page.lines("word", trace=trace, token=7)

@@ -53,14 +53,14 @@ _KNOWN = (
     ),
     _column(
         "max_logit", "max logit", "最大 logit", "other", "number",
-        "Largest attention logit, before the softmax. Very large logits are a sign of unstable training.",
-        "softmax 之前的最大注意力 logit。过大的 logit 往往说明训练不稳定。",
+        "Largest attention logit of a query, before the softmax. Very large logits are a sign of unstable training.",
+        "一个查询在 softmax 之前的最大注意力 logit。过大的 logit 往往说明训练不稳定。",
         low=None,
     ),
     _column(
         "max_abs_logit", "max absolute logit", "logit 的最大绝对值", "other", "number",
-        "Largest absolute value of an attention logit, before the softmax.",
-        "softmax 之前，注意力 logit 绝对值的最大值。",
+        "Largest absolute value of an attention logit of a query, before the softmax.",
+        "一个查询在 softmax 之前，注意力 logit 绝对值的最大值。",
     ),
     _column(
         "mean_distance", "mean attention distance", "平均注意力距离", "attention", "tokens",
@@ -203,6 +203,32 @@ _ABLATION_COSINE = _column(
 IMPORTANCE = ("ablation", "gradient", "taylor")  # the columns that are measured by a loss
 
 
+# Columns that accompany a statistic, by the end of their name.
+_COMPANIONS = {
+    "_std": (
+        Text("{label}, standard deviation", "{label}：标准差"),
+        Text(
+            "Standard deviation over tokens; the column {name} is the mean.", "在词元之间的标准差；列 {name} 为均值。"
+        ),
+    ),
+    "_max": (
+        Text("{label}, maximum", "{label}：最大值"),
+        Text("Maximum over tokens; the column {name} is the mean.", "在词元之间的最大值；列 {name} 为均值。"),
+    ),
+    "_error": (
+        Text("{label}, standard error", "{label}：标准误"),
+        Text("Standard error of the column {name}.", "列 {name} 的标准误。"),
+    ),
+    "_chance": (
+        Text("{label}, chance", "{label}：随机水平"),
+        Text(
+            "Value of the column {name} for uniform attention over the visible tokens.",
+            "注意力在可见词元上均匀分布时列 {name} 的值。",
+        ),
+    ),
+}
+
+
 def column_of(name: str, loss: str | None = None) -> Column:
     """Return the label and explanation of a column; one without an entry is labelled with its name.
 
@@ -211,9 +237,29 @@ def column_of(name: str, loss: str | None = None) -> Column:
     Args:
         name: name of the column.
         loss: loss by which importance was measured, if it is a column of importance.
+
+    >>> column_of("entropy_std").label.en
+    'entropy, standard deviation'
     """
     if name == _ABLATION_COSINE.name and loss == "representation":
         return _ABLATION_COSINE
-    column = COLUMNS.get(name)
-    label = Text(name.replace("_", " "), name)
-    return column or Column(name, label, Text("A column of the table.", "表中的一列。"))
+    if name in COLUMNS:
+        return COLUMNS[name]
+    suffix = next((suffix for suffix in _COMPANIONS if name.endswith(suffix)), "")
+    if suffix:
+        return _companion(column_of(name.removesuffix(suffix), loss), suffix)
+    return Column(name, Text(name.replace("_", " "), name), Text("A column of the table.", "表中的一列。"))
+
+
+def _companion(column: Column, suffix: str) -> Column:
+    label, about = _COMPANIONS[suffix]
+    low = 0.0 if suffix in ("_std", "_error") else column.low
+    return Column(
+        column.name + suffix,
+        Text(label.en.format(label=column.label.en), label.zh.format(label=column.label.zh)),
+        Text(about.en.format(name=column.name), about.zh.format(name=column.name)),
+        "companion",
+        column.format,
+        low,
+        column.high if suffix == "_chance" else None,
+    )

@@ -7,7 +7,8 @@ from typing import Literal
 
 from polyhead.analysis.languages import Text
 
-Group = Literal["attention", "output", "importance", "other"]
+# "companion": the deviation, maximum, error or chance level of another column.
+Group = Literal["attention", "output", "importance", "other", "companion"]
 Format = Literal["share", "number", "tokens", "nats"]
 
 

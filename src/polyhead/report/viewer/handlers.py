@@ -6,7 +6,7 @@ from polyhead.report.viewer.jobs import Message, Work
 from polyhead.report.viewer.limits import TEXT_BYTES
 from polyhead.report.viewer.request_fields import RequestFields
 from polyhead.report.viewer.trace import Trace
-from polyhead.report.viewer.viewing import SLOTS, WINDOW_TOKENS, WORD_CELLS, TracedHead, Viewer
+from polyhead.report.viewer.viewing import SLOTS, WINDOW_CELLS, WORD_CELLS, TracedHead, Viewer
 
 MAX_SAFE_INTEGER = 2**53 - 1  # of JavaScript
 POOLS = ("sum", "max")
@@ -77,8 +77,8 @@ class RequestHandlers:
 
     def window(self, fields: RequestFields) -> Work:
         head = self._head(fields)
-        rows = fields.span("rows", head.attention.queries, WINDOW_TOKENS)
-        columns = fields.span("columns", head.attention.keys, WINDOW_TOKENS)
+        rows = fields.span("rows", head.attention.queries, WINDOW_CELLS)
+        columns = fields.span("columns", head.attention.keys, WINDOW_CELLS // (rows[1] - rows[0]))
         return lambda job: self.viewer.window(job, head, rows, columns)
 
     def distance(self, fields: RequestFields) -> Work:

@@ -1,5 +1,9 @@
 /** Attention as lines between two columns of words: queries on the left, keys on the right. */
+import type { JSX } from "preact";
+import { useLayoutEffect, useRef } from "preact/hooks";
 import { weightAt, type Chosen, type Weights } from "./attention-words";
+import { Segments } from "./controls";
+import { useLocale } from "./language";
 import { createSvg } from "./svg";
 import { plainToken } from "./tokens";
 
@@ -7,12 +11,17 @@ const STEP = 20;
 const TOP = 34;
 const FAINTEST = 0.02;
 const LETTER = 7.6; // approximate width at 13 px
+/** Width of the lines in a file, and at most on the screen. */
+export const LINES_WIDTH = 560;
 
 export interface LinesText {
   title: string;
   queries: string;
   keys: string;
 }
+
+/** The vertical middle of a word. */
+const middle = (index: number) => TOP + STEP * index + STEP / 2;
 
 /** The lines of a chosen word are emphasised. */
 export function linesSvg(weights: Weights, chosen: Chosen | null, text: LinesText, width: number): SVGSVGElement {
@@ -22,7 +31,6 @@ export function linesSvg(weights: Weights, chosen: Chosen | null, text: LinesTex
   const { svg, add } = createSvg(width, height);
   const isChosen = (line: Chosen["line"], index: number) =>
     chosen?.index === index && (!weights.cross || chosen.line === line);
-  const middle = (index: number) => TOP + STEP * index + STEP / 2;
   svg.setAttribute("role", "img");
   svg.setAttribute("aria-label", text.title);
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
@@ -33,7 +41,7 @@ export function linesSvg(weights: Weights, chosen: Chosen | null, text: LinesTex
       const weight = weightAt(weights, query, key);
       if (weight < FAINTEST) return;
       const [isQuery, isKey] = [isChosen("query", query), isChosen("key", key)];
-      const opacity = chosen && !isQuery && !isKey ? weight * 0.12 : weight;
+      const [faintest, added] = !chosen ? [0.08, 0.92] : isQuery || isKey ? [0.25, 0.75] : [0.03, 0.1];
       const [from, to] = [column, width - column];
       const bend = (to - from) / 2;
       add("path", {
@@ -41,7 +49,7 @@ export function linesSvg(weights: Weights, chosen: Chosen | null, text: LinesTex
         fill: "none",
         stroke: isKey && !isQuery ? "var(--second)" : "var(--first)",
         "stroke-width": (0.6 + 2.4 * weight).toFixed(2),
-        "stroke-opacity": Math.min(1, 0.08 + opacity * 0.92).toFixed(3),
+        "stroke-opacity": Math.min(1, faintest + weight * added).toFixed(3),
       });
     });
   });
@@ -57,4 +65,36 @@ export function linesSvg(weights: Weights, chosen: Chosen | null, text: LinesTex
   addWords("query", weights.queries, column - 8, "end");
   addWords("key", weights.keys, width - column + 8, "start");
   return svg;
+}
+
+interface LinesProps {
+  weights: Weights;
+  chosen: Chosen | null;
+  text: LinesText;
+}
+
+/** The lines on the screen; where they scroll, the chosen word is scrolled into view. */
+export function Lines({ weights, chosen, text }: LinesProps): JSX.Element {
+  const container = useRef<HTMLDivElement>(null);
+  useLayoutEffect(() => {
+    const host = container.current;
+    if (!host) return;
+    host.replaceChildren(linesSvg(weights, chosen, text, Math.min(LINES_WIDTH, host.clientWidth)));
+    if (!chosen) return;
+    const y = middle(chosen.index);
+    if (y < host.scrollTop + STEP || y > host.scrollTop + host.clientHeight - STEP) {
+      host.scrollTop = y - host.clientHeight / 2;
+    }
+  }, [weights, chosen?.line, chosen?.index, text.title, text.queries]);
+  return <div class="chart lines" ref={container} tabIndex={0} role="region" aria-label={text.title} />;
+}
+
+/** The choice between words alone, and words with lines. */
+export function LinesChoice(props: { lines: boolean; onChange: (lines: boolean) => void }): JSX.Element {
+  const { t } = useLocale();
+  const drawings = [
+    [false, t("asWords")],
+    [true, t("asLines")],
+  ] as const;
+  return <Segments label={t("drawAs")} options={drawings} value={props.lines} onChange={props.onChange} />;
 }
