@@ -93,9 +93,10 @@ def knows(tokenizer: Any, text: str) -> bool:
 
     A tokenizer of bytes knows English, of which each character is a byte, but not Chinese.
     """
-    ids = tokenise(tokenizer, text)
-    unknown = unknown_token(tokenizer)
-    return len(ids) <= MAX_TOKENS_PER_CHARACTER * len(text) and ids.count(unknown) <= MAX_UNKNOWN * len(ids)
+    ids, unknown = tokenise(tokenizer, text), unknown_token(tokenizer)
+    if len(ids) > MAX_TOKENS_PER_CHARACTER * len(text):
+        return False
+    return unknown is None or ids.count(unknown) <= MAX_UNKNOWN * len(ids)
 
 
 def documents_of(text: str | os.PathLike[str] | Sequence[str], *, field: str = "text") -> Iterable[Document]:

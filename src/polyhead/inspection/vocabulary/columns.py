@@ -232,11 +232,9 @@ _COMPANIONS = {
 def column_of(name: str, loss: str | None = None) -> Column:
     """Return the label and explanation of a column; one without an entry is labelled with its name.
 
-    `loss` is the loss by which importance was measured, `facts["loss"]` of a run.
-
     Args:
         name: name of the column.
-        loss: loss by which importance was measured, if it is a column of importance.
+        loss: loss by which importance was measured, `facts["loss"]` of a run.
 
     >>> column_of("entropy_std").label.en
     'entropy, standard deviation'
