@@ -10,6 +10,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -98,6 +99,7 @@ def read_columns(path: Path, rule: str, kind: type[PolyheadError] = OptionError)
 
     Rows and unpacked bytes are bounded, because a small file may unpack to a great many equal rows.
     """
+    check_pyarrow(path)
     from pyarrow import parquet
 
     with refusing(path, rule, kind):
@@ -115,6 +117,12 @@ def read_columns(path: Path, rule: str, kind: type[PolyheadError] = OptionError)
                 for name in columns:
                     columns[name] += batch.column(name).to_pylist()
             return columns, file.schema_arrow.metadata or {}
+
+
+def check_pyarrow(path: str | os.PathLike[str]) -> None:
+    """Raise if pyarrow, which reads and writes Parquet files, is not installed."""
+    if find_spec("pyarrow") is None:
+        raise OptionError(f"{os.fspath(path)} needs pyarrow; install it with: pip install 'polyhead[hf]'")
 
 
 def build(cls: type[T], found: object) -> T:
