@@ -3,7 +3,8 @@
     python -m tests.clean_install FOLDER
 
 FOLDER keeps the sdist and the wheel. The environment is made outside the source tree with the pins of constraints.txt,
-and removed afterwards. There, every command shows its help, and then either runs or says in one line which extra it needs.
+and removed afterwards. There, every command shows its help, and then either runs or says in one line which extra it
+needs.
 """
 
 from __future__ import annotations
