@@ -37,7 +37,7 @@ demo: $(VENV)/.installed-demo ## see what every head of a real model does, in th
 	@$(BIN)/polyhead inspect --html polyhead-report.html
 
 # Models this small gain nothing from a second thread.
-examples: $(VENV)/.installed-dev ## run the scripts of examples/ in full, and record their outputs in build/examples.json
+examples: $(VENV)/.installed-dev ## run scripts and notebooks in full, and record their outputs in build/examples.json
 	@OMP_NUM_THREADS=1 $(BIN)/python -m examples build/examples.json
 
 # SCREENSHOTS=FOLDER keeps pictures of the pages that the browser tests open, which no test looks at.

@@ -30,7 +30,8 @@ version = release = VERSION
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 smartquotes_action = "D"  # dashes; quotation marks stay as written
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/*.md", "docs/reference/*.rst", "examples/README.md", "tests/faults/results.md"]
+include_patterns = ["*.md", "docs/*.md", "docs/reference/*.rst", "examples/README.md", "notebooks/README.md"]
+include_patterns += ["tests/faults/results.md"]
 exclude_patterns = [".*", "build", "dist", "frontend", "src"]  # folders that are not searched for pages
 
 # ---- guides
