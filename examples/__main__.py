@@ -25,7 +25,7 @@ EXAMPLES = (
 
 
 def run(name: str) -> dict[str, str | float]:
-    """Run a script or notebook in a process of its own; its seconds are CPU time, which other processes affect little."""
+    """Run a script or notebook in its own process; its seconds are CPU time, which other processes affect little."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     program = ["-m", "notebooks", name] if name in NOTEBOOKS else [str(Path(__file__).parent / f"{name}.py")]
     command = [sys.executable, "-X", "utf8", *program]

@@ -16,7 +16,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -36,7 +36,8 @@ def write(name: str, notebook: dict[str, Any]) -> None:
 
 def run(notebook: dict[str, Any], *, short: bool = False) -> dict[str, Any]:
     """Run all cells, replace their outputs, and return the variables of the notebook."""
-    matplotlib.use("agg")
+    plt.switch_backend("agg")
+    plt.close("all")
     variables: dict[str, Any] = {"__name__": "__main__"}
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     for number, cell in enumerate(cells, 1):
@@ -58,8 +59,6 @@ def printed(notebook: dict[str, Any]) -> str:
 
 
 def _outputs(source: str, variables: dict[str, Any], number: int) -> list[dict[str, Any]]:
-    import matplotlib.pyplot as plt
-
     body = ast.parse(source)
     shown = body.body and isinstance(body.body[-1], ast.Expr) and not source.rstrip().endswith(";")
     last = body.body.pop() if shown else None

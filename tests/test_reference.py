@@ -102,7 +102,14 @@ def test_every_page_is_in_a_table_of_contents():
     guides = [path.stem for path in (ROOT / "docs").glob("*.md") if path.stem != "index"]
     at_the_root = [f"../{path.stem}" for path in ROOT.glob("*.md")]
     assert sorted(listed) == sorted(
-        [*guides, *at_the_root, "../examples/README", "../notebooks/README", "../tests/faults/results", "reference/index"]
+        [
+            *guides,
+            *at_the_root,
+            "../examples/README",
+            "../notebooks/README",
+            "../tests/faults/results",
+            "reference/index",
+        ]
     )
 
     contents = (REFERENCE / "index.rst").read_text("utf-8")
