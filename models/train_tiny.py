@@ -87,23 +87,31 @@ def split(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def batch_of(ids: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Return contexts from random places of the text; one in eight repeats a passage, half of these random letters.
-
-    Repeated passages make copying worth learning: without them no induction head was seen to form on this little text.
-    """
-
-    def draw(low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, high, shape, generator=generator, device=ids.device)
-
+    """Return contexts from random places of the text; one in four repeats a passage, half of these random bytes."""
+    noise, repeated = size // 8, size // 4
     offsets = torch.arange(CONTEXT, device=ids.device).repeat(size, 1)
-    repeated, letters = size // 8, size // 16
-    if repeated:
-        offsets[:repeated] %= draw(32, CONTEXT // 2, repeated, 1)
-    contexts = ids[draw(0, len(ids) - CONTEXT, size, 1) + offsets].long()
-    if letters:
-        passages = FIRST_BYTE + draw(ord("a"), ord("z") + 1, letters, CONTEXT)
-        contexts[:letters] = passages.gather(1, offsets[:letters])
+    offsets[noise:repeated] %= random_integers(CONTEXT // 8, CONTEXT // 2, (repeated - noise, 1), generator)
+    contexts = ids[random_integers(0, len(ids) - CONTEXT, (size, 1), generator) + offsets].long()
+    contexts[:noise] = copying_batch(noise, CONTEXT, generator)
     return contexts
+
+
+def copying_batch(size: int, length: int, generator: torch.Generator) -> Tensor:
+    """Return random bytes that repeat after an eighth to a half of the length."""
+    periods = random_integers(length // 8, length // 2, (size, 1), generator)
+    bytes_ = random_integers(FIRST_BYTE, FIRST_BYTE + 256, (size, length), generator)
+    return bytes_.gather(1, torch.arange(length, device=bytes_.device) % periods)
+
+
+def random_integers(low: int, high: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randint(low, high, shape, generator=generator, device=generator.device)
+
+
+def repeated_bytes(count: int, period: int, device: torch.device) -> Tensor:
+    """Return contexts of random bytes that repeat after `period` bytes, the same in every call."""
+    generator = torch.Generator(device).manual_seed(0)
+    passages = torch.randint(FIRST_BYTE, FIRST_BYTE + 256, (count, period), generator=generator, device=device)
+    return passages.repeat(1, CONTEXT // period)
 
 
 @torch.no_grad()
@@ -115,17 +123,25 @@ def held_out_loss(model: LlamaForCausalLM, ids: Tensor) -> float:
 
 
 @torch.no_grad()
+def copying_loss(model: LlamaForCausalLM, device: torch.device) -> float:
+    """Return the mean loss, in nats, of random bytes that repeat: small once the model copies what it has seen."""
+    x = repeated_bytes(16, CONTEXT // 4, device)
+    labels = x.clone()
+    labels[:, : CONTEXT // 4] = -100
+    return float(model(input_ids=x, labels=labels).loss)
+
+
+@torch.no_grad()
 def head_scores(model: LlamaForCausalLM, ids: Tensor) -> dict[str, list[list[float]]]:
-    """Return each head's mean weight on the previous byte and, in repeated random text, on the byte after the match.
+    """Return each head's mean weight on the previous byte and, in repeated random bytes, on the byte after the match.
 
     Both are read from materialised attention weights [batch, heads, queries, keys].
     """
     model.set_attn_implementation("eager")
     contexts = ids[: 16 * CONTEXT].view(16, CONTEXT).long()
     previous = [x.float().diagonal(-1, 2, 3).mean((0, 2)) for x in attention_weights(model, contexts)]
-    period, generator = CONTEXT // 4, torch.Generator(ids.device).manual_seed(0)
-    letters = torch.randint(ord("a"), ord("z") + 1, (16, period), generator=generator, device=ids.device) + FIRST_BYTE
-    repeated = attention_weights(model, letters.repeat(1, 4))
+    period = CONTEXT // 2
+    repeated = attention_weights(model, repeated_bytes(16, period, ids.device))
     induction = [x.float()[:, :, period:].diagonal(1, 2, 3).mean((0, 2)) for x in repeated]
     return {
         name: [[round(value, 4) for value in layer.tolist()] for layer in layers]
@@ -137,42 +153,66 @@ def attention_weights(model: LlamaForCausalLM, ids: Tensor) -> tuple[Tensor, ...
     return model(input_ids=ids, output_attentions=True).attentions
 
 
-def train(
-    model: LlamaForCausalLM, ids: Tensor, held_out: dict[str, Tensor], *, steps: int, batch: int, rate: float
-) -> list[dict[str, float]]:
-    """Train with AdamW, a warmup and a cosine decay; keep the best weights on held-out text; return the loss curve."""
+def adamw(model: LlamaForCausalLM, rate: float) -> torch.optim.AdamW:
     weights = [x for x in model.parameters() if x.dim() > 1]
     gains = [x for x in model.parameters() if x.dim() <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": weights, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}],
-        lr=rate,
-        betas=(0.9, 0.95),
-        fused=ids.is_cuda,
-    )
-    warmup = max(1, steps // 20)
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=model.device.type == "cuda")
+
+
+def take_step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, ids: Tensor) -> Tensor:
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def learn_to_copy(model: LlamaForCausalLM, generator: torch.Generator, *, steps: int, batch: int, rate: float) -> None:
+    """Train on random bytes that repeat, two thirds of the steps with short contexts, the rest with full ones.
+
+    Without it no induction head was seen to form: there is too little text, and too little to copy in it.
+    """
+    optimizer = adamw(model, rate)
+    for step in range(steps):
+        is_short = step < steps * 2 // 3
+        x = copying_batch(batch if is_short else batch // 4, CONTEXT // 4 if is_short else CONTEXT, generator)
+        take_step(model, optimizer, x)
+        if (step + 1) % 100 == 0:
+            print(json.dumps({"step": step + 1, "copying": copying_loss(model, generator.device)}), flush=True)
+
+
+def train(
+    model: LlamaForCausalLM,
+    ids: Tensor,
+    held_out: dict[str, Tensor],
+    generator: torch.Generator,
+    *,
+    steps: int,
+    batch: int,
+    rate: float,
+) -> list[dict[str, float]]:
+    """Train with a warmup and a cosine decay; keep the best weights on held-out text; return the loss curve."""
+    optimizer, warmup = adamw(model, rate), max(1, steps // 20)
 
     def factor(step: int) -> float:
         return min(1.0, (step + 1) / warmup) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    generator, curve, running = torch.Generator(ids.device).manual_seed(0), [], []
+    curve, running = [], []
     best, kept = math.inf, {}
     for step in range(steps):
-        x = batch_of(ids, batch, generator)
-        with torch.autocast(ids.device.type, torch.bfloat16):
-            loss = model(input_ids=x, labels=x).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        running.append(take_step(model, optimizer, batch_of(ids, batch, generator)))
         schedule.step()
-        optimizer.zero_grad()
-        running.append(loss.detach())
         if (step + 1) % max(1, steps // 40) == 0:
             point = {"step": step + 1, "train": float(torch.stack(running).mean()), "rate": schedule.get_last_lr()[0]}
             point |= {name: held_out_loss(model, x) for name, x in held_out.items()}
+            point["copying"] = copying_loss(model, ids.device)
             curve.append({name: round(value, 6) for name, value in point.items()})
             running.clear()
-            total = sum(curve[-1][name] for name in held_out)
+            total = sum(point[name] for name in held_out)
             if total < best:
                 best, kept = total, {name: x.clone() for name, x in model.state_dict().items()}
             print(json.dumps(curve[-1]), flush=True)
@@ -185,7 +225,10 @@ def main() -> None:
     parser.add_argument("--wikipedia", type=Path, required=True, help="the first 5,000,000 bytes of enwik8, or more")
     parser.add_argument("--plays", type=Path, required=True, help="plain text of Shakespeare's plays")
     parser.add_argument("--output", type=Path, required=True, help="folder of the model")
-    parser.add_argument("--steps", type=int, default=1100)
+    parser.add_argument(
+        "--copying-steps", type=int, default=1500, help="steps on repeated random bytes, before the text"
+    )
+    parser.add_argument("--steps", type=int, default=1200, help="steps on the text")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
     options = parser.parse_args()
@@ -199,7 +242,9 @@ def main() -> None:
     model.generation_config.pad_token_id = 0
     held_out = {name: held for name, (_, held) in parts.items()}
     ids = torch.cat([ids for ids, _ in parts.values()])
-    curve = train(model, ids, held_out, steps=options.steps, batch=options.batch, rate=options.rate)
+    generator = torch.Generator(device).manual_seed(0)
+    learn_to_copy(model, generator, steps=options.copying_steps, batch=options.batch, rate=options.rate / 2)
+    curve = train(model, ids, held_out, generator, steps=options.steps, batch=options.batch, rate=options.rate)
 
     model = model.to(torch.bfloat16).eval()
     model.save_pretrained(options.output)
@@ -214,6 +259,7 @@ def main() -> None:
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "seconds": round(time.time() - start),
         "parameters": sum(x.numel() for x in model.parameters()),
+        "copying_steps": options.copying_steps,
         "steps": options.steps,
         "bytes_per_step": options.batch * CONTEXT,
         "peak_learning_rate": options.rate,

@@ -47,7 +47,7 @@ class Case:
     spread: float = 1.0  # of the keys: 1 gives ordinary logits
     names: tuple[str, ...] = ALL
     sink_keys: int = 2
-    window: int = 19
+    window: int | None = 19  # None: the default
     page_size: int = 16
 
 
@@ -67,7 +67,7 @@ CASES = [
     Case(queries=7, lengths=(397, 4), splits=1),  # fewer tokens than queries: the first rows see nothing
     Case(left=211, first_keys=3),
     Case(left=211, first_keys=3, splits=1, queries=3, sinks=True, names=NAMES),
-    Case(left=2, splits=5, names=("window_mass", "visible_keys", "sink_mass")),
+    Case(left=12, splits=5, window=None, names=("window_mass", "visible_keys", "sink_mass")),
     Case(left=0, queries=2, names=("self_mass", "previous_mass")),
     Case(softcap=5.0, sinks=True, head_scale=True, names=NAMES, spread=4.0),
     Case(sinks=True, names=NAMES, splits=1, new_lengths=(1, 0)),
@@ -138,7 +138,9 @@ class Scene:
             exact = [
                 (x * scale.double()).masked_fill(hidden, 0.0) for x, scale in ((key, key_scale), (value, value_scale))
             ]
-            scales = [x.masked_fill(hidden, torch.nan)[..., 0] for x in (key_scale, value_scale)]
+            # Every second number of something wider: neither scale is contiguous.
+            wide = [x.masked_fill(hidden, torch.nan).repeat(1, 1, 1, 2) for x in (key_scale, value_scale)]
+            scales = [x[..., 0] for x in wide]
             return CacheArguments(key, value, lengths, new_lengths, None, None, None, *scales), *exact
         exact = [x.double().masked_fill(hidden, 0.0) for x in (key, value)]
         key, value = (x.masked_fill(hidden, torch.nan) for x in (key, value))
@@ -197,10 +199,14 @@ class Scene:
             table=self.table,
             table_zero=case.table // 2,
             names=case.names,
-            sink_keys=case.sink_keys,
-            window=case.window,
             splits=case.splits,
+            **self.statistic_options,
         )
+
+    @property
+    def statistic_options(self) -> dict[str, int]:
+        window = {} if self.case.window is None else {"window": self.case.window}
+        return {"sink_keys": self.case.sink_keys, **window}
 
     def scale(self, dtype: torch.dtype) -> float | Tensor:
         scale = self.options["scale"]
@@ -221,7 +227,7 @@ def compared(scene: Scene, dtype: torch.dtype) -> tuple[list[Compared], Tensor, 
         scale=scene.scale(torch.float64),
         softcap=case.softcap,
         sinks=None if scene.sinks is None else scene.sinks.double(),
-        statistics=Statistics(*case.names, sink_keys=case.sink_keys, window=case.window) if case.names else None,
+        statistics=Statistics(*case.names, **scene.statistic_options) if case.names else None,
         backend="reference",
     )
     batch, heads, queries, _ = scene.query.shape

@@ -17,7 +17,7 @@ from torch import Tensor
 from polyhead.errors import BackendUnsupported, OptionError, ShapeError
 from polyhead.ops.common.kernels.availability import device_reasons, multiprocessors
 from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim, power_of_two
-from polyhead.ops.common.statistics import NAMES
+from polyhead.ops.common.statistics import NAMES, WINDOW
 from polyhead.ops.common.tracing import TRANSFORMED, is_traced, is_transformed
 from polyhead.ops.decode.kernels.latent_tiles import LatentBlocks, Latents, SoftmaxOptions, latent_reasons
 
@@ -108,7 +108,7 @@ def decode_reasons(query: Tensor, cache: CacheArguments) -> list[str]:
     tensors = [query, *(x for x in cache if isinstance(x, Tensor))]
     device, is_strided, is_on_other_device, requires_grad = query.device, False, False, False
     for x in tensors:  # a single loop, because this runs for every new token
-        is_strided |= x.stride(-1) != 1 and x.shape[-1] > 1 and x is not cache.key_scale
+        is_strided |= x.stride(-1) != 1 and x.shape[-1] > 1 and x is not cache.key_scale and x is not cache.value_scale
         is_on_other_device |= x.device != device
         requires_grad |= x.requires_grad
     if is_strided:
@@ -151,7 +151,7 @@ def decode(
     table_zero: int = 0,
     names: Sequence[str] = (),
     sink_keys: int = 1,
-    window: int = 64,
+    window: int = WINDOW,
     splits: int | None = None,
     is_supported: bool = False,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -166,7 +166,7 @@ def decode(
         left, right, first_keys: keys visible before and after the query's position, and the number of first keys
             (attention sinks) that are visible regardless of `left`; `right` is 0 for causal attention.
         table, table_zero: a relative bias [heads or 1, distances], as in `Mask.relative`.
-        names, sink_keys, window: the statistics, as in `polyhead.Statistics`, but with another default window.
+        names, sink_keys, window: the statistics, as in `polyhead.Statistics`.
         splits: number of programs that share the keys of a sequence; chosen from the sizes by default.
         is_supported: the caller has already checked that `decode_reasons` is empty.
     """
