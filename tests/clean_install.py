@@ -18,6 +18,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +65,7 @@ with polyhead.observe(layer, statistics="entropy") as session:
     layer(x).output.sum().backward()
 assert session.profile["entropy"].shape == (4,), session.profile
 assert x.grad.isfinite().all()
-print("polyhead", polyhead.__version__, "from", polyhead.__file__)
+assert "site-packages" in polyhead.__file__, polyhead.__file__
 """
 
 
@@ -127,12 +128,15 @@ def use(programs: Path, place: Path, environment: Mapping[str, str]) -> None:
         raise SystemExit(
             f"CALLS must have every command, got {sorted(commands)}; polyhead --help lists {sorted(listed)}"
         )
-    for command in sorted(commands):
-        _run([polyhead, command, "--help"], environment, place)
-    for call in CALLS:
-        done = subprocess.run(
-            [polyhead, *call.arguments.split()], cwd=place, env=environment, capture_output=True, text=True, check=False
-        )
+
+    def called(call: Call) -> subprocess.CompletedProcess[str]:
+        command = [polyhead, *call.arguments.split()]
+        return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda command: _run([polyhead, command, "--help"], environment, place), sorted(commands)))
+        ends = list(pool.map(called, CALLS))
+    for call, done in zip(CALLS, ends, strict=True):
         if reason := fault(call, done.returncode, done.stdout, done.stderr):
             raise SystemExit(f"polyhead {call.arguments}: {reason}; got\n{done.stdout}{done.stderr}")
         print(f"polyhead {call.arguments}: {'runs' if call.extra is None else f'asks for polyhead[{call.extra}]'}")
@@ -151,7 +155,7 @@ def main(folder: str) -> None:
     dropped = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV", "POLYHEAD_DATA")
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
     environment |= {"PIP_CONSTRAINT": pins, "PIP_BUILD_CONSTRAINT": pins, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    environment |= {"COLUMNS": "120", "NO_COLOR": "1", "PYTHONUTF8": "1"}
+    environment |= {"COLUMNS": "120", "NO_COLOR": "1", "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"}
     wheel = build(Path(folder).resolve(), environment)
     check_wheel(wheel)
     with tempfile.TemporaryDirectory(prefix="polyhead-install-") as outside:
