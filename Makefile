@@ -27,7 +27,7 @@ SOURCES := pyproject.toml constraints.txt
 # would rewrite the assertions of all tests anew, and each process that a test starts would compile polyhead.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help demo examples test test-fast test-gpu test-numerics lint docs bench frontend system system-python system-compiler \
+.PHONY: help demo examples test test-fast test-gpu test-numerics lint docs package bench frontend system system-python system-compiler \
 	system-browser system-node clean
 
 help: ## show the targets
@@ -40,7 +40,7 @@ demo: $(VENV)/.installed-demo ## see what every head of two models does, in the 
 	@echo "Next: open polyhead-report-tiny.html in a browser, then inspect a model of your own: $(BIN)/polyhead inspect FOLDER --text FILE --html report.html"
 
 # Models this small gain nothing from a second thread.
-examples: $(VENV)/.installed-dev ## run the scripts of examples/ in full, and record their outputs in build/examples.json
+examples: $(VENV)/.installed-dev ## run scripts and notebooks in full, and record their outputs in build/examples.json
 	@OMP_NUM_THREADS=1 $(BIN)/python -m examples build/examples.json
 
 # SCREENSHOTS=FOLDER keeps pictures of the pages that the browser tests open, which no test looks at.
@@ -76,6 +76,10 @@ lint: $(VENV)/.installed-dev ## check style, format and types
 docs: $(VENV)/.installed-dev ## build the documentation site: build/docs/index.html
 	@$(BIN)/python -m sphinx --builder html --conf-dir docs --doctree-dir build/doctrees --fail-on-warning --keep-going --quiet \
 		. build/docs
+
+# The wheel is built from the sdist and used in an environment of its own, outside this folder; see tests/clean_install.py.
+package: $(VENV)/.installed-dev ## build the sdist and the wheel in dist/, and use the wheel without extras
+	@$(BIN)/python -m tests.clean_install dist
 
 bench: $(VENV)/.installed-dev | system-compiler ## measure against the contenders
 	@$(BIN)/python -m benchmarks layers $(BENCH_FLAGS)

@@ -37,6 +37,8 @@ include_patterns = [
     "docs/reference/*.rst",
     "docs/zh/*.md",
     "examples/README.md",
+    "notebooks/README.md",
+    "src/polyhead/sources/tiny/README.md",
     "tests/faults/results.md",
 ]
 exclude_patterns = [".*", "build", "dist", "frontend", "src"]  # folders that are not searched for pages

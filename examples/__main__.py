@@ -1,4 +1,4 @@
-"""Run every example in full, show its output and CPU seconds, and record both: `python -m examples [FILE]`."""
+"""Run every script and notebook in full, show output and CPU seconds, and record both: `python -m examples [FILE]`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+
+from notebooks import NOTEBOOKS
 
 EXAMPLES = (
     "observe",
@@ -23,10 +25,10 @@ EXAMPLES = (
 
 
 def run(name: str) -> dict[str, str | float]:
-    """Run an example in a process of its own; its seconds are CPU time, which other processes affect little."""
+    """Run a script or notebook in its own process; its seconds are CPU time, which other processes affect little."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    script = str(Path(__file__).parent / f"{name}.py")
-    command = [sys.executable, "-X", "utf8", script]
+    program = ["-m", "notebooks", name] if name in NOTEBOOKS else [str(Path(__file__).parent / f"{name}.py")]
+    command = [sys.executable, "-X", "utf8", *program]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, encoding="utf-8").stdout
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
@@ -35,7 +37,7 @@ def run(name: str) -> dict[str, str | float]:
 
 def main(record: str = "build/examples.json") -> None:
     results = []
-    for name in EXAMPLES:
+    for name in (*EXAMPLES, *NOTEBOOKS):
         print(f"== {name}", flush=True)
         results.append(run(name))
         print(f"{results[-1]['output']}{results[-1]['seconds']} CPU seconds\n", flush=True)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from polyhead.cli.errors import SingleCommand
+
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
     from polyhead.ops.attention import Explanation
 
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command(cls=SingleCommand)
 def demo(
     sentence: Annotated[
         list[str] | None,
@@ -36,11 +42,8 @@ def demo(
 
     console = Console(highlight=False)
     if not 0 <= head < lab.NUM_HEADS:
-        raise typer.BadParameter(f"the layer has heads 0 to {lab.NUM_HEADS - 1}, got {head}", param_hint="--head")
-    try:
-        traces = [lab.trace(text, seed=seed) for text in sentence or lab.SENTENCES]
-    except OptionError as error:
-        raise typer.BadParameter(str(error), param_hint="--sentence") from None
+        raise OptionError(f"--head must be from 0 to {lab.NUM_HEADS - 1}, the heads of the layer, got {head}")
+    traces = [lab.trace(text, seed=seed) for text in sentence or lab.SENTENCES]
     _show_worked_example(console)
     for trace in traces:
         _show_sentence(trace, head, console)
@@ -149,4 +152,4 @@ def _step(number: int, text: str, console: Console) -> None:
 if __name__ == "__main__":
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a pipe may have an encoding without Chinese characters
-    typer.run(demo)
+    app(prog_name="python -m examples.demo")

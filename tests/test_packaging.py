@@ -66,7 +66,7 @@ def test_the_wheel_says_what_it_needs(wheel):
     metadata = email.message_from_bytes(wheel.read(name))
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert set(metadata.get_all("Provides-Extra")) == {"hf", "demo", "report", "docs", "dev", "all"}
+    assert set(metadata.get_all("Provides-Extra")) == {"hf", "demo", "notebooks", "report", "docs", "dev", "all"}
     base = {Requirement(line).name for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}
     assert base == {"torch", "numpy", "safetensors", "typer", "rich"}
     assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
@@ -76,6 +76,31 @@ def test_the_version_is_one(project, wheel, project_root):
     assert polyhead.__version__ == project["version"]
     assert f"polyhead-{project['version']}-" in Path(wheel.filename).name
     assert f"## [{project['version']}]" in (project_root / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_citation_has_the_fields_of_the_format_and_the_facts_of_the_project(project, project_root):
+    yaml = pytest.importorskip("yaml", reason="PyYAML comes with the extra `hf`")
+    cited = yaml.safe_load((project_root / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors"} <= cited.keys()  # those that the schema of 1.2.0 requires
+    assert (cited["cff-version"], cited["type"]) == ("1.2.0", "software")
+    assert (cited["version"], cited["license"], cited["authors"], cited["keywords"]) == (
+        project["version"], project["license"], project["authors"], project["keywords"],
+    )  # fmt: skip
+
+
+def test_issue_forms_have_what_github_requires(project_root):
+    yaml = pytest.importorskip("yaml", reason="PyYAML comes with the extra `hf`")
+    folder = project_root / ".github" / "ISSUE_TEMPLATE"
+    if not folder.is_dir():
+        pytest.skip("issue forms are in a checkout only")
+    forms = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in folder.glob("*.yml")}
+    assert set(forms) == {"config", "bug_report", "wrong_number", "feature_request"}
+    del forms["config"]
+    for form in forms.values():
+        assert {"name", "description", "body"} <= form.keys()
+        asked = [part for part in form["body"] if part["type"] != "markdown"]
+        assert {part["type"] for part in asked} <= {"input", "textarea"}
+        assert len({part["id"] for part in asked}) == len({part["attributes"]["label"] for part in asked}) == len(asked)
 
 
 def test_the_installed_version_is_the_source_tree_s():
@@ -134,7 +159,7 @@ def test_pins_satisfy_the_declared_ranges(project, pins):
     assert wrong == []
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "test-fast", "lint", "docs", "bench"])
+@pytest.mark.parametrize("target", ["demo", "test", "test-fast", "lint", "docs", "package", "bench"])
 def test_a_target_makes_its_environment_before_it_runs(project_root, tmp_path, target):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     try:

@@ -113,6 +113,8 @@ def test_every_page_is_in_a_table_of_contents():
             *at_the_root,
             "../benchmarks/RESULTS",
             "../examples/README",
+            "../notebooks/README",
+            "../src/polyhead/sources/tiny/README",
             "../tests/faults/results",
             "reference/index",
         ]

@@ -11,6 +11,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -99,6 +100,7 @@ def read_columns(path: Path, rule: str, kind: type[PolyheadError] = OptionError)
 
     Rows and unpacked bytes are bounded, because a small file may unpack to a great many equal rows.
     """
+    check_pyarrow(path)
     from pyarrow import parquet
 
     with refusing(path, rule, kind):
@@ -121,6 +123,12 @@ def read_columns(path: Path, rule: str, kind: type[PolyheadError] = OptionError)
 @functools.cache
 def _type_hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
+
+
+def check_pyarrow(path: str | os.PathLike[str]) -> None:
+    """Raise if pyarrow, which reads and writes Parquet files, is not installed."""
+    if find_spec("pyarrow") is None:
+        raise OptionError(f"{os.fspath(path)} needs pyarrow; install it with: pip install 'polyhead[hf]'")
 
 
 def build(cls: type[T], found: object) -> T:

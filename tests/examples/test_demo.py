@@ -12,17 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 from rich.cells import cell_len
 from rich.console import Console
 from typer.testing import CliRunner
 
-from examples.demo import demo
+from examples.demo import app
 from polyhead.cli.drawing import heat_map, matrix
 
 ROOT = Path(__file__).resolve().parents[2]
-app = typer.Typer()
-app.command()(demo)
 
 
 def invoke(*arguments: str) -> str:
@@ -82,16 +79,17 @@ def test_a_sentence_of_ones_own_and_another_head():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--sentence", " "), "at least one word"),
-        (("--head", "8"), "heads 0 to 7, got 8"),
-        (("--head", "-1"), "heads 0 to 7, got -1"),
-        (("--head", "x"), "--head"),
+        (("--sentence", " "), "a sentence needs at least one word, character or punctuation mark, got ' '"),
+        (("--head", "8"), "--head must be from 0 to 7, the heads of the layer, got 8"),
+        (("--head", "-1"), "--head must be from 0 to 7, the heads of the layer, got -1"),
+        (("--head", "x"), "--head must be a valid integer, got 'x'; see demo --help"),
+        (("--heat",), "there is no option --heat; did you mean --head or --help?"),
     ],
 )
 def test_a_bad_option_is_refused_in_words(arguments, words):
-    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
-    assert result.exit_code == 2
-    assert words in result.output
+    result = CliRunner().invoke(app, list(arguments), prog_name="demo")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"demo: {words}\n"
 
 
 def test_a_pipe_without_unicode_gets_escapes_and_no_crash():

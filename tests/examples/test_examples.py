@@ -137,6 +137,7 @@ def test_the_runner_records_outputs_and_seconds_and_stops_at_a_failure(tmp_path,
         (tmp_path / f"{name}.py").write_text(line, "utf-8")
     monkeypatch.setattr(runner, "__file__", str(tmp_path / "__main__.py"))
     monkeypatch.setattr(runner, "EXAMPLES", ("one",))
+    monkeypatch.setattr(runner, "NOTEBOOKS", ())
     record = tmp_path / "build" / "examples.json"
     runner.main(str(record))
     (entry,) = json.loads(record.read_text("utf-8"))

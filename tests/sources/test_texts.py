@@ -156,7 +156,7 @@ def test_a_cell_that_is_no_utf8_is_refused_with_its_row(tmp_path):
 
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(OptionError, match=r"reading a\.parquet needs pyarrow; install it with: pip install pyarrow"):
+    with pytest.raises(OptionError, match=r"^a\.parquet needs pyarrow; install it with: pip install 'polyhead\[hf\]'"):
         list(read_texts(write(tmp_path / "a.parquet", b"")))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from polyhead.analysis.intervals import wilson
 from polyhead.errors import OptionError
-from polyhead.files import as_type, build, read_columns, read_json, refusing, short
+from polyhead.files import as_type, build, check_pyarrow, read_columns, read_json, refusing, short
 from polyhead.geometry import name_with_origin
 from polyhead.observation.cards import html_table
 from polyhead.observation.saving import write_atomically
@@ -125,6 +125,7 @@ class SyntaxTable:
             text = json.dumps({**about, "rows": list(self.rows())}, ensure_ascii=False, indent=1)
             write_atomically(file, f"{text}\n".encode())
         elif file.suffix == ".parquet":
+            check_pyarrow(file)
             write_atomically(file, _parquet(list(self.rows()), about))
         else:
             raise OptionError(f"a table must be written to a .json or a .parquet file, got {file.name!r}")
@@ -153,7 +154,9 @@ _ABOUT = ("heads", "texts", "minimum", "seed", "left_out")  # fields of a table 
 
 
 def _parquet(rows: list[dict[str, Any]], about: dict[str, Any]) -> bytes:
-    pyarrow, parquet = _pyarrow()
+    import pyarrow
+    from pyarrow import parquet
+
     buffer = io.BytesIO()
     table = pyarrow.Table.from_pylist(rows)
     metadata = {"polyhead": json.dumps(about, ensure_ascii=False)}
@@ -162,18 +165,8 @@ def _parquet(rows: list[dict[str, Any]], about: dict[str, Any]) -> bytes:
 
 
 def _read_parquet(file: Path, rule: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    _pyarrow()
     columns, metadata = read_columns(file, rule)
     with refusing(file, rule):
         rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         about: dict[str, Any] = as_type(json.loads(metadata[b"polyhead"]), Mapping[str, Any], "its facts")
     return rows, about
-
-
-def _pyarrow() -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise OptionError("a .parquet file needs pyarrow (pip install pyarrow); a .json file needs nothing") from error
-    return pyarrow, parquet

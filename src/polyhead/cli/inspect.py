@@ -140,7 +140,8 @@ def inspect(
 
     from rich.console import Console
 
-    from polyhead.inspection.run_files import FILES, OBSERVATIONS, REST
+    from polyhead.files import check_pyarrow
+    from polyhead.inspection.run_files import FILES, OBSERVATIONS, REST, TABLE
     from polyhead.inspection.settings import Settings
     from polyhead.observation.run_folder import check_folder
     from polyhead.sources.model_source import find_source
@@ -184,6 +185,7 @@ def inspect(
             raise OptionError(f"--save must not contain {existing[0]}, got {save}; choose another folder")
         if folder is not None:
             check_folder(folder, "--save" if resume is None else "--resume")
+            check_pyarrow(folder / TABLE)
 
         import torch
 

@@ -105,11 +105,14 @@ def syntax(
 def _check_output(output: Path | None) -> None:
     if output is None:
         return
+    from polyhead.files import check_pyarrow
     from polyhead.observation.run_folder import check_file
 
     if output.suffix not in (".json", ".parquet"):
         raise OptionError(f"--output must end in .json or .parquet, got {output.name!r}")
     check_file(output, "--output")
+    if output.suffix == ".parquet":
+        check_pyarrow(output)
 
 
 def _show(table: SyntaxTable) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from polyhead.analysis.roles import RoleScore
 from polyhead.errors import OptionError
-from polyhead.files import as_type, build, read_columns, read_json, read_tensors, refusing, short
+from polyhead.files import as_type, build, check_pyarrow, read_columns, read_json, read_tensors, refusing, short
 from polyhead.inspection.earlier_formats import upgraded
 from polyhead.inspection.heads import Head
 from polyhead.inspection.result import Inspection
@@ -66,6 +66,7 @@ def save_inspection(folder: str | os.PathLike[str], inspection: Inspection) -> N
     )
     index = {site: number for number, site in enumerate(sites)}
     folder = Path(folder)
+    check_pyarrow(folder / TABLE)
     (folder / REST).unlink(missing_ok=True)
     write_atomically(folder / TABLE, _parquet(inspection.table))
     write_atomically(folder / MATRICES, serialise(_contiguous(_numbered(inspection.relations, index))))

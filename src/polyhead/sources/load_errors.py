@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 from polyhead.errors import CheckpointError, OptionError, PolyheadError
 from polyhead.files import in_one_line
+from polyhead.sources.model_source import check_transformers
 
 _NO_CONVERSION = "DISABLE_SAFETENSORS_CONVERSION"
 _NO_CONNECTION = ("ConnectError", "ConnectTimeout")  # classes of httpx, in whichever version the hub uses
@@ -22,6 +23,7 @@ def quiet(*, progress: bool) -> Iterator[None]:
     For a hub model without safetensors, transformers would trigger a conversion service; this is disabled as well,
     since reading a model must not change anything on the hub.
     """
+    check_transformers()
     from huggingface_hub.utils import logging as hub_logging
     from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging

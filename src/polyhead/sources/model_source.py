@@ -26,7 +26,13 @@ class ModelSource:
 
 
 def find_source(name: str | os.PathLike[str] | None) -> ModelSource:
-    """Return the packaged model, folder, file or hub name that a name stands for."""
+    """Return the packaged model, folder, file or hub name that a name stands for; raise if nothing can load it."""
+    source = _resolve(name)
+    check_transformers()
+    return source
+
+
+def _resolve(name: str | os.PathLike[str] | None) -> ModelSource:
     if name == "tiny":
         return ModelSource("tiny", str(packaged.tiny()), "the byte-level decoder that comes with polyhead")
     if name is None or name == "minilm":
@@ -57,10 +63,7 @@ def find_source(name: str | os.PathLike[str] | None) -> ModelSource:
 def _check_gguf_readable(file: str) -> None:
     missing = [package for package in ("gguf", "accelerate") if find_spec(package) is None]
     if missing:
-        raise OptionError(
-            f"reading {file} needs {' and '.join(missing)}, which is not installed; "
-            "install it with: pip install 'polyhead[hf]'"
-        )
+        raise OptionError(f"reading {file} needs {' and '.join(missing)}; install with: pip install 'polyhead[hf]'")
 
 
 def check_transformers() -> None:

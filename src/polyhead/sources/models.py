@@ -20,7 +20,7 @@ from polyhead.errors import CheckpointError, DeviceError, OptionError
 from polyhead.files import as_type, read_json, refusing, short
 from polyhead.sources.config_sizes import build_on_meta, check_config, check_room, check_sizes
 from polyhead.sources.load_errors import describe_failure, quiet
-from polyhead.sources.model_source import ModelSource, check_transformers, find_source
+from polyhead.sources.model_source import ModelSource, find_source
 
 # A "decoder" is a causal model without a language modelling head, an "encoder" a masked one without.
 Kind = Literal["causal", "masked", "decoder", "encoder", "encoder-decoder"]
@@ -49,7 +49,6 @@ class LoadedModel:
 def read_config(name: str | os.PathLike[str] | None = None, *, trust_remote_code: bool = False) -> Any | None:
     """Return the config of a model without loading its weights; None for a GGUF file or a folder without a config."""
     source = find_source(name)
-    check_transformers()
     if source.gguf_file is not None:
         return None
     import transformers
@@ -92,14 +91,12 @@ def read_weights(folder: Path, *, model_class: Any = None, dtype: torch.dtype | 
 
     Weights keep their saved dtype by default.
     """
-    check_transformers()
     source = ModelSource(folder.resolve().name, str(folder), f"the folder {folder}")
     return read_native(source, dtype, {"trust_remote_code": False}, model_class=model_class)
 
 
 def find_class(name: str) -> Any:
     """Return a transformers model class by name."""
-    check_transformers()
     import transformers
 
     model_class = getattr(transformers, name, None)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from polyhead.errors import OptionError
-from polyhead.files import check_regular, in_one_line
+from polyhead.files import check_pyarrow, check_regular, in_one_line
 
 STANDARD_INPUT = "-"
 TOKENS = 65_536  # default of the maximum number of tokens to read
@@ -196,11 +196,10 @@ def _text_of(line: str, place: str, field: str) -> str:
 
 
 def _read_rows(path: Path, name: str, field: str) -> Iterator[Document]:
-    try:
-        import pyarrow as arrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise OptionError(f"reading {name} needs pyarrow; install it with: pip install pyarrow") from error
+    check_pyarrow(name)
+    import pyarrow as arrow
+    from pyarrow import parquet
+
     try:
         with parquet.ParquetFile(path) as file:
             _check_column(file.schema_arrow, name, field)

@@ -13,7 +13,7 @@ from torch import nn
 
 from polyhead.errors import OptionError
 from polyhead.sources.load_errors import describe_failure, quiet
-from polyhead.sources.model_source import check_transformers, find_source
+from polyhead.sources.model_source import find_source
 from polyhead.sources.models import (
     LoadedModel,
     checked_device,
@@ -64,7 +64,6 @@ def load_model(
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     if dtype != "saved" and not dtype.is_floating_point:
         raise OptionError(f"the dtype of a model must be floating point, got {dtype}")
-    check_transformers()
     load_dtype = None if dtype == "saved" else dtype
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if source.gguf_file is not None:

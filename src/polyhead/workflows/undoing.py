@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from polyhead.progress import Progress, ProgressCallback, ignore_progress
+from polyhead.sources.model_source import check_transformers
 from polyhead.surgery.edits.applying import undo as revert
 from polyhead.surgery.edits.records import EditRecord
 from polyhead.surgery.options import Form
@@ -66,6 +67,7 @@ def undo(folder: str | os.PathLike[str], *, progress: ProgressCallback = ignore_
     """
     path = Path(folder).expanduser()
     check_edited(path)
+    check_transformers()
     record = load_record(path)
     assert record is not None
     progress(Progress("Load the model"))

@@ -18,10 +18,7 @@ def check_installed() -> None:
     """Raise an OptionError if the packages of the server are not installed."""
     missing = [package for package in ("starlette", "uvicorn") if find_spec(package) is None]
     if missing:
-        raise OptionError(
-            f"the viewer needs {' and '.join(missing)}, which is not installed; "
-            "install it with: pip install 'polyhead[report]'"
-        )
+        raise OptionError(f"the viewer needs {' and '.join(missing)}; install with: pip install 'polyhead[report]'")
 
 
 def serve(
