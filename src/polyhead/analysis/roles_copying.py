@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from polyhead.analysis.circuits import check_embeddings, eigenvalue_share
+from polyhead.errors import ShapeError
 
 MAX_WORDS = 8192  # a larger vocabulary is subsampled to so many
 GROUPS = 10
@@ -28,38 +29,67 @@ class Copying:
     null: float  # |mean| plus 1.96 standard deviations of random heads
 
 
-def copying_scores(value: Tensor, output: Tensor, embedding: Tensor, unembedding: Tensor, *, seed: int = 0) -> Copying:
+class Words:
+    """The embeddings of a vocabulary in and out, prepared once for the heads of all layers.
+
+    Args:
+        embedding, unembedding: [vocabulary, embed_dim].
+        seed: of the words that are drawn from a large vocabulary, and of random heads.
+    """
+
+    def __init__(self, embedding: Tensor, unembedding: Tensor, *, seed: int = 0) -> None:
+        check_embeddings(embedding, unembedding, embedding.shape[-1])
+        self.width = embedding.shape[1]
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randperm(len(embedding), generator=generator)[:MAX_WORDS]
+        words, unwords = (x.detach()[drawn.to(x.device)].cpu().double() for x in (embedding, unembedding))
+        # The mean embedding identifies no word, and adding one constant to all logits changes no probability.
+        words, unwords = words - words.mean(0), unwords - unwords.mean(0)
+        self.norm = words.norm() * unwords.norm()
+        self._groups = [(unwords[start::GROUPS], words[start::GROUPS]) for start in range(GROUPS)]
+        self._products: Tensor | None = None
+        if self.width * GROUPS < 2 * len(words):  # then U^T E of each group is smaller than U and E
+            self._products = torch.stack([u.T @ e for u, e in self._groups])
+        self._generator_state, self._nulls = generator.get_state(), dict[int, float]()
+
+    def circuits(self, value: Tensor, output: Tensor) -> Tensor:
+        """Return W_O U^T E W_V, [groups, heads, value_dim, value_dim]: AB and BA have the same nonzero eigenvalues."""
+        if self._products is not None:
+            return torch.stack([output @ product @ value for product in self._products])
+        return torch.stack([(output @ u.T) @ (e @ value) for u, e in self._groups])
+
+    def null(self, dim: int) -> float:
+        """Return |mean| plus 1.96 standard deviations of the scores of random heads of `dim` channels."""
+        if dim not in self._nulls:
+            generator = torch.Generator()
+            generator.set_state(self._generator_state)
+            value, output = (
+                torch.randn(RANDOM_HEADS, *shape, generator=generator, dtype=torch.float64)
+                for shape in ((self.width, dim), (dim, self.width))
+            )
+            scores = eigenvalue_share(self.circuits(value, output).sum(0))
+            self._nulls[dim] = float(scores.mean().abs() + 1.96 * scores.std())
+        return self._nulls[dim]
+
+
+def copying_scores(value: Tensor, output: Tensor, words: Words) -> Copying:
     """Return the sum of the eigenvalues of E W_V W_O U^T over the sum of their magnitudes, as `circuits.copying` does.
 
     Args:
         value: [heads, embed_dim, value_dim].
         output: [heads, value_dim, embed_dim].
-        embedding, unembedding: [vocabulary, embed_dim].
+        words: the embeddings E and U.
     """
-    check_embeddings(embedding, unembedding, value.shape[1])
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randperm(len(embedding), generator=generator)[:MAX_WORDS]
-    words, unwords = (x.detach()[drawn.to(x.device)].cpu().double() for x in (embedding, unembedding))
-    # The mean embedding identifies no word, and adding one constant to all logits changes no probability.
-    words, unwords = words - words.mean(0), unwords - unwords.mean(0)
+    if value.shape[1] != words.width:
+        raise ShapeError(
+            f"value must be [heads, {words.width}, value_dim], as wide as the embeddings, got {value.shape}"
+        )
     value, output = (x.detach().cpu().double() for x in (value, output))
-    groups = [(words[start::GROUPS], unwords[start::GROUPS]) for start in range(GROUPS)]
-    # [groups, heads, value_dim, value_dim]: AB and BA have the same nonzero eigenvalues.
-    parts = torch.stack([(output @ u.T) @ (e @ value) for e, u in groups])
+    parts = words.circuits(value, output)
     circuit = parts.sum(0)
-    norms = torch.linalg.matrix_norm(circuit)
-    upper_bound = torch.linalg.matrix_norm(value) * torch.linalg.matrix_norm(output) * words.norm() * unwords.norm()
-    is_significant = norms > _NEGLIGIBLE * upper_bound
+    upper_bound = torch.linalg.matrix_norm(value) * torch.linalg.matrix_norm(output) * words.norm
+    is_significant = torch.linalg.matrix_norm(circuit) > _NEGLIGIBLE * upper_bound
     score = torch.where(is_significant, eigenvalue_share(circuit), 0.0)
     without = torch.stack([eigenvalue_share(circuit - part) for part in parts])
     error = (without - without.mean(0)).square().sum(0).mul((GROUPS - 1) / GROUPS).sqrt()
-
-    dim = value.shape[2]
-    between = unwords.T @ words
-    random = [
-        torch.randn(RANDOM_HEADS, *shape, generator=generator, dtype=torch.float64)
-        for shape in ((value.shape[1], dim), (dim, value.shape[1]))
-    ]
-    chance = eigenvalue_share(random[1] @ between @ random[0])
-    null = float(chance.mean().abs() + 1.96 * chance.std())
-    return Copying(score, torch.where(is_significant, error, 0.0), null)
+    return Copying(score, torch.where(is_significant, error, 0.0), words.null(value.shape[2]))

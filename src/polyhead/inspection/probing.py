@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from polyhead.analysis.importance import Importance, Masked, ablate, gradient_scores
 from polyhead.analysis.pronouns import PronounTable, pronoun_table, pronoun_texts
 from polyhead.analysis.roles import HeadRoles, evidence_of, head_roles
-from polyhead.analysis.roles_copying import Copying, copying_scores
+from polyhead.analysis.roles_copying import Copying, Words, copying_scores
 from polyhead.errors import PolyheadError
 from polyhead.inspection import layer_similarity
 from polyhead.inspection.example_weights import Example, ExampleWeights, example_batches, examples_of
@@ -143,12 +143,12 @@ class Probes:
         embedding, unembedding = embedding_of(self.loaded.model), _unembedding(self.loaded.model)
         if embedding is None or unembedding is None or embedding.shape != unembedding.shape:
             return {}
-        scores = {}
+        scores, words = {}, Words(embedding, unembedding, seed=self.settings.seed)
         for site, matrices in head_projections.items():
-            if matrices.value is None or matrices.output is None or matrices.value.shape[1] != embedding.shape[1]:
+            if matrices.value is None or matrices.output is None or matrices.value.shape[1] != words.width:
                 continue
             value = matrices.value.repeat_interleave(site.num_heads // matrices.value.shape[0], 0)
-            scores[site] = copying_scores(value, matrices.output, embedding, unembedding, seed=self.settings.seed)
+            scores[site] = copying_scores(value, matrices.output, words)
         return scores
 
     def importance(self) -> Importance | None:

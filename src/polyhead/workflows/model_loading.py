@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from polyhead.errors import OptionError
+from polyhead.sources.gguf_reading import reading_once
 from polyhead.sources.load_errors import describe_failure, quiet
 from polyhead.sources.model_source import find_source
 from polyhead.sources.models import (
@@ -68,7 +70,8 @@ def load_model(
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if source.gguf_file is not None:
         options["gguf_file"] = source.gguf_file
-    with quiet(progress=progress), describe_failure(source.name, source.location, local=source.is_local):
+    once = nullcontext() if source.gguf_file is None else reading_once()
+    with quiet(progress=progress), describe_failure(source.name, source.location, local=source.is_local), once:
         is_folder = source.gguf_file is None and source.is_local
         model = load_saved(Path(source.location), load_dtype) if is_folder else None
         if model is None:
