@@ -65,6 +65,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("GPU suite")
     group.addoption("--gpu-record", type=Path, help="write a record of the run to this file")
     group.addoption("--gpu-seconds", type=float, default=None, help="start no test after so many seconds")
+    group.addoption(
+        "--gpu-continue", type=Path, help="run what this record of the same sources names as not run, and add"
+    )
     group.addoption("--gpu-commit", default=None, help="the commit that is tested, where git cannot be asked")
 
 
@@ -78,10 +81,25 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     others = [item for item in items if item.get_closest_marker("gpu") is None]
     chosen = [item for item in items if item.get_closest_marker("gpu") is not None]
+    earlier = _earlier(config)
+    if earlier is not None:
+        others += [item for item in chosen if item.nodeid not in earlier["not run"]]
+        chosen = [item for item in chosen if item.nodeid in earlier["not run"]]
     workers = getattr(config, "workerinput", {}).get("workercount", 1)
     names = [item.nodeid for item in chosen]
     items[:] = [chosen[place] for place in slow_first(names, expected_seconds(names), workers)]
     config.hook.pytest_deselected(items=others)
+
+
+def _earlier(config: pytest.Config) -> dict[str, Any] | None:
+    """Return the record that this run continues, or None; refuse one of other sources."""
+    path = config.getoption("--gpu-continue")
+    if path is None:
+        return None
+    record: dict[str, Any] = json.loads(path.read_text())
+    if record["sources"] != sources_hash():
+        raise pytest.UsageError(f"{path} is a record of other sources; run all GPU tests again")
+    return record
 
 
 def expected_seconds(names: list[str], record: Path = ROOT / RECORD) -> list[float]:
@@ -257,16 +275,31 @@ class Report:
         counts = Counter(self.outcomes.values())
         chosen = any(self.config.getoption(name) for name in ("keyword", "markexpr", "deselect"))
         paths = [Path(argument).resolve() for argument in self.config.args]
+        is_whole = exit_status in (0, 1) and not chosen and paths == [ROOT / "tests"]
+        is_green = exit_status == 0 and bool(counts["passed"]) and not counts["failed"] and not counts["error"]
+        failures = [name for name, outcome in self.outcomes.items() if outcome in ("failed", "error")]
+        not_run = {name for name, outcome in self.outcomes.items() if outcome == "not run"}
+        seconds, reasons = time.perf_counter() - self.began, self.reasons
+        earlier = _earlier(self.config)
+        if earlier is not None:
+            counts.update({name: count for name, count in earlier["counts"].items() if name != "not run"})
+            reasons = reasons + Counter({name: x for name, x in earlier["skipped"].items() if name != OUT_OF_TIME})
+            is_whole, is_green = is_whole and earlier["whole"], is_green and earlier["green"]
+            failures, seconds = [*failures, *earlier["failures"]], seconds + earlier["seconds"]
+            not_run |= set(earlier["not run"]) - self.outcomes.keys()
         return {
             "commit": self.config.getoption("--gpu-commit") or _commit(),
             "sources": sources_hash(),
             "source files": len(sources()),
-            "full": exit_status in (0, 1) and not chosen and not counts["not run"] and paths == [ROOT / "tests"],
-            "green": exit_status == 0 and bool(counts["passed"]) and not counts["failed"] and not counts["error"],
-            "counts": {name: counts[name] for name in ("passed", "failed", "error", "skipped", "not run")},
-            "failures": sorted(name for name, outcome in self.outcomes.items() if outcome in ("failed", "error")),
-            "skipped": dict(self.reasons.most_common()),
-            "seconds": round(time.perf_counter() - self.began),
+            "whole": is_whole,  # of all tests, though some may not have been run
+            "full": is_whole and not not_run,
+            "green": is_green,
+            "counts": {name: counts[name] for name in ("passed", "failed", "error", "skipped")}
+            | {"not run": len(not_run)},
+            "failures": sorted(failures),
+            "not run": sorted(not_run),
+            "skipped": dict(reasons.most_common()),
+            "seconds": round(seconds),
             "seconds before the first test": round(self.first or 0.0),
             "workers": self.config.getoption("numprocesses", None) or 0,
             "compiled": compiled(Path(os.environ[LOGS])),

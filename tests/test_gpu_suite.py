@@ -163,6 +163,37 @@ def test_only_all_tests_run_to_their_end_are_full(monkeypatch: pytest.MonkeyPatc
     assert not record_of([], monkeypatch, tmp_path)["green"]
 
 
+def test_a_record_is_continued(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    late = [reported(name, "skipped", "setup", gpu_suite.OUT_OF_TIME) for name in "bc"]
+    first = record_of([reported("a", "passed"), *late], monkeypatch, tmp_path)
+    assert (first["not run"], first["whole"], first["full"]) == (["b", "c"], True, False)
+    path = tmp_path / "first.json"
+    path.write_text(json.dumps(first))
+    options = {"--gpu-continue": path}
+
+    items = [SimpleNamespace(nodeid=name, get_closest_marker=lambda name: True) for name in "abc"]
+    deselected: list[Any] = []
+    config: Any = Config(**options)
+    config.hook = SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items))
+    gpu_suite.pytest_collection_modifyitems(config, items)  # type: ignore[arg-type]
+    assert [item.nodeid for item in items] == ["b", "c"]
+    assert [item.nodeid for item in deselected] == ["a"]
+
+    both = record_of([reported("b", "passed"), reported("c", "passed")], monkeypatch, tmp_path, **options)
+    assert both["counts"] == {"passed": 3, "failed": 0, "error": 0, "skipped": 0, "not run": 0}
+    assert (both["full"], both["green"], both["skipped"]) == (True, True, {})
+    one = record_of([reported("b", "passed"), late[1]], monkeypatch, tmp_path, **options)
+    assert (one["counts"]["not run"], one["not run"], one["full"]) == (1, ["c"], False)
+    lost = record_of([reported("b", "passed")], monkeypatch, tmp_path, **options)
+    assert (lost["counts"]["not run"], lost["not run"], lost["full"]) == (1, ["c"], False)
+    failed = record_of([reported("b", "failed"), reported("c", "passed")], monkeypatch, tmp_path, **options)
+    assert (failed["full"], failed["green"], failed["failures"]) == (True, False, ["b"])
+
+    path.write_text(json.dumps({**first, "sources": "others"}))
+    with pytest.raises(pytest.UsageError, match="a record of other sources; run all GPU tests again"):
+        record_of([], monkeypatch, tmp_path, **options)
+
+
 def test_a_kernel_is_compiled_once_and_written_down(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     from triton.backends.compiler import GPUTarget
