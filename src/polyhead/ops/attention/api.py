@@ -59,6 +59,13 @@ def attention(
         finite: the caller guarantees that keys and values contain no NaN or Inf. A masked call then skips the removal
             of masked NaN and Inf, which would otherwise propagate as 0 * NaN.
 
+    Returns:
+        The output [batch, heads, queries, value_dim], the backend that computed it, and what was requested besides.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, MaskError, OptionError: tensors or options do not fit together.
+        BackendUnsupported: the named backend cannot compute the call; the reasons are listed.
+
     A row without visible keys has exactly zero output and zero gradient. NaN and Inf in masked keys and values never
     reach an output or a gradient, unless `finite` is wrongly set.
 
@@ -104,6 +111,13 @@ def explain(
     finite: bool = False,
 ) -> Explanation:
     """Return the backend that `attention` would choose for the same arguments, and why it would not choose others.
+
+    Args:
+        query, key, value, mask, scale, softcap, sinks, dropout, seed, weights, statistics, logsumexp, finite: as in
+            `attention`.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, MaskError, OptionError: tensors or options do not fit together.
 
     >>> import torch, polyhead
     >>> x = torch.randn(1, 4, 6, 8)

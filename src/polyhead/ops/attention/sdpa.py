@@ -145,8 +145,14 @@ def straight(
 ) -> Tensor | None:
     """Compute causal or unmasked self-attention of a layer's own tensors, without validation.
 
-    Returns None if PyTorch would not run a fused kernel. At small sizes the checks of `attention` cost more than the
-    kernel.
+    At small sizes the checks of `attention` cost more than the kernel.
+
+    Args:
+        query, key, value, scale, finite: as in `attention`.
+        causal: attend to the query's own position and earlier ones.
+
+    Returns:
+        The output, or None if PyTorch would not run a fused kernel.
     """
     grouped = key.shape[1] != query.shape[1]
     if query.is_cpu:

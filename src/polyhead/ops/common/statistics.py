@@ -160,7 +160,11 @@ class Statistics:
         object.__setattr__(self, "cross", cross)
 
     def wanted(self, *, learned_sinks: bool) -> tuple[str, ...]:
-        """Return the names to compute, each once, in the order of `NAMES`."""
+        """Return the names to compute, each once, in the order of `NAMES`.
+
+        Args:
+            learned_sinks: the attention has learned sinks.
+        """
         if len(self.names):
             if "learned_sink_mass" in self.names and not learned_sinks:
                 raise OptionError("learned_sink_mass is the weight of learned sinks, got an attention without sinks")

@@ -76,6 +76,10 @@ def profile(
         backend: "auto", "fused" (polyhead's kernels, on a CUDA device) or "blockwise" (plain PyTorch, any device). A
             named backend never falls back.
 
+    Raises:
+        ShapeError, MaskError, OptionError: tensors or options do not fit together.
+        BackendUnsupported: the named backend cannot compute the call; the reasons are listed.
+
     The results are not differentiable: they require no gradient, whatever the inputs do.
 
     >>> import torch, polyhead

@@ -56,7 +56,11 @@ class BlockMap:
             raise OptionError(f"pool must be 'sum', 'mean' or 'max', got {self.pool!r}")
 
     def block_of(self, queries: int, keys: int) -> tuple[int, int]:
-        """Return the height and width of a block for these numbers of queries and keys."""
+        """Return the height and width of a block.
+
+        Args:
+            queries, keys: numbers of queries and keys.
+        """
         if self.block is not None:
             return self.block
         assert self.resolution is not None

@@ -74,8 +74,9 @@ def ragged_attention(
             formula). A named backend never falls back. The last two read the offsets on the host and so synchronise
             with the device.
 
-    Returns output [total, value_dim], log-sum-exp [total] and statistics [total] each. Padding rows have an output of
-    zero, a log-sum-exp and a max logit of -inf, zero for every other statistic, and no gradient.
+    Returns:
+        Output [total, value_dim], log-sum-exp [total] and statistics [total] each. Padding rows have an output of zero,
+        a log-sum-exp and a max logit of -inf, zero for every other statistic, and no gradient.
 
     >>> import torch
     >>> query, key = torch.randn(5, 16), torch.randn(1, 2, 7, 16)

@@ -65,6 +65,9 @@ def talking_attention(
         statistics, logsumexp: of every softmax, after the logits are mixed and before the weights are. They have no
             gradient. `mixed_weights` returns statistics of U.
 
+    Returns:
+        The output O, the backend that computed it, and what was requested besides.
+
     >>> x, mix = torch.randn(2, 8, 5, 16), torch.eye(8)
     >>> result = talking_attention(x, x, x, logits_mix=mix, weights_mix=mix, mask=Mask.causal())
     >>> result.output.shape, result.backend
