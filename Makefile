@@ -34,7 +34,7 @@ help: ## show the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
 demo: $(VENV)/.installed-demo ## see what every head of two models does, in the terminal and as pages
-	@$(BIN)/polyhead inspect tiny --html polyhead-report-tiny.html
+	@$(BIN)/polyhead inspect tiny --tokens 4096 --html polyhead-report-tiny.html
 	@$(BIN)/polyhead inspect minilm --html polyhead-report.html
 	@echo
 	@echo "Next: open polyhead-report-tiny.html in a browser, then inspect a model of your own: $(BIN)/polyhead inspect FOLDER --text FILE --html report.html"

@@ -41,7 +41,8 @@ include_patterns = [
     "src/polyhead/sources/tiny/README.md",
     "tests/faults/results.md",
 ]
-exclude_patterns = [".*", "build", "dist", "frontend", "src"]  # folders that are not searched for pages
+# Folders that are not searched for pages.
+exclude_patterns = [".*", "build", "dist", "frontend", "src/polyhead/[!s]*", "src/polyhead/surgery"]
 
 # ---- guides
 myst_enable_extensions = ["html_image"]  # <img> with a width, which Markdown lacks

@@ -280,6 +280,7 @@ def main() -> None:
     curve = train(model, ids, held_out, generator, steps=options.steps, batch=options.batch, rate=options.rate)
 
     model = model.to(torch.bfloat16).eval()
+    model.config.dtype = torch.float32  # for computing: many CPUs have no arithmetic in bfloat16
     model.save_pretrained(options.output)
     byte_tokenizer().save_pretrained(options.output)
     model = model.float()

@@ -58,8 +58,10 @@ def test_a_run_is_shown_kept_and_compared(place, tmp_path, monkeypatch):
     assert "0 of" in compared
     assert "differ beyond sampling error" in compared
     said = " ".join(compared.split())
-    columns = "qk_top_share, ov_top_share, total_correlation, output_norm, output_norm_share, effective_rank"
-    assert re.search(rf"\b48 of the \d+ values have no sampling error and are not tested: {columns}", said)
+    columns = "total_correlation, output_norm, output_norm_share, effective_rank"
+    assert re.search(rf"\b32 of the \d+ values have an unknown sampling error and are not tested: {columns}", said)
+    shown = invoke("compare", tmp_path / "one", tmp_path / "two", "--statistic", "output_norm").stdout
+    assert len(re.findall(r"^L\dH\d .* not tested$", shown, flags=re.MULTILINE)) == 8
     assert "not tested" not in invoke(
         "compare", tmp_path / "one", tmp_path / "two", "--statistic", "special_mass"
     ).stdout  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,19 @@ def test_every_head_is_compared_with_itself(run, form):
     back = compare(after, before)
     assert [str(x) for x in back.only_after] == ["L0H1 removed", "L1H0 removed"]
     assert len(back.changes) == len(found.changes)
+
+
+def test_a_change_of_the_weights_is_beyond_sampling_error(run, whole, text, tmp_path):
+    changed = shutil.copytree(whole, tmp_path / "changed")
+    weights = load_file(changed / "model.safetensors")
+    (name,) = (name for name in weights if name.endswith("layer.1.attention.output.dense.weight"))
+    noise = torch.randn(weights[name].shape, generator=torch.Generator().manual_seed(1))
+    weights[name] += 0.1 * weights[name].std() * noise
+    save_file(weights, changed / "model.safetensors", metadata={"format": "pt"})
+    beyond = compare(run(), inspected(changed, text)).beyond()
+    exact = [change for change in beyond if change.name == "ov_top_share"]
+    assert {change.head[0].layer for change in exact} == {1}
+    assert list(beyond[: len(exact)]) == exact  # without a sampling error, they come first
 
 
 def test_heads_that_share_a_number_alone_are_not_compared(run):

@@ -8,7 +8,7 @@ threshold of each role and the reason for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -76,7 +76,11 @@ class HeadRoles:
         for score in self.scores:
             if score.role == role:
                 return score
-        raise KeyError(role)
+        raise KeyError(f"{role!r}; measured: {', '.join(score.role for score in self.scores)}")
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of the measured roles, whether the head has them or not."""
+        return (score.role for score in self.scores)
 
     def __str__(self) -> str:
         roles = [f"{score.role}: {score.evidence}" for score in self.scores if score.holds]

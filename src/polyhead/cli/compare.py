@@ -28,8 +28,9 @@ def compare(
 
     For models before and after training or pruning, two models of one layout, or two texts. Heads of edited models are
     matched by their number in the original: L0H5 → L0H4 is L0H5 of A and L0H4 of B. Only differences beyond
-    sampling error are shown: more than 1.96 standard errors and more than 1% of the value. Columns without a sampling
-    error (output norms, and values computed from the weights) are named, but not tested.
+    sampling error are shown: more than 1.96 standard errors and more than 1% of the value; of values computed from the
+    weights alone, any difference. Columns whose sampling error is unknown (output norms) are named, but not tested;
+    --statistic NAME shows their values.
     """
     from rich.console import Console
     from rich.table import Table
@@ -75,17 +76,22 @@ def compare(
     if len(untested):
         columns = ", ".join(dict.fromkeys(change.name for change in untested))
         console.print(
-            f"{len(untested)} of the {len(requested)} values have no sampling error and are not tested: {columns}",
+            f"{len(untested)} of the {len(requested)} values have an unknown sampling error and are not tested: "
+            f"{columns}",
             style="dim",
         )
-    if len(beyond):
+    shown = beyond
+    if statistic is not None and len(untested):
+        shown = tuple(sorted(untested, key=lambda change: -abs(change.difference)))
+    if len(shown):
         table = Table(box=None, pad_edge=False)
         for column in ("head", "column"):
             table.add_column(column)
         for column in ("A", "B", "difference", "standard errors"):
             table.add_column(column, justify="right")
-        for change in beyond[:most]:
-            errors = f"{abs(change.difference) / change.error:.1f}" if change.error > 0 else "exact"
+        for change in shown[:most]:
+            errors = "not tested" if math.isnan(change.error) else "exact"
+            errors = f"{abs(change.difference) / change.error:.1f}" if change.error > 0 else errors
             table.add_row(
                 _in_both(change.head, change.head_after),
                 _with_unit(change.name, first.facts.get("loss")),
@@ -95,8 +101,8 @@ def compare(
                 errors,
             )
         console.print(table)
-        if len(beyond) > most:
-            console.print(f"… and {len(beyond) - most} more; show them with --most")
+        if len(shown) > most:
+            console.print(f"… and {len(shown) - most} more; show them with --most")
     for word, roles in (("gained", found.gained), ("lost", found.lost)):
         for head, role in roles:
             console.print(f"{named(head)} {word} the role {role}", markup=False)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from polyhead.inspection import Inspection
     from polyhead.observation import AttentionSite
 
-# Two letters and a style per role, the most specific first: a head is drawn with its first role.
+# Two letters and a style per role, in the order of `vocabulary.ROLE_ORDER`: a head is drawn with its first role.
 ROLES = {
     "induction": ("in", "bold white on magenta"),
     "pronoun": ("pn", "bold black on bright_green"),

@@ -222,13 +222,14 @@ def inspect(
 def show(found: Inspection, console: Console, *, table: bool = False) -> None:
     """Print the summary of an inspection: its inputs, the grid of heads, and the findings."""
     from polyhead.cli.heads_picture import legend, picture
+    from polyhead.costs.quantities import plural
     from polyhead.inspection.identity import edits_of
     from polyhead.inspection.vocabulary import column_of
 
     facts = found.facts
     console.print(
-        f"{facts['model']}\n{facts['tokens']:,} tokens of {facts['documents']} documents, in contexts of up to "
-        f"{facts['context']}; {len(found.table)} heads; {facts['seconds']:.0f} s",
+        f"{facts['model']}\n{facts['tokens']:,} tokens of {plural(facts['documents'], 'document')}, in contexts of "
+        f"up to {facts['context']}; {len(found.table)} heads; {facts['seconds']:.0f} s",
         markup=False,
     )
     edits = edits_of(found.table.sites)

@@ -46,4 +46,7 @@ def undo(
         progress(Progress("Write the model"))
         saved = restored.save(output, form=form, replace=replace)  # type: ignore[arg-type]  # checked above
     show_saved(saved, console)
-    console.print(f"Fingerprint {restored.record.before}, same as the original", markup=False)
+    dtypes = " and ".join(sorted({str(x.dtype).removeprefix("torch.") for x in restored.model.parameters()}))
+    console.print(
+        f"Fingerprint {restored.record.before}, that of the model before its edits, in {dtypes}", markup=False
+    )

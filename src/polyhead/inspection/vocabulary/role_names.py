@@ -10,7 +10,7 @@ def _role(name: str, letters: str, en: str, zh: str, about_en: str, about_zh: st
     return Role(name, Text(en, zh), Text(about_en, about_zh), letters)
 
 
-# In the order in which roles are reported: content-dependent heads are more informative than sinks.
+# The most specific first: in this order roles are reported, and a head is drawn with its first one.
 _KNOWN = (
     _role(
         "induction", "in", "induction head", "归纳头",
@@ -43,6 +43,11 @@ _KNOWN = (
         "主要关注紧邻的后一个词元。",
     ),
     _role(
+        "self", "se", "self-token head", "自身词元头",
+        "Attends mostly to the token itself.",
+        "主要关注词元自身。",
+    ),
+    _role(
         "positional", "po", "positional head", "位置头",
         "Attends mostly to the token at a fixed offset.",
         "主要关注固定偏移处的词元。",
@@ -61,11 +66,6 @@ _KNOWN = (
         "local", "lo", "local head", "局部头",
         "Keeps its attention within 8 tokens.",
         "注意力集中在前后 8 个词元以内。",
-    ),
-    _role(
-        "self", "se", "self-token head", "自身词元头",
-        "Attends mostly to the token itself.",
-        "主要关注词元自身。",
     ),
     _role(
         "delimiter", "de", "delimiter head", "分隔符头",
