@@ -178,6 +178,8 @@ class BaseAttention(nn.Module):
         """Append k and v to the cache and complete the mask with that of the cache and the position bias."""
         view, span, caller_mask = None, k.shape[2], mask
         if cache is not None:
+            if mask is not None and mask.left is not None:
+                cache.check_window(mask.left + 1)
             view = cache.append(k, v, lengths=lengths)  # type: ignore[arg-type]  # a latent cache takes no values
             mask = view.masked(mask)
             span = longest(cache.lengths, otherwise=span)

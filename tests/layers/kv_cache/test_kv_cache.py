@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from polyhead import attention
+from polyhead import Mask, MultiHeadAttention, attention
 from polyhead.errors import CacheError
 from polyhead.geometry import HeadLayout
 from polyhead.layers.kv_cache import (
@@ -602,3 +602,21 @@ def test_int8_keeps_a_broken_token_loud_and_its_neighbours_whole(bad: float) -> 
     broken[1, 0, 3] = True
     assert torch.equal(view.key[~broken], clean.key[~broken])
     assert torch.equal(view.value, clean.value)
+
+
+@pytest.mark.parametrize("in_call", [False, True])
+def test_a_rolling_cache_refuses_a_mask_that_sees_further(in_call: bool) -> None:
+    wide = Mask.window(9)
+    layer = MultiHeadAttention(16, 2, causal=True, window=None if in_call else 9).eval()
+    x = torch.randn(1, 12, 16)
+    for window, fits in ((8, False), (9, True)):
+        cache = RollingCache(window=window)
+        with torch.no_grad():
+            if fits:
+                layer(x, cache=cache, mask=wide if in_call else None)
+                continue
+            with pytest.raises(
+                CacheError, match="a rolling cache keeps the keys of its own window, 8, got a mask with a"
+            ):
+                layer(x, cache=cache, mask=wide if in_call else None)
+        assert cache.lengths == ()

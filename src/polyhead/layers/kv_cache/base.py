@@ -94,6 +94,8 @@ class KVCache(ABC):
     (True, (6,))
     """
 
+    window: int | None = None  # last tokens that are kept; None for all
+
     def __init__(self, batch_size: int | None, sizes: Mapping[str, Any]) -> None:
         self._sizes = sizes
         self._built_batch = None if batch_size is None else count("batch_size", batch_size)
@@ -264,6 +266,18 @@ class KVCache(ABC):
                 self._undo_append(lengths)
                 self._lengths, self._max_length = lengths, width
             raise
+
+    def check_window(self, size: int) -> None:
+        """Raise `CacheError` if the cache does not keep the keys that a mask with this window needs.
+
+        Args:
+            size: keys up to the query that the mask shows, the query's own among them.
+        """
+        if self.window is not None and size > self.window:
+            raise CacheError(
+                f"a rolling cache keeps the keys of its own window, {self.window}, got a mask with a window of {size}, "
+                f"which needs more; build the cache with window={size}, or use the smaller window in the mask"
+            )
 
     @abstractmethod
     def fork(self) -> Self:

@@ -52,7 +52,7 @@ class RollingCache(SlotCache):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        self.window = positive("window", window)
+        self.window: int = positive("window", window)
         self.sinks = count("sinks", sinks)
         self.rollback = count("rollback", rollback)
         self._ring = self.window + self.rollback
