@@ -85,6 +85,7 @@ def test_a_share_is_chosen_on_the_text(place, tmp_path):
         again = invoke("prune", place / "llama", *options, "--output", tmp_path / form, "--form", form).stdout
         assert sum(heads(tmp_path / form)) == 6
         assert next(line for line in shown.splitlines() if line.startswith("without heads")) in again
+        assert ("the saved model has the sizes and costs of the original" in again) == (form == "padded")
 
 
 STOCK = """

@@ -53,8 +53,8 @@ def model_loader(
     return load if trust_remote_code else ModelLoader(name, load)
 
 
-def show_preview(counted: Preview, console: Console) -> None:
-    """Print a table of sizes and costs before and after the edits."""
+def show_preview(counted: Preview, form: str, console: Console) -> None:
+    """Print a table of sizes and costs before and after the edits, and what the form makes of them."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -73,12 +73,19 @@ def show_preview(counted: Preview, console: Console) -> None:
         if before or name != "cache_bytes_per_token":  # an encoder has no cache
             table.add_row(label, f"{before:,}", f"{after:,}", f"{after / before:.2f}" if before else "")
     console.print(table)
+    if form == "padded":
+        console.print(
+            "These are the heads that are left. The padded form fills up with heads of zeros: the saved model has the "
+            "sizes and costs of the original.",
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 def show_edited(edited: EditedModel, summary: str, console: Console) -> None:
     """Print the edits, their effect on size and cost, and the fidelity if it was measured."""
     console.print(f"{edited.loaded}\n{summary}", markup=False, soft_wrap=True)
-    show_preview(edited.preview, console)
+    show_preview(edited.preview, edited.form, console)
     if edited.fidelity is not None:
         console.print(
             f"Fidelity on held-out text ({edited.held_out_tokens:,} tokens, {edited.held_out_contexts} contexts): "

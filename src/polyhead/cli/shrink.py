@@ -164,7 +164,7 @@ def _show(shrunk: ShrunkModel, console: Console) -> None:
     console.print(f"\nFor {aim}: {shrunk.summary}, {shrunk.compensation}", markup=False)
     if shrunk.search is not None:
         console.print(_search_summary(shrunk, shrunk.search), markup=False, soft_wrap=True)
-    show_preview(shrunk.preview, console)
+    show_preview(shrunk.preview, shrunk.form, console)
     console.print(
         f"{shrunk.metric} {shrunk.quality.value:.4g} ± {shrunk.quality.error:.2g}, original model "
         f"{shrunk.original:.4g}; {shrunk.size.flops:.0%} of the original model's FLOPs at {shrunk.flops_tokens} tokens",
