@@ -264,7 +264,7 @@ print(found.exit_code, "torch" in sys.modules, found.output)
 
 @pytest.mark.parametrize("exports", sorted(SOURCE.rglob("exports.py")), ids=lambda path: path.parent.name)
 def test_no_public_name_of_a_package_is_that_of_a_submodule(exports):
-    """Which of the two an import finds would depend on what was imported before."""
+    """Otherwise the order of imports would decide whether the name is the object or the submodule."""
     (names,) = (
         ast.literal_eval(node.value)
         for node in ast.parse(exports.read_text("utf-8")).body

@@ -53,7 +53,7 @@ def test_heads_by_name_are_taken_out_repaired_written_and_brought_back(place, tm
     assert [line.split()[-3:] for line in shown.splitlines() if line.startswith("heads ")] == [["8", "5", "0.62"]]
     assert f"Saved to {tmp_path / 'pruned'}, " in shown
     assert "uneven: plain transformers does not load it: a BertConfig has one number of heads" in shown
-    assert f"polyhead undo {tmp_path / 'pruned'} --output FOLDER` to restore the original" in shown
+    assert f"polyhead undo {tmp_path / 'pruned'} --output FOLDER` to restore the weights as they were loaded" in shown
     assert heads(tmp_path / "pruned") == [2, 3]
     assert f"its record is {tmp_path / 'pruned.undo'}, to be kept beside the model" in shown
     invoke("prune", place / "bert", *named, "--no-compensate", "--output", tmp_path / "plain")

@@ -520,3 +520,9 @@ def test_a_folder_on_this_machine_goes_before_the_hub(tmp_path, monkeypatch):
     shutil.move("owner/model", "minilm")
     monkeypatch.setattr(packaged, "find_file", lambda package, wanted: None)
     assert load_model("./minilm").origin == "the folder minilm"
+    shutil.move("minilm", "tiny")
+    with pytest.raises(
+        OptionError, match=r"got tiny, a packaged model and a folder here; write \./tiny for the folder"
+    ):
+        load_model("tiny")
+    assert load_model("./tiny").origin == "the folder tiny"

@@ -10,6 +10,7 @@ import torch
 
 from polyhead import inspect
 from polyhead.sources import packaged
+from polyhead.workflows.model_loading import load_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -35,6 +36,11 @@ def test_the_package_stays_small() -> None:
     folder = packaged.tiny()
     assert (folder / "model.safetensors").stat().st_size <= 8_000_000
     assert sum(file.stat().st_size for file in folder.iterdir()) <= 8_000_000
+
+
+def test_it_computes_in_float32_by_default() -> None:
+    model = load_model("tiny", dtype="saved").model
+    assert {x.dtype for x in model.parameters()} == {torch.float32}
 
 
 def test_every_byte_is_a_token(tiny: tuple[Any, Any]) -> None:
@@ -78,6 +84,14 @@ def test_inspection_finds_the_same_heads() -> None:
     assert heads["induction"]
     assert {layer for layer, _ in heads["induction"]} == {INDUCTION_LAYER}
     assert found.facts["documents"] == 2
+    printed = repr(found)
+    assert printed.startswith("Inspection of tiny: LlamaForCausalLM")
+    assert "40 heads; " in printed
+    assert len(printed.splitlines()) == 1 + len(found.findings) < 20
+    with pytest.raises(TypeError, match="not iterable"):
+        _ = "induction" in found.roles[0]  # type: ignore[operator]
+    with pytest.raises(KeyError, match="'inductive'; measured: "):
+        found.roles[0]["inductive"]
 
 
 def test_the_card_says_what_the_record_of_the_training_says() -> None:

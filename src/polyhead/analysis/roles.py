@@ -8,7 +8,7 @@ threshold of each role and the reason for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -78,9 +78,7 @@ class HeadRoles:
                 return score
         raise KeyError(f"{role!r}; measured: {', '.join(score.role for score in self.scores)}")
 
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the names of the measured roles, whether the head has them or not."""
-        return (score.role for score in self.scores)
+    __iter__ = None  # `role in head` would be true of every measured role: ask `head.roles`, or loop over `head.scores`
 
     def __str__(self) -> str:
         roles = [f"{score.role}: {score.evidence}" for score in self.scores if score.holds]

@@ -27,7 +27,7 @@ def model_loader(
 ) -> Callable[[], LoadedModel]:
     """Return a function that loads the model to edit, in its saved dtype by default, if it can be saved to `output`.
 
-    Its shapes can be told from its config alone, unless that needs code of the model.
+    Edits are checked against the config before weights are read, unless the model needs remote code.
     """
     from polyhead.cli.options import check_dtype, default_device
     from polyhead.progress import Progress
@@ -113,8 +113,8 @@ def write_edited(edited: EditedModel, output: Path | None, console: Console, *, 
         saved = edited.save(output, replace=replace)
     show_saved(saved, console)
     hint = (
-        f"Run `polyhead undo {saved.folder} --output FOLDER` to restore the original bit for bit; its record is "
-        f"{saved.undo_folder}, to be kept beside the model"
+        f"Run `polyhead undo {saved.folder} --output FOLDER` to restore the weights as they were loaded, bit for bit; "
+        f"their record is {saved.undo_folder}, to be kept beside the model"
     )
     console.print(hint, markup=False, soft_wrap=True)
     if edited.undo_caveat:

@@ -53,7 +53,10 @@ class LayoutPoint:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What a plan is compared with; `choices` are layouts of the same width with at most the same cache per token."""
+    """The plan at other contexts, on other machines and with other layouts.
+
+    `choices` are layouts of the same width with at most the same cache per token.
+    """
 
     contexts: tuple[ContextPoint, ...]
     machines: tuple[MachinePoint, ...]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from polyhead.errors import OptionError
 
+NAMES = ("tiny", "minilm", "smollm2")
+
 
 def tiny() -> Path:
     """Return the folder of the decoder that comes with polyhead (5 layers of 8 heads, tokens are bytes)."""

@@ -16,9 +16,9 @@ from polyhead.files import read_json, refusing
 from polyhead.geometry import HeadLayout
 from polyhead.layers import AttentionConfig, MultiHeadConfig
 from polyhead.layers.positions.config import RotaryConfig
+from polyhead.sources import packaged
 from polyhead.sources.config_sizes import CONFIG_BYTES
 
-PACKAGED = ("tiny", "minilm", "smollm2")
 EDITS_FILE = "polyhead.json"  # next to the config.json of a model with edited heads
 # Replaces the config's own KV heads where the layout of an edited layer does not state any.
 _DEFAULT_KV_HEADS = dict.fromkeys(("num_kv_heads", "key_heads"))
@@ -159,7 +159,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _from_transformers(name: str, path: Path) -> dict[str, Any]:
     """Return the config of a packaged model, a GGUF file or a model on the hub."""
-    from polyhead.sources import packaged
     from polyhead.sources.load_errors import describe_failure, quiet
 
     options: dict[str, Any] = {}
@@ -172,7 +171,7 @@ def _from_transformers(name: str, path: Path) -> dict[str, Any]:
             raise OptionError(f"there is no file {file}")
         name, options["gguf_file"] = str(file.parent), file.name
     elif not name or name.startswith((".", "/", "~")) or name.count("/") > 1:  # cannot be the name of a hub model
-        known = ", ".join((*KNOWN, *PACKAGED))
+        known = ", ".join((*KNOWN, *packaged.NAMES))
         raise OptionError(
             f"a layout must be a config file, a folder with a config.json, a model on the hub (owner/model) or one of "
             f"{known}; got {name!r}, and there is no such file or folder"
