@@ -55,7 +55,7 @@ def test_heads_by_name_are_taken_out_repaired_written_and_brought_back(place, tm
     assert "uneven: plain transformers does not load it: a BertConfig has one number of heads" in shown
     assert f"polyhead undo {tmp_path / 'pruned'} --output FOLDER` to restore the weights as they were loaded" in shown
     assert heads(tmp_path / "pruned") == [2, 3]
-    assert f"its record is {tmp_path / 'pruned.undo'}, to be kept beside the model" in shown
+    assert f"their record is {tmp_path / 'pruned.undo'}, to be kept beside the model" in shown
     invoke("prune", place / "bert", *named, "--no-compensate", "--output", tmp_path / "plain")
     compensated, plain = polyhead.load(tmp_path / "pruned"), polyhead.load(tmp_path / "plain")
     name = "encoder.layer.0.attention.self.query.weight"

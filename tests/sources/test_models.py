@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from polyhead.costs.layouts.layout_sources import read_layout
 from polyhead.errors import CheckpointError, DeviceError, OptionError
 from polyhead.sources import batches, cut_into_contexts, default_documents, load_errors, packaged
 from polyhead.workflows.model_loading import load_model
@@ -525,4 +526,6 @@ def test_a_folder_on_this_machine_goes_before_the_hub(tmp_path, monkeypatch):
         OptionError, match=r"got tiny, a packaged model and a folder here; write \./tiny for the folder"
     ):
         load_model("tiny")
+    with pytest.raises(OptionError, match="a packaged model and a folder here"):
+        read_layout("tiny")
     assert load_model("./tiny").origin == "the folder tiny"

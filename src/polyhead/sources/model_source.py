@@ -28,11 +28,7 @@ class ModelSource:
 def find_source(name: str | os.PathLike[str] | None) -> ModelSource:
     """Return the packaged model, folder, file or hub name that a name stands for; raise if nothing can load it."""
     source = _resolve(name)
-    if name in packaged.NAMES and Path(str(name)).is_dir():
-        raise OptionError(
-            f"a model must be named uniquely, got {name}, a packaged model and a folder here; write ./{name} for the "
-            "folder, or run the command elsewhere for the packaged model"
-        )
+    packaged.check_unique(name)
     check_transformers()
     return source
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib import metadata, resources
 from pathlib import Path
@@ -9,6 +10,15 @@ from pathlib import Path
 from polyhead.errors import OptionError
 
 NAMES = ("tiny", "minilm", "smollm2")
+
+
+def check_unique(name: str | os.PathLike[str] | None) -> None:
+    """Raise if the name of a packaged model is also that of a folder here."""
+    if name in NAMES and Path(str(name)).is_dir():
+        raise OptionError(
+            f"a model must be named uniquely, got {name}, a packaged model and a folder here; write ./{name} for the "
+            "folder, or run the command elsewhere for the packaged model"
+        )
 
 
 def tiny() -> Path:

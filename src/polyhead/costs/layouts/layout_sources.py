@@ -49,6 +49,7 @@ def read_layout(
         return ModelLayout.of(source, 1 if layers is None else layers, name=type(source).__name__).with_causal(causal)
     if isinstance(source, Mapping):
         return _of_fields(source, "", layers, causal)
+    packaged.check_unique(source)
     text = os.fspath(source)
     path = Path(text).expanduser()
     if text and path.is_file() and path.suffix != ".gguf":
