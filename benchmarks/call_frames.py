@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-SHAPE = (1, 4, 16, 64)
+SHAPE = (1, 4, 32, 64)  # more queries than the decode kernels take
 KERNELS = "polyhead.ops.attention.kernels."  # not those that clean the keys before
 
 

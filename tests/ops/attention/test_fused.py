@@ -17,11 +17,12 @@ from torch import Tensor
 from benchmarks.call_frames import frames_to_launch
 from polyhead import AttentionOutput, Mask, Statistics, attention, explain
 from polyhead.errors import BackendUnsupported
+from polyhead.ops.attention import fused
 from polyhead.ops.common.kernel_call import KernelCall
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.statistics import NAMES
 from tests.error_budget import DRAWS, ORDERS, Compared, assert_draws_within_error_budget
-from tests.ops.attention.kernels.test_forward import flags, scene
+from tests.ops.attention.kernels.test_forward import bounds, by_formula, check_statistics, flags, scene
 from tests.ops.attention.test_hidden_values import break_hidden, with_options
 from tests.ops.interpreter.interpreted import in_the_interpreter, poisoned_memory
 from tests.ops.oracle import Pairs, Scene, Who, normal, result_and_gradients
@@ -238,6 +239,51 @@ def check_seen(device: str) -> None:
     assert result.statistics.entropy.cpu().isnan().equal(seen)
 
 
+FEW = {
+    "one query": scene(batch=2, heads=(4, 2), queries=1, keys=70, dims=(16, 8)),
+    "causal": scene(heads=(4, 2), queries=5, keys=41, dims=(16, 8), who=Who(causal=True)),
+    "as many as keys": scene(queries=16, keys=16, dims=(8, 8), who=Who(causal=True)),
+    "window": scene(queries=3, keys=77, dims=(8, 16), who=Who(left=20, right=0, first=2)),
+    "one query, window": scene(queries=1, keys=77, dims=(8, 8), who=Who(left=20)),
+    "options": scene(
+        queries=4,
+        dims=(8, 8),
+        sinks=normal(2, seed=7),
+        scale=torch.tensor([0.4, -0.7], dtype=torch.float64),
+        softcap=2.5,
+        who=Who(causal=True),
+    ),
+}
+
+
+def check_few_queries(device: str, dtype: torch.dtype) -> None:
+    """Check that a few last queries run the decode kernel, which keeps the promises of `attention` by itself."""
+    requested = Statistics(sink_keys=SINK_KEYS, window=WINDOW)
+    for name, case in FEW.items():
+        case = case.to(dtype)
+        broken, count = break_hidden(case)
+        assert (count > 0) == ("window" in name)
+        with mock.patch.object(fused, "decode", wraps=fused.decode) as decode, poisoned_memory():
+            found, same = (x.run("fused", device, statistics=requested) for x in (case, broken))
+        assert decode.call_count == 2, name
+        assert torch.equal(same.output, found.output), name
+        assert torch.equal(same.logsumexp, found.logsumexp), name
+        exact = case.to(torch.float64).run("reference", statistics=requested)
+        samples = [by_formula(case, 0.0), by_formula(case.reordered(DRAWS), 0.0)]
+        for part, actual in (("output", found.output), ("logsumexp", found.logsumexp)):
+            samples[0][part] = samples[0][part]._replace(actual=actual.cpu())
+        assert_draws_within_error_budget(samples, name=f"{name}, {dtype}")
+        rows = {statistic: x.cpu() for statistic, x in found.statistics.items()}
+        check_statistics(name, rows, exact.statistics, bounds(case.to(torch.float64)))
+    case = FEW["causal"].to(dtype)
+    key, value = case.key.clone(), case.value.clone()
+    key[:, :1, -1], value[:, 1:, -1] = torch.nan, torch.inf
+    result, clean = (x.run("fused", device).output for x in (replace(case, key=key, value=value), case))
+    assert torch.equal(result[:, :, :-1], clean[:, :, :-1])
+    assert result[:, :, -1].isfinite().logical_not().all()
+    assert case.with_gradients().run("fused", device).output.requires_grad
+
+
 def check_dropout(device: str) -> None:
     """Check that dropout matches the other backends, and that statistics ignore it."""
     case = scene(batch=2, who=Who(causal=True)).to(torch.float32)
@@ -322,7 +368,7 @@ def check_layouts(device: str) -> None:
 def check_frames() -> None:
     """Check how many of polyhead's frames are between `attention` and the launch of the kernel."""
     for records_grad, most in ((False, 7), (True, 8)):
-        x = torch.randn(1, 2, 16, 16, requires_grad=records_grad)
+        x = torch.randn(1, 2, 24, 16, requires_grad=records_grad)
 
         def call(x: Tensor = x) -> AttentionOutput:
             return attention(x, x, x, mask=Mask.causal(), statistics=True, backend="fused")
@@ -364,6 +410,11 @@ def test_in_the_interpreter_what_is_hidden_changes_nothing(kind: str) -> None:
 
 def test_in_the_interpreter_a_nonfinite_key_reaches_only_rows_that_see_it() -> None:
     in_the_interpreter(check_seen, "cpu")
+
+
+@pytest.mark.numerics
+def test_in_the_interpreter_a_few_queries_are_decoded() -> None:
+    in_the_interpreter(check_few_queries, "cpu", torch.float32)
 
 
 def test_in_the_interpreter_dropout_is_that_of_the_other_backends() -> None:
@@ -416,6 +467,12 @@ def test_on_a_gpu_every_statistic_passes_its_gradient_on(kind: str) -> None:
 @pytest.mark.parametrize(("kind", "dtype"), in_two_dtypes(HIDING))
 def test_on_a_gpu_what_is_hidden_changes_nothing(kind: str, dtype: torch.dtype) -> None:
     check_hidden(kind, "cuda", dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_on_a_gpu_a_few_queries_are_decoded(dtype: torch.dtype) -> None:
+    check_few_queries("cuda", dtype)
 
 
 @pytest.mark.gpu

@@ -21,6 +21,7 @@ from polyhead.ops.common.nonfinite import without_nonfinite
 from polyhead.ops.common.request import AttentionOutput, AttentionRequest, as_output
 from polyhead.ops.common.statistics import kernel_reasons
 from polyhead.ops.common.tracing import TRANSFORMED, is_traced, is_transformed
+from polyhead.ops.decode.fused import MOST_QUERIES, CacheArguments, decode, decode_reasons
 
 LARGEST_DIM = 256
 
@@ -59,12 +60,15 @@ def _learns_shared_bias(request: AttentionRequest) -> bool:
 
 def kernel(request: AttentionRequest) -> str:
     """Return a description of the kernel that would run."""
-    name = "our kernel, statistics in the same pass" if request.statistics is not None else "our kernel"
+    name = "our decode kernel" if _is_decode(request, request.needs_grad) else "our kernel"
+    name += ", statistics in the same pass" if request.statistics is not None else ""
     return f"{name}, on {request.query.device.type}"
 
 
 def run(request: AttentionRequest) -> AttentionOutput:
     needs_grad = request.needs_grad
+    if _is_decode(request, needs_grad):
+        return _decode(request)
     call = as_call(request, request.query, for_columns=needs_grad)
     # Calling an operator takes as much Python time as launching a kernel, twice that if gradients are recorded.
     if is_traced(request.query):
@@ -72,6 +76,32 @@ def run(request: AttentionRequest) -> AttentionOutput:
     else:
         results = _Attention.apply(*call.flat(), (call,)) if needs_grad else compute(call)
     return as_output(results, call.names)
+
+
+def _is_decode(request: AttentionRequest, needs_grad: bool) -> bool:
+    """Return True for a few last queries without gradients: the decode kernels split their keys over the device."""
+    query, key, visibility = request.query, request.key, request.visibility
+    queries = query.shape[2]
+    if needs_grad or request.dropout or not 0 < queries <= MOST_QUERIES or queries > key.shape[2]:
+        return False
+    is_band = visibility is None or visibility.is_band
+    return is_band and not decode_reasons(query, CacheArguments(key, request.value))
+
+
+def _decode(request: AttentionRequest) -> AttentionOutput:
+    """Run the decode kernels, which keep non-finite keys from rows that do not see them by themselves."""
+    visibility, requested = request.visibility, request.statistics
+    scale, head_scale = (1.0, request.scale) if isinstance(request.scale, Tensor) else (request.scale, None)
+    options: dict[str, Any] = {"softcap": request.softcap, "sinks": request.sinks}
+    if visibility is not None:
+        options |= {"left": visibility.left, "right": visibility.right, "first_keys": visibility.sinks}
+    if requested is not None:
+        options |= {"names": requested.names, "sink_keys": requested.sink_keys, "window": requested.window}
+    cache = CacheArguments(request.key, request.value)
+    output, logsumexp, statistics = decode(
+        request.query, cache, scale=scale, head_scale=head_scale, is_supported=True, **options
+    )
+    return as_output([output, logsumexp, *statistics.values()], tuple(statistics))
 
 
 def as_call(request: AttentionRequest, query: Tensor, *, for_columns: bool) -> KernelCall:
