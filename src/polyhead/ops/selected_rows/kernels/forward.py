@@ -16,13 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from polyhead.ops.attention.kernels.forward import (
+from polyhead.ops.attention.kernels.forward import plan_launch, row_descriptor
+from polyhead.ops.attention.kernels.forward_tiles import (
     RowPointers,
     Sizes,
     first_state,
     full_tiles,
-    plan_launch,
-    row_descriptor,
     store_rows,
     update_softmax_state,
 )
