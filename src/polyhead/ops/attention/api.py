@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from polyhead.masks import Mask
-from polyhead.ops.attention import dispatch
+from polyhead.ops.attention import dispatch, plain_calls
 from polyhead.ops.attention.dispatch import Explanation
 from polyhead.ops.attention.validation import checked_request
 from polyhead.ops.common.request import AttentionOutput
@@ -75,6 +75,11 @@ def attention(
     >>> result.output.shape, result.backend
     (torch.Size([2, 8, 5, 16]), 'sdpa')
     """
+    is_plain = statistics is None and softcap is None and sinks is None and seed is None and backend == "auto"
+    if is_plain and type(dropout) is float and not dropout and not weights and not logsumexp:
+        output = plain_calls.attend(query, key, value, mask, scale, finite)
+        if output is not None:
+            return AttentionOutput(output, backend="sdpa")
     request = checked_request(
         query,
         key,
