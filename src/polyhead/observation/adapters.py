@@ -146,8 +146,8 @@ class Adapter(Protocol):
     >>> session.profile["tokens"].tolist()
     [15.0, 15.0, 15.0, 15.0]
 
-    `output`, the module's own head outputs, is optional: the first ones are compared with the attention of the arguments
-    that the adapter passes, and a difference raises.
+    `output`, the module's own head outputs, is optional: the first ones are compared with the attention of the
+    arguments that the adapter passes, and a difference raises.
 
     An adapter with an attribute `gates = True` promises to multiply the heads' outputs by the return value of `notify`.
     Without it, a session that sets gates for the module raises.
