@@ -163,7 +163,7 @@ export function Scatter({ x, y, colouring }: ScatterProps): JSX.Element {
       title={t("onePoint")}
       note={omitted ? t("scatterOmitted", { count: count(omitted) }) : ""}
       name={`scatter-${x.name}-${y.name}`}
-      fileTitle={`${t("scatterTitle", { x: text(x.label), y: text(y.label) })}. ${page.facts.model}`}
+      fileTitle={`${t("onePoint")}: ${t("scatterTitle", { x: text(x.label), y: text(y.label) })}. ${page.facts.model}`}
       draw={() => withLegend(drawPlot(build(FILE_WIDTH), label), keys, layerRamp)}
       csv={() => headsCsv(model, page.heads, [...new Set([x.name, y.name])])}
     >

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, Self, TypeVar
 
@@ -77,16 +77,22 @@ class Collector(Protocol):
 
 def check_collectors(collect: Sequence[Collector]) -> tuple[Collector, ...]:
     """Return the collectors; raise for other objects and for equal names."""
-    is_list = isinstance(collect, Iterable)
-    listed = tuple(collect) if is_list else (collect,)
+
+    def refusal(got: object) -> OptionError:
+        name = f"the class {got.__name__}; pass an instance" if isinstance(got, type) else type(got).__name__
+        return OptionError(
+            "collect must be a list of collectors, objects with a `name` and a method `empty(site, device)` "
+            f"(polyhead.observation.Collector), got {name}"
+        )
+
+    try:
+        listed = tuple(collect)
+    except TypeError:
+        raise refusal(collect) from None
     for one in listed:
         is_collector = isinstance(getattr(one, "name", None), str) and callable(getattr(one, "empty", None))
-        if not is_list or not is_collector or isinstance(one, type):
-            got = f"the class {one.__name__}; pass an instance" if isinstance(one, type) else type(one).__name__
-            raise OptionError(
-                "collect must be a list of collectors, objects with a `name` and a method `empty(site, device)` "
-                f"(polyhead.observation.Collector), got {got}"
-            )
+        if isinstance(one, type) or not is_collector:
+            raise refusal(one)
     names = [collector.name for collector in listed]
     if len(set(names)) < len(names):
         raise OptionError(f"collectors must have distinct names, got {', '.join(names)}")
