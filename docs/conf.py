@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from docutils import nodes
@@ -50,63 +51,7 @@ myst_heading_anchors = 4  # as on GitHub: [the section](page.md#the-section)
 
 # ---- reference, from docstrings
 nitpicky = True
-# Other libraries, whose inventories are not read: the build needs no network.
-nitpick_ignore_regex = [("py:class", r"(?!polyhead\b).*")]
-# Types in signatures that have no entry. Rather than listing a new one here, document it on the page that uses it.
-_INTERNAL = """
-polyhead.analysis.alignment.Aligned
-polyhead.analysis.roles.RoleScore
-polyhead.analysis.shares.Shares
-polyhead.analysis.syntax_table.SyntaxRow
-polyhead.costs.choosing.Choice
-polyhead.costs.descriptions.layer_description.Config
-polyhead.costs.layout_warnings.Warned
-polyhead.costs.parameters.ParameterIdentity
-polyhead.costs.parameters.Parameters
-polyhead.costs.phases.PhasePlan
-polyhead.costs.recording.recorder.Recorder
-polyhead.costs.recording.tape.Block
-polyhead.costs.timing.machine.Datasheet
-polyhead.costs.timing.machine.HostCost
-polyhead.costs.timing.machine.Sample
-polyhead.layers.combining.HeadCombiner
-polyhead.layers.kv_cache.tokens.TokenLayout
-polyhead.layers.latent.forms.FormChoice
-polyhead.layers.latent.forms.LatentLayout
-polyhead.layers.positions.config.PositionsConfig
-polyhead.layers.variants.grouped.HeadGroups
-polyhead.layers.variants.mixing.HeadMixing
-polyhead.masks.Documents
-polyhead.masks.Padding
-polyhead.masks.RelativeBias
-polyhead.observation.accumulators.MeanAndStd
-polyhead.observation.accumulators.Moments
-polyhead.observation.adapters.AttentionNotifier
-polyhead.observation.attention_maps.SiteMaps
-polyhead.observation.contributions.SiteContributions
-polyhead.observation.forward_statistics.ForwardRecorder
-polyhead.observation.forward_statistics._Call
-polyhead.observation.head_distances.SiteDistances
-polyhead.observation.routing_load.SiteRouting
-polyhead.observation.rows.Tokens
-polyhead.observation.statistics.SiteStatistics
-polyhead.observation.statistics.StatisticsRequest
-polyhead.observation.watcher.OutputSite
-polyhead.ops.attended.Attended
-polyhead.ops.common.combined_weights.CombinedWeights
-polyhead.ops.decode.fused.CacheArguments
-polyhead.report.syntax_results.Syntax
-polyhead.surgery.adapters.projection_formats.Source
-polyhead.surgery.calibration.input_moments.InputMoments
-polyhead.surgery.edits.applying.Compensation
-polyhead.surgery.native.configs.ConfigChange
-polyhead.surgery.selection.budgets.Size
-polyhead.surgery.selection.quality.Measurement
-polyhead.surgery.selection.shrinker.CurvePoint
-polyhead.workflows.edited_model.AttentionSwitch
-polyhead.workflows.shrinking.SearchGain
-"""
-nitpick_ignore = [("py:class", name) for name in _INTERNAL.split()]
+PACKAGES = {page.stem for page in Path(__file__).parent.glob("reference/*.rst")}
 default_role = "py:obj"
 add_module_names = True
 python_maximum_signature_line_length = 80
@@ -143,7 +88,13 @@ def public_classes(env: BuildEnvironment) -> dict[str, set[tuple[str, str]]]:
 def link_code(
     app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, contnode: nodes.Element
 ) -> nodes.Element | None:
-    """Link `Name` in a docstring to the only public class of that name; other code is not a link."""
+    """Link `Name` in a docstring to the only public class of that name; other code is not a link.
+
+    Nor is a type in a signature that is not public, or is of another library: only the packages of the reference export
+    public names, and tests/test_reference.py checks that each has an entry.
+    """
+    if node["reftype"] == "class" and node["reftarget"].rpartition(".")[0] not in PACKAGES:
+        return contnode
     if node["reftype"] != "obj":
         return None
     places = public_classes(env).get(node["reftarget"], ())

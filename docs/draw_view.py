@@ -24,6 +24,7 @@ def draw(page: Page, address: str) -> None:
     page.goto(address)
     page.get_by_role("textbox").first.fill(TEXT)
     page.get_by_role("button", name="Run", exact=True).click()
+    page.locator(".word", has_text="Anna").first.wait_for()  # the maps of the example are complete before
     page.locator(".pictures-note[data-done=true]").wait_for()
     page.screenshot(path=IMAGES / "view-heads.png", animations="disabled")
     page.goto(f"{address}#/head/1/3")
@@ -50,7 +51,7 @@ def main() -> None:
         assert found is not None, "the viewer did not start"
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         try:
-            draw(browser.new_page(viewport={"width": 1280, "height": 1050}), found[0])
+            draw(browser.new_page(viewport={"width": 1280, "height": 1130}), found[0])
         finally:
             browser.close()
             server.terminate()

@@ -61,7 +61,7 @@ def _show_worked_example(console: Console) -> None:
     def show_heads(*named: tuple[str, Tensor]) -> None:
         """Print one line per head in the head's colour; {0} in a title is replaced by its number."""
         for head, style in enumerate(HEAD_STYLES):
-            show(*((title.format(head + 1), values[head]) for title, values in named), styles=(style,))
+            show(*((title.format(head), values[head]) for title, values in named), styles=(style,))
 
     _heading("Multi-head attention by hand: 3 tokens, d_model 4, 2 heads", console)
     _step(1, "The tokens, one per row, and the four weight matrices", console)
@@ -70,7 +70,7 @@ def _show_worked_example(console: Console) -> None:
     show(("W_O", example.output_weight), styles=("",))
     _step(2, "Project: every token becomes a query, a key and a value", console)
     show(("Q = X W_Q", example.queries), ("K = X W_K", example.keys), ("V = X W_V", example.values))
-    _step(3, "Split: head 1 takes columns 0-1, head 2 columns 2-3", console)
+    _step(3, "Split: head 0 takes columns 0-1, head 1 columns 2-3", console)
     show_heads(("Q{0}", example.head_queries), ("K{0}", example.head_keys), ("V{0}", example.head_values))
     _step(4, "Score: each query against each key, divided by sqrt(d_k) = sqrt(2)", console)
     show_heads(("Q{0} K{0}^T", example.products), ("S{0} = Q{0} K{0}^T / sqrt(2)", example.scores))
@@ -79,8 +79,8 @@ def _show_worked_example(console: Console) -> None:
     _step(6, "Weighted sum: each head's output is its weights times its values", console)
     show_heads(("H{0} = A{0} V{0}", example.head_outputs))
     _step(7, "Concatenate the heads, and project with W_O", console)
-    show(("Concat(H1, H2)", example.concatenated))
-    show(("Concat(H1, H2) W_O", example.output), styles=("",))
+    show(("Concat(H0, H1)", example.concatenated))
+    show(("Concat(H0, H1) W_O", example.output), styles=("",))
     console.print(
         f"\npolyhead.MultiHeadAttention with these weights (backend {example.backend}) returns the same output: "
         f"the maximum difference is {example.largest_difference:.1e}."

@@ -27,8 +27,8 @@ _ROUNDINGS = 16
 class WorkedExample:
     """Every matrix on the way from the tokens to the output, in float64, by the formula as it is written.
 
-    Matrices multiply from the right, as in the paper: `queries = tokens @ query_weight`. Head i takes columns
-    2 i and 2 i + 1.
+    Matrices multiply from the right, as in the paper: `queries = tokens @ query_weight`. Head i, from 0, takes
+    columns 2 i and 2 i + 1.
     """
 
     tokens: Tensor  # [tokens, embed_dim]

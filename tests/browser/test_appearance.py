@@ -116,6 +116,23 @@ def test_the_page_never_scrolls_sideways(open_page, keep_picture, language):
         keep_picture(opened, f"phone-{language}-{view.split('?')[0].replace('/', '-')}")
 
 
+# Pairs of labels of a chart that overlap by more than two pixels.
+OVERLAPS = """() => [...document.querySelectorAll(".chart svg")].flatMap((svg) => {
+  const labels = [...svg.querySelectorAll("text")].filter((x) => x.textContent && x.checkVisibility());
+  const boxes = labels.map((x) => x.getBoundingClientRect());
+  const shared = (a, b) => Math.min(a.right - b.left, b.right - a.left, a.bottom - b.top, b.bottom - a.top);
+  return labels.flatMap((x, i) => labels.slice(i + 1).flatMap((y, j) =>
+    shared(boxes[i], boxes[i + 1 + j]) > 2 ? [`${x.textContent} | ${y.textContent}`] : []));
+})"""
+
+
+@pytest.mark.parametrize("view", ["charts", "similar", "importance", "head/1/2"])
+def test_labels_of_charts_do_not_overlap_on_a_phone(open_page, view):
+    tab = open_page(view=view, viewport=(390, 844)).tab
+    tab.locator(".chart svg").first.wait_for()
+    assert tab.evaluate(OVERLAPS) == []
+
+
 def test_large_screen_is_filled(open_page, keep_picture):
     opened = open_page(viewport=(3840, 2160))
     width = opened.tab.evaluate("document.querySelector('#polyhead-page').clientWidth")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import math
 import re
 
 import pytest
 from playwright.sync_api import expect
 
+from polyhead.inspection.vocabulary import ROLES as KNOWN_ROLES
+from tests.browser.conftest import written
 from tests.browser.payloads import COLUMNS, COMPANIONS, HEADS, INFINITE, LAYERS, ROLES, synthetic
 from tests.browser.saving import SVG, saved, saved_svg
 
@@ -38,11 +41,12 @@ def test_missing_and_infinite_values_of_a_heat_map(open_page):
     infinite = "{}.{}".format(*INFINITE)
     assert known[-1] == infinite
     expect(tab.locator(f"a.cell[data-key='{infinite}']")).to_have_text("∞")
+    assert max(map(len, tab.locator("a.cell").all_inner_texts())) <= 5
     assert float(tab.locator(f"a.cell[data-key='{known[0]}']").inner_text()) == float(f"{values[known[0]]:.2g}")
     # The file has the same cells: struck through where there is no value.
     root = saved_svg(tab, tab.locator(".stacks figure").nth(1))
     assert len(list(root.iter(f"{SVG}line"))) == len(missing) + 1  # and one in the legend
-    assert {"head", "layer", "output norm · output_norm", "not computed"} <= {x.text for x in root.iter(f"{SVG}text")}
+    assert {"head", "layer", "output norm", "not computed"} <= {x.text for x in root.iter(f"{SVG}text")}
 
 
 def test_column_with_both_signs_is_symmetric_around_zero(open_page):
@@ -116,7 +120,7 @@ def test_points_are_coloured_by_layer_or_role(open_page):
     assert len({(by_layer[key], layer) for key, layer in layers.items()}) == LAYERS
     expect(figure.locator(".ramp-ends span")).to_have_text(["Layer 0", "Layer 1", "Layer 2"])
     texts = [x.text for x in saved_svg(tab, figure).iter(f"{SVG}text")]
-    assert {"entropy, nats · entropy", "sink mass · sink_mass"} <= set(texts)
+    assert {"entropy, nats", "sink mass"} <= set(texts)
     assert texts[-7:] == ["Layer 0", "Layer 1", "Layer 2", "●", "Encoder", "■", "Decoder to encoder"]
     tab.get_by_label("Colour by").select_option("role")
     expect(figure.locator(".keys li")).to_contain_text(
@@ -125,6 +129,60 @@ def test_points_are_coloured_by_layer_or_role(open_page):
     roles = {key: next((x["role"] for x in head["roles"] if x["holds"]), None) for key, head in HEADS_BY_KEY.items()}
     by_role = figure.locator(".points a").evaluate_all(fills)
     assert len({(by_role[key], role) for key, role in roles.items()}) == len(set(roles.values())) == len(ROLES) + 1
+
+
+def contrast(one: str, other: str) -> float:
+    """Return the contrast ratio of two colours by WCAG 2."""
+
+    def light(colour: str) -> float:
+        channels = [float(x) / 255 for x in re.findall(r"[\d.]+", colour)[:3]]
+        linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in channels]
+        return 0.05 + 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    ratio = light(one) / light(other)
+    return max(ratio, 1 / ratio)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_role_has_a_colour_of_its_own_and_every_point_is_visible(open_page, tmp_path, scheme):
+    page = synthetic()
+    roles = [{**PAGE["roles"][0], "name": name, "letters": role.letters} for name, role in KNOWN_ROLES.items()]
+    score = PAGE["heads"][0]["roles"][0]
+    page["roles"] = roles
+    assert len(page["heads"]) > len(roles)
+    for head, role in itertools.zip_longest(page["heads"], roles):
+        head["roles"] = [{**score, "role": role["name"], "holds": True}] if role else []
+    opened = open_page(written(page, tmp_path / "roles.html"), "overview?color=role", color_scheme=scheme)
+    swatches = opened.tab.eval_on_selector_all(
+        ".category .swatch", "all => all.map(x => getComputedStyle(x).backgroundColor)"
+    )
+    assert len(set(swatches)) == len(swatches) == len(roles)
+    fills = "links => links.map(link => getComputedStyle(link.firstElementChild).fill)"
+    for colouring, count in (("layer", LAYERS), ("role", len(roles) + 1)):
+        opened.go(f"charts?x=sink_mass&y=entropy&by={colouring}")
+        points = opened.tab.locator(".scatter-figure .points a")
+        expect(points).to_have_count(len(page["heads"]))
+        shown = set(points.evaluate_all(fills))
+        paper = opened.tab.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert len(shown) == count
+        assert min(contrast(colour, paper) for colour in shown) > 1.3
+
+
+def test_labels_of_axes_fit_on_a_phone(open_page, tmp_path):
+    page = synthetic()
+    longest = {"en": "attention to previous token, standard deviation", "zh": "对前一词元的注意力，标准差"}
+    for column in page["columns"]:
+        column["label"] = longest
+    opened = open_page(written(page, tmp_path / "long.html"), "charts?x=sink_mass&y=copying", viewport=(390, 844))
+    figure = opened.tab.locator(".scatter-figure")
+    frame = figure.locator(".chart svg").bounding_box()
+    labels = figure.locator("svg text", has_text="attention to previous").all()
+    assert len(labels) == 2
+    for label in labels:
+        box = label.bounding_box()
+        assert box["x"] >= frame["x"]
+        assert box["x"] + box["width"] <= frame["x"] + frame["width"]
+    assert figure.locator("h3").bounding_box()["height"] < 40
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])

@@ -273,6 +273,7 @@ def test_most_important_head_is_first(open_page):
     assert tab.locator(".lead strong").inner_text().startswith(f"L{layer}H{best['head']} (Encoder) is ")
     row = tab.locator("table.sortable tbody tr").first.locator("th, td").all_inner_texts()
     assert row[1:3] == [f"{best['values']['ablation']:.3g}", "0.03"]
+    assert tab.locator(".ramp-ends span").last.inner_text() == row[1]
 
 
 def test_syntax_is_compared_with_its_baseline(open_page):
@@ -281,6 +282,12 @@ def test_syntax_is_compared_with_its_baseline(open_page):
     assert row[:5] == ["obj", "to the syntactic head", "Encoder L1H2", "70% (60%–80%)", "35%"]
     assert row[5].strip() == "+35%"
     assert row[6] == "better"
+    chart = tab.locator("table.sortable tbody tr").first.locator(".gain svg")
+    left, width = chart.bounding_box()["x"], chart.bounding_box()["width"]
+    dot, interval = (chart.locator(mark).bounding_box() for mark in ("circle", "path"))
+    assert (dot["x"] + dot["width"] / 2 - left) / width == pytest.approx(0.7, abs=0.03)
+    assert (interval["x"] - left) / width == pytest.approx(0.6, abs=0.03)
+    expect(chart.locator("[stroke='var(--second)'] line")).to_have_count(1)
 
 
 def test_a_link_to_the_view_is_copied(open_page, small_page):

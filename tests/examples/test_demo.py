@@ -47,8 +47,8 @@ def test_help_says_what_there_is():
 
 def test_every_matrix_of_the_worked_example_is_printed():
     shown = invoke()
-    titles = ("X", "W_Q", "W_K", "W_V", "W_O", "Q = X W_Q", "K = X W_K", "V = X W_V", "Q1", "K2", "V2", "Q1 K1^T")
-    titles += ("S2 = Q2 K2^T / sqrt(2)", "A1 = softmax(S1)", "H2 = A2 V2", "Concat(H1, H2)", "Concat(H1, H2) W_O")
+    titles = ("X", "W_Q", "W_K", "W_V", "W_O", "Q = X W_Q", "K = X W_K", "V = X W_V", "Q0", "K1", "V1", "Q0 K0^T")
+    titles += ("S1 = Q1 K1^T / sqrt(2)", "A0 = softmax(S0)", "H1 = A1 V1", "Concat(H0, H1)", "Concat(H0, H1) W_O")
     for title in titles:
         assert title in shown
     for row in ("2 1 1 0", "0 2 1 3", "1 1 4 4", "0 1 2 3", "1 4 1 4", "5 1 6", "1 11 13"):

@@ -24,8 +24,8 @@ QUERIES = [[2, 1, 1, 0], [0, 2, 1, 3], [1, 1, 4, 4]]
 KEYS = [[2, 1, 1, 0], [0, 1, 2, 3], [1, 4, 1, 4]]
 VALUES = QUERIES  # W_V is W_Q
 
-# Head 1 reads columns 0-1. Its first query (2, 1) meets the keys (2, 1), (0, 1), (1, 4): 5, 1, 6.
-# Head 2 reads columns 2-3. Its second query (1, 3) meets the keys (1, 0), (2, 3), (1, 4): 1, 11, 13.
+# Head 0 reads columns 0-1. Its first query (2, 1) meets the keys (2, 1), (0, 1), (1, 4): 5, 1, 6.
+# Head 1 reads columns 2-3. Its second query (1, 3) meets the keys (1, 0), (2, 3), (1, 4): 1, 11, 13.
 PRODUCTS = [
     [[5, 1, 6], [2, 2, 8], [3, 1, 5]],
     [[1, 2, 1], [1, 11, 13], [4, 20, 20]],
@@ -43,9 +43,9 @@ WEIGHTS = [
     [[1 / M1, T / M1, 1 / M1], [1 / M2, T**10 / M2, T**12 / M2], [1 / M3, T**16 / M3, T**16 / M3]],
 ]
 
-# Head 1's values are (2, 1), (0, 2), (1, 1). Second column: 1, 2, 1, so one plus the weight of the middle key.
+# Head 0's values are (2, 1), (0, 2), (1, 1). Second column: 1, 2, 1, so one plus the weight of the middle key.
 # In the second row the first column is (2 + t^6) / N2, which is 1.
-# Head 2's values are (1, 0), (1, 3), (4, 4).
+# Head 1's values are (1, 0), (1, 3), (4, 4).
 HEAD_OUTPUTS = [
     [[(2 * T**4 + T**5) / N1, 1 + 1 / N1], [1.0, 1 + 1 / N2], [(2 * T**2 + T**4) / N3, 1 + 1 / N3]],
     [

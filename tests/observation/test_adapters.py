@@ -113,6 +113,53 @@ def test_a_cross_attention_has_no_positions():
     assert_table(session.profile, {"cross": stack})
 
 
+class CheckedAdapter(Adapter):
+    """Passes the module's own head outputs, and possibly other arguments than the module uses."""
+
+    def __init__(self, **changed):
+        self.changed = changed
+        self.outputs = 0
+
+    def watch(self, module, notify):
+        def note(module, inputs, named, output):
+            query, key, value = module.heads(*inputs)
+            real, mask = named.get("real"), Mask.causal()
+            mask = mask if real is None else mask & Mask.dense(real[:, None, None])
+            own = module.weights @ value
+            self.outputs += 1
+            notify(query, key, value, **{"mask": mask, "scale": module.scale, "output": own, **self.changed})
+
+        return module.register_forward_hook(note, with_kwargs=True)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_correct_adapter_passes_the_check_of_its_output(padded, dtype):
+    made, named = model(causal=True).to(dtype), {"real": padding()} if padded else {}
+    adapter = CheckedAdapter()
+    with torch.no_grad(), polyhead.observe(made, adapters={Handwritten: adapter}) as session:
+        made[0](tokens().to(dtype), **named)
+    assert adapter.outputs == 1
+    assert session.profile["tokens"].tolist() == HEADS * [float(padding().sum() if padded else BATCH * TOKENS)]
+
+
+@pytest.mark.parametrize("changed", [{"scale": 0.8}, {"mask": Mask()}, {"mask": Mask.window(5)}])
+def test_an_adapter_whose_attention_is_not_the_modules_is_refused(changed):
+    made = model(causal=True)
+    words = "differ from the module's by .* of their norm"
+    with pytest.raises(OptionError, match=words), polyhead.observe(made, adapters={"2": CheckedAdapter(**changed)}):
+        made(tokens())
+
+
+def test_only_the_first_output_is_compared():
+    made, adapter = model(causal=True), CheckedAdapter()
+    with polyhead.observe(made, adapters={"0": adapter}) as session:
+        made[0](tokens())
+        adapter.changed = {"output": torch.full((BATCH, HEADS, TOKENS, DIM), torch.nan)}
+        made[0](tokens())
+    assert session.profile["tokens"].tolist() == HEADS * [2.0 * BATCH * TOKENS]
+
+
 @pytest.mark.parametrize("cross", [False, True])
 def test_padding_that_is_not_in_the_mask(cross):
     class Telling(Adapter):
@@ -311,6 +358,7 @@ def test_a_module_that_uses_the_interface_needs_no_adapter():
     [
         ({"query": torch.zeros(2, 3, 4)}, r"\[batch, heads, sequence, head_dim\], got \[2, 3, 4\]"),
         ({"value": None}, "got .* NoneType"),
+        ({"output": torch.zeros(2, 4, 3)}, r"output must be the head outputs .*, got \[2, 4, 3\]"),
         ({"tokens": torch.ones(1, 3).bool()}, r"tokens must be \[batch, queries\], here \[2, 4\], got \[1, 3\]"),
     ],
 )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
+
 import pytest
 import torch
 from torch import nn
 
 import polyhead
 from polyhead.errors import OptionError
-from polyhead.observation import AttentionDistances, AttentionMaps, BatchMetadata, Contributions, load, save
+from polyhead.observation import AttentionDistances, AttentionMaps, BatchMetadata, Contributions, Sums, load, save
 from polyhead.observation.top_keys import TopKeys
 from polyhead.ops.profile.request import offset_bins
 from tests.integrations.huggingface import models
@@ -296,6 +298,52 @@ def test_resuming_needs_the_same_model_and_statistics():
         other(torch.randn(1, 4, 16))
     with pytest.raises(OptionError, match="the same model"):
         again.resume_from(session.observations)
+
+
+@dataclass(frozen=True)
+class Scripted:
+    """A collector that returns a given state, to get its protocol wrong."""
+
+    state: object = None
+    name: object = "scripted"
+
+    def empty(self, site, device):
+        return self.state
+
+
+@dataclass(frozen=True)
+class Forgetful(Sums):
+    calls: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+
+    def update(self, attended, non_padding, metadata):
+        replace(self, calls=self.calls + 1)  # and not returned
+
+
+@pytest.mark.parametrize(
+    ("collect", "words"),
+    [
+        (Contributions(), "must be a list of collectors.*got Contributions"),
+        ([Contributions], "got the class Contributions; pass an instance"),
+        ([print], "got builtin_function_or_method"),
+        ([Scripted(name=3)], "a `name` and a method `empty.*got Scripted"),
+    ],
+)
+def test_what_is_no_collector_is_refused(collect, words):
+    with pytest.raises(OptionError, match=words):
+        polyhead.observe(polyhead.MultiHeadAttention(16, 2), collect=collect)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ([], r"'scripted' must return a state with .*, got list without update, merge, state, with_state"),
+        (Forgetful(), "`update` of the collector 'scripted' must return the new state, a Forgetful, got NoneType"),
+    ],
+)
+def test_states_that_break_the_protocol_are_refused(state, words):
+    layer = polyhead.MultiHeadAttention(16, 2)
+    with pytest.raises(OptionError, match=words), polyhead.observe(layer, collect=[Scripted(state)]):
+        layer(torch.randn(1, 4, 16))
 
 
 def test_collector_names_must_be_distinct():

@@ -3,15 +3,11 @@ import type { JSX } from "preact";
 import type { Column } from "../data";
 import { Select } from "../parts/controls";
 import { useLocale } from "../parts/language";
-import { RampLegend } from "../parts/legend";
 import { replaceQuery, type Query, type Route } from "../parts/router";
-import { useDark } from "../parts/theme";
-import { ColumnName, ColumnOptions } from "./column-name";
-import { useModel, withUnit, type Model } from "./model";
+import { ColumnExplained, ColumnOptions } from "./column-name";
+import { useModel, type Model } from "./model";
 import { COLOURINGS, Scatter, type Colouring } from "./scatter";
-import { gridWidth, StackGrid } from "./stack-grid";
-
-const NO_MARKS = new Set<string>();
+import { StackGrids } from "./stack-grid";
 
 /** The first of some columns that the table has. */
 function firstOf(model: Model, names: (string | undefined)[]): Column | undefined {
@@ -35,7 +31,24 @@ export function Charts({ route }: { route: Route }): JSX.Element {
       <p class="lead">{t("chartsAbout")}</p>
       {column && x && y ? (
         <>
-          <HeatMaps column={column} numbers={query.numbers === "1"} set={set} />
+          <section aria-labelledby="heat-maps">
+            <h2 id="heat-maps">{t("gridTitle")}</h2>
+            <div class="controls">
+              <Select label={t("whichColumn")} value={column.name} onChange={(value) => set({ column: value })}>
+                <ColumnOptions />
+              </Select>
+              <label>
+                <input
+                  type="checkbox"
+                  checked={query.numbers === "1"}
+                  onChange={(event) => set({ numbers: event.currentTarget.checked ? 1 : null })}
+                />
+                {t("numbersInCells")}
+              </label>
+            </div>
+            <ColumnExplained column={column} />
+            <StackGrids color={column.name} letters={query.numbers === "1" ? "numbers" : "none"} />
+          </section>
           <section class="scatter" aria-labelledby="scatter">
             <h2 id="scatter">{t("scatter")}</h2>
             <div class="controls">
@@ -56,65 +69,5 @@ export function Charts({ route }: { route: Route }): JSX.Element {
         </>
       ) : null}
     </>
-  );
-}
-
-interface HeatMapsProps {
-  column: Column;
-  /** Writes the numbers into the cells. */
-  numbers: boolean;
-  set: (changes: Query) => void;
-}
-
-/** One heat map per stack of layers, on the same scale. */
-function HeatMaps({ column, numbers, set }: HeatMapsProps): JSX.Element {
-  const model = useModel();
-  const locale = useLocale();
-  const { t, text } = locale;
-  const dark = useDark();
-  const { page } = model;
-  const missing = page.heads.some((head) => model.value(head, column.name) === null);
-  return (
-    <section aria-labelledby="heat-maps">
-      <h2 id="heat-maps">{t("heatMaps")}</h2>
-      <div class="controls">
-        <Select label={t("whichColumn")} value={column.name} onChange={(value) => set({ column: value })}>
-          <ColumnOptions />
-        </Select>
-        <label>
-          <input
-            type="checkbox"
-            checked={numbers}
-            onChange={(event) => set({ numbers: event.currentTarget.checked ? 1 : null })}
-          />
-          {t("numbersInCells")}
-        </label>
-      </div>
-      <div class="explained">
-        <p>
-          <strong>
-            <ColumnName column={column} />
-          </strong>{" "}
-          {text(column.about)}
-        </p>
-        <RampLegend
-          scale={model.scale(column, dark)}
-          format={(value) => withUnit(value, column.format, locale)}
-          {...(missing ? { missing: t("notComputed") } : {})}
-        />
-      </div>
-      <div class="stacks" style={{ maxWidth: gridWidth(Math.max(...page.sites.map((site) => site.heads))) }}>
-        {page.stacks.map((stack, i) => (
-          <StackGrid
-            key={i}
-            stack={stack}
-            color={column.name}
-            role=""
-            marks={NO_MARKS}
-            letters={numbers ? "numbers" : "none"}
-          />
-        ))}
-      </div>
-    </section>
   );
 }

@@ -3,7 +3,9 @@ import type { JSX } from "preact";
 import type { Column, ColumnGroup } from "../data";
 import { CodeName, withCodeName } from "../parts/code-name";
 import { useLocale, type Locale, type StringName } from "../parts/language";
-import { useModel } from "./model";
+import { RampLegend } from "../parts/legend";
+import { useDark } from "../parts/theme";
+import { useModel, withUnit } from "./model";
 
 /** The groups of statistics; companions of other columns come last. */
 export const STATISTICS: ColumnGroup[] = ["attention", "output", "importance", "other"];
@@ -16,12 +18,43 @@ export function ColumnName({ column }: { column: Column }): JSX.Element {
 
 const UNITS: Record<string, StringName> = { nats: "unitNats", tokens: "unitTokens" };
 
-/** The label of an axis: label, unit and name. */
+/** The label of an axis, with its unit. */
 export function axisLabel(column: Column, { text, t }: Locale): string {
   const label = text(column.label);
   const name = UNITS[column.format];
   const unit = name && t(name);
-  return withCodeName(unit && !label.includes(unit) ? t("labelWithUnit", { label, unit }) : label, column.name);
+  return unit && !label.includes(unit) ? t("labelWithUnit", { label, unit }) : label;
+}
+
+/** The colour scale of a column. */
+export function ColumnRamp({ column }: { column: Column }): JSX.Element {
+  const model = useModel();
+  const locale = useLocale();
+  const dark = useDark();
+  const missing = model.page.heads.some((head) => model.value(head, column.name) === null);
+  return (
+    <RampLegend
+      scale={model.scale(column, dark)}
+      format={(value) => withUnit(value, column.format, locale)}
+      {...(missing ? { missing: locale.t("notComputed") } : {})}
+    />
+  );
+}
+
+/** The meaning of a column and its colour scale. */
+export function ColumnExplained({ column }: { column: Column }): JSX.Element {
+  const { text } = useLocale();
+  return (
+    <div class="explained">
+      <p>
+        <strong>
+          <ColumnName column={column} />
+        </strong>{" "}
+        {text(column.about)}
+      </p>
+      <ColumnRamp column={column} />
+    </div>
+  );
 }
 
 /** The options of a choice of columns, by group. */

@@ -129,7 +129,7 @@ export function OffsetFigure({ id }: { id: HeadId }): JSX.Element | null {
     () => (width) => {
       const isNarrow = width < 420;
       const longest = Math.max(0, ...bars.map((bar) => widthOf(bar.label)));
-      const marginBottom = 36 + longest * (isNarrow ? 1 : 0.87); // sine of 90 or 60 degrees
+      const marginBottom = 48 + longest * (isNarrow ? 1 : 0.87); // sine of 90 or 60 degrees
       return {
         width,
         height: 206 + marginBottom,

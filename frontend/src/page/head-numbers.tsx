@@ -4,14 +4,12 @@ import type { JSX } from "preact";
 import { useMemo } from "preact/hooks";
 import type { Column, Head } from "../data";
 import { withCodeName } from "../parts/code-name";
-import { Chart, drawPlot, widthOf, type Build } from "../parts/chart";
+import { Chart, drawPlot, strip, widthOf, type Build } from "../parts/chart";
 import { TableRegion } from "../parts/controls";
 import { Figure } from "../parts/figure";
 import { useLocale, type Locale } from "../parts/language";
 import { ColumnName, STATISTICS } from "./column-name";
 import { idOf, isNumber, useModel, withUnit, type Model } from "./model";
-
-const STRIP = 22;
 
 /** The rank among all heads, from the largest. */
 function rankOf(model: Model, column: Column, value: number): number {
@@ -69,12 +67,7 @@ function NumberRow({ head, column }: { head: Head; column: Column }): JSX.Elemen
   const known = [...all, ...(isNumber(chance) ? [chance] : [])];
   const build = useMemo<Build>(
     () => (width) => ({
-      width,
-      height: STRIP,
-      margin: 0,
-      marginLeft: 6,
-      marginRight: 6,
-      axis: null,
+      ...strip(width, 22),
       x: { domain: [Math.min(...known), Math.max(...known)] },
       marks: [
         tickX(all, { x: (x: number) => x, stroke: "var(--muted)", strokeOpacity: 0.45, inset: 3 }),

@@ -11,7 +11,8 @@ import { Line } from "../parts/tokens";
 import { idOf, isNumber, useModel } from "./model";
 
 const ROW = 24;
-const INTERVAL = { stroke: "var(--first)", strokeWidth: 3, strokeOpacity: 0.55 };
+const LABELS = 0.55; // of the width, at most
+export const INTERVAL = { stroke: "var(--first)", strokeWidth: 3, strokeOpacity: 0.55 };
 const AXIS = { label: null, tickSize: 0, fontSize: 12, textOverflow: "ellipsis" } as const;
 
 export function HeadRoles({ head }: { head: Head }): JSX.Element | null {
@@ -34,7 +35,7 @@ export function HeadRoles({ head }: { head: Head }): JSX.Element | null {
       return {
         width,
         height: ROW * scores.length + 60,
-        marginLeft: Math.min(longest + 16, width * 0.46),
+        marginLeft: Math.min(longest + 16, width * LABELS),
         marginTop: 28,
         marginRight: 20,
         x: { domain: [Math.min(0, ...ends), Math.max(1, ...ends)], nice: true },
@@ -46,7 +47,7 @@ export function HeadRoles({ head }: { head: Head }): JSX.Element | null {
           tickX(chances, { x: "null", y: labelOf, stroke: "var(--second)", strokeWidth: 2, inset: 5 }),
           dot(scores, { x: "score", y: labelOf, r: 5, fill: fillOf, stroke: "var(--first)", strokeWidth: 1.5 }),
           axisX({ anchor: "top", label: null, ticks: Math.max(3, Math.floor(width / 110)) }),
-          axisY({ ...AXIS, lineWidth: (width * 0.46 - 12) / 12 }),
+          axisY({ ...AXIS, lineWidth: (width * LABELS - 12) / 12 }),
         ],
       };
     },
@@ -61,8 +62,8 @@ export function HeadRoles({ head }: { head: Head }): JSX.Element | null {
         <>
           {t("roleScoresAbout", { over: t(overName(model.page.facts.intervals_over)) })}{" "}
           <span class="key">
-            <span class="key-dot full" /> {t("keyHolds")} <span class="key-dot" /> {t("keyHoldsNot")}{" "}
-            <span class="key-bar" /> {t("keyInterval")} <span class="key-tick" /> {t("keyChance")}
+            <Key mark="dot full" name={t("keyHolds")} /> <Key mark="dot" name={t("keyHoldsNot")} />{" "}
+            <Key mark="bar" name={t("keyInterval")} /> <Key mark="tick" name={t("keyChance")} />
           </span>
         </>
       }
@@ -103,6 +104,15 @@ export function HeadRoles({ head }: { head: Head }): JSX.Element | null {
         </TableRegion>
       </details>
     </ChartFigure>
+  );
+}
+
+/** A mark of a chart and its meaning, on one line. */
+export function Key({ mark, name }: { mark: string; name: string }): JSX.Element {
+  return (
+    <span class="key-entry">
+      <span class={`key-${mark}`} /> {name}
+    </span>
   );
 }
 

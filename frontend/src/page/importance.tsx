@@ -7,11 +7,11 @@ import { ChartFigure, widthOf, type Build } from "../parts/chart";
 import { useLocale } from "../parts/language";
 import type { Route } from "../parts/router";
 import { numberColumn, SortableTable, type TableColumn } from "../parts/sortable-table";
-import { axisLabel } from "./column-name";
+import { axisLabel, ColumnRamp } from "./column-name";
 import { headColumn } from "./head-link";
 import { idOf, keyOf, markedIn, useModel, withUnit } from "./model";
 import { rolesColumn } from "./role-chips";
-import { StackGrid } from "./stack-grid";
+import { StackGrids } from "./stack-grid";
 
 const SHOWN = 25;
 const ROW = 19;
@@ -21,7 +21,7 @@ export function Importance({ route }: { route: Route }): JSX.Element {
   const model = useModel();
   const locale = useLocale();
   const { t, text, number } = locale;
-  const { importance, stacks } = model.page;
+  const { importance } = model.page;
   const column = importance ? model.column(importance.column) : undefined;
   const marks = useMemo(() => markedIn(route.query.mark), [route.query.mark]);
   const ranked = useMemo(() => model.ranked(), [model]);
@@ -101,10 +101,9 @@ export function Importance({ route }: { route: Route }): JSX.Element {
           })}
           build={build}
         />
-        <div class="stacks">
-          {stacks.map((stack, i) => (
-            <StackGrid key={i} stack={stack} color={column.name} role="" marks={marks} />
-          ))}
+        <div>
+          <ColumnRamp column={column} />
+          <StackGrids color={column.name} marks={marks} />
         </div>
       </div>
       <h3>{t("allHeads")}</h3>

@@ -4,7 +4,7 @@ import { useContext } from "preact/hooks";
 import { unpackColumn, type Column, type Head, type HeadId, type NumberFormat } from "../data";
 import type { Page, Role, RoleScore } from "../data";
 import { categoryColour, scaleOf, type Scale } from "../parts/colour";
-import { headName } from "../parts/head-name";
+import { headKey as keyOf, headName } from "../parts/head-name";
 import type { Locale } from "../parts/language";
 import { hrefOf } from "../parts/router";
 
@@ -126,10 +126,7 @@ export function idOf(head: Head): HeadId {
   return [head.site, head.head];
 }
 
-/** Identifies a head in maps and links; never shown, see `Model.name`. */
-export function keyOf([site, head]: HeadId): string {
-  return `${site}.${head}`;
-}
+export { keyOf };
 
 /** Sorts heads by layer. */
 export function orderOf([site, head]: HeadId): number {

@@ -4,15 +4,15 @@ import { useCallback, useMemo, useRef } from "preact/hooks";
 import { withCodeName } from "../parts/code-name";
 import { Select } from "../parts/controls";
 import { useLocale } from "../parts/language";
-import { CategoryLegend, RampLegend, type Category } from "../parts/legend";
+import { CategoryLegend, type Category } from "../parts/legend";
 import { hrefOf, replaceQuery, type Query, type Route } from "../parts/router";
 import { useDark } from "../parts/theme";
-import { ColumnName, ColumnOptions } from "./column-name";
+import { ColumnExplained, ColumnOptions } from "./column-name";
 import { FindingList } from "./findings";
 import { HeadsTable } from "./heads-table";
-import { markedIn, useModel, withUnit } from "./model";
+import { markedIn, useModel } from "./model";
 import { Preview } from "./preview";
-import { BY_MAP, BY_ROLE, gridWidth, StackGrid } from "./stack-grid";
+import { BY_MAP, BY_ROLE, StackGrids } from "./stack-grid";
 import { Summary } from "./summary";
 
 const FINDINGS = 4;
@@ -21,8 +21,7 @@ const MAX_MAPS = 400; // heads up to which maps are shown by default: more are s
 export function Overview({ route: { query } }: { route: Route }): JSX.Element {
   const model = useModel();
   const { page } = model;
-  const locale = useLocale();
-  const { t, text } = locale;
+  const { t, text } = useLocale();
   const dark = useDark();
   const hover = useRef<((key: string) => void) | null>(null);
   const onHover = useCallback((key: string | null) => void (key && hover.current?.(key)), []);
@@ -31,7 +30,6 @@ export function Overview({ route: { query } }: { route: Route }): JSX.Element {
   const requested = query.color ?? (hasMaps && page.heads.length <= MAX_MAPS ? BY_MAP : BY_ROLE);
   const column = model.column(requested);
   const color = column || requested === BY_MAP ? requested : BY_ROLE;
-  const missing = column && page.heads.some((head) => model.value(head, column.name) === null);
   const role = model.role(query.role ?? "");
   const marks = useMemo(() => markedIn(query.mark), [query.mark]);
   const route = { path: ["overview"], query };
@@ -80,25 +78,11 @@ export function Overview({ route: { query } }: { route: Route }): JSX.Element {
             {t("shownHeads", { shown: heads.length, all: page.heads.length })}
           </span>
         </div>
-        <div class="explained">
-          {column ? (
-            <>
-              <p>
-                <strong>
-                  <ColumnName column={column} />
-                </strong>{" "}
-                {text(column.about)}
-              </p>
-              <RampLegend
-                scale={model.scale(column, dark)}
-                format={(value) => withUnit(value, column.format, locale)}
-                {...(missing ? { missing: t("notComputed") } : {})}
-              />
-            </>
-          ) : (
-            <p>{color === BY_MAP ? t("byMapAbout") : role ? text(role.about) : t("byRoleAbout")}</p>
-          )}
-        </div>
+        {column ? (
+          <ColumnExplained column={column} />
+        ) : (
+          <p class="explained">{color === BY_MAP ? t("byMapAbout") : role ? text(role.about) : t("byRoleAbout")}</p>
+        )}
         <CategoryLegend
           label={t("roles")}
           categories={categories}
@@ -106,11 +90,7 @@ export function Overview({ route: { query } }: { route: Route }): JSX.Element {
           onChoose={(key) => set({ role: key })}
         />
         <div class="grid-and-preview">
-          <div class="stacks" style={{ flexBasis: gridWidth(Math.max(...page.sites.map((site) => site.heads))) }}>
-            {page.stacks.map((stack, i) => (
-              <StackGrid key={i} stack={stack} color={color} role={role?.name ?? ""} marks={marks} onHover={onHover} />
-            ))}
-          </div>
+          <StackGrids color={color} role={role?.name ?? ""} marks={marks} onHover={onHover} />
           <Preview hover={hover} column={column} />
         </div>
       </section>

@@ -1,7 +1,8 @@
 /** Preview of the head under the pointer, beside the grid. */
 import type { JSX, RefObject } from "preact";
 import { useState } from "preact/hooks";
-import type { Column, HeadId } from "../data";
+import type { Column } from "../data";
+import { headOf } from "../parts/head-name";
 import { HeatMap } from "../parts/heat-map";
 import { useLocale } from "../parts/language";
 import { RampLegend } from "../parts/legend";
@@ -28,8 +29,7 @@ export function Preview({ hover, column }: PreviewProps): JSX.Element {
   const first = model.page.findings.find((finding) => finding.heads.length)?.heads[0];
   const [hovered, setHovered] = useState(first ? keyOf(first) : "");
   hover.current = setHovered;
-  const [site = -1, number = -1] = hovered.split(".").map(Number);
-  const id: HeadId = [site, number];
+  const id = headOf(hovered);
   const head = model.head(id);
   const hint = <p class="muted">{locale.t("previewHint")}</p>;
   if (!head) {

@@ -4,12 +4,12 @@ import type { JSX } from "preact";
 import { useCallback, useMemo, useState } from "preact/hooks";
 import type { Column, Head } from "../data";
 import { Chart, drawPlot, FILE_WIDTH, widthOf, type Build } from "../parts/chart";
-import { categoryColour, NO_VALUE, scaleOf, type Scale } from "../parts/colour";
+import { categoryColour, scaleOf } from "../parts/colour";
 import { Figure } from "../parts/figure";
 import { useLocale } from "../parts/language";
 import { RampLegend } from "../parts/legend";
 import { go } from "../parts/router";
-import { addRamp, createElement, createSvg, RAMP_HEIGHT } from "../parts/svg";
+import { addRamp, createElement, createSvg, RAMP_HEIGHT, type Ramp } from "../parts/svg";
 import { useDark } from "../parts/theme";
 import { axisLabel } from "./column-name";
 import { headsCsv } from "./heads-csv";
@@ -23,6 +23,7 @@ const SYMBOLS = ["circle", "square", "triangle", "diamond", "star"] as const;
 type SymbolName = (typeof SYMBOLS)[number];
 const GLYPHS: Record<SymbolName, string> = { circle: "●", square: "■", triangle: "▲", diamond: "◆", star: "★" };
 
+const LIGHTEST = 0.3; // start of the ramp of layers: a lighter point is invisible on the background
 const NEAR = 20; // pixels from which the pointer finds a point
 const ROW = 20; // height of a row of the legend in a file
 const HEIGHT = { ratio: 0.62, least: 300, most: 560 };
@@ -60,14 +61,14 @@ export function Scatter({ x, y, colouring }: ScatterProps): JSX.Element {
   const [shown, show] = useState<Point | null>(null);
 
   const { points, keys, layers } = useMemo(() => {
-    const noValue = dark ? NO_VALUE.dark : NO_VALUE.light;
+    const noRoleColour = dark ? "#5d6270" : "#b4b8bd";
     const last = Math.max(1, ...page.sites.map((site) => site.layer));
-    const layerScale = scaleOf(0, last, dark);
+    const layerScale = scaleOf(0, last, dark, 1, LIGHTEST);
     const colourOf = (head: Head) => {
       if (colouring === "none") return "var(--first)";
       if (colouring === "layer") return layerScale.of(page.sites[head.site]?.layer);
       const role = model.rolesOf(head)[0];
-      return role ? model.roleColour(role.role, dark) : noValue;
+      return role ? model.roleColour(role.role, dark) : noRoleColour;
     };
     const symbolOf = (head: Head) => {
       const stack = page.stacks.findIndex((one) => one.sites.includes(head.site));
@@ -92,7 +93,7 @@ export function Scatter({ x, y, colouring }: ScatterProps): JSX.Element {
         : [],
     );
     const noRole = drawn.some(({ head }) => !model.rolesOf(head).length)
-      ? [{ label: t("noRole"), glyph: "●", colour: noValue }]
+      ? [{ label: t("noRole"), glyph: "●", colour: noRoleColour }]
       : [];
     const stacks = page.stacks.map((stack, i): Key => {
       const symbol = SYMBOLS[i % SYMBOLS.length] as SymbolName;
@@ -159,10 +160,10 @@ export function Scatter({ x, y, colouring }: ScatterProps): JSX.Element {
   return (
     <Figure
       class="scatter-figure"
-      title={t("scatterTitle", { x: text(x.label), y: text(y.label) })}
+      title={t("onePoint")}
       note={omitted ? t("scatterOmitted", { count: count(omitted) }) : ""}
       name={`scatter-${x.name}-${y.name}`}
-      fileTitle={`${t("scatterTitle", { x: text(x.label), y: text(y.label) })}. ${page.facts.model}`}
+      fileTitle={`${t("onePoint")}: ${t("scatterTitle", { x: text(x.label), y: text(y.label) })}. ${page.facts.model}`}
       draw={() => withLegend(drawPlot(build(FILE_WIDTH), label), keys, layerRamp)}
       csv={() => headsCsv(model, page.heads, [...new Set([x.name, y.name])])}
     >
@@ -276,7 +277,7 @@ function byValue(links: Map<Point, SVGElement>, axis: "x" | "y"): Point[] {
 function withLegend(
   plot: SVGSVGElement,
   keys: Key[],
-  ramp: { scale: Scale; format: (value: number) => string } | null,
+  ramp: Ramp | null,
 ): SVGSVGElement {
   const [width, height] = ["width", "height"].map((name) => Number(plot.getAttribute(name))) as [number, number];
   const placed: (Key & { x: number; row: number })[] = [];

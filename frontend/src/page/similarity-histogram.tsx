@@ -26,8 +26,8 @@ export function SimilarityHistogram(): JSX.Element | null {
       const bins = binX({ y: "count" }, { x: (x: number) => x, thresholds: 40 });
       return {
         width,
-        height: 230,
-        marginTop: 40,
+        height: 250,
+        marginTop: 58, // the label of the axis, and one line for each rule
         marginLeft: 44,
         marginBottom: 40,
         x: { domain: [Math.min(-0.2, ...cosines), 1] },

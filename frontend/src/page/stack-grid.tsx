@@ -2,7 +2,7 @@
 import type { JSX } from "preact";
 import { useMemo } from "preact/hooks";
 import { part, unpack, type Head, type HeadId, type Stack } from "../data";
-import { NO_VALUE, scaleOf, type Scale } from "../parts/colour";
+import { noValue, scaleOf, type Scale } from "../parts/colour";
 import { Figure } from "../parts/figure";
 import { gridSvg } from "../parts/grid-svg";
 import { HeadGrid, type GridCell, type GridRow } from "../parts/head-grid";
@@ -19,7 +19,7 @@ export const BY_ROLE = "role";
 export const BY_MAP = "map";
 
 /** The width of a grid of cells of the maximum size. */
-export function gridWidth(columns: number): string {
+function gridWidth(columns: number): string {
   return `${Math.max(16, MAX_CELL * columns + 2.2)}rem`;
 }
 
@@ -33,19 +33,34 @@ export function mapOf(model: Model, [site, head]: HeadId, dark: boolean): { heat
   return { heat: { rows, columns, values: map.values }, scale: scaleOf(0, largest || 1, dark, 0.5) };
 }
 
-interface StackGridProps {
-  stack: Stack;
+interface StackGridsProps {
   /** A column, "role" or "map". */
   color: string;
   /** Other heads are faded; empty for all. */
-  role: string;
-  marks: Set<string>;
+  role?: string;
+  marks?: Set<string>;
   /** What is written into the cells; the letters of roles by default. */
   letters?: "roles" | "numbers" | "none";
   onHover?: (key: string | null) => void;
 }
 
-export function StackGrid({ stack, color, role, marks, letters = "roles", onHover }: StackGridProps): JSX.Element {
+const NO_MARKS = new Set<string>();
+
+/** The grids of all stacks. */
+export function StackGrids(props: StackGridsProps): JSX.Element {
+  const { sites, stacks } = useModel().page;
+  const width = gridWidth(Math.max(...sites.map((site) => site.heads)));
+  return (
+    <div class="stacks" style={{ flexBasis: width, maxWidth: width }}>
+      {stacks.map((stack, i) => (
+        <StackGrid key={i} stack={stack} {...props} />
+      ))}
+    </div>
+  );
+}
+
+function StackGrid(props: StackGridsProps & { stack: Stack }): JSX.Element {
+  const { stack, color, role = "", marks = NO_MARKS, letters = "roles", onHover } = props;
   const model = useModel();
   const locale = useLocale();
   const { t, text } = locale;
@@ -57,7 +72,6 @@ export function StackGrid({ stack, color, role, marks, letters = "roles", onHove
 
   const rows = useMemo<GridRow[]>(() => {
     const scale = column && model.scale(column, dark);
-    const noValue = dark ? NO_VALUE.dark : NO_VALUE.light;
     const cellOf = (head: Head): GridCell => {
       const roles = model.rolesOf(head);
       const main = roles.find((score) => score.role === role) ?? roles[0];
@@ -75,7 +89,7 @@ export function StackGrid({ stack, color, role, marks, letters = "roles", onHove
         key: keyOf(idOf(head)),
         href: headHref(idOf(head)),
         name: described.filter(Boolean).join(", "),
-        colour: column && scale ? scale.of(value) : color === BY_MAP ? noValue : (badge ?? noValue),
+        colour: column && scale ? scale.of(value) : ((color === BY_ROLE && badge) || noValue(dark)),
         letters: inCell[letters],
         missing,
         faded: role !== "" && main?.role !== role,
@@ -95,7 +109,7 @@ export function StackGrid({ stack, color, role, marks, letters = "roles", onHove
   }, [model, locale, dark, stack, color, role, marks, letters]);
 
   const coloured = column ? axisLabel(column, locale) : t(color === BY_MAP ? "byMap" : "byRole");
-  const title = page.stacks.length > 1 ? text(stack.label) : t("gridTitle");
+  const title = page.stacks.length > 1 ? text(stack.label) : column ? text(column.label) : t("gridTitle");
   const axes = { across: t("gridAcross"), down: t("gridCorner") };
   const cell = { width: letters === "numbers" ? 42 : 30, height: 30 };
   const ramp = column && {
@@ -108,7 +122,7 @@ export function StackGrid({ stack, color, role, marks, letters = "roles", onHove
     <Figure
       title={title}
       name={`heads-${page.stacks.length > 1 ? `${page.stacks.indexOf(stack)}-` : ""}${color}`}
-      fileTitle={`${title}: ${coloured}. ${page.facts.model}`}
+      fileTitle={`${page.stacks.length > 1 ? `${title}: ` : ""}${coloured}. ${page.facts.model}`}
       maxWidth={gridWidth(columns.length)}
       draw={() => gridSvg({ legend: coloured, columns, rows, axes, cell, ...(ramp ? { ramp } : {}) })}
       {...(column ? { csv: () => headsCsv(model, heads, [column.name]) } : {})}

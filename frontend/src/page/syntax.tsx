@@ -3,7 +3,7 @@ import { dot, link, ruleX, tickX } from "@observablehq/plot";
 import type { JSX } from "preact";
 import { useMemo } from "preact/hooks";
 import type { SyntaxRow } from "../data";
-import { Chart, drawPlot, widthOf, type Build } from "../parts/chart";
+import { Chart, drawPlot, strip, widthOf, type Build } from "../parts/chart";
 import { Figure } from "../parts/figure";
 import { useLocale } from "../parts/language";
 import type { Route } from "../parts/router";
@@ -11,6 +11,7 @@ import { numberColumn, SortableTable, type TableColumn } from "../parts/sortable
 import { Line } from "../parts/tokens";
 import { isNumber, useModel } from "./model";
 import { headColumn } from "./head-link";
+import { INTERVAL, Key } from "./head-roles";
 
 /** Accuracy above the baseline. */
 function gainOf({ accuracy, baseline }: SyntaxRow): number | null {
@@ -78,7 +79,10 @@ export function SyntaxView({ route }: { route: Route }): JSX.Element {
         title={t("syntaxTable")}
         note={
           <>
-            {t("treebank")}: <Line text={syntax.treebank} />
+            {t("treebank")}: <Line text={syntax.treebank} />{" "}
+            <span class="key">
+              <Key mark="dot full" name={t("accuracy")} /> <Key mark="tick" name={t("baseline")} />
+            </span>
           </>
         }
         name="syntax"
@@ -103,15 +107,7 @@ function marksOf(rows: SyntaxRow[], y: (row: SyntaxRow) => string | number = () 
   const baselines = rows.filter((row) => isNumber(row.baseline));
   return [
     ruleX([0, 1], { stroke: "var(--line)" }),
-    link(intervals, {
-      x1: "low",
-      x2: "high",
-      y1: y,
-      y2: y,
-      stroke: "var(--first)",
-      strokeWidth: 3,
-      strokeOpacity: 0.55,
-    }),
+    link(intervals, { x1: "low", x2: "high", y1: y, y2: y, ...INTERVAL }),
     tickX(baselines, { x: "baseline", y, stroke: "var(--second)", strokeWidth: 2 }),
     dot(rows, { x: "accuracy", y, r: 4.5, fill: "var(--first)" }),
   ];
@@ -121,14 +117,9 @@ function Gain({ row }: { row: SyntaxRow }): JSX.Element {
   const { t, number } = useLocale();
   const build = useMemo<Build>(
     () => (width) => ({
-      width,
-      height: 18,
-      margin: 0,
-      marginLeft: 6,
-      marginRight: 6,
-      axis: null,
+      ...strip(width, 18),
       x: { domain: [0, 1] },
-      y: { domain: [-1, 1] },
+      y: { type: "band", domain: [0] },
       marks: marksOf([row]),
     }),
     [row],

@@ -23,6 +23,11 @@ export function drawPlot(options: PlotOptions, label: string): SVGSVGElement {
 
 export { widthOf } from "./svg";
 
+/** The options of a small chart without axes. */
+export function strip(width: number, height: number) {
+  return { width, height, margin: 0, marginLeft: 6, marginRight: 6, axis: null };
+}
+
 /** Factor by which charts are enlarged on large screens, where the font is larger. */
 function zoom(): number {
   return Math.max(1, parseFloat(getComputedStyle(document.documentElement).fontSize) / 17);

@@ -12,17 +12,24 @@ const DIVERGING_LIGHT = ["#8a3f06", "#d9781c", "#f6c88f", "#f7f7f5", "#c3bbdc", 
 const DIVERGING_DARK = ["#ffd199", "#e0862f", "#7a4516", "#1d1f28", "#4b3a7a", "#8d78c9", "#d9ccff"];
 const [divergingLight, divergingDark] = [interpolateRgbBasis(DIVERGING_LIGHT), interpolateRgbBasis(DIVERGING_DARK)];
 
-// Paul Tol's "light" scheme and its dark counterpart; a role is also named by letters.
-const LIGHT = ["#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#d3b5e5", "#c9b79c"];
-const DARK = ["#3f6fae", "#a6492c", "#8f7d1c", "#a34a63", "#22708f", "#15705a", "#66741a", "#74508f", "#6b5a40"];
+// One colour per role, chosen for the largest distances in OKLab, also with deuteranopia; a role is also named by letters.
+const LIGHT = (
+  "#77aadd #ee8866 #eedd88 #ffaabb #44bb99 #bbcc33 #974078 #507000 " +
+  "#0070af #40e7ff #af5818 #bf70af #9f9720 #008f80 #cfa7ff #7080d7"
+).split(" ");
+const DARK = (
+  "#efaf50 #6878cf #9f4800 #20cfdf #189760 #e797df #703878 #006018 " +
+  "#d77068 #006880 #78bf70 #a7588f #9f8000 #87a7ff #789fa7 #604838"
+).split(" ");
 
-export const NO_VALUE = { light: "#eceeef", dark: "#262933" };
+/** The colour of what has no value. */
+export const noValue = (dark: boolean) => (dark ? "#262933" : "#eceeef");
 
 export interface Scale {
   low: number;
   high: number;
   diverging: boolean;
-  /** The colour of a value; `NO_VALUE` for null, that of an end beyond the scale. */
+  /** The colour of a value; `noValue` for null, that of an end beyond the scale. */
   of: (value: number | null | undefined) => string;
   /** The same as red, green and blue, in 256 steps, for images of many cells. */
   paint: (value: number | null | undefined) => Colour;
@@ -41,27 +48,29 @@ function stepsOf(ramp: Ramp): Colour[] {
   return steps;
 }
 
-/** The scale from low to high; symmetric around zero where both signs occur. `gamma` below 1 expands small values. */
-export function scaleOf(low: number, high: number, dark: boolean, gamma = 1): Scale {
+/**
+ * The scale from low to high; symmetric around zero where both signs occur. `gamma` below 1 expands small values.
+ * It starts at a share of the ramp: at 0, the colour of the background.
+ */
+export function scaleOf(low: number, high: number, dark: boolean, gamma = 1, start = 0): Scale {
   const diverging = low < 0 && high > 0;
   const ramp = diverging ? (dark ? divergingDark : divergingLight) : dark ? sequentialDark : sequentialLight;
   const widest = Math.max(Math.abs(low), Math.abs(high));
   const from = diverging ? -widest : low;
   const span = diverging ? 2 * widest : high - low;
-  const noValue = dark ? NO_VALUE.dark : NO_VALUE.light;
   const steps = stepsOf(ramp);
   const shareOf = (value: number | null | undefined) => {
     if (value === null || value === undefined || Number.isNaN(value)) return null;
     const share = span > 0 ? Math.min(1, Math.max(0, (value - from) / span)) : 0.5;
-    return gamma === 1 ? share : share ** gamma;
+    return start + (1 - start) * (gamma === 1 ? share : share ** gamma);
   };
   const of = (value: number | null | undefined) => {
     const share = shareOf(value);
-    return share === null ? noValue : ramp(share);
+    return share === null ? noValue(dark) : ramp(share);
   };
   const paint = (value: number | null | undefined) => {
     const share = shareOf(value);
-    return share === null ? channels(noValue) : (steps[Math.round(255 * share)] as Colour);
+    return share === null ? channels(noValue(dark)) : (steps[Math.round(255 * share)] as Colour);
   };
   return { low: from, high: from + span, diverging, of, paint };
 }

@@ -30,7 +30,12 @@ export function createLocale(language: Language, table: Record<string, Text> = s
   const scientific = new Intl.NumberFormat(locale, { notation: "scientific", maximumFractionDigits: 1 });
   const scientificShort = new Intl.NumberFormat(locale, { notation: "scientific", maximumFractionDigits: 0 });
   const conjunction = new Intl.ListFormat(locale, { type: "conjunction" });
-  const twoDigits = new Intl.NumberFormat(locale, { maximumSignificantDigits: 2, notation: "compact" });
+  const twoDigits = new Intl.NumberFormat(locale, {
+    maximumSignificantDigits: 2,
+    maximumFractionDigits: 3,
+    roundingPriority: "lessPrecision",
+    notation: "compact",
+  });
   const number: Locale["number"] = (value, format = "number") => {
     if (value === null || value === undefined || Number.isNaN(value)) return "–";
     if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";

@@ -1,18 +1,12 @@
 /** Legends: a colour ramp, or a list of categories. */
 import type { JSX } from "preact";
-import { textColourOn, type Scale } from "./colour";
+import { textColourOn } from "./colour";
+import type { Ramp } from "./svg";
 
 const STOPS = 24;
 
-interface RampLegendProps {
-  scale: Scale;
-  format: (value: number) => string;
-  /** What a cell without a value is called, if there are any. */
-  missing?: string;
-}
-
 /** The ramp of a scale, linear in the values. */
-export function RampLegend({ scale, format, missing }: RampLegendProps): JSX.Element {
+export function RampLegend({ scale, format, missing }: Ramp): JSX.Element {
   const colours = Array.from({ length: STOPS + 1 }, (_, i) =>
     scale.of(scale.low + (i / STOPS) * (scale.high - scale.low)),
   );

@@ -129,7 +129,6 @@ export const strings = {
       "commands follows its label. A CSV file has the numbers in full precision under these names.",
     zh: "heads.parquet 的任意一列可作热图，任意两列可作散点图。标签之后是该列在文件与命令中的名称。CSV 文件以这些名称保存全精度的数值。",
   },
-  heatMaps: { en: "Layers by heads", zh: "层 × 头" },
   whichColumn: { en: "Column", zh: "列" },
   numbersInCells: { en: "Numbers in the cells", zh: "在方格中显示数值" },
   scatter: { en: "Two columns", zh: "两列对比" },
@@ -138,6 +137,7 @@ export const strings = {
   colouring_layer: { en: "Layer", zh: "层" },
   colouring_role: { en: "Role", zh: "角色" },
   colouring_none: { en: "One colour", zh: "单色" },
+  onePoint: { en: "One point per head", zh: "每个点是一个头" },
   scatterTitle: { en: "{y} by {x}", zh: "{y} 与 {x}" },
   scatterHint: {
     en: "Hover over a point for the name of its head; click it for details. Arrow keys move between points.",
@@ -163,10 +163,10 @@ export const strings = {
   examples: { en: "Attention on example texts", zh: "示例文本上的注意力" },
   examplesAbout: {
     en:
-      "Choose a word, by pointer or keyboard. Shaded words are those it attends to, darker for more attention; " +
-      "a bar under a word means that it attends to the chosen one. With none chosen, the shade is the average " +
+      "Choose a word, by pointer or keyboard. Shaded words are those it attends to, the stronger the more; a " +
+      "bar under a word means that it attends to the chosen one. With none chosen, the shade is the average " +
       "attention that each word receives.",
-    zh: "用指针或键盘选择一个词。着色的词是它所关注的词，颜色越深注意力越多；词下的横条表示该词关注所选的词。未选择时，颜色表示每个词平均得到的注意力。",
+    zh: "用指针或键盘选择一个词。着色的词是它所关注的词，颜色越强注意力越多；词下的横条表示该词关注所选的词。未选择时，颜色表示每个词平均得到的注意力。",
   },
   examplesAboutTwo: {
     en:

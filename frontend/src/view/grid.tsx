@@ -7,6 +7,7 @@ import { Figure } from "../parts/figure";
 import { gridSvg } from "../parts/grid-svg";
 import { HeadGrid, type GridCell, type GridRow } from "../parts/head-grid";
 import type { Heat } from "../parts/heat-map";
+import { RampLegend } from "../parts/legend";
 import { hrefOf } from "../parts/router";
 import { useDark } from "../parts/theme";
 import { plainToken } from "../parts/tokens";
@@ -160,7 +161,7 @@ export function Grids({ trace, title, word, marked, onPick, narrow, onlyInvolved
           >
             <HeadGrid
               label={t("gridLabel", { stack: stack || t("stackOf"), slot: trace.slot })}
-              corner=""
+              corner={narrow ? "" : axes.down}
               columns={columns}
               columnName={(head) => t("headName", { head })}
               rows={rows}
@@ -169,6 +170,7 @@ export function Grids({ trace, title, word, marked, onPick, narrow, onlyInvolved
           </Figure>
         );
       })}
+      {word || narrow ? null : <RampLegend {...ramp} />}
     </div>
   );
 }

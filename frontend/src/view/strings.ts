@@ -60,9 +60,8 @@ export const viewStrings = {
   gridAbout: {
     en:
       "Each square is the attention map of one head: rows are query tokens, from the start of the text to its " +
-      "end, columns are key tokens; darker is more attention. Open one, or choose a word below to follow it " +
-      "through all heads.",
-    zh: "每个方格是一个头的注意力图：行是查询词元，从文首到文末；列是键词元；颜色越深，注意力越多。可以打开一个头，或在下方选一个词，在所有头中跟踪它。",
+      "end, columns are key tokens. Open one, or choose a word below to follow it through all heads.",
+    zh: "每个方格是一个头的注意力图：行是查询词元，从文首到文末；列是键词元。可以打开一个头，或在下方选一个词，在所有头中跟踪它。",
   },
   gridLabel: {
     en: "{stack}, text {slot}. Arrow keys move, Enter selects a head.",

@@ -115,13 +115,7 @@ export interface Tile {
   weights: Packed;
 }
 
-/** Identifies a head in maps and requests; never shown, see names.ts. */
-export const headKey = ([layer, head]: HeadId): string => `${layer}.${head}`;
-
-export function headOf(key: string): HeadId {
-  const [layer, head] = key.split(".").map(Number);
-  return [layer ?? 0, head ?? 0];
-}
+export { headKey, headOf } from "../parts/head-name";
 
 export function axisOf(trace: Trace, name: AxisName): Axis {
   return name === "target" && trace.target ? trace.target : trace.text;

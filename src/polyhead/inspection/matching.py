@@ -19,8 +19,8 @@ from polyhead.observation import AttentionSite
 
 # Facts of a run that must agree for two runs to be of the same model.
 SIZES = {"model_type": "model type", "hidden_size": "hidden size", "num_hidden_layers": "number of layers"}
-# removed, merged: by an edit of the other model, or merged by one of this model; new: added by an edit; padding: a zero
-# head of a padded model; not read: the other inspection does not cover this head or its layer.
+# removed: by an edit of the other model; merged: by an edit of either model; new: added by an edit of this model;
+# padding: a zero head of a padded model; not read: the other inspection does not cover this head or its layer.
 UnmatchedReason = Literal["removed", "merged", "new", "not read", "padding"]
 
 

@@ -34,7 +34,7 @@ def most_frequent(counts: Tensor, most: int = CANDIDATES) -> TopKeys:
 def top_keys_of(
     collected: Collected, tokenizer: Any, counts: Tensor
 ) -> dict[AttentionSite, tuple[tuple[TopKey, ...], ...]]:
-    """Return up to `MAX_KEYS` tokens per head by site, the most attended first, without those of no attention."""
+    """Return up to `MAX_KEYS` tokens per head by site, the most attended first; only tokens that receive attention."""
     top_keys = {}
     frequency = (counts / counts.sum().clamp_min(1)).tolist()
     for site, state in states_of(collected, "top_keys", SiteTopKeys).items():

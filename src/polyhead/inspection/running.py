@@ -97,6 +97,8 @@ class _Probed:
 
 @dataclass(eq=False)
 class _Run:
+    """One run of `inspect`: the pass over the text, the probes, and the facts about both."""
+
     settings: Settings
     loaded: LoadedModel
     reader: Reader
@@ -169,6 +171,7 @@ class _Run:
     # ---- the pass over the text
 
     def text(self, sample: TokenSample | None, resume: bool) -> Observations:
+        """Read the text, or the rest of it; save the observations periodically, and after an error or an interrupt."""
         collectors: list[Collector] = [AttentionMaps(self.reader.text.length), Contributions(), self.evidence()]
         collectors += [most_frequent(self.reader.counts), *([] if sample is None else [sample])]
         if self.settings.via_weights:

@@ -53,6 +53,7 @@ def check_facts(facts: object) -> dict[str, Any]:
 
 
 def _reason(found: Mapping[str, Any]) -> Reason:
+    """Return a saved reason; raise if it lacks a value of its text, which is generated anew."""
     reason = build(Reason, {name: value for name, value in found.items() if name != "text"})
     with _needing_values("a reason", reason.kind):
         _ = reason.text
@@ -61,6 +62,7 @@ def _reason(found: Mapping[str, Any]) -> Reason:
 
 @contextmanager
 def _needing_values(what: str, kind: str) -> Iterator[None]:
+    """Turn errors of generating a text from missing or wrong values into an OptionError."""
     try:
         yield
     except (LookupError, TypeError, ValueError) as error:

@@ -65,6 +65,11 @@ class Sums(NamedTensors):
     __slots__ = ()
 
     def merge(self, other: Self) -> Self:
+        """Return the sums of both.
+
+        Args:
+            other: sums of other samples.
+        """
         sums = {}
         for (name, own), (_, others) in zip(self._parts(), other._parts(), strict=True):
             sums[name] = own + others.to(own.device) if isinstance(own, Tensor) else own.merge(others)

@@ -15,18 +15,19 @@ from polyhead.masks import Mask
 from polyhead.observation.rows import Tokens
 from polyhead.observation.watcher import Watcher
 from polyhead.ops.attended import Attended
-from polyhead.ops.attention import attention
+from polyhead.ops.attention import AttentionOutput, attention
 
 Adapters = Mapping[str | type[nn.Module], "Adapter"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class AttentionNotifier:
     """Callback that an adapter calls whenever its module computes attention."""
 
     module: nn.Module
     adapter: Adapter
     watcher: Watcher
+    checked: bool = False  # whether the module's own output was compared
 
     def __call__(
         self,
@@ -40,6 +41,7 @@ class AttentionNotifier:
         sinks: Tensor | None = None,
         cross: bool = False,
         tokens: Tensor | None = None,
+        output: Tensor | None = None,
     ) -> Tensor | None:
         """Report one attention call, with the arguments of `polyhead.attention`.
 
@@ -49,8 +51,16 @@ class AttentionNotifier:
             mask, scale, softcap, sinks: as for `polyhead.attention`.
             cross: whether queries and keys come from different sequences.
             tokens: [batch, queries], False for padding; derived from the mask by default.
+            output: the module's own head outputs, [batch, heads, queries, value_dim], without dropout and before the
+                output projection. The first ones are compared with the attention of the other arguments, which
+                synchronises with the device; later ones are ignored.
 
-        Returns the gates for the heads' outputs (see `Session.gates`), or None where there are none.
+        Returns:
+            The gates for the heads' outputs (see `Session.gates`), or None where there are none.
+
+        Raises:
+            ShapeError: a tensor has the wrong shape.
+            OptionError: the outputs differ by more than rounding, or the adapter ignores gates.
         """
         if not all(isinstance(x, Tensor) and x.ndim == 4 for x in (query, key, value)):
             got = [list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in (query, key, value)]
@@ -72,14 +82,40 @@ class AttentionNotifier:
             call.mask = mask
             call.tokens = call.tokens if tokens is None else tokens
             with torch.set_grad_enabled(call.differentiable and torch.is_grad_enabled()):
-                # Only collectors read the output; the statistics need no values.
-                needed_value = value if call.has_collectors else value[..., :1]
+                # Only collectors and the check read the output; the statistics need no values.
+                is_output_needed = call.has_collectors or not (output is None or self.checked)
                 result = attention(
-                    query, key, needed_value, mask=mask, scale=scale, softcap=softcap, sinks=sinks,
-                    statistics=call.requested, logsumexp=call.has_collectors,
+                    query, key, value if is_output_needed else value[..., :1], mask=mask, scale=scale, softcap=softcap,
+                    sinks=sinks, statistics=call.requested, logsumexp=is_output_needed,
                 )  # fmt: skip
+                if output is not None and not self.checked:
+                    _check_output(call.site.name, output.detach(), result)
+                    self.checked = True
                 call.notify(Attended(query, key, value, result, mask, scale, softcap, sinks))
         return call.gate
+
+
+@torch.no_grad()
+def _check_output(site: str, output: Tensor, result: AttentionOutput) -> None:
+    """Raise if a module's own head outputs differ from the recomputed ones in rows with visible keys."""
+    if output.shape != result.output.shape:
+        raise ShapeError(
+            f"output must be the head outputs [batch, heads, queries, value_dim], here {list(result.output.shape)}, "
+            f"got {list(output.shape)}"
+        )
+    assert result.logsumexp is not None
+    rows = torch.isfinite(result.logsumexp)
+    own, recomputed = output[rows].double(), result.output[rows].double()
+    error = float((own - recomputed).norm() / own.norm().clamp_min(torch.finfo(torch.float64).tiny))
+    # A wrong scale, mask or position changes the outputs by far more than the square root of the rounding unit.
+    allowed = torch.finfo(output.dtype).eps ** 0.5
+    if not error <= allowed:
+        raise OptionError(
+            f"an adapter must pass the queries, keys, values, mask and scale of the module's own attention, got head "
+            f"outputs for {site!r} that differ from the module's by {error:.2g} of their norm (rounding is below "
+            f"{allowed:.1g}); compare the scale, the mask and the position embeddings, and call `eval()` if the module "
+            "has dropout"
+        )
 
 
 class Adapter(Protocol):
@@ -101,14 +137,17 @@ class Adapter(Protocol):
     ...         return (weights @ value).transpose(1, 2).flatten(2)
     >>> class HandwrittenAdapter:
     ...     def watch(self, module, notify):
-    ...         def hook(module, inputs):
-    ...             notify(*module.heads(*inputs))
-    ...         return module.register_forward_pre_hook(hook)
+    ...         def hook(module, inputs, output):
+    ...             notify(*module.heads(*inputs), output=output.unflatten(-1, (2, 8)).transpose(1, 2))
+    ...         return module.register_forward_hook(hook)
     >>> model = nn.Sequential(Handwritten(), nn.Linear(16, 16), Handwritten())
     >>> with polyhead.observe(model, adapters={Handwritten: HandwrittenAdapter()}) as session:
     ...     output = model(torch.randn(3, 5, 16))
     >>> session.profile["tokens"].tolist()
     [15.0, 15.0, 15.0, 15.0]
+
+    `output`, the module's own head outputs, is optional: the first ones are compared with the attention of the
+    arguments that the adapter passes, and a difference raises.
 
     An adapter with an attribute `gates = True` promises to multiply the heads' outputs by the return value of `notify`.
     Without it, a session that sets gates for the module raises.

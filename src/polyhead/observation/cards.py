@@ -24,7 +24,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """One line of a card: name, formatted value, and its rank within the range of all heads (0 to 1, or None)."""
+    """One line of a card: name, formatted value, and its position between the min (0) and the max (1) of all heads."""
 
     name: str
     text: str
@@ -64,7 +64,7 @@ def _cell(cell: Cell | None) -> str:
 
 
 def card(title: str, lines: Sequence[str], numbers: Sequence[Number]) -> str:
-    """Return the card of a head: title, lines of text, and a table of numbers, each with a bar for its rank."""
+    """Return the card of a head: title, lines of text, and a table of numbers, each with a bar for its position."""
     items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
     rows = "".join(
         f'<tr><th scope="row">{html.escape(x.name)}</th><td>{html.escape(x.text)}</td><td>{_bar(x.place)}</td></tr>'

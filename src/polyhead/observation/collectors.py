@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
+from polyhead.errors import OptionError
 from polyhead.observation.accumulators import NamedTensors
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
@@ -72,6 +73,56 @@ class Collector(Protocol):
             site: the attention site.
             device: device of the state.
         """
+
+
+def check_collectors(collect: Sequence[Collector]) -> tuple[Collector, ...]:
+    """Return the collectors; raise for other objects and for equal names."""
+
+    def refusal(got: object) -> OptionError:
+        name = f"the class {got.__name__}; pass an instance" if isinstance(got, type) else type(got).__name__
+        return OptionError(
+            "collect must be a list of collectors, objects with a `name` and a method `empty(site, device)` "
+            f"(polyhead.observation.Collector), got {name}"
+        )
+
+    try:
+        listed = tuple(collect)
+    except TypeError:
+        raise refusal(collect) from None
+    for one in listed:
+        is_collector = isinstance(getattr(one, "name", None), str) and callable(getattr(one, "empty", None))
+        if isinstance(one, type) or not is_collector:
+            raise refusal(one)
+    names = [collector.name for collector in listed]
+    if len(set(names)) < len(names):
+        raise OptionError(f"collectors must have distinct names, got {', '.join(names)}")
+    return listed
+
+
+def empty_state(collector: Collector, site: AttentionSite, device: torch.device) -> CollectorState | None:
+    """Return the collector's empty state for a site; raise if it lacks a method of `CollectorState`."""
+    state = collector.empty(site, device)
+    methods = ("update", "merge", "state", "with_state")
+    missing = [] if state is None else [name for name in methods if not callable(getattr(state, name, None))]
+    if missing:
+        raise OptionError(
+            f"`empty` of the collector {collector.name!r} must return a state with the methods {', '.join(methods)} "
+            f"(polyhead.observation.CollectorState), got {type(state).__name__} without {', '.join(missing)}"
+        )
+    return state
+
+
+def updated_state(
+    name: str, state: CollectorState, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata
+) -> CollectorState:
+    """Return the state with one more call; raise if `update` returns something else, such as None."""
+    new = state.update(attended, non_padding, metadata)
+    if type(new) is not type(state):
+        raise OptionError(
+            f"`update` of the collector {name!r} must return the new state, a {type(state).__name__}, "
+            f"got {type(new).__name__}"
+        )
+    return new
 
 
 Collected = Mapping[AttentionSite, Mapping[str, CollectorState]]  # the states of a session, by site and collector name

@@ -1,6 +1,7 @@
 """Public names of `polyhead.observation`."""
 
-from polyhead.observation.adapters import Adapter
+from polyhead.observation.accumulators import Sums
+from polyhead.observation.adapters import Adapter, AttentionNotifier
 from polyhead.observation.attention_maps import AttentionMaps
 from polyhead.observation.collectors import BatchMetadata, Collector, CollectorState
 from polyhead.observation.contributions import Contributions
@@ -18,6 +19,7 @@ __all__ = [
     "Adapter",
     "AttentionDistances",
     "AttentionMaps",
+    "AttentionNotifier",
     "AttentionSite",
     "BatchMetadata",
     "Collector",
@@ -31,6 +33,7 @@ __all__ = [
     "RoutingLoad",
     "Session",
     "SiteRows",
+    "Sums",
     "find_projections",
     "load",
     "observe",

@@ -17,7 +17,14 @@ from polyhead.geometry import HeadId, HeadOrigins
 from polyhead.masks import Mask
 from polyhead.observation import adapters as adapting
 from polyhead.observation import returned_weights, torch_modules, transformers_models
-from polyhead.observation.collectors import BatchMetadata, Collector, CollectorState
+from polyhead.observation.collectors import (
+    BatchMetadata,
+    Collector,
+    CollectorState,
+    check_collectors,
+    empty_state,
+    updated_state,
+)
 from polyhead.observation.forward_statistics import NOT_REQUESTED, ForwardRecorder, ForwardStatistics
 from polyhead.observation.gates import Gates
 from polyhead.observation.head_profile import HeadProfile
@@ -192,7 +199,7 @@ class Session:
         self.via_weights = via_weights
         self._keeper = ForwardRecorder.requested(keep_statistics, self.wanted)
         self.adapters = {} if adapters is None else dict(adapters)
-        self.collectors = _check_names(collect)
+        self.collectors = check_collectors(collect)
         self.every = every
         self.layers = None if layers is None else _chosen_layers(layers)
         self.heads = None if heads is None else _chosen_heads(heads)
@@ -409,14 +416,14 @@ class Session:
         tally = self._staging.current
         states, device = tally.collected.get(site), attended.query.device
         if states is None or site in tally.resumed:
-            created = {collector.name: collector.empty(site, device) for collector in self.collectors}
+            created = {collector.name: empty_state(collector, site, device) for collector in self.collectors}
             empty = {name: value for name, value in created.items() if value is not None}
             states = (
                 empty if states is None else {name: _to_device(states[name], empty[name], device) for name in states}
             )
             tally.resumed.discard(site)
         tally.collected[site] = {
-            name: value.update(attended, non_padding, self.metadata) for name, value in states.items()
+            name: updated_state(name, state, attended, non_padding, self.metadata) for name, state in states.items()
         }
 
     def _site(self, name: str, num_heads: int, origins: HeadOrigins | None, *, cross: bool) -> AttentionSite:
@@ -508,13 +515,6 @@ class Session:
 def _to_device(value: CollectorState, empty: CollectorState, device: torch.device) -> CollectorState:
     """Return the state of `value` on a device, in a copy of `empty`."""
     return empty.with_state({name: tensor.to(device) for name, tensor in value.state().items()})
-
-
-def _check_names(collect: Sequence[Collector]) -> tuple[Collector, ...]:
-    names = [collector.name for collector in collect]
-    if len(set(names)) < len(names):
-        raise OptionError(f"collectors must have distinct names, got {', '.join(names)}")
-    return tuple(collect)
 
 
 def _chosen_layers(layers: Iterable[int | str]) -> frozenset[int | str]:

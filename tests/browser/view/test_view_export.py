@@ -68,6 +68,7 @@ def test_saved_map_equals_the_visible_one(opened_long):
         wanted = [token.strip() or "[␣]" for token in tokens[first : first + 15]]
         assert any(labels[i : i + 15] == wanted for i in range(len(labels)))
     ends = tab.locator("figure.map .ramp-ends span").all_inner_texts()
+    assert tab.locator("figure.map .map-corner").inner_text().split("\n") == ["key tokens →", "query tokens ↓"]
     assert {"key tokens →", "← query tokens", ends[0], ends[-1]} <= set(labels)
     light = check_colours(tab, root)
     opened.of.change_scheme("dark")

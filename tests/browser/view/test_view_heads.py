@@ -64,6 +64,8 @@ def test_every_head_of_a_text_is_drawn(open_view, keep_picture):
     cells = opened.tab.locator("a.cell")
     assert cells.count() == layers * heads == 8
     expect(opened.tab.locator(".word")).to_have_text(["[CLS]", *SENTENCE.split()])
+    expect(opened.tab.locator(".grids .ramp-ends span")).to_have_text(["0%", "50%", "100%"])
+    expect(opened.tab.locator(".head-grid .corner")).to_have_text("layer")
     for layer in range(layers):
         for head in range(heads):
             drawn = opened.tab.locator(f"a.cell[data-key='{layer}.{head}']").evaluate(PIXELS)

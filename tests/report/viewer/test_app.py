@@ -249,6 +249,14 @@ def test_body_size_is_limited(page):
     assert page.client.post(f"/{TOKEN}/api/tile", content=b"{}", headers=lying).status_code == 413
 
 
+@pytest.mark.parametrize("length", ["abc", "-5", "1e3", "2, 2", "", "\xb2"])
+def test_invalid_content_length_is_refused_as_such(page, length):
+    headers = {"content-type": "application/json", "content-length": length.encode("latin-1")}
+    response = page.client.post(f"/{TOKEN}/api/tile", content=b"{}", headers=headers)
+    assert response.status_code == 400
+    assert "Content-Length must be a number of bytes, got '" in response.json()["error"]["message"]
+
+
 def test_invalid_fields_are_refused_with_their_rule(page):
     trace = page.trace()["id"]
     head = {"trace": trace, "layer": 0, "head": 0}

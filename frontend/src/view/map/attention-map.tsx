@@ -2,7 +2,7 @@
 import type { JSX } from "preact";
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import type { HeadId } from "../../data";
-import { NO_VALUE, scaleOf } from "../../parts/colour";
+import { noValue, scaleOf } from "../../parts/colour";
 import { Segments } from "../../parts/controls";
 import { Figure } from "../../parts/figure";
 import { RampLegend } from "../../parts/legend";
@@ -93,7 +93,7 @@ export function AttentionMap({ trace, head, mapView, onPick }: AttentionMapProps
 
   const high = source ? colourRange(source.bright(rows, columns, level)) : 1;
   const scale = useMemo(() => scaleOf(0, high, dark, GAMMA), [high, dark]);
-  const colours: Colours = { scale, background: dark ? NO_VALUE.dark : NO_VALUE.light };
+  const colours: Colours = { scale, background: noValue(dark) };
   const share = (value: number) => locale.number(value, high < 0.02 ? "number" : "share");
 
   useEffect(() => source?.request(rows, columns, level), [source, rows[0], rows[1], columns[0], columns[1], level]);
@@ -166,6 +166,10 @@ export function AttentionMap({ trace, head, mapView, onPick }: AttentionMapProps
         <MapState source={source} />
       </div>
       <div class="map-frame">
+        <span class="map-corner" aria-hidden="true">
+          {axes.across} →<br />
+          {axes.down} ↓
+        </span>
         <MapAxis side="columns" tokens={keys} span={columns} offset={view.x} scale={view.scale} chosen={cell?.key} />
         <MapAxis side="rows" tokens={queries} span={rows} offset={view.y} scale={view.scale} chosen={cell?.query} />
         <div

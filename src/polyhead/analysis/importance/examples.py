@@ -45,7 +45,7 @@ class Examples:
 
     @property
     def ids(self) -> Tensor:
-        """Token ids [rows, tokens], of the decoder if there are two."""
+        """Token ids [rows, tokens]; those of the decoder for an encoder-decoder."""
         ids = next((self.inputs[name] for name in ID_NAMES if isinstance(self.inputs.get(name), Tensor)), None)
         if ids is None or ids.ndim != 2:
             got = "none of them" if ids is None else f"shape {list(ids.shape)}"

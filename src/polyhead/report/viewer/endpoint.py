@@ -47,7 +47,9 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         raise RequestError(415, "invalid", f"a request must have the content type {JSON}, got {kind[:80]!r}")
     too_large = RequestError(413, "too-large", f"a request must have at most {max_bytes} bytes, got more")
     length = request.headers.get("content-length", "0")
-    if not length.isascii() or not length.isdecimal() or len(length) > 15 or int(length) > max_bytes:
+    if not length.isascii() or not length.isdecimal():
+        raise RequestError(400, "invalid", f"Content-Length must be a number of bytes, got {length[:80]!r}")
+    if len(length) > 15 or int(length) > max_bytes:
         raise too_large
     body = bytearray()
     try:
