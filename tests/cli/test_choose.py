@@ -37,7 +37,7 @@ def test_no_more_than_asked_for_and_times_of_a_machine():
 
 def test_times_of_a_datasheet_are_labelled_as_such():
     options = ("choose", "--d-model", 512, "--cache", "64KiB", "--layers", 4, "--machine", "nvidia-l4")
-    assert invoke(*options).output.startswith("times of decode on nvidia-l4 (datasheet, error not measured)\n")
+    assert invoke(*options).output.startswith("times of decode on nvidia-l4 (datasheet estimate, error not measured)\n")
     found = json.loads(invoke(*options, "--json").output)["machine"]
     assert (found["name"], found["kind"], found["error"]) == ("nvidia-l4", "datasheet", None)
 

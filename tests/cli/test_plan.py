@@ -164,7 +164,7 @@ def test_a_page_holds_all_it_needs(tmp_path, timed):
 
 def test_a_machine_known_by_its_datasheet_is_labelled_as_such():
     shown = invoke("plan", *SIZES, "--phase", "decode", "--machine", "nvidia-l4").output
-    assert "bfloat16 on nvidia-l4 (datasheet, error not measured)" in shown
+    assert "bfloat16 on nvidia-l4 (datasheet estimate, error not measured)" in shown
     assert "note: datasheet of nvidia-l4: NVIDIA L4 Tensor Core GPU datasheet" in shown
     found = json.loads(invoke("plan", *SIZES, "--phase", "decode", "--machine", "nvidia-l4", "--json").output)[
         "machine"

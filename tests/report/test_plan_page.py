@@ -83,7 +83,7 @@ def test_charts_contain_the_numbers_of_the_plan(timed):
         own = series["cpu-2-cores (measured)"]
         assert own["values"][at] == pytest.approx(phase.timing.seconds / tokens)
         assert (own["wide"], own["dashed"]) == (True, False)
-        assert (series["nvidia-l4 (datasheet)"]["wide"], series["nvidia-l4 (datasheet)"]["dashed"]) == (False, True)
+        assert (series["nvidia-l4 (datasheet estimate)"]["wide"], series["nvidia-l4 (datasheet estimate)"]["dashed"]) == (False, True)
     assert layout["x_values"] == ("MHA", "GQA-3", "GQA-2", "MQA")
     relative = {series["name"]["en"]: series["values"] for series in layout["series"]}
     assert relative["cache per token"] == pytest.approx([1, 1 / 2, 1 / 3, 1 / 6])
@@ -184,7 +184,7 @@ def test_both_languages_are_complete(timed):
 
 def test_every_machine_is_labelled_with_what_it_is_known_from(timed):
     text = plan_html(*timed)
-    assert text.count("<small>datasheet, error not measured</small>") == 2 * 6  # of memory and of time
+    assert text.count("<small>datasheet estimate, error not measured</small>") == 2 * 6  # of memory and of time
     assert text.count("<small>measured, median error 8%, worst 33%</small>") == 2
     assert "NVIDIA A100 Tensor Core GPU datasheet, 1758950 r4" in text
 

@@ -70,9 +70,10 @@ def machine_words(machine: MachineSummary) -> str:
 
     >>> from polyhead.costs.timing.machine import Machine
     >>> [machine_words(Machine.load(name).summary) for name in ("nvidia-h200", "nvidia-l4")]
-    ['nvidia-h200 (measured, median error 8%, worst 33%)', 'nvidia-l4 (datasheet, error not measured)']
+    ['nvidia-h200 (measured, median error 8%, worst 33%)', 'nvidia-l4 (datasheet estimate, error not measured)']
     """
-    return f"{machine.name} ({machine.kind}, {error_words(machine)})"
+    kind = "datasheet estimate" if machine.kind == "datasheet" else machine.kind
+    return f"{machine.name} ({kind}, {error_words(machine)})"
 
 
 def error_words(machine: MachineSummary) -> str:

@@ -111,10 +111,10 @@ def _fit(plan: Plan, comparison: Comparison, language: Language) -> str:
 def _speed(plan: Plan, comparison: Comparison, language: Language) -> str:
     about = Text(
         "Measured machines were calibrated, and their errors are those on layers that no calibration has seen. Times "
-        "of datasheet machines are peak rates times the efficiency of a measured machine, and their error was not "
-        "measured. "
+        "of datasheet machines are estimated from peak rates and the efficiency of a measured machine at the same sizes; "
+        "their error was not measured. "
         "`polyhead plan calibrate` measures yours.",
-        "实测的机器经过校准，其误差来自校准未见过的层。数据表机器的时间为峰值速率乘以实测机器的效率，其误差未测。"
+        "实测的机器经过校准，其误差来自校准未见过的层。数据表机器的时间由峰值速率和实测机器在相同尺寸下的效率估计，其误差未测。"
         "`polyhead plan calibrate` 可测量你的机器。",
     )
     return (

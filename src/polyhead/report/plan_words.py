@@ -16,7 +16,7 @@ ATTENTION_ONLY = Text(
     "Attention layers only: embeddings, feed-forward layers and optimizer state come on top.",
     "只计注意力层：嵌入、前馈层和优化器状态需另加。",
 )
-KINDS = {"measured": Text("measured", "实测"), "datasheet": Text("datasheet", "数据表")}
+KINDS = {"measured": Text("measured", "实测"), "datasheet": Text("datasheet estimate", "数据表估计")}
 NOT_MEASURED = Text("error not measured", "误差未测")
 ERROR = Text("median error {median:.0%}, worst {worst:.0%}", "误差中位数 {median:.0%}，最大 {worst:.0%}")
 NAMES = {
