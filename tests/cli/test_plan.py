@@ -33,7 +33,7 @@ def test_a_layout_by_its_sizes():
         assert words in shown
     for title in ("training step", "prefill of the full context", "decode step"):
         assert title in shown
-    assert "use --machine to predict times; machines: amd-epyc-9554 (datasheet), " in shown
+    assert "use --machine to see whether it fits, and times; machines: amd-epyc-9554 (datasheet), " in shown
 
 
 def test_tokens_that_see_later_ones_meet_more_keys():

@@ -404,9 +404,7 @@ def test_no_machine_with_lower_figures_is_predicted_faster_than_the_measured_one
         MultiHeadConfig(4096, 32, num_kv_heads=8, causal=True, window=1024),
         latent_layout(4096, 32, 128, rank=512, layers=1).config,
     )
-    for config, tokens, dtype in itertools.product(
-        configs, (37, 512, 4096, 65536), (BF16, torch.float16, F32)
-    ):
+    for config, tokens, dtype in itertools.product(configs, (37, 512, 4096, 65536), (BF16, torch.float16, F32)):
         workloads = [Workload.training_step(tokens), Workload.prefill(tokens, batch=3)]
         workloads += [Workload.decode(tokens - 1, batch=7)] if config.causal else []
         for workload in workloads:

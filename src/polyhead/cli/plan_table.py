@@ -28,7 +28,9 @@ def draw(plan: Plan, console: Console) -> None:
     for note in (*plan.model.notes, *plan.notes):
         console.print(Text(f"note: {note}", style="dim"))
     if plan.machine is None:
-        console.print(Text(f"note: use --machine to predict times; machines: {machine_names()}", style="dim"))
+        console.print(
+            Text(f"note: use --machine to see whether it fits, and times; machines: {machine_names()}", style="dim")
+        )
     elif plan.machine.source is not None:
         console.print(Text(f"note: datasheet of {plan.machine.name}: {plan.machine.source}", style="dim"))
 

@@ -110,11 +110,13 @@ def _fit(plan: Plan, comparison: Comparison, language: Language) -> str:
 
 def _speed(plan: Plan, comparison: Comparison, language: Language) -> str:
     about = Text(
-        "Measured machines were calibrated, and their errors are those on layers that no calibration has seen. Times "
-        "of datasheet machines are estimated from peak rates and the efficiency of a measured machine at the same sizes; "
-        "their error was not measured. "
-        "`polyhead plan calibrate` measures yours.",
-        "实测的机器经过校准，其误差来自校准未见过的层。数据表机器的时间由峰值速率和实测机器在相同尺寸下的效率估计，其误差未测。"
+        "Device time is that of the kernels, without launch overhead, as under a CUDA graph; tokens/s are of device "
+        "time. Measured machines were calibrated, and their errors are those on layers that no calibration has seen. "
+        "Times of datasheet machines are estimated from peak rates and the efficiency of a measured machine at the "
+        "same sizes; their error was not measured. `polyhead plan calibrate` measures yours.",
+        "设备时间只计内核，不计启动开销（如使用 CUDA graph）；每秒词元数按设备时间计算。"
+        "实测的机器经过校准，其误差来自校准未见过的层。"
+        "数据表机器的时间由峰值速率和实测机器在相同尺寸下的效率估计，其误差未测。"
         "`polyhead plan calibrate` 可测量你的机器。",
     )
     return (

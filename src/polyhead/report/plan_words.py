@@ -18,6 +18,8 @@ ATTENTION_ONLY = Text(
 )
 KINDS = {"measured": Text("measured", "实测"), "datasheet": Text("datasheet estimate", "数据表估计")}
 NOT_MEASURED = Text("error not measured", "误差未测")
+NO_TIMES = Text("times not measured", "时间未测")
+DEVICE_TIME = Text("device time, {phase}", "{phase}的设备时间")
 ERROR = Text("median error {median:.0%}, worst {worst:.0%}", "误差中位数 {median:.0%}，最大 {worst:.0%}")
 NAMES = {
     "projection": Text("projection", "投影"),
@@ -42,6 +44,7 @@ COLUMNS = {
     "exponentials": Text("exponentials", "指数运算"),
     "bytes moved": Text("bytes moved", "访存字节"),
     "time": Text("time", "时间"),
+    "device time": Text("device time", "设备时间"),
     "machine": Text("machine", "机器"),
     "memory": Text("memory", "内存"),
     "layout": Text("layout", "布局"),
