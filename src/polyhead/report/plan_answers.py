@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from polyhead.analysis.languages import Text
-from polyhead.costs.choosing import Choice
 from polyhead.costs.comparison import Comparison, LayoutPoint, MachinePoint
-from polyhead.costs.phases import PhasePlan, Timing
+from polyhead.costs.phases import PhasePlan
 from polyhead.costs.planning import Plan
 from polyhead.costs.quantities import count, decimal_size, dtype_name, plural, seconds, size
 from polyhead.costs.timing.machine import MachineSummary
@@ -123,22 +122,12 @@ def tokens_per_second(plan: Plan, phase: PhasePlan) -> str:
     return count(tokens / _device_seconds(phase))
 
 
-def launch_words(timed: Timing | Choice) -> Text:
-    """Return the time with launch overhead, or nothing if that is the same."""
-    assert timed.seconds is not None
-    assert timed.device_seconds is not None
-    time = seconds(timed.seconds)
-    if time == seconds(timed.device_seconds):
-        return Text("", "")
-    return Text(f"{time} with launch overhead", f"含启动开销 {time}")
-
-
 def _phase_time(plan: Plan, phase: PhasePlan) -> Text:
     assert phase.timing is not None
     name, time, rate = words.short_name(plan, phase), seconds(_device_seconds(phase)), tokens_per_second(plan, phase)
-    launch = launch_words(phase.timing)
-    found = Text(f"{name.en} {time} ({rate} tokens/s", f"{name.zh} {time}（每秒 {rate} 个词元")
-    return _join(found, Text(f"; {launch.en})", f"；{launch.zh}）") if launch.en else Text(")", "）"))
+    total = seconds(phase.timing.seconds)
+    launch = Text("", "") if total == time else Text(f"; {total} with launch overhead", f"；含启动开销 {total}")
+    return Text(f"{name.en} {time} ({rate} tokens/s{launch.en})", f"{name.zh} {time}（每秒 {rate} 个词元{launch.zh}）")
 
 
 _BOUNDS = {

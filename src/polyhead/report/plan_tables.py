@@ -79,7 +79,7 @@ def _kind(plan: Plan, point: MachinePoint) -> str:
 
 
 def speed_table(plan: Plan, comparison: Comparison, language: Language) -> str:
-    """Return the predicted device time of each phase on each machine, tokens per second, and launch overhead."""
+    """Return the predicted device time of each phase on each machine, tokens per second, and eager time."""
     columns = [words.COLUMNS["machine"][language], *(words.short_name(plan, x)[language] for x in plan.phases)]
     rate = Text("{rate} tokens/s", "每秒 {rate} 词元")
     rows: list[Row] = []
@@ -89,18 +89,19 @@ def speed_table(plan: Plan, comparison: Comparison, language: Language) -> str:
             if phase.timing is None:
                 cells.append((words.NO_TIMES[language], ""))
                 continue
-            time, launch = _time_cell(phase.timing, language)
+            time, eager = _time_cell(phase.timing, language)
             tokens = rate.format(rate=answers.tokens_per_second(plan, phase))[language]
-            cells.append((time, f"{tokens}; {launch}" if launch else tokens))
+            cells.append((time, f"{tokens}; {eager}" if eager else tokens))
         rows.append((_machine_cell(plan, point, language), cells, _kind(plan, point)))
     return table(words.VIEWS["speed"][language], columns, rows)
 
 
 def _time_cell(timed: Timing | Choice, language: Language) -> Cell:
-    """Return the device time, and below it the time with launch overhead."""
-    if timed.device_seconds is None:
+    """Return the device time, and below it the eager time, with launch overhead."""
+    if timed.seconds is None or timed.device_seconds is None:
         return "–", ""
-    return seconds(timed.device_seconds), answers.launch_words(timed)[language]
+    device, eager = seconds(timed.device_seconds), seconds(timed.seconds)
+    return device, "" if eager == device else Text(f"{eager} eager", f"eager {eager}")[language]
 
 
 def layout_table(plan: Plan, comparison: Comparison, language: Language) -> str:

@@ -18,7 +18,11 @@ ATTENTION_ONLY = Text(
 )
 KINDS = {"measured": Text("measured", "实测"), "datasheet": Text("datasheet estimate", "数据表估计")}
 NOT_MEASURED = Text("error not measured", "误差未测")
-NO_TIMES = Text("times not measured", "时间未测")
+TIMES = Text(
+    "Device time is that of the kernels, as under a CUDA graph; eager time has the launch overhead of every call.",
+    "设备时间只计内核，如同使用 CUDA graph；eager 时间包含每次调用的启动开销。",
+)
+NO_TIMES = Text("not measured", "未测")
 DEVICE_TIME = Text("device time, {phase}", "{phase}的设备时间")
 ERROR = Text("median error {median:.0%}, worst {worst:.0%}", "误差中位数 {median:.0%}，最大 {worst:.0%}")
 NAMES = {
