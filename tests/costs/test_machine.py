@@ -97,12 +97,6 @@ def test_a_dtype_that_was_not_measured_is_refused(machine):
         Machine.load("amd-epyc-9554").matrix_rate(BF16)
 
 
-def test_a_datasheet_is_known_by_a_word_of_the_processor_name(machine):
-    assert machine.datasheet == shipped("nvidia-h200").sheet
-    assert machine.datasheet.bandwidth == 4.8e12
-    assert Machine("x", "cpu", 2, 1, 1e-6, (), (), {"processor": "Neoverse-N1"}).datasheet is None
-
-
 def test_machines_calibrated_here_are_listed_and_hide_shipped_ones(machine, tmp_path, monkeypatch):
     monkeypatch.setenv("POLYHEAD_MACHINES", str(tmp_path))
     assert own_folder() == tmp_path

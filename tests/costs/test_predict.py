@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import polyhead
-from benchmarks.plan_accuracy.shapes import Shape
+from benchmarks.plan_accuracy.shapes import Shape, roofline
 from polyhead.costs import Workload, estimate_memory
 from polyhead.costs.choosing import latent_layout
 from polyhead.costs.cost import layer_work
@@ -22,7 +22,7 @@ from polyhead.costs.timing.correction import Correction
 from polyhead.costs.timing.limits import EDGE_KEYS, MASK_TRAFFIC, copy_seconds, limits, route
 from polyhead.costs.timing.machine import HostCost, Machine, Sample
 from polyhead.costs.timing.machine_files import list_machines
-from polyhead.costs.timing.predict import host_cost, predict, predict_piece, roofline
+from polyhead.costs.timing.predict import host_cost, predict, predict_piece
 from polyhead.costs.work import AttentionCore, Product, Traffic, Work
 from polyhead.errors import OptionError
 from polyhead.layers import MultiHeadConfig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from polyhead.costs.layouts.model_layout import ModelLayout
 from polyhead.costs.phases import PhasePlan
@@ -33,19 +33,14 @@ WITHIN_ATTENTION = ("scores", "softmax", "values")
 STAGE_NAMES = {stage: name for name, _, stage in _ROWS if stage is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Row of a phase's table, as formatted cells; empty cells do not apply."""
+class Row(NamedTuple):
+    """Row of a phase's table: its name and formatted cells; empty cells do not apply."""
 
     name: str
     flops: str
     exponentials: str
     bytes: str
     time: str
-
-    @property
-    def cells(self) -> tuple[str, str, str, str]:
-        return self.flops, self.exponentials, self.bytes, self.time
 
 
 def title(plan: Plan, phase: PhasePlan) -> str:

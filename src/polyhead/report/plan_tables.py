@@ -145,9 +145,9 @@ def phase_table(plan: Plan, phase: PhasePlan, language: Language) -> str:
     shown = len(names) if phase.timing is not None else len(names) - 1
     columns = ["", *(words.COLUMNS[name][language] for name in names[:shown])]
     rows: list[Row] = []
-    for row in wording.rows(phase):
-        kind = "total" if row.name == "total" else "sub" if row.name in wording.WITHIN_ATTENTION else ""
-        rows.append(((words.NAMES[row.name][language], ""), [(cell, "") for cell in row.cells[:shown]], kind))
+    for name, *cells in wording.rows(phase):
+        kind = "total" if name == "total" else "sub" if name in wording.WITHIN_ATTENTION else ""
+        rows.append(((words.NAMES[name][language], ""), [(cell, "") for cell in cells[:shown]], kind))
     return table(words.title(plan, phase)[language], columns, rows)
 
 

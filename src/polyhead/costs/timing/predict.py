@@ -83,11 +83,6 @@ def predict_piece(piece: Piece, machine: Machine) -> Part:
     return Part(piece, limit.before + limit.kernel_seconds * _factor(piece, machine), limit.bound)
 
 
-def roofline(work: Work, flops: float, bandwidth: float) -> float:
-    """Return the classic roofline time: the longer of all FLOPs at one rate and all bytes at another."""
-    return max(work.flops / flops, work.bytes / bandwidth)
-
-
 def place(piece: Product | AttentionCore, served: Route) -> tuple[float, ...]:
     """Return the coordinates of a piece among others of its kind, in octaves; head_dim and causality weigh double."""
     if isinstance(piece, Product):
