@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from polyhead.analysis.languages import Text
+from polyhead.costs import plan_wording as wording
 from polyhead.costs.comparison import Comparison, LayoutPoint, MachinePoint
 from polyhead.costs.phases import PhasePlan
 from polyhead.costs.planning import Plan
@@ -27,18 +30,10 @@ def fit(plan: Plan, comparison: Comparison) -> list[Text]:
         is_same = index > 0 and place == places[index - 1]
         sentences.append(_join(lead, _again(comparison.machines, index) if is_same else place))
     if plan.machine is not None:
-        machine = plan.machine.name
         names = [words.short_name(plan, phase) for phase in plan.phases]
-        most = [
-            Text(f"{name.en} {fit.max_batch:,}", f"{name.zh} {fit.max_batch:,}")
-            for name, fit in zip(names, plan.fits, strict=True)
-        ]
-        sentences.append(
-            Text(
-                f"Largest batch on {machine}: {', '.join(x.en for x in most)}.",
-                f"{machine} 上的最大批量：{'，'.join(x.zh for x in most)}。",
-            )
-        )
+        batches = [Text(*[f" {fit.max_batch:,}"] * 2) for fit in plan.fits]
+        machine, most = plan.machine.name, _listed(map(_join, names, batches))
+        sentences.append(Text(f"Largest batch on {machine}: {most.en}.", f"{machine} 上的最大批量：{most.zh}。"))
     return sentences
 
 
@@ -80,18 +75,13 @@ def speed(plan: Plan, comparison: Comparison) -> list[Text]:
         ]
     if plan.machine is not None and plan.is_timed:
         machine = machine_words(plan.machine)
-        parts = [_phase_time(plan, phase) for phase in plan.phases]
-        return [
-            Text(
-                f"Device time on {machine.en}: {', '.join(part.en for part in parts)}.",
-                f"在 {machine.zh}上的设备时间：{'，'.join(part.zh for part in parts)}。",
-            ),
-            _bounds(plan),
-        ]
+        times = _listed(_phase_time(plan, phase) for phase in plan.phases)
+        lead = Text(f"Device time on {machine.en}: {times.en}.", f"在 {machine.zh}上的设备时间：{times.zh}。")
+        return [lead, _bounds(plan)]
     sentences = []
     for index, phase in enumerate(plan.phases):
-        times = sorted((_device_seconds(x.phases[index]), x.machine.name, x.machine.kind) for x in timed)
-        (low, fast, first), (high, slow, last) = times[0], times[-1]
+        by_time = sorted((_device_seconds(x.phases[index]), x.machine.name, x.machine.kind) for x in timed)
+        (low, fast, first), (high, slow, last) = by_time[0], by_time[-1]
         name, kinds = words.title(plan, phase), words.KINDS
         sentences.append(
             Text(
@@ -130,13 +120,11 @@ def _phase_time(plan: Plan, phase: PhasePlan) -> Text:
     return Text(f"{name.en} {time} ({rate} tokens/s{launch.en})", f"{name.zh} {time}（每秒 {rate} 个词元{launch.zh}）")
 
 
-_BOUNDS = {
-    "matrix": Text("the matrix units", "矩阵单元"),
-    "exponentials": Text("the exponentials", "指数运算"),
-    "bandwidth": Text("memory bandwidth", "内存带宽"),
-    "launch": Text(
-        "launch overhead: launching the kernels takes longer than running them", "启动开销：启动内核比运行内核更久"
-    ),
+_BOUNDS_ZH = {
+    "matrix": "矩阵单元",
+    "exponentials": "指数运算",
+    "bandwidth": "内存带宽",
+    "launch": "启动开销：启动内核比运行内核更久",
 }
 
 
@@ -148,8 +136,8 @@ def _bounds(plan: Plan) -> Text:
         phases.setdefault(phase.timing.bound, []).append(words.short_name(plan, phase))
     parts = [
         Text(
-            f"{' and '.join(name.en for name in names)} bound by {_BOUNDS[bound].en}",
-            f"{'与'.join(name.zh for name in names)}受限于{_BOUNDS[bound].zh}",
+            f"{' and '.join(name.en for name in names)} bound by {wording.BOUNDS[bound]}",
+            f"{'与'.join(name.zh for name in names)}受限于{_BOUNDS_ZH[bound]}",
         )
         for bound, names in phases.items()
     ]
@@ -225,6 +213,11 @@ def _decode_words(planned: LayoutPoint, layouts: tuple[LayoutPoint, ...], plan: 
 def _device_seconds(phase: PhasePlan) -> float:
     assert phase.timing is not None
     return phase.timing.device_seconds
+
+
+def _listed(texts: Iterable[Text]) -> Text:
+    english, chinese = zip(*((text.en, text.zh) for text in texts), strict=True)
+    return Text(", ".join(english), "，".join(chinese))
 
 
 def _join(first: Text, second: Text) -> Text:
