@@ -10,13 +10,18 @@ from torch import Tensor, nn
 
 from benchmarks.measuring.agreement import hold
 from benchmarks.measuring.cases import Run
-from polyhead.costs.measuring.gpu import replayed
+from polyhead.costs.measuring.gpu import TIMES_L2, replayed
 
 FORWARD, TRAINING = "forward", "forward + backward"
 WITH_PYTHON = ", with its Python"  # of a call that is no CUDA graph
 CHECKED_TOKENS = 256  # of which the formula is computed in float64
 
 Call = Callable[[Tensor], Tensor]
+
+
+def caches_beyond(l2: int, cache: int) -> int:
+    """Return how many KV caches of `cache` bytes to read in turn so that none is still in an L2 of `l2` bytes."""
+    return max(2, -(-TIMES_L2 * l2 // cache))
 
 
 def without_gradients(call: Callable[[], Tensor]) -> Callable[[], Tensor]:

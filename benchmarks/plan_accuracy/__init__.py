@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import json
 import math
+import re
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,15 +17,16 @@ from typing import Any
 import torch
 
 from benchmarks.measuring.verdicts import judge
-from benchmarks.plan_accuracy.shapes import REGIMES, Ranges, Rates, Regime, Shape
+from benchmarks.plan_accuracy.shapes import REGIMES, Ranges, Rates, Regime, Shape, roofline
 from polyhead.costs.calibration.calls import layer_call
 from polyhead.costs.calibration.compiling import Task, compile_ahead, layer_tasks
-from polyhead.costs.calibration.timing import MAX_HOST_SHARE, steady_samples
-from polyhead.costs.measuring.runner import is_out_of_memory
+from polyhead.costs.calibration.timing import MAX_HOST_SHARE, MIN_SAMPLES, SAMPLES, SLOW_SECONDS, Call
+from polyhead.costs.measuring.runner import is_out_of_memory, seconds_of
 from polyhead.costs.quantities import dtype_name
 from polyhead.costs.timing.limits import Bound
-from polyhead.costs.timing.machine import Machine
-from polyhead.costs.timing.predict import Prediction, predict, roofline
+from polyhead.costs.timing.machine import Datasheet, Machine, shipped
+from polyhead.costs.timing.machine_files import SHIPPED
+from polyhead.costs.timing.predict import Prediction, predict
 from polyhead.errors import OptionError
 from polyhead.observation.saving import write_atomically
 
@@ -32,6 +34,7 @@ __all__ = ["Outcome", "Summary", "measure", "predict_again", "summaries", "to_di
 
 MEDIAN_BOUND, WORST_BOUND = 0.15, 0.35
 VISITS, HOST_VISITS = 3, 9  # the second for shapes that may be host-bound
+STEADY_SECONDS = {"cuda": 3e-2, "cpu": 2e-4}  # so long that the first and the last call make no difference
 MAX_COMPILED_BYTES = 8e9  # of a layer whose kernels are compiled ahead, in parallel with others
 
 
@@ -159,10 +162,28 @@ def _tasks(shapes: Iterable[Shape], dtype: torch.dtype) -> list[Task]:
 
 def promise(machine: Machine, dtype: torch.dtype) -> Rates:
     """Return the vendor's figures, or the best measured rates if none are known."""
-    sheet = machine.datasheet
+    sheet = datasheet_of(machine)
     if sheet is None:
         return Rates(machine.matrix_rate(dtype), machine.bandwidth)
     return Rates(sheet.flops[dtype_name(dtype)], sheet.bandwidth)
+
+
+def datasheet_of(machine: Machine) -> Datasheet | None:
+    """Return a machine's datasheet: its own, or the shipped one whose model is a word of the processor's name."""
+    if machine.sheet is not None:
+        return machine.sheet
+    parts = re.split(r"[^A-Za-z0-9]+", str(machine.facts.get("processor", machine.name)).upper())
+    sheets = (shipped(path.stem).sheet for path in sorted(SHIPPED.glob("*.json")))
+    return next((sheet for sheet in sheets if sheet is not None and sheet.model in parts), None)
+
+
+def steady_samples(call: Call, device: torch.device) -> list[float]:
+    """Return seconds per call of many calls in a row, whether host or device bounds them."""
+    call()
+    once = min(seconds_of(call, 1, device) for _ in range(2))
+    times = max(1, math.ceil(STEADY_SECONDS[device.type] / once))
+    count = MIN_SAMPLES if once > SLOW_SECONDS else SAMPLES[device.type]
+    return [seconds_of(call, times, device) / times for _ in range(count)]
 
 
 def _measured(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int) -> list[float]:

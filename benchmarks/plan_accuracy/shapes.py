@@ -17,7 +17,6 @@ import torch
 from polyhead.costs.cost import layer_work
 from polyhead.costs.options import PHASES, Phase
 from polyhead.costs.timing.limits import MASK_TRAFFIC, route
-from polyhead.costs.timing.predict import roofline
 from polyhead.costs.work import AttentionCore, Device, Piece, Work
 from polyhead.costs.workload import Workload
 from polyhead.errors import OptionError
@@ -151,6 +150,11 @@ def draw(ranges: Ranges, *, seed: int = SEED, known: Iterable[Piece] = ()) -> di
         if not any(missing.values()):
             return _in_turns(found)
     raise OptionError(f"{MAX_DRAWS} draws must fill the quotas, got {missing} missing; widen the ranges")
+
+
+def roofline(work: Work, flops: float, bandwidth: float) -> float:
+    """Return the classic roofline time: the longer of all FLOPs at one rate and all bytes at another."""
+    return max(work.flops / flops, work.bytes / bandwidth)
 
 
 def regime_of(shape: Shape, work: Work, ranges: Ranges) -> Regime:

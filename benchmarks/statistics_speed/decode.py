@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from benchmarks.measuring.calls import caches_beyond
 from benchmarks.measuring.cases import Case, Entrants, Pair, Run
 from benchmarks.measuring.verdicts import Figure
 from benchmarks.statistics_speed import contenders
@@ -13,7 +14,7 @@ from benchmarks.statistics_speed.contenders import CUDNN, WITH
 from benchmarks.statistics_speed.exact import Exact, Found
 from benchmarks.statistics_speed.places import DECODE_STATISTICS, Shape
 from benchmarks.statistics_speed.problem import Problem
-from polyhead.costs.measuring.gpu import caches_beyond, l2_bytes, replayed
+from polyhead.costs.measuring.gpu import l2_bytes, replayed
 from polyhead.costs.measuring.runner import Timings
 from polyhead.ops.decode.fused import CacheArguments, decode
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.measuring.agreement import hold
+from benchmarks.measuring.calls import caches_beyond
 from benchmarks.measuring.cases import Case, Entrants, Pair, Run
 from benchmarks.measuring.verdicts import Figure
-from polyhead.costs.measuring.gpu import caches_beyond, l2_bytes, replayed
+from polyhead.costs.measuring.gpu import l2_bytes, replayed
 from polyhead.costs.measuring.runner import Timings
 from polyhead.ops.decode.fused import CacheArguments, decode
 

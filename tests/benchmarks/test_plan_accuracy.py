@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 from benchmarks import plan_accuracy
 from benchmarks.app import app
 from benchmarks.plan_accuracy import Outcome, command, shapes, summaries
-from benchmarks.plan_accuracy.shapes import CPU, GPU, Shape, draw
+from benchmarks.plan_accuracy.shapes import CPU, GPU, Shape, draw, roofline
 from benchmarks.plan_tables import accuracy_section
 from polyhead.costs import calibration
 from polyhead.costs.calibration import timing
 from polyhead.costs.timing.machine import Machine, shipped
-from polyhead.costs.timing.predict import predict, roofline
+from polyhead.costs.timing.predict import predict
 from polyhead.costs.work import AttentionCore
 from polyhead.errors import OptionError
 

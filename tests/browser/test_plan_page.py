@@ -83,7 +83,7 @@ def test_values_are_formatted_as_in_the_tables(open_page, page, plan):
         plan.phases, ("training step", "prefill", "decode step"), (4096, 4096, 1), strict=True
     ):
         tab.get_by_role("group", name="Phase").get_by_role("button", name=name).click()
-        title = f"4K tokens of context: cpu-2-cores (measured) {seconds(phase.timing.seconds / tokens)}"
+        title = f"4K tokens of context: cpu-2-cores (measured) {seconds(phase.timing.device_seconds / tokens)}"
         assert title in tab.locator("svg:visible title").all_text_contents()
     assert {"20 ms", "100 ms", "200 ms"} <= set(tab.locator("svg:visible text").all_text_contents())
 
@@ -108,7 +108,7 @@ def test_the_language_is_part_of_the_link(open_page, page):
     tab.get_by_label("Language").select_option("zh")
     expect(tab.locator("section:visible h2")).to_have_text("有多快？")
     assert tab.url.endswith("#/speed?lang=zh")
-    expect(tab.locator("figure:visible h3")).to_have_text("训练一步：前向与反向：每词元时间")
+    expect(tab.locator("figure:visible h3")).to_have_text("训练一步：前向与反向：每词元设备时间")
     tab.get_by_role("link", name="全部数字").click()
     expect(tab.locator("section:visible h2")).to_have_text("全部数字")
     assert tab.evaluate("document.documentElement.lang") == "zh-Hans"
@@ -122,7 +122,7 @@ def test_a_chart_is_saved_with_its_title_and_the_names_of_its_series(open_page, 
     with tab.expect_download() as waiting:
         tab.get_by_role("button", name="Save “Cost relative to MHA, by number of KV heads” as SVG").click()
     texts = {x.text for x in ElementTree.parse(waiting.value.path()).iter() if x.tag.endswith("text")}
-    assert {"cache per token", "time, decode step", "relative to MHA", "1x", "1/4", "GQA-8"} <= texts
+    assert {"cache per token", "device time, decode step", "relative to MHA", "1x", "1/4", "GQA-8"} <= texts
     assert "Cost relative to MHA, by number of KV heads" in texts
 
 

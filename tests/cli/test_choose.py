@@ -30,14 +30,25 @@ def test_no_more_than_asked_for_and_times_of_a_machine():
     options = ("--dtype", "float32", "--machine", "cpu-2-cores", "--latency", "1s", "--layers", 4, "--context", 512)
     shown = invoke("choose", "--d-model", 512, *options, "--most", 2).output
     assert "more; show them with --most" in shown
-    first, _, columns, *_ = shown.splitlines()
+    first, _, _, _, columns, *_ = shown.splitlines()
     assert first == "times of decode on cpu-2-cores (measured, median error 12%, worst 31%)"
-    assert "time" in columns
+    assert "device time  with launch overhead" in columns
+
+
+def test_the_head_dims_considered_and_excluded_are_printed():
+    shown = invoke("choose", "--d-model", 512, "--cache", "64B", "--layers", 1).output
+    excluded = "96, 192 (d_model 512 is no multiple of it)"
+    over = "32, 64, 128, 256 (every layout with it exceeds the budget)"
+    shown = " ".join(shown.split())
+    assert f"head_dim considered: 32, 64, 96, 128, 192, 256; excluded: {over}; excluded: {excluded}" in shown
+    found = json.loads(invoke("choose", "--d-model", 512, "--cache", "64KiB", "--json").output)
+    assert found["head_dims"] == [32, 64, 96, 128, 192, 256]
+    assert found["excluded"].keys() == {"96", "192"}
 
 
 def test_times_of_a_datasheet_are_labelled_as_such():
     options = ("choose", "--d-model", 512, "--cache", "64KiB", "--layers", 4, "--machine", "nvidia-l4")
-    assert invoke(*options).output.startswith("times of decode on nvidia-l4 (datasheet, error not measured)\n")
+    assert invoke(*options).output.startswith("times of decode on nvidia-l4 (datasheet estimate, error not measured)\n")
     found = json.loads(invoke(*options, "--json").output)["machine"]
     assert (found["name"], found["kind"], found["error"]) == ("nvidia-l4", "datasheet", None)
 

@@ -33,7 +33,7 @@ def test_a_layout_by_its_sizes():
         assert words in shown
     for title in ("training step", "prefill of the full context", "decode step"):
         assert title in shown
-    assert "use --machine to predict times; machines: amd-epyc-9554 (datasheet), " in shown
+    assert "use --machine to see whether it fits, and times; machines: amd-epyc-9554 (datasheet), " in shown
 
 
 def test_tokens_that_see_later_ones_meet_more_keys():
@@ -164,7 +164,7 @@ def test_a_page_holds_all_it_needs(tmp_path, timed):
 
 def test_a_machine_known_by_its_datasheet_is_labelled_as_such():
     shown = invoke("plan", *SIZES, "--phase", "decode", "--machine", "nvidia-l4").output
-    assert "bfloat16 on nvidia-l4 (datasheet, error not measured)" in shown
+    assert "bfloat16 on nvidia-l4 (datasheet estimate, error not measured)" in shown
     assert "note: datasheet of nvidia-l4: NVIDIA L4 Tensor Core GPU datasheet" in shown
     found = json.loads(invoke("plan", *SIZES, "--phase", "decode", "--machine", "nvidia-l4", "--json").output)[
         "machine"

@@ -87,6 +87,40 @@ def test_time_is_limited_on_a_machine():
     assert all(choice.seconds <= limit for choice in limited.found)
 
 
+def test_time_on_a_gpu_is_device_time_and_ranks_layouts_of_one_width():
+    options = {"d_model": 512, "layers": 4, "context": 4096, "machine": "nvidia-h200"}
+    free = choose(Budget(cache_bytes_per_token=1 << 20), **options)
+    assert len({choice.seconds for choice in free.found}) == 1  # launch overhead hides every difference
+    by_warnings = {}
+    for choice in free.found:
+        assert choice.device_seconds < 0.5 * choice.seconds
+        by_warnings.setdefault(len(choice.warnings), []).append(choice.device_seconds)
+    assert list(by_warnings) == sorted(by_warnings)
+    assert all(times == sorted(times) for times in by_warnings.values())
+    assert any(len(set(times)) > 1 for times in by_warnings.values())
+    times = sorted(choice.device_seconds for choice in free.found)
+    limit = (times[0] + times[-1]) / 2
+    assert limit < min(choice.seconds for choice in free.found)
+    limited = choose(Budget(seconds=limit), **options).found
+    assert limited
+    assert all(choice.device_seconds <= limit for choice in limited)
+
+
+def test_a_head_dim_without_a_layout_is_excluded_with_its_reason():
+    choices = choose(Budget(cache_bytes_per_token=1 << 20), d_model=1536, context=512)
+    assert choices.head_dims == (32, 64, 96, 128, 192, 256)
+    assert choices.excluded == {}
+    choices = choose(Budget(cache_bytes_per_token=400), d_model=1024, context=512)
+    over = "every layout with it exceeds the budget"
+    divides = "d_model 1024 is no multiple of it"
+    assert choices.excluded == {96: divides, 128: over, 192: divides, 256: over}
+    assert {choice.capacity[2] for choice in choices.found} == {32, 64}
+    wide = choose(Budget(parameters=10**9), d_model=160, context=512).excluded
+    assert wide[96] == "d_model 160 and twice that are no multiples of it"
+    narrow = choose(Budget(parameters=2_400_000, cache_bytes_per_token=512), context=512)
+    assert narrow.excluded[96].startswith("other layouts have at least as many heads")
+
+
 def test_a_search_estimates_no_memory(monkeypatch):
     monkeypatch.setattr("polyhead.costs.phases.estimate_memory", None)
     options = {"d_model": 256, "context": 512, "machine": "cpu-2-cores"}

@@ -36,14 +36,13 @@ def test_every_machine_with_the_dtype_of_the_plan_has_times_and_memory():
     for point in found.machines:
         machine = Machine.load(point.machine.name)
         assert point.memory_bytes == machine.memory_bytes
-        if torch.bfloat16 not in machine.dtypes:
-            assert (point.phases, point.curves) == ((), ())
-            continue
-        alone = planned(GROUPED, machine=machine)
+        alone = planned(GROUPED, machine=machine, dtype=torch.bfloat16)
         assert point.phases == alone.phases
+        assert alone.is_timed == (torch.bfloat16 in machine.dtypes) == bool(point.curves)
         at = lengths.index(1000)
-        assert [curve[at] for curve in point.curves] == pytest.approx([x.timing.seconds for x in alone.phases])
-    assert not next(point for point in found.machines if point.machine.name == "amd-epyc-9554").phases
+        times = [x.timing.device_seconds for x in alone.phases if x.timing is not None]
+        assert [curve[at] for curve in point.curves] == pytest.approx(times)
+    assert not next(point for point in found.machines if point.machine.name == "amd-epyc-9554").curves
 
 
 def test_the_machine_of_the_plan_replaces_one_of_its_name():

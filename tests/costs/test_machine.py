@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -96,12 +97,6 @@ def test_a_dtype_that_was_not_measured_is_refused(machine):
         Machine.load("amd-epyc-9554").matrix_rate(BF16)
 
 
-def test_a_datasheet_is_known_by_a_word_of_the_processor_name(machine):
-    assert machine.datasheet == shipped("nvidia-h200").sheet
-    assert machine.datasheet.bandwidth == 4.8e12
-    assert Machine("x", "cpu", 2, 1, 1e-6, (), (), {"processor": "Neoverse-N1"}).datasheet is None
-
-
 def test_machines_calibrated_here_are_listed_and_hide_shipped_ones(machine, tmp_path, monkeypatch):
     monkeypatch.setenv("POLYHEAD_MACHINES", str(tmp_path))
     assert own_folder() == tmp_path
@@ -162,6 +157,14 @@ def test_datasheets_have_dense_rates_without_sparsity():
         assert flops["float32"] == pytest.approx(wide * 1e12)
         assert machine.sheet.bandwidth == pytest.approx(bandwidth * 1e12)
         assert (machine.memory_bytes, machine.processors) == (memory * 10**9, processors)
+
+
+def test_every_document_of_a_datasheet_can_be_found_by_a_number_a_version_or_an_address():
+    for sheet in (shipped(name).sheet for name in (*DATASHEETS, "nvidia-h200")):
+        documents = re.findall(r"(?:^|; )((?:NVIDIA|AMD) [^(]+)", sheet.source)
+        assert documents
+        for document in documents:
+            assert re.search(r"(data ?sheet|whitepaper), (\d{7}\b|V\d\.\d+ |https://\S+ )", document), document
 
 
 def test_rates_of_a_datasheet_are_scaled_by_the_efficiency_of_the_measured_machine():

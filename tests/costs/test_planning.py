@@ -21,9 +21,9 @@ from polyhead.costs import (
 from polyhead.costs.curves import over_context, over_heads, with_heads
 from polyhead.costs.layout_warnings import warnings_of
 from polyhead.costs.parameters import count_parameters, four_squares
-from polyhead.costs.plan_wording import below, facts, layout_words, rows, title
+from polyhead.costs.plan_wording import below, facts, layout_words, requested, rows, title
 from polyhead.costs.planning import crossover
-from polyhead.costs.quantities import count, parse_count, parse_seconds, seconds, size
+from polyhead.costs.quantities import count, decimal_size, parse_count, parse_seconds, seconds, size
 from polyhead.costs.timing.machine import Machine
 from polyhead.errors import DtypeError, OptionError, ShapeError
 from polyhead.layers import MultiHeadConfig
@@ -264,18 +264,40 @@ def test_times_are_of_the_machine_that_was_named():
     unsaid = planning.plan(MIXED, context=64, machine=machine)
     assert unsaid.dtype is torch.float32
     assert any("cpu-2-cores was not calibrated in bfloat16" in note for note in unsaid.notes)
-    small = dataclasses.replace(machine, memory_bytes=plan["training"].fused.total - 1)
-    notes = planning.plan(MIXED, context=64, dtype=torch.float32, machine=small).notes
-    assert [note.split(":")[0] for note in notes if "memory" in note] == [
-        "training needs more memory than cpu-2-cores has"
-    ]
-    tiny = dataclasses.replace(machine, memory_bytes=1)
-    reported = [
-        note for note in planning.plan(MIXED, context=64, dtype=torch.float32, machine=tiny).notes if "needs" in note
-    ]
-    assert ["with rolling caches" in note for note in reported] == [False, True, True]  # a training step has no cache
-    with pytest.raises(OptionError, match="float16"):
-        planning.plan(MIXED, context=64, dtype=torch.float16, machine=machine)
+
+
+def test_memory_is_planned_on_a_machine_that_has_no_rates_in_the_dtype():
+    machine = Machine.load("cpu-2-cores")
+    plan = planning.plan(MIXED, context=64, dtype=torch.float16, machine=machine)
+    assert not plan.is_timed
+    assert [fit.needed_bytes for fit in plan.fits] == [phase.fused.total for phase in plan.phases]
+    assert "cpu-2-cores was not calibrated in float16: memory is planned, times are not predicted" in plan.notes
+    assert " float16 on cpu-2-cores (times not measured); " in requested(plan)
+    server = planning.plan(MIXED, context=64, dtype=torch.float16, machine="amd-epyc-9554")
+    assert "amd-epyc-9554 has no rate in float16: memory is planned, times are not predicted" in server.notes
+    assert planning.plan(MIXED, context=64).fits == ()
+
+
+def test_a_plan_says_what_fits_and_up_to_which_batch():
+    machine = Machine.load("cpu-2-cores")
+
+    def fit_lines(memory_bytes, **options):
+        small = dataclasses.replace(machine, memory_bytes=memory_bytes)
+        plan = planning.plan(MIXED, context=64, dtype=torch.float32, machine=small, **options)
+        return plan.fits, [words for name, words in facts(plan) if ": yes, " in words or ": no, " in words]
+
+    sizes = {"context": 64, "dtype": torch.float32, "machine": machine, "phases": ["training"]}
+    (five, six) = (planning.plan(MIXED, batch=batch, **sizes)["training"].fused.total for batch in (5, 6))
+    (fit,), (words,) = fit_lines(six - 1, batch=2, phases=["training"])
+    assert fit.max_batch == 5
+    assert words.startswith("training: yes, ")
+    assert words.endswith(f" of {decimal_size(six - 1)} at batch 2, 64 tokens; up to batch 5")
+    (fit,), (words,) = fit_lines(five, batch=6, phases=["training"])
+    assert fit.max_batch == 5
+    assert words == f"training: no, {decimal_size(six)} of {decimal_size(five)} at batch 6, 64 tokens; up to batch 5"
+    _, lines = fit_lines(1)
+    assert all(line.endswith("; not even batch 1") for line in lines)
+    assert ["with rolling caches" in line for line in lines] == [False, True, True]  # a training step has no cache
 
 
 def test_a_plan_as_json_has_every_total():

@@ -12,7 +12,7 @@ import torch
 from polyhead.costs import LayerGroup, ModelLayout, planning
 from polyhead.costs.comparison import Comparison, compare
 from polyhead.costs.layout_warnings import KINDS
-from polyhead.costs.quantities import decimal_size, seconds
+from polyhead.costs.quantities import count, decimal_size, seconds
 from polyhead.costs.timing.machine import Machine
 from polyhead.layers import MultiHeadConfig
 from polyhead.layers.variants import DifferentialConfig
@@ -81,13 +81,16 @@ def test_charts_contain_the_numbers_of_the_plan(timed):
     for variant, phase, tokens in zip(charts["speed"], plan.phases, (3000, 3000, 3), strict=True):
         series = {series["name"]["en"]: series for series in variant["chart"]["series"]}
         own = series["cpu-2-cores (measured)"]
-        assert own["values"][at] == pytest.approx(phase.timing.seconds / tokens)
+        assert own["values"][at] == pytest.approx(phase.timing.device_seconds / tokens)
         assert (own["wide"], own["dashed"]) == (True, False)
-        assert (series["nvidia-l4 (datasheet)"]["wide"], series["nvidia-l4 (datasheet)"]["dashed"]) == (False, True)
+        assert (
+            series["nvidia-l4 (datasheet estimate)"]["wide"],
+            series["nvidia-l4 (datasheet estimate)"]["dashed"],
+        ) == (False, True)
     assert layout["x_values"] == ("MHA", "GQA-3", "GQA-2", "MQA")
     relative = {series["name"]["en"]: series["values"] for series in layout["series"]}
     assert relative["cache per token"] == pytest.approx([1, 1 / 2, 1 / 3, 1 / 6])
-    assert relative.keys() == {"cache per token", "parameters", "memory, decode step", "time, decode step"}
+    assert relative.keys() == {"cache per token", "parameters", "memory, decode step", "device time, decode step"}
 
 
 def test_without_a_machine_there_are_times_of_all_machines_and_none_of_layouts():
@@ -99,14 +102,18 @@ def test_without_a_machine_there_are_times_of_all_machines_and_none_of_layouts()
         "cache per token", "parameters", "memory, training step",
     }  # fmt: skip
     (sentence,) = answers.speed(plan, comparison)
-    times = sorted((x.phases[0].timing.seconds, x.machine.name) for x in comparison.machines)
+    times = sorted((x.phases[0].timing.device_seconds, x.machine.name) for x in comparison.machines)
     assert f": {seconds(times[0][0])} on {times[0][1]} (" in sentence.en
     assert f" to {seconds(times[-1][0])} on {times[-1][1]} (" in sentence.en
 
 
 def test_a_phase_fits_into_machines_with_more_memory_than_it_needs(timed):
     plan, comparison = timed
-    training, *others = answers.fit(plan, comparison)
+    training, *others, most = answers.fit(plan, comparison)
+    batches = [fit.max_batch for fit in plan.fits]
+    assert most.en == "Largest batch on cpu-2-cores: training step {:,}, prefill {:,}, decode step {:,}.".format(
+        *batches
+    )
     needs = decimal_size(plan["training"].fused.total)
     assert training.en.startswith(f"Training at batch 3, 1,000 tokens needs {needs}: fits into 24 GB (nvidia-l4, ")
     assert ", 80 GB (nvidia-a100-80gb, nvidia-h100-sxm), " in training.en
@@ -136,9 +143,12 @@ def test_a_phase_fits_into_machines_with_more_memory_than_it_needs(timed):
 def test_the_speed_of_a_phase_is_told_with_its_machine_and_error(timed):
     plan, comparison = timed
     lead, bounds = (sentence.en for sentence in answers.speed(plan, comparison))
-    assert lead.startswith("On cpu-2-cores (measured, median error 12%, worst 31%): training step ")
-    decode = plan["decode"].timing.seconds
-    assert f"decode step {seconds(decode)} ({3 / decode:,.0f} tokens/s)." in lead
+    assert lead.startswith("Device time on cpu-2-cores (measured, median error 12%, worst 31%): training step ")
+    timing = plan["decode"].timing
+    decode = timing.device_seconds
+    assert decode < 0.9 * timing.seconds
+    assert f"decode step {seconds(decode)} ({count(3 / decode)} tokens/s; " in lead
+    assert f"{seconds(timing.seconds)} with launch overhead)." in lead
     assert "bound by" in bounds
 
 
@@ -158,9 +168,36 @@ def test_nothing_is_predicted_for_a_dtype_that_no_machine_has():
     plan = planning.plan(ModelLayout.of(MultiHeadConfig(96, 6, causal=True)), context=200, dtype=torch.float64)
     found = compare(plan)
     assert "No known machine has rates in float64" in answers.speed(plan, found)[0].en
-    assert answers.fit(plan, found)[0].en.endswith(f" needs {decimal_size(plan.phases[0].fused.total)}.")
+    lead = f" needs {decimal_size(plan.phases[0].fused.total)}: fits into 24 GB (nvidia-l4, nvidia-rtx-4090), "
+    assert lead in answers.fit(plan, found)[0].en
     assert plan_charts(plan, found)["speed"] == []
-    assert "no rates in float64" in plan_html(plan, found)
+    text = plan_html(plan, found)
+    assert "no rates in float64" in text
+    assert text.count(">not measured<") == 8 * len(plan.phases)
+
+
+def test_layouts_are_compared_by_device_time_where_launching_takes_longer():
+    machine = Machine.load("nvidia-h200")
+    model = ModelLayout("small", (LayerGroup(MultiHeadConfig(96, 6, num_kv_heads=2, causal=True), 5),), context=4000)
+    plan = planning.plan(model, context=1000, machine=machine, phases=["decode"])
+    comparison = compare(plan, machine)
+    _, device, launch = (sentence.en for sentence in answers.layout(plan, comparison))
+    timing = plan["decode"].timing
+    assert f": {seconds(timing.device_seconds)} of device time, against " in device
+    assert launch.endswith(f"launching its kernels takes longer: {seconds(timing.seconds)}.")
+    text = plan_html(plan, comparison)
+    assert f">{seconds(timing.device_seconds)}<small>{seconds(timing.seconds)} eager</small>" in text
+
+
+def test_machines_without_rates_in_the_dtype_of_the_plan_are_compared_by_memory():
+    machine = Machine.load("cpu-2-cores")
+    model = ModelLayout("small", (LayerGroup(MultiHeadConfig(96, 6, num_kv_heads=2, causal=True), 5),), context=4000)
+    plan = planning.plan(model, context=1000, machine=machine, dtype=torch.bfloat16, phases=["decode"])
+    comparison = compare(plan, machine)
+    assert "25.2 GB (cpu-2-cores)" in answers.fit(plan, comparison)[0].en
+    assert answers.speed(plan, comparison)[0].en.startswith("Decode step, last token of the context, device time: ")
+    assert comparison.choices.machine is None
+    plan_html(plan, comparison)
 
 
 def test_both_languages_are_complete(timed):
@@ -184,7 +221,7 @@ def test_both_languages_are_complete(timed):
 
 def test_every_machine_is_labelled_with_what_it_is_known_from(timed):
     text = plan_html(*timed)
-    assert text.count("<small>datasheet, error not measured</small>") == 2 * 6  # of memory and of time
+    assert text.count("<small>datasheet estimate, error not measured</small>") == 2 * 6  # of memory and of time
     assert text.count("<small>measured, median error 8%, worst 33%</small>") == 2
     assert "NVIDIA A100 Tensor Core GPU datasheet, 1758950 r4" in text
 

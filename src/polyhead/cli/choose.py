@@ -26,7 +26,11 @@ def choose(
         str | None, optional("Maximum KV cache per token over all layers, e.g. 128KiB.", metavar="BYTES")
     ] = None,
     latency: Annotated[
-        str | None, optional("Maximum predicted time of the phase, e.g. 20ms; requires --machine.", metavar="TIME")
+        str | None,
+        optional(
+            "Maximum predicted time of the phase, on a GPU without launch overhead, e.g. 20ms; requires --machine.",
+            metavar="TIME",
+        ),
     ] = None,
     d_model: Annotated[int | None, optional("Width of the model. [default: try common widths]", metavar="N")] = None,
     layers: Annotated[int, typer.Option(metavar="N", help="Number of attention layers.")] = 32,
@@ -97,6 +101,8 @@ def choose(
     timed = machine is not None
     if choices.machine is not None:
         console.print(f"times of {phase} on {machine_words(choices.machine)}", markup=False)
+        console.print("device time: without launch overhead, as under a CUDA graph; layouts are compared by it")
+    console.print(_head_dims(choices))
     front = choices.found
     if front:
         console.print(_table(front[:most], f"{len(front)} of {choices.considered:,} layouts", timed=timed))
@@ -120,16 +126,30 @@ def _table(choices: Sequence[Choice], title: str, *, timed: bool) -> Table:
 
     table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
     table.add_column("layout", overflow="fold")
-    for column in ("layers", "parameters", "cache per token", *(("time",) if timed else ())):
+    for column in (
+        "layers",
+        "parameters",
+        "cache per token",
+        *(("device time", "with launch overhead") if timed else ()),
+    ):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("warnings", style="yellow")
     for choice in choices:
         cells = [str(choice.layers), count(choice.parameters)]
         cells.append(size(choice.cache_bytes_per_token) if choice.cache_bytes_per_token else "none")
         if timed:
-            cells.append("" if choice.seconds is None else seconds(choice.seconds))
+            cells += ["" if x is None else seconds(x) for x in (choice.device_seconds, choice.seconds)]
         table.add_row(_layout(choice), *cells, ", ".join(warned.kind for warned in choice.warnings))
     return table
+
+
+def _head_dims(choices: Choices) -> str:
+    """Return the head_dims that were considered, and those excluded with their reasons."""
+    text = f"head_dim considered: {', '.join(map(str, choices.head_dims))}"
+    for reason in dict.fromkeys(choices.excluded.values()):
+        dims = ", ".join(str(head_dim) for head_dim, why in choices.excluded.items() if why == reason)
+        text += f"; excluded: {dims} ({reason})"
+    return text
 
 
 def _layout(choice: Choice) -> str:
@@ -146,6 +166,8 @@ def _layout(choice: Choice) -> str:
 def _as_dict(choices: Choices) -> dict[str, Any]:
     return {
         "considered": choices.considered,
+        "head_dims": list(choices.head_dims),
+        "excluded": choices.excluded,
         "layouts": [choice.to_dict() for choice in choices.found],
         "references": [choice.to_dict() for choice in choices.references],
         "machine": None if choices.machine is None else dataclasses.asdict(choices.machine),

@@ -28,7 +28,9 @@ def draw(plan: Plan, console: Console) -> None:
     for note in (*plan.model.notes, *plan.notes):
         console.print(Text(f"note: {note}", style="dim"))
     if plan.machine is None:
-        console.print(Text(f"note: use --machine to predict times; machines: {machine_names()}", style="dim"))
+        console.print(
+            Text(f"note: use --machine to see whether it fits, and times; machines: {machine_names()}", style="dim")
+        )
     elif plan.machine.source is not None:
         console.print(Text(f"note: datasheet of {plan.machine.name}: {plan.machine.source}", style="dim"))
 
@@ -40,7 +42,7 @@ def _table(plan: Plan, phase: PhasePlan) -> Table:
     shown = len(columns) if phase.timing is not None else len(columns) - 1
     for column in columns[:shown]:
         table.add_column(column, justify="right", no_wrap=True)
-    for row in wording.rows(phase):
-        name = f"  {row.name}" if row.name in wording.WITHIN_ATTENTION else row.name
-        table.add_row(name, *row.cells[:shown], style="bold" if row.name == "total" else "")
+    for name, *cells in wording.rows(phase):
+        indent = "  " if name in wording.WITHIN_ATTENTION else ""
+        table.add_row(indent + name, *cells[:shown], style="bold" if name == "total" else "")
     return table

@@ -34,7 +34,10 @@ LATENT_ROPE = 64
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One layout, the cost of all its layers, and warnings about it."""
+    """One layout, the cost of all its layers, and warnings about it.
+
+    `device_seconds` is the predicted time without launch overhead, as under a CUDA graph; `seconds` includes it.
+    """
 
     name: str
     config: AttentionConfig
@@ -43,6 +46,7 @@ class Choice:
     cache_bytes_per_token: int
     cache_dtype: str
     seconds: float | None
+    device_seconds: float | None
     warnings: tuple[Warned, ...]
 
     @property
@@ -62,13 +66,15 @@ class Choice:
 class Choices:
     """Layouts within a budget, and well-known models at the same batch and context for comparison.
 
-    `considered` counts the candidates. `notes` report dtypes that differ from the requested ones, `machine` what times
-    rest on.
+    `considered` counts the candidates. `head_dims` were considered; `excluded` has the reason for each that is not in
+    `found`. `notes` report dtypes that differ from the requested ones, `machine` what times rest on.
     """
 
     found: tuple[Choice, ...]
     references: tuple[Choice, ...]
     considered: int
+    head_dims: tuple[int, ...]
+    excluded: dict[int, str]
     notes: tuple[str, ...] = ()
     machine: MachineSummary | None = None
 
@@ -88,10 +94,13 @@ def choose(
 ) -> Choices:
     """Return the layouts within a budget that no other layout dominates (the Pareto front).
 
-    Candidates have a head_dim of 32 to 256 with num_heads * head_dim equal to d_model, every number of KV heads that
-    divides num_heads, and with `latents` also latent attention (MLA) of three ranks. Where parameters are limited,
-    num_heads * head_dim may also be half or twice d_model, and without `d_model` the usual widths are tried. Layers are
-    in bfloat16, or in a dtype that the machine has rates in, unless `dtype` is passed.
+    Layouts with fewer warnings come first, then wider ones, and of one width those with less device time, which launch
+    overhead does not hide.
+
+    Candidates have a head_dim of 32, 64, 96, 128, 192 or 256 with num_heads * head_dim equal to d_model, every number
+    of KV heads that divides num_heads, and with `latents` also latent attention (MLA) of three ranks. Where parameters
+    are limited, num_heads * head_dim may also be half or twice d_model, and without `d_model` the usual widths are
+    tried. Layers are in bfloat16, or in a dtype that the machine has rates in, unless `dtype` is passed.
 
     Args:
         budget: limits on parameters, cache bytes per token or time; at least one.
@@ -102,7 +111,7 @@ def choose(
         phase: phase whose cost is compared: "prefill", "decode" or "training".
         dtype: dtype of weights and activations; bfloat16 by default.
         cache_dtype: dtype of the cache, default `dtype`; torch.int8 is a `QuantizedCache`.
-        machine: calibrated machine, its name or its file; without one, layouts are compared by FLOPs and bytes.
+        machine: calibrated machine, its name or its file; without one, no times are predicted.
         latents: also consider latent attention.
 
     Raises:
@@ -111,6 +120,8 @@ def choose(
     >>> choices = choose(Budget(cache_bytes_per_token=4096), d_model=1024, context=2048)
     >>> [choice.name for choice in choices.found if not choice.warnings][:3]
     ['16x64 at 1024', '8x128 at 1024', '4x256 at 1024']
+    >>> choices.excluded
+    {96: 'd_model 1024 is no multiple of it', 192: 'd_model 1024 is no multiple of it'}
     """
     machine = Machine.load(machine) if isinstance(machine, str | os.PathLike) else machine
     (requested,) = parse_phases([phase])
@@ -123,19 +134,30 @@ def choose(
     dtype, notes = layer_dtype(dtype, machine=machine)
     cache_dtype = cache_dtype or dtype
     request = _Request(context, batch, requested, dtype, machine)
-    considered, within = 0, []
+    considered = 0
+    within: dict[int, list[Choice]] = {}  # by head_dim
     shares = (1.0,) if budget.parameters is None else SHARES
     max_parameters = None if budget.parameters is None else budget.parameters // layers
     widths = WIDTHS if d_model is None else (d_model,)
     for width in widths:
-        for model in _candidates(width, shares, max_parameters, layers, latents):
+        for head_dim, model in _candidates(width, shares, max_parameters, layers, latents):
             considered += 1
             choice = request.evaluate(model, cache_dtype, budget)
             if choice is not None:
-                within.append(choice)
+                within.setdefault(head_dim, []).append(choice)
     if not considered:
         raise OptionError(_no_candidates(widths, shares, budget, layers))
-    front = sorted(_pareto_front(within), key=lambda choice: (len(choice.warnings), *(-x for x in choice.capacity)))
+    front = _pareto_front([choice for choices in within.values() for choice in choices])
+    divisors = {head_dim for width in widths for _, head_dim in _divisions(width, shares)}
+    excluded = {}
+    for head_dim in HEAD_DIMS:
+        if head_dim not in divisors:
+            multiple = "is no multiple" if len(shares) == 1 else "and twice that are no multiples"
+            excluded[head_dim] = f"d_model {d_model} {multiple} of it"
+        elif head_dim not in within:
+            excluded[head_dim] = "every layout with it exceeds the budget"
+        elif not any(choice in front for choice in within[head_dim]):
+            excluded[head_dim] = "other layouts have at least as many heads, as large a head_dim and as many KV heads"
     references, without_int8 = [], []
     for name in KNOWN:
         model = known_model(name)
@@ -148,7 +170,14 @@ def choose(
     if without_int8:
         notes.append(f"latent attention has no int8 cache: {', '.join(without_int8)} cached in {dtype_name(dtype)}")
     summary = None if machine is None else machine.summary
-    return Choices(tuple(front), tuple(references), considered, tuple(notes), summary)
+    found = tuple(sorted(front, key=_order))
+    return Choices(found, tuple(references), considered, HEAD_DIMS, excluded, tuple(notes), summary)
+
+
+def _order(choice: Choice) -> tuple[float, ...]:
+    """Return the sort key of a layout: fewer warnings, then wider, then less device time, then more heads."""
+    width, *others = (-x for x in choice.capacity)
+    return (len(choice.warnings), width, choice.device_seconds or 0.0, *others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,29 +198,33 @@ class _Request:
         cache = cache_bytes_per_token(model, cache_dtype) if causal else 0
         if budget and not budget.allows("cache_bytes_per_token", cache):
             return None
-        seconds = None
+        seconds = device_seconds = None
         if self.machine is not None and (causal or self.phase != "decode"):
             works = phase_works(model, self.phase, self.batch, self.context, self.dtype, cache_dtype)
-            seconds = sum(predict(work, self.machine).seconds for work in works)
-        if budget and seconds is not None and not budget.allows("seconds", seconds):
-            return None
+            predictions = [predict(work, self.machine) for work in works]
+            seconds = sum(x.seconds for x in predictions)
+            device_seconds = sum(x.device_seconds for x in predictions)
+            # CUDA graphs remove launch overhead; on a CPU the calls are part of the time.
+            limited = device_seconds if self.machine.device == "cuda" else seconds
+            if budget and not budget.allows("seconds", limited):
+                return None
         sizes: dict[str, Any] = {"context": self.context, "batch": self.batch, "phase": self.phase}
         warnings = warnings_of(model.config, **sizes, machine=self.machine)
-        costs = (model.layers, parameters, cache, dtype_name(cache_dtype), seconds)
+        costs = (model.layers, parameters, cache, dtype_name(cache_dtype), seconds, device_seconds)
         return Choice(model.name, model.config, *costs, warnings)
 
 
 def _candidates(
     width: int, shares: Sequence[float], max_parameters: int | None, layers: int, latents: bool
-) -> Iterator[ModelLayout]:
-    """Yield layouts at one width; skip those whose Q and O projections alone exceed `max_parameters`."""
+) -> Iterator[tuple[int, ModelLayout]]:
+    """Yield (head_dim, layout) at one width; skip those whose Q and O projections alone exceed `max_parameters`."""
     for heads, head_dim in _divisions(width, shares):
         if max_parameters is not None and 2 * heads * head_dim * width > max_parameters:
             continue
         for kv_heads in (x for x in range(1, heads + 1) if heads % x == 0):
-            yield from_sizes(width, heads, kv_heads=kv_heads, head_dim=head_dim, layers=layers, rotary=True)
+            yield head_dim, from_sizes(width, heads, kv_heads=kv_heads, head_dim=head_dim, layers=layers, rotary=True)
         for rank in LATENT_RANKS if latents else ():
-            yield latent_layout(width, heads, head_dim, rank, layers)
+            yield head_dim, latent_layout(width, heads, head_dim, rank, layers)
 
 
 def latent_layout(width: int, heads: int, head_dim: int, rank: int, layers: int) -> ModelLayout:

@@ -27,9 +27,9 @@ from polyhead.layers.positions.config import RotaryConfig
 
 @dataclass(frozen=True, slots=True)
 class MachinePoint:
-    """A plan on one machine: every phase at the plan's context, and seconds by phase at every context of the curves.
+    """A plan on one machine: every phase at the plan's context, and device seconds by phase at those of the curves.
 
-    `phases` is empty if the machine has no rates in the plan's dtype.
+    Without rates in the plan's dtype, phases have no times and `curves` is empty.
     """
 
     machine: MachineSummary
@@ -89,12 +89,11 @@ def compare(plan: Plan, machine: Machine | None = None) -> Comparison:
 
 def _on_machine(plan: Plan, machine: Machine, works: Sequence[Sequence[Sequence[Work]]]) -> MachinePoint:
     """Return the plan on a machine; `works` are those of each phase at each context."""
-    if plan.dtype not in machine.dtypes:
-        return MachinePoint(machine.summary, machine.memory_bytes, (), ())
     sizes = (plan.batch, plan.context, plan.dtype, plan.cache_dtype)
     phases = tuple(plan_phase(plan.model, x.phase, *sizes, machine=machine) for x in plan.phases)
     curves = tuple(
-        tuple(sum(predict(work, machine).seconds for work in layers) for layers in by_context) for by_context in works
+        tuple(sum(predict(work, machine).device_seconds for work in layers) for layers in by_context)
+        for by_context in (works if plan.dtype in machine.dtypes else ())
     )
     return MachinePoint(machine.summary, machine.memory_bytes, phases, curves)
 
@@ -187,6 +186,6 @@ def _choices(plan: Plan, machine: Machine | None) -> Choices | None:
         phase="decode",
         dtype=plan.dtype,
         cache_dtype=plan.cache_dtype,
-        machine=machine,
+        machine=machine if plan.is_timed else None,
         latents=plan.cache_dtype is not torch.int8,
     )

@@ -48,13 +48,13 @@ def over_context(plan: Plan, machine: Machine | None = None) -> tuple[ContextPoi
     )
 
 
-def over_heads(plan: Plan, machine: Machine | None = None, phase: str | None = None) -> tuple[HeadsPoint, ...]:
-    """Plan one phase (by default the plan's first) over doubling numbers of heads with heads * head_dim = d_model.
+def over_heads(plan: Plan, machine: Machine | None = None) -> tuple[HeadsPoint, ...]:
+    """Plan the plan's first phase over doubling numbers of heads with heads * head_dim = d_model.
 
     The group size of grouped-query attention stays as it is: the series starts at one group and doubles while the
     number of heads divides d_model. Empty if not even one group does, and for variants other than multi-head attention.
     """
-    selected = plan.phases[0].phase if phase is None else plan[phase].phase
+    selected = plan.phases[0].phase
     width = plan.model.config.layout.embed_dim  # type: ignore[attr-defined]
     points = []
     if not can_have_other_heads(plan.model):

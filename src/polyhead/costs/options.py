@@ -18,7 +18,8 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 class Budget:
     """Upper limits on the cost of all attention layers together; None is no limit.
 
-    `seconds` is the predicted time of the requested phase and needs a machine.
+    `seconds` is the predicted time of the requested phase and needs a machine; on a GPU it is device time, without
+    launch overhead.
     """
 
     parameters: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import operator
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from polyhead.costs.options import Phase
 from polyhead.costs.recording.recorder import Form
 from polyhead.costs.timing.machine import Machine
 from polyhead.costs.timing.predict import Prediction, predict
-from polyhead.costs.work import MatrixFlops, Work
+from polyhead.costs.work import Device, MatrixFlops, Work
 from polyhead.costs.workload import Workload
 from polyhead.layers.config import AttentionConfig
 from polyhead.layers.latent.config import LatentConfig
@@ -100,19 +101,12 @@ def plan_phase(
     cache_dtype: torch.dtype,
     machine: Machine | None = None,
 ) -> PhasePlan:
-    """Compute the costs of one phase over all layers; times need a `machine`."""
-    works = phase_works(model, phase, batch, context, dtype, cache_dtype)
-    workload, cached = _workload(model, phase, batch, context)
-
-    def memory(form: Form) -> MemoryEstimate:
-        device = "cuda" if machine is None else machine.device
-        options: dict[str, Any] = {"form": form, "dtype": dtype, "cache_dtype": cache_dtype, "device": device}
-        groups = (
-            estimate_memory(group.config, workload, cached=cached, layers=group.layers, **options)
-            for group in model.groups
-        )
-        return functools.reduce(operator.add, groups)
-
+    """Compute the costs of one phase over all layers; times need a `machine` with rates in `dtype`."""
+    sizes = (model, phase, batch, context, dtype, cache_dtype)
+    works = phase_works(*sizes)
+    timing = None
+    if machine is not None and dtype in machine.dtypes:
+        timing = Timing.of([predict(work, machine) for work in works])
     moved: dict[str, int] = {}
     for work in works:
         for stage in work.stages:
@@ -123,18 +117,57 @@ def plan_phase(
         exponentials=sum(work.exponentials for work in works),
         bytes=moved,
         launches=sum(work.launches for work in works),
-        fused=memory("fused"),
-        materialised=memory("materialised"),
-        rolling_cache=rolling_cache_bytes(model, cache_dtype, batch, context) if cached else 0,
-        timing=None if machine is None else Timing.of([predict(work, machine) for work in works]),
+        fused=_phase_memory(*sizes, machine),
+        materialised=_phase_memory(*sizes, machine, form="materialised"),
+        rolling_cache=rolling_cache_bytes(model, cache_dtype, batch, context)
+        if _has_cache(model, phase, context)
+        else 0,
+        timing=timing,
     )
+
+
+def largest_batch(
+    model: ModelLayout, phase: Phase, context: int, dtype: torch.dtype, cache_dtype: torch.dtype, machine: Machine
+) -> int:
+    """Return the largest batch whose peak memory in a phase fits into a machine, 0 if there is none.
+
+    >>> from polyhead.layers import MultiHeadConfig
+    >>> model = ModelLayout.of(MultiHeadConfig(512, 8, causal=True), 4)
+    >>> sizes = (model, "decode", 8192, torch.bfloat16, torch.bfloat16)
+    >>> [largest_batch(*sizes, Machine.load(name)) for name in ("nvidia-l4", "nvidia-h200")]
+    [357, 2236]
+    """
+
+    def needed(batch: int) -> int:
+        return _phase_memory(model, phase, batch, context, dtype, cache_dtype, machine).total
+
+    return bisect.bisect_right(range(1, 1 << 32), machine.memory_bytes, key=needed)
+
+
+def _phase_memory(
+    model: ModelLayout,
+    phase: Phase,
+    batch: int,
+    context: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    machine: Machine | None,
+    form: Form = "fused",
+) -> MemoryEstimate:
+    workload, cached = _workload(phase, batch, context), _has_cache(model, phase, context)
+    device: Device = "cuda" if machine is None else machine.device
+    options: dict[str, Any] = {"form": form, "dtype": dtype, "cache_dtype": cache_dtype, "device": device}
+    groups = (
+        estimate_memory(group.config, workload, cached=cached, layers=group.layers, **options) for group in model.groups
+    )
+    return functools.reduce(operator.add, groups)
 
 
 def phase_works(
     model: ModelLayout, phase: Phase, batch: int, context: int, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> list[Work]:
     """Return the work of each kind of layer in one phase."""
-    workload, cached = _workload(model, phase, batch, context)
+    workload, cached = _workload(phase, batch, context), _has_cache(model, phase, context)
     options: dict[str, Any] = {"dtype": dtype, "cache_dtype": cache_dtype, "cached": cached}
     return [layer_work(group.config, workload, **options, layers=group.layers) for group in model.groups]
 
@@ -163,10 +196,13 @@ def can_roll(config: AttentionConfig, cache_dtype: torch.dtype) -> bool:
     return windowed and cache_dtype is not torch.int8 and not isinstance(config, LatentConfig)
 
 
-def _workload(model: ModelLayout, phase: Phase, batch: int, context: int) -> tuple[Workload, bool]:
-    """Return the workload of each layer in a phase, and whether it uses a cache."""
+def _workload(phase: Phase, batch: int, context: int) -> Workload:
     if phase == "training":
-        return Workload.training_step(context, batch=batch), False
+        return Workload.training_step(context, batch=batch)
     if phase == "prefill":
-        return Workload.prefill(context, batch=batch), model.is_causal
-    return Workload.decode(context - 1, batch=batch), context > 1
+        return Workload.prefill(context, batch=batch)
+    return Workload.decode(context - 1, batch=batch)
+
+
+def _has_cache(model: ModelLayout, phase: Phase, context: int) -> bool:
+    return model.is_causal if phase == "prefill" else phase == "decode" and context > 1

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from polyhead.costs.layouts.model_layout import ModelLayout
 from polyhead.costs.phases import PhasePlan
-from polyhead.costs.planning import Plan
-from polyhead.costs.quantities import count, dtype_name, plural, seconds, size
+from polyhead.costs.planning import Fit, Plan
+from polyhead.costs.quantities import count, decimal_size, dtype_name, plural, seconds, size
 from polyhead.costs.timing.machine import MachineSummary
 
 BOUNDS = {
@@ -33,19 +33,14 @@ WITHIN_ATTENTION = ("scores", "softmax", "values")
 STAGE_NAMES = {stage: name for name, _, stage in _ROWS if stage is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Row of a phase's table, as formatted cells; empty cells do not apply."""
+class Row(NamedTuple):
+    """Row of a phase's table: its name and formatted cells; empty cells do not apply."""
 
     name: str
     flops: str
     exponentials: str
     bytes: str
     time: str
-
-    @property
-    def cells(self) -> tuple[str, str, str, str]:
-        return self.flops, self.exponentials, self.bytes, self.time
 
 
 def title(plan: Plan, phase: PhasePlan) -> str:
@@ -58,8 +53,9 @@ def title(plan: Plan, phase: PhasePlan) -> str:
 
 def requested(plan: Plan) -> str:
     """Return one line with the plan's batch, context, dtypes and machine."""
-    where = f" on {machine_words(plan.machine)}" if plan.machine else ""
-    dtypes = dtype_name(plan.dtype)
+    where, dtypes = "", dtype_name(plan.dtype)
+    if plan.machine is not None:
+        where = f" on {machine_words(plan.machine) if plan.is_timed else f'{plan.machine.name} (times not measured)'}"
     if plan.cache_dtype is not plan.dtype:
         dtypes += f", cache in {dtype_name(plan.cache_dtype)}"
     return f"batch {plan.batch}, context {plan.context:,}, {dtypes}{where}; attention layers only"
@@ -70,9 +66,10 @@ def machine_words(machine: MachineSummary) -> str:
 
     >>> from polyhead.costs.timing.machine import Machine
     >>> [machine_words(Machine.load(name).summary) for name in ("nvidia-h200", "nvidia-l4")]
-    ['nvidia-h200 (measured, median error 8%, worst 33%)', 'nvidia-l4 (datasheet, error not measured)']
+    ['nvidia-h200 (measured, median error 8%, worst 33%)', 'nvidia-l4 (datasheet estimate, error not measured)']
     """
-    return f"{machine.name} ({machine.kind}, {error_words(machine)})"
+    kind = "datasheet estimate" if machine.kind == "datasheet" else machine.kind
+    return f"{machine.name} ({kind}, {error_words(machine)})"
 
 
 def error_words(machine: MachineSummary) -> str:
@@ -103,15 +100,27 @@ def layout_words(model: ModelLayout) -> str:
 
 
 def facts(plan: Plan) -> list[tuple[str, str]]:
-    """Return (name, text) of the properties that all phases share: parameters, cache, crossover."""
+    """Return (name, text) of the properties of the plan: fit into its machine, parameters, cache, crossover."""
     identity, cache = plan.identity, cache_words(plan)
     square = "Q, K, V and O of a layer have 4 d_model² weights"
     if not identity.holds:
         reasons = ", and ".join(identity.reasons)
         square = f"{identity.found / identity.expected:.3g} of 4 d_model², because {reasons}"
-    lines = [("parameters", ": ".join(parameter_words(plan))), ("identity", square)]
+    lines = [("" if index else "fits", fit_words(plan, fit)) for index, fit in enumerate(plan.fits)]
+    lines += [("", "embeddings, feed-forward layers and optimizer state come on top")] if lines else []
+    lines += [("parameters", ": ".join(parameter_words(plan))), ("identity", square)]
     lines += [("cache", ", ".join(cache))] if cache else []
     return [*lines, ("crossover", crossover_words(plan))]
+
+
+def fit_words(plan: Plan, fit: Fit) -> str:
+    """Return whether a phase fits into the plan's machine, and the largest batch that does."""
+    is_enough = fit.needed_bytes <= fit.machine_bytes
+    text = f"{fit.phase}: {'yes' if is_enough else 'no'}, {decimal_size(fit.needed_bytes)} of "
+    text += f"{decimal_size(fit.machine_bytes)} at batch {plan.batch:,}, {plan.context:,} tokens"
+    if not is_enough and fit.rolling_bytes < fit.needed_bytes:
+        text += f" ({decimal_size(fit.rolling_bytes)} with rolling caches)"
+    return f"{text}; up to batch {fit.max_batch:,}" if fit.max_batch else f"{text}; not even batch 1"
 
 
 def parameter_words(plan: Plan) -> tuple[str, str]:

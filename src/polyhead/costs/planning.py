@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping
@@ -18,8 +19,8 @@ from polyhead.costs.layouts.model_layout import ModelLayout
 from polyhead.costs.memory import MemoryEstimate, memory_caveats
 from polyhead.costs.options import PHASES, Phase, check_sizes, parse_phases
 from polyhead.costs.parameters import ParameterIdentity, Parameters, count_parameters, four_squares
-from polyhead.costs.phases import PhasePlan, can_roll, plan_phase, rolling_cache_bytes
-from polyhead.costs.quantities import dtype_name, size
+from polyhead.costs.phases import PhasePlan, can_roll, largest_batch, plan_phase, rolling_cache_bytes
+from polyhead.costs.quantities import dtype_name
 from polyhead.costs.timing.machine import Machine, MachineSummary
 from polyhead.costs.workload import Workload
 from polyhead.errors import DtypeError, OptionError
@@ -30,6 +31,20 @@ CONTEXT = 4096  # tokens, or the model's maximum if that is less
 _LONGEST = 1 << 32  # upper limit of the search for a crossover
 
 
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Peak memory of a phase and the memory of the plan's machine, in bytes, and the largest batch that fits.
+
+    `rolling_bytes` is the peak with rolling caches in windowed layers; `max_batch` is 0 if not even one sequence fits.
+    """
+
+    phase: Phase
+    needed_bytes: int
+    rolling_bytes: int
+    machine_bytes: int
+    max_batch: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """Costs of a model's attention layers; embeddings and feed-forward layers are excluded.
@@ -37,7 +52,8 @@ class Plan:
     `crossover` is the shortest context at which scores and values cost more FLOPs than all projections, None if there
     is none (a sliding window). All totals cover all layers; `identity` describes the most common layer. `cache_bytes`
     covers every token in every layer; `rolling_cache_bytes` is smaller if windowed layers use rolling caches.
-    `warnings` are collected over all kinds of layers and all phases.
+    `warnings` are collected over all kinds of layers and all phases; `fits` has one entry per phase if the plan has a
+    machine.
     """
 
     model: ModelLayout
@@ -53,6 +69,7 @@ class Plan:
     rolling_cache_bytes: int
     crossover: int | None
     phases: tuple[PhasePlan, ...]
+    fits: tuple[Fit, ...] = ()
     warnings: tuple[Warned, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -61,6 +78,11 @@ class Plan:
             if phase_plan.phase == phase:
                 return phase_plan
         raise OptionError(f"phase must be one of this plan's, {', '.join(x.phase for x in self.phases)}; got {phase!r}")
+
+    @property
+    def is_timed(self) -> bool:
+        """True if times are predicted: there is a machine, and it has rates in the plan's dtype."""
+        return self.phases[0].timing is not None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON-serialisable values, including totals."""
@@ -85,6 +107,7 @@ class Plan:
             "parameters": {**dataclasses.asdict(self.parameters), "total": self.parameters.total},
             "identity": {**dataclasses.asdict(self.identity), "holds": self.identity.holds},
             "phases": phases,
+            "fits": [dataclasses.asdict(fit) for fit in self.fits],
             "warnings": [warning._asdict() for warning in self.warnings],
             "notes": [*self.model.notes, *self.notes],
         }
@@ -111,7 +134,8 @@ def plan(
         dtype: dtype of the layers; default: the model's, or bfloat16, or one the machine has rates in.
         cache_dtype: dtype of the cache; default: the model's, or `dtype`. torch.int8 adds float32 scales.
         phases: any of training, prefill, decode; default: all that the model supports.
-        machine: a machine, its name (`polyhead.costs.timing.machine_files.list_machines`) or its file.
+        machine: a machine, its name (`polyhead.costs.timing.machine_files.list_machines`) or its file; without rates
+            in an explicit `dtype`, memory is compared with its own and no times are predicted.
         beyond: allow a context longer than the model's maximum.
         batch: sequences.
 
@@ -148,13 +172,11 @@ def plan(
         for warning in warnings_of(group.config, context=context, batch=batch, phase=phase, machine=machine)
     )
     planned = tuple(plan_phase(model, phase, batch, context, dtype, cache_dtype, machine) for phase in selected)
-    for phase_plan in planned:
-        if machine is not None and phase_plan.fused.total > machine.memory_bytes:
-            rolling = f"; {size(phase_plan.rolling_total)} with rolling caches"
-            notes.append(
-                f"{phase_plan.phase} needs more memory than {machine.name} has: {size(phase_plan.fused.total)} of "
-                f"{size(machine.memory_bytes)}" + (rolling if phase_plan.rolling_total < phase_plan.fused.total else "")
-            )
+    fits = []
+    for x in planned:
+        if machine is not None:
+            most = largest_batch(model, x.phase, context, dtype, cache_dtype, machine)
+            fits.append(Fit(x.phase, x.fused.total, x.rolling_total, machine.memory_bytes, most))
     return Plan(
         model=model,
         batch=batch,
@@ -169,6 +191,7 @@ def plan(
         rolling_cache_bytes=rolling_cache_bytes(model, cache_dtype, batch, context) if cached else 0,
         crossover=crossover(model),
         phases=planned,
+        fits=tuple(fits),
         warnings=tuple(dict.fromkeys(warnings)),
         notes=tuple(notes),
     )
@@ -179,8 +202,8 @@ def layer_dtype(
 ) -> tuple[torch.dtype, list[str]]:
     """Return the dtype to plan layers in, and notes if it differs from the model's.
 
-    A requested dtype is used or refused. Otherwise it is `default` (the model's), or bfloat16, replaced by one that the
-    machine has rates in where necessary.
+    A requested dtype is used or refused; if the machine has no rates in it, a note says that times are not predicted.
+    Otherwise it is `default` (the model's), or bfloat16, replaced by one that the machine has rates in where necessary.
     """
     if requested is not None:
         if requested not in COMPUTED:
@@ -190,17 +213,22 @@ def layer_dtype(
                 f"dtype must be {computed}, got {dtype_name(requested)}; "
                 "set a smaller dtype for the cache alone with --cache-dtype (cache_dtype=...)"
             )
-        return requested, []
+        if machine is None or requested in machine.dtypes:
+            return requested, []
+        return requested, [f"{_lacking(machine, requested)}: memory is planned, times are not predicted"]
     dtype, notes = default or torch.bfloat16, []
     if dtype not in COMPUTED:
         notes.append(f"layers cannot compute in {dtype_name(dtype)}: planned in bfloat16 instead")
         dtype = torch.bfloat16
     if machine is not None and dtype not in machine.dtypes:
-        known = machine.dtypes[0]
-        lacks = "was not calibrated" if machine.kind == "measured" else "has no rate"
-        notes.append(f"{machine.name} {lacks} in {dtype_name(dtype)}: planned in {dtype_name(known)} instead")
-        dtype = known
+        notes.append(f"{_lacking(machine, dtype)}: planned in {dtype_name(machine.dtypes[0])} instead")
+        dtype = machine.dtypes[0]
     return dtype, notes
+
+
+def _lacking(machine: Machine, dtype: torch.dtype) -> str:
+    lacks = "was not calibrated" if machine.kind == "measured" else "has no rate"
+    return f"{machine.name} {lacks} in {dtype_name(dtype)}"
 
 
 def total_parameters(model: ModelLayout) -> Parameters:
@@ -225,13 +253,8 @@ def crossover(model: ModelLayout) -> int | None:
             linear += group.layers * (flops.projection + flops.mixing + flops.output)
         return quadratic > linear
 
-    if not overtakes(_LONGEST):
-        return None
-    low, high = 0, _LONGEST
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if overtakes(middle) else (middle, high)
-    return high
+    found = 1 + bisect.bisect_left(range(1, _LONGEST + 1), True, key=overtakes)
+    return found if found <= _LONGEST else None
 
 
 def _phases(model: ModelLayout, requested: Iterable[str] | None) -> tuple[Phase, ...]:

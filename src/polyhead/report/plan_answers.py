@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from polyhead.analysis.languages import Text
+from polyhead.costs import plan_wording as wording
 from polyhead.costs.comparison import Comparison, LayoutPoint, MachinePoint
 from polyhead.costs.phases import PhasePlan
 from polyhead.costs.planning import Plan
@@ -26,27 +29,27 @@ def fit(plan: Plan, comparison: Comparison) -> list[Text]:
             lead = Text(f"{name.en} needs {needs}", f"{name.zh}需要 {needs}")
         is_same = index > 0 and place == places[index - 1]
         sentences.append(_join(lead, _again(comparison.machines, index) if is_same else place))
+    if plan.machine is not None:
+        names = [words.short_name(plan, phase) for phase in plan.phases]
+        batches = [Text(*[f" {fit.max_batch:,}"] * 2) for fit in plan.fits]
+        machine, most = plan.machine.name, _listed(map(_join, names, batches))
+        sentences.append(Text(f"Largest batch on {machine}: {most.en}.", f"{machine} 上的最大批量：{most.zh}。"))
     return sentences
 
 
 def _again(machines: tuple[MachinePoint, ...], phase: int) -> Text:
     """Return that a phase fits into the machines of the sentence before."""
-    if any(point.phases[phase].fused.total <= point.memory_bytes for point in machines if point.phases):
+    if any(point.phases[phase].fused.total <= point.memory_bytes for point in machines):
         return Text(": fits into the same machines.", "：可放入同样的机器。")
-    return (
-        Text(": fits into none of them either.", "：也都放不下。")
-        if any(x.phases for x in machines)
-        else Text(".", "。")
-    )
+    return Text(": fits into none of them either.", "：也都放不下。")
 
 
 def _where(machines: tuple[MachinePoint, ...], phase: int) -> Text:
     """Return the memory sizes into which a phase fits and does not fit, with their machines."""
     groups: dict[bool, dict[str, list[str]]] = {True: {}, False: {}}
     for point in sorted(machines, key=lambda point: point.memory_bytes):
-        if point.phases:
-            is_enough = point.phases[phase].fused.total <= point.memory_bytes
-            groups[is_enough].setdefault(decimal_size(point.memory_bytes), []).append(point.machine.name)
+        is_enough = point.phases[phase].fused.total <= point.memory_bytes
+        groups[is_enough].setdefault(decimal_size(point.memory_bytes), []).append(point.machine.name)
 
     def listed(sizes: dict[str, list[str]]) -> str:
         return ", ".join(f"{memory} ({', '.join(names)})" for memory, names in sizes.items())
@@ -56,12 +59,12 @@ def _where(machines: tuple[MachinePoint, ...], phase: int) -> Text:
         return Text(f": fits into {fits}; not into {lacks}.", f"：可放入 {fits}；放不进 {lacks}。")
     if fits:
         return Text(f": fits into {fits}.", f"：可放入 {fits}。")
-    return Text(f": fits into none of {lacks}.", f"：都放不下：{lacks}。") if lacks else Text(".", "。")
+    return Text(f": fits into none of {lacks}.", f"：都放不下：{lacks}。")
 
 
 def speed(plan: Plan, comparison: Comparison) -> list[Text]:
     """Return the predicted times on the plan's machine, or else on the fastest and the slowest machine."""
-    timed = [point for point in comparison.machines if point.phases]
+    timed = [point for point in comparison.machines if point.curves]
     if not timed:
         dtype = dtype_name(plan.dtype)
         return [
@@ -70,26 +73,21 @@ def speed(plan: Plan, comparison: Comparison) -> list[Text]:
                 f"已知的机器都没有 {dtype} 的速率，因此无法预测时间；请换一种 dtype。",
             )
         ]
-    if plan.machine is not None:
+    if plan.machine is not None and plan.is_timed:
         machine = machine_words(plan.machine)
-        parts = [_phase_time(plan, phase) for phase in plan.phases]
-        return [
-            Text(
-                f"On {machine.en}: {', '.join(part.en for part in parts)}.",
-                f"在 {machine.zh}上：{'，'.join(part.zh for part in parts)}。",
-            ),
-            _bounds(plan),
-        ]
+        times = _listed(_phase_time(plan, phase) for phase in plan.phases)
+        lead = Text(f"Device time on {machine.en}: {times.en}.", f"在 {machine.zh}上的设备时间：{times.zh}。")
+        return [lead, _bounds(plan)]
     sentences = []
     for index, phase in enumerate(plan.phases):
-        times = sorted((_seconds(point.phases[index]), point.machine.name, point.machine.kind) for point in timed)
-        (low, fast, first), (high, slow, last) = times[0], times[-1]
+        by_time = sorted((_device_seconds(x.phases[index]), x.machine.name, x.machine.kind) for x in timed)
+        (low, fast, first), (high, slow, last) = by_time[0], by_time[-1]
         name, kinds = words.title(plan, phase), words.KINDS
         sentences.append(
             Text(
-                f"{name.en}: {seconds(low)} on {fast} ({kinds[first].en}) to {seconds(high)} on {slow} "
+                f"{name.en}, device time: {seconds(low)} on {fast} ({kinds[first].en}) to {seconds(high)} on {slow} "
                 f"({kinds[last].en}).",
-                f"{name.zh}：从 {fast}（{kinds[first].zh}）的 {seconds(low)} 到 {slow}（{kinds[last].zh}）的 "
+                f"{name.zh}，设备时间：从 {fast}（{kinds[first].zh}）的 {seconds(low)} 到 {slow}（{kinds[last].zh}）的 "
                 f"{seconds(high)}。",
             )
         )
@@ -109,23 +107,24 @@ def error_words(machine: MachineSummary) -> Text:
 
 
 def tokens_per_second(plan: Plan, phase: PhasePlan) -> str:
-    """Return the tokens per second: of all sequences, and of a decode step the new ones."""
+    """Return the tokens per second of device time: of all sequences, and of a decode step the new ones."""
     tokens = plan.batch * (1 if phase.phase == "decode" else plan.context)
-    return count(tokens / _seconds(phase))
+    return count(tokens / _device_seconds(phase))
 
 
 def _phase_time(plan: Plan, phase: PhasePlan) -> Text:
-    name, time, rate = words.short_name(plan, phase), seconds(_seconds(phase)), tokens_per_second(plan, phase)
-    return Text(f"{name.en} {time} ({rate} tokens/s)", f"{name.zh} {time}（每秒 {rate} 个词元）")
+    assert phase.timing is not None
+    name, time, rate = words.short_name(plan, phase), seconds(_device_seconds(phase)), tokens_per_second(plan, phase)
+    total = seconds(phase.timing.seconds)
+    launch = Text("", "") if total == time else Text(f"; {total} with launch overhead", f"；含启动开销 {total}")
+    return Text(f"{name.en} {time} ({rate} tokens/s{launch.en})", f"{name.zh} {time}（每秒 {rate} 个词元{launch.zh}）")
 
 
-_BOUNDS = {
-    "matrix": Text("the matrix units", "矩阵单元"),
-    "exponentials": Text("the exponentials", "指数运算"),
-    "bandwidth": Text("memory bandwidth", "内存带宽"),
-    "launch": Text(
-        "launch overhead: launching the kernels takes longer than running them", "启动开销：启动内核比运行内核更久"
-    ),
+_BOUNDS_ZH = {
+    "matrix": "矩阵单元",
+    "exponentials": "指数运算",
+    "bandwidth": "内存带宽",
+    "launch": "启动开销：启动内核比运行内核更久",
 }
 
 
@@ -137,8 +136,8 @@ def _bounds(plan: Plan) -> Text:
         phases.setdefault(phase.timing.bound, []).append(words.short_name(plan, phase))
     parts = [
         Text(
-            f"{' and '.join(name.en for name in names)} bound by {_BOUNDS[bound].en}",
-            f"{'与'.join(name.zh for name in names)}受限于{_BOUNDS[bound].zh}",
+            f"{' and '.join(name.en for name in names)} bound by {wording.BOUNDS[bound]}",
+            f"{'与'.join(name.zh for name in names)}受限于{_BOUNDS_ZH[bound]}",
         )
         for bound, names in phases.items()
     ]
@@ -189,33 +188,36 @@ def _ratio_words(own: int, other: int, name: str) -> Text:
 
 def _decode_words(planned: LayoutPoint, layouts: tuple[LayoutPoint, ...], plan: Plan) -> list[Text]:
     """Return the time of the last phase against that of MHA and MQA, if the plan has times."""
-    if plan.machine is None:
+    timing = plan.phases[-1].timing
+    if plan.machine is None or timing is None:
         return []
-    times = {point.name: _seconds(point.phases[-1]) for point in layouts}
+    times = {point.name: _device_seconds(point.phases[-1]) for point in layouts}
     name, own = words.title(plan, plan.phases[-1]), times[planned.name]
     others = ", ".join(f"{seconds(times[other])} ({other})" for other in ("MHA", "MQA") if other != planned.name)
     sentences = [
         Text(
-            f"{name.en} on {plan.machine.name}: {seconds(own)}, against {others}.",
-            f"{name.zh}，在 {plan.machine.name} 上：{seconds(own)}，相比 {others}。",
+            f"{name.en} on {plan.machine.name}: {seconds(own)} of device time, against {others}.",
+            f"{name.zh}，在 {plan.machine.name} 上的设备时间：{seconds(own)}，相比 {others}。",
         )
     ]
-    if plan.phases[-1].timing is not None and plan.phases[-1].timing.bound == "launch":
-        times = {point.name: x.device_seconds for point in layouts if (x := point.phases[-1].timing) is not None}
-        own = times[planned.name]
-        others = ", ".join(f"{seconds(times[other])} ({other})" for other in ("MHA", "MQA") if other != planned.name)
+    if timing.bound == "launch":
         sentences.append(
             Text(
-                f"Without launch overhead, as under a CUDA graph: {seconds(own)}, against {others}.",
-                f"不计启动开销（如使用 CUDA graph）：{seconds(own)}，相比 {others}。",
+                f"Without a CUDA graph, launching its kernels takes longer: {seconds(timing.seconds)}.",
+                f"不使用 CUDA graph 时，启动内核耗时更长：{seconds(timing.seconds)}。",
             )
         )
     return sentences
 
 
-def _seconds(phase: PhasePlan) -> float:
+def _device_seconds(phase: PhasePlan) -> float:
     assert phase.timing is not None
-    return phase.timing.seconds
+    return phase.timing.device_seconds
+
+
+def _listed(texts: Iterable[Text]) -> Text:
+    english, chinese = zip(*((text.en, text.zh) for text in texts), strict=True)
+    return Text(", ".join(english), "，".join(chinese))
 
 
 def _join(first: Text, second: Text) -> Text:

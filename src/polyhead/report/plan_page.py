@@ -110,17 +110,18 @@ def _fit(plan: Plan, comparison: Comparison, language: Language) -> str:
 
 def _speed(plan: Plan, comparison: Comparison, language: Language) -> str:
     about = Text(
-        "Measured machines were calibrated, and their errors are those on layers that no calibration has seen. Times "
-        "of datasheet machines are peak rates times the efficiency of a measured machine, and their error was not "
-        "measured. "
-        "`polyhead plan calibrate` measures yours.",
-        "实测的机器经过校准，其误差来自校准未见过的层。数据表机器的时间为峰值速率乘以实测机器的效率，其误差未测。"
+        "Tokens/s are of device time. Measured machines were calibrated, and their errors are those on layers that no "
+        "calibration has seen. Times of datasheet machines are estimated from peak rates and the efficiency of a "
+        "measured machine at the same sizes; their error was not measured. `polyhead plan calibrate` measures yours.",
+        "每秒词元数按设备时间计算。实测的机器经过校准，其误差来自校准未见过的层。"
+        "数据表机器的时间由峰值速率和实测机器在相同尺寸下的效率估计，其误差未测。"
         "`polyhead plan calibrate` 可测量你的机器。",
     )
+    table = tables.speed_table(plan, comparison, language) + _note(words.TIMES, language) + _note(about, language)
     return (
         _answer(answers.speed(plan, comparison), language)
         + _note(words.ATTENTION_ONLY, language)
-        + _beside(_chart("speed", language), tables.speed_table(plan, comparison, language) + _note(about, language))
+        + _beside(_chart("speed", language), table)
     )
 
 
@@ -132,6 +133,7 @@ def _layout(plan: Plan, comparison: Comparison, has_chart: bool, language: Langu
             "头数和 head_dim 相同；GQA-8 有 8 个 KV 头，MLA-512 的潜变量有 512 个通道。",
         )
         table = tables.layout_table(plan, comparison, language) + _note(about, language)
+        table += _note(words.TIMES, language) if plan.is_timed else ""
         text += _beside(_chart("layout", language), table) if has_chart else table
     choices = comparison.choices
     if choices is not None:

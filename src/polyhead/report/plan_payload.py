@@ -72,7 +72,7 @@ def _memory(plan: Plan, comparison: Comparison) -> Chart:
         Series(words.short_name(plan, phase), tuple(point.phases[i].fused.total for point in comparison.contexts), i)
         for i, phase in enumerate(plan.phases)
     )
-    memories = sorted({point.memory_bytes for point in comparison.machines if point.phases})
+    memories = sorted({point.memory_bytes for point in comparison.machines})
     return Chart(
         Text("Peak memory by context length", "峰值内存与上下文长度"),
         Text("peak memory", "峰值内存"),
@@ -100,8 +100,8 @@ def _times(plan: Plan, comparison: Comparison, phase: int) -> Chart | None:
         series.append(Series(label, values, i % COLOURS, point.machine.kind == "datasheet", is_planned))
     title = words.title(plan, plan.phases[phase])
     return Chart(
-        Text(f"{title.en}: time per token", f"{title.zh}：每词元时间"),
-        Text("time per token", "每词元时间"),
+        Text(f"{title.en}: device time per token", f"{title.zh}：每词元设备时间"),
+        Text("device time per token", "每词元设备时间"),
         "seconds",
         Text("tokens of context", "上下文词元数"),
         _contexts(comparison),
@@ -118,7 +118,7 @@ def _layouts(plan: Plan, layouts: tuple[LayoutPoint, ...]) -> Chart | None:
         Text("cache per token", "每词元缓存"): [point.cache_bytes_per_token for point in shared],
         words.NAMES["parameters"]: [point.parameters for point in shared],
         _of(plan, Text("memory, {phase}", "{phase}的内存")): [phase.fused.total for phase in last],
-        _of(plan, Text("time, {phase}", "{phase}的时间")): [x.timing.seconds for x in last if x.timing is not None],
+        _of(plan, words.DEVICE_TIME): [x.timing.device_seconds for x in last if x.timing is not None],
     }
     series = tuple(
         Series(name, tuple(value / row[0] for value in row), colour)

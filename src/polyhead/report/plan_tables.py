@@ -9,7 +9,7 @@ from polyhead.costs import plan_wording as wording
 from polyhead.costs.choosing import Choice
 from polyhead.costs.comparison import Comparison, MachinePoint
 from polyhead.costs.curves import HeadsPoint
-from polyhead.costs.phases import PhasePlan
+from polyhead.costs.phases import PhasePlan, Timing
 from polyhead.costs.planning import Plan
 from polyhead.costs.quantities import count, decimal_size, dtype_name, seconds, size
 from polyhead.report import plan_answers as answers
@@ -55,7 +55,7 @@ def fit_table(plan: Plan, comparison: Comparison, language: Language) -> str:
     rows: list[Row] = []
     for point in comparison.machines:
         shares = [_share(phase.fused.total, point.memory_bytes) for phase in point.phases]
-        cells = [(decimal_size(point.memory_bytes), ""), *(shares or [("–", "")] * len(plan.phases))]
+        cells = [(decimal_size(point.memory_bytes), ""), *shares]
         rows.append((_machine_cell(plan, point, language), cells, _kind(plan, point)))
     return table(words.VIEWS["fit"][language], columns, rows)
 
@@ -68,11 +68,10 @@ def _share(needed: int, memory: int) -> Cell:
 
 def _machine_cell(plan: Plan, point: MachinePoint, language: Language) -> Cell:
     machine = point.machine
-    below = f"{words.KINDS[machine.kind][language]}, {answers.error_words(machine)[language]}"
-    if not point.phases:
-        below = Text("no rates in {dtype}", "没有 {dtype} 的速率").format(dtype=dtype_name(plan.dtype))[language]
-        below = f"{words.KINDS[machine.kind][language]}, {below}"
-    return machine.name, below
+    about = answers.error_words(machine)
+    if not point.curves:
+        about = Text("no rates in {dtype}", "没有 {dtype} 的速率").format(dtype=dtype_name(plan.dtype))
+    return machine.name, f"{words.KINDS[machine.kind][language]}, {about[language]}"
 
 
 def _kind(plan: Plan, point: MachinePoint) -> str:
@@ -80,29 +79,38 @@ def _kind(plan: Plan, point: MachinePoint) -> str:
 
 
 def speed_table(plan: Plan, comparison: Comparison, language: Language) -> str:
-    """Return the predicted time of each phase on each machine, and tokens per second."""
+    """Return the predicted device time of each phase on each machine, tokens per second, and eager time."""
     columns = [words.COLUMNS["machine"][language], *(words.short_name(plan, x)[language] for x in plan.phases)]
     rate = Text("{rate} tokens/s", "每秒 {rate} 词元")
     rows: list[Row] = []
     for point in comparison.machines:
-        cells = [
-            (seconds(phase.timing.seconds), rate.format(rate=answers.tokens_per_second(plan, phase))[language])
-            for phase in point.phases
-            if phase.timing is not None
-        ]
-        cells = cells or [("–", "")] * len(plan.phases)
+        cells: list[Cell] = []
+        for phase in point.phases:
+            if phase.timing is None:
+                cells.append((words.NO_TIMES[language], ""))
+                continue
+            time, eager = _time_cell(phase.timing, language)
+            tokens = rate.format(rate=answers.tokens_per_second(plan, phase))[language]
+            cells.append((time, f"{tokens}; {eager}" if eager else tokens))
         rows.append((_machine_cell(plan, point, language), cells, _kind(plan, point)))
     return table(words.VIEWS["speed"][language], columns, rows)
+
+
+def _time_cell(timed: Timing | Choice, language: Language) -> Cell:
+    """Return the device time, and below it the eager time, with launch overhead."""
+    if timed.seconds is None or timed.device_seconds is None:
+        return "–", ""
+    device, eager = seconds(timed.device_seconds), seconds(timed.seconds)
+    return device, "" if eager == device else Text(f"{eager} eager", f"eager {eager}")[language]
 
 
 def layout_table(plan: Plan, comparison: Comparison, language: Language) -> str:
     """Return the costs of the planned heads with other numbers of KV heads, and with latents."""
     last = words.short_name(plan, plan.phases[-1])
     memory = Text("memory, {phase}", "{phase}的内存")
-    time = Text("time, {phase}", "{phase}的时间")
     columns = [words.COLUMNS[name][language] for name in ("layout", "parameters", "cache per token")]
     columns.append(memory[language].format(phase=last[language]))
-    columns += [time[language].format(phase=last[language])] if plan.machine is not None else []
+    columns += [words.DEVICE_TIME[language].format(phase=last[language])] if plan.is_timed else []
     rows: list[Row] = []
     for point in comparison.layouts:
         phase = point.phases[-1]
@@ -110,7 +118,7 @@ def layout_table(plan: Plan, comparison: Comparison, language: Language) -> str:
             (count(point.parameters), ""),
             (size(point.cache_bytes_per_token) if point.cache_bytes_per_token else "–", ""),
             (size(phase.fused.total), ""),
-            *([(seconds(phase.timing.seconds), "")] if phase.timing is not None else []),
+            *([] if phase.timing is None else [_time_cell(phase.timing, language)]),
         ]
         kinds = dict.fromkeys(warned.kind for warned in point.warnings)
         rows.append(((point.name, ", ".join(kinds)), cells, "planned" if point.is_planned else ""))
@@ -119,13 +127,13 @@ def layout_table(plan: Plan, comparison: Comparison, language: Language) -> str:
 
 def choices_table(caption: Text, choices: Sequence[Choice], language: Language, *, timed: bool) -> str:
     """Return layouts of `choose` with their costs."""
-    names = ("layout", "parameters", "cache per token", *(("time",) if timed else ()))
+    names = ("layout", "parameters", "cache per token", *(("device time",) if timed else ()))
     rows: list[Row] = []
     for choice in choices:
         cells = [
             (count(choice.parameters), ""),
             (size(choice.cache_bytes_per_token) if choice.cache_bytes_per_token else "–", ""),
-            *([("–" if choice.seconds is None else seconds(choice.seconds), "")] if timed else []),
+            *([_time_cell(choice, language)] if timed else []),
         ]
         rows.append(((choice.name, ", ".join(dict.fromkeys(x.kind for x in choice.warnings))), cells, ""))
     return table(caption[language], [words.COLUMNS[name][language] for name in names], rows)
@@ -137,9 +145,9 @@ def phase_table(plan: Plan, phase: PhasePlan, language: Language) -> str:
     shown = len(names) if phase.timing is not None else len(names) - 1
     columns = ["", *(words.COLUMNS[name][language] for name in names[:shown])]
     rows: list[Row] = []
-    for row in wording.rows(phase):
-        kind = "total" if row.name == "total" else "sub" if row.name in wording.WITHIN_ATTENTION else ""
-        rows.append(((words.NAMES[row.name][language], ""), [(cell, "") for cell in row.cells[:shown]], kind))
+    for name, *cells in wording.rows(phase):
+        kind = "total" if name == "total" else "sub" if name in wording.WITHIN_ATTENTION else ""
+        rows.append(((words.NAMES[name][language], ""), [(cell, "") for cell in cells[:shown]], kind))
     return table(words.title(plan, phase)[language], columns, rows)
 
 
@@ -149,7 +157,7 @@ def context_tables(plan: Plan, comparison: Comparison, index: int, language: Lan
     is_decode = phases[0].phase == "decode"
     tokens = [plan.batch * (1 if is_decode else point.context) for point in comparison.contexts]
     names = [(short(point.context), "") for point in comparison.contexts]
-    if plan.machine is None:
+    if not plan.is_timed:
         costs = {
             name: [count(getattr(x.flops, name) / n) for x, n in zip(phases, tokens, strict=True)] for name in _FLOPS
         }
@@ -187,12 +195,13 @@ def heads_table(points: Sequence[HeadsPoint], language: Language) -> str:
     """Return the costs over numbers of heads with heads * head_dim = d_model."""
     names = ["heads", "FLOPs", "exponentials", "materialised", "fused"]
     timed = points[0].phase.timing is not None
-    columns = [words.COLUMNS[name][language] for name in (*names, *(("time",) if timed else ()))]
+    columns = [words.COLUMNS[name][language] for name in (*names, *(("device time",) if timed else ()))]
     rows: list[Row] = []
     for point in points:
         phase = point.phase
-        cells = [count(phase.flops.total), count(phase.exponentials)]
-        cells += [size(phase.materialised.total), size(phase.fused.total)]
-        cells += [seconds(phase.timing.seconds)] if phase.timing is not None else []
-        rows.append(((f"{point.heads:,} x {point.head_dim:,}", ""), [(cell, "") for cell in cells], ""))
+        numbers = [count(phase.flops.total), count(phase.exponentials)]
+        numbers += [size(phase.materialised.total), size(phase.fused.total)]
+        cells = [(number, "") for number in numbers]
+        cells += [] if phase.timing is None else [_time_cell(phase.timing, language)]
+        rows.append(((f"{point.heads:,} x {point.head_dim:,}", ""), cells, ""))
     return table(words.COLUMNS["heads"][language], columns, rows, stacked=True)

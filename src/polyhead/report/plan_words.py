@@ -16,8 +16,14 @@ ATTENTION_ONLY = Text(
     "Attention layers only: embeddings, feed-forward layers and optimizer state come on top.",
     "只计注意力层：嵌入、前馈层和优化器状态需另加。",
 )
-KINDS = {"measured": Text("measured", "实测"), "datasheet": Text("datasheet", "数据表")}
+KINDS = {"measured": Text("measured", "实测"), "datasheet": Text("datasheet estimate", "数据表估计")}
 NOT_MEASURED = Text("error not measured", "误差未测")
+TIMES = Text(
+    "Device time is that of the kernels, as under a CUDA graph; eager time has the launch overhead of every call.",
+    "设备时间只计内核，如同使用 CUDA graph；eager 时间包含每次调用的启动开销。",
+)
+NO_TIMES = Text("not measured", "未测")
+DEVICE_TIME = Text("device time, {phase}", "{phase}的设备时间")
 ERROR = Text("median error {median:.0%}, worst {worst:.0%}", "误差中位数 {median:.0%}，最大 {worst:.0%}")
 NAMES = {
     "projection": Text("projection", "投影"),
@@ -42,6 +48,7 @@ COLUMNS = {
     "exponentials": Text("exponentials", "指数运算"),
     "bytes moved": Text("bytes moved", "访存字节"),
     "time": Text("time", "时间"),
+    "device time": Text("device time", "设备时间"),
     "machine": Text("machine", "机器"),
     "memory": Text("memory", "内存"),
     "layout": Text("layout", "布局"),

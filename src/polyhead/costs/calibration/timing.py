@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import statistics
 import time
 import warnings
@@ -24,7 +23,6 @@ MIN_SAMPLES = 3
 # Maximum host time of a call relative to its device time, since a busy host takes up to twice its shortest time.
 MAX_HOST_SHARE = 0.5
 SAMPLE_SECONDS = {"cuda": 5e-4, "cpu": 2e-4}  # shorter ones measure the clock
-STEADY_SECONDS = {"cuda": 3e-2, "cpu": 2e-4}  # so long that the first and the last call make no difference
 SLOW_SECONDS = 1e-2  # longer samples are taken `MIN_SAMPLES` times
 HOST_CALLS = {"cuda": 20, "cpu": 5}
 HOST_SAMPLES = {"cuda": 3, "cpu": 12}  # per visit
@@ -72,15 +70,6 @@ def host_samples(call: Call, device: torch.device) -> list[float]:
     times = HOST_CALLS[device.type]
     seconds_of(call, times, device)
     return [seconds_of(call, times, device) / times for _ in range(HOST_SAMPLES[device.type])]
-
-
-def steady_samples(call: Call, device: torch.device) -> list[float]:
-    """Return seconds per call of many calls in a row, whether host or device bounds them."""
-    call()
-    once = min(seconds_of(call, 1, device) for _ in range(2))
-    times = max(1, math.ceil(STEADY_SECONDS[device.type] / once))
-    count = MIN_SAMPLES if once > SLOW_SECONDS else SAMPLES[device.type]
-    return [seconds_of(call, times, device) / times for _ in range(count)]
 
 
 def _sampled(call: Call, device: torch.device) -> float:

@@ -41,14 +41,5 @@ def replayed(calls: Sequence[Callable[[], T]], device: torch.device) -> Replay[T
     return Replay(graph, calls, results)
 
 
-def caches_beyond(l2: int, cache: int) -> int:
-    """Return how many KV caches of `cache` bytes to read in turn so that none is still in an L2 of `l2` bytes.
-
-    >>> caches_beyond(50, 40), caches_beyond(50, 1000)
-    (4, 2)
-    """
-    return max(2, -(-TIMES_L2 * l2 // cache))
-
-
 def l2_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).L2_cache_size

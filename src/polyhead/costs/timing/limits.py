@@ -115,9 +115,8 @@ def _of_product(product: Product, machine: Machine) -> Limits:
     """Return the best of a few tile sizes and split-K factors, in full waves over the processors."""
     rate, processors = machine.matrix_rate(product.dtype), machine.processors
     tiles, splits = (GPU_TILES, SPLITS) if machine.device == "cuda" else (CPU_TILES, (1,))
-    sums = (
-        8 * product.count * product.rows * product.columns / machine.bandwidth
-    )  # float32 partial sums, write and read
+    # float32 partial sums, write and read
+    sums = 8 * product.count * product.rows * product.columns / machine.bandwidth
     shortest = math.inf
     for height, width, share in tiles:
         count = product.count * -(-product.rows // height) * -(-product.columns // width)

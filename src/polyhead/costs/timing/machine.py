@@ -12,7 +12,6 @@ import functools
 import json
 import math
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -225,14 +224,6 @@ class Machine:
         return max(x.piece.exponentials / x.seconds for x in cores)
 
     @property
-    def datasheet(self) -> Datasheet | None:
-        """Vendor figures: its own, or those of a shipped machine whose model is a word of the processor's name."""
-        if self.sheet is not None:
-            return self.sheet
-        parts = re.split(r"[^A-Za-z0-9]+", str(self.facts.get("processor", self.name)).upper())
-        return next((sheet for sheet in _datasheets() if sheet.model in parts), None)
-
-    @property
     def _sheet(self) -> Datasheet:
         if self.sheet is None:
             raise OptionError(f"machine {self.name!r} must have samples or a datasheet, got neither; recalibrate it")
@@ -357,12 +348,6 @@ def efficiency() -> Efficiency:
     sheet = machine._sheet
     matrix = {dtype: machine.matrix_rate(dtype) / sheet.flops[dtype_name(dtype)] for dtype in machine.dtypes}
     return Efficiency(matrix, machine.bandwidth / sheet.bandwidth)
-
-
-@functools.cache
-def _datasheets() -> tuple[Datasheet, ...]:
-    machines = (shipped(path.stem) for path in sorted(SHIPPED.glob("*.json")))
-    return tuple(machine.sheet for machine in machines if machine.sheet is not None)
 
 
 def _check_datasheet(sheet: Datasheet) -> None:

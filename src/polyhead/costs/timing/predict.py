@@ -1,8 +1,9 @@
 """Predict the time of work on a machine: a roofline limit times a correction.
 
 Each piece takes the time of its slowest resource (`limits`), times a correction interpolated between the calibration
-samples, or, on a machine known by its datasheet, the median correction of a measured one. Pieces run in sequence. On a
-GPU the host launches the kernels; if launching a layer takes longer than running it, the host time counts.
+samples; a machine known by its datasheet takes the correction of a measured one at the same sizes. Pieces run in
+sequence. On a GPU the host launches the kernels; if launching a layer takes longer than running it, the host time
+counts.
 """
 
 from __future__ import annotations
@@ -82,11 +83,6 @@ def predict_piece(piece: Piece, machine: Machine) -> Part:
     return Part(piece, limit.before + limit.kernel_seconds * _factor(piece, machine), limit.bound)
 
 
-def roofline(work: Work, flops: float, bandwidth: float) -> float:
-    """Return the classic roofline time: the longer of all FLOPs at one rate and all bytes at another."""
-    return max(work.flops / flops, work.bytes / bandwidth)
-
-
 def place(piece: Product | AttentionCore, served: Route) -> tuple[float, ...]:
     """Return the coordinates of a piece among others of its kind, in octaves; head_dim and causality weigh double."""
     if isinstance(piece, Product):
@@ -133,15 +129,15 @@ def _kind(piece: Product | AttentionCore, served: Route) -> Kind:
 
 
 def _factor(piece: Product | AttentionCore, machine: Machine) -> float:
-    """Return the correction of a piece; kinds without samples, and datasheets, get the median of the nearest kind."""
+    """Return the correction of a piece at its sizes; kinds without samples get the median of the nearest kind."""
     machine.check_dtype(piece.dtype)
     corrections = _corrections(machine.measured)
     by: Route = "plain" if isinstance(piece, Product) else route(piece, machine.device)
     kind, served, dtype = _kind(piece, by)
-    if machine.kind == "measured" and (kind, served, dtype) in corrections:
+    if (kind, served, dtype) in corrections:
         return corrections[kind, served, dtype](place(piece, by))
     nearest: list[Kind] = [(kind, "plain", dtype), *((kind, served, other) for other in machine.measured.dtypes)]
-    for other in ((kind, served, dtype), *nearest, ("forward", "plain", dtype)):
+    for other in (*nearest, ("forward", "plain", dtype)):
         if other in corrections:
             return math.exp(corrections[other].mean)
     raise OptionError(f"machine {machine.name!r} has no samples of {kind} in {dtype}; recalibrate it")
