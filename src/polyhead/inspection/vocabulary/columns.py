@@ -207,6 +207,9 @@ IMPORTANCE = ("ablation", "gradient", "taylor")  # the columns that are measured
 def score_column(role: str) -> str:
     """Return the name of the column with the scores of a role.
 
+    Args:
+        role: name of the role.
+
     >>> score_column("duplicate-token")
     'duplicate_token_score'
     """
