@@ -71,6 +71,8 @@ def test_similar_heads_are_reported_within_and_across_layers():
         "头 L0H0、L0H1、L0H2 的输出相似：余弦 0.80；随机权重只到 0.10",
     ]
     assert [finding.values["across"] for finding in findings(inspection)] == [True, False]
+    rounded = dataclasses.replace(inspection, redundancy=RedundancyThreshold(0.5, -0.001))
+    assert texts_of(rounded)[0].endswith("; random weights reach 0.00")
 
 
 @pytest.mark.parametrize(
