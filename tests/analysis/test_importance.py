@@ -572,6 +572,14 @@ def test_progress_is_told():
     assert told == [(1, 2), (2, 2)]
 
 
+def test_gradient_scores_run_the_model_once_per_batch():
+    model, batches, loss = case("llama")
+    calls = []
+    with model.register_forward_hook(lambda *_: calls.append(1)):
+        gradient_scores(model, [batches[0], *batches], loss)
+    assert len(calls) == 3
+
+
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("measure", [ablate, gradient_scores])
 def test_the_model_is_as_it_was(measure, fails):
@@ -593,7 +601,7 @@ def test_the_model_is_as_it_was(measure, fails):
 
     if fails:
         with pytest.raises(ZeroDivisionError):
-            measure(model, [models.tokens()], loss)
+            measure(model, [models.tokens()] * 2, loss)
     else:
         assert len(measure(model, [models.tokens()], loss)) == 8
     assert not any(seen)

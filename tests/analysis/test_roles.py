@@ -189,6 +189,10 @@ def test_copying_equals_that_of_the_circuits_and_has_an_error_and_a_null(vocabul
     assert (words._products is None) == (vocabulary < 31 * 10 / 2)
     found = copying_scores(value, output, words)
     torch.testing.assert_close(found.score, copying(value, output, embedding, embedding))
+    shared = copying_scores(value[:1], output, words)  # five heads of one KV head
+    alone = copying_scores(value[:1].expand(5, -1, -1), output, words)
+    torch.testing.assert_close(shared.score, alone.score)
+    torch.testing.assert_close(shared.error, alone.error)
     assert found.score[0] > 0.99
     assert found.score[1] < -0.99
     assert found.score[2:].abs().max() < 3 * found.null < 1.5
@@ -206,7 +210,7 @@ def test_a_circuit_that_nobody_reads_copies_nothing() -> None:
     assert found.score.tolist() == [0.0, 0.0]
     with pytest.raises(ShapeError, match=r"must be \[vocabulary, 5\]"):
         Words(embedding[:, :5], unembedding)
-    with pytest.raises(ShapeError, match=r"must be \[heads, 12, value_dim\]"):
+    with pytest.raises(ShapeError, match=r"must be \[kv_heads, 12, value_dim\]"):
         copying_scores(value[:, :5], output, Words(embedding, unembedding))
 
 

@@ -85,6 +85,25 @@ def test_ablation_of_a_language_model_and_chosen_statistics(place):
     assert "ablation" in shown
     assert "sink_mass" not in shown
     assert re.search(r"ablating L\dH\d increases the loss most: ", shown)
+    assert re.search(r"Importance by ablation: next-token loss, on \d+ tokens\.", shown)
+
+
+def test_a_terminal_has_columns_that_fit_it_and_whole_findings(place, monkeypatch):
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    monkeypatch.setattr("rich.console.Console.width", 60)
+    shown = invoke(
+        "inspect", place / "llama", "--text", place / "text", "--context", 64, "--tokens", 400, "--importance",
+        "none", "--no-chance", "--table", "--device", "cpu",
+    ).stdout  # fmt: skip
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", shown)
+    table, _, rest = shown.partition("0 for every head: next_mass\n")
+    rows = [line for line in table.splitlines() if re.match(r" *L\d+H\d+ ", line)]
+    assert len(rows) > 2 * 8
+    assert all(len(line) <= 60 for line in rows)
+    assert "next_mass" not in table
+    findings = rest.partition("Main findings\n")[2].splitlines()
+    assert all(re.match(r"  • \S|    \S", line) and len(line) <= 60 for line in findings)
+    assert any(line.startswith("    ") for line in findings)
 
 
 @pytest.mark.parametrize(

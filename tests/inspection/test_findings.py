@@ -71,6 +71,8 @@ def test_similar_heads_are_reported_within_and_across_layers():
         "头 L0H0、L0H1、L0H2 的输出相似：余弦 0.80；随机权重只到 0.10",
     ]
     assert [finding.values["across"] for finding in findings(inspection)] == [True, False]
+    rounded = dataclasses.replace(inspection, redundancy=RedundancyThreshold(0.5, -0.001))
+    assert texts_of(rounded)[0].endswith("; random weights reach 0.00")
 
 
 @pytest.mark.parametrize(
@@ -97,15 +99,23 @@ def test_similar_heads_are_reported_within_and_across_layers():
     ],
 )
 def test_the_head_that_matters_most(column, loss, english, chinese):
-    inspection = inspection_of({column: [0.1, math.nan, 0.1, 0.1, 0.05, 0.5]}, facts={"loss": loss})
-    (finding,) = findings(inspection)
+    columns = {column: [0.1, math.nan, 0.1, 0.1, 0.05, 0.5], f"{column}_error": [0.04] * 6}
+    (finding,) = findings(inspection_of(columns, facts={"loss": loss}))
     assert (str(finding), words_of(finding, "zh"), finding.column) == (english, chinese, column)
     assert finding.heads == ((TWO, 2),)
 
 
 def test_the_median_of_an_even_number_of_heads_is_between_the_two_in_the_middle():
-    (finding,) = findings(inspection_of({"gradient": [0.1, 0.3, 0.1, 0.1, 0.3, 0.6]}))
+    columns = {"gradient": [0.1, 0.3, 0.1, 0.1, 0.3, 0.6], "gradient_error": [0.09, 0.09, 0.01, 0.01, 0.09, 0.6]}
+    (finding,) = findings(inspection_of(columns))
     assert str(finding).endswith("0.6 nats per token, 3 times the median of all heads")
+
+
+@pytest.mark.parametrize("errors", [[0.01, 0.2, 0.01, 0.01, 0.2, 0.01], [math.nan] * 6, None])
+def test_a_median_that_may_be_zero_is_no_unit(errors):
+    columns = {"ablation": [0.1, 0.3, 0.1, 0.1, 0.3, 0.6]} | ({} if errors is None else {"ablation_error": errors})
+    (finding,) = findings(inspection_of(columns))
+    assert str(finding) == "ablating L1H2 increases the loss most: 0.6 nats per token"
 
 
 def test_without_a_middle_above_zero_nothing_is_a_multiple_of_it():

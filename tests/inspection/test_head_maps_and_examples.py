@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import polyhead
-from polyhead.inspection import Settings
+from polyhead.inspection import Settings, most_attended
 from polyhead.inspection.example_weights import ExampleWeights, example_batches, token_texts
 from polyhead.inspection.head_maps import bin_edges, head_maps_of
 from polyhead.inspection.text_reader import Reader
@@ -172,3 +172,22 @@ def test_pieces_of_characters_go_by_the_name_that_the_vocabulary_has_for_them():
             return {0: "å¥", 1: "å¥½", 2: "<pad>"}[token]
 
     assert token_texts(Bytes(), [0, 1, 2]) == ("å¥", "好", "<pad>")
+
+
+def test_white_space_is_printed_as_text_and_not_by_its_name_in_the_vocabulary(monkeypatch):
+    class Tokenizer:
+        texts = (" the", " ", "\n\n", "\ufffd", "")
+
+        def decode(self, ids, skip_special_tokens):
+            return self.texts[ids[0]]
+
+        def convert_ids_to_tokens(self, token):
+            return ("Ġthe", "Ġ", "ĊĊ", "âĢ", "<unused>")[token]
+
+    class State:
+        def compute(self, most):
+            return torch.arange(5)[None], torch.full((1, 5), 0.2)
+
+    monkeypatch.setattr(most_attended, "states_of", lambda *_: {"site": State()})
+    (keys,) = most_attended.top_keys_of({}, Tokenizer(), torch.ones(5))["site"]
+    assert [key.text for key in keys] == ["the", "␣", "\\n\\n", "âĢ", "<unused>"]

@@ -194,6 +194,54 @@ def test_an_interrupt_leaves_what_was_gathered(folders, plain_bert, text, tmp_pa
         torch.testing.assert_close(resumed.table[name], column, rtol=0, atol=0, equal_nan=True)
 
 
+def test_an_interrupt_of_the_ablation_leaves_the_roles(folders, plain_bert, text):
+    def stop(now: Progress) -> None:
+        if now.step == "ablate every head in turn" and now.done > 0:
+            raise KeyboardInterrupt
+
+    found = inspect_model(settings_for(folders["bert"], text, chance=False), progress=stop)
+    assert found.facts["interrupted"]
+    assert "ablation" not in found.table.columns
+    assert found.roles_table() == plain_bert.roles_table()
+
+
+def test_a_requested_ablation_is_measured_on_more_tokens_and_says_on_how_many(folders, text):
+    def tokens(**options) -> int:
+        found = inspect_model(settings_for(folders["bert"], text, chance=False, layers=(0,), **options))
+        return found.facts["importance_tokens"]
+
+    by_default = tokens()
+    assert 256 <= by_default < 256 + 96
+    assert tokens(importance="ablation") > 2 * by_default  # all of this text, which has fewer than 2,048
+    assert 500 <= tokens(importance_tokens=500) < 500 + 96
+    assert tokens(importance="none") is None
+    with pytest.raises(OptionError, match="importance_tokens must be at least 1, got 0"):
+        Settings(importance_tokens=0)
+
+
+def test_the_score_of_every_role_is_a_column_and_a_row(inspected):
+    found, _, folder = inspected("llama")
+    rows = found.roles_table()
+    assert len(rows) == sum(len(head.scores) for head in found.roles)
+    for number, head in enumerate(found.roles):
+        for score in head.scores:
+            assert found.table[f"{score.role.replace('-', '_')}_score"][number] == score.score
+    first = found.roles[0].scores[0]
+    assert rows[0] | {"layer": 0, "head": 0, "role": first.role, "score": first.score, "holds": first.holds} == rows[0]
+    assert not any(name.endswith("_score") for name in found.table.names)  # `compare` has no error of them
+    save_inspection(folder, found)
+    torch.testing.assert_close(load_inspection(folder).table["induction_score"], found.table["induction_score"])
+
+
+def test_a_text_of_one_context_says_that_roles_need_two(folders, tmp_path):
+    (tmp_path / "short.txt").write_text(" ".join(NAMES[-40:]))
+    found = inspect_model(settings_for(folders["bert"], tmp_path / "short.txt", importance="none", chance=False))
+    assert found.facts["contexts"] == 1
+    (reason,) = [str(x) for x in found.facts["left_out"] if "two contexts" in str(x)]
+    assert reason.startswith("positional, previous, next, self, local, ")
+    assert "induction" not in reason
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_a_killed_run_goes_on_bit_by_bit(folders, text, tmp_path):
     options = ["--context", "96", "--batch", "100", "--importance", "none", "--no-chance", "--device", "cpu"]

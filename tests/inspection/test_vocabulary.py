@@ -55,9 +55,10 @@ def test_every_entry_is_said_twice_and_no_label_stands_for_two(terms: dict[str, 
 
 def test_every_column_of_a_run_has_an_entry_and_no_entry_is_of_no_run(runs):
     there = {"tokens", *(name for run in runs for name in run.table.names)}
+    there |= {name for run in runs for name in run.table.columns if name.endswith("_score")}
     assert sorted(there - set(COLUMNS)) == []
-    # Only models that learn to look at nothing have the one; here, where every token is a word, none has the other.
-    assert set(COLUMNS) - there == {"learned_sink_mass", "word_share"}
+    # Only models with a learned sink have the first; here every token is a word, and no token is a pronoun.
+    assert set(COLUMNS) - there == {"learned_sink_mass", "word_share", "pronoun_score"}
 
 
 def test_every_matrix_of_a_run_has_an_entry_and_no_entry_is_of_no_run(runs):

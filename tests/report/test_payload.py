@@ -116,10 +116,13 @@ def test_heads_have_the_numbers_of_the_table(pages, inspections, name):
     for column in names:
         np.testing.assert_array_equal(unpacked(page["table"][column]), table[column].numpy(), strict=True)
     groups = {column["name"]: column["group"] for column in page["columns"]}
+    scores = {name for name in table.columns if name.endswith("_score")}
     assert {name for name, group in groups.items() if group == "companion"} == set(table.columns) - {
         "tokens",
         *table.names,
+        *scores,
     }
+    assert scores
 
 
 def test_an_encoder_decoder_has_three_grids_and_names_them(pages):

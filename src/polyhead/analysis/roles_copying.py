@@ -53,10 +53,14 @@ class Words:
         self._generator_state, self._nulls = generator.get_state(), dict[int, float]()
 
     def circuits(self, value: Tensor, output: Tensor) -> Tensor:
-        """Return W_O U^T E W_V, [groups, heads, value_dim, value_dim]: AB and BA have the same nonzero eigenvalues."""
+        """Return W_O U^T E W_V, [groups, heads, value_dim, value_dim]: AB and BA have the same nonzero eigenvalues.
+
+        Heads that share a value matrix share the larger of the two products.
+        """
+        sharing = len(output) // len(value)
         if self._products is not None:
-            return torch.stack([output @ product @ value for product in self._products])
-        return torch.stack([(output @ u.T) @ (e @ value) for u, e in self._groups])
+            return torch.stack([output @ (product @ value).repeat_interleave(sharing, 0) for product in self._products])
+        return torch.stack([(output @ u.T) @ (e @ value).repeat_interleave(sharing, 0) for u, e in self._groups])
 
     def null(self, dim: int) -> float:
         """Return |mean| plus 1.96 standard deviations of the scores of random heads of `dim` channels."""
@@ -76,18 +80,19 @@ def copying_scores(value: Tensor, output: Tensor, words: Words) -> Copying:
     """Return the sum of the eigenvalues of E W_V W_O U^T over the sum of their magnitudes, as `circuits.copying` does.
 
     Args:
-        value: [heads, embed_dim, value_dim].
+        value: [kv_heads, embed_dim, value_dim].
         output: [heads, value_dim, embed_dim].
         words: the embeddings E and U.
     """
     if value.shape[1] != words.width:
         raise ShapeError(
-            f"value must be [heads, {words.width}, value_dim], as wide as the embeddings, got {value.shape}"
+            f"value must be [kv_heads, {words.width}, value_dim], as wide as the embeddings, got {value.shape}"
         )
     value, output = (x.detach().cpu().double() for x in (value, output))
     parts = words.circuits(value, output)
     circuit = parts.sum(0)
-    upper_bound = torch.linalg.matrix_norm(value) * torch.linalg.matrix_norm(output) * words.norm
+    norms = torch.linalg.matrix_norm(value).repeat_interleave(len(output) // len(value))
+    upper_bound = norms * torch.linalg.matrix_norm(output) * words.norm
     is_significant = torch.linalg.matrix_norm(circuit) > _NEGLIGIBLE * upper_bound
     score = torch.where(is_significant, eigenvalue_share(circuit), 0.0)
     without = torch.stack([eigenvalue_share(circuit - part) for part in parts])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -86,6 +88,14 @@ def inspect(
             "gradient if the model predicts tokens, else ablation on a short text.",
         ),
     ] = "auto",
+    importance_tokens: Annotated[
+        int | None,
+        optional(
+            "Number of tokens on which importance is measured. "
+            "[default: 8192 for gradient, 2048 for ablation, 256 if auto chose it]",
+            metavar="N",
+        ),
+    ] = None,
     chance: Annotated[
         bool,
         typer.Option(
@@ -136,8 +146,6 @@ def inspect(
 
     Example: `polyhead inspect smollm2 --text corpus.txt --save run --html report.html`
     """
-    from dataclasses import replace
-
     from rich.console import Console
 
     from polyhead.files import check_pyarrow
@@ -167,6 +175,7 @@ def inspect(
                 layers=_numbers(layers),
                 statistics=None if statistics is None else tuple(statistics.split(",")),
                 importance=importance,  # type: ignore[arg-type]  # checked by the settings themselves
+                importance_tokens=importance_tokens,
                 chance=chance,
                 via_weights=via_weights,
                 seed=seed,
@@ -225,6 +234,7 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
     from polyhead.costs.quantities import plural
     from polyhead.inspection.identity import edits_of
     from polyhead.inspection.vocabulary import column_of
+    from polyhead.inspection.wording import loss_in_words
 
     facts = found.facts
     console.print(
@@ -249,8 +259,13 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
     for reason in facts["left_out"]:
         console.print(f"Skipped: {reason}", style="yellow", markup=False)
     if table:
-        console.print(str(found.table), markup=False, soft_wrap=True)
-        for name in found.table.names:
+        names = [name for name in found.table.names if bool(found.table[name].any())]
+        shown = replace(found.table, names=tuple(names))
+        width = console.width if console.is_terminal else None
+        console.print(shown.to_text(width), markup=False, soft_wrap=True)
+        if zero := [name for name in found.table.names if name not in names]:
+            console.print(f"0 for every head: {', '.join(zero)}", style="dim", markup=False)
+        for name in names:
             column = column_of(name, facts.get("loss"))
             label, unit = column.label.en, column.unit.en
             line = label if label.startswith(name.replace("_", " ")) else f"{name}: {label}"
@@ -264,13 +279,19 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
     if found.redundancy is not None:
         console.print(
             f"Heads are redundant from a cosine of {found.redundancy.threshold:.2f}: halfway between 1 and the "
-            f"{found.redundancy.null:.2f} of random weights.",
+            f"{found.redundancy.null:z.2f} of random weights.",
             style="dim",
+        )
+    if facts.get("importance_tokens") is not None:
+        method = "ablation" if "ablation" in found.table.names else "gradient"
+        console.print(
+            f"Importance by {method}: {loss_in_words(facts['loss'], facts['importance_tokens']).en}.", style="dim"
         )
     if len(found.findings):
         console.print("\n[bold]Main findings[/bold]")
         for finding in found.findings:
-            console.print(f"  • {finding}", markup=False)
+            line = textwrap.fill(str(finding), console.width, initial_indent="  • ", subsequent_indent="    ")
+            console.print(line, markup=False, soft_wrap=True)
 
 
 def _show_top_keys(found: Inspection, console: Console) -> None:

@@ -138,8 +138,9 @@ def _candidates(sites: list[tuple[AttentionSite, Tensor]]) -> list[tuple[float, 
     if len(sites) < 2 or sites[0][1].shape[0] < 2:
         return []
     outputs = torch.cat([rows for _, rows in sites], 1)  # [tokens, heads, width]
-    flat = (outputs - outputs.mean(0)).transpose(0, 1).flatten(1)
-    flat = flat / flat.norm(dim=1, keepdim=True).clamp_min(torch.finfo(flat.dtype).tiny)
+    outputs -= outputs.mean(0)  # in place: hundreds of megabytes
+    flat = outputs.transpose(0, 1).flatten(1)
+    flat /= flat.norm(dim=1, keepdim=True).clamp_min(torch.finfo(flat.dtype).tiny)
     similarity = flat @ flat.T
     site_index = torch.tensor([index for index, (_, rows) in enumerate(sites) for _ in range(rows.shape[1])])
     similarity = torch.where((site_index[:, None] < site_index), similarity, -torch.inf)

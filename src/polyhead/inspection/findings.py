@@ -10,8 +10,10 @@ from polyhead.inspection.heads import Head
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.vocabulary import ROLE_ORDER
 from polyhead.inspection.wording import Finding, FindingKind
+from polyhead.observation import HeadProfile
 
 MAX_FINDINGS = 3
+DEVIATIONS = 1.96  # standard errors: a median within so many of 0 is no unit to compare with
 SINK_MASS = 0.5  # share of attention on the first token above which a head counts as a sink
 NEAR_UNIFORM = 0.9  # share of the maximum entropy above which attention counts as uniform
 _COMMON: tuple[tuple[str, FindingKind, float], ...] = (
@@ -85,9 +87,19 @@ def _importance(inspection: Inspection) -> Iterator[Finding]:
             "value": largest,
             "by_representation": inspection.facts.get("loss") == "representation",
         }
-        if median > 0:
+        if median > DEVIATIONS * _median_error(table, measure):
             numbers["times"] = largest / median
         yield Finding("importance", (_head(inspection, int(order[0])),), measure, numbers, _is_stacked(inspection))
+
+
+def _median_error(table: HeadProfile, measure: str) -> float:
+    """Return the standard error of the head at the median, the larger one if it is between two; inf if unknown."""
+    if f"{measure}_error" not in table.columns:
+        return math.inf
+    values = table[measure]
+    order = values[values.isfinite()].argsort()
+    errors = table[f"{measure}_error"][values.isfinite()][order]
+    return float(errors[(len(order) - 1) // 2 : len(order) // 2 + 1].max())
 
 
 def _common(inspection: Inspection) -> Iterator[Finding]:

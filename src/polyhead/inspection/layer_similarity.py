@@ -12,16 +12,17 @@ from torch import Tensor
 from polyhead.analysis import circuits, relations
 from polyhead.analysis.importance import Importance
 from polyhead.analysis.redundancy import redundancy
-from polyhead.analysis.roles import evidence_of
+from polyhead.analysis.roles import HeadRoles, evidence_of
 from polyhead.analysis.text_shares import text_shares
 from polyhead.inspection.heads import Group, Head, RedundancyThreshold
+from polyhead.inspection.vocabulary import score_column
 from polyhead.observation import AttentionSite, HeadProfile, HeadProjections
 from polyhead.observation.collectors import Collected, states_of
 from polyhead.observation.contributions import SiteContributions
 from polyhead.observation.head_moments import HeadMoments
 
 SiteTensors = dict[AttentionSite, dict[str, Tensor]]  # columns, matrices or spectra of the heads of a site, by name
-SUFFIXES = ("_error", "_chance")  # columns that accompany a statistic and are not statistics themselves
+SUFFIXES = ("_error", "_chance", "_score")  # columns that are not statistics: companions, and scores of roles
 
 
 def relations_of(
@@ -107,6 +108,17 @@ def circuit_columns(spectra: SiteTensors) -> SiteTensors:
         site: {f"{name}_top_share": _top_share(singular) for name, singular in of_site.items()}
         for site, of_site in spectra.items()
     }
+
+
+def role_columns(roles: Sequence[HeadRoles]) -> SiteTensors:
+    """Return the score of every role, e.g. `induction_score`; NaN where it could not be measured."""
+    columns: SiteTensors = {}
+    for head in roles:
+        of_site = columns.setdefault(head.site, {})
+        for score in head.scores:
+            missing = torch.full((head.site.num_heads,), torch.nan, dtype=torch.float64)
+            of_site.setdefault(score_column(score.role), missing)[head.head] = score.score
+    return columns
 
 
 def _repeated(matrices: Tensor, heads: int) -> Tensor:

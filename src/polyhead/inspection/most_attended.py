@@ -51,6 +51,11 @@ def top_keys_of(
 
 
 def _text(tokenizer: Any, token: int) -> str:
-    """Return the text of a token; its name in the vocabulary if the text is not visible."""
-    text = str(tokenizer.decode([token], skip_special_tokens=False)).strip()
-    return text if text and "\ufffd" not in text else str(tokenizer.convert_ids_to_tokens(token))
+    """Return the text of a token; its name in the vocabulary if it has none of its own, as a byte of a character.
+
+    White space alone is written as ␣ and by escapes.
+    """
+    text = str(tokenizer.decode([token], skip_special_tokens=False))
+    if not text or "\ufffd" in text:
+        return str(tokenizer.convert_ids_to_tokens(token))
+    return text.strip() or "".join("␣" if x == " " else repr(x)[1:-1] for x in text)

@@ -45,7 +45,8 @@ from polyhead.sources.pronoun_sentences import pronoun_sentences
 CHANCE_TOKENS = 1024  # of the baseline with random weights
 DISTANCE_TOKENS = 512
 GRADIENT_TOKENS = 8192
-ABLATION_TOKENS = 256  # each head costs one more forward pass over these
+ABLATION_TOKENS = 2048  # each head costs one more forward pass over these
+QUICK_ABLATION_TOKENS = 256  # where ablation was not requested by name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,29 +148,32 @@ class Probes:
         for site, matrices in head_projections.items():
             if matrices.value is None or matrices.output is None or matrices.value.shape[1] != words.width:
                 continue
-            value = matrices.value.repeat_interleave(site.num_heads // matrices.value.shape[0], 0)
-            scores[site] = copying_scores(value, matrices.output, words)
+            scores[site] = copying_scores(matrices.value, matrices.output, words)
         return scores
 
-    def importance(self) -> Importance | None:
+    def importance(self) -> tuple[Importance | None, int | None]:
+        """Return the importance of every head, and the number of tokens on which it was measured."""
         method, kind = self.settings.importance, self.loaded.kind
         loss = {"causal": "language", "masked": "masked"}.get(kind, "representation")
         if method == "none" or self.settings.via_weights or (kind == "encoder-decoder" and method == "auto"):
-            return None
+            return None, None
         if method == "auto":
             method = "ablation" if loss == "representation" else "gradient"
         step = "ablate every head in turn" if method == "ablation" else "compute the gradient of every head"
         measure: Callable[..., Importance] = ablate if method == "ablation" else gradient_scores
         device = next(self.loaded.model.parameters()).device
-        tokens = ABLATION_TOKENS if method == "ablation" else GRADIENT_TOKENS
+        by_default = ABLATION_TOKENS if self.settings.importance == "ablation" else QUICK_ABLATION_TOKENS
+        tokens = self.settings.importance_tokens or (by_default if method == "ablation" else GRADIENT_TOKENS)
         batches = [batch.to(device) for batch in self.reader.some_batches(tokens)]
-        return measure(
+        self.report(Progress(step, unit="runs"))
+        importance = measure(
             self.loaded.model,
             batches,
             Masked(self.loaded.tokenizer.mask_token_id, seed=self.settings.seed) if loss == "masked" else loss,
             layers=self.settings.layers,
             progress=lambda done, total: self.report(Progress(step, done, total, "runs")),
         )
+        return importance, sum(batch.tokens for batch in batches)
 
 
 def embedding_of(model: Any) -> Tensor | None:

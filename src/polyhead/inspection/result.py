@@ -47,6 +47,19 @@ class Inspection:
         """
         return next((x for x in self.roles if x.site == site and x.head == head), None)
 
+    def roles_table(self) -> list[dict[str, Any]]:
+        """Return a row per head and role with its score, interval, null, threshold and whether the head has the role.
+
+        `pandas.DataFrame(found.roles_table())` is a data frame. The scores alone are also columns of `table`, e.g.
+        `found.table["induction_score"]`.
+        """
+        names = ("role", "score", "low", "high", "null", "threshold", "holds")
+        return [
+            {**head.site.location(head.head), **{name: getattr(score, name) for name in names}}
+            for head in self.roles
+            for score in head.scores
+        ]
+
     def __repr__(self) -> str:
         counts = Counter(role for head in self.roles for role in head.roles)
         roles = ", ".join(f"{role} {count}" for role, count in counts.most_common()) or "no roles"

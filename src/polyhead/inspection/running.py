@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyhead.analysis.importance import Importance
 from polyhead.analysis.roles import HeadRoles, evidence_of, head_roles
+from polyhead.analysis.roles_rules import RULES
 from polyhead.errors import OptionError
 from polyhead.inspection import cross_layer_similarity, layer_similarity
 from polyhead.inspection.findings import findings
@@ -92,7 +92,6 @@ class _Probed:
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     distances: Mapping[AttentionSite, Tensor] = field(default_factory=dict)
-    importance: Importance | None = None
 
 
 @dataclass(eq=False)
@@ -121,15 +120,18 @@ class _Run:
             output_columns,
         ]
         probed = _Probed()
+        importance, importance_tokens = None, None
         if not self.interrupted:
             try:
                 probed = self.probe(observations, head_projections, sample, matrices)
+                columns.append(layer_similarity.role_columns(probed.fields.get("roles", ())))
+                importance, importance_tokens = self.probes.importance()
             except KeyboardInterrupt:
                 self.interrupted = True
-        importance = probed.importance
+        measured = {"loss": None if importance is None else importance.loss, "importance_tokens": importance_tokens}
         inspection = Inspection(
             self.settings,
-            {**self.facts(observations, began), "loss": None if importance is None else importance.loss},
+            {**self.facts(observations, began), **measured},
             layer_similarity.extend_table(observations.profile, columns, importance),
             relations=layer_similarity.extend_matrices(matrices, probed.distances, importance),
             head_maps=head_maps_of(observations.collected),
@@ -166,7 +168,7 @@ class _Run:
                 observations.collected, sample, head_projections, probes.watched_sample
             )
             self.across = cross_layer_similarity.method(sample)
-        return _Probed(fields, distances, probes.importance())
+        return _Probed(fields, distances)
 
     # ---- the pass over the text
 
@@ -176,6 +178,9 @@ class _Run:
         collectors += [most_frequent(self.reader.counts), *([] if sample is None else [sample])]
         if self.settings.via_weights:
             self.probes.left_out.append(Reason("returned_weights"))
+        if len(self.reader.contexts) == 1:
+            on_text = ", ".join(role for role, rule in RULES.items() if rule.source == "text")
+            self.probes.left_out.append(Reason("one_context", {"roles": on_text}))
         session = observe(
             self.loaded.model,
             layers=self.settings.layers,

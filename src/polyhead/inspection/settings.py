@@ -38,6 +38,8 @@ class Settings:
         layers: layers to observe; None for all.
         statistics: statistics to compute; None for all.
         importance: how importance is measured.
+        importance_tokens: number of tokens on which it is measured; None is 8,192 for gradients and 2,048 for ablation,
+            or 256 where "auto" chose it.
         chance: also observe a model with random weights, as the chance level.
         via_weights: observe the attention weights that the model returns.
         seed: seed of samples, random weights and repeated words.
@@ -54,6 +56,7 @@ class Settings:
     layers: tuple[int, ...] | None = None
     statistics: tuple[str, ...] | None = None
     importance: Literal["auto", "none", "gradient", "ablation"] = "auto"
+    importance_tokens: int | None = None
     chance: bool = True  # also observe a model with random weights, as the chance level
     via_weights: bool = False  # observe the attention weights that the model returns; slow, and O(n²) in memory
     seed: int = 0
@@ -61,7 +64,7 @@ class Settings:
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "batch_tokens", "context"):
+        for name in ("tokens", "batch_tokens", "context", "importance_tokens"):
             number = getattr(self, name)
             if number is not None and number < 1:
                 raise OptionError(f"{name} must be at least 1, got {number}")

@@ -80,7 +80,7 @@ _FINDINGS = {
 }
 # Appended if a finding has a value of that name.
 _SUFFIXES = {
-    "null": Text("; random weights reach {null:.2f}", "；随机权重只到 {null:.2f}"),
+    "null": Text("; random weights reach {null:z.2f}", "；随机权重只到 {null:z.2f}"),
     "times": Text(", {times:.0f} times the median of all heads", "，是所有头中位数的 {times:.0f} 倍"),
 }
 
@@ -174,6 +174,11 @@ _REASONS = {
         "归纳与重复词元：探针至少需要 {least} 个不同的词，且上下文能容纳两遍，此处可容纳 {room} 个，"
         "词表中有 {words} 个词",
     ),
+    "one_context": Text(
+        "{roles}: a role that is measured on the text needs an interval, which needs two contexts, got a text of one; "
+        "use a longer text, or a smaller context",
+        "{roles}：在文本上测量的角色需要置信区间，至少要两个上下文，而此文本只有一个；请用更长的文本或更小的上下文",
+    ),
     "pronoun_sentences": Text(
         "pronoun: of {sentences} sentences with pronouns the tokenizer can read {readable} in a context of {context} "
         "tokens",
@@ -220,6 +225,11 @@ def kind_of_model(kind: str) -> Text:
     return _KINDS.get(kind, Text(kind, kind))
 
 
-def loss_in_words(loss: str) -> Text:
-    """Return the label of the loss by which importance was measured."""
-    return _LOSSES.get(loss, Text(loss, loss))
+def loss_in_words(loss: str, tokens: int | None = None) -> Text:
+    """Return the label of the loss by which importance was measured, with the number of tokens if it is known.
+
+    >>> loss_in_words("language", 2048).en
+    'next-token loss, on 2,048 tokens'
+    """
+    label = _LOSSES.get(loss, Text(loss, loss))
+    return label if tokens is None else Text(f"{label.en}, on {tokens:,} tokens", f"{label.zh}，基于 {tokens:,} 个词元")

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from polyhead.errors import OptionError
+from polyhead.observation.rows import Tokens
+from polyhead.observation.statistics import AttentionSite
 
 KINDS = ("self", "cross")
 
@@ -17,11 +19,14 @@ class Gates(UserDict[tuple[str, str], Tensor]):
 
     Args:
         paths: returns the paths of the model's attention modules; None where they are not known before a call.
+
+    `create` returns the gate for a call of an observed site that has none, given its tokens.
     """
 
     def __init__(self, paths: Callable[[], Sequence[str] | None]) -> None:
         super().__init__()
         self._paths = paths
+        self.create: Callable[[AttentionSite, Tokens | Tensor | None], Tensor] | None = None
 
     def __setitem__(self, key: tuple[str, str], gate: Tensor) -> None:
         if not (isinstance(key, tuple) and len(key) == 2 and key[1] in KINDS):

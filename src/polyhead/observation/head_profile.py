@@ -66,16 +66,33 @@ class HeadProfile:
         return f"HeadProfile({len(self)} heads, {tokens:,} tokens: {', '.join(self.names) or 'nothing'})"
 
     def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self, width: int | None = None) -> str:
+        """Return the table as text; columns beyond `width` characters follow in further tables of all heads.
+
+        Args:
+            width: width of a line; None for unlimited.
+        """
         header, body = self.cells()
         widths = [max(len(row[index]) for row in (header, *body)) for index in range(len(header))]
-        lines = []
-        previous = None
-        for site, row in zip((None, *self.sites), (header, *body), strict=True):
-            if site is not None and (site.stack, site.kind) != previous:
-                previous = (site.stack, site.kind)
-                lines.append(f"{site.stack}, {site.kind}-attention")
-            lines.append("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-        return "\n".join(lines)
+        parts: list[list[int]] = [[0]]
+        for index in range(1, len(header)):
+            used = sum(widths[x] + 2 for x in parts[-1])
+            if width is not None and used + widths[index] > width and len(parts[-1]) > 1:
+                parts.append([0])
+            parts[-1].append(index)
+        tables = []
+        for part in parts:
+            lines = []
+            previous = None
+            for site, row in zip((None, *self.sites), (header, *body), strict=True):
+                if site is not None and (site.stack, site.kind) != previous:
+                    previous = (site.stack, site.kind)
+                    lines.append(f"{site.stack}, {site.kind}-attention")
+                lines.append("  ".join(row[index].rjust(widths[index]) for index in part).rstrip())
+            tables.append("\n".join(lines))
+        return "\n\n".join(tables)
 
     # ---- export
 

@@ -357,12 +357,14 @@ class Session:
         if plan is None:
             plan = self._plan(module, num_heads, cross=cross, learned_sinks=learned_sinks)
         site, columns = plan.site, plan.columns
+        gate = self.gates.get((site.name, site.kind))
+        if gate is None and self.gates.create is not None and plan.chosen:
+            gate = self.gates.create(site, tokens)
         if cross:
             # The queries are the tokens of the preceding self-attention in the same stack.
             tokens = _matching_tokens(self._latest_tokens.get(plan.root), tokens)
         else:
             self._latest_tokens[plan.root] = tokens
-        gate = self.gates.get((site.name, site.kind)) if len(self.gates) else None
         if not plan.chosen or not (len(columns) or len(self.collectors)):
             return None if gate is None else Call(self, site, (), None, None, counts=False, gate=gate)
         # A checkpointed layer is recomputed in the backward and must run the same operations as before. The

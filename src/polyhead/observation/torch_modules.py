@@ -139,14 +139,14 @@ def _with_gradients(attended: Attended, requested: Statistics | None) -> Attende
     return replace(attended, result=replace(attended.result, statistics=rows))
 
 
-def _tokens(query: Tensor, arguments: dict[str, Any]) -> Tokens | Tensor | None:
+def _tokens(query: Tensor, arguments: dict[str, Any]) -> Tokens | Tensor:
     batch, queries, _ = query.shape
     mask, cache, lengths = arguments.get("mask"), arguments.get("cache"), arguments.get("lengths")
     if cache is None:
         keys = arguments["key"].shape[1] if isinstance(arguments.get("key"), Tensor) else queries
         return Tokens(mask, batch, queries, keys, query.device)
     if lengths is None:
-        return None
+        return Tokens(None, batch, queries, queries, query.device)
     num_tokens = torch.as_tensor(lengths).to(query.device, non_blocking=True)
     return torch.arange(queries, device=query.device) < num_tokens[:, None]
 

@@ -143,7 +143,7 @@ def _facts(facts: Mapping[str, Any]) -> dict[str, Any]:
         # A truncated name would name another model.
         "name": None if name is None or len(str(name)) > MAX_FACT_LENGTH else clipped(str(name), MAX_FACT_LENGTH),
         "kind": _clipped(kind_of_model(str(facts.get("kind", "")))),
-        "loss": None if loss is None else _clipped(loss_in_words(str(loss))),
+        "loss": None if loss is None else _clipped(loss_in_words(str(loss), facts.get("importance_tokens"))),
         "pairs_by": None if pairs_by is None else _clipped(pairs_by.text),
         "left_out": [_clipped(reason.text) for reason in facts.get("left_out", ())],
     }

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 _LOCK = threading.RLock()  # two threads that restored each other's functions would leave one of them in place
 
 
@@ -18,9 +20,22 @@ def reading_once() -> Iterator[None]:
 
     module: Any = gguf
     with _LOCK:
-        before = module.GGUFReader, module.get_tensor_name_map
-        module.GGUFReader, module.get_tensor_name_map = (functools.cache(function) for function in before)
+        reader: Any = module.GGUFReader
+        name_map = module.get_tensor_name_map
+
+        class ArrayReader(reader):
+            """Reader of a plain array: every element read from a `numpy.memmap` is a call of Python code."""
+
+            @property
+            def data(self) -> Any:
+                return self._array
+
+            @data.setter
+            def data(self, mapped: np.memmap[Any, Any]) -> None:
+                self._array = mapped.view(np.ndarray)
+
+        module.GGUFReader, module.get_tensor_name_map = functools.cache(ArrayReader), functools.cache(name_map)
         try:
             yield
         finally:
-            module.GGUFReader, module.get_tensor_name_map = before
+            module.GGUFReader, module.get_tensor_name_map = reader, name_map

@@ -37,6 +37,7 @@ def inspect(
     layers: Sequence[int] | None = None,
     statistics: Sequence[str] | None = None,
     importance: Literal["auto", "none", "gradient", "ablation"] = "auto",
+    importance_tokens: int | None = None,
     chance: bool = True,
     via_weights: bool = False,
     seed: int = 0,
@@ -66,6 +67,8 @@ def inspect(
         statistics: compute only these statistics; default: all.
         importance: "ablation" of every head in turn, "gradient", "none", or "auto": gradients where the model predicts
             tokens, ablation on a short text where it does not.
+        importance_tokens: number of tokens on which importance is measured; default: 8,192 for gradients and 2,048 for
+            ablation, or 256 where "auto" chose it.
         chance: also inspect the model with random weights, as a baseline for redundancy.
         via_weights: use the attention weights that the model returns; slow, and O(n²) in memory.
         seed: of samples, random weights and repeated words.
@@ -110,6 +113,7 @@ def inspect(
         layers=None if layers is None else tuple(layers),
         statistics=None if statistics is None else tuple(statistics),
         importance=importance,
+        importance_tokens=importance_tokens,
         chance=chance,
         via_weights=via_weights,
         seed=seed,

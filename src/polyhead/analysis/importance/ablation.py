@@ -58,7 +58,7 @@ def ablate(
     with torch.no_grad(), evaluating(model):
         for batch in batches:
             if not len(sites):
-                sites, _ = find_gated_sites(model, requested, batch, layers, heads)
+                sites = find_gated_sites(model, requested, batch, layers, heads)
             count = sum(len(gated.heads) for gated in sites)
 
             def report(count: int = count) -> None:
@@ -69,7 +69,8 @@ def ablate(
 
             with observe(model, statistics=False) as session:
                 intact, changes = _changes(session, model, requested, batch, sites, report)
-            parts.append(batch_importance(requested, batch, sites, intact, {"ablation": torch.stack(changes, 1)}))
+            rows = [(gated.site, head) for gated in sites for head in gated.heads]
+            parts.append(batch_importance(requested, batch, rows, intact, {"ablation": torch.stack(changes, 1)}))
     return merged(parts)
 
 

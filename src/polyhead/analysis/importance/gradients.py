@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sized
+from collections.abc import Callable, Iterable, Sized
 from typing import Any
 
 import torch
@@ -11,22 +11,19 @@ from torch import Tensor, nn
 from polyhead.analysis.importance.head_importance import Importance, merged
 from polyhead.analysis.importance.losses import Loss, RowLosses, as_loss
 from polyhead.analysis.importance.measuring import (
-    GatedSite,
     Heads,
     Layers,
     as_collection,
     batch_importance,
+    called_sites,
     checked_losses,
-    find_gated_sites,
 )
 from polyhead.analysis.importance.overlap import GradientOverlap
 from polyhead.errors import OptionError
-from polyhead.observation import Session, observe
+from polyhead.observation import AttentionSite, Session, observe
 from polyhead.observation.evaluation_mode import evaluating
+from polyhead.observation.rows import Tokens
 from polyhead.ops.attention.scaled_dot_product import without_cudnn
-
-# Sites to gate and losses of a batch, from a forward without gates; reused for batches of the same shapes.
-Plan = tuple[tuple[GatedSite, ...], RowLosses]
 
 
 def gradient_scores(
@@ -58,67 +55,76 @@ def gradient_scores(
     if requested.flat is not None:
         raise OptionError(f"gradient scores need a loss with a gradient, got {requested.name!r}: {requested.flat}")
     total = len(batches) if isinstance(batches, Sized) else None
-    plans: dict[Hashable, Plan] = {}
     parts: list[Importance] = []
     with evaluating(model):
         for batch in batches:
-            shape = requested.shape(batch)
-            plan = plans.get(shape) if shape is not None else None
-            if plan is None:
-                plan = find_gated_sites(model, requested, batch, layers, heads)
-                plans = {**plans, shape: plan} if shape is not None else plans
-            with torch.enable_grad(), without_cudnn(), observe(model, statistics=False) as session:
-                parts.append(_batch_scores(session, model, requested, batch, plan, overlap))
+            with (
+                torch.enable_grad(),
+                without_cudnn(),
+                observe(model, layers=layers, heads=heads, statistics=False) as session,
+            ):
+                parts.append(_batch_scores(session, requested, batch, overlap))
             if progress is not None:
                 progress(len(parts), total)
     return merged(parts)
 
 
-def _batch_scores(session: Session, model: nn.Module, loss: Loss, batch: Any, plan: Plan, overlap: bool) -> Importance:
+class _RowGates:
+    """Gates of 1, created as the loss calls a site: one per row and head, and per token for overlaps."""
+
+    def __init__(self, model: nn.Module, overlap: bool) -> None:
+        is_double = any(x.dtype is torch.float64 for x in model.parameters())
+        self.dtype, self.overlap = torch.float64 if is_double else torch.float32, overlap
+        self.by_site: dict[AttentionSite, dict[tuple[int, ...], Tensor]] = {}
+
+    def __call__(self, site: AttentionSite, tokens: Tokens | Tensor | None) -> Tensor:
+        assert tokens is not None
+        batch, queries = (tokens.batch, tokens.queries) if isinstance(tokens, Tokens) else tokens.shape
+        shape = (batch, site.num_heads, queries) if self.overlap else (batch, site.num_heads)
+        gates = self.by_site.setdefault(site, {})
+        if shape not in gates:
+            gates[shape] = torch.ones(shape, dtype=self.dtype, device=tokens.device, requires_grad=True)
+        return gates[shape]
+
+    def check(self, losses: RowLosses) -> None:
+        """Raise if calls of a site cannot be attributed to the rows of the loss, or their tokens to each other."""
+        rows = len(losses.weights)
+        for site, gates in self.by_site.items():
+            if losses.by_row and any(shape[0] != rows for shape in gates):
+                called = ", ".join(str(shape[0]) for shape in sorted(gates))
+                raise OptionError(
+                    f"a loss of {rows} rows needs a model that computes {rows} rows, got {site.name!r}, which was "
+                    f"called with {called}; pass a scalar loss of the batch"
+                )
+            if self.overlap and len(gates) > 1:
+                raise OptionError(
+                    f"gradient overlap needs layers that are called with one shape, got {site.name!r} called with "
+                    f"batch and queries {' and '.join(str(shape[::2]) for shape in sorted(gates))}; pass overlap=False"
+                )
+
+
+def _batch_scores(session: Session, loss: Loss, batch: Any, overlap: bool) -> Importance:
     """Return the scores of one batch, by a forward with gates of 1 and a backward to them."""
-    sites, plan_losses = plan
-    rows = len(plan_losses.weights)
-    gates = [_gate(gated, rows if plan_losses.by_row else None, overlap).requires_grad_() for gated in sites]
-    session.gates.update({gated.key: gate for gated, gate in zip(sites, gates, strict=True)})
-    losses = checked_losses(loss.prepare(model, batch))
+    gates = session.gates.create = _RowGates(session.model, overlap)
+    losses = checked_losses(loss.prepare(session.model, batch))
+    sites = called_sites(gates.by_site)
+    gates.check(losses)
     if not losses.totals.requires_grad:
         raise OptionError(
             f"gradient scores need a differentiable loss, got one without a gradient from {loss.name!r}; "
             "does it run the model under torch.no_grad, or detach its output?"
         )
-    grads = torch.autograd.grad(losses.totals.sum(), gates, allow_unused=True)
+    leaves = [gate for site in sites for gate in gates.by_site[site].values()]
+    grads = iter(torch.autograd.grad(losses.totals.sum(), leaves, allow_unused=True, materialize_grads=True))
     by_row, overlaps = [], {}
-    for gated, gate, grad in zip(sites, gates, grads, strict=True):
-        gate_grads = torch.zeros_like(gate) if grad is None else grad.double()
+    for site in sites:
+        gate_grads = [next(grads).double() for _ in gates.by_site[site]]
         if overlap:
-            empty = GradientOverlap.empty(gated.site.num_heads, gate_grads.device)
-            overlaps[gated.site] = GradientOverlap(empty.update(gate_grads).products.cpu())
-            gate_grads = gate_grads.sum(-1)
-        if not plan_losses.by_row:
-            gate_grads = gate_grads.reshape(-1, gated.site.num_heads).sum(0, keepdim=True)
-        by_row.append(gate_grads[:, list(gated.heads)].to("cpu", torch.float64))
+            empty = GradientOverlap.empty(site.num_heads, gate_grads[0].device)
+            overlaps[site] = GradientOverlap(empty.update(gate_grads[0]).products.cpu())
+            gate_grads = [gate_grads[0].sum(-1)]
+        grad = gate_grads[0] if losses.by_row else torch.cat(gate_grads).sum(0, keepdim=True)
+        by_row.append(grad[:, list(session.heads_of(site))].cpu())
+    heads = [(site, head) for site in sites for head in session.heads_of(site)]
     grad = torch.cat(by_row, 1)
-    return batch_importance(loss, batch, sites, losses, {"gradient": grad.abs(), "taylor": -grad}, overlaps=overlaps)
-
-
-def _gate(gated: GatedSite, rows: int | None, overlap: bool) -> Tensor:
-    """Return a gate per row if the loss is by row, and per token if overlaps are computed.
-
-    `rows` is None for a scalar loss.
-    """
-    shapes = sorted(set(gated.shapes))
-    heads = gated.site.num_heads
-    if rows is not None and any(batch != rows for batch, _ in shapes):
-        raise OptionError(
-            f"a loss of {rows} rows needs a model that computes {rows} rows, got {gated.site.name!r}, which was called "
-            f"with {', '.join(str(batch) for batch, _ in shapes)}; pass a scalar loss of the batch"
-        )
-    if not overlap:
-        return gated.open_gate() if rows is None else gated.open_gate(rows, heads)
-    if len(shapes) > 1:
-        raise OptionError(
-            "gradient overlap needs layers that are called with one shape, got "
-            f"{gated.site.name!r} called with batch and queries {' and '.join(map(str, shapes))}; pass overlap=False"
-        )
-    ((batch, queries),) = shapes
-    return gated.open_gate(batch, heads, queries)
+    return batch_importance(loss, batch, heads, losses, {"gradient": grad.abs(), "taylor": -grad}, overlaps=overlaps)

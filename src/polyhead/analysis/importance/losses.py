@@ -14,7 +14,7 @@ the batch, which then counts as one document.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -57,18 +57,11 @@ class Loss(Protocol):
         Called while the model is intact.
         """
 
-    def shape(self, batch: Any) -> Hashable | None:
-        """Return a key that is equal for batches of the same shapes; None if unknown."""
-
 
 class _BuiltInLoss:
     """Base of the built-in losses, whose batches are `Examples`."""
 
     flat: str | None = None
-
-    def shape(self, batch: Any) -> Hashable | None:
-        inputs = Examples.of(batch).inputs
-        return tuple((name, tuple(x.shape) if isinstance(x, Tensor) else None) for name, x in sorted(inputs.items()))
 
 
 @dataclass(frozen=True)
@@ -215,9 +208,6 @@ class CustomLoss:
     @property
     def name(self) -> str:
         return getattr(self.function, "__name__", type(self.function).__name__)
-
-    def shape(self, batch: Any) -> Hashable | None:
-        return None
 
     def prepare(self, model: nn.Module, batch: Any) -> ComputeLosses:
         def losses() -> RowLosses:

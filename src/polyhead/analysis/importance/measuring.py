@@ -20,15 +20,15 @@ from polyhead.ops.attended import Attended
 
 Layers = Iterable[int | str] | None
 Heads = Iterable[int | HeadId] | None
+Head = tuple[AttentionSite, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatedSite:
-    """A site of a forward pass: the heads to measure, and the shapes of its calls."""
+    """A site of a forward pass, and the heads to measure."""
 
     site: AttentionSite
     heads: tuple[int, ...]
-    shapes: tuple[tuple[int, int], ...]  # batch and queries of each call
     device: torch.device
     dtype: torch.dtype
 
@@ -36,32 +36,30 @@ class GatedSite:
     def key(self) -> tuple[str, str]:
         return self.site.name, self.site.kind
 
-    def open_gate(self, *sizes: int) -> Tensor:
-        """Return ones of the given sizes, [heads] by default."""
+    def open_gate(self) -> Tensor:
+        """Return ones, [heads]."""
         dtype = torch.float64 if self.dtype is torch.float64 else torch.float32
-        return torch.ones(sizes or (self.site.num_heads,), dtype=dtype, device=self.device)
+        return torch.ones(self.site.num_heads, dtype=dtype, device=self.device)
 
 
 @torch.no_grad()
-def find_gated_sites(
-    model: nn.Module, loss: Loss, batch: Any, layers: Layers, heads: Heads
-) -> tuple[tuple[GatedSite, ...], RowLosses]:
-    """Run the loss once, and return the sites that it calls, with its losses."""
+def find_gated_sites(model: nn.Module, loss: Loss, batch: Any, layers: Layers, heads: Heads) -> tuple[GatedSite, ...]:
+    """Run the loss once, and return the sites that it calls."""
     sites: dict[AttentionSite, GatedSite] = {}
 
     def record(site: AttentionSite, attended: Attended, metadata: BatchMetadata) -> None:
-        batch, _, queries, _ = attended.query.shape
-        shapes = (*(sites[site].shapes if site in sites else ()), (batch, queries))
-        sites[site] = GatedSite(
-            site, session.heads_of(site), shapes, attended.query.device, attended.result.output.dtype
-        )
+        sites[site] = GatedSite(site, session.heads_of(site), attended.query.device, attended.result.output.dtype)
 
     with observe(model, layers=layers, heads=heads, statistics=False, collect=[CallRecorder(record)]) as session:
-        losses = loss.prepare(model, batch)()
+        loss.prepare(model, batch)()
+    return tuple(sites[site] for site in called_sites(sites))
+
+
+def called_sites(sites: Collection[AttentionSite]) -> list[AttentionSite]:
+    """Return the sites that a loss called in the order of their stacks; raise if there are none."""
     if not len(sites):
         raise OptionError("heads= and layers= must include a head that the loss computes, got none")
-    order = stack_order(sites)
-    return tuple(sites[site] for site in sorted(sites, key=order.__getitem__)), losses
+    return sorted(sites, key=stack_order(sites).__getitem__)
 
 
 def as_collection(chosen: Any) -> Any:
@@ -90,7 +88,7 @@ def checked_losses(compute_losses: ComputeLosses, intact: RowLosses | None = Non
 
 
 def batch_importance(
-    loss: Loss, batch: Any, sites: Iterable[GatedSite], losses: RowLosses, totals: Mapping[str, Tensor], **more: Any
+    loss: Loss, batch: Any, heads: Iterable[Head], losses: RowLosses, totals: Mapping[str, Tensor], **more: Any
 ) -> Importance:
     """Return the importance of one batch, from totals [rows, heads] summed by document."""
     rows = len(losses.weights)
@@ -105,11 +103,11 @@ def batch_importance(
         x = x.detach().to("cpu", torch.float64)
         return x.new_zeros((len(documents), *x.shape[1:])).index_add_(0, document_of_row, x)
 
-    rows_of_table = [(gated.site, head) for gated in sites for head in gated.heads]
+    sites, numbers_in_site = zip(*heads, strict=True)
     return Importance(
         loss.name,
-        tuple(site for site, _ in rows_of_table),
-        tuple(head for _, head in rows_of_table),
+        sites,
+        numbers_in_site,
         documents,
         by_document(losses.weights),
         by_document(losses.totals),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from polyhead.analysis.languages import Text
+from polyhead.inspection.vocabulary.role_names import ROLES
 from polyhead.inspection.vocabulary.terms import Column, Format, Group
 
 
@@ -201,6 +202,27 @@ _ABLATION_COSINE = _column(
     low=None,
 )  # fmt: skip
 IMPORTANCE = ("ablation", "gradient", "taylor")  # the columns that are measured by a loss
+
+
+def score_column(role: str) -> str:
+    """Return the name of the column with the scores of a role.
+
+    Args:
+        role: name of the role.
+
+    >>> score_column("duplicate-token")
+    'duplicate_token_score'
+    """
+    return f"{role.replace('-', '_')}_score"
+
+
+for _role in ROLES.values():
+    _name = score_column(_role.name)
+    COLUMNS[_name] = _column(
+        _name, f"{_role.label.en} score", f"{_role.label.zh}得分", "other", "number",
+        f"Score of the role {_role.name}. {_role.about.en}", f"角色 {_role.name} 的得分。{_role.about.zh}",
+        low=None,
+    )  # fmt: skip
 
 
 # Columns that accompany a statistic, by the end of their name.

@@ -65,7 +65,10 @@ def load(
     """
     path = Path(folder).expanduser()
     if not path.is_dir():
-        raise OptionError(f"a model is loaded from the folder it was saved to, got {path}, which is no folder")
+        raise OptionError(
+            f"a model is loaded from the folder it was saved to, got {path}, which is no folder; "
+            "polyhead.workflows.model_loading.load_model loads packaged models and those of the hub by name"
+        )
     model = load_saved(path, dtype)
     if model is None:
         with quiet(progress=False), describe_failure(path.name, str(path), local=True):
