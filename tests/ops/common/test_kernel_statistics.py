@@ -19,7 +19,7 @@ _LAST = "    learned_sink_mass: Tensor | None = None\n"
 
 
 def check_refusals(source: str) -> None:
-    """Import polyhead anew from a folder in which `RowStatistics` has one more field, `novelty`, and call its kernels."""
+    """Call the kernels of a copy of polyhead in which `RowStatistics` has one more field, `novelty`."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "polyhead"]:
         del sys.modules[name]
     sys.path.insert(0, source)

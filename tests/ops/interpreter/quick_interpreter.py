@@ -17,10 +17,21 @@ from triton.runtime import interpreter
 READ = "3.9."  # the release whose sources the patches of types were written for; others are left as they are
 # Functions of NumPy that compute operators of the language, for tensors of one dtype and Python numbers.
 OPERATORS: dict[str, Callable[..., Any]] = {
-    **{"__add__": np.add, "__sub__": np.subtract, "__mul__": np.multiply, "where": np.where},
-    **{"__lt__": np.less, "__le__": np.less_equal, "__gt__": np.greater, "__ge__": np.greater_equal},
-    **{"__eq__": np.equal, "__ne__": np.not_equal, "__and__": np.bitwise_and, "__or__": np.bitwise_or},
-    **{"__radd__": np.add, "__rmul__": np.multiply, "__rsub__": lambda x, y: np.subtract(y, x)},
+    "__add__": np.add,
+    "__sub__": np.subtract,
+    "__mul__": np.multiply,
+    "where": np.where,
+    "__lt__": np.less,
+    "__le__": np.less_equal,
+    "__gt__": np.greater,
+    "__ge__": np.greater_equal,
+    "__eq__": np.equal,
+    "__ne__": np.not_equal,
+    "__and__": np.bitwise_and,
+    "__or__": np.bitwise_or,
+    "__radd__": np.add,
+    "__rmul__": np.multiply,
+    "__rsub__": lambda x, y: np.subtract(y, x),
 }
 # Dtypes that NumPy computes with as Triton does, and the Python numbers that are converted to each.
 PLAIN = {"fp32": (np.float32, (int, float)), "int32": (np.int32, (int,)), "int64": (np.int64, (int,))}

@@ -42,7 +42,7 @@ def check_operators() -> None:
     condition = partial(tensor, tl.int1, [4, 8])
     patches = interpreter._LangPatchScope()
     interpreter._patch_lang_core(tl, patches)
-    compared = {name: 0 for name in OPERATORS}
+    compared = dict.fromkeys(OPERATORS, 0)
     for name in OPERATORS:
         function = tl.where if name == "where" else getattr(tl.tensor, name)
         operator = mock.Mock(side_effect=partial(function, _semantic=interpreter.interpreter_semantic))
