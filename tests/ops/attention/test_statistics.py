@@ -29,7 +29,7 @@ DIFFERENTIABLE = tuple(name for name in NAMES if name != "visible_keys")
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shrink tiles so that these sizes have several, skipped and partial tiles, and parts."""
-    monkeypatch.setattr(tiles, "TILE_COLUMNS", 7)
+    monkeypatch.setattr(tiles, "TILE_COLUMNS", 13)
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 1)
 
 
