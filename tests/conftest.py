@@ -77,6 +77,17 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def transformers_settings() -> Iterator[None]:
+    """Restore what a script or notebook sets in transformers for the whole process: progress bars and verbosity."""
+    from transformers.utils import logging as transformers_logging
+
+    is_shown, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    yield
+    (transformers_logging.enable_progress_bar if is_shown else transformers_logging.disable_progress_bar)()
+    transformers_logging.set_verbosity(verbosity)
+
+
+@pytest.fixture
 def log() -> Iterator[io.StringIO]:
     """Capture log records as text. (pytest's logging plugin is off: it adds handlers around every phase of a test.)"""
     text = io.StringIO()

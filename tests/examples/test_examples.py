@@ -22,6 +22,7 @@ from examples import (
     prune_and_reload,
 )
 
+pytestmark = pytest.mark.usefixtures("transformers_settings")
 FOLDER = Path(runner.__file__).parent
 EARLIER = {"demo", "sentence", "worked_example"}  # parts of `python -m examples.demo`
 

@@ -398,7 +398,6 @@ def test_loading_is_silent_and_restores_the_settings_of_transformers(tmp_path, c
 
     save(tmp_path, "BertForMaskedLM", bert())
     edit_config(tmp_path, architectures=["BertModel"])
-    logging.enable_progress_bar()  # other tests run examples and notebooks, which disable it
     before = (logging.get_verbosity(), logging.is_progress_bar_enabled())
     capfd.readouterr()
     load_model(tmp_path)

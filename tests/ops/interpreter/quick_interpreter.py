@@ -15,6 +15,26 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 READ = "3.9."  # the release whose sources the patches of types were written for; others are left as they are
+# Functions of NumPy that compute operators of the language, for tensors of one dtype and Python numbers.
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "__add__": np.add,
+    "__sub__": np.subtract,
+    "__mul__": np.multiply,
+    "where": np.where,
+    "__lt__": np.less,
+    "__le__": np.less_equal,
+    "__gt__": np.greater,
+    "__ge__": np.greater_equal,
+    "__eq__": np.equal,
+    "__ne__": np.not_equal,
+    "__and__": np.bitwise_and,
+    "__or__": np.bitwise_or,
+    "__radd__": np.add,
+    "__rmul__": np.multiply,
+    "__rsub__": lambda x, y: np.subtract(y, x),
+}
+# Dtypes that NumPy computes with as Triton does, and the Python numbers that are converted to each.
+PLAIN = {"fp32": (np.float32, (int, float)), "int32": (np.int32, (int,)), "int64": (np.int64, (int,))}
 
 
 def install() -> None:
@@ -182,13 +202,57 @@ def _leave_equal_shapes_alone() -> None:
 
 
 def _pass_the_semantic_on() -> None:
-    """Pass the semantic on without copying the options in every call."""
+    """Pass the semantic on without copying the options in every call, and compute simple operators without it."""
+    operators: dict[str, Callable[..., Any]] = {}
 
     def patch(obj: Any, name: str, member: Callable[..., Any], builder: Any, scope: Any) -> None:
         def call(*arguments: Any, **options: Any) -> Any:
             options["_semantic"] = interpreter.interpreter_semantic
             return member(*arguments, **options)
 
+        if name in OPERATORS:
+            call = operators.setdefault(name, _directly(name, call))
         scope.set_attr(obj, name, call)
 
     interpreter._patch_attr = patch
+
+
+def _directly(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Call NumPy for operands of types that `operator` has been called with, from which the type of a result is known.
+
+    Types are found by identity; those that are known are kept, so that no other type can have it.
+    """
+    known: dict[tuple[object, ...], tuple[Any, Callable[..., Any], Any, list[Any]]] = {}
+
+    def call(*operands: Any, _semantic: Any = None) -> Any:
+        operands = tuple([x.value if type(x) is core.constexpr else x for x in operands])
+        key = tuple([id(x.type) if type(x) is core.tensor else type(x) for x in operands])
+        if key not in known:
+            result = operator(*operands)
+            simple = _simple(name, operands)
+            if simple is not None:
+                known[key] = result.type, *simple, [x.type for x in operands if type(x) is core.tensor]
+            return result
+        kind, function, convert, _ = known[key]
+        data = function(*[x.handle.data if type(x) is core.tensor else convert(x) for x in operands])
+        return core.tensor(interpreter.TensorHandle(data, kind.scalar), kind)
+
+    return call
+
+
+def _simple(name: str, operands: tuple[Any, ...]) -> tuple[Callable[..., Any], Any] | None:
+    """Return the function of NumPy for operands of these types, and what converts Python numbers; None without one."""
+    if name == "where":
+        condition, *operands = operands
+        if getattr(condition, "dtype", None) is not core.int1:
+            return None
+    dtypes = [x.dtype for x in operands if type(x) is core.tensor]
+    if name == "__add__" and dtypes[0].is_ptr():
+        size = max(1, dtypes[0].element_ty.primitive_bitwidth // 8)
+        is_offset = dtypes[1:] in ([core.int32], [core.int64])
+        return (lambda pointers, offsets: pointers + size * offsets.astype(np.uint64), None) if is_offset else None
+    if dtypes == [core.int1] * 2 and name in ("__and__", "__or__", "where"):
+        return OPERATORS[name], None
+    convert, numbers = PLAIN.get(dtypes[0].name, (None, ())) if dtypes else (None, ())
+    is_plain = all(x.dtype is dtypes[0] if type(x) is core.tensor else type(x) in numbers for x in operands)
+    return (OPERATORS[name], convert) if convert is not None and is_plain else None

@@ -118,10 +118,9 @@ def check_in_interpreter(dtype: torch.dtype, names: list[str], step: int) -> Non
 def check_generated(examples: int) -> None:
     """Check generated profiles; the kernels may refuse some, but only for explicit positions.
 
-    The examples are derived from a hash of the source of `check` (`derandomize`): with another name in it, others are
-    drawn, of which fewer may be supported.
+    Refused ones are not among the `examples`, so that as many are checked whatever a version of hypothesis draws.
     """
-    from hypothesis import HealthCheck, given, settings
+    from hypothesis import HealthCheck, given, reject, seed, settings
     from hypothesis import strategies as st
 
     from polyhead.errors import BackendUnsupported
@@ -129,7 +128,8 @@ def check_generated(examples: int) -> None:
 
     served, refused = 0, []
 
-    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @seed(0)
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(questions(), st.sampled_from(TILE_SIZES), st.sampled_from([torch.float32, torch.float16]))
     def check(question: Question, place: tuple[int, int], dtype: torch.dtype) -> None:
         nonlocal served
@@ -138,11 +138,11 @@ def check_generated(examples: int) -> None:
                 question.check(dtype, "fused")
         except BackendUnsupported as unsupported:
             refused.extend(unsupported.reasons)
-            return
+            reject()
         served += 1
 
     check()
-    assert served > examples // 2
+    assert served == examples
     assert all("explicit positions" in reason for reason in refused)
 
 
@@ -288,7 +288,7 @@ def test_bins_end_where_the_next_begins() -> None:
 
 
 def test_any_profile_of_any_scene() -> None:
-    in_the_interpreter(check_generated, 25)
+    in_the_interpreter(check_generated, 16)
 
 
 def test_both_kernels_agree_on_ties_strides_and_masked_values() -> None:
