@@ -44,7 +44,7 @@ def documents(place: Path) -> list[str]:
 def test_a_model_in_memory_is_pruned_in_place_as_the_folder_is(place, tmp_path):
     model, seen = in_memory(place / "llama"), []
     before = fingerprint(model)
-    options = {"share": 0.25, "context": 40}
+    options = {"share": 0.5, "context": 40}
     edited = polyhead.prune(model, **options, text=documents(place), tokenizer=tokenizer(), progress=seen.append)
     assert edited.model is model
     assert total_heads(model) == edited.preview.after.heads == 4
@@ -72,6 +72,9 @@ def test_a_preview_changes_nothing_and_cannot_be_saved(place, tmp_path):
     for call in (lambda: edited.save(tmp_path / "never"), edited.undo):
         with pytest.raises(OptionError, match="only an edited model can be saved or reverted"):
             call()
+    # The uniform layout of a share needs neither a text nor a tokenizer.
+    by_share = polyhead.prune(model, share=0.45, preview=True)
+    assert (by_share.edits, by_share.preview.after.heads, by_share.preview.after.kv_heads) == ((), 4, 4)
     assert fingerprint(model) == before
     assert not (tmp_path / "never").exists()
 
@@ -186,8 +189,8 @@ def test_a_model_is_shrunk_to_a_target_and_the_curve_is_data(place, tmp_path):
         (lambda place: polyhead.merge(place / "bert", [[(0, 1), (1, 1)]]), "two or more heads of one layer"),
         (lambda place: polyhead.convert(place / "llama", 0), "kv_heads must be greater than 0"),
         (lambda place: polyhead.shrink(place / "llama", "25%-heads", None), "text is required"),
-        (lambda place: polyhead.shrink(place / "llama", "25%-heads", ["a w1 " * 30]), "at least five contexts"),
-        (lambda place: polyhead.shrink(place / "llama", "25%-heads", [1, 2]), "must be a sequence of strings"),
+        (lambda place: polyhead.shrink(place / "llama", "50%-heads", ["a w1 " * 30]), "at least five contexts"),
+        (lambda place: polyhead.shrink(place / "llama", "50%-heads", [1, 2]), "must be a sequence of strings"),
         (lambda place: polyhead.undo(place / "llama"), "undo needs the record saved with an edited model"),
         (
             lambda place: polyhead.prune(load_model(place / "bert"), "L0H1", tokenizer=tokenizer()),

@@ -28,7 +28,7 @@ from polyhead.surgery.selection.evidence import Evidence
 from polyhead.surgery.selection.journal import Journal
 from polyhead.surgery.selection.quality import Fidelity, Measurement, Perplexity, Quality
 from polyhead.surgery.selection.shrinker import BaseShrinker, CurvePoint, RemovedHeads, Shrinker
-from polyhead.surgery.selection.uniform import UniformShrinker, check_layouts, uniform_layouts
+from polyhead.surgery.selection.uniform import UniformShrinker, heads_for_target, uniform_layouts
 from polyhead.version import VERSION
 from polyhead.workflows.calibration_text import model_inputs, objectives_of, weighting_of
 from polyhead.workflows.edited_model import AttentionSwitch, EditedModel
@@ -157,8 +157,12 @@ def shrink(
     with nullcontext() if folder is None else lock_folder(folder):
 
         def check(network: nn.Module) -> None:
-            check_target(goal, network)
-            check_layouts(network, form)
+            if form == "uniform" and measured:
+                next(uniform_layouts(network))  # raises if there is none
+            elif form == "uniform":
+                heads_for_target(network, goal, option="--target")
+            elif not measured:
+                check_target(goal, network)
 
         loaded = as_loaded(model, tokenizer, dtype="saved", check=check)
         layouts = None
