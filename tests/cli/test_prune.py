@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -197,7 +198,7 @@ def test_text_is_read_or_held_out_and_never_both(place):
     for context in text.text.contexts:
         padded = [row for row in read if row[: len(context.ids)] == context.ids]
         assert len(padded) == (context not in text.held_out)
-    judged = text.fidelity()
+    judged = text.quality()
     real = [int(row.sum()) for batch in judged.batches for row in batch["attention_mask"]]
     assert sorted(real) == sorted(len(context.ids) for context in text.held_out)
     assert judged.measure().value == pytest.approx(1, abs=1e-6)
@@ -208,15 +209,42 @@ def test_what_is_left_is_measured_on_text_that_nothing_was_repaired_on(place, tm
     options = ["--text", place / "text", "--context", 40, "--device", "cpu", "--form", "uneven"]
     options += ["--heads", "L0H0,L0H1,L0H2,L1H0,L1H1,L1H2"]
     shown = invoke("prune", place / "bert", *options, "--output", tmp_path / "one").stdout
-    found = re.search(r"held-out text \((\d+) tokens, (\d+) contexts\): .* mean cosine of ([\d.]+) ± ([\d.]+)", shown)
-    tokens, texts, cosine, error = (float(x) for x in found.groups())
+    found = re.search(
+        r"Fidelity on held-out text \((\d+) tokens, (\d+) contexts\), the mean cosine of final hidden states with the "
+        r"original's: ([\d.]+) ± \S+ without compensation, ([\d.]+) ± ([\d.]+) after",
+        shown,
+    )
+    tokens, texts, plain, cosine, error = (float(x) for x in found.groups())
+    assert plain < cosine
     assert 4 <= texts <= 6
     assert texts * 12 < tokens <= texts * 40
     assert 0.3 < cosine < 1
     assert error < 0.1
     # Where there is little text, all of it is needed.
     short = invoke("prune", place / "bert", *options, "--tokens", 300, "--output", tmp_path / "two").stdout
-    assert "held-out" not in short
+    assert "needs a text of 10 contexts, of which two are held out, got 8; use more text" in short
+
+
+@pytest.mark.parametrize("edit", [["prune", "--heads", "L0H0,L0H3,L1H1,L1H2"], ["convert", "--kv-heads", "1"]])
+def test_perplexity_is_that_of_the_saved_model_on_contexts_that_nothing_was_fitted_to(place, tmp_path, edit):
+    options = [edit[0], place / "llama", *edit[1:], "--text", place / "text", "--context", 40, "--device", "cpu"]
+    shown = invoke(*options, "--output", tmp_path / "edited").stdout
+    invoke(*options, *(["--no-compensate"] * (edit[0] == "prune")), "--output", tmp_path / "plain")
+    folders = [place / "llama", *([tmp_path / "plain"] * (edit[0] == "prune")), tmp_path / "edited"]
+    found = re.search(r"Perplexity on held-out text \((\d+) tokens, (\d+) contexts\): (.*)", shown)
+    text = CalibrationText.of(load_model(place / "llama"), place / "text", context=40)
+    assert [int(found[1]), int(found[2])] == [sum(len(x.ids) for x in text.held_out), len(text.held_out)]
+    expected = []
+    for folder in folders:
+        native = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        with torch.no_grad():
+            rows = [native(torch.tensor([x.ids])).logits[0, :-1].log_softmax(-1) for x in text.held_out]
+        losses = [-row[range(len(row)), x.ids[1:]] for row, x in zip(rows, text.held_out, strict=True)]
+        expected.append(float(torch.cat(losses).mean().exp()))
+    values = re.findall(r"(\S+)(?: ± \S+)? (before|without compensation|after)", found[3])
+    labels = ["before", "without compensation", "after"] if edit[0] == "prune" else ["before", "after"]
+    assert [label for _, label in values] == labels
+    assert [float(value) for value, _ in values] == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("criterion", ["plain", "ablation", "gradient", "taylor", "magnitude", "redundancy", "random"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -12,8 +13,10 @@ from polyhead.geometry import HeadId, parse_heads
 from polyhead.progress import Progress, ProgressCallback, Step, ignore_progress
 from polyhead.sources.text_contexts import Text
 from polyhead.sources.texts import TOKENS
+from polyhead.surgery.adapters.discovery import find_layers
+from polyhead.surgery.compensation.least_squares import swapped_projections, unchanged_projections
 from polyhead.surgery.compensation.sequential import apply_in_order
-from polyhead.surgery.edits.applying import apply
+from polyhead.surgery.edits.applying import apply, edits_by_layer
 from polyhead.surgery.edits.head_edits import PruneHeads
 from polyhead.surgery.edits.native_form import check_form_after
 from polyhead.surgery.edits.preview import preview as count
@@ -79,7 +82,7 @@ def prune(
         tokenizer: tokenizer of a model in memory.
 
     Returns:
-        The edited model, with its preview, its fidelity, `save` and `undo`.
+        The edited model, with its preview, its quality on held-out text, `save` and `undo`.
 
     Raises:
         OptionError: heads that do not exist, both or neither of `heads` and `share`, or compensation without a
@@ -123,7 +126,7 @@ def prune(
         progress(Progress("List the layouts that the model class supports"))
         layouts = tuple(uniform_layouts(loaded.model, stack))
     calibration = None
-    if share is not None or (compensate and not preview):
+    if share is not None or (not preview and (compensate or text is not None)):
         if loaded.tokenizer is None:
             raise OptionError(
                 f"calibration needs a model that reads text and its tokenizer, got {loaded.name} without one; pass "
@@ -141,10 +144,13 @@ def prune(
     counted = count(loaded.model, edits)
     if preview:
         return EditedModel(loaded=loaded, edits=tuple(edits), preview=counted, form=form)
-    quality = None if calibration is None else calibration.fidelity()
-    attention = AttentionSwitch(loaded.model)
+    quality = None if calibration is None else calibration.quality()
+    attention, not_compensated = AttentionSwitch(loaded.model), None
     if compensate:
         assert calibration is not None
+        if quality is not None:
+            with _without(loaded.model, edits):
+                not_compensated = quality.measure()
         step = Step(progress, "Compensate layer by layer", len({(x.stack, x.layer) for x in edits}), "layers")
         record = apply_in_order(loaded.model, edits, calibration.batches, progress=lambda *_: step.advance())
     else:
@@ -158,8 +164,22 @@ def prune(
         form=form,
         record=record,
         attention=attention,
+        not_compensated=not_compensated,
         **evaluation,
     )
+
+
+def _without(model: nn.Module, edits: Sequence[PruneHeads]) -> AbstractContextManager[None]:
+    """Compute as without these heads, not compensated, within the context."""
+    every = find_layers(model)
+    removed = {
+        layer.path: edit.heads
+        for layer, own in edits_by_layer(every, edits)
+        for edit in own
+        if isinstance(edit, PruneHeads)
+    }
+    layers = {layer.path: layer for layer in every}
+    return swapped_projections(model, layers, unchanged_projections(model, layers, removed))
 
 
 def head_edits(heads: str | Iterable[str | HeadId | tuple[int, int]], stack: str | None = None) -> list[PruneHeads]:
