@@ -205,9 +205,34 @@ def test_a_process_that_is_killed_at_any_step_leaves_a_model_with_its_record(tmp
         record = load_record(place / "model")
         assert fingerprint(load(place / "model")) == record.after
         found.append([x.after for x in records].index(record.after))
+        # The next run is not in the way of what is left of this one.
+        save(new, place / "model", record=records[1], replace=True)
+        assert load_record(place / "model").after == records[1].after
+        assert len(list((place / "model.undo").iterdir())) == 1
         if not code:
             break
     assert len(found) > 5
     assert found == sorted(found)
     assert set(found) == {0, 1}
     assert len(list((place / "model.undo").iterdir())) == 1
+
+
+def test_the_record_of_a_first_write_that_was_killed_is_not_in_the_way_of_the_next(place, original, monkeypatch):
+    rename, record = os.rename, os.listdir("small.undo")
+    for name in ("small", "small.undo"):
+        shutil.rmtree(name)
+    child = os.fork()
+    if not child:
+        monkeypatch.setattr(os, "rename", lambda *_: os._exit(9))
+        invoke("prune", original, *EDIT, "-o", "small")
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert (os.path.exists("small"), os.listdir("small.undo")) == (False, record)
+    invoke("prune", original, *OTHER, "-o", "small")
+    assert len(os.listdir("small.undo")) == 1
+    assert os.listdir("small.undo") != record
+    assert restored("small", original)
+    assert sorted(os.listdir()) == ["small", "small.undo"]
+    # From now on it is a record as any other, also for a model that was moved.
+    rename("small", "moved")
+    assert "which is not of the model in small" in invoke("prune", original, *EDIT, "-o", "small", code=2).stderr

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polyhead.errors import CheckpointError
-from polyhead.surgery.storage.folders import FILES
+from polyhead.surgery.storage.undo_folder import FILES
 
 _WEIGHTS = (
     ".safetensors",
