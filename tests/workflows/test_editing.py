@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 import polyhead
 from polyhead.errors import OptionError
@@ -96,6 +97,35 @@ def test_a_model_is_converted_to_one_kv_head_and_back(place, tmp_path):
     restored = polyhead.undo(edited.save(tmp_path / "mqa").folder)
     assert restored.save(tmp_path / "back").form == "uniform"
     assert fingerprint(polyhead.load(tmp_path / "back")) == before
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda model, **read: polyhead.prune(model, share=0.5, **read),
+        lambda model, **read: polyhead.convert(model, 1, rounds=1, **read),
+        lambda model, text, **read: polyhead.shrink(model, "50%-heads", text, **read),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_models_are_edited_in_float32_and_saved_in_their_dtype(place, tmp_path, edit, dtype):
+    in_memory(place / "llama").to(dtype).save_pretrained(tmp_path / "half")
+    models = [in_memory(tmp_path / "half").to(x) for x in (dtype, torch.float32)]
+    before, seen = fingerprint(models[0]), set()
+    hook = models[0].model.norm.register_forward_hook(lambda module, given, output: seen.add(output.dtype))
+    read = {"text": documents(place), "tokenizer": tokenizer(), "context": 16, "tokens": 600}
+    edited, exact = (edit(model, **read) for model in models)
+    hook.remove()
+    assert seen == {torch.float32}
+    assert edited.edits == exact.edits
+    found = dict(edited.model.named_parameters())
+    for name, x in exact.model.named_parameters():  # but for one rounding, the weights that float32 gives
+        assert (found[name].float() - x).norm() <= torch.finfo(dtype).eps / 2 * x.norm(), name
+    saved = edited.save(tmp_path / "saved")
+    assert {x.dtype for x in load_file(saved.folder / "model.safetensors").values()} == {dtype}
+    assert fingerprint(polyhead.undo(saved.folder).model) == before
+    edited.undo()
+    assert fingerprint(models[0]) == before
 
 
 def test_undo_restores_the_attention_that_a_converted_model_had(place):

@@ -138,6 +138,23 @@ def test_a_replaced_model_takes_its_record_with_it(place, original):
         polyhead.undo("small")
 
 
+@pytest.mark.parametrize("metadata", ["", "---\nlicense: mit\n---\n"])
+def test_the_card_of_an_edited_model_says_so_and_that_of_the_restored_one_does_not(place, original, tmp_path, metadata):
+    source = shutil.copytree(original, tmp_path / "source")
+    card = f"{metadata}# A model\n\nwith 8 heads\n".encode()
+    (source / "README.md").write_bytes(card)
+    invoke("prune", source, *EDIT, "-o", "one")
+    invoke("prune", "one", "--no-compensate", "--heads", "L0H0,L1H0", "-o", "two")
+    for name, count in (("one", 2), ("two", 4)):
+        written = (Path(name) / "README.md").read_text()
+        assert written.startswith(f"{metadata}<!-- polyhead -->\n> **Heads of this model were edited**")
+        assert f"({count} PruneHeads)" in written
+        assert written.count("<!-- polyhead -->") == 1
+        assert written.endswith("\n\n# A model\n\nwith 8 heads\n")
+        invoke("undo", name, "-o", f"{name} back")
+        assert (Path(f"{name} back") / "README.md").read_bytes() == card
+
+
 def test_edits_one_after_the_other_are_undone_together(place, original):
     """Also if the first model and its record are gone by then, and if only the second makes the heads uniform."""
     invoke("prune", original, "--no-compensate", "--heads", "L0H0,L0H3", "--form", "uneven", "-o", "one")
