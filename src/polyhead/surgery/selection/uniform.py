@@ -146,6 +146,7 @@ def _largest_meeting(
     option: str = "--target",
 ) -> UniformLayout:
     """Return the largest layout that meets a target and exceeds it by at most `MAX_EXCESS`; raises if none does."""
+    unpruned = size_of({}).excess(target)  # raises for a cache target of a model without a cache
     sizes: dict[UniformLayout, Size] = {}
     beyond: list[UniformLayout] = []
     for layout in layouts:
@@ -165,7 +166,7 @@ def _largest_meeting(
             f"target, or {OTHER_FORMS}"
         )
     nearest = min(beyond, key=lambda x: sizes[x].excess(target))
-    short = [x for x in sizes if size_of({}).excess(target) + 1e-9 < sizes[x].excess(target) < 0]
+    short = [x for x in sizes if unpruned + 1e-9 < sizes[x].excess(target) < 0]
     below = sorted(short, key=lambda x: sizes[x].excess(target))[-1:]
     choices = [f"{option} {sizes[x].meets(target)} ({x})" for x in (*below, nearest)]
     if option == "--share":

@@ -9,11 +9,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from polyhead.errors import CheckpointError
-from polyhead.surgery.edits.head_edits import HeadEdit
 from polyhead.surgery.storage.undo_folder import FILES
 from polyhead.version import VERSION
+
+if TYPE_CHECKING:
+    from polyhead.surgery.edits.head_edits import HeadEdit
 
 _WEIGHTS = (
     ".safetensors",
