@@ -30,8 +30,8 @@ def main(share: float = 0.25, tokens: int = 65_536) -> dict[str, Any]:
     print(f"heads {before.heads} -> {after.heads}, attention parameters {before.parameters:,} -> {after.parameters:,}")
     for edit in edited.edits:
         print(f"  layer {edit.layer}: without heads {', '.join(map(str, edit.heads))}")
-    if edited.fidelity is not None:
-        print(f"cosine with the original on {edited.held_out_tokens} held-out tokens: {edited.fidelity.value:.4f}")
+    if edited.quality is not None:
+        print(f"cosine with the original on {edited.held_out_tokens} held-out tokens: {edited.quality.value:.4f}")
 
     with tempfile.TemporaryDirectory() as folder:
         saved = edited.save(Path(folder, "pruned"))

@@ -52,7 +52,7 @@ CALLS = (
     Call("prune decoder --heads L0H3 --output pruned", "hf"),
     Call("merge decoder --heads L0H1+L0H2 --output merged", "hf"),
     Call("convert decoder --kv-heads 1 --text text --output grouped", "hf"),
-    Call("shrink decoder --target 25%-heads --text text --output smaller", "hf"),
+    Call("shrink decoder --target 50%-heads --text text --output smaller", "hf"),
     Call("undo model-uniform --output original", "hf"),
 )
 

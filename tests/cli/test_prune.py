@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -101,12 +102,13 @@ assert not [name for name in sys.modules if name.startswith("polyhead")]
 def test_a_pruned_model_is_smaller_loads_without_polyhead_and_comes_back(place, tmp_path, monkeypatch):
     """The defaults: as many heads in every layer, and the record beside the folder."""
     monkeypatch.chdir(tmp_path)
-    options = ["--text", place / "text", "--share", "30%", "--device", "cpu"]
+    options = ["--text", place / "text", "--share", "40%", "--device", "cpu"]
     shown = invoke("prune", place / "llama", *options, "--preview").stdout
     assert list(tmp_path.iterdir()) == []
     written = invoke("prune", place / "llama", *options, "--output", "small/").stdout
-    assert written.startswith(shown)
-    assert "2 heads over 2 KV heads remain in every layer, 50.0% fewer than before, for 30.0% requested" in shown
+    assert "without heads" in written
+    assert set(shown.splitlines()) < set(written.splitlines())
+    assert "2 heads over 2 KV heads remain in every layer, 50.0% fewer than before, for 40.0% requested" in shown
     assert "uniform: plain transformers loads it as LlamaForCausalLM" in written
     assert heads(tmp_path / "small") == [2, 2]
     assert sorted(x.name for x in tmp_path.iterdir()) == ["small", "small.undo"]
@@ -122,7 +124,7 @@ def test_a_pruned_model_is_smaller_loads_without_polyhead_and_comes_back(place, 
     torch.save(ids, tmp_path / "ids")
     subprocess.run([sys.executable, "-c", STOCK, "small", "ids", "logits"], check=True, timeout=300)
     logits, count = torch.load(tmp_path / "logits")
-    edited = polyhead.prune(place / "llama", share=0.3, text=place / "text")
+    edited = polyhead.prune(place / "llama", share=0.4, text=place / "text")
     with torch.no_grad():
         torch.testing.assert_close(logits, edited.model(ids).logits, rtol=0, atol=1e-5)
     assert count == 2
@@ -161,6 +163,10 @@ def test_forms_that_cannot_be_are_refused_by_the_config_alone(place, tmp_path, m
         (["merge", place / "llama", "--heads", "L0H0+L0H1"], "a LlamaConfig has one number of heads"),
         (["convert", place / "bert", "--kv-heads", "2", *text], "native BertSelfAttention has one KV head per head"),
         (["shrink", place / "bert", "--target", "50%-heads", *text], "got a BertModel, which has none; use"),
+        (["prune", place / "llama", "--share", "30%", *text], r"30% fewer heads, for .*; use --share 50% \(2/2\), --"),
+        (["prune", place / "llama", "--share", "30%", *text, "--preview"], r"use --share 50% \(2/2\), --form padded"),
+        (["shrink", place / "llama", "--target", "30%-heads", *text], r"use --target 50%-heads \(2/2\), --form pad"),
+        (["shrink", place / "llama", "--target", "3x-cache", *text], "1/1 leaves 25% of the heads, 50% of the cache"),
     ):
         said = invoke(*arguments, *options, code=2).stderr.splitlines()[-1]
         assert said.startswith(f"polyhead {arguments[0]}: ")
@@ -169,7 +175,14 @@ def test_forms_that_cannot_be_are_refused_by_the_config_alone(place, tmp_path, m
             "--form padded (loads anywhere, saves nothing) or --form uneven (smaller, loads with polyhead.load)" in said
         )
         assert [x.name for x in tmp_path.iterdir()] == ["unreadable.txt"]
+    shrink = ["shrink", place / "llama", "--form", "uneven", "--target", "80%-heads", *text, *options]
+    assert "every layer keeps at least one head, which leaves 25%" in invoke(*shrink, code=2).stderr
     monkeypatch.setattr(model_loading, "read_native", load)
+    # Nothing is selected on a text for a preview of the layout.
+    assert (
+        "2 heads over 2 KV heads remain"
+        in invoke("prune", place / "llama", "--share", "45%", *text, "--preview").stdout
+    )
     # Equal numbers in equal groups are uniform, whoever names them.
     options[-1] = tmp_path / "named"
     shown = invoke("prune", place / "llama", "--heads", "L0H0,L0H3,L1H1,L1H2", "--no-compensate", *options).stdout
@@ -185,7 +198,7 @@ def test_text_is_read_or_held_out_and_never_both(place):
     for context in text.text.contexts:
         padded = [row for row in read if row[: len(context.ids)] == context.ids]
         assert len(padded) == (context not in text.held_out)
-    judged = text.fidelity()
+    judged = text.quality()
     real = [int(row.sum()) for batch in judged.batches for row in batch["attention_mask"]]
     assert sorted(real) == sorted(len(context.ids) for context in text.held_out)
     assert judged.measure().value == pytest.approx(1, abs=1e-6)
@@ -196,15 +209,42 @@ def test_what_is_left_is_measured_on_text_that_nothing_was_repaired_on(place, tm
     options = ["--text", place / "text", "--context", 40, "--device", "cpu", "--form", "uneven"]
     options += ["--heads", "L0H0,L0H1,L0H2,L1H0,L1H1,L1H2"]
     shown = invoke("prune", place / "bert", *options, "--output", tmp_path / "one").stdout
-    found = re.search(r"held-out text \((\d+) tokens, (\d+) contexts\): .* mean cosine of ([\d.]+) ± ([\d.]+)", shown)
-    tokens, texts, cosine, error = (float(x) for x in found.groups())
+    found = re.search(
+        r"Fidelity on held-out text \((\d+) tokens, (\d+) contexts\), the mean cosine of final hidden states with the "
+        r"original's: ([\d.]+) ± \S+ without compensation, ([\d.]+) ± ([\d.]+) after",
+        shown,
+    )
+    tokens, texts, plain, cosine, error = (float(x) for x in found.groups())
+    assert plain < cosine
     assert 4 <= texts <= 6
     assert texts * 12 < tokens <= texts * 40
     assert 0.3 < cosine < 1
     assert error < 0.1
     # Where there is little text, all of it is needed.
     short = invoke("prune", place / "bert", *options, "--tokens", 300, "--output", tmp_path / "two").stdout
-    assert "held-out" not in short
+    assert "needs a text of 10 contexts, of which two are held out, got 8; use more text" in short
+
+
+@pytest.mark.parametrize("edit", [["prune", "--heads", "L0H0,L0H3,L1H1,L1H2"], ["convert", "--kv-heads", "1"]])
+def test_perplexity_is_that_of_the_saved_model_on_contexts_that_nothing_was_fitted_to(place, tmp_path, edit):
+    options = [edit[0], place / "llama", *edit[1:], "--text", place / "text", "--context", 40, "--device", "cpu"]
+    shown = invoke(*options, "--output", tmp_path / "edited").stdout
+    invoke(*options, *(["--no-compensate"] * (edit[0] == "prune")), "--output", tmp_path / "plain")
+    folders = [place / "llama", *([tmp_path / "plain"] * (edit[0] == "prune")), tmp_path / "edited"]
+    found = re.search(r"Perplexity on held-out text \((\d+) tokens, (\d+) contexts\): (.*)", shown)
+    text = CalibrationText.of(load_model(place / "llama"), place / "text", context=40)
+    assert [int(found[1]), int(found[2])] == [sum(len(x.ids) for x in text.held_out), len(text.held_out)]
+    expected = []
+    for folder in folders:
+        native = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        with torch.no_grad():
+            rows = [native(torch.tensor([x.ids])).logits[0, :-1].log_softmax(-1) for x in text.held_out]
+        losses = [-row[range(len(row)), x.ids[1:]] for row, x in zip(rows, text.held_out, strict=True)]
+        expected.append(float(torch.cat(losses).mean().exp()))
+    values = re.findall(r"(\S+)(?: ± \S+)? (before|without compensation|after)", found[3])
+    labels = ["before", "without compensation", "after"] if edit[0] == "prune" else ["before", "after"]
+    assert [label for _, label in values] == labels
+    assert [float(value) for value, _ in values] == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("criterion", ["plain", "ablation", "gradient", "taylor", "magnitude", "redundancy", "random"])

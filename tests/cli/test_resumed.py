@@ -114,8 +114,8 @@ def test_a_syntax_table_goes_on_with_what_it_began_with(reader, tmp_path, change
 
 def shrink_of(place: Path, name: str, output: Path, *more: object) -> list[object]:
     options = ["--text", place / "text", "--context", "16", "--tokens", "500", "--device", "cpu"]
-    options += ["--form", "uneven"] if name == "bert" else []
-    return ["shrink", place / name, "--target", "25%-heads", *options, "--output", output, *more]
+    options += ["--target", "25%-heads", "--form", "uneven"] if name == "bert" else ["--target", "50%-heads"]
+    return ["shrink", place / name, *options, "--output", output, *more]
 
 
 def shown_by(result, output: Path) -> str:

@@ -83,17 +83,33 @@ def show_preview(counted: Preview, form: str, console: Console) -> None:
 
 
 def show_edited(edited: EditedModel, summary: str, console: Console) -> None:
-    """Print the edits, their effect on size and cost, and the fidelity if it was measured."""
+    """Print the edits, their effect on size and cost, and on the quality if that was measured."""
     console.print(f"{edited.loaded}\n{summary}", markup=False, soft_wrap=True)
     show_preview(edited.preview, edited.form, console)
-    if edited.fidelity is not None:
-        console.print(
-            f"Fidelity on held-out text ({edited.held_out_tokens:,} tokens, {edited.held_out_contexts} contexts): "
-            f"final hidden states have a mean cosine of {edited.fidelity.value:.3f} ± {edited.fidelity.error:.3f} with "
-            "those of the original",
-            markup=False,
-            soft_wrap=True,
+    if edited.contexts:
+        console.print(_describe_quality(edited), markup=False, soft_wrap=True)
+
+
+def _describe_quality(edited: EditedModel) -> str:
+    """Describe the quality on held-out text before and after the edits."""
+    if edited.quality is None:
+        if edited.loaded.kind == "encoder-decoder":
+            return "Quality was not measured: that needs an encoder or a decoder, got an encoder-decoder"
+        return (
+            f"Quality was not measured: that needs a text of 10 contexts, of which two are held out, got "
+            f"{edited.contexts}; use more text, or a smaller --context"
         )
+    perplexity = edited.metric == "perplexity"
+    values = [f"{edited.original:.4g} before"] if perplexity else []
+    for measured, label in ((edited.not_compensated, "without compensation"), (edited.quality, "after")):
+        if measured is not None:
+            form = "{:.4g} ± {:.2g} {}" if perplexity else "{:.4f} ± {:.4f} {}"
+            values.append(form.format(measured.value, measured.error, label))
+    meaning = "" if perplexity else ", the mean cosine of final hidden states with the original's"
+    return (
+        f"{str(edited.metric).capitalize()} on held-out text ({edited.held_out_tokens:,} tokens, "
+        f"{edited.held_out_contexts} contexts){meaning}: {', '.join(values)}"
+    )
 
 
 def show_saved(saved: SavedModel, console: Console) -> None:

@@ -39,7 +39,8 @@ def prune(
         str | None,
         optional(
             "Remove this share of all heads, e.g. 30%, selected by --criterion. With --form uniform, at least this "
-            "share: the smallest that leaves equally many in every layer.",
+            "share: the smallest that leaves equally many in every layer. If that is more than 10 percentage points "
+            "beyond it, the command stops and lists the shares that are possible.",
             metavar="N%",
         ),
     ] = None,
@@ -125,10 +126,10 @@ def prune(
             seed=seed,
             progress=progress,
         )
-    summary = f"without heads {_format_heads(edited.edits)}"
+    summary = [f"without heads {_format_heads(edited.edits)}"] if edited.edits else []
     if fraction is not None and form == "uniform":
-        summary += f"\n{_describe_layout(edited.preview, fraction)}"
-    show_edited(edited, summary, console)
+        summary.append(_describe_layout(edited.preview, fraction))
+    show_edited(edited, "\n".join(summary), console)
     write_edited(edited, output, console, replace=replace)
 
 

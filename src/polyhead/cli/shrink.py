@@ -155,7 +155,7 @@ def shrink(
 def _show(shrunk: ShrunkModel, console: Console) -> None:
     console.print(
         f"{shrunk.loaded}\n{shrunk.tokens:,} tokens of text; {shrunk.metric} of the original model "
-        f"{shrunk.original:.4g} on the test set (last 20%)",
+        f"{shrunk.original:.4g} on the test set (last 20%, {shrunk.held_out_tokens:,} tokens)",
         markup=False,
         soft_wrap=True,
     )

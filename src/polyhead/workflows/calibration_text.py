@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyhead.analysis.importance.losses import Masked
+from polyhead.errors import OptionError
 from polyhead.progress import Step
 from polyhead.sources import Context, LoadedModel, batches
 from polyhead.sources.text_contexts import Text, TextContexts, read_contexts
@@ -14,7 +15,7 @@ from polyhead.sources.texts import TOKENS
 from polyhead.surgery.options import check_criterion
 from polyhead.surgery.selection.criteria import WEIGHTED
 from polyhead.surgery.selection.evidence import Objectives, Weighting
-from polyhead.surgery.selection.quality import Fidelity, Probe, language_slope
+from polyhead.surgery.selection.quality import Fidelity, Perplexity, Probe, Quality, language_slope
 
 # From MIN_CONTEXTS contexts on, every HELD_OUT_EVERY-th is held out for evaluation, up to MAX_HELD_OUT_TOKENS tokens.
 MIN_CONTEXTS, HELD_OUT_EVERY, MAX_HELD_OUT_TOKENS = 10, 5, 8192
@@ -43,7 +44,7 @@ class CalibrationText:
         if len(found.contexts) < MIN_CONTEXTS or loaded.kind == "encoder-decoder":
             return cls(loaded, found)
         held_out = list(found.contexts[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY])
-        while len(held_out) > 1 and sum(len(context.ids) for context in held_out) > MAX_HELD_OUT_TOKENS:
+        while len(held_out) > 1 and count_tokens(held_out) > MAX_HELD_OUT_TOKENS:
             held_out.pop()
         return cls(loaded, found, tuple(held_out))
 
@@ -52,19 +53,22 @@ class CalibrationText:
         held_out = {id(context) for context in self.held_out}
         return model_inputs(self.loaded, [context for context in self.text.contexts if id(context) not in held_out])
 
-    def fidelity(self) -> Fidelity | None:
-        """Return the fidelity to the current model on the held-out part; None if nothing is held out."""
+    def quality(self) -> Quality | None:
+        """Return the quality on the held-out part, relative to the current model; None if nothing is held out."""
         if not self.held_out:
             return None
-        return Fidelity(self.loaded.model, list(model_inputs(self.loaded, self.held_out)))
+        return quality_type(self.loaded)(self.loaded.model, list(model_inputs(self.loaded, self.held_out)))
 
-    def evaluated(self, quality: Fidelity | None) -> dict[str, Any]:
-        """Return the fields of `EditedModel` about the held-out part, measured on the model as it is now."""
-        return {
-            "fidelity": None if quality is None else quality.measure(),
-            "held_out_tokens": sum(len(context.ids) for context in self.held_out),
-            "held_out_contexts": len(self.held_out),
-        }
+    def evaluated(self, quality: Quality | None) -> dict[str, Any]:
+        """Return the fields of `EditedModel` about the text, measured on the model as it is now."""
+        fields: dict[str, Any] = {"contexts": len(self.text.contexts), "held_out_contexts": len(self.held_out)}
+        if quality is not None:
+            fields |= {"metric": quality.name, "original": quality.original, "quality": quality.measure()}
+        return fields | {"held_out_tokens": count_tokens(self.held_out)}
+
+
+def count_tokens(contexts: Sequence[Context]) -> int:
+    return sum(len(context.ids) for context in contexts)
 
 
 def model_inputs(loaded: LoadedModel, contexts: Sequence[Context]) -> Iterator[dict[str, Any]]:
@@ -97,6 +101,16 @@ class BatchesWithProgress(Sequence[Mapping[str, Any]]):
         for batch in self._batches:
             yield batch
             self._step.advance()
+
+
+def quality_type(loaded: LoadedModel, metric: str | None = None) -> type[Quality]:
+    """Return the quality of a metric; by default perplexity for a causal model, else fidelity."""
+    if metric == "perplexity" and loaded.kind != "causal":
+        raise OptionError(
+            f"perplexity needs a causal model, got {loaded.name}, which is {loaded.kind}; omit the metric to use "
+            "fidelity"
+        )
+    return Perplexity if metric != "fidelity" and loaded.kind == "causal" else Fidelity
 
 
 def objectives_of(loaded: LoadedModel) -> Objectives:

@@ -47,7 +47,7 @@ def convert(
         model, text, field, form, preview, stack, context, tokens, tokenizer, progress: as in `polyhead.prune`.
 
     Returns:
-        The edited model, with its preview, its fidelity, `save` and `undo`.
+        The edited model, with its preview, its quality on held-out text, `save` and `undo`.
 
     Raises:
         OptionError: `kv_heads` does not divide the model's, or the text is too short.
@@ -82,7 +82,7 @@ def convert(
     attention = AttentionSwitch(loaded.model)
     attention.to_polyhead()
     try:
-        quality = calibration.fidelity()
+        quality = calibration.quality()
         step = Step(progress, "Merge KV heads, layer by layer", len(edits), "layers")
         record = convert_groups(
             loaded.model,

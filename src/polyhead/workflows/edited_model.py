@@ -55,10 +55,12 @@ class EditedModel:
     """A model with edited heads: `loaded.model` itself, edited in place.
 
     A converted model, and one with uneven groups, runs on polyhead's attention until `undo`. `preview` counts heads,
-    parameters, FLOPs and cache before and after. `fidelity` is the mean cosine of the final hidden states with those of
-    the original, on `held_out_tokens` tokens that did not calibrate the edit; None if it was not measured. `form` is
-    the form that the edits were requested for and that `save` writes. With `preview=True` the model is not edited, and
-    `record` is None.
+    parameters, FLOPs and cache before and after. `form` is the form that the edits were requested for and that `save`
+    writes. With `preview=True` the model is not edited, and `record` is None.
+
+    `quality` is measured on `held_out_tokens` tokens that did not calibrate the edit; None if there were none. `metric`
+    is "perplexity", of causal models, or "fidelity", the mean cosine of final hidden states with those of the original;
+    `original` is its value before the edit, and `not_compensated` that of pruned heads before compensation.
     """
 
     loaded: LoadedModel
@@ -66,7 +68,11 @@ class EditedModel:
     preview: Preview
     form: Form
     record: EditRecord | None = None
-    fidelity: Measurement | None = None
+    metric: str | None = None
+    original: float | None = None
+    quality: Measurement | None = None
+    not_compensated: Measurement | None = None
+    contexts: int = 0  # of the text
     held_out_tokens: int = 0
     held_out_contexts: int = 0
     attention: AttentionSwitch | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -12,15 +13,19 @@ from polyhead.geometry import HeadId, parse_heads
 from polyhead.progress import Progress, ProgressCallback, Step, ignore_progress
 from polyhead.sources.text_contexts import Text
 from polyhead.sources.texts import TOKENS
+from polyhead.surgery.adapters.discovery import find_layers
+from polyhead.surgery.compensation.least_squares import swapped_projections, unchanged_projections
 from polyhead.surgery.compensation.sequential import apply_in_order
-from polyhead.surgery.edits.applying import apply
+from polyhead.surgery.edits.applying import apply, edits_by_layer
 from polyhead.surgery.edits.head_edits import PruneHeads
 from polyhead.surgery.edits.native_form import check_form_after
 from polyhead.surgery.edits.preview import preview as count
 from polyhead.surgery.options import Form, Target, check_selection
+from polyhead.surgery.selection.budgets import prune_edits
 from polyhead.surgery.selection.criteria import choose_heads, orders_by
-from polyhead.surgery.selection.evidence import Evidence
-from polyhead.surgery.selection.uniform import UniformLayout, UniformShrinker, check_layouts, uniform_layouts
+from polyhead.surgery.selection.evidence import Evidence, editable_layers
+from polyhead.surgery.selection.shrinker import RemovedHeads
+from polyhead.surgery.selection.uniform import UniformLayout, UniformShrinker, heads_for_target, uniform_layouts
 from polyhead.workflows.calibration_text import (
     BatchesWithProgress,
     CalibrationText,
@@ -55,8 +60,9 @@ def prune(
         model: a name or folder, a transformers model in evaluation mode (with its `tokenizer`), or the result of
             `polyhead.workflows.model_loading.load_model`. Models loaded by name keep their saved dtype.
         heads: heads to remove, as (layer, head) or "L0H3,L1H7"; or else
-        share: the share of all heads to remove, between 0 and 1, selected by `criterion`; in the uniform form at least
-            this share, the smallest that leaves a layout which the model's class supports.
+        share: the share of all heads to remove, between 0 and 1, selected by `criterion`; in the uniform form the
+            smallest that is at least this share and leaves a layout which the model's class supports. If that is more
+            than 10 percentage points beyond it, an error lists the shares that are possible.
         criterion: importance score: compensated (error after compensation), plain (error without it), ablation,
             gradient, taylor, magnitude, redundancy, or random (a control, by `seed`). The uniform form needs the first.
         text: calibration text like the model's inputs: a path, or documents in memory; default: a short built-in text.
@@ -65,7 +71,8 @@ def prune(
             so that plain transformers loads it. "padded": any heads are removed, and saved as zeros; loads anywhere,
             saves nothing. "uneven": any heads are removed; smaller, loads with `polyhead.load`. A form that is
             impossible is refused by the model's config, before its weights are loaded.
-        preview: only count the effect; the model is not changed.
+        preview: only count the effect; the model is not changed. The layout of a `share` in the uniform form needs no
+            text, and `edits` are then empty: which heads are removed is selected on the text.
         stack: the stack of layers to edit, for models with several (encoder and decoder).
         context: tokens per context; default: 512, or the model's maximum if smaller.
         tokens: maximum number of tokens to read.
@@ -75,7 +82,7 @@ def prune(
         tokenizer: tokenizer of a model in memory.
 
     Returns:
-        The edited model, with its preview, its fidelity, `save` and `undo`.
+        The edited model, with its preview, its quality on held-out text, `save` and `undo`.
 
     Raises:
         OptionError: heads that do not exist, both or neither of `heads` and `share`, or compensation without a
@@ -99,21 +106,27 @@ def prune(
         raise OptionError(f"share must be between 0 and 1, got {share}")
     check_selection(form, criterion, by_name=share is None)
     requested = None if heads is None else head_edits(heads, stack)
+    some_heads: RemovedHeads = {}  # that leave the uniform layout of the share
 
     def check(network: nn.Module) -> None:
-        if requested is None:
-            check_layouts(network, form, stack)
-        else:
+        nonlocal some_heads
+        if share is None:
+            assert requested is not None
             count(network, requested)  # raises on invalid heads
             check_form_after(network, requested, form)
+        elif form == "uniform":
+            some_heads = heads_for_target(network, Target("heads", share), stack, option="--share")
 
     loaded = as_loaded(model, tokenizer, dtype="saved", check=check)
+    if preview and len(some_heads):
+        counted = count(loaded.model, prune_edits(editable_layers(loaded.model), some_heads))
+        return EditedModel(loaded=loaded, edits=(), preview=counted, form=form)
     layouts = None
     if requested is None and form == "uniform":
         progress(Progress("List the layouts that the model class supports"))
         layouts = tuple(uniform_layouts(loaded.model, stack))
     calibration = None
-    if share is not None or (compensate and not preview):
+    if share is not None or (not preview and (compensate or text is not None)):
         if loaded.tokenizer is None:
             raise OptionError(
                 f"calibration needs a model that reads text and its tokenizer, got {loaded.name} without one; pass "
@@ -131,10 +144,13 @@ def prune(
     counted = count(loaded.model, edits)
     if preview:
         return EditedModel(loaded=loaded, edits=tuple(edits), preview=counted, form=form)
-    quality = None if calibration is None else calibration.fidelity()
-    attention = AttentionSwitch(loaded.model)
+    quality = None if calibration is None else calibration.quality()
+    attention, not_compensated = AttentionSwitch(loaded.model), None
     if compensate:
         assert calibration is not None
+        if quality is not None:
+            with _without(loaded.model, edits):
+                not_compensated = quality.measure()
         step = Step(progress, "Compensate layer by layer", len({(x.stack, x.layer) for x in edits}), "layers")
         record = apply_in_order(loaded.model, edits, calibration.batches, progress=lambda *_: step.advance())
     else:
@@ -148,8 +164,22 @@ def prune(
         form=form,
         record=record,
         attention=attention,
+        not_compensated=not_compensated,
         **evaluation,
     )
+
+
+def _without(model: nn.Module, edits: Sequence[PruneHeads]) -> AbstractContextManager[None]:
+    """Compute as without these heads, not compensated, within the context."""
+    every = find_layers(model)
+    removed = {
+        layer.path: edit.heads
+        for layer, own in edits_by_layer(every, edits)
+        for edit in own
+        if isinstance(edit, PruneHeads)
+    }
+    layers = {layer.path: layer for layer in every}
+    return swapped_projections(model, layers, unchanged_projections(model, layers, removed))
 
 
 def head_edits(heads: str | Iterable[str | HeadId | tuple[int, int]], stack: str | None = None) -> list[PruneHeads]:
@@ -190,7 +220,4 @@ def select_heads(
     if not number:
         raise OptionError(f"share must be at least one head, got {share:.1%} of {total} heads")
     selected = choose_heads(orders_by(criterion, evidence, weighting=weighting, seed=seed), number)
-    layers = evidence.layers
-    return [
-        PruneHeads(layers[path].number, heads, stack=layers[path].stack) for path, heads in selected.items() if heads
-    ]
+    return prune_edits(evidence.layers, selected)

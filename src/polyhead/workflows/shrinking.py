@@ -26,11 +26,11 @@ from polyhead.surgery.options import Form, Target, check_shrinking
 from polyhead.surgery.selection.budgets import Size, check_target
 from polyhead.surgery.selection.evidence import Evidence
 from polyhead.surgery.selection.journal import Journal
-from polyhead.surgery.selection.quality import Fidelity, Measurement, Perplexity, Quality
+from polyhead.surgery.selection.quality import Measurement, Quality
 from polyhead.surgery.selection.shrinker import BaseShrinker, CurvePoint, RemovedHeads, Shrinker
-from polyhead.surgery.selection.uniform import UniformShrinker, check_layouts, uniform_layouts
+from polyhead.surgery.selection.uniform import UniformShrinker, heads_for_target, uniform_layouts
 from polyhead.version import VERSION
-from polyhead.workflows.calibration_text import model_inputs, objectives_of, weighting_of
+from polyhead.workflows.calibration_text import count_tokens, model_inputs, objectives_of, quality_type, weighting_of
 from polyhead.workflows.edited_model import AttentionSwitch, EditedModel
 from polyhead.workflows.model_loading import Model, as_loaded
 
@@ -157,8 +157,12 @@ def shrink(
     with nullcontext() if folder is None else lock_folder(folder):
 
         def check(network: nn.Module) -> None:
-            check_target(goal, network)
-            check_layouts(network, form)
+            if form == "uniform" and measured:
+                next(uniform_layouts(network))  # raises if there is none
+            elif form == "uniform":
+                heads_for_target(network, goal, option="--target")
+            elif not measured:
+                check_target(goal, network)
 
         loaded = as_loaded(model, tokenizer, dtype="saved", check=check)
         layouts = None
@@ -166,13 +170,13 @@ def shrink(
             progress(Progress("List the layouts that the model class supports"))
             layouts = tuple(uniform_layouts(loaded.model))
         parts = _Parts.of(read_contexts(loaded, text, field=field, context=context, tokens=tokens, purpose="shrinking"))
-        name = _metric(loaded, metric)
+        kind = quality_type(loaded, metric)
+        name = kind.name
         progress(Progress(f"Measure the {name} of the original model"))
         # The other two forms are of the same heads, and a run in one may be resumed in the other.
         equal = "uniform" if form == "uniform" else None
         options = {"target": str(goal), "criterion": criterion, "form": equal, "measured": measured, "search": search}
         journal = _journal(folder, loaded, parts.text, name, options)
-        kind = Perplexity if name == "perplexity" else Fidelity
 
         def quality_on(role: str, contexts: Sequence[Context]) -> Quality:
             return kind(loaded.model, list(model_inputs(loaded, contexts)), journal=journal, role=role)
@@ -224,6 +228,9 @@ def shrink(
             summary=shrinker.summary(removed),
             metric=name,
             metric_description=report.words,
+            contexts=len(parts.text.contexts),
+            held_out_tokens=count_tokens(parts.report),
+            held_out_contexts=len(parts.report),
             original=report.original,
             quality=quality,
             size=size,
@@ -257,15 +264,6 @@ class _Parts:
     def few(self) -> Sequence[Context]:
         """Return a few evenly spaced contexts of the second part."""
         return self.select[:: -(-len(self.select) // SEARCH_CONTEXTS)]
-
-
-def _metric(loaded: LoadedModel, metric: str | None) -> str:
-    if metric == "perplexity" and loaded.kind != "causal":
-        raise OptionError(
-            f"perplexity needs a causal model, got {loaded.name}, which is {loaded.kind}; omit the metric to use "
-            "fidelity"
-        )
-    return metric or ("perplexity" if loaded.kind == "causal" else "fidelity")
 
 
 def _journal(

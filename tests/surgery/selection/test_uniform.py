@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from polyhead.surgery.selection.uniform import (
     UniformLayout,
     UniformShrinker,
     fits_native,
+    heads_for_target,
     ranked_sets,
     uniform_layouts,
     uniform_sets,
@@ -110,10 +112,10 @@ def test_layouts_are_those_that_a_stock_class_holds():
 def test_the_largest_layout_that_reaches_a_target_is_taken():
     shrinker = uniform_shrinker()
     for target, layout, words in (
-        ("30%-heads", (4, 2), "4 heads are pruned, 4/2 heads/KV heads remain in every layer"),
-        ("50%-heads", (3, 3), "6 heads are pruned, 3/3 heads/KV heads remain in every layer"),
-        ("60%-heads", (2, 2), "8 heads are pruned, 2/2 heads/KV heads remain in every layer"),
-        ("3x-cache", (2, 1), "8 heads are pruned, 2/1 heads/KV heads remain in every layer"),
+        ("30%-heads", (4, 2), "4 of 12 heads are pruned, 4/2 heads/KV heads remain in every layer"),
+        ("50%-heads", (3, 3), "6 of 12 heads are pruned, 3/3 heads/KV heads remain in every layer"),
+        ("60%-heads", (2, 2), "8 of 12 heads are pruned, 2/2 heads/KV heads remain in every layer"),
+        ("3x-cache", (2, 1), "8 of 12 heads are pruned, 2/1 heads/KV heads remain in every layer"),
     ):
         removed = shrinker.meet_target(Target.parse(target))
         assert shrinker.summary(removed) == words
@@ -124,6 +126,27 @@ def test_the_largest_layout_that_reaches_a_target_is_taken():
     with pytest.raises(OptionError, match=r"can have heads/KV heads 4/2, 3/3, 2/2, 2/1, 1/1, of which 1/1 "):
         shrinker.meet_target(Target("cache", 4.0))
     assert [sum(map(len, removed.values())) for removed in shrinker.stages()] == [4, 6, 8, 8, 10]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "target", "words"),
+    [
+        (
+            (5, 5, 50, 10),
+            "45%-heads",
+            r"2/2 leaves 40% of the heads, .*; use --target 60%-heads \(2/2\), --form padded",
+        ),
+        ((5, 5, 50, 10), "65%-heads", r"use --target 60%-heads \(2/2\), --target 80%-heads \(1/1\), --form padded"),
+        ((6, 3, 48, 8), "1.2x-cache", r"1.2 times less cache, for which 4/2 leaves .*; use --target 1.5x-cache \("),
+        ((9, 9, 72, 8), "45%-heads", r"use --target 33.3%-heads \(6/6\), --target 55.5%-heads \(4/4\), "),
+    ],
+)
+def test_a_layout_far_beyond_the_target_is_refused_with_those_around_it(sizes, target, words):
+    model = decoder(*sizes)
+    with pytest.raises(OptionError, match=rf"exceeded by at most 10 percentage points, got .*{words}") as raised:
+        heads_for_target(model, Target.parse(target), option="--target")
+    for choice in re.findall(r"--target (\S+) ", str(raised.value)):
+        heads_for_target(model, Target.parse(choice), option="--target")
 
 
 def test_the_curve_of_layouts_has_its_controls(monkeypatch):

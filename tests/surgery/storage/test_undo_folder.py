@@ -138,6 +138,23 @@ def test_a_replaced_model_takes_its_record_with_it(place, original):
         polyhead.undo("small")
 
 
+@pytest.mark.parametrize("metadata", ["", "---\nlicense: mit\n---\n"])
+def test_the_card_of_an_edited_model_says_so_and_that_of_the_restored_one_does_not(place, original, tmp_path, metadata):
+    source = shutil.copytree(original, tmp_path / "source")
+    card = f"{metadata}# A model\n\nwith 8 heads\n".encode()
+    (source / "README.md").write_bytes(card)
+    invoke("prune", source, *EDIT, "-o", "one")
+    invoke("prune", "one", "--no-compensate", "--heads", "L0H0,L1H0", "-o", "two")
+    for name, count in (("one", 2), ("two", 4)):
+        written = (Path(name) / "README.md").read_text()
+        assert written.startswith(f"{metadata}<!-- polyhead -->\n> **Heads of this model were edited**")
+        assert f"({count} PruneHeads)" in written
+        assert written.count("<!-- polyhead -->") == 1
+        assert written.endswith("\n\n# A model\n\nwith 8 heads\n")
+        invoke("undo", name, "-o", f"{name} back")
+        assert (Path(f"{name} back") / "README.md").read_bytes() == card
+
+
 def test_edits_one_after_the_other_are_undone_together(place, original):
     """Also if the first model and its record are gone by then, and if only the second makes the heads uniform."""
     invoke("prune", original, "--no-compensate", "--heads", "L0H0,L0H3", "--form", "uneven", "-o", "one")
@@ -205,9 +222,34 @@ def test_a_process_that_is_killed_at_any_step_leaves_a_model_with_its_record(tmp
         record = load_record(place / "model")
         assert fingerprint(load(place / "model")) == record.after
         found.append([x.after for x in records].index(record.after))
+        # The next run is not in the way of what is left of this one.
+        save(new, place / "model", record=records[1], replace=True)
+        assert load_record(place / "model").after == records[1].after
+        assert len(list((place / "model.undo").iterdir())) == 1
         if not code:
             break
     assert len(found) > 5
     assert found == sorted(found)
     assert set(found) == {0, 1}
     assert len(list((place / "model.undo").iterdir())) == 1
+
+
+def test_the_record_of_a_first_write_that_was_killed_is_not_in_the_way_of_the_next(place, original, monkeypatch):
+    rename, record = os.rename, os.listdir("small.undo")
+    for name in ("small", "small.undo"):
+        shutil.rmtree(name)
+    child = os.fork()
+    if not child:
+        monkeypatch.setattr(os, "rename", lambda *_: os._exit(9))
+        invoke("prune", original, *EDIT, "-o", "small")
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert (os.path.exists("small"), os.listdir("small.undo")) == (False, record)
+    invoke("prune", original, *OTHER, "-o", "small")
+    assert len(os.listdir("small.undo")) == 1
+    assert os.listdir("small.undo") != record
+    assert restored("small", original)
+    assert sorted(os.listdir()) == ["small", "small.undo"]
+    # From now on it is a record as any other, also for a model that was moved.
+    rename("small", "moved")
+    assert "which is not of the model in small" in invoke("prune", original, *EDIT, "-o", "small", code=2).stderr

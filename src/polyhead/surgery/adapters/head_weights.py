@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from polyhead.geometry import HeadLayout
 from polyhead.surgery.adapters.attention_layer import AttentionLayer, linear_axis
-from polyhead.surgery.adapters.projection_formats import Part
+from polyhead.surgery.adapters.projection_formats import PARTS, Part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +77,17 @@ class HeadWeights:
             if (bias := biases[f"{part}_bias"]) is not None:
                 biases[f"{part}_bias"] = bias.new_empty(sizes[part][:2])
         return cls.unedited(layout, **parts, **biases)
+
+    def to(self, like: Tensor) -> HeadWeights:
+        """Return the heads in the dtype and on the device of a tensor.
+
+        Args:
+            like: the tensor.
+        """
+        names = [name for part in (*PARTS, "output") for name in (part, f"{part}_bias")]
+        parts = {name: getattr(self, name) for name in names}
+        moved: dict[str, Any] = {name: None if x is None else x.to(like) for name, x in parts.items()}
+        return replace(self, **moved)
 
     @property
     def num_heads(self) -> int:

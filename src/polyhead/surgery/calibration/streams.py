@@ -36,6 +36,21 @@ def swapped_parameters(model: nn.Module, parameters: Mapping[str, Tensor]) -> It
         yield
 
 
+@contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """Compute in float32 on a CPU, where 16-bit arithmetic is slow; weights are restored bit for bit on exit."""
+    with ExitStack() as stack:
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.device.type == "cpu" and tensor.dtype in (torch.bfloat16, torch.float16):
+                stack.callback(_set_dtype, tensor, tensor.dtype)
+                _set_dtype(tensor, torch.float32)
+        yield
+
+
+def _set_dtype(tensor: Tensor, dtype: torch.dtype) -> None:
+    tensor.data = tensor.data.to(dtype)
+
+
 class StopForward(Exception):
     """Raised in a hook to end a forward pass early."""
 

@@ -26,6 +26,7 @@ from polyhead.surgery.calibration.streams import (
     Piece,
     StopForward,
     Streams,
+    in_float32,
     non_padding_mask,
     record_stream,
     rows_of,
@@ -106,8 +107,8 @@ def solve_in_order(
     layers = {layer.path: layer for layer in find_layers(model)}
     solved: dict[str, OutputProjection] = {}
     edited = [path for path in layers if path in removed]
-    streams = Streams(model, list(batches()), needs_original=aim != "layer")
-    with evaluating(model):
+    with in_float32(model), evaluating(model):
+        streams = Streams(model, list(batches()), needs_original=aim != "layer")
         for index, path in enumerate(edited):
             layer, swapped = layers[path], projection_parameters(model, layers, solved)
             text, layer_weights = streams.before(layer, swapped), None if weights is None else weights[path]

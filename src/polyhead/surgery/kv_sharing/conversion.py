@@ -21,7 +21,7 @@ from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read_heads
 from polyhead.surgery.calibration.input_moments import collect_inputs
 from polyhead.surgery.calibration.key_transforms import KeyTransform, find_key_transforms
-from polyhead.surgery.calibration.streams import Streams
+from polyhead.surgery.calibration.streams import Streams, in_float32
 from polyhead.surgery.compensation.least_squares import check_ridge, with_output
 from polyhead.surgery.compensation.sequential import collect_targets
 from polyhead.surgery.edits.applying import apply, changed
@@ -75,13 +75,13 @@ def convert_groups(
     text = list(batches())
     if not text:
         raise OptionError("calibration needs some text, got no batch")
-    forms = find_key_transforms(model, text[0])
-    missing = [layer.path for layer in layers if layer.path not in forms]
-    if missing:
-        raise OptionError(f"calibration text must reach every converted layer, got none through {missing[0]!r}")
     converted: dict[str, Converted] = {}
-    streams = Streams(model, text)
-    with evaluating(model):
+    with in_float32(model), evaluating(model):
+        forms = find_key_transforms(model, text[0])
+        missing = [layer.path for layer in layers if layer.path not in forms]
+        if missing:
+            raise OptionError(f"calibration text must reach every converted layer, got none through {missing[0]!r}")
+        streams = Streams(model, text)
         for index, layer in enumerate(layers):
             converted[layer.path] = _convert(
                 model, layer, num_kv_heads, forms[layer.path], streams, converted, grouping, ridge, rounds
@@ -91,7 +91,9 @@ def convert_groups(
     edits = [
         ShareKeys(layer.number, converted[layer.path].groups, forms[layer.path], stack=layer.stack) for layer in layers
     ]
-    return apply(model, edits, compensation=lambda path, before, after: sort_by_group(converted[path].heads))
+    return apply(
+        model, edits, compensation=lambda path, before, after: sort_by_group(converted[path].heads).to(before.query)
+    )
 
 
 def layers_to_convert(model: nn.Module, num_kv_heads: int, stack: str | None = None) -> list[AttentionLayer]:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import nn
 
 from polyhead.costs import Workload
 from polyhead.errors import OptionError
-from polyhead.surgery.adapters.attention_layer import is_conv1d
+from polyhead.surgery.adapters.attention_layer import AttentionLayer, is_conv1d
 from polyhead.surgery.adapters.discovery import find_layers
-from polyhead.surgery.edits.preview import uncached_layers
+from polyhead.surgery.adapters.head_weights import read_heads
+from polyhead.surgery.edits.head_edits import PruneHeads
+from polyhead.surgery.edits.preview import HeadCounts, Preview, preview, uncached_layers
 from polyhead.surgery.options import Target
+from polyhead.surgery.selection.evidence import editable_layers
 
 NO_CACHE = (
     "a cache target needs a model with a KV cache, got {target} for a model without one, such as an encoder; "
@@ -30,24 +36,99 @@ class Size:
     cache: float | None
     flops: float
 
+    def excess(self, target: Target) -> float:
+        """Return the share of heads, cache or FLOPs removed beyond a target; negative if the target is not met."""
+        if target.kind == "heads":
+            return 1 - target.amount - self.heads
+        return 1 / target.amount - self._remaining(target)
+
     def reaches(self, target: Target) -> bool:
         """Return whether this size meets the target."""
+        return self.excess(target) >= -1e-9
+
+    def meets(self, target: Target) -> str:
+        """Return the highest target of the same kind that this size meets, as `Target.parse` reads it."""
         if target.kind == "heads":
-            return self.heads <= 1 - target.amount + 1e-9
+            return f"{math.floor(1000 * (1 - self.heads) + 1e-6) / 10:g}%-heads"
+        return f"{math.floor(100 / self._remaining(target) + 1e-6) / 100:g}x-{target.kind}"
+
+    def _remaining(self, target: Target) -> float:
         remaining = self.cache if target.kind == "cache" else self.flops
         if remaining is None:
             raise OptionError(NO_CACHE.format(target=target))
-        return remaining * target.amount <= 1 + 1e-9
+        return remaining
 
     def __str__(self) -> str:
         cache = "" if self.cache is None else f", {self.cache:.0%} of the cache"
         return f"{self.heads:.0%} of the heads{cache} and {self.flops:.0%} of the FLOPs"
 
 
+class SizeCounter:
+    """Sizes of a model without heads of these layers, by the shapes of its weights; `work` is the counted call."""
+
+    def __init__(self, model: nn.Module, layers: Mapping[str, AttentionLayer], work: Workload) -> None:
+        self.model, self.layers, self.work = model, layers, work
+        self._counts: dict[tuple[str, tuple[int, ...]], HeadCounts] = {}  # of layers without these heads
+
+    def __call__(self, removed: Mapping[str, Sequence[int]]) -> Size:
+        """Return the size of the model without these heads, by layer."""
+        pruned = {path: tuple(heads) for path, heads in removed.items() if len(heads)}
+        if not pruned:
+            return Size(1.0, 1.0 if self._has_cache else None, 1.0)
+        # A search requests many sizes, mostly of layers that were counted before.
+        if unknown := {path: heads for path, heads in pruned.items() if (path, heads) not in self._counts}:
+            for layer in self.preview(unknown).layers:
+                self._counts[layer.path, ()] = layer.before
+                if layer.path in unknown:
+                    self._counts[layer.path, unknown[layer.path]] = layer.after
+        before = [self._counts[path, ()] for path in self.layers]
+        after = [self._counts[path, pruned.get(path, ())] for path in self.layers]
+        return Size(
+            sum(x.heads for x in after) / sum(x.heads for x in before),
+            sum(x.cache_bytes_per_token for x in after) / sum(x.cache_bytes_per_token for x in before)
+            if self._has_cache
+            else None,
+            (sum(x.flops for x in after) + self._other_flops) / (sum(x.flops for x in before) + self._other_flops),
+        )
+
+    def preview(self, removed: Mapping[str, Sequence[int]]) -> Preview:
+        """Preview the model without these heads."""
+        return preview(self.model, prune_edits(self.layers, removed), work=self.work)
+
+    @cached_property
+    def _has_cache(self) -> bool:
+        return keeps_cache(self.model)
+
+    @cached_property
+    def _other_flops(self) -> int:
+        return other_flops(self.model, self.work)
+
+
+def prune_edits(layers: Mapping[str, AttentionLayer], removed: Mapping[str, Sequence[int]]) -> list[PruneHeads]:
+    """Return the edits that remove these heads, by layer."""
+    return [
+        PruneHeads(layers[path].number, tuple(heads), stack=layers[path].stack)
+        for path, heads in removed.items()
+        if len(heads)
+    ]
+
+
 def check_target(target: Target, model: nn.Module) -> None:
-    """Raise `OptionError` for a cache target of a model without a KV cache."""
+    """Raise `OptionError` for a target that no form can meet, by the shapes of the model's weights."""
     if target.kind == "cache" and not keeps_cache(model):
         raise OptionError(NO_CACHE.format(target=target))
+    layers = editable_layers(model)
+    heads = {path: read_heads(model, layer, device="meta").num_heads for path, layer in layers.items()}
+    size_of = SizeCounter(model, layers, Workload.forward(512))
+    check_reachable(target, size_of({path: range(1, count) for path, count in heads.items()}))
+
+
+def check_reachable(target: Target, smallest: Size) -> None:
+    """Raise `OptionError` if the smallest size that a model can be pruned to does not meet a target."""
+    if not smallest.reaches(target):
+        raise OptionError(
+            f"every layer keeps at least one head, which leaves {smallest} of this model, got a target of {target}"
+        )
 
 
 def keeps_cache(model: nn.Module) -> bool:

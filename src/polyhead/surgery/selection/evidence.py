@@ -24,6 +24,7 @@ from polyhead.surgery.calibration.moments import (
     loss_sensitivities,
     weighed_moments,
 )
+from polyhead.surgery.calibration.streams import in_float32
 from polyhead.surgery.compensation.least_squares import RIDGE
 from polyhead.surgery.selection.journal import Journal
 
@@ -168,7 +169,12 @@ class Evidence:
         self, name: str, compute: Callable[[], Mapping[str, Mapping[str, Tensor]]]
     ) -> dict[str, Mapping[str, Tensor]]:
         """Return the tensors of a part, by layer in the order of the model; a file lists them in another."""
-        stored = self._journal.by_layer(name, compute, getattr(self.objectives.slope, "generator", None))
+
+        def computed() -> Mapping[str, Mapping[str, Tensor]]:
+            with in_float32(self.model):
+                return compute()
+
+        stored = self._journal.by_layer(name, computed, getattr(self.objectives.slope, "generator", None))
         return {path: stored[path] for path in self.layers if path in stored}
 
 

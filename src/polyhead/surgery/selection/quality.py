@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from polyhead.analysis.importance.examples import Examples
 from polyhead.analysis.importance.losses import Language
 from polyhead.errors import OptionError
+from polyhead.surgery.calibration.streams import in_float32
 from polyhead.surgery.selection.journal import Journal
 
 Batch = Mapping[str, Any]
@@ -47,15 +48,18 @@ class Quality(ABC):
         self.batches = batches
         self._journal = Journal() if journal is None else journal
         self._role = role
-        self.original = self._evaluate_original()
+        with in_float32(model):
+            self.original = self._evaluate_original()
 
     def measure(self) -> Measurement:
         """Return the value and its standard error."""
-        return Measurement(*self._journal.numbers(f"{self._role} measure", self._measure))
+        with in_float32(self.model):
+            return Measurement(*self._journal.numbers(f"{self._role} measure", self._measure))
 
     def loss(self) -> float:
         """Return the quality as one number, lower is better."""
-        return self._journal.numbers(f"{self._role} loss", lambda: (self._loss(),))[0]
+        with in_float32(self.model):
+            return self._journal.numbers(f"{self._role} loss", lambda: (self._loss(),))[0]
 
     @abstractmethod
     def _evaluate_original(self) -> float:

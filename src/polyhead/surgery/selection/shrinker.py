@@ -24,9 +24,9 @@ from polyhead.surgery.compensation.least_squares import (
 )
 from polyhead.surgery.edits.applying import apply
 from polyhead.surgery.edits.head_edits import PruneHeads
-from polyhead.surgery.edits.preview import HeadCounts, Preview, preview
+from polyhead.surgery.edits.preview import Preview
 from polyhead.surgery.options import Target
-from polyhead.surgery.selection.budgets import Size, keeps_cache, other_flops
+from polyhead.surgery.selection.budgets import Size, SizeCounter, check_reachable, prune_edits
 from polyhead.surgery.selection.criteria import (
     PruningOrder,
     choose_heads,
@@ -104,7 +104,11 @@ class BaseShrinker(ABC):
         self.weighting = weighting
         self.work = Workload.forward(512) if work is None else work
         self._regressions: dict[str, OutputRegression] = {}
-        self._counts: dict[tuple[str, tuple[int, ...]], HeadCounts] = {}  # of layers without these heads
+
+    @cached_property
+    def size(self) -> SizeCounter:
+        """The size of the model without heads: a function of them."""
+        return SizeCounter(self.model, self.evidence.layers, self.work)
 
     @abstractmethod
     def meet_target(self, target: Target) -> RemovedHeads:
@@ -128,46 +132,15 @@ class BaseShrinker(ABC):
 
     def summary(self, removed: Mapping[str, Sequence[int]]) -> str:
         """Describe how many heads are pruned."""
-        return f"{sum(map(len, removed.values()))} heads are pruned"
+        total = sum(heads.num_heads for heads in self.evidence.heads.values())
+        return f"{sum(map(len, removed.values()))} of {total} heads are pruned"
 
     def edits(self, removed: Mapping[str, Sequence[int]]) -> list[PruneHeads]:
-        layers = self.evidence.layers
-        return [
-            PruneHeads(layers[path].number, tuple(heads), stack=layers[path].stack) for path, heads in removed.items()
-        ]
+        return prune_edits(self.evidence.layers, removed)
 
     def preview(self, removed: Mapping[str, Sequence[int]]) -> Preview:
         """Preview the model without these heads."""
-        return preview(self.model, self.edits(removed), work=self.work)
-
-    def size(self, removed: Mapping[str, Sequence[int]]) -> Size:
-        """Return the size of the model without these heads."""
-        pruned = {path: tuple(heads) for path, heads in removed.items() if len(heads)}
-        if not pruned:
-            return Size(1.0, 1.0 if self._has_cache else None, 1.0)
-        # A search requests many sizes, mostly of layers that were counted before.
-        if unknown := {path: heads for path, heads in pruned.items() if (path, heads) not in self._counts}:
-            for layer in self.preview(unknown).layers:
-                self._counts[layer.path, ()] = layer.before
-                if layer.path in unknown:
-                    self._counts[layer.path, unknown[layer.path]] = layer.after
-        before = [self._counts[path, ()] for path in self.evidence.layers]
-        after = [self._counts[path, pruned.get(path, ())] for path in self.evidence.layers]
-        return Size(
-            sum(x.heads for x in after) / sum(x.heads for x in before),
-            sum(x.cache_bytes_per_token for x in after) / sum(x.cache_bytes_per_token for x in before)
-            if self._has_cache
-            else None,
-            (sum(x.flops for x in after) + self._other_flops) / (sum(x.flops for x in before) + self._other_flops),
-        )
-
-    @cached_property
-    def _has_cache(self) -> bool:
-        return keeps_cache(self.model)
-
-    @cached_property
-    def _other_flops(self) -> int:
-        return other_flops(self.model, self.work)
+        return self.size.preview(removed)
 
     def curve(
         self, quality: Quality, choices: Iterable[Choice], *, progress: Callable[[int], object] = ignore_count
@@ -353,11 +326,7 @@ class Shrinker(BaseShrinker):
         return self.removed(self._fewest(target, self.orders))
 
     def _fewest(self, target: Target, orders: Mapping[str, PruningOrder]) -> int:
-        smallest = self.size(self.removed(self.steps, orders))
-        if not smallest.reaches(target):
-            raise OptionError(
-                f"every layer keeps at least one head, which leaves {smallest} of this model, got a target of {target}"
-            )
+        check_reachable(target, self.size(self.removed(self.steps, orders)))
         numbers = range(1, self.steps + 1)
         return numbers[
             bisect_left(numbers, True, key=lambda steps: self.size(self.removed(steps, orders)).reaches(target))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,9 +17,9 @@ from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import HeadWeights, read_heads
 from polyhead.surgery.calibration.moments import OutputMoments
 from polyhead.surgery.compensation.least_squares import RIDGE, OutputRegression
-from polyhead.surgery.edits.head_edits import PruneHeads
 from polyhead.surgery.edits.native_form import fit_after
 from polyhead.surgery.options import OTHER_FORMS, Target
+from polyhead.surgery.selection.budgets import Size, SizeCounter, prune_edits
 from polyhead.surgery.selection.criteria import in_metric, pruning_order
 from polyhead.surgery.selection.evidence import Evidence, Weighting, editable_layers
 from polyhead.surgery.selection.search import TRIES, Measure, RankedSet, refined_sets
@@ -27,6 +27,7 @@ from polyhead.surgery.selection.shrinker import SEEDS, BaseShrinker, Choice, Rem
 
 MAX_SETS = 512  # compared exhaustively; beyond that, heads are pruned greedily
 MAX_LAYOUTS = 12  # points of a curve
+MAX_EXCESS = 0.1  # of the heads, the cache or the FLOPs, removed beyond a target
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +86,8 @@ def ranked_sets(
 
 def fits_native(model: nn.Module, removed: Mapping[str, Sequence[int]]) -> bool:
     """Return whether a native transformers class has the shapes of the model without these heads."""
-    edits = [
-        PruneHeads(layer.number, tuple(removed[layer.path]), stack=layer.stack)
-        for layer in find_layers(model)
-        if removed.get(layer.path)
-    ]
+    edits = prune_edits({layer.path: layer for layer in find_layers(model)}, removed)
     return not edits or fit_after(model, edits).built is not None
-
-
-def check_layouts(model: nn.Module, form: str, stack: str | None = None) -> None:
-    """Raise if the uniform form is requested and no smaller layout fits, as `uniform_layouts` does."""
-    if form == "uniform":
-        next(uniform_layouts(model, stack))
 
 
 def uniform_layouts(model: nn.Module, stack: str | None = None) -> Iterator[UniformLayout]:
@@ -131,6 +122,59 @@ def any_heads_for(groups: Sequence[Sequence[int]], layout: UniformLayout) -> tup
     readers_per_group = layout.num_heads // layout.num_kv_heads
     remaining = [head for group in groups[: layout.num_kv_heads] for head in group[:readers_per_group]]
     return tuple(sorted(head for group in groups for head in group if head not in remaining))
+
+
+def heads_for_target(model: nn.Module, target: Target, stack: str | None = None, *, option: str) -> RemovedHeads:
+    """Return some heads to prune for the layout that a target gets, by the shapes of the model's weights.
+
+    The command line's `option` is for the error that is raised if there is no such layout.
+    """
+    layers = editable_layers(model, stack)
+    groups = {path: read_heads(model, layer, device="meta").readers for path, layer in layers.items()}
+    size_of = SizeCounter(model, layers, Workload.forward(512))
+    layout = _largest_meeting(target, uniform_layouts(model, stack), groups, size_of, option=option)
+    return {path: any_heads_for(readers, layout) for path, readers in groups.items()}
+
+
+def _largest_meeting(
+    target: Target,
+    layouts: Iterable[UniformLayout],
+    groups: Mapping[str, Sequence[Sequence[int]]],
+    size_of: SizeCounter,
+    *,
+    fits: Callable[[UniformLayout], bool] = lambda layout: True,
+    option: str = "--target",
+) -> UniformLayout:
+    """Return the largest layout that meets a target and exceeds it by at most `MAX_EXCESS`; raises if none does."""
+    unpruned = size_of({}).excess(target)  # raises for a cache target of a model without a cache
+    sizes: dict[UniformLayout, Size] = {}
+    beyond: list[UniformLayout] = []
+    for layout in layouts:
+        size = sizes[layout] = size_of({path: any_heads_for(readers, layout) for path, readers in groups.items()})
+        if size.reaches(target) and fits(layout):
+            if size.excess(target) <= MAX_EXCESS + 1e-9:
+                return layout
+            beyond.append(layout)
+    rule = (
+        f"in the uniform form, every layer of this {type(size_of.model).__name__} can have heads/KV heads "
+        f"{', '.join(map(str, sizes))}"
+    )
+    smallest = list(sizes)[-1]
+    if not beyond:
+        raise OptionError(
+            f"{rule}, of which {smallest} leaves {sizes[smallest]}, got a target of {target}; choose a smaller "
+            f"target, or {OTHER_FORMS}"
+        )
+    nearest = min(beyond, key=lambda x: sizes[x].excess(target))
+    short = [x for x in sizes if unpruned + 1e-9 < sizes[x].excess(target) < 0]
+    below = sorted(short, key=lambda x: sizes[x].excess(target))[-1:]
+    choices = [f"{option} {sizes[x].meets(target)} ({x})" for x in (*below, nearest)]
+    if option == "--share":
+        choices = [choice.replace("-heads", "") for choice in choices]
+    raise OptionError(
+        f"{rule}, and a target is exceeded by at most {100 * MAX_EXCESS:g} percentage points, got {target}, for which "
+        f"{nearest} leaves {sizes[nearest]}; use {', '.join(choices)}, {OTHER_FORMS.removeprefix('use ')}"
+    )
 
 
 def uniform_sets(
@@ -185,19 +229,10 @@ class UniformShrinker(BaseShrinker):
         return self.removed(self._largest_meeting(target))
 
     def _largest_meeting(self, target: Target) -> UniformLayout:
-        """Return the largest layout that meets a target; raises if none does."""
         groups = {path: heads.readers for path, heads in self.evidence.heads.items()}
-        sizes = {
-            x: self.size({path: any_heads_for(readers, x) for path, readers in groups.items()}) for x in self.layouts
-        }
-        for layout, size in sizes.items():
-            if size.reaches(target) and fits_native(self.model, self.removed(layout)):
-                return layout
-        smallest = self.layouts[-1]
-        raise OptionError(
-            f"in the uniform form, every layer of this {type(self.model).__name__} can have heads/KV heads "
-            f"{', '.join(map(str, self.layouts))}, of which {smallest} leaves {sizes[smallest]}, got a target of "
-            f"{target}; choose a smaller target, or {OTHER_FORMS}"
+        # Which heads are removed matters where heads do not read KV heads in order.
+        return _largest_meeting(
+            target, self.layouts, groups, self.size, fits=lambda x: fits_native(self.model, self.removed(x))
         )
 
     def search_measurements(self, tries: int = TRIES) -> int:

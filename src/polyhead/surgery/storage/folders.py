@@ -15,12 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from polyhead.errors import CheckpointError, OptionError
-from polyhead.surgery.storage.undo_folder import check_undo_folder, fsync
+from polyhead.surgery.storage.undo_folder import FILES, check_undo_folder, fsync, leftovers
 
 # AT_FDCWD and RENAME_EXCHANGE of Linux's renameat2, which swaps two names atomically.
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-
-FILES = "polyhead-files.json"  # lists the files written to the folder, with their sizes
 
 
 def check_free(folder: Path, *, replace: bool = False, source: str | os.PathLike[str] | None = None) -> None:
@@ -74,11 +72,13 @@ def written_atomically(
     """Yield a temporary folder, renamed to `folder` if the body succeeds.
 
     If the body raises, or the process is killed in it, `folder` is unchanged. A folder that is replaced swaps its name
-    with the temporary one, and is deleted last. `before_rename` is called when all is on disk.
+    with the temporary one, and is deleted last. `before_rename` is called when all is on disk. What earlier processes
+    left that were killed is deleted, too.
     """
     check_free(folder, replace=replace)
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
+    earlier = leftovers(folder)
     temporary = folder.parent / f".{folder.name}.{secrets.token_hex(8)}"
     os.mkdir(temporary)
     inode = temporary.stat().st_ino
@@ -105,6 +105,8 @@ def written_atomically(
         else:
             os.rename(temporary, folder)
             fsync(folder.parent)
+        for killed in earlier:
+            _remove_written_files(killed)
     finally:
         if temporary.is_dir():
             if temporary.stat().st_ino == inode:

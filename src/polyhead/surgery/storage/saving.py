@@ -31,6 +31,7 @@ from polyhead.surgery.options import OTHER_FORMS, Form, check_form
 from polyhead.surgery.storage.folders import check_free, check_not_source, written_atomically
 from polyhead.surgery.storage.loading import load_saved
 from polyhead.surgery.storage.manifest import WEIGHTS, Manifest
+from polyhead.surgery.storage.side_files import mark_model_card
 from polyhead.surgery.storage.undo_folder import new_record
 
 
@@ -121,6 +122,7 @@ def save(
             _read_back(model, temporary)
             if tokenizer is not None:
                 tokenizer.save_pretrained(temporary)
+                mark_model_card(temporary, () if record is None else record.edits)
     num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return SavedModel(folder, form, plan.native, num_bytes, None if undo is None else undo.folder)
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from polyhead.errors import CheckpointError
-from polyhead.surgery.storage.folders import FILES
+from polyhead.surgery.storage.undo_folder import FILES
+from polyhead.version import VERSION
+
+if TYPE_CHECKING:
+    from polyhead.surgery.edits.head_edits import HeadEdit
 
 _WEIGHTS = (
     ".safetensors",
@@ -28,13 +35,16 @@ _WEIGHTS = (
 _LARGE = 1 << 26  # bytes; larger files are assumed to be weights under another name
 _MAX_BYTES, _MAX_FILES = 1 << 30, 4096
 _REWRITTEN = ("config.json", "generation_config.json", "polyhead.json", "model.safetensors.index.json", FILES)
+_METADATA = re.compile(rb"---\r?\n.*?\n---[ \t]*\r?\n", re.DOTALL)  # of a model card, in YAML
+_NOTE = re.compile(rb"<!-- polyhead -->\n.*?\n<!-- /polyhead -->\n\n", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class SideFiles:
     """Files beside the weights in a model's folder: tokenizer, processor, sentence pooling.
 
-    Passed to `save` in place of a tokenizer, they are copied byte for byte. Only regular files are copied, and a link
+    Passed to `save` in place of a tokenizer, they are copied byte for byte, except that README.md
+    gets a note on the edits. Only regular files are copied, and a link
     must stay within the folder, or within the blobs of the hub cache that the folder is a snapshot of.
     """
 
@@ -108,6 +118,25 @@ class SideFiles:
                 "file there, or remove the link"
             )
         return resolved
+
+
+def mark_model_card(folder: Path, edits: Sequence[HeadEdit]) -> None:
+    """Begin a copied README.md with a note on the edits, below its metadata; without edits, remove such a note."""
+    card = folder / "README.md"
+    if not card.is_file():
+        return
+    content, note = _NOTE.sub(b"", card.read_bytes(), count=1), b""
+    if edits:
+        kinds = Counter(type(edit).__name__ for edit in edits)
+        counts = ", ".join(f"{count} {name}" for name, count in kinds.items())
+        note = (
+            f"<!-- polyhead -->\n> **Heads of this model were edited** with polyhead {VERSION} ({counts}). The card "
+            "below describes the original model: sizes and results are not those of this one. `config.json` and "
+            "`polyhead.json` have the heads that are left.\n<!-- /polyhead -->\n\n"
+        ).encode()
+    metadata = _METADATA.match(content)
+    place = 0 if metadata is None else metadata.end()
+    card.write_bytes(content[:place] + note + content[place:])
 
 
 def _refuse(error: OSError) -> None:

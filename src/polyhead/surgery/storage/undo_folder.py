@@ -1,7 +1,9 @@
 """Undo records: MODEL.undo beside the folder MODEL, one file named by its digest, which polyhead.json of MODEL states.
 
 A model and its record change together, although they are two folders: a new record is added to MODEL.undo first, then
-MODEL is renamed or exchanged atomically, which decides the record that counts, and then the other one is removed.
+MODEL is renamed or exchanged atomically, which decides the record that counts, and then the other one is removed. A
+process that is killed in between leaves the other model under a temporary name, by which the next write to MODEL knows
+that the other record is nobody's.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from polyhead.files import check_regular, read_json, refusing
 
 MANIFEST = "polyhead.json"
 MANIFEST_BYTES = 1 << 26
+FILES = "polyhead-files.json"  # lists the files written to the folder, with their sizes
 _INSIDE = "polyhead-record.safetensors"  # where earlier versions wrote the record: into the model's folder
 
 
@@ -41,13 +44,28 @@ def check_undo_folder(folder: Path, *, replace: bool = False) -> None:
         raise OptionError(f"{rule}, got a file or a link there; choose another folder for the model")
     if not beside.is_dir():
         return
-    own = recorded_digest(folder) if replace else None
-    foreign = [path.name for path in beside.iterdir() if own is None or path.name != _file_name(own)]
+    own = {_file_name(digest) for digest in leftovers(folder).values()}
+    if replace and (digest := recorded_digest(folder)) is not None:
+        own.add(_file_name(digest))
+    foreign = [path.name for path in beside.iterdir() if path.name not in own]
     if foreign:
         raise OptionError(
             f"{rule}, got one that holds {min(foreign)}, which is not of the model in {folder}; choose another folder "
             "for the model, or move this one beside the model that it belongs to, or delete it"
         )
+
+
+def leftovers(folder: Path) -> dict[Path, str]:
+    """Return the models that killed writes of this folder left under temporary names, with their records' digests."""
+    real = folder.resolve()
+    found: dict[Path, str] = {}
+    for path in real.parent.iterdir() if real.parent.is_dir() else ():
+        is_temporary = re.fullmatch(rf"\.{re.escape(real.name)}\.[0-9a-f]{{16}}", path.name) is not None
+        if is_temporary and not path.is_symlink() and (path / FILES).is_file():  # written in full
+            with suppress(CheckpointError):
+                digest = recorded_digest(path)
+                found |= {} if digest is None else {path: digest}
+    return found
 
 
 def check_edited(folder: Path) -> None:
@@ -117,7 +135,7 @@ def new_record(folder: Path, write: Callable[[Path], object] | None) -> Iterator
 
     Afterwards, also if the body raised, the record of the model in the folder is there, and the other one is not.
     """
-    beside, old = undo_folder(folder), recorded_digest(folder)
+    beside, old = undo_folder(folder), (recorded_digest(folder), *leftovers(folder).values())
     temporary = beside.parent / f".{beside.name}.{secrets.token_hex(8)}"
     new = None
     try:
@@ -128,7 +146,7 @@ def new_record(folder: Path, write: Callable[[Path], object] | None) -> Iterator
     finally:
         temporary.unlink(missing_ok=True)
         current = recorded_digest(folder)
-        for digest in (old, None if new is None else new.digest):
+        for digest in (*old, None if new is None else new.digest):
             if digest is not None and digest != current:
                 (beside / _file_name(digest)).unlink(missing_ok=True)
         with suppress(OSError):  # it is not there, or not empty
