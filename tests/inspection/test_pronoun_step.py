@@ -10,6 +10,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
+from polyhead.analysis.pronouns import pronoun_texts
 from polyhead.inspection import Inspection, Settings
 from polyhead.sources.pronoun_sentences import pronoun_sentences
 from polyhead.workflows.inspecting import inspect_model
@@ -92,3 +93,16 @@ def test_who_cannot_read_the_sentences_is_told_so(tmp_path):
     (reason,) = found.facts["left_out"]
     assert str(reason) == "pronoun: of 80 sentences with pronouns the tokenizer can read 0 in a context of 64 tokens"
     assert all(score.role != "pronoun" for head in found.roles for score in head.scores)
+
+
+def test_only_sentences_in_languages_that_the_tokenizer_knows_are_read(tmp_path, monkeypatch):
+    text = text_folder(tmp_path / "text", documents=2, words=40)
+    languages = []
+
+    def texts(sentences, *rest, **options):
+        languages.extend(sentence.language for sentence in sentences)
+        return pronoun_texts(sentences, *rest, **options)
+
+    monkeypatch.setattr("polyhead.inspection.probing.pronoun_texts", texts)
+    inspect_model(Settings("tiny", str(text), context=128, layers=(0,), importance="none", chance=False))
+    assert languages == ["en"] * 40  # to a tokenizer of bytes, a Chinese character is three tokens

@@ -41,6 +41,7 @@ from polyhead.progress import Progress, ProgressCallback
 from polyhead.sources import Batch, LoadedModel, special_tokens
 from polyhead.sources.probes import BLOCKS, ordinary_words, repeated_batches
 from polyhead.sources.pronoun_sentences import pronoun_sentences
+from polyhead.sources.text_contexts import knows
 
 CHANCE_TOKENS = 1024  # of the baseline with random weights
 DISTANCE_TOKENS = 512
@@ -115,15 +116,21 @@ class Probes:
         return evidence_of(self.watched(model, batches, [EvidenceCollector()], "read repeated words").collected)
 
     def pronouns(self) -> PronounTable | None:
-        """Return the pronoun scores; there is no baseline with random weights, as chance is known exactly here."""
+        """Return the pronoun scores, from sentences in the languages that the tokenizer knows.
+
+        There is no baseline with random weights, as chance is known exactly here.
+        """
+        tokenizer, everything = self.loaded.tokenizer, pronoun_sentences()
+        by_language = [[x for x in everything if x.language == language] for language in ("en", "zh")]
+        known = [some for some in by_language if knows(tokenizer, "\n".join(x.text for x in some))]
+        sentences = [sentence for some in known for sentence in some]
         try:
-            texts = pronoun_texts(pronoun_sentences(), self.loaded.tokenizer, longest=self.reader.text.length)
+            texts = pronoun_texts(sentences, tokenizer, longest=self.reader.text.length)
         except PolyheadError as error:
             self.left_out.append(Reason("pronoun_error", {"error": str(error)}))
             return None
         if len(set(texts.frames)) < 2:
-            readable, context = len(texts.contexts), self.reader.text.length
-            fields = {"sentences": readable + texts.unreadable, "readable": readable, "context": context}
+            fields = {"sentences": len(everything), "readable": len(texts.contexts), "context": self.reader.text.length}
             self.left_out.append(Reason("pronoun_sentences", fields))
             return None
         batches, step = self.reader.batches_of(texts.contexts), "read sentences with pronouns"
