@@ -284,17 +284,20 @@ def test_a_plan_says_what_fits_and_up_to_which_batch():
     def fit_lines(memory_bytes, **options):
         small = dataclasses.replace(machine, memory_bytes=memory_bytes)
         plan = planning.plan(MIXED, context=64, dtype=torch.float32, machine=small, **options)
-        return plan.fits, [words for name, words in facts(plan) if ": yes, " in words or ": no, " in words]
+        return plan.fits, [words for name, words in facts(plan) if " fits: " in words or " does not fit: " in words]
 
     sizes = {"context": 64, "dtype": torch.float32, "machine": machine, "phases": ["training"]}
     (five, six) = (planning.plan(MIXED, batch=batch, **sizes)["training"].fused.total for batch in (5, 6))
     (fit,), (words,) = fit_lines(six - 1, batch=2, phases=["training"])
     assert fit.max_batch == 5
-    assert words.startswith("training: yes, ")
+    assert words.startswith("training fits: ")
     assert words.endswith(f" of {decimal_size(six - 1)} at batch 2, 64 tokens; up to batch 5")
     (fit,), (words,) = fit_lines(five, batch=6, phases=["training"])
     assert fit.max_batch == 5
-    assert words == f"training: no, {decimal_size(six)} of {decimal_size(five)} at batch 6, 64 tokens; up to batch 5"
+    assert (
+        words
+        == f"training does not fit: {decimal_size(six)} of {decimal_size(five)} at batch 6, 64 tokens; up to batch 5"
+    )
     _, lines = fit_lines(1)
     assert all(line.endswith("; not even batch 1") for line in lines)
     assert ["with rolling caches" in line for line in lines] == [False, True, True]  # a training step has no cache

@@ -198,7 +198,6 @@ def inspect(
 
         import torch
 
-        from polyhead.inspection import save_inspection
         from polyhead.workflows.inspecting import inspect_model
 
         if deterministic:
@@ -216,8 +215,6 @@ def inspect(
                 allow_pickle=allow_pickle,
                 trust_remote_code=trust_remote_code,
             )
-        if folder is not None:
-            save_inspection(folder, found)
     show(found, console, table=table)
     if folder is not None:
         files = "heads.parquet, inspection.json, relations.safetensors, pictures.safetensors"

@@ -106,17 +106,17 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
     if not identity.holds:
         reasons = ", and ".join(identity.reasons)
         square = f"{identity.found / identity.expected:.3g} of 4 d_model², because {reasons}"
-    lines = [("" if index else "fits", fit_words(plan, fit)) for index, fit in enumerate(plan.fits)]
-    lines += [("", "embeddings, feed-forward layers and optimizer state come on top")] if lines else []
+    lines = [("" if index else "attention", fit_words(plan, fit)) for index, fit in enumerate(plan.fits)]
+    lines += [("", "embeddings, feed-forward layers and optimizer state need memory, too")] if lines else []
     lines += [("parameters", ": ".join(parameter_words(plan))), ("identity", square)]
     lines += [("cache", ", ".join(cache))] if cache else []
     return [*lines, ("crossover", crossover_words(plan))]
 
 
 def fit_words(plan: Plan, fit: Fit) -> str:
-    """Return whether a phase fits into the plan's machine, and the largest batch that does."""
+    """Return whether the attention layers fit into the plan's machine in a phase, and the largest batch that does."""
     is_enough = fit.needed_bytes <= fit.machine_bytes
-    text = f"{fit.phase}: {'yes' if is_enough else 'no'}, {decimal_size(fit.needed_bytes)} of "
+    text = f"{fit.phase} {'fits' if is_enough else 'does not fit'}: {decimal_size(fit.needed_bytes)} of "
     text += f"{decimal_size(fit.machine_bytes)} at batch {plan.batch:,}, {plan.context:,} tokens"
     if not is_enough and fit.rolling_bytes < fit.needed_bytes:
         text += f" ({decimal_size(fit.rolling_bytes)} with rolling caches)"

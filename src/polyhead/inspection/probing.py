@@ -140,7 +140,7 @@ class Probes:
         """Return roles and cosines of a model of the same layout with random weights: the effect of layout and text."""
         model = random_twin(self.loaded.model, self.settings.seed)
         head_projections = self.head_projections(model)
-        batches = self.reader.some_batches(CHANCE_TOKENS)
+        batches = self.reader.whole_batches(CHANCE_TOKENS)  # the weight of a position depends on the length
         collect: list[Collector] = [Contributions(), EvidenceCollector(rare=rare_tokens(self.reader.counts))]
         observations = self.watched(model, batches, collect, "observe a model with random weights")
         reference = head_roles(evidence_of(observations.collected), seed=self.settings.seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,12 @@ class Reader:
         return iter(
             batches(self.contexts, self.loaded.tokenizer, batch_tokens=self.batch_tokens, start=start, digest=digest)
         )
+
+    def whole_batches(self, tokens: int) -> list[Batch]:
+        """Return batches of whole contexts of different documents, at least two of them and `tokens` in total."""
+        contexts = sorted(self.contexts, key=lambda x: x.piece)
+        totals = itertools.accumulate(len(context.ids) for context in contexts)
+        return self.batches_of(contexts[: max(2, 1 + sum(total < tokens for total in totals))])
 
     def some_batches(self, tokens: int, documents: int = 8) -> list[Batch]:
         """Return batches of the first tokens of contexts of different documents, about `tokens` in total."""

@@ -11,8 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from polyhead.files import check_pyarrow
+from polyhead.inspection.inspection_files import save_inspection
 from polyhead.inspection.result import Inspection
-from polyhead.inspection.run_files import OBSERVATIONS
+from polyhead.inspection.run_files import OBSERVATIONS, TABLE
 from polyhead.inspection.running import SAVE_SECONDS, run_inspection
 from polyhead.inspection.settings import Settings
 from polyhead.observation.run_folder import lock_folder, remove_leftovers
@@ -73,7 +75,8 @@ def inspect(
         via_weights: use the attention weights that the model returns; slow, and O(n²) in memory.
         seed: of samples, random weights and repeated words.
         device, dtype: of a model that is loaded by name; default dtype: float32 on a CPU, else bfloat16.
-        folder: where to save the collected data periodically and after the text, so that a killed run can be resumed.
+        folder: where to save the run, as `polyhead inspect --save` does. Data are also written while the text is read, so
+            that a killed run can be resumed.
         resume: continue from the data in `folder`.
         progress: called with the progress of each step.
         save_seconds: time between two writes to the folder.
@@ -156,6 +159,7 @@ def inspect_model(
         check_layers(settings.model, settings.layers, trust_remote_code=trust_remote_code)
     with ExitStack() as stack:
         if folder is not None:
+            check_pyarrow(folder / TABLE)
             stack.enter_context(lock_folder(folder))
             remove_leftovers(folder, OBSERVATIONS)
         progress(Progress("load the model"))
@@ -166,6 +170,9 @@ def inspect_model(
             allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,
         )
-        return run_inspection(
+        found = run_inspection(
             settings, loaded, text=text, folder=folder, resume=resume, progress=progress, save_seconds=save_seconds
         )
+        if folder is not None:
+            save_inspection(folder, found)
+        return found
