@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from polyhead.analysis.roles import RoleScore
 from polyhead.errors import OptionError
 from polyhead.inspection import Inspection, Settings, compare, load_inspection, save_inspection
 from polyhead.inspection.cross_layer_similarity import sample_of
+from polyhead.inspection.probing import Probes
 from polyhead.inspection.run_files import OBSERVATIONS
 from polyhead.observation import read_facts
 from polyhead.progress import Progress
@@ -155,7 +157,6 @@ def test_pairs_of_layers_are_measured_also_where_they_were_picked_by_a_projectio
 
 def test_it_is_kept_and_read_again(inspected):
     found, _, folder = inspected("llama")
-    save_inspection(folder, found)
     again = load_inspection(folder)
     assert again.settings == found.settings
     assert repr(again.roles) == repr(found.roles)  # NaN is not equal to itself
@@ -233,6 +234,24 @@ def test_the_score_of_every_role_is_a_column_and_a_row(inspected):
     torch.testing.assert_close(load_inspection(folder).table["induction_score"], found.table["induction_score"])
 
 
+def test_the_baseline_reads_contexts_of_full_length(folders, text, monkeypatch):
+    # The weight of the first token, or of the previous one, depends on the number of visible tokens.
+    read, whole = {}, []
+    watched = Probes.watched
+
+    def recorded(probe, model, batches, collect, step):
+        read[step] = [int(length) for batch in batches for length in batch.mask.sum(-1)]
+        whole[:] = [len(context.ids) for context in probe.reader.contexts]
+        return watched(probe, model, batches, collect, step)
+
+    monkeypatch.setattr(Probes, "watched", recorded)
+    monkeypatch.setattr("polyhead.inspection.probing.CHANCE_TOKENS", 300)
+    inspect_model(settings_for(folders["llama"], text, importance="none"))
+    baseline = read["observe a model with random weights"]
+    assert not Counter(baseline) - Counter(whole)
+    assert 300 <= sum(baseline) < 300 + 96 < sum(whole)
+
+
 def test_a_text_of_one_context_says_that_roles_need_two(folders, tmp_path):
     (tmp_path / "short.txt").write_text(" ".join(NAMES[-40:]))
     found = inspect_model(settings_for(folders["bert"], tmp_path / "short.txt", importance="none", chance=False))
@@ -255,7 +274,7 @@ def test_a_killed_run_goes_on_bit_by_bit(folders, text, tmp_path):
     settings = Settings.from_dict(read_facts(file)["settings"])
     for folder in ("killed", "whole"):
         place = tmp_path / folder
-        save_inspection(place, inspect_model(settings, folder=place, resume=folder == "killed"))
+        inspect_model(settings, folder=place, resume=folder == "killed")
     total = read_facts(tmp_path / "whole" / OBSERVATIONS)["batches"]
     assert 0 < before < total == read_facts(file)["batches"]
     from safetensors.torch import load_file
@@ -300,7 +319,7 @@ def test_on_a_gpu_a_killed_run_goes_on(folders, tmp_path, name, deterministic):
     else:
         settings = Settings.from_dict(read_facts(file)["settings"])
         for place in places:
-            save_inspection(place, inspect_model(settings, folder=place, resume=place == places[0]))
+            inspect_model(settings, folder=place, resume=place == places[0])
     resumed, whole = (load_inspection(place).table for place in places)
     assert resumed.columns.keys() == whole.columns.keys()
     for column in whole.columns:
