@@ -278,6 +278,24 @@ def test_memory_is_planned_on_a_machine_that_has_no_rates_in_the_dtype():
     assert planning.plan(MIXED, context=64).fits == ()
 
 
+def test_the_weights_of_the_whole_model_must_fit():
+    sizes = {"context": 32768, "batch": 4, "phases": ["training", "decode"], "machine": "nvidia-l4"}
+    plan = planning.plan("llama3.1-8b", **sizes)
+    weights, cache = 2 * 8_030_261_248, 4 * 32768 * 2 * 8 * 128 * 32 * 2
+    decode = plan.fits[1]
+    assert 0 < decode.needed_bytes - weights - cache < 0.01 * weights  # the activations of one token
+    assert decode.max_batch == 1
+    assert plan["decode"].needed - plan["decode"].fused.total == 2 * plan.model.other_parameters
+    assert plan["training"].needed - plan["training"].fused.total == 4 * plan.model.other_parameters
+    assert (
+        "",
+        "with 13.4 GB of weights outside attention; activations there and optimizer state come on top",
+    ) in facts(plan)
+    alone = planning.plan(dataclasses.replace(plan.model, other_parameters=None), **sizes)
+    assert alone.fits[1].needed_bytes == alone["decode"].fused.total
+    assert ("", "attention alone: embeddings, feed-forward layers and optimizer state come on top") in facts(alone)
+
+
 def test_a_plan_says_what_fits_and_up_to_which_batch():
     machine = Machine.load("cpu-2-cores")
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from polyhead.costs import Workload, estimate_cost
+from polyhead.costs.layouts import known_models
 from polyhead.costs.layouts.hf_config import read_hf_config
 from polyhead.costs.layouts.hf_families import FAMILIES
 from polyhead.costs.layouts.known_models import KNOWN, known_model
@@ -459,6 +461,7 @@ PLAIN = {"kind": "multi_head", "embed_dim": 24, "num_heads": 6}
         ({"groups": [{"layers": "2", "config": PLAIN}]}, "layers must be a positive integer, got '2'"),
         ({"groups": [{"layers": 2, "config": 7}]}, "must be a dictionary with a kind, got 7"),
         ({"context": "long"}, "context must be a positive integer or null, got 'long'"),
+        ({"other_parameters": -1}, "other_parameters must be a non-negative integer or null, got -1"),
         ({"notes": 3}, "got groups .* and notes 3"),
         ({"dtype": "float12"}, "got 'float12'"),
     ],
@@ -521,3 +524,44 @@ def test_dtypes_by_name():
     assert named_dtype("int8") is torch.int8
     with pytest.raises(OptionError, match="got 'float12'"):
         named_dtype("float12")
+
+
+# Sizes of published configs that do not concern attention.
+REST = {
+    "bert-base": ("BertModel", {}),
+    "gpt2": ("GPT2LMHeadModel", {}),
+    "llama3.1-8b": ("LlamaForCausalLM", {"intermediate_size": 14336, "vocab_size": 128256}),
+    "qwen3-0.6b": (
+        "Qwen3ForCausalLM",
+        {"intermediate_size": 3072, "vocab_size": 151936, "tie_word_embeddings": True},
+    ),
+    "gemma2-9b": ("Gemma2ForCausalLM", {"intermediate_size": 14336, "vocab_size": 256000}),
+    "gpt-oss-20b": (
+        "GptOssForCausalLM",
+        {"intermediate_size": 2880, "vocab_size": 201088, "num_local_experts": 32},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REST)
+def test_known_models_have_the_parameters_that_transformers_builds(name):
+    kind, sizes = REST[name]
+    model_class = getattr(transformers, kind)
+    config = model_class.config_class.from_dict({**known_models._CONFIGS[name], **sizes})
+    with torch.device("meta"):
+        model = model_class(config)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert total == known_models._PARAMETERS[name]
+    layout = known_model(name)
+    assert layout.parameters.total + layout.other_parameters == total
+
+
+def test_a_config_counts_the_parameters_of_the_model_that_it_builds():
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, vocab_size=61
+    )
+    layout = read_hf_config(config.to_dict())
+    total = sum(parameter.numel() for parameter in transformers.LlamaForCausalLM(config).parameters())
+    assert layout.other_parameters == total - 3 * 4 * 64 * 64
+    assert ModelLayout.from_dict(layout.to_dict()) == layout
+    assert read_hf_config(config.to_dict(), complete=True).other_parameters is None

@@ -16,7 +16,7 @@ from polyhead.costs.layouts.layout_sources import from_sizes
 from polyhead.costs.layouts.model_layout import ModelLayout
 from polyhead.costs.options import Budget, Phase, check_choice, parse_phases
 from polyhead.costs.phases import phase_works
-from polyhead.costs.planning import cache_bytes_per_token, layer_dtype, total_parameters
+from polyhead.costs.planning import cache_bytes_per_token, layer_dtype
 from polyhead.costs.quantities import dtype_name, plural
 from polyhead.costs.timing.machine import Machine, MachineSummary
 from polyhead.costs.timing.predict import predict
@@ -192,7 +192,7 @@ class _Request:
 
     def evaluate(self, model: ModelLayout, cache_dtype: torch.dtype, budget: Budget | None = None) -> Choice | None:
         """Return a layout with its costs, or None if it exceeds the budget; cheap limits are checked first."""
-        parameters, causal = total_parameters(model).total, model.is_causal
+        parameters, causal = model.parameters.total, model.is_causal
         if budget and not budget.allows("parameters", parameters):
             return None
         cache = cache_bytes_per_token(model, cache_dtype) if causal else 0
@@ -265,7 +265,7 @@ def _no_candidates(widths: Sequence[int], shares: Sequence[float], budget: Budge
             f"no candidate layout: head_dim is {head_dims} and num_heads * head_dim is {product}, got d_model "
             f"{widths[0]}, which no head_dim divides; use a multiple of {HEAD_DIMS[0]}"
         )
-    parameters, name = min((total_parameters(model).total, model.name) for model in smallest)
+    parameters, name = min((model.parameters.total, model.name) for model in smallest)
     return (
         f"no candidate layout: the smallest, {name}, has {parameters:,} parameters in "
         f"{plural(layers, 'layer')}, got a budget of {budget.parameters:,}; raise it, or use fewer layers "

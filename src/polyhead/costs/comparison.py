@@ -15,7 +15,7 @@ from polyhead.costs.layouts.layout_sources import from_sizes
 from polyhead.costs.layouts.model_layout import LayerGroup, ModelLayout
 from polyhead.costs.options import Budget
 from polyhead.costs.phases import PhasePlan, phase_works, plan_phase
-from polyhead.costs.planning import Plan, cache_bytes_per_token, total_parameters
+from polyhead.costs.planning import Plan, cache_bytes_per_token
 from polyhead.costs.timing.machine import Machine, MachineSummary
 from polyhead.costs.timing.machine_files import list_machines
 from polyhead.costs.timing.predict import predict
@@ -165,7 +165,7 @@ def _layout_point(
         name,
         kv_heads,
         is_planned,
-        total_parameters(model).total,
+        model.parameters.total,
         cache_bytes_per_token(model, plan.cache_dtype) if model.is_causal else 0,
         tuple(plan_phase(model, x.phase, plan.batch, plan.context, *dtypes, machine=machine) for x in plan.phases),
         tuple(found),

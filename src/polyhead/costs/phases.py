@@ -64,7 +64,8 @@ class PhasePlan:
     `flops` and `exponentials` include the backward pass of a training step. `bytes` is the minimum traffic between
     memory and chip by stage; scores, softmax and values form one stage, `attention`, since they are fused. `fused` and
     `materialised` are the memory with fused and with materialised attention, where caches store every token;
-    `rolling_cache` is the size of the caches if those of windowed layers are rolling.
+    `rolling_cache` is the size of the caches if those of windowed layers are rolling. `other_weights` are the bytes of
+    the weights outside attention, and of their gradients in training; 0 if their number is unknown.
     """
 
     phase: Phase
@@ -76,6 +77,12 @@ class PhasePlan:
     materialised: MemoryEstimate
     rolling_cache: int
     timing: Timing | None = None
+    other_weights: int = 0
+
+    @property
+    def needed(self) -> int:
+        """Peak memory of fused attention, and the weights of the rest of the model."""
+        return self.fused.total + self.other_weights
 
     @property
     def total_bytes(self) -> int:
@@ -123,6 +130,7 @@ def plan_phase(
         if _has_cache(model, phase, context)
         else 0,
         timing=timing,
+        other_weights=_other_weights(model, phase, dtype),
     )
 
 
@@ -139,9 +147,14 @@ def largest_batch(
     """
 
     def needed(batch: int) -> int:
-        return _phase_memory(model, phase, batch, context, dtype, cache_dtype, machine).total
+        attention = _phase_memory(model, phase, batch, context, dtype, cache_dtype, machine).total
+        return attention + _other_weights(model, phase, dtype)
 
     return bisect.bisect_right(range(1, 1 << 32), machine.memory_bytes, key=needed)
+
+
+def _other_weights(model: ModelLayout, phase: Phase, dtype: torch.dtype) -> int:
+    return (model.other_parameters or 0) * dtype.itemsize * (2 if phase == "training" else 1)
 
 
 def _phase_memory(

@@ -106,21 +106,29 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
     if not identity.holds:
         reasons = ", and ".join(identity.reasons)
         square = f"{identity.found / identity.expected:.3g} of 4 d_model², because {reasons}"
-    lines = [("" if index else "attention", fit_words(plan, fit)) for index, fit in enumerate(plan.fits)]
-    lines += [("", "embeddings, feed-forward layers and optimizer state need memory, too")] if lines else []
+    lines = [("" if index else "fit", fit_words(plan, fit)) for index, fit in enumerate(plan.fits)]
+    lines += [("", fit_scope(plan))] if lines else []
     lines += [("parameters", ": ".join(parameter_words(plan))), ("identity", square)]
     lines += [("cache", ", ".join(cache))] if cache else []
     return [*lines, ("crossover", crossover_words(plan))]
 
 
 def fit_words(plan: Plan, fit: Fit) -> str:
-    """Return whether the attention layers fit into the plan's machine in a phase, and the largest batch that does."""
+    """Return whether a phase fits into the plan's machine, and the largest batch that does."""
     is_enough = fit.needed_bytes <= fit.machine_bytes
     text = f"{fit.phase} {'fits' if is_enough else 'does not fit'}: {decimal_size(fit.needed_bytes)} of "
     text += f"{decimal_size(fit.machine_bytes)} at batch {plan.batch:,}, {plan.context:,} tokens"
     if not is_enough and fit.rolling_bytes < fit.needed_bytes:
         text += f" ({decimal_size(fit.rolling_bytes)} with rolling caches)"
     return f"{text}; up to batch {fit.max_batch:,}" if fit.max_batch else f"{text}; not even batch 1"
+
+
+def fit_scope(plan: Plan) -> str:
+    """Return the memory that is not part of the answers of `fit_words`."""
+    if plan.model.other_parameters is None:
+        return "attention alone: embeddings, feed-forward layers and optimizer state come on top"
+    weights = decimal_size(plan.model.other_parameters * plan.dtype.itemsize)
+    return f"with {weights} of weights outside attention; activations there and optimizer state come on top"
 
 
 def parameter_words(plan: Plan) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from polyhead.costs.layouts.layout_sources import read_layout
 from polyhead.costs.layouts.model_layout import ModelLayout
 from polyhead.costs.memory import MemoryEstimate, memory_caveats
 from polyhead.costs.options import PHASES, Phase, check_sizes, parse_phases
-from polyhead.costs.parameters import ParameterIdentity, Parameters, count_parameters, four_squares
+from polyhead.costs.parameters import ParameterIdentity, Parameters, four_squares
 from polyhead.costs.phases import PhasePlan, can_roll, largest_batch, plan_phase, rolling_cache_bytes
 from polyhead.costs.quantities import dtype_name
 from polyhead.costs.timing.machine import Machine, MachineSummary
@@ -34,6 +34,8 @@ _LONGEST = 1 << 32  # upper limit of the search for a crossover
 @dataclass(frozen=True, slots=True)
 class Fit:
     """Peak memory of a phase and the memory of the plan's machine, in bytes, and the largest batch that fits.
+
+    The memory is that of attention and, if their number is known, of the weights outside it.
 
     `rolling_bytes` is the peak with rolling caches in windowed layers; `max_batch` is 0 if not even one sequence fits.
     """
@@ -176,7 +178,8 @@ def plan(
     for x in planned:
         if machine is not None:
             most = largest_batch(model, x.phase, context, dtype, cache_dtype, machine)
-            fits.append(Fit(x.phase, x.fused.total, x.rolling_total, machine.memory_bytes, most))
+            rolling = x.rolling_total + x.other_weights
+            fits.append(Fit(x.phase, x.needed, rolling, machine.memory_bytes, most))
     return Plan(
         model=model,
         batch=batch,
@@ -184,7 +187,7 @@ def plan(
         dtype=dtype,
         cache_dtype=cache_dtype,
         machine=None if machine is None else machine.summary,
-        parameters=total_parameters(model),
+        parameters=model.parameters,
         identity=four_squares(model.config),
         cache_bytes_per_token=per_token,
         cache_bytes=batch * context * per_token,
@@ -229,12 +232,6 @@ def layer_dtype(
 def _lacking(machine: Machine, dtype: torch.dtype) -> str:
     lacks = "was not calibrated" if machine.kind == "measured" else "has no rate"
     return f"{machine.name} {lacks} in {dtype_name(dtype)}"
-
-
-def total_parameters(model: ModelLayout) -> Parameters:
-    """Count the parameters of all attention layers of a model."""
-    groups = (count_parameters(group.config).times(group.layers) for group in model.groups)
-    return sum(groups, Parameters(0, 0, 0, 0, 0))
 
 
 def cache_bytes_per_token(model: ModelLayout, dtype: torch.dtype) -> int:

@@ -19,7 +19,7 @@ def fit(plan: Plan, comparison: Comparison) -> list[Text]:
     places = [_where(comparison.machines, index) for index in range(len(plan.phases))]
     sentences: list[Text] = []
     for index, (phase, place) in enumerate(zip(plan.phases, places, strict=True)):
-        name, needs = words.doing(plan, phase), decimal_size(phase.fused.total)
+        name, needs = words.doing(plan, phase), decimal_size(phase.needed)
         if index == 0:
             lead = Text(
                 f"{name.en} at batch {plan.batch}, {plan.context:,} tokens needs {needs}",
@@ -39,7 +39,7 @@ def fit(plan: Plan, comparison: Comparison) -> list[Text]:
 
 def _again(machines: tuple[MachinePoint, ...], phase: int) -> Text:
     """Return that a phase fits into the machines of the sentence before."""
-    if any(point.phases[phase].fused.total <= point.memory_bytes for point in machines):
+    if any(point.phases[phase].needed <= point.memory_bytes for point in machines):
         return Text(": fits into the same machines.", "：可放入同样的机器。")
     return Text(": fits into none of them either.", "：也都放不下。")
 
@@ -48,7 +48,7 @@ def _where(machines: tuple[MachinePoint, ...], phase: int) -> Text:
     """Return the memory sizes into which a phase fits and does not fit, with their machines."""
     groups: dict[bool, dict[str, list[str]]] = {True: {}, False: {}}
     for point in sorted(machines, key=lambda point: point.memory_bytes):
-        is_enough = point.phases[phase].fused.total <= point.memory_bytes
+        is_enough = point.phases[phase].needed <= point.memory_bytes
         groups[is_enough].setdefault(decimal_size(point.memory_bytes), []).append(point.machine.name)
 
     def listed(sizes: dict[str, list[str]]) -> str:

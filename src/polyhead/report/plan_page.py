@@ -103,7 +103,7 @@ def _fit(plan: Plan, comparison: Comparison, language: Language) -> str:
     table = tables.fit_table(plan, comparison, language)
     return (
         _answer(answers.fit(plan, comparison), language)
-        + _note(words.ATTENTION_ONLY, language)
+        + _note(words.fit_scope(plan), language)
         + _beside(_chart("fit", language), table + _note(about, language))
     )
 

@@ -69,7 +69,7 @@ def _contexts(comparison: Comparison) -> tuple[str, ...]:
 
 def _memory(plan: Plan, comparison: Comparison) -> Chart:
     series = tuple(
-        Series(words.short_name(plan, phase), tuple(point.phases[i].fused.total for point in comparison.contexts), i)
+        Series(words.short_name(plan, phase), tuple(point.phases[i].needed for point in comparison.contexts), i)
         for i, phase in enumerate(plan.phases)
     )
     memories = sorted({point.memory_bytes for point in comparison.machines})

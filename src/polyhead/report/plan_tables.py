@@ -54,7 +54,7 @@ def fit_table(plan: Plan, comparison: Comparison, language: Language) -> str:
     columns += [words.short_name(plan, phase)[language] for phase in plan.phases]
     rows: list[Row] = []
     for point in comparison.machines:
-        shares = [_share(phase.fused.total, point.memory_bytes) for phase in point.phases]
+        shares = [_share(phase.needed, point.memory_bytes) for phase in point.phases]
         cells = [(decimal_size(point.memory_bytes), ""), *shares]
         rows.append((_machine_cell(plan, point, language), cells, _kind(plan, point)))
     return table(words.VIEWS["fit"][language], columns, rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from polyhead.analysis.languages import Text
 from polyhead.costs.phases import PhasePlan
 from polyhead.costs.planning import Plan
+from polyhead.costs.quantities import decimal_size
 
 VIEWS = {
     "fit": Text("Will it fit?", "放得下吗？"),
@@ -16,6 +17,20 @@ ATTENTION_ONLY = Text(
     "Attention layers only: embeddings, feed-forward layers and optimizer state come on top.",
     "只计注意力层：嵌入、前馈层和优化器状态需另加。",
 )
+
+
+def fit_scope(plan: Plan) -> Text:
+    """Return the memory that the answers to "will it fit" do not include."""
+    if plan.model.other_parameters is None:
+        return ATTENTION_ONLY
+    weights = decimal_size(plan.model.other_parameters * plan.dtype.itemsize)
+    return Text(
+        f"With {weights} of weights outside attention, twice that in training; activations there and optimizer state "
+        "come on top.",
+        f"含注意力之外的 {weights} 权重，训练时为其两倍；那里的激活值和优化器状态需另加。",
+    )
+
+
 KINDS = {"measured": Text("measured", "实测"), "datasheet": Text("datasheet estimate", "数据表估计")}
 NOT_MEASURED = Text("error not measured", "误差未测")
 TIMES = Text(

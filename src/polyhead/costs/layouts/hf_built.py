@@ -38,24 +38,38 @@ def filled_fields(content: Mapping[str, Any], family: str) -> tuple[Mapping[str,
 
 def built_projections(content: Mapping[str, Any], family: str) -> frozenset[int]:
     """Return the distinct numbers of attention weights per layer; empty if the model cannot be built."""
-    config, _ = _config(content, family)
-    if config is None:
+    model = _built(content, family, "AutoModel")
+    if model is None:
         return frozenset()
-    from transformers import AutoModel
-
-    from polyhead.sources.load_errors import quiet
-
-    with quiet(progress=False), torch.device("meta"):
-        try:
-            model = AutoModel.from_config(_text_part(config))
-        except (*_REFUSALS, ImportError, OSError):
-            return frozenset()  # missing dependencies, or a config that needs remote code
     layers: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         place = _OF_ATTENTION.search(name)
         if place is not None and parameter.ndim == 2:
             layers[place[1]] = layers.get(place[1], 0) + parameter.numel()
     return frozenset(layers.values())
+
+
+def built_parameters(content: Mapping[str, Any], family: str, *, causal: bool) -> int | None:
+    """Return the parameters of the whole model, with the head of a causal one; None if it cannot be built."""
+    kinds = ("AutoModelForCausalLM", "AutoModel") if causal else ("AutoModel",)
+    model = next(filter(None, (_built(content, family, kind) for kind in kinds)), None)
+    return None if model is None else sum(parameter.numel() for parameter in model.parameters())
+
+
+def _built(content: Mapping[str, Any], family: str, kind: str) -> Any:
+    """Return the model that a class of transformers builds from a config, on the meta device; None if it cannot."""
+    config, _ = _config(content, family)
+    if config is None:
+        return None
+    import transformers
+
+    from polyhead.sources.load_errors import quiet
+
+    with quiet(progress=False), torch.device("meta"):
+        try:
+            return getattr(transformers, kind).from_config(_text_part(config))
+        except (*_REFUSALS, ImportError, OSError):
+            return None  # missing dependencies, or a config that needs remote code
 
 
 def _text_part(config: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from polyhead.costs.layouts.hf_built import built_projections, filled_fields
+from polyhead.costs.layouts.hf_built import built_parameters, built_projections, filled_fields
 from polyhead.costs.layouts.hf_families import FAMILIES, Family
 from polyhead.costs.layouts.hf_fields import (
     CONTEXT,
@@ -86,13 +86,16 @@ def read_hf_config(
         notes.append(_check_against_built(groups, text_config, family_name, complete=complete))
     if fields.refusal is not None:
         notes.append(f"transformers refuses this config, so no defaults were used: {fields.refusal}")
-    return ModelLayout(
+    layout = ModelLayout(
         name=name or str(text_config.get("_name_or_path") or "") or family_name or "config",
         groups=groups,
         context=fields.optional_size("maximum context", *CONTEXT),
         dtype=_dtype(fields.find(*DTYPE) or Fields(config).find(*DTYPE)),
         cache_dtype=_cache_dtype(config.get("quantization_config")),
         notes=(*notes, *filled_in(fields), *unread(fields)),
+    )
+    return layout.with_parameters(
+        None if complete else built_parameters(text_config, family_name, causal=layout.is_causal)
     )
 
 

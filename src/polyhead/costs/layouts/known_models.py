@@ -68,6 +68,28 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek-v3": _deepseek("deepseek_v3", 7168, 128, 61, 1536, 163840),
 }
 KNOWN = tuple(_CONFIGS)
+# Of the whole model, tied embeddings counted once, as transformers builds it from the published config.
+_PARAMETERS = {
+    "bert-base": 109_482_240,
+    "bert-large": 335_141_888,
+    "gpt2": 124_439_808,
+    "gpt3-175b": 174_604_259_328,
+    "llama2-7b": 6_738_415_616,
+    "llama2-70b": 68_976_648_192,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-32b": 32_762_123_264,
+    "gemma2-9b": 9_241_705_984,
+    "gpt-oss-20b": 20_914_757_184,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v3": 671_026_404_352,
+}
 
 
 @cache
@@ -77,4 +99,4 @@ def known_model(name: str) -> ModelLayout:
     >>> known_model("deepseek-v3").config.layout.cache_width
     576
     """
-    return read_hf_config(_CONFIGS[name], name=name, complete=True)
+    return read_hf_config(_CONFIGS[name], name=name, complete=True).with_parameters(_PARAMETERS.get(name))

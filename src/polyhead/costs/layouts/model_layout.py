@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from polyhead.costs.parameters import Parameters, count_parameters
 from polyhead.costs.quantities import check_count, dtype_name, named_dtype
 from polyhead.errors import OptionError
 from polyhead.layers.config import AttentionConfig
@@ -30,8 +31,8 @@ class ModelLayout:
     """Attention layers of a model: everything that affects their cost.
 
     `context` is the maximum context length in the model's config, `dtype` and `cache_dtype` are its dtypes of weights
-    and of the KV cache; None if the config does not contain them. `notes` report what was ignored or taken from
-    defaults.
+    and of the KV cache; None if the config does not contain them. `other_parameters` are those outside attention
+    (embeddings, feed-forward layers, norms), None if unknown. `notes` report what was ignored or taken from defaults.
     """
 
     name: str
@@ -40,6 +41,7 @@ class ModelLayout:
     dtype: torch.dtype | None = None
     cache_dtype: torch.dtype | None = None
     notes: tuple[str, ...] = ()
+    other_parameters: int | None = None
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -70,6 +72,16 @@ class ModelLayout:
         """True if every layer is causal, so that the model can decode."""
         return all(getattr(group.config, "causal", False) for group in self.groups)
 
+    @property
+    def parameters(self) -> Parameters:
+        """Parameters of all attention layers."""
+        groups = (count_parameters(group.config).times(group.layers) for group in self.groups)
+        return sum(groups, Parameters(0, 0, 0, 0, 0))
+
+    def with_parameters(self, total: int | None) -> ModelLayout:
+        """Return the layout of a model with `total` parameters, those of attention included; None if unknown."""
+        return self if total is None else replace(self, other_parameters=max(0, total - self.parameters.total))
+
     def with_causal(self, causal: bool | None) -> ModelLayout:
         """Return the model with causal or bidirectional layers, and a note about it; None changes nothing.
 
@@ -90,6 +102,7 @@ class ModelLayout:
             "dtype": None if self.dtype is None else dtype_name(self.dtype),
             "cache_dtype": None if self.cache_dtype is None else dtype_name(self.cache_dtype),
             "notes": list(self.notes),
+            "other_parameters": self.other_parameters,
         }
 
     @classmethod
@@ -102,11 +115,15 @@ class ModelLayout:
         groups, context, notes = content.get("groups"), content.get("context"), content.get("notes") or []
         if not isinstance(groups, list) or not isinstance(notes, list):
             raise OptionError(f"groups and notes must be lists, got groups {groups!r} and notes {notes!r}")
-        if context is not None and (isinstance(context, bool) or not isinstance(context, int) or context < 1):
-            raise OptionError(f"context must be a positive integer or null, got {context!r}")
+        other = content.get("other_parameters")
+        for name, number, least in (("context", context, 1), ("other_parameters", other, 0)):
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < least):
+                sign = "positive" if least else "non-negative"
+                raise OptionError(f"{name} must be a {sign} integer or null, got {number!r}")
         dtypes = {name: named_dtype(content[name]) if content.get(name) else None for name in ("dtype", "cache_dtype")}
         layer_groups = tuple(_read_group(number, group) for number, group in enumerate(groups))
-        return cls(str(content.get("name", "")), layer_groups, context, **dtypes, notes=tuple(map(str, notes)))
+        name, notes = str(content.get("name", "")), tuple(map(str, notes))
+        return cls(name, layer_groups, context, **dtypes, notes=notes, other_parameters=other)
 
     def to_json(self) -> str:
         """Return the layout as JSON text."""
