@@ -220,6 +220,13 @@ def test_a_requested_ablation_is_measured_on_more_tokens_and_says_on_how_many(fo
         Settings(importance_tokens=0)
 
 
+def test_importance_of_a_single_document_has_an_error_over_its_contexts(folders, tmp_path):
+    single = text_folder(tmp_path / "text", documents=1, words=200)
+    found = inspect_model(settings_for(folders["llama"], single, chance=False, importance="gradient"))
+    assert found.table["gradient_error"].isfinite().all()
+    assert found.table["gradient_error"].gt(0).any()
+
+
 def test_the_score_of_every_role_is_a_column_and_a_row(inspected):
     found, _, folder = inspected("llama")
     rows = found.roles_table()

@@ -171,7 +171,10 @@ class Probes:
         device = next(self.loaded.model.parameters()).device
         by_default = ABLATION_TOKENS if self.settings.importance == "ablation" else QUICK_ABLATION_TOKENS
         tokens = self.settings.importance_tokens or (by_default if method == "ablation" else GRADIENT_TOKENS)
-        batches = [batch.to(device) for batch in self.reader.some_batches(tokens)]
+        batches = [
+            dataclasses.replace(batch, documents=self.reader.metadata(batch).documents).to(device)
+            for batch in self.reader.some_batches(tokens)
+        ]
         self.report(Progress(step, unit="runs"))
         importance = measure(
             self.loaded.model,
