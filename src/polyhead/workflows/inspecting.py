@@ -75,8 +75,8 @@ def inspect(
         via_weights: use the attention weights that the model returns; slow, and O(n²) in memory.
         seed: of samples, random weights and repeated words.
         device, dtype: of a model that is loaded by name; default dtype: float32 on a CPU, else bfloat16.
-        folder: where to save the run, as `polyhead inspect --save` does. Data are also written while the text is read, so
-            that a killed run can be resumed.
+        folder: where to save the run, as `polyhead inspect --save` does. Data are also written while the text is read,
+            so that a killed run can be resumed.
         resume: continue from the data in `folder`.
         progress: called with the progress of each step.
         save_seconds: time between two writes to the folder.
