@@ -15,10 +15,11 @@ from polyhead.geometry import HeadLayout
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadMatrices:
-    """Matrices of one head, oriented as in head = softmax(X Wq (X Wk)^T) X Wv, then Wo.
+    """Matrices of one head: softmax((X Wq + bq) (X Wk + bk)^T / sqrt(head_dim)) (X Wv + bv) Wo.
 
     `query` and `key` are [embed_dim, head_dim], `value` is [embed_dim, value_dim], `output` is
-    [value_dim, embed_dim]; biases have one entry per column, or are None.
+    [value_dim, embed_dim]; biases have one entry per column, or are None. The scale 1 / sqrt(head_dim), which `scale=`
+    of the layer replaces, is not part of the matrices, and the bias of the output projection belongs to no head.
     """
 
     query: Tensor

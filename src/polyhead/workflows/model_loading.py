@@ -56,10 +56,27 @@ def load_model(
 ) -> LoadedModel:
     """Load a model, including the language modelling or other head of its checkpoint, and its tokenizer.
 
-    `name` is "tiny", "minilm" (the default) or "smollm2" for packaged models, a folder, a `.gguf` file, or a name on
-    the hub. Local paths take precedence over it; write `./minilm` for a folder called minilm. A folder may contain a
-    model with edited heads, in any saved form. The default dtype is float32 on the CPU and bfloat16 on a GPU; "saved"
-    keeps that of the files. `progress` shows the progress bars of transformers.
+    Args:
+        name: "tiny", "minilm" (the default) or "smollm2" for packaged models, a folder, a `.gguf` file, or a name on
+            the hub. Local paths take precedence over the hub; write `./minilm` for a folder called minilm. A folder may
+            contain a model with edited heads, in any saved form.
+        device: device of the model.
+        dtype: of the weights, default float32 on the CPU and bfloat16 on a GPU; "saved" keeps that of the files.
+        allow_pickle: whether to load pickle files, which can run anything on your machine.
+        trust_remote_code: whether to run code from the model's repository.
+        progress: whether to show the progress bars of transformers.
+
+    Returns:
+        The model in evaluation mode, its tokenizer and what is known about them.
+
+    Raises:
+        OptionError: there is no such model, or the dtype is not floating point.
+        DeviceError: the device is not available.
+        CheckpointError: the model's files are damaged, incomplete, or pickles.
+
+    >>> loaded = load_model("tiny")
+    >>> type(loaded.model).__name__, loaded.kind, loaded.model.config._name_or_path.endswith("tiny")  # its folder
+    ('LlamaForCausalLM', 'causal', True)
     """
     source = find_source(name)
     device = checked_device(device)
