@@ -82,7 +82,7 @@ _KNOWN = (
     ),
     _share(
         "sink_mass", "attention sink", "注意力汇聚点",
-        "Attention weight on the first token of the text. Many heads attend there when no other token is relevant, "
+        "Attention weight on the first token of each context. Many heads attend there when no other token is relevant, "
         "which makes it an attention sink.",
         "文本首个词元上的注意力权重。没有相关词元时，许多头会把注意力放在那里，即注意力汇聚点（attention sink）。",
     ),
