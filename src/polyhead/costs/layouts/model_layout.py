@@ -79,7 +79,11 @@ class ModelLayout:
         return sum(groups, Parameters(0, 0, 0, 0, 0))
 
     def with_parameters(self, total: int | None) -> ModelLayout:
-        """Return the layout of a model with `total` parameters, those of attention included; None if unknown."""
+        """Return the layout with `other_parameters`.
+
+        Args:
+            total: parameters of the whole model, those of attention included; None if unknown.
+        """
         return self if total is None else replace(self, other_parameters=max(0, total - self.parameters.total))
 
     def with_causal(self, causal: bool | None) -> ModelLayout:
