@@ -50,7 +50,7 @@ def main(early: int = 20, steps: int = 240, tokens: int = 8192) -> tuple[Compari
 
     comparison = polyhead.compare(*inspections)
     changed = comparison.beyond()
-    print(f"{len(changed)} of {len(comparison.changes)} statistics of {len(inspections[0].table)} heads changed:")
+    print(f"{len(changed)} of {len(comparison.tested())} statistics of {len(inspections[0].table)} heads changed:")
     for change in changed[:6]:
         site, head = change.head
         values = f"{change.before:.3f} -> {change.after:.3f}, standard error {change.error:.3f}"

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import polyhead.inspection
 from polyhead.cli import app
+from polyhead.cli.inspect import show
+from polyhead.inspection.heads import Group, RedundancyThreshold
 from tests.inspection.small_models import NAMES, model_folder, text_folder
 
 pytest.importorskip("pyarrow")
@@ -54,27 +58,58 @@ def test_a_run_is_shown_kept_and_compared(place, tmp_path, monkeypatch):
         shares = [int(share.removesuffix("%")) for share in line[2::2]]
         assert shares == sorted(shares, reverse=True)
     invoke("inspect", place / "bert", *options, "--seed", 1, "--save", tmp_path / "two", "--importance", "none")
-    compared = invoke("compare", tmp_path / "one", tmp_path / "two").stdout
-    assert "0 of" in compared
-    assert "differ beyond sampling error" in compared
+    runs = tmp_path / "one", tmp_path / "two"
+    compared = invoke("compare", *runs).stdout
+    tested = len(polyhead.inspection.compare(*map(polyhead.inspection.load_inspection, runs)).tested())
+    assert f"\n0 of {tested} tested values differ beyond sampling error in 8 common heads" in compared
     said = " ".join(compared.split())
-    columns = "total_correlation, output_norm, output_norm_share, effective_rank"
-    assert re.search(rf"\b32 of the \d+ values have an unknown sampling error and are not tested: {columns}", said)
-    shown = invoke("compare", tmp_path / "one", tmp_path / "two", "--statistic", "output_norm").stdout
+    columns = "effective_rank, output_norm, output_norm_share, total_correlation"
+    assert said.count(f" 32 values of {columns} are not tested: no error estimate") == 1
+    assert not re.search(r"^L\dH\d ", compared, flags=re.MULTILINE)
+    shown = invoke("compare", *runs, "--statistic", "output_norm").stdout
     assert len(re.findall(r"^L\dH\d .* not tested$", shown, flags=re.MULTILINE)) == 8
-    assert "not tested" not in invoke(
-        "compare", tmp_path / "one", tmp_path / "two", "--statistic", "special_mass"
-    ).stdout  # fmt: skip
+    assert "not tested" not in invoke("compare", *runs, "--statistic", "special_mass").stdout
 
     def far_apart(one, two, compare=polyhead.inspection.compare):
         found = compare(one, two)
         changes = [replace(change, before=0.0, after=1.0, error=0.01) for change in found.changes[:3]]
         return replace(found, changes=tuple(changes))
 
+    def outputs_scaled(one, two, compare=polyhead.inspection.compare):
+        """Six heads with another output norm, one of them by less than 10%."""
+        found = compare(one, two)
+        norms = [change for change in found.changes if change.name == "output_norm"]
+        scaled = {id(x): factor for x, factor in zip(norms, (0.2, 0.3, 0.4, 0.5, 0.95, 0.6, 0.7), strict=False)}
+        return replace(found, changes=tuple(replace(x, after=x.before * scaled.get(id(x), 1)) for x in found.changes))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(polyhead.inspection, "compare", outputs_scaled)
+        scaled = invoke("compare", *runs).stdout
+    rows = re.findall(r"^(L\dH\d) +output_norm.* not tested$", scaled, flags=re.MULTILINE)
+    assert rows == ["L0H0", "L0H1", "L0H2", "L0H3", "L1H1"]  # L1H2 is the sixth, L1H0 below 10%
     monkeypatch.setattr(polyhead.inspection, "compare", far_apart)
-    few = invoke("compare", tmp_path / "one", tmp_path / "two", "--most", 2).stdout
+    few = invoke("compare", *runs, "--most", 2).stdout
     assert few.count("+1") == 2
     assert "… and 1 more; show them with --most" in few
+
+
+def test_the_absence_of_redundant_heads_is_stated(place, tmp_path):
+    run = tmp_path / "run"
+    invoke("inspect", place / "bert", "--text", place / "text", "--context", 96, "--device", "cpu", "--importance",
+           "none", "--save", run)  # fmt: skip
+    found = polyhead.inspection.load_inspection(run)
+    heads = tuple(zip(found.table.sites, found.table.heads, strict=True))[:2]
+    for groups, words in (
+        (
+            (),
+            "No redundant heads: no pair of a layer reaches a cosine of 0.54, halfway between 1 and the 0.08 of random",
+        ),
+        ((Group(heads, 0.9),), "Heads are redundant from a cosine of 0.54, halfway between 1 and the 0.08 of random"),
+    ):
+        shown = StringIO()
+        threshold = RedundancyThreshold(0.54, 0.08)
+        show(replace(found, redundancy=threshold, groups=groups), Console(file=shown, width=150))
+        assert f"\n{words} weights.\n" in shown.getvalue()
 
 
 def test_ablation_of_a_language_model_and_chosen_statistics(place):

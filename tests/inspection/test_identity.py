@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from polyhead.analysis.syntax_table import SyntaxRow, SyntaxTable
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadOrigins
 from polyhead.inspection import Inspection, Settings, compare, load_inspection, save_inspection
+from polyhead.inspection.comparison import Change, Comparison
 from polyhead.inspection.identity import described, edits_of
 from polyhead.inspection.matching import match_heads
 from polyhead.inspection.run_files import OBSERVATIONS, REST
@@ -127,6 +129,36 @@ def test_a_change_of_the_weights_is_beyond_sampling_error(run, whole, text, tmp_
     exact = [change for change in beyond if change.name == "ov_top_share"]
     assert {change.head[0].layer for change in exact} == {1}
     assert list(beyond[: len(exact)]) == exact  # without a sampling error, they come first
+
+
+def test_the_largest_changes_without_an_error_estimate_come_first(run, whole, text, tmp_path):
+    changed = shutil.copytree(whole, tmp_path / "changed")
+    weights = load_file(changed / "model.safetensors")
+    (name,) = (name for name in weights if name.endswith("layer.1.attention.output.dense.weight"))
+    weights[name][:, 12:18] *= 0.2  # W_O of L1H2
+    save_file(weights, changed / "model.safetensors", metadata={"format": "pt"})
+    found = compare(run(), inspected(changed, text))
+    largest = next(change for change in found.untested() if change.name == "output_norm")
+    assert (largest.head[0].layer, largest.head[1]) == (1, 2)
+    assert largest.after == pytest.approx(0.2 * largest.before, rel=1e-4)
+    assert largest.relative == pytest.approx(0.8, abs=1e-4)
+    sizes = [change.relative for change in found.untested()]
+    assert sizes == sorted(sizes, reverse=True)
+    assert found.untested("entropy") == ()
+    assert [change.name for change in found.untested("output_norm")] == 8 * ["output_norm"]
+
+
+def test_values_without_a_test_are_not_counted_as_tested(run):
+    site = run().table.sites[0]
+    values = {"entropy": (1.0, 0.5, 0.1), "next_mass": (0.0, 0.0, 0.0), "sink_mass": (0.0, 0.0, 0.1),
+              "output_norm": (2.0, 1.0, math.nan)}  # fmt: skip
+    changes = [Change((site, 0), (site, 0), name, *numbers) for name, numbers in values.items()]
+    changes.append(Change((site, 1), (site, 1), "sink_mass", 0.0, 0.3, 0.1))  # of another head, it is not 0
+    found = Comparison(tuple(changes), (), (), (), ())
+    assert [change.name for change in found.tested()] == ["entropy", "sink_mass", "sink_mass"]
+    assert found.tested("next_mass") == found.tested("output_norm") == ()
+    assert [change.name for change in found.beyond()] == ["entropy", "sink_mass"]
+    assert [change.name for change in found.untested()] == ["output_norm"]
 
 
 def test_heads_that_share_a_number_alone_are_not_compared(run):

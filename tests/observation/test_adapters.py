@@ -151,13 +151,32 @@ def test_an_adapter_whose_attention_is_not_the_modules_is_refused(changed):
         made(tokens())
 
 
-def test_only_the_first_output_is_compared():
-    made, adapter = model(causal=True), CheckedAdapter()
+def test_a_forgotten_padding_mask_is_refused_at_the_first_padded_batch():
+    """Its shapes and arguments are those of the unpadded batch before it: only the output tells them apart."""
+    made, adapter = model(causal=True), CheckedAdapter(mask=Mask.causal())
     with polyhead.observe(made, adapters={"0": adapter}) as session:
         made[0](tokens())
-        adapter.changed = {"output": torch.full((BATCH, HEADS, TOKENS, DIM), torch.nan)}
+        with pytest.raises(OptionError, match="got head outputs for '0' that differ from the module's by"):
+            made[0](tokens(), real=padding())
+    assert adapter.outputs == 2
+    assert session.profile["tokens"].tolist() == HEADS * [float(BATCH * TOKENS)]
+
+
+def test_the_profile_names_the_modules_whose_output_was_not_compared():
+    made = model(causal=True)
+    with polyhead.observe(made, adapters={"0": CheckedAdapter(), "2": Adapter()}, statistics="entropy") as session:
         made[0](tokens())
-    assert session.profile["tokens"].tolist() == HEADS * [2.0 * BATCH * TOKENS]
+        assert repr(session.profile) == "HeadProfile(2 heads, 39 tokens: entropy)"
+        assert "not compared" not in str(session.profile)
+        made[2](tokens())
+    note = "not compared with the module's own output, pass `output` to `notify`: 2"
+    assert repr(session.profile) == f"HeadProfile(4 heads, 39 tokens: entropy; {note})"
+    assert str(session.profile).endswith(f"\n{note}")
+    assert "pass `output` to `notify`: 2" in session.profile._repr_html_()
+    many = nn.Sequential(*(Handwritten() for _ in range(11))).double()
+    with polyhead.observe(many, adapters={Handwritten: Adapter()}) as session:
+        many(tokens())
+    assert repr(session.profile).endswith("`notify`: 0, 1, 2, …)")
 
 
 @pytest.mark.parametrize("cross", [False, True])

@@ -14,6 +14,8 @@ from polyhead.errors import OptionError
 if TYPE_CHECKING:
     from polyhead.inspection.heads import Head
 
+UNTESTED_ROWS, LARGE_CHANGE = 5, 0.1  # number and minimum relative change of shown values without an error estimate
+
 
 def compare(
     before: Annotated[Path, typer.Argument(metavar="A", help="Run folder written by `polyhead inspect --save`.")],
@@ -29,8 +31,8 @@ def compare(
     For models before and after training or pruning, two models of one layout, or two texts. Heads of edited models are
     matched by their number in the original: L0H5 → L0H4 is L0H5 of A and L0H4 of B. Only differences beyond
     sampling error are shown: more than 1.96 standard errors and more than 1% of the value; of values computed from the
-    weights alone, any difference. Columns whose sampling error is unknown (output norms) are named, but not tested;
-    --statistic NAME shows their values.
+    weights alone, any difference. Columns without an error estimate (output norms) are not tested: up to five of their
+    largest relative changes above 10% follow, and --statistic NAME shows all values of one.
     """
     from rich.console import Console
     from rich.table import Table
@@ -59,10 +61,9 @@ def compare(
         console.print(
             f"{label}  {inspection.facts['model']}, {inspection.facts['tokens']:,} tokens{stopped}", markup=False
         )
-    beyond = found.beyond(statistic)
-    requested = [change for change in found.changes if statistic is None or change.name == statistic]
+    beyond, untested = found.beyond(statistic), found.untested(statistic)
     console.print(
-        f"{len(beyond)} of {len(requested)} values differ beyond sampling error"
+        f"{len(beyond)} of {len(found.tested(statistic))} tested values differ beyond sampling error"
         f" in {len({change.head for change in found.changes})} common heads"
     )
     for label, heads in (("A", found.only_before), ("B", found.only_after)):
@@ -72,18 +73,15 @@ def compare(
         console.print(
             f"importance is not compared: its loss is {found.losses[0]} in A, {found.losses[1]} in B", style="dim"
         )
-    untested = [change for change in requested if math.isnan(change.error)]
-    if len(untested):
-        columns = ", ".join(dict.fromkeys(change.name for change in untested))
-        console.print(
-            f"{len(untested)} of the {len(requested)} values have an unknown sampling error and are not tested: "
-            f"{columns}",
-            style="dim",
-        )
-    shown = beyond
-    if statistic is not None and len(untested):
-        shown = tuple(sorted(untested, key=lambda change: -abs(change.difference)))
-    if len(shown):
+    large = (
+        untested if statistic is not None else tuple(x for x in untested if x.relative > LARGE_CHANGE)[:UNTESTED_ROWS]
+    )
+    for shown, skipped in ((beyond, ()), (large, untested)):
+        if len(skipped):
+            columns, listed = ", ".join(sorted({x.name for x in skipped})), "; largest relative changes:" * bool(large)
+            console.print(f"{len(skipped)} values of {columns} are not tested: no error estimate{listed}", style="dim")
+        if not len(shown):
+            continue
         table = Table(box=None, pad_edge=False)
         for column in ("head", "column"):
             table.add_column(column)

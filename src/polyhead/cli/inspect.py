@@ -274,8 +274,9 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
         console.print(drawn)
     console.print(legend(found))
     if found.redundancy is not None:
+        meaning = "Heads are redundant from" if len(found.groups) else "No redundant heads: no pair of a layer reaches"
         console.print(
-            f"Heads are redundant from a cosine of {found.redundancy.threshold:.2f}: halfway between 1 and the "
+            f"{meaning} a cosine of {found.redundancy.threshold:.2f}, halfway between 1 and the "
             f"{found.redundancy.null:z.2f} of random weights.",
             style="dim",
         )

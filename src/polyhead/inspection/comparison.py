@@ -33,10 +33,15 @@ class Change:
         return self.after - self.before
 
     @property
+    def relative(self) -> float:
+        """Size of the difference relative to the larger value, in [0, 2]."""
+        return abs(self.difference) / (max(abs(self.before), abs(self.after)) or 1.0)
+
+    @property
     def beyond(self) -> bool:
         """True if the difference exceeds both the sampling error and the minimum relative size."""
-        size, minimum = abs(self.difference), ROUNDING if self.name in EXACT else MIN_CHANGE
-        return size > DEVIATIONS * self.error and size > minimum * max(abs(self.before), abs(self.after))
+        minimum = ROUNDING if self.name in EXACT else MIN_CHANGE
+        return abs(self.difference) > DEVIATIONS * self.error and self.relative > minimum
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,24 @@ class Comparison:
         changes = [x for x in self.changes if x.beyond and (name is None or x.name == name)]
         return tuple(sorted(changes, key=lambda x: -abs(x.difference) / x.error if x.error > 0 else -math.inf))
 
+    def tested(self, name: str | None = None) -> tuple[Change, ...]:
+        """Return the values with an error estimate, without columns that are 0 in both inspections.
+
+        Args:
+            name: column of one statistic; None for all.
+        """
+        names = {x.name for x in self.changes if (x.before or x.after) and (name is None or x.name == name)}
+        return tuple(x for x in self.changes if x.name in names and not math.isnan(x.error))
+
+    def untested(self, name: str | None = None) -> tuple[Change, ...]:
+        """Return the values without an error estimate, in decreasing order of relative change.
+
+        Args:
+            name: column of one statistic; None for all.
+        """
+        changes = [x for x in self.changes if math.isnan(x.error) and (name is None or x.name == name)]
+        return tuple(sorted(changes, key=lambda x: -x.relative))
+
 
 def compare(before: Inspection, after: Inspection) -> Comparison:
     """Compare two inspections head by head; heads are matched by their number in the unedited model.
@@ -66,7 +89,8 @@ def compare(before: Inspection, after: Inspection) -> Comparison:
     The standard error of a mean is over documents where the inspection has it (roles), and over tokens otherwise.
     Tokens of one document are correlated, so that the latter would be too small: it is computed as if only one token
     in eight were independent. Differences count from 1.96 standard errors on. Values computed from the weights alone
-    have no sampling error: any difference beyond rounding counts.
+    have no sampling error: any difference beyond rounding counts. Values without an error estimate (head outputs) are
+    not tested; `untested()` returns them.
 
     Args:
         before: inspection of the first model.

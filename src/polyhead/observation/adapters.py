@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ class AttentionNotifier:
     module: nn.Module
     adapter: Adapter
     watcher: Watcher
-    checked: bool = False  # whether the module's own output was compared
+    unchecked: dict[str, None]  # names of the session's sites whose own outputs were not passed, in order of calls
 
     def __call__(
         self,
@@ -52,8 +52,8 @@ class AttentionNotifier:
             cross: whether queries and keys come from different sequences.
             tokens: [batch, queries], False for padding; derived from the mask by default.
             output: the module's own head outputs, [batch, heads, queries, value_dim], without dropout and before the
-                output projection. The first ones are compared with the attention of the other arguments, which
-                synchronises with the device; later ones are ignored.
+                output projection and any gates. Every observed call is compared with the attention of the other
+                arguments, which synchronises with the device. Without it, the profile names the module as not compared.
 
         Returns:
             The gates for the heads' outputs (see `Session.gates`), or None where there are none.
@@ -83,14 +83,15 @@ class AttentionNotifier:
             call.tokens = call.tokens if tokens is None else tokens
             with torch.set_grad_enabled(call.differentiable and torch.is_grad_enabled()):
                 # Only collectors and the check read the output; the statistics need no values.
-                is_output_needed = call.has_collectors or not (output is None or self.checked)
+                is_output_needed = call.has_collectors or output is not None
                 result = attention(
                     query, key, value if is_output_needed else value[..., :1], mask=mask, scale=scale, softcap=softcap,
                     sinks=sinks, statistics=call.requested, logsumexp=is_output_needed,
                 )  # fmt: skip
-                if output is not None and not self.checked:
+                if output is None:
+                    self.unchecked[call.site.name] = None
+                else:
                     _check_output(call.site.name, output.detach(), result)
-                    self.checked = True
                 call.notify(Attended(query, key, value, result, mask, scale, softcap, sinks))
         return call.gate
 
@@ -116,6 +117,12 @@ def _check_output(site: str, output: Tensor, result: AttentionOutput) -> None:
             f"{allowed:.1g}); compare the scale, the mask and the position embeddings, and call `eval()` if the module "
             "has dropout"
         )
+
+
+def unchecked_note(sites: Collection[str]) -> str:
+    """Return a note that names up to three sites whose own outputs were not compared; empty without any."""
+    names = ", ".join(list(sites)[:3]) + (", …" if len(sites) > 3 else "")
+    return f"not compared with the module's own output, pass `output` to `notify`: {names}" if len(sites) else ""
 
 
 class Adapter(Protocol):
@@ -146,8 +153,8 @@ class Adapter(Protocol):
     >>> session.profile["tokens"].tolist()
     [15.0, 15.0, 15.0, 15.0]
 
-    `output`, the module's own head outputs, is optional: the first ones are compared with the attention of the
-    arguments that the adapter passes, and a difference raises.
+    `output`, the module's own head outputs, is optional: each is compared with the attention of the arguments that the
+    adapter passes, and a difference raises. `session.profile` names modules without it in its repr.
 
     An adapter with an attribute `gates = True` promises to multiply the heads' outputs by the return value of `notify`.
     Without it, a session that sets gates for the module raises.

@@ -46,6 +46,7 @@ class HeadProfile:
     heads: tuple[int, ...]  # of each row
     names: tuple[str, ...]  # the statistics
     columns: Mapping[str, Tensor]
+    note: str = ""  # about how the statistics were obtained; part of the text and the repr
 
     def __len__(self) -> int:
         return len(self.heads)
@@ -63,10 +64,11 @@ class HeadProfile:
 
     def __repr__(self) -> str:
         tokens = int(self.columns["tokens"].max()) if len(self) else 0
-        return f"HeadProfile({len(self)} heads, {tokens:,} tokens: {', '.join(self.names) or 'nothing'})"
+        note = f"; {self.note}" if self.note else ""
+        return f"HeadProfile({len(self)} heads, {tokens:,} tokens: {', '.join(self.names) or 'nothing'}{note})"
 
     def __str__(self) -> str:
-        return self.to_text()
+        return self.to_text() + (f"\n{self.note}" if self.note else "")
 
     def to_text(self, width: int | None = None) -> str:
         """Return the table as text; columns beyond `width` characters follow in further tables of all heads.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Literal, Self
 
@@ -213,6 +213,7 @@ class Session:
         check_numbers(self.layers or (), names)
         check_paths(() if via_weights else self.layers or (), names)
         self._staging = Staging(on_abort=self._drop)
+        self._unchecked: dict[str, None] = {}
         self._plans: dict[tuple[nn.Module | OutputSite, int, bool, bool], Plan] = {}
         self.metadata = BatchMetadata()
         self.gates = Gates(lambda: None if via_weights else [self._names[id(x)] for x in self._attention_modules])
@@ -268,7 +269,8 @@ class Session:
             for layer in self._layers:
                 undo.enter_context(torch_modules.watched(layer, self))
             for module, adapter in self._adapted.items():
-                undo.enter_context(adapter.watch(module, adapting.AttentionNotifier(module, adapter, self)))
+                notifier = adapting.AttentionNotifier(module, adapter, self, self._unchecked)
+                undo.enter_context(adapter.watch(module, notifier))
             if len(self._returning):
                 undo.enter_context(returned_weights.read(self.model, self._returning, self))
             else:
@@ -506,7 +508,7 @@ class Session:
 
         Its values are detached; see `statistics` for differentiable ones.
         """
-        return self.observations.profile
+        return replace(self.observations.profile, note=adapting.unchecked_note(self._unchecked))
 
     def __repr__(self) -> str:
         heads = sum(site.num_heads for site in self._staging.counted.sites.values() if self._is_chosen(site))
