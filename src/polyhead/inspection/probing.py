@@ -172,7 +172,7 @@ class Probes:
         by_default = ABLATION_TOKENS if self.settings.importance == "ablation" else QUICK_ABLATION_TOKENS
         tokens = self.settings.importance_tokens or (by_default if method == "ablation" else GRADIENT_TOKENS)
         batches = [
-            dataclasses.replace(batch, documents=self.reader.metadata(batch).documents).to(device)
+            dataclasses.replace(batch, documents=self.reader.documents_of(batch)).to(device)
             for batch in self.reader.some_batches(tokens)
         ]
         self.report(Progress(step, unit="runs"))

@@ -99,11 +99,13 @@ class Reader:
         return len({context.document for context in self.contexts}) < FEW_DOCUMENTS
 
     def metadata(self, batch: Batch) -> BatchMetadata:
-        documents, pieces = batch.documents, batch.pieces
-        if self.counts_contexts:
-            # A distinct number for each context of each document, the same in every batch.
-            documents = documents + FEW_DOCUMENTS * pieces
-        return BatchMetadata(documents=documents, pieces=pieces, tokens=batch.ids, classes=self.classes[batch.ids])
+        classes = self.classes[batch.ids]
+        return BatchMetadata(self.documents_of(batch), pieces=batch.pieces, tokens=batch.ids, classes=classes)
+
+    def documents_of(self, batch: Batch) -> Tensor:
+        """Return the document of each context, [contexts]; each context is one if there are few documents."""
+        # A distinct number for each context of each document, the same in every batch.
+        return batch.documents + FEW_DOCUMENTS * batch.pieces if self.counts_contexts else batch.documents
 
     @torch.no_grad()
     def call(self, batch: Batch, model: nn.Module | None = None) -> Any:

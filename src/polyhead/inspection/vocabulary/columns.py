@@ -84,7 +84,7 @@ _KNOWN = (
         "sink_mass", "attention sink", "注意力汇聚点",
         "Attention weight on the first token of each context. Many heads attend there when no other token is relevant, "
         "which makes it an attention sink.",
-        "每段上下文首个词元上的注意力权重。没有相关词元时，许多头会把注意力放在那里，即注意力汇聚点（attention sink）。",
+        "每段上下文首个词元上的注意力权重。没有相关词元时，许多头会注意那里，即注意力汇聚点（attention sink）。",
     ),
     _share(
         "self_mass", "attention to self", "对自身的注意力",
