@@ -135,7 +135,7 @@ def test_no_command_runs_what_comes_with_a_model(hostile, place, tmp_path):
         ["prune", model, "--heads", "L0H1", "--no-compensate", "--form", "uneven", "-o", tmp_path / "out"],
         ["merge", model, "--heads", "L0H0+L0H1", "--form", "uneven", "-o", tmp_path / "out"],
         ["convert", model, "--kv-heads", 1, "-o", tmp_path / "out"],
-        ["shrink", model, "--target", "25%-heads", *text, "-o", tmp_path / "out"],
+        ["shrink", model, "--target", "50%-heads", *text, "-o", tmp_path / "out"],
     ):
         assert refusal in invoke(*arguments, code=2).stderr, arguments
         assert not proof.exists(), arguments
