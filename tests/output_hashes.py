@@ -177,7 +177,7 @@ def commands() -> Iterator[tuple[str, str]]:
             run("prune", model, "--heads", "L0H1,L1H2", *read, "-o", pruned)
             yield f"prune {model}", digest(*(x for _, x in sorted(polyhead.load(pruned).state_dict().items())))
             shrunk = Path(folder) / f"shrunk-{model}"
-            run("shrink", model, "--target", "25%-heads", *read, "-o", shrunk)
+            run("shrink", model, "--target", "50%-heads", *read, "-o", shrunk)
             yield f"shrink {model}", digest(*(x for _, x in sorted(polyhead.load(shrunk).state_dict().items())))
 
 
