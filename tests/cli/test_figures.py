@@ -104,7 +104,7 @@ def test_a_cache_is_no_target_for_an_encoder(place):
     check_target(Target("cache", 2.0), polyhead.load(place / "llama"))
     with pytest.raises(OptionError, match="for a model without one"):
         Size(0.5, None, 0.5).reaches(Target("cache", 2.0))
-    assert str(Size(0.5, None, 0.25)) == "50% of the heads and 25% of the FLOPs"
+    assert str(Size(0.5, None, 0.25)) == "50% of the heads and 25% of the model's FLOPs"
 
 
 def test_the_curve_of_an_encoder_has_no_column_of_a_cache(place):

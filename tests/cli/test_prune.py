@@ -205,6 +205,19 @@ def test_text_is_read_or_held_out_and_never_both(place):
     assert 60 < CalibrationText.of(loaded, place / "text", context=40, tokens=100).text.tokens <= 100
 
 
+def test_long_texts_hold_contexts_of_all_their_parts_out(place, monkeypatch):
+    monkeypatch.setattr("polyhead.workflows.calibration_text.MAX_HELD_OUT_TOKENS", 80)
+    loaded = load_model(place / "bert", dtype="saved")
+    text = CalibrationText.of(loaded, place / "text", context=40, tokens=10_000)
+    contexts = list(text.text.contexts)
+    places = [contexts.index(context) for context in text.held_out]
+    assert 1 <= len(places) < len(contexts) // 5
+    assert sum(len(context.ids) for context in text.held_out) <= 80
+    every = places[0] + 1
+    assert every % 5 == 0
+    assert places == list(range(every - 1, len(contexts), every))
+
+
 def test_what_is_left_is_measured_on_text_that_nothing_was_repaired_on(place, tmp_path):
     options = ["--text", place / "text", "--context", 40, "--device", "cpu", "--form", "uneven"]
     options += ["--heads", "L0H0,L0H1,L0H2,L1H0,L1H1,L1H2"]

@@ -109,6 +109,7 @@ def _describe_quality(edited: EditedModel) -> str:
     return (
         f"{str(edited.metric).capitalize()} on held-out text ({edited.held_out_tokens:,} tokens, "
         f"{edited.held_out_contexts} contexts){meaning}: {', '.join(values)}"
+        + ("; ± is the standard error of the change" if perplexity else "")
     )
 
 

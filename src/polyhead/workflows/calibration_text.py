@@ -17,7 +17,8 @@ from polyhead.surgery.selection.criteria import WEIGHTED
 from polyhead.surgery.selection.evidence import Objectives, Weighting
 from polyhead.surgery.selection.quality import Fidelity, Perplexity, Probe, Quality, language_slope
 
-# From MIN_CONTEXTS contexts on, every HELD_OUT_EVERY-th is held out for evaluation, up to MAX_HELD_OUT_TOKENS tokens.
+# From MIN_CONTEXTS contexts on, every HELD_OUT_EVERY-th is held out for evaluation; a multiple of it if these have more
+# than MAX_HELD_OUT_TOKENS tokens.
 MIN_CONTEXTS, HELD_OUT_EVERY, MAX_HELD_OUT_TOKENS = 10, 5, 8192
 BATCH_TOKENS = 4096
 
@@ -43,9 +44,10 @@ class CalibrationText:
         found = read_contexts(loaded, text, field=field, context=context, tokens=tokens, purpose="calibration")
         if len(found.contexts) < MIN_CONTEXTS or loaded.kind == "encoder-decoder":
             return cls(loaded, found)
-        held_out = list(found.contexts[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY])
-        while len(held_out) > 1 and count_tokens(held_out) > MAX_HELD_OUT_TOKENS:
-            held_out.pop()
+        for every in range(HELD_OUT_EVERY, len(found.contexts) + 1, HELD_OUT_EVERY):
+            held_out = found.contexts[every - 1 :: every]  # from all of the text
+            if count_tokens(held_out) <= MAX_HELD_OUT_TOKENS:
+                break
         return cls(loaded, found, tuple(held_out))
 
     def batches(self) -> Iterator[dict[str, Any]]:

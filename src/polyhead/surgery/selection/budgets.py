@@ -60,7 +60,7 @@ class Size:
 
     def __str__(self) -> str:
         cache = "" if self.cache is None else f", {self.cache:.0%} of the cache"
-        return f"{self.heads:.0%} of the heads{cache} and {self.flops:.0%} of the FLOPs"
+        return f"{self.heads:.0%} of the heads{cache} and {self.flops:.0%} of the model's FLOPs"
 
 
 class SizeCounter:
