@@ -161,6 +161,14 @@ def test_values_without_a_test_are_not_counted_as_tested(run):
     assert [change.name for change in found.untested()] == ["output_norm"]
 
 
+def test_values_without_sampling_error_are_listed_after_tested_ones(run):
+    site = run().table.sites[0]
+    rows = [("ov_top_share", 0.5, 0.51, 0.0), ("ov_top_share", 0.5, 0.9, 0.0), ("entropy", 1.0, 0.7, 0.1),
+            ("entropy", 1.0, 0.5, 0.1)]  # fmt: skip
+    found = Comparison(tuple(Change((site, 0), (site, 0), *row) for row in rows), (), (), (), ())
+    assert [change.after for change in found.beyond()] == [0.5, 0.7, 0.9, 0.51]
+
+
 def test_heads_that_share_a_number_alone_are_not_compared(run):
     """What this test would have seen before: head 1 of the edited layer beside head 1 of the whole one."""
     before, after = run(), run("pruned")

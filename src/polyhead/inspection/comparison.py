@@ -58,11 +58,14 @@ class Comparison:
     def beyond(self, name: str | None = None) -> tuple[Change, ...]:
         """Return the changes beyond sampling error, of one statistic or all, in decreasing order of z-score.
 
+        Exact values, which have no sampling error, are last, in decreasing order of relative change.
+
         Args:
             name: column of one statistic; None for all.
         """
         changes = [x for x in self.changes if x.beyond and (name is None or x.name == name)]
-        return tuple(sorted(changes, key=lambda x: -abs(x.difference) / x.error if x.error > 0 else -math.inf))
+        scores = {x: abs(x.difference) / x.error if x.error > 0 else x.relative for x in changes}
+        return tuple(sorted(changes, key=lambda x: (x.error == 0, -scores[x])))
 
     def tested(self, name: str | None = None) -> tuple[Change, ...]:
         """Return the values with an error estimate, without columns that are 0 in both inspections.
