@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -565,3 +566,15 @@ def test_a_config_counts_the_parameters_of_the_model_that_it_builds():
     assert layout.other_parameters == total - 3 * 4 * 64 * 64
     assert ModelLayout.from_dict(layout.to_dict()) == layout
     assert read_hf_config(config.to_dict(), complete=True).other_parameters is None
+
+
+def test_counting_parameters_runs_no_foreign_code_and_is_bounded():
+    config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
+              "num_hidden_layers": 2, "attention_bias": False, "intermediate_size": 96, "vocab_size": 61}  # fmt: skip
+    expected = read_hf_config(config).other_parameters
+    hostile = {"auto_map": {"AutoModelForCausalLM": "foreign.Model", "AutoModel": "foreign.Model"}}
+    assert read_hf_config({**config, **hostile}).other_parameters == expected
+    with mock.patch("transformers.AutoModelForCausalLM.from_config", side_effect=ValueError) as build:
+        read_hf_config({**config, **hostile})
+    assert build.call_args.kwargs == {"trust_remote_code": False}
+    assert read_hf_config({**config, "num_hidden_layers": 100_000}).other_parameters is None

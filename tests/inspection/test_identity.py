@@ -140,8 +140,8 @@ def test_the_largest_changes_without_an_error_estimate_come_first(run, whole, te
     found = compare(run(), inspected(changed, text))
     largest = next(change for change in found.untested() if change.name == "output_norm")
     assert (largest.head[0].layer, largest.head[1]) == (1, 2)
-    assert largest.after == pytest.approx(0.2 * largest.before, rel=1e-4)
-    assert largest.relative == pytest.approx(0.8, abs=1e-4)
+    assert largest.after == pytest.approx(0.2 * largest.before, rel=1e-6)
+    assert largest.relative == pytest.approx(0.8, rel=1e-6)
     sizes = [change.relative for change in found.untested()]
     assert sizes == sorted(sizes, reverse=True)
     assert found.untested("entropy") == ()

@@ -283,6 +283,15 @@ def check_few_queries(device: str, dtype: torch.dtype) -> None:
     assert result[:, :, -1].isfinite().logical_not().all()
     assert case.with_gradients().run("fused", device).output.requires_grad
 
+    def few(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        found = attention(query, key, value, mask=Mask.causal(), statistics=("entropy",), backend="fused")
+        return found.output, found.statistics.entropy
+
+    inputs = [x.to(device) for x in (case.query, case.key, case.value)]
+    torch._dynamo.reset()
+    compiled = torch.compile(few, fullgraph=True, backend="aot_eager")(*inputs)
+    assert all(map(torch.equal, compiled, few(*inputs)))
+
 
 def check_dropout(device: str) -> None:
     """Check that dropout matches the other backends, and that statistics ignore it."""

@@ -119,6 +119,14 @@ def test_a_wrong_call_is_refused_after_a_right_one_of_the_same_sizes(
             attention(**(arguments | options))
 
 
+def test_dtypes_that_autocast_casts_are_refused_without_it() -> None:
+    query, key, value = tensors()
+    with torch.autocast("cpu", torch.bfloat16):
+        attention(query, key.bfloat16(), value)
+    with pytest.raises(DtypeError, match="query, key and value must have one dtype"):
+        attention(query, key.bfloat16(), value)
+
+
 def test_the_number_of_known_sizes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain_calls, "_MOST_KNOWN", 3)
     for keys in range(1, 9):

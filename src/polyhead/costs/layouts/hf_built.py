@@ -67,7 +67,7 @@ def _built(content: Mapping[str, Any], family: str, kind: str) -> Any:
 
     with quiet(progress=False), torch.device("meta"):
         try:
-            return getattr(transformers, kind).from_config(_text_part(config))
+            return getattr(transformers, kind).from_config(_text_part(config), trust_remote_code=False)
         except (*_REFUSALS, ImportError, OSError):
             return None  # missing dependencies, or a config that needs remote code
 

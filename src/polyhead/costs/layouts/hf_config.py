@@ -43,6 +43,7 @@ from polyhead.layers.positions.config import RotaryConfig
 _SCHEME_DTYPES = {"float": torch.float8_e4m3fn, "int": torch.int8}
 _ALGORITHM_DTYPES = {"FP8": torch.float8_e4m3fn, "INT8": torch.int8}
 _MAX_LAYERS = 100_000  # this module and transformers loop over layers
+_MAX_BUILT_LAYERS = 1000  # to count the parameters outside attention; a layer takes about a millisecond
 _FULL, _WINDOWED = "full_attention", "sliding_attention"
 
 
@@ -94,9 +95,9 @@ def read_hf_config(
         cache_dtype=_cache_dtype(config.get("quantization_config")),
         notes=(*notes, *filled_in(fields), *unread(fields)),
     )
-    return layout.with_parameters(
-        None if complete else built_parameters(text_config, family_name, causal=layout.is_causal)
-    )
+    if complete or layers > _MAX_BUILT_LAYERS:
+        return layout
+    return layout.with_parameters(built_parameters(text_config, family_name, causal=layout.is_causal))
 
 
 def _layers(fields: Fields, family: Family, layers: int, notes: list[str]) -> list[AttentionConfig]:

@@ -38,6 +38,8 @@ def attend(
     if is_causal and not (isinstance(mask, Mask) and mask.is_just_causal):
         return None
     device = query.device
+    if is_autocast(device.type):
+        return None  # it casts tensors of several dtypes, which are refused without it
     properties = (
         *(query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride()),
         *(query.dtype, key.dtype, value.dtype, device, key.device, value.device, is_causal),
@@ -47,9 +49,7 @@ def attend(
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
         is_supported = _known[properties] = _is_supported(query, key, value, mask)
-    if not is_supported or is_autocast(device.type):
-        return None
-    return straight(query, key, value, scale, is_causal, finite)
+    return straight(query, key, value, scale, is_causal, finite) if is_supported else None
 
 
 def _is_supported(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> bool:
