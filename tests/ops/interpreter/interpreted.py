@@ -46,10 +46,14 @@ def _environment() -> dict[str, str]:
 
 
 class Interpreter:
-    """Process that runs all checks, started on first use and replaced if it has died."""
+    """Process that runs all checks, started on first use and replaced if it has died.
 
-    def __init__(self) -> None:
+    `imports`: import the kernels first, which takes seconds and is only worth it before many checks.
+    """
+
+    def __init__(self, *, imports: bool = True) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._imports = imports
 
     def ask(self, request: Request) -> Answer:
         process = self._process or self._start()
@@ -70,10 +74,10 @@ class Interpreter:
     def _start(self) -> subprocess.Popen[bytes]:
         self._connection, theirs = Pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        code = "import sys; from tests.ops.interpreter.interpreter import serve; serve(int(sys.argv[1]))"
+        code = "import sys; from tests.ops.interpreter.interpreter import serve; serve(*map(int, sys.argv[1:]))"
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code, str(theirs.fileno())],
+                [sys.executable, "-c", code, str(theirs.fileno()), str(int(self._imports))],
                 cwd=ROOT,
                 env=_environment(),
                 pass_fds=[theirs.fileno()],

@@ -62,10 +62,11 @@ def _import_what_checks_use() -> None:
                     member.rewrite()
 
 
-def serve(descriptor: int) -> None:
+def serve(descriptor: int, imports: int) -> None:
     """Answer requests until the other end closes."""
     connection = Connection(descriptor)
-    _import_what_checks_use()
+    if imports:
+        _import_what_checks_use()
     while True:
         try:
             request: Request = pickle.loads(connection.recv_bytes())

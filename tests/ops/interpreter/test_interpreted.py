@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.ops.interpreter import interpreted
-from tests.ops.interpreter.interpreted import in_the_interpreter
+from tests.ops.interpreter.interpreted import Interpreter, in_the_interpreter
 
 
 def failure_of(check, *arguments) -> str:
@@ -58,8 +58,10 @@ def test_a_check_that_crashes_is_reported_and_the_next_one_runs() -> None:
 
 
 def test_an_interpreter_that_dies_is_reported_and_replaced() -> None:
-    assert "exit code -9" in failure_of(end_the_process_that_serves)
-    in_the_interpreter(check_sum, 2, second=3)
+    with mock.patch.object(interpreted, "_interpreter", Interpreter(imports=False)) as own:
+        assert "exit code -9" in failure_of(end_the_process_that_serves)
+        in_the_interpreter(check_sum, 2, second=3)
+        own.close()
 
 
 def wait() -> None:

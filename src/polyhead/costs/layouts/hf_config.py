@@ -106,7 +106,9 @@ def _layers(fields: Fields, family: Family, layers: int, notes: list[str]) -> li
         return [_latent(fields, family)] * layers
     if family.latent:
         raise OptionError(f"latent attention needs {', '.join(LATENT)}, got a config without kv_lora_rank")
-    return [_multi_head(fields, family, window) for window in _windows(fields, family, layers, notes)]
+    windows = _windows(fields, family, layers, notes)
+    configs = {window: _multi_head(fields, family, window) for window in dict.fromkeys(windows)}
+    return [configs[window] for window in windows]
 
 
 def _multi_head(fields: Fields, family: Family, window: int | None) -> MultiHeadConfig:
