@@ -121,6 +121,16 @@ def test_ablation_of_a_language_model_and_chosen_statistics(place):
     assert "sink_mass" not in shown
     assert re.search(r"ablating L\dH\d increases the loss most: ", shown)
     assert re.search(r"Importance by ablation: next-token loss, on \d+ tokens\.", shown)
+    rows = [line.split() for line in shown.splitlines() if re.match(r"L\dH\d .*±", line)]
+    least = sorted(rows, key=lambda row: float(row[-2]))[:4]
+    (line,) = re.findall(r"^Least important: (.*); ± is the standard error\.$", shown, re.MULTILINE)
+    listed = [part.split() for part in line.split(", ")]  # rounded to two digits and to one
+    assert [head for head, *_ in listed] == [row[0] for row in least]
+    assert [float(x[1]) for x in listed] == pytest.approx([float(row[-2]) for row in least], rel=0.06)
+    assert [float(x[3]) for x in listed] == pytest.approx([float(row[-1][1:]) for row in least], rel=0.51)
+    heads = ",".join(row[0] for row in least)
+    command = f"polyhead prune {place / 'llama'} --heads {heads} --form uneven --output FOLDER"
+    assert f"\nTo remove them: {command}\n" in shown
 
 
 def test_a_terminal_has_columns_that_fit_it_and_whole_findings(place, monkeypatch):

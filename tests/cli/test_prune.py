@@ -142,7 +142,10 @@ def test_forms_that_cannot_be_are_refused_by_the_config_alone(place, tmp_path, m
     options = ["--device", "cpu", "--output", tmp_path / "out"]
     text = ["--text", tmp_path / "unreadable.txt"]
     for arguments, words in (
-        (["prune", place / "bert", "--share", "50%", *text], "got a BertModel, which has none; use"),
+        (
+            ["prune", place / "bert", "--share", "50%", *text],
+            "BertModel, which has none: .*1 head of 6 channels.*; use",
+        ),
         (
             ["prune", place / "bert", "--heads", "L0H1,L1H1", *text],
             "gives 3 heads of 8 channels .* has 3 heads of 6 channels",
@@ -162,7 +165,10 @@ def test_forms_that_cannot_be_are_refused_by_the_config_alone(place, tmp_path, m
         ),
         (["merge", place / "llama", "--heads", "L0H0+L0H1"], "a LlamaConfig has one number of heads"),
         (["convert", place / "bert", "--kv-heads", "2", *text], "native BertSelfAttention has one KV head per head"),
-        (["shrink", place / "bert", "--target", "50%-heads", *text], "got a BertModel, which has none; use"),
+        (
+            ["shrink", place / "bert", "--target", "50%-heads", *text],
+            "BertModel, which has none: .*1 head of 6 channels.*; use",
+        ),
         (["prune", place / "llama", "--share", "30%", *text], r"30% fewer heads, for .*; use --share 50% \(2/2\), --"),
         (["prune", place / "llama", "--share", "30%", *text, "--preview"], r"use --share 50% \(2/2\), --form padded"),
         (["shrink", place / "llama", "--target", "30%-heads", *text], r"use --target 50%-heads \(2/2\), --form pad"),
@@ -208,6 +214,10 @@ def test_text_is_read_or_held_out_and_never_both(place):
 def test_long_texts_hold_contexts_of_all_their_parts_out(place, monkeypatch):
     monkeypatch.setattr("polyhead.workflows.calibration_text.MAX_HELD_OUT_TOKENS", 80)
     loaded = load_model(place / "bert", dtype="saved")
+    text = CalibrationText.of(loaded, place / "text", context=16, tokens=10_000)
+    assert len(text.text.contexts) == 65
+    assert len(text.held_out) == 13  # more than 80 tokens: every tenth would be six contexts
+    monkeypatch.setattr("polyhead.workflows.calibration_text.FEW_CONTEXTS", 1)
     text = CalibrationText.of(loaded, place / "text", context=40, tokens=10_000)
     contexts = list(text.text.contexts)
     places = [contexts.index(context) for context in text.held_out]
@@ -233,6 +243,11 @@ def test_what_is_left_is_measured_on_text_that_nothing_was_repaired_on(place, tm
     assert texts * 12 < tokens <= texts * 40
     assert 0.3 < cosine < 1
     assert error < 0.1
+    warning = "Fewer than 8 contexts are held out, too few for a reliable standard error; for more, use a longer --text"
+    assert warning in shown
+    enough = invoke("prune", place / "bert", *options, "--context", 16, "--output", tmp_path / "three").stdout
+    assert int(re.search(r"Fidelity on held-out text \(\d+ tokens, (\d+) contexts\)", enough)[1]) >= 8
+    assert "contexts are held out" not in enough
     # Where there is little text, all of it is needed.
     short = invoke("prune", place / "bert", *options, "--tokens", 300, "--output", tmp_path / "two").stdout
     assert "needs a text of 10 contexts, of which two are held out, got 8; use more text" in short

@@ -92,7 +92,7 @@ def test_a_syntax_table_stopped_at_every_attention_goes_on_bit_for_bit(reader, t
 
 
 @pytest.mark.parametrize(
-    ("change", "words"), [(["--batch", 30], "got batch 30 for 20"), (["--together", 2], "got text")]
+    ("change", "words"), [(["--batch", 30], "got batch 30 instead of 20"), (["--together", 2], "got another text")]
 )
 def test_a_syntax_table_goes_on_with_what_it_began_with(reader, tmp_path, change, words):
     invoke(*syntax_of(reader, tmp_path / "a.json", "--resume", tmp_path / "run"))
@@ -106,7 +106,10 @@ def test_a_syntax_table_goes_on_with_what_it_began_with(reader, tmp_path, change
     with torch.no_grad():
         weights.encoder.layer[1].attention.self.query.weight[0, 0] += 1
     weights.save_pretrained(other)
-    assert "got model" in invoke(*syntax_of(other, tmp_path / "b.json", "--resume", tmp_path / "run"), code=2).stderr
+    assert (
+        "got another model"
+        in invoke(*syntax_of(other, tmp_path / "b.json", "--resume", tmp_path / "run"), code=2).stderr
+    )
 
 
 # ---- shrink
@@ -164,17 +167,28 @@ def test_a_shrunk_model_stopped_again_and_again_is_the_same(place, tmp_path, mon
 
 def test_a_shrinking_goes_on_with_what_it_began_with(place, tmp_path):
     run = ["--resume", tmp_path / "run", "--preview"]
-    first = invoke(*shrink_of(place, "bert", tmp_path / "o", *run)).stdout
-    assert invoke(*shrink_of(place, "bert", tmp_path / "o", *run)).stdout == first
+    first = invoke(*shrink_of(place, "bert", tmp_path / "o", *run))
+    assert "Resume" not in first.stderr
+    stored = "30 of 30 measurements of the curve and 3 of 3 compensations layer by layer are stored"
+    again = invoke(*shrink_of(place, "bert", tmp_path / "o", *run))
+    assert again.stdout == first.stdout
+    assert f"Resume: the statistics of the text, {stored}" in " ".join(again.stderr.split())
+    (tmp_path / "run" / "repaired_for_stream.safetensors").unlink()
+    numbers = json.loads((tmp_path / "run" / NUMBERS).read_text())
+    del numbers["numbers"]["report measure"][12:]
+    (tmp_path / "run" / NUMBERS).write_text(json.dumps(numbers))
+    again = invoke(*shrink_of(place, "bert", tmp_path / "o", *run))
+    assert again.stdout == first.stdout
+    assert "12 of 30 measurements of the curve and 2 of 3 compensations" in " ".join(again.stderr.split())
     for change, words in (
-        (["--tokens", "400"], "got text"),
-        (["--criterion", "plain"], "got criterion 'plain' for 'compensated'"),
-        (["--target", "50%-heads"], "got target"),
+        (["--tokens", "400"], "got another text (or other contexts of it), for "),
+        (["--criterion", "plain"], "got criterion 'plain' instead of 'compensated', for "),
+        (["--target", "50%-heads"], "got target '50% fewer heads' instead of '25% fewer heads', for "),
         (["--form", "uniform"], "BertModel, which has none"),
     ):
         said = invoke(*shrink_of(place, "bert", tmp_path / "o", *run, *change), code=2).stderr
         assert words in said
-    assert "got model" in invoke(*shrink_of(place, "llama", tmp_path / "o", *run), code=2).stderr
+    assert "got another model" in invoke(*shrink_of(place, "llama", tmp_path / "o", *run), code=2).stderr
     (tmp_path / "run" / NUMBERS).write_text("{")
     said = invoke(*shrink_of(place, "bert", tmp_path / "o", *run), code=2).stderr
     assert f"{NUMBERS} must be a file that a run wrote, got an unreadable one" in said

@@ -58,20 +58,29 @@ def layouts_of(model: nn.Module) -> list[tuple[int, int]]:
 def test_an_encoder_is_shrunk_by_its_fidelity(place, tmp_path):
     options = ["--text", place / "text", "--context", "16", "--device", "cpu", "--form", "uneven"]
     shown = invoke("shrink", place / "bert", "--target", "25%-heads", *options, "--output", tmp_path / "small").stdout
-    assert re.search(r"fidelity of the original model 1 on the test set \(last 20%, \d+ tokens\)", shown)
+    contexts = re.search(r"tokens of text in (\d+) contexts, of which the last (\d+) are the test set, held out", shown)
+    assert int(contexts[2]) == int(contexts[1]) - int(0.8 * int(contexts[1]))
+    assert "those of the unpruned model, on the test set; original model 1" in " ".join(shown.split())
     shares = re.findall(r"^ *(\d+)% +\d+% +(\S+) ± ", shown, re.MULTILINE)
     assert [share for share, _ in shares] == ["12", "25", "38", "50", "62", "75"]
     assert all(0 < float(value) <= 1 for _, value in shares)
-    assert "C compensated   N not compensated   R random heads, compensated" in shown
+    assert "C compensated at once   N not compensated   R random, compensated at once" in shown
+    assert "The curve compensates all layers at once; the result has the best of four compensations" in shown
     assert "For 25% fewer heads: 2 of 8 heads are pruned, compensated" in shown
-    assert re.search(r"fidelity 0\.\d+ ± \S+, original model 1; ", shown)
+    (count,) = re.findall(
+        r"^Fidelity on held-out text \(\d+ tokens, (\d+) contexts\), .*: 0\.\d+ ± \S+ after", shown, re.M
+    )
+    assert count == contexts[2]
+    assert "contexts are held out" not in shown
     assert sum(heads for heads, _ in layouts(tmp_path / "small")) == 6
 
 
 def test_a_causal_model_is_shrunk_by_its_perplexity_and_its_cache(place, tmp_path):
     options = ["--text", place / "text", "--context", "16", "--device", "cpu", "--form", "uneven"]
     shown = invoke("shrink", place / "llama", "--target", "1.3x-cache", *options, "--output", tmp_path / "s").stdout
-    assert "perplexity of the original model" in shown
+    assert re.search(
+        r"^Perplexity on held-out text \(\d+ tokens, \d+ contexts\): \S+ before, \S+ ± \S+ after", shown, re.M
+    )
     assert [line.split()[-3:] for line in shown.splitlines() if line.startswith("KV heads ")] == [["4", "3", "0.75"]]
     assert sum(keys for _, keys in layouts(tmp_path / "s")) == 3
     shown = invoke("shrink", place / "llama", "--target", "1.05x-faster", *options, "--preview").stdout
@@ -159,7 +168,7 @@ def test_a_search_of_grouped_keys_keeps_to_the_target(place, target):
         (line,) = [line for line in shown.splitlines() if line.startswith("cache bytes per token")]
         assert float(line.split()[-1]) <= 1 / 1.3
     else:
-        (left,) = re.findall(r"; (\d+)% of the original model's FLOPs", shown)
+        (left,) = re.findall(r"^(\d+)% of the original model's FLOPs", shown, re.MULTILINE)
         assert int(left) <= 95
 
 
@@ -193,7 +202,8 @@ def test_a_family_that_has_no_fewer_heads_is_refused_before_its_text_is_read(pla
     (tmp_path / "unreadable.txt").write_bytes(b"\xff\xfe\x00\xd8")
     options = ["--target", "25%-heads", "--text", tmp_path / "unreadable.txt", "--device", "cpu"]
     said = invoke("shrink", place / "bert", *options, "--preview", code=2).stderr
-    assert "got a BertModel, which has none; use --form padded" in said
+    assert "got a BertModel, which has none: a config of BertModel gives 1 head of 24 channels " in said
+    assert "has 1 head of 6 channels over 1 KV heads; use --form padded" in said
 
 
 def test_options_say_what_they_do():
@@ -227,7 +237,10 @@ def test_options_say_what_they_do():
             ["--target", "99%-heads", "--text", "T"],
             "every layer keeps at least one head, which leaves 25% of the heads",
         ),
-        (["--target", "30%-heads", "--text", "T", "--tokens", "60"], "at least five contexts"),
+        (
+            ["--target", "30%-heads", "--text", "T", "--tokens", "85"],
+            "at least six contexts, to be split into three parts, got 5;",
+        ),
         (["--target", "30%-heads", "--text", "T", "--criterion", "charm"], "criterion must be one of compensated"),
     ],
 )
@@ -249,6 +262,8 @@ def test_the_plot_has_the_better_at_the_top_and_every_curve_in_its_column():
     rising = line_plot(["10%", "20%"], {"ours": [30.0, 40.0]}, upwards=True, height=5).plain.split("\n")
     assert [line.split("│")[0].strip() for line in rising[:5]] == ["40", "37.5", "35", "32.5", "30"]
     assert [line.split("│")[1].find("O") // 7 for line in rising[:5]] == [1, -1, -1, -1, 0]
+    met = line_plot(["10%", "20%"], {"ours": [30.0, 40.0], "theirs": [30.0, 50.0]}, upwards=False, height=3)
+    assert [line.split("│")[1].split() for line in met.plain.split("\n")[:3]] == [["OT"], ["O"], ["T"]]
     assert line_plot(["1"], {"a": [0.5]}, upwards=True).plain.count("A") == 2  # a flat curve, and its name
 
 

@@ -219,7 +219,7 @@ def test_a_model_is_shrunk_to_a_target_and_the_curve_is_data(place, tmp_path):
         (lambda place: polyhead.merge(place / "bert", [[(0, 1), (1, 1)]]), "two or more heads of one layer"),
         (lambda place: polyhead.convert(place / "llama", 0), "kv_heads must be greater than 0"),
         (lambda place: polyhead.shrink(place / "llama", "25%-heads", None), "text is required"),
-        (lambda place: polyhead.shrink(place / "llama", "50%-heads", ["a w1 " * 30]), "at least five contexts"),
+        (lambda place: polyhead.shrink(place / "llama", "50%-heads", ["a w1 " * 30]), "at least six contexts"),
         (lambda place: polyhead.shrink(place / "llama", "50%-heads", [1, 2]), "must be a sequence of strings"),
         (lambda place: polyhead.undo(place / "llama"), "undo needs the record saved with an edited model"),
         (

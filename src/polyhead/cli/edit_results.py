@@ -86,8 +86,24 @@ def show_edited(edited: EditedModel, summary: str, console: Console) -> None:
     """Print the edits, their effect on size and cost, and on the quality if that was measured."""
     console.print(f"{edited.loaded}\n{summary}", markup=False, soft_wrap=True)
     show_preview(edited.preview, edited.form, console)
-    if edited.contexts:
-        console.print(_describe_quality(edited), markup=False, soft_wrap=True)
+    show_quality(edited, console)
+
+
+def show_quality(edited: EditedModel, console: Console) -> None:
+    """Print the quality on held-out text, if there was a text, and a warning if that is of few contexts."""
+    from polyhead.workflows.calibration_text import FEW_CONTEXTS
+
+    if not edited.contexts:
+        return
+    console.print(_describe_quality(edited), markup=False, soft_wrap=True)
+    if edited.quality is not None and edited.held_out_contexts < FEW_CONTEXTS:
+        console.print(
+            f"Fewer than {FEW_CONTEXTS} contexts are held out, too few for a reliable standard error; for more, use a "
+            "longer --text (read up to --tokens) or a smaller --context",
+            style="yellow",
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 def _describe_quality(edited: EditedModel) -> str:

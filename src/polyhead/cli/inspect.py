@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import textwrap
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from polyhead.inspection import Inspection, Settings
 
 TOP_KEYS = 5  # most attended tokens shown per head
+LEAST = 4  # least important heads shown
 # Options that a resumed run takes from the command line; permissions are never read from a file.
 _NOT_OF_THE_RUN = (
     "resume",
@@ -285,11 +288,33 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
         console.print(
             f"Importance by {method}: {loss_in_words(facts['loss'], facts['importance_tokens']).en}.", style="dim"
         )
+        for line in _least_important(found, method):
+            console.print(line, style="dim", markup=False, soft_wrap=True)
     if len(found.findings):
         console.print("\n[bold]Main findings[/bold]")
         for finding in found.findings:
             line = textwrap.fill(str(finding), console.width, initial_indent="  • ", subsequent_indent="    ")
             console.print(line, markup=False, soft_wrap=True)
+
+
+def _least_important(found: Inspection, measure: str) -> Iterator[str]:
+    """Yield the least important heads with their standard errors, and the command that removes them."""
+    from polyhead.inspection.wording import place_of
+
+    table = found.table
+    values, errors = table[measure], table[f"{measure}_error"]
+    rows = values.nan_to_num(nan=math.inf).argsort()[:LEAST].tolist()
+    known = bool(errors[rows].isfinite().all())  # not over a single document
+    stacked = len({(site.stack, site.kind) for site in table.sites}) > 1
+    shown = [
+        f"{place_of((table.sites[row], table.heads[row]), stacked=stacked)} {float(values[row]):.2g}"
+        + (f" ± {float(errors[row]):.1g}" if known else "")
+        for row in rows
+    ]
+    yield f"Least important: {', '.join(shown)}{'; ± is the standard error' if known else ''}."
+    if not stacked:  # heads of one stack can be named in a command
+        heads = ",".join(f"L{table.sites[row].layer}H{table.heads[row]}" for row in rows)
+        yield f"To remove them: polyhead prune {found.settings.model} --heads {heads} --form uneven --output FOLDER"
 
 
 def _show_top_keys(found: Inspection, console: Console) -> None:

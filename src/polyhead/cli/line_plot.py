@@ -17,19 +17,19 @@ def line_plot(
     """Plot curves over the same columns, better values at the top; `upwards` means that higher values are better.
 
     `columns` are labels, `height` is the number of lines and `step` the width of a column in characters. Each curve is
-    drawn with the capitalised first letter of its name; where curves overlap, the first one is shown.
+    drawn with the capitalised first letter of its name; where curves overlap, their letters are side by side.
     """
     from rich.text import Text
 
     values = [value for curve in curves.values() for value in curve]
     low, high = min(values), max(values)
     span = (high - low) or 1.0
-    cells: dict[tuple[int, int], int] = {}  # the curve shown at (row, column)
-    for curve_index, curve in reversed(list(enumerate(curves.values()))):
+    cells: dict[tuple[int, int], list[int]] = {}  # the curves at (row, column)
+    for curve_index, curve in enumerate(curves.values()):
         for column, value in enumerate(curve):
             share = (value - low) / span
             row = round((1 - share if upwards else share) * (height - 1))
-            cells[row, column] = curve_index
+            cells.setdefault((row, column), []).append(curve_index)
     letters = [name[0].upper() for name in curves]
     drawn = Text()
     for row in range(height):
@@ -38,11 +38,12 @@ def line_plot(
         drawn.append(f"{label:9.4g} ", "dim")
         drawn.append("│", "dim")
         for column in range(len(columns)):
-            shown = cells.get((row, column))
-            if shown is None:
-                drawn.append(" " * step)
-            else:
-                drawn.append(letters[shown].center(step), STYLES[shown % len(STYLES)])
+            shown = cells.get((row, column), [])
+            left = (step - len(shown)) // 2
+            drawn.append(" " * left)
+            for curve_index in shown:
+                drawn.append(letters[curve_index], STYLES[curve_index % len(STYLES)])
+            drawn.append(" " * (step - left - len(shown)))
         drawn.append("\n")
     drawn.append(" " * 10 + "└" + "─" * (step * len(columns)) + "\n", "dim")
     drawn.append(" " * 11 + "".join(column.center(step) for column in columns) + "\n", "dim")

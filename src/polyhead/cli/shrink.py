@@ -19,7 +19,7 @@ from polyhead.cli.edit_options import (
     check_output,
     check_reading,
 )
-from polyhead.cli.edit_results import model_loader, show_preview, write_edited
+from polyhead.cli.edit_results import model_loader, show_preview, show_quality, write_edited
 from polyhead.cli.errors import resumable
 from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode, optional, wide_console
 from polyhead.cli.progress_bars import ProgressBars
@@ -154,8 +154,8 @@ def shrink(
 
 def _show(shrunk: ShrunkModel, console: Console) -> None:
     console.print(
-        f"{shrunk.loaded}\n{shrunk.tokens:,} tokens of text; {shrunk.metric} of the original model "
-        f"{shrunk.original:.4g} on the test set (last 20%, {shrunk.held_out_tokens:,} tokens)",
+        f"{shrunk.loaded}\n{shrunk.tokens:,} tokens of text in {shrunk.contexts} contexts, of which the last "
+        f"{shrunk.held_out_contexts} are the test set, held out",
         markup=False,
         soft_wrap=True,
     )
@@ -165,11 +165,8 @@ def _show(shrunk: ShrunkModel, console: Console) -> None:
     if shrunk.search is not None:
         console.print(_search_summary(shrunk, shrunk.search), markup=False, soft_wrap=True)
     show_preview(shrunk.preview, shrunk.form, console)
-    console.print(
-        f"{shrunk.metric} {shrunk.quality.value:.4g} ± {shrunk.quality.error:.2g}, original model "
-        f"{shrunk.original:.4g}; {shrunk.size.flops:.0%} of the original model's FLOPs at {shrunk.flops_tokens} tokens",
-        markup=False,
-    )
+    console.print(f"{shrunk.size.flops:.0%} of the original model's FLOPs at {shrunk.flops_tokens} tokens")
+    show_quality(shrunk, console)
 
 
 def _search_summary(shrunk: ShrunkModel, gain: SearchGain) -> str:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     from polyhead.workflows.shrinking import ShrunkModel
 
+CURVES = ("compensated at once", "not compensated", "random, compensated at once")
+
 
 def show_curve(shrunk: ShrunkModel, console: Console) -> None:
     """Print the curve as a table and as a plot; over layouts if all layers have the same one."""
@@ -19,12 +21,13 @@ def show_curve(shrunk: ShrunkModel, console: Console) -> None:
 
     points = shrunk.curve
     by_layout = any(point.layout is not None for point in points)
-    table = Table(box=None, pad_edge=False, title=f"{shrunk.metric_description}; original model {shrunk.original:.4g}")
+    title = f"{shrunk.metric_description}, on the test set; original model {shrunk.original:.4g}"
+    table = Table(box=None, pad_edge=False, title=title)
     if by_layout:
         table.add_column("heads/KV heads", justify="right")
     caches = any(point.size.cache is not None for point in points)
     sizes = ("heads removed", "cache left", "FLOPs left") if caches else ("heads removed", "FLOPs left")
-    for column in (*sizes, "compensated", "not compensated", "random heads, compensated"):
+    for column in (*sizes, *CURVES):
         table.add_column(column, justify="right")
     means = [statistics.fmean(x.value for x in point.random) for point in points]
     for point, mean in zip(points, means, strict=True):
@@ -40,11 +43,12 @@ def show_curve(shrunk: ShrunkModel, console: Console) -> None:
         )
     console.print(table)
     columns = [point.layout or f"{1 - point.size.heads:.0%}" for point in points]
-    curves = {
-        "compensated": [point.compensated.value for point in points],
-        "not compensated": [point.not_compensated.value for point in points],
-        "random heads, compensated": means,
-    }
-    console.print(line_plot(columns, curves, upwards=shrunk.metric == "fidelity"))
+    values = [point.compensated.value for point in points], [point.not_compensated.value for point in points], means
+    console.print(line_plot(columns, dict(zip(CURVES, values, strict=True)), upwards=shrunk.metric == "fidelity"))
     axis = "heads/KV heads left in every layer" if by_layout else "heads removed"
-    console.print(f"{axis}; ± is the standard error over rows, for random heads the std over seeds", style="dim")
+    console.print(
+        f"{axis}; ± is the standard error over contexts, for random heads the std over seeds\n"
+        "The curve compensates all layers at once; the result has the best of four compensations, so its "
+        f"{shrunk.metric} may differ",
+        style="dim",
+    )

@@ -98,8 +98,11 @@ def check_origin(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) 
     """Raise if a run would be resumed with another model, text or options than it was started with."""
     changed = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
     if changed:
-        got = ", ".join(f"{name} {now.get(name)!r} for {before.get(name)!r}" for name in changed)
+        digests = {"model": "another model", "text": "another text (or other contexts of it)"}
+        got = ", ".join(
+            digests.get(name, f"{name} {now.get(name)!r} instead of {before.get(name)!r}") for name in changed
+        )
         raise OptionError(
-            f"a run can only be resumed with the model, text and options it was started with, got {got} in {path}; "
-            "start again in another folder"
+            f"a run can only be resumed with the model, text and options it was started with, got {got}, for {path}; "
+            "repeat the command it was started with, or start again in another folder"
         )

@@ -18,8 +18,9 @@ from polyhead.surgery.selection.evidence import Objectives, Weighting
 from polyhead.surgery.selection.quality import Fidelity, Perplexity, Probe, Quality, language_slope
 
 # From MIN_CONTEXTS contexts on, every HELD_OUT_EVERY-th is held out for evaluation; a multiple of it if these have more
-# than MAX_HELD_OUT_TOKENS tokens.
+# than MAX_HELD_OUT_TOKENS tokens and FEW_CONTEXTS are left.
 MIN_CONTEXTS, HELD_OUT_EVERY, MAX_HELD_OUT_TOKENS = 10, 5, 8192
+FEW_CONTEXTS = 8  # a standard error over fewer is itself unreliable
 BATCH_TOKENS = 4096
 
 
@@ -46,7 +47,8 @@ class CalibrationText:
             return cls(loaded, found)
         for every in range(HELD_OUT_EVERY, len(found.contexts) + 1, HELD_OUT_EVERY):
             held_out = found.contexts[every - 1 :: every]  # from all of the text
-            if count_tokens(held_out) <= MAX_HELD_OUT_TOKENS:
+            fewer = len(found.contexts) // (every + HELD_OUT_EVERY)
+            if count_tokens(held_out) <= MAX_HELD_OUT_TOKENS or fewer < FEW_CONTEXTS:
                 break
         return cls(loaded, found, tuple(held_out))
 

@@ -172,11 +172,11 @@ def shrink(
         parts = _Parts.of(read_contexts(loaded, text, field=field, context=context, tokens=tokens, purpose="shrinking"))
         kind = quality_type(loaded, metric)
         name = kind.name
-        progress(Progress(f"Measure the {name} of the original model"))
         # The other two forms are of the same heads, and a run in one may be resumed in the other.
         equal = "uniform" if form == "uniform" else None
         options = {"target": str(goal), "criterion": criterion, "form": equal, "measured": measured, "search": search}
         journal = _journal(folder, loaded, parts.text, name, options)
+        progress(Progress(f"Measure the {name} of the original model"))
 
         def quality_on(role: str, contexts: Sequence[Context]) -> Quality:
             return kind(loaded.model, list(model_inputs(loaded, contexts)), journal=journal, role=role)
@@ -196,7 +196,10 @@ def shrink(
         removed = {} if measured else shrinker.meet_target(goal)  # raises before the curve is measured
 
         choices = shrinker.choices()
-        step = Step(progress, f"Measure the {name} at every size", sum(x.measurements for x in choices), "runs")
+        total = sum(x.measurements for x in choices)
+        if journal.resumed:
+            progress(Progress(_stored(journal, total)))
+        step = Step(progress, f"Measure the {name} at every size", total, "runs")
         curve = shrinker.curve(report, choices, progress=step.advance)
         if measured:
             stages = shrinker.stages()
@@ -253,9 +256,9 @@ class _Parts:
     @classmethod
     def of(cls, text: TextContexts) -> _Parts:
         contexts, count = text.contexts, len(text.contexts)
-        if count < 5:
+        if count < 6:  # two in the last part: one has no standard error
             raise OptionError(
-                f"the text must have at least five contexts, to be split into three parts, got {count}; use more text, "
+                f"the text must have at least six contexts, to be split into three parts, got {count}; use more text, "
                 "or shorter contexts"
             )
         first, second = (max(1, int(share * count)) for share in SPLITS)
@@ -274,6 +277,17 @@ def _journal(
     device = str(next(loaded.model.parameters()).device)
     origin = {"model": model_digest(loaded.model), "text": text.digest, "metric": metric, "device": device}
     return Journal(folder, {**origin, **options, "polyhead": VERSION})
+
+
+def _stored(journal: Journal, curve: int) -> str:
+    """Describe what a resumed run has stored of a curve of so many measurements, and of the steps after it."""
+    optional = {"times faster": "timings", "search loss": "measurements of the search"}
+    steps = [
+        f"{min(journal.stored('report measure'), curve)} of {curve} measurements of the curve",
+        *(f"{count} {words}" for name, words in optional.items() if (count := journal.stored(name))),
+        f"{sum(journal.stored(f'repaired_for_{aim}') for aim in AIMS)} of {len(AIMS)} compensations layer by layer",
+    ]
+    return f"Resume: the statistics of the text, {', '.join(steps[:-1])} and {steps[-1]} are stored"
 
 
 def _search(

@@ -136,6 +136,11 @@ def test_the_largest_layout_that_reaches_a_target_is_taken():
             "45%-heads",
             r"2/2 leaves 40% of the heads, .*; use --target 60%-heads \(2/2\), --form padded",
         ),
+        (
+            (8, 8, 64, 8),
+            "30%-heads",
+            r"4/4 leaves 50% of the heads, .*; use --target 50%-heads \(4/4\), --form padded",
+        ),
         ((5, 5, 50, 10), "65%-heads", r"use --target 60%-heads \(2/2\), --target 80%-heads \(1/1\), --form padded"),
         ((6, 3, 48, 8), "1.2x-cache", r"1.2 times less cache, for which 4/2 leaves .*; use --target 1.5x-cache \("),
         ((9, 9, 72, 8), "45%-heads", r"use --target 33.3%-heads \(6/6\), --target 55.5%-heads \(4/4\), "),
@@ -147,6 +152,18 @@ def test_a_layout_far_beyond_the_target_is_refused_with_those_around_it(sizes, t
         heads_for_target(model, Target.parse(target), option="--target")
     for choice in re.findall(r"--target (\S+) ", str(raised.value)):
         heads_for_target(model, Target.parse(choice), option="--target")
+
+
+def test_a_layout_that_transformers_refuses_is_named_with_its_reason():
+    reason = r"4/4, 2/2, 1/1 \(not 5/5: LlamaForCausalLM cannot be built: .*hidden size \(64\) .* heads \(5\)\)"
+    with pytest.raises(
+        OptionError,
+        match=rf"can have heads/KV heads {reason}, and a target is exceeded by at most 10 percentage points",
+    ):
+        heads_for_target(decoder(8, 8, 64, 8), Target("heads", 0.3), option="--target")
+    with pytest.raises(OptionError, match=r"can have heads/KV heads 4/2, .*1/1, and a target") as raised:
+        heads_for_target(decoder(6, 3, 48, 8), Target("cache", 1.2), option="--target")
+    assert "(not" not in str(raised.value)  # no other layout would do
 
 
 def test_the_curve_of_layouts_has_its_controls(monkeypatch):

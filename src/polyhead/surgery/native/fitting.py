@@ -122,7 +122,7 @@ def build_native(model: Any, changes: Sequence[ConfigChange]) -> Any:
             return type(model)(config)
     except Exception as error:  # noqa: BLE001 - classes raise all kinds of errors for configs they reject
         reason = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")
-        return f"{type(model).__name__} cannot be built: {reason or type(error).__name__}"
+        return f"{type(model).__name__} cannot be built: {reason.rstrip('.') or type(error).__name__}"
 
 
 def without_init() -> AbstractContextManager[None]:

@@ -37,11 +37,12 @@ class Journal:
         self.origin = json.loads(json.dumps(origin or {}))
         self._numbers: dict[str, list[list[float]]] = {}
         self._read: Counter[str] = Counter()
+        self.resumed = folder is not None and (folder / NUMBERS).exists()
         if folder is None:
             return
         remove_leftovers(folder, NUMBERS)
         path = folder / NUMBERS
-        if path.exists():
+        if self.resumed:
             self._numbers = self._read_numbers(path)
         elif any(folder.iterdir()):
             raise OptionError(f"--resume must name a new folder or that of a run, got {folder} with other files in it")
@@ -66,6 +67,11 @@ class Journal:
         assert self.folder is not None
         content = {"format": FORMAT, "origin": self.origin, "numbers": self._numbers}
         write_atomically(self.folder / NUMBERS, json.dumps(content).encode())
+
+    def stored(self, name: str) -> int:
+        """Return how many results of this name are stored: measurements, or 1 for tensors."""
+        tensors = self.folder is not None and (self.folder / f"{name}.safetensors").exists()
+        return len(self._numbers.get(name, ())) + tensors
 
     def numbers(self, name: str, measure: Callable[[], Sequence[float]]) -> list[float]:
         """Return the next numbers of this name: stored, or measured and stored."""

@@ -86,8 +86,27 @@ def ranked_sets(
 
 def fits_native(model: nn.Module, removed: Mapping[str, Sequence[int]]) -> bool:
     """Return whether a native transformers class has the shapes of the model without these heads."""
+    return not _native_rule(model, removed)
+
+
+def _native_rule(model: nn.Module, removed: Mapping[str, Sequence[int]]) -> str:
+    """Return why no native transformers class has the shapes of the model without these heads; empty if one has."""
     edits = prune_edits({layer.path: layer for layer in find_layers(model)}, removed)
-    return not edits or fit_after(model, edits).built is not None
+    return fit_after(model, edits).rule if edits else ""
+
+
+def _candidates(groups: Mapping[str, Sequence[Sequence[int]]]) -> list[UniformLayout]:
+    """Return every smaller layout in groups of one size, largest first; `groups` are the readers of the KV heads."""
+    max_keys = min((len(layer) for layer in groups.values()), default=0)
+    max_readers = min((len(group) for layer in groups.values() for group in layer), default=0)
+    most_heads = max((sum(map(len, layer)) for layer in groups.values()), default=0)
+    layouts = [
+        UniformLayout(keys * readers, keys)
+        for keys in range(1, max_keys + 1)
+        for readers in range(1, max_readers + 1)
+        if keys * readers < most_heads
+    ]
+    return sorted(layouts, key=lambda x: (-x.num_heads, -x.num_kv_heads))
 
 
 def uniform_layouts(model: nn.Module, stack: str | None = None) -> Iterator[UniformLayout]:
@@ -95,25 +114,18 @@ def uniform_layouts(model: nn.Module, stack: str | None = None) -> Iterator[Unif
 
     Each candidate is checked against the native config; raises if none fits.
     """
-    heads = {path: read_heads(model, layer, device="meta") for path, layer in editable_layers(model, stack).items()}
-    groups = {path: layer.readers for path, layer in heads.items()}
-    max_keys = min((len(layer) for layer in groups.values()), default=0)
-    max_readers = min((len(group) for layer in groups.values() for group in layer), default=0)
-    options = [
-        UniformLayout(keys * readers, keys)
-        for keys in range(1, max_keys + 1)
-        for readers in range(1, max_readers + 1)
-        if any(keys * readers < layer.num_heads for layer in heads.values())
-    ]
-    fitting = 0
-    for layout in sorted(options, key=lambda x: (-x.num_heads, -x.num_kv_heads)):
-        if fits_native(model, {path: any_heads_for(readers, layout) for path, readers in groups.items()}):
+    layers = editable_layers(model, stack).items()
+    groups = {path: read_heads(model, layer, device="meta").readers for path, layer in layers}
+    fitting, rule = 0, ""
+    for layout in _candidates(groups):
+        rule = _native_rule(model, {path: any_heads_for(readers, layout) for path, readers in groups.items()})
+        if not rule:
             fitting += 1
             yield layout
     if not fitting:
         raise OptionError(
             "the uniform form needs a native config with fewer heads in every layer, got a "
-            f"{type(model).__name__}, which has none; {OTHER_FORMS}"
+            f"{type(model).__name__}, which has none{rule and f': {rule}'}; {OTHER_FORMS}"
         )
 
 
@@ -159,6 +171,12 @@ def _largest_meeting(
         f"in the uniform form, every layer of this {type(size_of.model).__name__} can have heads/KV heads "
         f"{', '.join(map(str, sizes))}"
     )
+    for layout in _candidates(groups):  # the first that would do
+        removed = {path: any_heads_for(readers, layout) for path, readers in groups.items()}
+        size = size_of(removed)
+        if layout not in sizes and size.reaches(target) and size.excess(target) <= MAX_EXCESS + 1e-9:
+            rule += f" (not {layout}: {_native_rule(size_of.model, removed)})"
+            break
     smallest = list(sizes)[-1]
     if not beyond:
         raise OptionError(
