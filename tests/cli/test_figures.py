@@ -109,7 +109,7 @@ def test_a_cache_is_no_target_for_an_encoder(place):
 
 def test_the_curve_of_an_encoder_has_no_column_of_a_cache(place):
     options = ["--text", place / "text", "--context", "16", "--device", "cpu", "--preview", "--form", "uneven"]
-    shown = invoke("shrink", place / "bert", "--target", "25%-heads", *options).stdout
+    shown = invoke("shrink", place / "bert", "--target", "25%-heads", *options, "--curve").stdout
     assert "cache" not in shown
     assert "fidelity, the mean cosine of final hidden states to those of the unpruned model" in shown
 

@@ -125,7 +125,7 @@ def shown_by(result, output: Path) -> str:
     return result.stdout.replace(str(output), "OUTPUT")
 
 
-@pytest.mark.parametrize(("name", "more"), [("bert", ["--search"]), ("llama", [])])
+@pytest.mark.parametrize(("name", "more"), [("bert", ["--search", "--curve"]), ("llama", ["--curve"])])
 def test_a_shrunk_model_stopped_again_and_again_is_the_same(place, tmp_path, monkeypatch, name, more):
     kind = {"bert": transformers.BertModel, "llama": transformers.LlamaModel}[name]
     plain = invoke(*shrink_of(place, name, tmp_path / "plain", *more))
@@ -166,7 +166,7 @@ def test_a_shrunk_model_stopped_again_and_again_is_the_same(place, tmp_path, mon
 
 
 def test_a_shrinking_goes_on_with_what_it_began_with(place, tmp_path):
-    run = ["--resume", tmp_path / "run", "--preview"]
+    run = ["--resume", tmp_path / "run", "--preview", "--curve"]
     first = invoke(*shrink_of(place, "bert", tmp_path / "o", *run))
     assert "Resume" not in first.stderr
     stored = "30 of 30 measurements of the curve and 3 of 3 compensations layer by layer are stored"

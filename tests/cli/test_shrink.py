@@ -57,7 +57,7 @@ def layouts_of(model: nn.Module) -> list[tuple[int, int]]:
 
 def test_an_encoder_is_shrunk_by_its_fidelity(place, tmp_path):
     options = ["--text", place / "text", "--context", "16", "--device", "cpu", "--form", "uneven"]
-    shown = invoke("shrink", place / "bert", "--target", "25%-heads", *options, "--output", tmp_path / "small").stdout
+    shown = invoke("shrink", place / "bert", "--target", "25%-heads", *options, "--curve", "-o", tmp_path / "small").stdout
     contexts = re.search(r"tokens of text in (\d+) contexts, of which the last (\d+) are the test set, held out", shown)
     assert int(contexts[2]) == int(contexts[1]) - int(0.8 * int(contexts[1]))
     assert "those of the unpruned model, on the test set; original model 1" in " ".join(shown.split())
@@ -86,6 +86,7 @@ def test_a_causal_model_is_shrunk_by_its_perplexity_and_its_cache(place, tmp_pat
     shown = invoke("shrink", place / "llama", "--target", "1.05x-faster", *options, "--preview").stdout
     assert "For 1.05 times fewer FLOPs: " in shown
     assert "Saved" not in shown
+    assert "random" not in shown  # the curve is measured on request
 
 
 def test_a_time_is_asked_of_the_machine_until_it_is_reached(place, monkeypatch):
@@ -122,9 +123,10 @@ def test_a_time_is_asked_of_the_machine_until_it_is_reached(place, monkeypatch):
 def test_heads_are_moved_between_layers_by_what_is_measured(place, tmp_path, monkeypatch):
     options = ["--text", place / "text", "--context", "16", "--device", "cpu", "--target", "25%-heads"]
     options += ["--form", "uneven"]
-    plain = invoke("shrink", place / "bert", *options, "--preview").stdout
-    result = invoke("shrink", place / "bert", *options, "--search", "--output", tmp_path / "small")
+    plain = invoke("shrink", place / "bert", *options, "--curve", "--preview").stdout
+    result = invoke("shrink", place / "bert", *options, "--curve", "--search", "--output", tmp_path / "small")
     curve = [line for line in plain.splitlines() if re.match(r" *\d+% ", line)]
+    assert len(curve) > 2
     assert [line for line in result.stdout.splitlines() if re.match(r" *\d+% ", line)] == curve
     assert "Search heads, up to 89 measurements of the fidelity" in result.stderr  # 1 + 6 + 2 + 80
     assert "For 25% fewer heads: 2 of 8 heads are pruned, compensated" in result.stdout
@@ -174,7 +176,7 @@ def test_a_search_of_grouped_keys_keeps_to_the_target(place, target):
 
 def test_every_layer_keeps_as_many_heads_in_a_form_that_stock_loads(place, tmp_path):
     options = ["--text", place / "text", "--context", "16", "--tokens", "400", "--device", "cpu"]
-    shown = invoke("shrink", place / "llama", "--target", "40%-heads", *options, "--output", tmp_path / "small").stdout
+    shown = invoke("shrink", place / "llama", "--target", "40%-heads", *options, "--curve", "-o", tmp_path / "small").stdout
     found = re.findall(r"^ *(\d/\d) +(\d+)% +(\d+)% +\d+% ", shown, re.MULTILINE)
     assert found == [("2/2", "50", "100"), ("2/1", "50", "50"), ("1/1", "75", "50")]
     assert "heads/KV heads left in every layer; ± is" in shown

@@ -174,7 +174,7 @@ def test_a_model_restored_from_a_folder_has_the_default_attention(place, tmp_pat
 
 def test_a_model_is_shrunk_to_a_target_and_the_curve_is_data(place, tmp_path):
     model = in_memory(place / "llama")
-    options = {"context": 16, "tokens": 400, "form": "uneven"}
+    options = {"context": 16, "tokens": 400, "form": "uneven", "curve": True}
     shrunk = polyhead.shrink(model, "25%-heads", documents(place), tokenizer=tokenizer(), **options)
     assert sum(map(len, shrunk.removed.values())) == 2
     assert (shrunk.metric, total_heads(model)) == ("perplexity", 6)

@@ -60,7 +60,7 @@ def shrink(
     ] = None,
     output: Output = None,
     preview: Annotated[
-        bool, typer.Option("--preview", help="Show the curve and the pruned model's size; write nothing.")
+        bool, typer.Option("--preview", help="Show the pruned model's size and quality; write nothing.")
     ] = False,
     criterion: Annotated[
         str,
@@ -81,6 +81,14 @@ def shrink(
             "does not affect the curve.",
         ),
     ] = False,
+    curve: Annotated[
+        bool,
+        typer.Option(
+            "--curve",
+            help="Also measure the quality over sizes, with two controls: the same heads without compensation, and "
+            "random heads with it. Takes several times as long as the result.",
+        ),
+    ] = False,
     field: Field = "text",
     form: SavedForm = "uniform",
     replace: Replace = False,
@@ -92,12 +100,12 @@ def shrink(
     allow_pickle: AllowPickle = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Prune heads of a trained model to a target size, without retraining, and show quality over size.
+    """Prune heads of a trained model to a target size, without retraining.
 
     Selects heads, with errors weighted by their effect on the model's loss per layer, direction and token; the
     remaining heads compensate by least squares. All layers keep the same number of heads and KV heads, the largest that
     reaches the target, so that the model loads in plain transformers; with another --form, heads are selected over all
-    layers. The curve has two controls: the same heads without compensation, and random heads with it.
+    layers.
 
     With --resume DIR every measurement is saved. Repeat the same command to continue an interrupted run with identical
     results; another model, text or option is refused.
@@ -140,6 +148,7 @@ def shrink(
             form=form,  # type: ignore[arg-type]  # checked by the function
             measured=measured,
             search=search,
+            curve=curve,
             preview=preview,
             field=field,
             context=context,
@@ -159,7 +168,8 @@ def _show(shrunk: ShrunkModel, console: Console) -> None:
         markup=False,
         soft_wrap=True,
     )
-    show_curve(shrunk, console)
+    if len(shrunk.curve):
+        show_curve(shrunk, console)
     aim = f"{shrunk.target.amount:g} times less time on this machine" if shrunk.measured else shrunk.target
     console.print(f"\nFor {aim}: {shrunk.summary}, {shrunk.compensation}", markup=False)
     if shrunk.search is not None:

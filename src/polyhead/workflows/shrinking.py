@@ -62,7 +62,7 @@ class SearchGain:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ShrunkModel(EditedModel):
-    """A model pruned to a target: the removed heads, the measured curve, and the quality on the test set.
+    """A model pruned to a target: the removed heads, and the quality on the test set.
 
     `metric` is "perplexity" or "fidelity"; `original` is the original model's on the test set. `compensation` names
     the way of compensating with the smallest loss, and `summary` the number of heads that go and, if uniform, stay.
@@ -79,7 +79,7 @@ class ShrunkModel(EditedModel):
     quality: Measurement
     size: Size
     flops_tokens: int  # tokens of the call whose FLOPs are counted
-    curve: tuple[CurvePoint, ...]
+    curve: tuple[CurvePoint, ...]  # empty if it was not requested
     compensation: str
     search: SearchGain | None
 
@@ -94,6 +94,7 @@ def shrink(
     form: Form = "uniform",
     measured: bool = False,
     search: bool = False,
+    curve: bool = False,
     preview: bool = False,
     field: str = "text",
     context: int | None = None,
@@ -107,8 +108,7 @@ def shrink(
     Selects heads, with errors weighted by their effect on the model's loss per layer, direction and token; the
     remaining heads compensate by least squares. In the uniform form every layer keeps the same number of heads and KV
     heads, the largest that reaches the target; in the others heads are selected over all layers. The first 60% of the
-    text select heads, the next 20% the compensation, the last 20% are the test set. The curve has two controls: the
-    same heads without compensation, and random heads with it.
+    text select heads, the next 20% the compensation, the last 20% are the test set.
 
     Args:
         target: "30%-heads" removes 30% of the heads, "2x-cache" halves the KV cache, "1.2x-faster" needs 1.2 times
@@ -120,13 +120,15 @@ def shrink(
         form: form of the saved model, as in `polyhead.prune`.
         measured: measure a speed target on this machine instead of counting FLOPs.
         search: improve the selection by local search; takes some hundred evaluations, and does not affect the curve.
+        curve: also measure the quality over sizes, with two controls: the same heads without compensation, and random
+            heads with it. Takes several times as long as the result.
         preview: measure everything, but do not change the model.
         resume: a folder in which every measurement is saved; repeat the same call to continue an interrupted one with
             identical results. Another model, text or option is rejected.
         model, field, context, tokens, tokenizer, progress: as in `polyhead.prune`.
 
     Returns:
-        The edited model, with its preview, the curve, `save` and `undo`.
+        The edited model, with its preview, `save` and `undo`, and the curve if requested.
 
     Raises:
         OptionError: the target cannot be met, or the text is too short to be split.
@@ -175,6 +177,7 @@ def shrink(
         # The other two forms are of the same heads, and a run in one may be resumed in the other.
         equal = "uniform" if form == "uniform" else None
         options = {"target": str(goal), "criterion": criterion, "form": equal, "measured": measured, "search": search}
+        options["curve"] = curve  # its measurements come before that of the result
         journal = _journal(folder, loaded, parts.text, name, options)
         progress(Progress(f"Measure the {name} of the original model"))
 
@@ -195,12 +198,14 @@ def shrink(
             shrinker = Shrinker(evidence, criterion=criterion, weighting=weighting, by_kv_heads=by_kv_heads)
         removed = {} if measured else shrinker.meet_target(goal)  # raises before the curve is measured
 
-        choices = shrinker.choices()
+        choices = shrinker.choices() if curve else []
         total = sum(x.measurements for x in choices)
         if journal.resumed:
             progress(Progress(_stored(journal, total)))
-        step = Step(progress, f"Measure the {name} at every size", total, "runs")
-        curve = shrinker.curve(report, choices, progress=step.advance)
+        points: Sequence[CurvePoint] = ()
+        if curve:
+            step = Step(progress, f"Measure the {name} at every size", total, "runs")
+            points = shrinker.curve(report, choices, progress=step.advance)
         if measured:
             stages = shrinker.stages()
             step = Step(progress, "Time the model with fewer and fewer heads", len(stages), "runs")
@@ -238,7 +243,7 @@ def shrink(
             quality=quality,
             size=size,
             flops_tokens=shrinker.work.queries,
-            curve=tuple(curve),
+            curve=tuple(points),
             compensation=compensation,
             search=gain,
         )
@@ -279,15 +284,18 @@ def _journal(
     return Journal(folder, {**origin, **options, "polyhead": VERSION})
 
 
+_OPTIONAL_STEPS = {"times faster": "timings", "search loss": "measurements of the search"}
+
+
 def _stored(journal: Journal, curve: int) -> str:
     """Describe what a resumed run has stored of a curve of so many measurements, and of the steps after it."""
-    optional = {"times faster": "timings", "search loss": "measurements of the search"}
     steps = [
-        f"{min(journal.stored('report measure'), curve)} of {curve} measurements of the curve",
-        *(f"{count} {words}" for name, words in optional.items() if (count := journal.stored(name))),
+        "the statistics of the text",
+        *([f"{min(journal.stored('report measure'), curve)} of {curve} measurements of the curve"] if curve else ()),
+        *(f"{count} {words}" for name, words in _OPTIONAL_STEPS.items() if (count := journal.stored(name))),
         f"{sum(journal.stored(f'repaired_for_{aim}') for aim in AIMS)} of {len(AIMS)} compensations layer by layer",
     ]
-    return f"Resume: the statistics of the text, {', '.join(steps[:-1])} and {steps[-1]} are stored"
+    return f"Resume: {', '.join(steps[:-1])} and {steps[-1]} are stored"
 
 
 def _search(
