@@ -107,12 +107,12 @@ class Probes:
 
     def repeated(self, model: nn.Module) -> dict[AttentionSite, HeadEvidence] | None:
         tokenizer, context = self.loaded.tokenizer, self.reader.text.length
-        special, words = special_tokens(tokenizer), len(ordinary_words(tokenizer))
+        special, words = special_tokens(tokenizer), len(ordinary_words(self.reader.classes))
         room = (context - len(special.before) - len(special.after)) // 2
         if min(room, words) < min(BLOCKS):
             self.left_out.append(Reason("repeated_words", {"least": min(BLOCKS), "room": room, "words": words}))
             return None
-        batches = list(repeated_batches(tokenizer, seed=self.settings.seed, context=context))
+        batches = list(repeated_batches(tokenizer, self.reader.classes, seed=self.settings.seed, context=context))
         return evidence_of(self.watched(model, batches, [EvidenceCollector()], "read repeated words").collected)
 
     def pronouns(self) -> PronounTable | None:

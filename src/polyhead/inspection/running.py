@@ -258,9 +258,8 @@ class _Run:
     def evidence(self) -> EvidenceCollector:
         embedding = embedding_of(self.loaded.model)
         meaning = None if embedding is None else TokenVectors.of(embedding, seed=self.settings.seed)
-        return EvidenceCollector(
-            rare=rare_tokens(self.reader.counts), meaning=meaning, segments=Segments.of(self.loaded.tokenizer)
-        )
+        segments = Segments.of(self.loaded.tokenizer, self.reader.classes)
+        return EvidenceCollector(rare=rare_tokens(self.reader.counts), meaning=meaning, segments=segments)
 
     # ---- facts of the run
 
