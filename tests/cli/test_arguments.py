@@ -70,7 +70,7 @@ REFUSED: list[tuple[list[str], str]] = [
     ([*INSPECT, "--seed", "-1"], "seed must be an integer of at least 0 and below 2^63, got -1"),
     ([*INSPECT, "--statistics", "magic"], "statistics must be among"),
     ([*INSPECT, "--statistics", "entropy,"], "statistics must be among"),
-    ([*INSPECT, "--importance", "magic"], "importance must be one of auto, none, gradient, ablation"),
+    ([*INSPECT, "--importance", "magic"], "importance must be one of auto, none, gradient, ablation, both"),
     ([*INSPECT, "--dtype", "int8"], "must be float32"),
     ([*INSPECT, "--device", "abacus"], "a device must be of the form"),
     ([*INSPECT, "--lang", "fr"], "must be one of en, zh"),
