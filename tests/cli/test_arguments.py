@@ -42,8 +42,7 @@ def place(made, monkeypatch) -> Path:
     def read(*_: object, **__: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(model_loading, "read_native", read)
-    monkeypatch.setattr(model_loading, "load_saved", read)
+    monkeypatch.setattr(model_loading, "read_model", read)
     monkeypatch.chdir(made)
     return made
 
