@@ -8,22 +8,23 @@ call. Attention weights are never materialised.
 from __future__ import annotations
 
 import torch
+from transformers import AutoTokenizer
 
 import polyhead
 from polyhead.sources import default_documents
-from polyhead.workflows.model_loading import load_model
 
 
 def main(documents: int = 7) -> tuple[polyhead.HeadProfile, float]:
     """Return the table of heads, and the largest difference between observed and unobserved outputs."""
-    loaded = load_model("minilm")
+    model = polyhead.load("minilm")
+    tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
     texts = [document.text for document in default_documents()[:documents]]
-    inputs = loaded.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+    inputs = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
 
     with torch.no_grad():
-        unobserved = loaded.model(**inputs).last_hidden_state
-        with polyhead.observe(loaded.model, statistics=("entropy", "confidence", "mean_distance")) as session:
-            observed = loaded.model(**inputs).last_hidden_state
+        unobserved = model(**inputs).last_hidden_state
+        with polyhead.observe(model, statistics=("entropy", "confidence", "mean_distance")) as session:
+            observed = model(**inputs).last_hidden_state
     table = session.profile  # one row per head: print(table), table["entropy"], table.to_pandas()
     print(repr(table))
 

@@ -11,19 +11,20 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
+from transformers import AutoTokenizer
 
 import polyhead
 from polyhead.sources import default_documents
-from polyhead.workflows.model_loading import load_model
 
 
 def main(folder: str | Path = "build", documents: int = 7) -> tuple[torch.Tensor, list[Path]]:
     """Return the entropies [layers, heads] and the files."""
-    loaded = load_model("minilm")
+    model = polyhead.load("minilm")
+    tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
     texts = [document.text for document in default_documents()[:documents]]
-    inputs = loaded.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
-    with torch.no_grad(), polyhead.observe(loaded.model, statistics="normalized_entropy") as session:
-        loaded.model(**inputs)
+    inputs = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+    with torch.no_grad(), polyhead.observe(model, statistics="normalized_entropy") as session:
+        model(**inputs)
     table = session.profile
     layers, heads = max(site.layer for site in table.sites) + 1, max(table.heads) + 1
     values = table["normalized_entropy"].view(layers, heads)

@@ -13,19 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 
 import polyhead
 from polyhead.surgery import fingerprint
-from polyhead.workflows.model_loading import load_model
 
 
 def main(share: float = 0.25, tokens: int = 65_536) -> dict[str, Any]:
     """Return head counts, the difference of the loaded model's outputs, and whether undo restored the weights."""
-    loaded = load_model("minilm", dtype="saved")
-    original = fingerprint(loaded.model)
-    inputs = loaded.tokenizer(["A river bends where the rock is soft."], return_tensors="pt")
+    model = polyhead.load("minilm")
+    original = fingerprint(model)
+    tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
+    inputs = tokenizer(["A river bends where the rock is soft."], return_tensors="pt")
 
-    edited = polyhead.prune(loaded, share=share, tokens=tokens, form="uneven")
+    edited = polyhead.prune(model, tokenizer=tokenizer, share=share, tokens=tokens, form="uneven")
     before, after = edited.preview.before, edited.preview.after
     print(f"heads {before.heads} -> {after.heads}, attention parameters {before.parameters:,} -> {after.parameters:,}")
     for edit in edited.edits:
@@ -41,7 +42,7 @@ def main(share: float = 0.25, tokens: int = 65_536) -> dict[str, Any]:
         print(f"the record that undoes the edit is beside it, in {saved.undo_folder.name}: {sizes[1]:,} bytes")
         reloaded = polyhead.load(Path(folder, "pruned"))
         with torch.no_grad():
-            outputs = [model(**inputs).last_hidden_state for model in (edited.model, reloaded)]
+            outputs = [one(**inputs).last_hidden_state for one in (edited.model, reloaded)]
         restored = polyhead.undo(Path(folder, "pruned")).model
     difference = float((outputs[0] - outputs[1]).abs().max())
     same_bits = fingerprint(restored) == original

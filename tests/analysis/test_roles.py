@@ -11,7 +11,7 @@ from torch import Tensor
 
 import polyhead
 from polyhead.analysis.circuits import copying
-from polyhead.analysis.roles import DRAWS, HeadRoles, evidence_of, head_roles
+from polyhead.analysis.roles import DRAWS, HeadRoles, RoleScore, evidence_of, head_roles
 from polyhead.analysis.roles_copying import Copying, Words, copying_scores
 from polyhead.analysis.roles_rules import RULES
 from polyhead.errors import OptionError, ShapeError
@@ -117,6 +117,13 @@ def test_an_interval_holds_the_score_and_shrinks_with_more_documents() -> None:
     local = next(score for score in head_roles({many.site: many})[2].scores if score.role == "local")
     assert local.high - local.low == pytest.approx(3.92 * float(share.std()) / math.sqrt(60), rel=0.15)
     assert DRAWS == 1000
+
+
+def test_a_score_prints_its_numbers_and_its_evidence() -> None:
+    score = RoleScore("previous", 0.7734, 0.71, 0.82, 0.0212, 0.51, holds=True)
+    evidence = "attends most to the previous token in 77% of positions (chance 2%)"
+    assert repr(score) == f"RoleScore(previous 0.773 [0.71, 0.82], chance 0.0212, threshold 0.51: {evidence})"
+    assert repr(replace(score, holds=False)).endswith("threshold 0.51: does not hold)")
 
 
 def test_draws_depend_on_the_seed_alone() -> None:

@@ -42,8 +42,7 @@ def place(made, monkeypatch) -> Path:
     def read(*_: object, **__: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(model_loading, "read_native", read)
-    monkeypatch.setattr(model_loading, "load_saved", read)
+    monkeypatch.setattr(model_loading, "read_model", read)
     monkeypatch.chdir(made)
     return made
 
@@ -70,7 +69,7 @@ REFUSED: list[tuple[list[str], str]] = [
     ([*INSPECT, "--seed", "-1"], "seed must be an integer of at least 0 and below 2^63, got -1"),
     ([*INSPECT, "--statistics", "magic"], "statistics must be among"),
     ([*INSPECT, "--statistics", "entropy,"], "statistics must be among"),
-    ([*INSPECT, "--importance", "magic"], "importance must be one of auto, none, gradient, ablation"),
+    ([*INSPECT, "--importance", "magic"], "importance must be one of auto, none, gradient, ablation, both"),
     ([*INSPECT, "--dtype", "int8"], "must be float32"),
     ([*INSPECT, "--device", "abacus"], "a device must be of the form"),
     ([*INSPECT, "--lang", "fr"], "must be one of en, zh"),

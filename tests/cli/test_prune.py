@@ -136,8 +136,8 @@ def test_a_pruned_model_is_smaller_loads_without_polyhead_and_comes_back(place, 
 
 def test_forms_that_cannot_be_are_refused_by_the_config_alone(place, tmp_path, monkeypatch):
     """A native BERT has heads of hidden_size / num_attention_heads channels, and no KV heads."""
-    load = model_loading.read_native
-    monkeypatch.setattr(model_loading, "read_native", lambda *_, **__: pytest.fail("the weights were read"))
+    load = model_loading.read_model
+    monkeypatch.setattr(model_loading, "read_model", lambda *_, **__: pytest.fail("the weights were read"))
     (tmp_path / "unreadable.txt").write_bytes(b"\xff\xfe\x00\xd8")
     options = ["--device", "cpu", "--output", tmp_path / "out"]
     text = ["--text", tmp_path / "unreadable.txt"]
@@ -183,7 +183,7 @@ def test_forms_that_cannot_be_are_refused_by_the_config_alone(place, tmp_path, m
         assert [x.name for x in tmp_path.iterdir()] == ["unreadable.txt"]
     shrink = ["shrink", place / "llama", "--form", "uneven", "--target", "80%-heads", *text, *options]
     assert "every layer keeps at least one head, which leaves 25%" in invoke(*shrink, code=2).stderr
-    monkeypatch.setattr(model_loading, "read_native", load)
+    monkeypatch.setattr(model_loading, "read_model", load)
     # Nothing is selected on a text for a preview of the layout.
     assert (
         "2 heads over 2 KV heads remain"

@@ -188,6 +188,8 @@ def test_a_shrinking_goes_on_with_what_it_began_with(place, tmp_path):
     ):
         said = invoke(*shrink_of(place, "bert", tmp_path / "o", *run, *change), code=2).stderr
         assert words in said
+    said = invoke(*shrink_of(place, "bert", tmp_path / "o", *run[:-1]), code=2).stderr  # without --curve
+    assert "got curve False instead of None" in said
     assert "got another model" in invoke(*shrink_of(place, "llama", tmp_path / "o", *run), code=2).stderr
     (tmp_path / "run" / NUMBERS).write_text("{")
     said = invoke(*shrink_of(place, "bert", tmp_path / "o", *run), code=2).stderr

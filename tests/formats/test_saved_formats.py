@@ -109,6 +109,7 @@ def test_a_shrinking_goes_on_from_its_journal(place):
         *read,
         "--resume",
         "journal",
+        "--curve",
         "--output",
         "shrunk",
         "--form",

@@ -212,12 +212,14 @@ OTHERS = {
         "在 60% 的句子中从代词关注其先行词，多于另一个名字（随机水平 12%），占其注意力的 31%",
     ),
     "copy": (
-        "raises the logits of tokens it attends to: OV eigenvalue score 0.60 (random 0.12)",
-        "提高所关注词元的 logit：OV 回路特征值得分为 0.60（随机 0.12）",
+        "has weights that map tokens to higher logits of themselves "
+        "(OV circuit W_E W_V W_O W_U, eigenvalue score 0.60, random 0.12)",
+        "按权重把词元映射到自身更高的 logit（OV 回路 W_E W_V W_O W_U，特征值得分 0.60，随机 0.12）",
     ),
     "anti-copy": (
-        "lowers the logits of tokens it attends to: OV eigenvalue score 0.60 (random 0.12)",
-        "降低所关注词元的 logit：OV 回路特征值得分为 0.60（随机 0.12）",
+        "has weights that map tokens to lower logits of themselves "
+        "(OV circuit W_E W_V W_O W_U, eigenvalue score 0.60, random 0.12)",
+        "按权重把词元映射到自身更低的 logit（OV 回路 W_E W_V W_O W_U，特征值得分 0.60，随机 0.12）",
     ),
     "same-meaning": (
         "attends to tokens whose cosine similarity is 0.60 above what offsets explain (chance 0.12)",

@@ -48,10 +48,11 @@ def test_the_induction_heads_of_smollm2_are_those_that_materialised_attention_sh
     from polyhead.observation import BatchMetadata
     from polyhead.observation.role_evidence import EvidenceCollector
     from polyhead.sources.probes import repeated_batches
+    from polyhead.sources.token_class import token_classes
 
     loaded = load_model("smollm2")
     loaded.model.set_attn_implementation("eager")
-    (batch,) = repeated_batches(loaded.tokenizer, batch=4, blocks=(23,))
+    (batch,) = repeated_batches(loaded.tokenizer, token_classes(loaded.tokenizer), batch=4, blocks=(23,))
     with torch.no_grad():
         weights = loaded.model.model(
             input_ids=batch.ids, attention_mask=batch.mask, use_cache=False, output_attentions=True

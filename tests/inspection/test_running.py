@@ -220,6 +220,28 @@ def test_a_requested_ablation_is_measured_on_more_tokens_and_says_on_how_many(fo
         Settings(importance_tokens=0)
 
 
+def test_both_measures_of_importance_are_those_of_two_runs_on_the_same_tokens(folders, text):
+    def inspected(importance: str) -> Inspection:
+        options = {"chance": False, "layers": (0,), "importance": importance, "importance_tokens": 500}
+        return inspect_model(settings_for(folders["llama"], text, **options))
+
+    both = inspected("both")
+    for importance, columns in (("ablation", ("ablation",)), ("gradient", ("gradient", "taylor"))):
+        single = inspected(importance)
+        assert single.facts["importance_tokens"] == both.facts["importance_tokens"]
+        for column in columns:
+            for name in (column, f"{column}_error"):
+                torch.testing.assert_close(both.table[name], single.table[name], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("importance", ["gradient", "both"])
+def test_gradients_of_an_embedding_model_are_refused_before_the_text_is_read(folders, text, importance):
+    seen: list[Progress] = []
+    with pytest.raises(OptionError, match="a language modelling head, for its loss, got BertModel; use importance abl"):
+        inspect_model(settings_for(folders["bert"], text, importance=importance), progress=seen.append)
+    assert [one.step for one in seen] == ["load the model"]
+
+
 def test_importance_of_a_single_document_has_an_error_over_its_contexts(folders, tmp_path):
     single = text_folder(tmp_path / "text", documents=1, words=200)
     found = inspect_model(settings_for(folders["llama"], single, chance=False, importance="gradient"))

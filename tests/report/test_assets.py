@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from polyhead.inspection.vocabulary.role_names import ROLE_ORDER
+
 ROOT = Path(__file__).resolve().parents[2]
 FRONTEND = ROOT / "frontend"
 ASSETS = ROOT / "src" / "polyhead" / "report" / "assets"
@@ -51,6 +53,14 @@ def test_assets_were_built_from_these_sources(name):
     found = re.search(r"built by \"make frontend\" from sources ([0-9a-f]{64})", banner)
     assert found, f"{name} must begin with the digest of its sources, got {banner[:100]!r}"
     assert found[1] == digest_of(Path(name).stem), f"{name} is older than its sources; `make frontend` builds it"
+
+
+def test_every_role_has_two_colours_of_its_own():
+    text = (FRONTEND / "src" / "parts" / "colour.ts").read_text(encoding="utf-8")
+    colours = re.findall(r'^  "?([\w-]+)"?: \["(#\w{6})", "(#\w{6})"\],$', text, re.MULTILINE)
+    assert tuple(name for name, _, _ in colours) == ROLE_ORDER
+    for shades in list(zip(*colours, strict=True))[1:]:
+        assert len(set(shades)) == len(ROLE_ORDER)
 
 
 @pytest.mark.parametrize("name", bundles())

@@ -26,6 +26,7 @@ from polyhead.report.pictures import MAX_MAP_CELLS, pooled
 from polyhead.report.syntax_results import Syntax
 from polyhead.sources.models import Kind
 from polyhead.sources.probes import repeated_batches
+from polyhead.sources.token_class import token_classes
 from polyhead.workflows.inspecting import inspect_model
 from polyhead.workflows.model_loading import load_model
 from tests.report.test_packing import HOSTILE, unpacked
@@ -93,8 +94,9 @@ def test_every_reason_of_a_run_is_translated(inspections):
     settings = dataclasses.replace(inspections["bert"].settings, importance="none", chance=False)
     short = inspect_model(dataclasses.replace(settings, context=24, via_weights=True)).facts["left_out"]
     assert [reason.kind for reason in short] == ["returned_weights", "repeated_words", "pronoun_sentences"]
+    tokenizer = load_model(settings.model).tokenizer
     with pytest.raises(OptionError) as refused:
-        list(repeated_batches(load_model(settings.model).tokenizer, seed=0, context=24))
+        list(repeated_batches(tokenizer, token_classes(tokenizer), seed=0, context=24))
     assert str(short[1]) == f"induction and duplicate-token: {refused.value}"
     for text in (reason.text for reason in (*reasons, *short)):
         assert english_words(text.zh) <= {"MiB"}, text

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from polyhead.errors import OptionError
 from polyhead.sources.probes import BLOCKS, ordinary_words, repeated_batch, repeated_batches
+from polyhead.sources.token_class import token_classes
 
 WORDS = [f"word{letter}{other}" for letter in "abcdefg" for other in "hijklmn"]
 
@@ -51,9 +52,10 @@ def test_no_special_tokens_mark_nothing() -> None:
 
 
 def test_words_come_from_the_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
-    words = ordinary_words(tokenizer)
+    classes = token_classes(tokenizer)
+    words = ordinary_words(classes)
     assert set(tokenizer.convert_ids_to_tokens(words.tolist())) == {"a", *WORDS}
-    found = list(repeated_batches(tokenizer, batch=3, blocks=(7, 11, 300), context=26))
+    found = list(repeated_batches(tokenizer, classes, batch=3, blocks=(7, 11, 300), context=26))
     assert [batch.ids.shape[1] for batch in found] == [16, 24]
     assert torch.cat([batch.documents for batch in found]).tolist() == list(range(6))
     for batch in found:
@@ -70,7 +72,7 @@ def test_what_does_not_fit_is_refused(tokenizer: PreTrainedTokenizerFast) -> Non
     with pytest.raises(OptionError, match="words must be ids"):
         repeated_batch(torch.ones(3), batch=2, block=2)
     with pytest.raises(OptionError, match="got room for 3 twice"):
-        list(repeated_batches(tokenizer, context=8))
+        list(repeated_batches(tokenizer, token_classes(tokenizer), context=8))
 
 
 def test_no_offset_fits_two_blocks() -> None:

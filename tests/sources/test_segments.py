@@ -7,6 +7,7 @@ import torch
 
 from polyhead.sources import special_tokens
 from polyhead.sources.segments import Segments
+from polyhead.sources.token_class import token_classes
 
 pytest.importorskip("transformers")
 from tests.sources.small_tokenizers import FAMILIES, byte_level, sentence_piece, wordpiece
@@ -15,7 +16,7 @@ from tests.sources.small_tokenizers import FAMILIES, byte_level, sentence_piece,
 def cut(tokenizer, text: str) -> tuple[list[str], list[str]]:
     """The texts of the words and of the sentences, without white space around them."""
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
-    numbers = Segments.of(tokenizer)(ids[None])
+    numbers = Segments.of(tokenizer, token_classes(tokenizer))(ids[None])
     found = []
     for (row,) in numbers:
         assert ((row < 0) == torch.isin(ids, torch.tensor(sorted(special_tokens(tokenizer).ids)))).all()
@@ -66,6 +67,8 @@ def test_numbers_and_what_hangs_on_a_word():
 
 
 def test_special_tokens_are_in_no_word_and_end_nothing():
-    numbers, sentences = Segments.of(wordpiece())(torch.tensor([[2, 7, 8, 3, 8, 10, 3, 5]]))  # ##ning behind [SEP]
+    tokenizer = wordpiece()
+    segments = Segments.of(tokenizer, token_classes(tokenizer))
+    numbers, sentences = segments(torch.tensor([[2, 7, 8, 3, 8, 10, 3, 5]]))  # ##ning behind [SEP]
     assert numbers.tolist() == [[-1, 1, 1, -1, 3, 4, -1, 6]]
     assert sentences.tolist() == [[-1, 0, 0, -1, 0, 0, -1, 1]]

@@ -3,7 +3,7 @@ import { createContext } from "preact";
 import { useContext } from "preact/hooks";
 import { unpackColumn, type Column, type Head, type HeadId, type NumberFormat } from "../data";
 import type { Page, Role, RoleScore } from "../data";
-import { categoryColour, scaleOf, type Scale } from "../parts/colour";
+import { scaleOf, type Scale } from "../parts/colour";
 import { headKey as keyOf, headName } from "../parts/head-name";
 import type { Locale } from "../parts/language";
 import { hrefOf } from "../parts/router";
@@ -38,10 +38,6 @@ export class Model {
 
   role(name: string): Role | undefined {
     return this.page.roles[this.roleOrder.get(name) ?? -1];
-  }
-
-  roleColour(name: string, dark: boolean): string {
-    return categoryColour(this.roleOrder.get(name) ?? 0, dark);
   }
 
   /** The roles of a head, the most informative first. */

@@ -2,6 +2,7 @@
 import type { JSX } from "preact";
 import { useCallback, useMemo, useRef } from "preact/hooks";
 import { withCodeName } from "../parts/code-name";
+import { roleColour } from "../parts/colour";
 import { Select } from "../parts/controls";
 import { useLocale } from "../parts/language";
 import { CategoryLegend, type Category } from "../parts/legend";
@@ -42,7 +43,7 @@ export function Overview({ route: { query } }: { route: Route }): JSX.Element {
       letters: one.letters,
       label: text(one.label),
       about: text(one.about),
-      colour: model.roleColour(one.name, dark),
+      colour: roleColour(one.name, dark),
       count: page.heads.filter((head) => model.hasRole(head, one.name)).length,
     }))
     .filter((category) => category.count > 0 || category.key === role?.name);

@@ -1,7 +1,7 @@
 /** The roles of a head as labels. */
 import type { JSX } from "preact";
 import type { Head } from "../data";
-import { textColourOn } from "../parts/colour";
+import { roleColour, textColourOn } from "../parts/colour";
 import { useLocale } from "../parts/language";
 import type { TableColumn } from "../parts/sortable-table";
 import { useDark } from "../parts/theme";
@@ -17,7 +17,7 @@ export function RoleChips({ head }: { head: Head }): JSX.Element {
     <span class="chips">
       {roles.map(({ role: name }) => {
         const role = model.role(name);
-        const colour = model.roleColour(name, dark);
+        const colour = roleColour(name, dark);
         return (
           <span class="chip" key={name} style={{ background: colour, color: textColourOn(colour) }}>
             {role ? text(role.label) : name}

@@ -4,7 +4,7 @@ import type { JSX } from "preact";
 import { useCallback, useMemo, useState } from "preact/hooks";
 import type { Column, Head } from "../data";
 import { Chart, drawPlot, FILE_WIDTH, widthOf, type Build } from "../parts/chart";
-import { categoryColour, scaleOf } from "../parts/colour";
+import { roleColour, scaleOf } from "../parts/colour";
 import { Figure } from "../parts/figure";
 import { useLocale } from "../parts/language";
 import { RampLegend } from "../parts/legend";
@@ -68,7 +68,7 @@ export function Scatter({ x, y, colouring }: ScatterProps): JSX.Element {
       if (colouring === "none") return "var(--first)";
       if (colouring === "layer") return layerScale.of(page.sites[head.site]?.layer);
       const role = model.rolesOf(head)[0];
-      return role ? model.roleColour(role.role, dark) : noRoleColour;
+      return role ? roleColour(role.role, dark) : noRoleColour;
     };
     const symbolOf = (head: Head) => {
       const stack = page.stacks.findIndex((one) => one.sites.includes(head.site));
@@ -87,9 +87,9 @@ export function Scatter({ x, y, colouring }: ScatterProps): JSX.Element {
     // Heads with a role are drawn over the others.
     const roleCount = ({ head }: Point) => model.rolesOf(head).length;
     if (colouring === "role") drawn.sort((one, other) => roleCount(one) - roleCount(other));
-    const roles = page.roles.flatMap((role, i): Key[] =>
+    const roles = page.roles.flatMap((role): Key[] =>
       drawn.some(({ head }) => model.rolesOf(head)[0]?.role === role.name)
-        ? [{ label: text(role.label), glyph: "●", colour: categoryColour(i, dark) }]
+        ? [{ label: text(role.label), glyph: "●", colour: roleColour(role.name, dark) }]
         : [],
     );
     const noRole = drawn.some(({ head }) => !model.rolesOf(head).length)

@@ -2,7 +2,7 @@
 import type { JSX } from "preact";
 import { useMemo } from "preact/hooks";
 import { part, unpack, type Head, type HeadId, type Stack } from "../data";
-import { noValue, scaleOf, type Scale } from "../parts/colour";
+import { noValue, roleColour, scaleOf, type Scale } from "../parts/colour";
 import { Figure } from "../parts/figure";
 import { gridSvg } from "../parts/grid-svg";
 import { HeadGrid, type GridCell, type GridRow } from "../parts/head-grid";
@@ -75,7 +75,7 @@ function StackGrid(props: StackGridsProps & { stack: Stack }): JSX.Element {
     const cellOf = (head: Head): GridCell => {
       const roles = model.rolesOf(head);
       const main = roles.find((score) => score.role === role) ?? roles[0];
-      const badge = main && model.roleColour(main.role, dark);
+      const badge = main && roleColour(main.role, dark);
       const picture = color === BY_MAP ? mapOf(model, idOf(head), dark) : null;
       const value = column ? model.value(head, column.name) : null;
       const missing = column !== undefined && value === null;

@@ -12,15 +12,26 @@ const DIVERGING_LIGHT = ["#8a3f06", "#d9781c", "#f6c88f", "#f7f7f5", "#c3bbdc", 
 const DIVERGING_DARK = ["#ffd199", "#e0862f", "#7a4516", "#1d1f28", "#4b3a7a", "#8d78c9", "#d9ccff"];
 const [divergingLight, divergingDark] = [interpolateRgbBasis(DIVERGING_LIGHT), interpolateRgbBasis(DIVERGING_DARK)];
 
-// One colour per role, chosen for the largest distances in OKLab, also with deuteranopia; a role is also named by letters.
-const LIGHT = (
-  "#77aadd #ee8866 #eedd88 #ffaabb #44bb99 #bbcc33 #974078 #507000 " +
-  "#0070af #40e7ff #af5818 #bf70af #9f9720 #008f80 #cfa7ff #7080d7"
-).split(" ");
-const DARK = (
-  "#efaf50 #6878cf #9f4800 #20cfdf #189760 #e797df #703878 #006018 " +
-  "#d77068 #006880 #78bf70 #a7588f #9f8000 #87a7ff #789fa7 #604838"
-).split(" ");
+// On a light and a dark page, chosen for the largest distances in OKLab, also with deuteranopia; a role is also named by
+// letters. By name: a run has only the roles that could be measured, and a role has one colour on all pages.
+const ROLES: Record<string, [light: string, dark: string]> = {
+  induction: ["#77aadd", "#efaf50"],
+  pronoun: ["#ee8866", "#6878cf"],
+  "duplicate-token": ["#eedd88", "#9f4800"],
+  "same-meaning": ["#ffaabb", "#20cfdf"],
+  previous: ["#44bb99", "#189760"],
+  next: ["#bbcc33", "#e797df"],
+  self: ["#974078", "#703878"],
+  positional: ["#507000", "#006018"],
+  "long-range": ["#0070af", "#d77068"],
+  "rare-token": ["#40e7ff", "#006880"],
+  local: ["#af5818", "#78bf70"],
+  delimiter: ["#bf70af", "#a7588f"],
+  sink: ["#9f9720", "#9f8000"],
+  broad: ["#008f80", "#87a7ff"],
+  copy: ["#cfa7ff", "#789fa7"],
+  "anti-copy": ["#7080d7", "#604838"],
+};
 
 /** The colour of what has no value. */
 export const noValue = (dark: boolean) => (dark ? "#262933" : "#eceeef");
@@ -75,9 +86,8 @@ export function scaleOf(low: number, high: number, dark: boolean, gamma = 1, sta
   return { low: from, high: from + span, diverging, of, paint };
 }
 
-export function categoryColour(index: number, dark: boolean): string {
-  const colours = dark ? DARK : LIGHT;
-  return colours[index % colours.length] as string;
+export function roleColour(name: string, dark: boolean): string {
+  return ROLES[name]?.[dark ? 1 : 0] ?? noValue(dark);
 }
 
 /** Red, green and blue, 0 to 255. */

@@ -2,7 +2,7 @@
 import type { JSX } from "preact";
 import { useMemo } from "preact/hooks";
 import { part, type HeadId, type Unpacked } from "../data";
-import { categoryColour, scaleOf } from "../parts/colour";
+import { roleColour, scaleOf } from "../parts/colour";
 import { Figure } from "../parts/figure";
 import { gridSvg } from "../parts/grid-svg";
 import { HeadGrid, type GridCell, type GridRow } from "../parts/head-grid";
@@ -102,7 +102,7 @@ export function Grids({ trace, title, word, marked, onPick, narrow, onlyInvolved
     return {
       ...baseCell(head, main ? `${name}, ${text(main.role.label)}` : name),
       ...(heat ? { picture: { heat, scale } } : {}),
-      ...(main && !narrow ? { letters: main.role.letters, badge: categoryColour(main.number, dark) } : {}),
+      ...(main && !narrow ? { letters: main.role.letters, badge: roleColour(main.role.name, dark) } : {}),
     };
   };
   const wordCell = (head: HeadId, { rows, side }: FollowedWord): GridCell => {

@@ -1,7 +1,7 @@
 /** The roles of one head, with their evidence. */
 import type { JSX } from "preact";
 import type { HeadId } from "../data";
-import { categoryColour, textColourOn } from "../parts/colour";
+import { roleColour, textColourOn } from "../parts/colour";
 import { useDark } from "../parts/theme";
 import { useViewLocale } from "./language";
 import { useStore } from "./store";
@@ -15,8 +15,8 @@ export function RoleList({ head }: { head: HeadId }): JSX.Element | null {
   const supported = roles.get(headKey(head)) ?? [];
   return (
     <ul class="plain role-list" aria-label={t("roles")}>
-      {supported.map(({ role, score, number }) => {
-        const colour = categoryColour(number, dark);
+      {supported.map(({ role, score }) => {
+        const colour = roleColour(role.name, dark);
         return (
           <li key={role.name}>
             <span class="swatch" style={{ background: colour, color: textColourOn(colour) }}>

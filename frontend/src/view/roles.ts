@@ -5,8 +5,6 @@ import { headKey, type State } from "./types";
 interface HeadRole {
   role: Role;
   score: RoleScore;
-  /** Index among all roles, which determines its colour. */
-  number: number;
 }
 
 export type Roles = Map<string, HeadRole[]>;
@@ -16,9 +14,9 @@ export function rolesOf(page: Page, state: State): Roles {
   const roles: Roles = new Map();
   state.layers.forEach(({ run_site }, layer) => {
     for (const head of page.heads.filter(({ site }) => site === run_site)) {
-      const supported = page.roles.flatMap((role, number): HeadRole[] => {
+      const supported = page.roles.flatMap((role): HeadRole[] => {
         const score = head.roles.find((one) => one.role === role.name && one.holds);
-        return score ? [{ role, score, number }] : [];
+        return score ? [{ role, score }] : [];
       });
       if (supported.length) roles.set(headKey([layer, head.head]), supported);
     }

@@ -39,7 +39,7 @@ def eigenvalues(left: Tensor, right: Tensor) -> Tensor:
 
 
 def copying(value: Tensor, output: Tensor, embedding: Tensor, unembedding: Tensor) -> Tensor:
-    """Return the copying score [heads]: towards 1 a head raises the logits of tokens it attends to, towards -1 lowers.
+    """Return the copying score [heads] of the weights: 1 if tokens raise their own logits, -1 if they lower them.
 
     The sum of the eigenvalues of E W_V W_O U^T over the sum of their magnitudes: the matrix contains by how much
     attending to one token raises the logit of another, and a copying head has eigenvalues with positive real parts.

@@ -49,6 +49,11 @@ class RoleScore:
     weight: float | None = None  # of a pronoun head: mean attention weight on the antecedent
     saved_evidence: str | None = None  # in English, of a run whose format has only the text
 
+    def __repr__(self) -> str:
+        numbers = f"{self.score:.3g} [{self.low:.3g}, {self.high:.3g}], chance {self.null:.3g}"
+        evidence = self.evidence if self.holds else "does not hold"
+        return f"RoleScore({self.role} {numbers}, threshold {self.threshold:.3g}: {evidence})"
+
     @property
     def text(self) -> Text:
         """Evidence as a phrase in both languages."""

@@ -22,7 +22,7 @@ _NEGLIGIBLE = 1e-5  # of the product of the norms: a circuit this small is round
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copying:
-    """Copying scores [heads]: towards 1 a head raises the logits of tokens it attends to, towards -1 it lowers them."""
+    """Copying scores [heads]: 1 if the OV circuits map tokens to higher logits of themselves, -1 if to lower ones."""
 
     score: Tensor
     error: Tensor  # standard error over words, by a delete-a-group jackknife

@@ -86,16 +86,16 @@ def inspect(
     importance: Annotated[
         str,
         typer.Option(
-            metavar="auto|none|gradient|ablation",
-            help="Head importance: gradient of the loss, ablation of each head in turn (exact, slow), or none. auto: "
-            "gradient if the model predicts tokens, else ablation on a short text.",
+            metavar="auto|none|gradient|ablation|both",
+            help="Head importance: gradient of the loss, ablation of each head in turn (exact, slow), both, or none. "
+            "auto: gradient if the model predicts tokens, else ablation on a short text.",
         ),
     ] = "auto",
     importance_tokens: Annotated[
         int | None,
         optional(
             "Number of tokens on which importance is measured. "
-            "[default: 8192 for gradient, 2048 for ablation, 256 if auto chose it]",
+            "[default: 8192 for gradient, 2048 for ablation and both, 256 if auto chose it]",
             metavar="N",
         ),
     ] = None,
@@ -284,7 +284,7 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
             style="dim",
         )
     if facts.get("importance_tokens") is not None:
-        method = "ablation" if "ablation" in found.table.names else "gradient"
+        method = " and ".join(name for name in ("ablation", "gradient") if name in found.table.names)
         console.print(
             f"Importance by {method}: {loss_in_words(facts['loss'], facts['importance_tokens']).en}.", style="dim"
         )

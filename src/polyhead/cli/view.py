@@ -49,7 +49,9 @@ def view(
         ),
     ] = None,
     port: Annotated[int, typer.Option(metavar="N", help="Port on localhost; 0 selects a free one.")] = 0,
-    open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
+    open_browser: Annotated[
+        bool, typer.Option("--open/--no-open", help="Open the page in a browser, if there is a display.")
+    ] = True,
     context: Annotated[
         int | None,
         optional("Maximum tokens of a text. [default: the model's maximum, or what fits in memory]", metavar="N"),
@@ -66,7 +68,7 @@ def view(
     Type a text to see all heads at once; zoom from a full attention map down to single tokens, at any text length;
     ablate heads and see the effect; step through generation.
 
-    The page is served on localhost only, under a URL with a secret token. Stop with Ctrl-C.
+    The page is served on localhost only, under a URL with a secret token, which is printed. Stop with Ctrl-C.
     """
     from polyhead.sources.model_source import find_source
 
@@ -79,7 +81,7 @@ def view(
 
     def ready(address: str) -> None:
         typer.echo(f"Viewer running at {address}\nPress Ctrl-C to stop.")
-        if open_browser:
+        if open_browser and _has_display():
             typer.launch(address)
 
     check_positive("--context", context)
@@ -106,6 +108,11 @@ def view(
     if serve(viewer, port=port, ready=ready):
         sys.stdout.flush()
         os._exit(0)  # a normal exit would wait for the layer being computed, or crash
+
+
+def _has_display() -> bool:
+    """Return whether a browser can open a window; over SSH, a text browser would take over the terminal."""
+    return sys.platform != "linux" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")))
 
 
 def _viewer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,12 +108,12 @@ class Probes:
 
     def repeated(self, model: nn.Module) -> dict[AttentionSite, HeadEvidence] | None:
         tokenizer, context = self.loaded.tokenizer, self.reader.text.length
-        special, words = special_tokens(tokenizer), len(ordinary_words(tokenizer))
+        special, words = special_tokens(tokenizer), len(ordinary_words(self.reader.classes))
         room = (context - len(special.before) - len(special.after)) // 2
         if min(room, words) < min(BLOCKS):
             self.left_out.append(Reason("repeated_words", {"least": min(BLOCKS), "room": room, "words": words}))
             return None
-        batches = list(repeated_batches(tokenizer, seed=self.settings.seed, context=context))
+        batches = list(repeated_batches(tokenizer, self.reader.classes, seed=self.settings.seed, context=context))
         return evidence_of(self.watched(model, batches, [EvidenceCollector()], "read repeated words").collected)
 
     def pronouns(self) -> PronounTable | None:
@@ -166,24 +167,29 @@ class Probes:
             return None, None
         if method == "auto":
             method = "ablation" if loss == "representation" else "gradient"
-        step = "ablate every head in turn" if method == "ablation" else "compute the gradient of every head"
-        measure: Callable[..., Importance] = ablate if method == "ablation" else gradient_scores
         device = next(self.loaded.model.parameters()).device
-        by_default = ABLATION_TOKENS if self.settings.importance == "ablation" else QUICK_ABLATION_TOKENS
-        tokens = self.settings.importance_tokens or (by_default if method == "ablation" else GRADIENT_TOKENS)
+        by_default = QUICK_ABLATION_TOKENS if self.settings.importance == "auto" else ABLATION_TOKENS
+        tokens = self.settings.importance_tokens or (GRADIENT_TOKENS if method == "gradient" else by_default)
         batches = [
             dataclasses.replace(batch, documents=self.reader.documents_of(batch)).to(device)
             for batch in self.reader.some_batches(tokens)
         ]
-        self.report(Progress(step, unit="runs"))
-        importance = measure(
-            self.loaded.model,
-            batches,
-            Masked(self.loaded.tokenizer.mask_token_id, seed=self.settings.seed) if loss == "masked" else loss,
-            layers=self.settings.layers,
-            progress=lambda done, total: self.report(Progress(step, done, total, "runs")),
-        )
-        return importance, sum(batch.tokens for batch in batches)
+        measures: dict[str, tuple[Callable[..., Importance], str]] = {
+            "gradient": (gradient_scores, "compute the gradient of every head"),
+            "ablation": (ablate, "ablate every head in turn"),
+        }
+        found = []
+        for measure, step in measures.values() if method == "both" else (measures[method],):
+            self.report(Progress(step, unit="runs"))
+            importance = measure(
+                self.loaded.model,
+                batches,
+                Masked(self.loaded.tokenizer.mask_token_id, seed=self.settings.seed) if loss == "masked" else loss,
+                layers=self.settings.layers,
+                progress=lambda done, total, step=step: self.report(Progress(step, done, total, "runs")),
+            )
+            found.append(importance)
+        return functools.reduce(Importance.beside, found), sum(batch.tokens for batch in batches)
 
 
 def embedding_of(model: Any) -> Tensor | None:

@@ -71,6 +71,11 @@ def run_inspection(
 ) -> Inspection:
     """Inspect a loaded model; `polyhead.inspect` documents the arguments. The caller holds the lock of `folder`."""
     began = time.perf_counter()
+    if settings.importance in ("gradient", "both") and loaded.kind not in ("causal", "masked"):
+        raise OptionError(
+            "importance by gradient needs a model with a language modelling head, for its loss, got "
+            f"{type(loaded.model).__name__}; use importance ablation"
+        )
     probes = Probes(settings, loaded, Reader.of(loaded, settings, text), progress)
     run = _Run(settings, loaded, probes.reader, probes, folder, progress, save_seconds)
     return run.run(resume, began)
@@ -258,9 +263,8 @@ class _Run:
     def evidence(self) -> EvidenceCollector:
         embedding = embedding_of(self.loaded.model)
         meaning = None if embedding is None else TokenVectors.of(embedding, seed=self.settings.seed)
-        return EvidenceCollector(
-            rare=rare_tokens(self.reader.counts), meaning=meaning, segments=Segments.of(self.loaded.tokenizer)
-        )
+        segments = Segments.of(self.loaded.tokenizer, self.reader.classes)
+        return EvidenceCollector(rare=rare_tokens(self.reader.counts), meaning=meaning, segments=segments)
 
     # ---- facts of the run
 

@@ -10,7 +10,7 @@ from polyhead.files import build, short
 from polyhead.observation.renamed import current_name
 from polyhead.sources.texts import TOKENS
 
-IMPORTANCE = ("auto", "none", "gradient", "ablation")
+IMPORTANCE = ("auto", "none", "gradient", "ablation", "both")
 DTYPES = ("float32", "bfloat16", "float16")
 _PERMISSIONS = ("allow_pickle", "trust_remote_code")  # saved by earlier versions, and ignored
 
@@ -22,8 +22,8 @@ class Settings:
     `model` and `text` are names or paths, `field` is the text field of .jsonl and .parquet files. `context` is the
     maximum number of tokens per sequence, by default 512 or the model's maximum if that is smaller; `tokens` is the
     maximum number in total, `batch_tokens` per batch. `layers` and `statistics` restrict what is observed. `importance`
-    is "ablation" (of every head in turn), "gradient", "none", or "auto": gradients for causal and masked language
-    models, none for encoder-decoders, ablation for other models. With `via_weights` there is no importance.
+    is "ablation" (of every head in turn), "gradient", "both", "none", or "auto": gradients for causal and masked
+    language models, none for encoder-decoders, ablation for other models. With `via_weights` there is no importance.
 
     Permissions (`allow_pickle`, `trust_remote_code`) are not settings: settings are saved with a run, and a file must
     never grant permissions.
@@ -38,8 +38,8 @@ class Settings:
         layers: layers to observe; None for all.
         statistics: statistics to compute; None for all.
         importance: how importance is measured.
-        importance_tokens: number of tokens on which it is measured; None is 8,192 for gradients and 2,048 for ablation,
-            or 256 where "auto" chose it.
+        importance_tokens: number of tokens on which it is measured; None is 8,192 for gradients and 2,048 for ablation
+            and both, or 256 where "auto" chose it.
         chance: also observe a model with random weights, as the chance level.
         via_weights: observe the attention weights that the model returns.
         seed: seed of samples, random weights and repeated words.
@@ -55,7 +55,7 @@ class Settings:
     batch_tokens: int = 4096
     layers: tuple[int, ...] | None = None
     statistics: tuple[str, ...] | None = None
-    importance: Literal["auto", "none", "gradient", "ablation"] = "auto"
+    importance: Literal["auto", "none", "gradient", "ablation", "both"] = "auto"
     importance_tokens: int | None = None
     chance: bool = True  # also observe a model with random weights, as the chance level
     via_weights: bool = False  # observe the attention weights that the model returns; slow, and O(n²) in memory

@@ -46,8 +46,7 @@ class Reader:
             tokens=settings.tokens,
             purpose="an inspection",
         )
-        classes = token_classes(loaded.tokenizer)
-        return cls(loaded, found, settings.batch_tokens, classes)
+        return cls(loaded, found, settings.batch_tokens, token_classes(loaded.tokenizer))
 
     @property
     def contexts(self) -> tuple[Context, ...]:

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from polyhead.errors import OptionError
 from polyhead.sources import packaged
@@ -23,6 +24,11 @@ class ModelSource:
     origin: str
     is_local: bool = True
     gguf_file: str | None = None
+
+    def options(self, trust_remote_code: bool) -> dict[str, Any]:
+        """Return keywords for `from_pretrained` of transformers."""
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        return options if self.gguf_file is None else options | {"gguf_file": self.gguf_file}
 
 
 def find_source(name: str | os.PathLike[str] | None) -> ModelSource:

@@ -16,15 +16,15 @@ from torch import Tensor
 from polyhead.errors import OptionError
 from polyhead.sources.batching import Batch
 from polyhead.sources.contexts import special_tokens
-from polyhead.sources.token_class import TokenClass, token_classes
+from polyhead.sources.token_class import TokenClass
 
 BLOCKS = (23, 29, 37, 43)  # block lengths; primes, so that no offset or multiple of one fits two of them
 
 
-def ordinary_words(tokenizer: Any) -> Tensor:
-    """Return the token ids that begin a word, excluding special tokens, punctuation and continuations."""
-    words = (token_classes(tokenizer) == TokenClass.WORD).nonzero().flatten()
-    return words if len(words) else (token_classes(tokenizer) == TokenClass.CONTINUATION).nonzero().flatten()
+def ordinary_words(classes: Tensor) -> Tensor:
+    """Return the token ids that begin a word, given the `token_classes`; without any, those that continue one."""
+    words = (classes == TokenClass.WORD).nonzero().flatten()
+    return words if len(words) else (classes == TokenClass.CONTINUATION).nonzero().flatten()
 
 
 def repeated_batch(
@@ -68,6 +68,7 @@ def repeated_batch(
 
 def repeated_batches(
     tokenizer: Any,
+    classes: Tensor,
     *,
     batch: int = 8,
     blocks: Iterable[int] = BLOCKS,
@@ -76,10 +77,12 @@ def repeated_batches(
 ) -> Iterator[Batch]:
     """Yield one `repeated_batch` of ordinary words per block length, with the tokenizer's special tokens.
 
+    `classes` are the `token_classes` of the tokenizer, which take a while to compute.
+
     Block lengths that do not fit twice into a `context` of that many tokens, or exceed the number of words in the
     vocabulary, are skipped; raises if none remains.
     """
-    words, special = ordinary_words(tokenizer), special_tokens(tokenizer)
+    words, special = ordinary_words(classes), special_tokens(tokenizer)
     lengths = list(blocks)
     room = len(words) if context is None else (context - len(special.before) - len(special.after)) // 2
     fitting = [block for block in lengths if block <= min(room, len(words))]

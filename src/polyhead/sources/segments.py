@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from polyhead.sources.contexts import tokenise
-from polyhead.sources.token_class import TokenClass, decoded_tokens, token_classes, written_without_spaces
+from polyhead.sources.token_class import TokenClass, decoded_tokens, written_without_spaces
 
 _ENDS = ".!?…。！？｡．‼⁇⁈⁉؟۔।॥።"
 _CLOSES = "”’»›)]}」』）】》〉］｝"
@@ -44,8 +44,9 @@ class Segments:
     spelled_marks: tuple[tuple[tuple[int, ...], bool], ...]  # marks of several tokens, and whether they end a sentence
 
     @classmethod
-    def of(cls, tokenizer: Any) -> Segments:
-        classes, texts = token_classes(tokenizer), decoded_tokens(tokenizer)
+    def of(cls, tokenizer: Any, classes: Tensor) -> Segments:
+        """Return the segmentation of a tokenizer, whose `token_classes` are `classes`."""
+        texts = decoded_tokens(tokenizer)
         names = tokenizer.convert_ids_to_tokens(list(range(len(texts))))
 
         def table(values: list[bool]) -> Tensor:

@@ -38,7 +38,7 @@ def inspect(
     batch_tokens: int = 4096,
     layers: Sequence[int] | None = None,
     statistics: Sequence[str] | None = None,
-    importance: Literal["auto", "none", "gradient", "ablation"] = "auto",
+    importance: Literal["auto", "none", "gradient", "ablation", "both"] = "auto",
     importance_tokens: int | None = None,
     chance: bool = True,
     via_weights: bool = False,
@@ -67,10 +67,10 @@ def inspect(
         batch_tokens: maximum number of tokens per batch.
         layers: inspect only these layers, from 0.
         statistics: compute only these statistics; default: all.
-        importance: "ablation" of every head in turn, "gradient", "none", or "auto": gradients where the model predicts
-            tokens, ablation on a short text where it does not.
+        importance: "ablation" of every head in turn, "gradient", "both", "none", or "auto": gradients where the model
+            predicts tokens, ablation on a short text where it does not.
         importance_tokens: number of tokens on which importance is measured; default: 8,192 for gradients and 2,048 for
-            ablation, or 256 where "auto" chose it.
+            ablation and both, or 256 where "auto" chose it.
         chance: also inspect the model with random weights, as a baseline for redundancy.
         via_weights: use the attention weights that the model returns; slow, and O(n²) in memory.
         seed: of samples, random weights and repeated words.

@@ -21,12 +21,11 @@ from polyhead.sources.models import (
     checked_device,
     kind_of,
     load_tokenizer,
-    read_native,
     read_shapes,
     trained_context,
 )
 from polyhead.surgery.native.fitting import is_transformers_model
-from polyhead.surgery.storage.loading import load_saved
+from polyhead.surgery.storage.loading import read_model
 from polyhead.surgery.storage.undo_folder import MANIFEST
 
 
@@ -84,17 +83,11 @@ def load_model(
     if dtype != "saved" and not dtype.is_floating_point:
         raise OptionError(f"the dtype of a model must be floating point, got {dtype}")
     load_dtype = None if dtype == "saved" else dtype
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    if source.gguf_file is not None:
-        options["gguf_file"] = source.gguf_file
     once = nullcontext() if source.gguf_file is None else reading_once()
     with quiet(progress=progress), describe_failure(source.name, source.location, local=source.is_local), once:
-        is_folder = source.gguf_file is None and source.is_local
-        model = load_saved(Path(source.location), load_dtype) if is_folder else None
-        if model is None:
-            model = read_native(source, load_dtype, options, allow_pickle=allow_pickle)
+        model = read_model(source, load_dtype, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
         reads_text = model.main_input_name == "input_ids" or model.config.is_encoder_decoder
-        tokenizer = load_tokenizer(source, options) if reads_text else None
+        tokenizer = load_tokenizer(source, source.options(trust_remote_code)) if reads_text else None
     model = model.to(device).eval()
     return LoadedModel(
         model=model,

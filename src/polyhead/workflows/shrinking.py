@@ -177,7 +177,8 @@ def shrink(
         # The other two forms are of the same heads, and a run in one may be resumed in the other.
         equal = "uniform" if form == "uniform" else None
         options = {"target": str(goal), "criterion": criterion, "form": equal, "measured": measured, "search": search}
-        options["curve"] = curve  # its measurements come before that of the result
+        if not curve:  # its measurements come before that of the result
+            options["curve"] = False
         journal = _journal(folder, loaded, parts.text, name, options)
         progress(Progress(f"Measure the {name} of the original model"))
 

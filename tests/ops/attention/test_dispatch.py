@@ -527,8 +527,15 @@ def test_an_explanation_prints_as_a_table() -> None:
         "   sdpa       no: PyTorch's fused kernels have no softcap; PyTorch's fused kernels have no learned sinks",
         "   fused      no: our kernels run on CUDA devices, got tensors on cpu",
         "-> blockwise  tiles of plain PyTorch, online softmax",
-        "   reference  the formula, weights materialised",
+        "   reference  the formula, weights materialised; auto tries blockwise first",
     ]
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"statistics": "entropy"}, {"weights": True}], ids=str)
+def test_every_backend_that_is_not_chosen_has_a_reason(options: dict[str, Any]) -> None:
+    explanation = explain(Q, K, K, **options)
+    for choice in explanation.choices:
+        assert bool(choice.reasons or choice.avoided) == (choice.backend != explanation.chosen)
 
 
 def test_an_explanation_names_the_second_pass_for_statistics() -> None:

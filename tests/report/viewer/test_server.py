@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 import threading
 import time
 import urllib.request
@@ -313,6 +314,26 @@ def test_command_prints_its_address_and_ends_with_ctrl_c(tmp_path, command):
     assert viewing.returncode == 0, errors
     assert "Traceback" not in errors
     assert token not in errors
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems always have a display")
+@pytest.mark.parametrize("display", ["DISPLAY", "WAYLAND_DISPLAY", "BROWSER", None])
+def test_a_browser_is_opened_only_where_it_can_show_a_window(tmp_path, assets, monkeypatch, display):
+    from typer.testing import CliRunner
+
+    from polyhead.cli import app
+
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
+        monkeypatch.delenv(name, raising=False)
+    if display is not None:
+        monkeypatch.setenv(display, "something")
+    opened: list[str] = []
+    monkeypatch.setattr("typer.launch", opened.append)
+    monkeypatch.setattr("polyhead.report.viewer.serve.serve", lambda *_, ready, **__: ready("http://127.0.0.1:1/x/"))
+    folder = small_models.model_folder(tmp_path / "llama", "llama")
+    shown = CliRunner().invoke(app, ["view", str(folder), "--device", "cpu"])
+    assert shown.stdout.startswith("Viewer running at http://127.0.0.1:1/x/\n"), shown.output
+    assert opened == ([] if display is None else ["http://127.0.0.1:1/x/"])
 
 
 @pytest.mark.parametrize(

@@ -229,8 +229,20 @@ def test_a_padding_that_places_other_heads_is_refused(place, tmp_path):
             polyhead.load(folder)
 
 
+def test_models_are_loaded_by_name_and_pickles_on_request(place, tmp_path):
+    tiny = polyhead.load("tiny", dtype=torch.float64)
+    assert (tiny.dtype, tiny.training, type(tiny).__name__) == (torch.float64, False, "LlamaForCausalLM")
+    model = polyhead.load(place / "gpt2-whole")
+    (tmp_path / "config.json").write_text(model.config.to_json_string())
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="a pickle, which can run code"):
+        polyhead.load(tmp_path)
+    pickled = polyhead.load(tmp_path, allow_pickle=True)
+    assert torch.equal(pickled.transformer.wte.weight, model.transformer.wte.weight)
+
+
 def test_a_folder_that_is_none_and_one_without_a_model_are_refused(tmp_path):
-    with pytest.raises(OptionError, match=r"it was saved to, got .* is no folder; .*load_model loads packaged models"):
+    with pytest.raises(OptionError, match=r"a folder, .* got '.*nowhere', which is neither an existing folder nor"):
         polyhead.load(tmp_path / "nowhere")
     with pytest.raises(OptionError, match=r"must (hold|contain) a config\.json"):
         polyhead.load(tmp_path)

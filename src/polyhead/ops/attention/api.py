@@ -130,7 +130,7 @@ def explain(
        sdpa       no: PyTorch's fused kernels have no softcap
        fused      no: our kernels run on CUDA devices, got tensors on cpu
     -> blockwise  tiles of plain PyTorch, online softmax
-       reference  the formula, weights materialised
+       reference  the formula, weights materialised; auto tries blockwise first
     """
     request = checked_request(
         query,

@@ -23,7 +23,7 @@ class Choice:
     reasons: tuple[str, ...] = ()  # why it cannot run the request
     kernel: str = ""  # kernel that would run
     backward: str = ""  # kernel that would compute the gradients; empty if none are recorded
-    avoided: str = ""  # why `auto` prefers another backend, though this one could run the request
+    avoided: str = ""  # why `auto` chooses another backend, though this one could run the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ class Explanation:
         lines = []
         for choice in self.choices:
             mark = "->" if choice.backend == self.chosen else "  "
-            text = choice.avoided or choice.kernel if choice.supported else "no: " + "; ".join(choice.reasons)
-            backward = f"; backward: {choice.backward}" if choice.backward and not choice.avoided else ""
-            lines.append(f"{mark} {choice.backend:<10} {text}{backward}")
+            text = choice.kernel if choice.supported else "no: " + "; ".join(choice.reasons)
+            more = choice.avoided or (choice.backward and f"backward: {choice.backward}")
+            lines.append(f"{mark} {choice.backend:<10} {text}{more and f'; {more}'}")
         return "\n".join(lines)
 
 
@@ -106,14 +106,14 @@ def run(request: AttentionRequest, backend: str) -> AttentionOutput:
 
 
 def explain(request: AttentionRequest) -> Explanation:
-    choices = []
+    chosen, choices = choose(request), []
     for backend in BACKENDS:
         reasons = _REASONS[backend](request)
         kernel = "" if reasons else _kernel(backend, request)
-        avoided = "" if reasons else _avoided(backend, request)
+        avoided = "" if reasons or backend == chosen else _avoided(backend, request) or f"auto tries {chosen} first"
         backward = "" if reasons or not request.needs_grad else _backward(backend, request)
         choices.append(Choice(backend, not reasons, tuple(reasons), kernel, backward, avoided))
-    return Explanation(choose(request), tuple(choices))
+    return Explanation(chosen, tuple(choices))
 
 
 def _avoided(backend: str, request: AttentionRequest) -> str:
@@ -129,7 +129,7 @@ def _avoided(backend: str, request: AttentionRequest) -> str:
 
 def _sdpa_avoided(request: AttentionRequest) -> str:
     if request.statistics is not None:
-        return "its second pass for the statistics takes longer than tiles that compute them in one pass"
+        return "this second pass takes longer than tiles that compute them in one pass"
     visibility = request.visibility
     if visibility is None or is_exporting():
         return ""

@@ -1,23 +1,26 @@
-"""Load a model that `save` wrote, in any form and bit for bit, or any other transformers folder."""
+"""Load a model that `save` wrote, in any form and bit for bit, or any other transformers model by its name."""
 
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from polyhead.errors import CheckpointError, OptionError
+from polyhead.errors import CheckpointError
 from polyhead.files import read_tensors
 from polyhead.geometry import HeadLayout
 from polyhead.integrations.huggingface.registration import register, set_attention
 from polyhead.observation.origins import IN_CONFIG
 from polyhead.sources.config_sizes import check_config, check_room
 from polyhead.sources.fingerprint import fingerprint
+from polyhead.sources.gguf_reading import reading_once
 from polyhead.sources.load_errors import describe_failure, quiet
-from polyhead.sources.models import check_kernels, find_class, read_weights
+from polyhead.sources.model_source import ModelSource, find_source
+from polyhead.sources.models import check_kernels, checked_device, find_class, read_native, read_weights
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers, has_key_maps
 from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read_heads
@@ -29,25 +32,35 @@ from polyhead.surgery.storage.undo_folder import MANIFEST, find_record
 
 
 def load(
-    folder: str | os.PathLike[str], *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    name: str | os.PathLike[str],
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
 ) -> nn.Module:
-    """Load the model in a folder, in evaluation mode: uniform, uneven, padded or saved by transformers.
+    """Load a transformers model by name, in evaluation mode; one with edited heads in any saved form.
 
     A padded model is loaded without its zero heads. Models that `save` wrote are verified by their fingerprint: damaged
     or foreign weights raise `CheckpointError`. Weights keep the saved dtype unless `dtype` is passed. A model with
-    uneven groups uses polyhead's attention.
+    uneven groups uses polyhead's attention. `AutoTokenizer.from_pretrained(model.name_or_path)` of transformers loads
+    the tokenizer of a model that does not come from a `.gguf` file.
 
     Args:
-        folder: folder of the model.
+        name: a folder, a `.gguf` file, "tiny", "minilm" or "smollm2" for packaged models, or a name on the hub. Local
+            paths take precedence over the hub.
         device: device of the weights.
         dtype: dtype of the weights.
+        allow_pickle: whether to load pickle files, which can run anything on your machine.
+        trust_remote_code: whether to run code from the model's repository.
 
     Returns:
         The model.
 
     Raises:
-        OptionError: the folder has no config.json.
-        CheckpointError: files are damaged, or the weights are not those that were saved.
+        OptionError: there is no such model, or its folder has no config.json.
+        DeviceError: the device is not available.
+        CheckpointError: files are damaged or pickles, or the weights are not those that were saved.
 
     >>> import torch, polyhead
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -63,17 +76,19 @@ def load(
     >>> torch.equal(loaded(tokens).logits, model(tokens).logits)
     True
     """
-    path = Path(folder).expanduser()
-    if not path.is_dir():
-        raise OptionError(
-            f"a model is loaded from the folder it was saved to, got {path}, which is no folder; "
-            "polyhead.workflows.model_loading.load_model loads packaged models and those of the hub by name"
-        )
-    model = load_saved(path, dtype)
+    source, device = find_source(name), checked_device(device)
+    once = nullcontext() if source.gguf_file is None else reading_once()
+    with quiet(progress=False), describe_failure(source.name, source.location, local=source.is_local), once:
+        model = read_model(source, dtype, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
+    return model.to(device).eval()
+
+
+def read_model(source: ModelSource, dtype: torch.dtype | None, *, allow_pickle: bool, trust_remote_code: bool) -> Any:
+    """Return the model of a source, saved by `save` or by transformers."""
+    is_folder = source.gguf_file is None and source.is_local
+    model = load_saved(Path(source.location), dtype) if is_folder else None
     if model is None:
-        with quiet(progress=False), describe_failure(path.name, str(path), local=True):
-            model = read_weights(path, dtype=dtype)
-    model = model.to(device).eval()
+        model = read_native(source, dtype, source.options(trust_remote_code), allow_pickle=allow_pickle)
     return model
 
 
