@@ -117,8 +117,10 @@ def test_link_beyond_the_text_shows_its_end(opened_long):
     assert "(2,999) attends to" in view.read_at(0.99, 0.99)
 
 
-def test_compared_maps_zoom_and_pan_together(open_view, keep_picture):
-    opened = open_long(open_view, "head/1/2?with=A.0.1", viewport=(1600, 900))
+def test_compared_maps_zoom_and_pan_together(opened_long, keep_picture):
+    opened = opened_long
+    opened.of.change_size((1600, 900))
+    go(opened, "head/1/2?with=A.0.1")
     one, other = Map(opened), Map(opened, 1)
     zoom(opened, one, 12)
     other.settle()
