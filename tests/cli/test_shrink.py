@@ -57,7 +57,9 @@ def layouts_of(model: nn.Module) -> list[tuple[int, int]]:
 
 def test_an_encoder_is_shrunk_by_its_fidelity(place, tmp_path):
     options = ["--text", place / "text", "--context", "16", "--device", "cpu", "--form", "uneven"]
-    shown = invoke("shrink", place / "bert", "--target", "25%-heads", *options, "--curve", "-o", tmp_path / "small").stdout
+    shown = invoke(
+        "shrink", place / "bert", "--target", "25%-heads", *options, "--curve", "-o", tmp_path / "small"
+    ).stdout
     contexts = re.search(r"tokens of text in (\d+) contexts, of which the last (\d+) are the test set, held out", shown)
     assert int(contexts[2]) == int(contexts[1]) - int(0.8 * int(contexts[1]))
     assert "those of the unpruned model, on the test set; original model 1" in " ".join(shown.split())
@@ -176,7 +178,9 @@ def test_a_search_of_grouped_keys_keeps_to_the_target(place, target):
 
 def test_every_layer_keeps_as_many_heads_in_a_form_that_stock_loads(place, tmp_path):
     options = ["--text", place / "text", "--context", "16", "--tokens", "400", "--device", "cpu"]
-    shown = invoke("shrink", place / "llama", "--target", "40%-heads", *options, "--curve", "-o", tmp_path / "small").stdout
+    shown = invoke(
+        "shrink", place / "llama", "--target", "40%-heads", *options, "--curve", "-o", tmp_path / "small"
+    ).stdout
     found = re.findall(r"^ *(\d/\d) +(\d+)% +(\d+)% +\d+% ", shown, re.MULTILINE)
     assert found == [("2/2", "50", "100"), ("2/1", "50", "50"), ("1/1", "75", "50")]
     assert "heads/KV heads left in every layer; ± is" in shown
