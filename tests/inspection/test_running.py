@@ -167,6 +167,10 @@ def test_it_is_kept_and_read_again(inspected):
     assert again.spectra.keys() == found.spectra.keys()
     for site, spectra in found.spectra.items():
         assert all(torch.equal(again.spectra[site][name], x) for name, x in spectra.items())
+    assert again.influence.keys() == found.influence.keys() == set(found.table.sites)
+    for site, effects in found.influence.items():
+        assert {"entropy", "ablation"} & set(found.table.names) <= set(effects) == set(again.influence[site])
+        assert all(torch.equal(again.influence[site][name], x) for name, x in effects.items())
     assert again.table.names == found.table.names
     assert again.table.sites == found.table.sites
     for name in found.table.columns:
