@@ -62,7 +62,7 @@ def test_a_run_is_shown_kept_and_compared(place, tmp_path, monkeypatch):
     compared = invoke("compare", *runs).stdout
     tested = len(polyhead.inspection.compare(*map(polyhead.inspection.load_inspection, runs)).tested())
     assert f"\n0 of {tested} tested values differ beyond sampling error in 8 common heads" in compared
-    assert "\ntests at a false discovery rate of 5%, paired over the 12 contexts of the same text\n" in compared
+    assert "\npaired tests over the 12 contexts of the same text; false discovery rate 5%\n" in compared
     assert "loss" not in compared  # the embedding model has none
     said = " ".join(compared.split())
     columns = "effective_rank, output_norm, output_norm_share, total_correlation"

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from polyhead.cli import app
 from polyhead.inspection import Inspection, compare, load_inspection, save_inspection
 from polyhead.inspection.comparison import EXACT
 from polyhead.workflows.inspecting import inspect
@@ -151,3 +154,33 @@ def test_the_loss_of_the_text_is_compared(run, changed, loaded):
     assert not other.paired
     assert other.error > loss.error
     assert compare(run, inspected(loaded, documents(16, seed=0))).loss is None
+
+
+def printed(*runs: Inspection, place: Path) -> str:
+    for name, run in zip("AB", runs, strict=True):
+        save_inspection(place / name, run)
+    result = CliRunner().invoke(app, ["compare", str(place / "A"), str(place / "B")], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_terminal_shows_the_loss_and_how_differences_were_tested(run, changed, loaded, tmp_path):
+    loss = compare(run, changed).loss
+    shown = printed(run, changed, place=tmp_path)
+    assert "\npaired tests over the 16 documents of the same text; false discovery rate 5%\n" in shown
+    assert (
+        f"\nnext-token loss {loss.before:.4g} in A, {loss.after:.4g} in B, difference {loss.difference:+.3g} nats, "
+        f"standard error {loss.error:.2g} (paired over {loss.samples[0]} documents)\n" in shown
+    )
+    other = inspected(loaded, documents(16, seed=5), importance="gradient")
+    shown = printed(without_documents(run), other, place=tmp_path)
+    tokens = f"{run.facts['tokens']:,} tokens in A, 16 documents in B, one in eight tokens counts as independent"
+    assert f"\ntests of independent samples: {tokens}; false discovery rate 5%\n" in shown
+    assert "loss" not in shown
+    assert "nats, standard error" in (shown := printed(run, other, place=tmp_path))
+    assert "(independent samples)\n" in shown
+
+
+def test_pooled_documents_are_called_groups(run):
+    many = dataclasses.replace(run, facts={**run.facts, "documents": 1000})
+    assert compare(many, many).over == ("groups of documents", "groups of documents")

@@ -70,7 +70,7 @@ def compare(
         f"{len(beyond)} of {len(found.tested(statistic))} tested values differ beyond sampling error"
         f" in {len({change.head for change in found.changes})} common heads"
     )
-    console.print(f"tests at a false discovery rate of {FALSE_DISCOVERIES:.0%}, {_sampling(found)}", style="dim")
+    console.print(f"{_sampling(found)}; false discovery rate {FALSE_DISCOVERIES:.0%}", style="dim")
     if found.loss is not None:
         loss, over = found.loss, first.facts.get("intervals_over", "documents")
         sampling = f"paired over {loss.samples[0]} {over}" if loss.paired else "independent samples"
@@ -119,11 +119,11 @@ def compare(
 
 
 def _sampling(found: Comparison) -> str:
+    (one, two), (over, over_after) = found.samples, found.over
     if found.paired:
-        return f"paired over the {found.samples[0]} {found.over[0]} of the same text"
-    runs = [f"{n:,} {over}" for n, over in zip(found.samples, found.over, strict=True)]
-    note = ", of which one in eight counts as independent" if "tokens" in found.over else ""
-    return f"of independent samples: {runs[0]} in A, {runs[1]} in B{note}"
+        return f"paired tests over the {one} {over} of the same text"
+    note = ", one in eight tokens counts as independent" if "tokens" in found.over else ""
+    return f"tests of independent samples: {one:,} {over} in A, {two:,} {over_after} in B{note}"
 
 
 def _with_unit(name: str, loss: str | None) -> str:
