@@ -197,6 +197,9 @@ def test_an_interrupt_leaves_what_was_gathered(folders, plain_bert, text, tmp_pa
     resumed = inspect_model(settings, folder=tmp_path, resume=True)
     for name, column in plain_bert.table.columns.items():
         torch.testing.assert_close(resumed.table[name], column, rtol=0, atol=0, equal_nan=True)
+    for site, effects in plain_bert.influence.items():
+        assert all(torch.equal(resumed.influence[site][name], x) for name, x in effects.items())
+    assert resumed.facts["text"] == plain_bert.facts["text"] != found.facts["text"]  # of what was read
 
 
 def test_an_interrupt_of_the_ablation_leaves_the_roles(folders, plain_bert, text):

@@ -34,7 +34,9 @@ def observed(layer, numbers: tuple[int, ...], documents: tuple[int, ...] = DOCUM
     batch = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=torch.nan)
     with torch.no_grad(), polyhead.observe(layer, statistics=NAMES, collect=[DocumentSums()]) as session:
         session.metadata = BatchMetadata(documents=torch.tensor([documents[number] for number in numbers]))
-        layer(batch.nan_to_num(), mask=polyhead.Mask.lengths(lengths))
+        is_token = torch.arange(batch.shape[1]) < lengths[:, None]
+        # A mask of keys, with which padding attends as a query, as in transformers.
+        layer(batch.nan_to_num(), mask=polyhead.Mask.dense(is_token[:, None, None]))
     return session.observations
 
 
