@@ -57,8 +57,10 @@ def main(early: int = 20, steps: int = 240, tokens: int = 8192) -> tuple[Compari
         print(f"  {polyhead.HeadId(site.layer, head)} {change.name}: {values}")
     roles = [f"{role} ({polyhead.HeadId(site.layer, head)})" for (site, head), role in comparison.gained]
     print("roles gained:", ", ".join(roles) or "none")
-    print("Both checkpoints read the same held-out text. A change counts if it exceeds 1.96 standard errors and 1%")
-    print("of the value: without any training in between, at most about 5% would.")
+    print(
+        f"Both checkpoints read the same held-out text, which is compared context by context ({comparison.samples[0]})."
+    )
+    print("At most about 5% of the changes are expected to be chance; without training in between there would be none.")
     return comparison, losses
 
 

@@ -62,6 +62,8 @@ def test_a_run_is_shown_kept_and_compared(place, tmp_path, monkeypatch):
     compared = invoke("compare", *runs).stdout
     tested = len(polyhead.inspection.compare(*map(polyhead.inspection.load_inspection, runs)).tested())
     assert f"\n0 of {tested} tested values differ beyond sampling error in 8 common heads" in compared
+    assert "\npaired tests over the 12 contexts of the same text; false discovery rate 5%\n" in compared
+    assert "loss" not in compared  # the embedding model has none
     said = " ".join(compared.split())
     columns = "effective_rank, output_norm, output_norm_share, total_correlation"
     assert said.count(f" 32 values of {columns} are not tested: no error estimate") == 1
@@ -72,7 +74,7 @@ def test_a_run_is_shown_kept_and_compared(place, tmp_path, monkeypatch):
 
     def far_apart(one, two, compare=polyhead.inspection.compare):
         found = compare(one, two)
-        changes = [replace(change, before=0.0, after=1.0, error=0.01) for change in found.changes[:3]]
+        changes = [replace(change, before=0.0, after=1.0, error=0.01, q=0.01) for change in found.changes[:3]]
         return replace(found, changes=tuple(changes))
 
     def outputs_scaled(one, two, compare=polyhead.inspection.compare):

@@ -154,7 +154,7 @@ def test_values_without_a_test_are_not_counted_as_tested(run):
               "output_norm": (2.0, 1.0, math.nan)}  # fmt: skip
     changes = [Change((site, 0), (site, 0), name, *numbers) for name, numbers in values.items()]
     changes.append(Change((site, 1), (site, 1), "sink_mass", 0.0, 0.3, 0.1))  # of another head, it is not 0
-    found = Comparison(tuple(changes), (), (), (), ())
+    found = Comparison(tuple(dataclasses.replace(change, q=change.p) for change in changes), (), (), (), ())
     assert [change.name for change in found.tested()] == ["entropy", "sink_mass", "sink_mass"]
     assert found.tested("next_mass") == found.tested("output_norm") == ()
     assert [change.name for change in found.beyond()] == ["entropy", "sink_mass"]
@@ -165,7 +165,7 @@ def test_values_without_sampling_error_are_listed_after_tested_ones(run):
     site = run().table.sites[0]
     rows = [("ov_top_share", 0.5, 0.51, 0.0), ("ov_top_share", 0.5, 0.9, 0.0), ("entropy", 1.0, 0.7, 0.1),
             ("entropy", 1.0, 0.5, 0.1)]  # fmt: skip
-    found = Comparison(tuple(Change((site, 0), (site, 0), *row) for row in rows), (), (), (), ())
+    found = Comparison(tuple(Change((site, 0), (site, 0), *row, q=0.01) for row in rows), (), (), (), ())
     assert [change.after for change in found.beyond()] == [0.5, 0.7, 0.9, 0.51]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from statistics import NormalDist
 
 import torch
@@ -31,16 +32,22 @@ def student_quantile(tail: float, degrees: int) -> float:
     if degrees < 1 or not 0 < tail < 0.5:
         raise OptionError(f"degrees must be at least 1 and the tail below one half, got {degrees} and {tail}")
     low, high = 0.0, 1.0
-    while _student_tail(high, degrees) > tail:
+    while student_tail(high, degrees) > tail:
         low, high = high, 2 * high
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if _student_tail(middle, degrees) > tail else (low, middle)
+        low, high = (middle, high) if student_tail(middle, degrees) > tail else (low, middle)
     return high
 
 
-def _student_tail(t: float, degrees: int) -> float:
-    """Return P(T > t) for t >= 0; a finite sum for integer degrees of freedom (Abramowitz and Stegun, 26.7.3-4)."""
+def student_tail(t: float, degrees: float) -> float:
+    """Return P(T > t) for t >= 0: a finite sum, for integer degrees of freedom (Abramowitz and Stegun, 26.7.3-4).
+
+    Other degrees of freedom are rounded down; infinitely many are the normal distribution.
+    """
+    if degrees == math.inf:
+        return math.erfc(t / math.sqrt(2)) / 2
+    degrees = max(1, int(degrees))
     angle = math.atan(t / math.sqrt(degrees))
     square = math.cos(angle) ** 2
     odd = degrees % 2
@@ -88,6 +95,40 @@ def ratio_of_sums(sums: Tensor, counts: Tensor, deviations: float = Z) -> tuple[
     factor = texts / (texts - 1) if texts > 1 else torch.nan
     half_width = deviations * (factor * _sum_in_order(residual.square())).sqrt() / total
     return ratio, ratio - half_width, ratio + half_width
+
+
+def influence(sums: Tensor, counts: Tensor) -> Tensor:
+    """Return the effect of each text on the ratio of sums to counts, both [texts, heads], to first order.
+
+    These are the terms of the linearised ratio estimator (its empirical influence divided by the number of texts); they
+    add up to 0. Texts without counts are left out.
+    """
+    used = (counts > 0).any(-1)
+    sums, counts = sums[used], counts[used]
+    total = _sum_in_order(counts).to(torch.float64)
+    return (sums - _sum_in_order(sums) / total * counts) / total
+
+
+def influence_error(effects: Tensor) -> float:
+    """Return the standard error of a ratio, or of a difference of two, from the effects of each text, [texts].
+
+    NaN for fewer than two texts.
+    """
+    texts = len(effects)
+    return float((effects.double().square().sum() * texts / (texts - 1)).sqrt()) if texts > 1 else math.nan
+
+
+def adjusted(p: Sequence[float]) -> list[float]:
+    """Return p-values adjusted for the false discovery rate (Benjamini and Hochberg, 1995).
+
+    >>> adjusted([0.01, 0.04, 0.03, 0.5])
+    [0.04, 0.05333333333333334, 0.05333333333333334, 0.5]
+    """
+    result, least = [1.0] * len(p), 1.0
+    for rank, index in sorted(enumerate(sorted(range(len(p)), key=p.__getitem__), 1), reverse=True):
+        least = min(least, p[index] * len(p) / rank)
+        result[index] = least
+    return result
 
 
 def _sum_in_order(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from polyhead.cli.options import optional
 from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
+    from polyhead.inspection.comparison import Comparison
     from polyhead.inspection.heads import Head
 
 UNTESTED_ROWS, LARGE_CHANGE = 5, 0.1  # number and minimum relative change of shown values without an error estimate
@@ -29,10 +30,11 @@ def compare(
     """Compare two inspections head by head.
 
     For models before and after training or pruning, two models of one layout, or two texts. Heads of edited models are
-    matched by their number in the original: L0H5 → L0H4 is L0H5 of A and L0H4 of B. Only differences beyond
-    sampling error are shown: more than 1.96 standard errors and more than 1% of the value; of values computed from the
-    weights alone, any difference. Columns without an error estimate (output norms) are not tested: up to five of their
-    largest relative changes above 10% follow, and --statistic NAME shows all values of one.
+    matched by their number in the original: L0H5 → L0H4 is L0H5 of A and L0H4 of B. Runs over the same text are
+    compared document by document, or by context if there are few documents. Only differences beyond sampling error are
+    shown: more than 1% of the value, and at most 5% of them expected by chance (false discovery rate over all tests);
+    of values computed from the weights alone, any difference. Columns without an error estimate (output norms) are not
+    tested: up to five of their largest relative changes above 10% follow, and --statistic NAME shows all values of one.
     """
     from rich.console import Console
     from rich.table import Table
@@ -47,7 +49,9 @@ def compare(
 
     from polyhead.inspection import compare as compared
     from polyhead.inspection import load_inspection
+    from polyhead.inspection.comparison import FALSE_DISCOVERIES
     from polyhead.inspection.heads import named
+    from polyhead.inspection.wording import loss_in_words
 
     first, second = load_inspection(before), load_inspection(after)
     found = compared(first, second)
@@ -66,6 +70,14 @@ def compare(
         f"{len(beyond)} of {len(found.tested(statistic))} tested values differ beyond sampling error"
         f" in {len({change.head for change in found.changes})} common heads"
     )
+    console.print(f"{_sampling(found)}; false discovery rate {FALSE_DISCOVERIES:.0%}", style="dim")
+    if found.loss is not None:
+        loss, over = found.loss, first.facts.get("intervals_over", "documents")
+        sampling = f"paired over {loss.samples[0]} {over}" if loss.paired else "independent samples"
+        console.print(
+            f"{loss_in_words(first.facts['loss']).en} {loss.before:.4g} in A, {loss.after:.4g} in B, difference "
+            f"{loss.difference:+.3g} nats, standard error {loss.error:.2g} ({sampling})"
+        )
     for label, heads in (("A", found.only_before), ("B", found.only_after)):
         if len(heads):
             console.print(f"only in {label}: {', '.join(map(str, heads))}", markup=False, soft_wrap=True)
@@ -104,6 +116,14 @@ def compare(
     for word, roles in (("gained", found.gained), ("lost", found.lost)):
         for head, role in roles:
             console.print(f"{named(head)} {word} the role {role}", markup=False)
+
+
+def _sampling(found: Comparison) -> str:
+    (one, two), (over, over_after) = found.samples, found.over
+    if found.paired:
+        return f"paired tests over the {one} {over} of the same text"
+    note = ", one in eight tokens counts as independent" if "tokens" in found.over else ""
+    return f"tests of independent samples: {one:,} {over} in A, {two:,} {over_after} in B{note}"
 
 
 def _with_unit(name: str, loss: str | None) -> str:

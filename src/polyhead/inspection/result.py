@@ -37,6 +37,9 @@ class Inspection:
     examples: tuple[Example, ...] = ()  # short excerpts with all attention weights
     top_keys: Mapping[AttentionSite, tuple[tuple[TopKey, ...], ...]] = field(default_factory=dict)  # by head
     spectra: Mapping[AttentionSite, Mapping[str, Tensor]] = field(default_factory=dict)  # qk, ov [heads, head_dim]
+    # By column, [documents, heads]: effect of each document (or context) on the mean, to first order. Standard errors
+    # follow from their squares, and errors of paired differences from the squares of differences of two runs.
+    influence: Mapping[AttentionSite, Mapping[str, Tensor]] = field(default_factory=dict)
 
     def roles_of(self, site: AttentionSite, head: int) -> HeadRoles | None:
         """Return the roles of a head, and None if none were computed for it.

@@ -10,7 +10,7 @@ OBSERVATIONS = "observations.safetensors"  # collector states, from which a run 
 TABLE = "heads.parquet"
 REST = "inspection.json"
 MATRICES = "relations.safetensors"
-PICTURES = "pictures.safetensors"  # maps, offsets, spectra, and the weights of the examples
+PICTURES = "pictures.safetensors"  # maps, offsets, spectra, weights of the examples, effects of documents
 FILES = (OBSERVATIONS, TABLE, REST, MATRICES, PICTURES)
 
 

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyhead.analysis.importance import Importance
 from polyhead.analysis.roles import HeadRoles, evidence_of, head_roles
 from polyhead.analysis.roles_rules import RULES
 from polyhead.errors import OptionError
 from polyhead.inspection import cross_layer_similarity, layer_similarity
+from polyhead.inspection.document_influence import influence_of
 from polyhead.inspection.findings import findings
 from polyhead.inspection.head_maps import head_maps_of
 from polyhead.inspection.most_attended import most_frequent, top_keys_of
@@ -41,6 +43,7 @@ from polyhead.observation import (
     read_facts,
     save,
 )
+from polyhead.observation.document_sums import DocumentSums
 from polyhead.observation.origins import is_edited
 from polyhead.observation.role_evidence import EvidenceCollector
 from polyhead.observation.role_evidence_tokens import TokenVectors, rare_tokens
@@ -112,6 +115,7 @@ class _Run:
     save_seconds: float
     interrupted: bool = False
     across: Reason | None = None  # method by which pairs of different layers were found
+    read_digest: str | None = None  # of the text that was read
 
     def run(self, resume: bool, began: float) -> Inspection:
         head_projections = self.probes.head_projections(self.loaded.model)
@@ -133,15 +137,17 @@ class _Run:
                 importance, importance_tokens = self.probes.importance()
             except KeyboardInterrupt:
                 self.interrupted = True
-        measured = {"loss": None if importance is None else importance.loss, "importance_tokens": importance_tokens}
+        measured = {"importance_tokens": importance_tokens, **_loss_facts(importance)}
+        table = layer_similarity.extend_table(observations.profile, columns, importance)
         inspection = Inspection(
             self.settings,
             {**self.facts(observations, began), **measured},
-            layer_similarity.extend_table(observations.profile, columns, importance),
+            table,
             relations=layer_similarity.extend_matrices(matrices, probed.distances, importance),
             head_maps=head_maps_of(observations.collected),
             top_keys=top_keys_of(observations.collected, self.loaded.tokenizer, self.reader.counts),
             spectra=spectra,
+            influence=influence_of(observations.collected, importance, table),
             **probed.fields,
         )
         return dataclasses.replace(inspection, findings=findings(inspection))
@@ -180,7 +186,7 @@ class _Run:
     def text(self, sample: TokenSample | None, resume: bool) -> Observations:
         """Read the text, or the rest of it; save the observations periodically, and after an error or an interrupt."""
         collectors: list[Collector] = [AttentionMaps(self.reader.text.length), Contributions(), self.evidence()]
-        collectors += [most_frequent(self.reader.counts), *([] if sample is None else [sample])]
+        collectors += [DocumentSums(), most_frequent(self.reader.counts), *([] if sample is None else [sample])]
         if self.settings.via_weights:
             self.probes.left_out.append(Reason("returned_weights"))
         if len(self.reader.contexts) == 1:
@@ -219,6 +225,7 @@ class _Run:
             raise OptionError("an inspection needs at least one batch, got an interrupt before the first was complete")
         if self.folder is not None:
             self.keep(read)
+        self.read_digest = read.digest if self.interrupted else self.reader.text.digest
         return read.observations
 
     def keep(self, read: _Read) -> None:
@@ -279,6 +286,7 @@ class _Run:
             "contexts": len(self.reader.contexts),
             "context": self.reader.text.length,
             "tokens": tokens,
+            "text": self.read_digest,
             "unknown": self.reader.unknown,
             "intervals_over": "contexts" if self.reader.counts_contexts else "documents",
             "pairs_by": self.across,
@@ -291,6 +299,14 @@ class _Run:
                 "python": platform.python_version(),
             },
         }
+
+
+def _loss_facts(importance: Importance | None) -> dict[str, Any]:
+    """Return the loss by which importance was measured and, unless it is a change, its mean and sums by document."""
+    if importance is None or importance.loss == "representation":
+        return {"loss": importance and importance.loss}
+    sums = torch.stack([importance.intact, importance.weights], -1)
+    return {"loss": importance.loss, "mean_loss": importance.intact_loss, "document_losses": sums.tolist()}
 
 
 def _sizes(model: Any) -> dict[str, Any]:

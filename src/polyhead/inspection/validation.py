@@ -26,10 +26,13 @@ _FACTS: Mapping[str, Any] = {
     "contexts": int,
     "context": int,
     "tokens": int,
+    "text": str | None,
     "unknown": float,
     "intervals_over": str,
     "pairs_by": Mapping[str, Any] | None,
     "loss": str | None,
+    "mean_loss": float,
+    "document_losses": tuple[tuple[float, float], ...],
     "interrupted": bool,
     "left_out": tuple[Mapping[str, Any], ...],
     "seconds": float,
@@ -115,7 +118,7 @@ def check_run(inspection: Inspection) -> None:
 
 
 def check_tensors(inspection: Inspection) -> None:
-    """Check the shapes of matrices, maps, spectra and examples."""
+    """Check the shapes of matrices, maps, spectra, effects of documents and examples."""
     for site, matrices in inspection.relations.items():
         for name, matrix in matrices.items():
             _check_shape(f"{short(name)} of {short(site.name)}", matrix, (site.num_heads, site.num_heads))
@@ -131,6 +134,9 @@ def check_tensors(inspection: Inspection) -> None:
     for site, spectra in inspection.spectra.items():
         for name, spectrum in spectra.items():
             _check_shape(f"the spectrum {short(name)} of {short(site.name)}", spectrum, (site.num_heads, None))
+    for site, effects in inspection.influence.items():
+        for name, effect in effects.items():
+            _check_shape(f"the influence on {short(name)} of {short(site.name)}", effect, (None, site.num_heads))
     for example in inspection.examples:
         for site, weights in example.weights.items():
             shape = (site.num_heads, len(example.queries), len(example.keys))

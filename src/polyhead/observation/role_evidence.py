@@ -90,6 +90,21 @@ def _same_keys(first: Mask | None, second: Mask | None) -> bool:
     return edges[0] == edges[1] and first.placed is second.placed and tensors[0] == tensors[1]
 
 
+def summed_by_document(*parts: tuple[Tensor, Mapping[str, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the sorted documents of all parts, and their sums by name, on the device of the first part that has them.
+
+    A part has document indices [rows], on the CPU and not necessarily distinct, and its sums [rows, ...] by name.
+    """
+    documents = torch.unique(torch.cat([x for x, _ in parts]))
+    sums: dict[str, Tensor] = {}
+    for rows, (name, x) in ((rows, item) for rows, part in parts for item in part.items()):
+        if name not in sums:
+            sums[name] = torch.zeros(len(documents), *x.shape[1:], dtype=x.dtype, device=x.device)
+        index = torch.searchsorted(documents, rows).to(sums[name].device, non_blocking=True)
+        sums[name].index_add_(0, index, x.to(sums[name].device))
+    return documents, sums
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadEvidence(NamedTensors):
     """State of `EvidenceCollector` at one site: sums per document, sorted by document index."""
@@ -150,17 +165,9 @@ class HeadEvidence(NamedTensors):
         return self._with(other.documents, EvidenceSums(*tensors))
 
     def _with(self, documents: Tensor, added: EvidenceSums) -> Self:
-        all_documents = torch.unique(torch.cat([self.documents, documents]))
-        own_rows, added_rows = (
-            torch.searchsorted(all_documents, x).to(self.sums.device, non_blocking=True)
-            for x in (self.documents, documents)
-        )
-
-        def combine(own: Tensor, new: Tensor) -> Tensor:
-            table = torch.zeros(len(all_documents), *own.shape[1:], dtype=own.dtype, device=own.device)
-            return table.index_add_(0, own_rows, own).index_add_(0, added_rows, new)
-
-        sums: dict[str, Any] = {x.name: combine(getattr(self, x.name), getattr(added, x.name)) for x in fields(added)}
+        own, new = ({x.name: getattr(state, x.name) for x in fields(added)} for state in (self, added))
+        all_documents, tensors = summed_by_document((self.documents, own), (documents, new))
+        sums: dict[str, Any] = tensors
         return replace(self, documents=all_documents, **sums)
 
     def with_state(self, state: Mapping[str, Tensor]) -> Self:

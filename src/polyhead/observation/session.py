@@ -141,7 +141,9 @@ class Call:
         non_padding = non_padding_rows(self.tokens)
         rows = attended.result.statistics
         if rows is not None and len(self.columns):
-            self.session.add(self, corrected(rows, hidden_by_bias(self.mask), self.sinks_in_view), non_padding)
+            rows = corrected(rows, hidden_by_bias(self.mask), self.sinks_in_view)
+            self.session.add(self, rows, non_padding)
+            attended = replace(attended, result=replace(attended.result, statistics=rows))
         if self.has_collectors:
             self.session.collect(self.site, attended, non_padding)
 
