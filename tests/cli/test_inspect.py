@@ -125,7 +125,7 @@ def test_ablation_of_a_language_model_and_chosen_statistics(place):
     assert re.search(r"Importance by ablation: next-token loss, on \d+ tokens\.", shown)
     rows = [line.split() for line in shown.splitlines() if re.match(r"L\dH\d .*±", line)]
     least = sorted(rows, key=lambda row: float(row[-2]))[:4]
-    (line,) = re.findall(r"^Least important: (.*); ± is the standard error\.$", shown, re.MULTILINE)
+    (line,) = re.findall(r"^Least important by ablation: (.*); ± is the standard error\.$", shown, re.MULTILINE)
     listed = [part.split() for part in line.split(", ")]  # rounded to two digits and to one
     assert [head for head, *_ in listed] == [row[0] for row in least]
     assert [float(x[1]) for x in listed] == pytest.approx([float(row[-2]) for row in least], rel=0.06)
@@ -133,6 +133,15 @@ def test_ablation_of_a_language_model_and_chosen_statistics(place):
     heads = ",".join(row[0] for row in least)
     command = f"polyhead prune {place / 'llama'} --heads {heads} --form uneven --output FOLDER"
     assert f"\nTo remove them: {command}\n" in shown
+
+
+def test_both_measures_of_importance_come_from_one_run(place, tmp_path):
+    options = ["--context", 64, "--tokens", 200, "--statistics", "entropy", "--no-chance", "--device", "cpu"]
+    options += ["--importance", "both", "--save", tmp_path / "run"]
+    shown = invoke("inspect", place / "llama", "--text", place / "text", *options).stdout
+    assert re.search(r"Importance by ablation and gradient: next-token loss, on \d+ tokens\.", shown)
+    assert len(re.findall(r"^Least important by ablation: L\dH\d ", shown, re.MULTILINE)) == 1
+    assert {"ablation", "gradient", "taylor"} <= set(polyhead.inspection.load_inspection(tmp_path / "run").table.names)
 
 
 def test_a_terminal_has_columns_that_fit_it_and_whole_findings(place, monkeypatch):

@@ -284,11 +284,10 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
             style="dim",
         )
     if facts.get("importance_tokens") is not None:
-        method = " and ".join(name for name in ("ablation", "gradient") if name in found.table.names)
-        console.print(
-            f"Importance by {method}: {loss_in_words(facts['loss'], facts['importance_tokens']).en}.", style="dim"
-        )
-        for line in _least_important(found, method):
+        methods = [name for name in ("ablation", "gradient") if name in found.table.names]
+        measured = loss_in_words(facts["loss"], facts["importance_tokens"]).en
+        console.print(f"Importance by {' and '.join(methods)}: {measured}.", style="dim")
+        for line in _least_important(found, methods[0]):
             console.print(line, style="dim", markup=False, soft_wrap=True)
     if len(found.findings):
         console.print("\n[bold]Main findings[/bold]")
@@ -311,7 +310,7 @@ def _least_important(found: Inspection, measure: str) -> Iterator[str]:
         + (f" ± {float(errors[row]):.1g}" if known else "")
         for row in rows
     ]
-    yield f"Least important: {', '.join(shown)}{'; ± is the standard error' if known else ''}."
+    yield f"Least important by {measure}: {', '.join(shown)}{'; ± is the standard error' if known else ''}."
     if not stacked:  # heads of one stack can be named in a command
         heads = ",".join(f"L{table.sites[row].layer}H{table.heads[row]}" for row in rows)
         yield f"To remove them: polyhead prune {found.settings.model} --heads {heads} --form uneven --output FOLDER"
