@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from polyhead import Mask, attention
+from polyhead import Mask, Statistics, attention
 from polyhead.errors import DtypeError, MaskError, OptionError, ShapeError
 from polyhead.ops.attention import plain_calls
 
@@ -20,8 +20,10 @@ SHAPE = (2, 6, 19, 8)
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
     plain_calls._known.clear()
+    plain_calls._known_statistics.clear()
     yield
     plain_calls._known.clear()
+    plain_calls._known_statistics.clear()
 
 
 def tensors(*, kv_heads: int = 6, keys: int = 19, value_dim: int = 8) -> list[Tensor]:
@@ -132,3 +134,97 @@ def test_the_number_of_known_sizes_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     for keys in range(1, 9):
         attention(*tensors(keys=keys))
         assert len(plain_calls._known) <= 3
+
+
+# ---- with statistics, on Hopper
+
+NAMES = ("entropy", "max_logit", "mean_distance")
+
+
+def on_gpu(*shape: int, kv_heads: int = 2, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    batch, heads, tokens, dim = shape or (2, 4, 150, 64)
+    sizes = (heads, kv_heads, kv_heads)
+    return [torch.randn(batch, x, tokens, dim, device="cuda", dtype=dtype) for x in sizes]
+
+
+def assert_same(inputs: list[Tensor], *, backend: str = "fused", **options: object) -> None:
+    """Compare the call with that of a named backend, which takes the long way."""
+    found, expected = attention(*inputs, **options), attention(*inputs, backend=backend, **options)
+    assert found.backend == backend
+    torch.testing.assert_close(found.output, expected.output, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(found.logsumexp, expected.logsumexp, rtol=0, atol=0, equal_nan=True)
+    for name in NAMES:
+        one, other = (getattr(x.statistics, name) for x in (found, expected))
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_on_a_gpu_calls_with_statistics_are_validated_once_and_stay_the_same() -> None:
+    transposed_inputs = transposed(on_gpu(), 1, 2)
+    for inputs in (on_gpu(), transposed_inputs, on_gpu(2, 4, 150, 96), on_gpu(dtype=torch.float16), on_gpu()):
+        for options in ({}, {"mask": Mask.causal(), "finite": True}, {"scale": 0.3}):
+            for statistics in (NAMES, "entropy", ("max_logit",), Statistics(*NAMES)):
+                for _ in range(2):
+                    assert_same(inputs, statistics=statistics, **options)
+    inputs = on_gpu()
+    attention(*inputs, statistics=NAMES)
+    with mock.patch.object(plain_calls, "checked_request", side_effect=AssertionError):
+        for scale in (None, 0.5):
+            attention(*inputs, statistics=NAMES, scale=scale)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_what_changes_between_calls_with_statistics_is_read_in_every_call() -> None:
+    inputs = on_gpu()
+    causal = {"mask": Mask.causal(), "statistics": NAMES}
+    with torch.no_grad():
+        assert_same(inputs, finite=True, **causal)
+        # An address that is no multiple of 16 bytes, with the same sizes and strides.
+        shifted = [torch.empty(x.numel() + 1, device="cuda", dtype=x.dtype)[1:].view(x.shape).copy_(x) for x in inputs]
+        assert_same(shifted, finite=True, **causal)
+        assert_same([inputs[0], *shifted[1:]], finite=True, **causal)
+        for scale in (-0.3, 0.0, 1, 1.0):
+            assert_same(inputs, finite=True, scale=scale, **causal)
+        broken = [x.clone() for x in inputs]
+        broken[1][:, :, -1], broken[2][:, :, -1] = torch.nan, torch.inf
+        assert_same(broken, **causal)
+        result = attention(*broken, **causal)
+        assert result.output[:, :, :-1].isfinite().all()
+        assert result.output[:, :, -1].isnan().all()
+        with pytest.raises(OptionError, match="a statistic must be one of"):
+            attention(*inputs, statistics=("entropy", "magic"))
+        with pytest.raises(OptionError, match="a statistic must be one of"):
+            attention(*inputs, statistics=(["entropy"],))
+        with pytest.raises(DtypeError, match="must be tensors"):
+            attention(inputs[0], None, inputs[2], statistics=NAMES)
+        with pytest.raises(DtypeError, match="one dtype"):
+            attention(inputs[0], inputs[1].half(), inputs[2], statistics=NAMES)
+        with torch.autocast("cuda", torch.bfloat16):
+            assert attention(inputs[0].float(), *inputs[1:], statistics=NAMES).output.dtype is torch.bfloat16
+    inputs[0].requires_grad_()
+    result = attention(*inputs, statistics=NAMES)
+    (gradient,) = torch.autograd.grad(result.statistics.entropy.sum(), inputs[0])
+    assert gradient.abs().sum() > 0
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_on_a_gpu_every_variant_of_a_known_kernel_is_launched_as_compiled() -> None:
+    """Poison of one sequence and one head, cut for a later offset, starts at an address of its own."""
+    for queries in (150, 149, 146, 150):
+        query, key, value = on_gpu(1, 1, 150, 64, kv_heads=1)
+        for broken in (False, True):
+            if broken:
+                key[:, :, 3] = torch.nan
+            for finite in (True, False) if not broken else (False,):
+                inputs = [query[:, :, -queries:], key, value]
+                found = attention(*inputs, mask=Mask.causal(), statistics=NAMES, finite=finite)
+                exact = attention(*(x.double() for x in inputs), mask=Mask.causal(), statistics=NAMES)
+                assert found.backend == "fused"
+                torch.testing.assert_close(found.output.double(), exact.output, rtol=0.03, atol=0.03, equal_nan=True)
+                for name in NAMES:
+                    one, other = (getattr(x.statistics, name) for x in (found, exact))
+                    torch.testing.assert_close(one.double(), other, rtol=0.02, atol=0.02, equal_nan=True)

@@ -75,11 +75,16 @@ def attention(
     >>> result.output.shape, result.backend
     (torch.Size([2, 8, 5, 16]), 'sdpa')
     """
-    is_plain = statistics is None and softcap is None and sinks is None and seed is None and backend == "auto"
-    if is_plain and type(dropout) is float and not dropout and not weights and not logsumexp:
-        output = plain_calls.attend(query, key, value, mask, scale, finite)
-        if output is not None:
-            return AttentionOutput(output, backend="sdpa")
+    has_defaults = softcap is None and sinks is None and seed is None and backend == "auto" and not weights
+    if has_defaults and type(dropout) is float and not dropout and isinstance(query, Tensor):
+        if statistics is not None:
+            result = plain_calls.attend_with_statistics(query, key, value, mask, scale, finite, statistics)
+            if result is not None:
+                return result
+        elif not logsumexp:
+            output = plain_calls.attend(query, key, value, mask, scale, finite)
+            if output is not None:
+                return AttentionOutput(output, backend="sdpa")
     request = checked_request(
         query,
         key,

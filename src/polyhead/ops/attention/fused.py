@@ -135,23 +135,43 @@ def compute(call: KernelCall) -> list[Tensor]:
     if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
         query, key, value = (with_dense_rows(x) for x in (query, key, value))
         call = replace(call, query=query, key=key, value=value)
-    if call.is_plain and call.scale > 0 and has_hopper_kernels(query.device):
+    split = _hopper_names(call)
+    if split is not None:
         from polyhead.ops.attention.kernels import forward_hopper, local_mass
 
-        # Masses of a few keys are not computed in that kernel's loop, and cost almost nothing in a separate kernel.
-        in_kernel, separate = _split_names(call.names, local_mass.STATISTICS)
-        if len(separate) and not local_mass.can_serve(call):
-            in_kernel, separate = call.names, ()
-        if forward_hopper.can_serve(call, in_kernel):
-            poison = row_poison(call.mask, query.shape[2])
-            output, logsumexp, statistics = forward_hopper.forward(call, row_poison=poison, names=in_kernel)
-            if len(separate):
-                statistics |= local_mass.masses(call, logsumexp, names=separate)
-            return [output, logsumexp, *map(statistics.__getitem__, call.names)]
+        in_kernel, separate = split
+        poison = row_poison(call.mask, query.shape[2])
+        output, logsumexp, statistics = forward_hopper.forward(call, row_poison=poison, names=in_kernel)
+        if len(separate):
+            statistics |= local_mass.masses(call, logsumexp, names=separate)
+        return [output, logsumexp, *map(statistics.__getitem__, call.names)]
     from polyhead.ops.attention.kernels.forward import forward
 
     output, logsumexp, statistics, _ = forward(call)
     return [output, logsumexp, *statistics.values()]
+
+
+def _hopper_names(call: KernelCall) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """Return the statistics that the Hopper kernel and a separate one compute; None if another kernel must run.
+
+    Masses of a few keys are not computed in the loop of that kernel, and cost almost nothing in a separate one.
+    """
+    if not (call.is_plain and call.scale > 0 and has_hopper_kernels(call.query.device)):
+        return None
+    from polyhead.ops.attention.kernels import forward_hopper, local_mass
+
+    in_kernel, separate = _split_names(call.names, local_mass.STATISTICS)
+    if len(separate) and not local_mass.can_serve(call):
+        in_kernel, separate = call.names, ()
+    return (in_kernel, separate) if forward_hopper.can_serve(call, in_kernel) else None
+
+
+def hopper_call(request: AttentionRequest) -> KernelCall | None:
+    """Return the call of a request without gradients that the Hopper kernel computes alone; None for any other."""
+    if _is_decode(request, needs_grad=False):
+        return None
+    call = as_call(request, request.query, for_columns=False)
+    return call if _hopper_names(call) == (call.names, ()) else None
 
 
 @functools.cache

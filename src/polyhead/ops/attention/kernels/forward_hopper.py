@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from polyhead.ops.attention.kernels.outputs import output_like
 from polyhead.ops.common.kernel_call import KernelCall
 from polyhead.ops.common.kernels.availability import multiprocessors
-from polyhead.ops.common.kernels.hopper import bounded, descriptor, row_sums, supports_band
+from polyhead.ops.common.kernels.hopper import bounded, descriptor, launch, row_sums, supports_band
 from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
 from polyhead.ops.common.kernels.softmax_tiles import LN2, LOG2E
 
@@ -447,8 +447,12 @@ def forward(
     # Without a mask every block takes the same time: persistent programs, one per multiprocessor, load the next block
     # while they finish the last.
     programs = min(total_blocks, multiprocessors(query.get_device())) if is_full else total_blocks
+    constants = (
+        *(dim, value_dim, block, 3 if max(dim, value_dim) == 64 else 2, right == 0, is_full, left is not None),
+        *("entropy" in names, "mean_distance" in names, "mean_offset" in names),
+    )
     with torch.cuda.device_of(query):
-        forward_kernel[(programs,)](
+        arguments = (
             descriptor(query, 64, dim),
             descriptor(key, block, dim),
             descriptor(value, block, value_dim),
@@ -463,19 +467,11 @@ def forward(
             offset,
             bounded(left),
             bounded(right),
-            call.scale,
+            float(call.scale),
             blocks,
             total_blocks,
-            D=dim,
-            DV=value_dim,
-            BLOCK_N=block,
-            STAGES=3 if max(dim, value_dim) == 64 else 2,
-            CAUSAL=right == 0,
-            FULL=is_full,
-            WINDOW=left is not None,
-            ENTROPY="entropy" in names,
-            DISTANCE="mean_distance" in names,
-            SIGNED="mean_offset" in names,
-            num_warps=4,
         )
+        poison = None if row_poison is None else (row_poison.dtype, row_poison.data_ptr() % 16)
+        variant = query.get_device(), query.dtype, names, poison
+        launch(forward_kernel, programs, arguments, constants, variant=variant)
     return output, logsumexp, statistics

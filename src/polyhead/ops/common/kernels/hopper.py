@@ -1,9 +1,10 @@
-"""Descriptors of the tensor memory accelerator (TMA) and row sums, shared by the Hopper kernels."""
+"""Descriptors of the tensor memory accelerator (TMA), launches and row sums, shared by the Hopper kernels."""
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -54,9 +55,48 @@ def bounded(edge: int | None) -> int:
     return FAR if edge is None else min(edge, FAR)
 
 
+_MOST_KNOWN = 4096
+_descriptors: dict[Hashable, dict[str, Any]] = {}  # validated fields of descriptors, without the tensor
+_compiled: dict[Hashable, Any] = {}
+
+
 def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Return a TMA descriptor of [batch, heads, tokens, dim] for blocks of `rows` tokens and `columns` channels."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns], _layout(rows, columns, x.dtype))
+    """Return a TMA descriptor of [batch, heads, tokens, dim] for blocks of `rows` tokens and `columns` channels.
+
+    Sizes and strides are validated once, which takes longer than the rest.
+    """
+    properties = x.shape, x.stride(), x.dtype, rows, columns, x.data_ptr() % 16
+    known = _descriptors.get(properties)
+    if known is None:
+        layout = _layout(rows, columns, x.dtype)
+        result = TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns], layout)
+        if len(_descriptors) >= _MOST_KNOWN:
+            _descriptors.clear()
+        _descriptors[properties] = {name: field for name, field in vars(result).items() if name != "base"}
+        return result
+    result = object.__new__(TensorDescriptor)
+    vars(result).update(known, base=x)
+    return result
+
+
+def launch(
+    kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], *, variant: Hashable
+) -> None:
+    """Launch a kernel, from the second time on without Triton's binder, which takes longer than the launch itself.
+
+    Args:
+        kernel: its integers must not be specialised (`do_not_specialize`).
+        arguments: tensors, descriptors and numbers, in the order of the kernel.
+        constants: its constexpr arguments, which follow.
+        variant: whatever else decides what Triton compiles: device, dtypes, and which pointers are None or no multiple
+            of 16 bytes.
+    """
+    key = kernel, constants, variant
+    compiled = _compiled.get(key)
+    if compiled is None:
+        _compiled[key] = kernel[(programs,)](*arguments, *constants, num_warps=4)
+    else:
+        compiled[programs, 1, 1](*arguments, *constants)
 
 
 @functools.cache
