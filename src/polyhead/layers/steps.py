@@ -20,11 +20,16 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-def restores_cache_on_error(forward: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorate a layer's `forward` to restore its cache when it raises, so that the call can be retried."""
+def layer_forward(forward: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Decorate a layer's `forward` to refuse the masks of PyTorch's layer, and to restore the cache if it raises."""
 
     @functools.wraps(forward)
     def call(*tensors: Arguments.args, **options: Arguments.kwargs) -> Result:
+        if "attn_mask" in options or "key_padding_mask" in options:
+            raise OptionError(
+                "a layer takes one mask, mask=, got attn_mask or key_padding_mask of torch.nn.MultiheadAttention; use "
+                "mask=Mask.from_torch(attn_mask, key_padding_mask), or polyhead.layers.torch_compat.MultiheadAttention"
+            )
         cache = options.get("cache")
         if not isinstance(cache, KVCache):
             return forward(*tensors, **options)

@@ -272,7 +272,7 @@ class LanguageModel(_Trunk):
             top_k: sample from the top_k most likely tokens only.
             eos: end-of-sequence token, repeated once a sequence has ended; generation stops when all have ended.
             source: `source` and `source_lengths`, as in `forward`.
-            max_new_tokens: tokens to generate; preallocated caches need room for them, also where `eos` may end earlier.
+            max_new_tokens: tokens to generate; preallocated caches need room for all, even if `eos` ends earlier.
             side: padding side of the prompts.
             generator: random numbers of the sampling.
 
