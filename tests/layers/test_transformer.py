@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from polyhead import Mask, MultiHeadAttention
 from polyhead.errors import CacheError, DtypeError, OptionError, ShapeError
-from polyhead.layers.kv_cache import GrowingCache
+from polyhead.layers import LatentAttention
+from polyhead.layers.kv_cache import GrowingCache, LatentCache
 from polyhead.layers.positions import ALiBi, Learned, Positions, Rotary, Sinusoidal, T5Bias
 from polyhead.layers.transformer import (
     DecoderBlock,
@@ -23,6 +24,7 @@ from polyhead.layers.transformer import (
     LanguageModel,
     SequenceToSequence,
 )
+from polyhead.layers.variants import RoutedHeads
 
 BATCH, LENGTH, SOURCE, EMBED, HEADS, LAYERS, VOCAB = 3, 11, 13, 24, 4, 2, 97
 HEAD_DIM = EMBED // HEADS
@@ -348,6 +350,18 @@ def test_generation_leaves_no_gradient_and_works_in_inference_mode() -> None:
         inside = model.generate(prompt, 5, caches="preallocated")
     assert torch.equal(inside, model.generate(prompt, 5))
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_every_layer_refuses_padding_in_the_mask_beside_a_cache() -> None:
+    model, x, padding = language_model(), torch.randn(BATCH, LENGTH, EMBED), Mask.lengths([LENGTH, 4, 7])
+    caches = model.new_caches("growing", BATCH)
+    with torch.no_grad(), pytest.raises(OptionError, match="padding of a call with a cache is passed as lengths="):
+        model(tokens(BATCH, LENGTH), padding, caches)
+    assert caches[0].lengths == (0,) * BATCH
+    latent, routed = LatentAttention(EMBED, HEADS, kv_lora_rank=8), RoutedHeads(EMBED, HEADS, top_k=2)
+    for layer, cache in ((latent, LatentCache()), (routed, GrowingCache())):
+        with torch.no_grad(), pytest.raises(OptionError, match="padding of a call with a cache is passed as lengths="):
+            layer(x, cache=cache, mask=padding)
 
 
 @pytest.mark.parametrize("kind", ["preallocated", "quantized"])
