@@ -496,10 +496,12 @@ def check_lengths_of_the_callers() -> None:
             twin = copy.deepcopy(cache)
             x = torch.randn(BATCH, 3, layer.layout.embed_dim)
             mask = Mask.lengths([PROMPT + 3, 17], queries=queries)
-            step(layer, x, cache, twin, "a caller's lengths", backend="auto", mask=mask, statistics=True)
+            options = {"mask": mask, "lengths": [3] * BATCH, "statistics": True}
+            step(layer, x, cache, twin, "a caller's lengths", backend="auto", **options)
         cache = new_cache("growing", layer)
         x = torch.randn(BATCH, 5, layer.layout.embed_dim)
-        step(layer, x, cache, GrowingCache(), "nothing before", backend="auto", mask=Mask.lengths([5, 2]))
+        options = {"mask": Mask.lengths([5, 2]), "lengths": [5] * BATCH}
+        step(layer, x, cache, GrowingCache(), "nothing before", backend="auto", **options)
 
 
 @pytest.mark.numerics

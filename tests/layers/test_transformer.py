@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyhead import Mask, MultiHeadAttention
-from polyhead.errors import DtypeError, OptionError, ShapeError
-from polyhead.layers.kv_cache import GrowingCache
+from polyhead.errors import CacheError, DtypeError, OptionError, ShapeError
+from polyhead.layers import LatentAttention
+from polyhead.layers.kv_cache import GrowingCache, LatentCache
 from polyhead.layers.positions import ALiBi, Learned, Positions, Rotary, Sinusoidal, T5Bias
 from polyhead.layers.transformer import (
     DecoderBlock,
@@ -23,6 +24,7 @@ from polyhead.layers.transformer import (
     LanguageModel,
     SequenceToSequence,
 )
+from polyhead.layers.variants import RoutedHeads
 
 BATCH, LENGTH, SOURCE, EMBED, HEADS, LAYERS, VOCAB = 3, 11, 13, 24, 4, 2, 97
 HEAD_DIM = EMBED // HEADS
@@ -350,10 +352,37 @@ def test_generation_leaves_no_gradient_and_works_in_inference_mode() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_every_layer_refuses_padding_in_the_mask_beside_a_cache() -> None:
+    model, x, padding = language_model(), torch.randn(BATCH, LENGTH, EMBED), Mask.lengths([LENGTH, 4, 7])
+    caches = model.new_caches("growing", BATCH)
+    with torch.no_grad(), pytest.raises(OptionError, match="padding of a call with a cache is passed as lengths="):
+        model(tokens(BATCH, LENGTH), padding, caches)
+    assert caches[0].lengths == (0,) * BATCH
+    latent, routed = LatentAttention(EMBED, HEADS, kv_lora_rank=8), RoutedHeads(EMBED, HEADS, top_k=2)
+    for layer, cache in ((latent, LatentCache()), (routed, GrowingCache())):
+        with torch.no_grad(), pytest.raises(OptionError, match="padding of a call with a cache is passed as lengths="):
+            layer(x, cache=cache, mask=padding)
+
+
+@pytest.mark.parametrize("kind", ["preallocated", "quantized"])
+def test_caches_too_small_for_the_new_tokens_are_refused_before_the_first_step(kind: str) -> None:
+    model, prompt = language_model("rotary, shared"), tokens(BATCH, LENGTH)
+    caches = model.new_caches(kind, BATCH, capacity=LENGTH + 8)
+    assert model.generate(prompt[:, 4:], 13, caches=caches, lengths=[7, 2, 5]).shape == (BATCH, 13)  # exactly full
+    assert caches[0].lengths == (LENGTH + 8, 14, 17)
+    for cache in caches:
+        cache.crop(4)
+    with pytest.raises(CacheError, match="14 new tokens need a capacity of 20 tokens per sequence, got caches of 19"):
+        model.generate(prompt[:, 4:], 14, caches=caches, lengths=[3, 2, 1])
+    assert caches[0].lengths == (4, 4, 4)
+
+
 def test_a_model_refuses_what_it_cannot_do() -> None:
     model, prompt = language_model(), tokens(BATCH, LENGTH)
     with pytest.raises(ShapeError, match=r"tokens must be \[batch, sequence\], got shape \[11\]"):
         model(prompt[0])
+    with pytest.raises(ShapeError, match=r"tokens must be \[batch, sequence\], got shape \[11\]"):
+        model.generate(prompt[0], 3)
     with pytest.raises(DtypeError, match=r"tokens must be integers, got torch.float32"):
         model(prompt.float())
     with pytest.raises(ShapeError, match="num_layers must be at least 1, got 0"):

@@ -15,7 +15,7 @@ from polyhead.layers.kv_cache import CacheView, KVCache
 from polyhead.layers.kv_cache.tokens import longest
 from polyhead.layers.positions import AddsToInput, BiasesLogits, Positions, RotatesHeads
 from polyhead.layers.positions.position_encoding import Rotation
-from polyhead.layers.steps import first_position, layer_mask, position_bias
+from polyhead.layers.steps import check_no_padding, first_position, layer_mask, position_bias
 from polyhead.masks import Mask
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, Statistics, attention
@@ -180,6 +180,8 @@ class BaseAttention(nn.Module):
         if cache is not None:
             if mask is not None and mask.left is not None:
                 cache.check_window(mask.left + 1)
+            if mask is not None and lengths is None:
+                check_no_padding(mask, cache, k.shape[2])
             view = cache.append(k, v, lengths=lengths)  # type: ignore[arg-type]  # a latent cache takes no values
             mask = view.masked(mask)
             span = longest(cache.lengths, otherwise=span)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from polyhead.errors import OptionError
 from polyhead.layers.base_attention import Memory
 from polyhead.layers.multi_head.layer import MultiHeadAttention
-from polyhead.layers.steps import restores_cache_on_error
+from polyhead.layers.steps import layer_forward
 from polyhead.masks import Mask
 
 _NORMS: dict[str, Callable[[int], nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
@@ -147,7 +147,7 @@ class DecoderBlock(Block):
             )
             self.cross_attention_norm = _NORMS[options.get("norm", "layer")](embed_dim)
 
-    @restores_cache_on_error
+    @layer_forward
     def forward(
         self,
         x: Tensor,

@@ -20,11 +20,16 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-def restores_cache_on_error(forward: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorate a layer's `forward` to restore its cache when it raises, so that the call can be retried."""
+def layer_forward(forward: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Decorate a layer's `forward` to refuse the masks of PyTorch's layer, and to restore the cache if it raises."""
 
     @functools.wraps(forward)
     def call(*tensors: Arguments.args, **options: Arguments.kwargs) -> Result:
+        if "attn_mask" in options or "key_padding_mask" in options:
+            raise OptionError(
+                "a layer takes one mask, mask=, got attn_mask or key_padding_mask of torch.nn.MultiheadAttention; use "
+                "mask=Mask.from_torch(attn_mask, key_padding_mask), or polyhead.layers.torch_compat.MultiheadAttention"
+            )
         cache = options.get("cache")
         if not isinstance(cache, KVCache):
             return forward(*tensors, **options)
@@ -32,6 +37,24 @@ def restores_cache_on_error(forward: Callable[Arguments, Result]) -> Callable[Ar
             return forward(*tensors, **options)
 
     return call
+
+
+def check_no_padding(mask: Mask, cache: KVCache, num_tokens: int) -> None:
+    """Raise `OptionError` unless `mask` has no right padding among the new tokens, all of which are cached."""
+    for term in mask.padding:
+        if term.side == "left":
+            continue  # precedes the cached tokens too, so the masks of later calls can hide it
+        if is_readable(term.keys) and (term.queries is None or is_readable(term.queries)):
+            keys, queries = term.keys.tolist(), [] if term.queries is None else term.queries.tolist()
+            cached = cache.lengths or (0,) * len(keys)
+            ends = [length + num_tokens for length in cached]
+            if all(x >= end for x, end in zip(keys, ends, strict=False)) and all(x >= num_tokens for x in queries):
+                continue
+        raise OptionError(
+            f"padding of a call with a cache is passed as lengths=, got {mask!r} and no lengths, with which the cache "
+            "would store the padding; use layer(x, cache=cache, lengths=[...]), the number of non-padding tokens of "
+            "each sequence in x"
+        )
 
 
 def position_bias(positions: BiasesLogits, queries: int, span: int, like: Tensor, caller_mask: Mask | None) -> Mask:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyhead.errors import DtypeError, OptionError, ShapeError
+from polyhead.errors import CacheError, DtypeError, OptionError, ShapeError
 from polyhead.layers.base_attention import Memory
 from polyhead.layers.blocks import Block, DecoderBlock, EncoderBlock, FeedForward
 from polyhead.layers.kv_cache import (
@@ -89,10 +89,7 @@ class _Trunk(nn.Module):
         Returns:
             [batch, sequence, embed_dim].
         """
-        if tokens.ndim != 2:
-            raise ShapeError(f"tokens must be [batch, sequence], got shape {list(tokens.shape)}")
-        if tokens.is_floating_point() or tokens.dtype is torch.bool:
-            raise DtypeError(f"tokens must be integers, got {tokens.dtype}")
+        _check_tokens(tokens)
         x: Tensor = self.embedding(tokens) * self.embedding.embedding_dim**0.5
         return x if self.positions is None else cast(Tensor, self.positions(x, positions))
 
@@ -118,12 +115,16 @@ class Encoder(_Trunk):
 class LanguageModel(_Trunk):
     """Decoder-only language model: tokens [batch, sequence] to logits [batch, sequence, vocab_size].
 
-    `positions` is a module of `polyhead.layers.positions`, or a function that returns one for each block; further
-    options are those of `DecoderBlock` and of `MultiHeadAttention`. With `source_dim` every block also attends to a
-    source. With `tie_embeddings` the token embedding is also the output projection.
-
     Args:
+        vocab_size: number of tokens.
+        embed_dim: width of the model.
+        num_heads: query heads of every attention.
+        num_layers: number of blocks.
         tie_embeddings: whether the token embedding is also the output projection.
+        options: of the attention, as in `MultiHeadAttention`: `positions` (a module of `polyhead.layers.positions`, or
+            a function that returns one for each block), `num_kv_heads`, `head_dim`, `window`, `qk_norm`, `bias`,
+            `sinks`, `softcap`, `backend`, ...; of the blocks, as in `DecoderBlock`: `hidden_dim`, `activation`,
+            `norm`, `norm_first`, `dropout`, `attention_dropout`, and `source_dim` for cross-attention to a source.
 
     >>> from polyhead.layers.positions import Rotary
     >>> model = LanguageModel(97, 32, 4, 2, num_kv_heads=2, positions=Rotary(8)).eval()
@@ -271,7 +272,7 @@ class LanguageModel(_Trunk):
             top_k: sample from the top_k most likely tokens only.
             eos: end-of-sequence token, repeated once a sequence has ended; generation stops when all have ended.
             source: `source` and `source_lengths`, as in `forward`.
-            max_new_tokens: tokens to generate.
+            max_new_tokens: tokens to generate; preallocated caches need room for all, even if `eos` ends earlier.
             side: padding side of the prompts.
             generator: random numbers of the sampling.
 
@@ -282,6 +283,7 @@ class LanguageModel(_Trunk):
             raise OptionError(f"temperature must be at least 0 and top_k at least 1, got {temperature} and {top_k}")
         if side not in ("left", "right"):
             raise OptionError(f"side must be 'left' or 'right', got {side!r}")
+        _check_tokens(tokens)
         batch, width = tokens.shape
         prompt_lengths = [width] * batch if lengths is None else list(lengths)
         if len(prompt_lengths) != batch or not all(1 <= length <= width for length in prompt_lengths):
@@ -293,6 +295,14 @@ class LanguageModel(_Trunk):
             tokens = tokens.gather(1, column % max(width, 1))  # left padding becomes right padding
         if isinstance(caches, str):
             caches = self.new_caches(caches, batch, capacity=width + max_new_tokens)
+        for cache in caches or ():
+            totals = map(sum, zip(prompt_lengths, cache.lengths or [0] * batch, strict=False))
+            needed = max(totals, default=0) + max_new_tokens - 1  # the last token is not appended
+            if isinstance(cache, PreallocatedCache) and max_new_tokens and needed > cache.capacity:
+                raise CacheError(
+                    f"the prompts and {max_new_tokens} new tokens need a capacity of {needed} tokens per sequence, "
+                    f"got caches of {cache.capacity}; use model.new_caches(..., capacity={needed})"
+                )
         step_tokens, step_lengths = tokens, None if lengths is None else prompt_lengths
         done = torch.zeros(batch, dtype=torch.bool, device=tokens.device)
         new: list[Tensor] = []
@@ -312,6 +322,13 @@ class LanguageModel(_Trunk):
                 ends = ends + 1
                 step_lengths = None if step_lengths is None else [length + 1 for length in step_lengths]
         return torch.stack(new, 1) if new else tokens[:, :0]
+
+
+def _check_tokens(tokens: Tensor) -> None:
+    if tokens.ndim != 2:
+        raise ShapeError(f"tokens must be [batch, sequence], got shape {list(tokens.shape)}")
+    if tokens.is_floating_point() or tokens.dtype is torch.bool:
+        raise DtypeError(f"tokens must be integers, got {tokens.dtype}")
 
 
 def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:

@@ -252,6 +252,33 @@ def test_what_a_cache_cannot_be_used_for_is_refused(x: Tensor) -> None:
         layer(x, cache=wrong)
 
 
+@pytest.mark.parametrize("queries", [None, [11, 4, 7]])
+def test_padding_of_a_prompt_is_passed_as_lengths_and_never_cached(queries: list[int] | None, x: Tensor) -> None:
+    layer, cache, lengths = make(positions=Rotary(HEAD_DIM)), GrowingCache(), [11, 4, 7]
+    with torch.no_grad():
+        with pytest.raises(OptionError, match=r"is passed as lengths=, got Mask\(causal & lengths of 3 sequences"):
+            layer(x[:, :11], cache=cache, mask=Mask.lengths(lengths, queries=queries))
+        assert cache.lengths == ()
+        layer(x[:, :11], cache=cache, lengths=lengths)
+        token = layer(x[:, 11:12], cache=cache).output
+        for row, length in enumerate(lengths):
+            alone = torch.cat([x[row : row + 1, :length], x[row : row + 1, 11:12]], 1)
+            close(token[row : row + 1], layer(alone).output[:, -1:])
+        with pytest.raises(OptionError, match="is passed as lengths="):  # the new token of the second sequence
+            layer(x[:, 12:13], cache=cache, mask=Mask.lengths([13, 5, 9]))
+        full = Mask.lengths([13, 6, 9])  # no padding among the new tokens
+        close(layer(x[:, 12:13], cache=cache.fork(), mask=full).output, layer(x[:, 12:13], cache=cache).output)
+
+
+def test_left_padding_may_be_hidden_by_the_mask_of_every_call(x: Tensor) -> None:
+    layer, cache, lengths = make(positions=Rotary(HEAD_DIM)), GrowingCache(), [11, 4, 7]
+    with torch.no_grad():
+        layer(x[:, :11], cache=cache, mask=Mask.lengths(lengths, side="left"))
+        token = layer(x[:, 11:12], cache=cache, mask=Mask.lengths([n + 1 for n in lengths], side="left")).output
+        for row, length in enumerate(lengths):
+            close(token[row : row + 1], layer(x[row : row + 1, 11 - length : 12]).output[:, -1:])
+
+
 def test_an_empty_batch_and_an_empty_block_pass_through_a_cache() -> None:
     layer = make(positions=Rotary(HEAD_DIM))
     with torch.no_grad():

@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 from polyhead import Mask, MultiHeadAttention
 from polyhead.errors import OptionError
+from polyhead.layers import LatentAttention
 from polyhead.layers.positions import Rotary
+from polyhead.layers.transformer import DecoderBlock
+from polyhead.layers.variants import RoutedHeads
 
 BATCH, QUERIES, KEYS, EMBED, HEADS, KEY_WIDTH, VALUE_WIDTH = 3, 7, 11, 30, 5, 19, 23
 DOUBLE = torch.float64
@@ -140,3 +143,18 @@ def test_to_torch_names_everything_that_has_no_counterpart() -> None:
     layer.head_gate = torch.ones(HEADS)
     with pytest.raises(OptionError, match="no counterpart for causal or window, sinks, a head_gate"):
         layer.to_torch()
+
+
+LAYERS: dict[str, nn.Module] = {
+    "multi-head": MultiHeadAttention(EMBED, HEADS),
+    "latent": LatentAttention(EMBED, HEADS, kv_lora_rank=7),
+    "routed": RoutedHeads(EMBED, HEADS, top_k=2),
+    "block": DecoderBlock(EMBED, HEADS),
+}
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "key_padding_mask"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_pytorchs_masks_are_refused_with_the_mask_to_use(layer: str, name: str) -> None:
+    with pytest.raises(OptionError, match=r"use mask=Mask\.from_torch\(attn_mask, key_padding_mask\)"):
+        LAYERS[layer](torch.randn(BATCH, QUERIES, EMBED), **{name: torch.zeros(BATCH, QUERIES, dtype=torch.bool)})

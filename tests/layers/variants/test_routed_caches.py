@@ -140,7 +140,7 @@ def test_lengths_of_all_keys_hide_nothing_from_a_new_token(options):
 
 
 @rules
-@pytest.mark.parametrize("kept", [None, [2, 1, 0]], ids=["padding kept", "padding dropped"])
+@pytest.mark.parametrize("kept", [[2] * BATCH, [2, 1, 0]], ids=["padding kept", "padding dropped"])
 def test_padded_new_tokens_over_a_cache_see_and_count_nothing(options, kept):
     layer, x, new = make(options), torch.randn(BATCH, 6, EMBED, dtype=DOUBLE), [2, 1, 0]
     keys = [6, 5, 4]
@@ -155,7 +155,7 @@ def test_padded_new_tokens_over_a_cache_see_and_count_nothing(options, kept):
 def test_a_mask_over_a_cache_is_that_of_the_same_keys_without_one(options):
     layer, x = make(options), torch.randn(BATCH, 6, EMBED, dtype=DOUBLE)
     mask = Mask.lengths([6, 6, 6], queries=[2, 1, 2])
-    result = after(layer, x, 4, mask=mask)
+    result = after(layer, x, 4, mask=mask, lengths=[2] * BATCH)
     torch.testing.assert_close(result.output, layer(x[:, 4:], x, mask=mask).output)
     assert result.routing.real.sum(-1).tolist() == [2, 1, 2]
 

@@ -127,8 +127,9 @@ def test_a_given_routing_and_a_mask_over_a_cache_wait_for_nothing(kind):
         cache.reset()
         routing = layer(x[:, :35], cache=cache).routing
         twin = cache.fork()
-        last = [layer(x[:, 35:], cache=cache, mask=mask)]
-        last.append(layer(x[:, 35:], cache=twin, mask=mask, routing=last[0].routing))
+        options = {"mask": mask, "lengths": [5] * BATCH}
+        last = [layer(x[:, 35:], cache=cache, **options)]
+        last.append(layer(x[:, 35:], cache=twin, routing=last[0].routing, **options))
         layer(x[:, :35], routing=routing)
         return last
 
@@ -150,7 +151,7 @@ def test_a_mask_over_a_cache_is_that_of_the_full_forward(options, dtype):
     full = layer(x, mask=Mask.lengths([40, 36])).output
     with torch.no_grad():
         layer(x[:, :35], cache=cache)
-        result = layer(x[:, 35:], cache=cache, mask=Mask.lengths([40, 36], queries=[5, 1]))
+        result = layer(x[:, 35:], cache=cache, mask=Mask.lengths([40, 36], queries=[5, 1]), lengths=[5, 5])
     real = result.routing.real
     assert real.sum(-1).tolist() == [5, 1]
     torch.testing.assert_close(result.output[real], full[:, 35:][real], rtol=1e-4, atol=1e-4)

@@ -27,7 +27,7 @@ from polyhead.layers.latent.forms import (
 )
 from polyhead.layers.positions import Positions, RotatesHeads
 from polyhead.layers.positions.position_encoding import Rotation
-from polyhead.layers.steps import apply_norm, init_linear, restores_cache_on_error, split_heads
+from polyhead.layers.steps import apply_norm, init_linear, layer_forward, split_heads
 from polyhead.masks import Mask
 from polyhead.ops.attention import AttentionOutput, Statistics
 
@@ -174,7 +174,7 @@ class LatentAttention(BaseAttention):
 
     # ---- the computation
 
-    @restores_cache_on_error
+    @layer_forward
     def forward(
         self,
         query: Tensor,

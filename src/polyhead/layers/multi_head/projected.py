@@ -19,7 +19,7 @@ from polyhead.layers.kv_cache import KVCache
 from polyhead.layers.multi_head.conv_init import init_conv_heads
 from polyhead.layers.multi_head.plain_path import forward_plain
 from polyhead.layers.positions import Positions, RotatesHeads
-from polyhead.layers.steps import apply_norm, init_linear, qk_norms, restores_cache_on_error, split_heads
+from polyhead.layers.steps import apply_norm, init_linear, layer_forward, qk_norms, split_heads
 from polyhead.masks import Mask
 from polyhead.ops.attention import AttentionOutput, Statistics
 from polyhead.ops.uneven_groups import select_heads
@@ -151,7 +151,7 @@ class ProjectedHeads(BaseAttention):
 
     # ---- the computation
 
-    @restores_cache_on_error
+    @layer_forward
     def forward(
         self,
         query: Tensor,

@@ -19,7 +19,7 @@ from polyhead.layers.joint_projection import JointProjection, apply_linears
 from polyhead.layers.kv_cache import KVCache
 from polyhead.layers.kv_cache.tokens import integers
 from polyhead.layers.positions import Positions
-from polyhead.layers.steps import apply_norm, init_linear, qk_norms, restores_cache_on_error, split_heads
+from polyhead.layers.steps import apply_norm, init_linear, layer_forward, qk_norms, split_heads
 from polyhead.layers.variants.routed.router import HeadRouter, Routing
 from polyhead.layers.variants.routed.row_order import (
     RowsByHead,
@@ -229,7 +229,7 @@ class RoutedHeads(BaseAttention):
 
     # ---- the computation
 
-    @restores_cache_on_error
+    @layer_forward
     def forward(
         self,
         query: Tensor,
