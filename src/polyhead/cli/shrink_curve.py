@@ -55,7 +55,7 @@ def show_curve(shrunk: ShrunkModel, console: Console) -> None:
     )
     if worse:
         console.print(
-            f"At {', '.join(worse)} compensation at once is worse than none: too many heads are removed, or --tokens is "
-            "too small",
+            f"At {', '.join(worse)} compensation at once is worse than none: too many heads are removed, or --tokens "
+            "is too small",
             style="yellow",
         )
