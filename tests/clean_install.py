@@ -41,7 +41,7 @@ class Call:
 CALLS = (
     Call("inspect", "demo"),
     Call("inspect decoder --text text", "hf"),
-    Call("report run-decoder --html page.html", "hf"),
+    Call("report run-decoder --output page.html", "hf"),
     Call("view decoder --no-open", "hf"),
     Call("view run-decoder --no-open", "report"),
     Call("compare run-decoder run-encoder", "hf"),

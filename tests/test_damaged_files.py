@@ -332,7 +332,7 @@ def test_a_full_disk_is_one_line_and_nothing_half_written(place, tmp_path, monke
         options = ["--heads", "L0H0", "--no-compensate", "--form", "uneven", "--device", "cpu"]
         said = invoke("prune", place / "llama", *options, "-o", tmp_path / "out").stderr
         assert f"{tmp_path / 'out'}: No space left on device" in said
-        said = invoke("report", place / "run", "--html", tmp_path / "page.html").stderr
+        said = invoke("report", place / "run", "--output", tmp_path / "page.html").stderr
         assert "page.html: No space left on device" in said
     assert (tmp_path / "old.txt").read_text() == "old"
     assert sorted(x.name for x in tmp_path.iterdir()) == ["old.txt"]  # an empty folder of a run is removed again
@@ -369,13 +369,13 @@ def test_a_file_that_cannot_grow_is_one_line_too(place, tmp_path):
 def test_nothing_is_written_over_a_file_of_another_kind(place, tmp_path):
     thesis = tmp_path / "thesis.txt"
     thesis.write_text("years of work")
-    said = invoke("report", place / "run", "--html", thesis).stderr
+    said = invoke("report", place / "run", "--output", thesis).stderr
     assert "thesis.txt: it contains something else; choose another file" in said
     assert "it contains something else" in invoke("plan", "gpt2", "--output", thesis).stderr
     os.mkfifo(tmp_path / "pipe.html")
-    assert "no regular file" in invoke("report", place / "run", "--html", tmp_path / "pipe.html").stderr
-    invoke("report", place / "run", "--html", tmp_path / "page.html", code=0)
-    invoke("report", place / "run", "--html", tmp_path / "page.html", code=0)  # a page goes over a page
+    assert "no regular file" in invoke("report", place / "run", "--output", tmp_path / "pipe.html").stderr
+    invoke("report", place / "run", "--output", tmp_path / "page.html", code=0)
+    invoke("report", place / "run", "--output", tmp_path / "page.html", code=0)  # a page goes over a page
     (tmp_path / "heads.parquet").write_text("somebody's own")
     said = " ".join(invoke("inspect", place / "llama", "--save", tmp_path).stderr.split())
     assert "--save must not contain heads.parquet" in said

@@ -86,6 +86,14 @@ def test_the_citation_has_the_fields_of_the_format_and_the_facts_of_the_project(
     assert (cited["version"], cited["license"], cited["authors"], cited["keywords"]) == (
         project["version"], project["license"], project["authors"], project["keywords"],
     )  # fmt: skip
+    for name in ("README.md", "README.zh-CN.md"):
+        entry = dict(
+            re.findall(r"^  (\w+) += \{(.*)\},$", (project_root / name).read_text(encoding="utf-8"), re.MULTILINE)
+        )
+        assert entry == {
+            "author": f"{{{cited['authors'][0]['name']}}}",
+            **{field: cited[field] for field in ("title", "version", "license")},
+        }
 
 
 def test_issue_forms_have_what_github_requires(project_root):

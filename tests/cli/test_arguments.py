@@ -88,7 +88,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["inspect", "--resume", "none", "--batch", "7"], "got batch as well"),
     (["report", "none"], "an inspection is a folder"),
     (["report", "none", "--lang", "fr"], "must be one of en, zh"),
-    (["report", "none", "--html", "none/x.html"], "there is no folder none"),
+    (["report", "none", "--output", "none/x.html"], "there is no folder none"),
     (["view", "MODEL", "--port", "70000"], "must be from 0 to 65535, got 70000"),
     (["view", "MODEL", "--port", "-1"], "must be from 0 to 65535"),
     (["view", "MODEL", "--context", "0"], "--context must be greater than 0, got 0"),

@@ -49,7 +49,7 @@ def test_a_failure_is_one_line(error, code, line):
 def test_only_an_interrupted_run_with_saved_progress_says_how_to_resume(tmp_path):
     assert failing(KeyboardInterrupt(), tmp_path).stderr == "program run: interrupted\n"
     (tmp_path / "progress").touch()
-    hint = f"; progress is saved, continue with --resume {tmp_path}\n"
+    hint = f"; progress is saved, continue by repeating the command with --resume {tmp_path}\n"
     assert failing(KeyboardInterrupt(), tmp_path).stderr == f"program run: interrupted{hint}"
     assert failing(MemoryError(), tmp_path).stderr.endswith(hint)
     assert failing(CheckpointError("damaged"), tmp_path).stderr == "program run: damaged\n"

@@ -135,6 +135,25 @@ def test_ablation_of_a_language_model_and_chosen_statistics(place):
     assert f"\nTo remove them: {command}\n" in shown
 
 
+@pytest.mark.parametrize(
+    ("importance", "columns"),
+    [
+        ("none", set()),
+        ("auto", {"gradient", "taylor"}),
+        ("gradient", {"gradient", "taylor"}),
+        ("ablation", {"ablation"}),
+        ("both", {"ablation", "gradient", "taylor"}),
+    ],
+)
+def test_every_measure_of_importance_has_its_columns(place, tmp_path, importance, columns):
+    options = ["--context", 64, "--tokens", 200, "--statistics", "entropy", "--no-chance", "--device", "cpu"]
+    options += ["--importance", importance, "--save", tmp_path / "run"]
+    shown = invoke("inspect", place / "llama", "--text", place / "text", *options).stdout
+    assert ("Importance by " in shown) == bool(columns)
+    names = polyhead.inspection.load_inspection(tmp_path / "run").table.names
+    assert set(names) & {"ablation", "gradient", "taylor"} == columns
+
+
 def test_both_measures_of_importance_come_from_one_run(place, tmp_path):
     options = ["--context", 64, "--tokens", 200, "--statistics", "entropy", "--no-chance", "--device", "cpu"]
     options += ["--importance", "both", "--save", tmp_path / "run"]

@@ -53,7 +53,7 @@ def test_heads_by_name_are_taken_out_repaired_written_and_brought_back(place, tm
     assert "without heads L0H1, L0H3, L1H0" in shown
     assert [line.split()[-3:] for line in shown.splitlines() if line.startswith("heads ")] == [["8", "5", "0.62"]]
     assert f"Saved to {tmp_path / 'pruned'}, " in shown
-    assert "uneven: plain transformers does not load it: a BertConfig has one number of heads" in shown
+    assert "uneven: plain transformers does not load it: all layers need the same number of heads, got" in shown
     assert f"polyhead undo {tmp_path / 'pruned'} --output FOLDER` to restore the weights as they were loaded" in shown
     assert heads(tmp_path / "pruned") == [2, 3]
     assert f"their record is {tmp_path / 'pruned.undo'}, to be kept beside the model" in shown
@@ -150,10 +150,13 @@ def test_forms_that_cannot_be_are_refused_by_the_config_alone(place, tmp_path, m
             ["prune", place / "bert", "--heads", "L0H1,L1H1", *text],
             "gives 3 heads of 8 channels .* has 3 heads of 6 channels",
         ),
-        (["prune", place / "llama", "--heads", "L0H3,L1H1,L1H2", *text], "a LlamaConfig has one number of heads"),
+        (
+            ["prune", place / "llama", "--heads", "L0H3,L1H1,L1H2", *text],
+            "uniform form: all layers need the same number of heads, got",
+        ),
         (
             ["prune", place / "llama", "--heads", "L0H0,L0H1,L0H2,L1H0", *text],
-            "3 over 2 KV heads in model.layers.1",
+            r"got 1 over 1 KV heads \(layer 0\) and 3 over 2 KV heads \(the others\)",
         ),
         (
             ["prune", place / "llama", "--heads", "L0H0,L1H0", *text],
@@ -163,7 +166,10 @@ def test_forms_that_cannot_be_are_refused_by_the_config_alone(place, tmp_path, m
             ["prune", place / "llama", "--share", "30%", "--criterion", "plain", *text],
             "needs the criterion compensated",
         ),
-        (["merge", place / "llama", "--heads", "L0H0+L0H1"], "a LlamaConfig has one number of heads"),
+        (
+            ["merge", place / "llama", "--heads", "L0H0+L0H1"],
+            "uniform form: all layers need the same number of heads, got",
+        ),
         (["convert", place / "bert", "--kv-heads", "2", *text], "native BertSelfAttention has one KV head per head"),
         (
             ["shrink", place / "bert", "--target", "50%-heads", *text],

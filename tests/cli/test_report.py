@@ -87,7 +87,7 @@ def test_a_run_that_was_kept_becomes_a_page(run, tmp_path, monkeypatch):
     opened = []
     monkeypatch.setattr("typer.launch", opened.append)
     named = tmp_path / "named.html"
-    assert invoke("report", run, "--html", named, "--lang", "zh", "--open").stdout == f"{named}\n"
+    assert invoke("report", run, "--output", named, "--lang", "zh", "--open").stdout == f"{named}\n"
     assert opened == [named.as_uri()]
     assert data_of(named)["syntax"] is None
     resumed = tmp_path / "resumed.html"
@@ -99,7 +99,7 @@ def test_a_table_of_syntax_stands_in_the_page(run, tmp_path):
     table = tmp_path / "syntax.json"
     SyntaxTable((row_of(site, 2),), (), 8, (10, 11), 30, 0).save(table, treebank="a.conllu")
     page = tmp_path / "page.html"
-    invoke("report", run, "--html", page, "--syntax", table)
+    invoke("report", run, "--output", page, "--syntax", table)
     assert data_of(page)["syntax"]["treebank"] == "a.conllu"
     assert data_of(page)["syntax"]["rows"][0]["head"] == [0, 2]
 
@@ -109,8 +109,8 @@ def test_a_table_of_syntax_stands_in_the_page(run, tmp_path):
     [
         (("report", "nowhere"), "a folder that `polyhead inspect --save` wrote"),
         (("report", "RUN", "--lang", "fr"), "must be one of en, zh; got 'fr'"),
-        (("report", "RUN", "--html", "."), "must be a file, got the folder"),
-        (("report", "RUN", "--html", "no/such/folder/page.html"), "there is no folder no/such/folder"),
+        (("report", "RUN", "--output", "."), "--output must be a file, got the folder"),
+        (("report", "RUN", "--output", "no/such/folder/page.html"), "there is no folder no/such/folder"),
         (("report", "RUN", "--syntax", "none.json"), "file none.json not found"),
         (("inspect", "--html", "no/such/folder/page.html"), "there is no folder no/such/folder"),
         (("inspect", "--html", "page.html", "--lang", "fr"), "must be one of en, zh; got 'fr'"),
@@ -135,5 +135,5 @@ def test_missing_assets_are_told_before_anything_is_read(monkeypatch, tmp_path):
 
 def test_the_help_tells_what_is_needed():
     shown = invoke("report", "--help").stdout
-    for word in ("RUN", "--html", "--lang", "--syntax", "--open", "self-contained"):
+    for word in ("RUN", "--output", "--lang", "--syntax", "--open", "self-contained"):
         assert word in shown

@@ -80,7 +80,7 @@ def test_a_syntax_table_stopped_at_every_attention_goes_on_bit_for_bit(reader, t
             patch.setattr(Call, "notify", told)
             said = invoke(*syntax_of(reader, output, "--resume", folder), code=codes[place % 3]).stderr
         assert ("interrupted" if error is KeyboardInterrupt else "out of memory") in said
-        assert (f"continue with --resume {folder}" in said) == (
+        assert (f"continue by repeating the command with --resume {folder}" in said) == (
             place >= 2
         )  # from the second batch on there is something
         assert not output.exists()
@@ -244,7 +244,7 @@ def test_a_signal_ends_a_shrinking_in_one_line_and_it_goes_on(place, tmp_path, n
     assert found == code, said
     assert "Traceback" not in said
     if sent != signal.SIGKILL:
-        assert said.splitlines()[-1].endswith(f"continue with --resume {tmp_path / 'run'}")
+        assert said.splitlines()[-1].endswith(f"continue by repeating the command with --resume {tmp_path / 'run'}")
     assert invoke(*run).stdout == never_stopped
 
 
@@ -268,7 +268,7 @@ def test_a_signal_ends_a_syntax_table_in_one_line_and_it_goes_on(reader, tmp_pat
     assert "Traceback" not in said
     assert not (tmp_path / "a.json").exists()
     if sent != signal.SIGKILL:
-        assert said.splitlines()[-1].endswith(f"continue with --resume {run}")
+        assert said.splitlines()[-1].endswith(f"continue by repeating the command with --resume {run}")
     invoke(*syntax_of(reader, tmp_path / "a.json", "--resume", run))
     assert (tmp_path / "a.json").read_bytes() == (syntax_never_stopped / "b.json").read_bytes()
     assert (run / kept).read_bytes() == (syntax_never_stopped / "run" / kept).read_bytes()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import io
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
@@ -17,9 +20,11 @@ from benchmarks.app import app as benchmarks
 from benchmarks.surgery_quality.points import read_results
 from polyhead.cli import app
 from polyhead.cli.line_plot import line_plot
+from polyhead.cli.shrink_curve import show_curve
 from polyhead.surgery import find_layers
+from polyhead.surgery.selection.budgets import Size
 from polyhead.surgery.selection.quality import Measurement
-from polyhead.surgery.selection.shrinker import SearchResult, Shrinker
+from polyhead.surgery.selection.shrinker import CurvePoint, SearchResult, Shrinker
 from tests.inspection.small_models import model_folder, text_folder
 
 
@@ -67,7 +72,10 @@ def test_an_encoder_is_shrunk_by_its_fidelity(place, tmp_path):
     assert [share for share, _ in shares] == ["12", "25", "38", "50", "62", "75"]
     assert all(0 < float(value) <= 1 for _, value in shares)
     assert "C compensated at once   N not compensated   R random, compensated at once" in shown
-    assert "The curve compensates all layers at once; the result has the best of four compensations" in shown
+    assert (
+        "The curve compensates all layers at once; the result, with the best of four compensations or none, may"
+        in shown
+    )
     assert "For 25% fewer heads: 2 of 8 heads are pruned, compensated" in shown
     (count,) = re.findall(
         r"^Fidelity on held-out text \(\d+ tokens, (\d+) contexts\), .*: 0\.\d+ ± \S+ after", shown, re.M
@@ -75,6 +83,19 @@ def test_an_encoder_is_shrunk_by_its_fidelity(place, tmp_path):
     assert count == contexts[2]
     assert "contexts are held out" not in shown
     assert sum(heads for heads, _ in layouts(tmp_path / "small")) == 6
+
+
+@pytest.mark.parametrize(("metric", "worse"), [("perplexity", "12%"), ("fidelity", "25%")])
+def test_sizes_at_which_compensation_is_worse_than_none_are_named(metric, worse):
+    def point(share: float, compensated: float, not_compensated: float) -> CurvePoint:
+        measured = [Measurement(value, 0.1) for value in (compensated, not_compensated, 0.5)]
+        return CurvePoint(1, Size(1 - share, None, 0.9), *measured[:2], (measured[2],))
+
+    curve = (point(0.12, 0.9, 0.7), point(0.25, 0.6, 0.8), point(0.38, 0.4, 0.4))
+    shrunk = SimpleNamespace(curve=curve, metric=metric, metric_description=metric, original=1.0)
+    with Console(width=200, record=True, file=io.StringIO()) as console:
+        show_curve(shrunk, console)
+    assert f"\nAt {worse} compensation at once is worse than none: " in console.export_text()
 
 
 def test_a_causal_model_is_shrunk_by_its_perplexity_and_its_cache(place, tmp_path):
@@ -184,9 +205,7 @@ def test_every_layer_keeps_as_many_heads_in_a_form_that_stock_loads(place, tmp_p
     found = re.findall(r"^ *(\d/\d) +(\d+)% +(\d+)% +\d+% ", shown, re.MULTILINE)
     assert found == [("2/2", "50", "100"), ("2/1", "50", "50"), ("1/1", "75", "50")]
     assert "heads/KV heads left in every layer; ± is" in shown
-    assert (
-        "For 40% fewer heads: 4 of 8 heads are pruned, 2/2 heads/KV heads remain in every layer, compensated" in shown
-    )
+    assert "For 40% fewer heads: 4 of 8 heads are pruned, 2/2 heads/KV heads remain in every layer, " in shown
     assert "uniform: plain transformers loads it as LlamaForCausalLM" in shown
     assert layouts(tmp_path / "small") == [(2, 2), (2, 2)]
     assert sorted(x.name for x in tmp_path.iterdir()) == ["small", "small.undo"]

@@ -72,7 +72,7 @@ def test_saved_runs_are_compared_and_make_a_page(place):
     Path("other/inspection.json").write_text(json.dumps(rest), "utf-8")
     assert "\nL1H2 gained the role positional\n" in command("compare", "run-decoder", "other")
     assert "\nL1H2 lost the role positional\n" in command("compare", "other", "run-decoder")
-    command("report", "run-encoder", "--html", "page.html")
+    command("report", "run-encoder", "--output", "page.html")
     assert (place / "page.html").stat().st_size > 100_000
 
 

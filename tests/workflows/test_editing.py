@@ -233,6 +233,17 @@ def test_what_is_wrong_is_said(place, call, words):
         call(place)
 
 
+def test_a_text_that_misleads_the_compensation_leaves_the_heads_uncompensated(place):
+    """The heads are calibrated on one repeated word, and the compensation is selected on others."""
+    words = " ".join(documents(place)).split()
+    text = [" ".join(words[:1] * 38)] * 12 + [" ".join(words[i : i + 38]) for i in range(0, 8 * 38, 38)]
+    model, plain = in_memory(place / "llama"), in_memory(place / "llama")
+    shrunk = polyhead.shrink(model, "50%-heads", text, context=40, tokenizer=tokenizer())
+    assert shrunk.compensation == "not compensated: every compensation was worse"
+    polyhead.surgery.apply(plain, list(shrunk.edits))
+    assert fingerprint(model) == fingerprint(plain)
+
+
 def test_other_arguments_are_checked_before_a_model_is_loaded(place):
     def load():
         raise AssertionError("the model was loaded")

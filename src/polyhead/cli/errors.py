@@ -35,13 +35,16 @@ def end_on_sigterm() -> None:
 
 
 @contextmanager
-def resumable(run_folder: Path | None) -> Iterator[None]:
-    """Say how to resume if a run that saves its progress in `run_folder` is interrupted or out of memory."""
+def resumable(run_folder: Path | None, how: str = "by repeating the command with") -> Iterator[None]:
+    """Say how to resume if a run that saves its progress in `run_folder` is interrupted or out of memory.
+
+    `how` precedes `--resume DIR`; a command whose folder stores all options is not repeated.
+    """
     try:
         yield
     except (KeyboardInterrupt, Terminated, MemoryError, RuntimeError) as error:
         if run_folder is not None and run_folder.is_dir() and any(run_folder.iterdir()):
-            error.add_note(f"progress is saved, continue with --resume {run_folder}")
+            error.add_note(f"progress is saved, continue {how} --resume {run_folder}")
         raise
 
 

@@ -162,7 +162,7 @@ def inspect(
     check_dtype(dtype)
     console = Console(highlight=False)
     folder = save if resume is None else resume
-    with resumable(folder):
+    with resumable(folder, "with: polyhead inspect"):
         check_page(html, lang)
         check_positive("--save-seconds", save_seconds, zero=True)
         settings = (

@@ -18,8 +18,8 @@ NAME = "polyhead-report.html"
 
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder written by `polyhead inspect --save`.")],
-    html: Annotated[
-        Path | None, optional(f"Output file. [default: {NAME} in the run's folder]", "--html", metavar="FILE")
+    output: Annotated[
+        Path | None, optional(f"Output file. [default: {NAME} in the run's folder]", "--output", "-o", metavar="FILE")
     ] = None,
     lang: Language = "en",
     syntax: Annotated[
@@ -34,29 +34,29 @@ def report(
     """
     from polyhead.inspection.run_files import check_saved
 
-    check_page(html, lang)
+    check_page(output, lang, "--output")
     check_saved(run)
 
     from polyhead.inspection import load_inspection
 
-    written = write(run / NAME if html is None else html, load_inspection(run), lang, syntax)
+    written = write(run / NAME if output is None else output, load_inspection(run), lang, syntax)
     typer.echo(str(written))
     if show:
         typer.launch(written.as_uri())
 
 
-def check_page(html: Path | None, lang: str) -> None:
-    """Check the output file and the language of a page, before any expensive work."""
+def check_page(path: Path | None, lang: str, option: str = "--html") -> None:
+    """Check the output file of an option and the language of a page, before any expensive work."""
     from polyhead.observation.run_folder import check_file
     from polyhead.report.page import Assets, check_place
 
     check_language(lang)
-    if html is None:
+    if path is None:
         return
-    if html.is_dir():
-        raise OptionError(f"--html must be a file, got the folder {html}; use a file in it, such as {html / NAME}")
-    check_file(html, "--html")
-    check_place(html)
+    if path.is_dir():
+        raise OptionError(f"{option} must be a file, got the folder {path}; use a file in it, such as {path / NAME}")
+    check_file(path, option)
+    check_place(path)
     Assets.load()
 
 

@@ -44,11 +44,18 @@ def show_curve(shrunk: ShrunkModel, console: Console) -> None:
     console.print(table)
     columns = [point.layout or f"{1 - point.size.heads:.0%}" for point in points]
     values = [point.compensated.value for point in points], [point.not_compensated.value for point in points], means
-    console.print(line_plot(columns, dict(zip(CURVES, values, strict=True)), upwards=shrunk.metric == "fidelity"))
+    upwards = shrunk.metric == "fidelity"
+    console.print(line_plot(columns, dict(zip(CURVES, values, strict=True)), upwards=upwards))
+    worse = [name for name, *two in zip(columns, *values[:2], strict=True) if two != sorted(two, reverse=upwards)]
     axis = "heads/KV heads left in every layer" if by_layout else "heads removed"
     console.print(
         f"{axis}; ± is the standard error over contexts, for random heads the std over seeds\n"
-        "The curve compensates all layers at once; the result has the best of four compensations, so its "
-        f"{shrunk.metric} may differ",
+        "The curve compensates all layers at once; the result, with the best of four compensations or none, may differ",
         style="dim",
     )
+    if worse:
+        console.print(
+            f"At {', '.join(worse)} compensation at once is worse than none: too many heads are removed, or --tokens "
+            "is too small",
+            style="yellow",
+        )

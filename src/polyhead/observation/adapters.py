@@ -165,7 +165,8 @@ class Adapter(Protocol):
 
         Args:
             module: attention module of the model.
-            notify: function to call with each finished attention.
+            notify: function to call with each finished attention: `notify(query, key, value, *, mask, scale, softcap,
+                sinks, cross, tokens, output)`, described in `AttentionNotifier.__call__`.
 
         Returns:
             The context manager.

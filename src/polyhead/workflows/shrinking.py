@@ -19,7 +19,7 @@ from polyhead.sources import Context, LoadedModel
 from polyhead.sources.fingerprint import model_digest
 from polyhead.sources.text_contexts import Text, TextContexts, read_contexts
 from polyhead.sources.texts import TOKENS
-from polyhead.surgery.compensation.least_squares import OutputProjection, PrecomputedProjections
+from polyhead.surgery.compensation.least_squares import OutputProjection, PrecomputedProjections, unchanged_projections
 from polyhead.surgery.compensation.sequential import AIMS, Aim, solve_in_order
 from polyhead.surgery.edits.applying import apply
 from polyhead.surgery.options import Form, Target, check_shrinking
@@ -37,6 +37,7 @@ from polyhead.workflows.model_loading import Model, as_loaded
 SPLITS = (0.6, 0.8)  # ends of the text that selects heads, and of the text that selects the compensation
 SEARCH_CONTEXTS = 16  # a search evaluates the model some hundred times
 ALL_AT_ONCE = "compensated all at once"
+NOT_COMPENSATED = "not compensated: every compensation was worse"
 BY_LAYER = {
     "layer": "compensated layer by layer for the output of the unpruned layer",
     "output": "compensated layer by layer for the layer's output in the original model",
@@ -65,7 +66,8 @@ class ShrunkModel(EditedModel):
     """A model pruned to a target: the removed heads, and the quality on the test set.
 
     `metric` is "perplexity" or "fidelity"; `original` is the original model's on the test set. `compensation` names
-    the way of compensating with the smallest loss, and `summary` the number of heads that go and, if uniform, stay.
+    the way of compensating, or none, with the smallest loss, and `summary` the number of heads that go and, if uniform,
+    stay.
     """
 
     target: Target
@@ -324,7 +326,7 @@ def _compensate(
     journal: Journal,
     progress: ProgressCallback,
 ) -> tuple[Mapping[str, OutputProjection], str]:
-    """Compensate all layers at once and layer by layer; return W_O with the smallest loss, and its description."""
+    """Compensate all layers at once, layer by layer and not at all; return W_O of the smallest loss, and its name."""
     step = Step(progress, "Compensate layer by layer", len(AIMS) * len(removed), "layers")
 
     def in_order(aim: Aim) -> dict[str, dict[str, Tensor]]:
@@ -337,6 +339,7 @@ def _compensate(
     for aim in AIMS:
         stored = journal.by_layer(f"repaired_for_{aim}", partial(in_order, aim))
         ways[BY_LAYER[aim]] = {path: OutputProjection.from_tensors(tensors) for path, tensors in stored.items()}
+    ways[NOT_COMPENSATED] = unchanged_projections(shrinker.model, shrinker.evidence.layers, removed)
     losses = {name: shrinker.loss(projections, quality) for name, projections in ways.items()}
     best = min(losses, key=losses.__getitem__)
     return ways[best], best

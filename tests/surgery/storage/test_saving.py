@@ -80,9 +80,8 @@ def test_the_form_is_uniform_unless_another_is_requested(tmp_path):
     uneven = save(model, tmp_path / "uneven", form="uneven")
     assert uneven.form == "uneven"
     assert uneven.native == (
-        "plain transformers does not load it: a LlamaConfig has one number of heads for all its layers, but there are "
-        "4 over 2 KV heads in model.layers.0.self_attn, 6 over 3 KV heads in model.layers.1.self_attn; "
-        "polyhead.load does"
+        "plain transformers does not load it: all layers need the same number of heads, got 4 over 2 KV heads "
+        "(layer 0) and 6 over 3 KV heads (the others); polyhead.load does"
     )
     padded = save(model, tmp_path / "padded", form="padded")
     assert padded.native == "plain transformers loads it as LlamaForCausalLM, with 2 heads of zeros: no time is saved"
@@ -102,14 +101,18 @@ def test_the_form_is_uniform_unless_another_is_requested(tmp_path):
             [GroupQueries(1, ((0, 1), (2, 3)))],
             "has one KV head per head, but .* has 4 heads of 8 .* over 2 KV heads",
         ),
-        ("gpt2", [PruneHeads(0, (0,))], "one number of heads for all its layers, but there are 3"),
-        ("llama", [PruneHeads(0, (0, 1))], "2 over 1 KV heads in .*, 4 over 2 KV heads"),
+        (
+            "gpt2",
+            [PruneHeads(0, (0,))],
+            r"all layers need the same number of heads, got 3 \(layer 0\) and 4 \(the others\); use",
+        ),
+        ("llama", [PruneHeads(0, (0, 1))], r"got 2 over 1 KV heads \(layer 0\) and 4 over 2 KV heads \(the others\)"),
     ],
 )
 def test_a_uniform_form_that_cannot_be_is_refused_by_its_rule(name, edits, words, tmp_path):
     model = build(FAMILIES[name], dtype=torch.float32)
     apply(model, edits)
-    with pytest.raises(OptionError, match=f"the uniform form needs a native config that describes the model.*{words}"):
+    with pytest.raises(OptionError, match=f"plain transformers must load the uniform form: .*{words}"):
         save(model, tmp_path / "model", form="uniform")
     assert list(tmp_path.iterdir()) == []
 

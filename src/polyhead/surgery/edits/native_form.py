@@ -31,6 +31,4 @@ def fit_after(model: nn.Module, edits: Sequence[HeadEdit]) -> NativeFit:
 def check_form_after(model: nn.Module, edits: Sequence[HeadEdit], form: str) -> None:
     """Raise `OptionError` if the uniform form is requested and no native config describes the edited model."""
     if form == "uniform" and (rule := fit_after(model, edits).rule):
-        raise OptionError(
-            f"the uniform form needs a native config that describes the edited model, got none: {rule}; {OTHER_FORMS}"
-        )
+        raise OptionError(f"plain transformers must load the uniform form: {rule}; {OTHER_FORMS}")

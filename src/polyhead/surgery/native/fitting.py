@@ -151,18 +151,31 @@ def _needed_changes(
         target = {layer.path: layouts.get(layer.path, layer.layout) for layer in readers}
         if not readers or None in target.values() or (len(layouts) and not set(target) & set(layouts)):
             continue
-        sizes = {(x.num_heads, x.num_kv_heads, x.head_dim): name for name, x in target.items() if x is not None}
+        sizes: dict[tuple[int, int, int], list[str]] = {}
+        several = len({layer.stack for layer in readers}) > 1
+        for layer in readers:
+            if (x := target[layer.path]) is not None:
+                name = layer.path if several else str(layer.number)
+                sizes.setdefault((x.num_heads, x.num_kv_heads, x.head_dim), []).append(name)
         if len(sizes) > 1:
-            counts = [f"{heads} over {kv_heads} KV heads in {name}" for (heads, kv_heads, _), name in sizes.items()]
-            return (
-                f"a {type(config).__name__} has one number of heads for all its layers, but there are "
-                + ", ".join(counts[:2])
-                + (", ..." if len(counts) > 2 else "")
-            )
+            return f"all layers need the same number of heads, got {_by_layer(sizes)}"
         if len(layouts) and all(layer.layout == target[layer.path] for layer in readers):
             continue
         changes += head_count_changes(path, config, *next(iter(sizes)))
     return tuple(changes)
+
+
+def _by_layer(sizes: Mapping[tuple[int, int, int], Sequence[str]]) -> str:
+    """Describe layers of several sizes, the most frequent one last: 7 (layers 0, 2) and 8 (the others)."""
+    grouped = any(heads != kv_heads for heads, kv_heads, _ in sizes)
+    *rare, (frequent, _) = sorted(sizes.items(), key=lambda item: len(item[1]))
+
+    def words(size: tuple[int, int, int]) -> str:
+        dim = f" of {size[2]} channels" if len({head_dim for *_, head_dim in sizes}) > 1 else ""
+        return f"{size[0]}{dim}{f' over {size[1]} KV heads' if grouped else ''}"
+
+    counts = [f"{words(x)} (layer{'s'[: len(y) - 1]} {', '.join(y)})" for x, y in rare]
+    return f"{', '.join(counts)} and {words(frequent)} (the others)"
 
 
 def _key_map_rule(layers: Sequence[AttentionLayer], layouts: Mapping[str, HeadLayout]) -> str:

@@ -178,9 +178,7 @@ def _make_plan(model: nn.Module, layers: Sequence[AttentionLayer], model_fingerp
         loads = f"plain transformers does not load it{why}; polyhead.load does"
         return _Plan(dataclasses.replace(manifest, shared=_shared(model)), loads)
     if uniform.built is None:
-        raise OptionError(
-            f"the uniform form needs a native config that describes the model, got none: {uniform.rule}; {OTHER_FORMS}"
-        )
+        raise OptionError(f"plain transformers must load the uniform form: {uniform.rule}; {OTHER_FORMS}")
     return _Plan(manifest, loads, uniform.built, uniform.changes)
 
 
