@@ -8,6 +8,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -15,7 +16,7 @@ import polyhead.inspection
 from polyhead.cli import app
 from polyhead.cli.inspect import show
 from polyhead.inspection.heads import Group, RedundancyThreshold
-from tests.inspection.small_models import NAMES, model_folder, text_folder
+from tests.inspection.small_models import NAMES, broken_folder, model_folder, text_folder
 
 pytest.importorskip("pyarrow")
 
@@ -112,6 +113,26 @@ def test_the_absence_of_redundant_heads_is_stated(place, tmp_path):
         threshold = RedundancyThreshold(0.54, 0.08)
         show(replace(found, redundancy=threshold, groups=groups), Console(file=shown, width=150))
         assert f"\n{words} weights.\n" in shown.getvalue()
+
+
+@pytest.mark.parametrize("importance", ["auto", "ablation"])
+def test_heads_that_are_not_finite_are_named_and_all_others_measured(place, tmp_path, importance):
+    broken = broken_folder(tmp_path / "broken", place / "llama", 0, 2)
+    run = tmp_path / "run"
+    shown = invoke("inspect", broken, "--text", place / "text", "--context", 96, "--device", "cpu", "--importance",
+                   importance, "--table", "--save", run, "--html", tmp_path / "page.html").stdout  # fmt: skip
+    assert (
+        "Skipped: values of L0H2, L1H0-H3: non-finite activations, the weights or the text give NaN or Inf\n" in shown
+    )
+    assert "Skipped: importance: the intact model's loss must be finite, got nan for row 0" in shown
+    assert "\nMain findings\n" in shown
+    table = polyhead.inspection.load_inspection(run).table
+    measured = torch.tensor([True, True, False, True] + [False] * 4)
+    columns = [name for name in table.columns if name in ("entropy", "sink_mass") or name.endswith("_score")]
+    assert {"positional_score", "long_range_score", "induction_score"} <= set(columns)
+    for name in columns:
+        if not name.startswith(("copy", "anti")):  # of the weights alone
+            assert table[name].isfinite().equal(measured), name
 
 
 def test_ablation_of_a_language_model_and_chosen_statistics(place):
