@@ -102,17 +102,28 @@ def test_the_absence_of_redundant_heads_is_stated(place, tmp_path):
            "none", "--save", run)  # fmt: skip
     found = polyhead.inspection.load_inspection(run)
     heads = tuple(zip(found.table.sites, found.table.heads, strict=True))[:2]
+    cosines = {site: torch.eye(4, dtype=torch.float64) for site in dict.fromkeys(found.table.sites)}
+    first, last = cosines
+    cosines[first][1, 2] = cosines[first][2, 1] = 0.31
+    cosines[last][0, 3] = cosines[last][3, 0] = 0.43
+    cosines[last][1] = cosines[last][:, 1] = torch.nan
+    found = replace(found, relations={site: {"cosine": matrix} for site, matrix in cosines.items()})
+    between = "a cosine of 0.54, halfway between 1 and the 0.08 of random weights"
     for groups, words in (
-        (
-            (),
-            "No redundant heads: no pair of a layer reaches a cosine of 0.54, halfway between 1 and the 0.08 of random",
-        ),
-        ((Group(heads, 0.9),), "Heads are redundant from a cosine of 0.54, halfway between 1 and the 0.08 of random"),
+        ((), f"No redundant heads: no pair of a layer reaches {between}; the most similar, L1H0 and L1H3, have 0.43."),
+        ((Group(heads, 0.9),), f"Heads are redundant from {between}."),
     ):
         shown = StringIO()
         threshold = RedundancyThreshold(0.54, 0.08)
-        show(replace(found, redundancy=threshold, groups=groups), Console(file=shown, width=150))
-        assert f"\n{words} weights.\n" in shown.getvalue()
+        show(replace(found, redundancy=threshold, groups=groups), Console(file=shown, width=250))
+        assert f"\n{words}\n" in shown.getvalue()
+
+
+def test_intervals_over_few_contexts_are_called_unreliable(place):
+    options = ["--text", place / "text", "--device", "cpu", "--importance", "none", "--no-chance", "--context", 64]
+    words = "Intervals and standard errors are over fewer than 8 contexts, too few to be reliable"
+    assert words in invoke("inspect", place / "bert", *options, "--tokens", 5 * 64).stdout
+    assert words not in invoke("inspect", place / "bert", *options, "--tokens", 12 * 64).stdout
 
 
 @pytest.mark.parametrize("importance", ["auto", "ablation"])
