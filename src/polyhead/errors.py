@@ -37,6 +37,10 @@ class OptionError(PolyheadError, ValueError):
     """An option is out of range, or two options are mutually exclusive."""
 
 
+class NonFiniteError(OptionError):
+    """A model's loss or outputs are NaN or Inf, because of its weights or its input."""
+
+
 class GradientError(PolyheadError, RuntimeError):
     """A gradient is requested of a value that is not differentiable."""
 

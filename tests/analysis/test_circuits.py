@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from polyhead.analysis.circuits import composition, copying, eigenvalues, singular_values
+from polyhead.analysis.roles_copying import Words, copying_scores
 from polyhead.errors import ShapeError
 
 HEADS, WIDTH, RANK, VOCABULARY = 5, 24, 4, 60
@@ -27,6 +28,24 @@ def test_spectra_are_those_of_the_products() -> None:
         assert ours == pytest.approx(theirs, abs=1e-8)
     wide = singular_values(left[:, :3], right)  # fewer rows than rank
     torch.testing.assert_close(wide, torch.linalg.svdvals(left[:, :3] @ right)[:, :3])
+
+
+def test_one_head_that_is_not_finite_leaves_all_others_as_they_are() -> None:
+    left, right = normal(HEADS, WIDTH, RANK, seed=1), normal(HEADS, RANK, WIDTH, seed=2)
+    broken, others = left.clone(), [0, 1, 2, 4]
+    broken[3, 5, 1] = torch.inf
+    embedding = normal(VOCABULARY, WIDTH, seed=3)
+    words = Words(embedding, embedding)
+    for of in (
+        lambda value: singular_values(value, right),
+        lambda value: eigenvalues(value, right),
+        lambda value: copying(value, right, embedding, embedding),
+        lambda value: copying_scores(value, right, words).score,
+        lambda value: copying_scores(value, right, words).error,
+    ):
+        found, expected = of(broken), of(left)
+        assert found[3].isnan().all()
+        assert torch.equal(found[others], expected[others])
 
 
 def test_a_head_that_copies_is_told_from_one_that_does_the_opposite_and_from_random_ones() -> None:

@@ -109,6 +109,9 @@ def test_a_role_is_given_by_the_interval_for_all_heads(texts):
     assert (other["pronoun"].low > 0.5) == ("pronoun" in other.roles)
     assert (looks_away["pronoun"].score, looks_away.roles) == (1.0, frozenset())
     assert (even["pronoun"].score, even.roles) == (0.5, frozenset())
+    weights[3, 3] = torch.nan
+    broken = pronoun_table(told(texts, weights, site), texts)
+    assert [len(head.scores) for head in head_roles(evidence, pronouns=broken)] == [1, 1, 1, 0]
     elsewhere = AttentionSite("layer.1", "self", "layer.*", 1, 3)
     evidence = {elsewhere: EvidenceCollector().empty(elsewhere, torch.device("cpu"))}
     assert head_roles(evidence, pronouns=table)[0].scores == ()

@@ -111,6 +111,31 @@ def test_a_head_that_writes_nothing_has_no_relation(outputs: Tensor, weights: Te
     assert contribution_norm(moments_of(outputs), weights)[2] == 0
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_one_head_that_is_not_finite_leaves_all_others_as_they_are(
+    outputs: Tensor, weights: Tensor, bad: float
+) -> None:
+    broken, broken_weights = outputs.clone(), weights.clone()
+    broken[7, 2, 1] = bad
+    broken_weights[2, 0, 3] = bad
+    others = [0, 1, 3]
+    moments, broken_moments = moments_of(outputs), moments_of(broken)
+    for matrix in (cosine, cka):
+        found, expected = matrix(broken_moments, weights), matrix(moments, weights)
+        assert found[2].isnan().all()
+        assert torch.equal(found[others][:, others], expected[others][:, others])
+    found, expected = mutual_information(broken_moments), mutual_information(moments)
+    assert found[2, others].isnan().all()
+    assert torch.equal(found[others][:, others], expected[others][:, others])
+    assert total_correlation(broken_moments).isnan()
+    found, expected = effective_rank(broken_moments, weights), effective_rank(moments, weights)
+    assert found[2].isnan()
+    assert torch.equal(found[others], expected[others])
+    found, expected = subspace_overlap(broken_weights), subspace_overlap(weights)
+    assert found[2].isnan().all()
+    assert torch.equal(found[others][:, others], expected[others][:, others])
+
+
 def gaussian_information(covariance: Tensor, parts: list[slice]) -> float:
     whole = torch.linalg.slogdet(covariance).logabsdet
     return float(0.5 * (sum(torch.linalg.slogdet(covariance[part, part]).logabsdet for part in parts) - whole))

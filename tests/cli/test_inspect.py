@@ -8,6 +8,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -15,7 +16,7 @@ import polyhead.inspection
 from polyhead.cli import app
 from polyhead.cli.inspect import show
 from polyhead.inspection.heads import Group, RedundancyThreshold
-from tests.inspection.small_models import NAMES, model_folder, text_folder
+from tests.inspection.small_models import NAMES, broken_folder, model_folder, text_folder
 
 pytest.importorskip("pyarrow")
 
@@ -101,17 +102,48 @@ def test_the_absence_of_redundant_heads_is_stated(place, tmp_path):
            "none", "--save", run)  # fmt: skip
     found = polyhead.inspection.load_inspection(run)
     heads = tuple(zip(found.table.sites, found.table.heads, strict=True))[:2]
+    cosines = {site: torch.eye(4, dtype=torch.float64) for site in dict.fromkeys(found.table.sites)}
+    first, last = cosines
+    cosines[first][1, 2] = cosines[first][2, 1] = 0.31
+    cosines[last][0, 3] = cosines[last][3, 0] = 0.43
+    cosines[last][1] = cosines[last][:, 1] = torch.nan
+    found = replace(found, relations={site: {"cosine": matrix} for site, matrix in cosines.items()})
+    between = "a cosine of 0.54, halfway between 1 and the 0.08 of random weights"
     for groups, words in (
-        (
-            (),
-            "No redundant heads: no pair of a layer reaches a cosine of 0.54, halfway between 1 and the 0.08 of random",
-        ),
-        ((Group(heads, 0.9),), "Heads are redundant from a cosine of 0.54, halfway between 1 and the 0.08 of random"),
+        ((), f"No redundant heads: no pair of a layer reaches {between}; the most similar, L1H0 and L1H3, have 0.43."),
+        ((Group(heads, 0.9),), f"Heads are redundant from {between}."),
     ):
         shown = StringIO()
         threshold = RedundancyThreshold(0.54, 0.08)
-        show(replace(found, redundancy=threshold, groups=groups), Console(file=shown, width=150))
-        assert f"\n{words} weights.\n" in shown.getvalue()
+        show(replace(found, redundancy=threshold, groups=groups), Console(file=shown, width=250))
+        assert f"\n{words}\n" in shown.getvalue()
+
+
+def test_intervals_over_few_contexts_are_called_unreliable(place):
+    options = ["--text", place / "text", "--device", "cpu", "--importance", "none", "--no-chance", "--context", 64]
+    words = "Intervals and standard errors are over fewer than 8 contexts, too few to be reliable"
+    assert words in invoke("inspect", place / "bert", *options, "--tokens", 5 * 64).stdout
+    assert words not in invoke("inspect", place / "bert", *options, "--tokens", 12 * 64).stdout
+
+
+@pytest.mark.parametrize("importance", ["auto", "ablation"])
+def test_heads_that_are_not_finite_are_named_and_all_others_measured(place, tmp_path, importance):
+    broken = broken_folder(tmp_path / "broken", place / "llama", 0, 2)
+    run = tmp_path / "run"
+    shown = invoke("inspect", broken, "--text", place / "text", "--context", 96, "--device", "cpu", "--importance",
+                   importance, "--table", "--save", run, "--html", tmp_path / "page.html").stdout  # fmt: skip
+    assert (
+        "Skipped: values of L0H2, L1H0-H3: non-finite activations, the weights or the text give NaN or Inf\n" in shown
+    )
+    assert "Skipped: importance: the intact model's loss must be finite, got nan for row 0" in shown
+    assert "\nMain findings\n" in shown
+    table = polyhead.inspection.load_inspection(run).table
+    measured = torch.tensor([True, True, False, True] + [False] * 4)
+    columns = [name for name in table.columns if name in ("entropy", "sink_mass") or name.endswith("_score")]
+    assert {"positional_score", "long_range_score", "induction_score"} <= set(columns)
+    for name in columns:
+        if not name.startswith(("copy", "anti")):  # of the weights alone
+            assert table[name].isfinite().equal(measured), name
 
 
 def test_ablation_of_a_language_model_and_chosen_statistics(place):

@@ -22,7 +22,7 @@ from polyhead.surgery import find_layers, fingerprint, load_record
 from polyhead.workflows import model_loading
 from polyhead.workflows.calibration_text import CalibrationText
 from polyhead.workflows.model_loading import load_model
-from tests.inspection.small_models import model_folder, text_folder
+from tests.inspection.small_models import broken_folder, model_folder, text_folder
 
 
 def invoke(*arguments: object, code: int = 0, **options):
@@ -440,6 +440,15 @@ def test_bad_input_of_merge_is_said_in_a_line_and_nothing_is_written(place, tmp_
     said = invoke("merge", place / "bert", *arguments, "--output", tmp_path / "out", code=2).stderr
     assert words in said
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("heads", [("--share", "50%"), ("--heads", "L1H0", "--form", "uneven")])
+def test_outputs_that_are_not_finite_are_not_taken_for_a_short_text(place, tmp_path, heads):
+    broken = broken_folder(tmp_path / "broken", place / "llama", 0, 3)
+    text = ["--text", place / "text", "--device", "cpu", "--output", tmp_path / "pruned"]
+    said = " ".join(invoke("prune", broken, *heads, *text, code=2).stderr.split())
+    assert re.search(r"must be finite.*, got (nan|NaN or Inf)", said), said
+    assert "as many tokens" not in said
 
 
 def test_an_output_is_needed_unless_only_counted(place):

@@ -57,6 +57,17 @@ def model_folder(folder: Path, name: str, seed: int = 0, **options: int) -> Path
     return folder
 
 
+def broken_folder(folder: Path, original: Path, layer: int, head: int) -> Path:
+    """A copy of a llama with NaN in the query weights of one head."""
+    model = transformers.LlamaForCausalLM.from_pretrained(original)
+    attention = model.model.layers[layer].self_attn
+    with torch.no_grad():
+        attention.q_proj.weight.unflatten(0, (-1, attention.head_dim))[head] = torch.nan
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
 def text_folder(folder: Path, documents: int = 6, words: int = 120) -> Path:
     folder.mkdir(exist_ok=True)
     draw = random.Random(5)

@@ -64,6 +64,19 @@ def test_words_come_from_the_tokenizer(tokenizer: PreTrainedTokenizerFast) -> No
         assert torch.isin(batch.ids[:, 1:-1], words).all()
 
 
+def test_different_seeds_draw_different_texts(tokenizer: PreTrainedTokenizerFast) -> None:
+    classes = token_classes(tokenizer)
+    texts = {
+        seed: [
+            tuple(row)
+            for batch in repeated_batches(tokenizer, classes, blocks=(11, 11, 11, 11), seed=seed)
+            for row in batch.ids.tolist()
+        ]
+        for seed in range(5)
+    }
+    assert len({text for drawn in texts.values() for text in drawn}) == sum(map(len, texts.values())) == 5 * 4 * 8
+
+
 def test_what_does_not_fit_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(
         OptionError, match="a block of 1 to 5 words, the size of the vocabulary, got batch 2 and block 6"

@@ -22,7 +22,8 @@ def singular_values(left: Tensor, right: Tensor) -> Tensor:
     """
     left, right = _checked(left, right)
     tall, flat = (torch.linalg.qr(x, mode="r").R for x in (left, right.mT))
-    return torch.linalg.svdvals(tall @ flat.mT)
+    product, nan = screened(tall @ flat.mT)
+    return torch.linalg.svdvals(product) + nan[..., None]
 
 
 def eigenvalues(left: Tensor, right: Tensor) -> Tensor:
@@ -35,7 +36,8 @@ def eigenvalues(left: Tensor, right: Tensor) -> Tensor:
         raise ShapeError(
             f"only a square product has eigenvalues, got {left.shape[1]} rows and {right.shape[2]} columns"
         )
-    return torch.linalg.eigvals(right @ left)
+    product, nan = screened(right @ left)
+    return torch.linalg.eigvals(product) + nan[..., None]
 
 
 def copying(value: Tensor, output: Tensor, embedding: Tensor, unembedding: Tensor) -> Tensor:
@@ -69,9 +71,10 @@ def check_embeddings(embedding: Tensor, unembedding: Tensor, width: int) -> None
 
 def eigenvalue_share(circuits: Tensor) -> Tensor:
     """Return the sum of the eigenvalues of square matrices over the sum of their magnitudes, from -1 to 1."""
+    circuits, nan = screened(circuits)
     eigenvalues = torch.linalg.eigvals(circuits)
     magnitudes = eigenvalues.abs().sum(-1)
-    return eigenvalues.real.sum(-1) / torch.where(magnitudes > 0, magnitudes, torch.nan)
+    return eigenvalues.real.sum(-1) / torch.where(magnitudes > 0, magnitudes, torch.nan) + nan
 
 
 def composition(write: Tensor, read: Tensor) -> Tensor:
@@ -93,6 +96,15 @@ def composition(write: Tensor, read: Tensor) -> Tensor:
     norms = torch.einsum("wve,red->wrvd", write, read).square().sum((2, 3)).sqrt()
     products = torch.outer(torch.linalg.matrix_norm(write), torch.linalg.matrix_norm(read))
     return norms / torch.where(products > 0, products, torch.nan)
+
+
+def screened(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return matrices [..., rows, columns] with zeros for non-finite ones, and [...] NaN for these, 0 for the others.
+
+    `torch.linalg` raises for a whole batch if one matrix is not finite; add the NaN to what it returns.
+    """
+    finite = matrices.isfinite().all(-1).all(-1)
+    return torch.where(finite[..., None, None], matrices, 0.0), torch.where(finite, 0.0, torch.nan)
 
 
 def _checked(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from polyhead.analysis.circuits import screened
 from polyhead.errors import OptionError, ShapeError
 from polyhead.observation.head_moments import HeadMoments
 
@@ -72,7 +73,8 @@ def effective_rank(moments: HeadMoments, output_weights: Tensor) -> Tensor:
     weights = _checked(moments, output_weights)
     roots = _roots(torch.einsum("iae,ibe->iab", weights, weights))
     covariance = torch.einsum("iac,iaib,ibd->icd", roots, moments.covariance, roots)
-    variances = torch.linalg.eigvalsh(covariance).clamp_min(0.0)
+    covariance, nan = screened(covariance)
+    variances = torch.linalg.eigvalsh(covariance).clamp_min(0.0) + nan[:, None]
     shares = variances / variances.sum(-1, keepdim=True)
     return torch.special.entr(shares).sum(-1).exp()
 
@@ -90,8 +92,9 @@ def mutual_information(moments: HeadMoments, *, corrected: bool = True) -> Tenso
     result = torch.full((heads, heads), torch.inf, dtype=torch.float64, device=whitened.device)
     for i in range(heads):
         for j in range(i):
-            correlations = torch.linalg.svdvals(whitened[i, :, j])
-            if correlations.max() < _IDENTICAL:
+            block, nan = screened(whitened[i, :, j])
+            correlations = torch.linalg.svdvals(block) + nan
+            if not correlations.max() >= _IDENTICAL:  # NaN is not identical
                 information = -0.5 * torch.log1p(-correlations.square()).sum()
                 if corrected:
                     information = information - _bias(samples, [ranks[i], ranks[j]])
@@ -109,6 +112,8 @@ def total_correlation(moments: HeadMoments, *, corrected: bool = True) -> Tensor
     samples = _checked_count(moments, heads * moments.dim, "the total correlation of a layer")
     size = heads * moments.dim
     joint = whitened.reshape(size, size)
+    if not bool(joint.isfinite().all()):
+        return torch.full((), torch.nan, dtype=torch.float64, device=joint.device)
     # Directions without variance are removed; they would count as determined by the others.
     varying = joint.diagonal() > 0.5
     root, failed = torch.linalg.cholesky_ex(joint[varying][:, varying])
@@ -130,10 +135,12 @@ def principal_cosines(bases: Tensor) -> Tensor:
     """
     if bases.ndim != 3:
         raise ShapeError(f"bases must be [heads, rows, width], got shape {list(bases.shape)}")
-    _, values, spans = torch.linalg.svd(bases.to(torch.float64), full_matrices=False)
+    rows, nan = screened(bases.to(torch.float64))
+    _, values, spans = torch.linalg.svd(rows, full_matrices=False)
     nonzero = values > values.amax(-1, keepdim=True) * max(bases.shape[1:]) * torch.finfo(bases.dtype).eps
     spans = spans * nonzero[..., None]
-    return torch.linalg.svdvals(torch.einsum("iae,jbe->ijab", spans, spans)).clamp(0.0, 1.0)
+    cosines = torch.linalg.svdvals(torch.einsum("iae,jbe->ijab", spans, spans)).clamp(0.0, 1.0)
+    return cosines + (nan[:, None] + nan)[..., None]
 
 
 def subspace_overlap(bases: Tensor) -> Tensor:
@@ -165,8 +172,9 @@ def _outer_root(diagonal: Tensor) -> Tensor:
 
 def _roots(symmetric: Tensor) -> Tensor:
     """Return matrices R with R R^T equal to the given positive semidefinite ones."""
+    symmetric, nan = screened(symmetric)
     values, vectors = torch.linalg.eigh(symmetric)
-    return vectors * values.clamp_min(0.0).sqrt()[..., None, :]
+    return vectors * values.clamp_min(0.0).sqrt()[..., None, :] + nan[..., None, None]
 
 
 def _whitened(moments: HeadMoments) -> tuple[int, list[int], Tensor]:
@@ -176,11 +184,11 @@ def _whitened(moments: HeadMoments) -> tuple[int, list[int], Tensor]:
     """
     heads, dim = moments.num_heads, moments.dim
     covariance = moments.covariance
-    diagonal_blocks = torch.stack([covariance[i, :, i] for i in range(heads)])
+    diagonal_blocks, nan = screened(torch.stack([covariance[i, :, i] for i in range(heads)]))
     values, vectors = torch.linalg.eigh(diagonal_blocks)
     nonzero = values > values.amax(-1, keepdim=True).clamp_min(0.0) * dim * torch.finfo(torch.float32).eps
     scale = torch.where(nonzero, values.clamp_min(torch.finfo(torch.float64).tiny).rsqrt(), 0.0)
-    whitening = vectors * scale[:, None, :]
+    whitening = vectors * scale[:, None, :] + nan[:, None, None]
     return heads, nonzero.sum(-1).tolist(), torch.einsum("iac,iajb,jbd->icjd", whitening, covariance, whitening)
 
 

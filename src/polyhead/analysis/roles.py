@@ -160,6 +160,8 @@ class _Documents:
         weights = torch.zeros(DRAWS, count, dtype=torch.float64)
         self.weights = weights.scatter_add_(1, drawn, torch.ones(DRAWS, count, dtype=torch.float64))
         self.sums = {name: evidence.column(name).cpu() for name in COLUMNS}
+        # NaN for heads with NaN weights, of which counts of rows are 0.
+        self.nan = 0.0 * self.sums["sink_mass"][:, :-1].sum(0)
 
     def of(self, part: str, total: str) -> _Scores | None:
         """Return the ratio of two columns as the score; the last entry of each is the chance level."""
@@ -178,7 +180,7 @@ class _Documents:
             # A resample may contain no row in which the role could occur.
             bounds = torch.tensor([(1 - _LEVEL) / 2, (1 + _LEVEL) / 2], dtype=torch.float64)
             low, high = drawn.nanquantile(bounds, 0)
-        return _Scores(numerator.sum(0) / total, low, high, null)
+        return _Scores(numerator.sum(0) / total + self.nan, low, high, null)
 
 
 def _text_scores(evidence: HeadEvidence, seed: int) -> dict[str, _Scores]:
@@ -266,7 +268,7 @@ def _pronoun_scores(table: PronounTable, site: AttentionSite) -> dict[str, _Scor
 
     score, low, high, null, weight = (column(name) for name in ("score", "all_low", "all_high", "null", "weight"))
     enough = tuple(entry.has_enough_weight for entry in entries)
-    return {"pronoun": _Scores(score, low, high, null, enough, weight=weight)}
+    return {"pronoun": _Scores(score + 0.0 * weight, low, high, null, enough, weight=weight)}
 
 
 # ---- decisions

@@ -93,8 +93,8 @@ def copying_scores(value: Tensor, output: Tensor, words: Words) -> Copying:
     circuit = parts.sum(0)
     norms = torch.linalg.matrix_norm(value).repeat_interleave(len(output) // len(value))
     upper_bound = norms * torch.linalg.matrix_norm(output) * words.norm
-    is_significant = torch.linalg.matrix_norm(circuit) > _NEGLIGIBLE * upper_bound
-    score = torch.where(is_significant, eigenvalue_share(circuit), 0.0)
+    is_negligible = torch.linalg.matrix_norm(circuit) <= _NEGLIGIBLE * upper_bound  # not if NaN
+    score = torch.where(is_negligible, 0.0, eigenvalue_share(circuit))
     without = torch.stack([eigenvalue_share(circuit - part) for part in parts])
     error = (without - without.mean(0)).square().sum(0).mul((GROUPS - 1) / GROUPS).sqrt()
-    return Copying(score, torch.where(is_significant, error, 0.0), words.null(value.shape[2]))
+    return Copying(score, torch.where(is_negligible, 0.0, error), words.null(value.shape[2]))

@@ -102,7 +102,8 @@ def inspect(
     chance: Annotated[
         bool,
         typer.Option(
-            "--chance/--no-chance", help="Also inspect the model with random weights, as a baseline for redundancy."
+            "--chance/--no-chance",
+            help="Also inspect the model with random weights, as a baseline for redundancy and roles.",
         ),
     ] = True,
     via_weights: Annotated[
@@ -235,6 +236,7 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
     from polyhead.inspection.identity import edits_of
     from polyhead.inspection.vocabulary import column_of
     from polyhead.inspection.wording import loss_in_words
+    from polyhead.workflows.calibration_text import FEW_CONTEXTS
 
     facts = found.facts
     console.print(
@@ -255,6 +257,14 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
         console.print(
             f"{facts['unknown']:.0%} of the tokens are unknown tokens, which the heads cannot distinguish.",
             style="yellow",
+        )
+    if facts["intervals_over"] == "contexts" and 1 < facts["contexts"] < FEW_CONTEXTS:
+        console.print(
+            f"Intervals and standard errors are over fewer than {FEW_CONTEXTS} contexts, too few to be reliable; for "
+            "more, use a longer --text (read up to --tokens) or a smaller --context",
+            style="yellow",
+            markup=False,
+            soft_wrap=True,
         )
     for reason in facts["left_out"]:
         console.print(f"Skipped: {reason}", style="yellow", markup=False)
@@ -280,7 +290,7 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
         meaning = "Heads are redundant from" if len(found.groups) else "No redundant heads: no pair of a layer reaches"
         console.print(
             f"{meaning} a cosine of {found.redundancy.threshold:.2f}, halfway between 1 and the "
-            f"{found.redundancy.null:z.2f} of random weights.",
+            f"{found.redundancy.null:z.2f} of random weights{'' if len(found.groups) else _most_similar(found)}.",
             style="dim",
         )
     if facts.get("importance_tokens") is not None:
@@ -294,6 +304,24 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
         for finding in found.findings:
             line = textwrap.fill(str(finding), console.width, initial_indent="  • ", subsequent_indent="    ")
             console.print(line, markup=False, soft_wrap=True)
+
+
+def _most_similar(found: Inspection) -> str:
+    """Describe the pair of heads of a layer with the largest cosine."""
+    from polyhead.inspection.wording import place_of
+
+    best, pair = -math.inf, ""
+    stacked = len({(site.stack, site.kind) for site in found.table.sites}) > 1
+    for site, matrices in found.relations.items():
+        if "cosine" not in matrices:
+            continue
+        cosines = matrices["cosine"].nan_to_num(nan=-math.inf).fill_diagonal_(-math.inf)
+        if float(cosines.max()) > best:
+            best = float(cosines.max())
+            one, other = divmod(int(cosines.argmax()), len(cosines))
+            heads = " and ".join(place_of((site, head), stacked=stacked) for head in (one, other))
+            pair = f"; the most similar, {heads}, have {best:z.2f}"
+    return pair
 
 
 def _least_important(found: Inspection, measure: str) -> Iterator[str]:

@@ -143,8 +143,9 @@ def _candidates(sites: list[tuple[AttentionSite, Tensor]]) -> list[tuple[float, 
     flat /= flat.norm(dim=1, keepdim=True).clamp_min(torch.finfo(flat.dtype).tiny)
     similarity = flat @ flat.T
     site_index = torch.tensor([index for index, (_, rows) in enumerate(sites) for _ in range(rows.shape[1])])
-    similarity = torch.where((site_index[:, None] < site_index), similarity, -torch.inf)
-    count = min(CANDIDATES, int(similarity.isfinite().sum()))
+    comparable = (site_index[:, None] < site_index) & similarity.isfinite()
+    similarity = torch.where(comparable, similarity, -torch.inf)
+    count = min(CANDIDATES, int(comparable.sum()))
     values, flat_indices = similarity.flatten().topk(count)
     return [
         (float(value), heads[int(index) // len(heads)], heads[int(index) % len(heads)])

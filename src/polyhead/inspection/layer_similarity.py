@@ -14,7 +14,7 @@ from polyhead.analysis.importance import Importance
 from polyhead.analysis.redundancy import redundancy
 from polyhead.analysis.roles import HeadRoles, evidence_of
 from polyhead.analysis.text_shares import text_shares
-from polyhead.inspection.heads import Group, Head, RedundancyThreshold
+from polyhead.inspection.heads import Group, Head, RedundancyThreshold, named
 from polyhead.inspection.vocabulary import score_column
 from polyhead.observation import AttentionSite, HeadProfile, HeadProjections
 from polyhead.observation.collectors import Collected, states_of
@@ -72,6 +72,19 @@ def _moments_of(collected: Collected) -> dict[AttentionSite, HeadMoments]:
         for site, state in states.items()
         if state.moments is not None
     }
+
+
+def non_finite_heads(collected: Collected) -> str:
+    """Return the heads whose attention weights or outputs are NaN or Inf, e.g. "L1H3, L2H0-H7"; "" for none."""
+    moments, names = _moments_of(collected), []
+    for site, evidence in evidence_of(collected).items():
+        finite = evidence.column("sink_mass")[:, :-1].sum(0).isfinite().cpu()
+        if site in moments:
+            finite &= moments[site].mean.isfinite().all(-1)
+        heads = (~finite).nonzero().flatten().tolist()
+        everything = len(heads) == site.num_heads > 1
+        names += [f"{named((site, 0))}-H{heads[-1]}"] if everything else [named((site, head)) for head in heads]
+    return ", ".join(names)
 
 
 def _enough(moments: HeadMoments, dims: int) -> bool:

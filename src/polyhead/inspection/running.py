@@ -18,7 +18,7 @@ from torch import Tensor
 from polyhead.analysis.importance import Importance
 from polyhead.analysis.roles import HeadRoles, evidence_of, head_roles
 from polyhead.analysis.roles_rules import RULES
-from polyhead.errors import OptionError
+from polyhead.errors import NonFiniteError, OptionError
 from polyhead.inspection import cross_layer_similarity, layer_similarity
 from polyhead.inspection.document_influence import influence_of
 from polyhead.inspection.findings import findings
@@ -121,6 +121,8 @@ class _Run:
         head_projections = self.probes.head_projections(self.loaded.model)
         sample = cross_layer_similarity.sample_of(head_projections, self.settings.seed)
         observations = self.text(sample, resume)
+        if non_finite := layer_similarity.non_finite_heads(observations.collected):
+            self.probes.left_out.append(Reason("non_finite", {"heads": non_finite}))
         matrices, output_columns = layer_similarity.relations_of(observations.collected, head_projections)
         spectra = layer_similarity.spectra_of(head_projections)
         columns = [
@@ -134,7 +136,10 @@ class _Run:
             try:
                 probed = self.probe(observations, head_projections, sample, matrices)
                 columns.append(layer_similarity.role_columns(probed.fields.get("roles", ())))
-                importance, importance_tokens = self.probes.importance()
+                try:
+                    importance, importance_tokens = self.probes.importance()
+                except NonFiniteError as error:
+                    self.probes.left_out.append(Reason("importance_error", {"error": str(error)}))
             except KeyboardInterrupt:
                 self.interrupted = True
         measured = {"importance_tokens": importance_tokens, **_loss_facts(importance)}
@@ -269,7 +274,9 @@ class _Run:
 
     def evidence(self) -> EvidenceCollector:
         embedding = embedding_of(self.loaded.model)
-        meaning = None if embedding is None else TokenVectors.of(embedding, seed=self.settings.seed)
+        meaning = None
+        if embedding is not None and bool(embedding.isfinite().all()):
+            meaning = TokenVectors.of(embedding, seed=self.settings.seed)
         segments = Segments.of(self.loaded.tokenizer, self.reader.classes)
         return EvidenceCollector(rare=rare_tokens(self.reader.counts), meaning=meaning, segments=segments)
 

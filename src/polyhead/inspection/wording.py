@@ -190,6 +190,11 @@ _REASONS = {
         "them",
         "头的输出、冗余、复制与重要性：模型返回的注意力权重不足以得出这些",
     ),
+    "non_finite": Text(
+        "values of {heads}: non-finite activations, the weights or the text give NaN or Inf",
+        "{heads} 的数值：激活值非有限，权重或文本产生 NaN 或 Inf",
+    ),
+    "importance_error": Text("importance: {error}", "重要性：{error}"),
     "every_pair": Text(
         "{heads} heads at {tokens:,} sampled tokens ({mebibytes:.0f} MiB): every pair is measured",
         "{heads} 个头，在抽样的 {tokens:,} 个词元上（{mebibytes:.0f} MiB）：每一对都经过测量",

@@ -96,7 +96,7 @@ def repeated_batches(
             words,
             batch=batch,
             block=block,
-            seed=seed + index,
+            seed=len(lengths) * seed + index,  # other seeds share no batch
             before=special.before,
             after=special.after,
             index=index,

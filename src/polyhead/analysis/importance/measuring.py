@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from polyhead.analysis.importance.head_importance import Importance
 from polyhead.analysis.importance.losses import ComputeLosses, Loss, RowLosses
-from polyhead.errors import OptionError, ShapeError
+from polyhead.errors import NonFiniteError, OptionError, ShapeError
 from polyhead.geometry import HeadId
 from polyhead.observation import AttentionSite, BatchMetadata, observe
 from polyhead.observation.collectors import CallRecorder
@@ -79,7 +79,9 @@ def checked_losses(compute_losses: ComputeLosses, intact: RowLosses | None = Non
         non_finite = (~losses.totals.detach().isfinite()).nonzero()
         if len(non_finite):
             row = int(non_finite[0])
-            raise OptionError(f"the intact model's loss must be finite, got {float(losses.totals[row])} for row {row}")
+            raise NonFiniteError(
+                f"the intact model's loss must be finite, got {float(losses.totals[row].detach())} for row {row}"
+            )
     elif not torch.equal(losses.weights, intact.weights):
         raise OptionError(
             "a loss must have the same row weights for every call on a batch, got others for an ablated model"

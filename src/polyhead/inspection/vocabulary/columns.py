@@ -54,8 +54,10 @@ _KNOWN = (
     ),
     _column(
         "max_logit", "max logit", "最大 logit", "other", "number",
-        "Largest attention logit of a query, before the softmax. Very large logits are a sign of unstable training.",
-        "一个查询在 softmax 之前的最大注意力 logit。过大的 logit 往往说明训练不稳定。",
+        "Largest attention logit of a query, before the softmax, averaged over queries; max_logit_max is the maximum "
+        "over queries. Very large logits are a sign of unstable training.",
+        "一个查询在 softmax 之前的最大注意力 logit，对所有查询取平均；max_logit_max 是所有查询中的最大值。"
+        "过大的 logit 往往说明训练不稳定。",
         low=None,
     ),
     _column(

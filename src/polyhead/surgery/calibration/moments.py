@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyhead.errors import OptionError, ShapeError
+from polyhead.errors import NonFiniteError, OptionError, ShapeError
 from polyhead.observation.evaluation_mode import evaluating
 from polyhead.ops.attention.scaled_dot_product import without_cudnn
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
@@ -292,6 +292,11 @@ def _gradients(
                 raise OptionError(
                     "a loss must call the model and return one number with a gradient, got "
                     + ("a loss that calls no attention layer" if not probes else f"a tensor {list(value.shape)}")
+                )
+            if not bool(value.isfinite()):
+                raise NonFiniteError(
+                    f"the loss on the calibration text must be finite, got {float(value.detach())}: the weights or the "
+                    "text give NaN or Inf; polyhead inspect names the heads"
                 )
             with without_cudnn():  # checkpointed activations are recomputed here
                 gradients = torch.autograd.grad(value, [probe for _, _, probe in probes], allow_unused=True)

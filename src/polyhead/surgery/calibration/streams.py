@@ -7,6 +7,7 @@ numerically on the first batch at each block; otherwise it runs from the start.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -325,8 +326,9 @@ class Streams:
             actual, expected = (x.capture(self.model, layer, swapped=parameters) for x in (piece, plain))
             if actual is None or expected is None or actual.heads.shape != expected.heads.shape:
                 return False
-            if not torch.allclose(
-                actual.heads, expected.heads, rtol=1e-4, atol=1e-5 * float(expected.heads.abs().max())
+            scale = float(expected.heads.abs().max())
+            if not math.isfinite(scale) or not torch.allclose(
+                actual.heads, expected.heads, rtol=1e-4, atol=1e-5 * scale
             ):
                 return False
         return True

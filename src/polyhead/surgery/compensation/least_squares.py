@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from polyhead.errors import OptionError
+from polyhead.errors import NonFiniteError, OptionError
 from polyhead.surgery.adapters.attention_layer import AttentionLayer, linear_axis
 from polyhead.surgery.adapters.head_weights import HeadWeights, oriented, read_heads
 from polyhead.surgery.calibration.moments import OutputMoments, output_signature, same_layer
@@ -238,6 +238,11 @@ def check_moments(moments: OutputMoments, heads: HeadWeights, path: str) -> None
         raise OptionError(
             f"compensation needs moments of the layer it changes, got moments of a layer with another output matrix "
             f"than {path}; collect them from this model"
+        )
+    if not bool(moments.total.isfinite().all()):
+        raise NonFiniteError(
+            f"the outputs of the heads of {path} must be finite on the calibration text, got NaN or Inf from the "
+            "weights or the text; polyhead inspect names the heads"
         )
     if moments.count < channels:
         raise OptionError(
