@@ -133,7 +133,7 @@ def test_a_model_reads_all_contexts_whatever_the_batch(kind):
         assert site.kind == "self"
         states.append(values["words"].state())
     assert states[0]["contexts"].tolist() == [0, 1, 2, 3, 4]
-    for name in ("shares", "expected"):
+    for name in ("shares", "totals"):
         torch.testing.assert_close(states[0][name], states[1][name], rtol=0, atol=1e-5)
     assert torch.equal(states[0]["visible"], states[1]["visible"])
 

@@ -193,7 +193,12 @@ def test_rare_relations_are_left_out_and_counted():
     assert [row.relation for row in table.entries] == [EVERY]
     assert len(table.left_out) == 7
     assert all(count < 200 for _, _, count in table.left_out)
-    assert "Excluded: 7 with fewer than 80 words in a half" in str(table)
+    assert "Excluded: 7 with fewer than 80 words in a half (--minimum)." in str(table)
+    assert "Unreliable" not in str(table)
+    table = syntax_table(collected(maps[:20], [at_random(maps[:20], 2)]), minimum=1)
+    few = sum(min(row.count, row.chosen_count) < 30 for row in table.entries)
+    assert 0 < few < len(table)
+    assert f"Unreliable: {few} with fewer than 30." in str(table)
 
 
 @pytest.mark.parametrize("ending", ["json", "parquet"])
@@ -215,7 +220,7 @@ def test_a_table_comes_back_from_its_file(tmp_path, ending):
 def test_what_was_not_gathered_is_said():
     with pytest.raises(OptionError, match=r"named 'words', got none; observe .* collect=\[WordAttention"):
         syntax_table(Observations(StatisticsRequest(())))
-    with pytest.raises(OptionError, match="shares need data of"):
+    with pytest.raises(OptionError, match="syntax needs data of"):
         inner_shares(Observations(StatisticsRequest(())))
     maps = [WordMap((0,), (-1,), ("root",), (0,))] * 2
     with pytest.raises(OptionError, match="texts without any"):
@@ -229,13 +234,28 @@ def test_shares_are_means_over_words_beside_their_null():
     shares = inner_shares(collected(maps, [torch.cat([at_governors(maps), at_random(maps, 1)], 1)]))
     own_word = shares.of("word")
     assert len(own_word) == 2
-    assert own_word[0].words == sum(pieces > 1 for words in maps for pieces in words.pieces())
+    held_out = [maps[text] for text in torch.randperm(40, generator=torch.Generator().manual_seed(0))[20:]]
+    assert own_word[0].words == sum(pieces > 1 for words in held_out for pieces in words.pieces())
     assert {row["span"] for row in shares.rows()} == {"word", "phrase"}, "no text has two sentences"
     for share in shares.entries:
         assert share.low <= share.share <= share.high
         assert 0 < share.expected < 1
     with pytest.raises(OptionError, match="word, phrase, sentence; got 'page'"):
         shares.of("page")
+    alone = [WordMap((0, 1), (1, -1), ("x", "root"), (0, 0))] * 4  # no word of two tokens, no phrase
+    assert inner_shares(collected(alone, [at_random(alone, 1)])).entries == ()
+
+
+def test_heads_are_ranked_on_one_half_and_their_shares_are_of_the_other():
+    maps, seed = random_trees(40), 3
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(seed)).tolist()
+    chosen = torch.cat([torch.full((len(words), 1), text in order[:20]) for text, words in enumerate(maps)])
+    inside, noise = at_governors(maps), at_random(maps, 1)
+    looks = torch.cat([torch.where(chosen, noise, inside), torch.where(chosen, inside, noise)], 1)
+    first, second = inner_shares(collected(maps, [looks]), seed=seed).of("phrase")
+    assert (first.head, second.head) == (1, 0)
+    assert first.chosen_share > second.chosen_share
+    assert first.low < first.share < first.high < second.low  # nothing of what ranked it first is in its share
 
 
 def test_intervals_are_those_of_the_books():

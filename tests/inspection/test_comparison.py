@@ -109,7 +109,7 @@ def test_two_halves_of_a_text_do_not_differ(loaded):
         found = compare(inspected(loaded, both[::2]), inspected(loaded, both[1::2]))
         assert (found.paired, found.samples) == (False, (12, 12))
         assert found.beyond() == ()
-        values = [x for x in found.tested() if x.name not in EXACT]
+        values = found.tested()
         assert all(11 <= x.degrees <= 22 for x in values if x.error > 0)
         p += [x.p for x in values]
     assert sum(x < 0.05 for x in p) < 0.1 * len(p)
@@ -167,7 +167,7 @@ def printed(*runs: Inspection, place: Path) -> str:
 def test_the_terminal_shows_the_loss_and_how_differences_were_tested(run, changed, loaded, tmp_path):
     loss = compare(run, changed).loss
     shown = printed(run, changed, place=tmp_path)
-    assert "\npaired tests over the 16 documents of the same text; false discovery rate 5%\n" in shown
+    assert "\npaired tests over the 16 documents of the same text\n" in shown
     assert (
         f"\nnext-token loss {loss.before:.4g} in A, {loss.after:.4g} in B, difference {loss.difference:+.3g} nats, "
         f"standard error {loss.error:.2g} (paired over {loss.samples[0]} documents)\n" in shown
@@ -175,10 +175,74 @@ def test_the_terminal_shows_the_loss_and_how_differences_were_tested(run, change
     other = inspected(loaded, documents(16, seed=5), importance="gradient")
     shown = printed(without_documents(run), other, place=tmp_path)
     tokens = f"{run.facts['tokens']:,} tokens in A, 16 documents in B, one in eight tokens counts as independent"
-    assert f"\ntests of independent samples: {tokens}; false discovery rate 5%\n" in shown
+    assert f"\ntests of independent samples: {tokens}; assumes that the texts share no documents\n" in shown
     assert "loss" not in shown
     assert "nats, standard error" in (shown := printed(run, other, place=tmp_path))
     assert "(independent samples)\n" in shown
+
+
+def test_the_terminal_counts_tested_values_exact_values_and_heads(run, changed, tmp_path):
+    found = compare(run, changed)
+    tested, exact = found.tested(), found.exact()
+    assert {x.name for x in exact} == set(EXACT)
+    assert not {x.name for x in tested} & set(EXACT)
+    # Eight planted differences are significant and tiny, three are of the weights.
+    tiny = {id(x) for x in tested if x.name == "window_mass"} | {id(x) for x in exact[:3]}
+    assert len(tiny) == 11
+    found = dataclasses.replace(
+        found,
+        changes=tuple(
+            dataclasses.replace(x, before=1.0, after=1.001, q=0.001) if id(x) in tiny else x for x in found.changes
+        ),
+    )
+    beyond = [x for x in found.tested() if x.beyond]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("polyhead.inspection.compare", lambda one, two: found)
+        shown = printed(run, changed, place=tmp_path)
+    significant = sum(x.q <= 0.05 for x in found.tested())
+    assert significant >= len(beyond) + 8
+    rate = f"{significant} of {len(tested)} tested values differ at a false discovery rate of 5%"
+    assert f"\n{rate}, {len(beyond)} of them by more than 1%:\n" in shown
+    counts = dict(entry.split(" ") for entry in shown.splitlines()[3].split(", "))
+    assert {name: int(number) for name, number in counts.items()} == {
+        name: sum(x.name == name for x in beyond) for name in {x.name for x in tested}
+    }
+    assert "\n3 of 16 values computed from the weights alone (ov_top_share, qk_top_share) differ\n" in shown
+    assert f"\n{len({x.head for x in found.beyond()})} of 8 common heads changed\n" in shown
+
+
+def test_a_value_of_a_layer_is_listed_once(run, changed, tmp_path):
+    found = compare(run, changed)
+    layers = [x.head[0].layer for x in found.untested("total_correlation")]
+    assert sorted(layers) == [0, 1]
+    assert len(found.untested("output_norm")) == 8
+    for name in "AB":
+        save_inspection(tmp_path / name, run)
+    options = ["compare", str(tmp_path / "A"), str(tmp_path / "B"), "--statistic", "total_correlation"]
+    shown = CliRunner().invoke(app, options, env={"COLUMNS": "200"}).output
+    assert [line.split("  ")[0] for line in shown.splitlines() if line.startswith("layer ")] == ["layer 0", "layer 1"]
+
+
+def test_roles_with_other_thresholds_are_not_compared(run, tmp_path):
+    """Without a model with random weights as chance level, thresholds of roles are lower."""
+
+    def with_role(chance: bool, holds: bool) -> Inspection:
+        first, *rest = run.roles
+        scores = [dataclasses.replace(x, holds=holds) if x.role == "previous" else x for x in first.scores]
+        roles = (dataclasses.replace(first, scores=tuple(scores)), *rest)
+        return dataclasses.replace(run, roles=roles, facts={**run.facts, "chance": chance})
+
+    assert run.facts["chance"] is False
+    has, has_not = with_role(False, True), with_role(False, False)
+    assert [role for _, role in compare(has_not, has).gained] == ["previous"]
+    assert "lost the role previous" in printed(has, has_not, place=tmp_path)
+    other = with_role(True, False)
+    assert compare(has, other).lost == compare(other, has).gained == ()
+    shown = printed(has, other, place=tmp_path)
+    assert "the role" not in shown
+    assert "roles are not compared: their thresholds allow for a model with random weights in B, not in A" in shown
+    old = dataclasses.replace(other, facts={name: x for name, x in other.facts.items() if name != "chance"})
+    assert [role for _, role in compare(has, old).lost] == ["previous"]  # a run that did not record it
 
 
 def test_pooled_documents_are_called_groups(run):

@@ -50,16 +50,18 @@ def word_by_word(weights: Tensor, found: WordMap, visible: Tensor) -> dict[str, 
     sees = [[bool(visible[tokens_of[q]][:, tokens_of[k]].any()) for k in range(words)] for q in range(words)]
     seen = [(g >= 0 and sees[w][g], g >= 0 and sees[g][w]) for w, g in enumerate(found.governors)]
     even = (visible.double() / visible.sum(-1, keepdim=True))[None]
-    shares, expected = torch.zeros(weights.shape[0], 3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    others = torch.cat([weights.double(), even]) * (1 - torch.eye(weights.shape[-1]))  # not the token itself
+    shares, totals = torch.zeros(2, weights.shape[0] + 1, 3, dtype=torch.float64)
     counts = torch.zeros(3, dtype=torch.int64)
     for word in range(words):
         for index, span in enumerate(SPANS):
             inside = members(found, word, span, len(tokens_of[word]))
             counts[index] += len(inside) > 0
+            if inside:
+                totals[:, index] += others[:, tokens_of[word]].sum(-1).mean(-1)
             for key in inside:
-                shares[:, index] += between(weights, word, key)
-                expected[index] += between(even, word, key)[0]
-    return {"looks": looks, "visible": torch.tensor(seen), "shares": shares, "expected": expected, "counts": counts}
+                shares[:, index] += between(others, word, key)
+    return {"looks": looks, "visible": torch.tensor(seen), "shares": shares, "totals": totals, "counts": counts}
 
 
 def members(found: WordMap, word: int, span: str, pieces: int) -> list[int]:
@@ -137,7 +139,7 @@ def test_words_of_a_model_are_those_of_the_weights_it_returns(family, side):
             expected = torch.cat([one[name] for one in found])
             assert torch.equal(state[name].to(expected.dtype), expected), name
         assert (state["looks"] >= 0).any()
-        for name in ("shares", "expected", "counts"):
+        for name in ("shares", "totals", "counts"):
             torch.testing.assert_close(state[name], torch.stack([one[name] for one in found]), rtol=0, atol=1e-5)
         assert state["counts"].tolist() == [[2, 1, 0], [1, 0, 5], [1, 0, 0]]
 
@@ -163,10 +165,10 @@ def test_spans_are_those_of_the_weights(side):
                 torch.testing.assert_close(found[row, :, index - 1], expected, rtol=0, atol=1e-6)
 
 
-def attended(weights_toward: Tensor, mask=None) -> Attended:
+def attended(weights_toward: Tensor, mask=None, logit: float = 40.0) -> Attended:
     """An attention whose tokens look where they are told, [batch, heads, tokens] of keys."""
     tokens = weights_toward.shape[-1]
-    query = 40.0 * torch.nn.functional.one_hot(weights_toward, tokens).double()
+    query = logit * torch.nn.functional.one_hot(weights_toward, tokens).double()
     key = torch.eye(tokens, dtype=torch.float64).expand(*weights_toward.shape[:2], -1, -1)
     result = polyhead.attention(query, key, key, mask=mask, scale=1.0, logsumexp=True)
     return Attended(query, key, key, result, mask, 1.0)
@@ -190,6 +192,16 @@ def test_ties_go_to_the_first_word_and_a_word_alone_looks_at_none():
     state = empty(WordAttention(maps)).update(causal, None, metadata).state()
     assert state["looks"].tolist()[0] == [-1]
     assert state["visible"].tolist() == [[False, True], [False, False], [True, False]]
+
+
+def test_attention_of_a_token_to_itself_is_in_no_share():
+    """The rest of a head that attends to its own token and alike to all others is uniform attention."""
+    own = attended(torch.arange(LENGTHS[0]).expand(1, 1, -1), logit=7.0)
+    state = empty(WordAttention(MAPS)).update(own, None, BatchMetadata(documents=torch.tensor([0]))).state()
+    head, uniform = state["shares"][0] / state["totals"][0]
+    torch.testing.assert_close(head[:2], uniform[:2])
+    assert uniform[:2].tolist() == [3 / 16, 0]  # 1 or 2 of the other 8 tokens; a word whose dependent has no token
+    assert (state["totals"][0, 0] < 0.02).all()
 
 
 def test_a_key_masked_by_a_bias_is_not_visible():
@@ -233,7 +245,7 @@ def test_nothing_seen_has_a_state_and_a_cross_attention_has_no_words():
     collector = WordAttention(MAPS)
     state = empty(collector, 5).state()
     assert {name: list(x.shape) for name, x in state.items()} == {
-        "contexts": [0], "looks": [0, 5], "visible": [0, 2], "shares": [0, 5, 3], "expected": [0, 3], "counts": [0, 3]
+        "contexts": [0], "looks": [0, 5], "visible": [0, 2], "shares": [0, 6, 3], "totals": [0, 6, 3], "counts": [0, 3]
     }  # fmt: skip
     assert collector.empty(AttentionSite("x", "cross", "x", 0, 5), torch.device("cpu")) is None
     assert SpanAttention([[0, 1]], 1).empty(AttentionSite("x", "cross", "x", 0, 5), torch.device("cpu")) is None

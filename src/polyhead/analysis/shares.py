@@ -1,16 +1,21 @@
-"""Share of a head's attention within the word, the phrase and the sentence."""
+"""Share of a head's attention to other tokens that is within the word, the phrase and the sentence.
+
+A token's attention to itself does not count: it is inside every span, whatever the head computes. As in a syntax table,
+one half of the texts ranks the heads and the held-out half measures them.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from polyhead.analysis.intervals import ratio_of_sums
+from polyhead.analysis.syntax_tables import collected_words, held_out_texts
 from polyhead.errors import OptionError
-from polyhead.observation.collectors import states_of
 from polyhead.observation.observations import Observations
-from polyhead.observation.word_attention import SPANS, ByContext, WordAttention
+from polyhead.observation.word_attention import SPANS
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,17 +26,19 @@ class Share:
     layer: int
     head: int
     span: str  # word, phrase or sentence
-    words: int  # in such a span
-    share: float  # of their attention (the total includes special tokens), averaged over words
+    words: int  # in such a span, in the held-out texts
+    share: float  # of the attention of these words to other tokens, special tokens included
     low: float  # 95% interval over texts
     high: float
     expected: float  # the share of uniform attention over the visible tokens: the null
+    to_others: float  # attention of a token to other tokens, the rest is to itself; mean over these words
+    chosen_share: float  # in the choosing half, which ranks the heads: biased upwards for the first
     original_head: str  # its number in the unedited model
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Shares of all heads; spans that no word has are absent."""
+    """Shares of all heads; spans that no word of a half has are absent."""
 
     entries: tuple[Share, ...]
 
@@ -39,35 +46,29 @@ class Shares:
         return (asdict(entry) for entry in self.entries)
 
     def of(self, span: str) -> list[Share]:
-        """Return the shares for a span, in decreasing order."""
+        """Return the shares for a span, in decreasing order of those in the choosing half."""
         if span not in SPANS:
             raise OptionError(f"span must be one of {', '.join(SPANS)}; got {span!r}")
-        return sorted((entry for entry in self.entries if entry.span == span), key=lambda entry: -entry.share)
+        entries = [entry for entry in self.entries if entry.span == span]
+        # A head without any attention to other tokens has a share of NaN.
+        return sorted(entries, key=lambda entry: math.inf if math.isnan(entry.chosen_share) else -entry.chosen_share)
 
 
-def inner_shares(observations: Observations, *, collector: str = "words") -> Shares:
-    """Return the shares from the data that a `WordAttention` collected."""
+def inner_shares(observations: Observations, *, seed: int = 0, collector: str = "words") -> Shares:
+    """Return the shares from the data that a `WordAttention` collected; `seed` draws the halves as in a table."""
     entries = []
-    for site, value in states_of(observations.collected, collector, ByContext).items():
-        if not isinstance(value.collector, WordAttention):
-            continue
-        state = value.state()
-        counts = state["counts"]
-        if not len(counts):
-            continue
-        ratio, low, high = ratio_of_sums(state["shares"], counts[:, None])
-        expected = ratio_of_sums(state["expected"], counts)[0]
+    sites, states, maps = collected_words(observations, collector)
+    held = held_out_texts(len(maps), seed)
+    for site, state in zip(sites, states, strict=True):
+        shares, totals, counts = state["shares"], state["totals"], state["counts"]
+        ratio, low, high = ratio_of_sums(shares[held], totals[held])
+        to_others, _, _ = ratio_of_sums(totals[held], counts[held][:, None])
+        chosen_ratio, _, _ = ratio_of_sums(shares[~held], totals[~held])
+        columns = ratio, low, high, ratio[-1:].expand_as(ratio), to_others, chosen_ratio
         for index, span in enumerate(SPANS):
-            words = int(counts[:, index].sum())
-            for head in range(site.num_heads if words else 0):
-                share, lower, upper = (float(x[head, index]) for x in (ratio, low, high))
-                null = float(expected[index])
-                entries.append(
-                    Share(site.name, site.layer, head, span, words, share, lower, upper, null, site.label(head))
-                )
-    if not entries:
-        raise OptionError(
-            f"shares need data of a WordAttention collector named {collector!r}, got none; "
-            "observe the model with collect=[WordAttention(maps)]"
-        )
+            words, chosen = int(counts[held, index].sum()), int(counts[~held, index].sum())
+            for head in range(site.num_heads if words and chosen else 0):
+                place = site.name, site.layer, head, span, words
+                share, lower, upper, null, rest, ranked = (float(x[head, index]) for x in columns)
+                entries.append(Share(*place, share, lower, upper, null, rest, ranked, site.label(head)))
     return Shares(tuple(entries))

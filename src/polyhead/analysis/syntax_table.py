@@ -18,6 +18,8 @@ from polyhead.geometry import name_with_origin
 from polyhead.observation.cards import html_table
 from polyhead.observation.saving import write_atomically
 
+FEW_WORDS = 30  # in a half: with fewer, neither the choice of a head nor its accuracy is reliable
+
 
 @dataclass(frozen=True, slots=True)
 class SyntaxRow:
@@ -98,10 +100,13 @@ class SyntaxTable:
         """Return a few sentences on how the numbers were computed."""
         better = sum(row.verdict == "better" for row in self.entries)
         worse = sum(row.verdict == "worse" for row in self.entries)
+        few = sum(min(row.count, row.chosen_count) < FEW_WORDS for row in self.entries)
         return (
             f"Each head is the best of {self.heads} on {self.texts[0]:,} texts; all numbers are from {self.texts[1]:,} "
             f"held-out texts (seed {self.seed}). {better} of {len(self)} beat the best fixed offset, {worse} do worse. "
-            f"Excluded: {len(self.left_out)} with fewer than {self.minimum} words in a half."
+            f"Excluded: {len(self.left_out)} with fewer than {self.minimum} words in a half (--minimum)."
+            + f" Unreliable: {few} with fewer than {FEW_WORDS}."
+            * bool(few)
         )
 
     def __str__(self) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from polyhead.analysis.intervals import wilson
-from polyhead.analysis.syntax_table import SyntaxRow, SyntaxTable
+from polyhead.analysis.syntax_table import FEW_WORDS, SyntaxRow, SyntaxTable
 from polyhead.errors import OptionError
 from polyhead.observation.observations import Observations
 from polyhead.observation.statistics import AttentionSite
@@ -25,7 +25,7 @@ __all__ = ["DIRECTIONS", "DOWNWARD", "EVERY", "MINIMUM", "UPWARD", "SyntaxRow", 
 
 UPWARD, DOWNWARD = DIRECTIONS = ("dependent -> head", "head -> dependent")
 EVERY = "every relation"
-MINIMUM = 30
+MINIMUM = FEW_WORDS
 
 
 def syntax_table(
@@ -38,8 +38,8 @@ def syntax_table(
     """
     if minimum < 1:
         raise OptionError(f"minimum must be at least 1 word, got {minimum}")
-    sites, states, maps = _collected(observations, collector)
-    held_out = _held_out(len(maps), seed)
+    sites, states, maps = collected_words(observations, collector)
+    held_out = held_out_texts(len(maps), seed)
     visible = torch.stack([state["visible"] for state in states]).any(0)
     edges = _Edges.of(maps, held_out, visible)
     entries: list[SyntaxRow] = []
@@ -67,7 +67,7 @@ def syntax_table(
     )
 
 
-def _collected(
+def collected_words(
     observations: Observations, collector: str
 ) -> tuple[list[AttentionSite], list[dict[str, Tensor]], list[WordMap]]:
     """Return the sites, their collector states, and the word maps of the texts."""
@@ -76,7 +76,7 @@ def _collected(
     collectors = [value.collector for value in values if isinstance(value.collector, WordAttention)]
     if not values or len(collectors) != len(by_site):
         raise OptionError(
-            f"a syntax table needs data of a WordAttention collector named {collector!r}, got none; "
+            f"syntax needs data of a WordAttention collector named {collector!r}, got none; "
             "observe the model with collect=[WordAttention(maps)]"
         )
     states = [value.state() for value in values]
@@ -86,7 +86,7 @@ def _collected(
     return list(by_site), states, [collectors[0].maps[context] for context in contexts.tolist()]
 
 
-def _held_out(texts: int, seed: int) -> Tensor:
+def held_out_texts(texts: int, seed: int) -> Tensor:
     """Return the mask of held-out texts: half of them, the larger half of an odd number."""
     order = torch.randperm(texts, generator=torch.Generator().manual_seed(seed))
     held_out = torch.ones(texts, dtype=torch.bool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,10 +32,11 @@ def compare(
 
     For models before and after training or pruning, two models of one layout, or two texts. Heads of edited models are
     matched by their number in the original: L0H5 → L0H4 is L0H5 of A and L0H4 of B. Runs over the same text are
-    compared document by document, or by context if there are few documents. Only differences beyond sampling error are
-    shown: more than 1% of the value, and at most 5% of them expected by chance (false discovery rate over all tests);
-    of values computed from the weights alone, any difference. Columns without an error estimate (output norms) are not
-    tested: up to five of their largest relative changes above 10% follow, and --statistic NAME shows all values of one.
+    compared document by document, or by context if there are few documents. Two different texts are independent
+    samples and must share no documents. Only differences beyond sampling error are shown: more than 1% of the value,
+    and at most 5% of them expected by chance (false discovery rate over all tests); of values computed from the weights
+    alone, any difference. Columns without an error estimate (output norms) are not tested: up to five of their largest
+    relative changes above 10% follow, and --statistic NAME shows all values of one.
     """
     from rich.console import Console
     from rich.table import Table
@@ -49,7 +51,7 @@ def compare(
 
     from polyhead.inspection import compare as compared
     from polyhead.inspection import load_inspection
-    from polyhead.inspection.comparison import FALSE_DISCOVERIES
+    from polyhead.inspection.comparison import FALSE_DISCOVERIES, MIN_CHANGE, OF_LAYER, same_chance
     from polyhead.inspection.heads import named
     from polyhead.inspection.wording import loss_in_words
 
@@ -60,17 +62,29 @@ def compare(
         raise OptionError(
             f"--statistic must be a column of both inspections, {', '.join(sorted(names))}; got {statistic!r}"
         )
-    for label, inspection in (("A", first), ("B", second)):
+    for label, folder, inspection in (("A", before, first), ("B", after, second)):
         stopped = ", interrupted before the end of the text" if inspection.facts.get("interrupted") else ""
         console.print(
-            f"{label}  {inspection.facts['model']}, {inspection.facts['tokens']:,} tokens{stopped}", markup=False
+            f"{label}  {folder} ({inspection.facts['model']}), {inspection.facts['tokens']:,} tokens{stopped}",
+            markup=False,
+            soft_wrap=not console.is_terminal,
         )
     beyond, untested = found.beyond(statistic), found.untested(statistic)
+    tested, exact = found.tested(statistic), found.exact(statistic)
     console.print(
-        f"{len(beyond)} of {len(found.tested(statistic))} tested values differ beyond sampling error"
-        f" in {len({change.head for change in found.changes})} common heads"
+        f"{sum(x.q <= FALSE_DISCOVERIES for x in tested)} of {len(tested)} tested values differ at a false discovery "
+        f"rate of {FALSE_DISCOVERIES:.0%}, {sum(x.beyond for x in tested)} of them by more than {MIN_CHANGE:.0%}:"
     )
-    console.print(f"{_sampling(found)}; false discovery rate {FALSE_DISCOVERIES:.0%}", style="dim")
+    by_column = Counter({x.name: 0 for x in tested})
+    by_column.update(x.name for x in tested if x.beyond)
+    columns = ", ".join(f"{name} {number}" for name, number in by_column.most_common())
+    console.print(columns or "-", soft_wrap=not console.is_terminal)
+    if changed := sum(x.beyond for x in exact):
+        columns = ", ".join(sorted({x.name for x in exact}))
+        console.print(f"{changed} of {len(exact)} values computed from the weights alone ({columns}) differ")
+    heads = {change.head for change in found.changes}
+    console.print(f"{len({x.head for x in beyond})} of {len(heads)} common heads changed")
+    console.print(_sampling(found), style="dim")
     if found.loss is not None:
         loss, over = found.loss, first.facts.get("intervals_over", "documents")
         sampling = f"paired over {loss.samples[0]} {over}" if loss.paired else "independent samples"
@@ -78,9 +92,9 @@ def compare(
             f"{loss_in_words(first.facts['loss']).en} {loss.before:.4g} in A, {loss.after:.4g} in B, difference "
             f"{loss.difference:+.3g} nats, standard error {loss.error:.2g} ({sampling})"
         )
-    for label, heads in (("A", found.only_before), ("B", found.only_after)):
-        if len(heads):
-            console.print(f"only in {label}: {', '.join(map(str, heads))}", markup=False, soft_wrap=True)
+    for label, only in (("A", found.only_before), ("B", found.only_after)):
+        if len(only):
+            console.print(f"only in {label}: {', '.join(map(str, only))}", markup=False, soft_wrap=True)
     if found.losses[0] != found.losses[1] and None not in found.losses:
         console.print(
             f"importance is not compared: its loss is {found.losses[0]} in A, {found.losses[1]} in B", style="dim"
@@ -102,8 +116,9 @@ def compare(
         for change in shown[:most]:
             errors = "not tested" if math.isnan(change.error) else "exact"
             errors = f"{abs(change.difference) / change.error:.1f}" if change.error > 0 else errors
+            place = _in_both(change.head, change.head_after)
             table.add_row(
-                _in_both(change.head, change.head_after),
+                f"layer {change.head[0].layer}" if change.name in OF_LAYER else place,
                 _with_unit(change.name, first.facts.get("loss")),
                 f"{change.before:.4g}",
                 f"{change.after:.4g}",
@@ -113,6 +128,13 @@ def compare(
         console.print(table)
         if len(shown) > most:
             console.print(f"… and {len(shown) - most} more; show them with --most")
+    if not same_chance(first, second):
+        with_chance, without = "AB" if first.facts["chance"] else "BA"
+        console.print(
+            f"roles are not compared: their thresholds allow for a model with random weights in {with_chance}, "
+            f"not in {without} (--no-chance)",
+            style="dim",
+        )
     for word, roles in (("gained", found.gained), ("lost", found.lost)):
         for head, role in roles:
             console.print(f"{named(head)} {word} the role {role}", markup=False)
@@ -123,6 +145,7 @@ def _sampling(found: Comparison) -> str:
     if found.paired:
         return f"paired tests over the {one} {over} of the same text"
     note = ", one in eight tokens counts as independent" if "tokens" in found.over else ""
+    note += "; assumes that the texts share no documents"
     return f"tests of independent samples: {one:,} {over} in A, {two:,} {over_after} in B{note}"
 
 

@@ -60,8 +60,9 @@ def syntax(
     combined; attention to the word itself and to special tokens is ignored. Treebanks for many languages are available
     at universaldependencies.org.
 
-    Also lists the heads with the largest share of attention inside the word, the phrase (a word with its dependents)
-    and, with --together, the sentence, next to the share under uniform attention.
+    Also lists the heads with the largest share of attention to other tokens inside the word, the phrase (a word with
+    its dependents) and, with --together, the sentence, next to the share under uniform attention; they are selected and
+    evaluated on the same halves.
 
     With --resume DIR progress is saved; repeat the same command to continue an interrupted run.
     """
@@ -97,7 +98,7 @@ def syntax(
             found.save(output)
     typer.echo(f"{found.loaded}\n{found.aligned}", err=True)
     _show(found.table)
-    _show_shares(found.shares)
+    _show_shares(found.shares, found.table.texts)
     if output is not None:
         typer.echo(f"saved to {output}")
 
@@ -130,21 +131,30 @@ def _show(table: SyntaxTable) -> None:
     console.print(f"\n{table.notes()}", soft_wrap=not console.is_terminal)
 
 
-def _show_shares(shares: Shares) -> None:
+def _show_shares(shares: Shares, texts: tuple[int, int]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from polyhead.analysis.syntax_table import FEW_WORDS
     from polyhead.geometry import name_with_origin
     from polyhead.observation.word_attention import SPANS
 
     console = Console(highlight=False)
     drawn = Table(box=None, pad_edge=False)
-    for index, name in enumerate(("inside the", "words", "head", "share", "95%", "uniform attention")):
+    for index, name in enumerate(("inside the", "words", "head", "share", "95%", "uniform attention", "to others")):
         drawn.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
-    for span in SPANS:
+    spans = [span for span in SPANS if shares.of(span)]
+    for span in spans:
         for entry in shares.of(span)[:TOP_HEADS]:
             interval = "-" if math.isnan(entry.low) else f"{entry.low:.3f}-{entry.high:.3f}"
             place = name_with_origin(entry.layer, entry.head, entry.original_head)
-            drawn.add_row(span, str(entry.words), place, f"{entry.share:.3f}", interval, f"{entry.expected:.3f}")
-    console.print(f"\nThe {TOP_HEADS} heads with the largest share of attention inside:")
+            share, expected, to_others = (f"{x:.3f}" for x in (entry.share, entry.expected, entry.to_others))
+            drawn.add_row(span, str(entry.words), place, share, interval, expected, to_others)
+    if not spans:
+        return
+    halves = f"on {texts[0]:,} texts, evaluated on {texts[1]:,} held-out texts"
+    title = f"The {TOP_HEADS} heads with the largest share of attention to other tokens {halves}:"
+    console.print(f"\n{title}", soft_wrap=not console.is_terminal)
     wide_console().print(drawn)
+    if few := [span for span in spans if shares.of(span)[0].words < FEW_WORDS]:
+        console.print(f"Unreliable: {', '.join(few)}, with fewer than {FEW_WORDS} words.")

@@ -15,10 +15,12 @@ from polyhead.inspection.heads import Head
 from polyhead.inspection.matching import Matching, Unmatched, match_heads
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.vocabulary import IMPORTANCE
+from polyhead.observation import AttentionSite
 from polyhead.observation.role_evidence import MAX_DOCUMENTS
 
 FALSE_DISCOVERIES = 0.05  # expected share of the changes that are beyond sampling error but are none
 EXACT = ("qk_top_share", "ov_top_share")  # computed from the weights: any difference is one of the weights
+OF_LAYER = ("total_correlation",)  # one value for all heads of a layer
 ROUNDING = 1e-4  # relative difference of an exact value that rounding does not explain
 MIN_CHANGE = 0.01  # relative to the larger value: with much text even tiny differences are beyond sampling error
 TOKENS_ALIKE = 8  # of a run without effects of documents, one token in this many counts as independent
@@ -111,31 +113,45 @@ class Comparison:
         return tuple(sorted(changes, key=order))
 
     def tested(self, name: str | None = None) -> tuple[Change, ...]:
-        """Return the values with an error estimate, without columns that are 0 in both inspections.
+        """Return the values with a sampling error, without columns that are 0 in both inspections.
 
         Args:
             name: column of one statistic; None for all.
         """
         names = {x.name for x in self.changes if (x.before or x.after) and (name is None or x.name == name)}
-        return tuple(x for x in self.changes if x.name in names and not math.isnan(x.error))
+        return tuple(x for x in self.changes if x.name in names.difference(EXACT) and not math.isnan(x.error))
+
+    def exact(self, name: str | None = None) -> tuple[Change, ...]:
+        """Return the values computed from the weights alone, which are not tested: they have no sampling error.
+
+        Args:
+            name: column of one statistic; None for all.
+        """
+        return tuple(x for x in self.changes if x.name in EXACT and (name is None or x.name == name))
 
     def untested(self, name: str | None = None) -> tuple[Change, ...]:
         """Return the values without an error estimate, in decreasing order of relative change.
+
+        A value of a whole layer is returned once, with the first of its heads.
 
         Args:
             name: column of one statistic; None for all.
         """
         changes = [x for x in self.changes if math.isnan(x.error) and (name is None or x.name == name)]
-        return tuple(sorted(changes, key=lambda x: -x.relative))
+        once: dict[tuple[str, Head | AttentionSite], Change] = {}
+        for x in changes:
+            once.setdefault((x.name, x.head[0] if x.name in OF_LAYER else x.head), x)
+        return tuple(sorted(once.values(), key=lambda x: -x.relative))
 
 
 def compare(before: Inspection, after: Inspection) -> Comparison:
     """Compare two inspections head by head; heads are matched by their number in the unedited model.
 
     If both inspections read the same tokens, a difference is tested document by document (paired); else the documents
-    of the two texts are independent samples (Welch's test). With fewer than 10 documents, contexts take their place.
-    Importance is tested over the documents it was measured on. A saved run of an earlier version, and a run over a
-    single context, has no such samples: its standard errors are over tokens, as if one in eight were independent.
+    of the two texts are independent samples (Welch's test), and must not be in both. With fewer than 10 documents,
+    contexts take their place. Importance is tested over the documents it was measured on. A saved run of an earlier
+    version, and a run over a single context, has no such samples: its standard errors are over tokens, as if one in
+    eight were independent.
 
     p-values are those of Student's t distribution, adjusted for a false discovery rate of 5% over all tested values.
     Values computed from the weights alone have no sampling error: any difference beyond rounding counts. Values without
@@ -147,6 +163,7 @@ def compare(before: Inspection, after: Inspection) -> Comparison:
 
     Returns:
         Differences of every statistic, head by head, the roles that heads gained or lost, and the mean loss of both.
+        Roles are not compared if only one of the runs has a model with random weights as their chance level.
 
     Raises:
         OptionError: the heads of the two runs cannot be matched.
@@ -182,7 +199,7 @@ def compare(before: Inspection, after: Inspection) -> Comparison:
             else:
                 error = _independent(_error(row_before, effects[0], name), _error(row_after, effects[1], name))
             changes.append(Change(head, head_after, name, *values, *error))
-    gained, lost = _roles(before, after, matching)
+    gained, lost = _roles(before, after, matching) if same_chance(before, after) else ((), ())
     (samples, over), (samples_after, over_after) = _samples(before), _samples(after)
     found = Comparison(
         tuple(changes),
@@ -196,7 +213,7 @@ def compare(before: Inspection, after: Inspection) -> Comparison:
         (over, over_after),
         _loss_change(before.facts, after.facts, paired),
     )
-    tested = [change for change in found.tested() if change.name not in EXACT]
+    tested = found.tested()
     q = dict(zip(map(id, tested), adjusted([change.p for change in tested]), strict=True))
     return replace(found, changes=tuple(replace(x, q=q.get(id(x), math.nan)) for x in found.changes))
 
@@ -263,6 +280,12 @@ def _loss_change(before: Mapping[str, Any], after: Mapping[str, Any], paired: bo
 def _rows(inspection: Inspection) -> dict[Head, dict[str, Any]]:
     table = inspection.table
     return dict(zip(zip(table.sites, table.heads, strict=True), table.rows(), strict=True))
+
+
+def same_chance(before: Inspection, after: Inspection) -> bool:
+    """Return whether the thresholds of roles were derived alike; assumed of runs that did not record it."""
+    one, two = before.facts.get("chance"), after.facts.get("chance")
+    return one == two or None in (one, two)
 
 
 def _roles(

@@ -297,6 +297,7 @@ class _Run:
             "unknown": self.reader.unknown,
             "intervals_over": "contexts" if self.reader.counts_contexts else "documents",
             "pairs_by": self.across,
+            "chance": self.settings.chance,
             "interrupted": self.interrupted,
             "left_out": list(self.probes.left_out),
             "seconds": round(time.perf_counter() - began, 1),

@@ -30,6 +30,7 @@ _FACTS: Mapping[str, Any] = {
     "unknown": float,
     "intervals_over": str,
     "pairs_by": Mapping[str, Any] | None,
+    "chance": bool,
     "loss": str | None,
     "mean_loss": float,
     "document_losses": tuple[tuple[float, float], ...],

@@ -169,9 +169,10 @@ class WordAttention(ContextCollector):
         looks     [words, heads] int16     index of the most attended other word in the text; the first of ties; -1
                                            without other visible words
         visible   [words, 2] bool          whether the governor is visible to the word, and the word to its governor
-        shares    [contexts, heads, 3]     weight within each of the `SPANS`, summed over the words that have it
-        expected  [contexts, 3]            the same for uniform attention over the visible tokens
-        counts    [contexts, 3]            number of words that have it
+        shares    [contexts, heads + 1, 3] attention to other tokens within each of the `SPANS`, summed over the words
+                                           that have it; the last head is uniform attention over the visible tokens
+        totals    [contexts, heads + 1, 3] attention of the same words to other tokens, special tokens included
+        counts    [contexts, 3]            number of these words
     """
 
     def __init__(self, maps: Sequence[WordMap], name: str = "words") -> None:
@@ -186,8 +187,8 @@ class WordAttention(ContextCollector):
         return {
             "looks": torch.zeros(0, num_heads, dtype=torch.int16),
             "visible": torch.zeros(0, 2, dtype=torch.bool),
-            "shares": torch.zeros(0, num_heads, 3, dtype=torch.float64),
-            "expected": torch.zeros(0, 3, dtype=torch.float64),
+            "shares": torch.zeros(0, num_heads + 1, 3, dtype=torch.float64),
+            "totals": torch.zeros(0, num_heads + 1, 3, dtype=torch.float64),
             "counts": torch.zeros(0, 3, dtype=torch.int64),
         }
 
@@ -197,17 +198,19 @@ class WordAttention(ContextCollector):
         pieces = _membership(words.tokens, words.governors.shape[1], attended, non_padding)
         governors, spans = words.governors.to(device, non_blocking=True), words.spans.to(device, non_blocking=True)
         rows = words.row_indices.to(device, non_blocking=True)
-        weights = between_words(_weights(attended), pieces)  # [batch, heads, words, words]
+        weights = torch.cat([_weights(attended), _uniform_weights(attended)], 1)  # the latter float64
+        weights.diagonal(dim1=-2, dim2=-1).zero_()  # attention of a token to itself
+        to_others = weights.sum(-1) @ _mean_over_pieces(pieces)  # [batch, heads + 1, words]
+        weights = between_words(weights, pieces)  # [batch, heads + 1, words, words]
         visible = (pieces.transpose(1, 2) @ _visible_tokens(attended) @ pieces) > 0  # [batch, words, words]
-        uniform = between_words(_uniform_weights(attended), pieces)[:, 0]
         safe_governors = governors.clamp_min(0)[..., None]
         upward = visible.gather(2, safe_governors)[..., 0] & (governors >= 0)
         downward = visible.transpose(1, 2).gather(2, safe_governors)[..., 0] & (governors >= 0)
         return {
-            "looks": _most_attended(weights).flatten(0, 1)[rows],
+            "looks": _most_attended(weights[:, :-1]).flatten(0, 1)[rows],
             "visible": torch.stack([upward, downward], -1).flatten(0, 1)[rows],
             "shares": torch.einsum("bhqk,bcqk->bhc", weights, spans),
-            "expected": torch.einsum("bqk,bcqk->bc", uniform, spans),
+            "totals": torch.einsum("bhq,bcq->bhc", to_others, spans.amax(-1)),
             "counts": words.counts,
         }
 
@@ -266,8 +269,12 @@ def between_words(weights: Tensor, pieces: Tensor) -> Tensor:
     tensor([[0.8750, 0.1250],
             [1.0000, 0.0000]])
     """
-    mean = pieces / pieces.sum(1, keepdim=True).clamp_min(1.0)
+    mean = _mean_over_pieces(pieces)
     return mean.transpose(1, 2)[:, None] @ (weights.to(pieces.dtype) @ pieces[:, None])
+
+
+def _mean_over_pieces(pieces: Tensor) -> Tensor:
+    return pieces / pieces.sum(1, keepdim=True).clamp_min(1.0)
 
 
 def _weights(attended: Attended) -> Tensor:

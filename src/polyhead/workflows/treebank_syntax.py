@@ -105,4 +105,4 @@ def syntax(
             },
         )
     table = syntax_table(observations, minimum=minimum, seed=seed)
-    return HeadSyntax(loaded, Path(treebank).name, aligned, table, inner_shares(observations))
+    return HeadSyntax(loaded, Path(treebank).name, aligned, table, inner_shares(observations, seed=seed))
