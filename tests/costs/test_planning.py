@@ -379,8 +379,9 @@ def test_a_phase_that_waits_for_its_host_says_what_it_would_take_without():
     assert found.timing is not None
     assert found.timing.bound == "launch"
     assert found.timing.device_seconds < 1 < found.timing.stages["launch"]
-    assert f"which takes {seconds(found.timing.device_seconds)}" in dict(below(found))["bound by"]
-    assert "launch overhead" in [row.name for row in rows(found)]
+    device, waiting = seconds(found.timing.device_seconds), seconds(found.timing.stages["launch"])
+    assert f", {device} of running and {waiting} of waiting for launches" in dict(below(found))["bound by"]
+    assert ("waiting for launches", waiting) in [(row.name, row.time) for row in rows(found)]
 
 
 def test_weights_that_are_written_down_are_a_part_of_the_memory():

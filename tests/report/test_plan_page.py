@@ -152,7 +152,9 @@ def test_a_phase_fits_into_machines_with_more_memory_than_it_needs(timed):
 def test_the_speed_of_a_phase_is_told_with_its_machine_and_error(timed):
     plan, comparison = timed
     lead, bounds = (sentence.en for sentence in answers.speed(plan, comparison))
-    assert lead.startswith("Device time on cpu-2-cores (measured, median error 12%, worst 31%): training step ")
+    assert lead.startswith(
+        "Device time of attention alone on cpu-2-cores (measured, median error 12%, worst 31%): training step "
+    )
     timing = plan["decode"].timing
     decode = timing.device_seconds
     assert decode < 0.9 * timing.seconds
@@ -204,7 +206,8 @@ def test_machines_without_rates_in_the_dtype_of_the_plan_are_compared_by_memory(
     plan = planning.plan(model, context=1000, machine=machine, dtype=torch.bfloat16, phases=["decode"])
     comparison = compare(plan, machine)
     assert "25.2 GB (cpu-2-cores)" in answers.fit(plan, comparison)[0].en
-    assert answers.speed(plan, comparison)[0].en.startswith("Decode step, last token of the context, device time: ")
+    (speed,) = answers.speed(plan, comparison)
+    assert speed.en.startswith("Decode step, last token of the context, device time of attention alone: ")
     assert comparison.choices.machine is None
     plan_html(plan, comparison)
 

@@ -28,7 +28,7 @@ _ROWS = (
     ("values", "values", None),
     ("head mixing", "mixing", "mixing"),
     ("output", "output", "output"),
-    ("launch overhead", None, "launch"),
+    ("waiting for launches", None, "launch"),
 )
 WITHIN_ATTENTION = ("scores", "softmax", "values")
 STAGE_NAMES = {stage: name for name, _, stage in _ROWS if stage is not None}
@@ -216,6 +216,8 @@ def below(phase: PhasePlan) -> list[tuple[str, str]]:
     if phase.timing is not None:
         bound = BOUNDS[phase.timing.bound]
         if phase.timing.bound == "launch":
-            bound += f", which takes {seconds(phase.timing.device_seconds)}"
+            device = phase.timing.device_seconds
+            waiting = phase.timing.seconds - device
+            bound += f", {seconds(device)} of running and {seconds(waiting)} of waiting for launches"
         lines.append(("bound by", bound))
     return lines

@@ -73,7 +73,10 @@ def speed(plan: Plan, comparison: Comparison) -> list[Text]:
     if plan.machine is not None and plan.is_timed:
         machine = machine_words(plan.machine)
         times = _listed(_phase_time(plan, phase) for phase in plan.phases)
-        lead = Text(f"Device time on {machine.en}: {times.en}.", f"在 {machine.zh}上的设备时间：{times.zh}。")
+        lead = Text(
+            f"Device time of attention alone on {machine.en}: {times.en}.",
+            f"仅注意力在 {machine.zh}上的设备时间：{times.zh}。",
+        )
         return [lead, _bounds(plan)]
     sentences = []
     for index, phase in enumerate(plan.phases):
@@ -82,10 +85,10 @@ def speed(plan: Plan, comparison: Comparison) -> list[Text]:
         name, kinds = words.title(plan, phase), words.KINDS
         sentences.append(
             Text(
-                f"{name.en}, device time: {seconds(low)} on {fast} ({kinds[first].en}) to {seconds(high)} on {slow} "
-                f"({kinds[last].en}).",
-                f"{name.zh}，设备时间：从 {fast}（{kinds[first].zh}）的 {seconds(low)} 到 {slow}（{kinds[last].zh}）的 "
-                f"{seconds(high)}。",
+                f"{name.en}, device time of attention alone: {seconds(low)} on {fast} ({kinds[first].en}) to "
+                f"{seconds(high)} on {slow} ({kinds[last].en}).",
+                f"{name.zh}，仅注意力的设备时间：从 {fast}（{kinds[first].zh}）的 {seconds(low)} 到 "
+                f"{slow}（{kinds[last].zh}）的 {seconds(high)}。",
             )
         )
     return sentences

@@ -44,8 +44,9 @@ def counted(plan: Plan, phase: PhasePlan) -> Text:
 KINDS = {"measured": Text("measured", "实测"), "datasheet": Text("datasheet estimate", "数据表估计")}
 NOT_MEASURED = Text("error not measured", "误差未测")
 TIMES = Text(
-    "Device time is that of the kernels, as under a CUDA graph; eager time has the launch overhead of every call.",
-    "设备时间只计内核，如同使用 CUDA graph；eager 时间包含每次调用的启动开销。",
+    "Times and tokens/s are those of attention alone. Device time is that of the kernels, as under a CUDA graph; "
+    "eager time has the launch overhead of every call.",
+    "时间和每秒词元数都只计注意力。设备时间只计内核，如同使用 CUDA graph；eager 时间包含每次调用的启动开销。",
 )
 NO_TIMES = Text("not measured", "未测")
 DEVICE_TIME = Text("device time, {phase}", "{phase}的设备时间")
@@ -61,7 +62,7 @@ NAMES = {
     "head mixing": Text("head mixing", "头混合"),
     "mixing": Text("head mixing", "头混合"),
     "output": Text("output", "输出"),
-    "launch overhead": Text("launch overhead", "启动开销"),
+    "waiting for launches": Text("waiting for launches", "等待启动"),
     "total": Text("total", "合计"),
     "parameters": Text("parameters", "参数"),
     "gradients": Text("gradients", "梯度"),
