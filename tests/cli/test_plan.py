@@ -56,7 +56,7 @@ def test_rotary_positions_are_passes_over_memory():
 
 def test_only_the_phases_that_are_asked_for_and_times_of_a_machine():
     shown = invoke("plan", *SIZES, "--phase", "decode", "--dtype", "float32", "--machine", "cpu-2-cores").output
-    assert "decode step" in shown
+    assert "decode step, last token of the context (attention alone)" in shown
     assert "training step" not in shown
     assert "time" in shown
     assert "bound by" in shown

@@ -578,3 +578,20 @@ def test_counting_parameters_runs_no_foreign_code_and_is_bounded():
         read_hf_config({**config, **hostile})
     assert build.call_args.kwargs == {"trust_remote_code": False}
     assert read_hf_config({**config, "num_hidden_layers": 100_000}).other_parameters is None
+
+
+@pytest.mark.parametrize(
+    ("failure", "words"),
+    [
+        ("hub cannot be reached", r"not in its cache; use a local config\.json; did you mean llama3\.1-8b\?$"),
+        ("no such model", r"no such model; did you mean llama3\.1-8b\?$"),
+    ],
+)
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "meta-llama/Llama-3.1-8B"])
+def test_a_misspelt_known_model_is_refused_with_its_name(failure, words, name):
+    with mock.patch("polyhead.sources.load_errors.describe_failure", side_effect=OptionError(failure)):
+        with pytest.raises(OptionError, match=words):
+            read_layout(name)
+        with pytest.raises(OptionError, match=failure) as caught:
+            read_layout("some/other")
+    assert "did you mean" not in str(caught.value)

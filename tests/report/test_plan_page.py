@@ -115,10 +115,12 @@ def test_a_phase_fits_into_machines_with_more_memory_than_it_needs(timed):
         *batches
     )
     needs = decimal_size(plan["training"].fused.total)
-    assert training.en.startswith(f"Training at batch 3, 1,000 tokens needs {needs}: fits into 24 GB (nvidia-l4, ")
+    assert training.en.startswith(
+        f"Training at batch 3, 1,000 tokens needs {needs} for attention alone: fits into 24 GB ("
+    )
     assert ", 80 GB (nvidia-a100-80gb, nvidia-h100-sxm), " in training.en
-    assert "not into" not in training.en
-    assert all(sentence.en.endswith(": fits into the same machines.") for sentence in others)
+    assert "not fit" not in training.en
+    assert all(sentence.en.endswith(" for attention alone: the same machines.") for sentence in others)
 
     def of_memory(needed: int) -> Comparison:
         """Every machine needs so many bytes for training."""
@@ -131,19 +133,28 @@ def test_a_phase_fits_into_machines_with_more_memory_than_it_needs(timed):
             )
         return dataclasses.replace(comparison, machines=tuple(points))
 
-    lead = answers.fit(plan, of_memory(80 * 10**9))[0].en
+    lead = answers.fit(plan, of_memory(64 * 10**9))[0].en
     assert ": fits into 80 GB (nvidia-a100-80gb, nvidia-h100-sxm), 150 GB (nvidia-h200), 192 GB (amd-mi300x)" in lead
-    assert "; not into 24 GB (nvidia-l4, nvidia-rtx-4090), 25.2 GB (cpu-2-cores)." in lead
+    assert "; does not fit into 24 GB (nvidia-l4, nvidia-rtx-4090), 25.2 GB (cpu-2-cores)." in lead
+    tight = of_memory(80 * 10**9)
+    lead = answers.fit(plan, tight)[0]
+    assert ": fits into 150 GB (nvidia-h200)" in lead.en
+    assert "; tight in 80 GB (nvidia-a100-80gb, nvidia-h100-sxm); does not fit into 24 GB (" in lead.en
+    assert "；在 80 GB (nvidia-a100-80gb, nvidia-h100-sxm) 中紧张；放不进 24 GB (" in lead.zh
+    cells = plan_html(plan, tight)
+    assert all(f">{share}<small>80 GB</small>" in cells for share in ("✓ 53%", "~ 100%", "✗ 333%"))
     lead = answers.fit(plan, of_memory(80 * 10**9 + 1))[0].en
-    assert ": fits into 150 GB (nvidia-h200)" in lead
-    assert ": fits into none of 24 GB (" in answers.fit(plan, of_memory(10**15))[0].en
+    assert "; does not fit into 24 GB (nvidia-l4, nvidia-rtx-4090), 25.2 GB (cpu-2-cores), 80 GB (" in lead
+    assert ": does not fit into 24 GB (" in answers.fit(plan, of_memory(10**15))[0].en
     assert ", 80 GB (nvidia-a100-80gb, nvidia-h100-sxm), " in answers.fit(plan, of_memory(10**15))[1].en
 
 
 def test_the_speed_of_a_phase_is_told_with_its_machine_and_error(timed):
     plan, comparison = timed
     lead, bounds = (sentence.en for sentence in answers.speed(plan, comparison))
-    assert lead.startswith("Device time on cpu-2-cores (measured, median error 12%, worst 31%): training step ")
+    assert lead.startswith(
+        "Device time of attention alone on cpu-2-cores (measured, median error 12%, worst 31%): training step "
+    )
     timing = plan["decode"].timing
     decode = timing.device_seconds
     assert decode < 0.9 * timing.seconds
@@ -168,7 +179,7 @@ def test_nothing_is_predicted_for_a_dtype_that_no_machine_has():
     plan = planning.plan(ModelLayout.of(MultiHeadConfig(96, 6, causal=True)), context=200, dtype=torch.float64)
     found = compare(plan)
     assert "No known machine has rates in float64" in answers.speed(plan, found)[0].en
-    lead = f" needs {decimal_size(plan.phases[0].fused.total)}: fits into 24 GB (nvidia-l4, nvidia-rtx-4090), "
+    lead = f" needs {decimal_size(plan.phases[0].fused.total)} for attention alone: fits into 24 GB (nvidia-l4, "
     assert lead in answers.fit(plan, found)[0].en
     assert plan_charts(plan, found)["speed"] == []
     text = plan_html(plan, found)
@@ -195,7 +206,8 @@ def test_machines_without_rates_in_the_dtype_of_the_plan_are_compared_by_memory(
     plan = planning.plan(model, context=1000, machine=machine, dtype=torch.bfloat16, phases=["decode"])
     comparison = compare(plan, machine)
     assert "25.2 GB (cpu-2-cores)" in answers.fit(plan, comparison)[0].en
-    assert answers.speed(plan, comparison)[0].en.startswith("Decode step, last token of the context, device time: ")
+    (speed,) = answers.speed(plan, comparison)
+    assert speed.en.startswith("Decode step, last token of the context, device time of attention alone: ")
     assert comparison.choices.machine is None
     plan_html(plan, comparison)
 

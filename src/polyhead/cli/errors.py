@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from polyhead.errors import OptionError, PolyheadError
+from polyhead.names import suggestion
 
 # Exceptions of click; later versions of typer contain a copy of it and do not import the package.
 _click: Any = import_module(typer.BadParameter.__module__)
@@ -70,8 +70,7 @@ class CommandGroup(TyperGroup):
         if " ".join(args[:2]) in self.commands:
             args = [" ".join(args[:2]), *args[2:]]
         if args[0] not in self.commands:
-            similar = get_close_matches(args[0], self.commands)
-            hint = f"did you mean {' or '.join(similar)}?" if similar else f"use {', '.join(self.commands)}"
+            hint = suggestion(args[0], self.commands) or f"use {', '.join(self.commands)}"
             raise OptionError(f"there is no command {args[0]}; {hint}")
         return super().resolve_command(ctx, args)
 

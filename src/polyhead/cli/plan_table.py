@@ -36,7 +36,8 @@ def draw(plan: Plan, console: Console) -> None:
 
 
 def _table(plan: Plan, phase: PhasePlan) -> Table:
-    table = Table(box=None, pad_edge=False, title=wording.title(plan, phase), title_justify="left", title_style="bold")
+    title = wording.title(plan, phase) + (" (attention alone)" if phase.timing is not None else "")
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
     table.add_column("")
     columns = ["FLOPs", "exponentials", "bytes moved", "time"]
     shown = len(columns) if phase.timing is not None else len(columns) - 1

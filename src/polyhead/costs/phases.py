@@ -7,7 +7,7 @@ import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,6 +23,9 @@ from polyhead.costs.work import Device, MatrixFlops, Work
 from polyhead.costs.workload import Workload
 from polyhead.layers.config import AttentionConfig
 from polyhead.layers.latent.config import LatentConfig
+
+USABLE = 0.8  # of a machine's memory; the rest is for activations outside attention, logits and the CUDA context
+Verdict = Literal["fits", "tight", "does not fit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,8 @@ class PhasePlan:
     memory and chip by stage; scores, softmax and values form one stage, `attention`, since they are fused. `fused` and
     `materialised` are the memory with fused and with materialised attention, where caches store every token;
     `rolling_cache` is the size of the caches if those of windowed layers are rolling. `other_weights` are the bytes of
-    the weights outside attention, and of their gradients in training; 0 if their number is unknown.
+    the weights outside attention, and of their gradients in training; `optimizer_state` is that of AdamW in training,
+    8 bytes per parameter of the whole model. Both are 0 if the number of parameters outside attention is unknown.
     """
 
     phase: Phase
@@ -78,11 +82,16 @@ class PhasePlan:
     rolling_cache: int
     timing: Timing | None = None
     other_weights: int = 0
+    optimizer_state: int = 0
 
     @property
     def needed(self) -> int:
-        """Peak memory of fused attention, and the weights of the rest of the model."""
-        return self.fused.total + self.other_weights
+        """Peak memory of fused attention, the weights of the rest of the model, and the optimizer's state."""
+        return self.fused.total + self.other_weights + self.optimizer_state
+
+    def verdict(self, memory_bytes: int) -> Verdict:
+        """Return whether `needed` fits into a memory, see `verdict`."""
+        return verdict(self.needed, memory_bytes)
 
     @property
     def total_bytes(self) -> int:
@@ -97,6 +106,13 @@ class PhasePlan:
     def intensity(self) -> float:
         """Arithmetic intensity: matrix FLOPs per byte moved."""
         return self.flops.total / self.total_bytes if self.total_bytes else 0.0
+
+
+def verdict(needed: int, memory_bytes: int) -> Verdict:
+    """Return "fits" if at most 80% of the memory is needed, "does not fit" if more than all of it, else "tight"."""
+    if needed > memory_bytes:
+        return "does not fit"
+    return "fits" if needed <= USABLE * memory_bytes else "tight"
 
 
 def plan_phase(
@@ -130,31 +146,68 @@ def plan_phase(
         if _has_cache(model, phase, context)
         else 0,
         timing=timing,
-        other_weights=_other_weights(model, phase, dtype),
+        **_outside(model, phase, dtype),
     )
 
 
 def largest_batch(
     model: ModelLayout, phase: Phase, context: int, dtype: torch.dtype, cache_dtype: torch.dtype, machine: Machine
 ) -> int:
-    """Return the largest batch whose peak memory in a phase fits into a machine, 0 if there is none.
+    """Return the largest batch with which a phase fits into a machine (`PhasePlan.verdict`), 0 if there is none.
 
     >>> from polyhead.layers import MultiHeadConfig
     >>> model = ModelLayout.of(MultiHeadConfig(512, 8, causal=True), 4)
     >>> sizes = (model, "decode", 8192, torch.bfloat16, torch.bfloat16)
     >>> [largest_batch(*sizes, Machine.load(name)) for name in ("nvidia-l4", "nvidia-h200")]
-    [357, 2236]
+    [285, 1789]
     """
+    return bisect.bisect_right(
+        range(1, 1 << 32),
+        USABLE * machine.memory_bytes,
+        key=lambda batch: needed_bytes(model, phase, batch, context, dtype, cache_dtype, machine),
+    )
 
-    def needed(batch: int) -> int:
-        attention = _phase_memory(model, phase, batch, context, dtype, cache_dtype, machine).total
-        return attention + _other_weights(model, phase, dtype)
 
-    return bisect.bisect_right(range(1, 1 << 32), machine.memory_bytes, key=needed)
+def largest_context(
+    model: ModelLayout,
+    phase: Phase,
+    batch: int,
+    context: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    machine: Machine,
+) -> int:
+    """Return the largest context up to `context` with which a phase fits into a machine, 0 if there is none."""
+    return bisect.bisect_right(
+        range(1, context + 1),
+        USABLE * machine.memory_bytes,
+        key=lambda tokens: needed_bytes(model, phase, batch, tokens, dtype, cache_dtype, machine),
+    )
 
 
-def _other_weights(model: ModelLayout, phase: Phase, dtype: torch.dtype) -> int:
-    return (model.other_parameters or 0) * dtype.itemsize * (2 if phase == "training" else 1)
+def needed_bytes(
+    model: ModelLayout,
+    phase: Phase,
+    batch: int,
+    context: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    machine: Machine,
+) -> int:
+    """Return `PhasePlan.needed` without the rest of the plan."""
+    attention = _phase_memory(model, phase, batch, context, dtype, cache_dtype, machine).total
+    return attention + sum(_outside(model, phase, dtype).values())
+
+
+def _outside(model: ModelLayout, phase: Phase, dtype: torch.dtype) -> dict[str, int]:
+    """Return the bytes of a phase that are not attention's, by field of `PhasePlan`."""
+    if model.other_parameters is None:
+        return {}
+    weights = model.other_parameters * dtype.itemsize
+    if phase != "training":
+        return {"other_weights": weights}
+    state = 8 * (model.parameters.total + model.other_parameters)  # two float32 moments
+    return {"other_weights": 2 * weights, "optimizer_state": state}
 
 
 def _phase_memory(

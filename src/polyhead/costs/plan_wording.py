@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from polyhead.costs.layouts.model_layout import ModelLayout
-from polyhead.costs.phases import PhasePlan
+from polyhead.costs.options import Phase
+from polyhead.costs.phases import USABLE, PhasePlan, verdict
 from polyhead.costs.planning import Fit, Plan
 from polyhead.costs.quantities import count, decimal_size, dtype_name, plural, seconds, size
 from polyhead.costs.timing.machine import MachineSummary
@@ -27,7 +28,7 @@ _ROWS = (
     ("values", "values", None),
     ("head mixing", "mixing", "mixing"),
     ("output", "output", "output"),
-    ("launch overhead", None, "launch"),
+    ("waiting for launches", None, "launch"),
 )
 WITHIN_ATTENTION = ("scores", "softmax", "values")
 STAGE_NAMES = {stage: name for name, _, stage in _ROWS if stage is not None}
@@ -106,29 +107,54 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
     if not identity.holds:
         reasons = ", and ".join(identity.reasons)
         square = f"{identity.found / identity.expected:.3g} of 4 d_model², because {reasons}"
-    lines = [("" if index else "fit", fit_words(plan, fit)) for index, fit in enumerate(plan.fits)]
-    lines += [("", fit_scope(plan))] if lines else []
+    fits = []
+    for fit in plan.fits:
+        fits += [fit_words(plan, fit), *([] if fit.verdict == "fits" else [fit_help(fit)])]
+    fits += [fit_scope(plan)] if fits else []
+    lines = [("" if index else "fit", text) for index, text in enumerate(fits)]
     lines += [("parameters", ": ".join(parameter_words(plan))), ("identity", square)]
     lines += [("cache", ", ".join(cache))] if cache else []
     return [*lines, ("crossover", crossover_words(plan))]
 
 
 def fit_words(plan: Plan, fit: Fit) -> str:
-    """Return whether a phase fits into the plan's machine, and the largest batch that does."""
-    is_enough = fit.needed_bytes <= fit.machine_bytes
-    text = f"{fit.phase} {'fits' if is_enough else 'does not fit'}: {decimal_size(fit.needed_bytes)} of "
-    text += f"{decimal_size(fit.machine_bytes)} at batch {plan.batch:,}, {plan.context:,} tokens"
-    if not is_enough and fit.rolling_bytes < fit.needed_bytes:
-        text += f" ({decimal_size(fit.rolling_bytes)} with rolling caches)"
-    return f"{text}; up to batch {fit.max_batch:,}" if fit.max_batch else f"{text}; not even batch 1"
+    """Return whether a phase fits into the plan's machine, what was counted, and the largest batch that fits."""
+    state = "is tight" if fit.verdict == "tight" else fit.verdict
+    text = f"{fit.phase} {state}: {decimal_size(fit.needed_bytes)} of {decimal_size(fit.machine_bytes)}"
+    text += f" for {counted(plan, fit.phase)}"
+    return f"{text}; up to batch {fit.max_batch:,}" if fit.verdict == "fits" else text
+
+
+def fit_help(fit: Fit) -> str:
+    """Return what would make a phase fit that is tight or does not fit."""
+    options = [f"--batch {fit.max_batch}"] if fit.max_batch else []
+    options += [f"--context {fit.max_context}"] if fit.max_context else []
+    for name, needed in (("--cache-dtype int8", fit.int8_bytes), ("rolling caches", fit.rolling_bytes)):
+        if needed is not None and needed < min(fit.needed_bytes, fit.machine_bytes):
+            options.append(f"{name} ({decimal_size(needed)}, {verdict(needed, fit.machine_bytes)})")
+    if not options:
+        return "  to fit: more memory; not even batch 1 fits, nor a context of one token"
+    return f"  to fit: {', or '.join(options)}"
+
+
+def counted(plan: Plan, phase: Phase) -> str:
+    """Return what the memory that a phase needs consists of."""
+    if plan.model.other_parameters is None:
+        return "attention alone"
+    if phase == "training":
+        return (
+            "all weights, gradients, AdamW's state (8 bytes per parameter) and attention's activations, with "
+            "activation checkpointing in all other layers"
+        )
+    return f"all weights{', cache' if plan.model.is_causal else ''} and attention's activations"
 
 
 def fit_scope(plan: Plan) -> str:
-    """Return the memory that is not part of the answers of `fit_words`."""
+    """Return the memory that is not part of the answers of `fit_words`, and the margin for it."""
+    rest = "other activations, logits and the CUDA context come on top"
     if plan.model.other_parameters is None:
-        return "attention alone: embeddings, feed-forward layers and optimizer state come on top"
-    weights = decimal_size(plan.model.other_parameters * plan.dtype.itemsize)
-    return f"with {weights} of weights outside attention; activations there and optimizer state come on top"
+        rest = f"all other weights, optimizer state, {rest}"
+    return f"fits: at most {USABLE:.0%} of the memory, since {rest}"
 
 
 def parameter_words(plan: Plan) -> tuple[str, str]:
@@ -190,6 +216,8 @@ def below(phase: PhasePlan) -> list[tuple[str, str]]:
     if phase.timing is not None:
         bound = BOUNDS[phase.timing.bound]
         if phase.timing.bound == "launch":
-            bound += f", which takes {seconds(phase.timing.device_seconds)}"
+            device = phase.timing.device_seconds
+            waiting = phase.timing.seconds - device
+            bound += f", {seconds(device)} of running and {seconds(waiting)} of waiting for launches"
         lines.append(("bound by", bound))
     return lines

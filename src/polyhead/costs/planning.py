@@ -19,7 +19,16 @@ from polyhead.costs.layouts.model_layout import ModelLayout
 from polyhead.costs.memory import MemoryEstimate, memory_caveats
 from polyhead.costs.options import PHASES, Phase, check_sizes, parse_phases
 from polyhead.costs.parameters import ParameterIdentity, Parameters, four_squares
-from polyhead.costs.phases import PhasePlan, can_roll, largest_batch, plan_phase, rolling_cache_bytes
+from polyhead.costs.phases import (
+    PhasePlan,
+    Verdict,
+    can_roll,
+    largest_batch,
+    largest_context,
+    needed_bytes,
+    plan_phase,
+    rolling_cache_bytes,
+)
 from polyhead.costs.quantities import dtype_name
 from polyhead.costs.timing.machine import Machine, MachineSummary
 from polyhead.costs.workload import Workload
@@ -33,18 +42,26 @@ _LONGEST = 1 << 32  # upper limit of the search for a crossover
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Peak memory of a phase and the memory of the plan's machine, in bytes, and the largest batch that fits.
+    """Peak memory of a phase and the memory of the plan's machine, in bytes, and what would fit.
 
-    The memory is that of attention and, if their number is known, of the weights outside it.
+    `needed_bytes` is `PhasePlan.needed`: attention and, if the number of parameters outside it is known, their weights,
+    and in training their gradients and the state of AdamW for all parameters. `verdict` is "fits" if that is at most
+    80% of the machine's memory, since other activations, logits and the CUDA context are not counted; training assumes
+    activation checkpointing outside attention.
 
-    `rolling_bytes` is the peak with rolling caches in windowed layers; `max_batch` is 0 if not even one sequence fits.
+    `max_batch` is the largest batch that fits at the plan's context, `max_context` the largest context, up to the
+    plan's, that fits at its batch; 0 if there is none. `rolling_bytes` is the peak with rolling caches in windowed
+    layers, `int8_bytes` with an int8 cache; None without a cache, or if it is of 8 bits or cannot be.
     """
 
     phase: Phase
+    verdict: Verdict
     needed_bytes: int
     rolling_bytes: int
     machine_bytes: int
     max_batch: int
+    max_context: int
+    int8_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -174,12 +191,8 @@ def plan(
         for warning in warnings_of(group.config, context=context, batch=batch, phase=phase, machine=machine)
     )
     planned = tuple(plan_phase(model, phase, batch, context, dtype, cache_dtype, machine) for phase in selected)
-    fits = []
-    for x in planned:
-        if machine is not None:
-            most = largest_batch(model, x.phase, context, dtype, cache_dtype, machine)
-            rolling = x.rolling_total + x.other_weights
-            fits.append(Fit(x.phase, x.needed, rolling, machine.memory_bytes, most))
+    sizes = (batch, context, dtype, cache_dtype)
+    fits = () if machine is None else tuple(_fit(model, x, *sizes, machine) for x in planned)
     return Plan(
         model=model,
         batch=batch,
@@ -194,9 +207,34 @@ def plan(
         rolling_cache_bytes=rolling_cache_bytes(model, cache_dtype, batch, context) if cached else 0,
         crossover=crossover(model),
         phases=planned,
-        fits=tuple(fits),
+        fits=fits,
         warnings=tuple(dict.fromkeys(warnings)),
         notes=tuple(notes),
+    )
+
+
+def _fit(
+    model: ModelLayout,
+    phase: PhasePlan,
+    batch: int,
+    context: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    machine: Machine,
+) -> Fit:
+    can_be_int8 = all(describe(group.config).cache_scales is not None for group in model.groups)
+    int8 = None
+    if phase.fused.cache and cache_dtype.itemsize > 1 and can_be_int8:
+        int8 = needed_bytes(model, phase.phase, batch, context, dtype, torch.int8, machine)
+    return Fit(
+        phase=phase.phase,
+        verdict=phase.verdict(machine.memory_bytes),
+        needed_bytes=phase.needed,
+        rolling_bytes=phase.needed - phase.fused.cache + phase.rolling_cache,
+        machine_bytes=machine.memory_bytes,
+        max_batch=largest_batch(model, phase.phase, context, dtype, cache_dtype, machine),
+        max_context=largest_context(model, phase.phase, batch, context, dtype, cache_dtype, machine),
+        int8_bytes=int8,
     )
 
 

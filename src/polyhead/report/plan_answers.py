@@ -15,20 +15,20 @@ from polyhead.report import plan_words as words
 
 
 def fit(plan: Plan, comparison: Comparison) -> list[Text]:
-    """Return one sentence per phase: the memory that it needs, and the machines that have it."""
+    """Return one sentence per phase: the memory that it needs, for what, and the machines that have it."""
     places = [_where(comparison.machines, index) for index in range(len(plan.phases))]
     sentences: list[Text] = []
     for index, (phase, place) in enumerate(zip(plan.phases, places, strict=True)):
         name, needs = words.doing(plan, phase), decimal_size(phase.needed)
+        counted, sizes = words.counted(plan, phase), Text("", "")
         if index == 0:
-            lead = Text(
-                f"{name.en} at batch {plan.batch}, {plan.context:,} tokens needs {needs}",
-                f"{name.zh}（批量 {plan.batch}，{plan.context:,} 个词元）需要 {needs}",
+            sizes = Text(
+                f" at batch {plan.batch}, {plan.context:,} tokens", f"（批量 {plan.batch}，{plan.context:,} 个词元）"
             )
-        else:
-            lead = Text(f"{name.en} needs {needs}", f"{name.zh}需要 {needs}")
-        is_same = index > 0 and place == places[index - 1]
-        sentences.append(_join(lead, _again(comparison.machines, index) if is_same else place))
+        lead = Text(
+            f"{name.en}{sizes.en} needs {needs} for {counted.en}", f"{name.zh}{sizes.zh}需要 {needs}（{counted.zh}）"
+        )
+        sentences.append(_join(lead, _AGAIN if index > 0 and place == places[index - 1] else place))
     if plan.machine is not None:
         names = [words.short_name(plan, phase) for phase in plan.phases]
         batches = [Text(*[f" {fit.max_batch:,}"] * 2) for fit in plan.fits]
@@ -37,29 +37,26 @@ def fit(plan: Plan, comparison: Comparison) -> list[Text]:
     return sentences
 
 
-def _again(machines: tuple[MachinePoint, ...], phase: int) -> Text:
-    """Return that a phase fits into the machines of the sentence before."""
-    if any(point.phases[phase].needed <= point.memory_bytes for point in machines):
-        return Text(": fits into the same machines.", "：可放入同样的机器。")
-    return Text(": fits into none of them either.", "：也都放不下。")
+_AGAIN = Text(": the same machines.", "：机器同上。")
+_PLACES = {
+    "fits": Text("fits into {places}", "可放入 {places}"),
+    "tight": Text("tight in {places}", "在 {places} 中紧张"),
+    "does not fit": Text("does not fit into {places}", "放不进 {places}"),
+}
 
 
 def _where(machines: tuple[MachinePoint, ...], phase: int) -> Text:
-    """Return the memory sizes into which a phase fits and does not fit, with their machines."""
-    groups: dict[bool, dict[str, list[str]]] = {True: {}, False: {}}
+    """Return the memory sizes into which a phase fits, in which it is tight, and into which it does not fit."""
+    groups: dict[str, dict[str, list[str]]] = {verdict: {} for verdict in _PLACES}
     for point in sorted(machines, key=lambda point: point.memory_bytes):
-        is_enough = point.phases[phase].needed <= point.memory_bytes
-        groups[is_enough].setdefault(decimal_size(point.memory_bytes), []).append(point.machine.name)
-
-    def listed(sizes: dict[str, list[str]]) -> str:
-        return ", ".join(f"{memory} ({', '.join(names)})" for memory, names in sizes.items())
-
-    fits, lacks = listed(groups[True]), listed(groups[False])
-    if fits and lacks:
-        return Text(f": fits into {fits}; not into {lacks}.", f"：可放入 {fits}；放不进 {lacks}。")
-    if fits:
-        return Text(f": fits into {fits}.", f"：可放入 {fits}。")
-    return Text(f": fits into none of {lacks}.", f"：都放不下：{lacks}。")
+        sizes = groups[point.phases[phase].verdict(point.memory_bytes)]
+        sizes.setdefault(decimal_size(point.memory_bytes), []).append(point.machine.name)
+    parts = [
+        _PLACES[verdict].format(places=", ".join(f"{memory} ({', '.join(names)})" for memory, names in sizes.items()))
+        for verdict, sizes in groups.items()
+        if sizes
+    ]
+    return Text(f": {'; '.join(part.en for part in parts)}.", f"：{'；'.join(part.zh for part in parts)}。")
 
 
 def speed(plan: Plan, comparison: Comparison) -> list[Text]:
@@ -76,7 +73,10 @@ def speed(plan: Plan, comparison: Comparison) -> list[Text]:
     if plan.machine is not None and plan.is_timed:
         machine = machine_words(plan.machine)
         times = _listed(_phase_time(plan, phase) for phase in plan.phases)
-        lead = Text(f"Device time on {machine.en}: {times.en}.", f"在 {machine.zh}上的设备时间：{times.zh}。")
+        lead = Text(
+            f"Device time of attention alone on {machine.en}: {times.en}.",
+            f"仅注意力在 {machine.zh}上的设备时间：{times.zh}。",
+        )
         return [lead, _bounds(plan)]
     sentences = []
     for index, phase in enumerate(plan.phases):
@@ -85,10 +85,10 @@ def speed(plan: Plan, comparison: Comparison) -> list[Text]:
         name, kinds = words.title(plan, phase), words.KINDS
         sentences.append(
             Text(
-                f"{name.en}, device time: {seconds(low)} on {fast} ({kinds[first].en}) to {seconds(high)} on {slow} "
-                f"({kinds[last].en}).",
-                f"{name.zh}，设备时间：从 {fast}（{kinds[first].zh}）的 {seconds(low)} 到 {slow}（{kinds[last].zh}）的 "
-                f"{seconds(high)}。",
+                f"{name.en}, device time of attention alone: {seconds(low)} on {fast} ({kinds[first].en}) to "
+                f"{seconds(high)} on {slow} ({kinds[last].en}).",
+                f"{name.zh}，仅注意力的设备时间：从 {fast}（{kinds[first].zh}）的 {seconds(low)} 到 "
+                f"{slow}（{kinds[last].zh}）的 {seconds(high)}。",
             )
         )
     return sentences

@@ -19,6 +19,7 @@ from polyhead.report.plan_payload import short
 
 _FLOPS = ("projection", "scores", "values", "mixing", "output")
 _STAGES = ("projection", "positions", "cache", "attention", "mixing", "output", "launch")
+_SIGNS = {"fits": "✓", "tight": "~", "does not fit": "✗"}
 _MEMORY = ("parameters", "gradients", "cache", "activations")
 Cell = tuple[str, str]  # text, and a smaller text below it
 Row = tuple[Cell, Sequence[Cell], str]  # name, cells, class of the row
@@ -54,16 +55,16 @@ def fit_table(plan: Plan, comparison: Comparison, language: Language) -> str:
     columns += [words.short_name(plan, phase)[language] for phase in plan.phases]
     rows: list[Row] = []
     for point in comparison.machines:
-        shares = [_share(phase.needed, point.memory_bytes) for phase in point.phases]
+        shares = [_share(phase, point.memory_bytes) for phase in point.phases]
         cells = [(decimal_size(point.memory_bytes), ""), *shares]
         rows.append((_machine_cell(plan, point, language), cells, _kind(plan, point)))
     return table(words.VIEWS["fit"][language], columns, rows)
 
 
-def _share(needed: int, memory: int) -> Cell:
-    share = needed / memory
+def _share(phase: PhasePlan, memory: int) -> Cell:
+    share = phase.needed / memory
     text = "<1%" if share < 0.01 else f"{share:.0%}" if share < 10 else f"{share:,.0f}x"
-    return f"{'✓' if needed <= memory else '✗'} {text}", decimal_size(needed)
+    return f"{_SIGNS[phase.verdict(memory)]} {text}", decimal_size(phase.needed)
 
 
 def _machine_cell(plan: Plan, point: MachinePoint, language: Language) -> Cell:

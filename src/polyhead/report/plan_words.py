@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from polyhead.analysis.languages import Text
-from polyhead.costs.phases import PhasePlan
+from polyhead.costs import plan_wording as wording
+from polyhead.costs.phases import USABLE, PhasePlan
 from polyhead.costs.planning import Plan
-from polyhead.costs.quantities import decimal_size
 
 VIEWS = {
     "fit": Text("Will it fit?", "放得下吗？"),
@@ -21,21 +21,32 @@ ATTENTION_ONLY = Text(
 
 def fit_scope(plan: Plan) -> Text:
     """Return the memory that the answers to "will it fit" do not include."""
-    if plan.model.other_parameters is None:
-        return ATTENTION_ONLY
-    weights = decimal_size(plan.model.other_parameters * plan.dtype.itemsize)
+    scope = wording.fit_scope(plan)
+    weights = "" if plan.model.other_parameters is not None else "注意力之外的权重、优化器状态、"
     return Text(
-        f"With {weights} of weights outside attention, twice that in training; activations there and optimizer state "
-        "come on top.",
-        f"含注意力之外的 {weights} 权重，训练时为其两倍；那里的激活值和优化器状态需另加。",
+        f"✓ {scope}; ~ tight: more than that; ✗ more than the memory.",
+        f"✓ 放得下：至多占内存的 {USABLE:.0%}，因为{weights}其他激活值、logits 和 CUDA 上下文需另加；"
+        "~ 紧张：超过此值；✗ 超过内存。",
     )
+
+
+def counted(plan: Plan, phase: PhasePlan) -> Text:
+    """Return what the memory that a phase needs consists of."""
+    chinese = "仅注意力"
+    if plan.model.other_parameters is not None:
+        parts = "权重、梯度和 AdamW 状态（每个参数 8 字节）" if phase.phase == "training" else "权重"
+        cache = "、缓存" if plan.model.is_causal and phase.phase != "training" else ""
+        checkpointed = "，其他层使用激活检查点" if phase.phase == "training" else ""
+        chinese = f"全部{parts}{cache}，以及注意力的激活值{checkpointed}"
+    return Text(wording.counted(plan, phase.phase), chinese)
 
 
 KINDS = {"measured": Text("measured", "实测"), "datasheet": Text("datasheet estimate", "数据表估计")}
 NOT_MEASURED = Text("error not measured", "误差未测")
 TIMES = Text(
-    "Device time is that of the kernels, as under a CUDA graph; eager time has the launch overhead of every call.",
-    "设备时间只计内核，如同使用 CUDA graph；eager 时间包含每次调用的启动开销。",
+    "Times and tokens/s are those of attention alone. Device time is that of the kernels, as under a CUDA graph; "
+    "eager time has the launch overhead of every call.",
+    "时间和每秒词元数都只计注意力。设备时间只计内核，如同使用 CUDA graph；eager 时间包含每次调用的启动开销。",
 )
 NO_TIMES = Text("not measured", "未测")
 DEVICE_TIME = Text("device time, {phase}", "{phase}的设备时间")
@@ -51,7 +62,7 @@ NAMES = {
     "head mixing": Text("head mixing", "头混合"),
     "mixing": Text("head mixing", "头混合"),
     "output": Text("output", "输出"),
-    "launch overhead": Text("launch overhead", "启动开销"),
+    "waiting for launches": Text("waiting for launches", "等待启动"),
     "total": Text("total", "合计"),
     "parameters": Text("parameters", "参数"),
     "gradients": Text("gradients", "梯度"),

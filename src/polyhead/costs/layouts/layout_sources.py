@@ -16,6 +16,7 @@ from polyhead.files import read_json, refusing
 from polyhead.geometry import HeadLayout
 from polyhead.layers import AttentionConfig, MultiHeadConfig
 from polyhead.layers.positions.config import RotaryConfig
+from polyhead.names import suggestion
 from polyhead.sources import packaged
 from polyhead.sources.config_sizes import CONFIG_BYTES
 
@@ -188,10 +189,13 @@ def _from_transformers(name: str, path: Path) -> dict[str, Any]:
         with quiet(progress=False), describe_failure(name, name, local=local):
             content: dict[str, Any] = AutoConfig.from_pretrained(name, **options).to_dict()
     except OptionError as error:
-        if "cannot be reached" not in str(error):  # words of `describe_failure` for a connection error
-            raise
-        raise OptionError(
-            f"the Hugging Face hub cannot be reached and {name} is not in its cache; use a local config.json, "
-            f"or one of {', '.join(KNOWN)}"
-        ) from error
+        hint = "" if local else suggestion(name.rpartition("/")[2], (*KNOWN, *packaged.NAMES))
+        if "cannot be reached" in str(error):  # words of `describe_failure` for a connection error
+            hint = f"; {hint}" if hint else f", or one of {', '.join(KNOWN)}"
+            raise OptionError(
+                f"the Hugging Face hub cannot be reached and {name} is not in its cache; use a local config.json{hint}"
+            ) from error
+        if hint:
+            raise OptionError(f"{error}; {hint}") from error
+        raise
     return content

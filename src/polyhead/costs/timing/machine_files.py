@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
 from polyhead.errors import OptionError
 from polyhead.files import read_json
+from polyhead.names import suggestion
 
 MachineKind = Literal["measured", "datasheet"]
 SHIPPED = Path(__file__).parent / "machines"
@@ -44,8 +44,7 @@ def find_machine(name: str | os.PathLike[str]) -> Path:
     if path.suffix != ".json":
         known = _files()
         if str(name) not in known:
-            similar = [x for x in known if str(name).lower() in x] or get_close_matches(str(name).lower(), known)
-            hint = f"did you mean {' or '.join(similar)}?" if similar else "`polyhead plan calibrate` adds this machine"
+            hint = suggestion(str(name), known) or "`polyhead plan calibrate` adds this machine"
             raise OptionError(f"machine must be one of {machine_names()}, or a .json file; got {str(name)!r}; {hint}")
         path = known[str(name)]
     if not path.exists():
