@@ -248,6 +248,9 @@ def test_nothing_seen_has_a_state_and_a_cross_attention_has_no_words():
         "contexts": [0], "looks": [0, 5], "visible": [0, 2], "shares": [0, 6, 3], "totals": [0, 6, 3], "counts": [0, 3]
     }  # fmt: skip
     assert collector.empty(AttentionSite("x", "cross", "x", 0, 5), torch.device("cpu")) is None
+    del state["totals"]
+    with pytest.raises(OptionError, match="need the tensors totals to be resumed"):
+        empty(collector, 5).with_state(state)
     assert SpanAttention([[0, 1]], 1).empty(AttentionSite("x", "cross", "x", 0, 5), torch.device("cpu")) is None
 
 
