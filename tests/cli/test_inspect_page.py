@@ -13,7 +13,7 @@ from polyhead.analysis.roles_rules import RULES
 from polyhead.cli import app
 from polyhead.cli.heads_picture import ROLES
 from polyhead.inspection import Inspection, Settings, save_inspection
-from polyhead.inspection.comparison import DEVIATIONS, MIN_CHANGE
+from polyhead.inspection.comparison import FALSE_DISCOVERIES, MIN_CHANGE
 from polyhead.inspection.cross_layer_similarity import CANDIDATES, TOKENS, WIDTH
 from polyhead.inspection.most_attended import CANDIDATES as TOP_KEYS
 from polyhead.inspection.text_reader import FEW_DOCUMENTS
@@ -118,7 +118,7 @@ def test_every_file_of_a_run_is_named_and_the_example_in_python_runs(page, runs,
 def test_the_numbers_in_the_text_are_those_of_the_code(page):
     said = " ".join(page.split())
     for words in (
-        f"more than {DEVIATIONS} standard errors",
+        f"significant at a false discovery rate of {FALSE_DISCOVERIES:.0%}",
         f"more than {MIN_CHANGE:.0%} of the value",
         f"compared at {TOKENS:,} tokens",
         f"random projection to {WIDTH} dimensions",
