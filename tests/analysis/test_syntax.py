@@ -238,7 +238,7 @@ def test_shares_are_means_over_words_beside_their_null():
     assert own_word[0].words == sum(pieces > 1 for words in held_out for pieces in words.pieces())
     assert {row["span"] for row in shares.rows()} == {"word", "phrase"}, "no text has two sentences"
     for share in shares.entries:
-        assert share.low <= share.share <= share.high
+        assert 0 <= share.low <= share.share <= share.high <= 1
         assert 0 < share.expected < 1
     with pytest.raises(OptionError, match="word, phrase, sentence; got 'page'"):
         shares.of("page")

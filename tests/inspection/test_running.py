@@ -23,6 +23,8 @@ from polyhead.inspection.probing import Probes
 from polyhead.inspection.run_files import OBSERVATIONS
 from polyhead.observation import read_facts
 from polyhead.progress import Progress
+from polyhead.sources.text_contexts import read_contexts
+from polyhead.workflows import model_loading
 from polyhead.workflows.inspecting import inspect_model
 from tests.forked import stopped_when
 from tests.inspection.small_models import MAKERS, NAMES, model_folder, odd_text_folder, text_folder
@@ -61,6 +63,14 @@ def inspected(folders, text, tmp_path_factory) -> Callable[[str], tuple[Inspecti
 @pytest.fixture(scope="module")
 def plain_bert(folders, text) -> Inspection:
     return inspect_model(settings_for(folders["bert"], text, importance="none", chance=False))
+
+
+def test_documents_that_the_tokens_do_not_reach_are_not_counted(folders, text, plain_bert):
+    tokens = plain_bert.facts["tokens"] // 3
+    found = inspect_model(settings_for(folders["bert"], text, importance="none", chance=False, tokens=tokens))
+    loaded = model_loading.load_model(folders["bert"])
+    contexts = read_contexts(loaded, text, context=96, tokens=tokens).contexts
+    assert found.facts["documents"] == len({x.document for x in contexts}) < plain_bert.facts["documents"]
 
 
 @pytest.mark.parametrize("name", sorted(MAKERS))

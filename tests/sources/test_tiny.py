@@ -83,7 +83,7 @@ def test_inspection_finds_the_same_heads() -> None:
     assert heads["previous"] == {PREVIOUS_TOKEN}
     assert heads["induction"]
     assert {layer for layer, _ in heads["induction"]} == {INDUCTION_LAYER}
-    assert found.facts["documents"] == 2
+    assert found.facts["documents"] == 1
     printed = repr(found)
     assert printed.startswith("Inspection of tiny: LlamaForCausalLM")
     assert "40 heads; " in printed

@@ -64,6 +64,7 @@ def inner_shares(observations: Observations, *, seed: int = 0, collector: str = 
         ratio, low, high = ratio_of_sums(shares[held], totals[held])
         to_others, _, _ = ratio_of_sums(totals[held], counts[held][:, None])
         chosen_ratio, _, _ = ratio_of_sums(shares[~held], totals[~held])
+        low, high = low.clamp_min(0.0), high.clamp_max(1.0)
         columns = ratio, low, high, ratio[-1:].expand_as(ratio), to_others, chosen_ratio
         for index, span in enumerate(SPANS):
             words, chosen = int(counts[held, index].sum()), int(counts[~held, index].sum())

@@ -160,8 +160,8 @@ class ByContext:
     def with_state(self, state: Mapping[str, Tensor]) -> Self:
         if absent := self.collector.empty_tensors(self.num_heads).keys() - state.keys():
             raise OptionError(
-                f"{self.collector.name} need the tensors {', '.join(sorted(absent))} to be resumed, which another version "
-                "did not save; start again in another folder"
+                f"{self.collector.name} need the tensors {', '.join(sorted(absent))} to be resumed, which another "
+                "version did not save; start again in another folder"
             )
         return replace(self, parts=(dict(state),))
 

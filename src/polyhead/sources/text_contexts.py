@@ -79,6 +79,7 @@ def read_contexts(
         raise OptionError(
             f"{purpose} needs a text of at least {MINIMUM_TOKENS} tokens, got {len(names)} documents that are shorter"
         )
+    names = names[: contexts[-1].document + 1]  # not the one that would exceed `tokens`
     return TextContexts(tuple(contexts), tuple(names), length)
 
 
