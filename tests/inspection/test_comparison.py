@@ -1,4 +1,4 @@
-"""What differs beyond sampling error: a planted change is found in one text, and two halves of a text agree."""
+"""Comparison of two runs: a planted change is found on one text, and two halves of a text do not differ."""
 
 from __future__ import annotations
 

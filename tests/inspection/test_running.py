@@ -408,7 +408,7 @@ def test_two_models_differ_beyond_sampling_error_and_one_does_not_from_itself(pl
 
 
 def test_two_halves_of_a_text_mostly_agree(folders, tmp_path):
-    """What sampling explains is not called a difference."""
+    """Two halves of a text differ by sampling error alone."""
     halves = [text_folder(tmp_path / half, documents=12) for half in ("one", "two")]
     for half, keep in zip(halves, (0, 1), strict=True):
         for file in half.iterdir():
