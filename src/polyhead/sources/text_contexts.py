@@ -11,11 +11,13 @@ from polyhead.errors import OptionError
 from polyhead.sources.batching import digest_of
 from polyhead.sources.contexts import MINIMUM_TOKENS, Context, cut_into_contexts, tokenise, unknown_token
 from polyhead.sources.models import LoadedModel
+from polyhead.sources.text_sampling import NEIGHBOURS, sample_contexts
 from polyhead.sources.texts import TOKENS, Document, default_documents, read_texts
 
 CONTEXT = 512  # tokens, or the model's maximum if that is less
 MAX_TOKENS_PER_CHARACTER = 1.25  # in a text that a tokenizer knows
 MAX_UNKNOWN = 0.05  # share of its tokens
+MIN_GROUPS = 16  # if there are as many contexts
 
 # A file, a folder or "-" (standard input); documents in memory; None is the built-in text.
 Text = str | os.PathLike[str] | Sequence[str] | None
@@ -38,6 +40,21 @@ class TextContexts:
         """Fingerprint of the token ids of all contexts."""
         return digest_of(self.contexts)
 
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Group of each context, from 0: contexts of different groups count as independent.
+
+        A group is a document if at least 16 have contexts; otherwise neighbouring contexts of a document, up to 4 but
+        so few that there are at least 16 groups, or as many as contexts.
+        """
+        if len({context.document for context in self.contexts}) >= MIN_GROUPS:
+            keys = [(context.document, 0) for context in self.contexts]
+        else:
+            pieces = max(1, min(NEIGHBOURS, len(self.contexts) // MIN_GROUPS))
+            keys = [(context.document, context.piece // pieces) for context in self.contexts]
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        return tuple(numbers[key] for key in keys)
+
 
 def read_contexts(
     loaded: LoadedModel,
@@ -46,6 +63,7 @@ def read_contexts(
     field: str = "text",
     context: int | None = None,
     tokens: int = TOKENS,
+    sampled: bool = False,
     purpose: str = "reading text",
 ) -> TextContexts:
     """Cut a text into contexts for a model.
@@ -56,6 +74,8 @@ def read_contexts(
         field: the text field of .jsonl files, or the text column of .parquet files.
         context: tokens per context; default: 512, or the model's maximum if smaller.
         tokens: maximum number of tokens to read.
+        sampled: of a longer text, read contexts that are evenly spaced over all of it instead of its beginning; over
+            its first 64 million characters, or 16 per token if that is more. No randomness.
         purpose: named in errors.
     """
     if loaded.tokenizer is None and loaded.main_input == "input_ids":
@@ -66,15 +86,8 @@ def read_contexts(
     length = min(CONTEXT, max_context or CONTEXT) if context is None else context
     if max_context is not None and length > max_context:
         raise OptionError(f"context must be at most {max_context} tokens, the maximum of {loaded.name}, got {length}")
-    names: list[str] = []
-    contexts: list[Context] = []
-    total = 0
     documents = documents_of(text, field=field) if text is not None else known_default_documents(loaded.tokenizer)
-    for piece in cut_into_contexts(_record_names(documents, names), loaded.tokenizer, length):
-        if total and total + len(piece.ids) > tokens:
-            break
-        contexts.append(piece)
-        total += len(piece.ids)
+    names, contexts = (sample_contexts if sampled else _first_contexts)(documents, loaded.tokenizer, length, tokens)
     if not contexts:
         raise OptionError(
             f"{purpose} needs a text of at least {MINIMUM_TOKENS} tokens, got {len(names)} documents that are shorter"
@@ -107,6 +120,20 @@ def documents_of(text: str | os.PathLike[str] | Sequence[str], *, field: str = "
     if not all(isinstance(document, str) for document in text):
         raise OptionError(f"a text in memory must be a sequence of strings, got {[type(x).__name__ for x in text][:3]}")
     return [Document(f"document {number}", document) for number, document in enumerate(text)]
+
+
+def _first_contexts(
+    documents: Iterable[Document], tokenizer: Any, length: int, tokens: int
+) -> tuple[list[str], list[Context]]:
+    names: list[str] = []
+    contexts: list[Context] = []
+    total = 0
+    for piece in cut_into_contexts(_record_names(documents, names), tokenizer, length):
+        if total and total + len(piece.ids) > tokens:
+            break
+        contexts.append(piece)
+        total += len(piece.ids)
+    return names, contexts
 
 
 def _record_names(documents: Iterable[Document], names: list[str]) -> Iterator[Document]:
