@@ -43,7 +43,7 @@ from polyhead.surgery.calibration.input_moments import collect_inputs
 from polyhead.surgery.calibration.moments import OutputMoments
 from polyhead.surgery.calibration.streams import Piece, Streams, swapped_parameters
 from polyhead.surgery.compensation.least_squares import OutputRegression
-from polyhead.surgery.compensation.sequential import collect_targets
+from polyhead.surgery.compensation.targets import collect_targets
 
 RIDGE = 1e-3
 PAIRS = 3

@@ -7,25 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property, partial
 from typing import Any
 
-from torch import Tensor
-
 from benchmarks.surgery_quality.points import Point, Result, parse_native
 from benchmarks.surgery_quality.tasks import Split, Task
-from polyhead.surgery.calibration.moments import token_weights
+from polyhead.surgery.compensation.distillation import distil
 from polyhead.surgery.compensation.least_squares import (
     OutputProjection,
     OutputRegression,
     swapped_projections,
     unchanged_projections,
 )
-from polyhead.surgery.compensation.sequential import solve_in_order
 from polyhead.surgery.selection.criteria import PruningOrder, choose_heads, orders_by
 from polyhead.surgery.selection.evidence import Evidence, Weighting
+from polyhead.surgery.selection.quality import Fidelity, Perplexity
 from polyhead.surgery.selection.search import TRIES, measured_orders, refined, refined_sets
 from polyhead.surgery.selection.uniform import fits_native, uniform_sets
 
 SPLITS: tuple[Split, ...] = ("choose", "report")
-IN_ORDER_BATCHES = 4
 RemovedHeads = dict[str, tuple[int, ...]]
 
 
@@ -37,18 +34,15 @@ class Bench:
         task: Task,
         *,
         facts: Mapping[str, Any] | None = None,
-        in_order_batches: int = IN_ORDER_BATCHES,
         tries: int = TRIES,
         report: Callable[[str], None] | None = None,
     ) -> None:
-        """Set up a bench: `in_order_batches` of calibration text are read per layer; `report` is called per step."""
+        """Set up a bench; `report` is called per step."""
         self.task = task
         self.facts = facts or {}
         self.evidence = Evidence(task.model, task.calibration, task.objectives)
         self.tries = tries
         self.report = report or (lambda text: None)
-        step = max(1, len(task.calibration) // in_order_batches)
-        self.read_in_order = task.calibration[::step]
         self._orders = cache(self._orders)  # type: ignore[method-assign]
         self._problem = cache(self._problem)  # type: ignore[method-assign]
         self._measured = cache(self._measured)  # type: ignore[method-assign]
@@ -99,20 +93,14 @@ class Bench:
         model = self.task.model
         if point.compensation == "no":
             return unchanged_projections(model, self.evidence.layers, gone)
+        solved = {
+            path: self._problem(path, point.ridge, point.weighting).without(heads) for path, heads in gone.items()
+        }
         if point.compensation == "once":
-            return {
-                path: self._problem(path, point.ridge, point.weighting).without(heads) for path, heads in gone.items()
-            }
-        self.report("compensating layer by layer")
-        weights = self._token_weights if point.weighting == "token" else None
-        return solve_in_order(
-            model, gone, lambda: self.read_in_order, aim=point.compensation, ridge=point.ridge, weights=weights
-        )
-
-    @cached_property
-    def _token_weights(self) -> dict[str, list[Tensor]]:
-        assert self.task.objectives.slope is not None
-        return token_weights(self.task.model, self.read_in_order, self.task.objectives.slope)
+            return solved
+        self.report("distilling")
+        objective = Perplexity if self.task.name == "language" else Fidelity
+        return distil(model, self.evidence.layers, solved, self.task.calibration, objective)
 
     def _orders(self, criterion: str, weighting: Weighting, seed: int) -> dict[str, PruningOrder]:
         self.report(f"choosing by {criterion}")

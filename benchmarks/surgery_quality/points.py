@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from benchmarks.measuring.json_lines import read_lines
 from benchmarks.surgery_quality.tasks import Figure, Split
@@ -16,9 +16,9 @@ from polyhead.surgery.options import CRITERIA
 from polyhead.surgery.selection.criteria import WEIGHTED
 from polyhead.surgery.selection.evidence import Weighting
 
-# "once" solves all layers on what the whole model feeds them; the others go in order, by what a layer should write.
-Compensation = Literal["no", "once", "layer", "output", "stream"]
-REPAIRS: tuple[Compensation, ...] = get_args(Compensation)
+# "once" solves all layers by least squares, on head outputs in the whole model; "distilled" continues from there.
+# Records of earlier versions also have "layer", "output" and "stream", solved layer by layer.
+Compensation = Literal["no", "once", "distilled", "layer", "output", "stream"]
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 SEEDS = (0, 1, 2, 3, 4)
 SAME = ("model", "text", "calibration", "rows")  # facts that all points of a file share
@@ -130,16 +130,10 @@ def tuned(shares: Iterable[float], native: Iterable[str]) -> list[Point]:
             ("layer", "once", 1e-4, False),
             ("direction", "once", 1e-4, False),
             ("direction", "once", 1e-2, False),
-            ("direction", "layer", 1e-3, False),
-            ("direction", "output", 1e-3, False),
-            ("direction", "stream", 1e-3, False),
-            ("token", "layer", 1e-3, False),
-            ("token", "stream", 1e-3, False),
-            ("token", "stream", 1e-1, False),
+            ("token", "distilled", 1e-2, False),
+            ("token", "once", 1e-3, True),
+            ("token", "distilled", 1e-2, True),
         ]
-        ways.append(("token", "once", 1e-3, True))
-        if form is None:
-            ways.append(("token", "stream", 1e-3, True))
         for weighting, compensation, ridge, searched in ways:
             found.append(Point("compensated", share, compensation, weighting, ridge, native=form, searched=searched))
     return found

@@ -17,7 +17,6 @@ from polyhead.cli.edit_options import (
     SavedForm,
     Stack,
     Text,
-    Tokens,
     check_output,
     check_reading,
 )
@@ -53,7 +52,9 @@ def convert(
     replace: Replace = False,
     stack: Stack = None,
     context: ContextLength = None,
-    tokens: Tokens = 65_536,
+    tokens: Annotated[
+        int, typer.Option(metavar="N", help="Maximum number of tokens of the text, which is sampled over all of it.")
+    ] = 65_536,
     device: Device = None,
     dtype: SavedDtype = None,
     allow_pickle: AllowPickle = False,

@@ -65,7 +65,22 @@ Field = Annotated[str, typer.Option(help="Text field of .jsonl files, or text co
 ContextLength = Annotated[
     int | None, optional("Tokens per context. [default: 512, or the model's maximum if smaller]", metavar="N")
 ]
-Tokens = Annotated[int, typer.Option(metavar="N", help="Maximum number of tokens to read from the text.")]
+Tokens = Annotated[
+    int | None,
+    optional(
+        "Maximum number of tokens of the text, which is sampled over all of it. [default: 24 for each channel of the "
+        "widest layer, at least 12,288]",
+        metavar="N",
+    ),
+]
+TestText = Annotated[
+    str | None,
+    optional(
+        "Text to evaluate the edited model on, if that is not a part of --text held out: a file or folder, as --text.",
+        "--test-text",
+        metavar="FILE|DIR",
+    ),
+]
 ResumeIn = Annotated[
     Path | None,
     optional(
@@ -107,8 +122,11 @@ def check_output(
         SideFiles(Path(source).expanduser()).check()
 
 
-def check_reading(text: str | None, field: str, context: int | None, tokens: int) -> None:
+def check_reading(
+    text: str | None, field: str, context: int | None, tokens: int | None, test_text: str | None = None
+) -> None:
     """Check the text and its limits, before any expensive work."""
     check_positive("--context", context)
     check_positive("--tokens", tokens)
     check_text(text, field)
+    check_text(test_text, field)

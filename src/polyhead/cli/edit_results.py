@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from polyhead.progress import ProgressCallback
     from polyhead.sources import LoadedModel
     from polyhead.surgery import Preview, SavedModel
+    from polyhead.surgery.selection.quality import Measurement
     from polyhead.workflows.edited_model import EditedModel
 
 
@@ -90,20 +92,28 @@ def show_edited(edited: EditedModel, summary: str, console: Console) -> None:
 
 
 def show_quality(edited: EditedModel, console: Console) -> None:
-    """Print the quality on held-out text, if there was a text, and a warning if that is of few contexts."""
-    from polyhead.workflows.calibration_text import FEW_CONTEXTS
+    """Print the quality on held-out text, if there was a text, and warnings about that text."""
+    from polyhead.workflows.calibration_text import FEW, MAX_PERPLEXITY_RATIO
 
     if not edited.contexts:
         return
     console.print(_describe_quality(edited), markup=False, soft_wrap=True)
-    if edited.quality is not None and edited.held_out_contexts < FEW_CONTEXTS:
-        console.print(
-            f"Fewer than {FEW_CONTEXTS} contexts are held out, too few for a reliable standard error; for more, use a "
-            "longer --text (read up to --tokens) or a smaller --context",
-            style="yellow",
-            markup=False,
-            soft_wrap=True,
+    warnings = []
+    if edited.quality is not None and edited.held_out_groups < FEW:
+        warnings.append(
+            f"Fewer than {FEW} documents or stretches of text are held out, too few for a reliable interval; for more, "
+            "use a longer --text and more --tokens, or a smaller --context"
         )
+    if edited.calibration_original is not None and edited.original is not None:
+        ratio = edited.original / edited.calibration_original
+        if not 1 / MAX_PERPLEXITY_RATIO < ratio < MAX_PERPLEXITY_RATIO:
+            warnings.append(
+                f"The texts differ: the original model has a perplexity of {edited.original:.4g} on --test-text and of "
+                f"{edited.calibration_original:.4g} on --text. Heads were chosen and compensated for the latter; "
+                "calibrate on text like the former"
+            )
+    for warning in warnings:
+        console.print(warning, style="yellow", markup=False, soft_wrap=True)
 
 
 def _describe_quality(edited: EditedModel) -> str:
@@ -112,7 +122,7 @@ def _describe_quality(edited: EditedModel) -> str:
         if edited.loaded.kind == "encoder-decoder":
             return "Quality was not measured: that needs an encoder or a decoder, got an encoder-decoder"
         return (
-            f"Quality was not measured: that needs a text of 10 contexts, of which two are held out, got "
+            f"Quality was not measured: that needs a text of 8 contexts, of which two are held out, got "
             f"{edited.contexts}; use more text, or a smaller --context"
         )
     perplexity = edited.metric == "perplexity"
@@ -126,6 +136,22 @@ def _describe_quality(edited: EditedModel) -> str:
         f"{str(edited.metric).capitalize()} on held-out text ({edited.held_out_tokens:,} tokens, "
         f"{edited.held_out_contexts} contexts){meaning}: {', '.join(values)}"
         + ("; ± is the standard error of the change" if perplexity else "")
+        + _describe_prediction(edited.quality, edited.original, perplexity=perplexity)
+    )
+
+
+def _describe_prediction(quality: Measurement, original: float | None, *, perplexity: bool) -> str:
+    """Describe what to expect on other text; "" if that is unknown."""
+    if math.isnan(quality.ratio_low) or original is None:
+        return ""
+    if perplexity:
+        return (
+            f"\n{quality.value / original:.3f} times the original's; on other text of this kind and length, expect "
+            f"{quality.ratio_low:.3f} to {quality.ratio_high:.3f} times (95% prediction interval)"
+        )
+    return (
+        f"\nOn other text of this kind and length, expect {quality.ratio_low:.4f} to {quality.ratio_high:.4f} (95% "
+        "prediction interval)"
     )
 
 

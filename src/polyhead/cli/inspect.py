@@ -236,7 +236,7 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
     from polyhead.inspection.identity import edits_of
     from polyhead.inspection.vocabulary import column_of
     from polyhead.inspection.wording import loss_in_words
-    from polyhead.workflows.calibration_text import FEW_CONTEXTS
+    from polyhead.workflows.calibration_text import FEW
 
     facts = found.facts
     console.print(
@@ -258,9 +258,9 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
             f"{facts['unknown']:.0%} of the tokens are unknown tokens, which the heads cannot distinguish.",
             style="yellow",
         )
-    if facts["intervals_over"] == "contexts" and 1 < facts["contexts"] < FEW_CONTEXTS:
+    if facts["intervals_over"] == "contexts" and 1 < facts["contexts"] < FEW:
         console.print(
-            f"Intervals and standard errors are over fewer than {FEW_CONTEXTS} contexts, too few to be reliable; for "
+            f"Intervals and standard errors are over fewer than {FEW} contexts, too few to be reliable; for "
             "more, use a longer --text (read up to --tokens) or a smaller --context",
             style="yellow",
             markup=False,

@@ -18,6 +18,7 @@ from polyhead.cli.edit_options import (
     SavedDtype,
     SavedForm,
     Stack,
+    TestText,
     Text,
     Tokens,
     check_output,
@@ -55,12 +56,13 @@ def prune(
     output: Output = None,
     text: Text = None,
     field: Field = "text",
+    test_text: TestText = None,
     compensation: Annotated[
         bool,
         typer.Option(
             "--compensate/--no-compensate",
-            help="Compensate for removed heads: refit the output projections layer by layer, by least squares on the "
-            "text.",
+            help="Compensate for removed heads: refit the output projections on the text, by least squares and "
+            "distillation.",
         ),
     ] = True,
     form: SavedForm = "uniform",
@@ -68,7 +70,7 @@ def prune(
     replace: Replace = False,
     stack: Stack = None,
     context: ContextLength = None,
-    tokens: Tokens = 65_536,
+    tokens: Tokens = None,
     seed: Annotated[int, typer.Option(help="Seed of the random criterion.")] = 0,
     device: Device = None,
     dtype: SavedDtype = None,
@@ -77,8 +79,9 @@ def prune(
 ) -> None:
     """Remove heads from a trained model, without retraining.
 
-    Select heads with --heads, or a share of them with --share. The remaining heads compensate by least squares on a
-    text. Writes the model to a new folder, and the record to undo the edit beside it; the original is not modified.
+    Select heads with --heads, or a share of them with --share. The output projections of the remaining heads are
+    refitted on a text, by least squares and distillation. Writes the model to a new folder, and the record to undo the
+    edit beside it; the original is not modified.
 
     Example: `polyhead prune smollm2 --share 30% --text corpus.txt --output pruned`
     """
@@ -94,7 +97,7 @@ def prune(
         check_output(output, form, preview=preview, replace=replace, source=model)
         fraction = None if share is None else _share(share)
         check_selection(form, criterion, by_name=share is None)
-        check_reading(text, field, context, tokens)
+        check_reading(text, field, context, tokens, test_text)
         removed = [] if heads is None else parse_heads(heads)
 
         import polyhead
@@ -123,6 +126,7 @@ def prune(
             stack=stack,
             context=context,
             tokens=tokens,
+            test_text=test_text,
             seed=seed,
             progress=progress,
         )

@@ -15,6 +15,7 @@ from polyhead.cli.edit_options import (
     ResumeIn,
     SavedDtype,
     SavedForm,
+    TestText,
     Tokens,
     check_output,
     check_reading,
@@ -45,8 +46,8 @@ def shrink(
         str | None,
         optional(
             "Text like the model's inputs (required): .txt, .md, .jsonl or .parquet (also .gz), a folder of them, "
-            "or - for standard input. The first 60% select heads, the next 20% the compensation, the last 20% are the "
-            "test set.",
+            "or - for standard input. Of 8 documents, 5 select heads and calibrate, 1 selects the compensation, and 2 "
+            "are the test set.",
             metavar="FILE|DIR|-",
         ),
     ] = None,
@@ -90,10 +91,11 @@ def shrink(
         ),
     ] = False,
     field: Field = "text",
+    test_text: TestText = None,
     form: SavedForm = "uniform",
     replace: Replace = False,
     context: ContextLength = None,
-    tokens: Tokens = 65_536,
+    tokens: Tokens = None,
     resume: ResumeIn = None,
     device: Device = None,
     dtype: SavedDtype = None,
@@ -102,10 +104,10 @@ def shrink(
 ) -> None:
     """Prune heads of a trained model to a target size, without retraining.
 
-    Selects heads, with errors weighted by their effect on the model's loss per layer, direction and token; the
-    remaining heads compensate by least squares. All layers keep the same number of heads and KV heads, the largest that
-    reaches the target, so that the model loads in plain transformers; with another --form, heads are selected over all
-    layers.
+    Selects heads, with errors weighted by their effect on the model's loss per layer, direction and token, and refits
+    the output projections of the others by least squares and distillation, as `polyhead prune` does. All layers keep
+    the same number of heads and KV heads, the largest that reaches the target, so that the model loads in plain
+    transformers; with another --form, heads are selected over all layers.
 
     With --resume DIR every measurement is saved. Repeat the same command to continue an interrupted run with identical
     results; another model, text or option is refused.
@@ -117,7 +119,7 @@ def shrink(
     console = wide_console()
     with resumable(resume), ProgressBars() as progress:
         check_output(output, form, preview=preview, replace=replace, source=model)
-        check_reading(text, field, context, tokens)
+        check_reading(text, field, context, tokens, test_text)
         goal = Target.parse(target)
         check_shrinking(
             goal,
@@ -153,6 +155,7 @@ def shrink(
             field=field,
             context=context,
             tokens=tokens,
+            test_text=test_text,
             resume=resume,
             progress=progress,
         )
@@ -163,8 +166,7 @@ def shrink(
 
 def _show(shrunk: ShrunkModel, console: Console) -> None:
     console.print(
-        f"{shrunk.loaded}\n{shrunk.tokens:,} tokens of text in {shrunk.contexts} contexts, of which the last "
-        f"{shrunk.held_out_contexts} are the test set, held out",
+        f"{shrunk.loaded}\n{shrunk.tokens:,} tokens of text in {shrunk.contexts} contexts",
         markup=False,
         soft_wrap=True,
     )

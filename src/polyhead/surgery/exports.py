@@ -8,7 +8,6 @@ from polyhead.surgery.adapters.head_weights import HeadWeights, read_heads
 from polyhead.surgery.calibration.key_transforms import KeyTransform, find_key_transforms
 from polyhead.surgery.calibration.moments import OutputMoments, collect_moments, loss_weights
 from polyhead.surgery.compensation.least_squares import OutputCompensation
-from polyhead.surgery.compensation.sequential import apply_in_order
 from polyhead.surgery.edits.applying import apply, take_shape, undo
 from polyhead.surgery.edits.head_edits import (
     GroupQueries,
@@ -57,7 +56,6 @@ __all__ = [
     "SideFiles",
     "aligned",
     "apply",
-    "apply_in_order",
     "change_key_basis",
     "change_value_basis",
     "choose_heads",

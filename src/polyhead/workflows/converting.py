@@ -78,7 +78,7 @@ def convert(
     counted = count(loaded.model, edits)
     if preview:
         return EditedModel(loaded=loaded, edits=edits, preview=counted, form=form)
-    calibration = CalibrationText.of(loaded, text, field=field, context=context, tokens=tokens)
+    calibration = CalibrationText.of(loaded, text, field=field, context=context, tokens=tokens, selects=False)
     attention = AttentionSwitch(loaded.model)
     attention.to_polyhead()
     try:

@@ -61,6 +61,8 @@ class EditedModel:
     `quality` is measured on `held_out_tokens` tokens that did not calibrate the edit; None if there were none. `metric`
     is "perplexity", of causal models, or "fidelity", the mean cosine of final hidden states with those of the original;
     `original` is its value before the edit, and `not_compensated` that of pruned heads before compensation.
+    `compensation` names how pruned heads were compensated for. With a test text, `calibration_original` is the
+    perplexity of the original model on the text that calibrated the edit.
     """
 
     loaded: LoadedModel
@@ -75,6 +77,9 @@ class EditedModel:
     contexts: int = 0  # of the text
     held_out_tokens: int = 0
     held_out_contexts: int = 0
+    held_out_groups: int = 0  # documents, or stretches of them
+    compensation: str = ""
+    calibration_original: float | None = None
     attention: AttentionSwitch | None = None
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -12,10 +11,8 @@ from polyhead.errors import OptionError
 from polyhead.geometry import HeadId, parse_heads
 from polyhead.progress import Progress, ProgressCallback, Step, ignore_progress
 from polyhead.sources.text_contexts import Text
-from polyhead.sources.texts import TOKENS
 from polyhead.surgery.adapters.discovery import find_layers
-from polyhead.surgery.compensation.least_squares import swapped_projections, unchanged_projections
-from polyhead.surgery.compensation.sequential import apply_in_order
+from polyhead.surgery.compensation.least_squares import PrecomputedProjections, unchanged_projections
 from polyhead.surgery.edits.applying import apply, edits_by_layer
 from polyhead.surgery.edits.head_edits import PruneHeads
 from polyhead.surgery.edits.native_form import check_form_after
@@ -24,14 +21,17 @@ from polyhead.surgery.options import Form, Target, check_selection
 from polyhead.surgery.selection.budgets import prune_edits
 from polyhead.surgery.selection.criteria import choose_heads, orders_by
 from polyhead.surgery.selection.evidence import Evidence, editable_layers
+from polyhead.surgery.selection.pruned_model import PrunedModel
 from polyhead.surgery.selection.shrinker import RemovedHeads
 from polyhead.surgery.selection.uniform import UniformLayout, UniformShrinker, heads_for_target, uniform_layouts
 from polyhead.workflows.calibration_text import (
     BatchesWithProgress,
     CalibrationText,
     objectives_of,
+    quality_type,
     weighting_of,
 )
+from polyhead.workflows.compensating import compensate as compensated
 from polyhead.workflows.edited_model import AttentionSwitch, EditedModel
 from polyhead.workflows.model_loading import Model, as_loaded
 
@@ -48,8 +48,9 @@ def prune(
     form: Form = "uniform",
     preview: bool = False,
     stack: str | None = None,
+    test_text: Text = None,
     context: int | None = None,
-    tokens: int = TOKENS,
+    tokens: int | None = None,
     seed: int = 0,
     tokenizer: Any = None,
     progress: ProgressCallback = ignore_progress,
@@ -66,7 +67,8 @@ def prune(
         criterion: importance score: compensated (error after compensation), plain (error without it), ablation,
             gradient, taylor, magnitude, redundancy, or random (a control, by `seed`). The uniform form needs the first.
         text: calibration text like the model's inputs: a path, or documents in memory; default: a short built-in text.
-        compensate: refit the output projections of the remaining heads, layer by layer, by least squares on the text.
+        compensate: refit the output projections of the remaining heads on the text, by least squares and distillation:
+            one step of Adam for every 512 tokens, towards the outputs of the unpruned model.
         form: form in which `save` writes the model. "uniform": every layer keeps the same number of heads and KV heads,
             so that plain transformers loads it. "padded": any heads are removed, and saved as zeros; loads anywhere,
             saves nothing. "uneven": any heads are removed; smaller, loads with `polyhead.load`. A form that is
@@ -75,7 +77,9 @@ def prune(
             text, and `edits` are then empty: which heads are removed is selected on the text.
         stack: the stack of layers to edit, for models with several (encoder and decoder).
         context: tokens per context; default: 512, or the model's maximum if smaller.
-        tokens: maximum number of tokens to read.
+        test_text: another text to evaluate the edited model on; default: 2 of 8 documents of `text`, held out.
+        tokens: maximum number of tokens of text, which is sampled over all of it; default: 24 for each channel of the
+            widest layer, at least 12,288.
         progress: called with the progress of each step.
         field: JSON field or column of the text files.
         seed: seed of the criterion `random`.
@@ -125,19 +129,20 @@ def prune(
     if requested is None and form == "uniform":
         progress(Progress("List the layouts that the model class supports"))
         layouts = tuple(uniform_layouts(loaded.model, stack))
-    calibration = None
+    calibration, evidence = None, None
     if share is not None or (not preview and (compensate or text is not None)):
         if loaded.tokenizer is None:
             raise OptionError(
                 f"calibration needs a model that reads text and its tokenizer, got {loaded.name} without one; pass "
                 "the heads to remove, and skip compensation (compensate=False, --no-compensate)"
             )
-        calibration = CalibrationText.of(loaded, text, field=field, context=context, tokens=tokens)
-    if share is not None:
-        assert calibration is not None
-        edits = select_heads(
-            calibration, share, criterion=criterion, layouts=layouts, stack=stack, seed=seed, progress=progress
+        calibration = CalibrationText.of(
+            loaded, text, field=field, context=context, tokens=tokens, test_text=test_text, selects=compensate
         )
+        evidence = _evidence(calibration, stack, progress)
+    if share is not None:
+        assert evidence is not None
+        edits = select_heads(evidence, share, criterion=criterion, layouts=layouts, seed=seed)
     else:
         assert requested is not None
         edits = requested
@@ -145,41 +150,36 @@ def prune(
     if preview:
         return EditedModel(loaded=loaded, edits=tuple(edits), preview=counted, form=form)
     quality = None if calibration is None else calibration.quality()
-    attention, not_compensated = AttentionSwitch(loaded.model), None
+    attention, fields = AttentionSwitch(loaded.model), dict[str, Any]()
+    projections = None
+    if calibration is not None:
+        fields["calibration_original"] = calibration.original_on_calibration()
     if compensate:
-        assert calibration is not None
+        assert calibration is not None and evidence is not None
+        pruned, removed = PrunedModel(evidence), _removed(loaded.model, edits)
         if quality is not None:
-            with _without(loaded.model, edits):
-                not_compensated = quality.measure()
-        step = Step(progress, "Compensate layer by layer", len({(x.stack, x.layer) for x in edits}), "layers")
-        record = apply_in_order(loaded.model, edits, calibration.batches, progress=lambda *_: step.advance())
-    else:
-        record = apply(loaded.model, edits)
+            unchanged = unchanged_projections(loaded.model, evidence.layers, removed)
+            fields["not_compensated"] = pruned.measure(unchanged, quality)
+        projections, fields["compensation"] = compensated(pruned, removed, calibration, quality_type(loaded), progress)
+    record = apply(
+        loaded.model, edits, compensation=None if projections is None else PrecomputedProjections(projections)
+    )
     attention.to_polyhead_if_uneven()
-    evaluation = {} if calibration is None else calibration.evaluated(quality)
+    if calibration is not None:
+        fields |= calibration.evaluated(quality)
     return EditedModel(
-        loaded=loaded,
-        edits=tuple(edits),
-        preview=counted,
-        form=form,
-        record=record,
-        attention=attention,
-        not_compensated=not_compensated,
-        **evaluation,
+        loaded=loaded, edits=tuple(edits), preview=counted, form=form, record=record, attention=attention, **fields
     )
 
 
-def _without(model: nn.Module, edits: Sequence[PruneHeads]) -> AbstractContextManager[None]:
-    """Compute as without these heads, not compensated, within the context."""
-    every = find_layers(model)
-    removed = {
+def _removed(model: nn.Module, edits: Sequence[PruneHeads]) -> RemovedHeads:
+    """Return the heads that edits remove, by layer."""
+    return {
         layer.path: edit.heads
-        for layer, own in edits_by_layer(every, edits)
+        for layer, own in edits_by_layer(find_layers(model), edits)
         for edit in own
         if isinstance(edit, PruneHeads)
     }
-    layers = {layer.path: layer for layer in every}
-    return swapped_projections(model, layers, unchanged_projections(model, layers, removed))
 
 
 def head_edits(heads: str | Iterable[str | HeadId | tuple[int, int]], stack: str | None = None) -> list[PruneHeads]:
@@ -194,23 +194,25 @@ def head_edits(heads: str | Iterable[str | HeadId | tuple[int, int]], stack: str
     return [PruneHeads(layer, tuple(layer_heads), stack=stack) for layer, layer_heads in sorted(by_layer.items())]
 
 
+def _evidence(text: CalibrationText, stack: str | None, progress: ProgressCallback) -> Evidence:
+    """Return the evidence of a text, whose first reading advances a progress bar."""
+    batches: Sequence[Any] = list(text.batches())
+    step = Step(progress, "Read the text for the choice and compensation of heads", len(batches), "batches")
+    return Evidence(text.loaded.model, BatchesWithProgress(batches, step), objectives_of(text.loaded), stack=stack)
+
+
 def select_heads(
-    text: CalibrationText,
+    evidence: Evidence,
     share: float,
     *,
     criterion: str,
     layouts: Sequence[UniformLayout] | None = None,
-    stack: str | None = None,
     seed: int = 0,
-    progress: ProgressCallback = ignore_progress,
 ) -> list[PruneHeads]:
-    """Select the least important heads by a criterion, over all layers or those of one stack.
+    """Select the least important heads of a share by a criterion, over all layers of the evidence.
 
     `layouts` are those that may be left in every layer, for the uniform form; the largest without `share` is taken.
     """
-    batches: Sequence[Any] = list(text.batches())
-    step = Step(progress, f"Select heads by {criterion}", len(batches), "batches")
-    evidence = Evidence(text.loaded.model, BatchesWithProgress(batches, step), objectives_of(text.loaded), stack=stack)
     weighting = weighting_of(criterion)
     if layouts is not None:
         uniform = UniformShrinker(evidence, weighting=weighting, layouts=layouts)

@@ -6,21 +6,19 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from polyhead.errors import OptionError
 from polyhead.observation.run_folder import lock_folder
 from polyhead.progress import Progress, ProgressCallback, Step, ignore_progress
 from polyhead.sources import Context, LoadedModel
+from polyhead.sources.batching import digest_of
 from polyhead.sources.fingerprint import model_digest
-from polyhead.sources.text_contexts import Text, TextContexts, read_contexts
-from polyhead.sources.texts import TOKENS
-from polyhead.surgery.compensation.least_squares import OutputProjection, PrecomputedProjections, unchanged_projections
-from polyhead.surgery.compensation.sequential import AIMS, Aim, solve_in_order
+from polyhead.sources.text_contexts import Text
+from polyhead.surgery.compensation.least_squares import PrecomputedProjections, swapped_projections
 from polyhead.surgery.edits.applying import apply
 from polyhead.surgery.options import Form, Target, check_shrinking
 from polyhead.surgery.selection.budgets import Size, check_target
@@ -30,19 +28,20 @@ from polyhead.surgery.selection.quality import Measurement, Quality
 from polyhead.surgery.selection.shrinker import BaseShrinker, CurvePoint, RemovedHeads, Shrinker
 from polyhead.surgery.selection.uniform import UniformShrinker, heads_for_target, uniform_layouts
 from polyhead.version import VERSION
-from polyhead.workflows.calibration_text import count_tokens, model_inputs, objectives_of, quality_type, weighting_of
+from polyhead.workflows.calibration_text import (
+    MIN_GROUPS,
+    SEARCHED_TOKENS,
+    CalibrationText,
+    model_inputs,
+    objectives_of,
+    quality_type,
+    weighting_of,
+)
+from polyhead.workflows.compensating import compensate
 from polyhead.workflows.edited_model import AttentionSwitch, EditedModel
 from polyhead.workflows.model_loading import Model, as_loaded
 
-SPLITS = (0.6, 0.8)  # ends of the text that selects heads, and of the text that selects the compensation
 SEARCH_CONTEXTS = 16  # a search evaluates the model some hundred times
-ALL_AT_ONCE = "compensated all at once"
-NOT_COMPENSATED = "not compensated: every compensation was worse"
-BY_LAYER = {
-    "layer": "compensated layer by layer for the output of the unpruned layer",
-    "output": "compensated layer by layer for the layer's output in the original model",
-    "stream": "compensated layer by layer for the residual stream of the original model",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +64,8 @@ class SearchGain:
 class ShrunkModel(EditedModel):
     """A model pruned to a target: the removed heads, and the quality on the test set.
 
-    `metric` is "perplexity" or "fidelity"; `original` is the original model's on the test set. `compensation` names
-    the way of compensating, or none, with the smallest loss, and `summary` the number of heads that go and, if uniform,
-    stay.
+    `metric` is "perplexity" or "fidelity"; `original` is the original model's on the test set. `summary` has the number
+    of heads that go and, if uniform, stay.
     """
 
     target: Target
@@ -82,7 +80,6 @@ class ShrunkModel(EditedModel):
     size: Size
     flops_tokens: int  # tokens of the call whose FLOPs are counted
     curve: tuple[CurvePoint, ...]  # empty if it was not requested
-    compensation: str
     search: SearchGain | None
 
 
@@ -99,23 +96,24 @@ def shrink(
     curve: bool = False,
     preview: bool = False,
     field: str = "text",
+    test_text: Text = None,
     context: int | None = None,
-    tokens: int = TOKENS,
+    tokens: int | None = None,
     resume: str | os.PathLike[str] | None = None,
     tokenizer: Any = None,
     progress: ProgressCallback = ignore_progress,
 ) -> ShrunkModel:
     """Prune heads of a trained model to a target size, without retraining; edits the model in place.
 
-    Selects heads, with errors weighted by their effect on the model's loss per layer, direction and token; the
-    remaining heads compensate by least squares. In the uniform form every layer keeps the same number of heads and KV
-    heads, the largest that reaches the target; in the others heads are selected over all layers. The first 60% of the
-    text select heads, the next 20% the compensation, the last 20% are the test set.
+    Selects heads and compensates as `polyhead.prune` does, with errors weighted by their effect on the model's loss per
+    layer, direction and token. In the uniform form every layer keeps the same number of heads and KV heads, the largest
+    that reaches the target; in the others heads are selected over all layers. Of the text, 5 of 8 documents select
+    heads and calibrate, 1 selects the compensation, and 2 are the test set.
 
     Args:
         target: "30%-heads" removes 30% of the heads, "2x-cache" halves the KV cache, "1.2x-faster" needs 1.2 times
             fewer FLOPs of the model or, with `measured`, 1.2 times less time on this machine.
-        text: text like the model's inputs, a path or documents in memory; 20,000 tokens or more.
+        text: text like the model's inputs, a path or documents in memory; sampled over all of it.
         metric: quality; default: perplexity for causal models, else fidelity, the mean cosine of final hidden states
             with those of the original.
         criterion: importance score of heads, as in `polyhead.prune`.
@@ -127,7 +125,8 @@ def shrink(
         preview: measure everything, but do not change the model.
         resume: a folder in which every measurement is saved; repeat the same call to continue an interrupted one with
             identical results. Another model, text or option is rejected.
-        model, field, context, tokens, tokenizer, progress: as in `polyhead.prune`.
+        model, field, test_text, context, tokenizer, progress: as in `polyhead.prune`.
+        tokens: as in `polyhead.prune`; with `search`, 65,536 by default.
 
     Returns:
         The edited model, with its preview, `save` and `undo`, and the curve if requested.
@@ -173,7 +172,20 @@ def shrink(
         if form == "uniform":
             progress(Progress("List the layouts that the model class supports"))
             layouts = tuple(uniform_layouts(loaded.model))
-        parts = _Parts.of(read_contexts(loaded, text, field=field, context=context, tokens=tokens, purpose="shrinking"))
+        calibrated = CalibrationText.of(
+            loaded,
+            text,
+            field=field,
+            context=context,
+            tokens=SEARCHED_TOKENS if search and tokens is None else tokens,
+            test_text=test_text,
+            purpose="shrinking",
+        )
+        if not calibrated.held_out or not calibrated.selecting:
+            raise OptionError(
+                f"the text must have at least {MIN_GROUPS} documents or contexts, to be split into three parts, got "
+                f"{len(calibrated.text.contexts)} contexts; use more text, or shorter contexts"
+            )
         kind = quality_type(loaded, metric)
         name = kind.name
         # The other two forms are of the same heads, and a run in one may be resumed in the other.
@@ -181,17 +193,17 @@ def shrink(
         options = {"target": str(goal), "criterion": criterion, "form": equal, "measured": measured, "search": search}
         if not curve:  # its measurements come before that of the result
             options["curve"] = False
-        journal = _journal(folder, loaded, parts.text, name, options)
+        journal = _journal(folder, loaded, calibrated, name, options)
         progress(Progress(f"Measure the {name} of the original model"))
+        report = calibrated.quality(kind, journal=journal, role="report")
+        assert report is not None
+        calibration_original = calibrated.original_on_calibration(kind)
 
         def quality_on(role: str, contexts: Sequence[Context]) -> Quality:
             return kind(loaded.model, list(model_inputs(loaded, contexts)), journal=journal, role=role)
 
-        select, report = quality_on("choose", parts.select), quality_on("report", parts.report)
-        few = quality_on("search", parts.few()) if search else None
-
         progress(Progress(f"Select heads by {criterion}"))
-        calibration = list(model_inputs(loaded, parts.calibrate))
+        calibration = list(calibrated.batches())
         evidence = Evidence(loaded.model, calibration, objectives_of(loaded), journal=journal)
         shrinker: BaseShrinker
         if layouts is not None:
@@ -214,10 +226,13 @@ def shrink(
             step = Step(progress, "Time the model with fewer and fewer heads", len(stages), "runs")
             removed = shrinker.meet_measured_target(stages, goal, calibration, journal, progress=step.advance)
         gain = None
-        if few is not None:
-            removed, gain = _search(shrinker, goal, few, select, progress)
-        projections, compensation = _compensate(shrinker, removed, calibration, select, journal, progress)
-        quality = shrinker.measure(projections, report)
+        if search:
+            selecting = calibrated.selecting
+            few = quality_on("search", selecting[:: -(-len(selecting) // SEARCH_CONTEXTS)])
+            removed, gain = _search(shrinker, goal, few, quality_on("searched", selecting), progress)
+        projections, compensation = compensate(shrinker, removed, calibrated, kind, progress, journal=journal)
+        with swapped_projections(loaded.model, evidence.layers, projections):
+            evaluation = calibrated.evaluated(report)
 
         edits = shrinker.edits(removed)
         counted, size = shrinker.preview(removed), shrinker.size(removed)
@@ -234,56 +249,28 @@ def shrink(
             attention=attention,
             target=goal,
             measured=measured,
-            tokens=parts.text.tokens,
+            tokens=calibrated.text.tokens,
             removed=removed,
             summary=shrinker.summary(removed),
-            metric=name,
             metric_description=report.words,
-            contexts=len(parts.text.contexts),
-            held_out_tokens=count_tokens(parts.report),
-            held_out_contexts=len(parts.report),
-            original=report.original,
-            quality=quality,
             size=size,
             flops_tokens=shrinker.work.queries,
             curve=tuple(points),
             compensation=compensation,
             search=gain,
+            calibration_original=calibration_original,
+            **evaluation,
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Parts:
-    """Contexts of a text in three parts: to select heads, to select the compensation, and to report the quality."""
-
-    text: TextContexts
-    calibrate: Sequence[Context]
-    select: Sequence[Context]
-    report: Sequence[Context]
-
-    @classmethod
-    def of(cls, text: TextContexts) -> _Parts:
-        contexts, count = text.contexts, len(text.contexts)
-        if count < 6:  # two in the last part: one has no standard error
-            raise OptionError(
-                f"the text must have at least six contexts, to be split into three parts, got {count}; use more text, "
-                "or shorter contexts"
-            )
-        first, second = (max(1, int(share * count)) for share in SPLITS)
-        return cls(text, contexts[:first], contexts[first:second], contexts[second:])
-
-    def few(self) -> Sequence[Context]:
-        """Return a few evenly spaced contexts of the second part."""
-        return self.select[:: -(-len(self.select) // SEARCH_CONTEXTS)]
-
-
 def _journal(
-    folder: Path | None, loaded: LoadedModel, text: TextContexts, metric: str, options: Mapping[str, Any]
+    folder: Path | None, loaded: LoadedModel, text: CalibrationText, metric: str, options: Mapping[str, Any]
 ) -> Journal:
     if folder is None:
         return Journal()
     device = str(next(loaded.model.parameters()).device)
-    origin = {"model": model_digest(loaded.model), "text": text.digest, "metric": metric, "device": device}
+    texts = {"text": text.text.digest, "test text": digest_of(text.held_out)}
+    origin = {"model": model_digest(loaded.model), **texts, "metric": metric, "device": device}
     return Journal(folder, {**origin, **options, "polyhead": VERSION})
 
 
@@ -296,9 +283,9 @@ def _stored(journal: Journal, curve: int) -> str:
         "the statistics of the text",
         *([f"{min(journal.stored('report measure'), curve)} of {curve} measurements of the curve"] if curve else ()),
         *(f"{count} {words}" for name, words in _OPTIONAL_STEPS.items() if (count := journal.stored(name))),
-        f"{sum(journal.stored(f'repaired_for_{aim}') for aim in AIMS)} of {len(AIMS)} compensations layer by layer",
+        *(["the distilled output projections"] if journal.stored("distilled") else ()),
     ]
-    return f"Resume: {', '.join(steps[:-1])} and {steps[-1]} are stored"
+    return f"Resume: stored are {', '.join(steps)}"
 
 
 def _search(
@@ -316,30 +303,3 @@ def _search(
     used = after > before if quality.name == "fidelity" else after < before
     gain = SearchGain(found.measured, found.moved, shrinker.search_action, quality.original, before, after, used)
     return (found.removed if used else found.first), gain
-
-
-def _compensate(
-    shrinker: BaseShrinker,
-    removed: RemovedHeads,
-    calibration: Sequence[Mapping[str, Any]],
-    quality: Quality,
-    journal: Journal,
-    progress: ProgressCallback,
-) -> tuple[Mapping[str, OutputProjection], str]:
-    """Compensate all layers at once, layer by layer and not at all; return W_O of the smallest loss, and its name."""
-    step = Step(progress, "Compensate layer by layer", len(AIMS) * len(removed), "layers")
-
-    def in_order(aim: Aim) -> dict[str, dict[str, Tensor]]:
-        solved = solve_in_order(
-            shrinker.model, removed, lambda: calibration, aim=aim, ridge=1e-3, progress=lambda *_: step.advance()
-        )
-        return {path: projection.to_tensors() for path, projection in solved.items()}
-
-    ways = {ALL_AT_ONCE: shrinker.compensated(removed)}
-    for aim in AIMS:
-        stored = journal.by_layer(f"repaired_for_{aim}", partial(in_order, aim))
-        ways[BY_LAYER[aim]] = {path: OutputProjection.from_tensors(tensors) for path, tensors in stored.items()}
-    ways[NOT_COMPENSATED] = unchanged_projections(shrinker.model, shrinker.evidence.layers, removed)
-    losses = {name: shrinker.loss(projections, quality) for name, projections in ways.items()}
-    best = min(losses, key=losses.__getitem__)
-    return ways[best], best

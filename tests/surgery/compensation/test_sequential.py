@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from polyhead.surgery.compensation.sequential import AIMS, adds_to_stream, solve_in_order
 
 from polyhead.errors import OptionError
 from polyhead.surgery import (
@@ -19,7 +20,6 @@ from polyhead.surgery import (
 from polyhead.surgery.calibration import streams
 from polyhead.surgery.calibration.streams import Piece
 from polyhead.surgery.compensation.least_squares import OutputProjection, OutputRegression, swapped_projections
-from polyhead.surgery.compensation.sequential import AIMS, adds_to_stream, solve_in_order
 from tests.integrations.huggingface import models
 from tests.surgery.gated import FAMILIES, build
 

@@ -212,51 +212,46 @@ class Sensitivity:
         return root(self.products)
 
 
-def loss_sensitivities(model: nn.Module, batches: Iterable[Mapping[str, Any]], loss: Loss) -> dict[str, Sensitivity]:
-    """Return the Fisher information of each layer's output, by path; arguments as in `loss_weights`."""
-    products: dict[str, Tensor] = {}
-    counts: dict[str, int] = {}
-    for path, _, gradient in _gradients(model, batches, loss):
-        rows = gradient.flatten(0, -2).double()
-        products[path] = products.get(path, 0.0) + rows.T @ rows
-        counts[path] = counts.get(path, 0) + len(rows)
-    return {path: Sensitivity(x / counts[path]) for path, x in products.items()}
+@dataclass(frozen=True, slots=True, eq=False)
+class GradientStatistics:
+    """Statistics of one layer from the gradients of a loss by its output."""
+
+    moments: OutputMoments  # of head outputs, each token weighted by the norm of its gradient, 1 on average
+    sensitivity: Sensitivity
 
 
-def weighed_moments(model: nn.Module, batches: Iterable[Mapping[str, Any]], loss: Loss) -> dict[str, OutputMoments]:
-    """Collect the moments of `collect_moments`, tokens weighted by their squared gradients, 1 on average.
+def gradient_statistics(
+    model: nn.Module, batches: Iterable[Mapping[str, Any]], loss: Loss
+) -> dict[str, GradientStatistics]:
+    """Return statistics of each layer, by path, in one pass with gradients; arguments as in `loss_weights`.
 
-    Compensation over these moments favours tokens to which the loss is sensitive. Padding tokens have no gradient, and
-    so no weight; arguments are as in `loss_weights`.
+    Compensation over the weighted moments favours tokens to which the loss is sensitive. To second order the weight
+    would be the square of the gradient's norm, but few tokens then dominate, and with little text the norm itself gives
+    the better compensation. Padding tokens have no gradient, and so no weight.
     """
     layers = {layer.path: layer for layer in find_layers(model)}
     sums: dict[str, OutputMoments] = {}
     weights: dict[str, float] = {}
+    products: dict[str, Tensor] = {}
+    tokens: dict[str, int] = {}
     for path, head_outputs, gradient in _gradients(model, batches, loss):
-        token_weight = gradient.double().square().sum(-1).flatten()
+        gradients = gradient.flatten(0, -2).double()
+        token_weight = gradients.norm(dim=-1)
         moments = sums.get(path)
         if moments is None:
             signature = output_signature(read_heads(model, layers[path]).output)
             moments = OutputMoments.empty(head_outputs.shape[-1], head_outputs.device, signature)
         rows = head_outputs.flatten(0, -2).double()
-        products = moments.products + rows.T @ (rows * token_weight[:, None])
+        outer = moments.products + rows.T @ (rows * token_weight[:, None])
         count = moments.count + int((token_weight > 0).sum())
-        sums[path] = replace(moments, count=count, total=moments.total + token_weight @ rows, products=products)
+        sums[path] = replace(moments, count=count, total=moments.total + token_weight @ rows, products=outer)
         weights[path] = weights.get(path, 0.0) + float(token_weight.sum())
-    return {path: _scaled(moments, weights[path]) for path, moments in sums.items()}
-
-
-def token_weights(model: nn.Module, batches: Iterable[Mapping[str, Any]], loss: Loss) -> dict[str, list[Tensor]]:
-    """Return the token weights of `weighed_moments`: by path, one tensor per batch, 1 on average."""
-    by_path: dict[str, list[Tensor]] = {}
-    for path, _, gradient in _gradients(model, batches, loss):
-        by_path.setdefault(path, []).append(gradient.double().square().sum(-1))
-    for path, weights in by_path.items():
-        count, total = (
-            sum(float(weight) for weight in x) for x in ([(w > 0).sum() for w in weights], [w.sum() for w in weights])
-        )
-        by_path[path] = [weight * (count / total if total else 0.0) for weight in weights]
-    return by_path
+        products[path] = products.get(path, 0.0) + gradients.T @ gradients
+        tokens[path] = tokens.get(path, 0) + len(gradients)
+    return {
+        path: GradientStatistics(_scaled(moments, weights[path]), Sensitivity(products[path] / tokens[path]))
+        for path, moments in sums.items()
+    }
 
 
 def _scaled(moments: OutputMoments, weight: float) -> OutputMoments:

@@ -63,13 +63,11 @@ class LayerCapture:
     inputs: Mapping[Part, Tensor]  # of the projections
     heads: Tensor  # input of W_O: the concatenated head outputs
     written: Tensor  # output of W_O
-    stream: Tensor | None  # input of the block around the layer: the residual stream
 
 
 def capture_layer(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, Any]) -> LayerCapture | None:
     """Run the model up to a layer's W_O and return its activations; None if the layer is not called."""
     inputs: dict[Part, Tensor] = {}
-    streams: list[Tensor] = []
     captures: list[LayerCapture] = []
 
     def record_input(parts: tuple[Part, ...]) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
@@ -79,8 +77,7 @@ def capture_layer(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, A
         return hook
 
     def end(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        stream = streams[-1].detach() if streams else None
-        captures.append(LayerCapture(dict(inputs), args[0].detach(), output.detach(), stream))
+        captures.append(LayerCapture(dict(inputs), args[0].detach(), output.detach()))
         raise StopForward
 
     with ExitStack() as hooks, torch.no_grad():
@@ -88,23 +85,10 @@ def capture_layer(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, A
             hooks.callback(
                 model.get_submodule(source.path).register_forward_pre_hook(record_input(source.holds)).remove
             )
-        record_stream(model, layer, streams, hooks)
         hooks.callback(model.get_submodule(layer.output).register_forward_hook(end).remove)
         with suppress(StopForward):
             model(**batch)
     return captures[0] if captures else None
-
-
-def record_stream(model: nn.Module, layer: AttentionLayer, streams: list[Tensor], undo: ExitStack) -> None:
-    """Append the input of the block around a layer to `streams` at every call, until `undo` closes."""
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        stream = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()), None)
-        if stream is not None:
-            streams.append(stream)
-
-    block = model.get_submodule(layer.path.rpartition(".")[0])
-    undo.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
 
 @dataclass(eq=False)
@@ -263,13 +247,11 @@ class Piece:
 class Streams:
     """Calibration batches with cached inputs of the current layer's block.
 
-    Layers are requested in order by `before`. With `needs_original=False` the original model is never run and
-    `Piece.before` is None.
+    Layers are requested in order by `before`.
     """
 
     model: nn.Module
     batches: Sequence[Mapping[str, Any]]
-    needs_original: bool = True
     _place: tuple[str, int] = ("", 0)  # path of the block list, and how many of its blocks are cached
     _cached: list[tuple[Tensor, ...]] = field(default_factory=list)  # per batch: edited, and original
     _in_tuple: bool = False
@@ -300,9 +282,9 @@ class Streams:
         num_cached, cached_outputs, size = self._place[1], [], 0
         for index, batch in enumerate(self.batches):
             outputs = []
-            for side, parameters in enumerate(self._sides(swapped)):
+            for side, parameters in enumerate((swapped, {})):
                 with ExitStack() as stack:
-                    stack.enter_context(swapped_parameters(self.model, parameters or {}))
+                    stack.enter_context(swapped_parameters(self.model, parameters))
                     if num_cached:
                         cached = CachedBlocks(blocks[:num_cached], self._cached[index][side], self._in_tuple)
                         stack.enter_context(cached.skipping())
@@ -318,11 +300,8 @@ class Streams:
         self._place, self._cached = (path, number), cached_outputs
         return True
 
-    def _sides(self, swapped: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor] | None, ...]:
-        return (swapped, None) if self.needs_original else (swapped,)
-
     def _agrees(self, piece: Piece, plain: Piece, layer: AttentionLayer, swapped: Mapping[str, Tensor]) -> bool:
-        for parameters in self._sides(swapped):
+        for parameters in (swapped, None):
             actual, expected = (x.capture(self.model, layer, swapped=parameters) for x in (piece, plain))
             if actual is None or expected is None or actual.heads.shape != expected.heads.shape:
                 return False

@@ -1,7 +1,7 @@
 """Pruning with least-squares compensation: W_O of the remaining heads reconstructs the output.
 
 Closed form over the moments of calibration text. With X the concatenated outputs of all heads, T the target output
-(X W for the full output matrix W, unless `solve_in_order` sets another) and S the channels that remain, the new matrix
+(X W for the full output matrix W, unless `collect_targets` sets another) and S the channels that remain, the new matrix
 minimises |T - X_S W_S|² + λ |W_S - old W_S|². For λ = 0 and T = X W this is the block form of the weight update of
 the Optimal Brain Surgeon (Hassibi & Stork 1992), with the Hessian XᵀX of the layer-wise reconstruction error. λ is
 `ridge` times the mean square of a channel, which keeps W_S near its old value where the data leave it undetermined.
@@ -22,7 +22,7 @@ from polyhead.surgery.adapters.head_weights import HeadWeights, oriented, read_h
 from polyhead.surgery.calibration.moments import OutputMoments, output_signature, same_layer
 from polyhead.surgery.calibration.streams import swapped_parameters
 
-RIDGE = 1e-4
+RIDGE = 1e-2
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,7 +23,7 @@ from polyhead.surgery.calibration.input_moments import collect_inputs
 from polyhead.surgery.calibration.key_transforms import KeyTransform, find_key_transforms
 from polyhead.surgery.calibration.streams import Streams, in_float32
 from polyhead.surgery.compensation.least_squares import check_ridge, with_output
-from polyhead.surgery.compensation.sequential import collect_targets
+from polyhead.surgery.compensation.targets import collect_targets
 from polyhead.surgery.edits.applying import apply, changed
 from polyhead.surgery.edits.records import EditRecord
 from polyhead.surgery.kv_sharing.grouping import Groups, neighbours, similar_groups

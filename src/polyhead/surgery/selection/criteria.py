@@ -13,7 +13,7 @@
 
 The first two measure errors in a layer's output. `weighting` sets the cost of such an error: "none", equal in every
 layer; "layer", by the layer's mean squared gradient; "direction", by its empirical Fisher information; "token", the
-same with every token weighted by its own squared gradient.
+same with every token weighted by the norm of its own gradient.
 
 "compensated" is the Optimal Brain Surgeon (Hassibi & Stork 1992) for blocks of channels. With P the inverse of the
 regularised Hessian and W the current solution, removing the block h costs tr(W_hᵀ (P_hh)⁻¹ W_h), and both are updated

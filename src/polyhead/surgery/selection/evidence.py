@@ -18,11 +18,11 @@ from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import HeadWeights, read_heads
 from polyhead.surgery.calibration.moments import (
+    GradientStatistics,
     OutputMoments,
     Sensitivity,
     collect_moments,
-    loss_sensitivities,
-    weighed_moments,
+    gradient_statistics,
 )
 from polyhead.surgery.calibration.streams import in_float32
 from polyhead.surgery.compensation.least_squares import RIDGE
@@ -85,25 +85,31 @@ class Evidence:
 
     @cached_property
     def moments(self) -> dict[str, OutputMoments]:
-        return self._moments("moments", lambda: collect_moments(self.model, self.batches))
+        def collect() -> dict[str, dict[str, Tensor]]:
+            collected = collect_moments(self.model, self.batches)
+            return {path: moments.to_tensors() for path, moments in collected.items()}
+
+        stored = self._stored("moments", collect)
+        return {path: OutputMoments.from_tensors(parts) for path, parts in stored.items()}
 
     @cached_property
-    def weighed_moments(self) -> dict[str, OutputMoments]:
-        return self._moments("weighed_moments", lambda: weighed_moments(self.model, self.batches, self._slope))
+    def gradient_statistics(self) -> dict[str, GradientStatistics]:
+        def collect() -> dict[str, dict[str, Tensor]]:
+            return {
+                path: {**x.moments.to_tensors(), "sensitivity": x.sensitivity.products}
+                for path, x in gradient_statistics(self.model, self.batches, self._slope).items()
+            }
+
+        return {
+            path: GradientStatistics(OutputMoments.from_tensors(parts), Sensitivity(parts["sensitivity"]))
+            for path, parts in self._stored("gradient_statistics", collect).items()
+        }
 
     def moments_for(self, weighting: Weighting) -> dict[str, OutputMoments]:
         """Return the moments over which errors are measured and compensated."""
-        return self.weighed_moments if weighting == "token" else self.moments
-
-    @cached_property
-    def sensitivities(self) -> dict[str, Sensitivity]:
-        def products() -> dict[str, dict[str, Tensor]]:
-            some = _some(self.batches, self.objectives.slopes)
-            found = loss_sensitivities(self.model, some, self._slope)
-            return {path: {"products": sensitivity.products} for path, sensitivity in found.items()}
-
-        stored = self._stored("sensitivities", products)
-        return {path: Sensitivity(parts["products"]) for path, parts in stored.items()}
+        if weighting != "token":
+            return self.moments
+        return {path: x.moments for path, x in self.gradient_statistics.items()}
 
     @cached_property
     def ablation(self) -> dict[str, list[float]]:
@@ -135,7 +141,7 @@ class Evidence:
             raise OptionError(f"weighting must be one of {', '.join(WEIGHTINGS)}, got {weighting!r}")
         if weighting == "none":
             return None
-        sensitivity = self.sensitivities[path]
+        sensitivity = self.gradient_statistics[path].sensitivity
         if weighting == "layer":
             return torch.eye(len(sensitivity.products), dtype=torch.float64) * sensitivity.weight**0.5
         if path not in self._roots:
@@ -147,10 +153,6 @@ class Evidence:
         if self.objectives.slope is None:
             raise OptionError("weighting errors needs the gradients of a loss, got objectives without slope")
         return self.objectives.slope
-
-    def _moments(self, name: str, collect: Callable[[], dict[str, OutputMoments]]) -> dict[str, OutputMoments]:
-        stored = self._stored(name, lambda: {path: moments.to_tensors() for path, moments in collect().items()})
-        return {path: OutputMoments.from_tensors(parts) for path, parts in stored.items()}
 
     def _scores(self, name: str, compute: Callable[[], Importance]) -> dict[str, list[float]]:
         """Return the scores of this name by layer, 0 for heads that the loss does not depend on."""

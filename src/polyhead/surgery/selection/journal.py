@@ -20,7 +20,7 @@ from polyhead.errors import OptionError
 from polyhead.observation.run_folder import check_origin, remove_leftovers
 from polyhead.observation.saving import write_atomically
 
-FORMAT = 1
+FORMAT = 2
 NUMBERS = "journal.json"
 
 

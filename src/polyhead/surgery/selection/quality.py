@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from polyhead.analysis.importance.examples import Examples
 from polyhead.analysis.importance.losses import Language
+from polyhead.analysis.intervals import student_quantile
 from polyhead.errors import OptionError
 from polyhead.surgery.calibration.streams import in_float32
 from polyhead.surgery.selection.journal import Journal
@@ -23,36 +24,50 @@ Batch = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """A quality value, and the standard error over rows of its difference from the unpruned model's."""
+    """A quality value, and the standard error of its difference from the unpruned model's.
+
+    `ratio_low` and `ratio_high` are the 95% prediction interval of its ratio to the unpruned model's value on other
+    text of the same kind and length. It is over the groups of the text (documents, or stretches of them), and covers
+    the text that was read and that to come, by Student's t; NaN if there is only one group.
+    """
 
     value: float
     error: float
+    ratio_low: float = math.nan
+    ratio_high: float = math.nan
 
 
 class Quality(ABC):
     """A quality of the model at the time of the call, relative to the model at construction.
 
-    Measurements go through a journal, under the name of the role that this quality has in a run.
+    Measurements go through a journal, under the name of the role that this quality has in a run. `groups` are the
+    groups of the rows of all batches, which are independent of each other; by default every row is.
     """
 
     name: str
     words: str  # name with a description of what it measures
-    original: float  # value of the unpruned model
 
     def __init__(
-        self, model: nn.Module, batches: Sequence[Batch], *, journal: Journal | None = None, role: str = ""
+        self,
+        model: nn.Module,
+        batches: Sequence[Batch],
+        *,
+        groups: Sequence[int] | None = None,
+        journal: Journal | None = None,
+        role: str = "",
     ) -> None:
         if not len(batches):
             raise OptionError(f"{self.name} needs some text, got no batch")
         self.model = model
         self.batches = batches
+        self._groups = None if groups is None else torch.tensor(groups)
         self._journal = Journal() if journal is None else journal
         self._role = role
         with in_float32(model):
-            self.original = self._evaluate_original()
+            self.original = self._evaluate_original()  # value of the unpruned model
 
     def measure(self) -> Measurement:
-        """Return the value and its standard error."""
+        """Return the value, its standard error and its prediction interval."""
         with in_float32(self.model):
             return Measurement(*self._journal.numbers(f"{self._role} measure", self._measure))
 
@@ -61,15 +76,39 @@ class Quality(ABC):
         with in_float32(self.model):
             return self._journal.numbers(f"{self._role} loss", lambda: (self._loss(),))[0]
 
+    def _spread(self, residuals: Tensor, total: float) -> tuple[float, float]:
+        """Return the standard error of a mean over `total` tokens, and the half width of its prediction interval.
+
+        `residuals` are those of each row, summed over its tokens.
+        """
+        if self._groups is not None:
+            residuals = residuals.new_zeros(int(self._groups.max()) + 1).index_add(0, self._groups, residuals)
+            residuals = residuals[self._groups.unique()]
+        count = len(residuals)
+        error = math.sqrt(float(residuals.square().sum()) * count / max(count - 1, 1)) / total
+        # The mean over other text of this length has the same error as that over this text.
+        return error, student_quantile(0.025, count - 1) * math.sqrt(2) * error if count > 1 else math.nan
+
     @abstractmethod
     def _evaluate_original(self) -> float:
         """Return the value of the unpruned model, and keep what measurements are compared with."""
 
     @abstractmethod
-    def _measure(self) -> tuple[float, float]: ...
+    def _measure(self) -> tuple[float, ...]:
+        """Return the fields of a `Measurement`."""
 
     @abstractmethod
     def _loss(self) -> float: ...
+
+    @staticmethod
+    @abstractmethod
+    def outputs(model: nn.Module, batch: Batch) -> Tensor:
+        """Return the outputs of the model that this quality judges, of non-padding tokens, [tokens, channels]."""
+
+    @staticmethod
+    @abstractmethod
+    def distance(outputs: Tensor, originals: Tensor) -> Tensor:
+        """Return the mean distance of outputs to those of the unpruned model, which `distil` minimises."""
 
 
 class Perplexity(Quality):
@@ -84,16 +123,30 @@ class Perplexity(Quality):
             raise OptionError("perplexity needs rows of two tokens or more, got none")
         return math.exp(float(self._totals.sum() / weights.sum()))
 
-    def _measure(self) -> tuple[float, float]:
+    def _measure(self) -> tuple[float, ...]:
         totals, weights = self._rows()
         mean = float(totals.sum() / weights.sum())
         # Ratio estimator: rows have different numbers of tokens.
-        residuals = totals - self._totals - float((totals - self._totals).sum() / weights.sum()) * weights
-        return math.exp(mean), math.exp(mean) * _standard_error(residuals, float(weights.sum()))
+        change = float((totals - self._totals).sum() / weights.sum())
+        error, half = self._spread(totals - self._totals - change * weights, float(weights.sum()))
+        return math.exp(mean), math.exp(mean) * error, math.exp(change - half), math.exp(change + half)
 
     def _loss(self) -> float:
         totals, weights = self._rows()
         return float(totals.sum() / weights.sum())
+
+    @staticmethod
+    def outputs(model: nn.Module, batch: Batch) -> Tensor:
+        """Return the logits."""
+        logits: Tensor = model(**batch).logits
+        return logits[Examples.of(batch).non_padding.to(logits.device)].float()
+
+    @staticmethod
+    def distance(outputs: Tensor, originals: Tensor) -> Tensor:
+        """Return the Kullback-Leibler divergence from the original's next-token distributions."""
+        log_probs = originals.log_softmax(-1)
+        probs = log_probs.exp()
+        return F.cross_entropy(outputs, probs) + (probs * log_probs).sum(-1).mean()
 
     @torch.no_grad()
     def _rows(self) -> tuple[Tensor, Tensor]:
@@ -112,28 +165,33 @@ class Fidelity(Quality):
         self._states = self._rows()
         return 1.0
 
-    def _measure(self) -> tuple[float, float]:
+    def _measure(self) -> tuple[float, ...]:
         cosines = [(a * b).sum(-1).double().cpu() for a, b in zip(self._rows(), self._states, strict=True)]
         mean = float(torch.cat(cosines).mean())
         # Tokens of one row are not independent; rows are.
         residuals = torch.cat(
             [_sums(row_cosines - mean, batch) for row_cosines, batch in zip(cosines, self.batches, strict=True)]
         )
-        return mean, _standard_error(residuals, sum(map(len, cosines)))
+        error, half = self._spread(residuals, sum(map(len, cosines)))
+        return mean, error, mean - half, min(1.0, mean + half)
 
     def _loss(self) -> float:
         return 1 - self._measure()[0]
+
+    @staticmethod
+    def outputs(model: nn.Module, batch: Batch) -> Tensor:
+        """Return the normalised final hidden states."""
+        return states(model, batch)
+
+    @staticmethod
+    def distance(outputs: Tensor, originals: Tensor) -> Tensor:
+        """Return 1 - the cosine to the original's states."""
+        return 1 - (outputs * originals).sum(-1).mean()
 
     @torch.no_grad()
     def _rows(self) -> list[Tensor]:
         """Return the normalised states of non-padding tokens, one tensor per batch."""
         return [states(self.model, batch) for batch in self.batches]
-
-
-def _standard_error(residuals: Tensor, total: float) -> float:
-    """Return the standard error of a mean over `total` tokens, from the summed residuals of each row."""
-    count = len(residuals)
-    return math.sqrt(float(residuals.square().sum()) * count / max(count - 1, 1)) / total
 
 
 def _sums(tokens: Tensor, batch: Batch) -> Tensor:

@@ -18,8 +18,6 @@ from polyhead.errors import OptionError
 from polyhead.integrations.huggingface import register, set_attention
 from polyhead.surgery.compensation.least_squares import (
     OutputProjection,
-    OutputRegression,
-    swapped_projections,
     unchanged_projections,
 )
 from polyhead.surgery.edits.applying import apply
@@ -36,6 +34,7 @@ from polyhead.surgery.selection.criteria import (
 )
 from polyhead.surgery.selection.evidence import Evidence, Weighting
 from polyhead.surgery.selection.journal import Journal
+from polyhead.surgery.selection.pruned_model import PrunedModel
 from polyhead.surgery.selection.quality import Measurement, Quality
 from polyhead.surgery.selection.search import TRIES, Measure, Projections, measured_orders, refined
 
@@ -92,18 +91,15 @@ def ignore_count(count: int) -> None:
     """Report nothing; the default callback of measurements."""
 
 
-class BaseShrinker(ABC):
+class BaseShrinker(PrunedModel, ABC):
     """Choose heads to prune for a target, and measure the size and quality of the model without them."""
 
     search_action: str  # what a search does with heads, for the summary: "3 heads moved between layers"
 
     def __init__(self, evidence: Evidence, *, weighting: Weighting = "token", work: Workload | None = None) -> None:
         """Set up the evidence; `work` is the call whose FLOPs are counted, 512 tokens by default."""
-        self.evidence = evidence
-        self.model = evidence.model
-        self.weighting = weighting
+        super().__init__(evidence, weighting=weighting)
         self.work = Workload.forward(512) if work is None else work
-        self._regressions: dict[str, OutputRegression] = {}
 
     @cached_property
     def size(self) -> SizeCounter:
@@ -166,24 +162,6 @@ class BaseShrinker(ABC):
         yield unchanged_projections(self.model, self.evidence.layers, choice.removed)
         for removed in choice.random:
             yield self.compensated(removed)
-
-    def compensated(self, removed: Mapping[str, Sequence[int]]) -> Projections:
-        """Return W_O of layers without these heads, all compensated at once: calibrated on the unpruned model."""
-        moments, heads = self.evidence.moments_for(self.weighting), self.evidence.heads
-        for path in removed:
-            if path not in self._regressions:
-                self._regressions[path] = OutputRegression.of(moments[path], heads[path], self.evidence.ridge, path)
-        return {path: self._regressions[path].without(pruned) for path, pruned in removed.items() if len(pruned)}
-
-    def measure(self, projections: Projections, quality: Quality) -> Measurement:
-        """Measure the model with these output projections."""
-        with swapped_projections(self.model, self.evidence.layers, projections):
-            return quality.measure()
-
-    def loss(self, projections: Projections, quality: Quality) -> float:
-        """Return the loss of the model with these output projections."""
-        with swapped_projections(self.model, self.evidence.layers, projections):
-            return quality.loss()
 
     def meet_measured_target(
         self,

@@ -1,0 +1,115 @@
+"""Distillation of pruned layers: gradient steps on W_O of the remaining heads, towards the unpruned model's outputs.
+
+Least squares restores the output of each layer by itself, for the inputs that the layer has in the unpruned model. It
+does not see that errors of earlier layers change the inputs of later ones, nor which errors cancel. These steps do:
+they minimise the distance of the whole model's outputs to those of the unpruned model (Hinton et al. 2015), over all
+output projections together, starting from the least-squares solution. No labels are used, so that the model is not
+adapted to the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from polyhead.errors import NonFiniteError
+from polyhead.observation.evaluation_mode import evaluating
+from polyhead.ops.attention.scaled_dot_product import without_cudnn
+from polyhead.surgery.adapters.attention_layer import AttentionLayer, linear_axis
+from polyhead.surgery.adapters.head_weights import oriented
+from polyhead.surgery.calibration.streams import in_float32, swapped_parameters
+from polyhead.surgery.compensation.least_squares import OutputProjection, projection_parameters
+
+RATE = 0.006  # largest step of a weight, relative to the root mean square of its matrix
+BETAS = (0.9, 0.95)  # of Adam
+WARM_UP = 0.1  # share of the steps in which the rate rises; it falls linearly over the others
+
+
+class Objective(Protocol):
+    """The distance that is minimised: of the outputs of a model to those of the unpruned model, on one batch."""
+
+    @staticmethod
+    def outputs(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        """Return the outputs of the non-padding tokens, [tokens, channels]."""
+
+    @staticmethod
+    def distance(outputs: Tensor, originals: Tensor) -> Tensor:
+        """Return the mean distance over tokens, at least 0."""
+
+
+def distil(
+    model: nn.Module,
+    layers: Mapping[str, AttentionLayer],
+    projections: Mapping[str, OutputProjection],
+    batches: Sequence[Mapping[str, Any]],
+    objective: Objective,
+    *,
+    rate: float = RATE,
+    progress: Callable[[int], object] = lambda count: None,
+) -> dict[str, OutputProjection]:
+    """Return output projections after one step of Adam per batch, by path; the model is unchanged.
+
+    Args:
+        model: the unpruned model.
+        layers: its attention layers, by path.
+        projections: output projections of the pruned layers to start from, such as the least-squares solution.
+        batches: calibration text, each batch read once and in order; they should have about equally many tokens.
+        objective: the distance to minimise.
+        rate: largest step, relative to the root mean square of each matrix.
+        progress: called with 1 after each batch.
+    """
+    ones = {
+        path: replace(x, matrix=torch.ones_like(x.matrix), bias=torch.ones_like(x.bias))
+        for path, x in projections.items()
+    }
+    with in_float32(model), evaluating(model), ExitStack() as stack:
+        # In float32: steps are too small for 16 bits.
+        weights = {name: x.float().clone() for name, x in projection_parameters(model, layers, projections).items()}
+        masks = projection_parameters(model, layers, ones)  # pruned heads stay zero
+        parameters = [model.get_parameter(name) for name in weights]
+        for parameter in parameters:
+            stack.callback(parameter.requires_grad_, parameter.requires_grad)
+            parameter.requires_grad_(True)
+        groups = [{"params": [x], "scale": float(x.square().mean().sqrt())} for x in weights.values()]
+        adam = torch.optim.Adam(groups, betas=BETAS)
+        for step, batch in enumerate(batches):
+            with torch.no_grad():
+                originals = objective.outputs(model, batch)
+            with swapped_parameters(model, weights), torch.enable_grad(), without_cudnn():
+                loss = objective.distance(objective.outputs(model, batch), originals)
+                gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            if not bool(loss.isfinite()):
+                raise NonFiniteError(
+                    "the outputs of the model on the calibration text must be finite, got a distance of "
+                    f"{float(loss)}; polyhead inspect names heads with NaN or Inf"
+                )
+            for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
+                weight.grad = (
+                    torch.zeros_like(weight) if gradient is None else gradient.to(weight) * masks[name].to(weight)
+                )
+            for group in adam.param_groups:
+                group["lr"] = rate * group["scale"] * _schedule(step, len(batches))
+            adam.step()
+            progress(1)
+        return {path: _projection(model, layers[path], projections[path], weights) for path in projections}
+
+
+def _schedule(step: int, steps: int) -> float:
+    """Return the factor of the rate: a linear warm-up, then a linear decay to zero."""
+    return min(1.0, (step + 1) / (WARM_UP * steps)) * (1 - step / steps)
+
+
+def _projection(
+    model: nn.Module, layer: AttentionLayer, before: OutputProjection, weights: Mapping[str, Tensor]
+) -> OutputProjection:
+    """Return the rows of the remaining heads, and the bias, of the parameters of W_O, which are given by name."""
+    assert layer.layout is not None
+    rows = oriented(weights[f"{layer.output}.weight"], linear_axis(model.get_submodule(layer.output), outputs=False))
+    matrix = rows.unflatten(0, (layer.layout.num_heads, -1))[list(before.heads)].flatten(0, 1).to(before.matrix)
+    bias = weights.get(f"{layer.output}.bias", before.bias)
+    return OutputProjection(before.heads, matrix, bias.to(before.bias))

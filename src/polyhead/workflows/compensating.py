@@ -1,0 +1,65 @@
+"""Compensation of pruned heads, as `polyhead.prune` and `polyhead.shrink` do it: least squares, then distillation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from polyhead.progress import ProgressCallback, Step
+from polyhead.surgery.compensation.distillation import distil
+from polyhead.surgery.compensation.least_squares import OutputProjection, unchanged_projections
+from polyhead.surgery.selection.journal import Journal
+from polyhead.surgery.selection.pruned_model import PrunedModel
+from polyhead.surgery.selection.quality import Quality
+from polyhead.surgery.selection.shrinker import RemovedHeads
+from polyhead.workflows.calibration_text import STEP_TOKENS, CalibrationText, model_inputs
+
+LEAST_SQUARES = "compensated by least squares"
+DISTILLED = "compensated by least squares and distillation"
+NOT_COMPENSATED = "not compensated: every compensation was worse"
+
+
+def compensate(
+    pruned: PrunedModel,
+    removed: RemovedHeads,
+    text: CalibrationText,
+    kind: type[Quality],
+    progress: ProgressCallback,
+    *,
+    journal: Journal | None = None,
+) -> tuple[Mapping[str, OutputProjection], str]:
+    """Return W_O of the pruned layers, and how it was compensated.
+
+    The output projections are solved by least squares, and then distilled. Of the two, and no compensation, that of the
+    smallest loss on the selecting part of the text is taken; least squares if the text has no such part.
+    """
+    journal = Journal() if journal is None else journal
+    ways = {LEAST_SQUARES: pruned.compensated(removed)}
+    if not text.selecting:
+        return ways[LEAST_SQUARES], LEAST_SQUARES
+
+    def distilled() -> dict[str, dict[str, Tensor]]:
+        steps = list(text.batches(STEP_TOKENS))
+        # Batches are sorted by length; the steps should not be.
+        order = torch.randperm(len(steps), generator=torch.Generator().manual_seed(0)).tolist()
+        step = Step(progress, "Distil the output projections", len(steps), "steps")
+        found = distil(
+            pruned.model,
+            pruned.evidence.layers,
+            ways[LEAST_SQUARES],
+            [steps[index] for index in order],
+            kind,
+            progress=step.advance,
+        )
+        return {path: projection.to_tensors() for path, projection in found.items()}
+
+    stored = journal.by_layer("distilled", distilled)
+    ways[DISTILLED] = {path: OutputProjection.from_tensors(tensors) for path, tensors in stored.items()}
+    ways[NOT_COMPENSATED] = unchanged_projections(pruned.model, pruned.evidence.layers, removed)
+    inputs = list(model_inputs(text.loaded, text.selecting))
+    quality = kind(pruned.model, inputs, journal=journal, role="select")
+    losses = {name: pruned.loss(projections, quality) for name, projections in ways.items()}
+    best = min(losses, key=losses.__getitem__)
+    return ways[best], best
