@@ -10,13 +10,13 @@ from torch import nn
 
 from polyhead.analysis.importance.losses import Masked
 from polyhead.errors import OptionError
-from polyhead.progress import Step
+from polyhead.progress import ProgressCallback, Step
 from polyhead.sources import Context, LoadedModel, batches
 from polyhead.sources.text_contexts import Text, TextContexts, read_contexts
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.options import check_criterion
 from polyhead.surgery.selection.criteria import WEIGHTED
-from polyhead.surgery.selection.evidence import Objectives, Weighting
+from polyhead.surgery.selection.evidence import Evidence, Objectives, Weighting
 from polyhead.surgery.selection.quality import Fidelity, Perplexity, Probe, Quality, language_slope
 
 MIN_GROUPS = 8  # of a text that is split; of every 8 groups, 5 calibrate, 1 selects and 2 are held out
@@ -91,6 +91,12 @@ class CalibrationText:
     def batches(self, batch_tokens: int = BATCH_TOKENS) -> Iterator[dict[str, Any]]:
         """Yield the model inputs of the calibration part on the model's device, in the same order each time."""
         return model_inputs(self.loaded, self.calibrating, batch_tokens)
+
+    def evidence(self, progress: ProgressCallback, **options: Any) -> Evidence:
+        """Return the evidence of the calibration part, whose first reading advances a progress bar."""
+        read = list(self.batches())
+        step = Step(progress, "Read the text to choose heads", len(read), "batches")
+        return Evidence(self.loaded.model, BatchesWithProgress(read, step), objectives_of(self.loaded), **options)
 
     def quality(self, kind: type[Quality] | None = None, **options: Any) -> Quality | None:
         """Return the quality on the held-out part, relative to the current model; None if nothing is held out."""

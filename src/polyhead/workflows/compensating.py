@@ -18,7 +18,7 @@ from polyhead.workflows.calibration_text import STEP_TOKENS, CalibrationText, mo
 
 LEAST_SQUARES = "compensated by least squares"
 DISTILLED = "compensated by least squares and distillation"
-NOT_COMPENSATED = "not compensated: every compensation was worse"
+NOT_COMPENSATED = "not compensated: compensation was worse"
 
 
 def compensate(
@@ -32,13 +32,14 @@ def compensate(
 ) -> tuple[Mapping[str, OutputProjection], str]:
     """Return W_O of the pruned layers, and how it was compensated.
 
-    The output projections are solved by least squares, and then distilled. Of the two, and no compensation, that of the
-    smallest loss on the selecting part of the text is taken; least squares if the text has no such part.
+    The output projections are solved by least squares, and then distilled. If that is worse than no compensation on the
+    selecting part of the text, as it may be if few heads are left or the text is short, none is taken. Without such a
+    part they are not distilled.
     """
     journal = Journal() if journal is None else journal
-    ways = {LEAST_SQUARES: pruned.compensated(removed)}
+    solved = pruned.compensated(removed)
     if not text.selecting:
-        return ways[LEAST_SQUARES], LEAST_SQUARES
+        return solved, LEAST_SQUARES
 
     def distilled() -> dict[str, dict[str, Tensor]]:
         steps = list(text.batches(STEP_TOKENS))
@@ -48,7 +49,7 @@ def compensate(
         found = distil(
             pruned.model,
             pruned.evidence.layers,
-            ways[LEAST_SQUARES],
+            solved,
             [steps[index] for index in order],
             kind,
             progress=step.advance,
@@ -56,8 +57,10 @@ def compensate(
         return {path: projection.to_tensors() for path, projection in found.items()}
 
     stored = journal.by_layer("distilled", distilled)
-    ways[DISTILLED] = {path: OutputProjection.from_tensors(tensors) for path, tensors in stored.items()}
-    ways[NOT_COMPENSATED] = unchanged_projections(pruned.model, pruned.evidence.layers, removed)
+    ways = {
+        DISTILLED: {path: OutputProjection.from_tensors(tensors) for path, tensors in stored.items()},
+        NOT_COMPENSATED: unchanged_projections(pruned.model, pruned.evidence.layers, removed),
+    }
     inputs = list(model_inputs(text.loaded, text.selecting))
     quality = kind(pruned.model, inputs, journal=journal, role="select")
     losses = {name: pruned.loss(projections, quality) for name, projections in ways.items()}

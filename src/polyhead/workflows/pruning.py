@@ -9,7 +9,7 @@ from torch import nn
 
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadId, parse_heads
-from polyhead.progress import Progress, ProgressCallback, Step, ignore_progress
+from polyhead.progress import Progress, ProgressCallback, ignore_progress
 from polyhead.sources.text_contexts import Text
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.compensation.least_squares import PrecomputedProjections, unchanged_projections
@@ -25,9 +25,7 @@ from polyhead.surgery.selection.pruned_model import PrunedModel
 from polyhead.surgery.selection.shrinker import RemovedHeads
 from polyhead.surgery.selection.uniform import UniformLayout, UniformShrinker, heads_for_target, uniform_layouts
 from polyhead.workflows.calibration_text import (
-    BatchesWithProgress,
     CalibrationText,
-    objectives_of,
     quality_type,
     weighting_of,
 )
@@ -139,7 +137,7 @@ def prune(
         calibration = CalibrationText.of(
             loaded, text, field=field, context=context, tokens=tokens, test_text=test_text, selects=compensate
         )
-        evidence = _evidence(calibration, stack, progress)
+        evidence = calibration.evidence(progress, stack=stack)
     if share is not None:
         assert evidence is not None
         edits = select_heads(evidence, share, criterion=criterion, layouts=layouts, seed=seed)
@@ -192,13 +190,6 @@ def head_edits(heads: str | Iterable[str | HeadId | tuple[int, int]], stack: str
     for head in parse_heads(heads):
         by_layer.setdefault(head.layer, []).append(head.head)
     return [PruneHeads(layer, tuple(layer_heads), stack=stack) for layer, layer_heads in sorted(by_layer.items())]
-
-
-def _evidence(text: CalibrationText, stack: str | None, progress: ProgressCallback) -> Evidence:
-    """Return the evidence of a text, whose first reading advances a progress bar."""
-    batches: Sequence[Any] = list(text.batches())
-    step = Step(progress, "Read the text for the choice and compensation of heads", len(batches), "batches")
-    return Evidence(text.loaded.model, BatchesWithProgress(batches, step), objectives_of(text.loaded), stack=stack)
 
 
 def select_heads(

@@ -22,7 +22,6 @@ from polyhead.surgery.compensation.least_squares import PrecomputedProjections, 
 from polyhead.surgery.edits.applying import apply
 from polyhead.surgery.options import Form, Target, check_shrinking
 from polyhead.surgery.selection.budgets import Size, check_target
-from polyhead.surgery.selection.evidence import Evidence
 from polyhead.surgery.selection.journal import Journal
 from polyhead.surgery.selection.quality import Measurement, Quality
 from polyhead.surgery.selection.shrinker import BaseShrinker, CurvePoint, RemovedHeads, Shrinker
@@ -33,7 +32,6 @@ from polyhead.workflows.calibration_text import (
     SEARCHED_TOKENS,
     CalibrationText,
     model_inputs,
-    objectives_of,
     quality_type,
     weighting_of,
 )
@@ -202,9 +200,7 @@ def shrink(
         def quality_on(role: str, contexts: Sequence[Context]) -> Quality:
             return kind(loaded.model, list(model_inputs(loaded, contexts)), journal=journal, role=role)
 
-        progress(Progress(f"Select heads by {criterion}"))
-        calibration = list(calibrated.batches())
-        evidence = Evidence(loaded.model, calibration, objectives_of(loaded), journal=journal)
+        evidence = calibrated.evidence(progress, journal=journal)
         shrinker: BaseShrinker
         if layouts is not None:
             shrinker = UniformShrinker(evidence, weighting=weighting, layouts=layouts)
@@ -224,7 +220,9 @@ def shrink(
         if measured:
             stages = shrinker.stages()
             step = Step(progress, "Time the model with fewer and fewer heads", len(stages), "runs")
-            removed = shrinker.meet_measured_target(stages, goal, calibration, journal, progress=step.advance)
+            removed = shrinker.meet_measured_target(
+                stages, goal, list(calibrated.batches()), journal, progress=step.advance
+            )
         gain = None
         if search:
             selecting = calibrated.selecting
