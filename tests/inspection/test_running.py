@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from polyhead.analysis.importance import gradient_scores
 from polyhead.analysis.roles import RoleScore
 from polyhead.errors import OptionError
-from polyhead.inspection import Inspection, Settings, compare, load_inspection, save_inspection
+from polyhead.inspection import Inspection, Settings, compare, load_inspection, probing, save_inspection
 from polyhead.inspection.cross_layer_similarity import sample_of
 from polyhead.inspection.probing import Probes
 from polyhead.inspection.run_files import OBSERVATIONS
@@ -249,6 +250,23 @@ def test_both_measures_of_importance_are_those_of_two_runs_on_the_same_tokens(fo
         for column in columns:
             for name in (column, f"{column}_error"):
                 torch.testing.assert_close(both.table[name], single.table[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_gradients_are_the_same_in_batches_of_few_tokens(folders, text, inspected, monkeypatch):
+    measured: list[int] = []
+
+    def scores(model, batches, *rest, **options):
+        measured.extend(int(batch.mask.numel()) for batch in batches)
+        return gradient_scores(model, batches, *rest, **options)
+
+    monkeypatch.setattr(probing, "GRADIENT_BATCH_TOKENS", 100)
+    monkeypatch.setattr(probing, "gradient_scores", scores)
+    found = inspect_model(settings_for(folders["llama"], text, chance=False))
+    expected, _, _ = inspected("llama")
+    assert max(measured) <= 100 < 400
+    assert found.facts["importance_tokens"] == expected.facts["importance_tokens"]
+    for column in ("gradient", "gradient_error", "taylor"):
+        torch.testing.assert_close(found.table[column], expected.table[column], rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("importance", ["gradient", "both"])
