@@ -654,7 +654,8 @@ def test_the_loss_of_language_copies_no_logits(monkeypatch):
                         cross_entropy(x, *rest, **options))  # fmt: skip
     with model.register_forward_hook(lambda *call: addresses.append(call[-1].logits.data_ptr())):
         as_loss("language").prepare(model, batches[0])()
-    assert len(addresses) == 2 and len(set(addresses)) == 1
+    assert len(addresses) == 2
+    assert len(set(addresses)) == 1
 
 
 def test_a_head_that_writes_nothing_has_exactly_no_importance():

@@ -166,6 +166,23 @@ def test_pairs_of_layers_are_measured_also_where_they_were_picked_by_a_projectio
         assert pair.cosine == pytest.approx(exact[pair.one, pair.other], abs=1e-5)
 
 
+def test_pairs_of_layers_are_compared_a_few_tokens_at_a_time(plain_bert, monkeypatch):
+    einsum, tokens = torch.einsum, []
+
+    def recorded(equation, *operands):
+        if equation == "thd,hde->the" and operands[1].shape[2] == 24:  # to the residual stream
+            tokens.append(len(operands[0]))
+        return einsum(equation, *operands)
+
+    monkeypatch.setattr(torch, "einsum", recorded)
+    monkeypatch.setattr("polyhead.inspection.cross_layer_similarity.CHUNK", 7)
+    found = inspect_model(plain_bert.settings)
+    assert sum(tokens) >= 2 * 96
+    assert max(tokens) == 7
+    assert [(x.one, x.other) for x in found.pairs] == [(x.one, x.other) for x in plain_bert.pairs]
+    assert [x.cosine for x in found.pairs] == pytest.approx([x.cosine for x in plain_bert.pairs], abs=1e-6)
+
+
 def test_it_is_kept_and_read_again(inspected):
     found, _, folder = inspected("llama")
     again = load_inspection(folder)
