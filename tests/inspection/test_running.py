@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -331,6 +333,28 @@ def test_the_baseline_reads_contexts_of_full_length(folders, text, monkeypatch):
     baseline = read["observe a model with random weights"]
     assert not Counter(baseline) - Counter(whole)
     assert 300 <= sum(baseline) < 300 + 96 < sum(whole)
+
+
+def test_the_random_model_is_freed_before_importance_is_measured(folders, text, monkeypatch):
+    twins, alive = [], []
+
+    def twin(model, seed):
+        twins.append(weakref.ref(made := random_twin(model, seed)))
+        return made
+
+    def importance(self):
+        alive.extend(ref() is not None for ref in twins)
+        return None, None
+
+    random_twin = probing.random_twin
+    monkeypatch.setattr(probing, "random_twin", twin)
+    monkeypatch.setattr(Probes, "importance", importance)
+    gc.disable()  # it would free the model at some later time
+    try:
+        inspect_model(settings_for(folders["llama"], text))
+    finally:
+        gc.enable()
+    assert alive == [False]
 
 
 def test_a_text_of_one_context_says_that_roles_need_two(folders, tmp_path):
