@@ -625,6 +625,39 @@ def test_frozen_weights_and_no_grad_around_change_nothing():
     torch.testing.assert_close(found["gradient"], expected["gradient"])
 
 
+def stored_by(model: nn.Module, batches: list[Any], loss: Any) -> list[tuple[int, ...]]:
+    """Return the shapes of the tensors that autograd stores, weights excluded."""
+    weights, shapes = {x.untyped_storage().data_ptr() for x in model.parameters()}, []
+
+    def pack(x: Tensor) -> Tensor:
+        if x.untyped_storage().data_ptr() not in weights:
+            shapes.append(tuple(x.shape))
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        gradient_scores(model, batches, loss)
+    return shapes
+
+
+def test_no_activation_is_stored_for_the_gradients_of_parameters():
+    model, batches, loss = case("llama")
+    stored = stored_by(model, batches[:1], loss)
+    assert all(x.requires_grad for x in model.parameters())
+    assert stored == stored_by(model.requires_grad_(False), batches[:1], loss)
+
+
+def test_the_loss_of_language_copies_no_logits(monkeypatch):
+    model, batches, _ = case("llama")
+    addresses = []
+    cross_entropy = F.cross_entropy
+    monkeypatch.setattr(F, "cross_entropy", lambda x, *rest, **options: addresses.append(x.data_ptr()) or
+                        cross_entropy(x, *rest, **options))  # fmt: skip
+    with model.register_forward_hook(lambda *call: addresses.append(call[-1].logits.data_ptr())):
+        as_loss("language").prepare(model, batches[0])()
+    assert len(addresses) == 2
+    assert len(set(addresses)) == 1
+
+
 def test_a_head_that_writes_nothing_has_exactly_no_importance():
     model, batches, loss = case("llama")
     model = model.float()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from polyhead.analysis.importance import gradient_scores
 from polyhead.analysis.roles import RoleScore
 from polyhead.errors import OptionError
-from polyhead.inspection import Inspection, Settings, compare, load_inspection, save_inspection
+from polyhead.inspection import Inspection, Settings, compare, load_inspection, probing, save_inspection
 from polyhead.inspection.cross_layer_similarity import sample_of
 from polyhead.inspection.probing import Probes
 from polyhead.inspection.run_files import OBSERVATIONS
@@ -165,6 +168,23 @@ def test_pairs_of_layers_are_measured_also_where_they_were_picked_by_a_projectio
         assert pair.cosine == pytest.approx(exact[pair.one, pair.other], abs=1e-5)
 
 
+def test_pairs_of_layers_are_compared_a_few_tokens_at_a_time(plain_bert, monkeypatch):
+    einsum, tokens = torch.einsum, []
+
+    def recorded(equation, *operands):
+        if equation == "thd,hde->the" and operands[1].shape[2] == 24:  # to the residual stream
+            tokens.append(len(operands[0]))
+        return einsum(equation, *operands)
+
+    monkeypatch.setattr(torch, "einsum", recorded)
+    monkeypatch.setattr("polyhead.inspection.cross_layer_similarity.CHUNK", 7)
+    found = inspect_model(plain_bert.settings)
+    assert sum(tokens) >= 2 * 96
+    assert max(tokens) == 7
+    assert [(x.one, x.other) for x in found.pairs] == [(x.one, x.other) for x in plain_bert.pairs]
+    assert [x.cosine for x in found.pairs] == pytest.approx([x.cosine for x in plain_bert.pairs], abs=1e-6)
+
+
 def test_it_is_kept_and_read_again(inspected):
     found, _, folder = inspected("llama")
     again = load_inspection(folder)
@@ -251,6 +271,23 @@ def test_both_measures_of_importance_are_those_of_two_runs_on_the_same_tokens(fo
                 torch.testing.assert_close(both.table[name], single.table[name], rtol=0, atol=0, equal_nan=True)
 
 
+def test_gradients_are_the_same_in_batches_of_few_tokens(folders, text, inspected, monkeypatch):
+    measured: list[int] = []
+
+    def scores(model, batches, *rest, **options):
+        measured.extend(int(batch.mask.numel()) for batch in batches)
+        return gradient_scores(model, batches, *rest, **options)
+
+    monkeypatch.setattr(probing, "GRADIENT_BATCH_TOKENS", 100)
+    monkeypatch.setattr(probing, "gradient_scores", scores)
+    found = inspect_model(settings_for(folders["llama"], text, chance=False))
+    expected, _, _ = inspected("llama")
+    assert max(measured) <= 100 < 400
+    assert found.facts["importance_tokens"] == expected.facts["importance_tokens"]
+    for column in ("gradient", "gradient_error", "taylor"):
+        torch.testing.assert_close(found.table[column], expected.table[column], rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.parametrize("importance", ["gradient", "both"])
 def test_gradients_of_an_embedding_model_are_refused_before_the_text_is_read(folders, text, importance):
     seen: list[Progress] = []
@@ -296,6 +333,28 @@ def test_the_baseline_reads_contexts_of_full_length(folders, text, monkeypatch):
     baseline = read["observe a model with random weights"]
     assert not Counter(baseline) - Counter(whole)
     assert 300 <= sum(baseline) < 300 + 96 < sum(whole)
+
+
+def test_the_random_model_is_freed_before_importance_is_measured(folders, text, monkeypatch):
+    twins, alive = [], []
+
+    def twin(model, seed):
+        twins.append(weakref.ref(made := random_twin(model, seed)))
+        return made
+
+    def importance(self):
+        alive.extend(ref() is not None for ref in twins)
+        return None, None
+
+    random_twin = probing.random_twin
+    monkeypatch.setattr(probing, "random_twin", twin)
+    monkeypatch.setattr(Probes, "importance", importance)
+    gc.disable()  # it would free the model at some later time
+    try:
+        inspect_model(settings_for(folders["llama"], text))
+    finally:
+        gc.enable()
+    assert alive == [False]
 
 
 def test_a_text_of_one_context_says_that_roles_need_two(folders, tmp_path):

@@ -11,6 +11,7 @@ from torch import nn
 import polyhead
 from polyhead.errors import OptionError
 from polyhead.observation import AttentionDistances, AttentionMaps, BatchMetadata, Contributions, Sums, load, save
+from polyhead.observation.collectors import CallRecorder
 from polyhead.observation.top_keys import TopKeys
 from polyhead.ops.profile.request import offset_bins
 from tests.integrations.huggingface import models
@@ -142,6 +143,16 @@ def test_top_keys_are_sums_of_the_weights_and_padding_is_none_of_them(name):
         torch.testing.assert_close(exact.gather(1, ids), shares, rtol=1e-5, atol=1e-6)
         others = (values["top_keys"].received[:, -1] / values["top_keys"].rows).cpu()
         torch.testing.assert_close(others, exact[:, [1, 2, 4, 6]].sum(1), rtol=1e-5, atol=1e-6)
+
+
+def test_collectors_on_a_cpu_receive_the_keys_stored_by_channel():
+    layer, x, calls = polyhead.MultiHeadAttention(32, 4, num_kv_heads=2), torch.randn(3, 7, 32), []
+    recorder = CallRecorder(lambda site, attended, metadata: calls.append(attended.key))
+    with torch.no_grad(), polyhead.observe(layer, collect=[recorder]):
+        layer(x)
+    (key,) = calls
+    assert key.mT.is_contiguous()
+    torch.testing.assert_close(key, layer.k_proj(x).unflatten(-1, (2, 8)).transpose(1, 2))
 
 
 def test_top_keys_without_token_metadata_are_rejected():

@@ -21,6 +21,7 @@ from polyhead.observation.token_sample import SiteSample, TokenSample
 
 TOKENS = 1024  # size of the sample
 WIDTH = 64  # dimensions of the random projection
+CHUNK = 32  # tokens whose contributions to the residual stream are in memory at a time
 CANDIDATES = 20  # number of pairs that are measured and reported
 BYTES = 1 << 28  # memory limit for the full outputs of all heads at the sampled tokens
 FULL, PROJECTED = "said", "sketches"  # names of the two collectors, fixed by the format of saved observations
@@ -64,12 +65,9 @@ def pairs(
     `watch` runs the model over the text once more with a collector, if the sample has only projected outputs.
     """
     w_o = _output_projections(head_projections)
-    stacks = _by_stack(collected, sample.name)
-    if sample.name == FULL:
-        stacks = {key: [(site, _contributions(rows, w_o, site)) for site, rows in x] for key, x in stacks.items()}
     candidates: list[tuple[float, Head, Head]] = []
-    for sites in stacks.values():
-        candidates += _candidates(sites)
+    for sites in _by_stack(collected, sample.name).values():
+        candidates += _candidates(sites, w_o if sample.name == FULL else None)
     candidates = sorted(candidates, key=lambda x: -x[0])[:CANDIDATES]
     if sample.name == FULL:
         return tuple(Pair(one, other, cosine, cosine) for cosine, one, other in candidates)
@@ -115,11 +113,6 @@ def _identity(w_o: Tensor) -> Tensor:
     return torch.eye(w_o.shape[1]).expand(w_o.shape[0], -1, -1)
 
 
-def _contributions(rows: Tensor, w_o: Mapping[tuple[str, str], Tensor], site: AttentionSite) -> Tensor:
-    """Return contributions to the residual stream, [tokens, heads, embed_dim]; float32 suffices for cosines."""
-    return torch.einsum("thd,hde->the", rows.float(), w_o[site.name, site.kind].float())
-
-
 def _by_stack(collected: Collected, name: str) -> dict[tuple[str, int], list[Any]]:
     """Group sites whose samples are of the same tokens, as (site, rows), by layer list and number of tokens.
 
@@ -132,16 +125,28 @@ def _by_stack(collected: Collected, name: str) -> dict[tuple[str, int], list[Any
     return stacks
 
 
-def _candidates(sites: list[tuple[AttentionSite, Tensor]]) -> list[tuple[float, Head, Head]]:
-    """Return the most similar pairs of heads of different sites, with the cosine similarity of their rows."""
+def _candidates(
+    sites: list[tuple[AttentionSite, Tensor]], w_o: Mapping[tuple[str, str], Tensor] | None
+) -> list[tuple[float, Head, Head]]:
+    """Return the most similar pairs of heads of different sites, with the cosine similarity of their rows.
+
+    With `w_o`, rows are multiplied by it first: contributions to the residual stream, [tokens, heads, embed_dim], which
+    are too large to store. float32 suffices for cosines.
+    """
     heads: list[Head] = [(site, head) for site, rows in sites for head in range(rows.shape[1])]
-    if len(sites) < 2 or sites[0][1].shape[0] < 2:
+    tokens = sites[0][1].shape[0]
+    if len(sites) < 2 or tokens < 2:
         return []
-    outputs = torch.cat([rows for _, rows in sites], 1)  # [tokens, heads, width]
-    outputs -= outputs.mean(0)  # in place: hundreds of megabytes
-    flat = outputs.transpose(0, 1).flatten(1)
-    flat /= flat.norm(dim=1, keepdim=True).clamp_min(torch.finfo(flat.dtype).tiny)
-    similarity = flat @ flat.T
+    matrices = [None if w_o is None else w_o[site.name, site.kind].float() for site, _ in sites]
+    outputs = [(rows - rows.mean(0), matrix) for (_, rows), matrix in zip(sites, matrices, strict=True)]
+    similarity = torch.zeros(len(heads), len(heads), dtype=torch.float64)
+    for start in range(0, tokens, CHUNK):
+        some = [(rows[start : start + CHUNK], matrix) for rows, matrix in outputs]
+        parts = [x if matrix is None else torch.einsum("thd,hde->the", x.float(), matrix) for x, matrix in some]
+        flat = torch.cat(parts, 1).transpose(0, 1).flatten(1)
+        similarity += flat @ flat.T
+    norms = similarity.diagonal().sqrt().clamp_min(torch.finfo(similarity.dtype).tiny)
+    similarity = similarity / norms / norms[:, None]
     site_index = torch.tensor([index for index, (_, rows) in enumerate(sites) for _ in range(rows.shape[1])])
     comparable = (site_index[:, None] < site_index) & similarity.isfinite()
     similarity = torch.where(comparable, similarity, -torch.inf)

@@ -47,6 +47,7 @@ from polyhead.sources.text_contexts import knows
 CHANCE_TOKENS = 1024  # of the baseline with random weights
 DISTANCE_TOKENS = 512
 GRADIENT_TOKENS = 8192
+GRADIENT_BATCH_TOKENS = 512  # activations and logits of a batch are in memory until its backward pass
 ABLATION_TOKENS = 2048  # each head costs one more forward pass over these
 QUICK_ABLATION_TOKENS = 256  # where ablation was not requested by name
 
@@ -172,7 +173,9 @@ class Probes:
         tokens = self.settings.importance_tokens or (GRADIENT_TOKENS if method == "gradient" else by_default)
         batches = [
             dataclasses.replace(batch, documents=self.reader.documents_of(batch)).to(device)
-            for batch in self.reader.some_batches(tokens)
+            for batch in self.reader.some_batches(
+                tokens, batch_tokens=None if method == "ablation" else GRADIENT_BATCH_TOKENS
+            )
         ]
         measures: dict[str, tuple[Callable[..., Importance], str]] = {
             "gradient": (gradient_scores, "compute the gradient of every head"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import platform
 import time
@@ -170,6 +171,7 @@ class _Run:
         reference: tuple[HeadRoles, ...] = ()
         if self.settings.chance:
             reference, null = probes.chance()
+            gc.collect()  # the sessions of the random model are reference cycles, which keep it in memory
             fields |= layer_similarity.groups_of(matrices, null)
         fields["roles"] = head_roles(
             evidence_of(observations.collected),

@@ -75,7 +75,7 @@ class Reader:
         totals = itertools.accumulate(len(context.ids) for context in contexts)
         return self.batches_of(contexts[: max(2, 1 + sum(total < tokens for total in totals))])
 
-    def some_batches(self, tokens: int, documents: int = 8) -> list[Batch]:
+    def some_batches(self, tokens: int, documents: int = 8, batch_tokens: int | None = None) -> list[Batch]:
         """Return batches of the first tokens of contexts of different documents, about `tokens` in total."""
         length = max(16, tokens // documents)
         after = special_tokens(self.loaded.tokenizer).after
@@ -86,11 +86,12 @@ class Reader:
                 break
             chosen.append(cut_context(context, length, after))
             total += len(chosen[-1].ids)
-        return self.batches_of(chosen)
+        return self.batches_of(chosen, batch_tokens)
 
-    def batches_of(self, contexts: Sequence[Context]) -> list[Batch]:
-        """Return batches of contexts that are not part of the text."""
-        return list(batches(contexts, self.loaded.tokenizer, batch_tokens=self.batch_tokens))
+    def batches_of(self, contexts: Sequence[Context], batch_tokens: int | None = None) -> list[Batch]:
+        """Return batches of contexts that are not part of the text; of fewer tokens if `batch_tokens` is smaller."""
+        most = min(self.batch_tokens, batch_tokens or self.batch_tokens)
+        return list(batches(contexts, self.loaded.tokenizer, batch_tokens=most))
 
     @property
     def counts_contexts(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def gradient_scores(
         raise OptionError(f"gradient scores need a loss with a gradient, got {requested.name!r}: {requested.flat}")
     total = len(batches) if isinstance(batches, Sized) else None
     parts: list[Importance] = []
-    with evaluating(model):
+    with evaluating(model), _frozen(model):
         for batch in batches:
             with (
                 torch.enable_grad(),
@@ -67,6 +68,19 @@ def gradient_scores(
             if progress is not None:
                 progress(len(parts), total)
     return merged(parts)
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """Freeze the parameters: their gradients are not needed, and autograd stores activations for them alone."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 class _RowGates:

@@ -81,7 +81,8 @@ class Language(_BuiltInLoss):
         ids, text, non_padding = examples.ids, examples.text, examples.non_padding
         # Neither predictions of padding nor predictions made at padding count.
         targets = torch.where(text[:, 1:] & non_padding[:, :-1], ids[:, 1:], IGNORED)
-        return lambda: _cross_entropy(_logits(model, examples, self.name)[:, :-1], targets)
+        targets = F.pad(targets, (0, 1), value=IGNORED)  # a slice of the logits would be a copy of them
+        return lambda: _cross_entropy(_logits(model, examples, self.name), targets)
 
 
 @dataclass(frozen=True)
