@@ -48,6 +48,7 @@ CHANCE_TOKENS = 1024  # of the baseline with random weights
 DISTANCE_TOKENS = 512
 GRADIENT_TOKENS = 8192
 ABLATION_TOKENS = 2048  # each head costs one more forward pass over these
+IMPORTANCE_BATCH = 1024  # tokens, so that progress is reported more than once
 QUICK_ABLATION_TOKENS = 256  # where ablation was not requested by name
 
 
@@ -172,7 +173,9 @@ class Probes:
         tokens = self.settings.importance_tokens or (GRADIENT_TOKENS if method == "gradient" else by_default)
         batches = [
             dataclasses.replace(batch, documents=self.reader.documents_of(batch)).to(device)
-            for batch in self.reader.some_batches(tokens)
+            for batch in dataclasses.replace(
+                self.reader, batch_tokens=min(IMPORTANCE_BATCH, self.reader.batch_tokens)
+            ).some_batches(tokens)
         ]
         measures: dict[str, tuple[Callable[..., Importance], str]] = {
             "gradient": (gradient_scores, "compute the gradient of every head"),
