@@ -85,7 +85,11 @@ def test_every_kind_of_model_is_inspected(inspected, name):
     assert len(found.roles) == (16 if name == "t5" else 8)  # a cross-attention has no place among its keys
     assert found.redundancy is not None
     assert 0 < found.redundancy.null < found.redundancy.threshold < 1
-    assert len(found.findings) == 3
+    assert 1 <= len(found.findings) <= 3  # of random weights, few hold in both halves
+    text = (
+        f"in both halves of {Path(found.settings.text).name} ({found.facts['tokens']} tokens in contexts of up to 96)"
+    )
+    assert any(str(finding).endswith(text) for finding in found.findings)
     assert found.table["entropy"].isfinite().all()
     assert found.table["output_norm"].isfinite().all()
     if name != "t5":
