@@ -312,6 +312,8 @@ def test_a_text_of_one_context_says_that_roles_need_two(folders, tmp_path):
     (reason,) = [str(x) for x in found.facts["left_out"] if "two contexts" in str(x)]
     assert reason.startswith("positional, previous, next, self, local, ")
     assert "induction" not in reason
+    assert "findings about the text are left out as well" in reason
+    assert all(finding.basis is None or not finding.basis.halves for finding in found.findings)
 
 
 @pytest.mark.usefixtures("one_thread")
