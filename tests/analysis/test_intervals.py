@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from polyhead.analysis.intervals import adjusted, influence, influence_error, ratio_of_sums, student_tail
+from polyhead.analysis.intervals import adjusted, halves, influence, influence_error, ratio_of_sums, student_tail
 
 
 def test_the_error_of_texts_of_one_length_is_that_of_a_mean():
@@ -50,3 +50,11 @@ def test_the_false_discovery_rate_is_that_of_the_step_up_procedure():
         rejected = sorted(p)[: max(ranks, default=0)]
         assert sorted(x for x, y in zip(p, q, strict=True) if y <= rate) == rejected
     assert adjusted([]) == []
+
+
+def test_halves_are_the_ratios_of_the_even_and_the_odd_documents():
+    sums = torch.tensor([[1.0, 5.0], [2.0, 0.0], [4.0, 7.0], [9.0, 3.0]])
+    counts = torch.tensor([[2.0], [5.0], [3.0], [6.0]])
+    found = halves(sums, counts, torch.tensor([0, 3, 4, 7]))
+    torch.testing.assert_close(found, torch.tensor([[5 / 5, 12 / 5], [11 / 11, 3 / 11]]))
+    assert halves(sums[:1], counts[:1], torch.tensor([2]))[1].isnan().all(), "one document has no second half"

@@ -254,8 +254,33 @@ def test_heads_are_ranked_on_one_half_and_their_shares_are_of_the_other():
     looks = torch.cat([torch.where(chosen, noise, inside), torch.where(chosen, inside, noise)], 1)
     first, second = inner_shares(collected(maps, [looks]), seed=seed).of("phrase")
     assert (first.head, second.head) == (1, 0)
-    assert first.chosen_share > second.chosen_share
+    assert first.chosen_excess > second.chosen_excess
     assert first.low < first.share < first.high < second.low  # nothing of what ranked it first is in its share
+
+
+def test_a_head_of_fixed_distances_has_the_share_of_its_distances():
+    """It is inside short spans without knowing of them; one that follows the tree exceeds its distances."""
+    maps = random_trees(40)
+    collector = WordAttention(maps)
+    site = AttentionSite("layer.0", "self", "layer.*", 0, 2)
+    value = collector.empty(site, torch.device("cpu"))
+    for text, words in enumerate(maps):
+        size, index = len(words.tokens), torch.arange(len(words.tokens))
+        local = -(index - index[:, None]).abs().double()  # the nearer, the more
+        # Half of the attention of the second head is on its word's other tokens, where there are any.
+        word = torch.tensor(words.tokens)
+        aware = local + 5.0 * ((word[:, None] == word) & (word >= 0))
+        scores = torch.stack([local, aware])[None]
+        key = torch.eye(size, dtype=torch.float64).expand(1, 2, -1, -1)
+        result = polyhead.attention(scores, key, key, scale=1.0, logsumexp=True)
+        metadata = BatchMetadata(documents=torch.tensor([text]))
+        value = value.update(Attended(scores, key, key, result, None, 1.0), None, metadata)
+    shares = inner_shares(Observations(StatisticsRequest(()), (), {site: {"words": value}})).of("word")
+    assert [share.head for share in shares] == [1, 0]
+    aware, local = shares
+    assert local.share > 0.2
+    assert local.share == pytest.approx(local.expected, abs=0.02)
+    assert aware.low > aware.expected + 0.3
 
 
 def test_intervals_are_those_of_the_books():

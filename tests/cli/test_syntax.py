@@ -52,12 +52,15 @@ def test_the_table_is_printed_and_written(model, tmp_path):
     assert f"saved to {output}" in result.stdout
     said = json.loads(output.read_text(encoding="utf-8"))
     assert (said["model"], said["treebank"], said["sentences"]) == (model.name, "small.conllu", 5)
-    phrases = sorted((x for x in said["shares"] if x["span"] == "phrase"), key=lambda x: -x["chosen_share"])
+    phrases = sorted((x for x in said["shares"] if x["span"] == "phrase"), key=lambda x: -x["chosen_excess"])
     assert len(phrases) == 6
     shown = [line.split() for line in result.stdout.splitlines() if line.startswith("phrase")]
     assert [line[2] for line in shown] == [f"L{x['layer']}H{x['head']}" for x in phrases[:3]]
     assert [line[3] for line in shown] == [f"{x['share']:.3f}" for x in phrases[:3]]
-    assert "largest share of attention to other tokens on 2 texts, evaluated on 3 held-out texts:" in result.stdout
+    assert (
+        "whose attention to other tokens exceeds its distances most on 2 texts, evaluated on 3 held-out texts:"
+        in result.stdout
+    )
     assert "Unreliable: word, phrase, with fewer than 30 words." in result.stdout
     assert not any(line.startswith("sentence") for line in result.stdout.splitlines())  # each is a text of its own
     again = tmp_path / "again.parquet"

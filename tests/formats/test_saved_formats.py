@@ -82,6 +82,9 @@ def test_a_stopped_run_goes_on(place):
     assert set(found.table["tokens"].tolist()) == {167.0}
     # Sums by document, which it did not begin with, would be of a part of the text.
     assert not any("entropy" in effects for effects in found.influence.values())
+    # The part that was read counted the token itself as inside its word.
+    assert "punctuation_mass" in found.table.columns
+    assert "word_share" not in found.table.columns
 
 
 @pytest.mark.parametrize(("form", "original"), [("uniform", "decoder"), ("padded", "decoder"), ("uneven", "encoder")])

@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,9 +25,11 @@ from polyhead.inspection import Inspection, Settings, compare, load_inspection, 
 from polyhead.inspection.cross_layer_similarity import sample_of
 from polyhead.inspection.probing import Probes
 from polyhead.inspection.run_files import OBSERVATIONS
+from polyhead.inspection.text_reader import Reader
 from polyhead.observation import read_facts
 from polyhead.progress import Progress
-from polyhead.sources.text_contexts import read_contexts
+from polyhead.sources import Context
+from polyhead.sources.text_contexts import TextContexts, read_contexts
 from polyhead.workflows import model_loading
 from polyhead.workflows.inspecting import inspect_model
 from tests.forked import stopped_when
@@ -88,7 +91,11 @@ def test_every_kind_of_model_is_inspected(inspected, name):
     assert len(found.roles) == (16 if name == "t5" else 8)  # a cross-attention has no place among its keys
     assert found.redundancy is not None
     assert 0 < found.redundancy.null < found.redundancy.threshold < 1
-    assert len(found.findings) == 3
+    assert 1 <= len(found.findings) <= 3  # of random weights, few hold in both halves
+    text = (
+        f"in both halves of {Path(found.settings.text).name} ({found.facts['tokens']} tokens in contexts of up to 96)"
+    )
+    assert any(str(finding).endswith(text) for finding in found.findings)
     assert found.table["entropy"].isfinite().all()
     assert found.table["output_norm"].isfinite().all()
     if name != "t5":
@@ -364,6 +371,8 @@ def test_a_text_of_one_context_says_that_roles_need_two(folders, tmp_path):
     (reason,) = [str(x) for x in found.facts["left_out"] if "two contexts" in str(x)]
     assert reason.startswith("positional, previous, next, self, local, ")
     assert "induction" not in reason
+    assert "findings about the text are left out as well" in reason
+    assert all(finding.basis is None or not finding.basis.halves for finding in found.findings)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -498,3 +507,26 @@ def test_what_cannot_be_is_refused(folders, text, options, words):
 def test_a_folder_that_is_no_inspection_is_refused(tmp_path):
     with pytest.raises(OptionError, match="a folder that `polyhead inspect --save` wrote"):
         load_inspection(tmp_path)
+
+
+@pytest.mark.parametrize("documents", [1, 2, 3, 13])
+def test_both_halves_of_a_text_have_parts_of_all_of_it(documents):
+    """Even and odd numbers: of contexts, where there are few documents, with contexts of each; else of documents."""
+    contexts = tuple(Context(document, piece, [1], [False]) for document in range(documents) for piece in range(4))
+    reader = Reader(None, TextContexts(contexts, ("x",) * documents, 1), 1, torch.zeros(2))
+    places = torch.tensor([(x.document, x.piece) for x in contexts])
+    numbers = reader.documents_of(SimpleNamespace(documents=places[:, 0], pieces=places[:, 1]))
+    odd = numbers % 2 == 1
+    if documents < 10:
+        assert len(set(numbers.tolist())) == len(contexts)
+        assert all(int(odd[places[:, 0] == document].sum()) == 2 for document in range(documents))
+    else:
+        assert numbers.tolist() == places[:, 0].tolist()
+
+
+def test_documents_that_are_too_short_leave_no_gap_in_the_halves(tmp_path):
+    folder = model_folder(tmp_path / "llama", "llama")
+    texts = ["a b", "the cat sat on the mat and then it went away again"] * 11  # every second one is read
+    found = read_contexts(model_loading.load_model(folder), texts, context=32)
+    assert [x.document for x in found.contexts] == list(range(11))
+    assert found.documents == tuple(f"document {number}" for number in range(1, 22, 2))

@@ -119,8 +119,16 @@ def expected_sums(
         for name, count in pair_rows.items():
             found[f"{name}_rows"] = count
         for name, chosen in inside.items():
-            found[f"{name}_rows"] = len(chosen)
-            found[f"{name}_mass"] = sum(float(p[i][own].sum()) for i, own in chosen)
+            apart = p * (distance != 0)
+            found[f"{name}_mass"] = sum(float(apart[i][own].sum()) for i, own in chosen)
+            found[f"{name}_others"] = sum(float(apart[i].sum()) for i, _ in chosen)
+            at_bin, within, pairs = torch.zeros(3, BINS, dtype=torch.float64)
+            for i, own in chosen:  # how often the token at an offset is inside, times the attention at that offset
+                bins_of_row = distance[i].clamp(-NEAR - 1, NEAR + 1) + NEAR + 1
+                at_bin += torch.bincount(bins_of_row, apart[i].double(), BINS)
+                within += torch.bincount(bins_of_row, own.double(), BINS)
+                pairs += torch.bincount(bins_of_row, real.double(), BINS)
+            found[f"{name}_expected"] = float((at_bin * within / pairs.clamp_min(1)).sum())
         found["duplicate_mass"], found["induction_mass"] = float(p[same].sum()), float(p[follows].sum())
         if meaning is not None:
             found["other_token_mass"] = float(p[other].sum())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from itertools import pairwise
 
 import pytest
@@ -49,9 +51,8 @@ def word_by_word(weights: Tensor, found: WordMap, visible: Tensor) -> dict[str, 
                     best, looks[query, head] = weight, key
     sees = [[bool(visible[tokens_of[q]][:, tokens_of[k]].any()) for k in range(words)] for q in range(words)]
     seen = [(g >= 0 and sees[w][g], g >= 0 and sees[g][w]) for w, g in enumerate(found.governors)]
-    even = (visible.double() / visible.sum(-1, keepdim=True))[None]
-    others = torch.cat([weights.double(), even]) * (1 - torch.eye(weights.shape[-1]))  # not the token itself
-    shares, totals = torch.zeros(2, weights.shape[0] + 1, 3, dtype=torch.float64)
+    others = weights.double() * (1 - torch.eye(weights.shape[-1]))  # not the token itself
+    shares, expected, totals = torch.zeros(3, weights.shape[0], 3, dtype=torch.float64)
     counts = torch.zeros(3, dtype=torch.int64)
     for word in range(words):
         for index, span in enumerate(SPANS):
@@ -59,9 +60,27 @@ def word_by_word(weights: Tensor, found: WordMap, visible: Tensor) -> dict[str, 
             counts[index] += len(inside) > 0
             if inside:
                 totals[:, index] += others[:, tokens_of[word]].sum(-1).mean(-1)
+                for query, key in itertools.product(tokens_of[word], range(weights.shape[-1])):
+                    rate = inside_at(span, key - query)
+                    expected[:, index] += others[:, query, key] * rate / len(tokens_of[word])
             for key in inside:
                 shares[:, index] += between(others, word, key)
-    return {"looks": looks, "visible": torch.tensor(seen), "shares": shares, "totals": totals, "counts": counts}
+    sums = {"shares": shares, "expected": expected, "totals": totals, "counts": counts}
+    return {"looks": looks, "visible": torch.tensor(seen), **sums}
+
+
+@functools.cache
+def inside_at(span: str, offset: int) -> float:
+    """How often the token at an offset is in the span, over the words of all texts that have one."""
+    inside = pairs = 0.0
+    for found in MAPS:
+        for query, word in enumerate(found.tokens):
+            pieces = found.tokens.count(word)
+            within = members(found, word, span, pieces) if word >= 0 else []
+            if within and 0 <= query + offset < len(found.tokens):
+                pairs += 1 / pieces
+                inside += (found.tokens[query + offset] in within) / pieces
+    return inside / pairs if pairs else 0.0
 
 
 def members(found: WordMap, word: int, span: str, pieces: int) -> list[int]:
@@ -139,7 +158,7 @@ def test_words_of_a_model_are_those_of_the_weights_it_returns(family, side):
             expected = torch.cat([one[name] for one in found])
             assert torch.equal(state[name].to(expected.dtype), expected), name
         assert (state["looks"] >= 0).any()
-        for name in ("shares", "totals", "counts"):
+        for name in ("shares", "expected", "totals", "counts"):
             torch.testing.assert_close(state[name], torch.stack([one[name] for one in found]), rtol=0, atol=1e-5)
         assert state["counts"].tolist() == [[2, 1, 0], [1, 0, 5], [1, 0, 0]]
 
@@ -195,12 +214,12 @@ def test_ties_go_to_the_first_word_and_a_word_alone_looks_at_none():
 
 
 def test_attention_of_a_token_to_itself_is_in_no_share():
-    """The rest of a head that attends to its own token and alike to all others is uniform attention."""
+    """The rest of a head that attends to its own token and alike to all others."""
     own = attended(torch.arange(LENGTHS[0]).expand(1, 1, -1), logit=7.0)
     state = empty(WordAttention(MAPS)).update(own, None, BatchMetadata(documents=torch.tensor([0]))).state()
-    head, uniform = state["shares"][0] / state["totals"][0]
-    torch.testing.assert_close(head[:2], uniform[:2])
-    assert uniform[:2].tolist() == [3 / 16, 0]  # 1 or 2 of the other 8 tokens; a word whose dependent has no token
+    (head,) = state["shares"][0] / state["totals"][0]
+    # 1 or 2 of the other 8 tokens; a word whose dependent has no token
+    assert head[:2].tolist() == [pytest.approx(3 / 16), 0]
     assert (state["totals"][0, 0] < 0.02).all()
 
 
@@ -245,7 +264,8 @@ def test_nothing_seen_has_a_state_and_a_cross_attention_has_no_words():
     collector = WordAttention(MAPS)
     state = empty(collector, 5).state()
     assert {name: list(x.shape) for name, x in state.items()} == {
-        "contexts": [0], "looks": [0, 5], "visible": [0, 2], "shares": [0, 6, 3], "totals": [0, 6, 3], "counts": [0, 3]
+        "contexts": [0], "looks": [0, 5], "visible": [0, 2], "shares": [0, 5, 3], "expected": [0, 5, 3],
+        "totals": [0, 5, 3], "counts": [0, 3]
     }  # fmt: skip
     assert collector.empty(AttentionSite("x", "cross", "x", 0, 5), torch.device("cpu")) is None
     del state["totals"]

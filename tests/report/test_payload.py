@@ -201,7 +201,7 @@ def test_relations_alike_and_importance(pages, inspections):
 @pytest.mark.parametrize("name", NAMES)
 def test_findings_refer_to_existing_heads_and_views(pages, name):
     page = pages[name]
-    assert len(page["findings"]) >= 3
+    assert page["findings"]
     for finding in page["findings"]:
         assert finding["view"] in ("head", "similar", "importance", "overview", "roles")
         assert finding["heads"]

@@ -109,6 +109,14 @@ def influence(sums: Tensor, counts: Tensor) -> Tensor:
     return (sums - _sum_in_order(sums) / total * counts) / total
 
 
+def halves(sums: Tensor, counts: Tensor, documents: Tensor) -> Tensor:
+    """Return the ratios of sums to counts, both [texts, heads], of the even and the odd documents, [2, heads].
+
+    The ratio of a half without counts is NaN.
+    """
+    return torch.stack([sums[x].sum(0) / counts[x].sum(0) for x in (documents % 2 == 0, documents % 2 == 1)])
+
+
 def influence_error(effects: Tensor) -> float:
     """Return the standard error of a ratio, or of a difference of two, from the effects of each text, [texts].
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from polyhead.analysis.intervals import halves
 from polyhead.analysis.languages import Text
 from polyhead.analysis.pronouns import PronounTable
 from polyhead.analysis.roles_copying import Copying
@@ -48,11 +49,19 @@ class RoleScore:
     offset: int | None = None  # of a positional head: that of the key from the query
     weight: float | None = None  # of a pronoun head: mean attention weight on the antecedent
     saved_evidence: str | None = None  # in English, of a run whose format has only the text
+    halves: tuple[float, float] | None = None  # score on the even and on the odd documents; None if not of documents
 
     def __repr__(self) -> str:
         numbers = f"{self.score:.3g} [{self.low:.3g}, {self.high:.3g}], chance {self.null:.3g}"
         evidence = self.evidence if self.holds else "does not hold"
         return f"RoleScore({self.role} {numbers}, threshold {self.threshold:.3g}: {evidence})"
+
+    @property
+    def holds_in_halves(self) -> bool:
+        """Whether the role holds, and its score reaches the threshold on both halves of the documents it is from."""
+        of_documents = RULES[self.role].source in ("text", "repeated")
+        halves = self.halves or ((-math.inf,) if of_documents else ())
+        return self.holds and all(x >= self.threshold and x > self.null for x in halves)
 
     @property
     def text(self) -> Text:
@@ -146,6 +155,7 @@ class _Scores:
     enough: tuple[bool, ...] = ()  # by head: whether the weight is large enough for the role, where that is required
     offset: Tensor | None = None
     weight: Tensor | None = None
+    halves: Tensor | None = None  # [2, heads]
 
 
 class _Documents:
@@ -180,7 +190,8 @@ class _Documents:
             # A resample may contain no row in which the role could occur.
             bounds = torch.tensor([(1 - _LEVEL) / 2, (1 + _LEVEL) / 2], dtype=torch.float64)
             low, high = drawn.nanquantile(bounds, 0)
-        return _Scores(numerator.sum(0) / total + self.nan, low, high, null)
+        score = numerator.sum(0) / total + self.nan
+        return _Scores(score, low, high, null, halves=halves(numerator, denominator, self.evidence.documents))
 
 
 def _text_scores(evidence: HeadEvidence, seed: int) -> dict[str, _Scores]:
@@ -290,7 +301,8 @@ def _role_scores(scores: Mapping[str, _Scores], head: int, reference_max: Mappin
         holds = score >= threshold and low > null and enough and not has_more_specific
         offset = None if of_site.offset is None else int(of_site.offset[head])
         weight = None if of_site.weight is None else float(of_site.weight[head])
-        result[role] = RoleScore(role, score, low, high, null, threshold, holds, offset, weight)
+        of_halves = None if of_site.halves is None else (float(of_site.halves[0, head]), float(of_site.halves[1, head]))
+        result[role] = RoleScore(role, score, low, high, null, threshold, holds, offset, weight, halves=of_halves)
     return tuple(result.values())
 
 

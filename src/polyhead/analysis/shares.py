@@ -1,7 +1,8 @@
 """Share of a head's attention to other tokens that is within the word, the phrase and the sentence.
 
-A token's attention to itself does not count: it is inside every span, whatever the head computes. As in a syntax table,
-one half of the texts ranks the heads and the held-out half measures them.
+A token's attention to itself does not count: it is inside every span, whatever the head computes. The null is attention
+with the head's distances: a head that attends to its neighbours is inside short spans without knowing of them. As in a
+syntax table, one half of the texts ranks the heads, by their share above the null, and the held-out half measures them.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class Share:
     share: float  # of the attention of these words to other tokens, special tokens included
     low: float  # 95% interval over texts
     high: float
-    expected: float  # the share of uniform attention over the visible tokens: the null
+    expected: float  # the share of attention at the same distances: the null
     to_others: float  # attention of a token to other tokens, the rest is to itself; mean over these words
-    chosen_share: float  # in the choosing half, which ranks the heads: biased upwards for the first
+    chosen_excess: float  # share above the null in the choosing half, which ranks heads: biased upwards for the first
     original_head: str  # its number in the unedited model
 
 
@@ -46,12 +47,12 @@ class Shares:
         return (asdict(entry) for entry in self.entries)
 
     def of(self, span: str) -> list[Share]:
-        """Return the shares for a span, in decreasing order of those in the choosing half."""
+        """Return the shares for a span, in decreasing order of the excess over the null in the choosing half."""
         if span not in SPANS:
             raise OptionError(f"span must be one of {', '.join(SPANS)}; got {span!r}")
         entries = [entry for entry in self.entries if entry.span == span]
         # A head without any attention to other tokens has a share of NaN.
-        return sorted(entries, key=lambda entry: math.inf if math.isnan(entry.chosen_share) else -entry.chosen_share)
+        return sorted(entries, key=lambda entry: math.inf if math.isnan(entry.chosen_excess) else -entry.chosen_excess)
 
 
 def inner_shares(observations: Observations, *, seed: int = 0, collector: str = "words") -> Shares:
@@ -60,16 +61,17 @@ def inner_shares(observations: Observations, *, seed: int = 0, collector: str = 
     sites, states, maps = collected_words(observations, collector)
     held = held_out_texts(len(maps), seed)
     for site, state in zip(sites, states, strict=True):
-        shares, totals, counts = state["shares"], state["totals"], state["counts"]
+        shares, expected, totals, counts = (state[name] for name in ("shares", "expected", "totals", "counts"))
         ratio, low, high = ratio_of_sums(shares[held], totals[held])
+        null, _, _ = ratio_of_sums(expected[held], totals[held])
         to_others, _, _ = ratio_of_sums(totals[held], counts[held][:, None])
-        chosen_ratio, _, _ = ratio_of_sums(shares[~held], totals[~held])
+        chosen_excess, _, _ = ratio_of_sums((shares - expected)[~held], totals[~held])
         low, high = low.clamp_min(0.0), high.clamp_max(1.0)
-        columns = ratio, low, high, ratio[-1:].expand_as(ratio), to_others, chosen_ratio
+        columns = ratio, low, high, null, to_others, chosen_excess
         for index, span in enumerate(SPANS):
             words, chosen = int(counts[held, index].sum()), int(counts[~held, index].sum())
             for head in range(site.num_heads if words and chosen else 0):
                 place = site.name, site.layer, head, span, words
-                share, lower, upper, null, rest, ranked = (float(x[head, index]) for x in columns)
-                entries.append(Share(*place, share, lower, upper, null, rest, ranked, site.label(head)))
+                share, lower, upper, expected_share, rest, ranked = (float(x[head, index]) for x in columns)
+                entries.append(Share(*place, share, lower, upper, expected_share, rest, ranked, site.label(head)))
     return Shares(tuple(entries))

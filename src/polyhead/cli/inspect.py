@@ -57,7 +57,7 @@ def inspect(
         typer.Argument(
             metavar="[MODEL]",
             help="Folder of a transformers model, .gguf file, name on the Hugging Face hub, or a packaged model: "
-            "tiny, minilm, smollm2. [default: minilm]",
+            "tiny, minilm, smollm2 (SmolLM2-135M-Instruct, quantised to Q4_1). [default: minilm]",
             show_default=False,
         ),
     ] = None,
@@ -326,11 +326,12 @@ def _most_similar(found: Inspection) -> str:
 
 def _least_important(found: Inspection, measure: str) -> Iterator[str]:
     """Yield the least important heads with their standard errors, and the command that removes them."""
+    from polyhead.inspection.findings import DEVIATIONS, least_important
     from polyhead.inspection.wording import place_of
 
     table = found.table
     values, errors = table[measure], table[f"{measure}_error"]
-    rows = values.nan_to_num(nan=math.inf).argsort()[:LEAST].tolist()
+    rows, among = least_important(found, measure, LEAST)
     known = bool(errors[rows].isfinite().all())  # not over a single document
     stacked = len({(site.stack, site.kind) for site in table.sites}) > 1
     shown = [
@@ -339,6 +340,10 @@ def _least_important(found: Inspection, measure: str) -> Iterator[str]:
         for row in rows
     ]
     yield f"Least important by {measure}: {', '.join(shown)}{'; ± is the standard error' if known else ''}."
+    if among is None:
+        yield "Without standard errors, which need two contexts, this order may be chance."
+    elif among > len(rows):
+        yield f"They are among {among} heads that cannot be told apart: within {DEVIATIONS} errors of their difference."
     if not stacked:  # heads of one stack can be named in a command
         heads = ",".join(f"L{table.sites[row].layer}H{table.heads[row]}" for row in rows)
         yield f"To remove them: polyhead prune {found.settings.model} --heads {heads} --form uneven --output FOLDER"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ SECONDS_PER_LINE = 5.0
 
 
 class ProgressBars:
-    """Progress of a workflow: a bar per step on a terminal, else a line per step and every few seconds.
+    """Progress of a workflow: a bar per step on a terminal, else a line per step and one every few seconds.
 
     A context manager whose value is the `progress` callback of the workflow.
     """
@@ -35,13 +36,21 @@ class ProgressBars:
             disable=not self.console.is_terminal,
         )
         self.tasks: dict[str, bars.TaskID] = {}
-        self.printed = 0.0  # time of the last line
+        self.began: tuple[float, int] = 0.0, 0  # time and count at the first report of the step
+        self.latest: tuple[float, Progress] | None = None  # the last report and its time
+        self.stopped = threading.Event()
+        self.printer = threading.Thread(target=self._print_lines, daemon=True)
 
     def __enter__(self) -> ProgressCallback:
         self.progress.start()
+        if not self.console.is_terminal:
+            self.printer.start()
         return self.report
 
     def __exit__(self, *_: object) -> None:
+        self.stopped.set()
+        if self.printer.is_alive():
+            self.printer.join()
         self.progress.stop()
 
     def report(self, now: Progress) -> None:
@@ -50,16 +59,33 @@ class ProgressBars:
                 if self.progress.tasks[task].total is None:  # a step of unknown length ends when the next one starts
                     self.progress.update(task, total=1, completed=1)
             self.tasks[now.step] = self.progress.add_task(now.step, total=now.total, note="")
-            self._print(now.step)
-        elif now.total is not None and time.monotonic() >= self.printed + SECONDS_PER_LINE:
-            self._print(f"{now.step}: {now.done:,} of {now.total:,} {now.unit}".rstrip())
+            self.began = time.monotonic(), now.done
+            if not self.console.is_terminal:
+                self.console.print(now.step, markup=False)
+        self.latest = time.monotonic(), now
         task = self.tasks[now.step]
         self.progress.update(task, completed=now.done, total=now.total)
         speed = self.progress.tasks[task].speed
         rate = f"{speed:,.0f} {now.unit}/s" if speed and now.unit else ""
         self.progress.update(task, note=now.detail or rate)
 
-    def _print(self, line: str) -> None:
-        if not self.console.is_terminal:
-            self.console.print(line, markup=False)
-            self.printed = time.monotonic()
+    def _print_lines(self) -> None:
+        while not self.stopped.wait(SECONDS_PER_LINE):
+            if self.latest is not None:
+                self.console.print(self.line(time.monotonic()), markup=False, soft_wrap=True)
+
+    def line(self, time_now: float) -> str:
+        """Return the percentage of the current step and the time left, or the time so far if that is unknown."""
+        assert self.latest is not None
+        (began, first), (reported, now) = self.began, self.latest
+        if now.total is None:
+            return f"{now.step}: {_duration(time_now - began)} so far"
+        counted = f"{now.step}: {now.done / max(now.total, 1):.0%}, {now.done:,} of {now.total:,} {now.unit}".rstrip()
+        if not first < now.done < now.total:  # nothing to estimate from, or what follows the last report takes longer
+            return f"{counted}, {_duration(time_now - began)} so far"
+        left = (reported - began) * (now.total - now.done) / (now.done - first) - (time_now - reported)
+        return f"{counted}, {_duration(max(left, 0.0))} left"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

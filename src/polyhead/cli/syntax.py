@@ -26,7 +26,7 @@ def syntax(
         str | None,
         typer.Argument(
             help="Folder of a transformers model, .gguf file, name on the Hugging Face hub, or a packaged model: "
-            "tiny, minilm, smollm2. [default: minilm]",
+            "tiny, minilm, smollm2 (SmolLM2-135M-Instruct, quantised to Q4_1). [default: minilm]",
             metavar="MODEL",
         ),
     ] = None,
@@ -61,8 +61,8 @@ def syntax(
     at universaldependencies.org.
 
     Also lists the heads with the largest share of attention to other tokens inside the word, the phrase (a word with
-    its dependents) and, with --together, the sentence, next to the share under uniform attention; they are selected and
-    evaluated on the same halves.
+    its dependents) and, with --together, the sentence, above what attention at the same distances would have; they are
+    selected and evaluated on the same halves.
 
     With --resume DIR progress is saved; repeat the same command to continue an interrupted run.
     """
@@ -141,7 +141,7 @@ def _show_shares(shares: Shares, texts: tuple[int, int]) -> None:
 
     console = Console(highlight=False)
     drawn = Table(box=None, pad_edge=False)
-    for index, name in enumerate(("inside the", "words", "head", "share", "95%", "uniform attention", "to others")):
+    for index, name in enumerate(("inside the", "words", "head", "share", "95%", "same distances", "to others")):
         drawn.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
     spans = [span for span in SPANS if shares.of(span)]
     for span in spans:
@@ -153,7 +153,7 @@ def _show_shares(shares: Shares, texts: tuple[int, int]) -> None:
     if not spans:
         return
     halves = f"on {texts[0]:,} texts, evaluated on {texts[1]:,} held-out texts"
-    title = f"The {TOP_HEADS} heads with the largest share of attention to other tokens {halves}:"
+    title = f"The {TOP_HEADS} heads whose attention to other tokens exceeds its distances most {halves}:"
     console.print(f"\n{title}", soft_wrap=not console.is_terminal)
     wide_console().print(drawn)
     if few := [span for span in spans if shares.of(span)[0].words < FEW_WORDS]:

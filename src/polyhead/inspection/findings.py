@@ -1,19 +1,29 @@
-"""The most informative findings about a model's heads, as values; `wording` has their text."""
+"""The most informative findings about a model's heads, as values; `wording` has their text.
+
+A finding about the text must hold on both halves of it, the even and the odd documents (or contexts, where there are
+few documents). Without two of them there are no such findings.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
+import torch
+from torch import Tensor
+
+from polyhead.analysis.intervals import influence_error
 from polyhead.analysis.roles import HeadRoles, RoleScore
+from polyhead.analysis.roles_rules import RULES
 from polyhead.inspection.heads import Head
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.vocabulary import ROLE_ORDER
-from polyhead.inspection.wording import Finding, FindingKind
+from polyhead.inspection.wording import Basis, Finding, FindingKind
 from polyhead.observation import HeadProfile
 
 MAX_FINDINGS = 3
-DEVIATIONS = 1.96  # standard errors: a median within so many of 0 is no unit to compare with
+DEVIATIONS = 1.96  # standard errors: a median within so many of 0 is no unit, and two such heads are not told apart
 SINK_MASS = 0.5  # share of attention on the first token above which a head counts as a sink
 NEAR_UNIFORM = 0.9  # share of the maximum entropy above which attention counts as uniform
 _COMMON: tuple[tuple[str, FindingKind, float], ...] = (
@@ -38,10 +48,57 @@ def findings(inspection: Inspection, limit: int = MAX_FINDINGS) -> tuple[Finding
         for kind in kinds:
             finding = next(kind, None)
             if finding is not None and len(result) < limit:
-                result.append(finding)
+                result.append(replace(finding, basis=_basis(inspection, finding)))
         if len(result) == before:
             break
     return tuple(result)
+
+
+def least_important(inspection: Inspection, measure: str, count: int) -> tuple[list[int], int | None]:
+    """Return the rows of the `count` least important heads, and how many cannot be told apart from the last of them.
+
+    The number includes these heads. The standard error is that of the difference of two heads on the same documents;
+    the number is None without errors, as on a single document.
+    """
+    values = inspection.table[measure].nan_to_num(nan=math.inf)
+    rows = values.argsort(stable=True)[:count].tolist()
+    effects = [inspection.influence.get(site, {}).get(measure) for site in inspection.table.sites]
+    last = effects[rows[-1]]
+    if last is None or len(last) < 2:
+        return rows, None
+    last = last[:, inspection.table.heads[rows[-1]]]
+    among = len(rows)
+    for row, (effect, head) in enumerate(zip(effects, inspection.table.heads, strict=True)):
+        if row not in rows and effect is not None:
+            error = influence_error(effect[:, head] - last)
+            among += float(values[row] - values[rows[-1]]) <= DEVIATIONS * error
+    return rows, among
+
+
+def _basis(inspection: Inspection, finding: Finding) -> Basis | None:
+    """Return the text that a finding is about; None for roles that are not measured on the text."""
+    facts = inspection.facts
+    if "context" not in facts or (finding.kind == "role" and RULES[str(finding.values["role"])].source != "text"):
+        return None
+    tokens = facts["importance_tokens"] if finding.kind == "importance" else facts["tokens"]
+    return Basis(inspection.settings.text, tokens, facts["context"], finding.kind != "similar")
+
+
+def _halves(inspection: Inspection, column: str) -> Tensor:
+    """Return the values of a column on the whole text and on both halves, [3, rows]; NaN where they are unknown."""
+    table, unknown = inspection.table, torch.full((2,), torch.nan)
+    of_halves = [
+        unknown if column not in (of_site := inspection.halves.get(site, {})) else of_site[column][:, head]
+        for site, head in zip(table.sites, table.heads, strict=True)
+    ]
+    return torch.cat([table[column][None], torch.stack(of_halves, 1)])
+
+
+def _largest(values: Tensor) -> int | None:
+    """Return the row with the largest value on the whole text and on both halves; None if they differ."""
+    first, *others = values.nan_to_num(nan=-math.inf).argmax(1).tolist()
+    same = all(x == first for x in others) and bool(values[:, first].isfinite().all())
+    return int(first) if same else None
 
 
 def _is_stacked(inspection: Inspection) -> bool:
@@ -52,7 +109,7 @@ def _clearest(inspection: Inspection) -> Iterator[Finding]:
     scored: list[tuple[int, float, HeadRoles, RoleScore]] = []
     for head in inspection.roles:
         for score in head.scores:
-            if score.holds:
+            if score.holds_in_halves:
                 scored.append((ROLE_ORDER.index(score.role), -score.score, head, score))
     reported = set()
     for _, _, head, score in sorted(scored, key=lambda x: x[:2]):
@@ -77,19 +134,18 @@ def _importance(inspection: Inspection) -> Iterator[Finding]:
     for measure in ("ablation", "gradient"):
         if measure not in table.columns:
             continue
-        values = table[measure]
-        order = values.nan_to_num(nan=-math.inf).argsort(descending=True)
-        if len(order) < 2 or not bool(values[order[0]].isfinite()):
+        values = _halves(inspection, measure)
+        best = _largest(values)
+        if best is None or len(table) < 2:
             continue
-        largest = float(values[order[0]])
-        median = float(values[values.isfinite()].quantile(0.5))  # Tensor.median is the lower of two middle values
+        median, *_ = medians = values.nanquantile(0.5, 1)  # Tensor.median is the lower of two middle values
         numbers: dict[str, float | str | bool] = {
-            "value": largest,
+            "value": float(values[0, best]),
             "by_representation": inspection.facts.get("loss") == "representation",
         }
-        if median > DEVIATIONS * _median_error(table, measure):
-            numbers["times"] = largest / median
-        yield Finding("importance", (_head(inspection, int(order[0])),), measure, numbers, _is_stacked(inspection))
+        if median > DEVIATIONS * _median_error(table, measure) and bool((medians > 0).all()):
+            numbers["times"] = float((values[:, best] / medians).min())
+        yield Finding("importance", (_head(inspection, best),), measure, numbers, _is_stacked(inspection))
 
 
 def _median_error(table: HeadProfile, measure: str) -> float:
@@ -107,7 +163,7 @@ def _common(inspection: Inspection) -> Iterator[Finding]:
     for column, kind, threshold in _COMMON:
         if column not in table.columns:
             continue
-        rows = (table[column] > threshold).nonzero()[:, 0].tolist()
+        rows = (_halves(inspection, column) > threshold).all(0).nonzero()[:, 0].tolist()
         if rows:
             heads = tuple(_head(inspection, row) for row in rows)
             values = {"count": len(rows), "of": len(table)}
@@ -115,13 +171,12 @@ def _common(inspection: Inspection) -> Iterator[Finding]:
 
 
 def _extremes(inspection: Inspection) -> Iterator[Finding]:
-    """Yield the heads with the largest max attention weight, mean attention distance and output norm."""
+    """Yield the heads with the largest max attention weight and mean attention distance."""
     table = inspection.table
-    for column in ("confidence", "mean_distance", "output_norm_share"):
-        if column in table.columns and bool(table[column].isfinite().any()):
-            values = table[column].nan_to_num(nan=-math.inf)
-            best = int(values.argmax())
-            numbers = {"value": float(values[best])}
+    for column in ("confidence", "mean_distance"):
+        best = _largest(_halves(inspection, column)) if column in table.columns else None
+        if best is not None:
+            numbers = {"value": float(table[column][best])}
             yield Finding("extreme", (_head(inspection, best),), column, numbers, _is_stacked(inspection))
 
 

@@ -158,7 +158,7 @@ def _inspection(
         for number, x in enumerate(rest["examples"])
     ]
     values["spectra"] = _by_number(with_prefix(pictures, "spectrum."))
-    values["influence"] = _by_number(with_prefix(pictures, "influence."))
+    values |= {name: _by_number(with_prefix(pictures, f"{name}.")) for name in ("influence", "halves")}
     values = {name: _read(x, _hints(Inspection)[name], sites) for name, x in values.items()}
     settings, facts = Settings.from_dict(rest["settings"]), check_facts(rest["facts"])
     return build(Inspection, {"settings": settings, "facts": facts, "table": table, "relations": relations, **values})
@@ -233,6 +233,7 @@ def _pictures(inspection: Inspection, index: Mapping[AttentionSite, int]) -> dic
     pictures = _numbered(maps, index)
     pictures |= {f"spectrum.{name}": x for name, x in _numbered(inspection.spectra, index).items()}
     pictures |= {f"influence.{name}": x for name, x in _numbered(inspection.influence, index).items()}
+    pictures |= {f"halves.{name}": x for name, x in _numbered(inspection.halves, index).items()}
     for number, example in enumerate(inspection.examples):
         pictures |= {f"example.{number}.{index[site]}": weights for site, weights in example.weights.items()}
     return pictures

@@ -40,6 +40,8 @@ class Inspection:
     # By column, [documents, heads]: effect of each document (or context) on the mean, to first order. Standard errors
     # follow from their squares, and errors of paired differences from the squares of differences of two runs.
     influence: Mapping[AttentionSite, Mapping[str, Tensor]] = field(default_factory=dict)
+    # By column, [2, heads]: values on the even and on the odd documents (or contexts), on which findings must agree.
+    halves: Mapping[AttentionSite, Mapping[str, Tensor]] = field(default_factory=dict)
 
     def roles_of(self, site: AttentionSite, head: int) -> HeadRoles | None:
         """Return the roles of a head, and None if none were computed for it.

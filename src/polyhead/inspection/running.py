@@ -21,7 +21,7 @@ from polyhead.analysis.roles import HeadRoles, evidence_of, head_roles
 from polyhead.analysis.roles_rules import RULES
 from polyhead.errors import NonFiniteError, OptionError
 from polyhead.inspection import cross_layer_similarity, layer_similarity
-from polyhead.inspection.document_influence import influence_of
+from polyhead.inspection.document_influence import halves_of, influence_of
 from polyhead.inspection.findings import findings
 from polyhead.inspection.head_maps import head_maps_of
 from polyhead.inspection.most_attended import most_frequent, top_keys_of
@@ -154,6 +154,7 @@ class _Run:
             top_keys=top_keys_of(observations.collected, self.loaded.tokenizer, self.reader.counts),
             spectra=spectra,
             influence=influence_of(observations.collected, importance, table),
+            halves=halves_of(observations.collected, importance, table),
             **probed.fields,
         )
         return dataclasses.replace(inspection, findings=findings(inspection))

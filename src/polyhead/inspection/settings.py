@@ -11,6 +11,7 @@ from polyhead.observation.renamed import current_name
 from polyhead.sources.texts import TOKENS
 
 IMPORTANCE = ("auto", "none", "gradient", "ablation", "both")
+IN_MEMORY = "(in memory)"  # a text that has no path
 DTYPES = ("float32", "bfloat16", "float16")
 _PERMISSIONS = ("allow_pickle", "trust_remote_code")  # saved by earlier versions, and ignored
 

@@ -104,8 +104,9 @@ class Reader:
 
     def documents_of(self, batch: Batch) -> Tensor:
         """Return the document of each context, [contexts]; each context is one if there are few documents."""
-        # A distinct number for each context of each document, the same in every batch.
-        return batch.documents + FEW_DOCUMENTS * batch.pieces if self.counts_contexts else batch.documents
+        # A distinct number for each context of each document, the same in every batch. The factor is odd, so that the
+        # even and the odd numbers are two halves with contexts of every document.
+        return batch.documents + (FEW_DOCUMENTS + 1) * batch.pieces if self.counts_contexts else batch.documents
 
     @torch.no_grad()
     def call(self, batch: Batch, model: nn.Module | None = None) -> Any:

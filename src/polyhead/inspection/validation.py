@@ -119,7 +119,7 @@ def check_run(inspection: Inspection) -> None:
 
 
 def check_tensors(inspection: Inspection) -> None:
-    """Check the shapes of matrices, maps, spectra, effects of documents and examples."""
+    """Check the shapes of matrices, maps, spectra, effects of documents, halves and examples."""
     for site, matrices in inspection.relations.items():
         for name, matrix in matrices.items():
             _check_shape(f"{short(name)} of {short(site.name)}", matrix, (site.num_heads, site.num_heads))
@@ -138,6 +138,9 @@ def check_tensors(inspection: Inspection) -> None:
     for site, effects in inspection.influence.items():
         for name, effect in effects.items():
             _check_shape(f"the influence on {short(name)} of {short(site.name)}", effect, (None, site.num_heads))
+    for site, of_site in inspection.halves.items():
+        for name, values in of_site.items():
+            _check_shape(f"the halves of {short(name)} of {short(site.name)}", values, (2, site.num_heads))
     for example in inspection.examples:
         for site, weights in example.weights.items():
             shape = (site.num_heads, len(example.queries), len(example.keys))

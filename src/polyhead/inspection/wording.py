@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from polyhead.analysis.roles_evidence import evidence_text
+from polyhead.analysis.roles_rules import RULES
 from polyhead.inspection.heads import Head, named
 from polyhead.inspection.identity import described, originally
+from polyhead.inspection.settings import IN_MEMORY
 from polyhead.inspection.vocabulary import Language, Text, role_of
 
 # role: role of a head; similar: heads with similar outputs; importance: the most important head, by gradient or
@@ -21,6 +24,44 @@ FindingKind = Literal["role", "similar", "importance", "sink", "uniform", "extre
 
 
 @dataclass(frozen=True, slots=True)
+class Basis:
+    """The text that a finding is about."""
+
+    text: str | None  # as in the settings: a path, "-" for standard input, None for the built-in text
+    tokens: int
+    context: int
+    halves: bool  # whether the finding holds on both halves of the text
+
+    def words(self, language: Language) -> str:
+        """Return the end of a sentence that names the text."""
+        name = _TEXTS[self.text] if self.text in _TEXTS else _name_of_text(str(self.text))
+        return _BASES[self.halves][language].format(name=name[language], tokens=self.tokens, context=self.context)
+
+
+_TEXTS = {
+    None: Text("the built-in text", "内置文本"),
+    "-": Text("standard input", "标准输入"),
+    IN_MEMORY: Text("the text in memory", "内存中的文本"),
+}
+_BASES = {
+    True: Text(
+        ", in both halves of {name} ({tokens:,} tokens in contexts of up to {context:,})",
+        "（在{name}的两半上均成立：{tokens:,} 个词元，上下文最长 {context:,}）",
+    ),
+    False: Text(
+        ", on {name} ({tokens:,} tokens in contexts of up to {context:,})",
+        "（在{name}上：{tokens:,} 个词元，上下文最长 {context:,}）",
+    ),
+}  # by `Basis.halves`
+_REPEATED = Text(", in both halves of the repeated random words", "（在重复的随机词的两半上均成立）")
+
+
+def _name_of_text(path: str) -> Text:
+    name = os.path.basename(os.path.normpath(path))
+    return Text(name, f" {name} ")  # spaces between Latin and Chinese letters
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One finding: its kind, the heads it is about and its numbers; `str(finding)` is the English sentence."""
 
@@ -29,6 +70,7 @@ class Finding:
     column: str | None  # column of the head table that it was derived from
     values: Mapping[str, int | float | str | bool]
     stacked: bool = False  # name the stack of each head, because the model has several, as an encoder-decoder
+    basis: Basis | None = None  # None: weights or probes, not a text
 
     def __str__(self) -> str:
         return words_of(self)
@@ -58,8 +100,8 @@ _FINDINGS = {
         "消融 {place}时文本向量变化最大：1 - 余弦为 {value:.2g}",
     ),
     "sink": Text(
-        "{count} of {of} heads have over half of their attention on the attention sink",
-        "{of} 个头中有 {count} 个把一半以上的注意力放在注意力汇聚点（首个词元）上",
+        "{count} of {of} heads have over half of their attention on the first token",
+        "{of} 个头中有 {count} 个把一半以上的注意力放在首个词元上",
     ),
     "uniform": Text(
         "{count} of {of} heads attend almost uniformly (over 90% of the maximum entropy)",
@@ -81,7 +123,7 @@ _FINDINGS = {
 # Appended if a finding has a value of that name.
 _SUFFIXES = {
     "null": Text("; random weights reach {null:z.2f}", "；随机权重只到 {null:z.2f}"),
-    "times": Text(", {times:.0f} times the median of all heads", "，是所有头中位数的 {times:.0f} 倍"),
+    "times": Text(", at least {times:,.1f} times the median of all heads", "，至少是所有头中位数的 {times:,.1f} 倍"),
 }
 
 
@@ -96,16 +138,20 @@ def words_of(finding: Finding, language: Language = "en") -> str:
     L2H7 的最大注意力权重最高：93% 落在一个词元上
     """
     values: Any = finding.values
+    basis = "" if finding.basis is None else finding.basis.words(language)
     place = place_of(finding.heads[0], language, stacked=finding.stacked)
     if language == "zh" and place[-1].isascii():
         place += " "  # between Latin and Chinese letters
     if finding.kind == "role":
         label = role_of(values["role"]).label
         fields = {"evidence": evidence_text(**values), "label": Text(_with_article(label.en), label.zh)}
-        return _FINDINGS["role"][language].format(place=place, **{name: x[language] for name, x in fields.items()})
+        if RULES[values["role"]].source == "repeated":
+            basis = _REPEATED[language]
+        text = _FINDINGS["role"][language].format(place=place, **{name: x[language] for name, x in fields.items()})
+        return text + basis
     text = _FINDINGS[_template_of(finding)][language]
     text += "".join(suffix[language] for name, suffix in _SUFFIXES.items() if name in values)
-    return text.format(place=place, heads=_joined_heads(finding, language), **values)
+    return text.format(place=place, heads=_joined_heads(finding, language), **values) + basis
 
 
 def _template_of(finding: Finding) -> str:
@@ -176,8 +222,10 @@ _REASONS = {
     ),
     "one_context": Text(
         "{roles}: a role that is measured on the text needs an interval, which needs two contexts, got a text of one; "
+        "findings about the text are left out as well, because they must hold in two halves of it; "
         "use a longer text, or a smaller context",
-        "{roles}：在文本上测量的角色需要置信区间，至少要两个上下文，而此文本只有一个；请用更长的文本或更小的上下文",
+        "{roles}：在文本上测量的角色需要置信区间，至少要两个上下文，而此文本只有一个；关于文本的发现须在文本的两半上均成立，"
+        "因此也从略；请用更长的文本或更小的上下文",
     ),
     "pronoun_sentences": Text(
         "pronoun: of {sentences} sentences with pronouns the tokenizer can read {readable} in a context of {context} "

@@ -172,4 +172,7 @@ class HeadEvidence(NamedTensors):
 
     def with_state(self, state: Mapping[str, Tensor]) -> Self:
         loaded = NamedTensors.with_state(self, state)
+        if loaded.sums.shape[-1] == len(COLUMNS) - 2:  # an earlier version counted the token itself in these
+            same, since = loaded.sums[..., :-4], loaded.sums.new_full((*loaded.sums.shape[:-1], 6), torch.nan)
+            loaded = replace(loaded, sums=torch.cat([same, since], -1))
         return replace(loaded, documents=loaded.documents.cpu())

@@ -34,8 +34,10 @@ COLUMNS = (
     "shuffled_cosine", "shuffled_cosine_expected",  # the same with shuffled embeddings
     "reshuffled_cosine", "reshuffled_cosine_expected",  # a second shuffle
     "other_token_mass",  # weight on tokens unequal to the row's
-    "word_mass", "word_rows",  # weight inside the row's word; rows in multi-token words
-    "sentence_mass", "sentence_rows",  # weight inside the row's sentence; rows in texts of several sentences
+    # Weight on other tokens of the row's word; the same expected from offsets; weight on all other tokens. Over rows in
+    # multi-token words.
+    "word_mass", "word_expected", "word_others",
+    "sentence_mass", "sentence_expected", "sentence_others",  # of the row's sentence, in texts of several sentences
 )  # fmt: skip
 COSINES = ("cosine", "shuffled_cosine", "reshuffled_cosine")  # in the order of `TokenMetadata.meaning`
 _ROW_NAMES = ("entropy", "confidence", "mean_distance")
@@ -221,8 +223,14 @@ def _columns(
     for name, segments in (("word", tokens.words), ("sentence", tokens.sentences)):
         if segments is not None:
             in_segments = counted & segments.counted[:, None]
-            columns[f"{name}_mass"] = _masked_sum(_weight_inside(attended, segments), in_segments)
-            columns[f"{name}_rows"] = _count(in_segments)
+            offsets = exclude_padding(attended, in_segments[:, 0]).profile(offsets=True).offsets
+            assert offsets is not None
+            by_offset = _merge_far_bins(offsets)
+            inside = _masked_sum(_weight_inside(attended, segments), in_segments) - by_offset[..., center]
+            columns[f"{name}_mass"] = inside.clamp_min(0.0)
+            by_offset[..., center] = 0.0  # attention of a token to itself
+            columns[f"{name}_expected"] = (by_offset * segments.inside_by_offset[:, None]).sum(-1)
+            columns[f"{name}_others"] = by_offset.sum(-1)
     if attended_embeddings is not None:
         columns |= _similarity_columns(rows, query_rows, attended_embeddings, histogram, columns["duplicate_mass"])
     return columns, histogram, summary.argmax

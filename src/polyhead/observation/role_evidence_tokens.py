@@ -78,6 +78,7 @@ class TokenSegments:
 
     indices: Tensor  # int64 [batch, tokens], -1 for special tokens and padding
     counted: Tensor  # bool [batch, tokens]
+    inside_by_offset: Tensor  # float64 [batch, bins]: share of the tokens at each offset that are in the same segment
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,9 +133,11 @@ class TokenTables:
         )
         if self.segments is not None:
             words, sentences = (x.to(device, non_blocking=True) for x in self.segments(tokens))
-            if non_padding is not None:
-                words, sentences = torch.where(non_padding, words, -1), torch.where(non_padding, sentences, -1)
-            result = replace(result, words=_word_segments(words), sentences=_sentence_segments(sentences))
+            present = torch.ones_like(words, dtype=torch.bool) if non_padding is None else non_padding.expand_as(words)
+            words, sentences = torch.where(present, words, -1), torch.where(present, sentences, -1)
+            result = replace(
+                result, words=_word_segments(words, present), sentences=_sentence_segments(sentences, present)
+            )
         if self.meaning is None:
             return result
         ordinary = (~special).to(device, non_blocking=True)
@@ -150,19 +153,45 @@ def _is_one_of(classes: Tensor, which: tuple[int, ...]) -> Tensor:
     return torch.isin(classes, torch.tensor(which, dtype=classes.dtype))
 
 
-def _word_segments(words: Tensor) -> TokenSegments:
+def _word_segments(words: Tensor, present: Tensor) -> TokenSegments:
     """Return words as segments; only tokens of multi-token words count."""
     joined = (words[:, 1:] == words[:, :-1]) & (words[:, 1:] >= 0)  # in one word with the previous token
     pad = torch.nn.functional.pad
-    return TokenSegments(words, pad(joined, (1, 0)) | pad(joined, (0, 1)))
+    counted = pad(joined, (1, 0)) | pad(joined, (0, 1))
+    return TokenSegments(words, counted, _inside_by_offset(words, counted, present))
 
 
-def _sentence_segments(sentences: Tensor) -> TokenSegments:
+def _sentence_segments(sentences: Tensor, present: Tensor) -> TokenSegments:
     """Return sentences as segments; only tokens of texts with several sentences count."""
     is_text = sentences >= 0
     last = sentences.amax(-1, keepdim=True)
     first = torch.where(is_text, sentences, last).amin(-1, keepdim=True)
-    return TokenSegments(sentences, is_text & (first < last))
+    counted = is_text & (first < last)
+    return TokenSegments(sentences, counted, _inside_by_offset(sentences, counted, present))
+
+
+def _inside_by_offset(indices: Tensor, counted: Tensor, present: Tensor) -> Tensor:
+    """Return the share of the tokens at each offset from counted ones that are in the same segment, [batch, bins].
+
+    `present` are the tokens that are no padding. All tokens of a segment are counted, or none.
+    """
+    batch, length = indices.shape
+    inside, pairs = torch.zeros(2, batch, BINS, dtype=torch.float64, device=indices.device)
+    center = NEAR + 1
+    for offset in range(1, min(NEAR, length - 1) + 1):
+        same = (indices[:, offset:] == indices[:, :-offset]) & counted[:, offset:]
+        inside[:, center - offset] = inside[:, center + offset] = same.sum(-1)
+        pairs[:, center - offset] = (counted[:, offset:] & present[:, :-offset]).sum(-1)
+        pairs[:, center + offset] = (counted[:, :-offset] & present[:, offset:]).sum(-1)
+    # Farther pairs are the remainder of all pairs, of which a segment of n tokens has n (n - 1) / 2 on each side.
+    sizes = torch.zeros(batch, length + 1, dtype=torch.float64, device=indices.device)
+    sizes = sizes.scatter_add(1, torch.where(counted, indices + 1, 0), counted.to(torch.float64))[:, 1:]
+    before = present.cumsum(-1) - present.to(torch.int64)
+    after = present.sum(-1, keepdim=True) - before - present.to(torch.int64)
+    for far, side, others in ((0, slice(0, center), before), (-1, slice(center + 1, BINS), after)):
+        inside[:, far] = (sizes * (sizes - 1)).sum(-1) / 2 - inside[:, side].sum(-1)
+        pairs[:, far] = (others * counted).sum(-1) - pairs[:, side].sum(-1)
+    return inside / pairs.clamp_min(1.0)
 
 
 def _occurrences(tokens: Tensor, counted: Tensor, *, both_ways: bool) -> tuple[Pairs, Pairs]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -174,9 +175,11 @@ class WordAttention(ContextCollector):
         looks     [words, heads] int16     index of the most attended other word in the text; the first of ties; -1
                                            without other visible words
         visible   [words, 2] bool          whether the governor is visible to the word, and the word to its governor
-        shares    [contexts, heads + 1, 3] attention to other tokens within each of the `SPANS`, summed over the words
-                                           that have it; the last head is uniform attention over the visible tokens
-        totals    [contexts, heads + 1, 3] attention of the same words to other tokens, special tokens included
+        shares    [contexts, heads, 3]     attention to other tokens within each of the `SPANS`, summed over the words
+                                           that have it
+        expected  [contexts, heads, 3]     the same if attention at each offset were inside as often as tokens of all
+                                           texts at that offset are: what the head's distances alone give
+        totals    [contexts, heads, 3]     attention of the same words to other tokens, special tokens included
         counts    [contexts, 3]            number of these words
     """
 
@@ -192,8 +195,7 @@ class WordAttention(ContextCollector):
         return {
             "looks": torch.zeros(0, num_heads, dtype=torch.int16),
             "visible": torch.zeros(0, 2, dtype=torch.bool),
-            "shares": torch.zeros(0, num_heads + 1, 3, dtype=torch.float64),
-            "totals": torch.zeros(0, num_heads + 1, 3, dtype=torch.float64),
+            **{name: torch.zeros(0, num_heads, 3, dtype=torch.float64) for name in ("shares", "expected", "totals")},
             "counts": torch.zeros(0, 3, dtype=torch.int64),
         }
 
@@ -203,21 +205,47 @@ class WordAttention(ContextCollector):
         pieces = _membership(words.tokens, words.governors.shape[1], attended, non_padding)
         governors, spans = words.governors.to(device, non_blocking=True), words.spans.to(device, non_blocking=True)
         rows = words.row_indices.to(device, non_blocking=True)
-        weights = torch.cat([_weights(attended), _uniform_weights(attended)], 1)  # the latter float64
+        weights = _weights(attended).to(torch.float64)
         weights.diagonal(dim1=-2, dim2=-1).zero_()  # attention of a token to itself
-        to_others = weights.sum(-1) @ _mean_over_pieces(pieces)  # [batch, heads + 1, words]
-        weights = between_words(weights, pieces)  # [batch, heads + 1, words, words]
+        to_others = weights.sum(-1) @ _mean_over_pieces(pieces)  # [batch, heads, words]
+        index = torch.arange(weights.shape[-1], device=device)
+        inside = self.inside_by_offset.to(device, non_blocking=True)
+        middle = inside.shape[1] // 2
+        expected = torch.einsum(
+            "bhqk,cqk->bhqc", weights, inside[:, (index - index[:, None]).clamp(-middle, middle) + middle]
+        )
+        expected = torch.einsum("bhqc,bqw,bcw->bhc", expected, _mean_over_pieces(pieces), spans.amax(-1))
+        weights = between_words(weights, pieces)  # [batch, heads, words, words]
         visible = (pieces.transpose(1, 2) @ _visible_tokens(attended) @ pieces) > 0  # [batch, words, words]
         safe_governors = governors.clamp_min(0)[..., None]
         upward = visible.gather(2, safe_governors)[..., 0] & (governors >= 0)
         downward = visible.transpose(1, 2).gather(2, safe_governors)[..., 0] & (governors >= 0)
         return {
-            "looks": _most_attended(weights[:, :-1]).flatten(0, 1)[rows],
+            "looks": _most_attended(weights).flatten(0, 1)[rows],
             "visible": torch.stack([upward, downward], -1).flatten(0, 1)[rows],
             "shares": torch.einsum("bhqk,bcqk->bhc", weights, spans),
+            "expected": expected,
             "totals": torch.einsum("bhq,bcq->bhc", to_others, spans.amax(-1)),
             "counts": words.counts,
         }
+
+    @cached_property
+    def inside_by_offset(self) -> Tensor:
+        """Share of the tokens at each offset from a token that are in its span, [3, offsets], over all texts.
+
+        The offset 0 is in the middle. As in `shares`, a word counts once, however many tokens it has.
+        """
+        middle = max(len(word_map.tokens) for word_map in self.maps) - 1
+        inside, pairs = torch.zeros(2, 3, 2 * middle + 1, dtype=torch.float64)
+        for word_map in self.maps:
+            spans, tokens = word_map.spans().to(torch.float64), torch.tensor(word_map.tokens)
+            pieces = (tokens[:, None] == torch.arange(len(word_map))).to(torch.float64)
+            rows = spans.amax(-1) @ _mean_over_pieces(pieces[None])[0].T  # [3, tokens]
+            index = torch.arange(len(tokens))
+            offsets = (index - index[:, None] + middle).flatten()
+            pairs.index_add_(1, offsets, rows[..., None].expand(-1, -1, len(tokens)).flatten(1))
+            inside.index_add_(1, offsets, (rows[..., None] * (pieces @ spans @ pieces.T)).flatten(1))
+        return inside / pairs.clamp_min(torch.finfo(torch.float64).tiny)
 
     def _words(self, contexts: tuple[int, ...]) -> _WordBatch:
         """Return the stacked word maps of a batch, cached across layers."""

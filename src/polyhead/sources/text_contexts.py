@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from polyhead.errors import OptionError
@@ -92,8 +92,10 @@ def read_contexts(
         raise OptionError(
             f"{purpose} needs a text of at least {MINIMUM_TOKENS} tokens, got {len(names)} documents that are shorter"
         )
-    names = names[: contexts[-1].document + 1]  # not the one that would exceed `tokens`
-    return TextContexts(tuple(contexts), tuple(names), length)
+    # Without documents that are too short, and the one that would exceed `tokens`.
+    number = {document: index for index, document in enumerate(dict.fromkeys(x.document for x in contexts))}
+    contexts = [replace(x, document=number[x.document]) for x in contexts]
+    return TextContexts(tuple(contexts), tuple(names[document] for document in number), length)
 
 
 def known_default_documents(tokenizer: Any) -> list[Document]:

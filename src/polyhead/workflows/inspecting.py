@@ -16,7 +16,7 @@ from polyhead.inspection.inspection_files import save_inspection
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.run_files import OBSERVATIONS, TABLE
 from polyhead.inspection.running import SAVE_SECONDS, run_inspection
-from polyhead.inspection.settings import Settings
+from polyhead.inspection.settings import IN_MEMORY, Settings
 from polyhead.observation.run_folder import lock_folder, remove_leftovers
 from polyhead.progress import Progress, ProgressCallback, ignore_progress
 from polyhead.sources import LoadedModel
@@ -24,8 +24,6 @@ from polyhead.sources.models import check_layers
 from polyhead.sources.text_contexts import Text
 from polyhead.sources.texts import TOKENS
 from polyhead.workflows.model_loading import as_loaded, load_model
-
-IN_MEMORY = "(in memory)"  # a text that has no path, in the settings of a run
 
 
 def inspect(

@@ -115,13 +115,13 @@ _KNOWN = (
     ),
     _share(
         "word_share", "attention within the word", "词内注意力",
-        "Attention weight on the tokens of the same word.",
-        "对同一个词的各词元的注意力权重。",
+        "Share of the attention to other tokens that is inside the word, for words of several tokens.",
+        "对其他词元的注意力中落在同一个词之内的比例，只计由多个词元组成的词。",
     ),
     _share(
         "sentence_share", "attention within the sentence", "句内注意力",
-        "Attention weight on the tokens of the same sentence.",
-        "对同一个句子的各词元的注意力权重。",
+        "Share of the attention to other tokens that is inside the sentence, in contexts of several sentences.",
+        "对其他词元的注意力中落在同一个句子之内的比例，只计含多个句子的上下文。",
     ),
     _share(
         "special_mass", "attention to special tokens", "对特殊词元的注意力",
@@ -246,8 +246,9 @@ _COMPANIONS = {
     "_chance": (
         Text("{label}, chance", "{label}：随机水平"),
         Text(
-            "Value of the column {name} for uniform attention over the visible tokens.",
-            "注意力在可见词元上均匀分布时列 {name} 的值。",
+            "Value of the column {name} by chance: for uniform attention over the visible tokens or, if it is a share "
+            "inside the word or the sentence, for attention at the same distances.",
+            "列 {name} 的随机水平：注意力在可见词元上均匀分布时的值；词内与句内的比例则为距离相同的注意力的值。",
         ),
     ),
 }
