@@ -138,6 +138,6 @@ def test_without_groups_pairs_are_tried_and_everything_is_written_and_summed_up(
     assert {row["layer"] for row in rows[1:]} == {layer.path for layer in find_layers(model)}
     assert all(row["machine"]["versions"]["torch"] == torch.__version__ for row in rows)
     shown = done.output
-    assert "redundancy groups: 0 (" in shown
+    assert "groups of similar heads: 0 (" in shown
     assert f"pairs that were tried: {len(rows) - 1}\n" in shown
     assert "| fused: made one in closed form |" in shown

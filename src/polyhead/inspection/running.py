@@ -124,6 +124,10 @@ class _Run:
         if non_finite := layer_similarity.non_finite_heads(observations.collected):
             self.probes.left_out.append(Reason("non_finite", {"heads": non_finite}))
         matrices, output_columns = layer_similarity.relations_of(observations.collected, head_projections)
+        if few := layer_similarity.add_predictable_shares(
+            observations.collected, head_projections, matrices, output_columns
+        ):
+            self.probes.left_out.append(few)
         spectra = layer_similarity.spectra_of(head_projections)
         columns = [
             layer_similarity.text_columns(observations.collected),
@@ -134,7 +138,7 @@ class _Run:
         importance, importance_tokens = None, None
         if not self.interrupted:
             try:
-                probed = self.probe(observations, head_projections, sample, matrices)
+                probed = self.probe(observations, head_projections, sample)
                 columns.append(layer_similarity.role_columns(probed.fields.get("roles", ())))
                 try:
                     importance, importance_tokens = self.probes.importance()
@@ -162,15 +166,13 @@ class _Run:
         observations: Observations,
         head_projections: Mapping[AttentionSite, HeadProjections],
         sample: TokenSample | None,
-        matrices: Mapping[AttentionSite, Mapping[str, Tensor]],
     ) -> _Probed:
         probes = self.probes
         fields: dict[str, Any] = {"examples": probes.examples()}
         distances, repeated = probes.distances(), probes.repeated(self.loaded.model)
         reference: tuple[HeadRoles, ...] = ()
         if self.settings.chance:
-            reference, null = probes.chance()
-            fields |= layer_similarity.groups_of(matrices, null)
+            reference = probes.chance()
         fields["roles"] = head_roles(
             evidence_of(observations.collected),
             repeated,
