@@ -1,7 +1,7 @@
 """Merging heads against pruning as many with compensation: `python -m benchmarks merging --help`.
 
-Heads of a layer form a group if the cosines of what they write are all halfway between those of random weights and 1, on
-the text that is calibrated on: a mean of heads stands for heads of equal sign only. The m heads of a group
+Heads of a layer form a group if all cosines of what they write are at least halfway between those of random weights and
+1, on the text that is calibrated on: a mean can stand for heads of equal sign only. The m heads of a group
 are made one, by their mean (`MergeHeads`) and in closed form (`FuseHeads`), and W_O is repaired. Beside it m - 1 of the
 same heads are pruned, the best one staying, and the m - 1 heads of the layer that can best go. Everything is chosen and
 solved on the calibration split and judged on the reporting split: what is lost as a share of what the layer writes, and

@@ -1,4 +1,4 @@
-"""Redundancy: the share of a head that the others of its layer predict, against planted heads and a plain regression."""
+"""Redundancy: the share of a head that the others of its layer predict: planted heads, and a plain regression."""
 
 from __future__ import annotations
 

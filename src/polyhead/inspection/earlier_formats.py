@@ -1,8 +1,8 @@
 """Upgrade of inspections in formats 2 to 6 to the current one.
 
 Format 6 has groups of redundant heads by a threshold on cosines, which is no longer used, and findings about them; both
-are dropped. Format 5 has other names for kinds of findings, 4 also for two fields, 3 and 2 store evidence and reasons as English
-text instead of fields, and 2 has other names for some statistics.
+are dropped. Format 5 has other names for kinds of findings, 4 also for two fields, 3 and 2 store evidence and reasons
+as English text instead of fields, and 2 has other names for some statistics.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from polyhead.inspection.heads import Head, named
 from polyhead.inspection.identity import originally
 from polyhead.inspection.vocabulary import Language, Text, role_of
 
-# role: role of a head; redundant: a head whose output other heads of its layer predict; importance: the most important head, by gradient or
-# ablation; sink: number of heads that attend mostly to the attention sink; uniform: number of heads that attend almost
-# uniformly; extreme: the head with the largest value in a column.
+# role: role of a head; redundant: a head that others of its layer predict; importance: the most important head, by
+# gradient or ablation; sink: number of heads that attend mostly to the attention sink; uniform: number of heads that
+# attend almost uniformly; extreme: the head with the largest value in a column.
 FindingKind = Literal["role", "redundant", "importance", "sink", "uniform", "extreme"]
 
 
@@ -44,7 +44,8 @@ _FINDINGS = {
     "same": Text(
         "{place} writes much the same as {other} (cosine {cosine:.2f}; {alone:.0%} of its output is linearly "
         "predictable from it, on held-out tokens)",
-        "{place}与 {other} 写入的内容大致相同（余弦 {cosine:.2f}；在留出词元上，其输出的 {alone:.0%} 可由后者线性预测）",
+        "{place}与 {other} 写入的内容大致相同（余弦 {cosine:.2f}；"
+        "在留出词元上，其输出的 {alone:.0%} 可由后者线性预测）",
     ),
     "opposite": Text(
         "{place} writes the opposite of {other} (cosine {cosine:.2f}; {alone:.0%} of its output is linearly "
@@ -54,7 +55,8 @@ _FINDINGS = {
     "linear_map": Text(
         "{place} writes a linear map of what {other} writes (cosine {cosine:.2f}; {alone:.0%} of its output is "
         "linearly predictable from it, on held-out tokens)",
-        "{place}写入的是 {other} 所写内容的线性映射（余弦 {cosine:.2f}；在留出词元上，其输出的 {alone:.0%} 可由后者线性预测）",
+        "{place}写入的是 {other} 所写内容的线性映射（余弦 {cosine:.2f}；"
+        "在留出词元上，其输出的 {alone:.0%} 可由后者线性预测）",
     ),
     "gradient": Text(
         "{place} has the largest loss gradient: {value:.3g} nats per token",
@@ -198,7 +200,8 @@ _REASONS = {
     "few_tokens": Text(
         "redundancy: the prediction of a head by the others of its layer needs {needed:,} tokens in each half of the "
         "documents, got {got:,}; use a longer text, or more tokens",
-        "冗余：由同层其他头预测一个头，每一半文档至少需要 {needed:,} 个词元，此处只有 {got:,} 个；请用更长的文本或更多词元",
+        "冗余：由同层其他头预测一个头，每一半文档至少需要 {needed:,} 个词元，此处只有 {got:,} 个；"
+        "请用更长的文本或更多词元",
     ),
     "importance_error": Text("importance: {error}", "重要性：{error}"),
     "every_pair": Text(

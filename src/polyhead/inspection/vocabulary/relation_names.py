@@ -26,8 +26,8 @@ _KNOWN = (
         "predictable_share", "share predictable by one head", "可由单个头预测的比例",
         "Share of the output of the row's head that the column's head alone predicts linearly, on held-out tokens: 1 "
         "for a linear map of it, whatever the cosine, 0 for unrelated heads. Not symmetric.",
-        "列所对应的头单独在留出词元上可线性预测的、行所对应的头输出的比例：若后者是前者的线性映射则为 1（无论余弦多少），"
-        "无关则为 0。不对称。",
+        "列所对应的头单独在留出词元上可线性预测的、行所对应的头输出的比例：若后者是前者的线性映射则为 1"
+        "（无论余弦多少），无关则为 0。不对称。",
     ),
     _relation(
         "subspace_overlap", "subspace overlap", "子空间重合度",
