@@ -313,10 +313,10 @@ def _redundant(found: Inspection) -> Iterator[str]:
     stacked = len({(site.stack, site.kind) for site in table.sites}) > 1
     if not len(found.redundant):
         best = int(shares.nan_to_num(nan=-math.inf).argmax())
-        head = place_of((table.sites[best], table.heads[best]), stacked=stacked)
+        place = place_of((table.sites[best], table.heads[best]), stacked=stacked)
         yield (
             f"No redundant heads: the other heads of a layer predict less than {THRESHOLD:.0%} of the output of each "
-            f"linearly, on held-out tokens; at most {float(shares[best]):z.0%}, of {head}."
+            f"linearly, on held-out tokens; at most {float(shares[best]):z.0%}, of {place}."
         )
         return
     shown = [f"{place_of(x.head, stacked=stacked)} {x.share:.0%}" for x in found.redundant[:LEAST]]

@@ -64,11 +64,11 @@ def add_predictable_shares(
     reason = None
     for site, state in states_of(collected, "contributions", SiteContributions).items():
         output = head_projections.get(site, HeadProjections()).output
-        if output is None or state.moments is None or site.num_heads < 2:
-            continue
         one, other = map(_on_cpu, state.halves)
-        needed = tokens_needed(state.moments)
-        got = 0 if one is None or other is None else int(min(one.count, other.count))
+        known = one or other
+        if output is None or known is None or site.num_heads < 2:
+            continue
+        needed, got = tokens_needed(known), int(min(one.count, other.count)) if one and other else 0
         if one is None or other is None or got < needed:
             reason = Reason("few_tokens", {"needed": needed, "got": got})
             continue
