@@ -71,8 +71,8 @@ def test_a_run_is_shown_kept_and_compared(place, tmp_path, monkeypatch):
     assert [line.split(" (")[0] for line in compared.splitlines()[:2]] == [f"A  {runs[0]}", f"B  {runs[1]}"]
     assert "loss" not in compared  # the embedding model has none
     said = " ".join(compared.split())
-    columns = "effective_rank, output_norm, output_norm_share, total_correlation"
-    assert said.count(f" 26 values of {columns} are not tested: no error estimate") == 1
+    columns = "effective_rank, output_norm, output_norm_share, predictable_share, total_correlation"
+    assert said.count(f" 34 values of {columns} are not tested: no error estimate") == 1
     assert not re.search(r"^L\dH\d ", compared, flags=re.MULTILINE)
     shown = invoke("compare", *runs, "--statistic", "output_norm").stdout
     assert len(re.findall(r"^L\dH\d .* not tested$", shown, flags=re.MULTILINE)) == 8

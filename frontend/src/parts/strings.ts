@@ -288,9 +288,7 @@ export const strings = {
       "Heads of whose output the other heads of the layer predict at least {threshold} linearly, on held-out tokens: " +
       "so much they can compensate if the head is removed. Each is measured with all others present; of two heads " +
       "that predict each other, one is needed.",
-    zh:
-      "同层其他头在留出词元上可线性预测其输出至少 {threshold} 的头：去掉该头时，其他头能补偿这么多。" +
-      "每个头都在其他头全部保留时测量；互相预测的两个头需保留其一。",
+    zh: "同层其他头在留出词元上可线性预测其输出至少 {threshold} 的头：去掉它时其他头能补偿这么多。每个头都在其他头保留时测量；互相预测的两个头需保留其一。",
   },
   predictedBy: { en: "{share} by", zh: "其中 {share} 可由" },
   predictedAlone: { en: "alone, cosine {cosine}", zh: "单独预测，余弦 {cosine}" },
