@@ -49,7 +49,7 @@ def test_planted_duplicates_come_first_and_predict_each_other() -> None:
     relations["information"] = mutual_information(moments)
     for name, relation in relations.items():
         assert set(ranked(relation)[:2]) == truth, name
-    more = random_tokens(1, batch=60, length=61, vocab_size=sizes.vocab_size)  # more tokens than channels in each half
+    more = random_tokens(1, batch=240, length=61, vocab_size=sizes.vocab_size)  # more tokens than channels in each half
     shares = predictable_shares(*(moments_of(planted.model, half)[0] for half in more.chunk(2)), weights)
     assert set(ranked(shares.by_head)[:2]) == truth
     for one, other in truth:

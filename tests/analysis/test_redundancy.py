@@ -83,7 +83,7 @@ def test_a_prediction_is_not_symmetric() -> None:
     assert shares[1, UNRELATED] < 0.7
 
 
-@pytest.mark.parametrize("tokens", [TOKENS, 80])
+@pytest.mark.parametrize("tokens", [TOKENS, 250])
 def test_shares_are_those_of_a_regression_on_explicit_rows(tokens: int) -> None:
     outputs, weights = planted(1)
     noise = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -102,7 +102,7 @@ def test_shares_are_those_of_a_regression_on_explicit_rows(tokens: int) -> None:
 def test_unrelated_heads_are_at_most_zero_with_any_number_of_tokens(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randn(HEADS, DIM, WIDTH, generator=generator)
-    for tokens in (70, 200, 2000):
+    for tokens in (250, 600, 2000):
         outputs = torch.randn(tokens, HEADS, DIM, generator=generator)
         assert shares_of(outputs, weights).by_others.mean() < 0
 
@@ -122,9 +122,9 @@ def test_heads_without_a_finite_varying_output_have_no_share_and_change_no_other
 def test_fewer_tokens_than_predictors_and_other_shapes_are_refused() -> None:
     outputs, weights = planted()
     needed = tokens_needed(halves_of(outputs)[0])
-    assert needed == (HEADS - 1) * DIM + 1
+    assert needed == 4 * (HEADS - 1) * DIM
     shares_of(outputs[: 2 * needed], weights)
-    with pytest.raises(OptionError, match=r"needs 31 tokens in each half of the documents, got 31 and 30"):
+    with pytest.raises(OptionError, match=r"needs 120 tokens in each half of the documents, got 120 and 119"):
         shares_of(outputs[: 2 * needed - 1], weights)
     with pytest.raises(ShapeError, match=r"of the same heads, got \[7, 5\], \[7, 5\] and \[6, 5, 41\]"):
         shares_of(outputs, weights[1:])

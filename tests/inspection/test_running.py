@@ -191,7 +191,7 @@ def test_redundancy_is_not_measured_with_fewer_tokens_than_predictors(folders, t
     assert "predictable_share" not in found.table.columns
     assert found.redundant == ()
     (words,) = [str(x) for x in found.facts["left_out"] if x.kind == "few_tokens"]
-    assert "needs 19 tokens in each half of the documents, got 0; use a longer text" in words
+    assert "needs 72 tokens in each half of the documents, got 0; use a longer text" in words
 
 
 def test_pairs_of_layers_are_measured_also_where_they_were_picked_by_a_projection(plain_bert, monkeypatch):

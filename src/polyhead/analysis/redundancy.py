@@ -77,8 +77,8 @@ def predictable_shares(one: HeadMoments, other: HeadMoments, output_weights: Ten
 
 
 def tokens_needed(moments: HeadMoments) -> int:
-    """Return how many tokens each half of the documents must have: more than the regression has predictors."""
-    return (moments.num_heads - 1) * moments.dim + 1
+    """Return how many tokens each half of the documents must have: with fewer, shares are far too low."""
+    return 4 * (moments.num_heads - 1) * moments.dim
 
 
 def _scaled(moments: HeadMoments, scale: Tensor) -> HeadMoments:
