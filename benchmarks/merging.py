@@ -1,6 +1,7 @@
 """Merging heads against pruning as many with compensation: `python -m benchmarks merging --help`.
 
-Redundancy groups are found as `polyhead inspect` finds them, on the text that is calibrated on. The m heads of a group
+Heads of a layer form a group if all cosines of what they write are at least halfway between those of random weights and
+1, on the text that is calibrated on: a mean can stand for heads of equal sign only. The m heads of a group
 are made one, by their mean (`MergeHeads`) and in closed form (`FuseHeads`), and W_O is repaired. Beside it m - 1 of the
 same heads are pruned, the best one staying, and the m - 1 heads of the layer that can best go. Everything is chosen and
 solved on the calibration split and judged on the reporting split: what is lost as a share of what the layer writes, and
@@ -22,10 +23,11 @@ from torch import Tensor, nn
 from benchmarks.surgery_quality.language import LanguageTask
 from benchmarks.surgery_quality.sentences import LONGEST
 from benchmarks.surgery_quality.tasks import Batch
-from polyhead.inspection import layer_similarity
-from polyhead.inspection.heads import Group, RedundancyThreshold
+from polyhead.analysis.relations import cosine
 from polyhead.inspection.probing import CHANCE_TOKENS, random_twin
-from polyhead.observation import AttentionSite, Contributions, find_projections, observe
+from polyhead.observation import Contributions, find_projections, observe
+from polyhead.observation.collectors import states_of
+from polyhead.observation.contributions import SiteContributions
 from polyhead.surgery import (
     AttentionLayer,
     HeadWeights,
@@ -65,11 +67,19 @@ class Alike:
     """The cosines of what heads write, by the name of their layer's site, and the groups that follow from them."""
 
     cosines: Mapping[str, Tensor]
-    groups: tuple[Group, ...]
-    threshold: RedundancyThreshold | None
+    null: float  # the largest cosine of random weights
+
+    @property
+    def threshold(self) -> float:
+        return (1 + max(self.null, 0.0)) / 2
+
+    @property
+    def groups(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The site of each group, and its heads."""
+        return [(site, group) for site, x in self.cosines.items() for group in complete_groups(x, self.threshold)]
 
     def of(self, layer: AttentionLayer) -> list[tuple[int, ...]]:
-        return [tuple(head for _, head in x.heads) for x in self.groups if x.heads[0][0].name == layer.site]
+        return [group for site, group in self.groups if site == layer.site]
 
     def least(self, layer: AttentionLayer, heads: Sequence[int]) -> float:
         """The cosine of those two of these heads that are least alike."""
@@ -77,20 +87,42 @@ class Alike:
 
 
 def alike(model: nn.Module, batches: Sequence[Batch], seed: int = 0) -> Alike:
-    """As `polyhead inspect` has it: against random weights, which read short pieces of the same text."""
-    own = _cosines(model, batches)
+    """The cosines of a model, and of random weights, which read short pieces of the same text."""
     null = _cosines(random_twin(model, seed), _beginnings(batches))
-    found = layer_similarity.groups_of({site: {"cosine": x} for site, x in own.items()}, null)
-    return Alike({site.name: x for site, x in own.items()}, found.get("groups", ()), found.get("redundancy"))
+    return Alike(_cosines(model, batches), max(_largest(x) for x in null.values()))
+
+
+def complete_groups(cosines: Tensor, threshold: float) -> list[tuple[int, ...]]:
+    """Return the complete-linkage clusters of two heads or more, in which all pairs reach the threshold."""
+    values = torch.where(cosines.isnan(), -torch.inf, cosines)
+    values.fill_diagonal_(-torch.inf)
+    members: dict[int, list[int]] = {head: [head] for head in range(len(values))}
+    while len(members) > 1:
+        one, other = sorted(divmod(int(values.argmax()), len(values)))
+        if not values[one, other] >= threshold:
+            break
+        # The similarity of two groups is that of their least similar pair.
+        values[one] = torch.minimum(values[one], values[other])
+        values[:, one] = values[one]
+        values[other], values[:, other] = -torch.inf, -torch.inf
+        values[one, one] = -torch.inf
+        members[one] += members.pop(other)
+    return sorted(tuple(sorted(group)) for group in members.values() if len(group) > 1)
 
 
 @torch.no_grad()
-def _cosines(model: nn.Module, batches: Sequence[Batch]) -> dict[AttentionSite, Tensor]:
+def _cosines(model: nn.Module, batches: Sequence[Batch]) -> dict[str, Tensor]:
     head_projections = find_projections(model, lambda: model(**{name: x[:1, :16] for name, x in batches[0].items()}))
     with observe(model, statistics=False, collect=[Contributions()]) as session:
         for batch in batches:
             model(**batch)
-    return layer_similarity.cosines_of(session.observations.collected, head_projections)
+    states = states_of(session.observations.collected, "contributions", SiteContributions)
+    cosines = {}
+    for site, state in states.items():
+        output = head_projections[site].output if site in head_projections else None
+        if output is not None and state.moments is not None:
+            cosines[site.name] = cosine(state.moments, output).cpu()
+    return cosines
 
 
 def _beginnings(batches: Sequence[Batch]) -> list[Batch]:
@@ -243,8 +275,8 @@ def judged(task: Any, pairs: int | None = None, *, whole: bool = True) -> Iterat
     moments, held_moments = collect_moments(model, calibration), collect_moments(model, held_out)
     yield {
         "kind": "found",
-        "threshold": None if found.threshold is None else round(found.threshold.threshold, 4),
-        "null": None if found.threshold is None else round(found.threshold.null, 4),
+        "threshold": round(found.threshold, 4),
+        "null": round(found.null, 4),
         "largest_cosine": max(_largest(x) for x in found.cosines.values()),
         "groups": len(found.groups),
         "in_part": sum(len(parts) > 0 and parts != [group] for group, parts in every),
@@ -326,7 +358,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
     """Tables of means, and of how often one head made of several loses less than pruning."""
     found, losses = rows[0], ("held_out", "calibrated")
     lines = [
-        f"redundancy groups: {found['groups']} (cosine at least {found['threshold']}; the largest is "
+        f"groups of similar heads: {found['groups']} (cosine at least {found['threshold']}; the largest is "
         f"{found['largest_cosine']}); merged in part, for other heads that read their KV heads: {found['in_part']}; "
         f"not at all: {found['not_at_all']}"
     ]

@@ -106,9 +106,15 @@ export interface Relation {
   about: Text;
 }
 
-export interface Group {
-  heads: HeadId[];
-  least: number;
+/** A head whose output the other heads of its layer predict linearly, on held-out tokens. */
+export interface RedundantHead {
+  head: HeadId;
+  /** Predicted by all of them together. */
+  share: number;
+  /** The head that alone predicts most, its share, and the cosine of the two outputs. */
+  other: HeadId;
+  alone: number;
+  cosine: number;
 }
 
 interface Pair {
@@ -166,8 +172,9 @@ export interface Page {
   offsets: { edges: number[]; sites: Record<string, Packed> };
   relations: Record<string, Record<string, Packed>>;
   relation_names: Relation[];
-  redundancy: { threshold: number; null: number } | null;
-  groups: Group[];
+  /** The share from which heads are redundant; null if it was not measured. */
+  redundancy: number | null;
+  redundant: RedundantHead[];
   pairs: Pair[];
   importance: { column: string; label: Text; about: Text } | null;
   syntax: { treebank: string; rows: SyntaxRow[] } | null;

@@ -1,78 +1,130 @@
-"""Groups of heads that say the same: what is planted is found, chance is not, and chains do not pass for groups."""
+"""Redundancy: the share of a head that the others of its layer predict: planted heads, and a plain regression."""
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
-from polyhead.analysis.redundancy import complete_groups, redundancy
-from polyhead.analysis.relations import cosine
+from polyhead.analysis.redundancy import PredictableShares, predictable_shares, tokens_needed
+from polyhead.analysis.relations import cka, cosine
 from polyhead.errors import OptionError, ShapeError
 from polyhead.observation.head_moments import HeadMoments
 
-HEADS, DIM, WIDTH, TOKENS = 8, 4, 32, 300
+HEADS, DIM, WIDTH, TOKENS = 7, 5, 41, 6000
+COPY, NEGATIVE, MAPPED, SUM, UNRELATED = 2, 3, 4, 5, 6  # of heads 0, 0, 1, and of 0 and 1
 
 
-def random_heads(seed: int) -> tuple[Tensor, Tensor]:
+def planted(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Outputs [tokens, heads, dim] and rows of W_O, in which a copy has another basis."""
     generator = torch.Generator().manual_seed(seed)
-    return (
-        torch.randn(TOKENS, HEADS, DIM, generator=generator, dtype=torch.float64),
-        torch.randn(HEADS, DIM, WIDTH, generator=generator, dtype=torch.float64),
-    )
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    outputs, weights = draw(TOKENS, HEADS, DIM) + 3 * draw(HEADS, DIM), draw(HEADS, DIM, WIDTH)
+    basis = torch.linalg.qr(draw(DIM, DIM)).Q
+    outputs[:, COPY], weights[COPY] = outputs[:, 0] @ basis, basis.T @ weights[0]
+    outputs[:, NEGATIVE], weights[NEGATIVE] = -outputs[:, 0], weights[0]
+    outputs[:, MAPPED] = outputs[:, 1] @ basis
+    outputs[:, SUM] = outputs[:, 0] + outputs[:, 1]
+    return outputs, weights
 
 
-def similarity(outputs: Tensor, weights: Tensor) -> Tensor:
-    return cosine(HeadMoments.empty(HEADS, DIM).update(outputs), weights)
+def halves_of(outputs: Tensor) -> list[HeadMoments]:
+    return [HeadMoments.empty(*outputs.shape[1:]).update(half) for half in outputs.chunk(2)]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_planted_duplicates_are_found_and_nothing_else(seed: int) -> None:
-    outputs, weights = random_heads(seed)
-    turn = torch.linalg.qr(torch.randn(DIM, DIM, dtype=torch.float64)).Q
-    outputs[:, 5], weights[5] = outputs[:, 1] @ turn, turn.T @ weights[1]
-    outputs[:, 6], weights[6] = outputs[:, 1] + 0.1 * outputs[:, 6], weights[1]
-    null = [similarity(*random_heads(1000 + 10 * seed + i)) for i in range(3)]
-    found = redundancy(similarity(outputs, weights), null)
-    assert found.groups == ((1, 5, 6),)
-    assert redundancy(similarity(*random_heads(5000 + seed)), null).groups == ()
+def shares_of(outputs: Tensor, weights: Tensor) -> PredictableShares:
+    return predictable_shares(*halves_of(outputs), weights)
 
 
-def test_a_chain_is_no_group() -> None:
-    angles = torch.tensor([0.0, 0.3, 0.6, 0.9, 1.2])
-    chain = torch.cos(angles[:, None] - angles)
-    groups = complete_groups(chain, 0.9)
-    assert groups == ((0, 1), (2, 3))
+def regression(outputs: Tensor, weights: Tensor, head: int, predictors: list[int]) -> float:
+    """R² of a head's contribution, by least squares on explicit rows: one half is fitted, the other predicted."""
+    unit = (outputs - outputs.mean(0)).square().mean((0, 2)).sqrt()
+    written = outputs[:, head] @ weights[head]
+    error = total = 0.0
+    halves = torch.arange(len(outputs)).chunk(2)
+    for train, test in (halves, halves[::-1]):
+        x = (outputs / unit[:, None])[:, predictors].flatten(1)
+        mean, target = x[train].mean(0), written[train].mean(0)
+        ridge = (x.shape[1]) ** 0.5 * torch.eye(x.shape[1], dtype=torch.float64)  # predictors per token, times tokens
+        left = torch.cat([x[train] - mean, ridge])
+        right = torch.cat([written[train] - target, torch.zeros(x.shape[1], WIDTH, dtype=torch.float64)])
+        fitted = torch.linalg.lstsq(left, right).solution
+        error += float((written[test] - target - (x[test] - mean) @ fitted).square().sum())
+        total += float((written[test] - written[test].mean(0)).square().sum())
+    return 1 - error / total
 
 
-@given(st.integers(2, 9), st.floats(0.1, 0.9), st.integers(0, 10_000))
-def test_groups_are_complete_disjoint_and_maximal(heads: int, threshold: float, seed: int) -> None:
-    drawn = torch.rand(heads, heads, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    alike = (drawn + drawn.T) / 2
-    groups = complete_groups(alike, threshold)
-    members = [head for group in groups for head in group]
-    assert len(members) == len(set(members))
-    for group in groups:
-        assert all(alike[i, j] >= threshold for i, j in itertools.combinations(group, 2))
-    parts = [*groups, *((head,) for head in range(heads) if head not in members)]
-    for one, other in itertools.combinations(parts, 2):
-        assert not all(alike[i, j] >= threshold for i in one for j in other)
+def test_planted_heads_are_predicted_whatever_the_sign_and_the_basis() -> None:
+    outputs, weights = planted()
+    shares = shares_of(outputs, weights)
+    assert (shares.by_others[:UNRELATED] > 0.999).all()
+    assert -0.02 < shares.by_others[UNRELATED] <= 0
+    moments = HeadMoments.empty(HEADS, DIM).update(outputs)
+    alike = cosine(moments, weights)
+    assert alike[COPY, 0] > 0.999
+    assert alike[NEGATIVE, 0] < -0.999
+    for head, source in ((COPY, 0), (NEGATIVE, 0), (MAPPED, 1), (1, MAPPED)):
+        assert shares.by_head[head, source] > 0.999
+    assert abs(alike[MAPPED, 1]) < 0.35  # rotated, into other directions of the residual stream
+    assert cka(moments, weights)[MAPPED, 1] > 0.5
+    assert shares.by_head[SUM, 0] == pytest.approx(0.5, abs=0.02)  # the other half needs head 1
+    assert (shares.by_head[:UNRELATED, UNRELATED].abs() < 0.01).all()
+    torch.testing.assert_close(shares.by_head.diagonal(), torch.ones(HEADS).double(), rtol=0, atol=1e-5)
 
 
-def test_a_head_that_writes_nothing_belongs_to_no_group() -> None:
-    alike = torch.full((3, 3), torch.nan)
-    alike[:2, :2] = 1.0
-    assert complete_groups(alike, 0.5) == ((0, 1),)
+def test_a_prediction_is_not_symmetric() -> None:
+    outputs, weights = planted()
+    outputs[:, UNRELATED, :2], outputs[:, UNRELATED, 2:] = outputs[:, 1, :2], 0.0  # two channels of head 1
+    shares = shares_of(outputs, weights).by_head
+    assert shares[UNRELATED, 1] > 0.999
+    assert shares[1, UNRELATED] < 0.7
 
 
-def test_a_null_of_equal_heads_and_other_shapes_are_refused() -> None:
-    with pytest.raises(OptionError, match="of unrelated heads, got a similarity of 1"):
-        redundancy(torch.eye(3), torch.ones(3, 3))
-    with pytest.raises(OptionError, match="pairs of heads"):
-        redundancy(torch.eye(1), torch.eye(1))
-    with pytest.raises(ShapeError, match=r"got shape \[2, 3\]"):
-        complete_groups(torch.zeros(2, 3), 0.5)
+@pytest.mark.parametrize("tokens", [TOKENS, 250])
+def test_shares_are_those_of_a_regression_on_explicit_rows(tokens: int) -> None:
+    outputs, weights = planted(1)
+    noise = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    outputs = (outputs + noise)[:tokens] * torch.linspace(0.1, 9, HEADS)[:, None]
+    outputs[tokens // 2 :] += 1.7  # documents differ in their mean
+    shares = shares_of(outputs, weights)
+    for head in range(HEADS):
+        others = [other for other in range(HEADS) if other != head]
+        assert float(shares.by_others[head]) == pytest.approx(regression(outputs, weights, head, others), abs=1e-9)
+        for other in others:
+            alone = regression(outputs, weights, head, [other])
+            assert float(shares.by_head[head, other]) == pytest.approx(alone, abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_unrelated_heads_are_at_most_zero_with_any_number_of_tokens(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(HEADS, DIM, WIDTH, generator=generator)
+    for tokens in (250, 600, 2000):
+        outputs = torch.randn(tokens, HEADS, DIM, generator=generator)
+        assert shares_of(outputs, weights).by_others.mean() < 0
+
+
+def test_heads_without_a_finite_varying_output_have_no_share_and_change_no_other() -> None:
+    outputs, weights = planted()
+    without = shares_of(outputs[:, :5], weights[:5])
+    outputs[:, 5], outputs[7, 6] = 2.0, torch.nan
+    shares = shares_of(outputs, weights)
+    assert shares.by_others[5:].isnan().all()
+    assert shares.by_head[5:].isnan().all()
+    assert shares.by_head[:, 5:].isnan().all()
+    torch.testing.assert_close(shares.by_others[:5], without.by_others, rtol=0, atol=1e-4)
+    torch.testing.assert_close(shares.by_head[:5, :5], without.by_head)
+
+
+def test_fewer_tokens_than_predictors_and_other_shapes_are_refused() -> None:
+    outputs, weights = planted()
+    needed = tokens_needed(halves_of(outputs)[0])
+    assert needed == 4 * (HEADS - 1) * DIM
+    shares_of(outputs[: 2 * needed], weights)
+    with pytest.raises(OptionError, match=r"needs 120 tokens in each half of the documents, got 120 and 119"):
+        shares_of(outputs[: 2 * needed - 1], weights)
+    with pytest.raises(ShapeError, match=r"of the same heads, got \[7, 5\], \[7, 5\] and \[6, 5, 41\]"):
+        shares_of(outputs, weights[1:])

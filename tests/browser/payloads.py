@@ -80,8 +80,8 @@ def synthetic() -> Payload:
                 "about": bilingual("1 is the same."),
             },
         ],
-        "redundancy": {"threshold": 0.55, "null": 0.11},
-        "groups": [{"heads": [[1, 0], [1, 3]], "least": 0.81}],
+        "redundancy": 0.75,
+        "redundant": [{"head": [1, 0], "share": 0.86, "other": [1, 3], "alone": 0.77, "cosine": -0.61}],
         "pairs": [{"one": [0, 2], "other": [2, 4], "cosine": 0.61, "guess": 0.6}],
         "importance": {
             "column": "ablation",
@@ -113,7 +113,7 @@ def with_table(page: Payload) -> Payload:
 def bare() -> Payload:
     """Return the page of a minimal run: one layer and one statistic, of some heads only."""
     page = synthetic()
-    page |= {"importance": None, "syntax": None, "redundancy": None, "groups": [], "pairs": [], "findings": []}
+    page |= {"importance": None, "syntax": None, "redundancy": None, "redundant": [], "pairs": [], "findings": []}
     page |= {"maps": {}, "relations": {}, "relation_names": [], "examples": [], "roles": []}
     page |= {"offsets": {"edges": [], "sites": {}}, "stacks": page["stacks"][:1], "columns": page["columns"][:1]}
     page["stacks"][0]["sites"] = [0]

@@ -76,10 +76,11 @@ def test_summary_is_visible_without_scrolling(open_page, keep_picture, width, he
         return f"#/head/{site}/{head}"
 
     assert named("Which are previous-token heads?") == [link(*place) for place in holders("previous")]
-    assert named("Which two have the most similar outputs?") == [link(1, 0), link(1, 3)]
+    assert named("Which are redundant?") == [link(1, 0)]
     needed = sorted(PAGE["heads"], key=lambda head: -head["values"]["ablation"])[:3]
     assert named("Which are most important?") == [link(head["site"], head["head"]) for head in needed]
-    assert "cosine 0.81: redundant" in answers["Which two have the most similar outputs?"].inner_text()
+    words = "the other heads of its layer predict 86% of the output of the first"
+    assert words in answers["Which are redundant?"].inner_text()
     assert "the first previous in 75% of positions (chance 12%)" in tab.locator(".answers").inner_text()
     bottom = tab.locator(".answers").bounding_box()
     assert bottom["y"] + bottom["height"] <= height
@@ -215,6 +216,7 @@ def test_findings_lead_to_their_evidence(open_page):
     tab.get_by_role("link", name="Two say the same").click()
     expect(tab.locator("main h2").first).to_have_text("Similar heads")
     expect(tab.locator(".groups li.marked a")).to_have_text(["Encoder L1H0", "Encoder L1H3"])
+    assert "86% · 77% by Encoder L1H3 alone, cosine -0.61" in tab.locator(".groups li.marked").inner_text()
     opened.go("overview")
     tab.get_by_role("link", name="Some rest").click()
     assert tab.get_by_label("Colour by").input_value() == "sink_mass"
@@ -234,28 +236,23 @@ def test_similar_heads_are_ranked_by_the_chosen_relation(open_page):
     expect(tab.locator(".matrix canvas")).to_have_count(LAYERS + CROSS_LAYERS)
 
 
-def test_commands_for_a_redundancy_group_can_be_copied(open_page, keep_picture):
+def test_command_for_a_redundant_head_can_be_copied(open_page, keep_picture):
     opened = open_page(view="similar", permissions=("clipboard-read", "clipboard-write"))
     tab = opened.tab
-    weaker, stronger = sorted((head_at(1, 0), head_at(1, 3)), key=lambda head: head["values"]["ablation"])
-    of_group = tab.locator(".groups .command")
-    assert of_group.locator("code").all_inner_texts() == [
-        f"polyhead prune small --heads L1H{weaker['head']} --stack 'encoder.*' --text text.txt --form uneven "
-        "--output pruned",
-        "polyhead merge small --heads L1H0+L1H3 --stack 'encoder.*' --form uneven --output merged",
-    ]
-    assert f"Keep L1H{stronger['head']} and prune the rest" in of_group.first.inner_text()
-    of_group.last.get_by_role("button").click()
-    expect(of_group.last.get_by_role("button")).to_have_text("Copied")
-    assert tab.evaluate("navigator.clipboard.readText()") == of_group.last.locator("code").inner_text()
+    command = tab.locator(".groups .command")
+    words = "polyhead prune small --heads L1H0 --stack 'encoder.*' --text text.txt --form uneven --output pruned"
+    assert command.locator("code").inner_text() == words
+    command.get_by_role("button").click()
+    expect(command.get_by_role("button")).to_have_text("Copied")
+    assert tab.evaluate("navigator.clipboard.readText()") == words
     # A share would be of one stack, and this model has two.
-    expect(tab.locator(".command")).to_have_count(2)
+    expect(tab.locator(".command")).to_have_count(1)
     keep_picture(opened, "edits")
 
 
 def test_command_for_a_share_of_the_heads_of_a_single_stack(tmp_path, open_page):
     page = synthetic()
-    page |= {"groups": [], "stacks": page["stacks"][:1]}
+    page |= {"redundant": [], "stacks": page["stacks"][:1]}
     page["facts"]["name"] = "my models/it's small"
     tab = open_page(written(page, tmp_path / "page.html"), view="similar").tab
     (command,) = tab.locator(".command code").all_inner_texts()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from io import StringIO
@@ -15,7 +16,6 @@ from typer.testing import CliRunner
 import polyhead.inspection
 from polyhead.cli import app
 from polyhead.cli.inspect import show
-from polyhead.inspection.heads import Group, RedundancyThreshold
 from tests.inspection.small_models import NAMES, broken_folder, model_folder, text_folder
 
 pytest.importorskip("pyarrow")
@@ -73,8 +73,8 @@ def test_a_run_is_shown_kept_and_compared(place, tmp_path, monkeypatch):
     assert [line.split(" (")[0] for line in compared.splitlines()[:2]] == [f"A  {runs[0]}", f"B  {runs[1]}"]
     assert "loss" not in compared  # the embedding model has none
     said = " ".join(compared.split())
-    columns = "effective_rank, output_norm, output_norm_share, total_correlation"
-    assert said.count(f" 26 values of {columns} are not tested: no error estimate") == 1
+    columns = "effective_rank, output_norm, output_norm_share, predictable_share, total_correlation"
+    assert said.count(f" 34 values of {columns} are not tested: no error estimate") == 1
     assert not re.search(r"^L\dH\d ", compared, flags=re.MULTILINE)
     shown = invoke("compare", *runs, "--statistic", "output_norm").stdout
     assert len(re.findall(r"^L\dH\d .* not tested$", shown, flags=re.MULTILINE)) == 8
@@ -103,27 +103,32 @@ def test_a_run_is_shown_kept_and_compared(place, tmp_path, monkeypatch):
     assert "… and 1 more; show them with --most" in few
 
 
-def test_the_absence_of_redundant_heads_is_stated(place, tmp_path):
+def test_redundant_heads_are_named_or_their_absence_is_stated(place, tmp_path):
     run = tmp_path / "run"
     invoke("inspect", place / "bert", "--text", place / "text", "--context", 96, "--device", "cpu", "--importance",
-           "none", "--save", run)  # fmt: skip
+           "none", "--no-chance", "--save", run)  # fmt: skip
     found = polyhead.inspection.load_inspection(run)
-    heads = tuple(zip(found.table.sites, found.table.heads, strict=True))[:2]
-    cosines = {site: torch.eye(4, dtype=torch.float64) for site in dict.fromkeys(found.table.sites)}
-    first, last = cosines
-    cosines[first][1, 2] = cosines[first][2, 1] = 0.31
-    cosines[last][0, 3] = cosines[last][3, 0] = 0.43
-    cosines[last][1] = cosines[last][:, 1] = torch.nan
-    found = replace(found, relations={site: {"cosine": matrix} for site, matrix in cosines.items()})
-    between = "a cosine of 0.54, halfway between 1 and the 0.08 of random weights"
-    for groups, words in (
-        ((), f"No redundant heads: no pair of a layer reaches {between}; the most similar, L1H0 and L1H3, have 0.43."),
-        ((Group(heads, 0.9),), f"Heads are redundant from {between}."),
-    ):
-        shown = StringIO()
-        threshold = RedundancyThreshold(0.54, 0.08)
-        show(replace(found, redundancy=threshold, groups=groups), Console(file=shown, width=250))
-        assert f"\n{words}\n" in shown.getvalue()
+
+    def shown(*shares: float) -> str:
+        columns = {**found.table.columns, "predictable_share": torch.tensor(shares, dtype=torch.float64)}
+        output = StringIO()
+        show(replace(found, table=replace(found.table, columns=columns)), Console(file=output, width=250))
+        return output.getvalue()
+
+    none = shown(0.1, 0.2, math.nan, 0.3, 0.7, 0.74, 0.2, -0.1)
+    assert (
+        "\nNo redundant heads: the other heads of a layer predict less than 75% of the output of each linearly, on "
+        "held-out tokens; at most 74%, of L1H1.\n"
+    ) in none
+    assert "redundant within its layer" not in none
+    some = shown(0.1, 0.8, math.nan, 0.76, 0.95, 0.77, 0.86, -0.1)
+    assert "redundant within its layer 5\n" in some
+    assert (
+        "\n5 of 8 heads are redundant: the other heads of their layer predict at least 75% of their output linearly, "
+        "on held-out tokens: L1H0 95%, L1H2 86%, L0H1 80%, L1H1 77% and others.\nTo remove the first, which the others "
+        f"compensate: polyhead prune {place / 'bert'} --heads L1H0 --form uneven --output FOLDER\n"
+    ) in some
+    assert "redundant" not in shown(*[math.nan] * 8)
 
 
 def test_intervals_over_few_contexts_are_called_unreliable(place):

@@ -14,6 +14,7 @@ from polyhead.inspection.inspection_files import FORMAT
 from polyhead.inspection.run_files import PICTURES
 from polyhead.inspection.vocabulary import Text
 from polyhead.inspection.wording import Finding
+from polyhead.report.payload import page_of
 from polyhead.workflows.inspecting import inspect_model
 from tests.inspection.small_models import model_folder, text_folder
 
@@ -56,18 +57,29 @@ def test_a_folder_of_the_first_format_is_refused_with_what_to_do(inspection, tmp
     save_inspection(tmp_path, inspection)
     file = tmp_path / "inspection.json"
     rest = json.loads(file.read_text(encoding="utf-8"))
-    assert rest["format"] == FORMAT == 6
+    assert rest["format"] == FORMAT == 7
     file.write_text(json.dumps({**rest, "format": 1}), encoding="utf-8")
     (tmp_path / PICTURES).unlink()
     with pytest.raises(
         OptionError,
-        match=r"reads inspections of format 2 to 6, got 1 in .*inspection.json; run `polyhead",
+        match=r"reads inspections of format 2 to 7, got 1 in .*inspection.json; run `polyhead",
     ):
         load_inspection(tmp_path)
 
 
+def as_format_6(rest: dict) -> dict:
+    """With groups of similar heads by a threshold on cosines, and a finding about one."""
+    rest["redundancy"] = {"threshold": 0.55, "null": 0.1}
+    rest["groups"] = [{"heads": [[0, 0], [0, 1]], "least": 0.9}]
+    values = {"cosine": 0.9, "across": False, "null": 0.1}
+    similar = {"kind": "similar", "heads": [[0, 0], [0, 1]], "column": None, "values": values, "stacked": False}
+    rest["findings"] = [x for x in rest["findings"] if x["kind"] != "redundant"] + [similar]
+    return {**rest, "format": 6}
+
+
 def as_format_5(rest: dict) -> dict:
     """Kinds of findings by the names that they had."""
+    rest = as_format_6(rest)
     former = {"similar": "alike", "importance": "matters", "sink": "resting", "uniform": "wide"}
     for finding in rest["findings"]:
         finding["kind"] = former.get(finding["kind"], finding["kind"])
@@ -98,11 +110,25 @@ def as_format_3(rest: dict) -> dict:
     return {**rest, "format": 3}
 
 
+def test_groups_by_cosine_of_format_6_are_dropped_and_the_rest_is_read(inspection, tmp_path):
+    columns = {name: x for name, x in inspection.table.columns.items() if name != "predictable_share"}
+    names = tuple(name for name in inspection.table.names if name in columns)
+    table = dataclasses.replace(inspection.table, names=names, columns=columns)
+    before = dataclasses.replace(inspection, table=table)
+    save_inspection(tmp_path, before)
+    file = tmp_path / "inspection.json"
+    file.write_text(json.dumps(as_format_6(json.loads(file.read_text(encoding="utf-8")))), encoding="utf-8")
+    again = load_inspection(tmp_path)
+    assert again.findings == tuple(x for x in inspection.findings if x.kind != "redundant")
+    assert again.redundant == ()
+    assert again.table.names == names
+    assert page_of(again)["redundancy"] is None
+
+
 def test_findings_of_format_5_are_of_the_kinds_of_today(inspection, tmp_path):
     site = inspection.table.sites[0]
     heads = (site, 0), (site, 1)
     findings = (
-        Finding("similar", heads, None, {"cosine": 0.9, "across": False}),
         Finding("importance", heads[:1], "ablation", {"value": 0.2, "by_representation": True}),
         Finding("sink", heads, "sink_mass", {"count": 2, "of": 7}),
         Finding("uniform", heads, "normalized_entropy", {"count": 2, "of": 7}),
@@ -119,7 +145,6 @@ def test_fields_of_format_4_are_found_by_their_names_of_today(inspection, tmp_pa
     file = tmp_path / "inspection.json"
     file.write_text(json.dumps(as_format_4(json.loads(file.read_text(encoding="utf-8")))), encoding="utf-8")
     again = load_inspection(tmp_path)
-    assert again.redundancy == inspection.redundancy is not None
     assert list(again.head_maps) == list(inspection.head_maps)
 
 

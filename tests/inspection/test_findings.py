@@ -13,9 +13,8 @@ from polyhead.analysis.roles_evidence import evidence_text
 from polyhead.analysis.roles_rules import RULES
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadOrigins
-from polyhead.inspection import Group, Inspection, Pair, Settings
+from polyhead.inspection import Inspection, Pair, Settings
 from polyhead.inspection.findings import findings, least_important
-from polyhead.inspection.heads import RedundancyThreshold
 from polyhead.inspection.settings import IN_MEMORY
 from polyhead.inspection.vocabulary import ROLE_ORDER
 from polyhead.inspection.wording import Finding, words_of
@@ -61,24 +60,40 @@ def test_the_clearest_head_of_the_most_telling_role_comes_first():
     assert second.values["role"] == "sink"
 
 
-def test_similar_heads_are_reported_within_and_across_layers():
-    inspection = inspection_of(
-        {},
-        redundancy=RedundancyThreshold(0.55, 0.1),
-        groups=(Group(((ONE, 0), (ONE, 1), (ONE, 2)), 0.8),),
-        pairs=(Pair((ONE, 0), (TWO, 1), 0.9, 0.9), Pair((ONE, 2), (TWO, 1), 0.5, 0.5)),
-    )
-    assert texts_of(inspection) == [
-        "heads L0H0 and L1H1 have similar outputs in different layers: cosine 0.90; random weights reach 0.10",
-        "heads L0H0, L0H1 and L0H2 have similar outputs: cosine 0.80; random weights reach 0.10",
+def test_redundant_heads_are_reported_with_the_head_that_predicts_them():
+    """Heads 0 and 1 of layer 0 predict each other; head 2 needs both; those of layer 1 are a map, a copy and none."""
+    alone = {
+        ONE: [[1.0, 0.74, 0.2], [0.72, 1.0, 0.1], [0.45, 0.4, 1.0]],
+        TWO: [[1.0, 0.86, 0.1], [0.1, 1.0, 0.9], [0.2, math.nan, 1.0]],
+    }
+    cosines = {ONE: {(0, 1): -0.61}, TWO: {(0, 1): -0.08, (1, 2): 0.83}}
+    relations = {}
+    for site, by_pair in cosines.items():
+        matrix = torch.eye(3, dtype=torch.float64)
+        for (one, other), value in by_pair.items():
+            matrix[one, other] = matrix[other, one] = value
+        relations[site] = {"cosine": matrix, "predictable_share": torch.tensor(alone[site], dtype=torch.float64)}
+    columns = {"predictable_share": [0.85, 0.76, 0.75, 0.88, 0.95, 0.749]}
+    inspection = inspection_of(columns, relations=relations)
+    assert [x.head for x in inspection.redundant] == [(TWO, 1), (TWO, 0), (ONE, 0), (ONE, 1), (ONE, 2)]
+    tail = "of its output is linearly predictable from it, on held-out tokens)"
+    assert texts_of(inspection, 9) == [
+        f"L1H1 writes much the same as L1H2 (cosine 0.83; 90% {tail}",
+        f"L1H0 writes a linear map of what L1H1 writes (cosine -0.08; 86% {tail}",
+        f"L0H0 writes the opposite of L0H1 (cosine -0.61; 74% {tail}",
+        "the other heads of its layer predict 75% of the output of L0H2 linearly, on held-out tokens",
     ]
-    assert texts_of(inspection, language="zh") == [
-        "头 L0H0、L1H1 的输出相似（位于不同层）：余弦 0.90；随机权重只到 0.10",
-        "头 L0H0、L0H1、L0H2 的输出相似：余弦 0.80；随机权重只到 0.10",
+    assert texts_of(inspection, 9, "zh") == [
+        "L1H1 与 L1H2 写入的内容大致相同（余弦 0.83；在留出词元上，其输出的 90% 可由后者线性预测）",
+        "L1H0 写入的是 L1H1 所写内容的线性映射（余弦 -0.08；在留出词元上，其输出的 86% 可由后者线性预测）",
+        "L0H0 写入的与 L0H1 相反（余弦 -0.61；在留出词元上，其输出的 74% 可由后者线性预测）",
+        "在留出词元上，同层其他头可线性预测 L0H2 输出的 75%",
     ]
-    assert [finding.values["across"] for finding in findings(inspection)] == [True, False]
-    rounded = dataclasses.replace(inspection, redundancy=RedundancyThreshold(0.5, -0.001))
-    assert texts_of(rounded)[0].endswith("; random weights reach 0.00")
+
+
+def test_pairs_of_different_layers_are_no_finding_and_runs_without_shares_have_no_redundant_heads():
+    inspection = inspection_of({}, pairs=(Pair((ONE, 0), (TWO, 1), 0.99, 0.99),))
+    assert inspection.redundant == findings(inspection) == ()
 
 
 @pytest.mark.parametrize(
@@ -258,9 +273,10 @@ def test_heads_that_cannot_be_told_apart_from_the_least_important_are_counted():
 
 def test_a_place_in_one_of_several_stacks_says_which():
     site = AttentionSite("decoder.layer.4.cross", "cross", "decoder.layer.*.cross", 4, 8)
-    finding = Finding("similar", ((site, 1), (site, 2)), None, {"cosine": 0.9, "across": False}, stacked=True)
-    assert str(finding) == (
-        "heads decoder cross-attention, L4H1 and decoder cross-attention, L4H2 have similar outputs: cosine 0.90"
+    values = {"share": 0.9, "relation": "same", "alone": 0.8, "cosine": 0.9}
+    finding = Finding("redundant", ((site, 1), (site, 2)), None, values, stacked=True)
+    assert str(finding).startswith(
+        "decoder cross-attention, L4H1 writes much the same as decoder cross-attention, L4H2 (cosine 0.90; 80% of"
     )
     assert words_of(
         dataclasses.replace(finding, kind="extreme", column="mean_distance", values={"value": 3.0}), "zh"

@@ -89,8 +89,11 @@ def test_every_kind_of_model_is_inspected(inspected, name):
     (left_out,) = found.facts["left_out"]
     assert str(left_out).startswith("pronoun: of 80 sentences with pronouns the tokenizer can read 0")
     assert len(found.roles) == (16 if name == "t5" else 8)  # a cross-attention has no place among its keys
-    assert found.redundancy is not None
-    assert 0 < found.redundancy.null < found.redundancy.threshold < 1
+    assert found.table["predictable_share"].isfinite().all()
+    for site, matrices in found.relations.items():
+        rows = [index for index, other in enumerate(found.table.sites) if other == site]
+        assert (found.table["predictable_share"][rows] <= 1).all()
+        assert (matrices["predictable_share"].diagonal() > 0.9).all()
     assert 1 <= len(found.findings) <= 3  # of random weights, few hold in both halves
     text = (
         f"in both halves of {Path(found.settings.text).name} ({found.facts['tokens']} tokens in contexts of up to 96)"
@@ -138,8 +141,8 @@ def assert_is_told_of_tokens(found):
         torch.testing.assert_close(found.table["ov_top_share"][rows], top)
 
 
-def test_duplicated_heads_are_found_within_and_across_layers(folders, text, tmp_path):
-    """The second head of layer 0 is made the first; so is a head of layer 1, which then reads another stream."""
+def test_a_head_that_is_the_opposite_of_another_is_redundant(folders, text, tmp_path):
+    """The second head of layer 0 is made the first, with the opposite sign."""
     from transformers import AutoModel, AutoTokenizer
 
     model = AutoModel.from_pretrained(folders["bert"])
@@ -149,14 +152,56 @@ def test_duplicated_heads_are_found_within_and_across_layers(folders, text, tmp_
         for part in (attention.self.query, attention.self.key, attention.self.value):
             part.weight[dim : 2 * dim] = part.weight[:dim]
             part.bias[dim : 2 * dim] = part.bias[:dim]
-        attention.output.dense.weight[:, dim : 2 * dim] = attention.output.dense.weight[:, :dim]
+        attention.output.dense.weight[:, dim : 2 * dim] = -attention.output.dense.weight[:, :dim]
     model.save_pretrained(tmp_path / "twins")
     AutoTokenizer.from_pretrained(folders["bert"]).save_pretrained(tmp_path / "twins")
-    found = inspect_model(settings_for(tmp_path / "twins", text, importance="none"))
-    (group,) = found.groups
-    assert [(site.layer, head) for site, head in group.heads] == [(0, 0), (0, 1)]
-    assert group.least > 0.9999
-    assert any("L0H0 and L0H1 have similar outputs" in str(finding) for finding in found.findings)
+    found = inspect_model(settings_for(tmp_path / "twins", text, importance="none", chance=False))
+    twins = {x.head[1]: x for x in found.redundant if x.head[0].layer == 0 and x.head[1] in (0, 1)}
+    assert {head: x.other[1] for head, x in twins.items()} == {0: 1, 1: 0}
+    for twin in twins.values():
+        assert twin.share_of_other > 0.99
+        assert twin.share > 0.9  # more predictors, for few tokens
+        assert twin.cosine < -0.9999
+    assert any("writes the opposite of L0H" in str(x) for x in found.findings)
+
+
+def test_shares_are_those_of_a_regression_on_the_outputs_that_hooks_see(folders, text):
+    """One half of the contexts is fitted, the other predicted; they alternate, nine at a time."""
+    from polyhead.sources.text_contexts import read_contexts
+
+    settings = settings_for(folders["bert"], text, importance="none", chance=False)
+    found = inspect_model(settings)
+    loaded = model_loading.load_model(folders["bert"])
+    contexts = read_contexts(loaded, text, context=96, tokens=settings.tokens).contexts
+    assert len({x.document for x in contexts}) == 6  # few, so that each context counts as one
+    dense, rows = loaded.model.encoder.layer[1].attention.output.dense, []
+    with dense.register_forward_pre_hook(lambda _, args: rows.append(args[0][0].double())), torch.no_grad():
+        for context in contexts:
+            loaded.model(torch.tensor([context.ids]))
+    half = [(context.document + 10 * context.piece) % 9 % 2 for context in contexts]
+    one, other = (torch.cat([x for x, h in zip(rows, half, strict=True) if h == number]) for number in (0, 1))
+    both = torch.cat([one, other]).unflatten(1, (4, -1))
+    unit = (both - both.mean(0)).square().mean((0, 2)).sqrt().repeat_interleave(6)
+    weights = dense.weight.detach().double().T
+    for head in range(4):
+        own, error, total = slice(6 * head, 6 * head + 6), 0.0, 0.0
+        rest = [x for x in range(24) if not 6 * head <= x < 6 * head + 6]
+        for train, test in ((one, other), (other, one)):
+            x, y = train[:, rest] / unit[rest], train[:, own] @ weights[own]
+            left = torch.cat([x - x.mean(0), len(rest) ** 0.5 * torch.eye(len(rest)).double()])
+            right = torch.cat([y - y.mean(0), torch.zeros(len(rest), y.shape[1]).double()])
+            fitted, target = torch.linalg.lstsq(left, right).solution, test[:, own] @ weights[own]
+            error += float((target - y.mean(0) - (test[:, rest] / unit[rest] - x.mean(0)) @ fitted).square().sum())
+            total += float((target - target.mean(0)).square().sum())
+        assert float(found.table["predictable_share"][4 + head]) == pytest.approx(1 - error / total, abs=1e-3)
+
+
+def test_redundancy_is_not_measured_with_fewer_tokens_than_predictors(folders, text):
+    found = inspect_model(settings_for(folders["bert"], text, importance="none", chance=False, tokens=96))
+    assert "predictable_share" not in found.table.columns
+    assert found.redundant == ()
+    (words,) = [str(x) for x in found.facts["left_out"] if x.kind == "few_tokens"]
+    assert "needs 72 tokens in each half of the documents, got 0; use a longer text" in words
 
 
 def test_pairs_of_layers_are_measured_also_where_they_were_picked_by_a_projection(plain_bert, monkeypatch):
@@ -197,7 +242,7 @@ def test_it_is_kept_and_read_again(inspected):
     again = load_inspection(folder)
     assert again.settings == found.settings
     assert repr(again.roles) == repr(found.roles)  # NaN is not equal to itself
-    assert again.groups == found.groups
+    assert again.redundant == found.redundant
     assert again.pairs == found.pairs
     assert again.findings == found.findings
     assert again.top_keys == found.top_keys

@@ -12,6 +12,7 @@ import polyhead
 from polyhead.errors import OptionError
 from polyhead.observation import AttentionDistances, AttentionMaps, BatchMetadata, Contributions, Sums, load, save
 from polyhead.observation.collectors import CallRecorder
+from polyhead.observation.contributions import SiteContributions
 from polyhead.observation.top_keys import TopKeys
 from polyhead.ops.profile.request import offset_bins
 from tests.integrations.huggingface import models
@@ -171,6 +172,34 @@ def test_positions_beyond_the_map_fall_into_the_last_block():
     (values,) = session.observations.collected.values()
     assert values["maps"].rows.tolist() == [12, 51]
     torch.testing.assert_close(values["maps"].map.sum((1, 2)), torch.full((2,), 63.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("numbers", [range(7), [10 * piece for piece in range(7)]])  # documents, and contexts of one
+def test_contributions_of_the_two_halves_of_the_documents_are_kept_apart(numbers):
+    layer, x = polyhead.MultiHeadAttention(16, 4), torch.randn(7, 5, 16)
+
+    def seen(texts: list[int], documents: torch.Tensor | None) -> SiteContributions:
+        with torch.no_grad(), polyhead.observe(layer, collect=[Contributions()]) as session:
+            session.metadata = BatchMetadata(documents=documents)
+            layer(x[texts])
+        (values,) = session.observations.collected.values()
+        return values["contributions"]
+
+    documents = torch.tensor(list(numbers))
+    state = seen(list(range(7)), documents)
+    halves = [seen(texts, None).moments for texts in ([0, 2, 4, 6], [1, 3, 5])]
+    for half, expected in zip(state.halves, halves, strict=True):
+        torch.testing.assert_close(half.state(), expected.state())
+    torch.testing.assert_close(state.moments.state(), seen(list(range(7)), None).moments.state())
+    merged = seen([0, 1], documents[:2]).merge(seen([2, 3, 4, 5, 6], documents[2:]))
+    torch.testing.assert_close(merged.state(), state.state())
+    again = SiteContributions().with_state(state.state())
+    assert [half.state().keys() for half in again.halves] == [half.state().keys() for half in state.halves]
+    # An earlier version saved the moments of all tokens only; other shapes of metadata leave the halves unknown, too.
+    earlier = SiteContributions().with_state(state.moments.state())
+    assert earlier.halves[1] is None
+    torch.testing.assert_close(earlier.moments.state(), state.moments.state())
+    assert seen(list(range(7)), documents[:1]).halves[1] is None
 
 
 @pytest.mark.parametrize("kind", ["ours", "torch", "llama", "bert"])

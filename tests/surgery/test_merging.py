@@ -61,6 +61,14 @@ def task_of(model: Any) -> LanguageTask:
     return LanguageTask(model, tokens, context=64, batch=8)
 
 
+def test_a_chain_is_no_group_and_a_silent_head_is_in_none():
+    angles = torch.tensor([0.0, 0.3, 0.6, 0.9, 1.2])
+    assert merging.complete_groups(torch.cos(angles[:, None] - angles), 0.9) == [(0, 1), (2, 3)]
+    cosines = torch.full((3, 3), torch.nan)
+    cosines[:2, :2] = 1.0
+    assert merging.complete_groups(cosines, 0.5) == [(0, 1)]
+
+
 def test_a_group_in_other_bases_is_fused_and_pruned_without_loss_and_merged_with_some():
     model = planted([0, 1, 0, 3, 0, 5], 6, change_bases=True)
     before = fingerprint(model)
@@ -138,6 +146,6 @@ def test_without_groups_pairs_are_tried_and_everything_is_written_and_summed_up(
     assert {row["layer"] for row in rows[1:]} == {layer.path for layer in find_layers(model)}
     assert all(row["machine"]["versions"]["torch"] == torch.__version__ for row in rows)
     shown = done.output
-    assert "redundancy groups: 0 (" in shown
+    assert "groups of similar heads: 0 (" in shown
     assert f"pairs that were tried: {len(rows) - 1}\n" in shown
     assert "| fused: made one in closed form |" in shown

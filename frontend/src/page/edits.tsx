@@ -1,41 +1,26 @@
-/** Commands that prune or merge redundant heads. */
+/** Commands that prune heads. */
 import type { JSX } from "preact";
-import type { Group, HeadId } from "../data";
+import type { HeadId } from "../data";
 import { CopyButton } from "../parts/copy-button";
 import { useLocale } from "../parts/language";
-import { idOf, keyOf, useModel, type Model } from "./model";
+import { useModel, type Model } from "./model";
 
 const TEXT = "text.txt"; // placeholder for calibration data
 const SHARE = "20%";
 const FORM = ["--form", "uneven"]; // possible for all models and heads
 
-/** Keep the most important head of a group and prune the rest, or merge the group into one head. */
-export function EditsOfGroup({ group }: { group: Group }): JSX.Element | null {
+/** Prune one head; the remaining heads of its layer compensate. */
+export function EditOfHead({ head }: { head: HeadId }): JSX.Element | null {
   const model = useModel();
   const { t } = useLocale();
   const name = model.page.facts.name;
   if (!name) return null;
-  const [best, ...others] = byImportance(model, group.heads);
-  if (!best || !others.length) return null;
-  const stack = stackOf(model, best);
-  const listed = (heads: HeadId[], separator: string) =>
-    [...heads]
-      .sort((one, other) => one[1] - other[1])
-      .map((id) => model.name(id))
-      .join(separator);
   return (
-    <>
-      <Command
-        about={t("editPrune", { head: model.name(best) })}
-        options={["prune", name, "--heads", listed(others, ","), ...stack, "--text", TEXT, ...FORM]}
-        output="pruned"
-      />
-      <Command
-        about={t("editMerge")}
-        options={["merge", name, "--heads", listed(group.heads, "+"), ...stack, ...FORM]}
-        output="merged"
-      />
-    </>
+    <Command
+      about={t("editPrune")}
+      options={["prune", name, "--heads", model.name(head), ...stackOf(model, head), "--text", TEXT, ...FORM]}
+      output="pruned"
+    />
   );
 }
 
@@ -74,11 +59,4 @@ function quoted(word: string): string {
 /** The option that selects a stack, if there are several. */
 function stackOf(model: Model, [site]: HeadId): string[] {
   return model.page.stacks.length < 2 ? [] : ["--stack", model.page.sites[site]?.stack ?? "?"];
-}
-
-/** The most important head first; in the given order if importance was not measured. */
-function byImportance(model: Model, heads: HeadId[]): HeadId[] {
-  const ranked = new Map(model.ranked().map((head, i) => [keyOf(idOf(head)), i]));
-  const rank = (id: HeadId) => ranked.get(keyOf(id)) ?? ranked.size;
-  return [...heads].sort((one, other) => rank(one) - rank(other));
 }

@@ -28,10 +28,6 @@ export function HeadCard({ id, route }: { id: HeadId; route: Route }): JSX.Eleme
     );
   }
   const roles = model.rolesOf(head);
-  const { redundancy } = model.page;
-  const redundancyNote = redundancy
-    ? t("redundancyShort", { threshold: number(redundancy.threshold), chance: number(redundancy.null) })
-    : "";
   return (
     <article class="card" aria-labelledby="head-name" key={keyOf(id)}>
       <div class="card-head">
@@ -63,7 +59,7 @@ export function HeadCard({ id, route }: { id: HeadId; route: Route }): JSX.Eleme
           <Bars
             name="look-alikes"
             title={t("mostSimilarHeads")}
-            note={`${t("mostSimilarAbout")} ${redundancyNote}`}
+            note={t("mostSimilarAbout")}
             bars={head.similar.map((other) => ({
               share: Math.abs(other.cosine),
               value: number(other.cosine),

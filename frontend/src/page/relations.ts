@@ -4,13 +4,15 @@ import type { Model } from "./model";
 
 /** The relation by which a smaller number means more similar. */
 const DISTANCE = "attention_distance";
+/** The relation that is not symmetric: of the first head by the second. */
+const DIRECTED = "predictable_share";
 export const DEFAULT_RELATION = "cosine";
 
 export interface HeadPair {
   one: HeadId;
   other: HeadId;
   value: number;
-  /** Larger means more similar. */
+  /** Larger means more similar, or opposite. */
   similarity: number;
 }
 
@@ -23,10 +25,10 @@ export function pairsOf(model: Model, relation: string): HeadPair[] {
     const { shape, values } = unpack(packed);
     const heads = shape[0] ?? 0;
     for (let i = 0; i < heads; i++) {
-      for (let j = i + 1; j < heads; j++) {
+      for (let j = relation === DIRECTED ? 0 : i + 1; j < heads; j++) {
         const value = values[i * heads + j] ?? NaN;
-        if (!Number.isFinite(value)) continue;
-        const similarity = relation === DISTANCE ? -value : value;
+        if (i === j || !Number.isFinite(value)) continue;
+        const similarity = relation === DISTANCE ? -value : relation === DEFAULT_RELATION ? Math.abs(value) : value;
         pairs.push({ one: [Number(site), i], other: [Number(site), j], value, similarity });
       }
     }
@@ -36,10 +38,15 @@ export function pairsOf(model: Model, relation: string): HeadPair[] {
 
 /** Pairs of heads of different layers. */
 export function pairsAcross(model: Model): HeadPair[] {
-  return model.page.pairs.map(({ one, other, cosine }) => ({ one, other, value: cosine, similarity: cosine }));
+  return model.page.pairs.map(({ one, other, cosine }) => ({
+    one,
+    other,
+    value: cosine,
+    similarity: Math.abs(cosine),
+  }));
 }
 
-/** The most similar pair of all. */
+/** The pair of the largest |cosine| of all. */
 export function mostSimilar(model: Model): HeadPair | undefined {
   return bySimilarity([...pairsOf(model, DEFAULT_RELATION), ...pairsAcross(model)])[0];
 }

@@ -1,4 +1,4 @@
-/** Similar heads: redundancy groups, all pairs of heads of a layer, and pairs across layers. */
+/** Similar heads: redundant heads, all pairs of heads of a layer, and pairs across layers. */
 import type { JSX } from "preact";
 import { useMemo } from "preact/hooks";
 import { CodeName, withCodeName } from "../parts/code-name";
@@ -7,7 +7,7 @@ import { useLocale } from "../parts/language";
 import { replaceQuery, type Route } from "../parts/router";
 import { numberColumn, SortableTable, type TableColumn } from "../parts/sortable-table";
 import { Line } from "../parts/tokens";
-import { EditsOfGroup, EditsOfModel } from "./edits";
+import { EditOfHead, EditsOfModel } from "./edits";
 import { headColumn, HeadLink } from "./head-link";
 import { LayerMatrices } from "./layer-matrices";
 import { keyOf, markedIn, useModel } from "./model";
@@ -42,7 +42,7 @@ export function SimilarHeads({ route }: { route: Route }): JSX.Element {
         {t("similarAbout")}
       </p>
       <div class="two">
-        <Groups marks={marks} />
+        <Redundant marks={marks} />
         <SimilarityHistogram />
       </div>
 
@@ -106,37 +106,30 @@ export function SimilarHeads({ route }: { route: Route }): JSX.Element {
   );
 }
 
-function Groups({ marks }: { marks: Set<string> }): JSX.Element {
-  const { groups, redundancy } = useModel().page;
+function Redundant({ marks }: { marks: Set<string> }): JSX.Element {
+  const { redundant, redundancy } = useModel().page;
   const { t, number } = useLocale();
+  const threshold = number(redundancy, "share");
   return (
-    <section class="panel" aria-labelledby="groups">
-      <h3 id="groups">{t("groups")}</h3>
-      <p class="note">
-        {redundancy
-          ? t("redundancyAbout", { threshold: number(redundancy.threshold), chance: number(redundancy.null) })
-          : t("noRedundancy")}
-      </p>
-      {groups.length ? (
+    <section class="panel" aria-labelledby="redundant">
+      <h3 id="redundant">{t("redundant")}</h3>
+      <p class="note">{redundancy === null ? t("noRedundancy") : t("redundancyAbout", { threshold })}</p>
+      {redundant.length ? (
         <ul class="plain groups">
-          {groups.map((group) => {
-            const keys = group.heads.map(keyOf);
-            return (
-              <li key={keys.join(" ")} class={keys.some((key) => marks.has(key)) ? "marked" : ""}>
-                {group.heads.map((id, i) => (
-                  <span key={keyOf(id)}>
-                    {i ? " · " : ""}
-                    <HeadLink id={id} />
-                  </span>
-                ))}
-                <span class="muted"> {t("leastSimilar", { cosine: number(group.least) })}</span>
-                <EditsOfGroup group={group} />
-              </li>
-            );
-          })}
+          {redundant.map(({ head, share, other, alone, cosine }) => (
+            <li key={keyOf(head)} class={marks.has(keyOf(head)) ? "marked" : ""}>
+              <HeadLink id={head} /> {number(share, "share")}
+              <span class="muted">
+                {" · "}
+                {t("predictedBy", { share: number(alone, "share") })} <HeadLink id={other} />{" "}
+                {t("predictedAlone", { cosine: number(cosine) })}
+              </span>
+              <EditOfHead head={head} />
+            </li>
+          ))}
         </ul>
-      ) : (
-        <p>{t("noGroups")}</p>
+      ) : redundancy === null ? null : (
+        <p>{t("noRedundant", { threshold })}</p>
       )}
       <EditsOfModel />
     </section>

@@ -1,4 +1,4 @@
-/** Answers to three common questions: previous-token heads, the most similar pair, the most important heads. */
+/** Answers to three common questions: previous-token heads, redundant heads, the most important heads. */
 import type { ComponentChildren, JSX } from "preact";
 import type { HeadId } from "../data";
 import { useLocale } from "../parts/language";
@@ -6,10 +6,10 @@ import { hrefOf } from "../parts/router";
 import { Line } from "../parts/tokens";
 import { HeadLink } from "./head-link";
 import { idOf, keyOf, marksOf, useModel, withUnit } from "./model";
-import { mostSimilar } from "./relations";
 
 const PREVIOUS = "previous";
 const MAX_PREVIOUS = 6; // heads listed
+const MAX_REDUNDANT = 4;
 const MAX_IMPORTANT = 3;
 
 export function Summary(): JSX.Element {
@@ -23,7 +23,7 @@ export function Summary(): JSX.Element {
       <p class="note">{t("summaryNames")}</p>
       <dl>
         {model.role(PREVIOUS) ? <PreviousToken /> : null}
-        <Similar />
+        <Redundant />
         {model.page.importance ? <Important /> : null}
       </dl>
     </section>
@@ -76,18 +76,15 @@ function PreviousToken(): JSX.Element {
   );
 }
 
-function Similar(): JSX.Element {
-  const model = useModel();
+function Redundant(): JSX.Element {
+  const { redundancy, redundant } = useModel().page;
   const { t, number } = useLocale();
-  const pair = mostSimilar(model);
-  const heads = pair ? [pair.one, pair.other] : [];
-  const threshold = model.page.redundancy?.threshold;
-  const values = { value: number(pair?.value), threshold: number(threshold) };
-  let answer = t("summaryNoPairs");
-  if (pair && threshold === undefined) answer = t("summaryCosine", values);
-  else if (pair) answer = t(pair.value >= (threshold ?? 0) ? "summaryRedundant" : "summaryNotRedundant", values);
+  const heads = redundant.slice(0, MAX_REDUNDANT).map((one) => one.head);
+  let answer = t("summaryNotMeasured");
+  if (redundant[0]) answer = t("summaryRedundant", { share: number(redundant[0].share, "share") });
+  else if (redundancy !== null) answer = t("summaryNotRedundant", { threshold: number(redundancy, "share") });
   return (
-    <Answer question={t("summarySimilar")} heads={heads} more={hrefOf(["similar"], { mark: marksOf(heads) })}>
+    <Answer question={t("summaryWhichRedundant")} heads={heads} more={hrefOf(["similar"], { mark: marksOf(heads) })}>
       {answer}
     </Answer>
   );

@@ -65,14 +65,16 @@ export const strings = {
   },
   summaryPrevious: { en: "Which are previous-token heads?", zh: "哪些是前一词元头？" },
   summaryNoPrevious: { en: "None reliably.", zh: "没有稳定的此类头。" },
-  summarySimilar: { en: "Which two have the most similar outputs?", zh: "哪两个头的输出最相似？" },
-  summaryRedundant: { en: "cosine {value}: redundant", zh: "余弦 {value}：冗余" },
-  summaryNotRedundant: {
-    en: "cosine {value}: similar, below the redundancy threshold of {threshold}",
-    zh: "余弦 {value}：相似，但低于冗余阈值 {threshold}",
+  summaryWhichRedundant: { en: "Which are redundant?", zh: "哪些头是冗余的？" },
+  summaryRedundant: {
+    en: "the other heads of its layer predict {share} of the output of the first",
+    zh: "同层其他头可预测第一个头输出的 {share}",
   },
-  summaryCosine: { en: "cosine {value}", zh: "余弦 {value}" },
-  summaryNoPairs: { en: "Not measured in this run.", zh: "此次运行没有测量。" },
+  summaryNotRedundant: {
+    en: "None: the other heads of a layer predict less than {threshold} of each.",
+    zh: "没有：同层其他头对每个头的预测都不到 {threshold}。",
+  },
+  summaryNotMeasured: { en: "Not measured in this run.", zh: "此次运行没有测量。" },
   summaryImportant: { en: "Which are most important?", zh: "哪些头最重要？" },
   summaryFirst: { en: "the first {evidence}", zh: "第一个{evidence}" },
   summaryMost: { en: "the first: {column} {value}", zh: "第一个：{column} {value}" },
@@ -236,12 +238,8 @@ export const strings = {
   evidence: { en: "Evidence", zh: "证据" },
   mostSimilarHeads: { en: "Most similar heads", zh: "最相似的头" },
   mostSimilarAbout: {
-    en: "Heads with the most similar outputs (cosine similarity; 1 is identical).",
-    zh: "输出最相似的头（余弦相似度；1 为相同）。",
-  },
-  redundancyShort: {
-    en: "From {threshold} on heads count as redundant; random weights reach {chance}.",
-    zh: "达到 {threshold} 即视为冗余；随机权重可达 {chance}。",
+    en: "Heads with the most similar or opposite outputs (cosine similarity; 1 is identical, −1 opposite).",
+    zh: "输出最相似或相反的头（余弦相似度；1 为相同，−1 为相反）。",
   },
   sameLayer: { en: "same layer", zh: "同一层" },
   otherLayer: { en: "other layer", zh: "其他层" },
@@ -271,33 +269,33 @@ export const strings = {
   // Similar heads
   similarAbout: {
     en:
-      "Heads with nearly the same output are redundant: one of them may suffice. Below: redundancy groups, all " +
+      "A head is redundant if the other heads of its layer predict most of its output. Below: redundant heads, all " +
       "pairs of heads of a layer, and pairs across layers.",
-    zh: "输出几乎相同的头是冗余的：保留其一可能就够了。下面是冗余组、同层的每一对头，以及跨层的配对。",
+    zh: "若同层其他头能预测一个头输出的大部分，它就是冗余的。下面是冗余的头、同层的每一对头，以及跨层的配对。",
   },
   mostSimilarPair: {
-    en: "The two most similar heads: {one} and {other}, with a cosine similarity of {value}.",
-    zh: "最相似的两个头：{one} 与 {other}，余弦相似度为 {value}。",
+    en: "The pair with the largest cosine similarity, in absolute value: {one} and {other}, {value}.",
+    zh: "余弦相似度绝对值最大的一对头：{one} 与 {other}，{value}。",
   },
-  groups: { en: "Redundancy groups", zh: "冗余组" },
-  noGroups: { en: "No two heads of a layer are above the threshold.", zh: "没有同层的两个头高于阈值。" },
+  redundant: { en: "Redundant heads", zh: "冗余的头" },
+  noRedundant: { en: "No head reaches {threshold}.", zh: "没有头达到 {threshold}。" },
   noRedundancy: {
-    en: "This run had no baseline with random weights, so there is no threshold and there are no groups.",
-    zh: "此次运行没有随机权重的基线，因此没有阈值，也没有分组。",
+    en: "Not measured: the text was too short, or the run is of an earlier version.",
+    zh: "没有测量：文本太短，或者是较早版本的运行。",
   },
   redundancyAbout: {
     en:
-      "Heads of one layer form a group if the cosine similarity of their outputs is at least {threshold} for " +
-      "every pair. The same model with random weights reaches {chance}; the threshold is halfway between that " +
-      "and 1.",
-    zh: "同层的头若两两输出的余弦相似度都不低于 {threshold}，即归为一组。同一模型换成随机权重可达 {chance}；阈值取其与 1 的中点。",
+      "Heads of whose output the other heads of the layer predict at least {threshold} linearly, on held-out tokens: " +
+      "so much they can compensate if the head is removed. Each is measured with all others present; of two heads " +
+      "that predict each other, one is needed.",
+    zh: "同层其他头在留出词元上可线性预测其输出至少 {threshold} 的头：去掉它时其他头能补偿这么多。每个头都在其他头保留时测量；互相预测的两个头需保留其一。",
   },
-  leastSimilar: { en: "(least similar pair: {cosine})", zh: "（最不相似的一对：{cosine}）" },
+  predictedBy: { en: "{share} by", zh: "其中 {share} 可由" },
+  predictedAlone: { en: "alone, cosine {cosine}", zh: "单独预测，余弦 {cosine}" },
   editPrune: {
-    en: "Keep {head} and prune the rest, with compensation in the remaining heads on calibration data:",
-    zh: "保留 {head}，剪去其余的头，并用校准数据在保留的头中补偿：",
+    en: "Prune it, with compensation in the remaining heads on calibration data:",
+    zh: "剪去它，并用校准数据在保留的头中补偿：",
   },
-  editMerge: { en: "Or merge them into one head:", zh: "或者把它们合并成一个头：" },
   editShare: {
     en: "Prune {share} of all heads, those whose removal is best compensated on calibration data:",
     zh: "剪去全部头的 {share}，即在校准数据上最易补偿的那些：",
@@ -306,11 +304,10 @@ export const strings = {
   similarityTitle: { en: "Similarity of heads of a layer", zh: "同层的头的相似度" },
   similarityNote: { en: "Cosine similarity of outputs, for all pairs of heads of a layer.", zh: "同层每一对头的输出的余弦相似度。" },
   similarityDescribed: {
-    en: "Histogram of the cosine similarity of {pairs} pairs of heads; {above} are above the threshold.",
-    zh: "{pairs} 对头的余弦相似度直方图；其中 {above} 对高于阈值。",
+    en: "Histogram of the cosine similarity of {pairs} pairs of heads.",
+    zh: "{pairs} 对头的余弦相似度直方图。",
   },
   pairsOfHeads: { en: "pairs of heads", zh: "头的对数" },
-  threshold: { en: "threshold", zh: "阈值" },
   cosine: { en: "cosine", zh: "余弦" },
   withinLayers: { en: "All pairs within a layer", zh: "层内的所有头对" },
   relation: { en: "Measure", zh: "度量" },
@@ -328,8 +325,10 @@ export const strings = {
   otherHead: { en: "Second head", zh: "头二" },
   acrossLayers: { en: "Across layers", zh: "跨层" },
   acrossAbout: {
-    en: "Heads of different layers with the most similar contributions to the residual stream.",
-    zh: "不同层中对残差流的贡献最相似的头。",
+    en:
+      "Heads of different layers with the most similar or opposite contributions to the residual stream. They read " +
+      "different inputs and cannot replace each other.",
+    zh: "不同层中对残差流的贡献最相似或相反的头。它们读取的输入不同，不能互相替代。",
   },
   noPairs: { en: "No pairs across layers were measured in this run.", zh: "此次运行没有测量跨层的配对。" },
 

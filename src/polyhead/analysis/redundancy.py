@@ -1,90 +1,116 @@
-"""Redundancy groups: heads whose outputs are pairwise more similar than chance and layout explain."""
+"""Redundancy of heads: the share of a head's contribution that the other heads of its layer predict linearly.
+
+This is what least-squares compensation (`polyhead.surgery`) can restore if the head is removed. The prediction is
+fitted on one half of the documents and evaluated on the other, both ways, from the second moments of head outputs
+alone. The share is R² = 1 - Σ|c - ĉ|² / Σ|c - mean c|² over held-out tokens, with c = o W_O the contribution of the
+head and ĉ its ridge regression on the outputs of other heads. The null is 0: what is fitted to unrelated heads does not
+hold for other documents, so that their share is not positive on average, whatever the number of tokens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError, ShapeError
+from polyhead.observation.head_moments import HeadMoments
 
-QUANTILE = 0.999  # of the similarities of unrelated heads, against which redundancy is tested
-
-
-@dataclass(frozen=True, slots=True)
-class Redundancy:
-    """Groups of redundant heads, the similarity threshold, and the null from which it was derived."""
-
-    groups: tuple[tuple[int, ...], ...]  # two heads or more each, by their rows of the similarity matrix
-    threshold: float
-    null: float  # 99.9% quantile of the similarity of unrelated heads
-
-    def __str__(self) -> str:
-        groups = ", ".join("{" + ", ".join(map(str, group)) + "}" for group in self.groups) or "none"
-        null = f"{QUANTILE:.1%} of unrelated pairs at most {self.null:.2f}"
-        return f"groups {groups} (similarity at least {self.threshold:.2f}; {null})"
+PREDICTABLE = "predictable_share"  # the column of the table of heads, and the matrix of a layer
+THRESHOLD = 0.75  # of the share: what the others cannot restore is at most half as large, in root mean square
 
 
-def redundancy(similarity: Tensor, null: Tensor | Sequence[Tensor]) -> Redundancy:
-    """Return the groups of redundant heads, relative to a null.
+@dataclass(frozen=True, slots=True, eq=False)
+class PredictableShares:
+    """Share of each head's contribution that other heads of its layer predict linearly, on held-out tokens.
+
+    NaN for a head whose output does not vary or is not finite; negative if a prediction is worse than the mean.
+    """
+
+    by_others: Tensor  # [heads]: by all other heads together
+    by_head: Tensor  # [heads, heads]: of the row's head, by the column's head alone
+
+
+def predictable_shares(one: HeadMoments, other: HeadMoments, output_weights: Tensor) -> PredictableShares:
+    """Return the shares of contributions that other heads predict, fitted on each half and evaluated on the other.
 
     Args:
-        similarity: [heads, heads], 1 for identical heads, such as `relations.cosine`. A head with NaN, whose output is
-            0, is in no group.
-        null: similarity matrices of one or several models with unrelated heads: random weights of the same layout on
-            the same text. Their similarity is due to the layout, the text and the number of tokens.
+        one: moments of the head outputs of a layer over one half of the documents.
+        other: moments over the other half.
+        output_weights: [heads, dim, embed_dim], each head's rows of the output projection.
 
-    The threshold is halfway between the null and 1: a pair in a group is closer to identical than to unrelated. Groups
-    are complete-linkage clusters: every pair of a group reaches the threshold.
+    Raises:
+        OptionError: a half has too few tokens for a regression on all other heads.
 
-    >>> alike = torch.tensor([[1.0, 0.97, 0.1], [0.97, 1.0, 0.2], [0.1, 0.2, 1.0]])
-    >>> print(redundancy(alike, torch.eye(3) * 0.7 + 0.3))
-    groups {0, 1} (similarity at least 0.65; 99.9% of unrelated pairs at most 0.30)
+    >>> outputs = torch.randn(400, 3, 2, generator=torch.Generator().manual_seed(0))
+    >>> outputs[:, 2] = -outputs[:, 0]  # head 2 is the opposite of head 0
+    >>> halves = [HeadMoments.empty(3, 2).update(half) for half in outputs.split(200)]
+    >>> shares = predictable_shares(*halves, torch.eye(2).expand(3, 2, 2))
+    >>> [round(share, 1) + 0.0 for share in shares.by_others.tolist()]
+    [1.0, 0.0, 1.0]
     """
-    null_quantile = max(_upper_quantile(matrix) for matrix in ([null] if isinstance(null, Tensor) else null))
-    if not null_quantile < 1:
-        raise OptionError(
-            f"the null must be of unrelated heads, got a similarity of {null_quantile:g}; "
-            "use random weights with another seed for each head"
+    if one.mean.shape != other.mean.shape or output_weights.shape[:-1] != one.mean.shape:
+        raise ShapeError(
+            "moments and output_weights must be of the same heads, got "
+            f"{list(one.mean.shape)}, {list(other.mean.shape)} and {list(output_weights.shape)}"
         )
-    threshold = (1 + max(null_quantile, 0.0)) / 2
-    return Redundancy(complete_groups(similarity, threshold), threshold, null_quantile)
+    least = tokens_needed(one)
+    if not min(float(one.count), float(other.count)) >= least:
+        raise OptionError(
+            f"a regression on the other heads of a layer needs {least:,} tokens in each half of the documents, got "
+            f"{float(one.count):,g} and {float(other.count):,g}"
+        )
+    weights = output_weights.detach().to(one.mean.device, torch.float64)
+    gram = torch.einsum("hae,hbe->hab", weights, weights)
+    # Each head in units of its own deviation. Heads that do not vary, or are not finite, predict nothing.
+    pooled = one.merge(other)
+    variance = torch.einsum("hdhd->h", pooled.scatter) / (pooled.count * pooled.dim)
+    varies = variance.isfinite() & (variance > 0)
+    scale = torch.where(varies, variance, torch.inf).rsqrt()
+    one, other = _scaled(one, scale), _scaled(other, scale)
+    sums = _squared_errors(one, other, gram), _squared_errors(other, one, gram)
+    by_others, by_head, total = (first + second for first, second in zip(*sums, strict=True))
+    total = torch.where(varies & (total > 0), total, torch.nan)
+    by_head = torch.where(varies, by_head, torch.nan)
+    return PredictableShares(1 - by_others / total, 1 - by_head / total[:, None])
 
 
-def complete_groups(similarity: Tensor, threshold: float) -> tuple[tuple[int, ...], ...]:
-    """Return the complete-linkage clusters of two heads or more, in which all pairs reach the threshold."""
-    _check_square(similarity)
-    values = similarity.detach().to("cpu", torch.float64)
-    values = torch.where(values.isnan(), -torch.inf, values)
-    values = torch.minimum(values, values.T)
-    values.fill_diagonal_(-torch.inf)
-    members: dict[int, list[int]] = {head: [head] for head in range(len(values))}
-    while len(members) > 1:
-        flat_index = int(values.argmax())
-        one, other = sorted(divmod(flat_index, len(values)))
-        if not values[one, other] >= threshold:
-            break
-        # Complete linkage: the similarity of two groups is that of their least similar pair.
-        values[one] = torch.minimum(values[one], values[other])
-        values[:, one] = values[one]
-        values[other], values[:, other] = -torch.inf, -torch.inf
-        values[one, one] = -torch.inf
-        members[one] += members.pop(other)
-    groups = [tuple(sorted(group)) for group in members.values() if len(group) > 1]
-    return tuple(sorted(groups))
+def tokens_needed(moments: HeadMoments) -> int:
+    """Return how many tokens each half of the documents must have: with fewer, shares are far too low."""
+    return 4 * (moments.num_heads - 1) * moments.dim
 
 
-def _upper_quantile(null: Tensor) -> float:
-    _check_square(null)
-    off_diagonal = null.detach().to(torch.float64)[~torch.eye(len(null), dtype=torch.bool, device=null.device)]
-    off_diagonal = off_diagonal[~off_diagonal.isnan()]
-    if not off_diagonal.numel():
-        raise OptionError(f"the null needs pairs of heads, got a matrix of {len(null)} heads without any")
-    return float(off_diagonal.quantile(QUANTILE))
+def _scaled(moments: HeadMoments, scale: Tensor) -> HeadMoments:
+    factors = torch.outer(scale, scale)[:, None, :, None]
+    mean = torch.where(scale[:, None] > 0, moments.mean * scale[:, None], 0.0)
+    return HeadMoments(moments.count, mean, torch.where(factors > 0, moments.scatter * factors, 0.0))
 
 
-def _check_square(similarity: Tensor) -> None:
-    if similarity.ndim != 2 or similarity.shape[0] != similarity.shape[1]:
-        raise ShapeError(f"similarities must be [heads, heads], got shape {list(similarity.shape)}")
+def _squared_errors(train: HeadMoments, test: HeadMoments, gram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return sums over the test tokens: errors of the prediction by the others, by each head, and by the mean."""
+    heads, dim = train.mean.shape
+    width = heads * dim
+    covariance = train.scatter / train.count
+    shift = (test.mean - train.mean).flatten()
+    scatter = test.scatter.view(width, width) + test.count * torch.outer(shift, shift)  # about the mean of training
+    # A ridge of predictors per token, in units of a head's mean variance, vanishes as the text grows.
+    ridge = torch.eye(width, dtype=torch.float64, device=gram.device) * dim / train.count
+    # With P the inverse covariance, the error of predicting head h by the others is (P_hh⁻¹ P_h) o.
+    precision = torch.cholesky_inverse(torch.linalg.cholesky(covariance.view(width, width) + (heads - 1) * ridge))
+    blocks = _diagonal_blocks(precision.view_as(covariance))
+    errors = torch.einsum("xha,hab->xhb", precision.view(width, heads, dim), torch.linalg.inv(blocks))
+    by_others = torch.einsum("xha,xhb,hab->h", errors, (scatter @ errors.flatten(1)).view_as(errors), gram)
+    # Coefficients of head b for head a: (C_bb + ridge)⁻¹ C_ba.
+    alone = torch.linalg.inv(_diagonal_blocks(covariance) + ridge[:dim, :dim])
+    fitted = torch.einsum("bij,bjac->biac", alone, covariance)
+    written = torch.einsum("biac,acd->biad", fitted, gram)
+    blocks = _diagonal_blocks(scatter.view_as(covariance))
+    predicted = (torch.einsum("bij,bjac->biac", blocks, fitted) - 2 * scatter.view_as(covariance)) * written
+    by_head = (blocks * gram).sum((1, 2))[:, None] + predicted.sum((1, 3)).T
+    return by_others, by_head, (_diagonal_blocks(test.scatter) * gram).sum((1, 2))
+
+
+def _diagonal_blocks(matrix: Tensor) -> Tensor:
+    """Return the blocks [heads, dim, dim] on the diagonal of a matrix [heads, dim, heads, dim]."""
+    return matrix.diagonal(dim1=0, dim2=2).permute(2, 0, 1)

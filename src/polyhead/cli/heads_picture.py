@@ -40,7 +40,7 @@ def picture(found: Inspection) -> Iterator[Text]:
     from rich.text import Text
 
     roles = {(x.site, x.head): x.roles for x in found.roles}
-    redundant = {head for group in found.groups for head in group.heads}
+    redundant = {x.head for x in found.redundant}
     stacks: dict[tuple[str, str], list[AttentionSite]] = {}
     for site in dict.fromkeys(found.table.sites):
         stacks.setdefault((site.stack, site.kind), []).append(site)
@@ -73,10 +73,10 @@ def legend(found: Inspection) -> Text:
     none = sum(not x.roles for x in found.roles)
     drawn.append(NONE[0], NONE[1])
     drawn.append(f" no role {none}")
-    if len(found.groups):
+    if len(found.redundant):
         drawn.append("  ")
         drawn.append("··", "underline")
-        drawn.append(f" redundant within its layer {sum(len(group.heads) for group in found.groups)}")
+        drawn.append(f" redundant within its layer {len(found.redundant)}")
     return drawn
 
 

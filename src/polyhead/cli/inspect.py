@@ -103,7 +103,7 @@ def inspect(
         bool,
         typer.Option(
             "--chance/--no-chance",
-            help="Also inspect the model with random weights, as a baseline for redundancy and roles.",
+            help="Also inspect the model with random weights, as a baseline for roles.",
         ),
     ] = True,
     via_weights: Annotated[
@@ -286,13 +286,8 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
         console.print()
         console.print(drawn)
     console.print(legend(found))
-    if found.redundancy is not None:
-        meaning = "Heads are redundant from" if len(found.groups) else "No redundant heads: no pair of a layer reaches"
-        console.print(
-            f"{meaning} a cosine of {found.redundancy.threshold:.2f}, halfway between 1 and the "
-            f"{found.redundancy.null:z.2f} of random weights{'' if len(found.groups) else _most_similar(found)}.",
-            style="dim",
-        )
+    for line in _redundant(found):
+        console.print(line, style="dim", markup=False, soft_wrap=True)
     if facts.get("importance_tokens") is not None:
         methods = [name for name in ("ablation", "gradient") if name in found.table.names]
         measured = loss_in_words(facts["loss"], facts["importance_tokens"]).en
@@ -306,22 +301,34 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
             console.print(line, markup=False, soft_wrap=True)
 
 
-def _most_similar(found: Inspection) -> str:
-    """Describe the pair of heads of a layer with the largest cosine."""
+def _redundant(found: Inspection) -> Iterator[str]:
+    """Yield the redundant heads with the command that removes the first, or that there are none."""
+    from polyhead.analysis.redundancy import PREDICTABLE, THRESHOLD
     from polyhead.inspection.wording import place_of
 
-    best, pair = -math.inf, ""
-    stacked = len({(site.stack, site.kind) for site in found.table.sites}) > 1
-    for site, matrices in found.relations.items():
-        if "cosine" not in matrices:
-            continue
-        cosines = matrices["cosine"].nan_to_num(nan=-math.inf).fill_diagonal_(-math.inf)
-        if float(cosines.max()) > best:
-            best = float(cosines.max())
-            one, other = divmod(int(cosines.argmax()), len(cosines))
-            heads = " and ".join(place_of((site, head), stacked=stacked) for head in (one, other))
-            pair = f"; the most similar, {heads}, have {best:z.2f}"
-    return pair
+    table = found.table
+    shares = table.columns.get(PREDICTABLE)
+    if shares is None or not bool(shares.isfinite().any()):
+        return
+    stacked = len({(site.stack, site.kind) for site in table.sites}) > 1
+    if not len(found.redundant):
+        best = int(shares.nan_to_num(nan=-math.inf).argmax())
+        place = place_of((table.sites[best], table.heads[best]), stacked=stacked)
+        yield (
+            f"No redundant heads: the other heads of a layer predict less than {THRESHOLD:.0%} of the output of each "
+            f"linearly, on held-out tokens; at most {float(shares[best]):z.0%}, of {place}."
+        )
+        return
+    shown = [f"{place_of(x.head, stacked=stacked)} {x.share:.0%}" for x in found.redundant[:LEAST]]
+    yield (
+        f"{len(found.redundant)} of {len(table)} heads are redundant: the other heads of their layer predict at least "
+        f"{THRESHOLD:.0%} of their output linearly, on held-out tokens: {', '.join(shown)}"
+        f"{' and others' if len(found.redundant) > LEAST else ''}."
+    )
+    if not stacked:
+        site, head = found.redundant[0].head
+        command = f"polyhead prune {found.settings.model} --heads L{site.layer}H{head} --form uneven --output FOLDER"
+        yield f"To remove the first, which the others compensate: {command}"
 
 
 def _least_important(found: Inspection, measure: str) -> Iterator[str]:

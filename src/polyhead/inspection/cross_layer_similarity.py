@@ -1,4 +1,4 @@
-"""Pairs of heads of different layers with similar outputs, compared on one sample of tokens.
+"""Pairs of heads of different layers with similar or opposite outputs, compared on one sample of tokens.
 
 If the outputs of all heads at these tokens fit into `BYTES`, every pair is measured. Otherwise their contributions to
 the residual stream are projected to few dimensions at random, candidates are selected by the projections, and a second
@@ -60,7 +60,7 @@ def pairs(
     head_projections: Mapping[AttentionSite, HeadProjections],
     watch: Callable[[TokenSample], Observations],
 ) -> tuple[Pair, ...]:
-    """Return the most similar pairs of heads of different sites, with their measured cosine similarity.
+    """Return the pairs of heads of different sites with the largest |cosine similarity|, as measured.
 
     `watch` runs the model over the text once more with a collector, if the sample has only projected outputs.
     """
@@ -68,11 +68,11 @@ def pairs(
     candidates: list[tuple[float, Head, Head]] = []
     for sites in _by_stack(collected, sample.name).values():
         candidates += _candidates(sites, w_o if sample.name == FULL else None)
-    candidates = sorted(candidates, key=lambda x: -x[0])[:CANDIDATES]
+    candidates = sorted(candidates, key=lambda x: -abs(x[0]))[:CANDIDATES]
     if sample.name == FULL:
         return tuple(Pair(one, other, cosine, cosine) for cosine, one, other in candidates)
     measured = _measured(candidates, w_o, sample, watch)
-    return tuple(sorted(measured, key=lambda pair: -pair.cosine))
+    return tuple(sorted(measured, key=lambda pair: -abs(pair.cosine)))
 
 
 def _measured(
@@ -128,7 +128,7 @@ def _by_stack(collected: Collected, name: str) -> dict[tuple[str, int], list[Any
 def _candidates(
     sites: list[tuple[AttentionSite, Tensor]], w_o: Mapping[tuple[str, str], Tensor] | None
 ) -> list[tuple[float, Head, Head]]:
-    """Return the most similar pairs of heads of different sites, with the cosine similarity of their rows.
+    """Return the pairs of heads of different sites with the largest |cosine similarity| of their rows.
 
     With `w_o`, rows are multiplied by it first: contributions to the residual stream, [tokens, heads, embed_dim], which
     are too large to store. float32 suffices for cosines.
@@ -149,9 +149,9 @@ def _candidates(
     similarity = similarity / norms / norms[:, None]
     site_index = torch.tensor([index for index, (_, rows) in enumerate(sites) for _ in range(rows.shape[1])])
     comparable = (site_index[:, None] < site_index) & similarity.isfinite()
-    similarity = torch.where(comparable, similarity, -torch.inf)
     count = min(CANDIDATES, int(comparable.sum()))
-    values, flat_indices = similarity.flatten().topk(count)
+    flat_indices = torch.where(comparable, similarity.abs(), -torch.inf).flatten().topk(count).indices
+    values = similarity.flatten()[flat_indices]
     return [
         (float(value), heads[int(index) // len(heads)], heads[int(index) % len(heads)])
         for value, index in zip(values, flat_indices, strict=True)

@@ -1,7 +1,8 @@
-"""Upgrade of inspections in formats 2 to 5 to the current one.
+"""Upgrade of inspections in formats 2 to 6 to the current one.
 
-Format 5 has other names for kinds of findings, 4 also for two fields, 3 and 2 store evidence and reasons as English
-text instead of fields, and 2 has other names for some statistics.
+Format 6 has groups of redundant heads by a threshold on cosines, which is no longer used, and findings about them; both
+are dropped. Format 5 has other names for kinds of findings, 4 also for two fields, 3 and 2 store evidence and reasons
+as English text instead of fields, and 2 has other names for some statistics.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from polyhead.observation.renamed import current_name
 
-_FINDING_KINDS = {"alike": "similar", "matters": "importance", "resting": "sink", "wide": "uniform"}
+_FINDING_KINDS = {"matters": "importance", "resting": "sink", "wide": "uniform"}
 
 
 def upgraded(rest: dict[str, Any]) -> dict[str, Any]:
@@ -18,13 +19,16 @@ def upgraded(rest: dict[str, Any]) -> dict[str, Any]:
 
     The English texts of formats 2 and 3 are kept and shown in both languages.
     """
+    rest["findings"] = [finding for finding in rest["findings"] if finding["kind"] not in ("similar", "alike")]
+    if rest["format"] == 6:
+        return rest
     for finding in rest["findings"]:
         finding["kind"] = _FINDING_KINDS.get(finding["kind"], finding["kind"])
         if "turned" in finding["values"]:
             finding["values"]["by_representation"] = finding["values"].pop("turned")
     if rest["format"] == 5:
         return rest
-    rest["redundancy"], rest["head_maps"] = rest.pop("likeness"), rest.pop("looks")
+    rest["head_maps"] = rest.pop("looks")
     for finding in rest["findings"]:
         if isinstance(finding["column"], str):
             finding["column"] = current_name(finding["column"])

@@ -2,7 +2,7 @@
 
 from polyhead.inspection.comparison import Comparison, compare
 from polyhead.inspection.example_weights import Example
-from polyhead.inspection.heads import Group, Pair
+from polyhead.inspection.heads import Pair, RedundantHead
 from polyhead.inspection.inspection_files import load_inspection, save_inspection
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.settings import Settings
@@ -12,9 +12,9 @@ __all__ = [
     "Comparison",
     "Example",
     "Finding",
-    "Group",
     "Inspection",
     "Pair",
+    "RedundantHead",
     "Settings",
     "compare",
     "load_inspection",

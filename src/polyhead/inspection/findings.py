@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from polyhead.analysis.intervals import influence_error
+from polyhead.analysis.redundancy import PREDICTABLE
 from polyhead.analysis.roles import HeadRoles, RoleScore
 from polyhead.analysis.roles_rules import RULES
 from polyhead.inspection.heads import Head
@@ -25,6 +26,8 @@ from polyhead.observation import HeadProfile
 MAX_FINDINGS = 3
 DEVIATIONS = 1.96  # standard errors: a median within so many of 0 is no unit, and two such heads are not told apart
 SINK_MASS = 0.5  # share of attention on the first token above which a head counts as a sink
+ALONE = 0.5  # share of a redundant head from which one other head is named: it predicts more than all the rest
+SAME = 0.5  # |cosine| from which two heads write much the same, or the opposite: less than 60 degrees apart
 NEAR_UNIFORM = 0.9  # share of the maximum entropy above which attention counts as uniform
 _COMMON: tuple[tuple[str, FindingKind, float], ...] = (
     ("sink_mass", "sink", SINK_MASS),
@@ -34,10 +37,10 @@ _EVIDENCE = ("role", "score", "null", "offset", "weight", "saved_evidence")  # f
 
 
 def findings(inspection: Inspection, limit: int = MAX_FINDINGS) -> tuple[Finding, ...]:
-    """Return findings, one of each kind in turn: roles, similar heads, importance, common patterns, extremes."""
+    """Return findings, one of each kind in turn: roles, redundant heads, importance, common patterns, extremes."""
     kinds = [
         _clearest(inspection),
-        _similar(inspection),
+        _redundant(inspection),
         _importance(inspection),
         _common(inspection),
         _extremes(inspection),
@@ -81,7 +84,7 @@ def _basis(inspection: Inspection, finding: Finding) -> Basis | None:
     if "context" not in facts or (finding.kind == "role" and RULES[str(finding.values["role"])].source != "text"):
         return None
     tokens = facts["importance_tokens"] if finding.kind == "importance" else facts["tokens"]
-    return Basis(inspection.settings.text, tokens, facts["context"], finding.kind != "similar")
+    return Basis(inspection.settings.text, tokens, facts["context"], finding.kind != "redundant")
 
 
 def _halves(inspection: Inspection, column: str) -> Tensor:
@@ -119,14 +122,19 @@ def _clearest(inspection: Inspection) -> Iterator[Finding]:
             yield Finding("role", ((head.site, head.head),), None, values, _is_stacked(inspection))
 
 
-def _similar(inspection: Inspection) -> Iterator[Finding]:
-    groups = [(group.least, group.heads, False) for group in inspection.groups]
-    redundancy = inspection.redundancy
-    threshold = math.inf if redundancy is None else redundancy.threshold
-    groups += [(pair.cosine, (pair.one, pair.other), True) for pair in inspection.pairs if pair.cosine >= threshold]
-    null = {} if redundancy is None else {"null": redundancy.null}
-    for cosine, heads, across in sorted(groups, key=lambda x: -x[0]):
-        yield Finding("similar", heads, None, {"cosine": cosine, "across": across, **null}, _is_stacked(inspection))
+def _redundant(inspection: Inspection) -> Iterator[Finding]:
+    """Yield the redundant heads, each with the head that alone predicts most of it, if one does; a pair once."""
+    reported: set[frozenset[Head]] = set()
+    for found in inspection.redundant:
+        heads: tuple[Head, ...] = (found.head,)
+        values: dict[str, float | str] = {"share": found.share}
+        if found.share_of_other >= ALONE:
+            heads = (found.head, found.other)
+            relation = "linear_map" if abs(found.cosine) < SAME else "same" if found.cosine > 0 else "opposite"
+            values |= {"relation": relation, "alone": found.share_of_other, "cosine": found.cosine}
+        if frozenset(heads) not in reported:
+            reported.add(frozenset(heads))
+            yield Finding("redundant", heads, PREDICTABLE, values, _is_stacked(inspection))
 
 
 def _importance(inspection: Inspection) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Head identifiers, and groups and pairs of similar heads."""
+"""Head identifiers, redundant heads, and pairs of similar heads."""
 
 from __future__ import annotations
 
@@ -20,26 +20,21 @@ def named(head: Head) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Heads of one layer whose outputs are pairwise similar."""
+class RedundantHead:
+    """A head of whose output the other heads of its layer predict most linearly, on held-out tokens."""
 
-    heads: tuple[Head, ...]
-    least: float  # cosine of the least similar pair
+    head: Head
+    share: float  # predicted by all other heads of the layer together
+    other: Head  # the head that predicts most on its own
+    share_of_other: float  # predicted by that head alone
+    cosine: float  # of the outputs of the two; negative if they write opposite directions
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two heads of different layers with similar outputs."""
+    """Two heads of different layers with similar or opposite outputs."""
 
     one: Head
     other: Head
     guess: float  # cosine under a random projection, by which the pair was selected
     cosine: float  # of their contributions to the residual stream, over the sample of tokens
-
-
-@dataclass(frozen=True, slots=True)
-class RedundancyThreshold:
-    """Cosine threshold from which heads count as redundant, and the null it is derived from."""
-
-    threshold: float
-    null: float  # the cosine that random weights reach

@@ -37,10 +37,10 @@ from polyhead.observation.renamed import current_name
 from polyhead.observation.saving import write_atomically
 from polyhead.observation.statistics import LOCATION
 
-FORMAT = 6  # `earlier_formats` upgrades 2 to 5; 1 is no longer supported
+FORMAT = 7  # `earlier_formats` upgrades 2 to 6; 1 is no longer supported
 # Fields of an inspection in the JSON file, next to `settings` and `facts`. Their tensors, and all other fields, are in
 # the other files.
-_IN_JSON = ("roles", "redundancy", "groups", "pairs", "findings", "head_maps", "top_keys", "examples")
+_IN_JSON = ("roles", "pairs", "findings", "head_maps", "top_keys", "examples")
 # Sentences that are written beside the fields of a value.
 _SENTENCES: dict[type, tuple[str, Callable[[Any], str]]] = {
     Finding: ("text", str),

@@ -1,21 +1,21 @@
-"""Similarity matrices of the heads of a layer, redundancy groups, and columns derived from outputs and weights."""
+"""Similarity and redundancy of the heads of a layer, and columns derived from outputs and weights."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyhead.analysis import circuits, relations
 from polyhead.analysis.importance import Importance
-from polyhead.analysis.redundancy import redundancy
+from polyhead.analysis.redundancy import PREDICTABLE, predictable_shares, tokens_needed
 from polyhead.analysis.roles import HeadRoles, evidence_of
 from polyhead.analysis.text_shares import text_shares
-from polyhead.inspection.heads import Group, Head, RedundancyThreshold, named
+from polyhead.inspection.heads import Head, named
 from polyhead.inspection.vocabulary import score_column
+from polyhead.inspection.wording import Reason
 from polyhead.observation import AttentionSite, HeadProfile, HeadProjections
 from polyhead.observation.collectors import Collected, states_of
 from polyhead.observation.contributions import SiteContributions
@@ -54,24 +54,38 @@ def relations_of(
     return matrices, columns
 
 
-def cosines_of(
+def add_predictable_shares(
     collected: Collected,
     head_projections: Mapping[AttentionSite, HeadProjections],
-) -> dict[AttentionSite, Tensor]:
-    """Return only the cosine similarity of head outputs, [heads, heads], by site."""
-    outputs = {site: x.output.detach().cpu().double() for site, x in head_projections.items() if x.output is not None}
-    moments = _moments_of(collected)
-    return {site: relations.cosine(moments[site], outputs[site]) for site in moments if site in outputs}
+    matrices: SiteTensors,
+    columns: SiteTensors,
+) -> Reason | None:
+    """Add how much of each head's output other heads predict; return the reason if tokens are too few at a site."""
+    reason = None
+    for site, state in states_of(collected, "contributions", SiteContributions).items():
+        output = head_projections.get(site, HeadProjections()).output
+        one, other = map(_on_cpu, state.halves)
+        known = one or other
+        if output is None or known is None or site.num_heads < 2:
+            continue
+        needed, got = tokens_needed(known), int(min(one.count, other.count)) if one and other else 0
+        if one is None or other is None or got < needed:
+            reason = Reason("few_tokens", {"needed": needed, "got": got})
+            continue
+        shares = predictable_shares(one, other, output)
+        matrices[site][PREDICTABLE], columns[site][PREDICTABLE] = shares.by_head, shares.by_others
+    return reason
 
 
 def _moments_of(collected: Collected) -> dict[AttentionSite, HeadMoments]:
     """Return the second moments of head outputs by site, on the CPU."""
     states = states_of(collected, "contributions", SiteContributions)
-    return {
-        site: HeadMoments(**{name: x.cpu() for name, x in state.moments.state().items()})
-        for site, state in states.items()
-        if state.moments is not None
-    }
+    moments = {site: _on_cpu(state.moments) for site, state in states.items()}
+    return {site: x for site, x in moments.items() if x is not None}
+
+
+def _on_cpu(moments: HeadMoments | None) -> HeadMoments | None:
+    return moments and HeadMoments(**{name: x.cpu() for name, x in moments.state().items()})
 
 
 def non_finite_heads(collected: Collected) -> str:
@@ -141,30 +155,6 @@ def _repeated(matrices: Tensor, heads: int) -> Tensor:
 def _top_share(singular: Tensor) -> Tensor:
     squares = singular.square()
     return squares[:, 0] / squares.sum(-1)
-
-
-def groups_of(
-    matrices: Mapping[AttentionSite, Mapping[str, Tensor]], null: Mapping[AttentionSite, Tensor]
-) -> dict[str, Any]:
-    """Return the fields `redundancy` and `groups` of an `Inspection`; none without a null.
-
-    `null` are the cosine similarities in a model with random weights; all layers have one threshold, derived from them.
-    """
-    nulls = [matrix for matrix in null.values() if len(matrix) > 1]
-    if not len(nulls):
-        return {}
-    groups: list[Group] = []
-    threshold: RedundancyThreshold | None = None
-    for site, of_site in matrices.items():
-        if "cosine" not in of_site or site.num_heads < 2:
-            continue
-        redundant = redundancy(of_site["cosine"], nulls)
-        threshold = RedundancyThreshold(redundant.threshold, redundant.null)
-        for group in redundant.groups:
-            index = torch.tensor(group)
-            least = float(of_site["cosine"][index][:, index].min())
-            groups.append(Group(tuple((site, head) for head in group), least))
-    return {"redundancy": threshold, "groups": tuple(groups)}
 
 
 def extend_table(table: HeadProfile, parts: Sequence[SiteTensors], importance: Importance | None) -> HeadProfile:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polyhead.analysis.roles import HeadRoles
-from polyhead.inspection.heads import Group
-from polyhead.inspection.identity import described, edits_of
+from polyhead.inspection.heads import RedundantHead
+from polyhead.inspection.identity import edits_of
 from polyhead.inspection.vocabulary import ROLE_ORDER, role_of
 from polyhead.inspection.wording import Finding, place_of
 from polyhead.observation import AttentionSite, HeadProfile
@@ -22,7 +22,7 @@ def inspection_html(
     facts: Mapping[str, Any],
     table: HeadProfile,
     head_roles: Sequence[HeadRoles],
-    groups: Sequence[Group],
+    redundant: Sequence[RedundantHead],
     findings: Sequence[Finding],
 ) -> str:
     """Return the HTML fragment; it has no script, and details are collapsed by default."""
@@ -41,9 +41,8 @@ def inspection_html(
     def card_lines(site: AttentionSite, head: int) -> list[str]:
         of_head = by_head.get((site, head))
         lines = [] if of_head is None else [f"{x.role}: {x.evidence}" for x in of_head.scores if x.holds]
-        its_groups = [group for group in groups if (site, head) in group.heads]
-        others = [described(other) for group in its_groups for other in group.heads if other != (site, head)]
-        return [*lines, *([f"output similar to {', '.join(others)}"] if others else [])]
+        shares = [x.share for x in redundant if x.head == (site, head)]
+        return [*lines, *(f"redundant: the other heads of its layer predict {x:.0%} of its output" for x in shares)]
 
     grid = grids(list(dict.fromkeys(table.sites)), cell) if len(by_head) else ""
     used = [role for role in ROLE_ORDER if any(role in x.roles for x in head_roles)]

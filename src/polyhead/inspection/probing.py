@@ -17,7 +17,6 @@ from polyhead.analysis.pronouns import PronounTable, pronoun_table, pronoun_text
 from polyhead.analysis.roles import HeadRoles, evidence_of, head_roles
 from polyhead.analysis.roles_copying import Copying, Words, copying_scores
 from polyhead.errors import PolyheadError
-from polyhead.inspection import layer_similarity
 from polyhead.inspection.example_weights import Example, ExampleWeights, example_batches, examples_of
 from polyhead.inspection.settings import Settings
 from polyhead.inspection.text_reader import Reader
@@ -26,7 +25,6 @@ from polyhead.observation import (
     AttentionDistances,
     AttentionSite,
     Collector,
-    Contributions,
     HeadProjections,
     Observations,
     find_projections,
@@ -138,15 +136,13 @@ class Probes:
         batches, step = self.reader.batches_of(texts.contexts), "read sentences with pronouns"
         return pronoun_table(self.watched(self.loaded.model, batches, [texts.collector()], step), texts)
 
-    def chance(self) -> tuple[tuple[HeadRoles, ...], dict[AttentionSite, Tensor]]:
-        """Return roles and cosines of a model of the same layout with random weights: the effect of layout and text."""
+    def chance(self) -> tuple[HeadRoles, ...]:
+        """Return roles in a model of the same layout with random weights: the effect of layout and text."""
         model = random_twin(self.loaded.model, self.settings.seed)
-        head_projections = self.head_projections(model)
         batches = self.reader.whole_batches(CHANCE_TOKENS)  # the weight of a position depends on the length
-        collect: list[Collector] = [Contributions(), EvidenceCollector(rare=rare_tokens(self.reader.counts))]
+        collect: list[Collector] = [EvidenceCollector(rare=rare_tokens(self.reader.counts))]
         observations = self.watched(model, batches, collect, "observe a model with random weights")
-        reference = head_roles(evidence_of(observations.collected), seed=self.settings.seed)
-        return reference, layer_similarity.cosines_of(observations.collected, head_projections)
+        return head_roles(evidence_of(observations.collected), seed=self.settings.seed)
 
     def copying(self, head_projections: Mapping[AttentionSite, HeadProjections]) -> dict[AttentionSite, Copying]:
         """Return copying scores, where the model predicts tokens from the residual stream its heads write to."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,10 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
+from polyhead.analysis.redundancy import PREDICTABLE, THRESHOLD
 from polyhead.analysis.roles import HeadRoles
 from polyhead.inspection.example_weights import Example
 from polyhead.inspection.head_maps import HeadMaps
-from polyhead.inspection.heads import Group, Pair, RedundancyThreshold
+from polyhead.inspection.heads import Pair, RedundantHead
 from polyhead.inspection.most_attended import TopKey
 from polyhead.inspection.notebook_view import inspection_html
 from polyhead.inspection.settings import Settings
@@ -28,8 +30,6 @@ class Inspection:
     facts: Mapping[str, Any]  # about the run: model, tokens, documents, versions, time
     table: HeadProfile
     roles: tuple[HeadRoles, ...] = ()
-    redundancy: RedundancyThreshold | None = None
-    groups: tuple[Group, ...] = ()
     pairs: tuple[Pair, ...] = ()
     relations: Mapping[AttentionSite, Mapping[str, Tensor]] = field(default_factory=dict)  # [heads, heads] each
     findings: tuple[Finding, ...] = ()
@@ -42,6 +42,24 @@ class Inspection:
     influence: Mapping[AttentionSite, Mapping[str, Tensor]] = field(default_factory=dict)
     # By column, [2, heads]: values on the even and on the odd documents (or contexts), on which findings must agree.
     halves: Mapping[AttentionSite, Mapping[str, Tensor]] = field(default_factory=dict)
+
+    @property
+    def redundant(self) -> tuple[RedundantHead, ...]:
+        """Heads of whose output the others of their layer predict at least `THRESHOLD` linearly, the largest first.
+
+        Each share is that with all other heads present: of two heads that predict each other, one is needed.
+        """
+        found = []
+        for row, (site, head) in enumerate(zip(self.table.sites, self.table.heads, strict=True)):
+            matrices = self.relations.get(site, {})
+            share = float(self.table[PREDICTABLE][row]) if PREDICTABLE in self.table.columns else math.nan
+            if share >= THRESHOLD and {PREDICTABLE, "cosine"} <= matrices.keys():
+                alone = matrices[PREDICTABLE][head].nan_to_num(nan=-math.inf)
+                alone[head] = -math.inf
+                other = int(alone.argmax())
+                cosine = float(matrices["cosine"][head, other])
+                found.append(RedundantHead((site, head), share, (site, other), float(alone[other]), cosine))
+        return tuple(sorted(found, key=lambda x: -x.share))
 
     def roles_of(self, site: AttentionSite, head: int) -> HeadRoles | None:
         """Return the roles of a head, and None if none were computed for it.
@@ -72,4 +90,4 @@ class Inspection:
         return "\n".join([*lines, *(f"- {finding}" for finding in self.findings)])
 
     def _repr_html_(self) -> str:
-        return inspection_html(self.facts, self.table, self.roles, self.groups, self.findings)
+        return inspection_html(self.facts, self.table, self.roles, self.redundant, self.findings)

@@ -125,6 +125,10 @@ class _Run:
         if non_finite := layer_similarity.non_finite_heads(observations.collected):
             self.probes.left_out.append(Reason("non_finite", {"heads": non_finite}))
         matrices, output_columns = layer_similarity.relations_of(observations.collected, head_projections)
+        if few := layer_similarity.add_predictable_shares(
+            observations.collected, head_projections, matrices, output_columns
+        ):
+            self.probes.left_out.append(few)
         spectra = layer_similarity.spectra_of(head_projections)
         columns = [
             layer_similarity.text_columns(observations.collected),
@@ -135,7 +139,7 @@ class _Run:
         importance, importance_tokens = None, None
         if not self.interrupted:
             try:
-                probed = self.probe(observations, head_projections, sample, matrices)
+                probed = self.probe(observations, head_projections, sample)
                 columns.append(layer_similarity.role_columns(probed.fields.get("roles", ())))
                 try:
                     importance, importance_tokens = self.probes.importance()
@@ -164,16 +168,14 @@ class _Run:
         observations: Observations,
         head_projections: Mapping[AttentionSite, HeadProjections],
         sample: TokenSample | None,
-        matrices: Mapping[AttentionSite, Mapping[str, Tensor]],
     ) -> _Probed:
         probes = self.probes
         fields: dict[str, Any] = {"examples": probes.examples()}
         distances, repeated = probes.distances(), probes.repeated(self.loaded.model)
         reference: tuple[HeadRoles, ...] = ()
         if self.settings.chance:
-            reference, null = probes.chance()
+            reference = probes.chance()
             gc.collect()  # the sessions of the random model are reference cycles, which keep it in memory
-            fields |= layer_similarity.groups_of(matrices, null)
         fields["roles"] = head_roles(
             evidence_of(observations.collected),
             repeated,

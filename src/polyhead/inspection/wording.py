@@ -10,14 +10,14 @@ from typing import Any, Literal
 from polyhead.analysis.roles_evidence import evidence_text
 from polyhead.analysis.roles_rules import RULES
 from polyhead.inspection.heads import Head, named
-from polyhead.inspection.identity import described, originally
+from polyhead.inspection.identity import originally
 from polyhead.inspection.settings import IN_MEMORY
 from polyhead.inspection.vocabulary import Language, Text, role_of
 
-# role: role of a head; similar: heads with similar outputs; importance: the most important head, by gradient or
-# ablation; sink: number of heads that attend mostly to the attention sink; uniform: number of heads that attend almost
-# uniformly; extreme: the head with the largest value in a column.
-FindingKind = Literal["role", "similar", "importance", "sink", "uniform", "extreme"]
+# role: role of a head; redundant: a head that others of its layer predict; importance: the most important head, by
+# gradient or ablation; sink: number of heads that attend mostly to the attention sink; uniform: number of heads that
+# attend almost uniformly; extreme: the head with the largest value in a column.
+FindingKind = Literal["role", "redundant", "importance", "sink", "uniform", "extreme"]
 
 
 # ---- findings
@@ -79,13 +79,26 @@ class Finding:
 # By kind of finding, variant of a kind, or column of an extreme; see `_template_of`.
 _FINDINGS = {
     "role": Text("{place} {evidence}: {label}", "{place}{evidence}：{label}"),
-    "similar": Text(
-        "heads {heads} have similar outputs: cosine {cosine:.2f}",
-        "头 {heads} 的输出相似：余弦 {cosine:.2f}",
+    "redundant": Text(
+        "the other heads of its layer predict {share:.0%} of the output of {place} linearly, on held-out tokens",
+        "在留出词元上，同层其他头可线性预测 {place}输出的 {share:.0%}",
     ),
-    "similar_across_layers": Text(
-        "heads {heads} have similar outputs in different layers: cosine {cosine:.2f}",
-        "头 {heads} 的输出相似（位于不同层）：余弦 {cosine:.2f}",
+    "same": Text(
+        "{place} writes much the same as {other} (cosine {cosine:.2f}; {alone:.0%} of its output is linearly "
+        "predictable from it, on held-out tokens)",
+        "{place}与 {other} 写入的内容大致相同（余弦 {cosine:.2f}；"
+        "在留出词元上，其输出的 {alone:.0%} 可由后者线性预测）",
+    ),
+    "opposite": Text(
+        "{place} writes the opposite of {other} (cosine {cosine:.2f}; {alone:.0%} of its output is linearly "
+        "predictable from it, on held-out tokens)",
+        "{place}写入的与 {other} 相反（余弦 {cosine:.2f}；在留出词元上，其输出的 {alone:.0%} 可由后者线性预测）",
+    ),
+    "linear_map": Text(
+        "{place} writes a linear map of what {other} writes (cosine {cosine:.2f}; {alone:.0%} of its output is "
+        "linearly predictable from it, on held-out tokens)",
+        "{place}写入的是 {other} 所写内容的线性映射（余弦 {cosine:.2f}；"
+        "在留出词元上，其输出的 {alone:.0%} 可由后者线性预测）",
     ),
     "gradient": Text(
         "{place} has the largest loss gradient: {value:.3g} nats per token",
@@ -122,7 +135,6 @@ _FINDINGS = {
 }
 # Appended if a finding has a value of that name.
 _SUFFIXES = {
-    "null": Text("; random weights reach {null:z.2f}", "；随机权重只到 {null:z.2f}"),
     "times": Text(", at least {times:,.1f} times the median of all heads", "，至少是所有头中位数的 {times:,.1f} 倍"),
 }
 
@@ -151,14 +163,15 @@ def words_of(finding: Finding, language: Language = "en") -> str:
         return text + basis
     text = _FINDINGS[_template_of(finding)][language]
     text += "".join(suffix[language] for name, suffix in _SUFFIXES.items() if name in values)
-    return text.format(place=place, heads=_joined_heads(finding, language), **values) + basis
+    other = place_of(finding.heads[-1], language, stacked=finding.stacked)
+    return text.format(place=place, other=other, **values) + basis
 
 
 def _template_of(finding: Finding) -> str:
     """Return the key in `_FINDINGS` of the template for a finding."""
     values = finding.values
-    if finding.kind == "similar":
-        return "similar_across_layers" if values["across"] else "similar"
+    if finding.kind == "redundant":
+        return str(values.get("relation", "redundant"))
     if finding.kind == "importance" and finding.column != "gradient":
         return "representation" if values["by_representation"] else "ablation"
     return finding.kind if finding.kind in ("sink", "uniform") else str(finding.column)
@@ -166,16 +179,6 @@ def _template_of(finding: Finding) -> str:
 
 def _with_article(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
-
-
-def _joined_heads(finding: Finding, language: Language) -> str:
-    if finding.kind != "similar":
-        return ""
-    heads = [
-        place_of(head, language, stacked=True) if finding.stacked else described(head, language)
-        for head in finding.heads
-    ]
-    return "、".join(heads) if language == "zh" else f"{', '.join(heads[:-1])} and {heads[-1]}"
 
 
 def place_of(head: Head, language: Language = "en", *, stacked: bool = False) -> str:
@@ -241,6 +244,12 @@ _REASONS = {
     "non_finite": Text(
         "values of {heads}: non-finite activations, the weights or the text give NaN or Inf",
         "{heads} 的数值：激活值非有限，权重或文本产生 NaN 或 Inf",
+    ),
+    "few_tokens": Text(
+        "redundancy: the prediction of a head by the others of its layer needs {needed:,} tokens in each half of the "
+        "documents, got {got:,}; use a longer text, or more tokens",
+        "冗余：由同层其他头预测一个头，每一半文档至少需要 {needed:,} 个词元，此处只有 {got:,} 个；"
+        "请用更长的文本或更多词元",
     ),
     "importance_error": Text("importance: {error}", "重要性：{error}"),
     "every_pair": Text(

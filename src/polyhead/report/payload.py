@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from polyhead.analysis.redundancy import PREDICTABLE, THRESHOLD
 from polyhead.analysis.roles import HeadRoles
 from polyhead.inspection import Inspection
 from polyhead.inspection.findings import findings
@@ -27,7 +28,7 @@ _FACTS = (
     "model", "tokens", "documents", "contexts", "context", "seconds", "interrupted", "unknown", "intervals_over",
     "versions",
 )  # fmt: skip
-_VIEWS = {"role": "head", "similar": "similar", "importance": "importance", "extreme": "head"}
+_VIEWS = {"role": "head", "redundant": "similar", "importance": "importance", "extreme": "head"}
 
 
 def page_of(inspection: Inspection, *, language: Language = "en", syntax: Syntax | None = None) -> dict[str, Any]:
@@ -59,8 +60,17 @@ def page_of(inspection: Inspection, *, language: Language = "en", syntax: Syntax
             for site, matrices in inspection.relations.items()
         },
         "relation_names": _relation_names(inspection),
-        "redundancy": inspection.redundancy,
-        "groups": [{"heads": _head_ids(index, group.heads), "least": group.least} for group in inspection.groups],
+        "redundancy": THRESHOLD if PREDICTABLE in inspection.table.columns else None,
+        "redundant": [
+            {
+                "head": _head_id(index, x.head),
+                "share": x.share,
+                "other": _head_id(index, x.other),
+                "alone": x.share_of_other,
+                "cosine": x.cosine,
+            }
+            for x in inspection.redundant
+        ],
         "pairs": [
             {"one": _head_id(index, x.one), "other": _head_id(index, x.other), "cosine": x.cosine, "guess": x.guess}
             for x in inspection.pairs
@@ -177,7 +187,7 @@ def _scores(head: HeadRoles) -> list[dict[str, Any]]:
 
 
 def _similar(inspection: Inspection, index: Mapping[AttentionSite, int]) -> dict[Head, list[dict[str, Any]]]:
-    """Return the most similar heads of each head: those of its layer, and the measured pairs of other layers."""
+    """Return the heads of the largest |cosine| to each head: those of its layer, and the pairs of other layers."""
     similar: dict[Head, list[tuple[float, Head, bool]]] = {}
     for site, matrices in inspection.relations.items():
         for head, row in enumerate(matrices["cosine"].tolist() if "cosine" in matrices else []):
@@ -189,7 +199,7 @@ def _similar(inspection: Inspection, index: Mapping[AttentionSite, int]) -> dict
     return {
         head: [
             {"head": _head_id(index, other), "cosine": cosine, "across": across}
-            for cosine, other, across in sorted(others, key=lambda x: -x[0])
+            for cosine, other, across in sorted(others, key=lambda x: -abs(x[0]))
             if math.isfinite(cosine)
         ]
         for head, others in similar.items()

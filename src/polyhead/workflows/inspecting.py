@@ -69,7 +69,7 @@ def inspect(
             predicts tokens, ablation on a short text where it does not.
         importance_tokens: number of tokens on which importance is measured; default: 8,192 for gradients and 2,048 for
             ablation and both, or 256 where "auto" chose it.
-        chance: also inspect the model with random weights, as a baseline for redundancy and roles.
+        chance: also inspect the model with random weights, as a baseline for roles.
         via_weights: use the attention weights that the model returns; slow, and O(n²) in memory.
         seed: of samples, random weights and repeated words.
         device, dtype: of a model that is loaded by name; default dtype: float32 on a CPU, else bfloat16.

@@ -151,6 +151,16 @@ _KNOWN = (
         "输出变化的有效方向数，即其谱熵的指数。接近 1 时，输出只沿残差流的一个方向变化。",
         low=1.0,
     ),
+    _share(
+        "predictable_share", "share predictable by other heads", "可由其他头预测的比例",
+        "Share of the head's output (its contribution to the residual stream) that the other heads of its layer "
+        "predict linearly, on held-out tokens: what they can compensate if it is removed. Redundant from 75%; 0 for "
+        "unrelated heads.",
+        "同层其他头在留出词元上可线性预测的、该头输出（对残差流的贡献）的比例：去掉它时其他头所能补偿的部分。"
+        "达到 75% 即为冗余；无关的头为 0。",
+        group="output",
+        high=1.0,
+    ),
     _column(
         "total_correlation", "total correlation of the layer", "本层的总相关", "output", "nats",
         "Total correlation of the outputs of all heads of the layer, in nats; the same number for each of them. 0: the "

@@ -23,6 +23,13 @@ _KNOWN = (
         "中心核对齐（CKA）：两个头的输出在旋转和缩放意义下的相似度，从 0 到 1。",
     ),
     _relation(
+        "predictable_share", "share predictable by one head", "可由单个头预测的比例",
+        "Share of the output of the row's head that the column's head alone predicts linearly, on held-out tokens: 1 "
+        "for a linear map of it, whatever the cosine, 0 for unrelated heads. Not symmetric.",
+        "列所对应的头单独在留出词元上可线性预测的、行所对应的头输出的比例：若后者是前者的线性映射则为 1"
+        "（无论余弦多少），无关则为 0。不对称。",
+    ),
+    _relation(
         "subspace_overlap", "subspace overlap", "子空间重合度",
         "Overlap of the subspaces of the residual stream that two heads write to, whatever they write: 0 to 1.",
         "两个头所写入的残差流子空间的重合度，不论写入的内容：从 0 到 1。",
