@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from polyhead.analysis.intervals import normal_quantile, ratio_of_sums, student_quantile, wilson
 from polyhead.analysis.languages import Text
 from polyhead.analysis.pronouns import PronounTable
-from polyhead.analysis.roles_copying import Copying
 from polyhead.analysis.roles_evidence import evidence_text
 from polyhead.analysis.roles_rules import RULES
 from polyhead.errors import OptionError
@@ -40,7 +40,7 @@ class RoleScore:
 
     role: str
     score: float
-    low: float  # 95% interval; NaN for fewer than two documents. For "pronoun" it is simultaneous over all heads
+    low: float  # 95% interval; NaN for fewer than two documents. For "pronoun", "copy" and "anti-copy" over all heads
     high: float
     null: float  # the chance level
     threshold: float
@@ -94,7 +94,6 @@ def head_roles(
     text: Mapping[AttentionSite, HeadEvidence],
     repeated: Mapping[AttentionSite, HeadEvidence] | None = None,
     *,
-    copying: Mapping[AttentionSite, Copying] | None = None,
     pronouns: PronounTable | None = None,
     reference: Sequence[HeadRoles] = (),
     seed: int = 0,
@@ -102,9 +101,9 @@ def head_roles(
     """Return the roles of every head.
 
     Args:
-        text: evidence from a text, by site (`evidence_of(session.observations.collected)`).
+        text: evidence from a text, by site (`evidence_of(session.observations.collected)`). Copy and anti-copy need
+            that of a collector with `direct_logits`; their intervals are simultaneous over all heads.
         repeated: evidence from repeated random tokens (`sources.probes`), for duplicate-token and induction.
-        copying: `roles_copying.copying_scores` by site, for copy and anti-copy.
         pronouns: `pronouns.pronoun_table`, for pronoun; its interval is simultaneous over all heads, because the best
             of many heads is above the null by chance.
         reference: roles of a model of the same layout with random weights. The largest score of any of its heads
@@ -114,13 +113,11 @@ def head_roles(
     reference_max = _max_scores(reference)
     roles = []
     for site, evidence in text.items():
-        scores = _text_scores(evidence, seed)
+        scores = _text_scores(evidence, seed) | _copy_scores(evidence, sum(x.num_heads for x in text))
         if repeated is not None:
             if site not in repeated:
                 raise OptionError(f"repeated must have evidence of the same sites as text, got none for {site.name}")
             scores |= _repeated_scores(repeated[site], seed)
-        if copying is not None and site in copying:
-            scores |= _copying_scores(copying[site])
         if pronouns is not None:
             scores |= _pronoun_scores(pronouns, site)
         roles += [HeadRoles(site, head, _role_scores(scores, head, reference_max)) for head in range(site.num_heads)]
@@ -250,12 +247,27 @@ def _same_meaning(documents: _Documents) -> _Scores | None:
     return None if scores is None else replace(scores, score=torch.where(enough, scores.score, torch.nan))
 
 
-def _copying_scores(copying: Copying) -> dict[str, _Scores]:
-    scores = {}
-    for role, sign in (("copy", 1.0), ("anti-copy", -1.0)):
-        score, half_width = sign * copying.score, 1.96 * copying.error
-        scores[role] = _Scores(score, score - half_width, score + half_width, torch.full_like(score, copying.null))
-    return scores
+def _copy_scores(evidence: HeadEvidence, heads: int) -> dict[str, _Scores]:
+    """Score the share of pairs of rows in which the attended token wins, as wide as for the best of all heads.
+
+    The interval is the wider of Student's t over documents and Wilson's over rows, with Bonferroni correction.
+    """
+    wins, pairs, rows = (evidence.column(name)[:, :-1].cpu() for name in ("copy_wins", "copy_pairs", "copy_rows"))
+    if not bool((pairs.sum(0) > 0).any()):
+        return {}
+    tail, documents = (1 - _LEVEL) / 2 / heads, (pairs > 0).sum(0)
+    score, below, _ = ratio_of_sums(wins, pairs, 1.0)
+    deviations = {int(n): student_quantile(tail, n - 1) for n in documents.unique().tolist() if n > 1}
+    half_width = (score - below) * torch.tensor([deviations.get(n, math.nan) for n in documents.tolist()])
+    z, counts = normal_quantile(tail), rows.sum(0).nan_to_num().long().tolist()
+    ends = [
+        (wilson(int(x * n), n, z)[0], wilson(math.ceil(x * n), n, z)[1])
+        for x, n in zip(score.nan_to_num().tolist(), counts, strict=True)
+    ]
+    least, most = torch.tensor(ends, dtype=torch.float64).unbind(-1)
+    low, high = torch.minimum(score - half_width, least), torch.maximum(score + half_width, most)
+    null = torch.full_like(score, 0.5)
+    return {"copy": _Scores(score, low, high, null), "anti-copy": _Scores(1 - score, 1 - high, 1 - low, null)}
 
 
 def _pronoun_scores(table: PronounTable, site: AttentionSite) -> dict[str, _Scores]:

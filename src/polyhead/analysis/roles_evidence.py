@@ -20,10 +20,10 @@ def _attention(en: str, zh: str) -> Text:
 
 
 def _copying(en: str, zh: str) -> Text:
-    return Text(
-        f"has weights that map tokens to {en} logits of themselves (OV circuit W_E W_V W_O W_U, eigenvalue score "
-        "{score:.2f}, random {null:.2f})",
-        f"按权重把词元映射到自身{zh}的 logit（OV 回路 W_E W_V W_O W_U，特征值得分 {{score:.2f}}，随机 {{null:.2f}}）",
+    return _share(
+        f"directly {en} the logit of the token it attends to more than that of a token it attends to elsewhere in "
+        "{score:.0%} of pairs",
+        f"在 {{score:.0%}} 的比较中，直接{zh}所关注词元的 logit，幅度超过它在别处关注的另一个词元",
     )
 
 
@@ -55,8 +55,8 @@ _PHRASES = {
         "(chance {null:.0%}), with {weight:.0%} of its attention",
         "在 {score:.0%} 的句子中从代词关注其先行词，多于另一个名字（随机水平 {null:.0%}），占其注意力的 {weight:.0%}",
     ),
-    "copy": _copying("higher", "更高"),
-    "anti-copy": _copying("lower", "更低"),
+    "copy": _copying("raises", "提高"),
+    "anti-copy": _copying("lowers", "降低"),
     "same-meaning": Text(
         "attends to tokens whose cosine similarity is {score:.2f} above what offsets explain (chance {null:.2f})",
         "所关注词元的余弦相似度比偏移所能解释的高 {score:.2f}（随机水平 {null:.2f}）",

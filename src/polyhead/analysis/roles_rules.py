@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Source = Literal["text", "repeated", "pronouns", "weights"]
+Source = Literal["text", "repeated", "pronouns"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +78,14 @@ RULES: dict[str, Rule] = {
         source="pronouns",
     ),
     "copy": Rule(
-        0.5,
-        "three quarters of the OV circuit's eigenvalues, by magnitude, are positive",
-        "the mean and 1.96 standard deviations of Gaussian heads between the same embedding and unembedding",
-        source="weights",
-        rises=False,
+        0.75,
+        "closer to raising the attended token in every comparison than to a coin toss",
+        "one half: the other token is one that the same head attends to in another row",
     ),
     "anti-copy": Rule(
-        0.5,
-        "three quarters of the OV circuit's eigenvalues, by magnitude, are negative",
-        "the mean and 1.96 standard deviations of Gaussian heads between the same embedding and unembedding",
-        source="weights",
-        rises=False,
+        0.75,
+        "closer to lowering the attended token in every comparison than to a coin toss",
+        "one half: the other token is one that the same head attends to in another row",
     ),
     "same-meaning": Rule(
         0.1,

@@ -28,7 +28,7 @@ ROLES = {
     "delimiter": ("de", "black on yellow"),
     "sink": ("si", "black on grey62"),
     "broad": ("br", "black on grey82"),
-    # Roles from the weights alone: the effect of the OV circuit on any attended token.
+    # What a head does to the logit of the token it attends to.
     "copy": ("co", "black on bright_red"),
     "anti-copy": ("ac", "white on red"),
 }

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from polyhead.analysis.importance import Importance, Masked, ablate, gradient_scores
 from polyhead.analysis.pronouns import PronounTable, pronoun_table, pronoun_texts
 from polyhead.analysis.roles import HeadRoles, evidence_of, head_roles
-from polyhead.analysis.roles_copying import Copying, Words, copying_scores
+from polyhead.analysis.roles_copying import Words, copying_scores
 from polyhead.errors import PolyheadError
 from polyhead.inspection import layer_similarity
 from polyhead.inspection.example_weights import Example, ExampleWeights, example_batches, examples_of
@@ -33,6 +33,7 @@ from polyhead.observation import (
     observe,
 )
 from polyhead.observation.collectors import CallRecorder, states_of
+from polyhead.observation.direct_logits import DirectLogits, find_direct_logits
 from polyhead.observation.head_distances import SiteDistances
 from polyhead.observation.origins import IN_CONFIG
 from polyhead.observation.role_evidence import EvidenceCollector, HeadEvidence
@@ -147,17 +148,36 @@ class Probes:
         reference = head_roles(evidence_of(observations.collected), seed=self.settings.seed)
         return reference, layer_similarity.cosines_of(observations.collected, head_projections)
 
-    def copying(self, head_projections: Mapping[AttentionSite, HeadProjections]) -> dict[AttentionSite, Copying]:
-        """Return copying scores, where the model predicts tokens from the residual stream its heads write to."""
+    def direct_logits(self, head_projections: Mapping[AttentionSite, HeadProjections]) -> DirectLogits | None:
+        """Return the path from head outputs to logits, for the roles copy and anti-copy."""
+        if self.loaded.kind != "causal" or not head_projections:
+            return None
+        model, batch = self.loaded.model, next(self.reader.batches())
+        inputs = {"input_ids": batch.ids[:1, :16], "attention_mask": batch.mask[:1, :16]}
+        inputs = {name: x.to(next(model.parameters()).device) for name, x in inputs.items()}
+        found = find_direct_logits(model, lambda: model(**inputs, use_cache=False), head_projections)
+        if found is None or not found.outputs:
+            self.left_out.append(Reason("direct_logits"))
+        return found
+
+    def copying_circuits(
+        self, head_projections: Mapping[AttentionSite, HeadProjections]
+    ) -> dict[AttentionSite, dict[str, Tensor]]:
+        """Return copying scores of the weights, where the model predicts tokens from the stream its heads write to."""
         embedding, unembedding = embedding_of(self.loaded.model), _unembedding(self.loaded.model)
         if embedding is None or unembedding is None or embedding.shape != unembedding.shape:
             return {}
-        scores, words = {}, Words(embedding, unembedding, seed=self.settings.seed)
+        columns, words = {}, Words(embedding, unembedding, seed=self.settings.seed)
         for site, matrices in head_projections.items():
             if matrices.value is None or matrices.output is None or matrices.value.shape[1] != words.width:
                 continue
-            scores[site] = copying_scores(matrices.value, matrices.output, words)
-        return scores
+            found = copying_scores(matrices.value, matrices.output, words)
+            columns[site] = {
+                "copying_circuit": found.score,
+                "copying_circuit_error": found.error,
+                "copying_circuit_chance": torch.full_like(found.score, found.null),
+            }
+        return columns
 
     def importance(self) -> tuple[Importance | None, int | None]:
         """Return the importance of every head, and the number of tokens on which it was measured."""

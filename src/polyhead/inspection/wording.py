@@ -184,6 +184,11 @@ _REASONS = {
         "tokens",
         "代词指代：{sentences} 个含代词的句子中，分词器在 {context} 个词元的上下文里能读 {readable} 个",
     ),
+    "direct_logits": Text(
+        "copy, anti-copy: the unembedding does not read a norm of the stream that the heads write to, so that their "
+        "direct effect on logits is not defined",
+        "复制、反复制：输出嵌入读取的不是各头所写残差流的归一化，头对 logit 的直接作用无从定义",
+    ),
     "pronoun_error": Text("pronoun: {error}", "代词指代：{error}"),
     "returned_weights": Text(
         "head outputs, redundancy, copying and importance: attention weights returned by the model do not determine "
