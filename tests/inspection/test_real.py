@@ -93,9 +93,9 @@ def test_the_pronoun_head_of_minilm_is_the_one_that_materialised_attention_shows
         span = torch.tensor(labels)
         row = torch.stack(weights)[:, 0, :, span == 0].mean(2)  # [layers, heads, tokens]
         right += (row[..., span == 1].sum(-1) > row[..., span == 2].sum(-1)).float()
-    assert len(texts.contexts) == 40
+    assert len(texts.contexts) == 80
     for entry in table.entries:
-        assert entry.score == pytest.approx(float(right[entry.layer, entry.head]) / 40, abs=1e-6)
+        assert entry.score == pytest.approx(float(right[entry.layer, entry.head]) / 80, abs=1e-6)
     beyond = [
         (x.layer, x.head) for x in table.entries if x.all_low > x.null and x.score >= 0.75 and x.has_enough_weight
     ]

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyhead.analysis.intervals import normal_quantile, ratio_of_sums, student_quantile, wilson
 from polyhead.analysis.languages import Text
-from polyhead.analysis.pronouns import PronounTable
-from polyhead.analysis.roles_evidence import evidence_text
+from polyhead.analysis.pronouns import CUES, PronounTable
+from polyhead.analysis.roles_evidence import EVIDENCE, evidence_text
 from polyhead.analysis.roles_rules import RULES
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadId
@@ -40,13 +41,16 @@ class RoleScore:
 
     role: str
     score: float
-    low: float  # 95% interval; NaN for fewer than two documents. For "pronoun", "copy" and "anti-copy" over all heads
+    low: float  # 95% interval; NaN for fewer than two documents. Of all heads together where the null is one half
     high: float
     null: float  # the chance level
     threshold: float
     holds: bool
     offset: int | None = None  # of a positional head: that of the key from the query
-    weight: float | None = None  # of a pronoun head: mean attention weight on the antecedent
+    weight: float | None = None  # of an agreement or pronoun head: mean attention weight on the antecedent
+    gender: float | None = None  # of these: the score by the cue that decides
+    number: float | None = None
+    meaning: float | None = None
     saved_evidence: str | None = None  # in English, of a run whose format has only the text
 
     def __repr__(self) -> str:
@@ -57,7 +61,7 @@ class RoleScore:
     @property
     def text(self) -> Text:
         """Evidence as a phrase in both languages."""
-        return evidence_text(self.role, self.score, self.null, self.offset, self.weight, self.saved_evidence)
+        return evidence_text(**{name: getattr(self, name) for name in EVIDENCE})
 
     @property
     def evidence(self) -> str:
@@ -94,7 +98,7 @@ def head_roles(
     text: Mapping[AttentionSite, HeadEvidence],
     repeated: Mapping[AttentionSite, HeadEvidence] | None = None,
     *,
-    pronouns: PronounTable | None = None,
+    pronouns: Mapping[str, PronounTable] | None = None,
     reference: Sequence[HeadRoles] = (),
     seed: int = 0,
 ) -> tuple[HeadRoles, ...]:
@@ -104,8 +108,9 @@ def head_roles(
         text: evidence from a text, by site (`evidence_of(session.observations.collected)`). Copy and anti-copy need
             that of a collector with `direct_logits`; their intervals are simultaneous over all heads.
         repeated: evidence from repeated random tokens (`sources.probes`), for duplicate-token and induction.
-        pronouns: `pronouns.pronoun_table`, for pronoun; its interval is simultaneous over all heads, because the best
-            of many heads is above the null by chance.
+        pronouns: `pronouns.pronoun_table` of sentences decided by "gender", "number", "agreement" (both) and "meaning",
+            for agreement and pronoun; their intervals are simultaneous over all heads, because the best of many heads
+            is above the null by chance.
         reference: roles of a model of the same layout with random weights. The largest score of any of its heads
             becomes part of the null.
         seed: of the bootstrap over documents.
@@ -141,8 +146,7 @@ class _Scores:
     high: Tensor
     null: Tensor
     enough: tuple[bool, ...] = ()  # by head: whether the weight is large enough for the role, where that is required
-    offset: Tensor | None = None
-    weight: Tensor | None = None
+    more: Mapping[str, Tensor] = field(default_factory=dict)  # other fields of `RoleScore`
 
 
 class _Documents:
@@ -228,7 +232,7 @@ def _positional(documents: _Documents) -> _Scores | None:
         return None
     best = torch.where(enough, hits / available.clamp_min(1.0), -1.0).argmax(-1)
     scores = _at_offset(documents, best)
-    return None if scores is None else replace(scores, offset=best - NEAR - 1)
+    return None if scores is None else replace(scores, more={"offset": best - NEAR - 1})
 
 
 def _same_meaning(documents: _Documents) -> _Scores | None:
@@ -270,17 +274,27 @@ def _copy_scores(evidence: HeadEvidence, heads: int) -> dict[str, _Scores]:
     return {"copy": _Scores(score, low, high, null), "anti-copy": _Scores(1 - score, 1 - high, 1 - low, null)}
 
 
-def _pronoun_scores(table: PronounTable, site: AttentionSite) -> dict[str, _Scores]:
-    entries = sorted((x for x in table.entries if x.site == site.name), key=lambda x: x.head)
-    if len(entries) != site.num_heads:
-        return {}  # the site was not measured
+def _pronoun_scores(tables: Mapping[str, PronounTable], site: AttentionSite) -> dict[str, _Scores]:
+    """Score agreement by gender and number, and pronoun where only the meaning decides, of heads that have both."""
+    of_site = {
+        cue: sorted((x for x in table.entries if x.site == site.name), key=lambda x: x.head)
+        for cue, table in tables.items()
+    }
+    of_site = {cue: entries for cue, entries in of_site.items() if len(entries) == site.num_heads}
 
-    def column(name: str) -> Tensor:
-        return torch.tensor([getattr(entry, name) for entry in entries], dtype=torch.float64)
+    def column(cue: str, name: str) -> Tensor:
+        return torch.tensor([getattr(entry, name) for entry in of_site[cue]], dtype=torch.float64)
 
-    score, low, high, null, weight = (column(name) for name in ("score", "all_low", "all_high", "null", "weight"))
-    enough = tuple(entry.has_enough_weight for entry in entries)
-    return {"pronoun": _Scores(score + 0.0 * weight, low, high, null, enough, weight=weight)}
+    cues: dict[str, Tensor] = {cue: column(cue, "score") for cue in CUES if cue in of_site}
+    agrees, scores = (True,) * site.num_heads, dict[str, _Scores]()
+    for role, cue in (("agreement", "agreement"), ("pronoun", "meaning")):
+        if cue not in of_site:
+            break
+        score, low, high, null, weight = (column(cue, x) for x in ("score", "all_low", "all_high", "null", "weight"))
+        enough = tuple(x.has_enough_weight and y for x, y in zip(of_site[cue], agrees, strict=True))
+        scores[role] = _Scores(score + 0.0 * weight, low, high, null, enough, {"weight": weight, **cues})
+        agrees = tuple(((score >= RULES[role].threshold) & (low > null) & torch.tensor(enough)).tolist())
+    return scores
 
 
 # ---- decisions
@@ -300,9 +314,8 @@ def _role_scores(scores: Mapping[str, _Scores], head: int, reference_max: Mappin
         has_more_specific = rule.unless is not None and rule.unless in result and result[rule.unless].holds
         enough = not of_site.enough or of_site.enough[head]
         holds = score >= threshold and low > null and enough and not has_more_specific
-        offset = None if of_site.offset is None else int(of_site.offset[head])
-        weight = None if of_site.weight is None else float(of_site.weight[head])
-        result[role] = RoleScore(role, score, low, high, null, threshold, holds, offset, weight)
+        more: dict[str, Any] = {name: x[head].item() for name, x in of_site.more.items()}
+        result[role] = RoleScore(role, score, low, high, null, threshold, holds, **more)
     return tuple(result.values())
 
 

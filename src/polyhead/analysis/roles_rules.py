@@ -72,10 +72,18 @@ RULES: dict[str, Rule] = {
     "induction": Rule(0.5, _MAJORITY, f"{_UNIFORM}, on the same keys", source="repeated"),
     "pronoun": Rule(
         0.75,
-        "closer to resolving every pronoun than to a coin toss, and with at least twice the weight that uniform "
-        "attention gives the antecedent",
-        "one half: both names occur in both positions and as both antecedents, so that only the meaning helps",
+        "closer to resolving every pronoun than to a coin toss, where only the meaning decides, in a head that also "
+        "reaches it for agreement",
+        "one half: both names occur in both positions and as both antecedents",
         source="pronouns",
+    ),
+    "agreement": Rule(
+        0.75,
+        "closer to resolving every pronoun than to a coin toss, where gender or number decides, and with at least "
+        "twice the weight that uniform attention gives the antecedent",
+        "one half: both names occur in both positions and as both antecedents",
+        source="pronouns",
+        unless="pronoun",
     ),
     "copy": Rule(
         0.75,

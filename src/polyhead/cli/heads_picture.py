@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 ROLES = {
     "induction": ("in", "bold white on magenta"),
     "pronoun": ("pn", "bold black on bright_green"),
+    "agreement": ("ag", "bold black on green3"),
     "duplicate-token": ("du", "bold white on dark_magenta"),
     "same-meaning": ("me", "bold black on bright_magenta"),
     "previous": ("pr", "bold white on blue"),

@@ -1,6 +1,7 @@
-"""Upgrade of inspections in formats 2 to 5 to the current one.
+"""Upgrade of inspections in formats 2 to 6 to the current one.
 
-Format 5 has other names for kinds of findings, 4 also for two fields, 3 and 2 store evidence and reasons as English
+Up to format 6, copy and anti-copy are scores of the weights, and pronoun is a score of all kinds of sentences. Format 5
+has other names for kinds of findings, 4 also for two fields, 3 and 2 store evidence and reasons as English
 text instead of fields, and 2 has other names for some statistics.
 """
 
@@ -10,6 +11,7 @@ from typing import Any
 
 from polyhead.observation.renamed import current_name
 
+_OF_WEIGHTS = ("copy", "anti-copy")
 _FINDING_KINDS = {"alike": "similar", "matters": "importance", "resting": "sink", "wide": "uniform"}
 
 
@@ -18,6 +20,9 @@ def upgraded(rest: dict[str, Any]) -> dict[str, Any]:
 
     The English texts of formats 2 and 3 are kept and shown in both languages.
     """
+    rest["roles"], rest["findings"] = _roles(rest), [x for x in rest["findings"] if _role(x) not in _OF_WEIGHTS]
+    if rest["format"] == 6:
+        return rest
     for finding in rest["findings"]:
         finding["kind"] = _FINDING_KINDS.get(finding["kind"], finding["kind"])
         if "turned" in finding["values"]:
@@ -40,6 +45,22 @@ def upgraded(rest: dict[str, Any]) -> dict[str, Any]:
     for values in (finding["values"] for finding in rest["findings"] if finding["kind"] == "role"):
         values["saved_evidence"] = values.pop("evidence")
     return rest
+
+
+def _roles(rest: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the roles without those of the weights, and with the sentence that was saved for a pronoun head."""
+    for head in rest["roles"]:
+        head["scores"] = [score for score in head["scores"] if score["role"] not in _OF_WEIGHTS]
+        for score in (x for x in head["scores"] if x["role"] == "pronoun"):
+            score["saved_evidence"] = score["evidence"]
+            for finding in (x for x in rest["findings"] if _role(x) == "pronoun"):
+                if finding["heads"] == [[head["site"], head["head"]]]:
+                    finding["values"]["saved_evidence"] = score["evidence"]
+    return rest["roles"]
+
+
+def _role(finding: dict[str, Any]) -> str | None:
+    return finding["values"].get("role")
 
 
 def _reason(text: str) -> dict[str, Any]:

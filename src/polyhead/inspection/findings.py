@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from polyhead.analysis.roles import HeadRoles, RoleScore
+from polyhead.analysis.roles_evidence import EVIDENCE
 from polyhead.inspection.heads import Head
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.vocabulary import ROLE_ORDER
@@ -20,7 +21,6 @@ _COMMON: tuple[tuple[str, FindingKind, float], ...] = (
     ("sink_mass", "sink", SINK_MASS),
     ("normalized_entropy", "uniform", NEAR_UNIFORM),
 )
-_EVIDENCE = ("role", "score", "null", "offset", "weight", "saved_evidence")  # fields of a score
 
 
 def findings(inspection: Inspection, limit: int = MAX_FINDINGS) -> tuple[Finding, ...]:
@@ -58,7 +58,7 @@ def _clearest(inspection: Inspection) -> Iterator[Finding]:
     for _, _, head, score in sorted(scored, key=lambda x: x[:2]):
         if score.role not in reported:
             reported.add(score.role)
-            values = {name: getattr(score, name) for name in _EVIDENCE if getattr(score, name) is not None}
+            values = {name: getattr(score, name) for name in EVIDENCE if getattr(score, name) is not None}
             yield Finding("role", ((head.site, head.head),), None, values, _is_stacked(inspection))
 
 

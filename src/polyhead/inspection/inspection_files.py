@@ -37,7 +37,7 @@ from polyhead.observation.renamed import current_name
 from polyhead.observation.saving import write_atomically
 from polyhead.observation.statistics import LOCATION
 
-FORMAT = 6  # `earlier_formats` upgrades 2 to 5; 1 is no longer supported
+FORMAT = 7  # `earlier_formats` upgrades 2 to 6; 1 is no longer supported
 # Fields of an inspection in the JSON file, next to `settings` and `facts`. Their tensors, and all other fields, are in
 # the other files.
 _IN_JSON = ("roles", "redundancy", "groups", "pairs", "findings", "head_maps", "top_keys", "examples")
@@ -129,7 +129,7 @@ def load_inspection(folder: str | os.PathLike[str]) -> Inspection:
         relations = _read(_by_number(matrices), _hints(Inspection)["relations"], sites)
     pictures, _ = read_tensors(folder / PICTURES, _RULE)
     with refusing(folder / TABLE, _RULE):
-        table = _table(folder / TABLE, sites, names)
+        table = _table(folder / TABLE, sites, names, of_weights=rest["format"] < 7)
     with refusing(folder / REST, _RULE):
         inspection = _inspection(rest, sites, table, relations, pictures)
     with refusing(folder / TABLE, _RULE):
@@ -265,8 +265,12 @@ def _parquet(table: HeadProfile) -> bytes:
     return buffer.getvalue()
 
 
-def _table(path: Path, sites: list[AttentionSite], names: tuple[str, ...]) -> HeadProfile:
+def _table(path: Path, sites: list[AttentionSite], names: tuple[str, ...], *, of_weights: bool) -> HeadProfile:
     cells, _ = read_columns(path, _RULE)
+    if of_weights and "copy_score" in cells:  # before format 7: a score of the OV circuit, and the same negated
+        cells["copying_circuit"] = cells.pop("copy_score")
+        cells.pop("anti_copy_score", None)
+        names = (*names, "copying_circuit")
     where = {(site.name, site.kind): site for site in sites}
     rows = []
     for place in zip(cells["site"], cells["kind"], strict=True):

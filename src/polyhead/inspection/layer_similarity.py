@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from polyhead.analysis import circuits, relations
 from polyhead.analysis.importance import Importance
+from polyhead.analysis.intervals import Z
+from polyhead.analysis.pronouns import CUES, PronounTable
 from polyhead.analysis.redundancy import redundancy
 from polyhead.analysis.roles import HeadRoles, evidence_of
 from polyhead.analysis.text_shares import text_shares
@@ -121,6 +123,20 @@ def circuit_columns(spectra: SiteTensors) -> SiteTensors:
         site: {f"{name}_top_share": _top_share(singular) for name, singular in of_site.items()}
         for site, of_site in spectra.items()
     }
+
+
+def pronoun_columns(tables: Mapping[str, PronounTable], sites: Iterable[AttentionSite]) -> SiteTensors:
+    """Return the pronoun score by what decides, e.g. `pronoun_gender`, with its standard error over templates."""
+    columns: SiteTensors = {site: {} for site in sites}
+    for cue in (cue for cue in CUES if cue in tables):
+        for site, of_site in columns.items():
+            entries = sorted((x for x in tables[cue].entries if x.site == site.name), key=lambda x: x.head)
+            errors = [
+                max(x.score - x.frames_low, x.frames_high - x.score) / Z for x in entries
+            ]  # ends are cut at 0 and 1
+            numbers = {"": [x.score for x in entries], "_error": errors, "_chance": [x.null for x in entries]}
+            of_site |= {f"pronoun_{cue}{end}": torch.tensor(x, dtype=torch.float64) for end, x in numbers.items()}
+    return columns
 
 
 def role_columns(roles: Sequence[HeadRoles]) -> SiteTensors:

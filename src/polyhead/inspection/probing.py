@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.analysis.importance import Importance, Masked, ablate, gradient_scores
-from polyhead.analysis.pronouns import PronounTable, pronoun_table, pronoun_texts
+from polyhead.analysis.pronouns import AGREEMENT, CUES, PronounTable, pronoun_table, pronoun_texts
 from polyhead.analysis.roles import HeadRoles, evidence_of, head_roles
 from polyhead.analysis.roles_copying import Words, copying_scores
 from polyhead.errors import PolyheadError
@@ -42,7 +42,7 @@ from polyhead.observation.token_sample import TokenSample
 from polyhead.progress import Progress, ProgressCallback
 from polyhead.sources import Batch, LoadedModel, special_tokens
 from polyhead.sources.probes import BLOCKS, ordinary_words, repeated_batches
-from polyhead.sources.pronoun_sentences import pronoun_sentences
+from polyhead.sources.pronoun_sentences import Cue, pronoun_sentences
 from polyhead.sources.text_contexts import knows
 
 CHANCE_TOKENS = 1024  # of the baseline with random weights
@@ -117,10 +117,11 @@ class Probes:
         batches = list(repeated_batches(tokenizer, self.reader.classes, seed=self.settings.seed, context=context))
         return evidence_of(self.watched(model, batches, [EvidenceCollector()], "read repeated words").collected)
 
-    def pronouns(self) -> PronounTable | None:
+    def pronouns(self) -> dict[str, PronounTable]:
         """Return the pronoun scores, from sentences in the languages that the tokenizer knows.
 
-        There is no baseline with random weights, as chance is known exactly here.
+        Of all that agreement in gender or number decides, and by what decides; none of fewer than two templates. There
+        is no baseline with random weights, as chance is known exactly here.
         """
         tokenizer, everything = self.loaded.tokenizer, pronoun_sentences()
         by_language = [[x for x in everything if x.language == language] for language in ("en", "zh")]
@@ -130,13 +131,19 @@ class Probes:
             texts = pronoun_texts(sentences, tokenizer, longest=self.reader.text.length)
         except PolyheadError as error:
             self.left_out.append(Reason("pronoun_error", {"error": str(error)}))
-            return None
+            return {}
         if len(set(texts.frames)) < 2:
             fields = {"sentences": len(everything), "readable": len(texts.contexts), "context": self.reader.text.length}
             self.left_out.append(Reason("pronoun_sentences", fields))
-            return None
+            return {}
         batches, step = self.reader.batches_of(texts.contexts), "read sentences with pronouns"
-        return pronoun_table(self.watched(self.loaded.model, batches, [texts.collector()], step), texts)
+        watched, tables = self.watched(self.loaded.model, batches, [texts.collector()], step), dict[str, PronounTable]()
+        of_cue: dict[str, tuple[Cue, ...]] = {"agreement": AGREEMENT, **{cue: (cue,) for cue in CUES}}
+        for name, cues in of_cue.items():
+            frames = {frame for frame, cue in zip(texts.frames, texts.cues, strict=True) if cue in cues}
+            if len(frames) > 1:
+                tables[name] = pronoun_table(watched, texts, cues)
+        return tables
 
     def chance(self) -> tuple[tuple[HeadRoles, ...], dict[AttentionSite, Tensor]]:
         """Return roles and cosines of a model of the same layout with random weights: the effect of layout and text."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from polyhead.analysis.importance import Importance
+from polyhead.analysis.pronouns import PronounTable
 from polyhead.analysis.roles import HeadRoles, evidence_of, head_roles
 from polyhead.analysis.roles_rules import RULES
 from polyhead.errors import NonFiniteError, OptionError
@@ -101,6 +102,7 @@ class _Probed:
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     distances: Mapping[AttentionSite, Tensor] = field(default_factory=dict)
+    pronouns: Mapping[str, PronounTable] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -137,6 +139,7 @@ class _Run:
             try:
                 probed = self.probe(observations, head_projections, sample, matrices)
                 columns.append(self.probes.copying_circuits(head_projections))
+                columns.append(layer_similarity.pronoun_columns(probed.pronouns, evidence_of(observations.collected)))
                 columns.append(layer_similarity.role_columns(probed.fields.get("roles", ())))
                 try:
                     importance, importance_tokens = self.probes.importance()
@@ -173,10 +176,11 @@ class _Run:
         if self.settings.chance:
             reference, null = probes.chance()
             fields |= layer_similarity.groups_of(matrices, null)
+        pronouns = probes.pronouns()
         fields["roles"] = head_roles(
             evidence_of(observations.collected),
             repeated,
-            pronouns=probes.pronouns(),
+            pronouns=pronouns,
             reference=reference,
             seed=self.settings.seed,
         )
@@ -185,7 +189,7 @@ class _Run:
                 observations.collected, sample, head_projections, probes.watched_sample
             )
             self.across = cross_layer_similarity.method(sample)
-        return _Probed(fields, distances)
+        return _Probed(fields, distances, pronouns)
 
     # ---- the pass over the text
 

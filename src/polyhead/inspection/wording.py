@@ -180,8 +180,8 @@ _REASONS = {
         "{roles}：在文本上测量的角色需要置信区间，至少要两个上下文，而此文本只有一个；请用更长的文本或更小的上下文",
     ),
     "pronoun_sentences": Text(
-        "pronoun: of {sentences} sentences with pronouns the tokenizer can read {readable} in a context of {context} "
-        "tokens",
+        "agreement and pronoun: of {sentences} sentences with pronouns the tokenizer can read {readable} in a context "
+        "of {context} tokens",
         "代词指代：{sentences} 个含代词的句子中，分词器在 {context} 个词元的上下文里能读 {readable} 个",
     ),
     "direct_logits": Text(

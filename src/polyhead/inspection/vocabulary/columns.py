@@ -172,6 +172,15 @@ _KNOWN = (
         "OV 回路的谱中最大奇异值（平方）所占的比例。等于 1 时回路的秩为 1：这个头只能写入一个方向。",
         group="output",
     ),
+    *(
+        _share(
+            f"pronoun_{_cue}", f"pronouns decided by {_cue}", f"靠{_zh}判断的代词",
+            "Share of built-in sentences in which the head attends from a pronoun to its antecedent more than to "
+            f"another name, where {_cue} decides; 0.5 by chance.",
+            f"在靠{_zh}判断先行词的内置句子中，从代词关注先行词多于另一个名字的比例；随机水平 0.5。",
+        )
+        for _cue, _zh in (("gender", "性"), ("number", "数"), ("meaning", "意思"))
+    ),
     _column(
         "copying_circuit", "copying score of the OV circuit", "OV 回路的复制得分", "output", "number",
         "Sum of the eigenvalues of the OV circuit W_E W_V W_O W_U over the sum of their magnitudes: 1 if the weights "

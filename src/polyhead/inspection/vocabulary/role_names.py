@@ -19,8 +19,15 @@ _KNOWN = (
     ),
     _role(
         "pronoun", "pn", "pronoun (coreference) head", "代词指代头",
-        "Attends from a pronoun, such as she or it, to its antecedent more than to another candidate.",
-        "从代词（如“她”“它”）关注其先行词，多于其他候选词。",
+        "Attends from a pronoun to its antecedent more than to another candidate, even where gender and number fit "
+        "both and only the meaning of the sentence decides.",
+        "从代词关注其先行词，多于其他候选词；即使性和数都相符、只能靠句子的意思判断时也是如此。",
+    ),
+    _role(
+        "agreement", "ag", "pronoun agreement head", "代词一致头",
+        "Attends from a pronoun, such as she or they, to the candidate that agrees with it in gender or number. Where "
+        "only the meaning of the sentence decides, this was not shown.",
+        "从代词（如“她”“他们”）关注性或数与之一致的候选词。只能靠句子的意思判断时，未见此作用。",
     ),
     _role(
         "duplicate-token", "du", "duplicate-token head", "重复词元头",
