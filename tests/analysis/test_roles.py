@@ -244,7 +244,7 @@ def test_copy_needs_three_quarters_of_the_pairs_and_an_interval_beyond_half() ->
     # Documents that disagree, all pairs in one document, and a few rows: no label, though enough pairs are won.
     wins = [[100.0 if k < 15 else 0.0, 0.0, 0.9] for k in range(20)]
     pairs = [[100.0, 0.0, 1.0] for k in range(20)]
-    rows = [[12.0, 0.0, 0.5] for k in range(20)]
+    rows = [[12.0, 0.0, 0.25] for k in range(20)]
     wins[0][1], pairs[0][1], rows[0][1] = 900.0, 1000.0, 64.0
     evidence = copy_evidence(wins, pairs, rows)
     disagree, one, few = head_roles({evidence.site: evidence})
@@ -255,16 +255,15 @@ def test_copy_needs_three_quarters_of_the_pairs_and_an_interval_beyond_half() ->
 
 
 def test_of_many_heads_that_know_nothing_none_copies() -> None:
-    """Each document has its own share of wins around one half: no interval excludes it, over 2,000 heads."""
+    """Each of 16 documents has its own share of wins around one half."""
     torch.manual_seed(0)
-    evidence = hand_made_evidence(16)
     excluded = 0
     for _ in range(200):
         wins = (torch.randn(16, 3) * 10 + 50).clamp(0, 100)
         evidence = copy_evidence(wins.tolist(), [[100.0] * 3] * 16, [[30.0] * 3] * 16)
         found = head_roles({evidence.site: evidence})
         excluded += sum(head["copy"].low > 0.5 or head["copy"].high < 0.5 for head in found)
-    assert excluded <= 200 * 0.05 * 1.5  # at most 5% of families of three heads, and the luck of 200
+    assert excluded <= 15  # 5% of 200 models of three heads, and their luck
 
 
 def test_repeated_tokens_must_be_of_the_same_sites() -> None:

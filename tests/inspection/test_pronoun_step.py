@@ -118,4 +118,4 @@ def test_only_sentences_in_languages_that_the_tokenizer_knows_are_read(tmp_path,
 
     monkeypatch.setattr("polyhead.inspection.probing.pronoun_texts", texts)
     inspect_model(Settings("tiny", str(text), context=128, layers=(0,), importance="none", chance=False))
-    assert languages == ["en"] * 40  # to a tokenizer of bytes, a Chinese character is three tokens
+    assert languages == ["en"] * 80  # to a tokenizer of bytes, a Chinese character is three tokens
