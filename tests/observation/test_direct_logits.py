@@ -108,10 +108,8 @@ def by_hand(model: transformers.PreTrainedModel, ids: Tensor) -> Tensor:
                 gain = norm.weight + 1 if "Gemma" in type(norm).__name__ else norm.weight
                 logits = model.get_output_embeddings().weight @ ((added - centre * added.mean()) / scale * gain)
                 logits = logits - logits.mean()
-                for other in attended.values():
-                    if other != token:
-                        sums[layer, head, 0] += float(logits[token] > logits[other])
-                        sums[layer, head, 1] += 1
+                others = torch.tensor([other for other in attended.values() if other != token], dtype=torch.int64)
+                sums[layer, head] += torch.tensor([float((logits[token] > logits[others]).sum()), len(others)])
     return sums
 
 

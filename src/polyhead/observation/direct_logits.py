@@ -73,7 +73,7 @@ def find_direct_logits(
     if norm is None or not any(_same(call.output, norm.input) for call in blocks):
         return None
     for centred in (False, True):
-        gain = _gain(norm, centred)
+        gain = _gain(norm.module, norm.input, centred)
         if gain is not None:
             break
     else:
@@ -109,19 +109,19 @@ def _same(first: Tensor, second: Tensor) -> bool:
     return first.data_ptr() == second.data_ptr() and first.shape == second.shape
 
 
-def _gain(norm: _Call, centred: bool) -> Tensor | None:
-    """Return the weight of a norm, from its values at two opposite rows; None if its recorded call does not confirm it.
+@torch.no_grad()
+def _gain(norm: nn.Module, like: Tensor, centred: bool) -> Tensor | None:
+    """Return the weight of a norm, from its values at two opposite rows; None if random rows do not confirm it.
 
     This includes norms that store their weight minus one.
     """
-    width = norm.input.shape[-1]
-    signs = 1.0 - 2.0 * (torch.arange(width, device=norm.input.device) % 2)
-    row = signs.to(norm.input.dtype).expand(1, 1, width)
-    with torch.no_grad():
-        there, back = norm.module(row).double(), norm.module(-row).double()
+    width = like.shape[-1]
+    random = torch.randn(5, width, generator=torch.Generator().manual_seed(0)).to(like)
+    row = (1.0 - 2.0 * (torch.arange(width) % 2)).to(like)[None]
+    there, back, output = (norm(x).double() for x in (row, -row, random))
     gain, bias = (there - back) / 2 / _normalised(row, centred), (there + back) / 2
-    expected, output = _normalised(norm.input, centred) * gain + bias, norm.output.double()
-    return gain.flatten() if bool((expected - output).norm() <= TOLERANCE * output.norm()) else None
+    expected = _normalised(random, centred) * gain + bias
+    return gain[0] if bool((expected - output).norm() <= TOLERANCE * output.norm()) else None
 
 
 def _normalised(rows: Tensor, centred: bool) -> Tensor:
