@@ -77,9 +77,9 @@ def test_scores_of_the_weights_of_format_6_are_no_roles(inspection, tmp_path):
     findings = [Finding("role", ((head.site, head.head),), None, {"role": x, **values}) for x in ("copy", "pronoun")]
     columns = {**inspection.table.columns, "copy_score": inspection.table["entropy"]}
     columns |= {"anti_copy_score": -columns["copy_score"]}
-    for name in [name for name in columns if name.startswith("copying_circuit")]:
+    for name in [name for name in columns if name.startswith("copying_circuit_score")]:
         del columns[name]
-    names = tuple(name for name in inspection.table.names if name != "copying_circuit")
+    names = tuple(name for name in inspection.table.names if name != "copying_circuit_score")
     table = dataclasses.replace(inspection.table, names=names, columns=columns)
     save_inspection(tmp_path, dataclasses.replace(inspection, roles=roles, table=table, findings=tuple(findings)))
     file = tmp_path / "inspection.json"
@@ -91,7 +91,7 @@ def test_scores_of_the_weights_of_format_6_are_no_roles(inspection, tmp_path):
     assert again.roles[0]["pronoun"].evidence == "resolves pronouns"
     assert [finding.values["role"] for finding in again.findings] == ["pronoun"]
     assert "resolves pronouns" in str(again.findings[0])
-    assert again.table["copying_circuit"].tolist() == inspection.table["entropy"].tolist()
+    assert again.table["copying_circuit_score"].tolist() == inspection.table["entropy"].tolist()
     assert not {"copy_score", "anti_copy_score"} & set(again.table.columns)
 
 

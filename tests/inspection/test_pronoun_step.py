@@ -85,7 +85,9 @@ def test_a_planted_head_is_named_and_no_other(tmp_path):
     row = list(zip(found.table.sites, found.table.heads, strict=True)).index((head.site, 2))
     columns = {name: float(x[row]) for name, x in found.table.columns.items() if name.startswith("pronoun_")}
     assert columns.pop("pronoun_score") == pytest.approx(0.5)
-    names = [f"pronoun_{cue}{end}" for cue in ("gender", "number", "meaning") for end in ("", "_error", "_chance")]
+    names = [
+        f"pronoun_{cue}_score{end}" for cue in ("gender", "number", "meaning") for end in ("", "_error", "_chance")
+    ]
     assert sorted(columns) == sorted(names)
     assert [columns[name] for name in names] == pytest.approx([1, 0, 0.5, 1, 0, 0.5, 0.5, 0, 0.5])
 

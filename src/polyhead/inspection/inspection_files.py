@@ -268,9 +268,8 @@ def _parquet(table: HeadProfile) -> bytes:
 def _table(path: Path, sites: list[AttentionSite], names: tuple[str, ...], *, of_weights: bool) -> HeadProfile:
     cells, _ = read_columns(path, _RULE)
     if of_weights and "copy_score" in cells:  # before format 7: a score of the OV circuit, and the same negated
-        cells["copying_circuit"] = cells.pop("copy_score")
+        cells["copying_circuit_score"] = cells.pop("copy_score")
         cells.pop("anti_copy_score", None)
-        names = (*names, "copying_circuit")
     where = {(site.name, site.kind): site for site in sites}
     rows = []
     for place in zip(cells["site"], cells["kind"], strict=True):

@@ -24,7 +24,7 @@ from polyhead.observation.contributions import SiteContributions
 from polyhead.observation.head_moments import HeadMoments
 
 SiteTensors = dict[AttentionSite, dict[str, Tensor]]  # columns, matrices or spectra of the heads of a site, by name
-SUFFIXES = ("_error", "_chance", "_score")  # columns that are not statistics: companions, and scores of roles
+SUFFIXES = ("_error", "_chance", "_score")  # columns that are not statistics: companions, scores of roles and probes
 
 
 def relations_of(
@@ -126,7 +126,7 @@ def circuit_columns(spectra: SiteTensors) -> SiteTensors:
 
 
 def pronoun_columns(tables: Mapping[str, PronounTable], sites: Iterable[AttentionSite]) -> SiteTensors:
-    """Return the pronoun score by what decides, e.g. `pronoun_gender`, with its standard error over templates."""
+    """Return the pronoun score by what decides, e.g. `pronoun_gender_score`, with its standard error over templates."""
     columns: SiteTensors = {site: {} for site in sites}
     for cue in (cue for cue in CUES if cue in tables):
         for site, of_site in columns.items():
@@ -135,7 +135,7 @@ def pronoun_columns(tables: Mapping[str, PronounTable], sites: Iterable[Attentio
                 max(x.score - x.frames_low, x.frames_high - x.score) / Z for x in entries
             ]  # ends are cut at 0 and 1
             numbers = {"": [x.score for x in entries], "_error": errors, "_chance": [x.null for x in entries]}
-            of_site |= {f"pronoun_{cue}{end}": torch.tensor(x, dtype=torch.float64) for end, x in numbers.items()}
+            of_site |= {f"pronoun_{cue}_score{end}": torch.tensor(x, dtype=torch.float64) for end, x in numbers.items()}
     return columns
 
 

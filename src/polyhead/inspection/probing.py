@@ -174,15 +174,15 @@ class Probes:
         embedding, unembedding = embedding_of(self.loaded.model), _unembedding(self.loaded.model)
         if embedding is None or unembedding is None or embedding.shape != unembedding.shape:
             return {}
-        columns, words = {}, Words(embedding, unembedding, seed=self.settings.seed)
+        columns, words = {}, Words(embedding, unembedding)
         for site, matrices in head_projections.items():
             if matrices.value is None or matrices.output is None or matrices.value.shape[1] != words.width:
                 continue
             found = copying_scores(matrices.value, matrices.output, words)
             columns[site] = {
-                "copying_circuit": found.score,
-                "copying_circuit_error": found.error,
-                "copying_circuit_chance": torch.full_like(found.score, found.null),
+                "copying_circuit_score": found.score,
+                "copying_circuit_score_error": found.error,
+                "copying_circuit_score_chance": torch.full_like(found.score, found.null),
             }
         return columns
 

@@ -174,7 +174,7 @@ _KNOWN = (
     ),
     *(
         _share(
-            f"pronoun_{_cue}", f"pronouns decided by {_cue}", f"靠{_zh}判断的代词",
+            f"pronoun_{_cue}_score", f"pronouns decided by {_cue}", f"靠{_zh}判断的代词",
             "Share of built-in sentences in which the head attends from a pronoun to its antecedent more than to "
             f"another name, where {_cue} decides; 0.5 by chance.",
             f"在靠{_zh}判断先行词的内置句子中，从代词关注先行词多于另一个名字的比例；随机水平 0.5。",
@@ -182,7 +182,7 @@ _KNOWN = (
         for _cue, _zh in (("gender", "性"), ("number", "数"), ("meaning", "意思"))
     ),
     _column(
-        "copying_circuit", "copying score of the OV circuit", "OV 回路的复制得分", "output", "number",
+        "copying_circuit_score", "copying score of the OV circuit", "OV 回路的复制得分", "output", "number",
         "Sum of the eigenvalues of the OV circuit W_E W_V W_O W_U over the sum of their magnitudes: 1 if the weights "
         "map every token to a higher logit of itself, -1 if to a lower one. A property of the weights; what the head "
         "does in a text is the score of the roles copy and anti-copy.",
