@@ -11,11 +11,11 @@ from torch import Tensor
 
 import polyhead
 from polyhead.analysis.roles import HeadRoles, evidence_of, head_roles
-from polyhead.analysis.roles_copying import Words, copying_scores
 from polyhead.analysis.roles_rules import RULES
 from polyhead.geometry import HeadId
 from polyhead.layers.transformer import LanguageModel
 from polyhead.observation import AttentionSite, BatchMetadata
+from polyhead.observation.direct_logits import DirectLogits
 from polyhead.observation.role_evidence import EvidenceCollector, HeadEvidence
 from polyhead.observation.role_evidence_tokens import TokenVectors, rare_tokens
 from polyhead.sources.probes import repeated_batch
@@ -51,21 +51,27 @@ def collected(
 
 
 def roles_of(model: LanguageModel, seed: int) -> tuple[HeadRoles, ...]:
-    """All roles, by random text, repeated text and weights."""
+    """All roles, by random text and repeated text."""
     texts = [random_tokens(seed + 100 + i, batch=8, length=61, vocab_size=WORDS) for i in range(2)]
     rare = rare_tokens(torch.bincount(torch.cat(texts).flatten(), minlength=WORDS))
-    text = collected(model, texts, EvidenceCollector(rare=rare, meaning=TokenVectors.of(model.embedding.weight)))
+    collector = EvidenceCollector(
+        rare=rare, meaning=TokenVectors.of(model.embedding.weight), direct_logits=direct_logits_of(model)
+    )
+    text = collected(model, texts, collector)
     words = torch.arange(1, WORDS)
     probes = [
         repeated_batch(words, batch=6, block=block, seed=seed + 200 + block, before=(BEGIN,)).ids for block in BLOCKS
     ]
     repeated = collected(model, probes, EvidenceCollector())
-    copying, vocabulary = {}, Words(model.embedding.weight, model.output.weight)
-    for site in text:
-        heads = model.get_submodule(site.name).heads
-        value, output = (torch.stack([getattr(head, name) for head in heads]) for name in ("value", "output"))
-        copying[site] = copying_scores(value, output, vocabulary)
-    return head_roles(text, repeated, copying=copying, seed=seed)
+    return head_roles(text, repeated, seed=seed)
+
+
+def direct_logits_of(model: LanguageModel) -> DirectLogits:
+    outputs = {
+        (f"blocks.{number}.attention", "self"): torch.stack([head.output for head in block.attention.heads])
+        for number, block in enumerate(model.blocks)
+    }
+    return DirectLogits(outputs, model.output.weight.detach(), model.norm.weight.detach())
 
 
 @dataclass

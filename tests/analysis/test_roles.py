@@ -12,7 +12,7 @@ from torch import Tensor
 import polyhead
 from polyhead.analysis.circuits import copying
 from polyhead.analysis.roles import DRAWS, HeadRoles, RoleScore, evidence_of, head_roles
-from polyhead.analysis.roles_copying import Copying, Words, copying_scores
+from polyhead.analysis.roles_copying import Words, copying_scores
 from polyhead.analysis.roles_rules import RULES
 from polyhead.errors import OptionError, ShapeError
 from polyhead.layers.head_matrices import HeadMatrices
@@ -221,12 +221,49 @@ def test_a_circuit_that_nobody_reads_copies_nothing() -> None:
         copying_scores(value[:, :5], output, Words(embedding, unembedding))
 
 
-def test_copy_needs_its_interval_beyond_the_null() -> None:
-    evidence = hand_made_evidence()
-    scores = Copying(torch.tensor([0.9, 0.9, -0.9]), torch.tensor([0.01, 0.4, 0.01]), 0.3)
-    found = head_roles({evidence.site: evidence}, copying={evidence.site: scores})
-    assert ["copy" in head.roles for head in found] == [True, False, False]
-    assert ["anti-copy" in head.roles for head in found] == [False, False, True]
+def copy_evidence(wins: list[list[float]], pairs: list[list[float]], rows: list[list[float]]) -> HeadEvidence:
+    """Evidence in which only the comparisons of logits, [documents, heads], are of interest."""
+    evidence = hand_made_evidence(len(wins))
+    sums = evidence.sums.clone()
+    for name, numbers in (("copy_wins", wins), ("copy_pairs", pairs), ("copy_rows", rows)):
+        sums[:, :-1, COLUMNS.index(name)] = torch.tensor(numbers, dtype=torch.float64)
+    return replace(evidence, sums=sums)
+
+
+def test_copy_needs_three_quarters_of_the_pairs_and_an_interval_beyond_half() -> None:
+    pairs, rows = [[100.0] * 3] * 20, [[12.0] * 3] * 20
+    evidence = copy_evidence([[76.0 + k % 3, 74.0, 20.0] for k in range(20)], pairs, rows)
+    copy, almost, anti = head_roles({evidence.site: evidence})
+    assert ("copy" in copy.roles, "copy" in almost.roles, "anti-copy" in anti.roles) == (True, False, True)
+    assert copy["copy"].score == pytest.approx(0.7695)
+    assert (copy["copy"].null, copy["copy"].threshold) == (0.5, 0.75)
+    assert anti["anti-copy"].score == pytest.approx(0.8)
+    assert (anti["anti-copy"].low, anti["anti-copy"].high) == pytest.approx(
+        (1 - anti["copy"].high, 1 - anti["copy"].low)
+    )
+    # Documents that disagree, all pairs in one document, and a few rows: no label, though enough pairs are won.
+    wins = [[100.0 if k < 15 else 0.0, 0.0, 0.9] for k in range(20)]
+    pairs = [[100.0, 0.0, 1.0] for k in range(20)]
+    rows = [[12.0, 0.0, 0.25] for k in range(20)]
+    wins[0][1], pairs[0][1], rows[0][1] = 900.0, 1000.0, 64.0
+    evidence = copy_evidence(wins, pairs, rows)
+    disagree, one, few = head_roles({evidence.site: evidence})
+    for head, score in ((disagree, 0.75), (one, 0.9), (few, 0.9)):
+        assert head["copy"].score == pytest.approx(score)
+        assert "copy" not in head.roles
+    assert math.isnan(one["copy"].low)
+
+
+def test_of_many_heads_that_know_nothing_none_copies() -> None:
+    """Each of 16 documents has its own share of wins around one half."""
+    torch.manual_seed(0)
+    excluded = 0
+    for _ in range(200):
+        wins = (torch.randn(16, 3) * 10 + 50).clamp(0, 100)
+        evidence = copy_evidence(wins.tolist(), [[100.0] * 3] * 16, [[30.0] * 3] * 16)
+        found = head_roles({evidence.site: evidence})
+        excluded += sum(head["copy"].low > 0.5 or head["copy"].high < 0.5 for head in found)
+    assert excluded <= 15  # 5% of 200 models of three heads, and their luck
 
 
 def test_repeated_tokens_must_be_of_the_same_sites() -> None:

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 
+from polyhead.analysis.roles import RoleScore
 from polyhead.errors import OptionError
 from polyhead.inspection import Inspection, Settings, load_inspection, save_inspection
 from polyhead.inspection.inspection_files import FORMAT
@@ -75,6 +76,34 @@ def as_format_6(rest: dict) -> dict:
     similar = {"kind": "similar", "heads": [[0, 0], [0, 1]], "column": None, "values": values, "stacked": False}
     rest["findings"] = [x for x in rest["findings"] if x["kind"] != "redundant"] + [similar]
     return {**rest, "format": 6}
+
+
+def test_scores_of_the_weights_of_format_6_are_no_roles(inspection, tmp_path):
+    """And a pronoun score of all kinds of sentences keeps its sentence."""
+    head = inspection.roles[0]
+    scores = [RoleScore(role, 0.9, 0.8, 1.0, 0.3, 0.5, True) for role in ("copy", "anti-copy")]
+    scores.append(RoleScore("pronoun", 0.9, 0.8, 1.0, 0.5, 0.75, True, weight=0.2))
+    roles = (dataclasses.replace(head, scores=tuple(scores)),)
+    values = {"score": 0.9, "null": 0.3, "weight": 0.2}
+    findings = [Finding("role", ((head.site, head.head),), None, {"role": x, **values}) for x in ("copy", "pronoun")]
+    columns = {**inspection.table.columns, "copy_score": inspection.table["entropy"]}
+    columns |= {"anti_copy_score": -columns["copy_score"]}
+    for name in [name for name in columns if name.startswith("copying_circuit_score")]:
+        del columns[name]
+    names = tuple(name for name in inspection.table.names if name != "copying_circuit_score")
+    table = dataclasses.replace(inspection.table, names=names, columns=columns)
+    save_inspection(tmp_path, dataclasses.replace(inspection, roles=roles, table=table, findings=tuple(findings)))
+    file = tmp_path / "inspection.json"
+    rest = {**json.loads(file.read_text(encoding="utf-8")), "format": 6}
+    rest["roles"][0]["scores"][2]["evidence"] = "resolves pronouns"
+    file.write_text(json.dumps(rest), encoding="utf-8")
+    again = load_inspection(tmp_path)
+    assert again.roles[0].roles == {"pronoun"}
+    assert again.roles[0]["pronoun"].evidence == "resolves pronouns"
+    assert [finding.values["role"] for finding in again.findings] == ["pronoun"]
+    assert "resolves pronouns" in str(again.findings[0])
+    assert again.table["copying_circuit_score"].tolist() == inspection.table["entropy"].tolist()
+    assert not {"copy_score", "anti_copy_score"} & set(again.table.columns)
 
 
 def as_format_5(rest: dict) -> dict:

@@ -224,15 +224,16 @@ def test_without_two_halves_there_is_no_finding_about_the_text(halves):
 def test_a_finding_names_the_text_and_the_context(text, english, chinese):
     facts = {"tokens": 4096, "context": 256, "importance_tokens": 1024}
     columns = {"sink_mass": [0.6, 0.5, 0.51, 0.0, 0.1, 0.2], "gradient": [0.1] * 5 + [0.5]}
+    columns["predictable_share"] = [0.8] + [0.1] * 5
     roles = (HeadRoles(ONE, 0, (score_of("previous", 0.77), score_of("induction", 0.6))),)
+    matrices = {"cosine": torch.eye(3).double(), "predictable_share": torch.eye(3).double()}
     found = findings(
         inspection_of(
             columns,
             facts=facts,
             settings=Settings(text=text),
             roles=roles,
-            redundancy=RedundancyThreshold(0.55, 0.1),
-            groups=(Group(((ONE, 0), (ONE, 1)), 0.8),),
+            relations={ONE: matrices},
         ),
         limit=9,
     )
@@ -241,14 +242,14 @@ def test_a_finding_names_the_text_and_the_context(text, english, chinese):
         "induction": "an induction head, in both halves of the repeated random words",
         "sink": f"the first token, in both halves of {english} (4,096 tokens in contexts of up to 256)",
         "importance": f"nats per token, in both halves of {english} (1,024 tokens in contexts of up to 256)",
-        "similar": f"reach 0.10, on {english} (4,096 tokens in contexts of up to 256)",
+        "redundant": f"on held-out tokens, on {english} (4,096 tokens in contexts of up to 256)",
     }
     by_kind = {str(x.values.get("role", x.kind)): x for x in found}
     assert {name: str(x)[-len(ends[name]) :] for name, x in by_kind.items()} == ends
     assert words_of(by_kind["sink"], "zh") == (
         f"6 个头中有 2 个把一半以上的注意力放在首个词元上（在{chinese}的两半上均成立：4,096 个词元，上下文最长 256）"
     )
-    assert words_of(by_kind["similar"], "zh").endswith(f"（在{chinese}上：4,096 个词元，上下文最长 256）")
+    assert words_of(by_kind["redundant"], "zh").endswith(f"（在{chinese}上：4,096 个词元，上下文最长 256）")
     assert words_of(by_kind["induction"], "zh").endswith("（在重复的随机词的两半上均成立）")
 
 
@@ -321,19 +322,24 @@ OTHERS = {
         "在 60% 的位置上最关注前面第 3 个词元（随机水平 12%）",
     ),
     "pronoun": (
-        "attends from a pronoun to its antecedent more than to another name in 60% of sentences (chance 12%), with "
-        "31% of its attention",
-        "在 60% 的句子中从代词关注其先行词，多于另一个名字（随机水平 12%），占其注意力的 31%",
+        "attends from a pronoun to its antecedent more than to another in 60% of sentences where only the meaning "
+        "decides (chance 12%; by gender 90%), with 31% of its attention",
+        "在只能靠意思判断的句子中，有 60% 从代词关注先行词多于另一个名字（随机水平 12%；靠性 90%），占其注意力的 31%",
+    ),
+    "agreement": (
+        "attends from a pronoun to the name that agrees with it more than to another in 60% of sentences decided by "
+        "gender or number (chance 12%; by gender 90%), with 31% of its attention",
+        "在性或数可判断的句子中，有 60% 从代词关注一致的名字多于另一个名字（随机水平 12%；靠性 90%），占其注意力的 31%",
     ),
     "copy": (
-        "has weights that map tokens to higher logits of themselves "
-        "(OV circuit W_E W_V W_O W_U, eigenvalue score 0.60, random 0.12)",
-        "按权重把词元映射到自身更高的 logit（OV 回路 W_E W_V W_O W_U，特征值得分 0.60，随机 0.12）",
+        "directly raises the logit of the token it attends to more than that of a token it attends to elsewhere in "
+        "60% of pairs (chance 12%)",
+        "在 60% 的比较中，直接提高所关注词元的 logit，幅度超过它在别处关注的另一个词元（随机水平 12%）",
     ),
     "anti-copy": (
-        "has weights that map tokens to lower logits of themselves "
-        "(OV circuit W_E W_V W_O W_U, eigenvalue score 0.60, random 0.12)",
-        "按权重把词元映射到自身更低的 logit（OV 回路 W_E W_V W_O W_U，特征值得分 0.60，随机 0.12）",
+        "directly lowers the logit of the token it attends to more than that of a token it attends to elsewhere in "
+        "60% of pairs (chance 12%)",
+        "在 60% 的比较中，直接降低所关注词元的 logit，幅度超过它在别处关注的另一个词元（随机水平 12%）",
     ),
     "same-meaning": (
         "attends to tokens whose cosine similarity is 0.60 above what offsets explain (chance 0.12)",
@@ -346,7 +352,7 @@ def test_every_role_has_an_order_and_evidence_in_both_languages():
     assert set(ROLE_ORDER) == set(RULES) == {*SHARES, *OTHERS}
     expected = OTHERS | {role: (f"{en} (chance 12%)", f"{zh}（随机水平 12%）") for role, (en, zh) in SHARES.items()}
     for role, (en, zh) in expected.items():
-        text = evidence_text(role, 0.6, 0.125, offset=-3, weight=0.31)
+        text = evidence_text(role, 0.6, 0.125, offset=-3, weight=0.31, gender=0.9)
         assert (text.en, text.zh) == (en, zh)
 
 

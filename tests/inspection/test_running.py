@@ -87,7 +87,7 @@ def test_every_kind_of_model_is_inspected(inspected, name):
     assert found.facts["documents"] == 6
     assert found.facts["context"] == 96
     (left_out,) = found.facts["left_out"]
-    assert str(left_out).startswith("pronoun: of 80 sentences with pronouns the tokenizer can read 0")
+    assert str(left_out).startswith("agreement and pronoun: of 160 sentences with pronouns the tokenizer can read 0")
     assert len(found.roles) == (16 if name == "t5" else 8)  # a cross-attention has no place among its keys
     assert found.table["predictable_share"].isfinite().all()
     for site, matrices in found.relations.items():

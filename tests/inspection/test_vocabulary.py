@@ -58,7 +58,9 @@ def test_every_column_of_a_run_has_an_entry_and_no_entry_is_of_no_run(runs):
     there |= {name for run in runs for name in run.table.columns if name.endswith("_score")}
     assert sorted(there - set(COLUMNS)) == []
     # Only models with a learned sink have the first; here every token is a word, and no token is a pronoun.
-    assert set(COLUMNS) - there == {"learned_sink_mass", "word_share", "pronoun_score"}
+    pronouns = {"agreement_score", "pronoun_score"}
+    pronouns |= {f"pronoun_{cue}_score" for cue in ("gender", "number", "meaning")}
+    assert set(COLUMNS) - there == {"learned_sink_mass", "word_share", *pronouns}
 
 
 def test_every_matrix_of_a_run_has_an_entry_and_no_entry_is_of_no_run(runs):

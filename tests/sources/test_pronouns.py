@@ -12,10 +12,11 @@ PRONOUNS = {"en": {"she", "he", "it", "they"}, "zh": {"她", "他", "它", "他�
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
-def test_there_are_forty_and_their_places_hold_what_they_say(language):
+def test_there_are_eighty_and_their_places_hold_what_they_say(language):
     sentences = pronoun_sentences(language)
-    assert len(sentences) == 40
-    assert len({sentence.text for sentence in sentences}) == 40
+    assert len(sentences) == 80
+    assert len({sentence.text for sentence in sentences}) == 80
+    assert Counter(sentence.cue for sentence in sentences) == {"gender": 24, "number": 16, "meaning": 40}
     for sentence in sentences:
         assert sentence.language == language
         assert sentence.text[slice(*sentence.pronoun)] in PRONOUNS[language]
@@ -25,6 +26,11 @@ def test_there_are_forty_and_their_places_hold_what_they_say(language):
         assert len(names) == 2
         assert all(name.strip() == name and name for name in names)
         assert not set("{}<>[]|") & set(sentence.text)
+    # The pronoun fits both names where only the meaning decides, and one of them elsewhere.
+    pronouns = {x.frame: set() for x in sentences}
+    for x in sentences:
+        pronouns[x.frame].add(x.text[slice(*x.pronoun)])
+    assert all(len(pronouns[x.frame]) == (1 if x.cue == "meaning" else 2) for x in sentences)
 
 
 def test_all_are_those_of_both_languages():
@@ -48,7 +54,7 @@ def test_nothing_but_the_meaning_tells_which_is_meant(language, prefers):
         right[sentence.frame] += prefers(sentence)
         lengths = {len(name(sentence, span)) for span in (sentence.antecedent, sentence.distractor)}
         of_equal_length[sentence.frame] += len(lengths) == 1
-    assert len(right) == 10
+    assert len(right) == 20
     for frame, count in right.items():
         assert count == 2 or (count == 0 and of_equal_length[frame] == 4), frame
 

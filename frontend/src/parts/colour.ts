@@ -17,6 +17,7 @@ const [divergingLight, divergingDark] = [interpolateRgbBasis(DIVERGING_LIGHT), i
 const ROLES: Record<string, [light: string, dark: string]> = {
   induction: ["#77aadd", "#efaf50"],
   pronoun: ["#ee8866", "#6878cf"],
+  agreement: ["#1020f0", "#0000e0"],
   "duplicate-token": ["#eedd88", "#9f4800"],
   "same-meaning": ["#ffaabb", "#20cfdf"],
   previous: ["#44bb99", "#189760"],

@@ -1,9 +1,9 @@
-"""Pronoun scores: how often a head attends from a pronoun to its antecedent."""
+"""Pronoun scores: how often a head attends from a pronoun to its antecedent, by what the antecedent is known by."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,9 +18,11 @@ from polyhead.observation.observations import Observations
 from polyhead.observation.statistics import AttentionSite
 from polyhead.observation.word_attention import ByContext, SpanAttention
 from polyhead.sources import Context, special_tokens
-from polyhead.sources.pronoun_sentences import PronounSentence
+from polyhead.sources.pronoun_sentences import Cue, PronounSentence
 
 NAME = "pronouns"
+CUES: tuple[Cue, ...] = ("gender", "number", "meaning")
+AGREEMENT: tuple[Cue, ...] = ("gender", "number")
 LEVEL = 0.95
 MIN_WEIGHT_RATIO = 2.0  # weight on antecedents, relative to uniform attention
 NULL = 0.5  # score of a head that ignores the pronoun's meaning; see `polyhead.sources.pronoun_sentences`
@@ -83,6 +85,7 @@ class PronounTexts:
     contexts: tuple[Context, ...]
     labels: tuple[tuple[int, ...], ...]  # per token: 0 pronoun, 1 antecedent, 2 distractor, -1 other
     frames: tuple[int, ...]  # frame of each sentence
+    cues: tuple[Cue, ...]  # by which the antecedent of each sentence is known
     unreadable: int  # number of sentences of excluded frames
 
     def collector(self) -> SpanAttention:
@@ -98,7 +101,7 @@ def pronoun_texts(sentences: Sequence[PronounSentence], tokenizer: Any, *, longe
     """
     special_ids = special_tokens(tokenizer).ids
     unknown = {tokenizer.unk_token_id} - set(special_ids)
-    tokenised: list[tuple[int, list[int], list[bool], tuple[int, ...]]] = []
+    tokenised: list[tuple[PronounSentence, list[int], list[bool], tuple[int, ...]]] = []
     excluded: set[int] = set()
     for sentence in sentences:
         ids, special, offsets = cut(sentence.text, tokenizer, special_ids)
@@ -108,18 +111,25 @@ def pronoun_texts(sentences: Sequence[PronounSentence], tokenizer: Any, *, longe
         label = tuple(order[piece] if piece >= 0 else -1 for piece in pieces)
         if not {0, 1, 2} <= set(label) or unknown & set(ids) or (longest is not None and len(ids) > longest):
             excluded.add(sentence.frame)
-        tokenised.append((sentence.frame, ids, special, label))
-    rows = [row for row in tokenised if row[0] not in excluded]
+        tokenised.append((sentence, ids, special, label))
+    rows = [row for row in tokenised if row[0].frame not in excluded]
     return PronounTexts(
         contexts=tuple(Context(number, 0, ids, special) for number, (_, ids, special, _) in enumerate(rows)),
         labels=tuple(label for _, _, _, label in rows),
-        frames=tuple(frame for frame, _, _, _ in rows),
+        frames=tuple(sentence.frame for sentence, _, _, _ in rows),
+        cues=tuple(sentence.cue for sentence, _, _, _ in rows),
         unreadable=len(tokenised) - len(rows),
     )
 
 
-def pronoun_table(observations: Observations, texts: PronounTexts) -> PronounTable:
-    """Return the pronoun scores of every head, from the data of the collector of `texts`."""
+def pronoun_table(observations: Observations, texts: PronounTexts, cues: Collection[Cue] = CUES) -> PronounTable:
+    """Return the pronoun scores of every head, from the data of the collector of `texts`.
+
+    Args:
+        observations: of the sentences, with that collector.
+        texts: the sentences.
+        cues: only sentences whose antecedent is known by one of these; each of them needs some.
+    """
     states = {site: x.state() for site, x in states_of(observations.collected, NAME, ByContext).items()}
     states = {site: state for site, state in states.items() if len(state["weights"])}
     if not states:
@@ -128,6 +138,9 @@ def pronoun_table(observations: Observations, texts: PronounTexts) -> PronounTab
             f"({len(texts.contexts)} sentences, and {texts.unreadable} that the tokenizer cannot represent)"
         )
     heads = sum(site.num_heads for site in states)
+    chosen = torch.tensor([cue in cues for cue in texts.cues])
+    for site, state in states.items():
+        states[site] = {name: x[chosen[state["contexts"]]] for name, x in state.items()}
     entries = [entry for site, state in states.items() for entry in _scores(site, state, texts, heads)]
     return PronounTable(tuple(entries), texts.unreadable)
 

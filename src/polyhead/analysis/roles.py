@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from polyhead.analysis.intervals import halves
+from polyhead.analysis.intervals import halves, normal_quantile, ratio_of_sums, student_quantile, wilson
 from polyhead.analysis.languages import Text
-from polyhead.analysis.pronouns import PronounTable
-from polyhead.analysis.roles_copying import Copying
-from polyhead.analysis.roles_evidence import evidence_text
+from polyhead.analysis.pronouns import CUES, PronounTable
+from polyhead.analysis.roles_evidence import EVIDENCE, evidence_text
 from polyhead.analysis.roles_rules import RULES
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadId
@@ -41,13 +41,16 @@ class RoleScore:
 
     role: str
     score: float
-    low: float  # 95% interval; NaN for fewer than two documents. For "pronoun" it is simultaneous over all heads
+    low: float  # 95% interval; NaN for fewer than two documents. Of all heads together where the null is one half
     high: float
     null: float  # the chance level
     threshold: float
     holds: bool
     offset: int | None = None  # of a positional head: that of the key from the query
-    weight: float | None = None  # of a pronoun head: mean attention weight on the antecedent
+    weight: float | None = None  # of an agreement or pronoun head: mean attention weight on the antecedent
+    gender: float | None = None  # of these: the score by the cue that decides
+    number: float | None = None
+    meaning: float | None = None
     saved_evidence: str | None = None  # in English, of a run whose format has only the text
     halves: tuple[float, float] | None = None  # score on the even and on the odd documents; None if not of documents
 
@@ -66,7 +69,7 @@ class RoleScore:
     @property
     def text(self) -> Text:
         """Evidence as a phrase in both languages."""
-        return evidence_text(self.role, self.score, self.null, self.offset, self.weight, self.saved_evidence)
+        return evidence_text(**{name: getattr(self, name) for name in EVIDENCE})
 
     @property
     def evidence(self) -> str:
@@ -103,19 +106,19 @@ def head_roles(
     text: Mapping[AttentionSite, HeadEvidence],
     repeated: Mapping[AttentionSite, HeadEvidence] | None = None,
     *,
-    copying: Mapping[AttentionSite, Copying] | None = None,
-    pronouns: PronounTable | None = None,
+    pronouns: Mapping[str, PronounTable] | None = None,
     reference: Sequence[HeadRoles] = (),
     seed: int = 0,
 ) -> tuple[HeadRoles, ...]:
     """Return the roles of every head.
 
     Args:
-        text: evidence from a text, by site (`evidence_of(session.observations.collected)`).
+        text: evidence from a text, by site (`evidence_of(session.observations.collected)`). Copy and anti-copy need
+            that of a collector with `direct_logits`; their intervals are simultaneous over all heads.
         repeated: evidence from repeated random tokens (`sources.probes`), for duplicate-token and induction.
-        copying: `roles_copying.copying_scores` by site, for copy and anti-copy.
-        pronouns: `pronouns.pronoun_table`, for pronoun; its interval is simultaneous over all heads, because the best
-            of many heads is above the null by chance.
+        pronouns: `pronouns.pronoun_table` of sentences decided by "gender", "number", "agreement" (both) and "meaning",
+            for agreement and pronoun; their intervals are simultaneous over all heads, because the best of many heads
+            is above the null by chance.
         reference: roles of a model of the same layout with random weights. The largest score of any of its heads
             becomes part of the null.
         seed: of the bootstrap over documents.
@@ -123,13 +126,11 @@ def head_roles(
     reference_max = _max_scores(reference)
     roles = []
     for site, evidence in text.items():
-        scores = _text_scores(evidence, seed)
+        scores = _text_scores(evidence, seed) | _copy_scores(evidence, sum(x.num_heads for x in text))
         if repeated is not None:
             if site not in repeated:
                 raise OptionError(f"repeated must have evidence of the same sites as text, got none for {site.name}")
             scores |= _repeated_scores(repeated[site], seed)
-        if copying is not None and site in copying:
-            scores |= _copying_scores(copying[site])
         if pronouns is not None:
             scores |= _pronoun_scores(pronouns, site)
         roles += [HeadRoles(site, head, _role_scores(scores, head, reference_max)) for head in range(site.num_heads)]
@@ -153,8 +154,7 @@ class _Scores:
     high: Tensor
     null: Tensor
     enough: tuple[bool, ...] = ()  # by head: whether the weight is large enough for the role, where that is required
-    offset: Tensor | None = None
-    weight: Tensor | None = None
+    more: Mapping[str, Tensor] = field(default_factory=dict)  # other fields of `RoleScore`
     halves: Tensor | None = None  # [2, heads]
 
 
@@ -242,7 +242,7 @@ def _positional(documents: _Documents) -> _Scores | None:
         return None
     best = torch.where(enough, hits / available.clamp_min(1.0), -1.0).argmax(-1)
     scores = _at_offset(documents, best)
-    return None if scores is None else replace(scores, offset=best - NEAR - 1)
+    return None if scores is None else replace(scores, more={"offset": best - NEAR - 1})
 
 
 def _same_meaning(documents: _Documents) -> _Scores | None:
@@ -261,25 +261,54 @@ def _same_meaning(documents: _Documents) -> _Scores | None:
     return None if scores is None else replace(scores, score=torch.where(enough, scores.score, torch.nan))
 
 
-def _copying_scores(copying: Copying) -> dict[str, _Scores]:
-    scores = {}
-    for role, sign in (("copy", 1.0), ("anti-copy", -1.0)):
-        score, half_width = sign * copying.score, 1.96 * copying.error
-        scores[role] = _Scores(score, score - half_width, score + half_width, torch.full_like(score, copying.null))
+def _copy_scores(evidence: HeadEvidence, heads: int) -> dict[str, _Scores]:
+    """Score the share of pairs of rows in which the attended token wins, as wide as for the best of all heads.
+
+    The interval is the wider of Student's t over documents and Wilson's over rows, with Bonferroni correction.
+    """
+    wins, pairs, rows = (evidence.column(name)[:, :-1].cpu() for name in ("copy_wins", "copy_pairs", "copy_rows"))
+    if not bool((pairs.sum(0) > 0).any()):
+        return {}
+    tail, documents = (1 - _LEVEL) / 2 / heads, (pairs > 0).sum(0)
+    score, below, _ = ratio_of_sums(wins, pairs, 1.0)
+    deviations = {int(n): student_quantile(tail, n - 1) for n in documents.unique().tolist() if n > 1}
+    half_width = (score - below) * torch.tensor([deviations.get(n, math.nan) for n in documents.tolist()])
+    z, counts = normal_quantile(tail), rows.sum(0).nan_to_num().long().tolist()
+    ends = [
+        (wilson(int(x * n), n, z)[0], wilson(math.ceil(x * n), n, z)[1])
+        for x, n in zip(score.nan_to_num().tolist(), counts, strict=True)
+    ]
+    least, most = torch.tensor(ends, dtype=torch.float64).unbind(-1)
+    low, high = torch.minimum(score - half_width, least), torch.maximum(score + half_width, most)
+    null = torch.full_like(score, 0.5)
+    of_halves = halves(wins, pairs, evidence.documents)
+    return {
+        "copy": _Scores(score, low, high, null, halves=of_halves),
+        "anti-copy": _Scores(1 - score, 1 - high, 1 - low, null, halves=1 - of_halves),
+    }
+
+
+def _pronoun_scores(tables: Mapping[str, PronounTable], site: AttentionSite) -> dict[str, _Scores]:
+    """Score agreement by gender and number, and pronoun where only the meaning decides, of heads that have both."""
+    of_site = {
+        cue: sorted((x for x in table.entries if x.site == site.name), key=lambda x: x.head)
+        for cue, table in tables.items()
+    }
+    of_site = {cue: entries for cue, entries in of_site.items() if len(entries) == site.num_heads}
+
+    def column(cue: str, name: str) -> Tensor:
+        return torch.tensor([getattr(entry, name) for entry in of_site[cue]], dtype=torch.float64)
+
+    cues: dict[str, Tensor] = {cue: column(cue, "score") for cue in CUES if cue in of_site}
+    agrees, scores = (True,) * site.num_heads, dict[str, _Scores]()
+    for role, cue in (("agreement", "agreement"), ("pronoun", "meaning")):
+        if cue not in of_site:
+            break
+        score, low, high, null, weight = (column(cue, x) for x in ("score", "all_low", "all_high", "null", "weight"))
+        enough = tuple(x.has_enough_weight and y for x, y in zip(of_site[cue], agrees, strict=True))
+        scores[role] = _Scores(score + 0.0 * weight, low, high, null, enough, {"weight": weight, **cues})
+        agrees = tuple(((score >= RULES[role].threshold) & (low > null) & torch.tensor(enough)).tolist())
     return scores
-
-
-def _pronoun_scores(table: PronounTable, site: AttentionSite) -> dict[str, _Scores]:
-    entries = sorted((x for x in table.entries if x.site == site.name), key=lambda x: x.head)
-    if len(entries) != site.num_heads:
-        return {}  # the site was not measured
-
-    def column(name: str) -> Tensor:
-        return torch.tensor([getattr(entry, name) for entry in entries], dtype=torch.float64)
-
-    score, low, high, null, weight = (column(name) for name in ("score", "all_low", "all_high", "null", "weight"))
-    enough = tuple(entry.has_enough_weight for entry in entries)
-    return {"pronoun": _Scores(score + 0.0 * weight, low, high, null, enough, weight=weight)}
 
 
 # ---- decisions
@@ -299,10 +328,9 @@ def _role_scores(scores: Mapping[str, _Scores], head: int, reference_max: Mappin
         has_more_specific = rule.unless is not None and rule.unless in result and result[rule.unless].holds
         enough = not of_site.enough or of_site.enough[head]
         holds = score >= threshold and low > null and enough and not has_more_specific
-        offset = None if of_site.offset is None else int(of_site.offset[head])
-        weight = None if of_site.weight is None else float(of_site.weight[head])
+        more: dict[str, Any] = {name: x[head].item() for name, x in of_site.more.items()}
         of_halves = None if of_site.halves is None else (float(of_site.halves[0, head]), float(of_site.halves[1, head]))
-        result[role] = RoleScore(role, score, low, high, null, threshold, holds, offset, weight, halves=of_halves)
+        result[role] = RoleScore(role, score, low, high, null, threshold, holds, **more, halves=of_halves)
     return tuple(result.values())
 
 

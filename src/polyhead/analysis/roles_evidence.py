@@ -20,12 +20,29 @@ def _attention(en: str, zh: str) -> Text:
 
 
 def _copying(en: str, zh: str) -> Text:
-    return Text(
-        f"has weights that map tokens to {en} logits of themselves (OV circuit W_E W_V W_O W_U, eigenvalue score "
-        "{score:.2f}, random {null:.2f})",
-        f"按权重把词元映射到自身{zh}的 logit（OV 回路 W_E W_V W_O W_U，特征值得分 {{score:.2f}}，随机 {{null:.2f}}）",
+    return _share(
+        f"directly {en} the logit of the token it attends to more than that of a token it attends to elsewhere in "
+        "{score:.0%} of pairs",
+        f"在 {{score:.0%}} 的比较中，直接{zh}所关注词元的 logit，幅度超过它在别处关注的另一个词元",
     )
 
+
+def _pronoun(en: str, which_en: str, which_zh: str, zh: str) -> Text:
+    return Text(
+        f"attends from a pronoun to {en} more than to another in {{score:.0%}} of sentences {which_en} (chance "
+        "{null:.0%}; {cues}), with {weight:.0%} of its attention",
+        f"在{which_zh}的句子中，有 {{score:.0%}} 从代词关注{zh}多于另一个名字（随机水平 {{null:.0%}}；{{cues}}），"
+        "占其注意力的 {weight:.0%}",
+    )
+
+
+_CUES = {
+    "gender": Text("by gender {share:.0%}", "靠性 {share:.0%}"),
+    "number": Text("by number {share:.0%}", "靠数 {share:.0%}"),
+    "meaning": Text("by meaning alone {share:.0%}", "只靠意思 {share:.0%}"),
+}
+# Arguments of `evidence_text`, which are fields of a score.
+EVIDENCE = ("role", "score", "null", "offset", "weight", *_CUES, "saved_evidence")
 
 # By role. For a positional head the sign of its offset selects "back", "ahead" or "self".
 _PHRASES = {
@@ -50,13 +67,10 @@ _PHRASES = {
         "在自身词元出现两次之处，有 {score:.0%} 的注意力在另一次出现上",
     ),
     "broad": _share("has {score:.0%} of the maximum entropy", "达到最大熵的 {score:.0%}"),
-    "pronoun": Text(
-        "attends from a pronoun to its antecedent more than to another name in {score:.0%} of sentences "
-        "(chance {null:.0%}), with {weight:.0%} of its attention",
-        "在 {score:.0%} 的句子中从代词关注其先行词，多于另一个名字（随机水平 {null:.0%}），占其注意力的 {weight:.0%}",
-    ),
-    "copy": _copying("higher", "更高"),
-    "anti-copy": _copying("lower", "更低"),
+    "pronoun": _pronoun("its antecedent", "where only the meaning decides", "只能靠意思判断", "先行词"),
+    "agreement": _pronoun("the name that agrees with it", "decided by gender or number", "性或数可判断", "一致的名字"),
+    "copy": _copying("raises", "提高"),
+    "anti-copy": _copying("lowers", "降低"),
     "same-meaning": Text(
         "attends to tokens whose cosine similarity is {score:.2f} above what offsets explain (chance {null:.2f})",
         "所关注词元的余弦相似度比偏移所能解释的高 {score:.2f}（随机水平 {null:.2f}）",
@@ -70,6 +84,9 @@ def evidence_text(
     null: float,
     offset: int | None = None,
     weight: float | None = None,
+    gender: float | None = None,
+    number: float | None = None,
+    meaning: float | None = None,
     saved_evidence: str | None = None,
 ) -> Text:
     """Return the evidence for a role as a phrase; the fields are those of `RoleScore`.
@@ -82,7 +99,11 @@ def evidence_text(
     if saved_evidence is not None:
         return Text(saved_evidence, saved_evidence)
     if role != "positional":
-        return _PHRASES[role].format(score=score, null=null, weight=weight)
+        scores = {"gender": gender, "number": number, "meaning": meaning}
+        cues = [_CUES[cue].format(share=x) for cue, x in scores.items() if x is not None]
+        numbers, phrase = {"score": score, "null": null, "weight": weight}, _PHRASES[role]
+        en, zh = ", ".join(x.en for x in cues), "，".join(x.zh for x in cues)
+        return Text(phrase.en.format(**numbers, cues=en), phrase.zh.format(**numbers, cues=zh))
     if offset is None:
         raise OptionError("a positional head must have an offset, got none")
     distance = abs(offset)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Source = Literal["text", "repeated", "pronouns", "weights"]
+Source = Literal["text", "repeated", "pronouns"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,24 +72,28 @@ RULES: dict[str, Rule] = {
     "induction": Rule(0.5, _MAJORITY, f"{_UNIFORM}, on the same keys", source="repeated"),
     "pronoun": Rule(
         0.75,
-        "closer to resolving every pronoun than to a coin toss, and with at least twice the weight that uniform "
-        "attention gives the antecedent",
-        "one half: both names occur in both positions and as both antecedents, so that only the meaning helps",
+        "closer to resolving every pronoun than to a coin toss, where only the meaning decides, in a head that also "
+        "reaches it for agreement",
+        "one half: both names occur in both positions and as both antecedents",
         source="pronouns",
     ),
+    "agreement": Rule(
+        0.75,
+        "closer to resolving every pronoun than to a coin toss, where gender or number decides, and with at least "
+        "twice the weight that uniform attention gives the antecedent",
+        "one half: both names occur in both positions and as both antecedents",
+        source="pronouns",
+        unless="pronoun",
+    ),
     "copy": Rule(
-        0.5,
-        "three quarters of the OV circuit's eigenvalues, by magnitude, are positive",
-        "the mean and 1.96 standard deviations of Gaussian heads between the same embedding and unembedding",
-        source="weights",
-        rises=False,
+        0.75,
+        "closer to raising the attended token in every comparison than to a coin toss",
+        "one half: the other token is one that the same head attends to in another row",
     ),
     "anti-copy": Rule(
-        0.5,
-        "three quarters of the OV circuit's eigenvalues, by magnitude, are negative",
-        "the mean and 1.96 standard deviations of Gaussian heads between the same embedding and unembedding",
-        source="weights",
-        rises=False,
+        0.75,
+        "closer to lowering the attended token in every comparison than to a coin toss",
+        "one half: the other token is one that the same head attends to in another row",
     ),
     "same-meaning": Rule(
         0.1,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 ROLES = {
     "induction": ("in", "bold white on magenta"),
     "pronoun": ("pn", "bold black on bright_green"),
+    "agreement": ("ag", "bold black on green3"),
     "duplicate-token": ("du", "bold white on dark_magenta"),
     "same-meaning": ("me", "bold black on bright_magenta"),
     "previous": ("pr", "bold white on blue"),
@@ -28,7 +29,7 @@ ROLES = {
     "delimiter": ("de", "black on yellow"),
     "sink": ("si", "black on grey62"),
     "broad": ("br", "black on grey82"),
-    # Roles from the weights alone: the effect of the OV circuit on any attended token.
+    # What a head does to the logit of the token it attends to.
     "copy": ("co", "black on bright_red"),
     "anti-copy": ("ac", "white on red"),
 }

@@ -1,8 +1,9 @@
 """Upgrade of inspections in formats 2 to 6 to the current one.
 
-Format 6 has groups of redundant heads by a threshold on cosines, which is no longer used, and findings about them; both
-are dropped. Format 5 has other names for kinds of findings, 4 also for two fields, 3 and 2 store evidence and reasons
-as English text instead of fields, and 2 has other names for some statistics.
+Up to format 6, copy and anti-copy are scores of the weights, pronoun is a score of all kinds of sentences, and groups
+of redundant heads, which are dropped with the findings about them, are by a threshold on cosines. Format 5 has other
+names for kinds of findings, 4 also for two fields, 3 and 2 store evidence and reasons as English text instead of fields, and
+2 has other names for some statistics.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 from polyhead.observation.renamed import current_name
 
+_OF_WEIGHTS = ("copy", "anti-copy")
 _FINDING_KINDS = {"matters": "importance", "resting": "sink", "wide": "uniform"}
 
 
@@ -19,7 +21,8 @@ def upgraded(rest: dict[str, Any]) -> dict[str, Any]:
 
     The English texts of formats 2 and 3 are kept and shown in both languages.
     """
-    rest["findings"] = [finding for finding in rest["findings"] if finding["kind"] not in ("similar", "alike")]
+    kept = [x for x in rest["findings"] if x["kind"] not in ("similar", "alike") and _role(x) not in _OF_WEIGHTS]
+    rest["roles"], rest["findings"] = _roles(rest), kept
     if rest["format"] == 6:
         return rest
     for finding in rest["findings"]:
@@ -44,6 +47,22 @@ def upgraded(rest: dict[str, Any]) -> dict[str, Any]:
     for values in (finding["values"] for finding in rest["findings"] if finding["kind"] == "role"):
         values["saved_evidence"] = values.pop("evidence")
     return rest
+
+
+def _roles(rest: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the roles without those of the weights, and with the sentence that was saved for a pronoun head."""
+    for head in rest["roles"]:
+        head["scores"] = [score for score in head["scores"] if score["role"] not in _OF_WEIGHTS]
+        for score in (x for x in head["scores"] if x["role"] == "pronoun"):
+            score["saved_evidence"] = score["evidence"]
+            for finding in (x for x in rest["findings"] if _role(x) == "pronoun"):
+                if finding["heads"] == [[head["site"], head["head"]]]:
+                    finding["values"]["saved_evidence"] = score["evidence"]
+    return rest["roles"]
+
+
+def _role(finding: dict[str, Any]) -> str | None:
+    return finding["values"].get("role")
 
 
 def _reason(text: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from polyhead.analysis.intervals import influence_error
 from polyhead.analysis.redundancy import PREDICTABLE
 from polyhead.analysis.roles import HeadRoles, RoleScore
+from polyhead.analysis.roles_evidence import EVIDENCE
 from polyhead.analysis.roles_rules import RULES
 from polyhead.inspection.heads import Head
 from polyhead.inspection.result import Inspection
@@ -33,7 +34,6 @@ _COMMON: tuple[tuple[str, FindingKind, float], ...] = (
     ("sink_mass", "sink", SINK_MASS),
     ("normalized_entropy", "uniform", NEAR_UNIFORM),
 )
-_EVIDENCE = ("role", "score", "null", "offset", "weight", "saved_evidence")  # fields of a score
 
 
 def findings(inspection: Inspection, limit: int = MAX_FINDINGS) -> tuple[Finding, ...]:
@@ -118,7 +118,7 @@ def _clearest(inspection: Inspection) -> Iterator[Finding]:
     for _, _, head, score in sorted(scored, key=lambda x: x[:2]):
         if score.role not in reported:
             reported.add(score.role)
-            values = {name: getattr(score, name) for name in _EVIDENCE if getattr(score, name) is not None}
+            values = {name: getattr(score, name) for name in EVIDENCE if getattr(score, name) is not None}
             yield Finding("role", ((head.site, head.head),), None, values, _is_stacked(inspection))
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from polyhead.analysis import circuits, relations
 from polyhead.analysis.importance import Importance
+from polyhead.analysis.intervals import Z
+from polyhead.analysis.pronouns import CUES, PronounTable
 from polyhead.analysis.redundancy import PREDICTABLE, predictable_shares, tokens_needed
 from polyhead.analysis.roles import HeadRoles, evidence_of
 from polyhead.analysis.text_shares import text_shares
@@ -22,7 +24,7 @@ from polyhead.observation.contributions import SiteContributions
 from polyhead.observation.head_moments import HeadMoments
 
 SiteTensors = dict[AttentionSite, dict[str, Tensor]]  # columns, matrices or spectra of the heads of a site, by name
-SUFFIXES = ("_error", "_chance", "_score")  # columns that are not statistics: companions, and scores of roles
+SUFFIXES = ("_error", "_chance", "_score")  # columns that are not statistics: companions, scores of roles and probes
 
 
 def relations_of(
@@ -135,6 +137,20 @@ def circuit_columns(spectra: SiteTensors) -> SiteTensors:
         site: {f"{name}_top_share": _top_share(singular) for name, singular in of_site.items()}
         for site, of_site in spectra.items()
     }
+
+
+def pronoun_columns(tables: Mapping[str, PronounTable], sites: Iterable[AttentionSite]) -> SiteTensors:
+    """Return the pronoun score by what decides, e.g. `pronoun_gender_score`, with its standard error over templates."""
+    columns: SiteTensors = {site: {} for site in sites}
+    for cue in (cue for cue in CUES if cue in tables):
+        for site, of_site in columns.items():
+            entries = sorted((x for x in tables[cue].entries if x.site == site.name), key=lambda x: x.head)
+            errors = [
+                max(x.score - x.frames_low, x.frames_high - x.score) / Z for x in entries
+            ]  # ends are cut at 0 and 1
+            numbers = {"": [x.score for x in entries], "_error": errors, "_chance": [x.null for x in entries]}
+            of_site |= {f"pronoun_{cue}_score{end}": torch.tensor(x, dtype=torch.float64) for end, x in numbers.items()}
+    return columns
 
 
 def role_columns(roles: Sequence[HeadRoles]) -> SiteTensors:

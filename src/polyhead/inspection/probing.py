@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.analysis.importance import Importance, Masked, ablate, gradient_scores
-from polyhead.analysis.pronouns import PronounTable, pronoun_table, pronoun_texts
+from polyhead.analysis.pronouns import AGREEMENT, CUES, PronounTable, pronoun_table, pronoun_texts
 from polyhead.analysis.roles import HeadRoles, evidence_of, head_roles
-from polyhead.analysis.roles_copying import Copying, Words, copying_scores
+from polyhead.analysis.roles_copying import Words, copying_scores
 from polyhead.errors import PolyheadError
 from polyhead.inspection.example_weights import Example, ExampleWeights, example_batches, examples_of
 from polyhead.inspection.settings import Settings
@@ -31,6 +31,7 @@ from polyhead.observation import (
     observe,
 )
 from polyhead.observation.collectors import CallRecorder, states_of
+from polyhead.observation.direct_logits import DirectLogits, find_direct_logits
 from polyhead.observation.head_distances import SiteDistances
 from polyhead.observation.origins import IN_CONFIG
 from polyhead.observation.role_evidence import EvidenceCollector, HeadEvidence
@@ -39,7 +40,7 @@ from polyhead.observation.token_sample import TokenSample
 from polyhead.progress import Progress, ProgressCallback
 from polyhead.sources import Batch, LoadedModel, special_tokens
 from polyhead.sources.probes import BLOCKS, ordinary_words, repeated_batches
-from polyhead.sources.pronoun_sentences import pronoun_sentences
+from polyhead.sources.pronoun_sentences import Cue, pronoun_sentences
 from polyhead.sources.text_contexts import knows
 
 CHANCE_TOKENS = 1024  # of the baseline with random weights
@@ -115,10 +116,11 @@ class Probes:
         batches = list(repeated_batches(tokenizer, self.reader.classes, seed=self.settings.seed, context=context))
         return evidence_of(self.watched(model, batches, [EvidenceCollector()], "read repeated words").collected)
 
-    def pronouns(self) -> PronounTable | None:
+    def pronouns(self) -> dict[str, PronounTable]:
         """Return the pronoun scores, from sentences in the languages that the tokenizer knows.
 
-        There is no baseline with random weights, as chance is known exactly here.
+        Of all that agreement in gender or number decides, and by what decides; none of fewer than two templates. There
+        is no baseline with random weights, as chance is known exactly here.
         """
         tokenizer, everything = self.loaded.tokenizer, pronoun_sentences()
         by_language = [[x for x in everything if x.language == language] for language in ("en", "zh")]
@@ -128,13 +130,19 @@ class Probes:
             texts = pronoun_texts(sentences, tokenizer, longest=self.reader.text.length)
         except PolyheadError as error:
             self.left_out.append(Reason("pronoun_error", {"error": str(error)}))
-            return None
+            return {}
         if len(set(texts.frames)) < 2:
             fields = {"sentences": len(everything), "readable": len(texts.contexts), "context": self.reader.text.length}
             self.left_out.append(Reason("pronoun_sentences", fields))
-            return None
+            return {}
         batches, step = self.reader.batches_of(texts.contexts), "read sentences with pronouns"
-        return pronoun_table(self.watched(self.loaded.model, batches, [texts.collector()], step), texts)
+        watched, tables = self.watched(self.loaded.model, batches, [texts.collector()], step), dict[str, PronounTable]()
+        of_cue: dict[str, tuple[Cue, ...]] = {"agreement": AGREEMENT, **{cue: (cue,) for cue in CUES}}
+        for name, cues in of_cue.items():
+            frames = {frame for frame, cue in zip(texts.frames, texts.cues, strict=True) if cue in cues}
+            if len(frames) > 1:
+                tables[name] = pronoun_table(watched, texts, cues)
+        return tables
 
     def chance(self) -> tuple[HeadRoles, ...]:
         """Return roles in a model of the same layout with random weights: the effect of layout and text."""
@@ -144,17 +152,36 @@ class Probes:
         observations = self.watched(model, batches, collect, "observe a model with random weights")
         return head_roles(evidence_of(observations.collected), seed=self.settings.seed)
 
-    def copying(self, head_projections: Mapping[AttentionSite, HeadProjections]) -> dict[AttentionSite, Copying]:
-        """Return copying scores, where the model predicts tokens from the residual stream its heads write to."""
+    def direct_logits(self, head_projections: Mapping[AttentionSite, HeadProjections]) -> DirectLogits | None:
+        """Return the path from head outputs to logits, for the roles copy and anti-copy."""
+        if self.loaded.kind != "causal" or not head_projections:
+            return None
+        model, batch = self.loaded.model, next(self.reader.batches())
+        inputs = {"input_ids": batch.ids[:1, :16], "attention_mask": batch.mask[:1, :16]}
+        inputs = {name: x.to(next(model.parameters()).device) for name, x in inputs.items()}
+        found = find_direct_logits(model, lambda: model(**inputs, use_cache=False), head_projections)
+        if found is None or not found.outputs:
+            self.left_out.append(Reason("direct_logits"))
+        return found
+
+    def copying_circuits(
+        self, head_projections: Mapping[AttentionSite, HeadProjections]
+    ) -> dict[AttentionSite, dict[str, Tensor]]:
+        """Return copying scores of the weights, where the model predicts tokens from the stream its heads write to."""
         embedding, unembedding = embedding_of(self.loaded.model), _unembedding(self.loaded.model)
         if embedding is None or unembedding is None or embedding.shape != unembedding.shape:
             return {}
-        scores, words = {}, Words(embedding, unembedding, seed=self.settings.seed)
+        columns, words = {}, Words(embedding, unembedding)
         for site, matrices in head_projections.items():
             if matrices.value is None or matrices.output is None or matrices.value.shape[1] != words.width:
                 continue
-            scores[site] = copying_scores(matrices.value, matrices.output, words)
-        return scores
+            found = copying_scores(matrices.value, matrices.output, words)
+            columns[site] = {
+                "copying_circuit_score": found.score,
+                "copying_circuit_score_error": found.error,
+                "copying_circuit_score_chance": torch.full_like(found.score, found.null),
+            }
+        return columns
 
     def importance(self) -> tuple[Importance | None, int | None]:
         """Return the importance of every head, and the number of tokens on which it was measured."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from polyhead.analysis.importance import Importance
+from polyhead.analysis.pronouns import PronounTable
 from polyhead.analysis.roles import HeadRoles, evidence_of, head_roles
 from polyhead.analysis.roles_rules import RULES
 from polyhead.errors import NonFiniteError, OptionError
@@ -44,6 +45,7 @@ from polyhead.observation import (
     read_facts,
     save,
 )
+from polyhead.observation.direct_logits import DirectLogits
 from polyhead.observation.document_sums import DocumentSums
 from polyhead.observation.origins import is_edited
 from polyhead.observation.role_evidence import EvidenceCollector
@@ -101,6 +103,7 @@ class _Probed:
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     distances: Mapping[AttentionSite, Tensor] = field(default_factory=dict)
+    pronouns: Mapping[str, PronounTable] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -121,7 +124,7 @@ class _Run:
     def run(self, resume: bool, began: float) -> Inspection:
         head_projections = self.probes.head_projections(self.loaded.model)
         sample = cross_layer_similarity.sample_of(head_projections, self.settings.seed)
-        observations = self.text(sample, resume)
+        observations = self.text(sample, self.probes.direct_logits(head_projections), resume)
         if non_finite := layer_similarity.non_finite_heads(observations.collected):
             self.probes.left_out.append(Reason("non_finite", {"heads": non_finite}))
         matrices, output_columns = layer_similarity.relations_of(observations.collected, head_projections)
@@ -140,6 +143,8 @@ class _Run:
         if not self.interrupted:
             try:
                 probed = self.probe(observations, head_projections, sample)
+                columns.append(self.probes.copying_circuits(head_projections))
+                columns.append(layer_similarity.pronoun_columns(probed.pronouns, evidence_of(observations.collected)))
                 columns.append(layer_similarity.role_columns(probed.fields.get("roles", ())))
                 try:
                     importance, importance_tokens = self.probes.importance()
@@ -176,11 +181,11 @@ class _Run:
         if self.settings.chance:
             reference = probes.chance()
             gc.collect()  # the sessions of the random model are reference cycles, which keep it in memory
+        pronouns = probes.pronouns()
         fields["roles"] = head_roles(
             evidence_of(observations.collected),
             repeated,
-            copying=probes.copying(head_projections),
-            pronouns=probes.pronouns(),
+            pronouns=pronouns,
             reference=reference,
             seed=self.settings.seed,
         )
@@ -189,14 +194,19 @@ class _Run:
                 observations.collected, sample, head_projections, probes.watched_sample
             )
             self.across = cross_layer_similarity.method(sample)
-        return _Probed(fields, distances)
+        return _Probed(fields, distances, pronouns)
 
     # ---- the pass over the text
 
-    def text(self, sample: TokenSample | None, resume: bool) -> Observations:
+    def text(self, sample: TokenSample | None, direct_logits: DirectLogits | None, resume: bool) -> Observations:
         """Read the text, or the rest of it; save the observations periodically, and after an error or an interrupt."""
-        collectors: list[Collector] = [AttentionMaps(self.reader.text.length), Contributions(), self.evidence()]
-        collectors += [DocumentSums(), most_frequent(self.reader.counts), *([] if sample is None else [sample])]
+        collectors: list[Collector] = [AttentionMaps(self.reader.text.length), Contributions()]
+        collectors += [
+            self.evidence(direct_logits),
+            DocumentSums(),
+            most_frequent(self.reader.counts),
+            *([] if sample is None else [sample]),
+        ]
         if self.settings.via_weights:
             self.probes.left_out.append(Reason("returned_weights"))
         if len(self.reader.contexts) == 1:
@@ -277,13 +287,14 @@ class _Run:
         session.resume_from(load(path, collectors))
         return _Read(session.observations, facts["batches"], facts["digest"], facts["tokens"])
 
-    def evidence(self) -> EvidenceCollector:
+    def evidence(self, direct_logits: DirectLogits | None) -> EvidenceCollector:
         embedding = embedding_of(self.loaded.model)
         meaning = None
         if embedding is not None and bool(embedding.isfinite().all()):
             meaning = TokenVectors.of(embedding, seed=self.settings.seed)
         segments = Segments.of(self.loaded.tokenizer, self.reader.classes)
-        return EvidenceCollector(rare=rare_tokens(self.reader.counts), meaning=meaning, segments=segments)
+        rare = rare_tokens(self.reader.counts)
+        return EvidenceCollector(rare=rare, meaning=meaning, segments=segments, direct_logits=direct_logits)
 
     # ---- facts of the run
 

@@ -231,9 +231,14 @@ _REASONS = {
         "因此也从略；请用更长的文本或更小的上下文",
     ),
     "pronoun_sentences": Text(
-        "pronoun: of {sentences} sentences with pronouns the tokenizer can read {readable} in a context of {context} "
-        "tokens",
+        "agreement and pronoun: of {sentences} sentences with pronouns the tokenizer can read {readable} in a context "
+        "of {context} tokens",
         "代词指代：{sentences} 个含代词的句子中，分词器在 {context} 个词元的上下文里能读 {readable} 个",
+    ),
+    "direct_logits": Text(
+        "copy, anti-copy: the unembedding does not read a norm of the stream that the heads write to, so that their "
+        "direct effect on logits is not defined",
+        "复制、反复制：输出嵌入读取的不是各头所写残差流的归一化，头对 logit 的直接作用无从定义",
     ),
     "pronoun_error": Text("pronoun: {error}", "代词指代：{error}"),
     "returned_weights": Text(

@@ -13,7 +13,16 @@ from polyhead.errors import OptionError, ShapeError
 from polyhead.masks import Mask
 from polyhead.observation.accumulators import NamedTensors
 from polyhead.observation.collectors import BatchMetadata
-from polyhead.observation.role_evidence_rows import COLUMNS, BatchBaseline, EvidenceSums, measure, measure_baseline
+from polyhead.observation.direct_logits import DirectLogits
+from polyhead.observation.role_evidence_rows import (
+    COLUMNS,
+    COPY_ROWS,
+    BatchBaseline,
+    EvidenceSums,
+    TokenLogits,
+    measure,
+    measure_baseline,
+)
 from polyhead.observation.role_evidence_tokens import BINS, Segments, TokenTables, TokenVectors
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
@@ -33,6 +42,8 @@ class EvidenceCollector:
         rare: boolean [vocabulary], such as `role_evidence_tokens.rare_tokens` of the token counts of a text.
         meaning: token embeddings, such as `TokenVectors.of(model.get_input_embeddings().weight)`.
         segments: function from tokens to word and sentence indices, such as `polyhead.sources.segments.Segments`.
+        direct_logits: the path from head outputs to logits, such as that of `find_direct_logits`, for copy and
+            anti-copy.
         max_documents: documents whose indices are equal modulo this number are pooled. This bounds the memory: about
             1.2 KB per document and head.
     """
@@ -46,6 +57,7 @@ class EvidenceCollector:
         rare: Tensor | None = None,
         meaning: TokenVectors | None = None,
         segments: Segments | None = None,
+        direct_logits: DirectLogits | None = None,
         max_documents: int = MAX_DOCUMENTS,
     ) -> None:
         if rare is not None and (rare.ndim != 1 or rare.dtype is not torch.bool or rare.device.type != "cpu"):
@@ -54,6 +66,7 @@ class EvidenceCollector:
             raise OptionError(f"confidence intervals need at least two documents, got max_documents {max_documents}")
         self.name = name
         self.max_documents = max_documents
+        self.direct_logits = direct_logits
         self.tables = TokenTables(tuple(special), tuple(punctuation), rare, meaning, segments)
         self._latest: tuple[BatchMetadata, Mask | None, tuple[object, ...], BatchBaseline] | None = None
 
@@ -76,9 +89,26 @@ class EvidenceCollector:
                 f"got {list(metadata.tokens.shape)}"
             )
         tokens = self.tables.read(metadata, non_padding, causal=causal, device=device)
-        baseline = measure_baseline(attended, non_padding, tokens)
+        logits = self._token_logits(metadata, non_padding, device)
+        baseline = measure_baseline(attended, non_padding, tokens, logits)
         self._latest = (metadata, attended.mask, key, baseline)
         return baseline
+
+    def _token_logits(
+        self, metadata: BatchMetadata, non_padding: Tensor | None, device: torch.device
+    ) -> TokenLogits | None:
+        if self.direct_logits is None or metadata.tokens is None:
+            return None
+        ordinary = torch.ones_like(metadata.tokens, dtype=torch.bool)
+        if metadata.classes is not None:
+            ordinary = ~torch.isin(metadata.classes, torch.tensor(self.tables.special))
+        ordinary, tokens = (x.to(device, non_blocking=True) for x in (ordinary, metadata.tokens))
+        present = torch.ones_like(ordinary) if non_padding is None else non_padding.expand_as(ordinary)
+        ordinary = ordinary & present & (present.cumsum(-1) > 1)  # the first token is an attention sink
+        rows = torch.arange(COPY_ROWS, device=device) * present.sum(-1, keepdim=True) // COPY_ROWS
+        sampled = torch.nn.functional.pad(rows.diff(dim=-1) > 0, (1, 0), value=True)
+        rows = rows + present.to(torch.uint8).argmax(-1, keepdim=True)
+        return TokenLogits(rows, sampled, tokens, ordinary, self.direct_logits.directions(metadata.tokens).to(device))
 
 
 def _same_keys(first: Mask | None, second: Mask | None) -> bool:
@@ -117,6 +147,13 @@ class HeadEvidence(NamedTensors):
     available: Tensor  # int64 [documents, bins]: rows with a visible key at each offset
     chance: Tensor  # float64 [documents, bins]: weight at each offset under uniform attention
 
+    @property
+    def output(self) -> Tensor | None:
+        """W_O of the site, float32 [heads, value_dim, width], if the collector has it."""
+        direct_logits = self.collector.direct_logits
+        output = None if direct_logits is None else direct_logits.outputs.get((self.site.name, self.site.kind))
+        return None if output is None else output.to(self.sums.device, torch.float32)
+
     @classmethod
     def empty(cls, collector: EvidenceCollector, site: AttentionSite, device: torch.device) -> Self:
         def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -149,7 +186,8 @@ class HeadEvidence(NamedTensors):
                 f"evidence needs the document index of each of the {attended.query.shape[0]} texts, on the CPU; "
                 "set session.metadata = BatchMetadata(documents=...) before calling the model"
             )
-        sums = measure(attended, self.collector.baseline_of(attended, non_padding, metadata))
+        baseline = self.collector.baseline_of(attended, non_padding, metadata)
+        sums = measure(attended, baseline, self.output)
         return self._with(documents.to(torch.int64) % self.collector.max_documents, sums)
 
     def merge(self, other: Self) -> Self:
@@ -172,7 +210,10 @@ class HeadEvidence(NamedTensors):
 
     def with_state(self, state: Mapping[str, Tensor]) -> Self:
         loaded = NamedTensors.with_state(self, state)
-        if loaded.sums.shape[-1] == len(COLUMNS) - 2:  # an earlier version counted the token itself in these
-            same, since = loaded.sums[..., :-4], loaded.sums.new_full((*loaded.sums.shape[:-1], 6), torch.nan)
-            loaded = replace(loaded, sums=torch.cat([same, since], -1))
+        # Columns that a run of an earlier version did not begin with would be of a part of the text, and it counted the
+        # token itself in its word and sentence.
+        missing = len(COLUMNS) - loaded.sums.shape[-1]
+        if missing:
+            nan = loaded.sums.new_full((*loaded.sums.shape[:-1], missing + 4), torch.nan)
+            loaded = replace(loaded, sums=torch.cat([loaded.sums[..., :-4], nan], -1))
         return replace(loaded, documents=loaded.documents.cpu())

@@ -38,9 +38,12 @@ COLUMNS = (
     # multi-token words.
     "word_mass", "word_expected", "word_others",
     "sentence_mass", "sentence_expected", "sentence_others",  # of the row's sentence, in texts of several sentences
+    "copy_wins", "copy_pairs", "copy_rows",  # see `_copy_columns`
 )  # fmt: skip
 COSINES = ("cosine", "shuffled_cosine", "reshuffled_cosine")  # in the order of `TokenMetadata.meaning`
 _ROW_NAMES = ("entropy", "confidence", "mean_distance")
+COPY_WEIGHT = 0.1  # a row with less on every ordinary token attends to none
+COPY_ROWS = 64  # rows of a text that are sampled
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +57,17 @@ class EvidenceSums:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TokenLogits:
+    """The tokens of a batch, the directions of the residual stream that raise their logits, and a sample of rows."""
+
+    rows: Tensor  # int64 [batch, rows]: evenly spread over each text, whatever it is batched with
+    sampled: Tensor  # bool [batch, rows]: False for repetitions, in texts of fewer rows
+    tokens: Tensor  # int64 [batch, keys]
+    ordinary: Tensor  # bool [batch, keys]: neither special tokens nor padding nor the first token
+    directions: Tensor  # float32 [batch, keys, width]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class QueryRows:
     """Properties of the query rows of one batch, the same for all heads."""
 
@@ -64,6 +78,7 @@ class QueryRows:
     far: Tensor  # bool [batch, 1, queries]: rows with a visible far key other than the first
     duplicate: Tensor  # bool [batch, 1, queries]: rows with another visible occurrence of their token
     induction: Tensor  # bool [batch, 1, queries]: rows that see the token after another occurrence of theirs
+    logits: TokenLogits | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +91,9 @@ class BatchBaseline:
     chance: Tensor  # as in `EvidenceSums`
 
 
-def measure_baseline(attended: Attended, non_padding: Tensor | None, tokens: TokenMetadata) -> BatchBaseline:
+def measure_baseline(
+    attended: Attended, non_padding: Tensor | None, tokens: TokenMetadata, logits: TokenLogits | None = None
+) -> BatchBaseline:
     """Measure the chance baseline: uniform attention over the visible keys."""
     batch, _, queries, _ = attended.query.shape
     zeros, mask = attended.query.new_zeros(batch, 1, queries, 8), without_biases(attended.mask)
@@ -98,7 +115,7 @@ def measure_baseline(attended: Attended, non_padding: Tensor | None, tokens: Tok
     duplicate, induction = (
         _has_visible_pair(uniform, pairs, counted) for pairs in (tokens.duplicates, tokens.inductions)
     )
-    query_rows = QueryRows(tokens, visible, counted, first, counted & (others > 0.5), duplicate, induction)
+    query_rows = QueryRows(tokens, visible, counted, first, counted & (others > 0.5), duplicate, induction, logits)
     columns, histogram, _ = _columns(uniform, rows, query_rows, learned_sink=attended.sinks is not None)
     # Baseline entropy: random logits of unit variance, which the 1/sqrt(d) scale aims for, give
     # log(n) - (1 - 1/n) / 2 rather than the log(n) of uniform attention.
@@ -113,13 +130,16 @@ def measure_baseline(attended: Attended, non_padding: Tensor | None, tokens: Tok
     return BatchBaseline(query_rows, _stack_columns(columns), available, histogram[:, 0])
 
 
-def measure(attended: Attended, baseline: BatchBaseline) -> EvidenceSums:
-    """Measure all heads of one attention call."""
-    query_rows, learned_sink = baseline.query_rows, attended.sinks is not None
+def measure(attended: Attended, baseline: BatchBaseline, output: Tensor | None = None) -> EvidenceSums:
+    """Measure all heads of one attention call; `output` is W_O, [heads, value_dim, width], if it is known."""
+    query_rows, learned_sink, values = baseline.query_rows, attended.sinks is not None, attended.result.output
     rows, embeddings = _row_statistics(attended, query_rows.tokens)
     columns, _, argmax = _columns(attended, rows, query_rows, learned_sink=learned_sink, attended_embeddings=embeddings)
     offset = argmax - torch.arange(argmax.shape[2], device=argmax.device)
     counted = (argmax >= 0) & query_rows.counted
+    logits, packed = query_rows.logits, attended.mask is not None and len(attended.mask.packed) > 0
+    if logits is not None and output is not None and not packed and values.shape[1::2] == output.shape[:2]:
+        columns |= _copy_columns(attended, logits, output)
     bins = offset.clamp(-NEAR - 1, NEAR + 1) + NEAR + 1
     hits = torch.zeros(*argmax.shape[:2], BINS, dtype=torch.int64, device=argmax.device)
     hits = hits.scatter_add(2, torch.where(counted, bins, 0), counted.to(torch.int64))
@@ -261,6 +281,58 @@ def _similarity_columns(
         columns[name] = _masked_sum(cosines[..., index], ordinary_rows) - same
         columns[f"{name}_expected"] = expected[..., index]
     return columns
+
+
+def _copy_columns(attended: Attended, logits: TokenLogits, output: Tensor) -> dict[str, Tensor]:
+    """Return how often a row raises the logit of the token it attends to more than that of another row's token.
+
+    A row attends to the ordinary token, other than its own, with the largest weight. Any two sampled rows of a text
+    that attend to different tokens are compared, by the direct effect of what the head adds to the stream in the first
+    row on the logits of both tokens. If its outputs were unrelated to the tokens it attends to, the first token would
+    win in half of the pairs; in exactly half if its output were constant.
+    """
+    values, rows = attended.result.output.detach(), logits.rows[:, None, :, None]
+    sample = _sampled(attended, logits.rows)
+    weights = sample.profile(block_map=(1, 1)).block_map  # blocks of one query and one key: the weights
+    assert weights is not None
+    is_self = rows == torch.arange(weights.shape[3], device=rows.device)
+    weight, keys = torch.where(logits.ordinary[:, None, None] & ~is_self, weights, 0.0).max(-1)
+    batch = torch.arange(len(keys), device=keys.device)[:, None, None]
+    tokens, attends = logits.tokens[batch, keys], logits.sampled[:, None] & (weight >= COPY_WEIGHT)
+    written = values.gather(2, rows.expand(-1, values.shape[1], -1, values.shape[3])).float() @ output
+    effect = written @ logits.directions[batch, keys].mT  # [batch, heads, rows, rows]: of a row on each row's token
+    own = effect.diagonal(dim1=2, dim2=3)[..., None]
+    compared = attends[..., None] & attends[..., None, :] & (tokens[..., None] != tokens[..., None, :])
+    wins = torch.where(compared, (torch.sign(own - effect) + 1) / 2, 0.0)  # NaN for an output of NaN
+    return {
+        "copy_wins": wins.sum((2, 3), dtype=torch.float64),
+        "copy_pairs": compared.sum((2, 3), dtype=torch.float64),
+        "copy_rows": _count(compared.any(-1)),
+    }
+
+
+def _sampled(attended: Attended, rows: Tensor) -> Attended:
+    """Return the attention of some rows, indices [batch, rows]."""
+
+    def of_rows(x: Tensor) -> Tensor:
+        """Return rows of [batch or 1, any, queries or 1, any]."""
+        index = rows[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+        return x if x.shape[2] == 1 else x.detach().expand(len(rows), -1, -1, -1).gather(2, index)
+
+    mask, logsumexp = attended.mask, attended.result.logsumexp
+    assert logsumexp is not None
+    if mask is not None:
+        keys = torch.arange(attended.key.shape[2], device=rows.device)[None]
+        placed = (
+            (rows, keys)
+            if mask.placed is None
+            else (mask.placed[0].expand(len(rows), -1).gather(1, rows), mask.placed[1])
+        )
+        padding = tuple(replace(x, queries=torch.full_like(x.keys, rows.shape[1])) for x in mask.padding)
+        allowed, biases = (tuple(map(of_rows, x)) for x in (mask.allowed, mask.biases))
+        mask = replace(mask, placed=placed, padding=padding, allowed=allowed, biases=biases)
+    result = replace(attended.result, logsumexp=of_rows(logsumexp[..., None])[..., 0])
+    return replace(attended, query=of_rows(attended.query), result=result, mask=mask)
 
 
 def _weight_inside(attended: Attended, segments: TokenSegments) -> Tensor:

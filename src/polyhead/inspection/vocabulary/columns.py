@@ -182,6 +182,24 @@ _KNOWN = (
         "OV 回路的谱中最大奇异值（平方）所占的比例。等于 1 时回路的秩为 1：这个头只能写入一个方向。",
         group="output",
     ),
+    *(
+        _share(
+            f"pronoun_{_cue}_score", f"pronouns decided by {_cue}", f"靠{_zh}判断的代词",
+            "Share of built-in sentences in which the head attends from a pronoun to its antecedent more than to "
+            f"another name, where {_cue} decides; 0.5 by chance.",
+            f"在靠{_zh}判断先行词的内置句子中，从代词关注先行词多于另一个名字的比例；随机水平 0.5。",
+        )
+        for _cue, _zh in (("gender", "性"), ("number", "数"), ("meaning", "意思"))
+    ),
+    _column(
+        "copying_circuit_score", "copying score of the OV circuit", "OV 回路的复制得分", "output", "number",
+        "Sum of the eigenvalues of the OV circuit W_E W_V W_O W_U over the sum of their magnitudes: 1 if the weights "
+        "map every token to a higher logit of itself, -1 if to a lower one. A property of the weights; what the head "
+        "does in a text is the score of the roles copy and anti-copy.",
+        "OV 回路 W_E W_V W_O W_U 的特征值之和与其绝对值之和的比：权重把每个词元映射到自身更高的 logit 时为 1，"
+        "更低时为 -1。这是权重的性质；头在文本中的作用见复制头与反复制头的得分。",
+        low=None,
+    ),
     # Importance by a loss; see _ABLATION_COSINE for models that return a vector.
     _column(
         "ablation", "ablation: loss increase, in nats", "消融：损失增量（奈特）", "importance", "nats",

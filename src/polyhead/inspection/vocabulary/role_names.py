@@ -19,8 +19,15 @@ _KNOWN = (
     ),
     _role(
         "pronoun", "pn", "pronoun (coreference) head", "代词指代头",
-        "Attends from a pronoun, such as she or it, to its antecedent more than to another candidate.",
-        "从代词（如“她”“它”）关注其先行词，多于其他候选词。",
+        "Attends from a pronoun to its antecedent more than to another candidate, even where gender and number fit "
+        "both and only the meaning of the sentence decides.",
+        "从代词关注其先行词，多于其他候选词；即使性和数都相符、只能靠句子的意思判断时也是如此。",
+    ),
+    _role(
+        "agreement", "ag", "pronoun agreement head", "代词一致头",
+        "Attends from a pronoun, such as she or they, to the candidate that agrees with it in gender or number. Where "
+        "only the meaning of the sentence decides, this was not shown.",
+        "从代词（如“她”“他们”）关注性或数与之一致的候选词。只能靠句子的意思判断时，未见此作用。",
     ),
     _role(
         "duplicate-token", "du", "duplicate-token head", "重复词元头",
@@ -84,15 +91,15 @@ _KNOWN = (
     ),
     _role(
         "copy", "co", "copying head", "复制头",
-        "Its weights, the OV circuit W_E W_V W_O W_U, map tokens to higher logits of themselves. "
-        "What the head does in a text may differ.",
-        "其 OV 回路 W_E W_V W_O W_U 把词元映射到自身更高的 logit。这是权重的性质，头在文本中的作用可能不同。",
+        "What it writes raises the logit of the token it attends to, more than that of a token it attends to elsewhere "
+        "in the text; directly, without later layers.",
+        "其输出直接（不经后面各层）提高所关注词元的 logit，超过它在文本别处关注的词元。",
     ),
     _role(
         "anti-copy", "ac", "anti-copying head", "反复制头",
-        "Its weights, the OV circuit W_E W_V W_O W_U, map tokens to lower logits of themselves. "
-        "What the head does in a text may differ.",
-        "其 OV 回路 W_E W_V W_O W_U 把词元映射到自身更低的 logit。这是权重的性质，头在文本中的作用可能不同。",
+        "What it writes lowers the logit of the token it attends to, more than that of a token it attends to elsewhere "
+        "in the text; directly, without later layers.",
+        "其输出直接（不经后面各层）降低所关注词元的 logit，超过它在文本别处关注的词元。",
     ),
 )  # fmt: skip
 ROLES: dict[str, Role] = {role.name: role for role in _KNOWN}
