@@ -203,12 +203,11 @@ def test_what_holds_in_one_half_of_the_text_is_no_finding():
     "halves", [{}, {site: {"sink_mass": torch.tensor([[0.9], [math.nan]]).expand(2, 3)} for site in (ONE, TWO)}]
 )
 def test_without_two_halves_there_is_no_finding_about_the_text(halves):
-    """As of a single context, or of a run of an earlier version; what is read from the weights remains."""
-    copy = RoleScore("copy", 0.9, 0.8, 1.0, 0.1, 0.5, True)
-    old = RoleScore("previous", 0.9, 0.8, 1.0, 0.1, 0.5, True)
-    roles = (HeadRoles(ONE, 0, (copy, old)),)
+    """As of a single context, or of a run of an earlier version; what is not of documents remains."""
+    agreement, copy, old = (RoleScore(x, 0.9, 0.8, 1.0, 0.1, 0.5, True) for x in ("agreement", "copy", "previous"))
+    roles = (HeadRoles(ONE, 0, (agreement, copy, old)),)
     (finding,) = findings(inspection_of({"sink_mass": [0.9] * 6}, halves=halves, roles=roles))
-    assert finding.values["role"] == "copy"
+    assert finding.values["role"] == "agreement"
 
 
 @pytest.mark.parametrize(

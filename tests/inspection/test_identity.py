@@ -412,7 +412,7 @@ def test_a_head_of_a_group_that_lost_another_is_itself_in_every_column(form, who
     found = compare(one, plainly_inspected(tmp_path / "pruned", text))
     assert [str(x) for x in found.only_before] == ["L0H0 removed", "L1H2 removed", "L1H3 removed"]
     # Its share of what the layer writes, and what the loss makes of it, depend on the others.
-    of_others = {"output_norm_share", "total_correlation", "gradient", "taylor", "copying"}
+    of_others = {"output_norm_share", "total_correlation", "predictable_share", "gradient", "taylor"}
     alone = [x for x in found.changes if x.head[0].layer == 0 and x.name not in of_others]
     assert {x.name for x in alone} >= {"entropy", "qk_top_share", "ov_top_share", "output_norm", "effective_rank"}
     assert {x.head[1] for x in alone} == {1, 2, 3}

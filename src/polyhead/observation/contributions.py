@@ -55,11 +55,10 @@ class SiteContributions:
         if not dim:
             return self  # only the weights are available (via_weights)
         counted = counted_rows(exclude_padding(attended, non_padding)).expand(batch, -1)  # others have no output
-        # 9 and 10 are coprime: contexts that are numbered document + 10 * context alternate as well (`Reader`).
         documents = metadata.documents
         if documents is None or documents.shape != (batch,):
             documents = torch.zeros(batch, dtype=torch.int64)
-        half_of = documents.remainder(9).remainder(2).tolist()
+        half_of = documents.remainder(2).tolist()
         halves = []
         for number, moments in enumerate(self.halves):
             texts = [text for text, half in enumerate(half_of) if half == number]

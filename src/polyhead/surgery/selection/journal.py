@@ -59,7 +59,10 @@ class Journal:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise OptionError(f"{path} must be a file that a run wrote, got an unreadable one: {error!r}") from None
         if version != FORMAT:
-            raise OptionError(f"this version resumes runs of format {FORMAT}, got {version!r} in {path}")
+            raise OptionError(
+                f"this version resumes runs of format {FORMAT}, got {version!r} in {path}, of a version that compensated "
+                "in another way; start in a new folder"
+            )
         check_origin(path, origin, self.origin)
         return parsed
 
