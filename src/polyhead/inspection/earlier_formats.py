@@ -2,8 +2,8 @@
 
 Up to format 6, copy and anti-copy are scores of the weights, pronoun is a score of all kinds of sentences, and groups
 of redundant heads, which are dropped with the findings about them, are by a threshold on cosines. Format 5 has other
-names for kinds of findings, 4 also for two fields, 3 and 2 store evidence and reasons as English text instead of fields, and
-2 has other names for some statistics.
+names for kinds of findings, 4 also for two fields, 3 and 2 store evidence and reasons as English text instead of
+fields, and 2 has other names for some statistics.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`evaluating`: context manager for evaluation mode."""
+"""Context managers for evaluation mode and for frozen parameters."""
 
 from __future__ import annotations
 
@@ -18,3 +18,16 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Freeze the parameters within the context, for gradients by activations: autograd stores nothing for them."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)

@@ -24,7 +24,7 @@ SELECTING, HELD_OUT = 3, (1, 6)
 FEW = 8  # documents or contexts: an interval over fewer is itself unreliable
 MIN_TOKENS, TOKENS_PER_CHANNEL = 12_288, 24  # of a text, by default; docs/surgery.md has the measurement
 SEARCHED_TOKENS = 65_536  # the same for a search, which compares some hundred models
-BATCH_TOKENS = 4096
+BATCH_TOKENS = 1024  # activations and logits of a batch are in memory until its backward pass
 STEP_TOKENS = 512  # of a step of distillation
 MAX_PERPLEXITY_RATIO = 1.25  # between the text that calibrates and that of the test
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sized
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from polyhead.analysis.importance.measuring import (
 from polyhead.analysis.importance.overlap import GradientOverlap
 from polyhead.errors import OptionError
 from polyhead.observation import AttentionSite, Session, observe
-from polyhead.observation.evaluation_mode import evaluating
+from polyhead.observation.evaluation_mode import evaluating, frozen
 from polyhead.observation.rows import Tokens
 from polyhead.ops.attention.scaled_dot_product import without_cudnn
 
@@ -57,7 +56,7 @@ def gradient_scores(
         raise OptionError(f"gradient scores need a loss with a gradient, got {requested.name!r}: {requested.flat}")
     total = len(batches) if isinstance(batches, Sized) else None
     parts: list[Importance] = []
-    with evaluating(model), _frozen(model):
+    with evaluating(model), frozen(model):
         for batch in batches:
             with (
                 torch.enable_grad(),
@@ -68,19 +67,6 @@ def gradient_scores(
             if progress is not None:
                 progress(len(parts), total)
     return merged(parts)
-
-
-@contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    """Freeze the parameters: their gradients are not needed, and autograd stores activations for them alone."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    try:
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
 
 
 class _RowGates:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import NonFiniteError, OptionError, ShapeError
-from polyhead.observation.evaluation_mode import evaluating
+from polyhead.observation.evaluation_mode import evaluating, frozen
 from polyhead.ops.attention.scaled_dot_product import without_cudnn
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
@@ -276,7 +276,7 @@ def _gradients(
 
         return add_probe
 
-    with evaluating(model), ExitStack() as hooks:
+    with evaluating(model), frozen(model), ExitStack() as hooks:
         for layer in layers:
             hooks.callback(model.get_submodule(layer.output).register_forward_hook(probe_hook(layer)).remove)
         for batch in batches:

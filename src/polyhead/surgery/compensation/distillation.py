@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import NonFiniteError
-from polyhead.observation.evaluation_mode import evaluating
+from polyhead.observation.evaluation_mode import evaluating, frozen
 from polyhead.ops.attention.scaled_dot_product import without_cudnn
 from polyhead.surgery.adapters.attention_layer import AttentionLayer, linear_axis
 from polyhead.surgery.adapters.head_weights import oriented
@@ -67,7 +67,7 @@ def distil(
         path: replace(x, matrix=torch.ones_like(x.matrix), bias=torch.ones_like(x.bias))
         for path, x in projections.items()
     }
-    with in_float32(model), evaluating(model), ExitStack() as stack:
+    with in_float32(model), evaluating(model), frozen(model), ExitStack() as stack:
         # In float32: steps are too small for 16 bits.
         weights = {name: x.float().clone() for name, x in projection_parameters(model, layers, projections).items()}
         masks = projection_parameters(model, layers, ones)  # pruned heads stay zero

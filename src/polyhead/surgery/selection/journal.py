@@ -60,8 +60,8 @@ class Journal:
             raise OptionError(f"{path} must be a file that a run wrote, got an unreadable one: {error!r}") from None
         if version != FORMAT:
             raise OptionError(
-                f"this version resumes runs of format {FORMAT}, got {version!r} in {path}, of a version that compensated "
-                "in another way; start in a new folder"
+                f"this version resumes runs of format {FORMAT}, got {version!r} in {path}, of a version with another "
+                "compensation; start in a new folder"
             )
         check_origin(path, origin, self.origin)
         return parsed
