@@ -205,11 +205,14 @@ def test_text_is_read_or_held_out_and_never_both(place):
     loaded = load_model(place / "bert", dtype="saved")
     text = CalibrationText.of(loaded, place / "text", context=40, tokens=10_000)
     read = [row.tolist() for batch in text.batches() for row in batch["input_ids"]]
-    assert len(text.held_out) == len(text.text.contexts) // 5 > 2
-    assert len(read) == len(text.text.contexts) - len(text.held_out)
+    count, split = len(text.text.contexts), (text.calibrating, text.selecting, text.held_out)
+    assert sum(map(len, split)) == count
+    assert len(text.held_out) == pytest.approx(count / 4, abs=1.5)
+    assert len(text.selecting) == pytest.approx(count / 8, abs=1)
+    assert len(read) == len(text.calibrating)
     for context in text.text.contexts:
         padded = [row for row in read if row[: len(context.ids)] == context.ids]
-        assert len(padded) == (context not in text.held_out)
+        assert len(padded) == (context in text.calibrating)
     judged = text.quality()
     real = [int(row.sum()) for batch in judged.batches for row in batch["attention_mask"]]
     assert sorted(real) == sorted(len(context.ids) for context in text.held_out)
@@ -217,21 +220,38 @@ def test_text_is_read_or_held_out_and_never_both(place):
     assert 60 < CalibrationText.of(loaded, place / "text", context=40, tokens=100).text.tokens <= 100
 
 
-def test_long_texts_hold_contexts_of_all_their_parts_out(place, monkeypatch):
-    monkeypatch.setattr("polyhead.workflows.calibration_text.MAX_HELD_OUT_TOKENS", 80)
-    loaded = load_model(place / "bert", dtype="saved")
-    text = CalibrationText.of(loaded, place / "text", context=16, tokens=10_000)
-    assert len(text.text.contexts) == 65
-    assert len(text.held_out) == 13  # more than 80 tokens: every tenth would be six contexts
-    monkeypatch.setattr("polyhead.workflows.calibration_text.FEW_CONTEXTS", 1)
-    text = CalibrationText.of(loaded, place / "text", context=40, tokens=10_000)
-    contexts = list(text.text.contexts)
-    places = [contexts.index(context) for context in text.held_out]
-    assert 1 <= len(places) < len(contexts) // 5
-    assert sum(len(context.ids) for context in text.held_out) <= 80
-    every = places[0] + 1
-    assert every % 5 == 0
-    assert places == list(range(every - 1, len(contexts), every))
+def test_documents_are_split_as_a_whole_and_from_all_of_the_text(place):
+    """With 40 documents, no document is in two parts, and each part has documents of every quarter."""
+    loaded = load_model(place / "llama", dtype="saved")
+    words = " ".join(file.read_text() for file in sorted((place / "text").glob("*.txt"))).split()
+    texts = [" ".join(words[start : start + 40]) for start in range(0, 600, 15)]
+    text = CalibrationText.of(loaded, texts, context=16, tokens=10_000)
+    parts = [{x.document for x in part} for part in (text.calibrating, text.selecting, text.held_out)]
+    assert [len(x) for x in parts] == [25, 5, 10]
+    assert set.union(*parts) == set(range(40))
+    assert len(set(text.groups)) == 10 < len(text.held_out)
+    assert all({document // 10 for document in part} == {0, 1, 2, 3} for part in parts)
+
+
+def test_another_text_is_held_out_and_compared_with_that_which_calibrates(place, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text("w1 " * 400)
+    options = ["--text", place / "text", "--context", 40, "--device", "cpu", "--heads", "L0H0,L0H3,L1H1,L1H2"]
+    shown = invoke("prune", place / "llama", *options, "--test-text", other, "--output", tmp_path / "one").stdout
+    found = re.search(r"has a perplexity of (\S+) on --test-text and of (\S+) on --text\.", shown)
+    text = CalibrationText.of(load_model(place / "llama"), place / "text", context=40, test_text=other)
+    assert {tuple(set(x.ids)) for x in text.held_out} == {tuple(set(text.held_out[0].ids))}  # of one word
+    assert not set(map(id, text.held_out)) & set(map(id, (*text.calibrating, *text.selecting)))
+    assert len(text.calibrating) + len(text.selecting) == len(text.text.contexts)
+    assert [float(x) for x in found.groups()] == pytest.approx(
+        [text.quality().original, text.original_on_calibration()], rel=1e-3
+    )
+    shown = invoke("prune", place / "llama", *options, "--test-text", place / "text", "-o", tmp_path / "two").stdout
+    assert "The texts differ" not in shown
+    said = invoke(
+        "prune", place / "llama", *options, "--test-text", tmp_path / "no", "-o", tmp_path / "x", code=2
+    ).stderr
+    assert "there is no such file" in said
 
 
 def test_what_is_left_is_measured_on_text_that_nothing_was_repaired_on(place, tmp_path):
@@ -245,18 +265,20 @@ def test_what_is_left_is_measured_on_text_that_nothing_was_repaired_on(place, tm
     )
     tokens, texts, plain, cosine, error = (float(x) for x in found.groups())
     assert plain < cosine
-    assert 4 <= texts <= 6
+    assert texts == 7
     assert texts * 12 < tokens <= texts * 40
     assert 0.3 < cosine < 1
     assert error < 0.1
-    warning = "Fewer than 8 contexts are held out, too few for a reliable standard error; for more, use a longer --text"
-    assert warning in shown
+    warning = "Fewer than 5 documents or stretches of text are held out, too few for a reliable interval; for more, use"
+    few = invoke("prune", place / "bert", *options, "--tokens", 500, "--output", tmp_path / "few").stdout
+    assert warning in few
+    assert warning not in shown
     enough = invoke("prune", place / "bert", *options, "--context", 16, "--output", tmp_path / "three").stdout
     assert int(re.search(r"Fidelity on held-out text \(\d+ tokens, (\d+) contexts\)", enough)[1]) >= 8
-    assert "contexts are held out" not in enough
+    assert "are held out" not in enough
     # Where there is little text, all of it is needed.
-    short = invoke("prune", place / "bert", *options, "--tokens", 300, "--output", tmp_path / "two").stdout
-    assert "needs a text of 10 contexts, of which two are held out, got 8; use more text" in short
+    short = invoke("prune", place / "bert", *options, "--tokens", 290, "--output", tmp_path / "two").stdout
+    assert "needs a text of 8 contexts, of which two are held out, got 7; use more text" in short
 
 
 @pytest.mark.parametrize("edit", [["prune", "--heads", "L0H0,L0H3,L1H1,L1H2"], ["convert", "--kv-heads", "1"]])

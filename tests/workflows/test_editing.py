@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 import polyhead
 from polyhead.errors import OptionError
-from polyhead.progress import Progress
 from polyhead.surgery import fingerprint
 from polyhead.workflows.model_loading import load_model
 from tests.inspection.small_models import model_folder, text_folder, tokenizer
@@ -51,8 +50,10 @@ def test_a_model_in_memory_is_pruned_in_place_as_the_folder_is(place, tmp_path):
     assert total_heads(model) == edited.preview.after.heads == 4
     assert edited.metric == "perplexity"
     assert 0 < edited.held_out_tokens <= 40 * edited.held_out_contexts
-    layers = len({edit.layer for edit in edited.edits})
-    assert Progress("Compensate layer by layer", layers, layers, "layers") in seen
+    assert "compensat" in edited.compensation  # random weights on random words: either may be better
+    steps = [x for x in seen if x.step == "Distil the output projections"]
+    assert [x.done for x in steps] == sorted(x.done for x in steps)
+    assert steps[-1].done == steps[-1].total
     by_name = polyhead.prune(place / "llama", **options, text=place / "text")
     assert (by_name.edits, by_name.quality) == (edited.edits, edited.quality)
     assert fingerprint(by_name.model) == fingerprint(model)
@@ -219,7 +220,7 @@ def test_a_model_is_shrunk_to_a_target_and_the_curve_is_data(place, tmp_path):
         (lambda place: polyhead.merge(place / "bert", [[(0, 1), (1, 1)]]), "two or more heads of one layer"),
         (lambda place: polyhead.convert(place / "llama", 0), "kv_heads must be greater than 0"),
         (lambda place: polyhead.shrink(place / "llama", "25%-heads", None), "text is required"),
-        (lambda place: polyhead.shrink(place / "llama", "50%-heads", ["a w1 " * 30]), "at least six contexts"),
+        (lambda place: polyhead.shrink(place / "llama", "50%-heads", ["a w1 " * 30]), "at least 8 documents or"),
         (lambda place: polyhead.shrink(place / "llama", "50%-heads", [1, 2]), "must be a sequence of strings"),
         (lambda place: polyhead.undo(place / "llama"), "undo needs the record saved with an edited model"),
         (
@@ -239,7 +240,7 @@ def test_a_text_that_misleads_the_compensation_leaves_the_heads_uncompensated(pl
     text = [" ".join(words[:1] * 38)] * 12 + [" ".join(words[i : i + 38]) for i in range(0, 8 * 38, 38)]
     model, plain = in_memory(place / "llama"), in_memory(place / "llama")
     shrunk = polyhead.shrink(model, "50%-heads", text, context=40, tokenizer=tokenizer())
-    assert shrunk.compensation == "not compensated: every compensation was worse"
+    assert shrunk.compensation == "not compensated: compensation was worse"
     polyhead.surgery.apply(plain, list(shrunk.edits))
     assert fingerprint(model) == fingerprint(plain)
 

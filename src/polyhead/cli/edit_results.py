@@ -93,16 +93,16 @@ def show_edited(edited: EditedModel, summary: str, console: Console) -> None:
 
 def show_quality(edited: EditedModel, console: Console) -> None:
     """Print the quality on held-out text, if there was a text, and warnings about that text."""
-    from polyhead.workflows.calibration_text import FEW, MAX_PERPLEXITY_RATIO
+    from polyhead.workflows.calibration_text import FEW_GROUPS, MAX_PERPLEXITY_RATIO
 
     if not edited.contexts:
         return
     console.print(_describe_quality(edited), markup=False, soft_wrap=True)
     warnings = []
-    if edited.quality is not None and edited.held_out_groups < FEW:
+    if edited.quality is not None and edited.held_out_groups < FEW_GROUPS:
         warnings.append(
-            f"Fewer than {FEW} documents or stretches of text are held out, too few for a reliable interval; for more, "
-            "use a longer --text and more --tokens, or a smaller --context"
+            f"Fewer than {FEW_GROUPS} documents or stretches of text are held out, too few for a reliable interval; "
+            "for more, use a longer --text and more --tokens, or a smaller --context"
         )
     if edited.calibration_original is not None and edited.original is not None:
         ratio = edited.original / edited.calibration_original

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from polyhead.workflows.shrinking import ShrunkModel
 
-CURVES = ("compensated at once", "not compensated", "random, compensated at once")
+CURVES = ("least squares", "not compensated", "random, least squares")
 
 
 def show_curve(shrunk: ShrunkModel, console: Console) -> None:
@@ -50,12 +50,12 @@ def show_curve(shrunk: ShrunkModel, console: Console) -> None:
     axis = "heads/KV heads left in every layer" if by_layout else "heads removed"
     console.print(
         f"{axis}; ± is the standard error over contexts, for random heads the std over seeds\n"
-        "The curve compensates all layers at once; the result, with the best of four compensations or none, may differ",
+        "The curve compensates by least squares alone; the result is distilled as well, and differs",
         style="dim",
     )
     if worse:
         console.print(
-            f"At {', '.join(worse)} compensation at once is worse than none: too many heads are removed, or --tokens "
+            f"At {', '.join(worse)} compensation is worse than none: too many heads are removed, or --tokens "
             "is too small",
             style="yellow",
         )

@@ -17,7 +17,8 @@ from polyhead.sources.texts import TOKENS, Document, default_documents, read_tex
 CONTEXT = 512  # tokens, or the model's maximum if that is less
 MAX_TOKENS_PER_CHARACTER = 1.25  # in a text that a tokenizer knows
 MAX_UNKNOWN = 0.05  # share of its tokens
-MIN_GROUPS = 16  # if there are as many contexts
+MIN_DOCUMENTS = 16  # from which on a document is a group
+MIN_GROUPS = 32  # of fewer documents, if there are as many contexts
 
 # A file, a folder or "-" (standard input); documents in memory; None is the built-in text.
 Text = str | os.PathLike[str] | Sequence[str] | None
@@ -45,9 +46,9 @@ class TextContexts:
         """Group of each context, from 0: contexts of different groups count as independent.
 
         A group is a document if at least 16 have contexts; otherwise neighbouring contexts of a document, up to 4 but
-        so few that there are at least 16 groups, or as many as contexts.
+        so few that there are about 32 groups, or as many as contexts.
         """
-        if len({context.document for context in self.contexts}) >= MIN_GROUPS:
+        if len({context.document for context in self.contexts}) >= MIN_DOCUMENTS:
             keys = [(context.document, 0) for context in self.contexts]
         else:
             pieces = max(1, min(NEIGHBOURS, len(self.contexts) // MIN_GROUPS))

@@ -21,7 +21,8 @@ from polyhead.surgery.selection.quality import Fidelity, Perplexity, Probe, Qual
 
 MIN_GROUPS = 8  # of a text that is split; of every 8 groups, 5 calibrate, 1 selects and 2 are held out
 SELECTING, HELD_OUT = 3, (1, 6)
-FEW = 8  # documents or contexts: an interval over fewer is itself unreliable
+FEW = 8  # contexts: a standard error over fewer is itself unreliable
+FEW_GROUPS = 5  # the same for a prediction interval
 MIN_TOKENS, TOKENS_PER_CHANNEL = 12_288, 24  # of a text, by default; docs/surgery.md has the measurement
 SEARCHED_TOKENS = 65_536  # the same for a search, which compares some hundred models
 BATCH_TOKENS = 1024  # activations and logits of a batch are in memory until its backward pass

@@ -267,8 +267,8 @@ def _journal(
     if folder is None:
         return Journal()
     device = str(next(loaded.model.parameters()).device)
-    texts = {"text": text.text.digest, "test text": digest_of(text.held_out)}
-    origin = {"model": model_digest(loaded.model), **texts, "metric": metric, "device": device}
+    digest = digest_of((*text.text.contexts, *text.held_out))
+    origin = {"model": model_digest(loaded.model), "text": digest, "metric": metric, "device": device}
     return Journal(folder, {**origin, **options, "polyhead": VERSION})
 
 

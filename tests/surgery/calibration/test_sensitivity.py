@@ -7,7 +7,7 @@ import torch
 
 from polyhead.errors import OptionError
 from polyhead.surgery import loss_weights
-from polyhead.surgery.calibration.moments import token_weights, weighed_moments
+from polyhead.surgery.calibration.moments import gradient_statistics
 from tests.integrations.huggingface import models
 from tests.surgery.gated import FAMILIES, build
 
@@ -54,12 +54,12 @@ def test_a_loss_that_says_nothing_is_refused():
     assert all(not x._forward_hooks for x in model.modules())
 
 
-def test_weighed_moments_count_each_token_by_its_squared_gradient():
+def test_moments_count_each_token_by_the_norm_of_its_gradient():
     model = build(FAMILIES["llama"])
     model.set_attn_implementation("sdpa")
     batches = [{"input_ids": models.tokens(seed=seed)} for seed in range(2)]
     path = "model.layers.1.self_attn"
-    rows, weights = [], []
+    rows, gradients = [], []
     linear = model.get_submodule(f"{path}.o_proj")
     for batch in batches:
         kept = []
@@ -72,14 +72,16 @@ def test_weighed_moments_count_each_token_by_its_squared_gradient():
         language(model, batch).backward()
         hook.remove()
         rows.append(kept[0].flatten(0, 1).double())
-        weights.append(kept[1].grad.double().square().sum(-1).flatten())
+        gradients.append(kept[1].grad.double().flatten(0, 1))
     model.zero_grad(set_to_none=True)
-    rows, weights = torch.cat(rows), torch.cat(weights)
+    rows, gradients = torch.cat(rows), torch.cat(gradients)
+    weights = gradients.norm(dim=-1)
     weights = weights / weights.sum() * int((weights > 0).sum())
-    found = weighed_moments(model, batches, language)[path]
+    statistics = gradient_statistics(model, batches, language)[path]
+    found = statistics.moments
     assert found.count == int((weights > 0).sum()) == 2 * 3 * 22  # the last token of a row predicts nothing
     torch.testing.assert_close(found.total, weights @ rows, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(found.products, rows.T @ (rows * weights[:, None]), rtol=1e-4, atol=1e-6)
-    by_token = token_weights(model, batches, language)[path]
-    assert [x.shape for x in by_token] == [(3, 23)] * 2
-    torch.testing.assert_close(torch.cat([x.flatten() for x in by_token]), weights, rtol=1e-4, atol=1e-9)
+    fisher = gradients.T @ gradients / len(gradients)
+    torch.testing.assert_close(statistics.sensitivity.products, fisher, rtol=1e-4, atol=1e-9)
+    assert all(parameter.requires_grad for parameter in model.parameters())

@@ -8,7 +8,7 @@ import torch
 from polyhead.errors import OptionError
 from polyhead.surgery import choose_heads, find_layers, loss_weights
 from polyhead.surgery.adapters.head_weights import read_heads
-from polyhead.surgery.calibration.moments import Sensitivity, loss_sensitivities
+from polyhead.surgery.calibration.moments import Sensitivity, gradient_statistics
 from polyhead.surgery.options import CRITERIA
 from polyhead.surgery.selection.criteria import magnitudes, orders_by, pruning_order, redundancy_order
 from polyhead.surgery.selection.evidence import Evidence, Objectives
@@ -58,12 +58,11 @@ def test_seeds_change_the_random_order_and_nothing_else(evidence):
 
 def test_weightings_are_those_of_the_gradients(evidence, batches):
     heads, moments = evidence.heads[PATH], evidence.moments[PATH]
-    few = [batches[0], batches[2], batches[4]]
-    weight = loss_weights(evidence.model, few, language_slope)[PATH]
+    weight = loss_weights(evidence.model, batches, language_slope)[PATH]
     plain, by_layer = (orders_by("compensated", evidence, weighting=x)[PATH] for x in ("none", "layer"))
     assert by_layer.heads == plain.heads
     assert by_layer.losses == pytest.approx([loss * weight for loss in plain.losses], rel=1e-6)
-    found = loss_sensitivities(evidence.model, few, language_slope)[PATH]
+    found = gradient_statistics(evidence.model, batches, language_slope)[PATH].sensitivity
     assert found.weight == pytest.approx(weight, rel=1e-6)
     torch.testing.assert_close(found.root() @ found.root().T, found.products)
     by_direction = orders_by("compensated", evidence, weighting="direction")[PATH]

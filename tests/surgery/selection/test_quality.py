@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from polyhead.errors import OptionError
 from polyhead.surgery import PruneHeads, apply, find_layers, undo
-from polyhead.surgery.calibration.moments import loss_sensitivities
+from polyhead.surgery.calibration.moments import gradient_statistics
 from polyhead.surgery.selection.quality import Fidelity, Perplexity, Probe
 from tests.integrations.huggingface import models
 from tests.surgery.gated import FAMILIES, build
@@ -44,6 +46,34 @@ def test_figures_of_a_model_stand_beside_those_of_the_whole(batches):
             kind(model, [])
 
 
+@pytest.mark.parametrize("kind", [Perplexity, Fidelity])
+def test_errors_and_intervals_are_over_groups(kind):
+    """Rows of one group count as one: repeating every row changes no interval, where rows alone would shrink it."""
+    model = build(FAMILIES["llama"])
+    ids = torch.cat([models.tokens(seed=seed) for seed in range(2)])
+    once, twice = [{"input_ids": ids}], [{"input_ids": ids}, {"input_ids": ids.flip(0)}]
+    rows = list(range(len(ids)))
+    qualities = [kind(model, once), kind(model, once, groups=rows), kind(model, twice, groups=[*rows, *reversed(rows)])]
+    naive = kind(model, twice)
+    with torch.no_grad():
+        model.get_submodule("model.layers.0.self_attn.o_proj").weight.mul_(-3)
+    first, *others = (quality.measure() for quality in qualities)
+    for other in others:
+        assert [other.value, other.error] == pytest.approx([first.value, first.error], rel=1e-5)
+        assert [other.ratio_low, other.ratio_high] == pytest.approx([first.ratio_low, first.ratio_high], rel=1e-5)
+    assert naive.measure().error < 0.75 * first.error
+    # Student's t with a group less than there are, of a difference of two means with the same error.
+    half = 2.570582 * 2**0.5 * first.error
+    if kind is Perplexity:
+        ratio, half = first.value / qualities[0].original, half / first.value
+        assert math.log(first.ratio_high / ratio) == pytest.approx(half, rel=1e-5)
+        assert math.log(ratio / first.ratio_low) == pytest.approx(half, rel=1e-5)
+    else:
+        assert first.value - first.ratio_low == pytest.approx(half, rel=1e-5)
+    single = kind(model, [{"input_ids": ids}], groups=[0] * len(ids))
+    assert math.isnan(single.measure().ratio_low)
+
+
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_padding_does_not_count_for_fidelity(name):
     model = build(FAMILIES[name], dtype=torch.float32)
@@ -64,7 +94,7 @@ def test_a_probe_has_the_curvature_of_likeness(batches):
     model = build(FAMILIES["bert"])
     path = find_layers(model)[-1].path
     batch = batches[0]
-    found = loss_sensitivities(model, [batch] * 60, Probe())[path]
+    found = gradient_statistics(model, [batch] * 60, Probe())[path].sensitivity
     error = torch.randn(32, generator=torch.Generator().manual_seed(1)) * 1e-2
     fidelity = Fidelity(model, [batch])
     linear = model.get_submodule(find_layers(model)[-1].output)

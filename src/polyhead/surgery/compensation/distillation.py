@@ -86,7 +86,7 @@ def distil(
             if not bool(loss.isfinite()):
                 raise NonFiniteError(
                     "the outputs of the model on the calibration text must be finite, got a distance of "
-                    f"{float(loss)}; polyhead inspect names heads with NaN or Inf"
+                    f"{float(loss.detach())}; polyhead inspect names heads with NaN or Inf"
                 )
             for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
                 weight.grad = (

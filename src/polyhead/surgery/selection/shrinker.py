@@ -213,7 +213,7 @@ class BaseShrinker(PrunedModel, ABC):
     ) -> SearchResult:
         """Choose heads for a target, improved by local search while the target holds.
 
-        All layers are compensated at once. On this quality the loss is at most that of `meet_target`.
+        Compensation is by least squares. On this quality the loss is at most that of `meet_target`.
 
         Args:
             quality: evaluated several hundred times, so its data should be small.
