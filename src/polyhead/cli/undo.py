@@ -11,6 +11,8 @@ from polyhead.cli.edit_options import Replace, SavedForm, check_output
 from polyhead.cli.edit_results import show_saved
 from polyhead.cli.progress_bars import ProgressBars
 
+GENERATION = "generation_config.json"
+
 
 def undo(
     folder: Annotated[
@@ -48,5 +50,16 @@ def undo(
     show_saved(saved, console)
     dtypes = " and ".join(sorted({str(x.dtype).removeprefix("torch.") for x in restored.model.parameters()}))
     console.print(
-        f"Fingerprint {restored.record.before}, that of the model before its edits, in {dtypes}", markup=False
+        f"Fingerprint {restored.record.before}, that of the model before its edits, in {dtypes}: every parameter and "
+        "buffer is the original's, bit for bit",
+        markup=False,
+        soft_wrap=True,
+    )
+    names = sorted(file.name for file in saved.folder.iterdir())
+    written = [x for x in names if x.endswith((".safetensors", ".index.json")) or x in ("config.json", GENERATION)]
+    console.print(
+        f"Written anew, so that their bytes may differ from the original's: {', '.join(written)}; the other files are "
+        f"those of {folder}",
+        markup=False,
+        soft_wrap=True,
     )
