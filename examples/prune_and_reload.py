@@ -1,9 +1,9 @@
 """Prune a quarter of the heads of a model, save it, load it, and undo the edit.
 
 Selects heads of the packaged sentence encoder by the error that remains after compensation, refits the output
-projections of the other heads by least squares on polyhead's built-in texts, and saves the result in the uneven form: a
-BERT in plain transformers cannot have fewer heads of the same width. Prints the size and the fidelity, and that the
-loaded model computes the same and the restored one has the original weights.
+projections of the other heads by least squares and distillation on polyhead's built-in texts, and saves the result in
+the uneven form: a BERT in plain transformers cannot have fewer heads of the same width. Prints the size and the
+fidelity, and that the loaded model computes the same and the restored one has the original weights.
 """
 
 from __future__ import annotations

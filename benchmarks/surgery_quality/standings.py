@@ -71,8 +71,10 @@ def way_of(point: Point) -> str:
 def curves_of(results: Sequence[Result], figure: str, split: Split = "report") -> list[Curve]:
     """Return the curve of every method over its shares, in the order of `curves`; other results are ignored."""
     found: dict[str, dict[float, list[float]]] = {}
-    for result in results:
-        if is_curve(result.point) and result.point.ridge == Point("compensated", 0).ridge:
+    drawn = [result for result in results if is_curve(result.point)]
+    ridge = statistics.mode(result.point.ridge for result in drawn) if drawn else 0.0  # tuned methods have others
+    for result in drawn:
+        if result.point.ridge == ridge:
             value = result.figures[split][figure].value
             # A point may belong to a curve and to the tuned methods; it counts once.
             values = found.setdefault(way_of(result.point), {}).setdefault(result.point.share, [])
