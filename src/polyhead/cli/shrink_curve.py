@@ -49,7 +49,7 @@ def show_curve(shrunk: ShrunkModel, console: Console) -> None:
     worse = [name for name, *two in zip(columns, *values[:2], strict=True) if two != sorted(two, reverse=upwards)]
     axis = "heads/KV heads left in every layer" if by_layout else "heads removed"
     console.print(
-        f"{axis}; ± is the standard error over contexts, for random heads the std over seeds\n"
+        f"{axis}; ± is the standard error over documents or stretches of text, for random heads the std over seeds\n"
         "The curve compensates by least squares alone; the result is distilled as well, and differs",
         style="dim",
     )

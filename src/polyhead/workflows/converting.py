@@ -44,7 +44,8 @@ def convert(
         kv_heads: KV heads per layer after the conversion; must divide the current number. 1 is multi-query attention.
         grouping: merge KV heads that are "similar", or "neighbours".
         rounds: rounds of alternating least squares that refit the shared K and V projections to the text.
-        model, text, field, form, preview, stack, context, tokens, tokenizer, progress: as in `polyhead.prune`.
+        tokens: maximum number of tokens of text, which is sampled over all of it.
+        model, text, field, form, preview, stack, context, tokenizer, progress: as in `polyhead.prune`.
 
     Returns:
         The edited model, with its preview, its quality on held-out text, `save` and `undo`.

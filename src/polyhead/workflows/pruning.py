@@ -154,7 +154,7 @@ def prune(
         fields["calibration_original"] = calibration.original_on_calibration()
     if compensate:
         assert calibration is not None and evidence is not None
-        pruned, removed = PrunedModel(evidence), _removed(loaded.model, edits)
+        pruned, removed = PrunedModel(evidence, weighting=weighting_of(criterion)), _removed(loaded.model, edits)
         if quality is not None:
             unchanged = unchanged_projections(loaded.model, evidence.layers, removed)
             fields["not_compensated"] = pruned.measure(unchanged, quality)

@@ -1,1 +1,1 @@
-"""Least-squares compensation: W_O of the remaining heads is solved to reconstruct the layer's output."""
+"""Compensation for edited heads: W_O of the remaining heads is solved by least squares, and distilled."""
