@@ -297,7 +297,7 @@ def _roles(
         {(x.site, x.head): {(y.role, y.meaning is None): y.holds for y in x.scores} for x in inspection.roles}
         for inspection in (before, after)
     )
-    gained, lost = [], []
+    gained, lost = list[tuple[Head, str]](), list[tuple[Head, str]]()
     for head, head_after in matching.pairs:
         of_head, of_head_after = holds_before.get(head, {}), holds_after.get(head_after, {})
         for (role, kind), holds in of_head.items():
