@@ -45,13 +45,13 @@ def runs(tmp_path_factory) -> list[Inspection]:
 
 
 def rows_of(page: str, heading: str) -> dict[str, list[str]]:
-    """The lines of the first table below a heading, by each name in their first cell."""
+    """The lines of the tables below a heading, by each name in their first cell; the first line of a name."""
     below = page.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
     rows = {}
     for line in below.splitlines():
         if line.startswith("| `"):
             cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-            rows |= dict.fromkeys(re.findall(r"`([^`]+)`", cells[0]), cells)
+            rows = dict.fromkeys(re.findall(r"`([^`]+)`", cells[0]), cells) | rows
     return rows
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from polyhead.analysis.roles import RoleScore
 from polyhead.cli import app
 from polyhead.inspection import Inspection, compare, load_inspection, save_inspection
 from polyhead.inspection.comparison import EXACT
@@ -243,6 +244,20 @@ def test_roles_with_other_thresholds_are_not_compared(run, tmp_path):
     assert "roles are not compared: their thresholds allow for a model with random weights in B, not in A" in shown
     old = dataclasses.replace(other, facts={name: x for name, x in other.facts.items() if name != "chance"})
     assert [role for _, role in compare(has, old).lost] == ["previous"]  # a run that did not record it
+
+
+def test_roles_that_one_run_did_not_measure_are_not_compared(run):
+    """Such as copying in a run of an earlier version, whose pronoun heads are those of all kinds of sentences."""
+    head, role = run.roles[0], RoleScore("previous", 0.9, 0.8, 1.0, 0.3, 0.5, True)
+    copying, pronoun = (dataclasses.replace(role, role=name) for name in ("copy", "pronoun"))
+    measured = dataclasses.replace(pronoun, holds=False, meaning=0.5)
+    before, after = (
+        dataclasses.replace(run, roles=(dataclasses.replace(head, scores=scores),))
+        for scores in ((pronoun, dataclasses.replace(role, holds=False)), (measured, copying, role))
+    )
+    place = head.site, head.head
+    assert (compare(before, after).gained, compare(before, after).lost) == (((place, "previous"),), ())
+    assert (compare(after, before).gained, compare(after, before).lost) == ((), ((place, "previous"),))
 
 
 def test_pooled_documents_are_called_groups(run):

@@ -78,21 +78,26 @@ def as_format_6(rest: dict) -> dict:
     return {**rest, "format": 6}
 
 
-def test_scores_of_the_weights_of_format_6_are_no_roles(inspection, tmp_path):
-    """And a pronoun score of all kinds of sentences keeps its sentence."""
+def test_what_format_6_measured_otherwise_is_no_result_of_today(inspection, tmp_path):
+    """Copying by the weights is no role, and a pronoun score of all kinds of sentences keeps its sentence."""
     head = inspection.roles[0]
     scores = [RoleScore(role, 0.9, 0.8, 1.0, 0.3, 0.5, True) for role in ("copy", "anti-copy")]
     scores.append(RoleScore("pronoun", 0.9, 0.8, 1.0, 0.5, 0.75, True, weight=0.2))
     roles = (dataclasses.replace(head, scores=tuple(scores)),)
-    values = {"score": 0.9, "null": 0.3, "weight": 0.2}
-    findings = [Finding("role", ((head.site, head.head),), None, {"role": x, **values}) for x in ("copy", "pronoun")]
+    values, found = {"score": 0.9, "null": 0.3, "weight": 0.2}, ("copy", "pronoun", "induction")
+    findings = [Finding("role", ((head.site, head.head),), None, {"role": x, **values}) for x in found]
     columns = {**inspection.table.columns, "copy_score": inspection.table["entropy"]}
     columns |= {"anti_copy_score": -columns["copy_score"]}
+    columns |= {
+        f"{x}_share{end}": columns["entropy"] for x in ("word", "sentence") for end in ("", "_error", "_chance")
+    }
     for name in [name for name in columns if name.startswith("copying_circuit_score")]:
         del columns[name]
-    names = tuple(name for name in inspection.table.names if name != "copying_circuit_score")
+    names = tuple(dict.fromkeys([*inspection.table.names, "word_share", "sentence_share"]))
+    names = tuple(name for name in names if name != "copying_circuit_score")
     table = dataclasses.replace(inspection.table, names=names, columns=columns)
-    save_inspection(tmp_path, dataclasses.replace(inspection, roles=roles, table=table, findings=tuple(findings)))
+    earlier = dataclasses.replace(inspection, roles=roles, table=table, findings=tuple(findings), halves={})
+    save_inspection(tmp_path, earlier)
     file = tmp_path / "inspection.json"
     rest = {**json.loads(file.read_text(encoding="utf-8")), "format": 6}
     rest["roles"][0]["scores"][2]["evidence"] = "resolves pronouns"
@@ -100,10 +105,14 @@ def test_scores_of_the_weights_of_format_6_are_no_roles(inspection, tmp_path):
     again = load_inspection(tmp_path)
     assert again.roles[0].roles == {"pronoun"}
     assert again.roles[0]["pronoun"].evidence == "resolves pronouns"
-    assert [finding.values["role"] for finding in again.findings] == ["pronoun"]
+    assert [finding.values["role"] for finding in again.findings] == ["pronoun", "induction"]
     assert "resolves pronouns" in str(again.findings[0])
     assert again.table["copying_circuit_score"].tolist() == inspection.table["entropy"].tolist()
-    assert not {"copy_score", "anti_copy_score"} & set(again.table.columns)
+    assert str(again.findings[1]).endswith(": an induction head")  # not known to hold in two halves
+    shown = [finding["text"]["en"] for finding in page_of(again)["findings"]]
+    assert shown == list(map(str, again.findings))
+    dropped = ("copy_score", "anti_copy_score", "word_share", "sentence_share")  # the last two counted the token itself
+    assert not [name for name in (*again.table.names, *again.table.columns) if name.startswith(dropped)]
 
 
 def as_format_5(rest: dict) -> dict:
@@ -140,7 +149,8 @@ def as_format_3(rest: dict) -> dict:
 
 
 def test_groups_by_cosine_of_format_6_are_dropped_and_the_rest_is_read(inspection, tmp_path):
-    columns = {name: x for name, x in inspection.table.columns.items() if name != "predictable_share"}
+    new = ("predictable_share", "word_share", "sentence_share")  # format 6 has the last two in another sense
+    columns = {name: x for name, x in inspection.table.columns.items() if not name.startswith(new)}
     names = tuple(name for name in inspection.table.names if name in columns)
     table = dataclasses.replace(inspection.table, names=names, columns=columns)
     before = dataclasses.replace(inspection, table=table)

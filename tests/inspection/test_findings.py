@@ -221,7 +221,7 @@ def test_without_two_halves_there_is_no_finding_about_the_text(halves):
     ],
 )
 def test_a_finding_names_the_text_and_the_context(text, english, chinese):
-    facts = {"tokens": 4096, "context": 256, "importance_tokens": 1024}
+    facts = {"tokens": 4096, "context": 256, "importance_tokens": 1024, "importance_context": 128}
     columns = {"sink_mass": [0.6, 0.5, 0.51, 0.0, 0.1, 0.2], "gradient": [0.1] * 5 + [0.5]}
     columns["predictable_share"] = [0.8] + [0.1] * 5
     roles = (HeadRoles(ONE, 0, (score_of("previous", 0.77), score_of("induction", 0.6))),)
@@ -240,7 +240,7 @@ def test_a_finding_names_the_text_and_the_context(text, english, chinese):
         "previous": f"a previous-token head, in both halves of {english} (4,096 tokens in contexts of up to 256)",
         "induction": "an induction head, in both halves of the repeated random words",
         "sink": f"the first token, in both halves of {english} (4,096 tokens in contexts of up to 256)",
-        "importance": f"nats per token, in both halves of {english} (1,024 tokens in contexts of up to 256)",
+        "importance": f"nats per token, in both halves of {english} (1,024 tokens in contexts of up to 128)",
         "redundant": f"on held-out tokens, on {english} (4,096 tokens in contexts of up to 256)",
     }
     by_kind = {str(x.values.get("role", x.kind)): x for x in found}

@@ -102,8 +102,8 @@ def test_who_cannot_read_the_sentences_is_told_so(tmp_path):
     text = text_folder(tmp_path / "text", documents=2, words=40)
     model = model_folder(tmp_path / "bert", "bert")
     found = inspect_model(Settings(str(model), str(text), context=64, importance="none", chance=False))
-    reason, few_tokens = found.facts["left_out"]
-    assert "predictable" in str(few_tokens) or "redundan" in str(few_tokens)
+    few_tokens, reason = found.facts["left_out"]
+    assert few_tokens.kind == "few_tokens"
     assert (
         str(reason)
         == "agreement and pronoun: of 160 sentences with pronouns the tokenizer can read 0 in a context of 64 tokens"

@@ -296,15 +296,16 @@ def test_an_interrupt_of_the_ablation_leaves_the_roles(folders, plain_bert, text
 
 
 def test_a_requested_ablation_is_measured_on_more_tokens_and_says_on_how_many(folders, text):
-    def tokens(**options) -> int:
+    def tokens(context: int | None, **options) -> int:
         found = inspect_model(settings_for(folders["bert"], text, chance=False, layers=(0,), **options))
+        assert found.facts.get("importance_context") == context
         return found.facts["importance_tokens"]
 
-    by_default = tokens()
+    by_default = tokens(32)  # the beginnings of contexts, an eighth of the tokens each
     assert 256 <= by_default < 256 + 96
-    assert tokens(importance="ablation") > 2 * by_default  # all of this text, which has fewer than 2,048
-    assert 500 <= tokens(importance_tokens=500) < 500 + 96
-    assert tokens(importance="none") is None
+    assert tokens(96, importance="ablation") > 2 * by_default  # all of this text, which has fewer than 2,048
+    assert 500 <= tokens(62, importance_tokens=500) < 500 + 96
+    assert tokens(None, importance="none") is None
     with pytest.raises(OptionError, match="importance_tokens must be at least 1, got 0"):
         Settings(importance_tokens=0)
 

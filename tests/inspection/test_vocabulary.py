@@ -21,7 +21,7 @@ pytest.importorskip("pyarrow")
 def runs(tmp_path_factory) -> list[Inspection]:
     """Heads taken out, gradients, and every statistic there is."""
     folder: Path = tmp_path_factory.mktemp("runs")
-    text = str(text_folder(folder / "text", documents=3, words=40))
+    text = str(text_folder(folder / "text", documents=6, words=160))
     return [
         inspect_model(Settings(str(model_folder(folder / name, name)), text, context=48, statistics=statistics))
         for name, statistics in (("bert", None), ("llama", tuple(NAMES)))

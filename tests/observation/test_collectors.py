@@ -174,7 +174,7 @@ def test_positions_beyond_the_map_fall_into_the_last_block():
     torch.testing.assert_close(values["maps"].map.sum((1, 2)), torch.full((2,), 63.0, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("numbers", [range(7), [10 * piece for piece in range(7)]])  # documents, and contexts of one
+@pytest.mark.parametrize("numbers", [range(7), [11 * piece for piece in range(7)]])  # documents, and contexts of one
 def test_contributions_of_the_two_halves_of_the_documents_are_kept_apart(numbers):
     layer, x = polyhead.MultiHeadAttention(16, 4), torch.randn(7, 5, 16)
 

@@ -291,14 +291,18 @@ def same_chance(before: Inspection, after: Inspection) -> bool:
 def _roles(
     before: Inspection, after: Inspection, matching: Matching
 ) -> tuple[tuple[tuple[Head, str], ...], tuple[tuple[Head, str], ...]]:
-    roles_before, roles_after = (
-        {(x.site, x.head): x.roles for x in inspection.roles} for inspection in (before, after)
+    """Return the roles that heads gained and lost, of those that were measured in both runs."""
+    # Before format 7, which has scores by meaning, pronoun was a role of all sentences.
+    holds_before, holds_after = (
+        {(x.site, x.head): {(y.role, y.meaning is None): y.holds for y in x.scores} for x in inspection.roles}
+        for inspection in (before, after)
     )
-    gained, lost = [], []
+    gained, lost = list[tuple[Head, str]](), list[tuple[Head, str]]()
     for head, head_after in matching.pairs:
-        if head in roles_before and head_after in roles_after:
-            gained += [(head, role) for role in sorted(roles_after[head_after] - roles_before[head])]
-            lost += [(head, role) for role in sorted(roles_before[head] - roles_after[head_after])]
+        of_head, of_head_after = holds_before.get(head, {}), holds_after.get(head_after, {})
+        for (role, kind), holds in of_head.items():
+            if of_head_after.get((role, kind), holds) != holds:
+                (lost if holds else gained).append((head, role))
 
     def order(entry: tuple[Head, str]) -> tuple[str, int, int, str]:
         (site, head), role = entry

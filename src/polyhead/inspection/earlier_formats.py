@@ -1,9 +1,10 @@
 """Upgrade of inspections in formats 2 to 6 to the current one.
 
-Up to format 6, copy and anti-copy are scores of the weights, pronoun is a score of all kinds of sentences, and groups
-of redundant heads, which are dropped with the findings about them, are by a threshold on cosines. Format 5 has other
-names for kinds of findings, 4 also for two fields, 3 and 2 store evidence and reasons as English text instead of
-fields, and 2 has other names for some statistics.
+Up to format 6, copy and anti-copy are scores of the weights, and pronoun is a score of all kinds of sentences. Groups
+of redundant heads, which are dropped with the findings about them, are by a threshold on cosines; shares inside the
+word and the sentence, which are dropped too, count the token itself. Format 5 has other names for kinds of findings,
+4 also for two fields, 3 and 2 store evidence and reasons as English text instead of fields, and 2 has other names for
+some statistics.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 from polyhead.observation.renamed import current_name
 
 _OF_WEIGHTS = ("copy", "anti-copy")
+_WITH_SELF = ("word_share", "sentence_share")
+_DROPPED = ("copy_score", "anti_copy_score", *(f"{x}{end}" for x in _WITH_SELF for end in ("", "_error", "_chance")))
 _FINDING_KINDS = {"matters": "importance", "resting": "sink", "wide": "uniform"}
 
 
@@ -23,6 +26,7 @@ def upgraded(rest: dict[str, Any]) -> dict[str, Any]:
     """
     kept = [x for x in rest["findings"] if x["kind"] not in ("similar", "alike") and _role(x) not in _OF_WEIGHTS]
     rest["roles"], rest["findings"] = _roles(rest), kept
+    rest["statistics"] = [name for name in rest["statistics"] if name not in _WITH_SELF]
     if rest["format"] == 6:
         return rest
     for finding in rest["findings"]:
@@ -47,6 +51,12 @@ def upgraded(rest: dict[str, Any]) -> dict[str, Any]:
     for values in (finding["values"] for finding in rest["findings"] if finding["kind"] == "role"):
         values["saved_evidence"] = values.pop("evidence")
     return rest
+
+
+def upgraded_columns(cells: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return the columns of the table without those of another meaning. Anti-copy was minus copy."""
+    kept = {name: column for name, column in cells.items() if name not in _DROPPED}
+    return kept if "copy_score" not in cells else {**kept, "copying_circuit_score": cells["copy_score"]}
 
 
 def _roles(rest: dict[str, Any]) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from polyhead.analysis.roles_rules import RULES
 from polyhead.inspection.heads import Head
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.vocabulary import ROLE_ORDER
-from polyhead.inspection.wording import Basis, Finding, FindingKind
+from polyhead.inspection.wording import REPEATED, Basis, Finding, FindingKind
 from polyhead.observation import HeadProfile
 
 MAX_FINDINGS = 3
@@ -79,12 +79,15 @@ def least_important(inspection: Inspection, measure: str, count: int) -> tuple[l
 
 
 def _basis(inspection: Inspection, finding: Finding) -> Basis | None:
-    """Return the text that a finding is about; None for roles that are not measured on the text."""
-    facts = inspection.facts
-    if "context" not in facts or (finding.kind == "role" and RULES[str(finding.values["role"])].source != "text"):
+    """Return the text that a finding is about; None for roles that are measured on the built-in sentences."""
+    facts, measured = inspection.facts, "importance_" if finding.kind == "importance" else ""
+    source = RULES[str(finding.values["role"])].source if finding.kind == "role" else "text"
+    if source == "repeated":
+        return Basis(REPEATED, None, None, halves=True)
+    if "context" not in facts or source != "text":
         return None
-    tokens = facts["importance_tokens"] if finding.kind == "importance" else facts["tokens"]
-    return Basis(inspection.settings.text, tokens, facts["context"], finding.kind != "redundant")
+    tokens, context = facts[f"{measured}tokens"], facts[f"{measured}context"]
+    return Basis(inspection.settings.text, tokens, context, halves=finding.kind != "redundant")
 
 
 def _halves(inspection: Inspection, column: str) -> Tensor:

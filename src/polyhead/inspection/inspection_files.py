@@ -24,7 +24,7 @@ from torch import Tensor
 from polyhead.analysis.roles import RoleScore
 from polyhead.errors import OptionError
 from polyhead.files import as_type, build, check_pyarrow, read_columns, read_json, read_tensors, refusing, short
-from polyhead.inspection.earlier_formats import upgraded
+from polyhead.inspection.earlier_formats import upgraded, upgraded_columns
 from polyhead.inspection.heads import Head
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.run_files import MATRICES, PICTURES, REST, TABLE, check_saved
@@ -129,7 +129,7 @@ def load_inspection(folder: str | os.PathLike[str]) -> Inspection:
         relations = _read(_by_number(matrices), _hints(Inspection)["relations"], sites)
     pictures, _ = read_tensors(folder / PICTURES, _RULE)
     with refusing(folder / TABLE, _RULE):
-        table = _table(folder / TABLE, sites, names, of_weights=rest["format"] < 7)
+        table = _table(folder / TABLE, sites, names, earlier=rest["format"] < FORMAT)
     with refusing(folder / REST, _RULE):
         inspection = _inspection(rest, sites, table, relations, pictures)
     with refusing(folder / TABLE, _RULE):
@@ -266,11 +266,9 @@ def _parquet(table: HeadProfile) -> bytes:
     return buffer.getvalue()
 
 
-def _table(path: Path, sites: list[AttentionSite], names: tuple[str, ...], *, of_weights: bool) -> HeadProfile:
+def _table(path: Path, sites: list[AttentionSite], names: tuple[str, ...], *, earlier: bool) -> HeadProfile:
     cells, _ = read_columns(path, _RULE)
-    if of_weights and "copy_score" in cells:  # before format 7: a score of the OV circuit, and the same negated
-        cells["copying_circuit_score"] = cells.pop("copy_score")
-        cells.pop("anti_copy_score", None)
+    cells = upgraded_columns(cells) if earlier else cells
     where = {(site.name, site.kind): site for site in sites}
     rows = []
     for place in zip(cells["site"], cells["kind"], strict=True):

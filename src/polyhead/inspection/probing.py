@@ -183,12 +183,12 @@ class Probes:
             }
         return columns
 
-    def importance(self) -> tuple[Importance | None, int | None]:
-        """Return the importance of every head, and the number of tokens on which it was measured."""
+    def importance(self) -> tuple[Importance | None, dict[str, int]]:
+        """Return the importance of every head, and as facts the tokens and the context on which it was measured."""
         method, kind = self.settings.importance, self.loaded.kind
         loss = {"causal": "language", "masked": "masked"}.get(kind, "representation")
         if method == "none" or self.settings.via_weights or (kind == "encoder-decoder" and method == "auto"):
-            return None, None
+            return None, {}
         if method == "auto":
             method = "ablation" if loss == "representation" else "gradient"
         device = next(self.loaded.model.parameters()).device
@@ -215,7 +215,9 @@ class Probes:
                 progress=lambda done, total, step=step: self.report(Progress(step, done, total, "runs")),
             )
             found.append(importance)
-        return functools.reduce(Importance.beside, found), sum(batch.tokens for batch in batches)
+        longest = max(batch.ids.shape[1] for batch in batches)  # contexts are cut
+        measured = {"importance_tokens": sum(batch.tokens for batch in batches), "importance_context": longest}
+        return functools.reduce(Importance.beside, found), measured
 
 
 def embedding_of(model: Any) -> Tensor | None:

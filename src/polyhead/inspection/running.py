@@ -139,7 +139,7 @@ class _Run:
             output_columns,
         ]
         probed = _Probed()
-        importance, importance_tokens = None, None
+        importance, measured = None, dict[str, int]()
         if not self.interrupted:
             try:
                 probed = self.probe(observations, head_projections, sample)
@@ -147,16 +147,15 @@ class _Run:
                 columns.append(layer_similarity.pronoun_columns(probed.pronouns, evidence_of(observations.collected)))
                 columns.append(layer_similarity.role_columns(probed.fields.get("roles", ())))
                 try:
-                    importance, importance_tokens = self.probes.importance()
+                    importance, measured = self.probes.importance()
                 except NonFiniteError as error:
                     self.probes.left_out.append(Reason("importance_error", {"error": str(error)}))
             except KeyboardInterrupt:
                 self.interrupted = True
-        measured = {"importance_tokens": importance_tokens, **_loss_facts(importance)}
         table = layer_similarity.extend_table(observations.profile, columns, importance)
         inspection = Inspection(
             self.settings,
-            {**self.facts(observations, began), **measured},
+            {**self.facts(observations, began), "importance_tokens": None, **measured, **_loss_facts(importance)},
             table,
             relations=layer_similarity.extend_matrices(matrices, probed.distances, importance),
             head_maps=head_maps_of(observations.collected),

@@ -31,6 +31,8 @@ _FACTS: Mapping[str, Any] = {
     "intervals_over": str,
     "pairs_by": Mapping[str, Any] | None,
     "chance": bool,
+    "importance_tokens": int | None,
+    "importance_context": int,
     "loss": str | None,
     "mean_loss": float,
     "document_losses": tuple[tuple[float, float], ...],

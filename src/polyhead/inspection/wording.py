@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from polyhead.analysis.roles_evidence import evidence_text
-from polyhead.analysis.roles_rules import RULES
 from polyhead.inspection.heads import Head, named
 from polyhead.inspection.identity import originally
 from polyhead.inspection.settings import IN_MEMORY
@@ -27,33 +26,30 @@ FindingKind = Literal["role", "redundant", "importance", "sink", "uniform", "ext
 class Basis:
     """The text that a finding is about."""
 
-    text: str | None  # as in the settings: a path, "-" for standard input, None for the built-in text
-    tokens: int
-    context: int
+    text: str | None  # as in the settings: a path, "-" for standard input, None for the built-in text; or `REPEATED`
+    tokens: int | None  # None for `REPEATED`
+    context: int | None
     halves: bool  # whether the finding holds on both halves of the text
 
     def words(self, language: Language) -> str:
         """Return the end of a sentence that names the text."""
         name = _TEXTS[self.text] if self.text in _TEXTS else _name_of_text(str(self.text))
-        return _BASES[self.halves][language].format(name=name[language], tokens=self.tokens, context=self.context)
+        size = "" if self.tokens is None else _SIZE[language].format(tokens=self.tokens, context=self.context)
+        return _BASES[self.halves][language].format(name=name[language], size=size)
 
 
+REPEATED = "(repeated random words)"
 _TEXTS = {
+    REPEATED: Text("the repeated random words", "重复的随机词"),
     None: Text("the built-in text", "内置文本"),
     "-": Text("standard input", "标准输入"),
     IN_MEMORY: Text("the text in memory", "内存中的文本"),
 }
 _BASES = {
-    True: Text(
-        ", in both halves of {name} ({tokens:,} tokens in contexts of up to {context:,})",
-        "（在{name}的两半上均成立：{tokens:,} 个词元，上下文最长 {context:,}）",
-    ),
-    False: Text(
-        ", on {name} ({tokens:,} tokens in contexts of up to {context:,})",
-        "（在{name}上：{tokens:,} 个词元，上下文最长 {context:,}）",
-    ),
+    True: Text(", in both halves of {name}{size}", "（在{name}的两半上均成立{size}）"),
+    False: Text(", on {name}{size}", "（在{name}上{size}）"),
 }  # by `Basis.halves`
-_REPEATED = Text(", in both halves of the repeated random words", "（在重复的随机词的两半上均成立）")
+_SIZE = Text(" ({tokens:,} tokens in contexts of up to {context:,})", "：{tokens:,} 个词元，上下文最长 {context:,}")
 
 
 def _name_of_text(path: str) -> Text:
@@ -157,8 +153,6 @@ def words_of(finding: Finding, language: Language = "en") -> str:
     if finding.kind == "role":
         label = role_of(values["role"]).label
         fields = {"evidence": evidence_text(**values), "label": Text(_with_article(label.en), label.zh)}
-        if RULES[values["role"]].source == "repeated":
-            basis = _REPEATED[language]
         text = _FINDINGS["role"][language].format(place=place, **{name: x[language] for name, x in fields.items()})
         return text + basis
     text = _FINDINGS[_template_of(finding)][language]

@@ -77,7 +77,11 @@ def page_of(inspection: Inspection, *, language: Language = "en", syntax: Syntax
         ],
         "importance": _importance(inspection),
         "syntax": None if syntax is None else syntax.to_dict(sites),
-        "findings": [_finding(finding, index) for finding in findings(inspection, FINDINGS)],
+        # A run of an earlier format has no halves, and only the findings that were saved.
+        "findings": [
+            _finding(finding, index)
+            for finding in (findings(inspection, FINDINGS) if inspection.halves else inspection.findings)
+        ],
     }
     json_page: dict[str, Any] = plain(page)
     return json_page
