@@ -397,7 +397,7 @@ def test_the_random_model_is_freed_before_importance_is_measured(folders, text, 
 
     def importance(self):
         alive.extend(ref() is not None for ref in twins)
-        return None, None
+        return None, {}
 
     random_twin = probing.random_twin
     monkeypatch.setattr(probing, "random_twin", twin)
@@ -512,7 +512,8 @@ def test_two_models_differ_beyond_sampling_error_and_one_does_not_from_itself(pl
 
     def with_roles(*held: str):
         """The first head has these roles, and no other head has any."""
-        scores = tuple(RoleScore(role, 1.0, 1.0, 1.0, 0.0, 0.5, True) for role in held)
+        roles = ("sink", "previous", "local")
+        scores = tuple(RoleScore(role, 1.0, 1.0, 1.0, 0.0, 0.5, role in held) for role in roles)
         first, *others = (dataclasses.replace(x, scores=()) for x in one.roles)
         return dataclasses.replace(one, roles=(dataclasses.replace(first, scores=scores), *others))
 
