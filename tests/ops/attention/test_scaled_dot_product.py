@@ -350,7 +350,7 @@ def test_gradient_scores_of_a_model_with_pytorchs_attention_do_not_reach_a_plan_
     from polyhead.surgery.calibration.moments import loss_weights
 
     config = LlamaConfig(
-        vocab_size=64, hidden_size=256, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        vocab_size=64, hidden_size=256, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4, attn_implementation="sdpa",
     )  # fmt: skip
     model = LlamaForCausalLM(config).to("cuda", torch.bfloat16)
