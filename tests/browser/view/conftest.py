@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,7 +60,8 @@ class Running:
     def __exit__(self, *_: object) -> None:
         self.server.should_exit = True
         self.thread.join(30)
-        assert not self.thread.is_alive()
+        frame = sys._current_frames().get(self.thread.ident or 0) if self.thread.is_alive() else None
+        assert not self.thread.is_alive(), f"the server did not end: {''.join(traceback.format_stack(frame))}"
         self.listening.close()
 
     @cached_property
