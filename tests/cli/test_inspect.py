@@ -168,7 +168,7 @@ def test_ablation_of_a_language_model_and_chosen_statistics(place):
     assert "ablation" in shown
     assert "sink_mass" not in shown
     assert re.search(
-        r"They are among \d heads that cannot be told apart: within 1.96 errors of their difference.", shown
+        r"They are among \d heads that do not differ significantly: by at most 1.96 standard errors", shown
     )
     assert re.search(r"Importance by ablation: next-token loss, on \d+ tokens\.", shown)
     rows = [line.split() for line in shown.splitlines() if re.match(r"L\dH\d .*±", line)]

@@ -69,7 +69,7 @@ Tokens = Annotated[
     int | None,
     optional(
         "Maximum number of tokens of the text, which is sampled over all of it. [default: 24 for each channel of the "
-        "widest layer, at least 12,288]",
+        "widest layer, at least 12,288; 65,536 with --search]",
         metavar="N",
     ),
 ]

@@ -25,7 +25,9 @@ from polyhead.inspection.wording import REPEATED, Basis, Finding, FindingKind
 from polyhead.observation import HeadProfile
 
 MAX_FINDINGS = 3
-DEVIATIONS = 1.96  # standard errors: a median within so many of 0 is no unit, and two such heads are not told apart
+DEVIATIONS = (
+    1.96  # standard errors: a median within so many of 0 is no unit, and heads so close do not differ significantly
+)
 SINK_MASS = 0.5  # share of attention on the first token above which a head counts as a sink
 ALONE = 0.5  # share of a redundant head from which one other head is named: it predicts more than all the rest
 SAME = 0.5  # |cosine| from which two heads write much the same, or the opposite: less than 60 degrees apart
@@ -58,7 +60,7 @@ def findings(inspection: Inspection, limit: int = MAX_FINDINGS) -> tuple[Finding
 
 
 def least_important(inspection: Inspection, measure: str, count: int) -> tuple[list[int], int | None]:
-    """Return the rows of the `count` least important heads, and how many cannot be told apart from the last of them.
+    """Return the rows of the `count` least important heads, and how many do not differ significantly from the last.
 
     The number includes these heads. The standard error is that of the difference of two heads on the same documents;
     the number is None without errors, as on a single document.

@@ -90,12 +90,26 @@ def test_padding_does_not_count():
     torch.testing.assert_close(padded, torch.cat(alone), rtol=1e-4, atol=1e-5)
 
 
+def test_gradients_that_are_not_finite_are_an_error():
+    """A finite distance may have none: nothing of it reaches the weights."""
+    model = build(FAMILIES["llama"], dtype=torch.float32)
+    layers, plain = pruned(model)
+
+    class Steep(Perplexity):
+        @staticmethod
+        def distance(outputs, originals):
+            return (outputs - outputs.detach()).abs().sqrt().sum()  # 0, with an infinite slope
+
+    with pytest.raises(NonFiniteError, match=r"gradients must be finite, got NaN or Inf \(a distance of 0.0\)"):
+        distil(model, layers, plain, batches_of(1), Steep)
+
+
 def test_outputs_that_are_not_finite_are_an_error_and_leave_the_model_as_it_was():
     model = build(FAMILIES["llama"], dtype=torch.float32)
     layers, plain = pruned(model)
     with torch.no_grad():
         model.get_output_embeddings().weight[3] = torch.nan
     before = {name: x.clone() for name, x in model.state_dict().items()}
-    with pytest.raises(NonFiniteError, match="must be finite, got a distance of nan"):
+    with pytest.raises(NonFiniteError, match=r"must be finite, got NaN or Inf \(a distance of nan\)"):
         distil(model, layers, plain, batches_of(1), Perplexity)
     assert all(torch.equal(x.nan_to_num(), before[name].nan_to_num()) for name, x in model.state_dict().items())

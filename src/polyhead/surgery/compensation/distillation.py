@@ -83,10 +83,10 @@ def distil(
             with swapped_parameters(model, weights), torch.enable_grad(), without_cudnn():
                 loss = objective.distance(objective.outputs(model, batch), originals)
                 gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-            if not bool(loss.isfinite()):
+            if not all(bool(x.isfinite().all()) for x in (loss, *gradients) if x is not None):
                 raise NonFiniteError(
-                    "the outputs of the model on the calibration text must be finite, got a distance of "
-                    f"{float(loss.detach())}; polyhead inspect names heads with NaN or Inf"
+                    "the outputs of the model on the calibration text and their gradients must be finite, got NaN or "
+                    f"Inf (a distance of {float(loss.detach())}); polyhead inspect names heads with NaN or Inf"
                 )
             for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
                 weight.grad = (
