@@ -351,8 +351,8 @@ def _least_important(found: Inspection, measure: str) -> Iterator[str]:
         yield "Without standard errors, which need two contexts, this order may be chance."
     elif among > len(rows):
         yield (
-            f"They are among {among} heads that do not differ significantly: by at most {DEVIATIONS} standard errors of "
-            "the difference."
+            f"They are among {among} heads that do not differ significantly: by at most {DEVIATIONS} standard errors "
+            "of the difference."
         )
     if not stacked:  # heads of one stack can be named in a command
         heads = ",".join(f"L{table.sites[row].layer}H{table.heads[row]}" for row in rows)
