@@ -25,9 +25,7 @@ from polyhead.inspection.wording import REPEATED, Basis, Finding, FindingKind
 from polyhead.observation import HeadProfile
 
 MAX_FINDINGS = 3
-DEVIATIONS = (
-    1.96  # standard errors: a median within so many of 0 is no unit, and heads so close do not differ significantly
-)
+DEVIATIONS = 1.96  # standard errors: so close to 0 a median is no unit, and heads so close do not differ significantly
 SINK_MASS = 0.5  # share of attention on the first token above which a head counts as a sink
 ALONE = 0.5  # share of a redundant head from which one other head is named: it predicts more than all the rest
 SAME = 0.5  # |cosine| from which two heads write much the same, or the opposite: less than 60 degrees apart
