@@ -192,6 +192,35 @@ def recorded(output: ResultFile = None, quick: Quick = False, seed: Seed = 0, co
     _run(plan(quick=quick, seed=seed, gpu=gpu), gpu, output, commit=commit, quick=quick, seed=seed)
 
 
+@app.command("replaced")
+def replaced(
+    output: ResultFile = None,
+    quick: Quick = False,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PART,...",
+            help="Any of attention, statistics, training, profile, decode, layer, routed, observe, host.",
+        ),
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 where a bound is missed.")] = False,
+    seed: Seed = 0,
+    commit: Commit = None,
+) -> None:
+    """Time our calls with default arguments, Python included, against the calls that they replace.
+
+    On a CUDA machine that is PyTorch's function on cuDNN, a layer written by hand around it, and the model without
+    `observe`; on a CPU PyTorch's function, for the parts attention, statistics, layer and host.
+    """
+    import torch
+
+    from benchmarks import replaced
+
+    parts, gpu = _parts(only, replaced.PARTS), _gpu()
+    steps = replaced.plan(parts, quick=quick, seed=seed, device=gpu or torch.device("cpu"))
+    _run(steps, gpu, output, commit=commit, strict=strict, quick=quick, parts=parts, seed=seed)
+
+
 def _gpu() -> torch.device | None:
     import torch
 

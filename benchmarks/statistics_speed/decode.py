@@ -21,8 +21,14 @@ from polyhead.ops.decode.fused import CacheArguments, decode
 BOUND = 1.0
 
 
-def one_token(run: Run, shape: Shape) -> Iterator[Case]:
-    """Log-sum-exp, largest logit and entropy beside the output, against cuDNN's output alone."""
+def one_token(
+    run: Run, shape: Shape, *, ours: Callable[[Problem], Callable[[], Found]] | None = None, bound: float = BOUND
+) -> Iterator[Case]:
+    """Log-sum-exp, largest logit and entropy beside the output, against cuDNN's output alone.
+
+    `ours` builds our call for a problem; by default it calls the kernel's operator.
+    """
+    ours = ours or _ours
     first = Problem.draw(run, shape, queries=1)
     size = first.key.nbytes + first.value.nbytes
     count = caches_beyond(l2_bytes(run.device), size)
@@ -31,7 +37,7 @@ def one_token(run: Run, shape: Shape) -> Iterator[Case]:
     found = Entrants()
     found.enter(
         WITH,
-        lambda: replayed([_ours(problem) for problem in problems], run.device),
+        lambda: replayed([ours(problem) for problem in problems], run.device),
         lambda results: exact.check_ours(WITH, results[0]),
     )
     found.enter(
@@ -45,7 +51,7 @@ def one_token(run: Run, shape: Shape) -> Iterator[Case]:
         return [Figure(f"bandwidth, {name}", speed, "TB/s") for name, speed in speeds.items()]
 
     notes = {"caches": count, "bytes": size}
-    pairs = [Pair(WITH, CUDNN, BOUND)]
+    pairs = [Pair(WITH, CUDNN, bound)]
     yield found.case("decode one token", shape, pairs, notes=notes, items=count, figures=bandwidths)
 
 
