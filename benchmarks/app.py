@@ -210,7 +210,7 @@ def replaced(
     """Time our calls with default arguments, Python included, against the calls that they replace.
 
     On a CUDA machine that is PyTorch's function on cuDNN, a layer written by hand around it, and the model without
-    `observe`; on a CPU PyTorch's function, for the parts attention, statistics, layer and host.
+    `observe`; on a CPU PyTorch's function, for the parts attention, statistics and layer.
     """
     import torch
 

@@ -74,7 +74,7 @@ ROUTED: Mapping[tuple[int, int, int, int, int], Both] = {  # batch, tokens, widt
 OBSERVED = {(32, 64, 4096): 1.08, (16, 128, 4096): 1.08, (32, 64, 131072): 0.97, (16, 128, 131072): 0.97}
 MICROSECONDS = {"attention": 3.0, "attention, causal": 3.0, "statistics": 20.0, "forward + backward": 40.0}
 PARTS = ("attention", "statistics", "training", "profile", "decode", "layer", "routed", "observe", "host")
-ON_A_CPU = ("attention", "statistics", "layer", "host")
+ON_A_CPU = ("attention", "statistics", "layer")
 SECONDS, QUICK_SECONDS = 1.5, 0.3
 
 
@@ -107,8 +107,8 @@ def _places(part: str, kind: str) -> Iterator[tuple[str, Callable[[Run], Iterato
         for text, bound in DECODE.items():
             yield text, functools.partial(one_token, text=text, bound=bound)
     elif part == "layer":
-        for text, bounds in LAYERS[kind].items():
-            yield text, functools.partial(layer, text=text, bounds=bounds)
+        for text, of_layer in LAYERS[kind].items():
+            yield text, functools.partial(layer, text=text, bounds=of_layer)
     elif part == "routed":
         for sizes, bounds in ROUTED.items():
             for causal, bound in zip((False, True), bounds, strict=True):

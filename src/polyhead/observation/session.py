@@ -224,6 +224,7 @@ class Session:
         self._call_contexts: dict[int, transformers_models.CallContext] = {}
         self._undo: ExitStack | None = None
         self._thread = OneThread()
+        self.only_training = False  # count forwards of the model in training mode alone
 
     def _find_modules(self) -> None:
         modules = self.model.named_modules()
@@ -375,7 +376,9 @@ class Session:
         # recomputation cannot be matched to its call, so with gradients enabled every call runs the same operations.
         is_recomputation = is_recomputed()
         calls = self._staging.current.calls
-        counts = not is_recomputation and calls[site] % self.every == 0
+        counts = (
+            not is_recomputation and calls[site] % self.every == 0 and (self.model.training or not self.only_training)
+        )
         calls[site] += not is_recomputation
         if not counts and not torch.is_grad_enabled() and self._keeper is None:
             return None if gate is None else Call(self, site, (), None, None, counts=False, gate=gate)
@@ -468,6 +471,12 @@ class Session:
         counted = self._staging.counted
         calls = {site: counted.calls[site] for site in counted.sites.values()}
         return Observations(self.wanted, tuple(counted.statistics.values()), dict(counted.collected), calls)
+
+    def take(self) -> Observations:
+        """Return the observations so far and start again without any; does not wait for the device."""
+        taken = self.observations
+        self._staging.counted = Tally(dict(self._staging.counted.sites))
+        return taken
 
     def resume_from(self, observations: Observations) -> None:
         """Resume from the observations of an earlier session of the same model.
