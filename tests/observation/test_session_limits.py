@@ -27,17 +27,6 @@ def gpt2() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config).eval()
 
 
-def test_a_second_session_on_a_layer_is_refused_and_the_first_goes_on() -> None:
-    layer = MultiHeadAttention(8, 2, causal=True).eval()
-    with observe(layer) as session:
-        layer(TOKENS)
-        with pytest.raises(OptionError, match="one session at a time"), observe(layer):
-            pass
-        layer(TOKENS)
-    assert session.profile["tokens"].tolist() == [20, 20]
-    assert "_listener" not in vars(layer)
-
-
 @pytest.mark.parametrize("kind", ["transformers", "ours", "torch"])
 def test_calls_from_a_second_thread_are_refused(kind: str) -> None:
     models: dict[str, nn.Module] = {

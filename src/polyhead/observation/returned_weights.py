@@ -79,7 +79,7 @@ def read(model: nn.Module, models: Mapping[nn.Module, str], watcher: Watcher) ->
     """Request the weights with every call and report them to `watcher`; restores the model on exit."""
     reader = _Reader(watcher, models)
     with ExitStack() as undo:
-        undo.enter_context(transformers_models.watching(model, watcher))  # one session at a time
+        undo.enter_context(transformers_models.watching(model, watcher, alone=True))
         undo.enter_context(transformers_models.switched(model, tuple(model.modules()), "eager"))
         undo.enter_context(_recorders_removed(model))
         for module in models:

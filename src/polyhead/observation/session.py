@@ -16,7 +16,7 @@ from polyhead.errors import OptionError
 from polyhead.geometry import HeadId, HeadOrigins
 from polyhead.masks import Mask
 from polyhead.observation import adapters as adapting
-from polyhead.observation import returned_weights, torch_modules, transformers_models
+from polyhead.observation import nested_sessions, returned_weights, torch_modules, transformers_models
 from polyhead.observation.collectors import (
     BatchMetadata,
     Collector,
@@ -261,6 +261,8 @@ class Session:
             # A compiled graph cannot return statistics besides its outputs.
             undo.enter_context(torch.compiler.set_stance("force_eager"))
             undo.callback(self._forget)
+            nested_sessions.enter_session(self, self.model)
+            undo.callback(nested_sessions.leave_session, self)
             if self._keeper is not None:
                 undo.enter_context(self._keeper.watching(self.model))
             if len(self._interface_modules):
@@ -286,6 +288,8 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._undo is not None:
+            nested_sessions.check_innermost(self)
         undo, self._undo = self._undo, None
         if undo is not None:
             undo.__exit__(kind, error, trace)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -17,6 +17,7 @@ from polyhead.layers.base_attention import BaseAttention
 from polyhead.layers.torch_compat import MultiheadAttention
 from polyhead.layers.torch_compat.forward_steps import torch_mask
 from polyhead.layers.variants.talking import TalkingHeads
+from polyhead.observation.nested_sessions import merged_requests, product_of_gates
 from polyhead.observation.rows import Tokens
 from polyhead.observation.watcher import ObservedCall, Watcher
 from polyhead.ops.attended import Attended
@@ -50,16 +51,31 @@ def watched(layer: nn.Module, session: Watcher) -> Iterator[None]:
     with ExitStack() as undo:
         if isinstance(layer, BaseAttention):
             assert isinstance(hooks, _PolyheadHooks)
-            if layer._listener is not None:
-                raise OptionError(
-                    f"only one session at a time can observe a layer, got a {type(layer).__name__} that is already "
-                    "observed"
-                )
-            layer._listener = hooks.listen
-            undo.callback(delattr, layer, "_listener")
+            outer = layer._listener
+            layer._listener = hooks.listen if outer is None else _both(outer, hooks.listen)
+            undo.callback(
+                delattr if outer is None else setattr, layer, "_listener", *(() if outer is None else (outer,))
+            )
         undo.callback(layer.register_forward_pre_hook(hooks.before, with_kwargs=True).remove)
-        undo.callback(layer.register_forward_hook(hooks.after, with_kwargs=True, prepend=True).remove)
+        always = isinstance(hooks, _TorchHooks)  # to clean up after a call that raised
+        after = layer.register_forward_hook(hooks.after, with_kwargs=True, prepend=True, always_call=always)
+        undo.callback(after.remove)
         yield
+
+
+def _restore_listener(layer: BaseAttention, outer: Callable[[Attended], None] | None) -> None:
+    if outer is None:
+        del layer._listener
+    else:
+        layer._listener = outer
+
+
+def _both(outer: Callable[[Attended], None], inner: Callable[[Attended], None]) -> Callable[[Attended], None]:
+    def listen(attended: Attended) -> None:
+        outer(attended)
+        inner(attended)
+
+    return listen
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,11 +115,10 @@ class _PolyheadHooks:
         gate = arguments.get("head_gate")
         if call.gate is not None:
             sizes = (query.shape[0], heads, query.shape[1])
-            session_gate = gate_factors(call.gate, *sizes)
-            gate = call.gate if gate is None else (gate_factors(gate, *sizes) * session_gate).squeeze(-1).expand(sizes)
+            gate = call.gate if gate is None else product_of_gates(gate, call.gate, *sizes)
         return positional, {
             **keywords,
-            "statistics": _merge_requests(call.requested, callers_statistics, learned_sinks),
+            "statistics": merged_requests(call.requested, callers_statistics, learned_sinks),
             "logsumexp": requested.logsumexp or call.has_collectors,
             "head_gate": gate,
         }
@@ -151,24 +166,7 @@ def _tokens(query: Tensor, arguments: dict[str, Any]) -> Tokens | Tensor:
     return torch.arange(queries, device=query.device) < num_tokens[:, None]
 
 
-def _merge_requests(requested: Statistics | None, callers: Statistics | None, learned_sinks: bool) -> Statistics | None:
-    """Combine the statistics requested by the session and by the layer's caller."""
-    if callers is None or requested is None:
-        return callers if requested is None else requested
-    cross = requested.cross or callers.cross
-    in_call = Statistics(*callers.names, sink_keys=callers.sink_keys, window=callers.window, cross=cross)
-    callers_names = in_call.wanted(learned_sinks=learned_sinks)
-    for name, option in (("sink_mass", "sink_keys"), ("window_mass", "window")):
-        session_value, callers_value = getattr(requested, option), getattr(callers, option)
-        if name in requested.names and name in callers_names and session_value != callers_value:
-            raise OptionError(
-                f"the session and the layer's caller must request {name} with the same {option}, "
-                f"got {session_value} and {callers_value}; "
-                f"observe with statistics=polyhead.Statistics(..., {option}={callers_value})"
-            )
-    sinks, window = (callers if name in callers_names else requested for name in ("sink_mass", "window_mass"))
-    names = dict.fromkeys((*requested.names, *callers_names))
-    return Statistics(*names, sink_keys=sinks.sink_keys, window=window.window, cross=requested.cross)
+_GATED = "_polyhead_gated"  # set on a module during a call with gates
 
 
 class _TorchHooks:
@@ -188,12 +186,27 @@ class _TorchHooks:
         if any(x.is_nested for x in inputs):
             raise OptionError("nested tensors cannot be observed, got a nested input; pad it and pass key_padding_mask")
         self.removed = _notify_torch(cast(MultiheadAttention, module), self.session, arguments)
+        if self.removed is not None:
+            if _GATED in vars(module):
+                self.removed = None
+                raise OptionError(
+                    "the heads of torch.nn.MultiheadAttention can be gated by one session at a time, got a second with "
+                    "gates; multiply the gates, or use polyhead.MultiHeadAttention.from_torch"
+                )
+            vars(module)[_GATED] = True
 
     def after(
-        self, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any], output: tuple[Tensor, Any]
+        self,
+        module: nn.Module,
+        positional: tuple[Any, ...],
+        keywords: dict[str, Any],
+        output: tuple[Tensor, Any] | None,
     ) -> tuple[Tensor, Any] | None:
         removed, self.removed = self.removed, None
-        return None if removed is None else (output[0] - removed, output[1])
+        if removed is None:
+            return None
+        vars(module).pop(_GATED)
+        return None if output is None else (output[0] - removed, output[1])
 
 
 def _notify_torch(layer: MultiheadAttention, session: Watcher, arguments: dict[str, Any]) -> Tensor | None:

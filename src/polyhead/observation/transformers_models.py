@@ -17,25 +17,40 @@ from polyhead.errors import OptionError
 from polyhead.integrations.huggingface.attention import WATCHERS
 from polyhead.integrations.huggingface.registration import register
 from polyhead.masks import Mask
+from polyhead.observation.nested_sessions import Begin, begin_both
 from polyhead.observation.watcher import Watcher
 
 # Argument names under which transformers modules receive the encoder sequence of a cross-attention.
 SOURCES = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "encoder_states")
 
 
+_ALONE: set[nn.Module] = set()  # modules of sessions that read returned weights
+
+
 @contextmanager
-def watching(model: nn.Module, watcher: Watcher) -> Iterator[None]:
-    """Register `watcher` for all modules of the model for the duration of the context."""
+def watching(model: nn.Module, watcher: Watcher, *, alone: bool = False) -> Iterator[None]:
+    """Register `watcher` for all modules of the model for the duration of the context; `alone` without any other."""
     with ExitStack() as undo:
         for name, module in model.named_modules():
-            if module in WATCHERS:
+            outer = WATCHERS.get(module)
+            if outer is not None and (alone or module in _ALONE):
                 raise OptionError(
-                    f"only one session at a time can observe a model, got {type(model).__name__}, of which "
-                    f"{name or type(module).__name__!r} is already observed"
+                    f"only one session at a time can observe a model with via_weights, got {type(model).__name__}, of "
+                    f"which {name or type(module).__name__!r} is already observed"
                 )
-            WATCHERS[module] = watcher.begin
-            undo.callback(WATCHERS.pop, module)
+            WATCHERS[module] = watcher.begin if outer is None else begin_both(outer, watcher.begin)
+            undo.callback(_restore, module, outer)
+            if alone:
+                _ALONE.add(module)
+                undo.callback(_ALONE.discard, module)
         yield
+
+
+def _restore(module: nn.Module, outer: Begin | None) -> None:
+    if outer is None:
+        del WATCHERS[module]
+    else:
+        WATCHERS[module] = outer
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,94 @@
+"""Several sessions that observe a model at the same time: one attention call serves them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from polyhead.errors import OptionError
+from polyhead.integrations.huggingface.attention import WatchedCall
+from polyhead.ops.attended import Attended
+from polyhead.ops.attention import Statistics
+from polyhead.ops.common.gates import gate_factors
+
+Begin = Callable[..., WatchedCall | None]
+
+
+class NestedCall:
+    """A call that two sessions observe: the statistics of both, and the product of their gates."""
+
+    def __init__(self, outer: WatchedCall, inner: WatchedCall, query: Tensor, *, learned_sinks: bool) -> None:
+        self.calls = (outer, inner)
+        self.requested = merged_requests(inner.requested, outer.requested, learned_sinks)
+        self.has_collectors = outer.has_collectors or inner.has_collectors
+        self.gate = outer.gate if inner.gate is None else inner.gate
+        if outer.gate is not None and inner.gate is not None:
+            self.gate = product_of_gates(outer.gate, inner.gate, *query.shape[:3])
+
+    def notify(self, attended: Attended) -> None:
+        for call in self.calls:
+            call.notify(attended)
+
+
+def begin_both(outer: Begin, inner: Begin) -> Begin:
+    """Return the function that two sessions register together for the attention calls of a module."""
+
+    def begin(module: nn.Module, query: Tensor, *inputs: Any, learned_sinks: bool) -> WatchedCall | None:
+        first, second = (each(module, query, *inputs, learned_sinks=learned_sinks) for each in (outer, inner))
+        if first is None or second is None:
+            return second if first is None else first
+        return NestedCall(first, second, query, learned_sinks=learned_sinks)
+
+    return begin
+
+
+def product_of_gates(first: Tensor, second: Tensor, batch: int, heads: int, queries: int) -> Tensor:
+    """Return the product of two gates of any shape, [batch, heads, queries]."""
+    factors = gate_factors(first, batch, heads, queries) * gate_factors(second, batch, heads, queries)
+    return factors.squeeze(-1).expand(batch, heads, queries)
+
+
+def merged_requests(requested: Statistics | None, outer: Statistics | None, learned_sinks: bool) -> Statistics | None:
+    """Combine the statistics requested by a session and those by an outer session or by the layer's caller."""
+    if outer is None or requested is None:
+        return outer if requested is None else requested
+    cross = requested.cross or outer.cross
+    in_call = Statistics(*outer.names, sink_keys=outer.sink_keys, window=outer.window, cross=cross)
+    outer_names = in_call.wanted(learned_sinks=learned_sinks)
+    for name, option in (("sink_mass", "sink_keys"), ("window_mass", "window")):
+        own_value, outer_value = getattr(requested, option), getattr(outer, option)
+        if name in requested.names and name in outer_names and own_value != outer_value:
+            raise OptionError(
+                f"the session and the layer's caller, or another session, must request {name} with the same {option}, "
+                f"got {own_value} and {outer_value}; "
+                f"observe with statistics=polyhead.Statistics(..., {option}={outer_value})"
+            )
+    sinks, window = (outer if name in outer_names else requested for name in ("sink_mass", "window_mass"))
+    names = dict.fromkeys((*requested.names, *outer_names))
+    return Statistics(*names, sink_keys=sinks.sink_keys, window=window.window, cross=requested.cross)
+
+
+_entered: list[tuple[object, frozenset[int]]] = []  # sessions, and the modules that they observe
+
+
+def enter_session(session: object, model: nn.Module) -> None:
+    """Record that a session observes a model."""
+    _entered.append((session, frozenset(id(module) for module in model.modules())))
+
+
+def check_innermost(session: object) -> None:
+    """Raise if a session that was entered later still observes modules of the same model."""
+    position = next(i for i, (entered, _) in enumerate(_entered) if entered is session)
+    modules = _entered[position][1]
+    if any(not modules.isdisjoint(others) for _, others in _entered[position + 1 :]):
+        raise OptionError(
+            "sessions that observe the same model must be exited in reverse order, got one that was entered before "
+            "another that still observes it; exit that one first"
+        )
+
+
+def leave_session(session: object) -> None:
+    """Forget a session that was exited."""
+    _entered[:] = [(entered, modules) for entered, modules in _entered if entered is not session]

@@ -1,0 +1,220 @@
+"""Gates on heads in training: DropHead, and gates that learn which heads to keep."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from polyhead.errors import OptionError
+from polyhead.geometry import HeadId
+from polyhead.observation.rows import Tokens
+from polyhead.observation.session import Session, observe
+from polyhead.observation.statistics import AttentionSite
+from polyhead.surgery.adapters.attention_layer import AttentionLayer, linear_axis
+from polyhead.surgery.adapters.discovery import find_layers
+
+TEMPERATURE, LOW, HIGH = 2 / 3, -0.1, 1.1  # beta, gamma and zeta of Louizos et al. 2018
+_SHIFT = TEMPERATURE * math.log(-LOW / HIGH)
+
+
+class _GatedHeads(nn.Module):
+    """Context manager in which the output of every head of a model is multiplied by a gate."""
+
+    _model: nn.Module
+    _session: Session
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        session = observe(model, statistics=False)
+        session.gates.create = self._gate
+        # Not registered as submodules: the model's parameters are not those of its gates.
+        self.__dict__["_model"], self.__dict__["_session"] = model, session
+
+    def _gate(self, site: AttentionSite, tokens: Tokens | Tensor | None) -> Tensor:
+        """Return the gates of one attention call, [heads] or [batch, heads]."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        self._session.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._session.__exit__(kind, error, trace)
+
+
+class DropHead(_GatedHeads):
+    """Drop whole heads at random in training (Zhou et al. 2020, arXiv:2004.13342).
+
+    Inside the `with` block every head of every sequence is dropped with probability `rate`, and the remaining heads of
+    its layer are scaled up so that the mean of all gates is 1; a sequence whose heads would all be dropped keeps them
+    all. In evaluation mode nothing is dropped. Checkpointed layers drop the same heads when they are recomputed.
+
+    Args:
+        model: the model, as for `polyhead.observe`.
+        rate: probability, or a function of the step that returns it; `step` advances the step.
+
+    Raises:
+        OptionError: a rate that is not at least 0 and below 1.
+
+    >>> import torch, polyhead
+    >>> from polyhead.training import DropHead
+    >>> layer = polyhead.MultiHeadAttention(16, 4).train()
+    >>> drop = DropHead(layer, rate=lambda step: 0.2 * abs(step - 500) / 500)  # falls to 0, then rises again
+    >>> with drop:
+    ...     output = layer(torch.randn(3, 5, 16)).output
+    ...     drop.step()
+    """
+
+    def __init__(self, model: nn.Module, rate: float | Callable[[int], float]) -> None:
+        super().__init__(model)
+        self.rate, self.steps = rate, 0
+        self._checked_rate()
+
+    def step(self) -> None:
+        """Advance the schedule by one step, after a step of the optimizer."""
+        self.steps += 1
+        self._checked_rate()
+
+    def _checked_rate(self) -> float:
+        rate = self.rate(self.steps) if callable(self.rate) else self.rate
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1:
+            raise OptionError(f"the rate of DropHead must be at least 0 and below 1, got {rate!r} at step {self.steps}")
+        return float(rate)
+
+    def _gate(self, site: AttentionSite, tokens: Tokens | Tensor | None) -> Tensor:
+        rate = self._checked_rate()
+        uniform = _uniform(site, tokens, self._model)
+        if not (self._model.training and rate):
+            return torch.ones_like(uniform)
+        kept = (uniform >= rate).float()
+        count = kept.sum(-1, keepdim=True)
+        return torch.where(count > 0, kept * (site.num_heads / count.clamp_min(1)), 1.0)
+
+
+class HeadGates(_GatedHeads):
+    """Learn which heads to keep: one hard-concrete gate per head, with an L0 penalty.
+
+    Louizos et al. 2018 (arXiv:1712.01312), for heads Voita et al. 2019 (arXiv:1905.09418). Inside the `with` block the
+    output of a head is multiplied by its gate: in training a random number in [0, 1] for each sequence that is exactly
+    0 or 1 with positive probability, in evaluation mode its deterministic value. Training on the loss plus a multiple
+    of `penalty()` closes gates of heads that are not worth their cost. Then `fold` multiplies the gates into W_O, and
+    `polyhead.prune(model, gates.closed(), compensate=False)` removes the closed heads; outputs stay the same.
+
+    Args:
+        model: a model whose heads can be edited, as for `polyhead.prune`.
+        start: probability that a gate is open before training.
+
+    Raises:
+        OptionError: the heads of a layer cannot be edited, or `start` is not between 0 and 1.
+
+    >>> import torch, polyhead
+    >>> from polyhead.training import HeadGates
+    >>> layer = polyhead.MultiHeadAttention(16, 4).train()
+    >>> gates = HeadGates(layer)
+    >>> optimizer = torch.optim.Adam([{"params": layer.parameters()}, {"params": gates.parameters(), "lr": 0.1}])
+    >>> with gates:
+    ...     loss = layer(torch.randn(3, 5, 16)).output.square().mean() + 0.01 * gates.penalty()
+    ...     loss.backward()
+    >>> round(gates.penalty().item(), 2)  # expected number of open gates
+    3.6
+    """
+
+    _layers: dict[str, AttentionLayer]
+
+    def __init__(self, model: nn.Module, *, start: float = 0.9) -> None:
+        super().__init__(model)
+        if not isinstance(start, float) or not 0 < start < 1:
+            raise OptionError(f"start must be between 0 and 1, got {start!r}")
+        layers = find_layers(model)
+        for layer in layers:
+            if layer.refusals:
+                raise OptionError(
+                    "gates are for heads that can be removed afterwards, got "
+                    f"{layer.path or type(layer.module).__name__}: {'; '.join(layer.refusals)}"
+                )
+        self.__dict__["_layers"] = {layer.site: layer for layer in layers}
+        self._is_folded = False
+        logit = math.log(start / (1 - start)) + _SHIFT
+        self.log_alpha = nn.ParameterDict()
+        for layer in layers:
+            assert layer.layout is not None
+            device = model.get_submodule(layer.output).get_parameter("weight").device
+            start_logits = torch.full((layer.layout.num_heads,), logit, device=device)
+            self.log_alpha[self._key(layer.site)] = nn.Parameter(start_logits)
+
+    def gates(self) -> dict[str, Tensor]:
+        """Return the deterministic gates of evaluation mode, [heads] by path of the layer."""
+        return {site: _stretched(torch.sigmoid(self._logits(site))) for site in self._layers}
+
+    def penalty(self) -> Tensor:
+        """Return the expected number of open gates, differentiable."""
+        open_gates = [torch.sigmoid(self._logits(site) - _SHIFT).sum() for site in self._layers]
+        return torch.stack([x.to(open_gates[0].device) for x in open_gates]).sum()
+
+    @torch.no_grad()
+    def closed(self) -> list[HeadId]:
+        """Return the heads whose gates are 0, but one head of a layer without an open gate: a layer keeps one."""
+        heads = []
+        for site, gates in self.gates().items():
+            closed = [head for head, gate in enumerate(gates.tolist()) if gate == 0]
+            keeps_none = len(closed) == len(gates)
+            heads += [HeadId(self._layers[site].number, head) for head in closed[int(keeps_none) :]]
+        return heads
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Multiply the gates of evaluation mode into W_O: the model then has the outputs that it had inside the block.
+
+        Heads with a closed gate have no output. The gates cannot be used again.
+        """
+        self._check_unfolded()
+        for site, gates in self.gates().items():
+            linear = self._model.get_submodule(self._layers[site].output)
+            weight, axis = linear.get_parameter("weight"), linear_axis(linear, outputs=False)
+            by_channel = gates.repeat_interleave(weight.shape[axis] // len(gates)).to(weight)
+            weight.mul_(by_channel.view([-1 if i == axis else 1 for i in range(2)]))
+        self._is_folded = True
+
+    def __enter__(self) -> Self:
+        self._check_unfolded()
+        return super().__enter__()
+
+    def _check_unfolded(self) -> None:
+        if self._is_folded:
+            raise OptionError("these gates were folded into W_O and would count twice; create HeadGates anew")
+
+    def _gate(self, site: AttentionSite, tokens: Tokens | Tensor | None) -> Tensor:
+        logits = self._logits(site.name)
+        if not self._model.training:
+            return _stretched(torch.sigmoid(logits))
+        noise = _uniform(site, tokens, self._model).logit(eps=1e-6)
+        return _stretched(torch.sigmoid((noise + logits.to(noise.device)) / TEMPERATURE))
+
+    def _logits(self, site: str) -> Tensor:
+        found: Tensor = self.log_alpha[self._key(site)]
+        return found
+
+    @staticmethod
+    def _key(site: str) -> str:
+        return site.replace(".", "/")  # names of parameters contain no dot
+
+
+def _stretched(share: Tensor) -> Tensor:
+    """Return a number in (0, 1), stretched to (LOW, HIGH) and clipped to [0, 1]."""
+    return (share * (HIGH - LOW) + LOW).clamp(0.0, 1.0)
+
+
+def _uniform(site: AttentionSite, tokens: Tokens | Tensor | None, model: nn.Module) -> Tensor:
+    """Return uniform random numbers, [batch, heads], or [heads] if an adapter does not pass its tokens."""
+    if isinstance(tokens, Tokens):
+        return torch.rand(tokens.batch, site.num_heads, device=tokens.device)
+    if isinstance(tokens, Tensor):
+        return torch.rand(len(tokens), site.num_heads, device=tokens.device)
+    return torch.rand(site.num_heads, device=next(model.parameters()).device)

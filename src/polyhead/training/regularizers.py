@@ -1,0 +1,107 @@
+"""Terms of a loss that are about heads: their entropy, and the subspaces they read and write."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from polyhead.errors import OptionError
+from polyhead.observation.forward_statistics import ForwardStatistics
+from polyhead.surgery.adapters.attention_layer import AttentionLayer, linear_axis
+from polyhead.surgery.adapters.discovery import find_layers
+
+Part = Literal["query", "key", "value", "output"]
+
+
+def entropy_band(statistics: ForwardStatistics, *, floor: float | None = None, ceiling: float | None = None) -> Tensor:
+    """Return the mean over heads of the squared distance of a head's normalized entropy from a band.
+
+    Zero while the mean normalized entropy of every head, between 0 (one key) and 1 (uniform), is inside the band. Its
+    gradient raises the entropy of heads below the floor and lowers that of heads above the ceiling; memory is linear in
+    the context.
+
+    Args:
+        statistics: `session.statistics` of `polyhead.observe(model, statistics="normalized_entropy",
+            keep_statistics=True)` after a forward.
+        floor: smallest mean normalized entropy without a penalty.
+        ceiling: largest one.
+
+    Raises:
+        OptionError: neither bound, or bounds that are not 0 <= floor <= ceiling <= 1.
+
+    >>> import torch, polyhead
+    >>> from polyhead.training import entropy_band
+    >>> layer = polyhead.MultiHeadAttention(16, 4, causal=True)
+    >>> with polyhead.observe(layer, statistics="normalized_entropy", keep_statistics=True) as session:
+    ...     output = layer(torch.randn(3, 5, 16)).output
+    ...     loss = output.square().mean() + 0.1 * entropy_band(session.statistics, floor=0.2)
+    ...     loss.backward()
+    """
+    low, high = 0.0 if floor is None else floor, 1.0 if ceiling is None else ceiling
+    if (floor is None and ceiling is None) or not 0 <= low <= high <= 1:
+        raise OptionError(
+            f"an entropy band needs a floor or a ceiling, 0 <= floor <= ceiling <= 1, got {floor!r} and {ceiling!r}"
+        )
+    entropy = statistics.mean("normalized_entropy")
+    has_rows = ~entropy.isnan()  # a head whose rows see a single key has no normalized entropy
+    distance = (low - entropy).clamp_min(0) + (entropy - high).clamp_min(0)
+    return torch.where(has_rows, distance.square(), 0.0).sum() / has_rows.sum().clamp_min(1)
+
+
+def subspace_overlap(model: nn.Module, part: Part = "value") -> Tensor:
+    """Return the mean overlap of the subspaces of two heads of a layer, between 0 (orthogonal) and 1 (the same).
+
+    The overlap of heads with matrices A and B is |A B^T|^2 / (|A A^T| |B B^T|), in Frobenius norms: linear CKA without
+    centring (Kornblith et al. 2019, arXiv:1905.00414) of the subspaces that they read or write. It depends on the
+    weights alone, so it costs as much for any batch; add a multiple of it to the loss to make heads differ.
+
+    Args:
+        model: a model whose heads can be edited, as for `polyhead.prune`.
+        part: "query", "key" or "value", the subspace that a head reads; or "output", the one that it writes.
+
+    Raises:
+        OptionError: another part, a layer whose heads are not known, or no layer with two heads.
+
+    >>> import polyhead
+    >>> from polyhead.training import subspace_overlap
+    >>> layer = polyhead.MultiHeadAttention(16, 4)
+    >>> 0 < subspace_overlap(layer) < 1
+    tensor(True)
+    """
+    if part not in ("query", "key", "value", "output"):
+        raise OptionError(f"part must be query, key, value or output, got {part!r}")
+    overlaps = []
+    for layer in find_layers(model):
+        if layer.refusals:
+            raise OptionError(
+                f"the weights of each head must be known, got {layer.path or type(layer.module).__name__}: "
+                f"{'; '.join(layer.refusals)}"
+            )
+        heads = _matrices(model, layer, part)  # [heads, dim, width]
+        if len(heads) < 2:
+            continue
+        gram = torch.einsum("iaw,jbw->ijab", heads, heads).square().sum((2, 3))  # [heads, heads]
+        norm = gram.diagonal().clamp_min(torch.finfo(gram.dtype).tiny).sqrt()
+        overlap = gram / (norm[:, None] * norm)
+        overlaps.append(overlap.triu(1).sum() * (2 / (len(heads) * (len(heads) - 1))))
+    if not overlaps:
+        raise OptionError(f"an overlap needs a layer with two heads or more, got none in {type(model).__name__}")
+    return torch.stack([x.to(overlaps[0]) for x in overlaps]).mean()
+
+
+def _matrices(model: nn.Module, layer: AttentionLayer, part: Part) -> Tensor:
+    """Return the weights of every head as views of the parameters, [heads or kv_heads, dim, width]."""
+    layout = layer.layout
+    assert layout is not None
+    if part == "output":
+        linear = model.get_submodule(layer.output)
+        weight = linear.get_parameter("weight")
+        rows = weight if linear_axis(linear, outputs=False) == 0 else weight.T
+        return rows.unflatten(0, (layout.num_heads, -1))
+    source = next(source for source in layer.sources if part in source.holds)
+    linear = model.get_submodule(source.path)
+    weight = linear.get_parameter("weight")
+    rows = weight if linear_axis(linear, outputs=True) == 0 else weight.T
+    return rows[source.rows(layout)[part].to(weight.device)]
