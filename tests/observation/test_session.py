@@ -455,14 +455,16 @@ def test_invalid_arguments_are_rejected(options, words):
         polyhead.observe(polyhead.MultiHeadAttention(8, 2), **options)
 
 
-def test_a_model_is_observed_by_one_session_at_a_time():
+def test_a_part_of_an_observed_model_can_be_observed_too():
     model = build()
     before = trace_of(model)
-    with polyhead.observe(model):
-        with pytest.raises(OptionError, match="got LlamaModel, of which 'LlamaModel' is already observed"):
-            polyhead.observe(model.model).__enter__()
+    with torch.no_grad(), polyhead.observe(model) as whole:
+        with polyhead.observe(model.model) as part:
+            model(models.tokens())
         assert model.config._attn_implementation == "polyhead"
     assert_same_trace(trace_of(model), before)
+    assert torch.equal(part.profile["entropy"], whole.profile["entropy"])
+    assert [f"model.{site.name}" for site in part.profile.sites] == [site.name for site in whole.profile.sites]
 
 
 def test_a_session_is_entered_once_at_a_time():

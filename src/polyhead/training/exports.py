@@ -1,7 +1,19 @@
 """Public names of `polyhead.training`."""
 
 from polyhead.training.gated_heads import DropHead, HeadGates
+from polyhead.training.head_history import HeadHistory, HeadLocation
+from polyhead.training.monitor import HeadMonitor
 from polyhead.training.qk_clip import ClippedHeads, QKClip
 from polyhead.training.regularizers import entropy_band, subspace_overlap
 
-__all__ = ["ClippedHeads", "DropHead", "HeadGates", "QKClip", "entropy_band", "subspace_overlap"]
+__all__ = [
+    "ClippedHeads",
+    "DropHead",
+    "HeadGates",
+    "HeadHistory",
+    "HeadLocation",
+    "HeadMonitor",
+    "QKClip",
+    "entropy_band",
+    "subspace_overlap",
+]

@@ -1,0 +1,178 @@
+"""`HeadHistory`: statistics of every head over the steps of training."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from polyhead.errors import OptionError
+from polyhead.files import check_pyarrow
+from polyhead.observation.statistics import AttentionSite
+
+
+class HeadLocation(NamedTuple):
+    """A head of a model: the path of its attention module, its kind, its layer within the stack, and its index."""
+
+    site: str
+    kind: str
+    layer: int
+    head: int
+
+    @classmethod
+    def of(cls, site: AttentionSite, head: int) -> HeadLocation:
+        """Return the location of a head of a site.
+
+        Args:
+            site: an attention site of the model.
+            head: index of the head.
+        """
+        return cls(site.name, site.kind, site.layer, head)
+
+    def __str__(self) -> str:
+        return f"L{self.layer}H{self.head} ({self.site})"
+
+
+@dataclass
+class HeadHistory:
+    """Values of every head in every observed step: `history["max_logit"]` is [steps, heads].
+
+    `steps` are the numbers of the observed steps, `losses` those passed to `HeadMonitor.step`, NaN where none was, and
+    `heads` the heads, in the order of the last axis.
+    """
+
+    heads: tuple[HeadLocation, ...] = ()
+    columns: tuple[str, ...] = ()
+    losses: list[float] = field(default_factory=list)
+    _steps: list[int] = field(default_factory=list)
+    _values: list[Tensor] = field(default_factory=list)  # [columns, heads] for each step
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        return tuple(self._steps)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __getitem__(self, column: str) -> Tensor:
+        if column not in self.columns:
+            raise OptionError(f"the columns are {', '.join(self.columns) or 'not known yet'}; got {column!r}")
+        index = self.columns.index(column)
+        return (
+            torch.stack([values[index] for values in self._values]) if self._values else torch.empty(0, len(self.heads))
+        )
+
+    def first_nonfinite(self) -> tuple[int, HeadLocation, str] | None:
+        """Return the first step, head and column with NaN or Inf, or None.
+
+        A column is not read for heads that never have a finite value in it, as the distance in cross-attention.
+        """
+        if not self._values:
+            return None
+        values = torch.stack(self._values)  # [steps, columns, heads]
+        bad = ~values.isfinite() & values.isfinite().any(0)
+        if not bad.any():
+            # Never finite at all, of the column that every head has.
+            bad = ~values.isfinite() & ~values.isfinite().any((0, 1))
+        found = bad.nonzero()
+        if not len(found):
+            return None
+        step, column, head = found[0].tolist()
+        return self._steps[step], self.heads[head], self.columns[column]
+
+    def append(self, step: int, values: Tensor, loss: float) -> None:
+        """Add the values of a step.
+
+        Args:
+            step: number of the step.
+            values: [columns, heads].
+            loss: loss of the step, or NaN.
+        """
+        self._steps.append(step)
+        self._values.append(values)
+        self.losses.append(loss)
+
+    def check(self, heads: Sequence[HeadLocation], columns: Sequence[str]) -> None:
+        """Set heads and columns in the first step, and raise if they differ in another.
+
+        Args:
+            heads: heads that the step reached.
+            columns: names of its statistics.
+        """
+        if not self.heads:
+            self.heads, self.columns = tuple(heads), tuple(columns)
+        if self.heads != tuple(heads):
+            changed = sorted(set(self.heads) ^ set(heads))
+            raise OptionError(
+                "every observed step must reach the same heads, got a step with other ones: "
+                f"{', '.join(map(str, changed[:3]))}; use another monitor after heads were changed"
+            )
+        if self.columns != tuple(columns):
+            raise OptionError(
+                f"a history continues with the same statistics, got {', '.join(columns)} after "
+                f"{', '.join(self.columns)}"
+            )
+
+    def rows(self) -> dict[str, list[Any]]:
+        """Return a table with one row per step and head, by column."""
+        table: dict[str, list[Any]] = {"step": [step for step in self._steps for _ in self.heads]}
+        table["loss"] = [loss for loss in self.losses for _ in self.heads]
+        for name in HeadLocation._fields:
+            table[name] = [getattr(head, name) for head in self.heads] * len(self)
+        for name in self.columns:
+            table[name] = self[name].flatten().tolist()
+        return table
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the table of `rows` as .parquet or .csv.
+
+        Args:
+            path: name of the file.
+
+        Raises:
+            OptionError: another ending.
+        """
+        name, table = os.fspath(path), self.rows()
+        if name.endswith(".parquet"):
+            check_pyarrow(path)
+            import pyarrow
+            from pyarrow import parquet
+
+            parquet.write_table(pyarrow.table(table), name)
+        elif name.endswith(".csv"):
+            with open(name, "w", newline="", encoding="utf-8") as file:
+                writer = csv.writer(file)
+                writer.writerow(table)
+                writer.writerows(zip(*table.values(), strict=True))
+        else:
+            raise OptionError(f"a history is saved as .parquet or .csv, got {name}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the history as tensors, numbers and strings."""
+        values = torch.stack(self._values) if self._values else torch.empty(0, len(self.columns), len(self.heads))
+        return {
+            "heads": [tuple(head) for head in self.heads],
+            "columns": list(self.columns),
+            "history": {"steps": list(self._steps), "losses": list(self.losses), "values": values},
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> Self:
+        """Return the history that `state_dict` returned.
+
+        Args:
+            state: the dictionary.
+        """
+        history = state["history"]
+        heads = tuple(HeadLocation(*head) for head in state["heads"])
+        values = list(history["values"].unbind(0))
+        return cls(heads, tuple(state["columns"]), list(history["losses"]), list(history["steps"]), values)
+
+    def __repr__(self) -> str:
+        columns = ", ".join(self.columns) or "no columns"
+        return f"HeadHistory({len(self)} steps of {len(self.heads)} heads: {columns})"

@@ -1,0 +1,205 @@
+"""`HeadMonitor`: statistics of every head in every step of training, without waiting for the device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from polyhead.errors import OptionError
+from polyhead.observation.session import observe
+from polyhead.observation.statistics import SiteStatistics, stack_order
+from polyhead.training.head_history import HeadHistory, HeadLocation
+
+STATISTICS = ("max_logit", "entropy", "normalized_entropy", "sink_mass", "mean_distance")
+LARGEST = frozenset(("max_logit", "max_abs_logit"))  # reported as the largest value of a step; others as the mean
+LATE = 2  # steps after which a record is read at the latest
+
+
+class _Pending(NamedTuple):
+    """A record on its way from the device."""
+
+    step: int
+    values: Tensor  # [columns, heads]; its last row is the loss
+    event: Any  # recorded after the copy; None on a CPU
+
+    @property
+    def is_done(self) -> bool:
+        return self.event is None or bool(self.event.query())
+
+
+class HeadMonitor:
+    """Record statistics of every head in every step of training.
+
+    Inside the `with` block forwards of the model in training mode are observed; `step` ends a step, and `history` has
+    a row for every observed step. What counts are non-padding tokens of all micro-batches of the step; evaluation and
+    recomputed layers do not. Statistics are reduced on the device, and their copy to the host is read at most two steps
+    later, so that nothing waits for the device. A compiled model runs in eager mode in observed steps.
+
+    Args:
+        model: the model, as for `polyhead.observe`.
+        every: observe every k-th step; between them the model runs its own code.
+        statistics: names, as for `polyhead.observe`. `max_logit` is the largest logit of a head in the step, others are
+            means over its tokens.
+
+    Raises:
+        OptionError: a model without attention that can be observed, unknown statistics, `every` below 1.
+
+    >>> import torch, polyhead
+    >>> from polyhead.training import HeadMonitor
+    >>> layer = polyhead.MultiHeadAttention(16, 2, causal=True).train()
+    >>> optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    >>> with HeadMonitor(layer, every=2) as monitor:
+    ...     for _ in range(5):
+    ...         loss = layer(torch.randn(3, 5, 16)).output.square().mean()
+    ...         loss.backward()
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    ...         monitor.step(loss)
+    >>> monitor.history.steps, monitor.history["max_logit"].shape
+    ((0, 2, 4), torch.Size([3, 2]))
+    """
+
+    def __init__(self, model: nn.Module, *, every: int = 1, statistics: str | Sequence[str] = STATISTICS) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise OptionError(f"every must be an integer of at least 1, got {every!r}")
+        self.model, self.every = model, every
+        self.steps = 0  # that have ended
+        self._session = observe(model, statistics=statistics)
+        self._session.only_training = True
+        self._history = HeadHistory()
+        self._pending: deque[_Pending] = deque()
+        self._is_entered = self._is_observing = False
+
+    def __enter__(self) -> Self:
+        if self._is_entered:
+            raise OptionError("this monitor is already entered; create another for another model")
+        self._is_entered = True
+        self._switch()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_entered = False
+        if self._is_observing:
+            self._is_observing = False
+            self._session.__exit__(kind, error, trace)
+        self._session.take()  # forwards after the last step do not count
+        self._read(wait=True)
+
+    def step(self, loss: Tensor | float | None = None) -> None:
+        """End a step: call it once after each step of the optimizer.
+
+        Args:
+            loss: loss of the step, which is recorded beside the statistics; detached, and not waited for.
+
+        Raises:
+            OptionError: outside of the `with` block, or no forward in training mode was observed in the step.
+        """
+        if not self._is_entered:
+            raise OptionError("a step must end inside the `with` block of the monitor")
+        if self._is_observing:
+            self._send(loss)
+        self.steps += 1
+        self._switch()
+        self._read(wait=False)
+
+    def trainer_callback(self) -> Any:
+        """Return a `transformers.TrainerCallback` that ends a step after each optimizer step of a `Trainer`.
+
+        The training runs inside the block: `trainer.add_callback(monitor.trainer_callback())`, then
+        `with monitor: trainer.train()`.
+        """
+        from transformers import TrainerCallback
+
+        monitor = self
+
+        class StepCallback(TrainerCallback):
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                monitor.step()
+
+        return StepCallback()
+
+    @property
+    def history(self) -> HeadHistory:
+        """Values of all steps so far, one row per observed step; waits for the device."""
+        self._read(wait=True)
+        return self._history
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps and the history, to be saved with a checkpoint of the model."""
+        return {"steps": self.steps, **self.history.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from the state of another monitor; refused after the first step.
+
+        Args:
+            state: what `state_dict` returned.
+        """
+        if self.steps or self._is_entered:
+            raise OptionError("a monitor continues from a state before it is entered, got one that has steps already")
+        self.steps = int(state["steps"])
+        self._history = HeadHistory.from_state_dict(state)
+
+    def _switch(self) -> None:
+        """Observe the next step if it is a k-th, and leave the model alone otherwise."""
+        wanted = self.steps % self.every == 0
+        if wanted and not self._is_observing:
+            self._session.__enter__()
+        elif self._is_observing and not wanted:
+            self._session.__exit__(None, None, None)
+        self._is_observing = wanted
+
+    @torch.no_grad()
+    def _send(self, loss: Tensor | float | None) -> None:
+        """Start the copy of a step's values to the host."""
+        found = self._session.take().sites
+        if not found:
+            raise OptionError(
+                f"a step must have a forward of the model in training mode, got none in step {self.steps}; call "
+                f"model.train(), and call this {type(self.model).__name__} itself"
+            )
+        order = stack_order(x.site for x in found)
+        sites = sorted(found, key=lambda x: order[x.site])
+        columns = [name for name in self._session.wanted.names if any(name in x.columns for x in sites)]
+        self._history.check([HeadLocation.of(x.site, head) for x in sites for head in x.heads], columns)
+        device = sites[0].moments.mean.device
+        rows = [torch.cat([_column(x, name).to(device) for x in sites]) for name in columns]
+        last = torch.full_like(rows[0], torch.nan)
+        if loss is not None:
+            last = last.copy_(loss.detach()) if isinstance(loss, Tensor) else last.fill_(loss)
+        values, event = torch.stack([*rows, last]), None
+        if values.is_cuda:
+            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            host.copy_(values, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(values.device))
+            values = host
+        self._pending.append(_Pending(self.steps, values, event))
+
+    def _read(self, *, wait: bool) -> None:
+        """Add records that have arrived to the history, and those that are late."""
+        while self._pending:
+            record = self._pending[0]
+            is_late = self.steps - record.step > LATE
+            if not (record.is_done or wait or is_late):
+                return
+            if record.event is not None:
+                record.event.synchronize()
+            self._history.append(record.step, record.values[:-1], float(record.values[-1, 0]))
+            self._pending.popleft()
+
+
+def _column(statistics: SiteStatistics, name: str) -> Tensor:
+    """Return one number per head; NaN where the statistic is not defined or no token counted."""
+    count = statistics.moments.count
+    if name not in statistics.columns:
+        return torch.full_like(count[0], torch.nan)
+    index = statistics.columns.index(name)
+    values = statistics.largest.largest if name in LARGEST else statistics.moments.mean
+    return torch.where(count[index] > 0, values[index], torch.nan)

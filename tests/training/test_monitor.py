@@ -1,0 +1,277 @@
+"""The monitor's values are those of each step, whatever else happens around them."""
+
+from __future__ import annotations
+
+import csv
+import math
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import polyhead
+from polyhead import MultiHeadAttention
+from polyhead.errors import OptionError
+from polyhead.integrations.huggingface.attention import WATCHERS
+from polyhead.training import DropHead, HeadGates, HeadMonitor, QKClip
+from polyhead.training.monitor import STATISTICS
+
+WIDTH, HEADS = 32, 4
+HF = {"vocab_size": 61, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2}
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**HF, num_attention_heads=HEADS, num_key_value_heads=2)
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def batches(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, 61, (2, 9), generator=generator) for _ in range(count)]
+
+
+def train(model: nn.Module, data: list[torch.Tensor], monitor: HeadMonitor | None = None) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for ids in data:
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if monitor is not None:
+            monitor.step(loss)
+    return losses
+
+
+def profile_of(model: nn.Module, *data: torch.Tensor) -> dict[str, torch.Tensor]:
+    with torch.no_grad(), polyhead.observe(model, statistics=STATISTICS) as session:
+        for ids in data:
+            model(ids)
+    columns = {name: session.profile[name] for name in STATISTICS}
+    return {**columns, "max_logit": session.profile["max_logit_max"]}
+
+
+def test_every_step_has_the_values_of_its_own_forward_and_weights():
+    model, data = llama(), batches(4)
+    with HeadMonitor(model) as monitor:
+        losses = train(model, data, monitor)
+    model, optimizer_free = llama(), []
+    for index, ids in enumerate(data):
+        optimizer_free.append(profile_of(model, ids))
+        train(model, data[index : index + 1])
+    history = monitor.history
+    assert history.steps == (0, 1, 2, 3)
+    assert history.losses == pytest.approx(losses)
+    assert [(head.layer, head.head) for head in history.heads] == [(i, j) for i in range(2) for j in range(HEADS)]
+    for name in STATISTICS:
+        expected = torch.stack([columns[name] for columns in optimizer_free])
+        torch.testing.assert_close(history[name], expected, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(history["max_logit"][0], history["max_logit"][3], rtol=1e-2)
+
+
+def test_micro_batches_of_a_step_are_counted_together_and_evaluation_is_not():
+    model, (first, second, other) = llama(), batches(3)
+    expected = profile_of(model, first, second)
+    with HeadMonitor(model) as monitor:
+        model(first)
+        model.eval()
+        model(other)
+        model.train()
+        model(second)
+        monitor.step()
+        model(other)  # of a step that does not end
+    for name in STATISTICS:
+        torch.testing.assert_close(monitor.history[name][0], expected[name])
+    assert math.isnan(monitor.history.losses[0])
+    assert len(monitor.history) == 1
+
+
+def test_between_observed_steps_the_model_runs_its_own_code():
+    model, data = llama(), batches(7)
+    seen = []
+    model.register_forward_pre_hook(
+        lambda *_: seen.append((model.config._attn_implementation, len(WATCHERS), "_call_impl" in vars(model)))
+    )
+    own = (model.config._attn_implementation, 0, False)
+    with HeadMonitor(model, every=3) as monitor:
+        losses = train(model, data, monitor)
+    assert [x == own for x in seen] == [False, True, True, False, True, True, False]
+    assert monitor.history.steps == (0, 3, 6)
+    assert monitor.history.losses == pytest.approx([losses[step] for step in (0, 3, 6)])
+    assert train(llama(), data) == pytest.approx(losses, rel=1e-6)
+
+
+def test_a_resumed_run_has_the_history_of_an_uninterrupted_one(tmp_path):
+    data = batches(6)
+    model = llama()
+    with HeadMonitor(model, every=2) as whole:
+        train(model, data, whole)
+    model = llama()
+    with HeadMonitor(model, every=2) as first:
+        train(model, data[:3], first)
+    torch.save(first.state_dict(), tmp_path / "monitor.pt")
+    second = HeadMonitor(model, every=2)
+    second.load_state_dict(torch.load(tmp_path / "monitor.pt", weights_only=True))
+    with second:
+        train(model, data[3:], second)
+    assert second.history.steps == whole.history.steps == (0, 2, 4)
+    assert second.history.losses == whole.history.losses
+    for name in STATISTICS:
+        assert torch.equal(second.history[name], whole.history[name])
+    with pytest.raises(OptionError, match="has steps already"):
+        second.load_state_dict(first.state_dict())
+
+
+def test_the_first_nonfinite_number_is_named():
+    layer = MultiHeadAttention(WIDTH, HEADS).train()
+    with HeadMonitor(layer) as monitor:
+        for step in range(3):
+            if step == 1:
+                with torch.no_grad():
+                    layer.q_proj.weight[2 * 8] = torch.inf  # of head 2
+            layer(torch.randn(2, 5, WIDTH))
+            monitor.step()
+    step, head, _ = monitor.history.first_nonfinite()
+    assert (step, head.head, head.site) == (1, 2, "MultiHeadAttention")
+    assert str(head) == "L0H2 (MultiHeadAttention)"
+    with HeadMonitor(MultiHeadAttention(WIDTH, HEADS).train()) as healthy:
+        healthy.model(torch.randn(2, 5, WIDTH))
+        healthy.step()
+    assert healthy.history.first_nonfinite() is None
+
+
+def test_cross_attention_has_no_distance_and_is_not_taken_for_nan():
+    sizes = {"layers": 1, "attention_heads": 2, "ffn_dim": 24}
+    both = {f"{stack}_{name}": size for stack in ("encoder", "decoder") for name, size in sizes.items()}
+    model = transformers.BartForConditionalGeneration(
+        transformers.BartConfig(vocab_size=61, d_model=16, **both)
+    ).train()
+    with HeadMonitor(model) as monitor:
+        model(input_ids=batches(1)[0], labels=batches(1)[0])
+        monitor.step()
+    kinds = [head.kind for head in monitor.history.heads]
+    assert kinds.count("cross") == 2
+    distance = monitor.history["mean_distance"][0]
+    assert [x.isnan().item() for x in distance] == [kind == "cross" for kind in kinds]
+    assert monitor.history.first_nonfinite() is None
+
+
+def test_histories_are_saved_as_tables(tmp_path):
+    model = llama()
+    with HeadMonitor(model, statistics="entropy") as monitor:
+        train(model, batches(2), monitor)
+    history = monitor.history
+    history.save(tmp_path / "heads.csv")
+    with open(tmp_path / "heads.csv", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 2 * HEADS
+    assert rows[9]["step"] == "1"
+    assert (rows[9]["site"], rows[9]["layer"], rows[9]["head"]) == ("model.layers.0.self_attn", "0", "1")
+    assert float(rows[9]["entropy"]) == history["entropy"][1, 1].item()
+    assert float(rows[9]["loss"]) == history.losses[1]
+    parquet = pytest.importorskip("pyarrow.parquet")
+    history.save(tmp_path / "heads.parquet")
+    assert parquet.read_table(tmp_path / "heads.parquet").to_pydict() == history.rows()
+    with pytest.raises(OptionError, match=r"\.parquet or \.csv"):
+        history.save(tmp_path / "heads.txt")
+
+
+def test_a_trainer_ends_the_steps(tmp_path):
+    model, data = llama(), [{"input_ids": ids[0], "labels": ids[0]} for ids in batches(8)]
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=1, gradient_accumulation_steps=2, max_steps=4, report_to=[],
+        save_strategy="no", use_cpu=True, disable_tqdm=True, logging_strategy="no", dataloader_pin_memory=False,
+    )  # fmt: skip
+    monitor = HeadMonitor(model)
+    trainer = transformers.Trainer(model, arguments, train_dataset=data)
+    trainer.add_callback(monitor.trainer_callback())
+    with monitor:
+        trainer.train()
+    assert monitor.history.steps == (0, 1, 2, 3)
+    assert monitor.history["entropy"].isfinite().all()
+
+
+def test_tools_work_together():
+    """A monitor inside of QK-clip, gates and DropHead sees what it would see alone."""
+    model, data = llama(), batches(3)
+    gates, optimizer = HeadGates(model), torch.optim.SGD(model.parameters(), lr=0.5)
+    with QKClip(model, optimizer, 1e-2) as clip, gates, DropHead(model, 0.2), HeadMonitor(model, every=2) as monitor:
+        for ids in data:
+            (model(ids, labels=ids).loss + 0.01 * gates.penalty()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.step()
+    assert monitor.history.steps == (0, 2)
+    clipped = torch.cat(list(clip.latest.max_logit.values()))
+    assert torch.equal(monitor.history["max_logit"][-1], clipped)
+
+
+def test_an_error_in_the_loop_leaves_the_model_as_it_was():
+    model = llama()
+    own = model.config._attn_implementation
+    monitor = HeadMonitor(model)
+
+    def loop() -> None:
+        with monitor:
+            model(batches(1)[0])
+            raise RuntimeError("stop here")
+
+    with pytest.raises(RuntimeError, match="stop here"):
+        loop()
+    assert model.config._attn_implementation == own
+    assert not WATCHERS
+    assert len(monitor.history) == 0
+
+
+def test_misuse_is_an_error():
+    layer = MultiHeadAttention(WIDTH, HEADS).train()
+    for every in (0, -1, True, 1.5):
+        with pytest.raises(OptionError, match="every must be an integer"):
+            HeadMonitor(layer, every=every)
+    with pytest.raises(OptionError, match="statistics must be among"):
+        HeadMonitor(layer, statistics="entropies")
+    with pytest.raises(OptionError, match="contains none of them"):
+        HeadMonitor(nn.Linear(3, 3))
+    monitor = HeadMonitor(layer)
+    with pytest.raises(OptionError, match="inside the `with` block"):
+        monitor.step()
+    with monitor:
+        with pytest.raises(OptionError, match="already entered"):
+            monitor.__enter__()
+        with pytest.raises(OptionError, match="got none in step 0"):
+            monitor.step()
+        layer(torch.randn(2, 5, WIDTH))
+        monitor.step()
+    with pytest.raises(OptionError, match="the columns are entropy, normalized"):
+        monitor.history["loss"]
+    other = HeadMonitor(layer, statistics="entropy")
+    other.load_state_dict(monitor.state_dict())
+    with other:
+        layer(torch.randn(2, 5, WIDTH))
+        with pytest.raises(OptionError, match="same statistics"):
+            other.step()
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device():
+    from tests.waiting import waiting_is_an_error
+
+    layer = MultiHeadAttention(64, HEADS, device="cuda", dtype=torch.bfloat16).train()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    x = torch.randn(4, 128, 64, device="cuda", dtype=torch.bfloat16)
+    with HeadMonitor(layer) as monitor, QKClip(layer, optimizer, 1e-3):
+        for step in range(6):
+            loss = layer(x).output.float().square().mean()
+            loss.backward()
+            if step < 2:  # kernels are compiled
+                optimizer.step()
+                monitor.step(loss)
+                continue
+            monitor._pending.clear()  # a record that is two steps late is waited for
+            with waiting_is_an_error():
+                optimizer.step()
+                monitor.step(loss)
+    assert len(monitor.history) >= 2
