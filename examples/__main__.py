@@ -15,6 +15,7 @@ EXAMPLES = (
     "inspect_heads",
     "compare_checkpoints",
     "entropy_regulariser",
+    "qk_clip",
     "kv_cache",
     "prune_and_reload",
     "convert_to_gqa",

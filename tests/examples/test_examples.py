@@ -22,6 +22,7 @@ from examples import (
     observe,
     plan_layout,
     prune_and_reload,
+    qk_clip,
 )
 
 pytestmark = pytest.mark.usefixtures("transformers_settings")
@@ -73,6 +74,13 @@ def test_two_checkpoints_of_a_training_run_differ_beyond_sampling_error(capsys):
 def test_the_entropy_bonus_raises_the_entropy():
     results = entropy_regulariser.main(steps=24, bonus=1.0)
     assert results[1.0][1] > results[0.0][1] + 0.02
+
+
+def test_qk_clip_bounds_the_logits():
+    results = qk_clip.main(steps=30, threshold=2.0, seeds=1)
+    assert results[None][1] > 40
+    assert results[2.0][1] < 10  # the next step's logits are near the threshold, not below it
+    assert results[2.0][2] > results[None][2]
 
 
 def test_a_cache_gives_what_the_full_pass_gives_in_less_memory_where_promised():
