@@ -89,9 +89,9 @@ def read_contexts(
         raise OptionError(f"context must be at most {max_context} tokens, the maximum of {loaded.name}, got {length}")
     documents = documents_of(text, field=field) if text is not None else known_default_documents(loaded.tokenizer)
     names, contexts = (sample_contexts if sampled else _first_contexts)(documents, loaded.tokenizer, length, tokens)
-    if not contexts:
+    if (count := sum(context.special.count(False) for context in contexts)) < MINIMUM_TOKENS:
         raise OptionError(
-            f"{purpose} needs a text of at least {MINIMUM_TOKENS} tokens, got {len(names)} documents that are shorter"
+            f"{purpose} needs a text of at least {MINIMUM_TOKENS} tokens, got {count} in {len(names)} documents"
         )
     # Without documents that are too short, and the one that would exceed `tokens`.
     number = {document: index for index, document in enumerate(dict.fromkeys(x.document for x in contexts))}
