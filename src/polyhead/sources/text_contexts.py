@@ -82,7 +82,10 @@ def read_contexts(
     if loaded.tokenizer is None and loaded.main_input == "input_ids":
         raise OptionError(f"{purpose} needs the model's tokenizer, got {loaded.name} without one; pass it as tokenizer")
     if loaded.main_input != "input_ids":
-        raise OptionError(f"{purpose} needs a model of text, got {loaded.name}, whose input is {loaded.main_input}")
+        raise OptionError(
+            f"{purpose} needs a model of text, got {loaded.name}, whose input is {loaded.main_input}; in Python, "
+            "polyhead.observe and polyhead.surgery take batches of any inputs"
+        )
     max_context = loaded.trained_context
     length = min(CONTEXT, max_context or CONTEXT) if context is None else context
     if max_context is not None and length > max_context:
