@@ -13,7 +13,7 @@ import typer
 
 from benchmarks.options import Commit, Quick, Seed
 from benchmarks.plan_accuracy.command import plan
-from benchmarks.surgery_quality.command import conversion, merging, surgery
+from benchmarks.surgery_quality.command import conversion, merging, prediction, surgery
 from benchmarks.training.command import training
 from polyhead.cli.errors import CommandGroup
 from polyhead.cli.options import ResultFile
@@ -38,6 +38,7 @@ app.command("plan")(plan)
 app.command("surgery")(surgery)
 app.command("conversion")(conversion)
 app.command("merging")(merging)
+app.command("prediction")(prediction)
 app.command("training")(training)
 
 

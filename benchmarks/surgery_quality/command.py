@@ -1,4 +1,4 @@
-"""`python -m benchmarks surgery`, `conversion` and `merging`: quality of models with fewer, shared or merged heads."""
+"""`python -m benchmarks surgery`, `conversion`, `merging` and `prediction`: quality of models with edited heads."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from benchmarks.options import Commit
+from polyhead.cli.edit_options import SavedForm, Tokens
 from polyhead.cli.options import Device, check_positive, default_device, part_of, writable_file
 from polyhead.errors import OptionError
 
@@ -194,6 +195,48 @@ def merging(
 
     task, facts = _task(model, text, device, polyhead=True, calibration=calibration, rows=rows, batch=batch)
     typer.echo(summary(list(_kept(judged(task, pairs, whole=not layer_only), facts, output))))
+
+
+def prediction(
+    text: Annotated[
+        str, typer.Option(metavar="FILE|DIR", help="Text of at least 32 documents, e.g. lines of a .jsonl file.")
+    ],
+    targets: Annotated[
+        str,
+        typer.Option(metavar="TARGET,...", help="As --target of `polyhead shrink`, or 30% as --share of `prune`."),
+    ],
+    model: Model = "minilm",
+    draws: Annotated[int, typer.Option(min=1, help="Random splits of the documents.")] = 10,
+    form: SavedForm = "uniform",
+    tokens: Tokens = None,
+    output: Lines = None,
+    commit: Commit = None,
+    device: Device = None,
+) -> None:
+    """Measure whether the loss of quality that `polyhead shrink` and `polyhead prune` print holds on other text.
+
+    For each draw, half of the documents are the command's text, which it samples and splits itself, and half are not
+    read by it. Each target has a row: `ratio` of qualities after and before, `low` and `high` of its printed interval,
+    the ratio on the `whole` other half, sampled to as many tokens, and on a `small` part of it, as long as what the
+    command held out.
+    """
+    import torch
+
+    from benchmarks.prediction import coverage, predicted_rows
+    from polyhead.costs.measuring import machine_facts
+    from polyhead.sources.text_contexts import documents_of
+    from polyhead.surgery.options import check_form
+    from polyhead.workflows.model_loading import load_model
+
+    check_form(form)
+    check_positive("--tokens", tokens)
+    documents = [document.text for document in documents_of(text)]
+    place = torch.device(default_device(device))
+    torch.backends.cuda.matmul.allow_tf32 = False
+    loaded = load_model(model, device=place, dtype=torch.float32)
+    facts = {**machine_facts.describe(place, commit), "model": loaded.name}
+    rows = predicted_rows(loaded, documents, targets.split(","), draws, form, tokens)  # type: ignore[arg-type]
+    typer.echo(coverage(list(_kept(rows, facts, output))))
 
 
 def _kept(rows: Iterable[dict[str, Any]], facts: dict[str, Any], output: Path | None) -> Iterator[dict[str, Any]]:

@@ -21,6 +21,7 @@ from polyhead.cli import app
 from polyhead.surgery import find_layers, fingerprint, load_record
 from polyhead.workflows import model_loading
 from polyhead.workflows.calibration_text import CalibrationText
+from polyhead.workflows.compensating import DISTILLED, NOT_COMPENSATED
 from polyhead.workflows.model_loading import load_model
 from tests.inspection.small_models import broken_folder, model_folder, text_folder
 
@@ -51,6 +52,7 @@ def test_heads_by_name_are_taken_out_repaired_written_and_brought_back(place, tm
     named = ["--heads", "L0H3, l1h0,L0H1", *uneven]
     shown = invoke("prune", place / "bert", *named, *text, "--output", tmp_path / "pruned").stdout
     assert "without heads L0H1, L0H3, L1H0" in shown
+    assert {DISTILLED, NOT_COMPENSATED} & set(shown.splitlines())
     assert [line.split()[-3:] for line in shown.splitlines() if line.startswith("heads ")] == [["8", "5", "0.62"]]
     assert f"Saved to {tmp_path / 'pruned'}, " in shown
     assert "uneven: plain transformers does not load it: all layers need the same number of heads, got" in shown

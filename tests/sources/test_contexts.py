@@ -66,6 +66,13 @@ def test_a_context_by_hand():
     assert (cut.documents, cut.tokens, cut.dropped_pieces, cut.dropped_tokens) == (2, 7, 1, 1)
 
 
+def test_a_short_document_is_an_input_and_a_short_remainder_is_not():
+    documents = [Document("", text) for text in ("a river runs.", "run", "a " * 22, "a " * 24)]
+    cut = cut_into_contexts(documents, wordpiece(), 18)  # room for 16 tokens and 2 special ones
+    assert [(x.document, x.piece, len(x.ids) - 2) for x in cut] == [(0, 0, 5), (2, 0, 16), (3, 0, 16), (3, 1, 8)]
+    assert (cut.dropped_pieces, cut.dropped_tokens) == (2, 7)
+
+
 def test_what_stands_around_a_text_is_the_tokenizers_own():
     assert special_tokens(wordpiece()) == special_tokens(wordpiece())
     assert (special_tokens(wordpiece()).before, special_tokens(wordpiece()).after) == ((2,), (3,))

@@ -287,7 +287,7 @@ def test_paths_without_a_model_are_rejected(tmp_path, monkeypatch):
     # A name is first looked for as a folder, from the working directory on.
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    for name in (str(tmp_path / "nowhere"), "three/part/name", "a b", "../up", ""):
+    for name in (str(tmp_path / "nowhere"), "three/part/name", "a b", "../up", "", "~nobody/model", "x/" * 3000):
         with pytest.raises(OptionError, match=r"a folder, a \.gguf file or a name on the hub"):
             load_model(name)
 

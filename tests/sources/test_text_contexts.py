@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from polyhead.sources.text_contexts import known_default_documents, knows
+from polyhead.errors import OptionError
+from polyhead.sources.text_contexts import known_default_documents, knows, read_contexts
 from tests.sources.small_tokenizers import byte_level, wordpiece
 
 pytest.importorskip("transformers")
@@ -37,3 +40,10 @@ def test_a_text_is_known_if_its_characters_are_not_split(text, known):
 
 def test_a_tokenizer_that_knows_neither_language_reads_both():
     assert languages(wordpiece()) == {"en", "zh"}
+
+
+def test_a_text_of_few_tokens_is_refused_however_many_documents_it_has():
+    loaded = SimpleNamespace(tokenizer=wordpiece(), main_input="input_ids", trained_context=None, name="small")
+    with pytest.raises(OptionError, match="reading text needs a text of at least 8 tokens, got 6 in 4 documents"):
+        read_contexts(loaded, ["a river"] * 3 + ["a"])
+    assert len(read_contexts(loaded, ["a river"] * 4).contexts) == 4

@@ -163,6 +163,10 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
 def test_names_that_lead_to_no_text_are_refused(tmp_path):
     with pytest.raises(OptionError, match=r"got .*nowhere\.txt: there is no such file"):
         read_texts(tmp_path / "nowhere.txt")
+    with pytest.raises(OptionError, match=r"got 'The cat.{60,80}\.\.\.: there is no .* as a list of documents"):
+        read_texts("The cat sat on the mat. " * 400)  # longer than the name of a file may be
+    with pytest.raises(OptionError, match=r"got ~nobody-of-this-name/a\.txt: there is no such file"):
+        read_texts("~nobody-of-this-name/a.txt")
     with pytest.raises(OptionError, match=r"must end in \.txt, \.md, .*, got page\.html"):
         read_texts(write(tmp_path / "page.html", "<p>"))
     with pytest.raises(OptionError, match="with 1 other files"):

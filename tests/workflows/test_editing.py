@@ -15,6 +15,7 @@ from polyhead.surgery import fingerprint
 from polyhead.workflows.compensating import DISTILLED, NOT_COMPENSATED
 from polyhead.workflows.model_loading import load_model
 from tests.inspection.small_models import model_folder, text_folder, tokenizer
+from tests.integrations.huggingface.models import FAMILIES, build
 
 OTHER_FORMS = (
     r"use --form padded \(loads anywhere, saves nothing\) or --form uneven \(smaller, loads with polyhead.load\)"
@@ -233,6 +234,14 @@ def test_a_model_is_shrunk_to_a_target_and_the_curve_is_data(place, tmp_path):
 def test_what_is_wrong_is_said(place, call, words):
     with pytest.raises(OptionError, match=words):
         call(place)
+
+
+def test_an_encoder_decoder_is_not_shrunk_and_one_of_audio_is_not_calibrated_on_text(place):
+    bart, whisper = (build(family) for family in FAMILIES if family.name in ("bart", "whisper"))
+    with pytest.raises(OptionError, match="got a BartForConditionalGeneration, an encoder-decoder; use prune, which"):
+        polyhead.shrink(bart, "50%-heads", documents(place), tokenizer=tokenizer(), form="uneven")
+    with pytest.raises(OptionError, match=r"whose input is input_features; in Python, .* take batches of any inputs"):
+        polyhead.prune(whisper, share=0.5, tokenizer=tokenizer(), form="uneven")
 
 
 def test_a_text_that_misleads_the_compensation_leaves_the_heads_uncompensated(place):

@@ -133,6 +133,8 @@ def prune(
     summary = [f"without heads {_format_heads(edited.edits)}"] if edited.edits else []
     if fraction is not None and form == "uniform":
         summary.append(_describe_layout(edited.preview, fraction))
+    if edited.compensation:
+        summary.append(edited.compensation)
     show_edited(edited, "\n".join(summary), console)
     write_edited(edited, output, console, replace=replace)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -150,39 +150,16 @@ def plan_phase(
     )
 
 
-def largest_batch(
-    model: ModelLayout, phase: Phase, context: int, dtype: torch.dtype, cache_dtype: torch.dtype, machine: Machine
-) -> int:
-    """Return the largest batch with which a phase fits into a machine (`PhasePlan.verdict`), 0 if there is none.
+def largest_fitting(needed: Callable[[int], int], machine: Machine, limit: int = 1 << 32) -> int:
+    """Return the largest batch or context up to `limit` whose `needed` bytes fit (`verdict`), 0 if there is none.
 
     >>> from polyhead.layers import MultiHeadConfig
-    >>> model = ModelLayout.of(MultiHeadConfig(512, 8, causal=True), 4)
-    >>> sizes = (model, "decode", 8192, torch.bfloat16, torch.bfloat16)
-    >>> [largest_batch(*sizes, Machine.load(name)) for name in ("nvidia-l4", "nvidia-h200")]
-    [285, 1789]
+    >>> model, dtype = ModelLayout.of(MultiHeadConfig(512, 8, causal=True), 4), torch.bfloat16
+    >>> machine = Machine.load("nvidia-l4")
+    >>> largest_fitting(lambda batch: needed_bytes(model, "decode", batch, 8192, dtype, dtype, machine), machine)
+    285
     """
-    return bisect.bisect_right(
-        range(1, 1 << 32),
-        USABLE * machine.memory_bytes,
-        key=lambda batch: needed_bytes(model, phase, batch, context, dtype, cache_dtype, machine),
-    )
-
-
-def largest_context(
-    model: ModelLayout,
-    phase: Phase,
-    batch: int,
-    context: int,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype,
-    machine: Machine,
-) -> int:
-    """Return the largest context up to `context` with which a phase fits into a machine, 0 if there is none."""
-    return bisect.bisect_right(
-        range(1, context + 1),
-        USABLE * machine.memory_bytes,
-        key=lambda tokens: needed_bytes(model, phase, batch, tokens, dtype, cache_dtype, machine),
-    )
+    return bisect.bisect_right(range(1, limit + 1), USABLE * machine.memory_bytes, key=needed)
 
 
 def needed_bytes(

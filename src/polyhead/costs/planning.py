@@ -23,8 +23,7 @@ from polyhead.costs.phases import (
     PhasePlan,
     Verdict,
     can_roll,
-    largest_batch,
-    largest_context,
+    largest_fitting,
     needed_bytes,
     plan_phase,
     rolling_cache_bytes,
@@ -222,18 +221,21 @@ def _fit(
     cache_dtype: torch.dtype,
     machine: Machine,
 ) -> Fit:
+    def needed(batch: int = batch, context: int = context, cache_dtype: torch.dtype = cache_dtype) -> int:
+        return needed_bytes(model, phase.phase, batch, context, dtype, cache_dtype, machine)
+
     can_be_int8 = all(describe(group.config).cache_scales is not None for group in model.groups)
     int8 = None
     if phase.fused.cache and cache_dtype.itemsize > 1 and can_be_int8:
-        int8 = needed_bytes(model, phase.phase, batch, context, dtype, torch.int8, machine)
+        int8 = needed(cache_dtype=torch.int8)
     return Fit(
         phase=phase.phase,
         verdict=phase.verdict(machine.memory_bytes),
         needed_bytes=phase.needed,
         rolling_bytes=phase.needed - phase.fused.cache + phase.rolling_cache,
         machine_bytes=machine.memory_bytes,
-        max_batch=largest_batch(model, phase.phase, context, dtype, cache_dtype, machine),
-        max_context=largest_context(model, phase.phase, batch, context, dtype, cache_dtype, machine),
+        max_batch=largest_fitting(lambda batch: needed(batch=batch), machine),
+        max_context=largest_fitting(lambda context: needed(context=context), machine, context),
         int8_bytes=int8,
     )
 

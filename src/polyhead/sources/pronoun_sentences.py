@@ -42,6 +42,11 @@ class _Frame:
     cue: Cue
 
 
+def _opposites(first: str, second: str, reaction: str, *names: str) -> _Frame:
+    text = f"{{0}} was [{first}|{second}] and {{1}} was [{second}|{first}], so {reaction}."
+    return _Frame(text, (names[0], names[1]), "meaning")
+
+
 _ENGLISH = (
     _Frame("{0} met {1} at the station, and <she|he> looked tired.", ("Anna", "Peter"), "gender"),
     _Frame("{0} asked {1} for help because <she|he> had lost the key.", ("Mary", "John"), "gender"),
@@ -55,36 +60,16 @@ _ENGLISH = (
     _Frame("{0} stood behind {1} for years before <it|they> had to be sold.", ("the piano", "the chairs"), "number"),
     _Frame("{0} passed {1} on the road before <it|they> turned left.", ("the bus", "the cyclists"), "number"),
     _Frame("{0} was parked beside {1} until <it|they> had to be moved.", ("the van", "the bikes"), "number"),
-    _Frame("{0} was [dirty|clean] and {1} was [clean|dirty], so we washed <it>.", ("the bowl", "the box"), "meaning"),
-    _Frame(
-        "{0} was [broken|new] and {1} was [new|broken], so they repaired <it>.", ("the truck", "the bus"), "meaning"
-    ),
-    _Frame(
-        "{0} was [heavy|light] and {1} was [light|heavy], so two men carried <it>.",
-        ("the table", "the lamp"),
-        "meaning",
-    ),
-    _Frame("{0} was [empty|full] and {1} was [full|empty], so we filled <it>.", ("the bottle", "the jar"), "meaning"),
-    _Frame("{0} was [hungry|asleep] and {1} was [asleep|hungry], so we fed <it>.", ("the cat", "the horse"), "meaning"),
-    _Frame("{0} was [cold|hot] and {1} was [hot|cold], so we warmed <it>.", ("the soup", "the tea"), "meaning"),
-    _Frame(
-        "{0} was [wet|dry] and {1} was [dry|wet], so we hung <it> in the sun.", ("the towel", "the shirt"), "meaning"
-    ),
-    _Frame(
-        "{0} was [open|locked] and {1} was [locked|open], so the guard shut <it>.",
-        ("the gate", "the window"),
-        "meaning",
-    ),
-    _Frame(
-        "{0} was [ill|healthy] and {1} was [healthy|ill], so the vet treated <it>.",
-        ("the goat", "the sheep"),
-        "meaning",
-    ),
-    _Frame(
-        "{0} was [dark|bright] and {1} was [bright|dark], so we lit <it> with a candle.",
-        ("the hall", "the kitchen"),
-        "meaning",
-    ),
+    _opposites("dirty", "clean", "we washed <it>", "the bowl", "the box"),
+    _opposites("broken", "new", "they repaired <it>", "the truck", "the bus"),
+    _opposites("heavy", "light", "two men carried <it>", "the table", "the lamp"),
+    _opposites("empty", "full", "we filled <it>", "the bottle", "the jar"),
+    _opposites("hungry", "asleep", "we fed <it>", "the cat", "the horse"),
+    _opposites("cold", "hot", "we warmed <it>", "the soup", "the tea"),
+    _opposites("wet", "dry", "we hung <it> in the sun", "the towel", "the shirt"),
+    _opposites("open", "locked", "the guard shut <it>", "the gate", "the window"),
+    _opposites("ill", "healthy", "the vet treated <it>", "the goat", "the sheep"),
+    _opposites("dark", "bright", "we lit <it> with a candle", "the hall", "the kitchen"),
 )
 _CHINESE = (
     _Frame("{0}在车站遇见了{1}，<她|他>看起来很累。", ("王丽", "李强"), "gender"),

@@ -82,16 +82,19 @@ def read_contexts(
     if loaded.tokenizer is None and loaded.main_input == "input_ids":
         raise OptionError(f"{purpose} needs the model's tokenizer, got {loaded.name} without one; pass it as tokenizer")
     if loaded.main_input != "input_ids":
-        raise OptionError(f"{purpose} needs a model of text, got {loaded.name}, whose input is {loaded.main_input}")
+        raise OptionError(
+            f"{purpose} needs a model of text, got {loaded.name}, whose input is {loaded.main_input}; in Python, "
+            "polyhead.observe and polyhead.surgery take batches of any inputs"
+        )
     max_context = loaded.trained_context
     length = min(CONTEXT, max_context or CONTEXT) if context is None else context
     if max_context is not None and length > max_context:
         raise OptionError(f"context must be at most {max_context} tokens, the maximum of {loaded.name}, got {length}")
     documents = documents_of(text, field=field) if text is not None else known_default_documents(loaded.tokenizer)
     names, contexts = (sample_contexts if sampled else _first_contexts)(documents, loaded.tokenizer, length, tokens)
-    if not contexts:
+    if (count := sum(context.special.count(False) for context in contexts)) < MINIMUM_TOKENS:
         raise OptionError(
-            f"{purpose} needs a text of at least {MINIMUM_TOKENS} tokens, got {len(names)} documents that are shorter"
+            f"{purpose} needs a text of at least {MINIMUM_TOKENS} tokens, got {count} in {len(names)} documents"
         )
     # Without documents that are too short, and the one that would exceed `tokens`.
     number = {document: index for index, document in enumerate(dict.fromkeys(x.document for x in contexts))}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import Any
 
-from polyhead.sources.contexts import Context, cut_into_contexts
+from polyhead.sources.contexts import MINIMUM_TOKENS, Context, cut_into_contexts
 from polyhead.sources.texts import Document
 
 MAX_CHARACTERS = 1 << 26  # read of a text, or enough for the requested tokens if that is more
@@ -110,7 +110,8 @@ def _cut_stretches(documents: Sequence[Document], tokenizer: Any, length: int, c
 def _boundaries(text: str, size: int) -> Iterator[int]:
     """Yield where stretches of about `size` characters begin, and the end of the text."""
     yield 0
-    for start in range(size, len(text), size):
+    # The last stretch has room for a context that is not dropped.
+    for start in range(size, len(text) - MINIMUM_TOKENS * CHARACTERS_PER_TOKEN, size):
         space = _SPACE.search(text, start, start + size // 2)
         yield space.end() if space else start
     yield len(text)

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from polyhead.errors import OptionError
-from polyhead.files import check_pyarrow, check_regular, in_one_line
+from polyhead.files import check_pyarrow, check_regular, in_one_line, short
 
 STANDARD_INPUT = "-"
 TOKENS = 65_536  # default of the maximum number of tokens to read
 MAX_BYTES = 1 << 29  # maximum size of a document and of a line
+_LONG_NAME = 255  # characters; longer ones are shortened in errors
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -107,8 +108,8 @@ def read_texts(name: str | os.PathLike[str], *, field: str = "text") -> Texts:
     """
     if name == STANDARD_INPUT:
         return Texts(STANDARD_INPUT, (), (), field)
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(name))
+    if os.path.isdir(path):  # unlike Path.is_dir, False for a name that is longer than the file system allows
         paths = sorted(_files_below(path), key=lambda file: file.relative_to(path).as_posix())
         named = [(file.relative_to(path).as_posix(), file) for file in paths]
         files = tuple((name, file) for name, file in named if _reader_of(file))
@@ -119,8 +120,12 @@ def read_texts(name: str | os.PathLike[str], *, field: str = "text") -> Texts:
                 f"got {path} with {len(ignored)} other files"
             )
         return Texts(str(path), files, ignored, field)
-    if not path.exists():
-        raise OptionError(f"text must be a file, a folder or - for standard input, got {path}: there is no such file")
+    if not os.path.exists(path):
+        got = str(path) if len(str(path)) <= _LONG_NAME else short(str(path))
+        raise OptionError(
+            f"text must be a file, a folder or - for standard input, got {got}: there is no such file; in Python, text "
+            "itself is passed as a list of documents"
+        )
     if _reader_of(path) is None:
         raise OptionError(f"a text file must end in {_known_endings()}, got {path.name}")
     return Texts(str(path), ((path.name, path),), (), field)

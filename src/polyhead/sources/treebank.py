@@ -52,8 +52,8 @@ def read_treebank(path: str | os.PathLike[str], limit: int | None = None) -> Ite
     if limit is not None and limit < 1:
         raise OptionError(f"the number of sentences to read must be at least 1, got {limit}")
     file = Path(path)
-    if not file.is_file():
-        what = "a folder" if file.is_dir() else "no such file"
+    if not os.path.isfile(file):  # unlike Path.is_file, False for a name that is too long
+        what = "a folder" if os.path.isdir(file) else "no such file"
         raise OptionError(f"a treebank must be a CoNLL-U file, got {file}: {what}")
     return _read(file, limit)
 

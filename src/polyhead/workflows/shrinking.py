@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import nn
-
 from polyhead.errors import OptionError
 from polyhead.observation.run_folder import lock_folder
 from polyhead.progress import Progress, ProgressCallback, Step, ignore_progress
@@ -157,7 +155,12 @@ def shrink(
     folder = None if resume is None else Path(resume)
     with nullcontext() if folder is None else lock_folder(folder):
 
-        def check(network: nn.Module) -> None:
+        def check(network: Any) -> None:
+            if network.config.is_encoder_decoder:
+                raise OptionError(
+                    f"shrink measures causal models and encoders, got a {type(network).__name__}, an encoder-decoder; "
+                    "use prune, which edits it without a measurement"
+                )
             if form == "uniform" and measured:
                 next(uniform_layouts(network))  # raises if there is none
             elif form == "uniform":
