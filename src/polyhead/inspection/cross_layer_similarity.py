@@ -146,7 +146,7 @@ def _candidates(
     for start in range(0, tokens, CHUNK):
         parts = [x[:, start : start + CHUNK] for x in outputs]
         if w_o is not None:
-            parts = [x @ matrix for x, matrix in zip(parts, matrices, strict=True)]
+            parts = [torch.bmm(x, matrix) for x, matrix in zip(parts, matrices, strict=True)]
         flat = torch.cat(parts).flatten(1)
         for first in range(0, len(heads), HEADS):
             similarity[first : first + HEADS, first:] += flat[first : first + HEADS] @ flat[first:].T
