@@ -171,10 +171,12 @@ class CollectedCall(Attended):
     summary: list[AttentionProfile] = field(default_factory=list, init=False)  # once computed; not that of a `replace`
 
     @classmethod
-    def of(cls, attended: Attended, states: Iterable[CollectorState]) -> Self:
-        """Return the call for these states."""
+    def of(cls, attended: Attended, states: Iterable[CollectorState]) -> Attended:
+        """Return the call for these states; one of another class, which some collectors read, remains of that class."""
         if attended.key.is_cpu:  # a product with keys that are stored by channel takes a third of the time
             attended = replace(attended, key=attended.key.mT.contiguous().mT)
+        if type(attended) is not Attended:
+            return attended
         requested = {name: x for state in states for name, x in getattr(state, "profiled", {}).items()}
         return cls(**{x.name: getattr(attended, x.name) for x in fields(Attended)}, requested=requested)
 
