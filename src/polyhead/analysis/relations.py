@@ -12,8 +12,6 @@ contributions instead.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -194,7 +192,6 @@ def _products_of_spans(bases: Tensor) -> tuple[Tensor, Tensor]:
     return torch.einsum("iae,jbe->ijab", spans, spans), nan[:, None] + nan
 
 
-@functools.lru_cache(maxsize=1)  # one layer at a time
 def _whitened(moments: HeadMoments) -> tuple[int, list[int], Tensor]:
     """Return the number of heads, their ranks, and the covariance of whitened heads, [heads, dim, heads, dim].
 

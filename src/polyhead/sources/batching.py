@@ -104,8 +104,8 @@ def batches(
 ) -> Batches:
     """Group contexts of similar length into batches of at most `batch_tokens` tokens, including padding.
 
-    No context of a batch is over twice as long as another, so that less than half of a batch is padding.
-    A longer context forms a batch of its own. `side` is the padding side: right for encoders, either for decoders.
+    A longer context forms a batch of its own. No context of a batch is over twice as long as another, so that less than
+    half of a batch is padding. `side` is the padding side: right for encoders, either for decoders.
     `start` skips that many batches; `digest`, the `Batch.digest` of the last skipped one, verifies that they are
     unchanged.
 

@@ -44,7 +44,7 @@ def reading_once() -> Iterator[None]:
                 kind, count, offset = gguf.GGUFValueType(parts[0][0]), int(parts[1][0]), orig_offs + 12
                 if kind in self.gguf_scalar_to_np:
                     values = self._get(offset, self.gguf_scalar_to_np[kind], count)
-                    parts += (values[index : index + 1] for index in range(count))
+                    parts += (values[index : index + 1] for index in range(len(values)))
                     return 12 + values.nbytes, parts, list(range(2, len(parts))), [array, kind]
                 if kind != string:
                     return super()._get_field_parts(orig_offs, raw_type)
