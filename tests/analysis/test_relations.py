@@ -176,6 +176,16 @@ def test_a_head_of_lower_rank_is_compared_by_what_it_has() -> None:
     assert total_correlation(moments_of(outputs)) == pytest.approx(0.5 * math.log(2), abs=0.05)
 
 
+@pytest.mark.parametrize("noise", [1.0, 0.1, 1e-2, 1e-3, 1e-6, 0.0])
+def test_mutual_information_is_exact_up_to_identical_heads(noise: float) -> None:
+    """From 1 to 20 nats, the last two of which are more than a single correlation can have, and then inf."""
+    outputs = normal(400, 2, 3, seed=4)
+    outputs[:, 1] = outputs[:, 0] + noise * outputs[:, 1]
+    covariance = torch.cov(outputs.flatten(1).T)
+    expected = gaussian_information(covariance, [slice(0, 3), slice(3, 6)]) if noise > 1e-5 else math.inf
+    assert float(mutual_information(moments_of(outputs), corrected=False)[0, 1]) == pytest.approx(expected, rel=1e-8)
+
+
 def test_too_few_tokens_are_refused(outputs: Tensor) -> None:
     with pytest.raises(OptionError, match="more tokens than dimensions, got 7 tokens for 6 dimensions"):
         mutual_information(moments_of(outputs[:7]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import replace
 from io import StringIO
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 import polyhead.inspection
 from polyhead.cli import app
 from polyhead.cli.inspect import show
+from polyhead.errors import OptionError
 from tests.inspection.small_models import NAMES, broken_folder, model_folder, text_folder
 
 pytest.importorskip("pyarrow")
@@ -260,6 +262,22 @@ def test_a_folder_that_holds_a_run_is_not_written_over(place, tmp_path):
     assert (tmp_path / "observations.safetensors").read_bytes() == before
     invoke("inspect", "--resume", tmp_path)  # a run that is finished goes on with nothing, and shows it again
     assert (tmp_path / "observations.safetensors").read_bytes() == before
+
+
+def test_threads_sleep_while_they_wait_unless_the_environment_says_otherwise(monkeypatch, place):
+    policies = []
+
+    def run(*arguments, **options):
+        policies.append(os.environ["OMP_WAIT_POLICY"])
+        raise OptionError("enough")
+
+    monkeypatch.setattr("polyhead.workflows.inspecting.inspect_model", run)
+    for given in (None, "ACTIVE"):
+        monkeypatch.setenv("OMP_WAIT_POLICY", given or "")
+        if given is None:
+            monkeypatch.delenv("OMP_WAIT_POLICY")
+        invoke("inspect", place / "bert", "--text", place / "text", code=2)
+    assert policies == ["PASSIVE", "ACTIVE"]
 
 
 def test_the_help_tells_what_is_needed():

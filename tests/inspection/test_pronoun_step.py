@@ -10,7 +10,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from polyhead.analysis.pronouns import pronoun_texts
+from polyhead.analysis.pronouns import PronounTexts, pronoun_texts
 from polyhead.inspection import Inspection, Settings
 from polyhead.sources.pronoun_sentences import pronoun_sentences
 from polyhead.workflows.inspecting import inspect_model
@@ -109,6 +109,28 @@ def test_who_cannot_read_the_sentences_is_told_so(tmp_path):
         == "agreement and pronoun: of 160 sentences with pronouns the tokenizer can read 0 in a context of 64 tokens"
     )
     assert all(score.role != "pronoun" for head in found.roles for score in head.scores)
+
+
+def test_a_causal_model_reads_sentences_until_their_pronoun(tmp_path, monkeypatch):
+    text = text_folder(tmp_path / "text", documents=2, words=40)
+    settings = Settings("tiny", str(text), context=128, layers=(0, 2), importance="none", chance=False)
+    tokens = []
+
+    def record(progress):
+        if progress.step == "read sentences with pronouns" and not progress.done:
+            tokens.append(progress.total)
+
+    cut = inspect_model(settings, progress=record)
+    monkeypatch.setattr(PronounTexts, "without_endings", lambda texts: texts)
+    whole = inspect_model(settings, progress=record)
+    assert tokens[0] < 0.9 * tokens[1]
+    names = [name for name in whole.table.columns if name.startswith(("pronoun", "agreement"))]
+    assert len(names) == 11
+    for name in names:
+        torch.testing.assert_close(cut.table[name], whole.table[name])
+    for role in ("agreement", "pronoun"):
+        weights = [[head[role].weight for head in found.roles] for found in (cut, whole)]
+        assert weights[0] == pytest.approx(weights[1], rel=1e-4)
 
 
 def test_only_sentences_in_languages_that_the_tokenizer_knows_are_read(tmp_path, monkeypatch):

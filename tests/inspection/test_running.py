@@ -27,6 +27,8 @@ from polyhead.inspection.probing import Probes
 from polyhead.inspection.run_files import OBSERVATIONS
 from polyhead.inspection.text_reader import Reader
 from polyhead.observation import read_facts
+from polyhead.observation.role_evidence_rows import ROW_STATISTICS
+from polyhead.ops.attention import attention
 from polyhead.progress import Progress
 from polyhead.sources import Context
 from polyhead.sources.text_contexts import TextContexts, read_contexts
@@ -221,20 +223,35 @@ def test_pairs_of_layers_are_measured_also_where_they_were_picked_by_a_projectio
 
 
 def test_pairs_of_layers_are_compared_a_few_tokens_at_a_time(plain_bert, monkeypatch):
-    einsum, tokens = torch.einsum, []
+    bmm, tokens = torch.bmm, []
 
-    def recorded(equation, *operands):
-        if equation == "thd,hde->the" and operands[1].shape[2] == 24:  # to the residual stream
-            tokens.append(len(operands[0]))
-        return einsum(equation, *operands)
+    def recorded(outputs, matrices, **options):
+        if matrices.shape[1:] == (6, 24):  # to the residual stream
+            tokens.append(outputs.shape[1])
+        return bmm(outputs, matrices, **options)
 
-    monkeypatch.setattr(torch, "einsum", recorded)
+    monkeypatch.setattr(torch, "bmm", recorded)
     monkeypatch.setattr("polyhead.inspection.cross_layer_similarity.CHUNK", 7)
+    monkeypatch.setattr("polyhead.inspection.cross_layer_similarity.HEADS", 3)
     found = inspect_model(plain_bert.settings)
     assert sum(tokens) >= 2 * 96
     assert max(tokens) == 7
     assert [(x.one, x.other) for x in found.pairs] == [(x.one, x.other) for x in plain_bert.pairs]
     assert [x.cosine for x in found.pairs] == pytest.approx([x.cosine for x in plain_bert.pairs], abs=1e-6)
+
+
+def test_probes_compute_the_statistics_of_roles_with_the_attention_of_the_model(plain_bert, monkeypatch):
+    computed = []
+
+    def recorded(*tensors, statistics=None, **options):
+        computed.append(None if statistics is None else set(statistics.names))
+        return attention(*tensors, statistics=statistics, **options)
+
+    monkeypatch.setattr("polyhead.observation.role_evidence_rows.attention", recorded)
+    found = inspect_model(dataclasses.replace(plain_bert.settings, chance=True))
+    assert {*ROW_STATISTICS, "self_mass"} in computed  # of the text, with embeddings as values
+    assert set(ROW_STATISTICS) not in computed
+    assert repr(found.roles) != repr(())
 
 
 def test_it_is_kept_and_read_again(inspected):

@@ -13,16 +13,50 @@ from torch import Tensor
 import polyhead
 from polyhead.errors import OptionError, ShapeError
 from polyhead.masks import Mask
-from polyhead.observation import BatchMetadata, role_evidence
+from polyhead.observation import AttentionMaps, BatchMetadata, role_evidence
 from polyhead.observation.role_evidence import EvidenceCollector, HeadEvidence
 from polyhead.observation.role_evidence_rows import COLUMNS, COSINES, WINDOW
 from polyhead.observation.role_evidence_tokens import BINS, NEAR, NEAREST, TokenVectors, rare_tokens
+from polyhead.observation.top_keys import TopKeys
 from polyhead.observation.transformers_models import interface_modules
 from tests.integrations.huggingface import models
 from tests.waiting import waiting_is_an_error
 
 FAMILIES = {family.name: family for family in models.FAMILIES}
 SPECIAL, PUNCTUATION = 0, 5
+
+
+def test_one_profile_of_a_call_serves_all_collectors(monkeypatch):
+    layer = polyhead.MultiHeadAttention(32, 4, causal=True)
+    x, tokens = torch.randn(2, 19, 32), torch.randint(5, 11, (2, 19))
+    sentences = torch.arange(19).expand(2, -1) // 7
+    words = torch.arange(19).clamp_min(3).expand(2, -1)  # the first of four tokens, the others of one
+    calls = []
+
+    def recorded(query, *tensors, **requested):
+        calls.append((query.shape[1], {name for name, x in requested.items() if x is not None}))
+        return polyhead.profile(query, *tensors, **requested)
+
+    def observed(*collect):
+        with torch.no_grad(), polyhead.observe(layer, statistics=False, collect=collect) as session:
+            session.metadata = BatchMetadata(documents=torch.tensor([0, 1]), tokens=tokens)
+            layer(x)
+        (states,) = session.observations.collected.values()
+        return {f"{name}.{part}": x for name, state in states.items() for part, x in state.state().items()}
+
+    def collectors():
+        evidence = EvidenceCollector(segments=lambda _: (words, sentences))
+        return AttentionMaps(19), evidence, TopKeys(torch.tensor([7, 5]))
+
+    alone = {name: x for collector in collectors() for name, x in observed(collector).items()}
+    monkeypatch.setattr("polyhead.ops.attended.profile", recorded)
+    together = observed(*collectors())
+    of_heads = [requested for heads, requested in calls if heads == 4]
+    assert sum({"received", "block_map", "offsets", "argmax"} <= requested for requested in of_heads) == 1
+    assert sum("received" in requested for requested in of_heads) == 1
+    assert sum("offsets" in requested for requested in of_heads) == 2  # again for words of several tokens only
+    assert together.keys() == alone.keys()
+    assert all(torch.equal(together[name], x) for name, x in alone.items())
 
 
 def classes_of(tokens: Tensor) -> Tensor:

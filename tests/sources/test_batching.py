@@ -89,6 +89,12 @@ def test_like_lengths_lie_side_by_side():
     assert sum(batch.ids.numel() for batch in made) - sum(lengths) == 0
 
 
+def test_less_than_half_of_a_batch_is_padding():
+    lengths = [13, 256, 250, 26, 5, 27, 255]
+    made = list(batches(contexts_of(lengths), TOKENIZER, batch_tokens=4096))
+    assert [sorted(batch.mask.sum(1).tolist()) for batch in made] == [[5], [13, 26], [27], [250, 255, 256]]
+
+
 def test_a_long_corpus_streams(monkeypatch):
     monkeypatch.setattr(batching, "_STRETCH_TOKENS", 20)
     taken = 0

@@ -20,6 +20,7 @@ import torch
 from polyhead.costs.layouts.layout_sources import read_layout
 from polyhead.errors import CheckpointError, DeviceError, OptionError
 from polyhead.sources import batches, cut_into_contexts, default_documents, load_errors, packaged
+from polyhead.sources.gguf_reading import reading_once
 from polyhead.workflows.model_loading import load_model
 
 pytest.importorskip("transformers")
@@ -462,6 +463,28 @@ def test_a_gguf_file_is_parsed_once(tmp_path, monkeypatch):
     assert gguf.GGUFReader is Counted
     load_model(tmp_path / "small.gguf")  # the file may have changed
     assert len(parsed) == 2
+
+
+def test_the_vocabulary_of_a_gguf_file_is_read_as_a_whole(tmp_path, monkeypatch):
+    gguf = pytest.importorskip("gguf")
+    write_gguf(tmp_path / "small.gguf")
+    plain, reads = gguf.GGUFReader(tmp_path / "small.gguf"), []
+
+    class Counted(gguf.GGUFReader):
+        def _get(self, *arguments, **options):
+            reads.append(arguments)
+            return super()._get(*arguments, **options)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Counted)
+    with reading_once():
+        read = gguf.GGUFReader(tmp_path / "small.gguf")
+    assert len(reads) < len(plain.fields["tokenizer.ggml.tokens"].data)  # and there are as many types of tokens
+    assert list(read.fields) == list(plain.fields)
+    for name, field in plain.fields.items():
+        found = read.fields[name]
+        assert (found.contents(), found.data, found.types) == (field.contents(), field.data, field.types)
+        assert [part.tobytes() for part in found.parts] == [part.tobytes() for part in field.parts]
+    assert [x.data_offset for x in read.tensors] == [x.data_offset for x in plain.tensors]
 
 
 @pytest.mark.parametrize(

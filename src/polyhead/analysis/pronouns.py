@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -90,6 +90,16 @@ class PronounTexts:
 
     def collector(self) -> SpanAttention:
         return SpanAttention(self.labels, 2, NAME)
+
+    def without_endings(self) -> PronounTexts:
+        """Return the texts without the tokens after the pronoun and the names, which a causal pronoun does not see."""
+        ends = [1 + max(index for index, part in enumerate(label) if part >= 0) for label in self.labels]
+        contexts = tuple(
+            Context(x.document, x.piece, x.ids[:end], x.special[:end])
+            for x, end in zip(self.contexts, ends, strict=True)
+        )
+        labels = tuple(label[:end] for label, end in zip(self.labels, ends, strict=True))
+        return replace(self, contexts=contexts, labels=labels)
 
 
 def pronoun_texts(sentences: Sequence[PronounSentence], tokenizer: Any, *, longest: int | None = None) -> PronounTexts:

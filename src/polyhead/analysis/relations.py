@@ -20,6 +20,7 @@ from polyhead.errors import OptionError, ShapeError
 from polyhead.observation.head_moments import HeadMoments
 
 _IDENTICAL = 1 - 1e-9  # a correlation of at least this counts as 1, up to rounding
+_DISTINCT = 10.0  # nats: no correlation of less information is identical, as -1/2 log(1 - _IDENTICAL^2) is 10.01
 
 
 def cosine(moments: HeadMoments, output_weights: Tensor) -> Tensor:
@@ -48,7 +49,8 @@ def contribution_norm(moments: HeadMoments, output_weights: Tensor) -> Tensor:
     """Return the root mean square of |x_i| over tokens, not centred, [heads]."""
     weights = _checked(moments, output_weights)
     mean = torch.einsum("ia,iae->ie", moments.mean, weights)
-    variance = inner_products(moments, output_weights).diagonal() * (moments.count - 1) / moments.count
+    own = torch.stack([moments.covariance[i, :, i] for i in range(moments.num_heads)])
+    variance = (own * (weights @ weights.mT)).sum((1, 2)) * (moments.count - 1) / moments.count
     return (variance + mean.square().sum(-1)).sqrt()
 
 
@@ -89,16 +91,22 @@ def mutual_information(moments: HeadMoments, *, corrected: bool = True) -> Tenso
     """
     heads, ranks, whitened = _whitened(moments)
     samples = _checked_count(moments, 2 * moments.dim, "the mutual information of two heads")
+    row, column = torch.tril_indices(heads, heads, -1, device=whitened.device)
+    blocks, nan = screened(whitened[row, :, column])
+    # The information is -1/2 log det(1 - B B^T), B the cross-covariance. The smallest eigenvalue is no less than the
+    # determinant, as none exceeds 1; where that leaves a correlation of 1 possible, the correlations are computed.
+    identity = torch.eye(moments.dim, dtype=torch.float64, device=whitened.device)
+    root, failed = torch.linalg.cholesky_ex(identity - blocks @ blocks.mT)
+    information = -root.diagonal(dim1=1, dim2=2).log().sum(-1)
+    for pair in ((failed != 0) | ~(information < _DISTINCT)).nonzero().flatten().tolist():
+        correlations = torch.linalg.svdvals(blocks[pair])
+        is_identical = bool(correlations.max() >= _IDENTICAL)
+        information[pair] = torch.inf if is_identical else -0.5 * torch.log1p(-correlations.square()).sum()
+    if corrected:
+        biases = [_bias(samples, [ranks[i], ranks[j]]) for i, j in zip(row.tolist(), column.tolist(), strict=True)]
+        information = information - torch.tensor(biases, dtype=torch.float64, device=whitened.device)
     result = torch.full((heads, heads), torch.inf, dtype=torch.float64, device=whitened.device)
-    for i in range(heads):
-        for j in range(i):
-            block, nan = screened(whitened[i, :, j])
-            correlations = torch.linalg.svdvals(block) + nan
-            if not correlations.max() >= _IDENTICAL:  # NaN is not identical
-                information = -0.5 * torch.log1p(-correlations.square()).sum()
-                if corrected:
-                    information = information - _bias(samples, [ranks[i], ranks[j]])
-                result[i, j] = result[j, i] = information
+    result[row, column] = result[column, row] = information + nan
     return result
 
 
@@ -133,14 +141,8 @@ def principal_cosines(bases: Tensor) -> Tensor:
 
     Identical spaces have ones, orthogonal spaces zeros. A matrix of lower rank has fewer angles; the rest are zeros.
     """
-    if bases.ndim != 3:
-        raise ShapeError(f"bases must be [heads, rows, width], got shape {list(bases.shape)}")
-    rows, nan = screened(bases.to(torch.float64))
-    _, values, spans = torch.linalg.svd(rows, full_matrices=False)
-    nonzero = values > values.amax(-1, keepdim=True) * max(bases.shape[1:]) * torch.finfo(bases.dtype).eps
-    spans = spans * nonzero[..., None]
-    cosines = torch.linalg.svdvals(torch.einsum("iae,jbe->ijab", spans, spans)).clamp(0.0, 1.0)
-    return cosines + (nan[:, None] + nan)[..., None]
+    products, nan = _products_of_spans(bases)
+    return torch.linalg.svdvals(products).clamp(0.0, 1.0) + nan[..., None]
 
 
 def subspace_overlap(bases: Tensor) -> Tensor:
@@ -148,7 +150,8 @@ def subspace_overlap(bases: Tensor) -> Tensor:
 
     For two random r-dimensional subspaces of w dimensions the expected overlap is r / w.
     """
-    squares = principal_cosines(bases).square().sum(-1)
+    products, nan = _products_of_spans(bases)
+    squares = products.square().sum((2, 3)) + nan  # those of the singular values, the cosines
     ranks = squares.diagonal()
     return squares / torch.minimum(ranks[:, None], ranks)
 
@@ -175,6 +178,18 @@ def _roots(symmetric: Tensor) -> Tensor:
     symmetric, nan = screened(symmetric)
     values, vectors = torch.linalg.eigh(symmetric)
     return vectors * values.clamp_min(0.0).sqrt()[..., None, :] + nan[..., None, None]
+
+
+def _products_of_spans(bases: Tensor) -> tuple[Tensor, Tensor]:
+    """Return products of orthonormal bases of the row spaces, [heads, heads, rows, rows], and NaN as `screened`."""
+    if bases.ndim != 3:
+        raise ShapeError(f"bases must be [heads, rows, width], got shape {list(bases.shape)}")
+    rows, nan = screened(bases.to(torch.float64))
+    basis, triangle = torch.linalg.qr(rows.mT)
+    rotation, values, _ = torch.linalg.svd(triangle, full_matrices=False)
+    nonzero = values > values.amax(-1, keepdim=True) * max(bases.shape[1:]) * torch.finfo(bases.dtype).eps
+    spans = (basis @ (rotation * nonzero[:, None])).mT
+    return torch.einsum("iae,jbe->ijab", spans, spans), nan[:, None] + nan
 
 
 def _whitened(moments: HeadMoments) -> tuple[int, list[int], Tensor]:

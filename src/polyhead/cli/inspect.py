@@ -200,6 +200,8 @@ def inspect(
             check_folder(folder, "--save" if resume is None else "--resume")
             check_pyarrow(folder / TABLE)
 
+        # Threads that wait for the next operation sleep: by default they spin, which a busy machine pays for twice.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when PyTorch is imported
         import torch
 
         from polyhead.workflows.inspecting import inspect_model

@@ -22,6 +22,7 @@ from polyhead.observation.token_sample import SiteSample, TokenSample
 TOKENS = 1024  # size of the sample
 WIDTH = 64  # dimensions of the random projection
 CHUNK = 32  # tokens whose contributions to the residual stream are in memory at a time
+HEADS = 48  # heads that are compared with all later ones at a time
 CANDIDATES = 20  # number of pairs that are measured and reported
 BYTES = 1 << 28  # memory limit for the full outputs of all heads at the sampled tokens
 FULL, PROJECTED = "said", "sketches"  # names of the two collectors, fixed by the format of saved observations
@@ -137,14 +138,18 @@ def _candidates(
     tokens = sites[0][1].shape[0]
     if len(sites) < 2 or tokens < 2:
         return []
-    matrices = [None if w_o is None else w_o[site.name, site.kind].float() for site, _ in sites]
-    outputs = [(rows - rows.mean(0), matrix) for (_, rows), matrix in zip(sites, matrices, strict=True)]
-    similarity = torch.zeros(len(heads), len(heads), dtype=torch.float64)
+    outputs = [(rows - rows.mean(0)).transpose(0, 1) for _, rows in sites]  # [heads, tokens, any]
+    if w_o is not None:
+        outputs = [x.float().contiguous() for x in outputs]
+        matrices = [w_o[site.name, site.kind].float() for site, _ in sites]
+    similarity = torch.zeros(len(heads), len(heads), dtype=torch.float64)  # of a head with those after it
     for start in range(0, tokens, CHUNK):
-        some = [(rows[start : start + CHUNK], matrix) for rows, matrix in outputs]
-        parts = [x if matrix is None else torch.einsum("thd,hde->the", x.float(), matrix) for x, matrix in some]
-        flat = torch.cat(parts, 1).transpose(0, 1).flatten(1)
-        similarity += flat @ flat.T
+        parts = [x[:, start : start + CHUNK] for x in outputs]
+        if w_o is not None:
+            parts = [torch.bmm(x, matrix) for x, matrix in zip(parts, matrices, strict=True)]
+        flat = torch.cat(parts).flatten(1)
+        for first in range(0, len(heads), HEADS):
+            similarity[first : first + HEADS, first:] += flat[first : first + HEADS] @ flat[first:].T
     norms = similarity.diagonal().sqrt().clamp_min(torch.finfo(similarity.dtype).tiny)
     similarity = similarity / norms / norms[:, None]
     site_index = torch.tensor([index for index, (_, rows) in enumerate(sites) for _ in range(rows.shape[1])])

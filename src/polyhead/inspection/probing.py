@@ -35,6 +35,7 @@ from polyhead.observation.direct_logits import DirectLogits, find_direct_logits
 from polyhead.observation.head_distances import SiteDistances
 from polyhead.observation.origins import IN_CONFIG
 from polyhead.observation.role_evidence import EvidenceCollector, HeadEvidence
+from polyhead.observation.role_evidence_rows import ROW_STATISTICS
 from polyhead.observation.role_evidence_tokens import rare_tokens
 from polyhead.observation.token_sample import TokenSample
 from polyhead.progress import Progress, ProgressCallback
@@ -70,14 +71,16 @@ class Probes:
         layers = self.settings.layers
         return {site: x for site, x in projections.items() if layers is None or site.layer in layers}
 
-    def watched(self, model: nn.Module, batches: list[Batch], collect: list[Collector], step: str) -> Observations:
-        """Run a model over some batches with some collectors, and report progress."""
+    def watched(
+        self, model: nn.Module, batches: list[Batch], collector: Collector, step: str, statistics: Any = False
+    ) -> Observations:
+        """Run a model over some batches with a collector, and report progress."""
         total = sum(batch.tokens for batch in batches)
         session = observe(
             model,
             layers=self.settings.layers,
-            statistics=False,
-            collect=collect,
+            statistics=statistics,
+            collect=[collector],
             via_weights=self.settings.via_weights,
         )
         done = 0
@@ -91,18 +94,18 @@ class Probes:
         return session.observations
 
     def watched_sample(self, sample: TokenSample) -> Observations:
-        return self.watched(self.loaded.model, list(self.reader.batches()), [sample], "compare heads across layers")
+        return self.watched(self.loaded.model, list(self.reader.batches()), sample, "compare heads across layers")
 
     def examples(self) -> tuple[Example, ...]:
         """Return all attention weights of a few short excerpts."""
         batches, weights = example_batches(self.reader), ExampleWeights()
-        self.watched(self.loaded.model, batches, [CallRecorder(weights.record)], "collect examples")
+        self.watched(self.loaded.model, batches, CallRecorder(weights.record), "collect examples")
         return examples_of(self.reader, batches, weights)
 
     def distances(self) -> dict[AttentionSite, Tensor]:
         """Return the attention distances of the heads of a layer; a few tokens only, as the cost is per pair."""
         batches = self.reader.some_batches(DISTANCE_TOKENS)
-        found = self.watched(self.loaded.model, batches, [AttentionDistances()], "compare attention of heads")
+        found = self.watched(self.loaded.model, batches, AttentionDistances(), "compare attention of heads")
         states = states_of(found.collected, "distances", SiteDistances)
         return {site: state.compute() for site, state in states.items()}
 
@@ -114,7 +117,8 @@ class Probes:
             self.left_out.append(Reason("repeated_words", {"least": min(BLOCKS), "room": room, "words": words}))
             return None
         batches = list(repeated_batches(tokenizer, self.reader.classes, seed=self.settings.seed, context=context))
-        return evidence_of(self.watched(model, batches, [EvidenceCollector()], "read repeated words").collected)
+        found = self.watched(model, batches, EvidenceCollector(), "read repeated words", ROW_STATISTICS)
+        return evidence_of(found.collected)
 
     def pronouns(self) -> dict[str, PronounTable]:
         """Return the pronoun scores, from sentences in the languages that the tokenizer knows.
@@ -135,8 +139,10 @@ class Probes:
             fields = {"sentences": len(everything), "readable": len(texts.contexts), "context": self.reader.text.length}
             self.left_out.append(Reason("pronoun_sentences", fields))
             return {}
+        if self.loaded.kind in ("causal", "decoder"):
+            texts = texts.without_endings()
         batches, step = self.reader.batches_of(texts.contexts), "read sentences with pronouns"
-        watched, tables = self.watched(self.loaded.model, batches, [texts.collector()], step), dict[str, PronounTable]()
+        watched, tables = self.watched(self.loaded.model, batches, texts.collector(), step), dict[str, PronounTable]()
         of_cue: dict[str, tuple[Cue, ...]] = {"agreement": AGREEMENT, **{cue: (cue,) for cue in CUES}}
         for name, cues in of_cue.items():
             frames = {frame for frame, cue in zip(texts.frames, texts.cues, strict=True) if cue in cues}
@@ -148,8 +154,8 @@ class Probes:
         """Return roles in a model of the same layout with random weights: the effect of layout and text."""
         model = random_twin(self.loaded.model, self.settings.seed)
         batches = self.reader.whole_batches(CHANCE_TOKENS)  # the weight of a position depends on the length
-        collect: list[Collector] = [EvidenceCollector(rare=rare_tokens(self.reader.counts))]
-        observations = self.watched(model, batches, collect, "observe a model with random weights")
+        collector = EvidenceCollector(rare=rare_tokens(self.reader.counts))
+        observations = self.watched(model, batches, collector, "observe a model with random weights", ROW_STATISTICS)
         return head_roles(evidence_of(observations.collected), seed=self.settings.seed)
 
     def direct_logits(self, head_projections: Mapping[AttentionSite, HeadProjections]) -> DirectLogits | None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError
 from polyhead.observation.accumulators import Sums
-from polyhead.observation.collectors import BatchMetadata, counted_rows, exclude_padding
+from polyhead.observation.collectors import BatchMetadata, counted_rows, exclude_padding, profile_rows
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
 from polyhead.ops.profile import BlockMap
@@ -79,16 +79,18 @@ class SiteMaps(Sums):
     offsets: Tensor
     received: Tensor  # [heads, key blocks]: summed weight received by the keys of a block
 
+    @property
+    def profiled(self) -> dict[str, Any]:
+        with_offsets = {"offsets": True} if self.offsets.shape[-1] else {}
+        return {"received": True, "block_map": (self.block, self.block), **with_offsets}
+
     def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
-        unpadded = exclude_padding(attended, non_padding)
-        summary = unpadded.profile(
-            received=True, block_map=(self.block, self.block), offsets=self.offsets.shape[-1] > 0
-        )
+        summary = profile_rows(attended, non_padding, self.profiled)
         assert summary.block_map is not None and summary.received is not None
         side = self.rows.shape[0]
         grid = _folded(_folded(summary.block_map.sum(0, dtype=torch.float64), side, 2), side, 1)
         received = _folded(_blocks(summary.received.sum(0, dtype=torch.float64), self.block), side, 1)
-        counted = counted_rows(unpadded).sum(0, dtype=torch.float64)
+        counted = counted_rows(exclude_padding(attended, non_padding)).sum(0, dtype=torch.float64)
         offsets = (
             self.offsets if summary.offsets is None else self.offsets + summary.offsets.sum(0, dtype=torch.float64)
         )

@@ -71,7 +71,7 @@ class HeadMoments(NamedTensors):
         rows = torch.where((weights != 0)[:, None], rows, 0.0)
         mean = (weights @ rows) / torch.where(count > 0, count, 1.0)
         deviation = rows - mean
-        scatter = (deviation * weights[:, None]).T @ deviation
+        scatter = _symmetric_product((deviation * weights[:, None]).T, deviation)
         return self.merge(type(self)(count, mean.view_as(self.mean), scatter.view_as(self.scatter)))
 
     def merge(self, other: Self) -> Self:
@@ -86,3 +86,14 @@ class HeadMoments(NamedTensors):
         between = torch.outer(delta, delta) * (self.count * other.count / divisor)
         mean = (self.mean * self.count + other.mean * other.count) / divisor
         return type(self)(count, mean, self.scatter + other.scatter + between.view_as(self.scatter))
+
+
+def _symmetric_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return left @ right, which is symmetric, from its upper triangle in blocks: 5/8 of the operations."""
+    product = left.new_empty(left.shape[0], right.shape[1])
+    block = -(-left.shape[0] // 4)
+    for start in range(0, left.shape[0], block):
+        stop = start + block
+        product[start:stop, start:] = left[start:stop] @ right[:, start:]
+        product[stop:, start:stop] = product[start:stop, stop:].T
+    return product

@@ -17,6 +17,7 @@ from polyhead.observation.direct_logits import DirectLogits
 from polyhead.observation.role_evidence_rows import (
     COLUMNS,
     COPY_ROWS,
+    PROFILED,
     BatchBaseline,
     EvidenceSums,
     TokenLogits,
@@ -146,6 +147,10 @@ class HeadEvidence(NamedTensors):
     hits: Tensor  # int64 [documents, heads, bins]: rows whose max weight is at each offset, -64 to 64 and beyond
     available: Tensor  # int64 [documents, bins]: rows with a visible key at each offset
     chance: Tensor  # float64 [documents, bins]: weight at each offset under uniform attention
+
+    @property
+    def profiled(self) -> dict[str, bool]:
+        return PROFILED
 
     @property
     def output(self) -> Tensor | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from polyhead.masks import Mask
-from polyhead.observation.collectors import exclude_padding
+from polyhead.observation.collectors import exclude_padding, profile_rows
 from polyhead.observation.role_evidence_tokens import BINS, KEY_SETS, NEAR, Pairs, TokenMetadata, TokenSegments
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import RowStatistics, Statistics, attention
@@ -41,7 +41,8 @@ COLUMNS = (
     "copy_wins", "copy_pairs", "copy_rows",  # see `_copy_columns`
 )  # fmt: skip
 COSINES = ("cosine", "shuffled_cosine", "reshuffled_cosine")  # in the order of `TokenMetadata.meaning`
-_ROW_NAMES = ("entropy", "confidence", "mean_distance")
+ROW_STATISTICS = ("entropy", "confidence", "mean_distance")  # computed once more unless the session computes them
+PROFILED = {"received": True, "offsets": True, "argmax": True}
 COPY_WEIGHT = 0.1  # a row with less on every ordinary token attends to none
 COPY_ROWS = 64  # rows of a text that are sampled
 
@@ -97,7 +98,7 @@ def measure_baseline(
     """Measure the chance baseline: uniform attention over the visible keys."""
     batch, _, queries, _ = attended.query.shape
     zeros, mask = attended.query.new_zeros(batch, 1, queries, 8), without_biases(attended.mask)
-    requested = Statistics(*_ROW_NAMES, "visible_keys", "window_mass", "sink_mass", sink_keys=1, window=WINDOW)
+    requested = Statistics(*ROW_STATISTICS, "visible_keys", "window_mass", "sink_mass", sink_keys=1, window=WINDOW)
     result = attention(zeros, zeros, zeros, mask=mask, statistics=requested, logsumexp=True)
     rows, uniform = result.statistics, Attended(zeros, zeros, zeros, result, mask)
     assert rows is not None and rows.visible_keys is not None
@@ -168,10 +169,10 @@ def _row_statistics(attended: Attended, tokens: TokenMetadata) -> tuple[RowStati
     if (
         tokens.meaning is None
         and computed is not None
-        and all(getattr(computed, name) is not None for name in _ROW_NAMES)
+        and all(getattr(computed, name) is not None for name in ROW_STATISTICS)
     ):
         return computed, None
-    value, names = attended.value, list(_ROW_NAMES)
+    value, names = attended.value, list(ROW_STATISTICS)
     if tokens.meaning is not None:
         assert tokens.ordinary is not None
         names.append("self_mass")
@@ -203,7 +204,7 @@ def _columns(
     """Return the columns, [batch, heads] each, the weights by offset, and the argmax [batch, heads, queries]."""
     tokens, counted = query_rows.tokens, query_rows.counted
     unpadded = exclude_padding(attended, counted[:, 0])
-    summary = unpadded.profile(received=True, offsets=True, argmax=True)
+    summary = profile_rows(attended, counted[:, 0], PROFILED)
     assert summary.received is not None and summary.offsets is not None and summary.argmax is not None
     assert rows.entropy is not None and rows.confidence is not None and rows.mean_distance is not None
     received, histogram = summary.received.to(torch.float64), _merge_far_bins(summary.offsets)
@@ -243,9 +244,7 @@ def _columns(
     for name, segments in (("word", tokens.words), ("sentence", tokens.sentences)):
         if segments is not None:
             in_segments = counted & segments.counted[:, None]
-            offsets = exclude_padding(attended, in_segments[:, 0]).profile(offsets=True).offsets
-            assert offsets is not None
-            by_offset = _merge_far_bins(offsets)
+            by_offset = _offsets_of_rows(attended, in_segments, counted, histogram)
             inside = _masked_sum(_weight_inside(attended, segments), in_segments) - by_offset[..., center]
             columns[f"{name}_mass"] = inside.clamp_min(0.0)
             by_offset[..., center] = 0.0  # attention of a token to itself
@@ -254,6 +253,17 @@ def _columns(
     if attended_embeddings is not None:
         columns |= _similarity_columns(rows, query_rows, attended_embeddings, histogram, columns["duplicate_mass"])
     return columns, histogram, summary.argmax
+
+
+def _offsets_of_rows(attended: Attended, rows: Tensor, counted: Tensor, histogram: Tensor) -> Tensor:
+    """Return the weights by offset of some of the counted rows, from the `histogram` of all of them if it suffices."""
+    if rows.is_cpu:  # on a device this would synchronise
+        is_all, is_none = (rows == counted).all(-1, keepdim=True), ~rows.any(-1, keepdim=True)
+        if bool((is_all | is_none).all()):
+            return torch.where(is_none, 0.0, histogram)
+    offsets = exclude_padding(attended, rows[:, 0]).profile(offsets=True).offsets
+    assert offsets is not None
+    return _merge_far_bins(offsets)
 
 
 def _similarity_columns(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError, ShapeError
 from polyhead.observation.accumulators import Sums
-from polyhead.observation.collectors import BatchMetadata, counted_rows, exclude_padding
+from polyhead.observation.collectors import BatchMetadata, counted_rows, exclude_padding, profile_rows
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
 
@@ -63,6 +63,10 @@ class SiteTopKeys(Sums):
     received: Tensor  # [heads, tokens + 1]; the last entry is all other ids
     rows: Tensor
 
+    @property
+    def profiled(self) -> dict[str, Any]:
+        return {"received": True}
+
     def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
         keys = attended.key.shape[2]
         if metadata.tokens is None or metadata.tokens.shape != (attended.query.shape[0], keys):
@@ -71,14 +75,13 @@ class SiteTopKeys(Sums):
                 f"top keys need the ids of the {keys} tokens of each text; before each call of the model set "
                 f"session.metadata = BatchMetadata(tokens=...), [batch, tokens] on the CPU, got {got}"
             )
-        unpadded = exclude_padding(attended, non_padding)
-        weight = unpadded.profile(received=True).received
+        weight = profile_rows(attended, non_padding, self.profiled).received
         assert weight is not None
         places = self.collector.places(metadata.tokens).to(weight.device, non_blocking=True)
         heads = weight.shape[1]
         by_token = weight.double().transpose(0, 1).reshape(heads, -1)  # [heads, batch * keys]
         received = self.received.index_add(1, places.flatten(), by_token)
-        rows = counted_rows(unpadded).sum(dtype=torch.float64)
+        rows = counted_rows(exclude_padding(attended, non_padding)).sum(dtype=torch.float64)
         return replace(self, received=received, rows=self.rows + rows)
 
     def merge(self, other: Self) -> Self:

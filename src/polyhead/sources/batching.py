@@ -104,7 +104,8 @@ def batches(
 ) -> Batches:
     """Group contexts of similar length into batches of at most `batch_tokens` tokens, including padding.
 
-    A longer context forms a batch of its own. `side` is the padding side: right for encoders, either for decoders.
+    A longer context forms a batch of its own. No context of a batch is over twice as long as another, so that less than
+    half of a batch is padding. `side` is the padding side: right for encoders, either for decoders.
     `start` skips that many batches; `digest`, the `Batch.digest` of the last skipped one, verifies that they are
     unchanged.
 
@@ -143,7 +144,8 @@ def _groups(contexts: Iterable[Context], batch_tokens: int) -> Iterator[list[Con
         stretch.sort(key=lambda context: len(context.ids))  # stable: equal lengths keep the order of the text
         group: list[Context] = []
         for context in stretch:
-            if group and (len(group) + 1) * len(context.ids) > batch_tokens:
+            length = len(context.ids)
+            if group and ((len(group) + 1) * length > batch_tokens or length > 2 * len(group[0].ids)):
                 yield group
                 group = []
             group.append(context)

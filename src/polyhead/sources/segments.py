@@ -52,7 +52,7 @@ class Segments:
         def table(values: list[bool]) -> Tensor:
             return torch.tensor(values, dtype=torch.bool)
 
-        kinds = [TokenClass(int(kind)) for kind in classes]
+        kinds = [TokenClass(kind) for kind in classes.tolist()]
         rows = list(zip(texts, kinds, names, strict=True))
         return cls(
             special=classes == TokenClass.SPECIAL,
