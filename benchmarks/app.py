@@ -13,6 +13,7 @@ import typer
 
 from benchmarks.options import Commit, Quick, Seed
 from benchmarks.plan_accuracy.command import plan
+from benchmarks.statements.command import statements
 from benchmarks.surgery_quality.command import conversion, merging, prediction, surgery
 from benchmarks.training.command import training
 from polyhead.cli.errors import CommandGroup
@@ -35,6 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("plan")(plan)
+app.command("statements")(statements)
 app.command("surgery")(surgery)
 app.command("conversion")(conversion)
 app.command("merging")(merging)

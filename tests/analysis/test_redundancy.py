@@ -39,22 +39,25 @@ def shares_of(outputs: Tensor, weights: Tensor) -> PredictableShares:
     return predictable_shares(*halves_of(outputs), weights)
 
 
-def regression(outputs: Tensor, weights: Tensor, head: int, predictors: list[int]) -> float:
-    """R² of a head's contribution, by least squares on explicit rows: one half is fitted, the other predicted."""
+def regression(outputs: Tensor, weights: Tensor, head: int, predictors: list[int]) -> list[float]:
+    """R² of a head's contribution, by least squares on explicit rows: one half is fitted, the other predicted.
+
+    On all rows, on those of the first half, and on those of the second.
+    """
     unit = (outputs - outputs.mean(0)).square().mean((0, 2)).sqrt()
     written = outputs[:, head] @ weights[head]
-    error = total = 0.0
+    sums = []
     halves = torch.arange(len(outputs)).chunk(2)
-    for train, test in (halves, halves[::-1]):
+    for train, test in (halves[::-1], halves):
         x = (outputs / unit[:, None])[:, predictors].flatten(1)
         mean, target = x[train].mean(0), written[train].mean(0)
         ridge = (x.shape[1]) ** 0.5 * torch.eye(x.shape[1], dtype=torch.float64)  # predictors per token, times tokens
         left = torch.cat([x[train] - mean, ridge])
         right = torch.cat([written[train] - target, torch.zeros(x.shape[1], WIDTH, dtype=torch.float64)])
         fitted = torch.linalg.lstsq(left, right).solution
-        error += float((written[test] - target - (x[test] - mean) @ fitted).square().sum())
-        total += float((written[test] - written[test].mean(0)).square().sum())
-    return 1 - error / total
+        error = written[test] - target - (x[test] - mean) @ fitted
+        sums.append(torch.stack([y.square().sum() for y in (error, written[test] - written[test].mean(0))]))
+    return [float(1 - error / total) for error, total in (sums[0] + sums[1], *sums)]
 
 
 def test_planted_heads_are_predicted_whatever_the_sign_and_the_basis() -> None:
@@ -88,14 +91,19 @@ def test_shares_are_those_of_a_regression_on_explicit_rows(tokens: int) -> None:
     outputs, weights = planted(1)
     noise = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     outputs = (outputs + noise)[:tokens] * torch.linspace(0.1, 9, HEADS)[:, None]
-    outputs[tokens // 2 :] += 1.7  # documents differ in their mean
+    outputs[tokens // 2 :] += 1.7  # documents differ in their mean, and
+    outputs[: tokens // 2, COPY] += 3 * noise[: tokens // 2, 0]  # in what a head writes
     shares = shares_of(outputs, weights)
     for head in range(HEADS):
         others = [other for other in range(HEADS) if other != head]
-        assert float(shares.by_others[head]) == pytest.approx(regression(outputs, weights, head, others), abs=1e-9)
+        by_others = [shares.by_others[head], *shares.halves[:, head]]
+        assert by_others == pytest.approx(regression(outputs, weights, head, others), abs=1e-9)
+        alone = {other: regression(outputs, weights, head, [other]) for other in others}
         for other in others:
-            alone = regression(outputs, weights, head, [other])
-            assert float(shares.by_head[head, other]) == pytest.approx(alone, abs=1e-9)
+            assert float(shares.by_head[head, other]) == pytest.approx(alone[other][0], abs=1e-9)
+        best = max(alone.values(), key=lambda x: x[0])
+        assert shares.alone_halves[:, head].tolist() == pytest.approx(best[1:], abs=1e-9)
+    assert abs(shares.halves[0, COPY] - shares.halves[1, COPY]) > 0.02  # a swap of the halves would fail above
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -186,6 +186,17 @@ def test_mutual_information_is_exact_up_to_identical_heads(noise: float) -> None
     assert float(mutual_information(moments_of(outputs), corrected=False)[0, 1]) == pytest.approx(expected, rel=1e-8)
 
 
+def test_directions_of_little_variance_count() -> None:
+    """A ten-thousandth of the largest deviation is far above the rounding error of float32."""
+    outputs = normal(3000, 2, 4, seed=2)
+    outputs[:, 1, 3] = outputs[:, 0, 3] + normal(3000, seed=3)
+    expected = total_correlation(moments_of(outputs))
+    assert expected == pytest.approx(0.5 * math.log(2), abs=0.05)
+    outputs[:, :, 3] *= 1e-4
+    assert total_correlation(moments_of(outputs.float())) == pytest.approx(float(expected), abs=1e-3)
+    assert mutual_information(moments_of(outputs.float()))[0, 1] == pytest.approx(float(expected), abs=1e-3)
+
+
 def test_too_few_tokens_are_refused(outputs: Tensor) -> None:
     with pytest.raises(OptionError, match="more tokens than dimensions, got 7 tokens for 6 dimensions"):
         mutual_information(moments_of(outputs[:7]))

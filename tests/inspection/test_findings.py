@@ -73,21 +73,33 @@ def test_redundant_heads_are_reported_with_the_head_that_predicts_them():
         for (one, other), value in by_pair.items():
             matrix[one, other] = matrix[other, one] = value
         relations[site] = {"cosine": matrix, "predictable_share": torch.tensor(alone[site], dtype=torch.float64)}
-    columns = {"predictable_share": [0.85, 0.76, 0.75, 0.88, 0.95, 0.749]}
+    columns = {
+        "predictable_share": [0.85, 0.76, 0.75, 0.88, 0.95, 0.749],
+        "predictable_alone": [0.74, 0.72, 0.45, 0.86, 0.9, 0.2],
+    }
     inspection = inspection_of(columns, relations=relations)
     assert [x.head for x in inspection.redundant] == [(TWO, 1), (TWO, 0), (ONE, 0), (ONE, 1), (ONE, 2)]
     tail = "of its output is linearly predictable from it, on held-out tokens)"
     assert texts_of(inspection, 9) == [
         f"L1H1 writes much the same as L1H2 (cosine 0.83; 90% {tail}",
-        f"L1H0 writes a linear map of what L1H1 writes (cosine -0.08; 86% {tail}",
-        f"L0H0 writes the opposite of L0H1 (cosine -0.61; 74% {tail}",
+        f"L1H0 mostly writes a linear map of what L1H1 writes (cosine -0.08; 86% {tail}",
+        f"L0H0 mostly writes the opposite of L0H1 (cosine -0.61; 74% {tail}",
         "the other heads of its layer predict 75% of the output of L0H2 linearly, on held-out tokens",
     ]
     assert texts_of(inspection, 9, "zh") == [
         "L1H1 与 L1H2 写入的内容大致相同（余弦 0.83；在留出词元上，其输出的 90% 可由后者线性预测）",
-        "L1H0 写入的是 L1H1 所写内容的线性映射（余弦 -0.08；在留出词元上，其输出的 86% 可由后者线性预测）",
-        "L0H0 写入的与 L0H1 相反（余弦 -0.61；在留出词元上，其输出的 74% 可由后者线性预测）",
+        "L1H0 写入的大多是 L1H1 所写内容的线性映射（余弦 -0.08；在留出词元上，其输出的 86% 可由后者线性预测）",
+        "L0H0 写入的大多与 L0H1 相反（余弦 -0.61；在留出词元上，其输出的 74% 可由后者线性预测）",
         "在留出词元上，同层其他头可线性预测 L0H2 输出的 75%",
+    ]
+    # In one half of the text L1H2 predicts less of L1H1, and the others predict less of L1H0 and of L0H2.
+    odd = {
+        "predictable_share": [0.85, 0.76, 0.74, 0.7, 0.95, 0.749],
+        "predictable_alone": [0.74, 0.72, 0.45, 0.86, 0.4, 0.2],
+    }
+    assert texts_of(inspection_of(columns, odd=odd, relations=relations), 9) == [
+        "the other heads of its layer predict 95% of the output of L1H1 linearly, on held-out tokens",
+        f"L0H0 mostly writes the opposite of L0H1 (cosine -0.61; 74% {tail}",
     ]
 
 
@@ -156,16 +168,18 @@ def test_what_is_common_and_what_is_extreme():
     found = findings(inspection, limit=9)
     assert [str(x) for x in found] == [
         "2 of 6 heads have over half of their attention on the first token",
-        "L0H1 has the largest max attention weight: 93% on one token",
-        "1 of 6 heads attend almost uniformly (over 90% of the maximum entropy)",
+        "L0H1 has the largest max attention weight: 93% on one token on average",
+        "1 of 6 heads attends almost uniformly (over 90% of the maximum entropy)",
         "L0H2 has the largest mean attention distance: 31 tokens",
     ]
     assert [words_of(x, "zh") for x in found] == [
         "6 个头中有 2 个把一半以上的注意力放在首个词元上",
-        "L0H1 的最大注意力权重最高：93% 落在一个词元上",
+        "L0H1 的最大注意力权重最高：平均 93% 落在一个词元上",
         "6 个头中有 1 个的注意力几乎均匀分布（超过最大熵的 90%）",
         "L0H2 的平均注意力距离最大：31 个词元",
     ]
+    one = dataclasses.replace(found[0], values={"count": 1, "of": 6})
+    assert str(one) == "1 of 6 heads has over half of its attention on the first token"
     assert found[0].heads == ((ONE, 0), (ONE, 2))
     assert [x.column for x in found] == ["sink_mass", "confidence", "normalized_entropy", "mean_distance"]
 
@@ -241,14 +255,17 @@ def test_a_finding_names_the_text_and_the_context(text, english, chinese):
         "induction": "an induction head, in both halves of the repeated random words",
         "sink": f"the first token, in both halves of {english} (4,096 tokens in contexts of up to 256)",
         "importance": f"nats per token, in both halves of {english} (1,024 tokens in contexts of up to 128)",
-        "redundant": f"on held-out tokens, on {english} (4,096 tokens in contexts of up to 256)",
+        "redundant": f"on held-out tokens, in both halves of {english} (4,096 tokens in contexts of up to 256)",
     }
     by_kind = {str(x.values.get("role", x.kind)): x for x in found}
     assert {name: str(x)[-len(ends[name]) :] for name, x in by_kind.items()} == ends
     assert words_of(by_kind["sink"], "zh") == (
         f"6 个头中有 2 个把一半以上的注意力放在首个词元上（在{chinese}的两半上均成立：4,096 个词元，上下文最长 256）"
     )
-    assert words_of(by_kind["redundant"], "zh").endswith(f"（在{chinese}上：4,096 个词元，上下文最长 256）")
+    earlier = dataclasses.replace(by_kind["sink"].basis, halves=False)  # of a run of an earlier format
+    assert words_of(dataclasses.replace(by_kind["sink"], basis=earlier)).endswith(
+        f"first token, on {english} (4,096 tokens in contexts of up to 256)"
+    )
     assert words_of(by_kind["induction"], "zh").endswith("（在重复的随机词的两半上均成立）")
 
 

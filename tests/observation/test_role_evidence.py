@@ -327,6 +327,23 @@ def test_of_many_occurrences_the_nearest_count() -> None:
     assert found.column("duplicate_rows")[0].tolist() == [28.0] * 4
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_equal_tokens_are_no_evidence_of_similar_meaning_however_many_there_are(causal: bool) -> None:
+    layer, tokens = attended_layer(causal), drawn_tokens(1, 61, 5)
+    assert int(tokens.unique(return_counts=True)[1].min()) > 2 * NEAREST
+    meaning = TokenVectors.of(torch.randn(5, 24), dims=3)
+    with torch.no_grad(), polyhead.observe(layer, statistics=False, collect=[EvidenceCollector(meaning=meaning)]) as s:
+        s.metadata = BatchMetadata(documents=torch.zeros(1, dtype=torch.int64), tokens=tokens)
+        weights = layer(torch.randn(1, 61, 24, dtype=torch.float64), weights=True).weights[0]
+    ((_, values),) = s.observations.collected.items()
+    other = tokens[0][:, None] != tokens[0]
+    vectors = meaning.vectors[tokens[0], 0].double()
+    found = {name: values["evidence"].column(name)[0, :-1] for name in ("other_token_mass", "cosine")}
+    torch.testing.assert_close(found["other_token_mass"], (weights * other).sum((1, 2)), rtol=0, atol=1e-5)
+    cosine = (weights * (vectors @ vectors.T) * other).sum((1, 2))
+    torch.testing.assert_close(found["cosine"], cosine, rtol=0, atol=1e-5)
+
+
 def run_in_parts(parts: list[Tensor], texts: Tensor, tokens: Tensor, documents: Tensor) -> HeadEvidence:
     layer = attended_layer()
     collector = EvidenceCollector(meaning=TokenVectors.of(torch.eye(31) + 0.1, dims=5), segments=cut, max_documents=5)

@@ -334,12 +334,12 @@ export const strings = {
 
   // Head importance
   noImportance: { en: "Importance was not measured in this run.", zh: "此次运行没有测量重要性。" },
-  mostImportant: { en: "{head} is the most important.", zh: "{head} 最重要。" },
+  mostImportant: { en: "{head} ranks first on this text.", zh: "{head} 在此文本上排名第一。" },
   ranking: { en: "The {count} most important heads", zh: "最重要的 {count} 个头" },
   rankingAbout: { en: "Error bars are 1.96 standard errors on either side.", zh: "误差线为两侧各 1.96 个标准误。" },
   rankingDescribed: {
-    en: "Bar chart of importance. {head} is the most important: {value}. All numbers are in the table below.",
-    zh: "重要性柱状图。{head} 最重要：{value}。全部数字见下方表格。",
+    en: "Bar chart of importance. {head} ranks first: {value}. All numbers are in the table below.",
+    zh: "重要性柱状图。{head} 排名第一：{value}。全部数字见下方表格。",
   },
   standardError: { en: "standard error", zh: "标准误" },
 

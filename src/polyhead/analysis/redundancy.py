@@ -18,6 +18,7 @@ from polyhead.errors import OptionError, ShapeError
 from polyhead.observation.head_moments import HeadMoments
 
 PREDICTABLE = "predictable_share"  # the column of the table of heads, and the matrix of a layer
+ALONE = "predictable_alone"  # by the best other head alone: values on the halves of a text
 THRESHOLD = 0.75  # of the share: what the others cannot restore is at most half as large, in root mean square
 
 
@@ -30,6 +31,8 @@ class PredictableShares:
 
     by_others: Tensor  # [heads]: by all other heads together
     by_head: Tensor  # [heads, heads]: of the row's head, by the column's head alone
+    halves: Tensor  # [2, heads]: by all other heads, on the tokens of each half
+    alone_halves: Tensor  # [2, heads]: by the `best_other` alone
 
 
 def predictable_shares(one: HeadMoments, other: HeadMoments, output_weights: Tensor) -> PredictableShares:
@@ -69,11 +72,20 @@ def predictable_shares(one: HeadMoments, other: HeadMoments, output_weights: Ten
     varies = variance.isfinite() & (variance > 0)
     scale = torch.where(varies, variance, torch.inf).rsqrt()
     one, other = _scaled(one, scale), _scaled(other, scale)
-    sums = _squared_errors(one, other, gram), _squared_errors(other, one, gram)
-    by_others, by_head, total = (first + second for first, second in zip(*sums, strict=True))
+    sums = _squared_errors(other, one, gram), _squared_errors(one, other, gram)  # on the tokens of `one`, of `other`
+    # [3, ...] each: on all tokens, and on each half.
+    by_others, by_head, total = (torch.stack((x + y, x, y)) for x, y in zip(*sums, strict=True))
     total = torch.where(varies & (total > 0), total, torch.nan)
-    by_head = torch.where(varies, by_head, torch.nan)
-    return PredictableShares(1 - by_others / total, 1 - by_head / total[:, None])
+    by_others, by_head = 1 - by_others / total, 1 - torch.where(varies, by_head, torch.nan) / total[..., None]
+    heads = torch.arange(len(varies), device=varies.device)
+    alone = by_head[1:, heads, best_other(by_head[0])]
+    return PredictableShares(by_others[0], by_head[0], by_others[1:], alone)
+
+
+def best_other(by_head: Tensor) -> Tensor:
+    """Return the other head that predicts most of each head alone, [heads], given `PredictableShares.by_head`."""
+    itself = torch.eye(len(by_head), dtype=torch.bool, device=by_head.device)
+    return by_head.nan_to_num(nan=-torch.inf).masked_fill(itself, -torch.inf).argmax(-1)
 
 
 def tokens_needed(moments: HeadMoments) -> int:

@@ -201,7 +201,8 @@ def _whitened(moments: HeadMoments) -> tuple[int, list[int], Tensor]:
     covariance = moments.covariance
     diagonal_blocks, nan = screened(torch.stack([covariance[i, :, i] for i in range(heads)]))
     values, vectors = torch.linalg.eigh(diagonal_blocks)
-    nonzero = values > values.amax(-1, keepdim=True).clamp_min(0.0) * dim * torch.finfo(torch.float32).eps
+    # Variances, so that the rounding error of the outputs is squared.
+    nonzero = values > values.amax(-1, keepdim=True).clamp_min(0.0) * (dim * torch.finfo(torch.float32).eps) ** 2
     scale = torch.where(nonzero, values.clamp_min(torch.finfo(torch.float64).tiny).rsqrt(), 0.0)
     whitening = vectors * scale[:, None, :] + nan[:, None, None]
     return heads, nonzero.sum(-1).tolist(), torch.einsum("iac,iajb,jbd->icjd", whitening, covariance, whitening)

@@ -252,7 +252,6 @@ def _same_meaning(documents: _Documents) -> _Scores | None:
         return None
     enough = weight > _MIN_DIFFERENT * sums["rows"].sum(0)
     similarity, shuffled, reshuffled = (sums[name] - sums[f"{name}_expected"] for name in COSINES)
-    # Identical tokens that were too frequent to exclude are as similar under either permutation, so they cancel.
     scores = documents.ratio(
         similarity - (shuffled + reshuffled) / 2,
         sums["other_token_mass"],

@@ -322,9 +322,10 @@ def _redundant(found: Inspection) -> Iterator[str]:
         )
         return
     shown = [f"{place_of(x.head, stacked=stacked)} {x.share:.0%}" for x in found.redundant[:LEAST]]
+    are, their = ("is", "its") if len(shown) == 1 else ("are", "their")
     yield (
-        f"{len(found.redundant)} of {len(table)} heads are redundant: the other heads of their layer predict at least "
-        f"{THRESHOLD:.0%} of their output linearly, on held-out tokens: {', '.join(shown)}"
+        f"{len(found.redundant)} of {len(table)} heads {are} redundant: the other heads of {their} layer predict at "
+        f"least {THRESHOLD:.0%} of {their} output linearly, on held-out tokens: {', '.join(shown)}"
         f"{' and others' if len(found.redundant) > LEAST else ''}."
     )
     if not stacked:

@@ -2,21 +2,23 @@
 
 Up to format 6, copy and anti-copy are scores of the weights, and pronoun is a score of all kinds of sentences. Groups
 of redundant heads, which are dropped with the findings about them, are by a threshold on cosines; shares inside the
-word and the sentence, which are dropped too, count the token itself. Format 5 has other names for kinds of findings,
-4 also for two fields, 3 and 2 store evidence and reasons as English text instead of fields, and 2 has other names for
-some statistics.
+word and the sentence, which are dropped too, count the token itself. Findings are not required to hold on both halves
+of the text. Format 5 has other names for kinds of findings, 4 also for two fields, 3 and 2 store evidence and reasons
+as English text instead of fields, and 2 has other names for some statistics.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from polyhead.analysis.roles_rules import RULES
 from polyhead.observation.renamed import current_name
 
 _OF_WEIGHTS = ("copy", "anti-copy")
 _WITH_SELF = ("word_share", "sentence_share")
 _DROPPED = ("copy_score", "anti_copy_score", *(f"{x}{end}" for x in _WITH_SELF for end in ("", "_error", "_chance")))
 _FINDING_KINDS = {"matters": "importance", "resting": "sink", "wide": "uniform"}
+_OF_TEXT = ("sink", "resting", "uniform", "wide", "extreme")
 
 
 def upgraded(rest: dict[str, Any]) -> dict[str, Any]:
@@ -25,7 +27,7 @@ def upgraded(rest: dict[str, Any]) -> dict[str, Any]:
     The English texts of formats 2 and 3 are kept and shown in both languages.
     """
     kept = [x for x in rest["findings"] if x["kind"] not in ("similar", "alike") and _role(x) not in _OF_WEIGHTS]
-    rest["roles"], rest["findings"] = _roles(rest), kept
+    rest["roles"], rest["findings"] = _roles(rest), [_with_basis(x, rest) for x in kept]
     rest["statistics"] = [name for name in rest["statistics"] if name not in _WITH_SELF]
     if rest["format"] == 6:
         return rest
@@ -69,6 +71,15 @@ def _roles(rest: dict[str, Any]) -> list[dict[str, Any]]:
                 if finding["heads"] == [[head["site"], head["head"]]]:
                     finding["values"]["saved_evidence"] = score["evidence"]
     return rest["roles"]
+
+
+def _with_basis(finding: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
+    """Return a finding with the text it is about, on whose halves it was not required to hold."""
+    sizes = {name: rest["facts"].get(name) for name in ("tokens", "context")}
+    rule = RULES.get(str(_role(finding)))
+    if None in sizes.values() or (finding["kind"] not in _OF_TEXT and (rule is None or rule.source != "text")):
+        return finding
+    return {"basis": {"text": rest["settings"].get("text"), **sizes, "halves": False}, **finding}
 
 
 def _role(finding: dict[str, Any]) -> str | None:

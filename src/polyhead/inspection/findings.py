@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from polyhead.analysis.intervals import influence_error
-from polyhead.analysis.redundancy import PREDICTABLE
+from polyhead.analysis.redundancy import ALONE, PREDICTABLE, THRESHOLD
 from polyhead.analysis.roles import HeadRoles, RoleScore
 from polyhead.analysis.roles_evidence import EVIDENCE
 from polyhead.analysis.roles_rules import RULES
@@ -27,7 +27,7 @@ from polyhead.observation import HeadProfile
 MAX_FINDINGS = 3
 DEVIATIONS = 1.96  # standard errors: so close to 0 a median is no unit, and heads so close do not differ significantly
 SINK_MASS = 0.5  # share of attention on the first token above which a head counts as a sink
-ALONE = 0.5  # share of a redundant head from which one other head is named: it predicts more than all the rest
+MOSTLY = 0.5  # share of a redundant head from which one other head is named: it predicts more than all the rest
 SAME = 0.5  # |cosine| from which two heads write much the same, or the opposite: less than 60 degrees apart
 NEAR_UNIFORM = 0.9  # share of the maximum entropy above which attention counts as uniform
 _COMMON: tuple[tuple[str, FindingKind, float], ...] = (
@@ -87,7 +87,7 @@ def _basis(inspection: Inspection, finding: Finding) -> Basis | None:
     if "context" not in facts or source != "text":
         return None
     tokens, context = facts[f"{measured}tokens"], facts[f"{measured}context"]
-    return Basis(inspection.settings.text, tokens, context, halves=finding.kind != "redundant")
+    return Basis(inspection.settings.text, tokens, context, halves=True)
 
 
 def _halves(inspection: Inspection, column: str) -> Tensor:
@@ -129,9 +129,14 @@ def _redundant(inspection: Inspection) -> Iterator[Finding]:
     """Yield the redundant heads, each with the head that alone predicts most of it, if one does; a pair once."""
     reported: set[frozenset[Head]] = set()
     for found in inspection.redundant:
+        site, head = found.head
+        halves = inspection.halves.get(site, {})
+        share, alone = (float(halves[x][:, head].min()) if x in halves else math.nan for x in (PREDICTABLE, ALONE))
+        if not share >= THRESHOLD:
+            continue
         heads: tuple[Head, ...] = (found.head,)
         values: dict[str, float | str] = {"share": found.share}
-        if found.share_of_other >= ALONE:
+        if alone >= MOSTLY:
             heads = (found.head, found.other)
             relation = "linear_map" if abs(found.cosine) < SAME else "same" if found.cosine > 0 else "opposite"
             values |= {"relation": relation, "alone": found.share_of_other, "cosine": found.cosine}

@@ -12,7 +12,7 @@ from polyhead.analysis import circuits, relations
 from polyhead.analysis.importance import Importance
 from polyhead.analysis.intervals import Z
 from polyhead.analysis.pronouns import CUES, PronounTable
-from polyhead.analysis.redundancy import PREDICTABLE, predictable_shares, tokens_needed
+from polyhead.analysis.redundancy import ALONE, PREDICTABLE, predictable_shares, tokens_needed
 from polyhead.analysis.roles import HeadRoles, evidence_of
 from polyhead.analysis.text_shares import text_shares
 from polyhead.inspection.heads import Head, named
@@ -61,9 +61,14 @@ def add_predictable_shares(
     head_projections: Mapping[AttentionSite, HeadProjections],
     matrices: SiteTensors,
     columns: SiteTensors,
-) -> Reason | None:
-    """Add how much of each head's output other heads predict; return the reason if tokens are too few at a site."""
-    reason = None
+) -> tuple[SiteTensors, Reason | None]:
+    """Add how much of each head's output other heads predict.
+
+    Returns:
+        What all others and the best of them alone predict on each half of the text, [2, heads] by site, and the reason
+        if tokens are too few at a site.
+    """
+    halves, reason = SiteTensors(), None
     for site, state in states_of(collected, "contributions", SiteContributions).items():
         output = head_projections.get(site, HeadProjections()).output
         one, other = map(_on_cpu, state.halves)
@@ -76,7 +81,8 @@ def add_predictable_shares(
             continue
         shares = predictable_shares(one, other, output)
         matrices[site][PREDICTABLE], columns[site][PREDICTABLE] = shares.by_head, shares.by_others
-    return reason
+        halves[site] = {PREDICTABLE: shares.halves, ALONE: shares.alone_halves}
+    return halves, reason
 
 
 def _moments_of(collected: Collected) -> dict[AttentionSite, HeadMoments]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from polyhead.analysis.redundancy import PREDICTABLE, THRESHOLD
+from polyhead.analysis.redundancy import PREDICTABLE, THRESHOLD, best_other
 from polyhead.analysis.roles import HeadRoles
 from polyhead.inspection.example_weights import Example
 from polyhead.inspection.head_maps import HeadMaps
@@ -54,11 +54,9 @@ class Inspection:
             matrices = self.relations.get(site, {})
             share = float(self.table[PREDICTABLE][row]) if PREDICTABLE in self.table.columns else math.nan
             if share >= THRESHOLD and {PREDICTABLE, "cosine"} <= matrices.keys():
-                alone = matrices[PREDICTABLE][head].nan_to_num(nan=-math.inf)
-                alone[head] = -math.inf
-                other = int(alone.argmax())
-                cosine = float(matrices["cosine"][head, other])
-                found.append(RedundantHead((site, head), share, (site, other), float(alone[other]), cosine))
+                other = int(best_other(matrices[PREDICTABLE])[head])
+                alone, cosine = (float(matrices[name][head, other]) for name in (PREDICTABLE, "cosine"))
+                found.append(RedundantHead((site, head), share, (site, other), alone, cosine))
         return tuple(sorted(found, key=lambda x: -x.share))
 
     def roles_of(self, site: AttentionSite, head: int) -> HeadRoles | None:

@@ -128,9 +128,10 @@ class _Run:
         if non_finite := layer_similarity.non_finite_heads(observations.collected):
             self.probes.left_out.append(Reason("non_finite", {"heads": non_finite}))
         matrices, output_columns = layer_similarity.relations_of(observations.collected, head_projections)
-        if few := layer_similarity.add_predictable_shares(
+        predictable, few = layer_similarity.add_predictable_shares(
             observations.collected, head_projections, matrices, output_columns
-        ):
+        )
+        if few is not None:
             self.probes.left_out.append(few)
         spectra = layer_similarity.spectra_of(head_projections)
         columns = [
@@ -162,7 +163,10 @@ class _Run:
             top_keys=top_keys_of(observations.collected, self.loaded.tokenizer, self.reader.counts),
             spectra=spectra,
             influence=influence_of(observations.collected, importance, table),
-            halves=halves_of(observations.collected, importance, table),
+            halves={
+                site: {**of_site, **predictable.get(site, {})}
+                for site, of_site in halves_of(observations.collected, importance, table).items()
+            },
             **probed.fields,
         )
         return dataclasses.replace(inspection, findings=findings(inspection))

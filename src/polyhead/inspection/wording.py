@@ -86,14 +86,14 @@ _FINDINGS = {
         "在留出词元上，其输出的 {alone:.0%} 可由后者线性预测）",
     ),
     "opposite": Text(
-        "{place} writes the opposite of {other} (cosine {cosine:.2f}; {alone:.0%} of its output is linearly "
+        "{place} mostly writes the opposite of {other} (cosine {cosine:.2f}; {alone:.0%} of its output is linearly "
         "predictable from it, on held-out tokens)",
-        "{place}写入的与 {other} 相反（余弦 {cosine:.2f}；在留出词元上，其输出的 {alone:.0%} 可由后者线性预测）",
+        "{place}写入的大多与 {other} 相反（余弦 {cosine:.2f}；在留出词元上，其输出的 {alone:.0%} 可由后者线性预测）",
     ),
     "linear_map": Text(
-        "{place} writes a linear map of what {other} writes (cosine {cosine:.2f}; {alone:.0%} of its output is "
+        "{place} mostly writes a linear map of what {other} writes (cosine {cosine:.2f}; {alone:.0%} of its output is "
         "linearly predictable from it, on held-out tokens)",
-        "{place}写入的是 {other} 所写内容的线性映射（余弦 {cosine:.2f}；"
+        "{place}写入的大多是 {other} 所写内容的线性映射（余弦 {cosine:.2f}；"
         "在留出词元上，其输出的 {alone:.0%} 可由后者线性预测）",
     ),
     "gradient": Text(
@@ -109,16 +109,16 @@ _FINDINGS = {
         "消融 {place}时文本向量变化最大：1 - 余弦为 {value:.2g}",
     ),
     "sink": Text(
-        "{count} of {of} heads have over half of their attention on the first token",
+        "{count} of {of} heads {have} over half of {their} attention on the first token",
         "{of} 个头中有 {count} 个把一半以上的注意力放在首个词元上",
     ),
     "uniform": Text(
-        "{count} of {of} heads attend almost uniformly (over 90% of the maximum entropy)",
+        "{count} of {of} heads {attend} almost uniformly (over 90% of the maximum entropy)",
         "{of} 个头中有 {count} 个的注意力几乎均匀分布（超过最大熵的 90%）",
     ),
     "confidence": Text(
-        "{place} has the largest max attention weight: {value:.0%} on one token",
-        "{place}的最大注意力权重最高：{value:.0%} 落在一个词元上",
+        "{place} has the largest max attention weight: {value:.0%} on one token on average",
+        "{place}的最大注意力权重最高：平均 {value:.0%} 落在一个词元上",
     ),
     "mean_distance": Text(
         "{place} has the largest mean attention distance: {value:.0f} tokens",
@@ -129,6 +129,8 @@ _FINDINGS = {
         "{place}的输出范数最大：占本层范数平方和的 {value:.0%}",
     ),
 }
+_ONE = {"have": "has", "their": "its", "attend": "attends"}
+_SEVERAL = {word: word for word in _ONE}
 # Appended if a finding has a value of that name.
 _SUFFIXES = {
     "times": Text(", at least {times:,.1f} times the median of all heads", "，至少是所有头中位数的 {times:,.1f} 倍"),
@@ -141,9 +143,9 @@ def words_of(finding: Finding, language: Language = "en") -> str:
     >>> from polyhead.observation import AttentionSite
     >>> site = AttentionSite("encoder.layer.2.attention.self", "self", "encoder.layer.*.attention.self", 2, 12)
     >>> print(words_of(Finding("extreme", ((site, 7),), "confidence", {"value": 0.93})))
-    L2H7 has the largest max attention weight: 93% on one token
+    L2H7 has the largest max attention weight: 93% on one token on average
     >>> print(words_of(Finding("extreme", ((site, 7),), "confidence", {"value": 0.93}), "zh"))
-    L2H7 的最大注意力权重最高：93% 落在一个词元上
+    L2H7 的最大注意力权重最高：平均 93% 落在一个词元上
     """
     values: Any = finding.values
     basis = "" if finding.basis is None else finding.basis.words(language)
@@ -158,7 +160,8 @@ def words_of(finding: Finding, language: Language = "en") -> str:
     text = _FINDINGS[_template_of(finding)][language]
     text += "".join(suffix[language] for name, suffix in _SUFFIXES.items() if name in values)
     other = place_of(finding.heads[-1], language, stacked=finding.stacked)
-    return text.format(place=place, other=other, **values) + basis
+    verbs = _ONE if values.get("count") == 1 else _SEVERAL
+    return text.format(place=place, other=other, **verbs, **values) + basis
 
 
 def _template_of(finding: Finding) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polyhead.masks import Mask
 from polyhead.observation.collectors import exclude_padding, profile_rows
-from polyhead.observation.role_evidence_tokens import BINS, KEY_SETS, NEAR, Pairs, TokenMetadata, TokenSegments
+from polyhead.observation.role_evidence_tokens import BINS, KEY_SETS, NEAR, Pairs, TokenMetadata
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import RowStatistics, Statistics, attention
 from polyhead.ops.profile import profile
@@ -174,9 +174,8 @@ def _row_statistics(attended: Attended, tokens: TokenMetadata) -> tuple[RowStati
         return computed, None
     value, names = attended.value, list(ROW_STATISTICS)
     if tokens.meaning is not None:
-        assert tokens.ordinary is not None
-        names.append("self_mass")
-        value = torch.cat([tokens.meaning.flatten(2), tokens.ordinary[..., None]], -1)
+        assert tokens.ordinary_ids is not None
+        value = torch.cat([tokens.meaning.flatten(2), tokens.ordinary_ids[..., None] >= 0], -1)
         value = torch.nn.functional.pad(value, (0, -value.shape[-1] % 8)).to(attended.query.dtype)
         value = value[:, None].expand(-1, attended.key.shape[1], -1, -1)
     result = attention(
@@ -245,13 +244,13 @@ def _columns(
         if segments is not None:
             in_segments = counted & segments.counted[:, None]
             by_offset = _offsets_of_rows(attended, in_segments, counted, histogram)
-            inside = _masked_sum(_weight_inside(attended, segments), in_segments) - by_offset[..., center]
+            inside = _masked_sum(_weight_inside(attended, segments.indices), in_segments) - by_offset[..., center]
             columns[f"{name}_mass"] = inside.clamp_min(0.0)
             by_offset[..., center] = 0.0  # attention of a token to itself
             columns[f"{name}_expected"] = (by_offset * segments.inside_by_offset[:, None]).sum(-1)
             columns[f"{name}_others"] = by_offset.sum(-1)
     if attended_embeddings is not None:
-        columns |= _similarity_columns(rows, query_rows, attended_embeddings, histogram, columns["duplicate_mass"])
+        columns |= _similarity_columns(attended, query_rows, attended_embeddings, histogram)
     return columns, histogram, summary.argmax
 
 
@@ -267,19 +266,17 @@ def _offsets_of_rows(attended: Attended, rows: Tensor, counted: Tensor, histogra
 
 
 def _similarity_columns(
-    rows: RowStatistics, query_rows: QueryRows, attended_embeddings: Tensor, histogram: Tensor, duplicate: Tensor
+    attended: Attended, query_rows: QueryRows, attended_embeddings: Tensor, histogram: Tensor
 ) -> dict[str, Tensor]:
     """Return cosine similarities of tokens with what they attend to, e_i . sum_j p_ij e_j, excluding equal tokens."""
     tokens = query_rows.tokens
-    assert tokens.meaning is not None and tokens.ordinary is not None and tokens.mean_cosines is not None
-    assert rows.self_mass is not None
+    assert tokens.meaning is not None and tokens.ordinary_ids is not None and tokens.mean_cosines is not None
     dims = tokens.meaning.shape[3]
-    ordinary_rows = query_rows.counted & tokens.ordinary[:, None]
+    ordinary_rows = query_rows.counted & (tokens.ordinary_ids >= 0)[:, None]
     attended_to = attended_embeddings[..., : 3 * dims].unflatten(-1, (3, dims)).to(torch.float64)
     cosines = torch.einsum("bhqsd,bqsd->bhqs", attended_to, tokens.meaning.to(torch.float64))
-    # Equal tokens are excluded: their cosine of 1 is no evidence of semantic similarity. Only the `NEAREST` other
-    # occurrences are known; farther ones remain, both here and in the shuffled controls.
-    same = _masked_sum(rows.self_mass, ordinary_rows) + duplicate
+    # Equal tokens are excluded: their cosine of 1 is no evidence of semantic similarity.
+    same = _masked_sum(_weight_inside(attended, tokens.ordinary_ids), ordinary_rows)
     different = _masked_sum(attended_embeddings[..., 3 * dims], ordinary_rows) - same
     # Expected from offsets alone: the mean cosine at each offset, weighted by the head's attention by offset.
     by_offset = histogram.clone()
@@ -345,25 +342,25 @@ def _sampled(attended: Attended, rows: Tensor) -> Attended:
     return replace(attended, query=of_rows(attended.query), result=result, mask=mask)
 
 
-def _weight_inside(attended: Attended, segments: TokenSegments) -> Tensor:
-    """Return the weight of each row inside its own word or sentence, [batch, heads, queries].
+def _weight_inside(attended: Attended, groups: Tensor) -> Tensor:
+    """Return the weight of each row on keys of its own group, such as its word, [batch, heads, queries].
 
-    This is the ratio of softmax denominators: restricted to the segment, over unrestricted.
+    This is the ratio of softmax denominators: restricted to the group, over unrestricted. `groups` are [batch, tokens].
     """
     assert attended.result.logsumexp is not None
-    same_segment = Mask.documents(segments.indices)
+    same_group = Mask.documents(groups)
     zeros = attended.value.new_zeros(*attended.key.shape[:3], 8)
-    segment_logsumexp = attention(
+    group_logsumexp = attention(
         attended.query.detach(),
         attended.key.detach(),
         zeros,
-        mask=same_segment if attended.mask is None else attended.mask & same_segment,
+        mask=same_group if attended.mask is None else attended.mask & same_group,
         scale=attended.scale,
         softcap=attended.softcap,
         logsumexp=True,
     ).logsumexp
-    assert segment_logsumexp is not None
-    return (segment_logsumexp - attended.result.logsumexp).exp()
+    assert group_logsumexp is not None
+    return (group_logsumexp - attended.result.logsumexp).exp()
 
 
 def _pair_weights(attended: Attended, pairs: Pairs) -> Tensor:

@@ -89,7 +89,7 @@ class TokenMetadata:
     duplicates: Pairs | None = None  # a query and a key with the same token
     inductions: Pairs | None = None  # a query and the key after another occurrence of its token
     meaning: Tensor | None = None  # [batch, keys, 3, dims]; 0 for special tokens and padding
-    ordinary: Tensor | None = None  # bool [batch, keys]: neither special tokens nor padding
+    ordinary_ids: Tensor | None = None  # int64 [batch, keys]: token ids, -1 for special tokens and padding
     mean_cosines: Tensor | None = None  # [batch, 3, bins]: mean cosine similarity of different tokens by offset
     words: TokenSegments | None = None
     sentences: TokenSegments | None = None
@@ -146,7 +146,7 @@ class TokenTables:
         on_device = tokens.to(device, non_blocking=True)
         vectors = self.meaning.vectors.to(device, non_blocking=True)[on_device] * ordinary[..., None, None]
         cosines = _mean_cosines(vectors, on_device, ordinary)
-        return replace(result, meaning=vectors, ordinary=ordinary, mean_cosines=cosines)
+        return replace(result, meaning=vectors, ordinary_ids=torch.where(ordinary, on_device, -1), mean_cosines=cosines)
 
 
 def _is_one_of(classes: Tensor, which: tuple[int, ...]) -> Tensor:

@@ -274,9 +274,11 @@ _COMPANIONS = {
     "_chance": (
         Text("{label}, chance", "{label}：随机水平"),
         Text(
-            "Value of the column {name} by chance: for uniform attention over the visible tokens or, if it is a share "
-            "inside the word or the sentence, for attention at the same distances.",
-            "列 {name} 的随机水平：注意力在可见词元上均匀分布时的值；词内与句内的比例则为距离相同的注意力的值。",
+            "Value of the column {name} by chance: for uniform attention over the visible tokens; if it is a share "
+            "inside the word or the sentence, for attention at the same distances, of which those over 64 tokens count "
+            "as one; if it is a copying score, |mean| plus 1.96 standard deviations of heads with random weights.",
+            "列 {name} 的随机水平：注意力在可见词元上均匀分布时的值；词内与句内的比例则为距离相同的注意力的值，"
+            "其中超过 64 个词元的距离视为同一距离；复制得分则为随机权重的头的 |均值| 加 1.96 个标准差。",
         ),
     ),
 }
