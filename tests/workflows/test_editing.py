@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 import polyhead
 from polyhead.errors import OptionError
 from polyhead.surgery import fingerprint
+from polyhead.workflows import calibration_text
 from polyhead.workflows.compensating import DISTILLED, NOT_COMPENSATED
 from polyhead.workflows.model_loading import load_model
 from tests.inspection.small_models import model_folder, text_folder, tokenizer
@@ -194,6 +195,23 @@ def test_a_model_is_shrunk_to_a_target_and_the_curve_is_data(place, tmp_path):
         place / "llama", "25%-heads", place / "text", preview=True, resume=tmp_path / "run", **options
     )
     assert resumed.curve == again.curve
+
+
+def test_the_text_is_read_no_more_often_than_needed(place, monkeypatch):
+    """To calibrate: once with gradients, which also gives the outputs to distil towards, and once to distil."""
+    monkeypatch.setattr(calibration_text, "BATCH_TOKENS", 16)
+    options = {"context": 16, "tokens": 400}
+    model, calls = in_memory(place / "llama"), []
+    model.model.layers[0].self_attn.o_proj.register_forward_hook(lambda *_: calls.append(1))
+    polyhead.shrink(model, "25%-heads", documents(place), tokenizer=tokenizer(), form="uneven", **options)
+    loaded = load_model(place / "llama")
+    text = calibration_text.CalibrationText.of(loaded, documents(place), **options)
+    calibrating, selecting, held_out = (
+        len(list(calibration_text.model_inputs(loaded, x))) for x in (text.calibrating, text.selecting, text.held_out)
+    )
+    assert min(calibrating, selecting, held_out) > 1
+    compared = 1  # batch on which the skipped blocks are checked
+    assert len(calls) == 2 * calibrating + compared + 2 * selecting + 2 * held_out
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,7 @@ FEW = 8  # contexts: a standard error over fewer is itself unreliable
 FEW_GROUPS = 5  # the same for a prediction interval
 MIN_TOKENS, TOKENS_PER_CHANNEL = 12_288, 24  # of a text, by default; docs/surgery.md has the measurement
 SEARCHED_TOKENS = 65_536  # the same for a search, which compares some hundred models
-BATCH_TOKENS = 1024  # activations and logits of a batch are in memory until its backward pass
-STEP_TOKENS = 512  # of a step of distillation
+BATCH_TOKENS = 512  # also of a step of distillation; activations and logits of a batch are in memory until its backward
 MAX_PERPLEXITY_RATIO = 1.25  # between the text that calibrates and that of the test
 
 
@@ -89,9 +88,9 @@ class CalibrationText:
         contexts = {name: tuple(split[name]) for name in PARTS}
         return cls(loaded, found, **contexts, groups=held_out_groups, has_test_text=test_text is not None)
 
-    def batches(self, batch_tokens: int = BATCH_TOKENS) -> Iterator[dict[str, Any]]:
+    def batches(self) -> Iterator[dict[str, Any]]:
         """Yield the model inputs of the calibration part on the model's device, in the same order each time."""
-        return model_inputs(self.loaded, self.calibrating, batch_tokens)
+        return model_inputs(self.loaded, self.calibrating)
 
     def evidence(self, progress: ProgressCallback, **options: Any) -> Evidence:
         """Return the evidence of the calibration part, whose first reading advances a progress bar."""
@@ -146,12 +145,10 @@ def count_tokens(contexts: Sequence[Context]) -> int:
     return sum(len(context.ids) for context in contexts)
 
 
-def model_inputs(
-    loaded: LoadedModel, contexts: Sequence[Context], batch_tokens: int = BATCH_TOKENS
-) -> Iterator[dict[str, Any]]:
+def model_inputs(loaded: LoadedModel, contexts: Sequence[Context]) -> Iterator[dict[str, Any]]:
     """Yield batches of contexts as keyword arguments of the model, on its device."""
     device = next(loaded.model.parameters()).device
-    for batch in batches(contexts, loaded.tokenizer, batch_tokens=batch_tokens):
+    for batch in batches(contexts, loaded.tokenizer, batch_tokens=BATCH_TOKENS):
         ids, mask = batch.ids.to(device), batch.mask.to(device)
         inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
         if loaded.kind == "encoder-decoder":
@@ -193,11 +190,11 @@ def quality_type(loaded: LoadedModel, metric: str | None = None) -> type[Quality
 def objectives_of(loaded: LoadedModel) -> Objectives:
     """Return the objective of a model: its token loss (causal or masked), else fidelity of its representations."""
     if loaded.kind == "causal":
-        return Objectives(slope=language_slope, ablated="language", gradient="language", slopes=8, ablations=1)
+        return Objectives(slope=language_slope, ablated="language", gradient="language", slopes=16, ablations=2)
     if loaded.kind == "masked":
         loss = Masked(loaded.tokenizer.mask_token_id)
-        return Objectives(slope=Probe(), ablated=loss, gradient=loss, slopes=8, ablations=1)
-    return Objectives(slope=Probe(), ablated="representation", slopes=8, ablations=1)
+        return Objectives(slope=Probe(), ablated=loss, gradient=loss, slopes=16, ablations=2)
+    return Objectives(slope=Probe(), ablated="representation", slopes=16, ablations=2)
 
 
 def weighting_of(criterion: str) -> Weighting:

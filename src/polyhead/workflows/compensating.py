@@ -14,7 +14,7 @@ from polyhead.surgery.selection.journal import Journal
 from polyhead.surgery.selection.pruned_model import PrunedModel
 from polyhead.surgery.selection.quality import Quality
 from polyhead.surgery.selection.shrinker import RemovedHeads
-from polyhead.workflows.calibration_text import STEP_TOKENS, CalibrationText, model_inputs
+from polyhead.workflows.calibration_text import CalibrationText, model_inputs
 
 LEAST_SQUARES = "compensated by least squares"
 DISTILLED = "compensated by least squares and distillation"
@@ -42,16 +42,17 @@ def compensate(
         return solved, LEAST_SQUARES
 
     def distilled() -> dict[str, dict[str, Tensor]]:
-        steps = list(text.batches(STEP_TOKENS))
+        batches, recorded = pruned.evidence.batches, pruned.evidence.recorded
         # Batches are sorted by length; the steps should not be.
-        order = torch.randperm(len(steps), generator=torch.Generator().manual_seed(0)).tolist()
-        step = Step(progress, "Distil the output projections", len(steps), "steps")
+        order = torch.randperm(len(batches), generator=torch.Generator().manual_seed(0)).tolist()
+        step = Step(progress, "Distil the output projections", len(batches), "steps")
         found = distil(
             pruned.model,
             pruned.evidence.layers,
             solved,
-            [steps[index] for index in order],
+            [batches[index] for index in order],
             kind,
+            recorded=[recorded[index] for index in order] if len(recorded) == len(batches) else (),
             progress=step.advance,
         )
         return {path: projection.to_tensors() for path, projection in found.items()}
@@ -62,7 +63,7 @@ def compensate(
         NOT_COMPENSATED: unchanged_projections(pruned.model, pruned.evidence.layers, removed),
     }
     inputs = list(model_inputs(text.loaded, text.selecting))
-    quality = kind(pruned.model, inputs, journal=journal, role="select")
+    quality = kind(pruned.model, inputs, journal=journal, role="select", loss_only=True)
     losses = {name: pruned.loss(projections, quality) for name, projections in ways.items()}
     best = min(losses, key=losses.__getitem__)
     return ways[best], best

@@ -8,6 +8,8 @@ import torch
 from polyhead.errors import NonFiniteError
 from polyhead.sources.fingerprint import fingerprint
 from polyhead.surgery import find_layers
+from polyhead.surgery.calibration import streams
+from polyhead.surgery.calibration.streams import recording_blocks
 from polyhead.surgery.compensation.distillation import distil
 from polyhead.surgery.compensation.least_squares import swapped_projections, unchanged_projections
 from polyhead.surgery.selection.quality import Fidelity, Perplexity
@@ -88,6 +90,46 @@ def test_padding_does_not_count():
         padded = Perplexity.outputs(model, {"input_ids": ids[:2], "attention_mask": mask[:2]})
         alone = [Perplexity.outputs(model, {"input_ids": x}) for x in (ids[:1], ids[1:2, :13])]
     torch.testing.assert_close(padded, torch.cat(alone), rtol=1e-4, atol=1e-5)
+
+
+def recorded_blocks(model, layers, batches):
+    with torch.no_grad(), recording_blocks(model, list(layers.values())[-1]) as recorded:
+        for batch in batches:
+            model(**batch)
+    return recorded
+
+
+@pytest.mark.parametrize(("family", "kind"), [("llama", Perplexity), ("gemma2", Perplexity), ("bert", Fidelity)])
+def test_blocks_of_the_unpruned_model_whose_outputs_were_recorded_are_skipped(family, kind):
+    """After a check on the first batch, with identical results, also where logits are capped (Gemma 2)."""
+    model = build(FAMILIES[family], dtype=torch.float32)
+    layers, plain = pruned(model)
+    batches = batches_of(5)
+    recorded = recorded_blocks(model, layers, batches)
+    expected = distil(model, layers, plain, batches, kind)
+    calls = []
+    model.get_submodule(layers[next(iter(layers))].output).register_forward_hook(lambda *_: calls.append(1))
+    found = distil(model, layers, plain, batches, kind, recorded=recorded)
+    assert len(calls) == 5 + 1
+    assert all(torch.equal(found[path].matrix, expected[path].matrix) for path in plain)
+
+
+def test_recorded_outputs_of_other_text_are_not_used():
+    model = build(FAMILIES["llama"], dtype=torch.float32)
+    layers, plain = pruned(model)
+    batches = batches_of(3)
+    recorded = recorded_blocks(model, layers, batches[1:] + batches[:1])
+    expected = distil(model, layers, plain, batches, Perplexity)
+    found = distil(model, layers, plain, batches, Perplexity, recorded=recorded)
+    assert all(torch.equal(found[path].matrix, expected[path].matrix) for path in plain)
+
+
+def test_outputs_are_recorded_up_to_a_number_of_bytes(monkeypatch):
+    model = build(FAMILIES["llama"], dtype=torch.float32)
+    layers, _ = pruned(model)
+    (first, _) = recorded_blocks(model, layers, batches_of(2))
+    monkeypatch.setattr(streams, "MAX_CACHE_BYTES", 2 * first.output.nbytes)
+    assert len(recorded_blocks(model, layers, batches_of(3))) == 2
 
 
 def test_gradients_that_are_not_finite_are_an_error():

@@ -15,6 +15,25 @@ from tests.integrations.huggingface import models
 from tests.surgery.gated import FAMILIES, build
 
 
+def test_a_loss_alone_does_not_evaluate_the_unpruned_model(batches):
+    model, calls = build(FAMILIES["llama"]), []
+    expected = Perplexity(model, batches).loss()
+    model.register_forward_hook(lambda *_: calls.append(1))
+    perplexity = Perplexity(model, batches, loss_only=True)
+    assert not calls
+    assert perplexity.loss() == expected
+    with torch.no_grad():
+        fidelity = Fidelity(model, batches, loss_only=True)  # whose loss is relative to it
+        model.get_submodule("model.layers.0.self_attn.o_proj").weight.mul_(-3)
+    assert fidelity.loss() > 0.001
+
+
+def test_perplexity_of_rows_of_one_token_is_an_error():
+    model = build(FAMILIES["llama"])
+    with pytest.raises(OptionError, match="two tokens or more, got none"):
+        Perplexity(model, [{"input_ids": models.tokens()[:, :1]}], loss_only=True).loss()
+
+
 def test_figures_of_a_model_stand_beside_those_of_the_whole(batches):
     model = build(FAMILIES["llama"])
     perplexity, fidelity = Perplexity(model, batches), Fidelity(model, batches)

@@ -235,23 +235,27 @@ def gradient_statistics(
     products: dict[str, Tensor] = {}
     tokens: dict[str, int] = {}
     for path, head_outputs, gradient in _gradients(model, batches, loss):
-        gradients = gradient.flatten(0, -2).double()
+        # Products of a batch in float32, if the model is not in float64, take half the time; the sums are in float64.
+        gradients, rows = (_wide(x.flatten(0, -2)) for x in (gradient, head_outputs))
         token_weight = gradients.norm(dim=-1)
         moments = sums.get(path)
         if moments is None:
             signature = output_signature(read_heads(model, layers[path]).output)
             moments = OutputMoments.empty(head_outputs.shape[-1], head_outputs.device, signature)
-        rows = head_outputs.flatten(0, -2).double()
         outer = moments.products + rows.T @ (rows * token_weight[:, None])
         count = moments.count + int((token_weight > 0).sum())
         sums[path] = replace(moments, count=count, total=moments.total + token_weight @ rows, products=outer)
         weights[path] = weights.get(path, 0.0) + float(token_weight.sum())
-        products[path] = products.get(path, 0.0) + gradients.T @ gradients
+        products[path] = products.get(path, 0.0) + (gradients.T @ gradients).double()
         tokens[path] = tokens.get(path, 0) + len(gradients)
     return {
         path: GradientStatistics(_scaled(moments, weights[path]), Sensitivity(products[path] / tokens[path]))
         for path, moments in sums.items()
     }
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype is torch.float64 else x.float()
 
 
 def _scaled(moments: OutputMoments, weight: float) -> OutputMoments:

@@ -174,6 +174,27 @@ class CachedBlocks:
             yield
 
 
+@contextmanager
+def recording_blocks(model: nn.Module, layer: AttentionLayer) -> Iterator[list[CachedBlocks]]:
+    """Record the output of the last block of a layer's stack in each call of the model within the context.
+
+    The list has fewer entries than calls where a block returns more than one tensor, or `MAX_CACHE_BYTES` are exceeded.
+    """
+    recorded: list[CachedBlocks] = []
+    place = _block_of(model, layer)
+    blocks = () if place is None else tuple(model.get_submodule(place[0]).children())
+
+    def record(module: nn.Module, args: object, output: Any) -> None:
+        single = _single_tensor(output)
+        if single is not None and sum(x.output.nbytes for x in recorded) + single[0].nbytes <= MAX_CACHE_BYTES:
+            recorded.append(CachedBlocks(blocks, *single))
+
+    with ExitStack() as hooks:
+        for block in blocks[-1:]:
+            hooks.callback(block.register_forward_hook(record).remove)
+        yield recorded
+
+
 def _restore_forward(block: nn.Module, forward: Any) -> None:
     """Restore a block's class forward, or the instance attribute it had."""
     del block.forward
@@ -328,9 +349,13 @@ def _block_output(model: nn.Module, block: nn.Module, batch: Mapping[str, Any]) 
             model(**batch)
     finally:
         hook.remove()
-    output = outputs[0] if outputs else None
+    return _single_tensor(outputs[0]) if outputs else None
+
+
+def _single_tensor(output: Any) -> tuple[Tensor, bool] | None:
+    """Return a block's output without its gradient and whether it came in a tuple; None if it is not one tensor."""
     in_tuple = isinstance(output, tuple) and len(output) == 1
-    tensor = output[0] if isinstance(output, tuple) and in_tuple else output
+    tensor = output[0] if in_tuple else output
     return (tensor.detach(), in_tuple) if isinstance(tensor, Tensor) else None
 
 

@@ -24,7 +24,7 @@ from polyhead.surgery.calibration.moments import (
     collect_moments,
     gradient_statistics,
 )
-from polyhead.surgery.calibration.streams import in_float32
+from polyhead.surgery.calibration.streams import CachedBlocks, in_float32, recording_blocks
 from polyhead.surgery.compensation.least_squares import RIDGE
 from polyhead.surgery.selection.journal import Journal
 
@@ -74,6 +74,7 @@ class Evidence:
         self.ridge = ridge
         self._journal = Journal() if journal is None else journal
         self._roots: dict[str, Tensor] = {}
+        self.recorded: list[CachedBlocks] = []  # with the gradients: the last block's output on each batch
 
     @cached_property
     def layers(self) -> dict[str, AttentionLayer]:
@@ -95,9 +96,10 @@ class Evidence:
     @cached_property
     def gradient_statistics(self) -> dict[str, GradientStatistics]:
         def collect() -> dict[str, dict[str, Tensor]]:
+            with recording_blocks(self.model, list(self.layers.values())[-1]) as self.recorded:
+                found = gradient_statistics(self.model, self.batches, self._slope)
             return {
-                path: {**x.moments.to_tensors(), "sensitivity": x.sensitivity.products}
-                for path, x in gradient_statistics(self.model, self.batches, self._slope).items()
+                path: {**x.moments.to_tensors(), "sensitivity": x.sensitivity.products} for path, x in found.items()
             }
 
         return {

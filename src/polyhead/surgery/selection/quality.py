@@ -41,11 +41,13 @@ class Quality(ABC):
     """A quality of the model at the time of the call, relative to the model at construction.
 
     Measurements go through a journal, under the name of the role that this quality has in a run. `groups` are the
-    groups of the rows of all batches, which are independent of each other; by default every row is.
+    groups of the rows of all batches, which are independent of each other; by default every row is. With `loss_only`,
+    only `loss` can be called, for which perplexity does not evaluate the unpruned model.
     """
 
     name: str
     words: str  # name with a description of what it measures
+    _absolute_loss = False  # whether the loss does not depend on the unpruned model
 
     def __init__(
         self,
@@ -55,6 +57,7 @@ class Quality(ABC):
         groups: Sequence[int] | None = None,
         journal: Journal | None = None,
         role: str = "",
+        loss_only: bool = False,
     ) -> None:
         if not len(batches):
             raise OptionError(f"{self.name} needs some text, got no batch")
@@ -63,8 +66,9 @@ class Quality(ABC):
         self._groups = None if groups is None else torch.tensor(groups)
         self._journal = Journal() if journal is None else journal
         self._role = role
-        with in_float32(model):
-            self.original = self._evaluate_original()  # value of the unpruned model
+        if not (loss_only and self._absolute_loss):
+            with in_float32(model):
+                self.original = self._evaluate_original()  # value of the unpruned model
 
     def measure(self) -> Measurement:
         """Return the value, its standard error and its prediction interval."""
@@ -116,11 +120,10 @@ class Perplexity(Quality):
 
     name = "perplexity"
     words = "perplexity of the next token"
+    _absolute_loss = True
 
     def _evaluate_original(self) -> float:
         self._totals, weights = self._rows()
-        if not float(weights.sum()):
-            raise OptionError("perplexity needs rows of two tokens or more, got none")
         return math.exp(float(self._totals.sum() / weights.sum()))
 
     def _measure(self) -> tuple[float, ...]:
@@ -139,20 +142,24 @@ class Perplexity(Quality):
     def outputs(model: nn.Module, batch: Batch) -> Tensor:
         """Return the logits."""
         logits: Tensor = model(**batch).logits
-        return logits[Examples.of(batch).non_padding.to(logits.device)].float()
+        real = Examples.of(batch).non_padding.to(logits.device)
+        return (logits.flatten(0, 1) if bool(real.all()) else logits[real]).float()  # the former is no copy
 
     @staticmethod
     def distance(outputs: Tensor, originals: Tensor) -> Tensor:
         """Return the Kullback-Leibler divergence from the original's next-token distributions."""
-        log_probs = originals.log_softmax(-1)
-        probs = log_probs.exp()
-        return F.cross_entropy(outputs, probs) + (probs * log_probs).sum(-1).mean()
+        log_probs, original_log_probs = outputs.log_softmax(-1), originals.log_softmax(-1)
+        return F.kl_div(log_probs, original_log_probs, reduction="batchmean", log_target=True)
 
     @torch.no_grad()
     def _rows(self) -> tuple[Tensor, Tensor]:
         losses = [Language().prepare(self.model, batch)() for batch in self.batches]
-        totals, weights = ([getattr(x, name).double().cpu() for x in losses] for name in ("totals", "weights"))
-        return torch.cat(totals), torch.cat(weights)
+        totals, weights = (
+            torch.cat([getattr(x, name).double().cpu() for x in losses]) for name in ("totals", "weights")
+        )
+        if not float(weights.sum()):
+            raise OptionError("perplexity needs rows of two tokens or more, got none")
+        return totals, weights
 
 
 class Fidelity(Quality):
