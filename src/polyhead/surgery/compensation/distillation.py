@@ -80,14 +80,15 @@ def distil(
             parameter.requires_grad_(True)
         groups = [{"params": [x], "scale": float(x.square().mean().sqrt())} for x in weights.values()]
         adam = torch.optim.Adam(groups, betas=BETAS)
+        if recorded and not torch.equal(
+            *(_original_outputs(model, batches[0], objective, x) for x in (recorded[0], None))
+        ):
+            recorded = ()
         for step, batch in enumerate(batches):
             originals = _original_outputs(model, batch, objective, recorded[step] if recorded else None)
-            if step == 0 and recorded:
-                expected = _original_outputs(model, batch, objective, None)
-                if not torch.equal(originals, expected):
-                    originals, recorded = expected, ()
             with swapped_parameters(model, weights), torch.enable_grad(), without_cudnn():
                 loss = objective.distance(objective.outputs(model, batch), originals)
+                del originals  # logits of a large vocabulary
                 gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
             if not all(bool(x.isfinite().all()) for x in (loss, *gradients) if x is not None):
                 raise NonFiniteError(
