@@ -53,7 +53,7 @@ def only_reading(monkeypatch) -> None:
 def settings_of(model: Path, text: Path, device: str = "cpu") -> Settings:
     return Settings(
         str(model), str(text), context=48, batch_tokens=200, tokens=500, importance="none", chance=False, device=device
-    )  # three batches
+    )  # four batches
 
 
 def read(settings: Settings, folder: Path, *, loaded=None, resume: bool = False, save_seconds: float = 1e9):
@@ -105,7 +105,7 @@ def test_stopped_at_every_attention_of_a_batch_it_goes_on_bit_for_bit(models, te
     settings, loaded = settings_of(models[name], text), load_model(str(models[name]), device="cpu")
     whole = read(settings, tmp_path / "whole", loaded=loaded)
     total = read_facts(tmp_path / "whole" / OBSERVATIONS)["batches"]
-    assert total == 3
+    assert total == 4
     errors = list(ERRORS.items())
     for place in (0, *range(CALLS[name], 2 * CALLS[name])):  # the first, and all of the second batch
         word, error = errors[(place + after) % len(errors)]

@@ -392,10 +392,10 @@ def test_the_baseline_reads_contexts_of_full_length(folders, text, monkeypatch):
     read, whole = {}, []
     watched = Probes.watched
 
-    def recorded(probe, model, batches, collect, step):
+    def recorded(probe, model, batches, collector, step, *statistics):
         read[step] = [int(length) for batch in batches for length in batch.mask.sum(-1)]
         whole[:] = [len(context.ids) for context in probe.reader.contexts]
-        return watched(probe, model, batches, collect, step)
+        return watched(probe, model, batches, collector, step, *statistics)
 
     monkeypatch.setattr(Probes, "watched", recorded)
     monkeypatch.setattr("polyhead.inspection.probing.CHANCE_TOKENS", 300)
