@@ -151,7 +151,8 @@ def _compared(path: Path) -> str:
 def _statements(results: Path) -> str:
     """Return a table of the sentences of reports: how many, how many failed, and which findings hold elsewhere."""
     paths = sorted(results.glob(f"{STATEMENTS}*.jsonl"))
-    lines = ["| model | text | sentences | failed | findings | that hold on another text |", "|---|---|---|---|---|---|"]
+    header = ("model", "text", "sentences", "failed", "findings", "that hold on another text")
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     for path in paths:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         own, others = ([row for row in rows if (row["place"] == OTHER) is x] for x in (False, True))
