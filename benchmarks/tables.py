@@ -12,6 +12,7 @@ from benchmarks.measuring.calls import FORWARD
 from benchmarks.measuring.calls import TRAINING as TRAINED
 from benchmarks.measuring.results import cells, counted, read
 from benchmarks.plan_tables import accuracy_section
+from benchmarks.statements.command import OTHER
 from benchmarks.surgery_tables import quality_section
 from benchmarks.training.contestants import contest
 from benchmarks.training.standings import rows as standing_rows
@@ -33,6 +34,7 @@ SURGERY = "surgery-"
 PLAN = "plan-"
 RECORDED = "recorded-"
 GPU_SUITE = "gpu-suite-"
+STATEMENTS = "statements-"
 COLUMNS = "| polyhead | baseline | baseline time | ratio [95% CI] | bound |"
 TRAINING_HEADER = {
     "equal": "equal budget of",
@@ -146,6 +148,23 @@ def _compared(path: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _statements(results: Path) -> str:
+    """Return a table of the sentences of reports: how many, how many failed, and which findings hold elsewhere."""
+    paths = sorted(results.glob(f"{STATEMENTS}*.jsonl"))
+    header = ("model", "text", "sentences", "failed", "findings", "that hold on another text")
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    for path in paths:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        own, others = ([row for row in rows if (row["place"] == OTHER) is x] for x in (False, True))
+        failed = sum(row["verdict"] != "passed" for row in own)
+        findings = sum(row["place"] == "findings" for row in own)
+        holding = sum(row["verdict"] == "holds" for row in others)
+        elsewhere = f"{holding} of {len(others)}, on {others[0]['other']}" if others else ""
+        first = own[0]
+        lines.append(f"| {first['model']} | {first['text']} | {len(own)} | {failed} | {findings} | {elsewhere} |")
+    return "\n".join([*lines, ""]) if paths else ""
+
+
 def _training_table(path: Path) -> str:
     results = read_results(path)
     facts = results[0].facts
@@ -200,6 +219,7 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "recorded": _each(f"{RECORDED}*.json", _recorded),
     "statistics": _timed(STATISTICS, "batch x heads x n x d"),
     "inspection": _timed(INSPECTION, "model and text"),
+    "statements": _statements,
     "viewer": _timed(VIEWER, "heads and text"),
     "compared": _each(f"{VARIANTS}*.json", _compared),
     "variants": _timed(VARIANTS, "heads and tokens"),

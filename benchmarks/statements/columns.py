@@ -96,18 +96,13 @@ def _total_correlation(model: Any, layer: int, outputs: Tensor, weights: Tensor)
     return (information - (heads * gamma(dim) - gamma(heads * dim)) / 2).expand(heads)
 
 
-def _top_share(left: Tensor, right: Tensor) -> Tensor:
-    squares = torch.linalg.svdvals(left @ right).square()
-    return squares[:, 0] / squares.sum(-1)
-
-
 def _qk_top_share(model: Any, layer: int, outputs: Tensor, weights: Tensor) -> Tensor:
     query, key = (_read_by(model, layer, names) for names in (QUERY, KEY))
-    return _top_share(query, key.mT)
+    return measures.top_share(query, key.mT)
 
 
 def _ov_top_share(model: Any, layer: int, outputs: Tensor, weights: Tensor) -> Tensor:
-    return _top_share(_read_by(model, layer, VALUE), weights)
+    return measures.top_share(_read_by(model, layer, VALUE), weights)
 
 
 class _Copying:

@@ -225,7 +225,19 @@ def eigenvalue_share(circuit: Tensor) -> float:
 
 
 def effective_rank(outputs: Tensor, output_weights: Tensor) -> float:
-    """Return exp of the entropy of the spectrum of a head's contributions, outputs [tokens, dim]."""
-    written = outputs.double() @ output_weights
-    spectrum = torch.linalg.svdvals(written - written.mean(0)).square()
+    """Return exp of the entropy of the spectrum of a head's contributions o W, outputs o [tokens, dim].
+
+    The nonzero eigenvalues of their covariance W^T C W are those of C W W^T.
+    """
+    covariance = torch.cov(outputs.double().T)
+    spectrum = torch.linalg.eigvals(covariance @ output_weights @ output_weights.T).real.clamp_min(0)
     return math.exp(float(torch.special.entr(spectrum / spectrum.sum()).sum()))
+
+
+def top_share(left: Tensor, right: Tensor) -> Tensor:
+    """Return the share of the largest squared singular value of A B, [heads, width, dim] and [heads, dim, width].
+
+    The squared singular values are the eigenvalues of A^T A B B^T.
+    """
+    squares = torch.linalg.eigvals(left.mT @ left @ right @ right.mT).real
+    return squares.amax(-1) / squares.sum(-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -38,6 +39,17 @@ def test_figures_are_in_the_results_and_not_in_the_guides(project_root: Path) ->
         text = guide.read_text(encoding="utf-8")
         assert "ratio [95% CI]" not in text, guide.name
         assert not set(re.findall(r"<!-- (\S+): begin -->", text)) & set(tables.SECTIONS), guide.name
+
+
+def test_tested_sentences_are_a_table(tmp_path):
+    row = {"model": "small", "text": "some.txt", "sentence": "L0H1 ...", "recomputed": "1", "other": "plays.txt"}
+    places = [("terminal", "passed"), ("findings", "passed"), ("findings", "failed"), ("columns", "not checked")]
+    places += [("other text", "holds"), ("other text", "does not hold")]
+    lines = [json.dumps(row | {"place": place, "verdict": verdict}) + "\n" for place, verdict in places]
+    (tmp_path / "statements-small.jsonl").write_text("".join(lines), encoding="utf-8")
+    assert "| small | some.txt | 4 | 2 | 2 | 1 of 2, on plays.txt |" in tables.results_page(
+        page_of("statements"), tmp_path
+    )
 
 
 def test_trainings_are_a_table(tmp_path):
