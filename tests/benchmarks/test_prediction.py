@@ -15,38 +15,32 @@ from benchmarks.prediction import coverage
 from polyhead.surgery import fingerprint
 
 pytest.importorskip("transformers")
-from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
-
-from polyhead.workflows.model_loading import as_loaded
+from polyhead.workflows.model_loading import load_model
+from tests.inspection.small_models import model_folder
 
 DOCUMENTS = 40
 
 
 @pytest.fixture
-def small(monkeypatch, tmp_path):
-    """A random model of bytes, and a text of words at random."""
-    torch.manual_seed(0)
-    tokenizer = ByT5Tokenizer(extra_ids=0)
-    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": len(tokenizer)}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, head_dim=6)).eval()
-    loaded = as_loaded(model, tokenizer)
-    monkeypatch.setattr("polyhead.workflows.model_loading.load_model", lambda *given, **options: loaded)
+def small(tmp_path):
+    """A random model in a folder, and a text of random words."""
+    model_folder(tmp_path / "model", "llama")
     letters = torch.randint(97, 123, (DOCUMENTS, 29), generator=torch.Generator().manual_seed(2)).tolist()
-    lines = [json.dumps({"text": f"{number} {bytes(line).decode()}"}) for number, line in enumerate(letters)]
+    lines = [json.dumps({"text": " ".join(bytes(line).decode())}) for line in letters]
     (tmp_path / "text.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    return loaded
+    return load_model(tmp_path / "model", dtype=torch.float32)
 
 
 def invoke(tmp_path, *arguments: str, code: int = 0) -> tuple[str, list[dict[str, Any]]]:
     output = tmp_path / "rows.jsonl"
     places = ["--text", str(tmp_path / "text.jsonl"), "--output", str(output), "--device", "cpu"]
+    places += ["--model", str(tmp_path / "model")]
     done = CliRunner().invoke(app, ["prediction", *places, *arguments])
     assert done.exit_code == code, (done.output, done.exception)
     return done.output, [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
 
 
 def test_every_draw_and_target_has_a_row_with_its_interval_and_the_ratio_on_unread_text(small, tmp_path):
-    before = fingerprint(small.model)
     shown, rows = invoke(tmp_path, "--targets", "50%-heads,50%", "--draws", "2", "--commit", "abc")
     assert [(row["draw"], row["target"]) for row in rows] == [
         (0, "50%-heads"),
@@ -61,6 +55,12 @@ def test_every_draw_and_target_has_a_row_with_its_interval_and_the_ratio_on_unre
         assert (row["machine"]["commit"], row["machine"]["versions"]["torch"]) == ("abc", torch.__version__)
     assert rows[0]["whole"] != rows[2]["whole"]
     assert shown.splitlines()[-1] == coverage(rows)
+
+
+def test_the_model_is_restored_after_each_row(small):
+    before = fingerprint(small.model)
+    documents = [f"document number {number}" for number in range(DOCUMENTS)]
+    list(prediction.predicted_rows(small, documents, ["50%-heads"], 1, "uniform", None))
     assert fingerprint(small.model) == before
 
 

@@ -591,7 +591,7 @@ def test_both_halves_of_a_text_have_parts_of_all_of_it(documents):
 
 def test_documents_that_are_too_short_leave_no_gap_in_the_halves(tmp_path):
     folder = model_folder(tmp_path / "llama", "llama")
-    texts = ["a b", "the cat sat on the mat and then it went away again"] * 11  # every second one is read
+    texts = ["a", "the cat sat on the mat and then it went away again"] * 11  # every second one is read
     found = read_contexts(model_loading.load_model(folder), texts, context=32)
     assert [x.document for x in found.contexts] == list(range(11))
     assert found.documents == tuple(f"document {number}" for number in range(1, 22, 2))
