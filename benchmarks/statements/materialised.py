@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class Model:
         self.layers = len(self.projections)
         self.heads = model.config.num_attention_heads
 
-    @property
+    @cached_property
     def output_weights(self) -> Tensor:
         """W_O of every head, [layers, heads, dim, width]."""
         weights = torch.stack([module.weight.detach().T for module in self.projections])
