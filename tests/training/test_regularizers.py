@@ -10,7 +10,7 @@ from torch import nn
 import polyhead
 from polyhead import MultiHeadAttention
 from polyhead.errors import OptionError
-from polyhead.training import entropy_band, subspace_overlap
+from polyhead.training import entropy_band, weight_overlap
 
 WIDTH, HEADS = 32, 4
 
@@ -75,7 +75,7 @@ def test_overlap_of_subspaces_is_the_formula_in_every_layout(part):
         heads = layer.out_proj.weight.T.unflatten(0, (HEADS, -1))
     else:
         heads = linear.weight.unflatten(0, (HEADS if part == "query" else 2, -1))
-    torch.testing.assert_close(subspace_overlap(layer, part), overlap_by_hand(heads))
+    torch.testing.assert_close(weight_overlap(layer, part), overlap_by_hand(heads))
 
 
 def test_overlap_of_fused_projections_is_that_of_their_heads():
@@ -83,19 +83,19 @@ def test_overlap_of_fused_projections_is_that_of_their_heads():
     model = transformers.GPT2LMHeadModel(config)
     values = [block.attn.c_attn.weight[:, 2 * WIDTH :].T.unflatten(0, (HEADS, -1)) for block in model.transformer.h]
     expected = torch.stack([overlap_by_hand(heads) for heads in values]).mean()
-    torch.testing.assert_close(subspace_overlap(model), expected)
+    torch.testing.assert_close(weight_overlap(model), expected)
 
 
 def test_training_on_the_overlap_makes_heads_orthogonal():
     layer = MultiHeadAttention(WIDTH, HEADS)
-    assert subspace_overlap(layer) > 0.1
+    assert weight_overlap(layer) > 0.1
     optimizer = torch.optim.Adam(layer.parameters(), lr=0.01)
     for _ in range(200):
         optimizer.zero_grad()
-        subspace_overlap(layer).backward()
+        weight_overlap(layer).backward()
         optimizer.step()
     value = layer.v_proj.weight.unflatten(0, (HEADS, -1))
-    assert subspace_overlap(layer) < 1e-3
+    assert weight_overlap(layer) < 1e-3
     assert (value[0] @ value[1].T).abs().max() < 0.1 * value.norm(dim=-1).square().mean()
 
 
@@ -103,7 +103,7 @@ def test_equal_heads_have_an_overlap_of_one():
     layer = MultiHeadAttention(WIDTH, 2)
     with torch.no_grad():
         layer.v_proj.weight[WIDTH // 2 :] = layer.v_proj.weight[: WIDTH // 2]
-    torch.testing.assert_close(subspace_overlap(layer), torch.tensor(1.0))
+    torch.testing.assert_close(weight_overlap(layer), torch.tensor(1.0))
 
 
 @pytest.mark.parametrize(
@@ -117,4 +117,4 @@ def test_equal_heads_have_an_overlap_of_one():
 )
 def test_an_overlap_needs_known_heads(model, part, words):
     with pytest.raises(OptionError, match=words):
-        subspace_overlap(model(), part)
+        weight_overlap(model(), part)

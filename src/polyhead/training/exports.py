@@ -4,7 +4,7 @@ from polyhead.training.gated_heads import DropHead, HeadGates
 from polyhead.training.head_history import HeadHistory, HeadLocation
 from polyhead.training.monitor import HeadMonitor
 from polyhead.training.qk_clip import ClippedHeads, QKClip
-from polyhead.training.regularizers import entropy_band, subspace_overlap
+from polyhead.training.regularizers import entropy_band, weight_overlap
 
 __all__ = [
     "ClippedHeads",
@@ -15,5 +15,5 @@ __all__ = [
     "HeadMonitor",
     "QKClip",
     "entropy_band",
-    "subspace_overlap",
+    "weight_overlap",
 ]

@@ -50,12 +50,12 @@ def entropy_band(statistics: ForwardStatistics, *, floor: float | None = None, c
     return torch.where(has_rows, distance.square(), 0.0).sum() / has_rows.sum().clamp_min(1)
 
 
-def subspace_overlap(model: nn.Module, part: Part = "value") -> Tensor:
-    """Return the mean overlap of the subspaces of two heads of a layer, between 0 (orthogonal) and 1 (the same).
+def weight_overlap(model: nn.Module, part: Part = "value") -> Tensor:
+    """Return the mean overlap of the weights of two heads of a layer, between 0 (orthogonal) and 1 (the same subspace).
 
-    The overlap of heads with matrices A and B is |A B^T|^2 / (|A A^T| |B B^T|), in Frobenius norms: linear CKA without
-    centring (Kornblith et al. 2019, arXiv:1905.00414) of the subspaces that they read or write. It depends on the
-    weights alone, so it costs as much for any batch; add a multiple of it to the loss to make heads differ.
+    The overlap of heads with matrices A and B is `norm(A B^T)^2 / (norm(A A^T) norm(B B^T))`, in Frobenius norms:
+    linear CKA without centring (Kornblith et al. 2019, arXiv:1905.00414) of the subspaces that they read or write. It
+    costs as much for any batch; add a multiple of it to the loss to make heads differ.
 
     Args:
         model: a model whose heads can be edited, as for `polyhead.prune`.
@@ -65,9 +65,9 @@ def subspace_overlap(model: nn.Module, part: Part = "value") -> Tensor:
         OptionError: another part, a layer whose heads are not known, or no layer with two heads.
 
     >>> import polyhead
-    >>> from polyhead.training import subspace_overlap
+    >>> from polyhead.training import weight_overlap
     >>> layer = polyhead.MultiHeadAttention(16, 4)
-    >>> 0 < subspace_overlap(layer) < 1
+    >>> 0 < weight_overlap(layer) < 1
     tensor(True)
     """
     if part not in ("query", "key", "value", "output"):
