@@ -115,7 +115,8 @@ class _Copying:
             for x in (model.model.get_input_embeddings(), model.model.get_output_embeddings())
         )
         embedding, unembedding = embedding - embedding.mean(0), unembedding - unembedding.mean(0)
-        groups = torch.randperm(len(embedding), generator=generator)[: measures.MAX_WORDS].chunk(GROUPS)
+        count = max(8192, 2**34 // embedding.shape[1] ** 2)  # of a larger vocabulary a sample is taken
+        groups = torch.randperm(len(embedding), generator=generator)[:count].chunk(GROUPS)
         self.parts = [unembedding[x].T @ embedding[x] for x in groups]
         self.whole = unembedding.T @ embedding
         self.generator = generator

@@ -11,7 +11,6 @@ from torch import Tensor
 WINDOW = 8  # a key up to so far away is near
 NEAR = 64  # offsets up to this one can be that of a positional head
 COPY_ROWS = 64  # rows of a text that are compared with each other
-MAX_WORDS = 8192  # of a larger vocabulary a sample is taken
 COPY_WEIGHT = 0.1  # a row with less on every ordinary token attends to none
 # Statistics of single rows, of which the table also has the standard deviation and the maximum.
 ROW_STATISTICS = (

@@ -82,3 +82,14 @@ def test_other_shapes_are_refused() -> None:
         copying(torch.zeros(2, 3, 4), torch.zeros(2, 4, 3), torch.zeros(7, 3), torch.zeros(7, 4))
     with pytest.raises(ShapeError, match="write and read"):
         composition(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4))
+
+
+def test_a_vocabulary_is_read_as_a_whole_unless_that_takes_too_many_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    embedding, unembedding = normal(9000, WIDTH, seed=5), normal(9000, WIDTH, seed=6)
+    value, output = normal(HEADS, WIDTH, RANK, seed=1), normal(HEADS, RANK, WIDTH, seed=2)
+    whole = copying(value, output, embedding, unembedding)
+    torch.testing.assert_close(copying_scores(value, output, Words(embedding, unembedding)).score, whole)
+    monkeypatch.setattr("polyhead.analysis.roles_copying.MAX_PRODUCTS", 1)
+    sampled = copying_scores(value, output, Words(embedding, unembedding)).score
+    assert not torch.allclose(sampled, whole, rtol=1e-4)
+    torch.testing.assert_close(sampled, whole, rtol=0, atol=0.2)

@@ -14,7 +14,8 @@ from torch import Tensor
 from polyhead.analysis.circuits import check_embeddings, eigenvalue_share
 from polyhead.errors import ShapeError
 
-MAX_WORDS = 8192  # a larger vocabulary is subsampled to so many
+MIN_WORDS = 8192  # drawn from a larger vocabulary at least
+MAX_PRODUCTS = 1 << 34  # multiplications of U^T E, which limit the words beyond them: all of 49,152 at a width of 576
 GROUPS = 10
 RANDOM_HEADS = 32
 _NEGLIGIBLE = 1e-5  # of the product of the norms: a circuit this small is rounding error
@@ -41,15 +42,27 @@ class Words:
         check_embeddings(embedding, unembedding, embedding.shape[-1])
         self.width = embedding.shape[1]
         generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randperm(len(embedding), generator=generator)[:MAX_WORDS]
-        words, unwords = (x.detach()[drawn.to(x.device)].cpu().double() for x in (embedding, unembedding))
+        count = max(MIN_WORDS, MAX_PRODUCTS // self.width**2)
+        drawn = torch.randperm(len(embedding), generator=generator)[:count]
+        groups = [drawn[start::GROUPS] for start in range(GROUPS)]
+
+        def rows(x: Tensor, group: Tensor) -> Tensor:
+            return x.detach()[group.to(x.device)].cpu().double()
+
         # The mean embedding identifies no word, and adding one constant to all logits changes no probability.
-        words, unwords = words - words.mean(0), unwords - unwords.mean(0)
-        self.norm = words.norm() * unwords.norm()
-        self._groups = [(unwords[start::GROUPS], words[start::GROUPS]) for start in range(GROUPS)]
+        means = [sum(rows(x, group).sum(0) for group in groups) / len(drawn) for x in (embedding, unembedding)]
+
+        def centred(group: Tensor) -> tuple[Tensor, Tensor]:
+            return rows(unembedding, group) - means[1], rows(embedding, group) - means[0]
+
+        squares = torch.stack([torch.stack([x.square().sum() for x in centred(group)]) for group in groups])
+        self.norm = squares.sum(0).sqrt().prod()
+        self._groups: list[tuple[Tensor, Tensor]] = []
         self._products: Tensor | None = None
-        if self.width * GROUPS < 2 * len(words):  # then U^T E of each group is smaller than U and E
-            self._products = torch.stack([u.T @ e for u, e in self._groups])
+        if self.width * GROUPS < 2 * len(drawn):  # then U^T E of each group is smaller than U and E
+            self._products = torch.stack([u.T @ e for u, e in map(centred, groups)])
+        else:
+            self._groups = list(map(centred, groups))
         self._generator_state, self._nulls = generator.get_state(), dict[int, float]()
 
     def circuits(self, value: Tensor, output: Tensor) -> Tensor:
