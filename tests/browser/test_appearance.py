@@ -64,7 +64,7 @@ def test_language_is_switched_and_kept_in_the_link(open_page):
     opened.go("importance?lang=zh")
     tab.reload()
     expect(tab.locator("main h2").first).to_have_text("头的重要性")
-    expect(tab.locator(".lead strong")).to_have_text(re.compile(r"^L\dH\d（[^（）]+）最重要。$"))
+    expect(tab.locator(".lead strong")).to_have_text(re.compile(r"^L\dH\d（[^（）]+）在此文本上排名第一。$"))
 
 
 def test_no_string_of_the_interface_is_left_in_english(open_page):

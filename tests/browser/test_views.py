@@ -267,7 +267,7 @@ def test_most_important_head_is_first(open_page):
     tab = open_page(view="importance").tab
     best = max(PAGE["heads"], key=lambda head: head["values"]["ablation"])
     layer = PAGE["sites"][best["site"]]["layer"]
-    assert tab.locator(".lead strong").inner_text().startswith(f"L{layer}H{best['head']} (Encoder) is ")
+    assert tab.locator(".lead strong").inner_text().startswith(f"L{layer}H{best['head']} (Encoder) ranks first")
     row = tab.locator("table.sortable tbody tr").first.locator("th, td").all_inner_texts()
     assert row[1:3] == [f"{best['values']['ablation']:.3g}", "0.03"]
     assert tab.locator(".ramp-ends span").last.inner_text() == row[1]

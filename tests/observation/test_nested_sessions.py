@@ -147,11 +147,23 @@ def test_sessions_are_exited_in_reverse_order(kind):
 
 
 def test_sessions_on_other_models_may_be_exited_in_any_order():
-    first, second = observe(llama()), observe(llama())
+    """Settings of the whole process hold until the last session is exited, and are then as before."""
+
+    def settings() -> tuple[str, bool]:
+        return torch._dynamo.eval_frame._stance.stance, torch.backends.mha.get_fastpath_enabled()
+
+    assert settings() == ("default", True)
+    build, data, _, _ = MODELS["torch"]
+    first, second = observe(build()), observe(build())
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
+    assert settings() == ("force_eager", False)
+    with torch.no_grad():
+        second.model(data)
     second.__exit__(None, None, None)
+    assert second.profile["tokens"].tolist() == [10, 10]
+    assert settings() == ("default", True)
 
 
 @pytest.mark.parametrize("is_weights_first", [True, False])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError
@@ -14,6 +16,33 @@ from polyhead.ops.attention import Statistics
 from polyhead.ops.common.gates import gate_factors
 
 Begin = Callable[..., WatchedCall | None]
+
+
+class SharedSetting:
+    """A setting of the whole process, made by the first session that needs it and undone by the last.
+
+    Sessions on different models may be exited in any order, in which each would restore what another had set.
+    """
+
+    def __init__(self, create: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._create, self._count, self._made = create, 0, ExitStack()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the setting for the duration of the context."""
+        if self._count == 0:
+            self._made.enter_context(self._create())
+        self._count += 1
+        try:
+            yield
+        finally:
+            self._count -= 1
+            if self._count == 0:
+                self._made.close()
+
+
+# A compiled graph cannot return statistics besides its outputs.
+EAGER = SharedSetting(lambda: torch.compiler.set_stance("force_eager"))
 
 
 class NestedCall:

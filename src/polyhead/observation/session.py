@@ -259,8 +259,7 @@ class Session:
             raise OptionError("this session is already entered; create another with polyhead.observe(model)")
         self._find_modules()  # the model may have changed since
         with ExitStack() as undo:
-            # A compiled graph cannot return statistics besides its outputs.
-            undo.enter_context(torch.compiler.set_stance("force_eager"))
+            undo.enter_context(nested_sessions.EAGER.held())
             undo.callback(self._forget)
             nested_sessions.enter_session(self, self.model)
             undo.callback(nested_sessions.leave_session, self)

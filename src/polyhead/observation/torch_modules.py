@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from polyhead.layers.base_attention import BaseAttention
 from polyhead.layers.torch_compat import MultiheadAttention
 from polyhead.layers.torch_compat.forward_steps import torch_mask
 from polyhead.layers.variants.talking import TalkingHeads
-from polyhead.observation.nested_sessions import merged_requests, product_of_gates
+from polyhead.observation.nested_sessions import SharedSetting, merged_requests, product_of_gates
 from polyhead.observation.rows import Tokens
 from polyhead.observation.watcher import ObservedCall, Watcher
 from polyhead.ops.attended import Attended
@@ -30,18 +30,23 @@ def attention_layers(model: nn.Module) -> tuple[nn.Module, ...]:
     return tuple(x for x in model.modules() if isinstance(x, BaseAttention | nn.MultiheadAttention))
 
 
-@contextmanager
-def without_shortcuts(layers: Sequence[nn.Module]) -> Iterator[None]:
+def without_shortcuts(layers: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Disable PyTorch's inference fast path, which bypasses attention modules and nests padded batches."""
+    has_torch_layers = any(isinstance(layer, nn.MultiheadAttention) for layer in layers)
+    return _NO_FASTPATH.held() if has_torch_layers else nullcontext()
+
+
+@contextmanager
+def _without_fastpath() -> Iterator[None]:
     before = torch.backends.mha.get_fastpath_enabled()
-    if not any(isinstance(layer, nn.MultiheadAttention) for layer in layers):
-        yield
-        return
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+_NO_FASTPATH = SharedSetting(_without_fastpath)
 
 
 @contextmanager
