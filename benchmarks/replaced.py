@@ -1,4 +1,4 @@
-"""What a caller waits for: our calls with default arguments, Python included, over the calls that they replace.
+"""Latency of our calls with default arguments, Python included, over that of the calls that they replace.
 
 The bounds are those of docs/performance: never slower than the call replaced. On a GPU that is PyTorch's function on
 cuDNN, a layer written by hand around it, or the model that nobody observes; on a CPU PyTorch's function.

@@ -1,4 +1,4 @@
-"""What a model read in an inspection, as token ids: the one place that takes anything but sentences from polyhead."""
+"""Token ids that a model read in an inspection; nothing else but sentences is taken from polyhead."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Attention:
 
     @property
     def visible(self) -> Tensor:
-        """Which keys each query can attend to, [queries, keys]."""
+        """Return True for the keys that each query can attend to, [queries, keys]."""
         ones = torch.ones(self.weights.shape[1:], dtype=torch.bool)
         return ones.tril() if self.causal else ones
 

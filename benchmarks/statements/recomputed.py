@@ -332,7 +332,7 @@ class Recomputed:
         return torch.cat([torch.full((len(x.ids),), x.document % 2) for x in self.contexts])
 
     def written(self, head: int) -> Tensor:
-        """What a head adds to the residual stream at every token, centred, [tokens, width]."""
+        """Return the contribution of a head to the residual stream at every token, centred, [tokens, width]."""
         layer, number = divmod(head, self.model.heads)
         written = self.outputs[:, layer, number] @ self.model.output_weights[layer, number]
         return written - written.mean(0)

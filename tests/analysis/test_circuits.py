@@ -92,4 +92,5 @@ def test_a_vocabulary_is_read_as_a_whole_unless_that_takes_too_many_products(mon
     monkeypatch.setattr("polyhead.analysis.roles_copying.MAX_PRODUCTS", 1)
     sampled = copying_scores(value, output, Words(embedding, unembedding)).score
     assert not torch.allclose(sampled, whole, rtol=1e-4)
-    torch.testing.assert_close(sampled, whole, rtol=0, atol=0.2)
+    drawn = torch.randperm(9000, generator=torch.Generator().manual_seed(0))[:8192]
+    torch.testing.assert_close(sampled, copying(value, output, embedding[drawn], unembedding[drawn]))

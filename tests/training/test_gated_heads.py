@@ -25,7 +25,7 @@ def llama(**options) -> nn.Module:
 
 
 def head_outputs(layer: MultiHeadAttention, x: torch.Tensor) -> torch.Tensor:
-    """What each head adds to the output, [heads, batch, tokens, width]; by hand."""
+    """Return the contribution of each head to the output, [heads, batch, tokens, width]; by hand."""
     query, key, value = (
         p(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj)
     )
@@ -213,3 +213,25 @@ def test_gates_are_parameters_of_their_own_and_saved_by_name():
 def test_models_and_options_without_meaning_are_refused(make, words):
     with pytest.raises(OptionError, match=words):
         make()
+
+
+def test_gates_are_not_folded_twice_nor_into_other_heads():
+    layer = MultiHeadAttention(WIDTH, HEADS).eval()
+    gates, others = HeadGates(layer), HeadGates(layer)
+    with gates, pytest.raises(OptionError, match="after the `with` block"):
+        gates.fold()
+    polyhead.surgery.apply(layer, [polyhead.surgery.PruneHeads(0, (1, 3))])
+    before = layer.out_proj.weight.detach().clone()
+    with pytest.raises(OptionError, match="those that the gates were made for"):
+        others.fold()
+    assert torch.equal(layer.out_proj.weight, before)
+
+
+def test_closed_heads_of_several_stacks_are_told_apart():
+    layers = nn.ModuleDict({name: MultiHeadAttention(WIDTH, HEADS) for name in ("encoder", "decoder")})
+    gates = HeadGates(layers)
+    set_gates(gates, [[0.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 1.0]])
+    assert gates.closed("encoder") == [HeadId(0, 0)]
+    assert gates.closed("decoder") == [HeadId(0, 2)]
+    with pytest.raises(OptionError, match="stack must be one of encoder, decoder, got None"):
+        gates.closed()

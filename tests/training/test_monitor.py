@@ -244,6 +244,8 @@ def test_misuse_is_an_error():
         with pytest.raises(OptionError, match="got none in step 0"):
             monitor.step()
         layer(torch.randn(2, 5, WIDTH))
+        with pytest.raises(OptionError, match=r"one number, got a tensor of shape \[4\]"):
+            monitor.step(torch.zeros(4))
         monitor.step()
     with pytest.raises(OptionError, match="the columns are entropy, normalized"):
         monitor.history["loss"]
@@ -275,3 +277,17 @@ def test_nothing_waits_for_the_device():
                 optimizer.step()
                 monitor.step(loss)
     assert len(monitor.history) >= 2
+
+
+def test_reordered_heads_do_not_continue_the_history_of_others():
+    layer, x = MultiHeadAttention(WIDTH, HEADS).train(), torch.randn(2, 5, WIDTH)
+    with HeadMonitor(layer) as first:
+        layer(x)
+        first.step()
+    polyhead.surgery.apply(layer, [polyhead.surgery.ReorderHeads(0, order=(1, 0, 2, 3))])
+    second = HeadMonitor(layer)
+    second.load_state_dict(first.state_dict())
+    with second:
+        layer(x)
+        with pytest.raises(OptionError, match="must reach the same heads"):
+            second.step()

@@ -377,3 +377,16 @@ def test_replicas_in_several_processes_stay_equal(tmp_path):
     assert torch.equal(first, others[0])
     assert torch.equal(second, others[1])
     assert all(torch.equal(x, others[2][name]) for name, x in weights.items())
+
+
+def test_heads_that_were_edited_before_the_block_are_those_that_are_scaled():
+    layer = with_spread_heads(MultiHeadAttention(WIDTH, HEADS)).train()
+    clip = QKClip(layer, stopped(layer), 1e-3)
+    polyhead.surgery.apply(layer, [polyhead.surgery.PruneHeads(0, (0,))])
+    with pytest.raises(OptionError, match="must own the weights"):
+        clip.__enter__()
+    optimizer = stopped(layer)
+    with QKClip(layer, optimizer, 1e-3) as clip:
+        layer(torch.randn(2, 5, WIDTH))
+        optimizer.step()
+    assert len(clip.latest.heads()) == HEADS - 1

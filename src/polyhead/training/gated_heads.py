@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
@@ -22,7 +23,7 @@ TEMPERATURE, LOW, HIGH = 2 / 3, -0.1, 1.1  # beta, gamma and zeta of Louizos et 
 _SHIFT = TEMPERATURE * math.log(-LOW / HIGH)
 
 
-class _GatedHeads(nn.Module):
+class _GatedHeads(nn.Module, ABC):
     """Context manager in which the output of every head of a model is multiplied by a gate."""
 
     _model: nn.Module
@@ -30,23 +31,26 @@ class _GatedHeads(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        self._is_entered = False
         session = observe(model, statistics=False)
         session.gates.create = self._gate
         # Not registered as submodules: the model's parameters are not those of its gates.
         self.__dict__["_model"], self.__dict__["_session"] = model, session
 
+    @abstractmethod
     def _gate(self, site: AttentionSite, tokens: Tokens | Tensor | None) -> Tensor:
         """Return the gates of one attention call, [heads] or [batch, heads]."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         self._session.__enter__()
+        self._is_entered = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._session.__exit__(kind, error, trace)
+        self._is_entered = False
 
 
 class DropHead(_GatedHeads):
@@ -159,10 +163,22 @@ class HeadGates(_GatedHeads):
         return torch.stack([x.to(open_gates[0].device) for x in open_gates]).sum()
 
     @torch.no_grad()
-    def closed(self) -> list[HeadId]:
-        """Return the heads whose gates are 0, but one head of a layer without an open gate: a layer keeps one."""
+    def closed(self, stack: str | None = None) -> list[HeadId]:
+        """Return the heads whose gates are 0, but one head of a layer without an open gate: a layer keeps one.
+
+        Args:
+            stack: the stack of layers, as for `polyhead.prune`, for models with several (encoder and decoder).
+
+        Raises:
+            OptionError: several stacks, whose layers have the same numbers, and none is chosen; or an unknown one.
+        """
+        stacks = list(dict.fromkeys(layer.stack for layer in self._layers.values()))
+        if (len(stacks) > 1 or stack is not None) and stack not in stacks:
+            raise OptionError(f"stack must be one of {', '.join(stacks)}, got {stack!r}")
         heads = []
         for site, gates in self.gates().items():
+            if self._layers[site].stack != (stack or stacks[0]):
+                continue
             closed = [head for head, gate in enumerate(gates.tolist()) if gate == 0]
             keeps_none = len(closed) == len(gates)
             heads += [HeadId(self._layers[site].number, head) for head in closed[int(keeps_none) :]]
@@ -173,8 +189,16 @@ class HeadGates(_GatedHeads):
         """Multiply the gates of evaluation mode into W_O: the model then has the outputs that it had inside the block.
 
         Heads with a closed gate have no output. The gates cannot be used again.
+
+        Raises:
+            OptionError: inside the block, where the gates would count twice, or the heads were changed since.
         """
         self._check_unfolded()
+        if self._is_entered:
+            raise OptionError("gates are folded after the `with` block, inside of which they would count twice")
+        now = {layer.site: layer.layout for layer in find_layers(self._model)}
+        if changed := [site for site, layer in self._layers.items() if now.get(site) != layer.layout]:
+            raise OptionError(f"the heads must be those that the gates were made for, got other ones in {changed[0]!r}")
         for site, gates in self.gates().items():
             linear = self._model.get_submodule(self._layers[site].output)
             weight, axis = linear.get_parameter("weight"), linear_axis(linear, outputs=False)

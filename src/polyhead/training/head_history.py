@@ -17,12 +17,16 @@ from polyhead.observation.statistics import AttentionSite
 
 
 class HeadLocation(NamedTuple):
-    """A head of a model: the path of its attention module, its kind, its layer within the stack, and its index."""
+    """A head of a model: the path of its attention module, its kind, its layer within the stack, and its index.
+
+    `original_head` is its index in the unedited model, as text, which edits do not change.
+    """
 
     site: str
     kind: str
     layer: int
     head: int
+    original_head: str
 
     @classmethod
     def of(cls, site: AttentionSite, head: int) -> HeadLocation:
@@ -32,7 +36,7 @@ class HeadLocation(NamedTuple):
             site: an attention site of the model.
             head: index of the head.
         """
-        return cls(site.name, site.kind, site.layer, head)
+        return cls(site.name, site.kind, site.layer, head, site.label(head))
 
     def __str__(self) -> str:
         return f"L{self.layer}H{self.head} ({self.site})"

@@ -36,13 +36,15 @@ class HeadMonitor:
     """Record statistics of every head in every step of training.
 
     Inside the `with` block forwards of the model in training mode are observed; `step` ends a step, and `history` has
-    a row for every observed step. What counts are non-padding tokens of all micro-batches of the step; evaluation and
-    recomputed layers do not. Statistics are reduced on the device, and their copy to the host is read at most two steps
-    later, so that nothing waits for the device. A compiled model runs in eager mode in observed steps.
+    a row for every observed step. Non-padding tokens of all micro-batches of the step count; evaluation and recomputed
+    layers do not. Statistics are reduced on the device, and their copy to the host is read at most two steps later, so
+    that nothing waits for the device. In a process group the values are those of this process. A compiled model runs in
+    eager mode in observed steps.
 
     Args:
         model: the model, as for `polyhead.observe`.
-        every: observe every k-th step; between them the model runs its own code.
+        every: observe every k-th step; between them the model runs its own code. Enter a monitor that skips steps after
+            other sessions on the model, since it leaves and returns.
         statistics: names, as for `polyhead.observe`. `max_logit` is the largest logit of a head in the step, others are
             means over its tokens.
 
@@ -85,10 +87,9 @@ class HeadMonitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._is_entered = False
         if self._is_observing:
-            self._is_observing = False
             self._session.__exit__(kind, error, trace)
+        self._is_entered = self._is_observing = False
         self._session.take()  # forwards after the last step do not count
         self._read(wait=True)
 
@@ -99,8 +100,11 @@ class HeadMonitor:
             loss: loss of the step, which is recorded beside the statistics; detached, and not waited for.
 
         Raises:
-            OptionError: outside of the `with` block, or no forward in training mode was observed in the step.
+            OptionError: outside of the `with` block, a loss that is not one number, or no forward in training mode was
+                observed in the step.
         """
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            raise OptionError(f"the loss of a step must be one number, got a tensor of shape {list(loss.shape)}")
         if not self._is_entered:
             raise OptionError("a step must end inside the `with` block of the monitor")
         if self._is_observing:
@@ -172,7 +176,7 @@ class HeadMonitor:
         rows = [torch.cat([_column(x, name).to(device) for x in sites]) for name in columns]
         last = torch.full_like(rows[0], torch.nan)
         if loss is not None:
-            last = last.copy_(loss.detach()) if isinstance(loss, Tensor) else last.fill_(loss)
+            last = last.copy_(loss.detach().reshape(())) if isinstance(loss, Tensor) else last.fill_(loss)
         values, event = torch.stack([*rows, last]), None
         if values.is_cuda:
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

@@ -20,7 +20,7 @@ from polyhead.training.query_key_weights import QueryKeyWeights, find_query_key_
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClippedHeads:
-    """What QK-clip did after one step of the optimizer, by path of the attention layer; on the device of the logits.
+    """Largest logits and factors of one step of the optimizer, by path of the layer; on the device of the logits.
 
     `max_logit` is the largest logit of each head in the forwards since the step before, [heads]. `factor` is what its
     logits were scaled by, [heads]: 1 for heads below the threshold, and for heads with a logit that is NaN or Inf.
@@ -122,6 +122,8 @@ class QKClip:
     def __enter__(self) -> Self:
         if self._undo is not None:
             raise OptionError("this QKClip is already entered; create another for another model")
+        self._layers = find_query_key_weights(self.model)  # heads may have been edited since
+        self._check_owned()
         with ExitStack() as undo:
             undo.enter_context(self._session)
             undo.callback(self.optimizer.register_step_post_hook(self._after_step).remove)
@@ -137,7 +139,7 @@ class QKClip:
 
     @property
     def latest(self) -> ClippedHeads:
-        """What was done after the last step of the optimizer."""
+        """Largest logits and factors of the last step of the optimizer."""
         if self._latest is None:
             raise OptionError("no step of the optimizer was made inside the `with` block yet")
         return self._latest
