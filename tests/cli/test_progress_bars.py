@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,9 +13,9 @@ from polyhead.progress import Progress, Step
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds that a test sets; no lines are printed in the background."""
+    """Seconds that a test sets, in this module alone: event loops of other threads read `time.monotonic` too."""
     now = [100.0]
-    monkeypatch.setattr(progress_bars.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress_bars, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
