@@ -14,7 +14,7 @@ import polyhead
 from polyhead import MultiHeadAttention
 from polyhead.errors import OptionError
 from polyhead.integrations.huggingface.attention import WATCHERS
-from polyhead.training import DropHead, HeadGates, HeadMonitor, QKClip
+from polyhead.training import DropHead, HeadGates, HeadMonitor, MonitorCallback, QKClip, StepRecord
 from polyhead.training.monitor import STATISTICS
 
 WIDTH, HEADS = 32, 4
@@ -192,6 +192,63 @@ def test_a_trainer_ends_the_steps(tmp_path):
         trainer.train()
     assert monitor.history.steps == (0, 1, 2, 3)
     assert monitor.history["entropy"].isfinite().all()
+
+
+class Recorder(MonitorCallback):
+    """Record what a monitor passes on, and ask for a checkpoint and an end at given steps."""
+
+    def __init__(self, save: int = -1, stop: int = -1) -> None:
+        self.save, self.stop = save, stop
+        self.records: list[StepRecord] = []
+        self.has_ended = False
+
+    def on_record(self, record: StepRecord) -> None:
+        assert not self.has_ended
+        self.records.append(record)
+        self.should_save |= record.step == self.save
+        self.should_stop |= record.step == self.stop
+
+    def on_exit(self) -> None:
+        self.has_ended = True
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": len(self.records)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.before = state["count"]
+
+
+def test_callbacks_read_every_record_once_and_their_state_is_saved():
+    model, recorder = llama(), Recorder()
+    with HeadMonitor(model, every=2, callbacks=[recorder]) as monitor:
+        losses = train(model, batches(5), monitor)
+    assert recorder.has_ended
+    assert [record.step for record in recorder.records] == [0, 2, 4]
+    assert [record.loss for record in recorder.records] == pytest.approx(losses[::2])
+    for index, record in enumerate(recorder.records):
+        assert record.heads == monitor.history.heads
+        assert torch.equal(record["entropy"], monitor.history["entropy"][index])
+    with pytest.raises(OptionError, match="the columns are entropy, .* got 'kurtosis'"):
+        recorder.records[0]["kurtosis"]
+    state, resumed = monitor.state_dict(), Recorder()
+    HeadMonitor(model, callbacks=[resumed]).load_state_dict(state)
+    assert resumed.before == 3
+    with pytest.raises(OptionError, match="the same callbacks, got 0 for 1"):
+        HeadMonitor(model).load_state_dict(state)
+
+
+def test_the_trainer_saves_and_stops_when_a_callback_asks_for_it(tmp_path):
+    model = llama()
+    data = [{"input_ids": ids, "labels": ids} for batch in batches(8) for ids in batch]
+    options = {"save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    arguments = transformers.TrainingArguments(str(tmp_path), per_device_train_batch_size=2, max_steps=8, **options)
+    monitor = HeadMonitor(model, callbacks=[Recorder(save=1, stop=4)])
+    trainer = transformers.Trainer(model, arguments, train_dataset=data)
+    trainer.add_callback(monitor.trainer_callback())
+    with monitor:
+        trainer.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert monitor.history.steps == (0, 1, 2, 3, 4)
 
 
 def test_tools_work_together():

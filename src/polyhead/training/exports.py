@@ -1,8 +1,8 @@
 """Public names of `polyhead.training`."""
 
 from polyhead.training.gated_heads import DropHead, HeadGates
-from polyhead.training.head_history import HeadHistory, HeadLocation
-from polyhead.training.monitor import HeadMonitor
+from polyhead.training.head_history import HeadHistory, HeadLocation, StepRecord
+from polyhead.training.monitor import HeadMonitor, MonitorCallback
 from polyhead.training.qk_clip import ClippedHeads, QKClip
 from polyhead.training.regularizers import entropy_band, weight_overlap
 
@@ -13,7 +13,9 @@ __all__ = [
     "HeadHistory",
     "HeadLocation",
     "HeadMonitor",
+    "MonitorCallback",
     "QKClip",
+    "StepRecord",
     "entropy_band",
     "weight_overlap",
 ]

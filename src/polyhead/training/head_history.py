@@ -42,6 +42,40 @@ class HeadLocation(NamedTuple):
         return f"L{self.layer}H{self.head} ({self.site})"
 
 
+@dataclass(frozen=True)
+class StepRecord:
+    """Values of every head in one observed step: `record["max_logit"]` has one number per head.
+
+    Attributes:
+        step: number of the step.
+        loss: loss of the step, or NaN.
+        heads: the heads, in the order of the last axis.
+        columns: names of the statistics.
+        values: [columns, heads], on the CPU.
+    """
+
+    step: int
+    loss: float
+    heads: tuple[HeadLocation, ...]
+    columns: tuple[str, ...]
+    values: Tensor
+
+    def __getitem__(self, column: str) -> Tensor:
+        return self.values[index_of(column, self.columns)]
+
+
+def index_of(column: str, columns: tuple[str, ...]) -> int:
+    """Return the index of a column.
+
+    Args:
+        column: name of a statistic.
+        columns: names of those that were recorded.
+    """
+    if column not in columns:
+        raise OptionError(f"the columns are {', '.join(columns) or 'not known yet'}; got {column!r}")
+    return columns.index(column)
+
+
 @dataclass
 class HeadHistory:
     """Values of every head in every observed step: `history["max_logit"]` is [steps, heads].
@@ -64,9 +98,7 @@ class HeadHistory:
         return len(self._steps)
 
     def __getitem__(self, column: str) -> Tensor:
-        if column not in self.columns:
-            raise OptionError(f"the columns are {', '.join(self.columns) or 'not known yet'}; got {column!r}")
-        index = self.columns.index(column)
+        index = index_of(column, self.columns)
         return (
             torch.stack([values[index] for values in self._values]) if self._values else torch.empty(0, len(self.heads))
         )
@@ -89,8 +121,8 @@ class HeadHistory:
         step, column, head = found[0].tolist()
         return self._steps[step], self.heads[head], self.columns[column]
 
-    def append(self, step: int, values: Tensor, loss: float) -> None:
-        """Add the values of a step.
+    def append(self, step: int, values: Tensor, loss: float) -> StepRecord:
+        """Add the values of a step and return them.
 
         Args:
             step: number of the step.
@@ -100,6 +132,7 @@ class HeadHistory:
         self._steps.append(step)
         self._values.append(values)
         self.losses.append(loss)
+        return StepRecord(step, loss, self.heads, self.columns, values)
 
     def check(self, heads: Sequence[HeadLocation], columns: Sequence[str]) -> None:
         """Set heads and columns in the first step, and raise if they differ in another.

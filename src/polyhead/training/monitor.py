@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from polyhead.errors import OptionError
 from polyhead.observation.session import observe
 from polyhead.observation.statistics import SiteStatistics, stack_order
-from polyhead.training.head_history import HeadHistory, HeadLocation
+from polyhead.training.head_history import HeadHistory, HeadLocation, StepRecord
 
 STATISTICS = ("max_logit", "entropy", "normalized_entropy", "sink_mass", "mean_distance")
 LARGEST = frozenset(("max_logit", "max_abs_logit"))  # reported as the largest value of a step; others as the mean
@@ -32,6 +32,39 @@ class _Pending(NamedTuple):
         return self.event is None or bool(self.event.query())
 
 
+class MonitorCallback:
+    """What reads the records of a `HeadMonitor`: alarms, loggers. Each method may be overridden.
+
+    Attributes:
+        should_stop: True asks the loop to stop; `Trainer` does.
+        should_save: True asks the loop for a checkpoint; `Trainer` writes one and resets it.
+    """
+
+    should_stop: bool = False
+    should_save: bool = False
+
+    def on_record(self, record: StepRecord) -> None:
+        """Read the record of an observed step, in order and at most two steps late.
+
+        Args:
+            record: values of every head.
+        """
+
+    def on_exit(self) -> None:
+        """Called after the last record, at the end of the monitor's `with` block."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has to be saved with a checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned.
+
+        Args:
+            state: the dictionary.
+        """
+
+
 class HeadMonitor:
     """Record statistics of every head in every step of training.
 
@@ -47,6 +80,7 @@ class HeadMonitor:
             other sessions on the model, since it leaves and returns.
         statistics: names, as for `polyhead.observe`. `max_logit` is the largest logit of a head in the step, others are
             means over its tokens.
+        callbacks: what reads each record; see `MonitorCallback`.
 
     Raises:
         OptionError: a model without attention that can be observed, unknown statistics, `every` below 1.
@@ -66,10 +100,17 @@ class HeadMonitor:
     ((0, 2, 4), torch.Size([3, 2]))
     """
 
-    def __init__(self, model: nn.Module, *, every: int = 1, statistics: str | Sequence[str] = STATISTICS) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        every: int = 1,
+        statistics: str | Sequence[str] = STATISTICS,
+        callbacks: Sequence[MonitorCallback] = (),
+    ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise OptionError(f"every must be an integer of at least 1, got {every!r}")
-        self.model, self.every = model, every
+        self.model, self.every, self.callbacks = model, every, tuple(callbacks)
         self.steps = 0  # that have ended
         self._session = observe(model, statistics=statistics)
         self._session.only_training = True
@@ -92,6 +133,8 @@ class HeadMonitor:
         self._is_entered = self._is_observing = False
         self._session.take()  # forwards after the last step do not count
         self._read(wait=True)
+        for callback in self.callbacks:
+            callback.on_exit()
 
     def step(self, loss: Tensor | float | None = None) -> None:
         """End a step: call it once after each step of the optimizer.
@@ -119,13 +162,17 @@ class HeadMonitor:
         The training runs inside the block: `trainer.add_callback(monitor.trainer_callback())`, then
         `with monitor: trainer.train()`.
         """
-        from transformers import TrainerCallback
+        from transformers import TrainerCallback, TrainerControl
 
         monitor = self
 
         class StepCallback(TrainerCallback):
-            def on_step_end(self, *_: Any, **__: Any) -> None:
+            def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
                 monitor.step()
+                control.should_training_stop |= any(callback.should_stop for callback in monitor.callbacks)
+                for callback in monitor.callbacks:
+                    control.should_save |= callback.should_save
+                    callback.should_save = False
 
         return StepCallback()
 
@@ -136,8 +183,9 @@ class HeadMonitor:
         return self._history
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps and the history, to be saved with a checkpoint of the model."""
-        return {"steps": self.steps, **self.history.state_dict()}
+        """Return the number of steps, the history and the callbacks' states, to be saved with a checkpoint."""
+        history = self.history.state_dict()
+        return {"steps": self.steps, **history, "callbacks": [callback.state_dict() for callback in self.callbacks]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the state of another monitor; refused after the first step.
@@ -147,8 +195,15 @@ class HeadMonitor:
         """
         if self.steps or self._is_entered:
             raise OptionError("a monitor continues from a state before it is entered, got one that has steps already")
+        states = state["callbacks"]
+        if len(states) != len(self.callbacks):
+            raise OptionError(
+                f"a monitor continues with the same callbacks, got {len(self.callbacks)} for {len(states)} states"
+            )
         self.steps = int(state["steps"])
         self._history = HeadHistory.from_state_dict(state)
+        for callback, saved in zip(self.callbacks, states, strict=True):
+            callback.load_state_dict(saved)
 
     def _switch(self) -> None:
         """Observe the next step if it is a k-th, and leave the model alone otherwise."""
@@ -195,8 +250,10 @@ class HeadMonitor:
                 return
             if record.event is not None:
                 record.event.synchronize()
-            self._history.append(record.step, record.values[:-1], float(record.values[-1, 0]))
             self._pending.popleft()
+            read = self._history.append(record.step, record.values[:-1], float(record.values[-1, 0]))
+            for callback in self.callbacks:
+                callback.on_record(read)
 
 
 def _column(statistics: SiteStatistics, name: str) -> Tensor:
