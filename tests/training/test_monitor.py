@@ -228,7 +228,7 @@ def test_callbacks_read_every_record_once_and_their_state_is_saved():
     for index, record in enumerate(recorder.records):
         assert record.heads == monitor.history.heads
         assert torch.equal(record["entropy"], monitor.history["entropy"][index])
-    with pytest.raises(OptionError, match="the columns are entropy, .* got 'kurtosis'"):
+    with pytest.raises(OptionError, match=r"the columns are entropy, .* got 'kurtosis'"):
         recorder.records[0]["kurtosis"]
     state, resumed = monitor.state_dict(), Recorder()
     HeadMonitor(model, callbacks=[resumed]).load_state_dict(state)

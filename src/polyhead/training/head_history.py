@@ -122,7 +122,7 @@ class HeadHistory:
         return self._steps[step], self.heads[head], self.columns[column]
 
     def append(self, step: int, values: Tensor, loss: float) -> StepRecord:
-        """Add the values of a step and return them.
+        """Return the values of a step as a record, after adding them.
 
         Args:
             step: number of the step.
