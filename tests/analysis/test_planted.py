@@ -39,9 +39,9 @@ def ranked(relation: Tensor) -> list[tuple[int, int]]:
 
 
 def test_planted_duplicates_come_first_and_predict_each_other() -> None:
-    sizes = Sizes(vocab_size=48, token_dim=48, num_heads=8)
+    sizes = Sizes(vocab_size=32, max_length=32, token_dim=32, num_heads=8)
     planted = planted_model(0, sizes=sizes)
-    tokens = random_tokens(0, batch=24, length=61, vocab_size=sizes.vocab_size)
+    tokens = random_tokens(0, batch=48, length=31, vocab_size=sizes.vocab_size)
     moments, weights, heads = moments_of(planted.model, tokens)
     truth = {tuple(sorted((heads.index(one), heads.index(other)))) for one, other in planted.duplicates}
     assert len(truth) == 2
@@ -49,7 +49,7 @@ def test_planted_duplicates_come_first_and_predict_each_other() -> None:
     relations["information"] = mutual_information(moments)
     for name, relation in relations.items():
         assert set(ranked(relation)[:2]) == truth, name
-    more = random_tokens(1, batch=240, length=61, vocab_size=sizes.vocab_size)  # more tokens than channels in each half
+    more = random_tokens(1, batch=250, length=31, vocab_size=sizes.vocab_size)  # more tokens than channels in each half
     shares = predictable_shares(*(moments_of(planted.model, half)[0] for half in more.chunk(2)), weights)
     assert set(ranked(shares.by_head)[:2]) == truth
     for one, other in truth:

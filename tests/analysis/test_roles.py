@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
@@ -72,6 +73,7 @@ def hand_made() -> tuple[polyhead.MultiHeadAttention, Tensor]:
     return polyhead.MultiHeadAttention.from_heads(heads, causal=False).eval(), embedding
 
 
+@functools.cache
 @torch.no_grad()
 def hand_made_evidence(documents: int = 12) -> HeadEvidence:
     layer, embedding = hand_made()
