@@ -80,7 +80,7 @@ function Redundant(): JSX.Element {
   const { redundancy, redundant } = useModel().page;
   const { t, number } = useLocale();
   const heads = redundant.slice(0, MAX_REDUNDANT).map((one) => one.head);
-  let answer = t("summaryNotMeasured");
+  let answer = t("noRedundancy");
   if (redundant[0]) answer = t("summaryRedundant", { share: number(redundant[0].share, "share") });
   else if (redundancy !== null) answer = t("summaryNotRedundant", { threshold: number(redundancy, "share") });
   return (

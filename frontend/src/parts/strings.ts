@@ -74,7 +74,6 @@ export const strings = {
     en: "None: the other heads of a layer predict less than {threshold} of each.",
     zh: "没有：同层其他头对每个头的预测都不到 {threshold}。",
   },
-  summaryNotMeasured: { en: "Not measured in this run.", zh: "此次运行没有测量。" },
   summaryImportant: { en: "Which are most important?", zh: "哪些头最重要？" },
   summaryFirst: { en: "the first {evidence}", zh: "第一个{evidence}" },
   summaryMost: { en: "the first: {column} {value}", zh: "第一个：{column} {value}" },
