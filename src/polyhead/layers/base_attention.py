@@ -15,7 +15,14 @@ from polyhead.layers.kv_cache import CacheView, KVCache
 from polyhead.layers.kv_cache.tokens import longest
 from polyhead.layers.positions import AddsToInput, BiasesLogits, Positions, RotatesHeads
 from polyhead.layers.positions.position_encoding import Rotation
-from polyhead.layers.steps import check_no_padding, first_position, layer_mask, position_bias
+from polyhead.layers.steps import (
+    check_hides_masked_keys,
+    check_no_padding,
+    first_position,
+    hides_keys,
+    layer_mask,
+    position_bias,
+)
 from polyhead.masks import Mask
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, Statistics, attention
@@ -182,7 +189,10 @@ class BaseAttention(nn.Module):
                 cache.check_window(mask.left + 1)
             if mask is not None and lengths is None:
                 check_no_padding(mask, cache, k.shape[2])
+            if cache.holds_masked_keys:
+                check_hides_masked_keys(mask)
             view = cache.append(k, v, lengths=lengths)  # type: ignore[arg-type]  # a latent cache takes no values
+            cache.holds_masked_keys |= mask is not None and hides_keys(mask)
             mask = view.masked(mask)
             span = longest(cache.lengths, otherwise=span)
         if isinstance(self.positions, BiasesLogits):

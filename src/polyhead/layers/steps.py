@@ -57,6 +57,22 @@ def check_no_padding(mask: Mask, cache: KVCache, num_tokens: int) -> None:
         )
 
 
+def check_hides_masked_keys(mask: Mask | None) -> None:
+    """Raise `OptionError` if `mask` cannot hide the keys that an earlier mask of a cache hid."""
+    if mask is None or not (mask.padding or mask.packed or mask.allowed or mask.biases or mask.placed is not None):
+        raise OptionError(
+            "every call with a cache that holds masked keys needs a mask over all keys that hides them, got "
+            f"{'none' if mask is None else repr(mask)}, after a call whose mask hid keys such as padding on the left; pad "
+            "on the right and pass lengths=, which does not store padding"
+        )
+
+
+def hides_keys(mask: Mask) -> bool:
+    """Return True if the mask hides keys whatever the query: padding on the left, documents, a mask or bias by key."""
+    by_key = any(term.shape[2] == 1 for term in (*mask.allowed, *mask.biases))
+    return by_key or len(mask.packed) > 0 or any(term.side == "left" for term in mask.padding)
+
+
 def position_bias(positions: BiasesLogits, queries: int, span: int, like: Tensor, caller_mask: Mask | None) -> Mask:
     """Return the bias of a layer's position module for `queries` queries and `span` keys.
 

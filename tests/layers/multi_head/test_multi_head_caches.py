@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -277,6 +278,49 @@ def test_left_padding_may_be_hidden_by_the_mask_of_every_call(x: Tensor) -> None
         token = layer(x[:, 11:12], cache=cache, mask=Mask.lengths([n + 1 for n in lengths], side="left")).output
         for row, length in enumerate(lengths):
             close(token[row : row + 1], layer(x[row : row + 1, 11 - length : 12]).output[:, -1:])
+
+
+@pytest.mark.parametrize("kind", ["growing", "paged"])
+@pytest.mark.parametrize("hiding", ["left", "by key", "bias by key", "documents"])
+def test_keys_that_a_mask_hid_need_a_mask_in_every_later_call(hiding: str, kind: str, x: Tensor) -> None:
+    layer = make(positions=Rotary(HEAD_DIM))
+    cache = GrowingCache() if kind == "growing" else PagedCache(num_pages=24, page_size=4)
+    visible = torch.arange(12)[None] >= torch.tensor([0, 7, 4])[:, None]
+
+    def mask(keys: int) -> Mask:
+        by_key = visible[:, None, None, :keys]
+        documents = visible[:, :keys].long()
+        return {
+            "left": lambda: Mask.lengths([keys - 0, keys - 7, keys - 4], side="left"),
+            "by key": lambda: Mask.dense(by_key),
+            "bias by key": lambda: Mask.bias(torch.zeros(by_key.shape, dtype=DOUBLE).masked_fill(~by_key, -torch.inf)),
+            "documents": lambda: Mask.documents(documents[:, -1:] if keys == 12 else documents, documents),
+        }[hiding]()
+
+    with torch.no_grad():
+        layer(x[:, :11], cache=cache, mask=mask(11))
+        copies = [cache, cache.fork(), pickle.loads(pickle.dumps(cache))]
+        for copied in copies:
+            before = copied.lengths
+            for other in (None, Mask.window(3)):
+                with pytest.raises(OptionError, match="needs a mask over all keys that hides them, got"):
+                    layer(x[:, 11:12], cache=copied, mask=other)
+            assert copied.lengths == before
+        token = layer(x[:, 11:12], cache=cache, mask=mask(12)).output
+        for row, first in enumerate((0, 7, 4)):
+            close(token[row : row + 1], layer(x[row : row + 1, first:12]).output[:, -1:])
+        cache.reset()
+        layer(x[:, :3], cache=cache)
+        layer(x[:, 3:4], cache=cache)
+
+
+def test_a_failed_call_does_not_mark_the_cache_as_holding_masked_keys(x: Tensor) -> None:
+    layer, cache = make(), GrowingCache()
+    with torch.no_grad():
+        layer(x[:, :3], cache=cache)
+        with pytest.raises(OptionError):
+            layer(x[:, 3:4], cache=cache, mask=Mask.lengths([4, 2, 3], side="left"), backend="no such backend")
+        layer(x[:, 3:4], cache=cache)
 
 
 def test_an_empty_batch_and_an_empty_block_pass_through_a_cache() -> None:

@@ -104,6 +104,7 @@ class KVCache(ABC):
             self._sizes = self._layout.sizes()  # defaults may change
         self._lengths: tuple[int, ...] = (0,) * (self._built_batch or 0)
         self._max_length = 0  # the longest sequence; stored separately, because an empty batch has no lengths
+        self.holds_masked_keys = False  # whether an earlier call stored keys that its mask hid from every query
 
     @classmethod
     def for_layout(
@@ -248,6 +249,7 @@ class KVCache(ABC):
         self._crop(new_lengths)
         self._lengths = new_lengths
         self._max_length = longest(new_lengths, otherwise=width)
+        self.holds_masked_keys &= self._max_length > 0
 
     @contextmanager
     def unchanged_on_failure(self) -> Iterator[None]:
@@ -257,6 +259,7 @@ class KVCache(ABC):
             A context manager.
         """
         lengths, width, was_built = self._lengths, self._max_length, self._layout is not None
+        held = self.holds_masked_keys
         try:
             yield
         except BaseException:
@@ -265,6 +268,7 @@ class KVCache(ABC):
             elif (self._lengths, self._max_length) != (lengths, width):
                 self._undo_append(lengths)
                 self._lengths, self._max_length = lengths, width
+            self.holds_masked_keys = held
             raise
 
     def check_window(self, size: int) -> None:
@@ -288,6 +292,7 @@ class KVCache(ABC):
         self._layout = self._initial_layout
         self._lengths = (0,) * (self._built_batch or 0)
         self._max_length = 0
+        self.holds_masked_keys = False
 
     # ---- implemented by subclasses
 

@@ -268,6 +268,7 @@ class PagedCache(KVCache):
             "tables": [[place[page] for page in table] for table in self._tables],
             "lengths": self._lengths,
             "width": self._max_length,
+            "holds_masked_keys": self.holds_masked_keys,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -291,6 +292,7 @@ class PagedCache(KVCache):
         self._tables_changed()
         self._lengths = state["lengths"]
         self._max_length = state["width"]
+        self.holds_masked_keys = state["holds_masked_keys"]
 
     # ---- implementation of KVCache
 
@@ -404,6 +406,7 @@ class PagedCache(KVCache):
             self.pool.hold(table)
         forked._lengths = lengths
         forked._max_length = width
+        forked.holds_masked_keys = self.holds_masked_keys
         return forked
 
     def _shared_last_pages(self, starts: tuple[int, ...], new_lengths: tuple[int, ...]) -> list[int]:
