@@ -62,8 +62,8 @@ def check_hides_masked_keys(mask: Mask | None) -> None:
     if mask is None or not (mask.padding or mask.packed or mask.allowed or mask.biases or mask.placed is not None):
         raise OptionError(
             "every call with a cache that holds masked keys needs a mask over all keys that hides them, got "
-            f"{'none' if mask is None else repr(mask)}, after a call whose mask hid keys such as padding on the left; pad "
-            "on the right and pass lengths=, which does not store padding"
+            f"{'none' if mask is None else repr(mask)}, after a call whose mask hid keys such as padding on the left; "
+            "pad on the right and pass lengths=, which does not store padding"
         )
 
 
