@@ -5,6 +5,7 @@ from polyhead.training.head_history import HeadHistory, HeadLocation, StepRecord
 from polyhead.training.monitor import HeadMonitor, MonitorCallback
 from polyhead.training.qk_clip import ClippedHeads, QKClip
 from polyhead.training.regularizers import entropy_band, weight_overlap
+from polyhead.training.run_directory import RunDirectory, inspect_step, load_run
 
 __all__ = [
     "ClippedHeads",
@@ -15,7 +16,10 @@ __all__ = [
     "HeadMonitor",
     "MonitorCallback",
     "QKClip",
+    "RunDirectory",
     "StepRecord",
     "entropy_band",
+    "inspect_step",
+    "load_run",
     "weight_overlap",
 ]
