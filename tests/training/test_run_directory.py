@@ -15,6 +15,7 @@ import polyhead
 from polyhead import MultiHeadAttention
 from polyhead.errors import OptionError
 from polyhead.inspection import load_inspection, save_inspection
+from polyhead.inspection.run_files import STEPS
 from polyhead.training import (
     HeadHistory,
     HeadLocation,
@@ -25,7 +26,6 @@ from polyhead.training import (
     load_run,
     run_directory,
 )
-from polyhead.training.run_directory import STEPS
 
 pytest.importorskip("pyarrow")
 HEADS = 3
@@ -188,7 +188,7 @@ def test_bad_folders_are_refused(tmp_path):
     with pytest.raises(OptionError, match="its steps must increase from 1"):
         load_run(tmp_path / "run")
     (part.parent / "000000000001.parquet").write_bytes(part.read_bytes()[:-20])
-    with pytest.raises(OptionError, match="as `RunDirectory` wrote them, got .*000000000001.parquet"):
+    with pytest.raises(OptionError, match=r"as `RunDirectory` wrote them, got .*000000000001\.parquet"):
         load_run(tmp_path / "run")
 
 

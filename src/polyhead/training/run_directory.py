@@ -17,13 +17,13 @@ import torch
 from polyhead.errors import OptionError
 from polyhead.files import TABLE_ROWS, as_type, check_pyarrow, check_regular, refusing, short
 from polyhead.inspection import Inspection, Settings
+from polyhead.inspection.run_files import STEPS
 from polyhead.observation import AttentionSite, HeadProfile
 from polyhead.observation.run_folder import check_folder, lock_folder
 from polyhead.observation.saving import write_atomically
 from polyhead.training.head_history import HeadHistory, HeadLocation, StepRecord
 from polyhead.training.monitor import MonitorCallback
 
-STEPS = "steps"  # folder of the parts
 FORMAT = 1
 PART_ROWS = 1 << 17  # of a file; one row per step and head
 SAVE_SECONDS = 30.0  # between two writes; a process that is killed loses as much
@@ -177,15 +177,6 @@ class RunDirectory(MonitorCallback):
         self._unwritten, self._saved = 0, time.monotonic()
 
 
-def is_run(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a folder has steps of a training run.
-
-    Args:
-        folder: any path.
-    """
-    return (Path(folder) / STEPS).is_dir()
-
-
 def load_run(folder: str | os.PathLike[str]) -> HeadHistory:
     """Return the steps that `RunDirectory` wrote to a folder.
 
@@ -254,7 +245,8 @@ def inspect_step(history: HeadHistory, step: int, name: str = "training run") ->
     heads = tuple(head.head for head in history.heads)
     table = HeadProfile(sites, heads, history.columns, {"tokens": torch.zeros(len(heads)), **at_step})
     is_edited = any(site.origins is not None for site in sites)
-    facts = {"model": name, "tokens": 0, "step": step, "intervals_over": "pairs of steps", "edited": is_edited}
+    facts = {"model": name, "tokens": 0, "step": step, "step_loss": history.losses[index]}
+    facts |= {"intervals_over": "pairs of steps", "edited": is_edited}
     return Inspection(Settings(), facts, table, influence=influence)
 
 
