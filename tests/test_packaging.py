@@ -66,7 +66,16 @@ def test_the_wheel_says_what_it_needs(wheel):
     metadata = email.message_from_bytes(wheel.read(name))
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert set(metadata.get_all("Provides-Extra")) == {"hf", "demo", "notebooks", "report", "docs", "dev", "all"}
+    assert set(metadata.get_all("Provides-Extra")) == {
+        "hf",
+        "demo",
+        "notebooks",
+        "report",
+        "train",
+        "docs",
+        "dev",
+        "all",
+    }
     base = {Requirement(line).name for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}
     assert base == {"torch", "numpy", "safetensors", "typer", "rich"}
     assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())

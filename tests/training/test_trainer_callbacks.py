@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -203,6 +204,12 @@ def test_lightning_saves_and_stops_on_request(tmp_path):
     saved = torch.load(tmp_path / "heads-step=2.ckpt", weights_only=False)
     assert saved["global_step"] == saved["callbacks"]["HeadMonitor"]["steps"] == 2
     assert not (tmp_path / "heads-step=3.ckpt").exists()
+
+
+def test_without_lightning_the_error_names_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+    with pytest.raises(OptionError, match="pip install lightning"):
+        HeadMonitor(llama()).lightning_callback()
 
 
 def _process(rank: int, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from polyhead.training.gated_heads import DropHead, HeadGates
 from polyhead.training.head_history import HeadHistory, HeadLocation, StepRecord
+from polyhead.training.loggers import TensorBoardLogger, WandbLogger
 from polyhead.training.monitor import HeadMonitor, MonitorCallback
 from polyhead.training.qk_clip import ClippedHeads, QKClip
 from polyhead.training.regularizers import entropy_band, weight_overlap
@@ -18,6 +19,8 @@ __all__ = [
     "QKClip",
     "RunDirectory",
     "StepRecord",
+    "TensorBoardLogger",
+    "WandbLogger",
     "entropy_band",
     "inspect_step",
     "load_run",

@@ -80,7 +80,7 @@ class RunDirectory(MonitorCallback):
         Args:
             record: values of every head.
         """
-        if record.step % self.every or not _is_first_process():
+        if record.step % self.every or not is_first_process():
             return
         self._open()
         if self._part and (record.heads, record.columns) != (self._part[0].heads, self._part[0].columns):
@@ -118,7 +118,7 @@ class RunDirectory(MonitorCallback):
             state: what `state_dict` returned.
         """
         self._last = int(state["last"])
-        if not _is_first_process():
+        if not is_first_process():
             return
         self._continues = True
         self._open()
@@ -272,7 +272,8 @@ def _origins(labels: list[str]) -> list[list[int]]:
     return [[-next(new) if part == "new" else int(part) for part in of_head] for of_head in parts]
 
 
-def _is_first_process() -> bool:
+def is_first_process() -> bool:
+    """Return whether this process writes: the first of a process group, or the only one."""
     distributed = torch.distributed
     return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
 

@@ -139,7 +139,10 @@ def lightning_callback(monitor: HeadMonitor) -> Any:
     Args:
         monitor: the monitor.
     """
-    from lightning.pytorch import Callback
+    try:
+        from lightning.pytorch import Callback
+    except ImportError:
+        raise OptionError("lightning_callback needs Lightning; install it with: pip install lightning") from None
 
     requests = Requests(monitor)
 
