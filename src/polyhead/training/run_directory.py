@@ -216,6 +216,7 @@ def inspect_step(history: HeadHistory, step: int, name: str = "training run") ->
 
     >>> import torch, polyhead
     >>> from polyhead.training import HeadMonitor, inspect_step
+    >>> _ = torch.manual_seed(0)
     >>> layer = polyhead.MultiHeadAttention(16, 2, causal=True).train()
     >>> with HeadMonitor(layer) as monitor:
     ...     for _ in range(40):
