@@ -99,6 +99,21 @@ def test_the_loss_of_a_step_is_that_of_all_its_micro_batches(tmp_path):
     assert not monitor.model._forward_hooks
 
 
+def test_the_loss_is_the_one_that_the_trainer_has_scaled_for_several_processes(tmp_path, monkeypatch):
+    plain = transformers.Trainer.compute_loss
+
+    def compute_loss(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        loss = plain(self, *arguments, **options)
+        loss *= 3  # as for 3 processes
+        return loss
+
+    monkeypatch.setattr(transformers.Trainer, "compute_loss", compute_loss)
+    monitor = HeadMonitor(llama())
+    trainer = trained(tmp_path, monitor, logging_strategy="steps", logging_steps=1, max_steps=2)
+    logged = [x["loss"] for x in trainer.state.log_history if "loss" in x]
+    assert monitor.history.losses == pytest.approx(logged, rel=1e-3)
+
+
 def test_the_loss_of_a_model_that_does_not_count_tokens_is_the_mean(tmp_path):
     class Plain(nn.Module):
         def __init__(self) -> None:

@@ -117,7 +117,7 @@ class HeadHistory:
         )
 
     def first_nonfinite(self) -> tuple[int, HeadLocation, str] | None:
-        """Return the first step, head and column with NaN or Inf, or None.
+        """Return the first step, of those that are kept, head and column with NaN or Inf, or None.
 
         A column is not read for heads that never have a finite value in it, as the distance in cross-attention.
         """

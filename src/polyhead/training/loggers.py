@@ -65,8 +65,8 @@ def draw_heads(record: StepRecord, column: str) -> Tensor:
     values = record[column].double()
     layers = {place: row for row, place in enumerate(dict.fromkeys((head.site, head.kind) for head in record.heads))}
     grid = torch.full((len(layers), 1 + max(head.head for head in record.heads)), torch.nan, dtype=torch.float64)
-    for head, value in zip(record.heads, values.tolist(), strict=True):
-        grid[layers[head.site, head.kind], head.head] = value
+    rows, columns = zip(*((layers[head.site, head.kind], head.head) for head in record.heads), strict=True)
+    grid[list(rows), list(columns)] = values
     finite = values[values.isfinite()]
     low, high = LIMITS.get(column, (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0))
     place = ((grid - low) / ((high - low) or 1.0)).clamp(0, 1) * (len(_COLOURS) - 1)

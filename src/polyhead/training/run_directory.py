@@ -21,6 +21,7 @@ from polyhead.inspection.run_files import STEPS
 from polyhead.observation import AttentionSite, HeadProfile
 from polyhead.observation.run_folder import check_folder, lock_folder
 from polyhead.observation.saving import write_atomically
+from polyhead.observation.statistics import LOCATION
 from polyhead.training.head_history import HeadHistory, HeadLocation, StepRecord
 from polyhead.training.monitor import MonitorCallback
 
@@ -172,7 +173,7 @@ class RunDirectory(MonitorCallback):
         header = {"format": FORMAT, "heads": [list(head) for head in heads], "columns": columns}
         table = pyarrow.table(history.arrays()).replace_schema_metadata({_KEY: json.dumps(header)})
         file = io.BytesIO()
-        parquet.write_table(table, file)
+        parquet.write_table(table, file, use_dictionary=["step", "loss", *LOCATION])  # values hardly repeat
         write_atomically(self.folder / STEPS / f"{self._part[0].step:012d}.parquet", file.getvalue())
         self._unwritten, self._saved = 0, time.monotonic()
 

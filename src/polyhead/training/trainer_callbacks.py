@@ -117,14 +117,15 @@ def trainer_callback(monitor: HeadMonitor) -> Any:
             """Keep the loss that the model returns; the Trainer does not pass on its own."""
             loss = output.get("loss") if isinstance(output, Mapping) else None
             if monitor.is_observing and module.training and isinstance(loss, Tensor):
-                self.losses.append(loss.detach().mean())
+                # The memory is that of the model's loss, which the Trainer scales in place for several processes.
+                self.losses.append(loss.detach())
                 # Models that know the number of tokens in all micro-batches return parts of a mean.
                 self.is_summed = kwargs.get("num_items_in_batch") is not None
 
         def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
             if self.hook is not None:
                 self.hook.remove()
-            loss = torch.stack(self.losses).sum() if self.losses else None
+            loss = torch.stack([x.mean() for x in self.losses]).sum() if self.losses else None
             monitor.step(loss if loss is None or self.is_summed else loss / len(self.losses))
             stop, save = requests.take()
             control.should_training_stop |= stop
