@@ -38,7 +38,12 @@ def test_a_summary_names_the_head_of_each_extreme():
 
 
 def test_a_nan_is_the_worst_value():
-    scalars, heads = summarize(record({"max_logit": [1.0, 2.0, torch.nan, 4.0, torch.inf]}))
+    values = {
+        "max_logit": [1.0, 2.0, torch.nan, 4.0, torch.inf],
+        "gradient_norm": [torch.nan, 2.0, 5.0, 3.0, torch.nan],
+    }
+    scalars, heads = summarize(record(values))
+    assert (scalars["highest gradient_norm"], heads["highest gradient_norm"].head) == (5.0, 2)  # not measured in others
     assert scalars["highest max_logit"] != scalars["highest max_logit"]
     assert heads["highest max_logit"].head == 2
 

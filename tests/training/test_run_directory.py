@@ -218,6 +218,15 @@ def test_a_difference_beyond_the_noise_of_steps_is_reported_and_noise_is_not():
     assert (comparison.samples, comparison.over) == ((20, 20), ("pairs of steps",) * 2)
 
 
+def test_the_noise_of_a_rare_statistic_is_that_of_the_steps_that_have_it():
+    values = torch.full((100, 3), torch.nan, dtype=torch.float64)
+    values[::4] = torch.randn(25, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    values[60:, 1] += 100
+    comparison = polyhead.compare(*(inspect_step(history_of(values), step) for step in (8, 92)))
+    assert [change.head[1] for change in comparison.beyond()] == [1]
+    assert comparison.samples == (12, 12)
+
+
 def test_false_alarms_of_a_comparison_are_as_rare_as_promised():
     found = 0
     for seed in range(100):

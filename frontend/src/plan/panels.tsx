@@ -10,6 +10,8 @@ export interface PanelChart {
   title: Text;
   x_label: Text;
   y_label: Text;
+  /** First and last step of the run. */
+  domain: [number, number];
   steps: number[];
   panels: { label: Text; lines: string[] }[];
   /** One row per line of all panels, one column per step; NaN is a gap. */
@@ -52,7 +54,7 @@ function optionsOf(chart: PanelChart, width: number, language: Language): PlotOp
     marginLeft: LEFT,
     marginRight: 12,
     marginBottom: 42,
-    x: { domain: [chart.steps[0] ?? 0, chart.steps.at(-1) ?? 1] },
+    x: { domain: chart.domain },
     y: { nice: true },
     fx: { axis: null, padding: 0.08 },
     fy: { axis: null, padding: 0.22 },

@@ -60,11 +60,12 @@ def write_training_page(
 
 def training_html(history: HeadHistory, name: str, *, language: Language = "en") -> str:
     """Return the HTML text of a run's page in both languages, the other one hidden."""
-    series = {column: history[column].T for column in history.columns}  # [heads, steps]
-    losses = torch.tensor([history.losses], dtype=torch.float64)
-    charts = {column: _chart(history, _label(column), x, _panels(history)) for column, x in series.items()}
+    steps, losses = torch.tensor(history.steps), torch.tensor([history.losses], dtype=torch.float64)
+    series = {column: _measured(steps, history[column].T) for column in history.columns}
+    series = {column: found for column, found in series.items() if len(found[0])}
+    charts = {column: _chart(steps, _label(column), *found, _panels(history)) for column, found in series.items()}
     if losses.isfinite().any():
-        charts = {"loss": _chart(history, LOSS, losses, [(LOSS, ["loss"])]), **charts}
+        charts = {"loss": _chart(steps, LOSS, steps, losses, [(LOSS, ["loss"])]), **charts}
     both = sorted(LANGUAGES, key=lambda other: other != language)
     body = "\n".join(_body(history, name, list(charts), series, x, is_first=x == language) for x in both)
     data = {view: [{"name": None, "chart": chart}] for view, chart in charts.items()}
@@ -76,12 +77,21 @@ def _label(column: str) -> Text:
     return column_of(f"{column}_max" if column in LARGEST else column).label
 
 
-def _chart(history: HeadHistory, label: Text, values: Tensor, panels: list[tuple[Text, list[str]]]) -> dict[str, Any]:
-    steps, shown = merged(torch.tensor(history.steps), values)
+def _measured(steps: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the steps and the values, [heads, steps], without steps in which a rare statistic was not measured."""
+    present = ~values.isnan().all(0)
+    return (steps, values) if 2 * int(present.sum()) > len(steps) else (steps[present], values[:, present])
+
+
+def _chart(
+    all_steps: Tensor, label: Text, steps: Tensor, values: Tensor, panels: list[tuple[Text, list[str]]]
+) -> dict[str, Any]:
+    steps, shown = merged(steps, values)
     return {
         "title": asdict(Text(f"{label.en}, over the steps", f"{label.zh}随步数的变化")),
         "x_label": asdict(STEP),
         "y_label": asdict(label),
+        "domain": [int(all_steps[0]), int(all_steps[-1])],
         "steps": steps.tolist(),
         "panels": [{"label": asdict(name), "lines": lines} for name, lines in panels],
         "values": packed_floats(torch.where(shown.isfinite(), shown, torch.nan)),
@@ -126,7 +136,7 @@ def _body(
     history: HeadHistory,
     name: str,
     views: Sequence[str],
-    series: dict[str, Tensor],
+    series: dict[str, tuple[Tensor, Tensor]],
     language: Language,
     *,
     is_first: bool,
@@ -137,7 +147,7 @@ def _body(
     note = _LINES[language] + (" " + _MERGED[language].format(steps=size) if len(history) > MOST_POINTS else "")
     no_script = f"<noscript><p>{escape(_NO_SCRIPT[language])}</p></noscript>"
     contents = [f'<div data-charts="{view}"></div>{no_script}<p>{note}</p>' for view in views]
-    contents.append("".join(_table(history, column, values, language) for column, values in series.items()))
+    contents.append("".join(_table(history, column, *found, language) for column, found in series.items()))
     links, sections = "", ""
     for view, title, content in zip([*views, "numbers"], titles, contents, strict=True):
         anchor = f' id="/{view}"' if is_first else ""
@@ -157,7 +167,7 @@ def _body(
     )
 
 
-def _table(history: HeadHistory, column: str, values: Tensor, language: Language) -> str:
+def _table(history: HeadHistory, column: str, steps: Tensor, values: Tensor, language: Language) -> str:
     """Return the first, last, lowest and highest value of each head, those that changed most first."""
     change = (values[:, -1] - values[:, 0]).abs().nan_to_num(nan=-1.0)
     rows = change.sort(descending=True, stable=True).indices[:MOST_ROWS].tolist()
@@ -167,7 +177,7 @@ def _table(history: HeadHistory, column: str, values: Tensor, language: Language
         finite = torch.where(line.isfinite(), line, torch.nan)
         low, high = (int(x) for x in (finite.nan_to_num(math.inf).argmin(), finite.nan_to_num(-math.inf).argmax()))
         at = [(low, str(STEP[language])), (high, str(STEP[language]))]
-        extremes = [(f"{line[i]:.4g}", f"{word} {history.steps[i]:,}") for i, word in at]
+        extremes = [(f"{line[i]:.4g}", f"{word} {int(steps[i]):,}") for i, word in at]
         numbers = [(f"{line[0]:.4g}", ""), (f"{line[-1]:.4g}", ""), *extremes]
         cells.append(((str(history.heads[row]), ""), numbers, ""))
     title = _label(column)[language]

@@ -21,7 +21,11 @@ EXTREMES = {
     "entropy": "lowest",
     "normalized_entropy": "lowest",
     "sink_mass": "highest",
+    "output_share": "lowest",
+    "output_cosine": "highest",
+    "gradient_norm": "highest",
 }
+NEVER_ABSENT = ("max_logit", "max_abs_logit", "entropy")  # NaN is the result of a NaN; elsewhere it may be not measured
 LIMITS = {"normalized_entropy": (0.0, 1.0), "sink_mass": (0.0, 1.0), "confidence": (0.0, 1.0)}  # of a picture's colours
 _COLOURS = ((13, 8, 135), (204, 71, 120), (240, 249, 33))  # from low to high, of equal steps in lightness
 _ABSENT = (128, 128, 128)  # no such head, NaN or Inf
@@ -47,7 +51,8 @@ def summarize(record: StepRecord) -> tuple[dict[str, float], dict[str, HeadLocat
             scalars[f"mean {column}"] = float(values[defined].mean())
             continue
         name, sign = f"{EXTREMES[column]} {column}", 1 if EXTREMES[column] == "highest" else -1
-        worst = int(torch.where(defined, sign * values, torch.inf).argmax())  # the first NaN, if there is one
+        nan = torch.inf if column in NEVER_ABSENT else -torch.inf
+        worst = int(torch.where(defined, sign * values, nan).argmax())
         scalars[name], heads[name] = float(values[worst]), record.heads[worst]
     return scalars, heads
 

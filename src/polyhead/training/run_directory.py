@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import math
 import os
 import time
 from contextlib import ExitStack, suppress
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from polyhead.training.monitor import MonitorCallback
 FORMAT = 1
 PART_ROWS = 1 << 17  # of a file; one row per step and head
 SAVE_SECONDS = 30.0  # between two writes; a process that is killed loses as much
-NEIGHBOURS = 40  # logged steps around one from which its noise is estimated
+NEIGHBOURS = 40  # steps next to one from which its noise is estimated
 _KEY = b"polyhead.training"
 _RULE = "the steps of a run are read as `RunDirectory` wrote them"
 
@@ -232,13 +232,13 @@ def inspect_step(history: HeadHistory, step: int, name: str = "training run") ->
         nearest = min(steps, key=lambda x: abs(x - step), default=None)
         raise OptionError(f"the step must be one that was recorded, the nearest is {nearest}; got {step}")
     index = steps.index(step)
-    first = max(0, min(index - NEIGHBOURS // 2, len(steps) - NEIGHBOURS))
     sites = _sites(history.heads)
     columns = {column: history[column].double() for column in history.columns}
     influence: dict[AttentionSite, dict[str, torch.Tensor]] = {}
     for column, values in columns.items():
-        near = values[first : first + NEIGHBOURS]
-        near = near[: len(near) // 2 * 2]
+        measured = (~values.isnan().all(1)).nonzero().flatten()
+        nearest = (measured - index).abs().argsort(stable=True)[:NEIGHBOURS]
+        near = values[measured[nearest[: len(nearest) // 2 * 2]].sort().values]
         # Each pair estimates twice the variance of a step; `compare` sums the squares of effects.
         effects = (near[1::2] - near[::2]) / math.sqrt(2 * max(1, len(near) // 2))
         for site in dict.fromkeys(sites):
@@ -269,7 +269,7 @@ def _sites(heads: tuple[HeadLocation, ...]) -> tuple[AttentionSite, ...]:
 
 def _origins(labels: list[str]) -> list[list[int]]:
     """Return the original heads of each head, from labels such as 5, 2+7, new and padding."""
-    new = itertools.count(1)
+    new = count(1)
     parts = [[] if label == "padding" else label.split("+") for label in labels]
     return [[-next(new) if part == "new" else int(part) for part in of_head] for of_head in parts]
 
@@ -301,9 +301,10 @@ def _read(part: Path) -> HeadHistory:
         if header["format"] != FORMAT:
             raise ValueError(f"its format is {short(header['format'])}, and this version reads {FORMAT}")
         heads = tuple(HeadLocation(*as_type(x, tuple[str, str, int, int, str, int], "a head")) for x in header["heads"])
-        steps, losses = (table[name].to_numpy()[:: len(heads)] for name in ("step", "loss"))
-        values = [torch.tensor(table[name].to_numpy()).reshape(len(steps), len(heads)) for name in columns]
-        history = {"steps": steps.tolist(), "losses": losses.tolist(), "values": torch.stack(values, 1)}
-        if int(part.stem) != history["steps"][0] or sorted(set(history["steps"])) != history["steps"]:
+        steps, losses = (table[name].to_numpy()[:: len(heads)].tolist() for name in ("step", "loss"))
+        columns_of = [torch.tensor(table[name].to_numpy()).reshape(len(steps), len(heads)) for name in columns]
+        if int(part.stem) != steps[0] or sorted(set(steps)) != steps:
             raise ValueError(f"its steps must increase from {int(part.stem)}")
-        return HeadHistory.from_state_dict({"heads": heads, "columns": columns, "history": history, "dropped": 0})
+        history, values = HeadHistory(heads, columns), torch.stack(columns_of, 1)
+        history.extend(map(StepRecord, steps, losses, repeat(heads), repeat(columns), values))
+        return history
