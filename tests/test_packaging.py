@@ -66,7 +66,16 @@ def test_the_wheel_says_what_it_needs(wheel):
     metadata = email.message_from_bytes(wheel.read(name))
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert set(metadata.get_all("Provides-Extra")) == {"hf", "demo", "notebooks", "report", "docs", "dev", "all"}
+    assert set(metadata.get_all("Provides-Extra")) == {
+        "hf",
+        "demo",
+        "notebooks",
+        "report",
+        "train",
+        "docs",
+        "dev",
+        "all",
+    }
     base = {Requirement(line).name for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}
     assert base == {"torch", "numpy", "safetensors", "typer", "rich"}
     assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
@@ -137,17 +146,20 @@ def test_constraints_are_exact_and_portable(project_root, pins):
 
 def test_every_dependency_of_a_dependency_has_a_pin(project, pins):
     named = [*project["dependencies"], *(line for lines in project["optional-dependencies"].values() for line in lines)]
-    waiting = [requirement.name for requirement in map(Requirement, named) if requirement.name != "polyhead"]
-    seen: set[str] = set()
+    waiting = [("", requirement) for requirement in map(Requirement, named) if requirement.name != "polyhead"]
+    visited: set[tuple[str, str]] = set()  # names with an extra, or without one
     while waiting:
-        name = canonicalize_name(waiting.pop())
-        if name in seen or name.startswith(CUDA):
+        extra, requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        waiting += [(other, requirement) for other in requirement.extras if (name, other) not in visited and not extra]
+        if (name, extra) in visited or name.startswith(CUDA):
             continue
-        seen.add(name)
+        visited.add((name, extra))
         # What a package needs is known only where it is installed; its own pin is asked for all the same.
         below = importlib.metadata.requires(name) or [] if _installed(name) else []
-        needed = [need for need in map(Requirement, below) if not need.marker or need.marker.evaluate({"extra": ""})]
-        waiting += [need.name for need in needed]
+        needed = [need for need in map(Requirement, below) if not need.marker or need.marker.evaluate({"extra": extra})]
+        waiting += [("", need) for need in needed]
+    seen = {name for name, _ in visited}
     if other := [name for name, version in pins.items() if _installed(name) not in (None, version)]:
         pytest.skip(f"this environment was not made from the constraints: {', '.join(other)}")
     assert seen - set(pins) == set()

@@ -19,6 +19,8 @@ from examples import (
     entropy_regulariser,
     inspect_heads,
     kv_cache,
+    monitor_loop,
+    monitor_trainer,
     observe,
     plan_layout,
     prune_and_reload,
@@ -162,3 +164,30 @@ def test_the_runner_records_outputs_and_seconds_and_stops_at_a_failure(tmp_path,
     monkeypatch.setattr(runner, "EXAMPLES", ("two",))
     with pytest.raises(runner.subprocess.CalledProcessError, match="exit status 3"):
         runner.main(str(record))
+
+
+def test_a_monitored_loop_continues_with_each_step_once(capsys):
+    pytest.importorskip("pyarrow")
+    history, found = monitor_loop.main(steps=12)
+    assert history.steps == tuple(range(12))
+    assert history.losses[-1] < history.losses[0]
+    assert f"of {len(found.tested())} values changed" in capsys.readouterr().out
+
+
+def test_a_monitored_trainer_resumes_its_history(capsys):
+    history = monitor_trainer.main(steps=4)
+    assert history.steps == (0, 1, 2, 3)
+    assert all(0 < loss < 6 for loss in history.losses)
+    assert "resumed after step 1; the history has all 4 steps" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")  # Lightning's
+def test_a_monitored_lightning_trainer_saves_the_monitor(capsys):
+    for name in ("lightning", "tensorboard"):
+        pytest.importorskip(name, reason="needs Lightning and TensorBoard: pip install 'polyhead[train]'")
+    from examples import monitor_lightning
+
+    history, saved = monitor_lightning.main(steps=3)
+    assert history.steps == (0, 1, 2)
+    assert saved == 3
+    assert "state of the monitor after 3 steps" in capsys.readouterr().out

@@ -1,4 +1,7 @@
-/** Entry point of a plan's page: shows one view in one language of what report/plan_page.py wrote, and draws the charts. */
+/**
+ * Entry point of the pages of a plan and of a training run: shows one view in one language of what report/plan_page.py
+ * or report/training_page.py wrote, and draws the charts.
+ */
 import { render, type JSX } from "preact";
 import { useLayoutEffect, useState } from "preact/hooks";
 import type { Text } from "../data";
@@ -9,9 +12,10 @@ import "../parts/parts.css";
 import { hrefOf, replaceQuery, useRoute, type Route } from "../parts/router";
 import { strings } from "../parts/strings";
 import { PlanFigure, type PlanChart } from "./chart";
+import { PanelFigure, type PanelChart } from "./panels";
 import "./plan.css";
 
-type Variants = { name: Text | null; chart: PlanChart }[];
+type Variants = { name: Text | null; chart: PlanChart | PanelChart }[];
 
 const data = document.getElementById("polyhead-data");
 if (!data) throw new Error("the page must contain #polyhead-data");
@@ -30,7 +34,7 @@ function Question({ variants, language }: { variants: Variants; language: Langua
   return (
     <LocaleContext.Provider value={createLocale(language)}>
       {options.length > 1 ? <Segments label={label} options={options} value={at} onChange={choose} /> : null}
-      <PlanFigure chart={variant.chart} />
+      {"panels" in variant.chart ? <PanelFigure chart={variant.chart} /> : <PlanFigure chart={variant.chart} />}
     </LocaleContext.Provider>
   );
 }

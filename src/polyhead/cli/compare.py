@@ -13,6 +13,7 @@ from polyhead.cli.options import optional
 from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
+    from polyhead.inspection import Inspection
     from polyhead.inspection.comparison import Comparison
     from polyhead.inspection.heads import Head
 
@@ -20,7 +21,12 @@ UNTESTED_ROWS, LARGE_CHANGE = 5, 0.1  # number and minimum relative change of sh
 
 
 def compare(
-    before: Annotated[Path, typer.Argument(metavar="A", help="Run folder written by `polyhead inspect --save`.")],
+    before: Annotated[
+        Path,
+        typer.Argument(
+            metavar="A", help="Run folder written by `polyhead inspect --save`, or RUN@STEP, a step of a training run."
+        ),
+    ],
     after: Annotated[
         Path,
         typer.Argument(metavar="B", help="Another run folder, e.g. after training, after pruning, on another text."),
@@ -28,7 +34,7 @@ def compare(
     most: Annotated[int, typer.Option(metavar="N", help="Maximum number of differences to show.")] = 20,
     statistic: Annotated[str | None, optional("Show only differences in this column.", metavar="NAME")] = None,
 ) -> None:
-    """Compare two inspections head by head.
+    """Compare two inspections, or two steps of training, head by head.
 
     For models before and after training or pruning, two models of one layout, or two texts. Heads of edited models are
     matched by their number in the original: L0H5 → L0H4 is L0H5 of A and L0H4 of B. Runs over the same text are
@@ -37,6 +43,9 @@ def compare(
     and at most 5% of them expected by chance (false discovery rate over all tests); of values computed from the weights
     alone, any difference. Columns without an error estimate (output norms) are not tested: up to five of their largest
     relative changes above 10% follow, and --statistic NAME shows all values of one.
+
+    RUN@STEP is a step that `polyhead.training.RunDirectory` wrote. Differences of two steps are tested against the
+    noise of the steps around each.
     """
     from rich.console import Console
     from rich.table import Table
@@ -46,16 +55,16 @@ def compare(
     console = Console(highlight=False)
     if most < 1:
         raise OptionError(f"--most must be at least 1, got {most}")
-    check_saved(before)
-    check_saved(after)
+    for run in (before, after):
+        if _step_of(run) is None:
+            check_saved(run)
 
     from polyhead.inspection import compare as compared
-    from polyhead.inspection import load_inspection
     from polyhead.inspection.comparison import FALSE_DISCOVERIES, MIN_CHANGE, OF_LAYER, same_chance
     from polyhead.inspection.heads import named
     from polyhead.inspection.wording import loss_in_words
 
-    first, second = load_inspection(before), load_inspection(after)
+    first, second = _load(before), _load(after)
     found = compared(first, second)
     names = {change.name for change in found.changes}
     if statistic is not None and statistic not in names:
@@ -64,8 +73,11 @@ def compare(
         )
     for label, folder, inspection in (("A", before, first), ("B", after, second)):
         stopped = ", interrupted before the end of the text" if inspection.facts.get("interrupted") else ""
+        size = f" ({inspection.facts['model']}), {inspection.facts['tokens']:,} tokens{stopped}"
+        if "step" in inspection.facts:
+            size = f", loss {inspection.facts['step_loss']:.4g}"
         console.print(
-            f"{label}  {folder} ({inspection.facts['model']}), {inspection.facts['tokens']:,} tokens{stopped}",
+            f"{label}  {folder}{size}",
             markup=False,
             soft_wrap=not console.is_terminal,
         )
@@ -140,8 +152,32 @@ def compare(
             console.print(f"{named(head)} {word} the role {role}", markup=False)
 
 
+def _step_of(run: Path) -> tuple[Path, int] | None:
+    """Return folder and step of RUN@STEP, or None for another folder."""
+    folder, at, step = str(run).rpartition("@")
+    if run.exists() or not at:
+        return None
+    if not step.isdecimal():
+        raise OptionError(f"a step of a training run is RUN@STEP with a number, got {run}")
+    return Path(folder), int(step)
+
+
+def _load(run: Path) -> Inspection:
+    from polyhead.inspection import load_inspection
+
+    if (place := _step_of(run)) is None:
+        return load_inspection(run)
+
+    from polyhead.training import inspect_step, load_run
+
+    folder, step = place
+    return inspect_step(load_run(folder), step, folder.name)
+
+
 def _sampling(found: Comparison) -> str:
     (one, two), (over, over_after) = found.samples, found.over
+    if over == over_after == "pairs of steps":
+        return f"noise of a step from {one} pairs of neighbouring steps in A, {two} in B"
     if found.paired:
         return f"paired tests over the {one} {over} of the same text"
     note = ", one in eight tokens counts as independent" if "tokens" in found.over else ""

@@ -17,7 +17,13 @@ NAME = "polyhead-report.html"
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder written by `polyhead inspect --save`.")],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN",
+            help="Run folder written by `polyhead inspect --save`, or by `polyhead.training.RunDirectory`.",
+        ),
+    ],
     output: Annotated[
         Path | None, optional(f"Output file. [default: {NAME} in the run's folder]", "--output", "-o", metavar="FILE")
     ] = None,
@@ -30,16 +36,27 @@ def report(
     """Write a saved run as one self-contained HTML page.
 
     Shows a grid of layers and heads coloured by any statistic or role, a card for each head, redundancy, importance,
-    and the findings in plain words. The page needs no network and no server.
+    and the findings in plain words. Of a training run, it shows every statistic over the steps: a panel for each layer,
+    a line for each head. The page needs no network and no server.
     """
-    from polyhead.inspection.run_files import check_saved
+    from polyhead.inspection.run_files import REST, STEPS, check_saved
 
     check_page(output, lang, "--output")
-    check_saved(run)
+    page = run / NAME if output is None else output
+    if (run / STEPS).is_dir() and not (run / REST).exists():
+        from polyhead.report.training_page import write_training_page
+        from polyhead.training import load_run
 
-    from polyhead.inspection import load_inspection
+        if syntax is not None:
+            raise OptionError("--syntax is for the page of an inspection, got a training run")
+        name = run.resolve().name
+        written = write_training_page(page, load_run(run), name, language="zh" if lang == "zh" else "en")
+    else:
+        check_saved(run)
 
-    written = write(run / NAME if output is None else output, load_inspection(run), lang, syntax)
+        from polyhead.inspection import load_inspection
+
+        written = write(page, load_inspection(run), lang, syntax)
     typer.echo(str(written))
     if show:
         typer.launch(written.as_uri())

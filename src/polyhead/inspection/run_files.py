@@ -11,14 +11,16 @@ TABLE = "heads.parquet"
 REST = "inspection.json"
 MATRICES = "relations.safetensors"
 PICTURES = "pictures.safetensors"  # maps, offsets, spectra, weights of the examples, effects of documents
+STEPS = "steps"  # folder with the steps of a training run, as `polyhead.training.RunDirectory` writes them
 FILES = (OBSERVATIONS, TABLE, REST, MATRICES, PICTURES)
 
 
 def check_saved(folder: Path) -> None:
     """Raise if a folder contains no finished inspection."""
     if not (folder / REST).exists():
-        unfinished = (folder / OBSERVATIONS).exists()
-        raise OptionError(
-            f"an inspection is a folder that `polyhead inspect --save` wrote, got {folder}"
-            + (", whose run is not finished; continue it with --resume" if unfinished else "")
-        )
+        found = ""
+        if (folder / OBSERVATIONS).exists():
+            found = ", whose run is not finished; continue it with --resume"
+        elif (folder / STEPS).is_dir():
+            found = f", which is a training run; `polyhead report` draws it, `polyhead compare` takes {folder}@STEP"
+        raise OptionError(f"an inspection is a folder that `polyhead inspect --save` wrote, got {folder}{found}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
@@ -13,13 +13,17 @@ from torch import Tensor
 
 from polyhead.errors import OptionError
 from polyhead.files import check_pyarrow
-from polyhead.observation.statistics import AttentionSite
+from polyhead.observation.session_limits import stack_of
+from polyhead.observation.statistics import LOCATION, AttentionSite
+
+KEPT_VALUES, KEPT_STEPS = 1 << 23, 1 << 16  # of which a history keeps the latest: 64 MiB in float64
 
 
 class HeadLocation(NamedTuple):
     """A head of a model: the path of its attention module, its kind, its layer within the stack, and its index.
 
-    `original_head` is its index in the unedited model, as text, which edits do not change.
+    `original_head` is its index in the unedited model, as text, which edits do not change; `original_heads` is the
+    number of heads that its layer had there.
     """
 
     site: str
@@ -27,6 +31,12 @@ class HeadLocation(NamedTuple):
     layer: int
     head: int
     original_head: str
+    original_heads: int = 0
+
+    @property
+    def stack(self) -> str:
+        """Path of the module with `*` for its numbers, the same for all layers of a stack."""
+        return stack_of(self.site)
 
     @classmethod
     def of(cls, site: AttentionSite, head: int) -> HeadLocation:
@@ -36,7 +46,8 @@ class HeadLocation(NamedTuple):
             site: an attention site of the model.
             head: index of the head.
         """
-        return cls(site.name, site.kind, site.layer, head, site.label(head))
+        total = site.num_heads if site.origins is None else site.origins.total
+        return cls(site.name, site.kind, site.layer, head, site.label(head), total)
 
     def __str__(self) -> str:
         return f"L{self.layer}H{self.head} ({self.site})"
@@ -81,7 +92,8 @@ class HeadHistory:
     """Values of every head in every observed step: `history["max_logit"]` is [steps, heads].
 
     `steps` are the numbers of the observed steps, `losses` those passed to `HeadMonitor.step`, NaN where none was, and
-    `heads` the heads, in the order of the last axis.
+    `heads` the heads, in the order of the last axis. The latest 8 million values are kept; `dropped` steps before them
+    are not. `RunDirectory` writes all.
     """
 
     heads: tuple[HeadLocation, ...] = ()
@@ -89,6 +101,7 @@ class HeadHistory:
     losses: list[float] = field(default_factory=list)
     _steps: list[int] = field(default_factory=list)
     _values: list[Tensor] = field(default_factory=list)  # [columns, heads] for each step
+    dropped: int = 0
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -104,7 +117,7 @@ class HeadHistory:
         )
 
     def first_nonfinite(self) -> tuple[int, HeadLocation, str] | None:
-        """Return the first step, head and column with NaN or Inf, or None.
+        """Return the first step, of those that are kept, head and column with NaN or Inf, or None.
 
         A column is not read for heads that never have a finite value in it, as the distance in cross-attention.
         """
@@ -122,17 +135,36 @@ class HeadHistory:
         return self._steps[step], self.heads[head], self.columns[column]
 
     def append(self, step: int, values: Tensor, loss: float) -> StepRecord:
-        """Return the values of a step as a record, after adding them.
+        """Return the values of a step as a record, after adding them; drop the first steps if there are too many.
 
         Args:
             step: number of the step.
             values: [columns, heads].
             loss: loss of the step, or NaN.
         """
-        self._steps.append(step)
-        self._values.append(values)
-        self.losses.append(loss)
-        return StepRecord(step, loss, self.heads, self.columns, values)
+        record = StepRecord(step, loss, self.heads, self.columns, values)
+        self.extend([record])
+        excess = len(self) - max(1, min(KEPT_STEPS, KEPT_VALUES // max(1, values.numel())))
+        if excess > 0:
+            del self._steps[:excess], self._values[:excess], self.losses[:excess]
+            self.dropped += excess
+        return record
+
+    def extend(self, records: Iterable[StepRecord]) -> None:
+        """Add steps.
+
+        Args:
+            records: values of every head of this history.
+        """
+        for record in records:
+            self._steps.append(record.step)
+            self._values.append(record.values)
+            self.losses.append(record.loss)
+
+    def records(self) -> Iterator[StepRecord]:
+        """Return the steps one by one."""
+        for step, loss, values in zip(self._steps, self.losses, self._values, strict=True):
+            yield StepRecord(step, loss, self.heads, self.columns, values)
 
     def check(self, heads: Sequence[HeadLocation], columns: Sequence[str]) -> None:
         """Set heads and columns in the first step, and raise if they differ in another.
@@ -157,13 +189,18 @@ class HeadHistory:
 
     def rows(self) -> dict[str, list[Any]]:
         """Return a table with one row per step and head, by column."""
-        table: dict[str, list[Any]] = {"step": [step for step in self._steps for _ in self.heads]}
-        table["loss"] = [loss for loss in self.losses for _ in self.heads]
-        for name in HeadLocation._fields:
+        return {name: column if isinstance(column, list) else column.tolist() for name, column in self.arrays().items()}
+
+    def arrays(self) -> dict[str, Any]:
+        """Return the table of `rows` with numbers as NumPy arrays."""
+        count = len(self.heads)
+        table: dict[str, Any] = {
+            "step": torch.tensor(self._steps, dtype=torch.int64).repeat_interleave(count).numpy(),
+            "loss": torch.tensor(self.losses, dtype=torch.float64).repeat_interleave(count).numpy(),
+        }
+        for name in LOCATION:
             table[name] = [getattr(head, name) for head in self.heads] * len(self)
-        for name in self.columns:
-            table[name] = self[name].flatten().tolist()
-        return table
+        return {**table, **{name: self[name].flatten().numpy() for name in self.columns}}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the table of `rows` as .parquet or .csv.
@@ -174,14 +211,15 @@ class HeadHistory:
         Raises:
             OptionError: another ending.
         """
-        name, table = os.fspath(path), self.rows()
+        name = os.fspath(path)
         if name.endswith(".parquet"):
             check_pyarrow(path)
             import pyarrow
             from pyarrow import parquet
 
-            parquet.write_table(pyarrow.table(table), name)
+            parquet.write_table(pyarrow.table(self.arrays()), name)
         elif name.endswith(".csv"):
+            table = self.rows()
             with open(name, "w", newline="", encoding="utf-8") as file:
                 writer = csv.writer(file)
                 writer.writerow(table)
@@ -196,6 +234,7 @@ class HeadHistory:
             "heads": [tuple(head) for head in self.heads],
             "columns": list(self.columns),
             "history": {"steps": list(self._steps), "losses": list(self.losses), "values": values},
+            "dropped": self.dropped,
         }
 
     @classmethod
@@ -208,8 +247,10 @@ class HeadHistory:
         history = state["history"]
         heads = tuple(HeadLocation(*head) for head in state["heads"])
         values = list(history["values"].unbind(0))
-        return cls(heads, tuple(state["columns"]), list(history["losses"]), list(history["steps"]), values)
+        steps, losses = list(history["steps"]), list(history["losses"])
+        return cls(heads, tuple(state["columns"]), losses, steps, values, state["dropped"])
 
     def __repr__(self) -> str:
         columns = ", ".join(self.columns) or "no columns"
-        return f"HeadHistory({len(self)} steps of {len(self.heads)} heads: {columns})"
+        dropped = f", {self.dropped} before them dropped" if self.dropped else ""
+        return f"HeadHistory({len(self)} steps of {len(self.heads)} heads{dropped}: {columns})"

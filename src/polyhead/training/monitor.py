@@ -160,21 +160,29 @@ class HeadMonitor:
         """Return a `transformers.TrainerCallback` that ends a step after each optimizer step of a `Trainer`.
 
         The training runs inside the block: `trainer.add_callback(monitor.trainer_callback())`, then
-        `with monitor: trainer.train()`.
+        `with monitor: trainer.train()`. Checkpoints contain the state of the monitor, and
+        `trainer.train(resume_from_checkpoint=...)` continues from it. The recorded loss is the one that the model
+        returns.
         """
-        from transformers import TrainerCallback, TrainerControl
+        from polyhead.training.trainer_callbacks import trainer_callback
 
-        monitor = self
+        return trainer_callback(self)
 
-        class StepCallback(TrainerCallback):
-            def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-                monitor.step()
-                control.should_training_stop |= any(callback.should_stop for callback in monitor.callbacks)
-                for callback in monitor.callbacks:
-                    control.should_save |= callback.should_save
-                    callback.should_save = False
+    def lightning_callback(self) -> Any:
+        """Return a `lightning.pytorch.Callback` that ends a step after each optimizer step of a Lightning `Trainer`.
 
-        return StepCallback()
+        The training runs inside the block: `Trainer(callbacks=[monitor.lightning_callback()])`, then
+        `with monitor: trainer.fit(module)`. Checkpoints contain the state of the monitor, and a resumed `fit` continues
+        from it.
+        """
+        from polyhead.training.trainer_callbacks import lightning_callback
+
+        return lightning_callback(self)
+
+    @property
+    def is_observing(self) -> bool:
+        """Whether the current step is observed."""
+        return self._is_observing
 
     @property
     def history(self) -> HeadHistory:
@@ -193,17 +201,28 @@ class HeadMonitor:
         Args:
             state: what `state_dict` returned.
         """
-        if self.steps or self._is_entered:
-            raise OptionError("a monitor continues from a state before it is entered, got one that has steps already")
+        if self.steps:
+            raise OptionError("a monitor continues from a state before its first step, got one that has steps already")
         states = state["callbacks"]
         if len(states) != len(self.callbacks):
             raise OptionError(
                 f"a monitor continues with the same callbacks, got {len(self.callbacks)} for {len(states)} states"
             )
-        self.steps = int(state["steps"])
         self._history = HeadHistory.from_state_dict(state)
         for callback, saved in zip(self.callbacks, states, strict=True):
             callback.load_state_dict(saved)
+        self.start_at(int(state["steps"]))
+
+    def start_at(self, step: int) -> None:
+        """Number the steps from another one than 0, for a loop that was resumed without a state of the monitor.
+
+        Args:
+            step: number of the next step.
+        """
+        self.steps = step
+        if self._is_entered:
+            self._session.take()
+            self._switch()
 
     def _switch(self) -> None:
         """Observe the next step if it is a k-th, and leave the model alone otherwise."""

@@ -1,0 +1,186 @@
+"""Self-contained HTML page of a training run: small multiples of every statistic over the steps, a line per head."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyhead.analysis.languages import LANGUAGES, Language, Text
+from polyhead.inspection.vocabulary import column_of
+from polyhead.observation.saving import write_atomically
+from polyhead.report.packing import packed_floats
+from polyhead.report.packing import text_in_html as escape
+from polyhead.report.page import TAGS, Assets, check_place, document
+from polyhead.report.plan_tables import table
+from polyhead.training.head_history import HeadHistory
+from polyhead.training.monitor import LARGEST
+
+MOST_POINTS = 400  # of a line
+MOST_ROWS = 200  # of the table of a statistic
+LOSS, STEP = Text("loss", "损失"), Text("step", "步")
+_NO_SCRIPT = Text("The charts need JavaScript, which is disabled here.", "图表需要 JavaScript，而此处已将其禁用。")
+_COLUMNS = (
+    Text("head", "头"), Text("first", "首步"), Text("last", "末步"), Text("lowest", "最低"), Text("highest", "最高"),
+)  # fmt: skip
+_LINES = Text(
+    "A panel per layer, a line per head; point at a line for its name.", "每层一格，每个头一条线；指向线条可见其名称。"
+)
+_MERGED = Text(
+    "Two points of a line are the lowest and the highest value of up to {steps} steps.",
+    "线上每两个点是至多 {steps} 个步中的最低值与最高值。",
+)
+_ROWS = Text(
+    "The {rows} heads that changed most between first and last step.", "首步与末步之间变化最大的 {rows} 个头。"
+)
+
+
+def write_training_page(
+    path: str | os.PathLike[str], history: HeadHistory, name: str, *, language: Language = "en"
+) -> Path:
+    """Write a training run as one HTML file that needs no network, and return its absolute path.
+
+    Args:
+        path: the file; an earlier page is replaced atomically.
+        history: steps of the run.
+        name: title of the page.
+        language: "en" or "zh", the initial language; the page has a switch.
+    """
+    file = Path(path)
+    check_place(file)
+    write_atomically(file, training_html(history, name, language=language).encode("utf-8"))
+    return file.absolute()
+
+
+def training_html(history: HeadHistory, name: str, *, language: Language = "en") -> str:
+    """Return the HTML text of a run's page in both languages, the other one hidden."""
+    steps, losses = torch.tensor(history.steps), torch.tensor([history.losses], dtype=torch.float64)
+    series = {column: _measured(steps, history[column].T) for column in history.columns}
+    series = {column: found for column, found in series.items() if len(found[0])}
+    charts = {column: _chart(steps, _label(column), *found, _panels(history)) for column, found in series.items()}
+    if losses.isfinite().any():
+        charts = {"loss": _chart(steps, LOSS, steps, losses, [(LOSS, ["loss"])]), **charts}
+    both = sorted(LANGUAGES, key=lambda other: other != language)
+    body = "\n".join(_body(history, name, list(charts), series, x, is_first=x == language) for x in both)
+    data = {view: [{"name": None, "chart": chart}] for view, chart in charts.items()}
+    return document(f"Heads of {name} in training", body, data, Assets.load(name="plan"), language)
+
+
+def _label(column: str) -> Text:
+    """Return the label of a statistic; some are maxima over a step, the others means."""
+    return column_of(f"{column}_max" if column in LARGEST else column).label
+
+
+def _measured(steps: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the steps and the values, [heads, steps], without steps in which a rare statistic was not measured."""
+    present = ~values.isnan().all(0)
+    return (steps, values) if 2 * int(present.sum()) > len(steps) else (steps[present], values[:, present])
+
+
+def _chart(
+    all_steps: Tensor, label: Text, steps: Tensor, values: Tensor, panels: list[tuple[Text, list[str]]]
+) -> dict[str, Any]:
+    steps, shown = merged(steps, values)
+    return {
+        "title": asdict(Text(f"{label.en}, over the steps", f"{label.zh}随步数的变化")),
+        "x_label": asdict(STEP),
+        "y_label": asdict(label),
+        "domain": [int(all_steps[0]), int(all_steps[-1])],
+        "steps": steps.tolist(),
+        "panels": [{"label": asdict(name), "lines": lines} for name, lines in panels],
+        "values": packed_floats(torch.where(shown.isfinite(), shown, torch.nan)),
+    }
+
+
+def merged(steps: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return at most 400 points of each line: lowest and highest value of consecutive steps, in their order.
+
+    A NaN among them is returned, so that it is seen as a gap.
+
+    Args:
+        steps: [steps].
+        values: [lines, steps].
+    """
+    size = math.ceil(len(steps) / (MOST_POINTS // 2)) if len(steps) > MOST_POINTS else 1
+    if size == 1:
+        return steps, values
+    # The last group is filled up with the last step, which changes neither its lowest nor its highest value.
+    indices = torch.arange(math.ceil(len(steps) / size) * size).clamp(max=len(steps) - 1).reshape(-1, size)
+    groups = values[:, indices]  # [lines, groups, size]
+    order = torch.stack([groups.argmin(-1), groups.argmax(-1)], -1).sort(-1).values
+    return steps[indices[:, [0, size // 2]].flatten()], groups.gather(-1, order).flatten(1)
+
+
+def _panels(history: HeadHistory) -> list[tuple[Text, list[str]]]:
+    """Return label and heads of each layer; a label has the path if there are several stacks."""
+    layers: dict[tuple[str, str], list[str]] = {}
+    for head in history.heads:
+        layers.setdefault((head.site, head.kind), []).append(f"L{head.layer}H{head.head}")
+    first = {(head.site, head.kind): head for head in history.heads}
+    has_stacks = len({(head.stack, head.kind) for head in history.heads}) > 1
+    panels = []
+    for place, lines in layers.items():
+        site = f" ({place[0]}, {place[1]})" if has_stacks else ""
+        layer = first[place].layer
+        panels.append((Text(f"Layer {layer}{site}", f"第 {layer} 层{site}"), lines))
+    return panels
+
+
+def _body(
+    history: HeadHistory,
+    name: str,
+    views: Sequence[str],
+    series: dict[str, tuple[Tensor, Tensor]],
+    language: Language,
+    *,
+    is_first: bool,
+) -> str:
+    titles = [LOSS if view == "loss" else _label(view) for view in views]
+    titles.append(Text("All numbers", "全部数字"))
+    size = math.ceil(len(history) / (MOST_POINTS // 2))
+    note = _LINES[language] + (" " + _MERGED[language].format(steps=size) if len(history) > MOST_POINTS else "")
+    no_script = f"<noscript><p>{escape(_NO_SCRIPT[language])}</p></noscript>"
+    contents = [f'<div data-charts="{view}"></div>{no_script}<p>{note}</p>' for view in views]
+    contents.append("".join(_table(history, column, *found, language) for column, found in series.items()))
+    links, sections = "", ""
+    for view, title, content in zip([*views, "numbers"], titles, contents, strict=True):
+        anchor = f' id="/{view}"' if is_first else ""
+        links += f'<a href="#/{view}">{escape(title[language])}</a>'
+        heading = f'<h2 tabindex="-1">{escape(title[language])}</h2>'
+        sections += f'<section data-view="{view}"{anchor}>{heading}{content}</section>'
+    first, last = (history.steps[0], history.steps[-1]) if len(history) else (0, 0)
+    facts = Text(
+        f"{len(history.heads):,} heads, {len(history):,} steps from {first:,} to {last:,}",
+        f"{len(history.heads):,} 个头，从第 {first:,} 步到第 {last:,} 步共 {len(history):,} 步",
+    )
+    return (
+        f'<div data-language="{language}" lang="{TAGS[language]}"{"" if is_first else " hidden"}>'
+        f'<header class="page-head"><div class="title"><h1>{escape(name)}</h1>'
+        f'<p class="facts">{escape(facts[language])}</p></div><div class="switches"></div></header>'
+        f'<nav class="views" aria-label="{Text("Views", "视图")[language]}">{links}</nav><main>{sections}</main></div>'
+    )
+
+
+def _table(history: HeadHistory, column: str, steps: Tensor, values: Tensor, language: Language) -> str:
+    """Return the first, last, lowest and highest value of each head, those that changed most first."""
+    change = (values[:, -1] - values[:, 0]).abs().nan_to_num(nan=-1.0)
+    rows = change.sort(descending=True, stable=True).indices[:MOST_ROWS].tolist()
+    cells = []
+    for row in rows:
+        line = values[row]
+        finite = torch.where(line.isfinite(), line, torch.nan)
+        low, high = (int(x) for x in (finite.nan_to_num(math.inf).argmin(), finite.nan_to_num(-math.inf).argmax()))
+        at = [(low, str(STEP[language])), (high, str(STEP[language]))]
+        extremes = [(f"{line[i]:.4g}", f"{word} {int(steps[i]):,}") for i, word in at]
+        numbers = [(f"{line[0]:.4g}", ""), (f"{line[-1]:.4g}", ""), *extremes]
+        cells.append(((str(history.heads[row]), ""), numbers, ""))
+    title = _label(column)[language]
+    note = _ROWS[language].format(rows=MOST_ROWS) if len(values) > MOST_ROWS else ""
+    names = [name[language] for name in _COLUMNS]
+    return f"<h3>{escape(title)}</h3>" + (f"<p>{note}</p>" if note else "") + table(title, names, cells)
