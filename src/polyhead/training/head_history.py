@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -14,6 +15,9 @@ from torch import Tensor
 from polyhead.errors import OptionError
 from polyhead.files import check_pyarrow
 from polyhead.observation.statistics import AttentionSite
+
+COSINES = ("output_cosine", "gradient_cosine")
+SiteKey = tuple[str, str]  # path and kind of an attention site
 
 
 class HeadLocation(NamedTuple):
@@ -51,7 +55,9 @@ class StepRecord:
         loss: loss of the step, or NaN.
         heads: the heads, in the order of the last axis.
         columns: names of the statistics.
-        values: [columns, heads], on the CPU.
+        values: [columns, heads], on the CPU; NaN where a column was not measured.
+        cosines: cosines between the heads of a site, by column, then by path and kind: [heads, heads]; empty in steps
+            without pairs.
     """
 
     step: int
@@ -59,6 +65,7 @@ class StepRecord:
     heads: tuple[HeadLocation, ...]
     columns: tuple[str, ...]
     values: Tensor
+    cosines: Mapping[str, Mapping[SiteKey, Tensor]] = field(default_factory=dict)
 
     def __getitem__(self, column: str) -> Tensor:
         return self.values[index_of(column, self.columns)]
@@ -89,6 +96,8 @@ class HeadHistory:
     losses: list[float] = field(default_factory=list)
     _steps: list[int] = field(default_factory=list)
     _values: list[Tensor] = field(default_factory=list)  # [columns, heads] for each step
+    _measured: list[Tensor] = field(default_factory=list)  # the same, boolean
+    _cosines: dict[int, Tensor] = field(default_factory=dict)  # by step: [2, elements of the matrices of all sites]
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -106,33 +115,65 @@ class HeadHistory:
     def first_nonfinite(self) -> tuple[int, HeadLocation, str] | None:
         """Return the first step, head and column with NaN or Inf, or None.
 
-        A column is not read for heads that never have a finite value in it, as the distance in cross-attention.
+        A column is not read in steps in which it was not measured, nor for heads that never have a finite value in it.
         """
         if not self._values:
             return None
-        values = torch.stack(self._values)  # [steps, columns, heads]
-        bad = ~values.isfinite() & values.isfinite().any(0)
+        finite = torch.stack(self._values).isfinite()  # [steps, columns, heads]
+        wrong = ~finite & torch.stack(self._measured)
+        bad = wrong & finite.any(0)
         if not bad.any():
             # Never finite at all, of the column that every head has.
-            bad = ~values.isfinite() & ~values.isfinite().any((0, 1))
+            bad = wrong & ~finite.any((0, 1))
         found = bad.nonzero()
         if not len(found):
             return None
         step, column, head = found[0].tolist()
         return self._steps[step], self.heads[head], self.columns[column]
 
-    def append(self, step: int, values: Tensor, loss: float) -> StepRecord:
+    def cosines(self, column: str) -> dict[int, dict[SiteKey, Tensor]]:
+        """Return the cosines between the heads of each site, by step and by path and kind of the site: [heads, heads].
+
+        Args:
+            column: `output_cosine` or `gradient_cosine`.
+        """
+        if column not in COSINES:
+            raise OptionError(f"cosines are those of {' and '.join(COSINES)}, got {column!r}")
+        index = COSINES.index(column)
+        return {step: self._matrices(values[index]) for step, values in self._cosines.items()}
+
+    def _matrices(self, values: Tensor) -> dict[SiteKey, Tensor]:
+        """Return the matrices of all sites, which `values` has one after the other."""
+        counts = {key: len(list(group)) for key, group in groupby(self.heads, lambda head: (head.site, head.kind))}
+        parts = values.split([count**2 for count in counts.values()])
+        return {key: part.view(counts[key], counts[key]) for key, part in zip(counts, parts, strict=True)}
+
+    def append(
+        self,
+        step: int,
+        values: Tensor,
+        loss: float,
+        measured: Tensor | None = None,
+        cosines: Tensor | None = None,
+    ) -> StepRecord:
         """Return the values of a step as a record, after adding them.
 
         Args:
             step: number of the step.
             values: [columns, heads].
             loss: loss of the step, or NaN.
+            measured: [columns, heads], False where a column was not measured; all were by default.
+            cosines: [2, elements], the matrices of all sites by column, or None.
         """
         self._steps.append(step)
         self._values.append(values)
+        self._measured.append(torch.ones_like(values, dtype=torch.bool) if measured is None else measured)
         self.losses.append(loss)
-        return StepRecord(step, loss, self.heads, self.columns, values)
+        matrices = {}
+        if cosines is not None:
+            self._cosines[step] = cosines
+            matrices = {name: self._matrices(x) for name, x in zip(COSINES, cosines, strict=True)}
+        return StepRecord(step, loss, self.heads, self.columns, values, matrices)
 
     def check(self, heads: Sequence[HeadLocation], columns: Sequence[str]) -> None:
         """Set heads and columns in the first step, and raise if they differ in another.
@@ -191,11 +232,13 @@ class HeadHistory:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the history as tensors, numbers and strings."""
-        values = torch.stack(self._values) if self._values else torch.empty(0, len(self.columns), len(self.heads))
+        empty = torch.empty(0, len(self.columns), len(self.heads))
+        values, measured = (torch.stack(x) if x else empty for x in (self._values, self._measured))
+        history = {"steps": list(self._steps), "losses": list(self.losses), "values": values}
         return {
             "heads": [tuple(head) for head in self.heads],
             "columns": list(self.columns),
-            "history": {"steps": list(self._steps), "losses": list(self.losses), "values": values},
+            "history": {**history, "measured": measured.bool(), "cosines": dict(self._cosines)},
         }
 
     @classmethod
@@ -207,8 +250,9 @@ class HeadHistory:
         """
         history = state["history"]
         heads = tuple(HeadLocation(*head) for head in state["heads"])
-        values = list(history["values"].unbind(0))
-        return cls(heads, tuple(state["columns"]), list(history["losses"]), list(history["steps"]), values)
+        values, measured = (list(history[name].unbind(0)) for name in ("values", "measured"))
+        steps, losses = list(history["steps"]), list(history["losses"])
+        return cls(heads, tuple(state["columns"]), losses, steps, values, measured, dict(history["cosines"]))
 
     def __repr__(self) -> str:
         columns = ", ".join(self.columns) or "no columns"

@@ -1,0 +1,294 @@
+"""What heads write to the residual stream, and the gradients through them, reduced on the device during a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from polyhead.observation.accumulators import Histogram, Sums, accumulator_dtype
+from polyhead.observation.collectors import CollectorState
+from polyhead.observation.nested_sessions import is_gated_by_another
+from polyhead.observation.output_projections import candidate_projections, output_matrix, reads_heads
+from polyhead.observation.session import Call, Session
+from polyhead.observation.statistics import AttentionSite
+from polyhead.ops.attended import Attended
+from polyhead.training.head_history import COSINES
+
+LOW_ENTROPY = "normalized_entropy_p10"
+COLUMNS = (LOW_ENTROPY, "output_norm", "output_share", "gradient_norm", *COSINES)
+_ENTROPY, _OUTPUTS = "entropy histogram", "head outputs"  # names of states in a session
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OutputSums(Sums):
+    """Sums over tokens of inner products of what heads write."""
+
+    count: Tensor  # number of tokens
+    products: Tensor  # [heads]: of each head with itself; [heads, heads] in a step with pairs
+
+
+class _Gradients(NamedTuple):
+    """Sums over tokens of a step's gradients through the heads of a site."""
+
+    squares: Tensor  # [heads]: squared norm of the gradient of the loss with respect to the head's output
+    products: Tensor | None  # [heads, heads], of the gradients multiplied by W_O, in a step with pairs
+
+
+class _Awaited(NamedTuple):
+    """An attention call whose head outputs are yet to be read by the output projection."""
+
+    call: Call
+    heads: Tensor | None  # outputs of the heads, where they are read: until the output projection is known
+    sizes: tuple[int, int]  # heads and value_dim
+    tokens: Tensor  # [batch, queries]: non-padding tokens with a visible key
+    non_padding: Tensor | None  # [batch or 1, queries]
+
+
+class HeadSignals:
+    """Reads the head outputs and gradients of a monitor's session.
+
+    Sums of outputs are part of the session's observations and are counted with its forwards; those of gradients are
+    added by the backwards of the step.
+
+    Args:
+        session: session of the monitor.
+        columns: which of `COLUMNS` are recorded.
+        grad_scaler: the `torch.amp.GradScaler` that multiplies the loss, if there is one.
+    """
+
+    def __init__(self, session: Session, columns: tuple[str, ...], grad_scaler: torch.amp.GradScaler | None) -> None:
+        self.columns, self.grad_scaler = columns, grad_scaler
+        self.with_pairs = False  # in this step
+        self.is_unscaled_half = False  # a forward in float16 autocast was seen, and no GradScaler is known
+        self._session = session
+        self._reads_outputs = any(name != LOW_ENTROPY for name in columns)
+        self._linears: dict[AttentionSite, nn.Module] = {}  # output projections, once found
+        self._wrappers: dict[nn.Module, nn.Module] = {}  # of candidates for output projections
+        self._is_searching = True  # until the first observed step has ended
+        self._torch_names: dict[nn.Module, str] = {}  # of `torch.nn.MultiheadAttention`
+        self._awaited: dict[AttentionSite, _Awaited] = {}
+        self._gradients: dict[AttentionSite, _Gradients | None] = {}  # None: not known
+        self._hooks: list[RemovableHandle] = []
+        session.listener = self._listen
+
+    def search(self) -> None:
+        """Find the output projections anew in the next observed step; modules may have been replaced."""
+        self._is_searching, self._linears = True, {}
+
+    def attach(self) -> None:
+        """Start to read the output projections, after the session was entered."""
+        modules = self._session.attention_modules
+        if self._is_searching:
+            self._wrappers = candidate_projections(self._session.model, modules)
+            names = {module: name or type(module).__name__ for name, module in self._session.model.named_modules()}
+            self._torch_names = {x: names[x] for x in modules if isinstance(x, nn.MultiheadAttention)}
+        linears = self._wrappers if self._is_searching else dict.fromkeys(self._linears.values())
+        if self._reads_outputs:
+            self._hooks = [linear.register_forward_pre_hook(self._read) for linear in linears]
+            self._hooks += [module.register_forward_hook(self._read_torch) for module in self._torch_names]
+
+    def detach(self) -> None:
+        """Stop to read, before the session is exited."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._awaited.clear()
+
+    def end_step(self) -> dict[AttentionSite, _Gradients | None]:
+        """Return the gradients of the step, and start the next; backwards of earlier forwards no longer count."""
+        gradients, self._gradients = self._gradients, {}
+        self._awaited.clear()
+        if self._is_searching and len(self._hooks):
+            self._is_searching = False
+            self.detach()
+            self.attach()
+        return gradients
+
+    # ---- called in forwards
+
+    @torch.no_grad()
+    def _listen(self, call: Call, attended: Attended, non_padding: Tensor | None) -> None:
+        rows, output = attended.result.statistics, attended.result.output
+        assert rows is not None and rows.visible_keys is not None
+        if not self._session.model.training:
+            return
+        keys = rows.visible_keys
+        if call.counts and LOW_ENTROPY in self.columns:
+            assert rows.entropy is not None
+            terms = keys + int(call.learned_sinks)
+            counted = (keys > 0) & (terms > 1)
+            counted = counted if non_padding is None else counted & non_padding[:, None]
+            share = rows.entropy.detach() / terms.clamp_min(2.0).log()
+            heads_first = (x.transpose(0, 1).flatten(1) for x in (share, counted.expand_as(share)))
+            self._session.add_state(call.site, _ENTROPY, Histogram.of(*heads_first))
+        if not self._reads_outputs:
+            return
+        tokens = (keys > 0).any(1)
+        tokens = (tokens if non_padding is None else tokens & non_padding).expand(len(output), -1)
+        device = output.device.type
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.float16:
+            self.is_unscaled_half |= self.grad_scaler is None
+        is_unknown = self._is_searching and call.site not in self._linears
+        heads = output.detach() if is_unknown or call.site.name in self._torch_names.values() else None
+        sizes = (output.shape[1], output.shape[3])
+        self._awaited[call.site] = _Awaited(call, heads, sizes, tokens, non_padding)
+        if output.requires_grad:
+            output.register_hook(self._gradient_hook(call.site, tokens))
+
+    @torch.no_grad()
+    def _read(self, linear: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Add what the input of an output projection writes; the first such input is compared with the heads."""
+        if not len(inputs) or not isinstance(inputs[0], Tensor):
+            return
+        for site, awaited in tuple(self._awaited.items()):
+            if awaited.heads is not None and reads_heads(inputs[0], awaited.heads):
+                self._linears[site] = linear
+            if self._linears.get(site) is linear:
+                del self._awaited[site]
+                self._add_outputs(awaited, inputs[0], self._matrix(linear, inputs[0].device))
+
+    @torch.no_grad()
+    def _read_torch(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Add what `torch.nn.MultiheadAttention` writes, whose attention was recomputed without dropout."""
+        assert isinstance(module, nn.MultiheadAttention)
+        site = next((site for site in self._awaited if site.name == self._torch_names[module]), None)
+        if site is None:
+            return
+        awaited, linear = self._awaited.pop(site), module.out_proj
+        matrix = self._matrix(linear, output[0].device)
+        if matrix is None or awaited.heads is None or is_gated_by_another(self._session, module):
+            return
+        self._add_outputs(awaited, awaited.heads.transpose(1, 2), matrix)
+        if output[0].requires_grad:
+            add, is_batched = self._gradient_hook(site, awaited.tokens, linear), output[0].ndim == 3
+            sizes = awaited.sizes
+
+            def project(grad: Tensor) -> None:
+                grad = grad if is_batched else grad[None]
+                grad = grad if module.batch_first or not is_batched else grad.transpose(0, 1)
+                with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
+                    add((grad @ matrix.T.to(grad.dtype)).unflatten(-1, sizes).transpose(1, 2))
+
+            output[0].register_hook(project)
+
+    def _matrix(self, linear: nn.Module, device: torch.device) -> Tensor | None:
+        return output_matrix(linear, self._wrappers.get(linear, linear), device)
+
+    def _add_outputs(self, awaited: _Awaited, read: Tensor, matrix: Tensor | None) -> None:
+        call, (heads, dim), tokens = awaited.call, awaited.sizes, awaited.tokens
+        if not call.counts or matrix is None or read.numel() != tokens.numel() * heads * dim:
+            return
+        read = read.detach().reshape(-1, heads, dim)
+        if awaited.non_padding is not None:  # rows that see no key are zero
+            read = torch.where(tokens.reshape(-1, 1, 1), read, 0.0)
+        dtype = accumulator_dtype(read.device)
+        products = _products(read, matrix.unflatten(0, (heads, dim)), pairs=self.with_pairs, dtype=dtype)
+        self._session.add_state(call.site, _OUTPUTS, OutputSums(tokens.sum(dtype=dtype), products))
+
+    # ---- called in backwards
+
+    def _gradient_hook(self, site: AttentionSite, tokens: Tensor, linear: nn.Module | None = None) -> Any:
+        """Return a hook that adds the gradient with respect to head outputs [batch, heads, queries, dim] to the step's.
+
+        The norm of the sum of two gradients is not known from their norms, so a second backward through the same
+        forward makes the site's gradients of this step unknown.
+        """
+        gradients, with_pairs, has_run = self._gradients, self.with_pairs, False
+
+        @torch.no_grad()
+        def add(grad: Tensor) -> None:
+            nonlocal has_run
+            if has_run or gradients.get(site, ()) is None:
+                gradients[site] = None
+                return
+            has_run = True
+            dtype = accumulator_dtype(grad.device)
+            norms = torch.linalg.vector_norm(grad, dim=-1, dtype=torch.promote_types(grad.dtype, torch.float32))
+            squares = torch.where(tokens[:, None], norms, 0.0).to(dtype).square().sum((0, 2))
+            scaler = self.grad_scaler
+            if scaler is not None and scaler.is_enabled():
+                squares = squares / scaler._get_scale_async().to(squares).square()  # type: ignore[union-attr]
+            products, projection = None, linear or self._linears.get(site)
+            matrix = self._matrix(projection, grad.device) if with_pairs and projection is not None else None
+            if matrix is not None:
+                by_token = torch.where(tokens[..., None, None], grad.transpose(1, 2), 0.0).flatten(0, 1)
+                products = _products(by_token, matrix.unflatten(0, by_token.shape[1:]), pairs=True, dtype=dtype)
+            before = gradients.get(site)
+            if before is not None:
+                squares = before.squares + squares
+                is_known = products is not None and before.products is not None
+                products = before.products + products if is_known else None  # type: ignore[operator]
+            gradients[site] = _Gradients(squares, products)
+
+        return add
+
+    # ---- results
+
+    def columns_of(
+        self, states: Mapping[str, CollectorState], gradients: _Gradients | None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the columns of a site, [heads] each, and its cosines, [heads, heads]; those not measured are absent.
+
+        Args:
+            states: states of the site in the observations of a step.
+            gradients: what `end_step` returned for the site.
+        """
+        columns: dict[str, Tensor] = {}
+        products: dict[str, Tensor | None] = {}
+        entropy, outputs = states.get(_ENTROPY), states.get(_OUTPUTS)
+        if isinstance(entropy, Histogram):
+            columns[LOW_ENTROPY] = entropy.quantile(0.1)
+        if isinstance(outputs, OutputSums):
+            has_pairs = outputs.products.ndim == 2
+            squares = outputs.products.diagonal() if has_pairs else outputs.products
+            total = squares.sum()
+            columns["output_norm"] = torch.where(outputs.count > 0, squares / outputs.count, torch.nan).sqrt()
+            columns["output_share"] = torch.where(total == 0, 0.0, squares / total)
+            products["output_cosine"] = outputs.products if has_pairs else None
+        if gradients is not None:
+            columns["gradient_norm"] = gradients.squares.sqrt()
+            products["gradient_cosine"] = gradients.products
+        cosines = {name: _cosines(x) for name, x in products.items() if x is not None and len(x) > 1}
+        return columns | {name: _strongest(x) for name, x in cosines.items()}, cosines
+
+
+def _products(read: Tensor, matrices: Tensor, *, pairs: bool, dtype: torch.dtype) -> Tensor:
+    """Return sums over tokens of the inner products of read [tokens, heads, dim] times matrices [heads, dim, width].
+
+    For heads with x_i = z_i W_i, the sum of x_i x_j^T is that of all elements of (sum z_i^T z_j) * (W_i W_j^T): no
+    output of a single head is ever computed. [heads], or [heads, heads] for all pairs.
+    """
+    heads, dim, _ = matrices.shape
+    with torch.autocast(read.device.type, enabled=False):
+        if not pairs:
+            by_head = read.transpose(0, 1)
+            return (_product(by_head.mT, by_head) * _product(matrices, matrices.mT)).sum((1, 2), dtype=dtype)
+        joined, joined_matrices = read.flatten(1)[None], matrices.flatten(0, 1)[None]
+        products = _product(joined.mT, joined) * _product(joined_matrices, joined_matrices.mT)
+        return products.view(heads, dim, heads, dim).sum((1, 3), dtype=dtype)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Return a batched product in float32 at least; squares of 16-bit numbers overflow."""
+    if left.is_cuda and left.dtype.itemsize == 2:
+        return torch.bmm(left, right, out_dtype=torch.float32)
+    dtype = torch.promote_types(left.dtype, torch.float32)
+    return torch.bmm(left.to(dtype), right.to(dtype))
+
+
+def _cosines(products: Tensor) -> Tensor:
+    """Return cosines from inner products [heads, heads]; 0 for heads that are zero."""
+    norms = products.diagonal().sqrt()
+    scale = norms[:, None] * norms
+    return torch.where(scale == 0, 0.0, (products / scale).clamp(-1, 1))
+
+
+def _strongest(cosines: Tensor) -> Tensor:
+    """Return the cosine of largest magnitude of each head with another, [heads]."""
+    others = cosines.masked_fill(torch.eye(len(cosines), dtype=torch.bool, device=cosines.device), 0.0)
+    return others.gather(1, others.abs().argmax(1, keepdim=True))[:, 0]
