@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -395,7 +396,7 @@ def test_the_scale_of_a_grad_scaler_is_taken_out():
     found = recorded(model, run, grad_scaler=scaler)
     assert scaler.get_scale() == 2048
     torch.testing.assert_close(found["gradient_norm"], expected["gradient_norm"])
-    with HeadMonitor(model, grad_scaler=scaler) as monitor:  # an overflow is what the scaler looks for
+    with HeadMonitor(model, grad_scaler=scaler, pairs_every=1) as monitor:  # an overflow is what the scaler looks for
         for factor in (torch.inf, 1.0):
             scaler.scale(factor * model(**data[0]).loss).backward()
             monitor.step()
@@ -405,6 +406,8 @@ def test_the_scale_of_a_grad_scaler_is_taken_out():
         model(**data[0])
         with pytest.raises(OptionError, match="GradScaler"):
             monitor.step()
+        monitor.trainer_callback().on_train_begin(None, None, None, optimizer=types.SimpleNamespace(scaler=scaler))
+        monitor.step()
     with pytest.raises(OptionError, match=r"must be a torch\.amp\.GradScaler, got float"):
         HeadMonitor(model, grad_scaler=1024.0)
 
@@ -476,6 +479,28 @@ def test_a_forward_that_raises_does_not_count():
     found = recorded(model, run)
     for name in COLUMNS:
         assert torch.equal(found[name], expected[name])
+
+
+def test_outputs_that_are_read_in_another_form_are_not_averaged_over_the_rest():
+    model, batch = seeded(llama), batches()[0]
+    attention = model.model.layers[0].self_attn
+    with HeadMonitor(model) as monitor:
+        for parts in (1, 2, 1):
+            small(model, batch)
+            if parts == 2:
+                hook = attention.o_proj.register_forward_pre_hook(lambda _, x: (x[0][:, :5],), prepend=True)
+                with torch.no_grad(), pytest.raises(RuntimeError):
+                    model(**batch)  # half of the tokens: the layers do not fit
+                attention(
+                    torch.randn(2, 11, 24, dtype=torch.float64),
+                    model.model.rotary_emb(torch.empty(2, 11, 24, dtype=torch.float64), torch.arange(11)[None]),
+                    None,
+                )
+                hook.remove()
+            monitor.step()
+    has = (~monitor.history["output_norm"].isnan()).tolist()
+    assert has == [[True] * 8, [False] * 4 + [True] * 4, [True] * 8]
+    assert monitor.history.first_nonfinite() is None
 
 
 def test_unknown_projections_are_nan_and_not_an_error():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -58,20 +58,20 @@ class HeadSignals:
     Args:
         session: session of the monitor.
         columns: which of `COLUMNS` are recorded.
-        grad_scaler: the `torch.amp.GradScaler` that multiplies the loss, if there is one.
+        inverse_scale: returns the factor by which gradients are multiplied, a number or a tensor on their device.
     """
 
-    def __init__(self, session: Session, columns: tuple[str, ...], grad_scaler: torch.amp.GradScaler | None) -> None:
-        self.columns, self.grad_scaler = columns, grad_scaler
+    def __init__(self, session: Session, columns: tuple[str, ...], inverse_scale: Callable[[], Tensor | float]) -> None:
         self.with_pairs = False  # in this step
-        self.is_unscaled_half = False  # a forward in float16 autocast was seen, and no GradScaler is known
-        self._session = session
+        self.has_half_autocast = False  # whether a forward was in float16 autocast
+        self._session, self._columns, self._inverse_scale = session, columns, inverse_scale
         self._reads_outputs = any(name != LOW_ENTROPY for name in columns)
         self._linears: dict[AttentionSite, nn.Module] = {}  # output projections, once found
         self._wrappers: dict[nn.Module, nn.Module] = {}  # of candidates for output projections
         self._is_searching = True  # until the first observed step has ended
         self._torch_names: dict[nn.Module, str] = {}  # of `torch.nn.MultiheadAttention`
         self._awaited: dict[AttentionSite, _Awaited] = {}
+        self._unread: set[AttentionSite] = set()  # sites with outputs in this step that are not part of their sums
         self._gradients: dict[AttentionSite, _Gradients | None] = {}  # None: not known
         self._hooks: list[RemovableHandle] = []
         session.listener = self._listen
@@ -99,15 +99,14 @@ class HeadSignals:
         self._hooks = []
         self._awaited.clear()
 
-    def end_step(self) -> dict[AttentionSite, _Gradients | None]:
-        """Return the gradients of the step, and start the next; backwards of earlier forwards no longer count."""
-        gradients, self._gradients = self._gradients, {}
+    def end_step(self) -> None:
+        """Start the next step; backwards of earlier forwards no longer count."""
+        self._gradients, self._unread = {}, set()
         self._awaited.clear()
         if self._is_searching and len(self._hooks):
             self._is_searching = False
             self.detach()
             self.attach()
-        return gradients
 
     # ---- called in forwards
 
@@ -118,7 +117,7 @@ class HeadSignals:
         if not self._session.model.training:
             return
         keys = rows.visible_keys
-        if call.counts and LOW_ENTROPY in self.columns:
+        if call.counts and LOW_ENTROPY in self._columns:
             assert rows.entropy is not None
             terms = keys + int(call.learned_sinks)
             counted = (keys > 0) & (terms > 1)
@@ -132,10 +131,11 @@ class HeadSignals:
         tokens = (tokens if non_padding is None else tokens & non_padding).expand(len(output), -1)
         device = output.device.type
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.float16:
-            self.is_unscaled_half |= self.grad_scaler is None
+            self.has_half_autocast = True
         is_unknown = self._is_searching and call.site not in self._linears
         heads = output.detach() if is_unknown or call.site.name in self._torch_names.values() else None
         sizes = (output.shape[1], output.shape[3])
+        self._mark_unread(call.site)
         self._awaited[call.site] = _Awaited(call, heads, sizes, tokens, non_padding)
         if output.requires_grad:
             output.register_hook(self._gradient_hook(call.site, tokens))
@@ -162,6 +162,7 @@ class HeadSignals:
         awaited, linear = self._awaited.pop(site), module.out_proj
         matrix = self._matrix(linear, output[0].device)
         if matrix is None or awaited.heads is None or is_gated_by_another(self._session, module):
+            self._unread.add(site)
             return
         self._add_outputs(awaited, awaited.heads.transpose(1, 2), matrix)
         if output[0].requires_grad:
@@ -176,12 +177,19 @@ class HeadSignals:
 
             output[0].register_hook(project)
 
+    def _mark_unread(self, site: AttentionSite) -> None:
+        if site in self._awaited and self._awaited[site].call.counts:
+            self._unread.add(site)
+
     def _matrix(self, linear: nn.Module, device: torch.device) -> Tensor | None:
         return output_matrix(linear, self._wrappers.get(linear, linear), device)
 
     def _add_outputs(self, awaited: _Awaited, read: Tensor, matrix: Tensor | None) -> None:
         call, (heads, dim), tokens = awaited.call, awaited.sizes, awaited.tokens
-        if not call.counts or matrix is None or read.numel() != tokens.numel() * heads * dim:
+        if not call.counts:
+            return
+        if matrix is None or read.numel() != tokens.numel() * heads * dim:
+            self._unread.add(call.site)
             return
         read = read.detach().reshape(-1, heads, dim)
         if awaited.non_padding is not None:  # rows that see no key are zero
@@ -209,10 +217,8 @@ class HeadSignals:
             has_run = True
             dtype = accumulator_dtype(grad.device)
             norms = torch.linalg.vector_norm(grad, dim=-1, dtype=torch.promote_types(grad.dtype, torch.float32))
-            squares = torch.where(tokens[:, None], norms, 0.0).to(dtype).square().sum((0, 2))
-            scaler = self.grad_scaler
-            if scaler is not None and scaler.is_enabled():
-                squares = squares / scaler._get_scale_async().to(squares).square()  # type: ignore[union-attr]
+            norms = torch.where(tokens[:, None], norms, 0.0).to(dtype) * self._inverse_scale()
+            squares = norms.square().sum((0, 2))
             products, projection = None, linear or self._linears.get(site)
             matrix = self._matrix(projection, grad.device) if with_pairs and projection is not None else None
             if matrix is not None:
@@ -230,20 +236,22 @@ class HeadSignals:
     # ---- results
 
     def columns_of(
-        self, states: Mapping[str, CollectorState], gradients: _Gradients | None
+        self, site: AttentionSite, states: Mapping[str, CollectorState]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the columns of a site, [heads] each, and its cosines, [heads, heads]; those not measured are absent.
 
         Args:
-            states: states of the site in the observations of a step.
-            gradients: what `end_step` returned for the site.
+            site: an attention site of the model.
+            states: its states in the observations of the step.
         """
+        gradients = self._gradients.get(site)
         columns: dict[str, Tensor] = {}
         products: dict[str, Tensor | None] = {}
         entropy, outputs = states.get(_ENTROPY), states.get(_OUTPUTS)
         if isinstance(entropy, Histogram):
             columns[LOW_ENTROPY] = entropy.quantile(0.1)
-        if isinstance(outputs, OutputSums):
+        self._mark_unread(site)
+        if isinstance(outputs, OutputSums) and site not in self._unread:
             has_pairs = outputs.products.ndim == 2
             squares = outputs.products.diagonal() if has_pairs else outputs.products
             total = squares.sum()

@@ -148,7 +148,8 @@ class HeadMonitor:
         needed = ["normalized_entropy"] if LOW_ENTROPY in own else ["max_logit"] if not rows else []
         self._session = observe(model, statistics=[*rows, *needed])
         self._session.only_training = True
-        self._own_columns, self._signals = own, HeadSignals(self._session, own, grad_scaler)
+        self.grad_scaler, self._own_columns = grad_scaler, own
+        self._signals = HeadSignals(self._session, own, self._inverse_scale)
         self._history = HeadHistory()
         self._pending: deque[_Pending] = deque()
         self._is_entered = self._is_observing = False
@@ -207,7 +208,8 @@ class HeadMonitor:
         class StepCallback(TrainerCallback):
             def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
                 scaler = getattr(optimizer, "scaler", None)  # of accelerate
-                monitor._signals.grad_scaler = monitor._signals.grad_scaler or scaler
+                if monitor.grad_scaler is None and isinstance(scaler, torch.amp.GradScaler):
+                    monitor.grad_scaler = scaler
 
             def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
                 monitor.step()
@@ -247,6 +249,15 @@ class HeadMonitor:
         for callback, saved in zip(self.callbacks, states, strict=True):
             callback.load_state_dict(saved)
 
+    @property
+    def _is_scaled(self) -> bool:
+        return self.grad_scaler is not None and self.grad_scaler.is_enabled()
+
+    def _inverse_scale(self) -> Tensor | float:
+        """Return what takes the scale of the loss out of gradients in a backward, without waiting for the device."""
+        scale = self.grad_scaler._get_scale_async() if self._is_scaled else None  # type: ignore[union-attr]
+        return 1.0 if scale is None else scale.double().reciprocal()
+
     def _switch(self) -> None:
         """Observe the next step if it is a k-th, and leave the model alone otherwise."""
         wanted = self.steps % self.every == 0
@@ -263,18 +274,18 @@ class HeadMonitor:
     @torch.no_grad()
     def _send(self, loss: Tensor | float | None) -> None:
         """Start the copy of a step's values to the host."""
-        observations, gradients = self._session.take(), self._signals.end_step()
+        if self._signals.has_half_autocast and self.grad_scaler is None and "gradient_norm" in self._names:
+            raise OptionError(
+                "a loss that a GradScaler scales needs it in the monitor, which takes its scale out of gradient_norm, "
+                "got a forward in float16 autocast: HeadMonitor(model, grad_scaler=scaler); without a scaler, "
+                "torch.amp.GradScaler(enabled=False), or statistics without gradient_norm"
+            )
+        observations = self._session.take()
         found = observations.sites
         if not found:
             raise OptionError(
                 f"a step must have a forward of the model in training mode, got none in step {self.steps}; call "
                 f"model.train(), and call this {type(self.model).__name__} itself"
-            )
-        if self._signals.is_unscaled_half:
-            raise OptionError(
-                "a loss that a GradScaler scales needs it in the monitor, which takes its scale out of gradient_norm, "
-                "got a forward in float16 autocast: HeadMonitor(model, grad_scaler=scaler); without a scaler, "
-                "torch.amp.GradScaler(enabled=False), or statistics without gradient_norm"
             )
         order = stack_order(x.site for x in found)
         sites = sorted(found, key=lambda x: order[x.site])
@@ -282,7 +293,7 @@ class HeadMonitor:
         columns_of: list[dict[str, Tensor]] = []
         cosines_of: list[dict[str, Tensor]] = []
         for x in sites:
-            own, cosines = self._signals.columns_of(observations.collected.get(x.site, {}), gradients.get(x.site))
+            own, cosines = self._signals.columns_of(x.site, observations.collected.get(x.site, {}))
             columns_of.append({**{name: _column(x, name) for name in x.columns}, **own})
             cosines_of.append(cosines)
         columns = [x for x in self._session.wanted.names if x in self._names and any(x in own for own in columns_of)]
@@ -306,6 +317,7 @@ class HeadMonitor:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
         self._pending.append(_Pending(self.steps, values, torch.tensor(measured), pairs, event))
+        self._signals.end_step()
 
     def _read(self, *, wait: bool) -> None:
         """Add records that have arrived to the history, and those that are late."""
@@ -318,10 +330,9 @@ class HeadMonitor:
                 record.event.synchronize()
             self._pending.popleft()
             measured = record.measured
-            if self._signals.grad_scaler is not None and "gradient_norm" in self._own_columns:
-                # Gradients that overflow are what a GradScaler looks for: it skips the step.
-                row = self._history.columns.index("gradient_norm")
-                measured[row] &= record.values[row].isfinite()
+            if self._is_scaled:  # gradients that overflow are what a GradScaler looks for: it skips the step
+                for row, name in enumerate(self._history.columns):
+                    measured[row] &= record.values[row].isfinite() | (name not in ("gradient_norm", "gradient_cosine"))
             loss = float(record.values[-1, 0])
             read = self._history.append(record.step, record.values[:-1], loss, measured, record.cosines)
             for callback in self.callbacks:
