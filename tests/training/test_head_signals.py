@@ -17,6 +17,7 @@ from polyhead.errors import OptionError
 from polyhead.layers import LatentAttention
 from polyhead.training import DropHead, HeadGates, HeadMonitor, QKClip
 from polyhead.training.head_signals import COLUMNS
+from tests.integrations.huggingface import models
 
 VOCABULARY = 61
 TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0}
@@ -177,6 +178,16 @@ def test_outputs_and_gradients_of_transformers_models(family):
     by_site = {name: unpadded if "decoder" in name else masks for name in projections}
     assert_matches(monitor, reference, by_site, rtol=1e-6)  # the softmax of eager Llama is in float32
     assert monitor.history.first_nonfinite() is None
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "gpt_neox", "phi3", "modernbert", "distilbert", "whisper"])
+def test_the_output_projection_is_found_without_a_table_of_families(name):
+    family = next(family for family in models.FAMILIES if family.name == name)
+    model = models.build(family).train()
+    with HeadMonitor(model) as monitor:
+        model(**models.inputs(family))
+        monitor.step()
+    assert monitor.history["output_norm"].isfinite().all()
 
 
 LAYERS = {
@@ -608,3 +619,28 @@ def test_the_model_is_left_as_it_was():
         HeadMonitor(model, pairs_every=0)
     with pytest.raises(OptionError, match=r"cosines are those of output_cosine and gradient_cosine, got 'entropy'"):
         HeadMonitor(model).history.cosines("entropy")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_columns_on_a_gpu(dtype):
+    """Nothing waits for the device after the first step, and the columns are those of a CPU."""
+    from tests.waiting import waiting_is_an_error
+
+    layer = seeded(lambda: polyhead.MultiHeadAttention(64, 4, num_kv_heads=2, causal=True)).to(dtype)
+    x = torch.randn(3, 37, 64, dtype=dtype)
+    expected = recorded(layer, lambda: layer(x).output.float().square().sum().backward())
+    layer, on_device = layer.cuda(), x.cuda()
+    with HeadMonitor(layer, pairs_every=2) as monitor:
+        for step in range(5):
+            if step < 3:  # kernels are compiled, and W_O is found
+                layer(on_device).output.float().square().sum().backward()
+                monitor.step()
+                continue
+            monitor._pending.clear()  # a record that is two steps late is waited for
+            with waiting_is_an_error():
+                layer(on_device).output.float().square().sum().backward()
+                monitor.step()
+    rtol = 1e-3 if dtype is torch.float32 else 0.05
+    for name in COLUMNS:
+        torch.testing.assert_close(columns(monitor, -1)[name], expected[name], rtol=rtol, atol=rtol)

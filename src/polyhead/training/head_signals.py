@@ -253,7 +253,7 @@ class HeadSignals:
         self._mark_unread(site)
         if isinstance(outputs, OutputSums) and site not in self._unread:
             has_pairs = outputs.products.ndim == 2
-            squares = outputs.products.diagonal() if has_pairs else outputs.products
+            squares = (outputs.products.diagonal() if has_pairs else outputs.products).clamp_min(0.0)  # rounding
             total = squares.sum()
             columns["output_norm"] = torch.where(outputs.count > 0, squares / outputs.count, torch.nan).sqrt()
             columns["output_share"] = torch.where(total == 0, 0.0, squares / total)
@@ -291,7 +291,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 def _cosines(products: Tensor) -> Tensor:
     """Return cosines from inner products [heads, heads]; 0 for heads that are zero."""
-    norms = products.diagonal().sqrt()
+    norms = products.diagonal().clamp_min(0.0).sqrt()
     scale = norms[:, None] * norms
     return torch.where(scale == 0, 0.0, (products / scale).clamp(-1, 1))
 
