@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Callable
 from typing import Any
@@ -612,8 +613,13 @@ def test_single_heads_have_no_cosine():
 
 def test_the_model_is_left_as_it_was():
     model = seeded(llama)
-    with HeadMonitor(model):
+    with HeadMonitor(model) as monitor:
         small(model, batches()[0])
+        other = copy.deepcopy(model)  # as for a moving average of the weights
+        other(**batches()[1])
+        monitor.step()
+    expected = recorded(model, lambda: small(model, batches()[0]))
+    assert all(torch.equal(x, expected[name]) for name, x in columns(monitor).items())
     assert not any(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
     with pytest.raises(OptionError, match=r"pairs_every must be an integer of at least 1, got 0"):
         HeadMonitor(model, pairs_every=0)

@@ -74,7 +74,7 @@ class HeadSignals:
         self._unread: set[AttentionSite] = set()  # sites with outputs in this step that are not part of their sums
         self._gradients: dict[AttentionSite, _Gradients | None] = {}  # None: not known
         self._hooks: list[RemovableHandle] = []
-        session.listener = self._listen
+        session.listener = self._listen if columns else None
 
     def search(self) -> None:
         """Find the output projections anew in the next observed step; modules may have been replaced."""
@@ -89,8 +89,9 @@ class HeadSignals:
             self._torch_names = {x: names[x] for x in modules if isinstance(x, nn.MultiheadAttention)}
         linears = self._wrappers if self._is_searching else dict.fromkeys(self._linears.values())
         if self._reads_outputs:
-            self._hooks = [linear.register_forward_pre_hook(self._read) for linear in linears]
-            self._hooks += [module.register_forward_hook(self._read_torch) for module in self._torch_names]
+            # Functions, which a copy of the model shares; a bound method would copy the session with it.
+            self._hooks = [x.register_forward_pre_hook(lambda *args: self._read(*args)) for x in linears]
+            self._hooks += [x.register_forward_hook(lambda *args: self._read_torch(*args)) for x in self._torch_names]
 
     def detach(self) -> None:
         """Stop to read, before the session is exited."""
@@ -156,7 +157,8 @@ class HeadSignals:
     def _read_torch(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Add what `torch.nn.MultiheadAttention` writes, whose attention was recomputed without dropout."""
         assert isinstance(module, nn.MultiheadAttention)
-        site = next((site for site in self._awaited if site.name == self._torch_names[module]), None)
+        name = self._torch_names.get(module)
+        site = next((site for site in self._awaited if site.name == name), None)
         if site is None:
             return
         awaited, linear = self._awaited.pop(site), module.out_proj
