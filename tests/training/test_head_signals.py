@@ -369,6 +369,22 @@ def test_a_step_without_backward_has_no_gradient_and_nothing_is_reported_as_nonf
     assert history.first_nonfinite() is None
 
 
+def test_rows_that_see_no_key_do_not_count():
+    """Under a bias of the dtype's minimum such a row attends to all keys alike."""
+    layer = seeded(t5).decoder.block[0].layer[1]  # cross-attention
+    x, source = torch.randn(2, 2, 7, 24, dtype=torch.float64)
+    bias = torch.zeros(2, 1, 1, 7, dtype=torch.float64)
+    bias[1] = torch.finfo(torch.float64).min
+
+    def run(batch: int) -> None:
+        output = layer(x[:batch], key_value_states=source[:batch], attention_mask=bias[:batch])[0]
+        output.square().sum().backward()
+
+    expected, found = recorded(layer, lambda: run(1)), recorded(layer, lambda: run(2))
+    for name in COLUMNS:
+        torch.testing.assert_close(found[name], expected[name])
+
+
 def test_a_nan_in_one_gradient_is_reported():
     layer = polyhead.MultiHeadAttention(24, 3).train()
     with HeadMonitor(layer, pairs_every=2) as monitor:

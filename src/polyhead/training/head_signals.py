@@ -194,7 +194,8 @@ class HeadSignals:
             self._unread.add(call.site)
             return
         read = read.detach().reshape(-1, heads, dim)
-        if awaited.non_padding is not None:  # rows that see no key are zero
+        # A row that sees no key is zero, unless a bias masks the keys.
+        if awaited.non_padding is not None or (call.mask is not None and len(call.mask.biases)):
             read = torch.where(tokens.reshape(-1, 1, 1), read, 0.0)
         dtype = accumulator_dtype(read.device)
         products = _products(read, matrix.unflatten(0, (heads, dim)), pairs=self.with_pairs, dtype=dtype)
