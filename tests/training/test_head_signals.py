@@ -385,6 +385,25 @@ def test_rows_that_see_no_key_do_not_count():
         torch.testing.assert_close(found[name], expected[name])
 
 
+def test_packed_sequences_are_those_of_a_batch():
+    model = seeded(llama)
+    ids = torch.randint(1, VOCABULARY, (1, 18), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat((torch.arange(11), torch.arange(7)))[None]
+    expected = recorded(model, lambda: [model(input_ids=part) for part in ids.split((11, 7), 1)])
+    found = recorded(model, lambda: model(input_ids=ids, position_ids=positions, use_cache=False))
+    for name in ("normalized_entropy_p10", "output_norm", "output_share", "output_cosine"):
+        torch.testing.assert_close(found[name], expected[name])
+
+
+def test_an_unbatched_torch_layer_is_a_batch_of_one():
+    torch.manual_seed(0)
+    layer, x = nn.MultiheadAttention(24, 3).double().train(), torch.randn(5, 24, dtype=torch.float64)
+    expected = recorded(layer, lambda: layer(*[x[:, None]] * 3)[0].square().sum().backward())
+    found = recorded(layer, lambda: layer(x, x, x)[0].square().sum().backward())
+    for name in COLUMNS:
+        torch.testing.assert_close(found[name], expected[name])
+
+
 def test_a_nan_in_one_gradient_is_reported():
     layer = polyhead.MultiHeadAttention(24, 3).train()
     with HeadMonitor(layer, pairs_every=2) as monitor:

@@ -256,7 +256,7 @@ class HeadMonitor:
     def _inverse_scale(self) -> Tensor | float:
         """Return what takes the scale of the loss out of gradients in a backward, without waiting for the device."""
         scale = self.grad_scaler._get_scale_async() if self._is_scaled else None  # type: ignore[union-attr]
-        return 1.0 if scale is None else scale.double().reciprocal()
+        return 1.0 if scale is None else scale.reciprocal()
 
     def _switch(self) -> None:
         """Observe the next step if it is a k-th, and leave the model alone otherwise."""
