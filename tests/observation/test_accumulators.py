@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyhead.errors import OptionError, ShapeError
-from polyhead.observation.accumulators import Maximum, MeanAndStd
+from polyhead.observation.accumulators import Histogram, Maximum, MeanAndStd
 
 SHAPE = (2, 3)
 EMPTY = {
@@ -116,6 +116,30 @@ def test_nothing_seen_is_nan_and_minus_infinity():
     assert mean.isnan().all()
     assert spread.isnan().all()
     assert Maximum.empty(SHAPE).update(values, none).compute().eq(-torch.inf).all()
+
+
+@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4), share=st.sampled_from([0.0, 0.1, 0.5, 1.0]))
+@settings(max_examples=40)
+def test_quantiles_of_merged_histograms_are_within_half_a_bin(sizes, share):
+    generator = torch.Generator().manual_seed(sum(sizes))
+    parts = [torch.rand(*SHAPE, size, generator=generator, dtype=torch.float64).pow(4) for size in sizes]
+    counted = [torch.rand(x.shape, generator=generator) < 0.8 for x in parts]
+    counted[0][..., 0] = True
+    merged = None
+    for values, kept in zip(parts, counted, strict=True):
+        added = Histogram.of(torch.where(kept, values, torch.nan), kept)
+        merged = added if merged is None else merged.merge(added)
+    values, kept = torch.cat(parts, -1).flatten(0, 1), torch.cat(counted, -1).flatten(0, 1)
+    exact = torch.stack([x[mask].quantile(share) for x, mask in zip(values, kept, strict=True)])
+    assert ((merged.quantile(share).flatten() - exact).abs() <= 0.5 / Histogram.BINS + 1e-12).all()
+
+
+def test_histograms_without_samples_and_with_nan_have_no_quantile():
+    values = torch.tensor([[0.0, 0.5, 1.0], [torch.nan, 0.5, 1.0], [torch.inf, 0.5, 1.0], [0.0, 0.5, 1.0]])
+    counted = torch.tensor([[True] * 3] * 3 + [[False] * 3])
+    assert Histogram.of(values, counted).quantile(0.5).isnan().tolist() == [False, True, True, True]
+    edges = Histogram.of(torch.tensor([[0.0], [1.0], [1 + 1e-7]]), torch.ones(3, 1, dtype=torch.bool)).quantile(0.5)
+    assert edges.tolist() == [0.5 / 256, 255.5 / 256, 255.5 / 256]
 
 
 def test_what_does_not_fit_is_refused():

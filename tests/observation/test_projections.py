@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import polyhead
+from polyhead.observation.output_projections import reads_heads
 from polyhead.observation.projections import find_projections
 from tests.integrations.huggingface import models
 
@@ -106,3 +107,15 @@ def test_the_mode_of_every_module_is_restored():
     x = torch.randn(5, 1, 16)
     find_projections(model, lambda: model[0](x, x, x))
     assert [module.training for module in model.modules()] == [True, True, True, False]
+
+
+def test_an_input_reads_heads_up_to_gates_and_in_their_order():
+    heads = torch.randn(2, 3, 5, 7)
+    read = heads.transpose(1, 2).flatten(2)  # [batch, tokens, heads * dim]
+    gates = torch.tensor([1.5, 0.0, 0.2])[:, None, None]
+    assert reads_heads(read, heads)
+    assert reads_heads((heads * gates).transpose(1, 2).reshape(10, 21), heads)
+    assert not reads_heads(heads.flip(1).transpose(1, 2).flatten(2), heads)
+    assert not reads_heads(read.transpose(0, 1), heads)
+    assert not reads_heads(torch.zeros_like(read), heads)
+    assert not reads_heads(read[..., :14], heads)

@@ -192,6 +192,7 @@ def test_a_trainer_ends_the_steps(tmp_path):
         trainer.train()
     assert monitor.history.steps == (0, 1, 2, 3)
     assert monitor.history["entropy"].isfinite().all()
+    assert monitor.history["gradient_norm"].isfinite().all()
 
 
 class Recorder(MonitorCallback):

@@ -99,7 +99,7 @@ def merged_requests(requested: Statistics | None, outer: Statistics | None, lear
     return Statistics(*names, sink_keys=sinks.sink_keys, window=window.window, cross=requested.cross)
 
 
-_entered: list[tuple[object, frozenset[int]]] = []  # sessions, and the modules that they observe
+_entered: list[tuple[Any, frozenset[int]]] = []  # sessions, and the modules that they observe
 
 
 def enter_session(session: object, model: nn.Module) -> None:
@@ -116,6 +116,12 @@ def check_innermost(session: object) -> None:
             "sessions that observe the same model must be exited in reverse order, got one that was entered before "
             "another that still observes it; exit that one first"
         )
+
+
+def is_gated_by_another(session: object, module: nn.Module) -> bool:
+    """Return whether another session that observes a module has gates."""
+    others = [x for x, modules in _entered if x is not session and id(module) in modules]
+    return any(len(x.gates) or x.gates.create is not None for x in others)
 
 
 def leave_session(session: object) -> None:

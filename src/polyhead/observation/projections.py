@@ -71,9 +71,7 @@ class _LinearCall:
 
     @property
     def matrix(self) -> Tensor:
-        """Weight as [in, out]."""
-        weight: Tensor = self.module.get_parameter("weight").detach()
-        return weight.T if isinstance(self.module, nn.Linear) else weight
+        return linear_matrix(self.module)
 
 
 @dataclass(eq=False)
@@ -91,7 +89,7 @@ class _Tracer:
     def recording(self, model: nn.Module) -> Iterator[None]:
         with ExitStack() as undo:
             for module in model.modules():
-                if _is_linear(module):
+                if is_linear(module):
                     undo.callback(module.register_forward_hook(self._record).remove)
             yield
 
@@ -122,9 +120,15 @@ class _Tracer:
         return HeadProjections(projection(attended.query), projection(attended.key), projection(attended.value), output)
 
 
-def _is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
     """Return whether a module is `torch.nn.Linear` or transformers' Conv1D, whose weight is transposed."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def linear_matrix(module: nn.Module) -> Tensor:
+    """Return the weight of a linear layer as [in, out]."""
+    weight: Tensor = module.weight.detach()  # type: ignore[operator]
+    return weight.T if isinstance(module, nn.Linear) else weight
 
 
 def _of_projected(layer: ProjectedHeads) -> HeadProjections:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -130,11 +130,16 @@ class Call:
     differentiable: bool = False
     keeper: ForwardRecorder | None = None
 
+    @property
+    def has_listener(self) -> bool:
+        """Whether the session has a listener, which reads the outputs of heads, also in a recomputation."""
+        return self.session.listener is not None
+
     def notify(self, attended: Attended) -> None:
         if self.keeper is not None and attended.result.statistics is not None and len(self.columns):
             heads = self.session.heads_of(self.site)
             self.keeper.add(self, heads, self.columns, attended.result.statistics)
-        if self.counts:
+        if self.counts or self.has_listener:
             with torch.no_grad():
                 self._record(attended)
 
@@ -143,9 +148,12 @@ class Call:
         rows = attended.result.statistics
         if rows is not None and len(self.columns):
             rows = corrected(rows, hidden_by_bias(self.mask), self.sinks_in_view)
-            self.session.add(self, rows, non_padding)
+            if self.counts:
+                self.session.add(self, rows, non_padding)
             attended = replace(attended, result=replace(attended.result, statistics=rows))
-        if self.has_collectors:
+            if self.session.listener is not None:
+                self.session.listener(self, attended, non_padding)
+        if self.counts and self.has_collectors:
             self.session.collect(self.site, attended, non_padding)
 
 
@@ -212,20 +220,22 @@ class Session:
                     f"with via_weights, layers must be indices or output names such as attentions.3, got {layer!r}"
                 )
         self._find_modules()
-        names = [self._names[id(module)] for module in self._attention_modules]
+        names = [self._names[id(module)] for module in self.attention_modules]
         check_numbers(self.layers or (), names)
         check_paths(() if via_weights else self.layers or (), names)
         self._staging = Staging(on_abort=self._drop)
         self._unchecked: dict[str, None] = {}
         self._plans: dict[tuple[nn.Module | OutputSite, int, bool, bool], Plan] = {}
         self.metadata = BatchMetadata()
-        self.gates = Gates(lambda: None if via_weights else [self._names[id(x)] for x in self._attention_modules])
+        self.gates = Gates(lambda: None if via_weights else [self._names[id(x)] for x in self.attention_modules])
         self._starts: dict[int, Tokens] = {}
         self._latest_tokens: dict[str, Tokens | Tensor | None] = {}
         self._call_contexts: dict[int, transformers_models.CallContext] = {}
         self._undo: ExitStack | None = None
         self._thread = OneThread()
         self.only_training = False  # count forwards of the model in training mode alone
+        # Called with every call, its attention and its non-padding rows, also in recomputations and evaluation.
+        self.listener: Callable[[Call, Attended, Tensor | None], None] | None = None
 
     def _find_modules(self) -> None:
         modules = self.model.named_modules()
@@ -245,11 +255,12 @@ class Session:
         self._interface_modules = transformers_models.interface_modules(self.model)
         self._adapted = adapting.adapted_modules(self.model, self.adapters, self._interface_modules)
         self._layers = tuple(x for x in torch_modules.attention_layers(self.model) if x not in self._adapted)
-        if not len(self._attention_modules):
+        if not len(self.attention_modules):
             raise OptionError(transformers_models.why_unobservable(self.model))
 
     @property
-    def _attention_modules(self) -> tuple[nn.Module, ...]:
+    def attention_modules(self) -> tuple[nn.Module, ...]:
+        """Modules whose attention is observed."""
         return *self._interface_modules, *self._layers, *self._adapted
 
     # ---- entering and leaving
@@ -279,8 +290,8 @@ class Session:
             if len(self._returning):
                 undo.enter_context(returned_weights.read(self.model, self._returning, self))
             else:
-                undo.enter_context(check_modules_unchanged(self.model, self._attention_modules))
-            watched = (*self._attention_modules, *self._returning)
+                undo.enter_context(check_modules_unchanged(self.model, self.attention_modules))
+            watched = (*self.attention_modules, *self._returning)
             undo.enter_context(self._staging.watching(enclosing_modules(self.model, watched)))
             self._undo = undo.pop_all()
         return self
@@ -294,7 +305,7 @@ class Session:
         if undo is not None:
             undo.__exit__(kind, error, trace)
         if kind is None and self.heads is not None:
-            names = [self._names[id(module)] for module in (*self._attention_modules, *self._returning)]
+            names = [self._names[id(module)] for module in (*self.attention_modules, *self._returning)]
             check_heads_exist(self.heads, self.observations.calls, names)
 
     def _forget(self) -> None:
@@ -439,6 +450,18 @@ class Session:
         tally.collected[site] = {
             name: updated_state(name, state, attended, non_padding, self.metadata) for name, state in states.items()
         }
+
+    def add_state(self, site: AttentionSite, name: str, state: Any) -> None:
+        """Merge a mergeable value into that of a site; it is counted when the call of the model finishes.
+
+        Args:
+            site: attention site of the state.
+            name: name of the value, beside those of collectors.
+            state: what is added.
+        """
+        collected = self._staging.current.collected
+        states = collected.get(site, {})
+        collected[site] = {**states, name: states[name].merge(state) if name in states else state}
 
     def _site(self, name: str, num_heads: int, origins: HeadOrigins | None, *, cross: bool) -> AttentionSite:
         kind: Literal["self", "cross"] = "cross" if cross else "self"

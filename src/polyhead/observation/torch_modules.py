@@ -68,13 +68,6 @@ def watched(layer: nn.Module, session: Watcher) -> Iterator[None]:
         yield
 
 
-def _restore_listener(layer: BaseAttention, outer: Callable[[Attended], None] | None) -> None:
-    if outer is None:
-        del layer._listener
-    else:
-        layer._listener = outer
-
-
 def _both(outer: Callable[[Attended], None], inner: Callable[[Attended], None]) -> Callable[[Attended], None]:
     def listen(attended: Attended) -> None:
         outer(attended)
@@ -229,7 +222,7 @@ def _notify_torch(layer: MultiheadAttention, session: Watcher, arguments: dict[s
     shape = torch.empty(batch, 1, keys, 0, device=query.device)
     mask = torch_mask(shape, shape, None, padding, False)
     call = session.call(layer, layer.num_heads, Tokens(mask, batch, queries, keys, query.device), cross=cross)
-    if call is None or not (call.counts or call.differentiable or call.gate is not None):
+    if call is None or not (call.counts or call.differentiable or call.has_listener or call.gate is not None):
         return None
     if layer.bias_k is not None or layer.add_zero_attn:
         raise OptionError(
@@ -245,7 +238,8 @@ def _notify_torch(layer: MultiheadAttention, session: Watcher, arguments: dict[s
         # `_project` only reads weights that PyTorch's class has too.
         q, k, v = MultiheadAttention._project(layer, query, key, value)
         mask = torch_mask(q, k, attn_mask, padding, False)
-        needed_value = v if call.has_collectors or call.gate is not None else v[..., :1]
+        is_value_needed = call.has_collectors or call.has_listener or call.gate is not None
+        needed_value = v if is_value_needed else v[..., :1]
         result = attention(q, k, needed_value, mask=mask, statistics=call.requested, logsumexp=call.has_collectors)
         call.notify(Attended(q, k, v, result, mask))
         if call.gate is None:

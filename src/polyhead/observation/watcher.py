@@ -37,6 +37,9 @@ class ObservedCall(WatchedCall, Protocol):
     sinks_in_view: Tensor | None
     differentiable: bool  # whether statistics are computed with gradients, also in a recomputation
 
+    @property
+    def has_listener(self) -> bool: ...
+
 
 class Watcher(Protocol):
     """Observer that is queried before every attention call; None if the call is not observed."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -16,7 +17,9 @@ from polyhead.files import check_pyarrow
 from polyhead.observation.session_limits import stack_of
 from polyhead.observation.statistics import LOCATION, AttentionSite
 
+COSINES = ("output_cosine", "gradient_cosine")
 KEPT_VALUES, KEPT_STEPS = 1 << 23, 1 << 16  # of which a history keeps the latest: 64 MiB in float64
+SiteKey = tuple[str, str]  # path and kind of an attention site
 
 
 class HeadLocation(NamedTuple):
@@ -62,7 +65,9 @@ class StepRecord:
         loss: loss of the step, or NaN.
         heads: the heads, in the order of the last axis.
         columns: names of the statistics.
-        values: [columns, heads], on the CPU.
+        values: [columns, heads], on the CPU; NaN where a column was not measured.
+        measured: [columns, heads], boolean: False where a column was not measured; None if all were.
+        pairs: [2, elements], the matrices of `cosines` one after the other; None in steps without pairs.
     """
 
     step: int
@@ -70,9 +75,23 @@ class StepRecord:
     heads: tuple[HeadLocation, ...]
     columns: tuple[str, ...]
     values: Tensor
+    measured: Tensor | None = None
+    pairs: Tensor | None = None
 
     def __getitem__(self, column: str) -> Tensor:
         return self.values[index_of(column, self.columns)]
+
+    @property
+    def cosines(self) -> Mapping[str, Mapping[SiteKey, Tensor]]:
+        """Cosines between the heads of a site, by column, then by path and kind; empty in steps without pairs."""
+        if self.pairs is None:
+            return {}
+        counts = {key: len(list(group)) for key, group in groupby(self.heads, lambda head: (head.site, head.kind))}
+        matrices = {}
+        for name, values in zip(COSINES, self.pairs, strict=True):
+            parts = values.split([count**2 for count in counts.values()])
+            matrices[name] = {key: x.view(counts[key], counts[key]) for key, x in zip(counts, parts, strict=True)}
+        return matrices
 
 
 def index_of(column: str, columns: tuple[str, ...]) -> int:
@@ -98,55 +117,78 @@ class HeadHistory:
 
     heads: tuple[HeadLocation, ...] = ()
     columns: tuple[str, ...] = ()
-    losses: list[float] = field(default_factory=list)
-    _steps: list[int] = field(default_factory=list)
-    _values: list[Tensor] = field(default_factory=list)  # [columns, heads] for each step
     dropped: int = 0
+    _records: list[StepRecord] = field(default_factory=list)
 
     @property
     def steps(self) -> tuple[int, ...]:
-        return tuple(self._steps)
+        return tuple(record.step for record in self._records)
+
+    @property
+    def losses(self) -> list[float]:
+        return [record.loss for record in self._records]
 
     def __len__(self) -> int:
-        return len(self._steps)
+        return len(self._records)
 
     def __getitem__(self, column: str) -> Tensor:
         index = index_of(column, self.columns)
-        return (
-            torch.stack([values[index] for values in self._values]) if self._values else torch.empty(0, len(self.heads))
-        )
+        values = [record.values[index] for record in self._records]
+        return torch.stack(values) if values else torch.empty(0, len(self.heads))
+
+    def cosines(self, column: str) -> dict[int, Mapping[SiteKey, Tensor]]:
+        """Return the cosines between the heads of each site, by step and by path and kind of the site: [heads, heads].
+
+        Args:
+            column: `output_cosine` or `gradient_cosine`.
+        """
+        if column not in COSINES:
+            raise OptionError(f"cosines are those of {' and '.join(COSINES)}, got {column!r}")
+        return {record.step: record.cosines[column] for record in self._records if record.pairs is not None}
 
     def first_nonfinite(self) -> tuple[int, HeadLocation, str] | None:
         """Return the first step, of those that are kept, head and column with NaN or Inf, or None.
 
-        A column is not read for heads that never have a finite value in it, as the distance in cross-attention.
+        A column is not read in steps in which it was not measured, nor for heads that never have a finite value in it.
         """
-        if not self._values:
+        if not self._records:
             return None
-        values = torch.stack(self._values)  # [steps, columns, heads]
-        bad = ~values.isfinite() & values.isfinite().any(0)
+        finite = torch.stack([record.values for record in self._records]).isfinite()  # [steps, columns, heads]
+        wrong = ~finite & self._measured()
+        bad = wrong & finite.any(0)
         if not bad.any():
             # Never finite at all, of the column that every head has.
-            bad = ~values.isfinite() & ~values.isfinite().any((0, 1))
+            bad = wrong & ~finite.any((0, 1))
         found = bad.nonzero()
         if not len(found):
             return None
         step, column, head = found[0].tolist()
-        return self._steps[step], self.heads[head], self.columns[column]
+        return self.steps[step], self.heads[head], self.columns[column]
 
-    def append(self, step: int, values: Tensor, loss: float) -> StepRecord:
+    def _measured(self) -> Tensor:
+        """Return where columns were measured, [steps, columns, heads]."""
+        shape = (len(self.columns), len(self.heads))
+        every = torch.ones(shape, dtype=torch.bool)
+        measured = [every if record.measured is None else record.measured for record in self._records]
+        return torch.stack(measured) if measured else torch.empty(0, *shape, dtype=torch.bool)
+
+    def append(
+        self, step: int, values: Tensor, loss: float, measured: Tensor | None = None, pairs: Tensor | None = None
+    ) -> StepRecord:
         """Return the values of a step as a record, after adding them; drop the first steps if there are too many.
 
         Args:
             step: number of the step.
             values: [columns, heads].
             loss: loss of the step, or NaN.
+            measured: [columns, heads], False where a column was not measured; all were by default.
+            pairs: [2, elements], the cosines of all sites by column, or None.
         """
-        record = StepRecord(step, loss, self.heads, self.columns, values)
+        record = StepRecord(step, loss, self.heads, self.columns, values, measured, pairs)
         self.extend([record])
         excess = len(self) - max(1, min(KEPT_STEPS, KEPT_VALUES // max(1, values.numel())))
         if excess > 0:
-            del self._steps[:excess], self._values[:excess], self.losses[:excess]
+            del self._records[:excess]
             self.dropped += excess
         return record
 
@@ -156,15 +198,11 @@ class HeadHistory:
         Args:
             records: values of every head of this history.
         """
-        for record in records:
-            self._steps.append(record.step)
-            self._values.append(record.values)
-            self.losses.append(record.loss)
+        self._records.extend(records)
 
     def records(self) -> Iterator[StepRecord]:
         """Return the steps one by one."""
-        for step, loss, values in zip(self._steps, self.losses, self._values, strict=True):
-            yield StepRecord(step, loss, self.heads, self.columns, values)
+        return iter(self._records)
 
     def check(self, heads: Sequence[HeadLocation], columns: Sequence[str]) -> None:
         """Set heads and columns in the first step, and raise if they differ in another.
@@ -188,19 +226,25 @@ class HeadHistory:
             )
 
     def rows(self) -> dict[str, list[Any]]:
-        """Return a table with one row per step and head, by column."""
+        """Return a table with one row per step and head, by column; None where a column was not measured."""
         return {name: column if isinstance(column, list) else column.tolist() for name, column in self.arrays().items()}
 
     def arrays(self) -> dict[str, Any]:
-        """Return the table of `rows` with numbers as NumPy arrays."""
-        count = len(self.heads)
+        """Return the table of `rows` with numbers as NumPy arrays, masked where a column was not measured."""
+        from numpy import ma
+
+        count, measured = len(self.heads), self._measured()
         table: dict[str, Any] = {
-            "step": torch.tensor(self._steps, dtype=torch.int64).repeat_interleave(count).numpy(),
+            "step": torch.tensor(self.steps, dtype=torch.int64).repeat_interleave(count).numpy(),
             "loss": torch.tensor(self.losses, dtype=torch.float64).repeat_interleave(count).numpy(),
         }
         for name in LOCATION:
             table[name] = [getattr(head, name) for head in self.heads] * len(self)
-        return {**table, **{name: self[name].flatten().numpy() for name in self.columns}}
+        for index, name in enumerate(self.columns):
+            absent = ~measured[:, index].flatten().numpy()
+            values = self[name].flatten().numpy()
+            table[name] = ma.masked_array(values, absent) if absent.any() else values
+        return table
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the table of `rows` as .parquet or .csv.
@@ -229,13 +273,16 @@ class HeadHistory:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the history as tensors, numbers and strings."""
-        values = torch.stack(self._values) if self._values else torch.empty(0, len(self.columns), len(self.heads))
-        return {
-            "heads": [tuple(head) for head in self.heads],
-            "columns": list(self.columns),
-            "history": {"steps": list(self._steps), "losses": list(self.losses), "values": values},
-            "dropped": self.dropped,
+        empty = torch.empty(0, len(self.columns), len(self.heads))
+        history = {
+            "steps": list(self.steps),
+            "losses": self.losses,
+            "values": torch.stack([record.values for record in self._records]) if self._records else empty,
+            "measured": self._measured(),
+            "pairs": {record.step: record.pairs for record in self._records if record.pairs is not None},
         }
+        heads = [tuple(head) for head in self.heads]
+        return {"heads": heads, "columns": list(self.columns), "history": history, "dropped": self.dropped}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> Self:
@@ -244,11 +291,12 @@ class HeadHistory:
         Args:
             state: the dictionary.
         """
-        history = state["history"]
-        heads = tuple(HeadLocation(*head) for head in state["heads"])
-        values = list(history["values"].unbind(0))
-        steps, losses = list(history["steps"]), list(history["losses"])
-        return cls(heads, tuple(state["columns"]), losses, steps, values, state["dropped"])
+        heads, columns = tuple(HeadLocation(*head) for head in state["heads"]), tuple(state["columns"])
+        saved, result = state["history"], cls(heads, columns, state["dropped"])
+        for row, (step, loss) in enumerate(zip(saved["steps"], saved["losses"], strict=True)):
+            arrays = saved["values"][row], saved["measured"][row], saved["pairs"].get(step)
+            result.extend([StepRecord(step, loss, heads, columns, *arrays)])
+        return result
 
     def __repr__(self) -> str:
         columns = ", ".join(self.columns) or "no columns"

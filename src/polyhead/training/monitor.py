@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError
+from polyhead.observation.accumulators import accumulator_dtype
 from polyhead.observation.session import observe
-from polyhead.observation.statistics import SiteStatistics, stack_order
-from polyhead.training.head_history import HeadHistory, HeadLocation, StepRecord
+from polyhead.observation.statistics import NAMES, SiteStatistics, stack_order
+from polyhead.training.head_history import COSINES, HeadHistory, HeadLocation, StepRecord
+from polyhead.training.head_signals import COLUMNS, LOW_ENTROPY, HeadSignals
 
 STATISTICS = ("max_logit", "entropy", "normalized_entropy", "sink_mass", "mean_distance")
 LARGEST = frozenset(("max_logit", "max_abs_logit"))  # reported as the largest value of a step; others as the mean
@@ -25,7 +27,9 @@ class _Pending(NamedTuple):
 
     step: int
     values: Tensor  # [columns, heads]; its last row is the loss
-    event: Any  # recorded after the copy; None on a CPU
+    measured: Tensor  # [columns, heads], boolean, without the row of the loss
+    pairs: Tensor | None  # [2, elements of the matrices of all sites]
+    event: Any  # recorded after the copies; None on a CPU
 
     @property
     def is_done(self) -> bool:
@@ -78,12 +82,33 @@ class HeadMonitor:
         model: the model, as for `polyhead.observe`.
         every: observe every k-th step; between them the model runs its own code. Enter a monitor that skips steps after
             other sessions on the model, since it leaves and returns.
-        statistics: names, as for `polyhead.observe`. `max_logit` is the largest logit of a head in the step, others are
-            means over its tokens.
+        statistics: names, as for `polyhead.observe`, and those of the monitor's own columns below. `max_logit` is the
+            largest logit of a head in the step, others are means over its tokens.
+        pairs_every: record the cosines between heads in every k-th observed step, starting with the first.
         callbacks: what reads each record; see `MonitorCallback`.
+        grad_scaler: the `torch.amp.GradScaler` that scales the loss; its scale is taken out of `gradient_norm`.
+
+    Columns that `polyhead.observe` does not have:
+
+    - `normalized_entropy_p10`: the lowest decile over tokens of the normalized entropy; from a histogram of 256 bins,
+      so within 1/512 of the exact one.
+    - `output_norm`: root mean square over tokens of the norm of what the head writes, its output times W_O, gates
+      included. `output_share`: its share in the sum over the heads of the layer of these squared norms.
+    - `gradient_norm`: norm of the gradient of the step's loss with respect to the head's attention output, before gates
+      and W_O, over all its tokens. With respect to what it writes, all heads of a layer have the same gradient.
+    - `output_cosine`, `gradient_cosine`, in every `pairs_every`-th step: the cosine of largest magnitude with another
+      head of the layer. Of outputs: over tokens, between what two heads write. Of gradients: between the gradients
+      above times W_O, the directions in which a step of gradient descent would change what the heads write.
+      `history.cosines` has all of them.
+
+    They are NaN where they were not measured: outputs and cosines where the layer that multiplies by W_O is not found
+    or its weight is quantised, sharded or has other adapters than LoRA; gradients where no backward reached the head,
+    or more than one passed through the same forward. `torch.nn.MultiheadAttention` has outputs without its dropout, and
+    none of these columns under gates. W_O is found in the first observed step, which waits for the device.
 
     Raises:
-        OptionError: a model without attention that can be observed, unknown statistics, `every` below 1.
+        OptionError: a model without attention that can be observed, unknown statistics, `every` or `pairs_every` below
+            1.
 
     >>> import torch, polyhead
     >>> from polyhead.training import HeadMonitor
@@ -105,15 +130,26 @@ class HeadMonitor:
         model: nn.Module,
         *,
         every: int = 1,
-        statistics: str | Sequence[str] = STATISTICS,
+        statistics: str | Sequence[str] = (*STATISTICS, *COLUMNS),
+        pairs_every: int = 100,
         callbacks: Sequence[MonitorCallback] = (),
+        grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise OptionError(f"every must be an integer of at least 1, got {every!r}")
-        self.model, self.every, self.callbacks = model, every, tuple(callbacks)
+        for name, value in (("every", every), ("pairs_every", pairs_every)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise OptionError(f"{name} must be an integer of at least 1, got {value!r}")
+        if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
+            raise OptionError(f"grad_scaler must be a torch.amp.GradScaler, got {type(grad_scaler).__name__}")
+        self.model, self.every, self.pairs_every, self.callbacks = model, every, pairs_every, tuple(callbacks)
         self.steps = 0  # that have ended
-        self._session = observe(model, statistics=statistics)
+        self._names = _checked_names(statistics)
+        own = tuple(name for name in COLUMNS if name in self._names)
+        rows = [name for name in self._names if name in NAMES]
+        needed = ["normalized_entropy"] if LOW_ENTROPY in own else ["max_logit"] if not rows else []
+        self._session = observe(model, statistics=[*rows, *needed])
         self._session.only_training = True
+        self.grad_scaler, self._own_columns = grad_scaler, own
+        self._signals = HeadSignals(self._session, own, self._inverse_scale)
         self._history = HeadHistory()
         self._pending: deque[_Pending] = deque()
         self._is_entered = self._is_observing = False
@@ -122,6 +158,7 @@ class HeadMonitor:
         if self._is_entered:
             raise OptionError("this monitor is already entered; create another for another model")
         self._is_entered = True
+        self._signals.search()
         self._switch()
         return self
 
@@ -129,9 +166,11 @@ class HeadMonitor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._is_observing:
+            self._signals.detach()
             self._session.__exit__(kind, error, trace)
         self._is_entered = self._is_observing = False
         self._session.take()  # forwards after the last step do not count
+        self._signals.end_step()
         self._read(wait=True)
         for callback in self.callbacks:
             callback.on_exit()
@@ -143,8 +182,8 @@ class HeadMonitor:
             loss: loss of the step, which is recorded beside the statistics; detached, and not waited for.
 
         Raises:
-            OptionError: outside of the `with` block, a loss that is not one number, or no forward in training mode was
-                observed in the step.
+            OptionError: outside of the `with` block, a loss that is not one number, no forward in training mode was
+                observed in the step, or one in float16 autocast without a `grad_scaler`.
         """
         if isinstance(loss, Tensor) and loss.numel() != 1:
             raise OptionError(f"the loss of a step must be one number, got a tensor of shape {list(loss.shape)}")
@@ -224,19 +263,39 @@ class HeadMonitor:
             self._session.take()
             self._switch()
 
+    @property
+    def _is_scaled(self) -> bool:
+        return self.grad_scaler is not None and self.grad_scaler.is_enabled()
+
+    def _inverse_scale(self) -> Tensor | float:
+        """Return what takes the scale of the loss out of gradients in a backward, without waiting for the device."""
+        scale = self.grad_scaler._get_scale_async() if self._is_scaled else None  # type: ignore[union-attr]
+        return 1.0 if scale is None else scale.reciprocal()
+
     def _switch(self) -> None:
         """Observe the next step if it is a k-th, and leave the model alone otherwise."""
         wanted = self.steps % self.every == 0
+        has_cosines = any(name in self._names for name in COSINES)
+        self._signals.with_pairs = has_cosines and self.steps // self.every % self.pairs_every == 0
         if wanted and not self._is_observing:
             self._session.__enter__()
+            self._signals.attach()
         elif self._is_observing and not wanted:
+            self._signals.detach()
             self._session.__exit__(None, None, None)
         self._is_observing = wanted
 
     @torch.no_grad()
     def _send(self, loss: Tensor | float | None) -> None:
         """Start the copy of a step's values to the host."""
-        found = self._session.take().sites
+        if self._signals.has_half_autocast and self.grad_scaler is None and "gradient_norm" in self._names:
+            raise OptionError(
+                "a loss that a GradScaler scales needs it in the monitor, which takes its scale out of gradient_norm, "
+                "got a forward in float16 autocast: HeadMonitor(model, grad_scaler=scaler); without a scaler, "
+                "torch.amp.GradScaler(enabled=False), or statistics without gradient_norm"
+            )
+        observations = self._session.take()
+        found = observations.sites
         if not found:
             raise OptionError(
                 f"a step must have a forward of the model in training mode, got none in step {self.steps}; call "
@@ -244,21 +303,35 @@ class HeadMonitor:
             )
         order = stack_order(x.site for x in found)
         sites = sorted(found, key=lambda x: order[x.site])
-        columns = [name for name in self._session.wanted.names if any(name in x.columns for x in sites)]
-        self._history.check([HeadLocation.of(x.site, head) for x in sites for head in x.heads], columns)
         device = sites[0].moments.mean.device
-        rows = [torch.cat([_column(x, name).to(device) for x in sites]) for name in columns]
+        columns_of: list[dict[str, Tensor]] = []
+        cosines_of: list[dict[str, Tensor]] = []
+        for x in sites:
+            own, cosines = self._signals.columns_of(x.site, observations.collected.get(x.site, {}))
+            columns_of.append({**{name: _column(x, name) for name in x.columns}, **own})
+            cosines_of.append(cosines)
+        columns = [x for x in self._session.wanted.names if x in self._names and any(x in own for own in columns_of)]
+        columns += self._own_columns
+        self._history.check([HeadLocation.of(x.site, head) for x in sites for head in x.heads], columns)
+        sizes = [len(x.heads) for x in sites]
+        rows = [_joined([own.get(name) for own in columns_of], sizes, device) for name in columns]
+        measured = [
+            [name in own for own, size in zip(columns_of, sizes, strict=True) for _ in range(size)] for name in columns
+        ]
+        pairs = None
+        if self._signals.with_pairs:
+            areas = [size**2 for size in sizes]
+            pairs = torch.stack([_joined([own.get(name) for own in cosines_of], areas, device) for name in COSINES])
         last = torch.full_like(rows[0], torch.nan)
         if loss is not None:
             last = last.copy_(loss.detach().reshape(())) if isinstance(loss, Tensor) else last.fill_(loss)
         values, event = torch.stack([*rows, last]), None
         if values.is_cuda:
-            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            host.copy_(values, non_blocking=True)
+            values, pairs = _to_host(values), None if pairs is None else _to_host(pairs)
             event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(values.device))
-            values = host
-        self._pending.append(_Pending(self.steps, values, event))
+            event.record(torch.cuda.current_stream(device))
+        self._pending.append(_Pending(self.steps, values, torch.tensor(measured), pairs, event))
+        self._signals.end_step()
 
     def _read(self, *, wait: bool) -> None:
         """Add records that have arrived to the history, and those that are late."""
@@ -270,16 +343,42 @@ class HeadMonitor:
             if record.event is not None:
                 record.event.synchronize()
             self._pending.popleft()
-            read = self._history.append(record.step, record.values[:-1], float(record.values[-1, 0]))
+            measured = record.measured
+            if self._is_scaled:  # gradients that overflow are what a GradScaler looks for: it skips the step
+                for row, name in enumerate(self._history.columns):
+                    measured[row] &= record.values[row].isfinite() | (name not in ("gradient_norm", "gradient_cosine"))
+            loss = float(record.values[-1, 0])
+            read = self._history.append(record.step, record.values[:-1], loss, measured, record.pairs)
             for callback in self.callbacks:
                 callback.on_record(read)
 
 
+def _checked_names(statistics: str | Sequence[str]) -> frozenset[str]:
+    chosen = [statistics] if isinstance(statistics, str) else statistics
+    known = (*NAMES, *COLUMNS)
+    if not isinstance(chosen, list | tuple | set) or not chosen or any(name not in known for name in chosen):
+        raise OptionError(f"statistics must be among {', '.join(known)}; got {statistics!r}")
+    return frozenset(chosen)
+
+
+def _joined(parts: Sequence[Tensor | None], sizes: Sequence[int], device: torch.device) -> Tensor:
+    """Concatenate the elements of tensors, with NaN for those that are None."""
+    dtype = accumulator_dtype(device)
+    flat = [
+        torch.full((size,), torch.nan, dtype=dtype, device=device) if x is None else x.flatten().to(device)
+        for x, size in zip(parts, sizes, strict=True)
+    ]
+    return torch.cat(flat)
+
+
+def _to_host(values: Tensor) -> Tensor:
+    """Start a copy to the host, and return it."""
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+
+
 def _column(statistics: SiteStatistics, name: str) -> Tensor:
-    """Return one number per head; NaN where the statistic is not defined or no token counted."""
+    """Return one number per head; NaN where no token counted."""
     count = statistics.moments.count
-    if name not in statistics.columns:
-        return torch.full_like(count[0], torch.nan)
     index = statistics.columns.index(name)
     values = statistics.largest.largest if name in LARGEST else statistics.moments.mean
     return torch.where(count[index] > 0, values[index], torch.nan)

@@ -305,6 +305,8 @@ def _read(part: Path) -> HeadHistory:
         columns_of = [torch.tensor(table[name].to_numpy()).reshape(len(steps), len(heads)) for name in columns]
         if int(part.stem) != steps[0] or sorted(set(steps)) != steps:
             raise ValueError(f"its steps must increase from {int(part.stem)}")
-        history, values = HeadHistory(heads, columns), torch.stack(columns_of, 1)
-        history.extend(map(StepRecord, steps, losses, repeat(heads), repeat(columns), values))
+        # Where a column was not measured, it is null.
+        is_valid = [torch.tensor(table[name].is_valid().to_numpy()).reshape(len(steps), len(heads)) for name in columns]
+        history, values, measured = HeadHistory(heads, columns), torch.stack(columns_of, 1), torch.stack(is_valid, 1)
+        history.extend(map(StepRecord, steps, losses, repeat(heads), repeat(columns), values, measured))
         return history

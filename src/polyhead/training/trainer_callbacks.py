@@ -76,6 +76,17 @@ def start(monitor: HeadMonitor, step: int) -> None:
         )
 
 
+def take_scaler(monitor: HeadMonitor, scaler: object) -> None:
+    """Pass the scaler of a trainer's loss to a monitor that has none.
+
+    Args:
+        monitor: the monitor.
+        scaler: what the trainer has as its scaler.
+    """
+    if monitor.grad_scaler is None and isinstance(scaler, torch.amp.GradScaler):
+        monitor.grad_scaler = scaler
+
+
 def trainer_callback(monitor: HeadMonitor) -> Any:
     """Return a `transformers.TrainerCallback`; see `HeadMonitor.trainer_callback`.
 
@@ -98,7 +109,8 @@ def trainer_callback(monitor: HeadMonitor) -> Any:
             torch.save(monitor.state_dict(), file)
             return {"args": {}, "attributes": {"saved": base64.b64encode(file.getvalue()).decode()}}
 
-        def on_train_begin(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        def on_train_begin(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+            take_scaler(monitor, getattr(kwargs.get("optimizer"), "scaler", None))  # of accelerate
             # An entry is missing if the checkpoint was written without a monitor.
             saved = state.stateful_callbacks.setdefault(type(self).__name__, None)
             if isinstance(saved, list):
@@ -161,6 +173,7 @@ def lightning_callback(monitor: HeadMonitor) -> Any:
             monitor.load_state_dict(state_dict)
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            take_scaler(monitor, getattr(trainer.precision_plugin, "scaler", None))
             self.steps = trainer.global_step
             if not monitor.steps:
                 start(monitor, self.steps)

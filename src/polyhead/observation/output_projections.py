@@ -1,0 +1,90 @@
+"""Find the linear layer that reads the head outputs of an attention module, while the model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyhead.layers.base_attention import BaseAttention
+from polyhead.observation.projections import is_linear, linear_matrix
+
+
+def candidate_projections(model: nn.Module, modules: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
+    """Return linear layers that may be the output projection of an attention module, and the layers that wrap them.
+
+    A layer that nothing wraps maps to itself; adapters of PEFT wrap a `base_layer`. The output projection of BERT is
+    outside of its attention module, so the module around it is searched as well.
+
+    Args:
+        model: the model.
+        modules: its attention modules; `torch.nn.MultiheadAttention` does not call its output projection.
+    """
+    attention = {id(module) for module in modules if not isinstance(module, nn.MultiheadAttention)}
+    linears: dict[nn.Module, nn.Module] = {}
+    for path, module in model.named_modules():
+        if id(module) not in attention:
+            continue
+        around = model.get_submodule(path.rpartition(".")[0])
+        if isinstance(module, BaseAttention):  # it would not join its other projections if they had hooks
+            reads_single_heads = getattr(module, "combine", None) is None
+            around = getattr(module, "out_proj", nn.Identity()) if reads_single_heads else nn.Identity()
+        for name, linear in around.named_modules():
+            if is_linear(linear):
+                parent, _, last = name.rpartition(".")
+                linears[linear] = around.get_submodule(parent) if last == "base_layer" else linear
+    return linears
+
+
+def reads_heads(read: Tensor, heads: Tensor) -> bool:
+    """Return whether a tensor is the concatenation of head outputs, up to positive factors; waits for the device.
+
+    Gates and norms between attention and output projection multiply each channel by a number that is not negative, so
+    all signs agree; in another order of heads or tokens they do not.
+
+    Args:
+        read: input of a linear layer, [..., in_features].
+        heads: outputs of all heads, [batch, heads, queries, value_dim].
+    """
+    by_token = heads.transpose(1, 2)  # [batch, queries, heads, value_dim]
+    if read.numel() != by_token.numel() or read.shape[-1] != by_token.shape[2] * by_token.shape[3]:
+        return False
+    agrees = read.reshape(by_token.shape).sign() * by_token.sign()
+    return bool((agrees >= 0).all() & (agrees > 0).any())
+
+
+def output_matrix(linear: nn.Module, wrapper: nn.Module, device: torch.device) -> Tensor | None:
+    """Return W_O as [heads * value_dim, embed_dim], with LoRA if there is any; None where it is not known.
+
+    That is the case for quantised and sharded weights, for other adapters than plain LoRA, and for layers with a
+    forward of their own.
+
+    Args:
+        linear: the layer that reads the head outputs.
+        wrapper: the layer that wraps it, or the layer itself.
+        device: device of the head outputs.
+    """
+    weight: Any = getattr(linear, "weight", None)
+    is_matrix = type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point() and weight.dtype.itemsize > 1
+    has_own_forward = isinstance(linear, nn.Linear) and type(linear).forward is not nn.Linear.forward
+    if not is_matrix or has_own_forward or weight.device != device:
+        return None
+    return linear_matrix(linear) if wrapper is linear else _with_lora(linear_matrix(linear), wrapper)
+
+
+def _with_lora(matrix: Tensor, wrapper: Any) -> Tensor | None:
+    """Return a matrix [in, out] with the active adapters of a LoRA layer of PEFT, without their dropout."""
+    if not hasattr(wrapper, "lora_A"):
+        return None
+    if wrapper.merged or wrapper.disable_adapters:
+        return matrix
+    for name in wrapper.active_adapters:
+        if name not in wrapper.lora_A:
+            continue
+        if name in getattr(wrapper, "lora_variant", ()) or getattr(wrapper, "use_dora", {}).get(name):
+            return None
+        down, up = (x[name].weight.detach().T.to(matrix.dtype) for x in (wrapper.lora_A, wrapper.lora_B))
+        matrix = matrix + down @ up * wrapper.scaling[name]
+    return matrix

@@ -1,0 +1,305 @@
+"""What heads write to the residual stream, and the gradients through them, reduced on the device during a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from polyhead.observation.accumulators import Histogram, Sums, accumulator_dtype
+from polyhead.observation.collectors import CollectorState
+from polyhead.observation.nested_sessions import is_gated_by_another
+from polyhead.observation.output_projections import candidate_projections, output_matrix, reads_heads
+from polyhead.observation.session import Call, Session
+from polyhead.observation.statistics import AttentionSite
+from polyhead.ops.attended import Attended
+from polyhead.training.head_history import COSINES
+
+LOW_ENTROPY = "normalized_entropy_p10"
+COLUMNS = (LOW_ENTROPY, "output_norm", "output_share", "gradient_norm", *COSINES)
+_ENTROPY, _OUTPUTS = "entropy histogram", "head outputs"  # names of states in a session
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OutputSums(Sums):
+    """Sums over tokens of inner products of what heads write."""
+
+    count: Tensor  # number of tokens
+    products: Tensor  # [heads]: of each head with itself; [heads, heads] in a step with pairs
+
+
+class _Gradients(NamedTuple):
+    """Sums over tokens of a step's gradients through the heads of a site."""
+
+    squares: Tensor  # [heads]: squared norm of the gradient of the loss with respect to the head's output
+    products: Tensor | None  # [heads, heads], of the gradients multiplied by W_O, in a step with pairs
+
+
+class _Awaited(NamedTuple):
+    """An attention call whose head outputs are yet to be read by the output projection."""
+
+    call: Call
+    heads: Tensor | None  # outputs of the heads, where they are read: until the output projection is known
+    sizes: tuple[int, int]  # heads and value_dim
+    tokens: Tensor  # [batch, queries]: non-padding tokens with a visible key
+    non_padding: Tensor | None  # [batch or 1, queries]
+
+
+class HeadSignals:
+    """Reads the head outputs and gradients of a monitor's session.
+
+    Sums of outputs are part of the session's observations and are counted with its forwards; those of gradients are
+    added by the backwards of the step.
+
+    Args:
+        session: session of the monitor.
+        columns: which of `COLUMNS` are recorded.
+        inverse_scale: returns the factor by which gradients are multiplied, a number or a tensor on their device.
+    """
+
+    def __init__(self, session: Session, columns: tuple[str, ...], inverse_scale: Callable[[], Tensor | float]) -> None:
+        self.with_pairs = False  # in this step
+        self.has_half_autocast = False  # whether a forward was in float16 autocast
+        self._session, self._columns, self._inverse_scale = session, columns, inverse_scale
+        self._reads_outputs = any(name != LOW_ENTROPY for name in columns)
+        self._linears: dict[AttentionSite, nn.Module] = {}  # output projections, once found
+        self._wrappers: dict[nn.Module, nn.Module] = {}  # of candidates for output projections
+        self._is_searching = True  # until the first observed step has ended
+        self._torch_names: dict[nn.Module, str] = {}  # of `torch.nn.MultiheadAttention`
+        self._awaited: dict[AttentionSite, _Awaited] = {}
+        self._unread: set[AttentionSite] = set()  # sites with outputs in this step that are not part of their sums
+        self._gradients: dict[AttentionSite, _Gradients | None] = {}  # None: not known
+        self._hooks: list[RemovableHandle] = []
+        session.listener = self._listen if columns else None
+
+    def search(self) -> None:
+        """Find the output projections anew in the next observed step; modules may have been replaced."""
+        self._is_searching, self._linears = True, {}
+
+    def attach(self) -> None:
+        """Start to read the output projections, after the session was entered."""
+        modules = self._session.attention_modules
+        if self._is_searching:
+            self._wrappers = candidate_projections(self._session.model, modules)
+            names = {module: name or type(module).__name__ for name, module in self._session.model.named_modules()}
+            self._torch_names = {x: names[x] for x in modules if isinstance(x, nn.MultiheadAttention)}
+        linears = self._wrappers if self._is_searching else dict.fromkeys(self._linears.values())
+        if self._reads_outputs:
+            # Functions, which a copy of the model shares; a bound method would copy the session with it.
+            self._hooks = [x.register_forward_pre_hook(lambda *args: self._read(*args)) for x in linears]
+            self._hooks += [x.register_forward_hook(lambda *args: self._read_torch(*args)) for x in self._torch_names]
+
+    def detach(self) -> None:
+        """Stop to read, before the session is exited."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._awaited.clear()
+
+    def end_step(self) -> None:
+        """Start the next step; backwards of earlier forwards no longer count."""
+        self._gradients, self._unread = {}, set()
+        self._awaited.clear()
+        if self._is_searching and len(self._hooks):
+            self._is_searching = False
+            self.detach()
+            self.attach()
+
+    # ---- called in forwards
+
+    @torch.no_grad()
+    def _listen(self, call: Call, attended: Attended, non_padding: Tensor | None) -> None:
+        rows, output = attended.result.statistics, attended.result.output
+        assert rows is not None and rows.visible_keys is not None
+        if not self._session.model.training:
+            return
+        keys = rows.visible_keys
+        if call.counts and LOW_ENTROPY in self._columns:
+            assert rows.entropy is not None
+            terms = keys + int(call.learned_sinks)
+            counted = (keys > 0) & (terms > 1)
+            counted = counted if non_padding is None else counted & non_padding[:, None]
+            share = rows.entropy.detach() / terms.clamp_min(2.0).log()
+            heads_first = (x.transpose(0, 1).flatten(1) for x in (share, counted.expand_as(share)))
+            self._session.add_state(call.site, _ENTROPY, Histogram.of(*heads_first))
+        if not self._reads_outputs:
+            return
+        tokens = (keys > 0).any(1)
+        tokens = (tokens if non_padding is None else tokens & non_padding).expand(len(output), -1)
+        device = output.device.type
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.float16:
+            self.has_half_autocast = True
+        is_unknown = self._is_searching and call.site not in self._linears
+        heads = output.detach() if is_unknown or call.site.name in self._torch_names.values() else None
+        sizes = (output.shape[1], output.shape[3])
+        self._mark_unread(call.site)
+        self._awaited[call.site] = _Awaited(call, heads, sizes, tokens, non_padding)
+        if output.requires_grad:
+            output.register_hook(self._gradient_hook(call.site, tokens))
+
+    @torch.no_grad()
+    def _read(self, linear: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Add what the input of an output projection writes; the first such input is compared with the heads."""
+        if not len(inputs) or not isinstance(inputs[0], Tensor):
+            return
+        for site, awaited in tuple(self._awaited.items()):
+            if awaited.heads is not None and reads_heads(inputs[0], awaited.heads):
+                self._linears[site] = linear
+            if self._linears.get(site) is linear:
+                del self._awaited[site]
+                self._add_outputs(awaited, inputs[0], self._matrix(linear, inputs[0].device))
+
+    @torch.no_grad()
+    def _read_torch(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Add what `torch.nn.MultiheadAttention` writes, whose attention was recomputed without dropout."""
+        assert isinstance(module, nn.MultiheadAttention)
+        name = self._torch_names.get(module)
+        site = next((site for site in self._awaited if site.name == name), None)
+        if site is None:
+            return
+        awaited, linear = self._awaited.pop(site), module.out_proj
+        matrix = self._matrix(linear, output[0].device)
+        if matrix is None or awaited.heads is None or is_gated_by_another(self._session, module):
+            self._unread.add(site)
+            return
+        self._add_outputs(awaited, awaited.heads.transpose(1, 2), matrix)
+        if output[0].requires_grad:
+            add, is_batched = self._gradient_hook(site, awaited.tokens, linear), output[0].ndim == 3
+            sizes = awaited.sizes
+
+            def project(grad: Tensor) -> None:
+                grad = grad if is_batched else grad[None]
+                grad = grad if module.batch_first or not is_batched else grad.transpose(0, 1)
+                with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
+                    add((grad @ matrix.T.to(grad.dtype)).unflatten(-1, sizes).transpose(1, 2))
+
+            output[0].register_hook(project)
+
+    def _mark_unread(self, site: AttentionSite) -> None:
+        if site in self._awaited and self._awaited[site].call.counts:
+            self._unread.add(site)
+
+    def _matrix(self, linear: nn.Module, device: torch.device) -> Tensor | None:
+        return output_matrix(linear, self._wrappers.get(linear, linear), device)
+
+    def _add_outputs(self, awaited: _Awaited, read: Tensor, matrix: Tensor | None) -> None:
+        call, (heads, dim), tokens = awaited.call, awaited.sizes, awaited.tokens
+        if not call.counts:
+            return
+        if matrix is None or read.numel() != tokens.numel() * heads * dim:
+            self._unread.add(call.site)
+            return
+        read = read.detach().reshape(-1, heads, dim)
+        # A row that sees no key is zero, unless a bias masks the keys.
+        if awaited.non_padding is not None or (call.mask is not None and len(call.mask.biases)):
+            read = torch.where(tokens.reshape(-1, 1, 1), read, 0.0)
+        dtype = accumulator_dtype(read.device)
+        products = _products(read, matrix.unflatten(0, (heads, dim)), pairs=self.with_pairs, dtype=dtype)
+        self._session.add_state(call.site, _OUTPUTS, OutputSums(tokens.sum(dtype=dtype), products))
+
+    # ---- called in backwards
+
+    def _gradient_hook(self, site: AttentionSite, tokens: Tensor, linear: nn.Module | None = None) -> Any:
+        """Return a hook that adds the gradient with respect to head outputs [batch, heads, queries, dim] to the step's.
+
+        The norm of the sum of two gradients is not known from their norms, so a second backward through the same
+        forward makes the site's gradients of this step unknown.
+        """
+        gradients, with_pairs, has_run = self._gradients, self.with_pairs, False
+
+        @torch.no_grad()
+        def add(grad: Tensor) -> None:
+            nonlocal has_run
+            if has_run or gradients.get(site, ()) is None:
+                gradients[site] = None
+                return
+            has_run = True
+            dtype = accumulator_dtype(grad.device)
+            norms = torch.linalg.vector_norm(grad, dim=-1, dtype=torch.promote_types(grad.dtype, torch.float32))
+            norms = torch.where(tokens[:, None], norms, 0.0).to(dtype) * self._inverse_scale()
+            squares = norms.square().sum((0, 2))
+            products, projection = None, linear or self._linears.get(site)
+            matrix = self._matrix(projection, grad.device) if with_pairs and projection is not None else None
+            if matrix is not None:
+                by_token = torch.where(tokens[..., None, None], grad.transpose(1, 2), 0.0).flatten(0, 1)
+                products = _products(by_token, matrix.unflatten(0, by_token.shape[1:]), pairs=True, dtype=dtype)
+            before = gradients.get(site)
+            if before is not None:
+                squares = before.squares + squares
+                is_known = products is not None and before.products is not None
+                products = before.products + products if is_known else None  # type: ignore[operator]
+            gradients[site] = _Gradients(squares, products)
+
+        return add
+
+    # ---- results
+
+    def columns_of(
+        self, site: AttentionSite, states: Mapping[str, CollectorState]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the columns of a site, [heads] each, and its cosines, [heads, heads]; those not measured are absent.
+
+        Args:
+            site: an attention site of the model.
+            states: its states in the observations of the step.
+        """
+        gradients = self._gradients.get(site)
+        columns: dict[str, Tensor] = {}
+        products: dict[str, Tensor | None] = {}
+        entropy, outputs = states.get(_ENTROPY), states.get(_OUTPUTS)
+        if isinstance(entropy, Histogram):
+            columns[LOW_ENTROPY] = entropy.quantile(0.1)
+        self._mark_unread(site)
+        if isinstance(outputs, OutputSums) and site not in self._unread:
+            has_pairs = outputs.products.ndim == 2
+            squares = (outputs.products.diagonal() if has_pairs else outputs.products).clamp_min(0.0)  # rounding
+            total = squares.sum()
+            columns["output_norm"] = torch.where(outputs.count > 0, squares / outputs.count, torch.nan).sqrt()
+            columns["output_share"] = torch.where(total == 0, 0.0, squares / total)
+            products["output_cosine"] = outputs.products if has_pairs else None
+        if gradients is not None:
+            columns["gradient_norm"] = gradients.squares.sqrt()
+            products["gradient_cosine"] = gradients.products
+        cosines = {name: _cosines(x) for name, x in products.items() if x is not None and len(x) > 1}
+        return columns | {name: _strongest(x) for name, x in cosines.items()}, cosines
+
+
+def _products(read: Tensor, matrices: Tensor, *, pairs: bool, dtype: torch.dtype) -> Tensor:
+    """Return sums over tokens of the inner products of read [tokens, heads, dim] times matrices [heads, dim, width].
+
+    For heads with x_i = z_i W_i, the sum of x_i x_j^T is that of all elements of (sum z_i^T z_j) * (W_i W_j^T): no
+    output of a single head is ever computed. [heads], or [heads, heads] for all pairs.
+    """
+    heads, dim, _ = matrices.shape
+    with torch.autocast(read.device.type, enabled=False):
+        if not pairs:
+            by_head = read.transpose(0, 1)
+            return (_product(by_head.mT, by_head) * _product(matrices, matrices.mT)).sum((1, 2), dtype=dtype)
+        joined, joined_matrices = read.flatten(1)[None], matrices.flatten(0, 1)[None]
+        products = _product(joined.mT, joined) * _product(joined_matrices, joined_matrices.mT)
+        return products.view(heads, dim, heads, dim).sum((1, 3), dtype=dtype)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Return a batched product in float32 at least; squares of 16-bit numbers overflow."""
+    if left.is_cuda and left.dtype.itemsize == 2:
+        return torch.bmm(left, right, out_dtype=torch.float32)
+    dtype = torch.promote_types(left.dtype, torch.float32)
+    return torch.bmm(left.to(dtype), right.to(dtype))
+
+
+def _cosines(products: Tensor) -> Tensor:
+    """Return cosines from inner products [heads, heads]; 0 for heads that are zero."""
+    norms = products.diagonal().clamp_min(0.0).sqrt()
+    scale = norms[:, None] * norms
+    return torch.where(scale == 0, 0.0, (products / scale).clamp(-1, 1))
+
+
+def _strongest(cosines: Tensor) -> Tensor:
+    """Return the cosine of largest magnitude of each head with another, [heads]."""
+    others = cosines.masked_fill(torch.eye(len(cosines), dtype=torch.bool, device=cosines.device), 0.0)
+    return others.gather(1, others.abs().argmax(1, keepdim=True))[:, 0]
