@@ -192,6 +192,18 @@ def test_bad_folders_are_refused(tmp_path):
         load_run(tmp_path / "run")
 
 
+def test_a_table_in_another_order_is_refused(tmp_path):
+    from pyarrow import parquet
+
+    train(monitor_of(tmp_path), 3)
+    part = next((tmp_path / STEPS).iterdir())
+    table = parquet.read_table(part)
+    for order in ([("step", "ascending"), ("head", "ascending")], [("step", "ascending"), ("layer", "descending")]):
+        parquet.write_table(table.sort_by(order), part)
+        with pytest.raises(OptionError, match="in the order of steps and heads"):
+            load_run(tmp_path)
+
+
 # ---- steps as inspections
 
 

@@ -287,24 +287,33 @@ def _parts(folder: Path) -> list[Path]:
 
 def _read(part: Path) -> HeadHistory:
     """Return the steps of one file."""
-    from pyarrow import parquet
+    from pyarrow import parquet, types
 
     with refusing(part, _RULE):
         check_regular(part)
         with parquet.ParquetFile(part) as file:
             schema, rows = file.schema_arrow, file.metadata.num_rows
             header = json.loads((schema.metadata or {})[_KEY])
+            if header["format"] != FORMAT:
+                raise ValueError(f"its format is {short(header['format'])}, and this version reads {FORMAT}")
             columns = as_type(header["columns"], tuple[str, ...], "columns")
-            if rows > TABLE_ROWS or any(schema.field(name).type.bit_width > 64 for name in columns):
-                raise ValueError(f"it has {rows:,} rows, and at most {TABLE_ROWS:,} of numbers are read")
-            table = file.read(["step", "loss", *columns])
-        if header["format"] != FORMAT:
-            raise ValueError(f"its format is {short(header['format'])}, and this version reads {FORMAT}")
+            integers, floats = ("step", "layer", "head"), ("loss", *columns)
+            wrong = [name for name in integers if not types.is_int64(schema.field(name).type)]
+            wrong += [name for name in floats if not types.is_floating(schema.field(name).type)]
+            if wrong or rows > TABLE_ROWS:
+                raise ValueError(f"it has {rows:,} rows (at most {TABLE_ROWS:,}), and no numbers in {wrong}")
+            found = file.read([*integers, *floats])
         heads = tuple(HeadLocation(*as_type(x, tuple[str, str, int, int, str, int], "a head")) for x in header["heads"])
-        steps, losses = (table[name].to_numpy()[:: len(heads)].tolist() for name in ("step", "loss"))
-        columns_of = [torch.tensor(table[name].to_numpy()).reshape(len(steps), len(heads)) for name in columns]
+        _sites(heads)
+        table = {name: torch.tensor(found[name].to_numpy()).reshape(-1, len(heads)) for name in (*integers, *floats)}
+        steps, losses = table["step"][:, 0].tolist(), table["loss"][:, 0].tolist()
         if int(part.stem) != steps[0] or sorted(set(steps)) != steps:
             raise ValueError(f"its steps must increase from {int(part.stem)}")
-        history, values = HeadHistory(heads, columns), torch.stack(columns_of, 1)
+        same = [(table["step"], table["step"][:, :1])]
+        same += [(table[name], torch.tensor([getattr(head, name) for head in heads])) for name in ("layer", "head")]
+        if not all(bool((one == other).all()) for one, other in same):
+            raise ValueError("its rows must be in the order of steps and heads")
+        history = HeadHistory(heads, columns)
+        values = torch.stack([table[name] for name in columns], 1)
         history.extend(map(StepRecord, steps, losses, repeat(heads), repeat(columns), values))
         return history
