@@ -142,7 +142,8 @@ class TensorBoardLogger(_Logger):
         except ImportError:
             raise OptionError("TensorBoardLogger needs tensorboard; install it with: pip install tensorboard") from None
         self._folder = folder if isinstance(folder, str | os.PathLike) else None
-        self._class, self._writer = SummaryWriter, None if self._folder is not None else folder
+        self._class = SummaryWriter
+        self._writer: Any = None if self._folder is not None else folder
 
     def _log(
         self, record: StepRecord, scalars: dict[str, float], heads: dict[str, HeadLocation], picture: Tensor

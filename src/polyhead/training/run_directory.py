@@ -237,8 +237,8 @@ def inspect_step(history: HeadHistory, step: int, name: str = "training run") ->
     influence: dict[AttentionSite, dict[str, torch.Tensor]] = {}
     for column, values in columns.items():
         measured = (~values.isnan().all(1)).nonzero().flatten()
-        nearest = (measured - index).abs().argsort(stable=True)[:NEIGHBOURS]
-        near = values[measured[nearest[: len(nearest) // 2 * 2]].sort().values]
+        closest = (measured - index).abs().argsort(stable=True)[:NEIGHBOURS]
+        near = values[measured[closest[: len(closest) // 2 * 2]].sort().values]
         # Each pair estimates twice the variance of a step; `compare` sums the squares of effects.
         effects = (near[1::2] - near[::2]) / math.sqrt(2 * max(1, len(near) // 2))
         for site in dict.fromkeys(sites):
