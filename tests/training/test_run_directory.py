@@ -159,8 +159,9 @@ def test_a_run_is_not_mixed_with_another(tmp_path):
     assert load_run(tmp_path).steps == (0, 1, 2)
     train(monitor_of(tmp_path, overwrite=True), 2)
     assert load_run(tmp_path).steps == (0, 1)
+    refused = monitor_of(tmp_path)
     with pytest.raises(OptionError, match="without step 2"):
-        monitor_of(tmp_path).load_state_dict(first.state_dict())
+        refused.load_state_dict(first.state_dict())
     with pytest.raises(OptionError, match="steps of a run increase, got step 0 after 2"):
         train(HeadMonitor(model(), statistics=STATISTICS, callbacks=first.callbacks), 1)
 

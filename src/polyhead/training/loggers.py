@@ -42,10 +42,10 @@ def summarize(record: StepRecord) -> tuple[dict[str, float], dict[str, HeadLocat
         record: values of every head.
     """
     scalars, heads = {"loss": record.loss}, {}
-    for column in sorted(record.columns, key=lambda name: name not in EXTREMES):
+    for column in sorted(record.columns, key=lambda name: name not in EXTREMES)[: MOST_SCALARS - 1]:
         values = record[column]
         defined = ~values.isnan()
-        if len(scalars) == MOST_SCALARS or not defined.any():
+        if not defined.any():  # not measured in this step
             continue
         if column not in EXTREMES:
             scalars[f"mean {column}"] = float(values[defined].mean())

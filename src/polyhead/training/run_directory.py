@@ -121,8 +121,6 @@ class RunDirectory(MonitorCallback):
         self._last = int(state["last"])
         if not is_first_process():
             return
-        self._continues = True
-        self._open()
         parts = _parts(self.folder)
         kept = [part for part in parts if int(part.stem) <= self._last]
         history = _read(kept[-1]) if kept else HeadHistory()
@@ -130,6 +128,8 @@ class RunDirectory(MonitorCallback):
             raise OptionError(
                 f"a run continues in the folder of its checkpoint, got {self.folder} without step {self._last}"
             )
+        self._continues = True
+        self._open()
         for part in reversed(parts[len(kept) :]):
             part.unlink()
         self._part = [record for record in history.records() if record.step <= self._last]
