@@ -150,7 +150,8 @@ def google_sections(app: Sphinx, what: str, name: str, obj: object, options: obj
     if inspect.getdoc(obj) == inspect.getdoc(getattr(nn.Module, name.rpartition(".")[2], None)):
         lines.clear()
     elif what not in ("attribute", "data", "property"):
-        lines[:] = GoogleDocstring(with_formulas(lines), Config(), app, what, name, obj, options).lines()
+        config = Config(napoleon_use_ivar=True)  # attributes have entries of their own already
+        lines[:] = GoogleDocstring(with_formulas(lines), config, app, what, name, obj, options).lines()
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

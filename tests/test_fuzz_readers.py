@@ -38,12 +38,14 @@ from polyhead.observation import load as load_observations
 from polyhead.observation import observe, read_facts
 from polyhead.observation import save as save_observations
 from polyhead.report import page_of
+from polyhead.report.training_page import training_html
 from polyhead.sources import read_texts
 from polyhead.sources.models import check_folder
 from polyhead.sources.treebank import read_treebank
 from polyhead.surgery import EditRecord, PruneHeads, apply, edits_from_json, load, save
 from polyhead.surgery.storage.folders import FILES, check_free
 from polyhead.surgery.storage.undo_folder import recorded_digest
+from polyhead.training import HeadLocation, RunDirectory, StepRecord, inspect_step, load_run
 from polyhead.workflows.inspecting import inspect_model
 from polyhead.workflows.model_loading import load_model
 from tests.inspection.small_models import model_folder, text_folder
@@ -205,6 +207,16 @@ def read_run(file: Path) -> None:
     compare_runs(found, found)
 
 
+def read_steps(file: Path) -> None:
+    steps = file.parent.parent / "training" / "steps"
+    steps.mkdir(parents=True, exist_ok=True)
+    shutil.copy(file, steps / file.name)
+    history = load_run(steps.parent)
+    training_html(history, "run")
+    first, last = (inspect_step(history, history.steps[index]) for index in (0, -1))
+    compare_runs(first, last)
+
+
 def read_observations(file: Path) -> None:
     read_facts(file)
     load_observations(file)
@@ -249,6 +261,7 @@ READERS = {
     "run: table": Reader("run/heads.parquet", read_run, ("parquet", "bytes"), 12),
     "run: relations": Reader("run/relations.safetensors", read_run, ("safetensors", "bytes"), 15),
     "run: pictures": Reader("run/pictures.safetensors", read_run, ("safetensors", "bytes"), 15),
+    "training run": Reader("training/steps/000000000000.parquet", read_steps, ("parquet", "bytes")),
     "observations": Reader("observations.safetensors", read_observations, ("safetensors", "bytes")),
     "edit record": Reader("record.safetensors", EditRecord.load, ("safetensors", "bytes"), 40),
     "its digest": Reader("edited/polyhead.json", lambda file: recorded_digest(file.parent), ("json", "bytes")),
@@ -289,6 +302,11 @@ def valid(tmp_path_factory) -> Path:
     with observe(loaded.model, collect=()) as session:
         loaded.model(torch.arange(9)[None])
     save_observations(folder / "observations.safetensors", session.observations, {"settings": {}})
+    heads = tuple(HeadLocation("layers.0", "self", 0, head, label, 4) for head, label in enumerate(("0+2", "new", "3")))
+    steps = RunDirectory(folder / "training")
+    for step in range(3):
+        steps.on_record(StepRecord(step, 1.0, heads, ("entropy", "max_logit"), torch.rand(2, 3, dtype=torch.float64)))
+    steps.on_exit()
     write_gguf(folder / "small.gguf")
     shutil.copytree(folder / "model", folder / "sharded")
     (folder / "sharded" / "model.safetensors").rename(folder / "sharded" / "model-1.safetensors")

@@ -35,6 +35,20 @@ def test_every_view_draws_its_lines(open_page, page, keep_picture, scheme, width
         expect(tab.locator("section:visible svg.plot path:has(title)")).to_have_count(lines)
         assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
         keep_picture(opened, f"training-{view}-{scheme}-{width}")
+        if view == "entropy":
+            slider = tab.locator("section:visible input[type=range]")
+            expect(tab.locator("section:visible output")).to_have_text("step 49")
+            pixels = "(x) => x.toDataURL()"
+            last = tab.locator("section:visible canvas").evaluate(pixels)
+            slider.fill("3")
+            expect(tab.locator("section:visible output")).to_have_text("step 3")
+            assert tab.locator("section:visible canvas").evaluate(pixels) != last
+            ramp = tab.locator("section:visible .ramp-bar").evaluate("(x) => getComputedStyle(x).backgroundImage")
+            assert ("rgb(247, 250, 247)" if scheme == "light" else "rgb(25, 27, 37)") in ramp
+            size = tab.locator("section:visible canvas").evaluate("(x) => [x.width, x.height]")
+            assert size == [HEADS, LAYERS]
+            tab.locator("section:visible canvas").hover(position={"x": 1, "y": 1})
+            expect(tab.locator("section:visible output")).to_contain_text("step 3, L0H0: ")
         if view == "max_logit":
             titles = tab.locator("section:visible svg.plot path title").all_text_contents()
             assert titles.count("L6H10") == 1

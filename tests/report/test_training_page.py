@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from polyhead.errors import OptionError
-from polyhead.report.training_page import MOST_POINTS, merged, training_html, write_training_page
+from polyhead.report.training_page import MOST_GRIDS, MOST_POINTS, merged, training_html, write_training_page
 from polyhead.training import HeadHistory, HeadLocation
 
 
@@ -46,6 +46,17 @@ def test_every_head_is_a_line_of_its_layers_panel():
     assert [panel["label"]["en"] for panel in chart["panels"]] == ["Layer 0", "Layer 1"]
     assert [panel["lines"] for panel in chart["panels"]] == [[f"L{i}H{j}" for j in range(3)] for i in range(2)]
     np.testing.assert_allclose(values_of(chart), history["max_logit"].T, rtol=1e-6)
+    assert chart["grid"]["steps"] == chart["steps"]
+    np.testing.assert_allclose(values_of(chart["grid"]), history["max_logit"], rtol=1e-6)
+    assert charts["loss"]["grid"] is None
+
+
+def test_the_slider_has_values_of_single_steps_of_a_long_run():
+    history = history_of(1009)
+    grid = charts_of(training_html(history, "run"))["entropy"]["grid"]
+    assert (len(grid["steps"]), grid["steps"][0], grid["steps"][-1]) == (MOST_GRIDS, 0, 5 * 1008)
+    rows = [step // 5 for step in grid["steps"]]
+    np.testing.assert_allclose(values_of(grid), history["entropy"][rows], rtol=1e-6)
 
 
 def test_a_run_without_losses_has_no_view_of_them():

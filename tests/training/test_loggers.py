@@ -53,6 +53,8 @@ def test_at_most_ten_scalars_are_logged_whatever_is_recorded():
     scalars, _ = summarize(record(columns))
     assert len(scalars) == MOST_SCALARS == 10
     assert "lowest entropy" in scalars
+    columns["column_3"] = [torch.nan] * 5  # in a step in which it is not measured, no other one takes its place
+    assert set(summarize(record(columns))[0]) == set(scalars) - {"mean column_3"}
 
 
 def test_a_picture_has_a_cell_per_head_and_grey_where_there_is_none():

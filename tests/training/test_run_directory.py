@@ -159,8 +159,9 @@ def test_a_run_is_not_mixed_with_another(tmp_path):
     assert load_run(tmp_path).steps == (0, 1, 2)
     train(monitor_of(tmp_path, overwrite=True), 2)
     assert load_run(tmp_path).steps == (0, 1)
+    refused = monitor_of(tmp_path)
     with pytest.raises(OptionError, match="without step 2"):
-        monitor_of(tmp_path).load_state_dict(first.state_dict())
+        refused.load_state_dict(first.state_dict())
     with pytest.raises(OptionError, match="steps of a run increase, got step 0 after 2"):
         train(HeadMonitor(model(), statistics=STATISTICS, callbacks=first.callbacks), 1)
 
@@ -190,6 +191,18 @@ def test_bad_folders_are_refused(tmp_path):
     (part.parent / "000000000001.parquet").write_bytes(part.read_bytes()[:-20])
     with pytest.raises(OptionError, match=r"as `RunDirectory` wrote them, got .*000000000001\.parquet"):
         load_run(tmp_path / "run")
+
+
+def test_a_table_in_another_order_is_refused(tmp_path):
+    from pyarrow import parquet
+
+    train(monitor_of(tmp_path), 3)
+    part = next((tmp_path / STEPS).iterdir())
+    table = parquet.read_table(part)
+    for order in ([("step", "ascending"), ("head", "ascending")], [("step", "ascending"), ("layer", "descending")]):
+        parquet.write_table(table.sort_by(order), part)
+        with pytest.raises(OptionError, match="in the order of steps and heads"):
+            load_run(tmp_path)
 
 
 # ---- steps as inspections

@@ -5,6 +5,7 @@ import { useMemo } from "preact/hooks";
 import { part, unpack, type Packed, type Text } from "../data";
 import { ChartFigure, type Build } from "../parts/chart";
 import { useLocale, type Language } from "../parts/language";
+import { StepGrid, type Grid } from "./step-grid";
 
 export interface PanelChart {
   title: Text;
@@ -16,6 +17,7 @@ export interface PanelChart {
   panels: { label: Text; lines: string[] }[];
   /** One row per line of all panels, one column per step; NaN is a gap. */
   values: Packed;
+  grid: Grid | null;
 }
 
 const [LEFT, PANEL, COLOURS] = [58, 170, 8];
@@ -27,7 +29,12 @@ export function PanelFigure({ chart }: { chart: PanelChart }): JSX.Element {
   const title = chart.title[language];
   const name = chart.title.en.toLowerCase().replace(/[^a-z0-9]+/g, "-");
   const label = `${title}: ${chart.panels.map((panel) => panel.label[language]).join("; ")}`;
-  return <ChartFigure title={title} name={name} label={label} build={build} />;
+  return (
+    <>
+      <ChartFigure title={title} name={name} label={label} build={build} />
+      {chart.grid ? <StepGrid grid={chart.grid} panels={chart.panels} /> : null}
+    </>
+  );
 }
 
 function optionsOf(chart: PanelChart, width: number, language: Language): PlotOptions {

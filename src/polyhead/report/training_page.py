@@ -23,6 +23,7 @@ from polyhead.training.head_history import HeadHistory
 from polyhead.training.monitor import LARGEST
 
 MOST_POINTS = 400  # of a line
+MOST_GRIDS = 100  # steps of the slider
 MOST_ROWS = 200  # of the table of a statistic
 LOSS, STEP = Text("loss", "损失"), Text("step", "步")
 _NO_SCRIPT = Text("The charts need JavaScript, which is disabled here.", "图表需要 JavaScript，而此处已将其禁用。")
@@ -30,7 +31,9 @@ _COLUMNS = (
     Text("head", "头"), Text("first", "首步"), Text("last", "末步"), Text("lowest", "最低"), Text("highest", "最高"),
 )  # fmt: skip
 _LINES = Text(
-    "A panel per layer, a line per head; point at a line for its name.", "每层一格，每个头一条线；指向线条可见其名称。"
+    "A panel per layer, a line per head; point at a line for its name. The slider chooses the step of the grid, with a "
+    "row per layer and a column per head.",
+    "每层一格，每个头一条线；指向线条可见其名称。滑块选择网格的步，每层一行，每个头一列。",
 )
 _MERGED = Text(
     "Two points of a line are the lowest and the highest value of up to {steps} steps.",
@@ -86,6 +89,8 @@ def _measured(steps: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 def _chart(
     all_steps: Tensor, label: Text, steps: Tensor, values: Tensor, panels: list[tuple[Text, list[str]]]
 ) -> dict[str, Any]:
+    indices = torch.linspace(0, len(steps) - 1, min(len(steps), MOST_GRIDS)).round().long()
+    grid = {"steps": steps[indices].tolist(), "values": _packed(values[:, indices].T)}
     steps, shown = merged(steps, values)
     return {
         "title": asdict(Text(f"{label.en}, over the steps", f"{label.zh}随步数的变化")),
@@ -94,8 +99,14 @@ def _chart(
         "domain": [int(all_steps[0]), int(all_steps[-1])],
         "steps": steps.tolist(),
         "panels": [{"label": asdict(name), "lines": lines} for name, lines in panels],
-        "values": packed_floats(torch.where(shown.isfinite(), shown, torch.nan)),
+        "values": _packed(shown),
+        "grid": grid if len(values) > 1 else None,
     }
+
+
+def _packed(values: Tensor) -> dict[str, Any]:
+    """Return values with NaN where they are not finite, which is drawn as a gap."""
+    return packed_floats(torch.where(values.isfinite(), values, torch.nan))
 
 
 def merged(steps: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

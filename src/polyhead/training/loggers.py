@@ -42,10 +42,10 @@ def summarize(record: StepRecord) -> tuple[dict[str, float], dict[str, HeadLocat
         record: values of every head.
     """
     scalars, heads = {"loss": record.loss}, {}
-    for column in sorted(record.columns, key=lambda name: name not in EXTREMES):
+    for column in sorted(record.columns, key=lambda name: name not in EXTREMES)[: MOST_SCALARS - 1]:
         values = record[column]
         defined = ~values.isnan()
-        if len(scalars) == MOST_SCALARS or not defined.any():
+        if not defined.any():  # not measured in this step
             continue
         if column not in EXTREMES:
             scalars[f"mean {column}"] = float(values[defined].mean())
@@ -142,7 +142,8 @@ class TensorBoardLogger(_Logger):
         except ImportError:
             raise OptionError("TensorBoardLogger needs tensorboard; install it with: pip install tensorboard") from None
         self._folder = folder if isinstance(folder, str | os.PathLike) else None
-        self._class, self._writer = SummaryWriter, None if self._folder is not None else folder
+        self._class = SummaryWriter
+        self._writer: Any = None if self._folder is not None else folder
 
     def _log(
         self, record: StepRecord, scalars: dict[str, float], heads: dict[str, HeadLocation], picture: Tensor

@@ -121,8 +121,6 @@ class RunDirectory(MonitorCallback):
         self._last = int(state["last"])
         if not is_first_process():
             return
-        self._continues = True
-        self._open()
         parts = _parts(self.folder)
         kept = [part for part in parts if int(part.stem) <= self._last]
         history = _read(kept[-1]) if kept else HeadHistory()
@@ -130,6 +128,8 @@ class RunDirectory(MonitorCallback):
             raise OptionError(
                 f"a run continues in the folder of its checkpoint, got {self.folder} without step {self._last}"
             )
+        self._continues = True
+        self._open()
         for part in reversed(parts[len(kept) :]):
             part.unlink()
         self._part = [record for record in history.records() if record.step <= self._last]
@@ -237,8 +237,8 @@ def inspect_step(history: HeadHistory, step: int, name: str = "training run") ->
     influence: dict[AttentionSite, dict[str, torch.Tensor]] = {}
     for column, values in columns.items():
         measured = (~values.isnan().all(1)).nonzero().flatten()
-        nearest = (measured - index).abs().argsort(stable=True)[:NEIGHBOURS]
-        near = values[measured[nearest[: len(nearest) // 2 * 2]].sort().values]
+        closest = (measured - index).abs().argsort(stable=True)[:NEIGHBOURS]
+        near = values[measured[closest[: len(closest) // 2 * 2]].sort().values]
         # Each pair estimates twice the variance of a step; `compare` sums the squares of effects.
         effects = (near[1::2] - near[::2]) / math.sqrt(2 * max(1, len(near) // 2))
         for site in dict.fromkeys(sites):
@@ -287,26 +287,35 @@ def _parts(folder: Path) -> list[Path]:
 
 def _read(part: Path) -> HeadHistory:
     """Return the steps of one file."""
-    from pyarrow import parquet
+    from pyarrow import parquet, types
 
     with refusing(part, _RULE):
         check_regular(part)
         with parquet.ParquetFile(part) as file:
             schema, rows = file.schema_arrow, file.metadata.num_rows
             header = json.loads((schema.metadata or {})[_KEY])
+            if header["format"] != FORMAT:
+                raise ValueError(f"its format is {short(header['format'])}, and this version reads {FORMAT}")
             columns = as_type(header["columns"], tuple[str, ...], "columns")
-            if rows > TABLE_ROWS or any(schema.field(name).type.bit_width > 64 for name in columns):
-                raise ValueError(f"it has {rows:,} rows, and at most {TABLE_ROWS:,} of numbers are read")
-            table = file.read(["step", "loss", *columns])
-        if header["format"] != FORMAT:
-            raise ValueError(f"its format is {short(header['format'])}, and this version reads {FORMAT}")
+            integers, floats = ("step", "layer", "head"), ("loss", *columns)
+            wrong = [name for name in integers if not types.is_int64(schema.field(name).type)]
+            wrong += [name for name in floats if not types.is_floating(schema.field(name).type)]
+            if wrong or rows > TABLE_ROWS:
+                raise ValueError(f"it has {rows:,} rows (at most {TABLE_ROWS:,}), and no numbers in {wrong}")
+            found = file.read([*integers, *floats])
         heads = tuple(HeadLocation(*as_type(x, tuple[str, str, int, int, str, int], "a head")) for x in header["heads"])
-        steps, losses = (table[name].to_numpy()[:: len(heads)].tolist() for name in ("step", "loss"))
-        columns_of = [torch.tensor(table[name].to_numpy()).reshape(len(steps), len(heads)) for name in columns]
+        _sites(heads)
+        table = {name: torch.tensor(found[name].to_numpy()).reshape(-1, len(heads)) for name in (*integers, *floats)}
+        steps, losses = table["step"][:, 0].tolist(), table["loss"][:, 0].tolist()
         if int(part.stem) != steps[0] or sorted(set(steps)) != steps:
             raise ValueError(f"its steps must increase from {int(part.stem)}")
+        same = [(table["step"], table["step"][:, :1])]
+        same += [(table[name], torch.tensor([getattr(head, name) for head in heads])) for name in ("layer", "head")]
+        if not all(bool((one == other).all()) for one, other in same):
+            raise ValueError("its rows must be in the order of steps and heads")
         # Where a column was not measured, it is null.
-        is_valid = [torch.tensor(table[name].is_valid().to_numpy()).reshape(len(steps), len(heads)) for name in columns]
-        history, values, measured = HeadHistory(heads, columns), torch.stack(columns_of, 1), torch.stack(is_valid, 1)
+        is_valid = [torch.tensor(found[name].is_valid().to_numpy()).reshape(-1, len(heads)) for name in columns]
+        values, measured = torch.stack([table[name] for name in columns], 1), torch.stack(is_valid, 1)
+        history = HeadHistory(heads, columns)
         history.extend(map(StepRecord, steps, losses, repeat(heads), repeat(columns), values, measured))
         return history
