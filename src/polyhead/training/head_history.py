@@ -50,14 +50,9 @@ class HeadLocation(NamedTuple):
 class StepRecord:
     """Values of every head in one observed step: `record["max_logit"]` has one number per head.
 
-    Attributes:
-        step: number of the step.
-        loss: loss of the step, or NaN.
-        heads: the heads, in the order of the last axis.
-        columns: names of the statistics.
-        values: [columns, heads], on the CPU; NaN where a column was not measured.
-        cosines: cosines between the heads of a site, by column, then by path and kind: [heads, heads]; empty in steps
-            without pairs.
+    `loss` is NaN if none was passed. `heads` are in the order of the last axis of `values`, [columns, heads], which are
+    on the CPU, with NaN where a column was not measured. In steps with pairs, `cosines` has the cosines between the
+    heads of each site, by column, then by path and kind: [heads, heads].
     """
 
     step: int

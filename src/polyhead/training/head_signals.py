@@ -58,10 +58,15 @@ class HeadSignals:
     Args:
         session: session of the monitor.
         columns: which of `COLUMNS` are recorded.
-        inverse_scale: returns the factor by which gradients are multiplied, a number or a tensor on their device.
+        inverse_scale: returns the factor by which gradients on a device are multiplied, a number or a tensor there.
     """
 
-    def __init__(self, session: Session, columns: tuple[str, ...], inverse_scale: Callable[[], Tensor | float]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        columns: tuple[str, ...],
+        inverse_scale: Callable[[torch.device], Tensor | float],
+    ) -> None:
         self.with_pairs = False  # in this step
         self.has_half_autocast = False  # whether a forward was in float16 autocast
         self._session, self._columns, self._inverse_scale = session, columns, inverse_scale
@@ -220,7 +225,7 @@ class HeadSignals:
             has_run = True
             dtype = accumulator_dtype(grad.device)
             norms = torch.linalg.vector_norm(grad, dim=-1, dtype=torch.promote_types(grad.dtype, torch.float32))
-            norms = torch.where(tokens[:, None], norms, 0.0).to(dtype) * self._inverse_scale()
+            norms = torch.where(tokens[:, None], norms, 0.0).to(dtype) * self._inverse_scale(grad.device)
             squares = norms.square().sum((0, 2))
             products, projection = None, linear or self._linears.get(site)
             matrix = self._matrix(projection, grad.device) if with_pairs and projection is not None else None

@@ -39,9 +39,8 @@ class _Pending(NamedTuple):
 class MonitorCallback:
     """What reads the records of a `HeadMonitor`: alarms, loggers. Each method may be overridden.
 
-    Attributes:
-        should_stop: True asks the loop to stop; `Trainer` does.
-        should_save: True asks the loop for a checkpoint; `Trainer` writes one and resets it.
+    `should_stop` asks the loop to stop, which `Trainer` does. `should_save` asks it for a checkpoint; `Trainer` writes
+    one and resets it.
     """
 
     should_stop: bool = False
@@ -253,10 +252,10 @@ class HeadMonitor:
     def _is_scaled(self) -> bool:
         return self.grad_scaler is not None and self.grad_scaler.is_enabled()
 
-    def _inverse_scale(self) -> Tensor | float:
+    def _inverse_scale(self, device: torch.device) -> Tensor | float:
         """Return what takes the scale of the loss out of gradients in a backward, without waiting for the device."""
         scale = self.grad_scaler._get_scale_async() if self._is_scaled else None  # type: ignore[union-attr]
-        return 1.0 if scale is None else scale.reciprocal()
+        return 1.0 if scale is None else scale.to(device, non_blocking=True).reciprocal()
 
     def _switch(self) -> None:
         """Observe the next step if it is a k-th, and leave the model alone otherwise."""
