@@ -17,6 +17,7 @@ from polyhead.files import check_pyarrow
 from polyhead.observation.statistics import AttentionSite
 
 COSINES = ("output_cosine", "gradient_cosine")
+FINITE = ("output_norm", "output_share", "gradient_norm", *COSINES)  # columns that are finite wherever measured
 SiteKey = tuple[str, str]  # path and kind of an attention site
 
 
@@ -110,13 +111,15 @@ class HeadHistory:
     def first_nonfinite(self) -> tuple[int, HeadLocation, str] | None:
         """Return the first step, head and column with NaN or Inf, or None.
 
-        A column is not read in steps in which it was not measured, nor for heads that never have a finite value in it.
+        A column is not read in steps in which it was not measured, nor a row statistic for heads that never have a
+        finite value of it, as the normalized entropy of a head that always sees a single key.
         """
         if not self._values:
             return None
         finite = torch.stack(self._values).isfinite()  # [steps, columns, heads]
         wrong = ~finite & torch.stack(self._measured)
-        bad = wrong & finite.any(0)
+        is_defined = torch.tensor([name in FINITE for name in self.columns])
+        bad = wrong & (finite.any(0) | is_defined[:, None])
         if not bad.any():
             # Never finite at all, of the column that every head has.
             bad = wrong & ~finite.any((0, 1))
