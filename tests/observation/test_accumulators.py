@@ -135,9 +135,9 @@ def test_quantiles_of_merged_histograms_are_within_half_a_bin(sizes, share):
 
 
 def test_histograms_without_samples_and_with_nan_have_no_quantile():
-    values = torch.tensor([[0.0, 0.5, 1.0], [torch.nan, 0.5, 1.0], [torch.inf, 0.5, 1.0], [0.0, 0.5, 1.0]])
-    counted = torch.tensor([[True] * 3] * 3 + [[False] * 3])
-    assert Histogram.of(values, counted).quantile(0.5).isnan().tolist() == [False, True, True, True]
+    values = torch.tensor([[0.0, 0.5, 1.0], [torch.nan, 0.5, 1.0], [0.0, 0.5, 1.0]])
+    counted = torch.tensor([[True] * 3] * 2 + [[False] * 3])
+    assert Histogram.of(values, counted).quantile(0.5).isnan().tolist() == [False, True, True]
     edges = Histogram.of(torch.tensor([[0.0], [1.0], [1 + 1e-7]]), torch.ones(3, 1, dtype=torch.bool)).quantile(0.5)
     assert edges.tolist() == [0.5 / 256, 255.5 / 256, 255.5 / 256]
 

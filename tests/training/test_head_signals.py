@@ -413,6 +413,14 @@ def test_a_nan_in_one_gradient_is_reported():
             monitor.step()
     step, head, column = monitor.history.first_nonfinite()
     assert (step, head.head, column) == (3, 0, "gradient_norm")
+    with torch.no_grad():
+        layer.out_proj.weight[0, 9] = torch.nan  # of head 1, from the first step on
+    with HeadMonitor(layer) as monitor:
+        for _ in range(2):
+            layer(torch.randn(2, 5, 24))
+            monitor.step()
+    step, head, column = monitor.history.first_nonfinite()
+    assert (step, head.head, column) == (0, 1, "output_norm")
 
 
 def test_two_backwards_through_one_forward_have_no_gradient_norm():

@@ -92,10 +92,13 @@ def test_micro_batches_of_a_step_are_counted_together_and_evaluation_is_not():
 def test_between_observed_steps_the_model_runs_its_own_code():
     model, data = llama(), batches(7)
     seen = []
-    model.register_forward_pre_hook(
-        lambda *_: seen.append((model.config._attn_implementation, len(WATCHERS), "_call_impl" in vars(model)))
-    )
-    own = (model.config._attn_implementation, 0, False)
+
+    def look(*_: object) -> None:
+        hooks = sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
+        seen.append((model.config._attn_implementation, len(WATCHERS), "_call_impl" in vars(model), hooks))
+
+    model.register_forward_pre_hook(look)
+    own = (model.config._attn_implementation, 0, False, 1)
     with HeadMonitor(model, every=3) as monitor:
         losses = train(model, data, monitor)
     assert [x == own for x in seen] == [False, True, True, False, True, True, False]

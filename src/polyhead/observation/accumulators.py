@@ -194,20 +194,19 @@ class Histogram(Sums):
     True
     """
 
-    counts: Tensor  # [*shape, BINS + 1]; samples that are NaN or Inf are in the last one
+    counts: Tensor  # [*shape, BINS + 1]; samples that are NaN are in the last one
 
     BINS: ClassVar[int] = 256
 
     @classmethod
     def of(cls, values: Tensor, counted: Tensor) -> Self:
         """Return the histogram of samples [*shape, samples]; those that are not `counted` are ignored."""
-        bins = (values.nan_to_num().clamp(0, 1) * cls.BINS).long().clamp_max(cls.BINS - 1)
-        bins = torch.where(values.isfinite(), bins, cls.BINS)
+        bins = (values * cls.BINS).clamp(0, cls.BINS - 1).nan_to_num(nan=cls.BINS).long()
         counts = torch.zeros(*values.shape[:-1], cls.BINS + 1, dtype=torch.int64, device=values.device)
-        return cls(counts.scatter_add(-1, bins, counted.long()))
+        return cls(counts.scatter_add_(-1, bins, counted.long()))
 
     def quantile(self, share: float) -> Tensor:
-        """Return a quantile, as `torch.quantile` defines it; NaN without samples and with one that is not finite."""
+        """Return a quantile, as `torch.quantile` defines it; NaN without samples and with one that is NaN."""
         cumulative = self.counts[..., :-1].cumsum(-1)
         total = cumulative[..., -1:]
         rank = share * (total - 1).clamp_min(0).to(accumulator_dtype(total.device))

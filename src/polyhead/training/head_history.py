@@ -18,6 +18,7 @@ from polyhead.observation.session_limits import stack_of
 from polyhead.observation.statistics import LOCATION, AttentionSite
 
 COSINES = ("output_cosine", "gradient_cosine")
+FINITE = ("output_norm", "output_share", "gradient_norm", *COSINES)  # columns that are finite wherever measured
 KEPT_VALUES, KEPT_STEPS = 1 << 23, 1 << 16  # of which a history keeps the latest: 64 MiB in float64
 SiteKey = tuple[str, str]  # path and kind of an attention site
 
@@ -60,14 +61,9 @@ class HeadLocation(NamedTuple):
 class StepRecord:
     """Values of every head in one observed step: `record["max_logit"]` has one number per head.
 
-    Attributes:
-        step: number of the step.
-        loss: loss of the step, or NaN.
-        heads: the heads, in the order of the last axis.
-        columns: names of the statistics.
-        values: [columns, heads], on the CPU; NaN where a column was not measured.
-        measured: [columns, heads], boolean: False where a column was not measured; None if all were.
-        pairs: [2, elements], the matrices of `cosines` one after the other; None in steps without pairs.
+    `loss` is NaN if none was passed. `heads` are in the order of the last axis of `values`, [columns, heads], which are
+    on the CPU, with NaN where a column was not measured: where `measured`, [columns, heads], is False, if it is not
+    None. `pairs` has the matrices of `cosines` one after the other, [2, elements], in steps with pairs.
     """
 
     step: int
@@ -149,13 +145,15 @@ class HeadHistory:
     def first_nonfinite(self) -> tuple[int, HeadLocation, str] | None:
         """Return the first step, of those that are kept, head and column with NaN or Inf, or None.
 
-        A column is not read in steps in which it was not measured, nor for heads that never have a finite value in it.
+        A column is not read in steps in which it was not measured, nor a row statistic for heads that never have a
+        finite value of it, as the normalized entropy of a head that always sees a single key.
         """
         if not self._records:
             return None
         finite = torch.stack([record.values for record in self._records]).isfinite()  # [steps, columns, heads]
         wrong = ~finite & self._measured()
-        bad = wrong & finite.any(0)
+        is_defined = torch.tensor([name in FINITE for name in self.columns])
+        bad = wrong & (finite.any(0) | is_defined[:, None])
         if not bad.any():
             # Never finite at all, of the column that every head has.
             bad = wrong & ~finite.any((0, 1))

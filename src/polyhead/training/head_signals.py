@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from polyhead.observation.accumulators import Histogram, Sums, accumulator_dtype
-from polyhead.observation.collectors import CollectorState
+from polyhead.observation.collectors import Collected
 from polyhead.observation.nested_sessions import is_gated_by_another
 from polyhead.observation.output_projections import candidate_projections, output_matrix, reads_heads
 from polyhead.observation.session import Call, Session
@@ -58,10 +58,15 @@ class HeadSignals:
     Args:
         session: session of the monitor.
         columns: which of `COLUMNS` are recorded.
-        inverse_scale: returns the factor by which gradients are multiplied, a number or a tensor on their device.
+        inverse_scale: returns the factor by which gradients on a device are multiplied, a number or a tensor there.
     """
 
-    def __init__(self, session: Session, columns: tuple[str, ...], inverse_scale: Callable[[], Tensor | float]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        columns: tuple[str, ...],
+        inverse_scale: Callable[[torch.device], Tensor | float],
+    ) -> None:
         self.with_pairs = False  # in this step
         self.has_half_autocast = False  # whether a forward was in float16 autocast
         self._session, self._columns, self._inverse_scale = session, columns, inverse_scale
@@ -120,8 +125,8 @@ class HeadSignals:
         keys = rows.visible_keys
         if call.counts and LOW_ENTROPY in self._columns:
             assert rows.entropy is not None
-            terms = keys + int(call.learned_sinks)
-            counted = (keys > 0) & (terms > 1)
+            terms = keys + 1 if call.learned_sinks else keys
+            counted = keys > 0 if call.learned_sinks else keys > 1  # a single term has no entropy
             counted = counted if non_padding is None else counted & non_padding[:, None]
             share = rows.entropy.detach() / terms.clamp_min(2.0).log()
             heads_first = (x.transpose(0, 1).flatten(1) for x in (share, counted.expand_as(share)))
@@ -220,8 +225,9 @@ class HeadSignals:
             has_run = True
             dtype = accumulator_dtype(grad.device)
             norms = torch.linalg.vector_norm(grad, dim=-1, dtype=torch.promote_types(grad.dtype, torch.float32))
-            norms = torch.where(tokens[:, None], norms, 0.0).to(dtype) * self._inverse_scale()
-            squares = norms.square().sum((0, 2))
+            norms = torch.where(tokens[:, None], norms, 0.0)
+            norms = torch.linalg.vector_norm(norms, dim=(0, 2), dtype=dtype) * self._inverse_scale(grad.device)
+            squares = norms.square()
             products, projection = None, linear or self._linears.get(site)
             matrix = self._matrix(projection, grad.device) if with_pairs and projection is not None else None
             if matrix is not None:
@@ -239,33 +245,65 @@ class HeadSignals:
     # ---- results
 
     def columns_of(
-        self, site: AttentionSite, states: Mapping[str, CollectorState]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the columns of a site, [heads] each, and its cosines, [heads, heads]; those not measured are absent.
+        self, sites: Sequence[AttentionSite], collected: Collected
+    ) -> tuple[dict[str, list[Tensor | None]], dict[str, list[Tensor | None]]]:
+        """Return the columns of sites, [heads] each, and their cosines, [heads, heads]; None where not measured.
 
         Args:
-            site: an attention site of the model.
-            states: its states in the observations of the step.
+            sites: attention sites of the model.
+            collected: states of the sites in the observations of the step.
         """
-        gradients = self._gradients.get(site)
-        columns: dict[str, Tensor] = {}
-        products: dict[str, Tensor | None] = {}
-        entropy, outputs = states.get(_ENTROPY), states.get(_OUTPUTS)
-        if isinstance(entropy, Histogram):
-            columns[LOW_ENTROPY] = entropy.quantile(0.1)
-        self._mark_unread(site)
-        if isinstance(outputs, OutputSums) and site not in self._unread:
-            has_pairs = outputs.products.ndim == 2
-            squares = (outputs.products.diagonal() if has_pairs else outputs.products).clamp_min(0.0)  # rounding
-            total = squares.sum()
-            columns["output_norm"] = torch.where(outputs.count > 0, squares / outputs.count, torch.nan).sqrt()
-            columns["output_share"] = torch.where(total == 0, 0.0, squares / total)
-            products["output_cosine"] = outputs.products if has_pairs else None
-        if gradients is not None:
-            columns["gradient_norm"] = gradients.squares.sqrt()
-            products["gradient_cosine"] = gradients.products
-        cosines = {name: _cosines(x) for name, x in products.items() if x is not None and len(x) > 1}
-        return columns | {name: _strongest(x) for name, x in cosines.items()}, cosines
+        for site in sites:
+            self._mark_unread(site)
+        states = [collected.get(site, {}) for site in sites]
+        sums = [None if site in self._unread else x.get(_OUTPUTS) for site, x in zip(sites, states, strict=True)]
+        outputs = [x.products if isinstance(x, OutputSums) else None for x in sums]
+        counts = [x.count if isinstance(x, OutputSums) else None for x in sums]
+        squares = for_each(lambda x: (x.diagonal(0, 1, 2) if x.ndim == 3 else x).clamp_min(0.0), outputs)  # rounding
+        gradients = [self._gradients.get(site) for site in sites]
+        pairs: dict[str, list[Tensor | None]] = {
+            "output_cosine": [x if x is not None and x.ndim == 2 else None for x in outputs],
+            "gradient_cosine": [None if x is None else x.products for x in gradients],
+        }
+        several = {name: [x if x is not None and len(x) > 1 else None for x in parts] for name, parts in pairs.items()}
+        cosines = {name: for_each(_cosines, parts) for name, parts in several.items()}
+        entropies = [x.counts if isinstance(x, Histogram) else None for x in (x.get(_ENTROPY) for x in states)]
+        columns = {
+            LOW_ENTROPY: for_each(lambda x: Histogram(x).quantile(0.1), entropies),
+            "output_norm": for_each(_root_mean_square, squares, counts),
+            "output_share": for_each(_shares, squares),
+            "gradient_norm": for_each(torch.sqrt, [None if x is None else x.squares for x in gradients]),
+        }
+        return columns | {name: for_each(_strongest, x) for name, x in cosines.items()}, cosines
+
+
+def for_each(compute: Callable[..., Tensor], *parts: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return a function of the tensors of each site, computed for all sites of one shape at once; None without them.
+
+    Args:
+        compute: function of stacked tensors, [sites, ...], that returns the results of the sites.
+        parts: for each argument of the function, the tensors of the sites.
+    """
+    results: list[Tensor | None] = [None] * len(parts[0])
+    groups: dict[tuple[torch.Size, torch.device], list[int]] = {}
+    for index, part in enumerate(parts[0]):
+        if part is not None:
+            groups.setdefault((part.shape, part.device), []).append(index)
+    for group in groups.values():
+        stacked = [torch.stack([x for index in group if (x := part[index]) is not None]) for part in parts]
+        for index, result in zip(group, compute(*stacked).unbind(0), strict=True):
+            results[index] = result
+    return results
+
+
+def _root_mean_square(squares: Tensor, count: Tensor) -> Tensor:
+    return torch.where(count > 0, squares.T / count, torch.nan).sqrt().T
+
+
+def _shares(squares: Tensor) -> Tensor:
+    """Return the share of each head in the sum of its site, 0 where all are zero."""
+    total = squares.sum(-1, keepdim=True)
+    return torch.where(total == 0, 0.0, squares / total)
 
 
 def _products(read: Tensor, matrices: Tensor, *, pairs: bool, dtype: torch.dtype) -> Tensor:
@@ -293,13 +331,13 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _cosines(products: Tensor) -> Tensor:
-    """Return cosines from inner products [heads, heads]; 0 for heads that are zero."""
-    norms = products.diagonal().clamp_min(0.0).sqrt()
-    scale = norms[:, None] * norms
+    """Return cosines from inner products [sites, heads, heads]; 0 for heads that are zero."""
+    norms = products.diagonal(0, 1, 2).clamp_min(0.0).sqrt()
+    scale = norms[:, :, None] * norms[:, None]
     return torch.where(scale == 0, 0.0, (products / scale).clamp(-1, 1))
 
 
 def _strongest(cosines: Tensor) -> Tensor:
-    """Return the cosine of largest magnitude of each head with another, [heads]."""
-    others = cosines.masked_fill(torch.eye(len(cosines), dtype=torch.bool, device=cosines.device), 0.0)
-    return others.gather(1, others.abs().argmax(1, keepdim=True))[:, 0]
+    """Return the cosine of largest magnitude of each head with another of its site, [sites, heads]."""
+    others = cosines.masked_fill(torch.eye(cosines.shape[1], dtype=torch.bool, device=cosines.device), 0.0)
+    return others.gather(2, others.abs().argmax(2, keepdim=True))[..., 0]

@@ -15,7 +15,7 @@ from polyhead.observation.accumulators import accumulator_dtype
 from polyhead.observation.session import observe
 from polyhead.observation.statistics import NAMES, SiteStatistics, stack_order
 from polyhead.training.head_history import COSINES, HeadHistory, HeadLocation, StepRecord
-from polyhead.training.head_signals import COLUMNS, LOW_ENTROPY, HeadSignals
+from polyhead.training.head_signals import COLUMNS, LOW_ENTROPY, HeadSignals, for_each
 
 STATISTICS = ("max_logit", "entropy", "normalized_entropy", "sink_mass", "mean_distance")
 LARGEST = frozenset(("max_logit", "max_abs_logit"))  # reported as the largest value of a step; others as the mean
@@ -39,9 +39,8 @@ class _Pending(NamedTuple):
 class MonitorCallback:
     """What reads the records of a `HeadMonitor`: alarms, loggers. Each method may be overridden.
 
-    Attributes:
-        should_stop: True asks the loop to stop; `Trainer` does.
-        should_save: True asks the loop for a checkpoint; `Trainer` writes one and resets it.
+    `should_stop` asks the loop to stop, which `Trainer` does. `should_save` asks it for a checkpoint; `Trainer` writes
+    one and resets it.
     """
 
     should_stop: bool = False
@@ -267,10 +266,10 @@ class HeadMonitor:
     def _is_scaled(self) -> bool:
         return self.grad_scaler is not None and self.grad_scaler.is_enabled()
 
-    def _inverse_scale(self) -> Tensor | float:
+    def _inverse_scale(self, device: torch.device) -> Tensor | float:
         """Return what takes the scale of the loss out of gradients in a backward, without waiting for the device."""
         scale = self.grad_scaler._get_scale_async() if self._is_scaled else None  # type: ignore[union-attr]
-        return 1.0 if scale is None else scale.reciprocal()
+        return 1.0 if scale is None else scale.to(device, non_blocking=True).reciprocal()
 
     def _switch(self) -> None:
         """Observe the next step if it is a k-th, and leave the model alone otherwise."""
@@ -304,24 +303,19 @@ class HeadMonitor:
         order = stack_order(x.site for x in found)
         sites = sorted(found, key=lambda x: order[x.site])
         device = sites[0].moments.mean.device
-        columns_of: list[dict[str, Tensor]] = []
-        cosines_of: list[dict[str, Tensor]] = []
-        for x in sites:
-            own, cosines = self._signals.columns_of(x.site, observations.collected.get(x.site, {}))
-            columns_of.append({**{name: _column(x, name) for name in x.columns}, **own})
-            cosines_of.append(cosines)
-        columns = [x for x in self._session.wanted.names if x in self._names and any(x in own for own in columns_of)]
+        values_of, cosines = self._signals.columns_of([x.site for x in sites], observations.collected)
+        values_of |= _row_columns(sites, self._session.wanted.names)
+        defined = [name for name, x in values_of.items() if any(values is not None for values in x)]
+        columns = [name for name in self._session.wanted.names if name in self._names and name in defined]
         columns += self._own_columns
         self._history.check([HeadLocation.of(x.site, head) for x in sites for head in x.heads], columns)
         sizes = [len(x.heads) for x in sites]
-        rows = [_joined([own.get(name) for own in columns_of], sizes, device) for name in columns]
-        measured = [
-            [name in own for own, size in zip(columns_of, sizes, strict=True) for _ in range(size)] for name in columns
-        ]
+        rows = [_joined(values_of[name], sizes, device) for name in columns]
+        measured = torch.tensor([[x is not None for x in values_of[name]] for name in columns])
+        measured = measured.repeat_interleave(torch.tensor(sizes), 1)
         pairs = None
         if self._signals.with_pairs:
-            areas = [size**2 for size in sizes]
-            pairs = torch.stack([_joined([own.get(name) for own in cosines_of], areas, device) for name in COSINES])
+            pairs = torch.stack([_joined(cosines[name], [size**2 for size in sizes], device) for name in COSINES])
         last = torch.full_like(rows[0], torch.nan)
         if loss is not None:
             last = last.copy_(loss.detach().reshape(())) if isinstance(loss, Tensor) else last.fill_(loss)
@@ -330,7 +324,7 @@ class HeadMonitor:
             values, pairs = _to_host(values), None if pairs is None else _to_host(pairs)
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
-        self._pending.append(_Pending(self.steps, values, torch.tensor(measured), pairs, event))
+        self._pending.append(_Pending(self.steps, values, measured, pairs, event))
         self._signals.end_step()
 
     def _read(self, *, wait: bool) -> None:
@@ -376,9 +370,14 @@ def _to_host(values: Tensor) -> Tensor:
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
 
-def _column(statistics: SiteStatistics, name: str) -> Tensor:
-    """Return one number per head; NaN where no token counted."""
-    count = statistics.moments.count
-    index = statistics.columns.index(name)
-    values = statistics.largest.largest if name in LARGEST else statistics.moments.mean
-    return torch.where(count[index] > 0, values[index], torch.nan)
+def _row_columns(sites: Sequence[SiteStatistics], names: Sequence[str]) -> dict[str, list[Tensor | None]]:
+    """Return row statistics of sites, [heads] each: NaN where no token counted, None where they are not defined."""
+    counts = [x.moments.count for x in sites]
+    parts = ([x.moments.mean for x in sites], [x.largest.largest for x in sites])
+    means, largest = (for_each(lambda n, x: torch.where(n > 0, x, torch.nan), counts, part) for part in parts)
+    columns: dict[str, list[Tensor | None]] = {name: [None] * len(sites) for name in names}
+    for index, site in enumerate(sites):
+        for position, name in enumerate(site.columns):
+            values = (largest if name in LARGEST else means)[index]
+            columns[name][index] = None if values is None else values[position]
+    return columns
