@@ -133,7 +133,7 @@ class Call:
     def notify(self, attended: Attended) -> None:
         if self.keeper is not None and attended.result.statistics is not None and len(self.columns):
             heads = self.session.heads_of(self.site)
-            self.keeper.add(self, heads, self.columns, attended.result.statistics)
+            self.keeper.add(self, heads, self.columns, attended)
         if self.counts:
             with torch.no_grad():
                 self._record(attended)

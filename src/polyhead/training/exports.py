@@ -4,7 +4,7 @@ from polyhead.training.gated_heads import DropHead, HeadGates
 from polyhead.training.head_history import HeadHistory, HeadLocation, StepRecord
 from polyhead.training.monitor import HeadMonitor, MonitorCallback
 from polyhead.training.qk_clip import ClippedHeads, QKClip
-from polyhead.training.regularizers import entropy_band, weight_overlap
+from polyhead.training.regularizers import entropy_band, output_overlap, position_overlap, weight_overlap
 
 __all__ = [
     "ClippedHeads",
@@ -17,5 +17,7 @@ __all__ = [
     "QKClip",
     "StepRecord",
     "entropy_band",
+    "output_overlap",
+    "position_overlap",
     "weight_overlap",
 ]
