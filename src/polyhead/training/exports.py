@@ -1,14 +1,18 @@
 """Public names of `polyhead.training`."""
 
+from polyhead.training.dynamic_heads import DynamicHeads, HeadChange
 from polyhead.training.gated_heads import DropHead, HeadGates
 from polyhead.training.head_history import HeadHistory, HeadLocation, StepRecord
 from polyhead.training.monitor import HeadMonitor, MonitorCallback
+from polyhead.training.optimizer_state import edit_heads
 from polyhead.training.qk_clip import ClippedHeads, QKClip
 from polyhead.training.regularizers import entropy_band, output_overlap, position_overlap, weight_overlap
 
 __all__ = [
     "ClippedHeads",
     "DropHead",
+    "DynamicHeads",
+    "HeadChange",
     "HeadGates",
     "HeadHistory",
     "HeadLocation",
@@ -16,6 +20,7 @@ __all__ = [
     "MonitorCallback",
     "QKClip",
     "StepRecord",
+    "edit_heads",
     "entropy_band",
     "output_overlap",
     "position_overlap",
