@@ -32,7 +32,7 @@ from polyhead.training import DynamicHeads, HeadChange
 
 WIDTH, HIDDEN, DIM, LAYERS = 64, 128, 16, 2
 HEADS, CHANGES = 4, 4  # heads per layer of the fixed number; changes, each by as many heads as there are layers
-SEEDS, STEPS = 5, 400  # steps of the fixed number of heads
+SEEDS, STEPS = 5, 250  # steps of the fixed number of heads
 RATE, WARM_UP, LAST = 3e-3, 0.1, 0.05  # learning rate; share of the compute; last share of the rate
 T_95 = 2.776  # two-sided 95% of Student's t with 4 degrees of freedom, for five seeds
 SCHEDULES = {"fixed": HEADS, "prune": HEADS + CHANGES // 2, "grow": HEADS - CHANGES // 2}  # heads per layer at first
@@ -88,7 +88,7 @@ def language(data: Path | None, batch: int = 16, context: int = 64) -> Task:
     return Task("language model", name, build, draw, [(x,) for x in pieces.split(100)], (batch * context, 0))
 
 
-def translation(data: Path | None, batch: int = 24, sources: int = 16, targets: int = 40) -> Task:
+def translation(data: Path | None, batch: int = 16, sources: int = 16, targets: int = 40) -> Task:
     """Return the task from Chinese characters to English bytes of Tatoeba, or from reversed words of packaged texts."""
     file = None if data is None else data / "tatoeba" / "cmn-eng.txt"
     if file is not None and file.exists():

@@ -175,6 +175,22 @@ def test_values_of_a_reordered_head_move_with_it_and_a_merged_head_starts_anew()
     torch.testing.assert_close(merged[1:], by_head("q_proj", new["exp_avg"], HEADS)[2:])
 
 
+def test_gradients_of_micro_batches_before_an_edit_are_kept():
+    model = Blocks().double()
+    optimizers = adamw(model)
+    loss_of(model, 0).backward()
+    old = {name: x.grad.clone() for name, x in model.named_parameters()}
+    edit_heads(model, optimizers, [PruneHeads(0, (1,)), ReviveHeads(0, 1), ReviveHeads(1, 1)])
+    for name, x in model.named_parameters():
+        if x.shape == old[name].shape and "layers.1" in name:
+            torch.testing.assert_close(x.grad, old[name], rtol=0, atol=0)
+    for layer, kept in enumerate(([0, 2, 3], [0, 1, 2, 3])):
+        name = f"layers.{layer}.out_proj.weight"
+        grads = by_head(name, model.get_parameter(name).grad, len(kept) + 1)
+        torch.testing.assert_close(grads[:-1], by_head(name, old[name], HEADS)[kept], rtol=0, atol=0)
+        assert not grads[-1].any()
+
+
 def test_pruning_of_grouped_queries_keeps_the_states_of_the_keys_that_remain():
     layer = MultiHeadAttention(WIDTH, HEADS, num_kv_heads=2)
     optimizer = torch.optim.AdamW(layer.parameters())

@@ -17,6 +17,7 @@ from polyhead.surgery.edits.head_edits import HeadEdit, checked_edits
 from polyhead.surgery.edits.records import EditRecord
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+_GRADIENT = "gradient"  # of a parameter, edited like a tensor of its state
 # Running means of squared gradients. Adam's bias correction is that of the whole tensor: from 0, a new head would start
 # with updates of up to six times the learning rate.
 _SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
@@ -27,9 +28,8 @@ def edit_heads(model: nn.Module, optimizer: Optimizers, edits: Sequence[HeadEdit
 
     Edited parameters are new ones, which replace the old in the optimizer's groups. Every tensor of its state that has
     a value per weight (moments of Adam, momentum of SGD and Muon) is edited as the weights are: values of a head stay
-    with the head. A new head (`ReviveHeads`) has no momentum, and the mean second moments of the layer's other heads;
-    one that was merged or pooled counts as new. Numbers of steps are kept. Call it between a step of the optimizer and
-    the next forward: edited parameters have no gradient.
+    with the head, and so do gradients. A new head (`ReviveHeads`) has no momentum, and the mean second moments of the
+    layer's other heads; one that was merged or pooled counts as new. Numbers of steps are kept.
 
     Args:
         model: the model, which is edited in place; outside of any `polyhead.observe`.
@@ -69,6 +69,9 @@ def edit_heads(model: nn.Module, optimizer: Optimizers, edits: Sequence[HeadEdit
         after = changed(layer, HeadWeights.blank(layer.layout), layer_edits)
         names = list(pack_heads(model, layer, read_heads(model, layer, "meta")))
         states = {name: _state_by_weight(name, before[name], owners.get(id(before[name]))) for name in names}
+        for name in names:
+            if (grad := before[name].grad) is not None:
+                states[name][_GRADIENT] = grad
         carried |= {name: {} for name in names}
         for key in {key for state in states.values() for key in state}:
             tensors = {name: states[name].get(key, before[name].new_zeros(())) for name in names}
@@ -83,6 +86,7 @@ def edit_heads(model: nn.Module, optimizer: Optimizers, edits: Sequence[HeadEdit
     for name, tensors in carried.items():
         old, new = before[name], model.get_parameter(name)
         owner = owners.get(id(old))
+        new.grad = tensors.pop(_GRADIENT, None)
         if owner is None:
             continue
         for group in owner.param_groups:
