@@ -169,7 +169,7 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not_interrupted(monitored):
     model, optimizer, dynamic = begin()
     with dynamic:
         train(model, optimizer, dynamic, range(5))
-        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), dynamic.state_dict()))
+        saved = (*copy.deepcopy((model.state_dict(), optimizer.state_dict())), dynamic.state_dict())
         train(model, optimizer, dynamic, range(5, 10))
     resumed, second, continued = begin()
     continued.load_state_dict(saved[2])
@@ -217,7 +217,12 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
         (Blocks, {"changes": {0: HeadChange(prune=1)}}, "at least 1, got 0"),
         (Blocks, {"changes": {1: 2}}, "must be HeadChange by step, got 2 at step 1"),
         (Blocks, {"score": "output_share"}, "output_share.* and no monitor"),
-        (Blocks, {"optimizer": lambda model: optimizer_of(model.layers[0])}, "must own the output projections"),
+        (Blocks, {"optimizer": lambda model: optimizer_of(model.layers[0])}, r"one without layers\.1\.q_proj\.weight"),
+        (
+            Blocks,
+            {"optimizer": lambda model: [optimizer_of(x) for x in model.layers]},
+            "must own the output projections",
+        ),
     ],
 )
 def test_bad_input_is_refused_before_training(build, arguments, words):

@@ -25,7 +25,7 @@ from polyhead.surgery.edits.head_edits import (
     edits_to_json,
 )
 from polyhead.training.monitor import HeadMonitor
-from polyhead.training.optimizer_state import Optimizers, checked_optimizers, edit_heads
+from polyhead.training.optimizer_state import Optimizers, checked_optimizers, edit_heads, states_of
 
 _IMPORTANCE = "importance"
 
@@ -154,7 +154,9 @@ class DynamicHeads:
             )
 
     def _check_owner(self) -> torch.optim.Optimizer:
-        """Return the optimizer that owns W_O of all layers."""
+        """Return the optimizer that owns W_O of all layers; raise if a change would be refused later."""
+        for layer in self._layers:
+            states_of(self.model, layer, self.optimizers)
         frozen = [layer.site for layer in self._layers if not self._output_weight(layer).requires_grad]
         if frozen and self.score == _IMPORTANCE:
             raise OptionError(f"the importance of heads needs gradients of W_O, got a frozen one in {frozen[0]}")
@@ -317,7 +319,7 @@ class DynamicHeads:
         return {
             "steps": self.steps,
             "applied": [(step, edits_to_json(edits)) for step, edits in self.applied],
-            "shares": [x.cpu() for x in self._shares],
+            "shares": [x.cpu().clone() for x in self._shares],
             "count": self._count,
             "monitor": self.monitors[-1].state_dict() if self._create_monitor and self.monitors else None,
         }

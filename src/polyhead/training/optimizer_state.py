@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError
+from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read_heads
 from polyhead.surgery.edits.applying import apply, changed, edits_by_layer
@@ -56,32 +57,21 @@ def edit_heads(model: nn.Module, optimizer: Optimizers, edits: Sequence[HeadEdit
     torch.Size([12, 16])
     """
     optimizers, edits = checked_optimizers(optimizer), checked_edits(edits)
-    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
-        raise OptionError(
-            "DistributedDataParallel keeps the parameters that it was created with, got a model inside of it; edit the "
-            "model itself and wrap it again"
-        )
-    before = dict(model.named_parameters())
-    owners = {id(x): each for each in optimizers for group in each.param_groups for x in group["params"]}
+    before, owners = dict(model.named_parameters()), _owners(optimizers)
     carried: dict[str, dict[str, Tensor]] = {}
     for layer, layer_edits in edits_by_layer(find_layers(model), edits):
         assert layer.layout is not None
         after = changed(layer, HeadWeights.blank(layer.layout), layer_edits)
-        names = list(pack_heads(model, layer, read_heads(model, layer, "meta")))
-        states = {name: _state_by_weight(name, before[name], owners.get(id(before[name]))) for name in names}
-        for name in names:
-            if (grad := before[name].grad) is not None:
-                states[name][_GRADIENT] = grad
-        carried |= {name: {} for name in names}
+        states = states_of(model, layer, optimizers)
+        carried |= {name: {} for name in states}
         for key in {key for state in states.values() for key in state}:
-            tensors = {name: states[name].get(key, before[name].new_zeros(())) for name in names}
             # Parameters of another optimizer, whose state has no such key, are read as zeros and not written.
+            tensors = {name: state.get(key, before[name].new_zeros(())) for name, state in states.items()}
             tensors = {name: x.expand(before[name].shape) for name, x in tensors.items()}
             heads = _of_heads(read_heads(model, layer, tensors=tensors), after, mean=key in _SECOND_MOMENTS)
-            packed = pack_heads(model, layer, heads)
-            for name in names:
+            for name, x in pack_heads(model, layer, heads).items():
                 if key in states[name]:
-                    carried[name][key] = packed[name]
+                    carried[name][key] = x
     record = apply(model, edits)
     for name, tensors in carried.items():
         old, new = before[name], model.get_parameter(name)
@@ -94,6 +84,28 @@ def edit_heads(model: nn.Module, optimizer: Optimizers, edits: Sequence[HeadEdit
         if old in owner.state:
             owner.state[new] = {**owner.state.pop(old), **tensors}
     return record
+
+
+def states_of(
+    model: nn.Module, layer: AttentionLayer, optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[str, dict[str, Tensor]]:
+    """Return gradients and optimizer states of a layer's projections by parameter; raise if they cannot be edited."""
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
+        raise OptionError(
+            "DistributedDataParallel keeps the parameters that it was created with, got a model inside of it; edit the "
+            "model itself and wrap it again"
+        )
+    owners, states = _owners(optimizers), {}
+    for name in pack_heads(model, layer, read_heads(model, layer, "meta")):
+        parameter = model.get_parameter(name)
+        states[name] = _state_by_weight(name, parameter, owners.get(id(parameter)))
+        if parameter.grad is not None:
+            states[name][_GRADIENT] = parameter.grad
+    return states
+
+
+def _owners(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, torch.optim.Optimizer]:
+    return {id(x): each for each in optimizers for group in each.param_groups for x in group["params"]}
 
 
 def _state_by_weight(name: str, parameter: nn.Parameter, owner: torch.optim.Optimizer | None) -> dict[str, Tensor]:
@@ -142,10 +154,11 @@ def _of_heads(state: HeadWeights, after: HeadWeights, *, mean: bool) -> HeadWeig
 def checked_optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
     found = (optimizer,) if not isinstance(optimizer, Sequence) else tuple(optimizer)
     for each in found:
-        if not isinstance(each, torch.optim.Optimizer) or isinstance(each, torch.optim.LBFGS):
+        # Adafactor keeps means over rows and columns, LBFGS past steps of all parameters together.
+        if not isinstance(each, torch.optim.Optimizer) or isinstance(each, torch.optim.LBFGS | torch.optim.Adafactor):
             raise OptionError(
-                "an optimizer must be a torch.optim.Optimizer with a state per parameter, not a wrapper around one, "
-                f"got {type(each).__name__}"
+                "an optimizer must be a torch.optim.Optimizer, not a wrapper around one, whose state has a value per "
+                f"weight, got {type(each).__name__}"
             )
     if not found:
         raise OptionError("heads are edited together with the state of an optimizer, got none")
