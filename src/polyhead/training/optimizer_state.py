@@ -20,7 +20,7 @@ from polyhead.surgery.edits.records import EditRecord
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 _GRADIENT = "gradient"  # of a parameter, edited like a tensor of its state
 # Running means of squared gradients. Adam's bias correction is that of the whole tensor: from 0, a new head would start
-# with updates of up to six times the learning rate.
+# with updates of up to six times the learning rate (betas of 0.9 and 0.999).
 _SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
 
 
