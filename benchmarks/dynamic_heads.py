@@ -209,7 +209,7 @@ def evaluate(model: nn.Module, task: Task) -> float:
 def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
     """Return a table, header first: means over seeds with 95% intervals, and differences to the fixed heads by seed."""
     lines: list[tuple[str, ...]] = [
-        ("task", "heads per layer", "steps", "PFLOP", "bits per byte", "difference to fixed", "seeds")
+        ("task", "heads per layer", "steps", "TFLOP", "bits per byte", "difference to fixed", "seeds")
     ]
     for task in dict.fromkeys(x.task for x in results):
         by_seed = {(x.schedule, x.seed): x.bits for x in results if x.task == task}
@@ -224,7 +224,7 @@ def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
                     task,
                     f"{first}" if schedule == "fixed" else f"{first} to {last:g}",
                     f"{statistics.fmean(x.steps for x in found):.0f}",
-                    f"{found[0].flops / 1e15:.5f}",
+                    f"{found[0].flops / 1e12:.3f}",
                     _interval([x.bits for x in found], ""),
                     "" if schedule == "fixed" else _interval(paired, "+"),
                     f"{len(found)}",
@@ -245,7 +245,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     tasks = list(dict.fromkeys(x.task for x in results))
-    figure, axes = plt.subplots(1, len(tasks), figsize=(7, 2.6), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(1, len(tasks), figsize=(7, 2.8), squeeze=False, sharey=True, layout="constrained")
     for axis, task in zip(axes[0], tasks, strict=True):
         fixed = {x.seed: x.bits for x in results if (x.task, x.schedule) == (task, "fixed")}
         for place, schedule in enumerate(("prune", "grow")):
@@ -255,9 +255,11 @@ def draw(results: Sequence[Result], path: Path) -> None:
             axis.errorbar(place, statistics.fmean(values), half, fmt="o", color="C0", capsize=4)
         axis.axhline(0, color="0.3", linewidth=0.8)
         axis.set_xticks([0, 1], ["pruning, 6 to 2", "growing, 2 to 6"])
-        axis.set(xlim=(-0.5, 1.5), title=task, ylabel="bits per byte, less 4 fixed heads")
-    plt.rcParams["svg.hashsalt"] = "polyhead"
-    figure.savefig(path, metadata={"Date": None})
+        axis.set(xlim=(-0.5, 1.5), title=task)
+    axes[0, 0].set_ylabel("bits per byte,\ncompared with 4 fixed heads")
+    with plt.rc_context({"svg.hashsalt": "polyhead", "svg.fonttype": "none"}):  # the same file for the same results
+        figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
 
 
 def run(output: Path, figure: Path | None, only: Sequence[str], *, quick: bool, commit: str | None) -> None:

@@ -79,8 +79,9 @@ def observe(
             models that do not use the attention interface. Slow, with memory quadratic in the context length; logits
             and head outputs are unavailable.
         adapters: adapters for custom attention modules, by path or class; see `polyhead.observation.Adapter`.
-        keep_statistics: keep the differentiable per-row statistics of each forward in `session.statistics` until the
-            next forward begins, for use in a loss. Everything else that a session collects is detached.
+        keep_statistics: keep the differentiable per-row statistics and head outputs of each forward in
+            `session.statistics` until the next forward begins, for use in a loss. Everything else that a session
+            collects is detached.
 
     Returns:
         A session: a context manager whose `profile` is the table of heads.
