@@ -17,7 +17,7 @@ from benchmarks.statements.command import statements
 from benchmarks.surgery_quality.command import conversion, merging, prediction, surgery
 from benchmarks.training.command import training
 from polyhead.cli.errors import CommandGroup
-from polyhead.cli.options import ResultFile
+from polyhead.cli.options import ResultFile, writable_file
 from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
@@ -222,6 +222,33 @@ def replaced(
     parts, gpu = _parts(only, replaced.PARTS), _gpu()
     steps = replaced.plan(parts, quick=quick, seed=seed, device=gpu or torch.device("cpu"))
     _run(steps, gpu, output, commit=commit, strict=strict, quick=quick, parts=parts, seed=seed)
+
+
+@app.command("dynamic_heads")
+def dynamic_heads(
+    output: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="File of finished trainings, one per line; a run resumes from it.",
+            callback=writable_file,
+        ),
+    ],
+    figure: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the result, as .svg.", callback=writable_file)
+    ] = None,
+    only: Annotated[str | None, typer.Option(metavar="TASK,...", help="Any of language, translation.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One seed and few steps: a look, no figure.")] = False,
+    commit: Commit = None,
+) -> None:
+    """Train models whose heads are fixed, pruned or added in training, at equal compute.
+
+    A byte-level language model on Tiny Shakespeare, and translation from Chinese to English on Tatoeba, of the folder
+    that POLYHEAD_DATA names; on the packaged texts without it. Held-out bits per byte over five seeds, on one core.
+    """
+    from benchmarks.dynamic_heads import TASKS, run
+
+    run(output, figure, _parts(only, list(TASKS)), quick=quick, commit=commit)
 
 
 def _gpu() -> torch.device | None:

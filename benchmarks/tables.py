@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from benchmarks import recorded
+from benchmarks import dynamic_heads, recorded
 from benchmarks.measuring.calls import FORWARD
 from benchmarks.measuring.calls import TRAINING as TRAINED
 from benchmarks.measuring.results import cells, counted, read
@@ -30,6 +30,7 @@ INSPECTION = "inspection-"
 VIEWER = "viewer-"
 VARIANTS = "variants-"
 TRAINING = "training-"
+DYNAMIC_HEADS = "dynamic-heads-"
 SURGERY = "surgery-"
 PLAN = "plan-"
 RECORDED = "recorded-"
@@ -214,6 +215,24 @@ def _label(words: str) -> str:
 
 
 # What stands between the marks `<!-- name: begin -->` and `<!-- name: end -->` of the page.
+def _dynamic_heads(path: Path) -> str:
+    results = dynamic_heads.read_results(path)
+    facts, data = results[0].facts, ", ".join(dict.fromkeys(x.facts["data"] for x in results))
+    commits = ", ".join(dict.fromkeys(str(x.facts["commit"])[:7] for x in results))
+    header, *lines = dynamic_heads.rows(results)
+    return "\n".join(
+        (
+            f"{len(results)} training runs on {data}, {facts['machine']['cpu']}, torch {facts['versions']['torch']}, "
+            f"commit {commits}.",
+            "",
+            f"| {' | '.join(header)} |",
+            "|---" * len(header) + "|",
+            *(f"| {' | '.join(line)} |" for line in lines),
+            "",
+        )
+    )
+
+
 SECTIONS: dict[str, Callable[[Path], str]] = {
     "layers": _layers,
     "recorded": _each(f"{RECORDED}*.json", _recorded),
@@ -224,6 +243,7 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "compared": _each(f"{VARIANTS}*.json", _compared),
     "variants": _timed(VARIANTS, "heads and tokens"),
     "training": _each(f"{TRAINING}*.jsonl", _training_table),
+    "dynamic-heads": _each(f"{DYNAMIC_HEADS}*.jsonl", _dynamic_heads),
     "quality": _each(f"{SURGERY}*.jsonl", quality_section),
     "pruned-time": _timed(SURGERY, "call"),
     "plan": _each(f"{PLAN}*.json", accuracy_section),

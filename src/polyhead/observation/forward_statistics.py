@@ -14,6 +14,7 @@ from polyhead.errors import GradientError, OptionError
 from polyhead.observation.rows import corrected, hidden_by_bias, non_padding_rows
 from polyhead.observation.statistics import NAMES, AttentionSite, StatisticsRequest, stack_order
 from polyhead.observation.watcher import ObservedCall, is_recomputed
+from polyhead.ops.attended import Attended
 from polyhead.ops.attention import RowStatistics
 from polyhead.ops.common.row_reduction import SHARE
 
@@ -26,13 +27,14 @@ _COUNT = "visible_keys"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """One attention call of a site: its raw row statistics and the data needed to correct them on access.
+    """One attention call of a site: its raw row statistics, head outputs and the data to correct them on access.
 
     The correction is deferred to the access: inside a checkpointed layer it would add autograd operations that the
     recomputation does not have.
     """
 
     rows: RowStatistics
+    output: Tensor | None  # [batch, heads, queries, value_dim]; None if the attention was recomputed without values
     non_padding: Tensor | None  # [batch or 1, queries], False for padding
     hidden: (
         Tensor | None
@@ -41,9 +43,13 @@ class _Call:
     learned_sinks: bool
 
     @classmethod
-    def of(cls, call: ObservedCall, rows: RowStatistics) -> _Call:
-        hidden = hidden_by_bias(call.mask)
-        return cls(rows, non_padding_rows(call.tokens), hidden, call.sinks_in_view, call.learned_sinks)
+    def of(cls, call: ObservedCall, attended: Attended) -> _Call:
+        result, hidden = attended.result, hidden_by_bias(call.mask)
+        assert result.statistics is not None
+        output = result.output if 0 < result.output.shape[-1] == attended.value.shape[-1] else None
+        return cls(
+            result.statistics, output, non_padding_rows(call.tokens), hidden, call.sinks_in_view, call.learned_sinks
+        )
 
     def values(self, name: str) -> Tensor:
         """Return a statistic, [batch, heads, queries]."""
@@ -67,8 +73,9 @@ class _Call:
 class SiteRows:
     """Statistics of one site in the last forward, one attribute each, [batch, heads, queries].
 
-    The names are those of `observe(statistics=...)` and `visible_keys`. All but the latter are differentiable; access
-    raises if gradients are enabled but the statistic has none. `heads` lists the indices of the observed heads.
+    The names are those of `observe(statistics=...)` and `visible_keys`; `output` are the head outputs. All but
+    `visible_keys` are differentiable; access raises if gradients are enabled but the tensor has none. `heads` lists the
+    indices of the observed heads.
     """
 
     site: AttentionSite
@@ -90,6 +97,18 @@ class SiteRows:
     def tokens(self) -> Tensor:
         """Rows that count, boolean [batch, heads, queries]: non-padding tokens with a visible key."""
         return self._of_heads(self._only("tokens").counted("entropy"))
+
+    @property
+    def output(self) -> Tensor:
+        """Head outputs before the output projection, [batch, heads, queries, value_dim]."""
+        output = self._only("output").output
+        if output is None:
+            raise OptionError(
+                "head outputs are kept of attention that runs inside the session, as in layers of polyhead and "
+                f"transformers, got {self.site.name!r}, whose weights alone are recomputed; "
+                "polyhead.MultiHeadAttention.from_torch(layer) has its outputs"
+            )
+        return self._of_heads(self._with_gradient(output, "output"))
 
     def mean(self, name: str) -> Tensor:
         """Return the mean of a statistic over the counted rows of all calls, [heads]; NaN where there are none.
@@ -134,7 +153,10 @@ class SiteRows:
                 "select them with observe(model, statistics=...); cross-attention has no positional statistics"
             )
         values = call.values(name)
-        if name != _COUNT and torch.is_grad_enabled() and not values.requires_grad:
+        return values if name == _COUNT else self._with_gradient(values, name)
+
+    def _with_gradient(self, values: Tensor, name: str) -> Tensor:
+        if torch.is_grad_enabled() and not values.requires_grad:
             raise GradientError(
                 f"a statistic that is read with gradients enabled must require grad, got {name} of {self.site.name!r}, "
                 "which does not: its forward ran under torch.no_grad() or reentrant checkpointing "
@@ -263,8 +285,8 @@ class ForwardRecorder:
         self._sites = {}
         self._missing = reason
 
-    def add(self, call: ObservedCall, heads: tuple[int, ...], columns: tuple[str, ...], rows: RowStatistics) -> None:
-        """Store the rows of a call without recording any autograd operation."""
+    def add(self, call: ObservedCall, heads: tuple[int, ...], columns: tuple[str, ...], attended: Attended) -> None:
+        """Store the rows and outputs of a call without recording any autograd operation."""
         if not len(self._running):
             self._release(
                 f"{call.site.name!r} was called outside a forward of the observed model; observe the module that you "
@@ -276,7 +298,7 @@ class ForwardRecorder:
         if call.site not in self._sites:
             self._sites[call.site] = SiteRows(call.site, heads, columns, [])
         with torch.no_grad():
-            self._sites[call.site]._calls.append(_Call.of(call, rows))
+            self._sites[call.site]._calls.append(_Call.of(call, attended))
 
     def read(self) -> ForwardStatistics:
         if self._missing:

@@ -79,8 +79,9 @@ def observe(
             models that do not use the attention interface. Slow, with memory quadratic in the context length; logits
             and head outputs are unavailable.
         adapters: adapters for custom attention modules, by path or class; see `polyhead.observation.Adapter`.
-        keep_statistics: keep the differentiable per-row statistics of each forward in `session.statistics` until the
-            next forward begins, for use in a loss. Everything else that a session collects is detached.
+        keep_statistics: keep the differentiable per-row statistics and head outputs of each forward in
+            `session.statistics` until the next forward begins, for use in a loss. Everything else that a session
+            collects is detached.
 
     Returns:
         A session: a context manager whose `profile` is the table of heads.
@@ -138,7 +139,7 @@ class Call:
     def notify(self, attended: Attended) -> None:
         if self.keeper is not None and attended.result.statistics is not None and len(self.columns):
             heads = self.session.heads_of(self.site)
-            self.keeper.add(self, heads, self.columns, attended.result.statistics)
+            self.keeper.add(self, heads, self.columns, attended)
         if self.counts or self.has_listener:
             with torch.no_grad():
                 self._record(attended)

@@ -1,16 +1,20 @@
 """Public names of `polyhead.training`."""
 
+from polyhead.training.dynamic_heads import DynamicHeads, HeadChange
 from polyhead.training.gated_heads import DropHead, HeadGates
 from polyhead.training.head_history import HeadHistory, HeadLocation, StepRecord
 from polyhead.training.loggers import TensorBoardLogger, WandbLogger
 from polyhead.training.monitor import HeadMonitor, MonitorCallback
+from polyhead.training.optimizer_state import edit_heads
 from polyhead.training.qk_clip import ClippedHeads, QKClip
-from polyhead.training.regularizers import entropy_band, weight_overlap
+from polyhead.training.regularizers import entropy_band, output_overlap, position_overlap, weight_overlap
 from polyhead.training.run_directory import RunDirectory, inspect_step, load_run
 
 __all__ = [
     "ClippedHeads",
     "DropHead",
+    "DynamicHeads",
+    "HeadChange",
     "HeadGates",
     "HeadHistory",
     "HeadLocation",
@@ -21,8 +25,11 @@ __all__ = [
     "StepRecord",
     "TensorBoardLogger",
     "WandbLogger",
+    "edit_heads",
     "entropy_band",
     "inspect_step",
     "load_run",
+    "output_overlap",
+    "position_overlap",
     "weight_overlap",
 ]

@@ -1,14 +1,21 @@
-"""Terms of a loss that are about heads: their entropy, and the subspaces they read and write."""
+"""Terms of a loss that are about heads: their entropy, and how much two heads of a layer have in common.
+
+`position_overlap`, `output_overlap` and `weight_overlap` are the disagreement of heads on attended positions, outputs
+and subspaces (Li et al. 2018, arXiv:1810.10183), with the sign of a loss.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError
-from polyhead.observation.forward_statistics import ForwardStatistics
+from polyhead.observation.forward_statistics import ForwardStatistics, SiteRows
 from polyhead.surgery.adapters.attention_layer import AttentionLayer, linear_axis
 from polyhead.surgery.adapters.discovery import find_layers
 
@@ -48,6 +55,102 @@ def entropy_band(statistics: ForwardStatistics, *, floor: float | None = None, c
     has_rows = ~entropy.isnan()  # a head whose rows see a single key has no normalized entropy
     distance = (low - entropy).clamp_min(0) + (entropy - high).clamp_min(0)
     return torch.where(has_rows, distance.square(), 0.0).sum() / has_rows.sum().clamp_min(1)
+
+
+def position_overlap(statistics: ForwardStatistics) -> Tensor:
+    """Return how much two heads of a layer attend to the same positions, between 0 and 1; memory linear in the context.
+
+    Li et al. 2018 penalise `sum_k p_k q_k` of the weights p and q of two heads in a row. Here a row counts
+    as a Gaussian around its mean position whose width is given by its effective number of keys, `w = exp(entropy)`:
+
+        sqrt(2 / (w_p^2 + w_q^2)) exp(-2 pi (mean_p - mean_q)^2 / (w_p^2 + w_q^2)).
+
+    This is exact for two heads that attend to one key, or uniformly to the same keys, and close for rows with one peak.
+    Of rows with several peaks it only knows the mean: heads that attend to the first and the last key, and heads that
+    attend between them, seem to agree. The term is the mean over tokens, pairs of heads and layers of self-attention.
+
+    Args:
+        statistics: `session.statistics` of `polyhead.observe(model, statistics=("entropy", "mean_offset"),
+            keep_statistics=True)` after a forward.
+
+    Raises:
+        OptionError: other statistics, or no self-attention with two heads.
+
+    >>> import torch, polyhead
+    >>> from polyhead.training import position_overlap
+    >>> layer = polyhead.MultiHeadAttention(16, 4, causal=True)
+    >>> with polyhead.observe(layer, statistics=("entropy", "mean_offset"), keep_statistics=True) as session:
+    ...     output = layer(torch.randn(3, 5, 16)).output
+    ...     loss = output.square().mean() + 0.1 * position_overlap(session.statistics)
+    ...     loss.backward()
+    """
+
+    def overlap(call: SiteRows) -> Tensor:
+        first, second = torch.triu_indices(len(call.heads), len(call.heads), 1).unbind()
+        offset, entropy = (torch.where(call.tokens, x, 0.0) for x in (call.mean_offset, call.entropy))
+        squared_width = (2 * entropy).exp()
+        squared_widths = squared_width[:, first] + squared_width[:, second]  # [batch, pairs, queries]
+        distance = offset[:, first] - offset[:, second]
+        return ((2 / squared_widths).sqrt() * (-2 * math.pi * distance.square() / squared_widths).exp()).mean(1)
+
+    return _mean_over_pairs(statistics, overlap, [key for key in statistics if key[1] == "self"])
+
+
+def output_overlap(statistics: ForwardStatistics) -> Tensor:
+    """Return the mean cosine of the outputs of two heads of a layer, between -1 and 1; memory linear in the context.
+
+    As in Li et al. 2018: the cosine of the outputs for a token before the output projection, in the mean over
+    tokens, pairs of heads and layers. Each head writes in coordinates of its own, which W_O maps to those of the layer;
+    the term makes heads differ there, not in what they add to the layer. A head without output has a cosine of 0.
+
+    Args:
+        statistics: `session.statistics` of `polyhead.observe(model, keep_statistics=True)` after a forward.
+
+    Raises:
+        OptionError: head outputs that are not available (`torch.nn.MultiheadAttention`, `via_weights`), or no layer
+            with two heads.
+
+    >>> import torch, polyhead
+    >>> from polyhead.training import output_overlap
+    >>> layer = polyhead.MultiHeadAttention(16, 4, causal=True)
+    >>> with polyhead.observe(layer, statistics="entropy", keep_statistics=True) as session:
+    ...     output = layer(torch.randn(3, 5, 16)).output
+    ...     loss = output.square().mean() + 0.1 * output_overlap(session.statistics)
+    ...     loss.backward()
+    """
+
+    def overlap(call: SiteRows) -> Tensor:
+        output = call.output
+        output = torch.where(call.tokens[..., None], output, 0.0).to(torch.promote_types(output.dtype, torch.float32))
+        direction = F.normalize(output, dim=-1)
+        # The sum over pairs: that over all heads squared, less the squares.
+        total = direction.sum(1).square().sum(-1) - direction.square().sum((1, 3))  # [batch, queries]
+        return total / (len(call.heads) * (len(call.heads) - 1))
+
+    return _mean_over_pairs(statistics, overlap, list(statistics))
+
+
+def _mean_over_pairs(
+    statistics: ForwardStatistics, overlap: Callable[[SiteRows], Tensor], sites: list[tuple[str, str]]
+) -> Tensor:
+    """Return the mean over layers of the mean over tokens of the [batch, queries] that `overlap` returns.
+
+    `overlap` replaces what padding has, since NaN of padding would reach the gradient through the `where` here.
+    """
+    means = []
+    for site in sites:
+        if len(statistics[site].heads) < 2:
+            continue
+        total, count = [], []
+        for call in statistics[site].calls:
+            rows = call.tokens.all(1)  # those of every head
+            total.append(torch.where(rows, overlap(call), 0.0).sum())
+            count.append(rows.sum())
+        means.append(torch.stack(total).sum() / torch.stack(count).sum().clamp_min(1))
+    if not means:
+        got = ", ".join(f"{name} ({kind})" for name, kind in statistics) or "none"
+        raise OptionError(f"an overlap needs a layer with two heads or more that it is defined for, got {got}")
+    return torch.stack([x.to(means[0]) for x in means]).mean()
 
 
 def weight_overlap(model: nn.Module, part: Part = "value") -> Tensor:

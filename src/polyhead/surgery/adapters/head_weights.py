@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -175,13 +175,19 @@ class HeadWeights:
         )
 
 
-def read_heads(model: nn.Module, layer: AttentionLayer, device: torch.device | str | None = None) -> HeadWeights:
+def read_heads(
+    model: nn.Module,
+    layer: AttentionLayer,
+    device: torch.device | str | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+) -> HeadWeights:
     """Copy the weights of a layer's heads; `device="meta"` returns shapes only.
 
     Args:
         model: the model.
         layer: one of its layers, as `find_layers` returns it.
         device: device of the copies; that of the layer by default.
+        tensors: what to read in place of the parameters, by their names, e.g. an optimizer's state.
 
     Returns:
         The weights of every head.
@@ -191,14 +197,14 @@ def read_heads(model: nn.Module, layer: AttentionLayer, device: torch.device | s
     parts: dict[str, Tensor | None] = {}
     for source in layer.sources:
         linear = model.get_submodule(source.path)
-        weight, bias = _parameters(linear, device)
+        weight, bias = _parameters(linear, source.path, device, tensors)
         by_row = weight if linear_axis(linear, outputs=True) == 0 else weight.T  # a row per output channel
         for part, rows in source.rows(layout).items():
             rows = rows.to(weight.device)
             parts[part] = by_row[rows]
             parts[f"{part}_bias"] = None if bias is None else bias[rows]
     linear = model.get_submodule(layer.output)
-    weight, bias = _parameters(linear, device)
+    weight, bias = _parameters(linear, layer.output, device, tensors)
     by_row = weight if linear_axis(linear, outputs=False) == 0 else weight.T  # a row per input channel
     parts["output"] = by_row.reshape(layout.num_heads, layout.value_dim, -1).clone()
     parts["output_bias"] = None if bias is None else bias.clone()
@@ -238,10 +244,15 @@ def sum_over_readers(by_head: Tensor, key_heads: Sequence[int], count: int) -> T
     return sums.index_add(0, torch.tensor(key_heads, device=sums.device), by_head)
 
 
-def _parameters(linear: nn.Module, device: torch.device | str | None) -> tuple[Tensor, Tensor | None]:
-    weight, bias = linear.get_parameter("weight").detach(), linear.bias
+def _parameters(
+    linear: nn.Module, path: str, device: torch.device | str | None, tensors: Mapping[str, Tensor] | None
+) -> tuple[Tensor, Tensor | None]:
+    weight: Tensor = linear.get_parameter("weight")
+    bias = linear.bias if isinstance(linear.bias, Tensor) else None
+    if tensors is not None:
+        weight, bias = tensors[f"{path}.weight"], None if bias is None else tensors[f"{path}.bias"]
     device = weight.device if device is None else device
-    return weight.to(device), bias.detach().to(device) if isinstance(bias, Tensor) else None
+    return weight.detach().to(device), None if bias is None else bias.detach().to(device)
 
 
 def oriented(rows: Tensor, axis: int) -> Tensor:
