@@ -81,20 +81,20 @@ def test_long_runs_are_merged_without_losing_a_spike_or_a_gap():
 
 def test_a_statistic_of_few_steps_is_drawn_over_the_whole_run():
     history = history_of(9)
-    for index, values in enumerate(history._values):
+    for index, record in enumerate(history.records()):
         if index % 4:
-            values[0] = torch.nan
+            record.values[0] = torch.nan
     chart = charts_of(training_html(history, "run"))["entropy"]
     assert (chart["steps"], chart["domain"]) == ([0, 20, 40], [0, 40])
     assert np.isfinite(values_of(chart)).all()
-    for values in history._values:
-        values[0] = torch.nan
+    for record in history.records():
+        record.values[0] = torch.nan
     assert list(charts_of(training_html(history, "run"))) == ["loss", "max_logit"]
 
 
 def test_infinities_are_gaps_and_the_table_has_the_extremes():
     history = history_of(3)
-    history._values[1][0, 4] = torch.inf
+    list(history.records())[1].values[0, 4] = torch.inf
     html = training_html(history, "run")
     assert np.isnan(values_of(charts_of(html)["entropy"])[4, 1])
     row = re.search(r"<tr><th scope=\"row\">L1H1 .*?</tr>", html, re.DOTALL)

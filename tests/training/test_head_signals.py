@@ -461,7 +461,9 @@ def test_the_scale_of_a_grad_scaler_is_taken_out():
         model(**data[0])
         with pytest.raises(OptionError, match="GradScaler"):
             monitor.step()
-        monitor.trainer_callback().on_train_begin(None, None, None, optimizer=types.SimpleNamespace(scaler=scaler))
+        state = types.SimpleNamespace(stateful_callbacks={}, global_step=0)
+        optimizer = types.SimpleNamespace(scaler=scaler)
+        monitor.trainer_callback().on_train_begin(None, state, None, optimizer=optimizer)
         monitor.step()
     with pytest.raises(OptionError, match=r"must be a torch\.amp\.GradScaler, got float"):
         HeadMonitor(model, grad_scaler=1024.0)

@@ -278,3 +278,18 @@ def test_a_merged_and_a_new_head_have_their_origins():
     heads = tuple(HeadLocation("layers.0", "self", 0, index, label, 4) for index, label in enumerate(labels))
     site = inspect_step(history_of(torch.zeros(3, 5), heads), 1).table.sites[0]
     assert site.origins == polyhead.geometry.HeadOrigins(((0, 2), (-1,), (1,), (-2,), ()), 4)
+
+
+def test_what_was_not_measured_is_null_and_is_not_reported_as_nonfinite(tmp_path):
+    model_of_run = model()
+    with HeadMonitor(model_of_run, pairs_every=2, callbacks=[RunDirectory(tmp_path)]) as monitor:
+        for _ in range(4):
+            loss = model_of_run(torch.randn(2, 5, 12)).square().mean()
+            loss.backward()
+            monitor.step(loss)
+    found, expected = load_run(tmp_path), monitor.history
+    assert_same(found, expected)
+    assert found["output_cosine"].isnan().all(1).tolist() == [False, True, False, True]
+    assert found.first_nonfinite() is expected.first_nonfinite() is None
+    assert found.rows() == expected.rows()
+    assert found.rows()["output_cosine"].count(None) == 2 * len(found.heads)

@@ -199,7 +199,7 @@ class DynamicHeads:
             if self._create_monitor is not None:
                 monitor, state = self._create_monitor(self.model), self._monitor_state
                 if state is None:
-                    monitor.steps = self.steps
+                    monitor.start_at(self.steps)
                 else:
                     monitor.load_state_dict(state)
                 self._monitor_state = None

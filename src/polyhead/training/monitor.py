@@ -260,6 +260,7 @@ class HeadMonitor:
         self.steps = step
         if self._is_entered:
             self._session.take()
+            self._signals.end_step()
             self._switch()
 
     @property
