@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -550,3 +552,20 @@ def test_every_attention_variant_is_observed(kind):
     torch.testing.assert_close(
         session.profile["mean_distance"], (weights * distance).sum(-1).mean((0, 2)), atol=1e-5, rtol=1e-5
     )
+
+
+@pytest.mark.parametrize("kind", ["polyhead", "torch"])
+def test_a_copy_made_during_a_session_is_not_observed(kind: str) -> None:
+    """As an average of the weights is, which training loops copy at any time."""
+    polyhead_layer = polyhead.MultiHeadAttention(16, 2, causal=True)
+    layer = (polyhead_layer if kind == "polyhead" else nn.MultiheadAttention(16, 2, batch_first=True)).eval()
+
+    def run(module: nn.Module) -> torch.Tensor:
+        return module(x).output if kind == "polyhead" else module(x, x, x)[0]
+
+    x = torch.randn(3, 5, 16)
+    with polyhead.observe(layer, statistics="entropy") as session:
+        copied = copy.deepcopy(layer)
+        assert torch.equal(run(copied), run(layer))
+    assert session.profile["tokens"].tolist() == [15, 15]
+    assert torch.equal(run(copied), run(layer))

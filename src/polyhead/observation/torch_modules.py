@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -85,7 +86,18 @@ class _Request:
     logsumexp: bool
 
 
-class _PolyheadHooks:
+class _Hooks:
+    """Hooks of one layer. Those of a copy of the layer do nothing: a session observes the layer itself."""
+
+    session: Watcher | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = copy.copy(self)
+        copied.session = None
+        return copied
+
+
+class _PolyheadHooks(_Hooks):
     """Hooks of a polyhead layer: request additional outputs and remove them from the caller's result."""
 
     def __init__(self, session: Watcher, layer: BaseAttention) -> None:
@@ -97,6 +109,8 @@ class _PolyheadHooks:
     def before(
         self, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self.session is None:
+            return None
         assert isinstance(module, BaseAttention)
         self.pending.clear()  # left over from a call that raised
         arguments = {**dict(zip(self.names, positional, strict=False)), **keywords}
@@ -122,7 +136,7 @@ class _PolyheadHooks:
         }
 
     def listen(self, attended: Attended) -> None:
-        if len(self.pending):
+        if self.session is not None and len(self.pending):
             call = self.pending[-1].call
             recompute = self.mixes_heads and call.differentiable
             call.notify(_with_gradients(attended, call.requested) if recompute else attended)
@@ -130,7 +144,7 @@ class _PolyheadHooks:
     def after(
         self, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any], output: AttentionOutput
     ) -> AttentionOutput | None:
-        if not len(self.pending):
+        if self.session is None or not len(self.pending):
             return None
         requested = self.pending.pop()
         statistics = None
@@ -167,7 +181,7 @@ def _tokens(query: Tensor, arguments: dict[str, Any]) -> Tokens | Tensor:
 _GATED = "_polyhead_gated"  # set on a module during a call with gates
 
 
-class _TorchHooks:
+class _TorchHooks(_Hooks):
     """Hooks of `torch.nn.MultiheadAttention`, which recompute its attention and leave its output unchanged."""
 
     def __init__(self, session: Watcher) -> None:
@@ -177,6 +191,8 @@ class _TorchHooks:
 
     def before(self, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self.removed = None
+        if self.session is None:
+            return
         arguments = {**dict(zip(self.names, positional, strict=False)), **keywords}
         inputs = [x for x in (arguments.get(name) for name in ("query", "key", "value")) if isinstance(x, Tensor)]
         if len(inputs) < 3 or not all(x.ndim in (2, 3) for x in inputs):

@@ -580,6 +580,24 @@ def test_autocast_decides_the_dtype(backend: str, dtype: torch.dtype) -> None:
     assert torch.equal(mixed, expected)
 
 
+@pytest.mark.parametrize("backend", ON_THE_CPU)
+def test_a_backward_inside_autocast_is_that_outside(backend: str) -> None:
+    grads = []
+    for is_inside in (True, False):
+        inputs = [x.clone().requires_grad_() for x in (Q, K, V)]
+        with torch.autocast("cpu", torch.bfloat16):
+            output = attention(*inputs, mask=Mask.causal(), backend=backend).output
+            if is_inside:
+                output.float().square().sum().backward()
+        if not is_inside:
+            output.float().square().sum().backward()
+        grads.append([x.grad for x in inputs])
+    for inside, outside in zip(*grads, strict=True):
+        if backend == "blockwise":
+            assert torch.equal(inside, outside)
+        torch.testing.assert_close(inside, outside, rtol=2e-2, atol=2e-2)
+
+
 def test_a_promise_of_finite_keys_changes_no_number() -> None:
     for backend in ON_THE_CPU:
         options: dict[str, Any] = {"mask": Mask.causal() & Mask.lengths([17, 3]), "backend": backend}

@@ -21,6 +21,7 @@ from polyhead.ops.common.request import StatisticsRequest
 from polyhead.ops.common.statistics import LINEAR, RowStatistics
 from polyhead.ops.common.tile_statistics import EXP_UNDERFLOW, RowSums, factors, magnitude
 from polyhead.ops.common.tiles import Part, Tiling, slices_of_biases
+from polyhead.ops.common.validation import without_autocast
 from polyhead.ops.common.visibility import Span, Visibility
 
 
@@ -106,10 +107,11 @@ class _Attention(torch.autograd.Function):
         grads = tuple(
             None if x is None else torch.where(empty if x.ndim == 3 else empty[..., None], 0.0, x) for x in grads
         )
-        if torch.is_grad_enabled():
-            return None, *_differentiable_backward(tiling, inputs, needed, grads)
-        outputs = TiledOutput(output, logsumexp, statistics, row_max, row_sum, blocks)
-        return None, *_backward(tiling, inputs, needed, outputs, grads)
+        with without_autocast(query.device.type):  # of a backward inside its context
+            if torch.is_grad_enabled():
+                return None, *_differentiable_backward(tiling, inputs, needed, grads)
+            outputs = TiledOutput(output, logsumexp, statistics, row_max, row_sum, blocks)
+            return None, *_backward(tiling, inputs, needed, outputs, grads)
 
 
 # ---- forward

@@ -19,6 +19,7 @@ from polyhead.ops.common.request import AttentionOutput, as_output
 from polyhead.ops.common.tile_statistics import RowSums
 from polyhead.ops.common.tiles import TILE_ELEMENTS, Tiling
 from polyhead.ops.common.tracing import TRANSFORMED, is_transformed
+from polyhead.ops.common.validation import without_autocast
 from polyhead.ops.common.visibility import Span
 from polyhead.ops.talking_heads.request import TalkingRequest, remove_nonfinite
 
@@ -143,7 +144,8 @@ class _Talking(torch.autograd.Function):
                 "blockwise", ['tiles of talking heads have no second derivative; backend="reference" has one']
             )
         ctx.tiles.check_versions(ctx.versions)
-        return None, *_backward(ctx.tiles, grad, *ctx.saved_tensors)
+        with without_autocast(grad.device.type):  # of a backward inside its context
+            return None, *_backward(ctx.tiles, grad, *ctx.saved_tensors)
 
 
 def _forward(
