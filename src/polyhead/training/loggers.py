@@ -186,7 +186,8 @@ class WandbLogger(_Logger):
             import wandb
         except ImportError:
             raise OptionError("WandbLogger needs wandb; install it with: pip install wandb") from None
-        self._run, self._image = run or wandb.run, wandb.Image
+        self._run: Any = run or wandb.run
+        self._image = wandb.Image
         if self._run is None and is_first_process():
             raise OptionError("WandbLogger needs a run, got none; call wandb.init(...) first, or pass its result")
         if self._run is not None:
