@@ -54,6 +54,30 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
+# ---- outputs of heads
+
+
+def test_the_outputs_of_heads_are_those_that_the_output_projection_reads():
+    model, read = Stack(0, 1, 1), []
+    for layer in model.layers:
+        layer.out_proj.register_forward_pre_hook(lambda module, inputs: read.append(inputs[0]))
+    with polyhead.observe(model, heads=[1, 3], **KEEP) as session:
+        model(noise(BATCH, TOKENS, WIDTH))
+        first, second = session.statistics.values()
+        heads = [x.unflatten(-1, (HEADS, -1)).transpose(1, 2)[:, [1, 3]] for x in read]
+        assert_close(first.output, heads[0])
+        for call, expected in zip(second.calls, heads[1:], strict=True):
+            assert_close(call.output, expected)
+        with pytest.raises(OptionError, match="called 2 times"):
+            second.output  # noqa: B018
+        with torch.no_grad():
+            model(noise(BATCH, TOKENS, WIDTH))
+        with pytest.raises(OptionError, match="released"):
+            first.output  # noqa: B018
+        with pytest.raises(GradientError, match="got output of"):
+            next(iter(session.statistics.values())).output  # noqa: B018
+
+
 # ---- missing gradients
 
 

@@ -195,6 +195,26 @@ def test_the_overlap_of_positions_is_the_published_one_for_heads_with_one_peak(p
     assert found == pytest.approx(published, rel=0.2 if peaks == "one peak" else 1e-6, abs=1e-6)
 
 
+def test_pairs_of_which_a_head_attends_to_nothing_are_left_out():
+    layer, x = MultiHeadAttention(WIDTH, HEADS).double(), torch.randn(1, 5, WIDTH, dtype=torch.float64)
+    allowed = torch.ones(1, HEADS, 5, 5, dtype=torch.bool)
+    allowed[:, 2:, 1:] = False  # heads 2 and 3 attend to nothing but in the first row
+    with polyhead.observe(layer, statistics=("entropy", "mean_offset"), keep_statistics=True) as session:
+        layer(x, mask=polyhead.Mask.dense(allowed))
+        rows = session.statistics["MultiHeadAttention"]
+        output, offset, width = rows.output, rows.mean_offset, rows.entropy.exp()
+        cosines, positions = [], []
+        for i in range(HEADS):
+            for j in range(i):
+                for row in range(1 if i > 1 else 5):
+                    cosines.append(torch.cosine_similarity(output[0, i, row], output[0, j, row], dim=0))
+                    squares = width[0, i, row] ** 2 + width[0, j, row] ** 2
+                    distance = offset[0, i, row] - offset[0, j, row]
+                    positions.append((2 / squares).sqrt() * (-2 * torch.pi * distance**2 / squares).exp())
+        torch.testing.assert_close(output_overlap(session.statistics), torch.stack(cosines).mean())
+        torch.testing.assert_close(position_overlap(session.statistics), torch.stack(positions).mean())
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_overlaps_of_a_transformers_model_reach_its_weights(checkpointed):
     config = transformers.GPT2Config(vocab_size=61, n_embd=WIDTH, n_layer=2, n_head=HEADS)
@@ -264,6 +284,12 @@ def test_overlaps_need_two_heads_and_what_they_are_computed_from():
     for layer, options, term, words in [
         (MultiHeadAttention(WIDTH, HEADS), {"statistics": "entropy"}, position_overlap, "mean_offset"),
         (MultiHeadAttention(WIDTH, 1), {"statistics": ("entropy", "mean_offset")}, position_overlap, "two heads"),
+        (
+            MultiHeadAttention(WIDTH, HEADS, sinks=True),
+            {"statistics": ("entropy", "mean_offset")},
+            position_overlap,
+            "sink",
+        ),
         (MultiHeadAttention(WIDTH, HEADS), {"heads": [1], "statistics": "entropy"}, output_overlap, "two heads"),
         (
             nn.MultiheadAttention(WIDTH, HEADS, batch_first=True),

@@ -99,6 +99,11 @@ class SiteRows:
         return self._of_heads(self._only("tokens").counted("entropy"))
 
     @property
+    def learned_sinks(self) -> bool:
+        """Whether a learned sink takes a part of the weights."""
+        return any(call.learned_sinks for call in self._read())
+
+    @property
     def output(self) -> Tensor:
         """Head outputs before the output projection, [batch, heads, queries, value_dim]."""
         output = self._only("output").output

@@ -74,7 +74,7 @@ def position_overlap(statistics: ForwardStatistics) -> Tensor:
             keep_statistics=True)` after a forward.
 
     Raises:
-        OptionError: other statistics, or no self-attention with two heads.
+        OptionError: other statistics, learned sinks, or no self-attention with two heads.
 
     >>> import torch, polyhead
     >>> from polyhead.training import position_overlap
@@ -85,13 +85,20 @@ def position_overlap(statistics: ForwardStatistics) -> Tensor:
     ...     loss.backward()
     """
 
-    def overlap(call: SiteRows) -> Tensor:
+    def overlap(call: SiteRows) -> tuple[Tensor, Tensor]:
+        if call.learned_sinks:
+            raise OptionError(
+                f"positions are those of keys, got {call.site.name!r}, where a learned sink takes a part of the weights"
+            )
         first, second = torch.triu_indices(len(call.heads), len(call.heads), 1).unbind()
+        # Without what padding has: NaN would reach the gradient through the `where` below.
         offset, entropy = (torch.where(call.tokens, x, 0.0) for x in (call.mean_offset, call.entropy))
         squared_width = (2 * entropy).exp()
         squared_widths = squared_width[:, first] + squared_width[:, second]  # [batch, pairs, queries]
         distance = offset[:, first] - offset[:, second]
-        return ((2 / squared_widths).sqrt() * (-2 * math.pi * distance.square() / squared_widths).exp()).mean(1)
+        overlaps = (2 / squared_widths).sqrt() * (-2 * math.pi * distance.square() / squared_widths).exp()
+        pairs = call.tokens[:, first] & call.tokens[:, second]
+        return torch.where(pairs, overlaps, 0.0).sum(), pairs.sum()
 
     return _mean_over_pairs(statistics, overlap, [key for key in statistics if key[1] == "self"])
 
@@ -119,34 +126,26 @@ def output_overlap(statistics: ForwardStatistics) -> Tensor:
     ...     loss.backward()
     """
 
-    def overlap(call: SiteRows) -> Tensor:
+    def overlap(call: SiteRows) -> tuple[Tensor, Tensor]:
         output = call.output
         output = torch.where(call.tokens[..., None], output, 0.0).to(torch.promote_types(output.dtype, torch.float32))
-        direction = F.normalize(output, dim=-1)
-        # The sum over pairs: that over all heads squared, less the squares.
-        total = direction.sum(1).square().sum(-1) - direction.square().sum((1, 3))  # [batch, queries]
-        return total / (len(call.heads) * (len(call.heads) - 1))
+        direction, heads = F.normalize(output, dim=-1), call.tokens.sum(1)
+        # The sum over ordered pairs: the square of the sum, less the squares.
+        total = direction.sum(1).square().sum() - direction.square().sum()
+        return total, (heads * (heads - 1)).sum()
 
     return _mean_over_pairs(statistics, overlap, list(statistics))
 
 
 def _mean_over_pairs(
-    statistics: ForwardStatistics, overlap: Callable[[SiteRows], Tensor], sites: list[tuple[str, str]]
+    statistics: ForwardStatistics, overlap: Callable[[SiteRows], tuple[Tensor, Tensor]], sites: list[tuple[str, str]]
 ) -> Tensor:
-    """Return the mean over layers of the mean over tokens of the [batch, queries] that `overlap` returns.
-
-    `overlap` replaces what padding has, since NaN of padding would reach the gradient through the `where` here.
-    """
+    """Return the mean over layers; `overlap` returns the sum and the number of pairs of heads of a call's tokens."""
     means = []
     for site in sites:
-        if len(statistics[site].heads) < 2:
-            continue
-        total, count = [], []
-        for call in statistics[site].calls:
-            rows = call.tokens.all(1)  # those of every head
-            total.append(torch.where(rows, overlap(call), 0.0).sum())
-            count.append(rows.sum())
-        means.append(torch.stack(total).sum() / torch.stack(count).sum().clamp_min(1))
+        if len(statistics[site].heads) > 1:
+            totals, counts = zip(*map(overlap, statistics[site].calls), strict=True)
+            means.append(torch.stack(totals).sum() / torch.stack(counts).sum().clamp_min(1))
     if not means:
         got = ", ".join(f"{name} ({kind})" for name, kind in statistics) or "none"
         raise OptionError(f"an overlap needs a layer with two heads or more that it is defined for, got {got}")
