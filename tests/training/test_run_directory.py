@@ -72,7 +72,7 @@ def assert_same(history: HeadHistory, expected: HeadHistory) -> None:
     assert history.heads == expected.heads
     assert history.columns == expected.columns
     for name in history.columns:
-        assert torch.equal(history[name], expected[name])
+        torch.testing.assert_close(history[name], expected[name], rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_run_comes_back_and_any_reader_of_parquet_reads_it(tmp_path, monkeypatch):
