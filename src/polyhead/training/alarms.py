@@ -1,0 +1,363 @@
+"""`HeadAlarms`: name heads that go wrong while a model trains, with the evidence and a remedy."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from polyhead.errors import OptionError
+from polyhead.training.head_history import HeadLocation, StepRecord
+from polyhead.training.monitor import MonitorCallback
+
+Kind = Literal[
+    "non-finite",
+    "logit growth",
+    "loss spike ahead",
+    "entropy collapse",
+    "sink onset",
+    "dead head",
+    "duplicate heads",
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+REMEDIES: Mapping[Kind, str] = {
+    "non-finite": "continue from the last checkpoint; skip the batch, lower the learning rate, or use bfloat16",
+    "logit growth": "bound the logits with QKClip or QK-norm, or lower the learning rate",
+    "loss spike ahead": "lower the learning rate, or bound the logits with QKClip",
+    "entropy collapse": "add entropy_band to the loss, bound the logits with QKClip, or lower the learning rate",
+    "sink onset": "inspect the head; add entropy_band to the loss if it should attend to other tokens",
+    "dead head": "remove it with polyhead.prune, or initialise it again",
+    "duplicate heads": "merge them with polyhead.merge, or add weight_overlap to the loss",
+}
+Action = Literal["warn", "stop", "save"] | Callable[["Alarm"], object]
+
+# Chosen on the tuning runs of `python -m benchmarks alarms`; benchmarks/RESULTS.md has the results on others.
+HIGH_LEVEL, HIGH_GROWTH = 0.3, 1.1  # of the limit; from here on growth by this ratio is an alarm by itself,
+LOW_LEVEL, LOW_GROWTH = 0.12, 1.25  # and from here on with a loss that does not improve
+HORIZON = 4  # windows, within which the limit is predicted to be crossed
+COLLAPSED, SPREAD = 0.05, 0.15  # normalized entropy after a collapse, and before it
+SINK, NO_SINK = 0.9, 0.3  # mass on the first token after the onset of a sink, and before it
+DEAD = 1e-4  # of an equal share of the layer's output
+DUPLICATE = 0.99  # magnitude of the cosine between two outputs
+MAX_ALARMS = 10_000  # that are kept
+
+_WINDOWED = ("max_logit", "normalized_entropy", "sink_mass", "output_share")
+_CHECKED = ("max_logit", "entropy", "normalized_entropy", "sink_mass", "output_norm")  # for NaN and Inf
+
+
+class Alarm(NamedTuple):
+    """An alarm of `HeadAlarms`.
+
+    `evidence` has the numbers that raised it by name. `head` is None where the loss alone is not finite.
+    """
+
+    kind: Kind
+    step: int
+    head: HeadLocation | None
+    evidence: dict[str, float]
+    message: str
+
+    @property
+    def remedy(self) -> str:
+        """What to try first."""
+        return REMEDIES[self.kind]
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {self.kind}: {self.message}; {self.remedy}"
+
+
+class HeadAlarms(MonitorCallback):
+    """Raise an alarm when a head goes wrong: `HeadMonitor(model, callbacks=[HeadAlarms()])`.
+
+    Medians over the three thirds of the last `window` records are compared, so that single outliers raise nothing:
+
+    - non-finite: NaN or Inf in a statistic of a head that was finite before, or in the loss.
+    - logit growth: the largest logit is above 0.3 of `logit_limit`, grows, and is predicted to cross it within four
+      windows. Growth is extrapolated exponentially where it accelerates, linearly otherwise.
+    - loss spike ahead: the largest logit is above 0.12 of the limit and grew by a quarter, while the loss, which
+      otherwise falls when heads sharpen, did not improve.
+    - entropy collapse, sink onset: the normalized entropy fell from above 0.15 to below 0.05, or the mass on the first
+      token rose from below 0.3 to above 0.9, while the loss did not improve or with such logits.
+    - dead head: less than 1e-4 of an equal share of the output of its layer, over the window.
+    - duplicate heads: a cosine of 0.99 between the outputs of two heads, in two measurements.
+
+    What is not recorded raises nothing: without a loss there is no "loss spike ahead". A head raises an alarm of a kind
+    once, and again only after the reason was absent for a whole window.
+
+    Args:
+        action: "warn", "stop" (sets `should_stop`), "save" (sets `should_save`), a function that is called with each
+            alarm, or several of these.
+        kinds: the alarms to raise.
+        logit_limit: limit of the largest logit.
+        window: number of records that are compared, a multiple of 3.
+
+    Attributes:
+        alarms: the alarms so far, the oldest first; of a very long run the last 10,000.
+
+    Raises:
+        OptionError: an unknown action or kind, a limit that is not positive, a window that is not a multiple of 3.
+
+    >>> from polyhead.training import HeadAlarms, HeadMonitor
+    >>> layer = polyhead.MultiHeadAttention(16, 2, causal=True).train()
+    >>> alarms = HeadAlarms(action="stop")
+    >>> with HeadMonitor(layer, callbacks=[alarms]) as monitor:
+    ...     for _ in range(4):
+    ...         loss = layer(torch.randn(3, 5, 16)).output.square().mean()
+    ...         monitor.step(loss)
+    >>> list(alarms.alarms), alarms.should_stop
+    ([], False)
+    """
+
+    def __init__(
+        self,
+        action: Action | Sequence[Action] = "warn",
+        *,
+        kinds: Sequence[Kind] = KINDS,
+        logit_limit: float = 100.0,
+        window: int = 60,
+    ) -> None:
+        self.actions = (action,) if isinstance(action, str) or callable(action) else tuple(action)
+        for each in self.actions:
+            if not callable(each) and each not in ("warn", "stop", "save"):
+                raise OptionError(f"an action must be 'warn', 'stop', 'save' or a function of an alarm, got {each!r}")
+        unknown = [kind for kind in kinds if kind not in KINDS] if not isinstance(kinds, str) else [kinds]
+        if unknown:
+            raise OptionError(f"kinds must be a sequence of {', '.join(map(repr, KINDS))}; got {unknown[0]!r}")
+        if not (math.isfinite(logit_limit) and logit_limit > 0):
+            raise OptionError(f"logit_limit must be a positive number, got {logit_limit!r}")
+        if isinstance(window, bool) or not isinstance(window, int) or window < 3 or window % 3:
+            raise OptionError(f"window must be a multiple of 3, got {window!r}")
+        self.kinds, self.logit_limit, self.window = tuple(kinds), logit_limit, window
+        self.alarms: deque[Alarm] = deque(maxlen=MAX_ALARMS)
+        self._start(())
+
+    def _start(self, heads: tuple[HeadLocation, ...]) -> None:
+        """Forget the records so far, for records of these heads."""
+        count, window = len(heads), self.window
+        self._heads, self._count = heads, 0
+        # A record is written twice, `window` apart, so that the last ones are always contiguous.
+        self._values = torch.full((2 * window, len(_WINDOWED), count), torch.nan)
+        self._curve = torch.full((2 * window, 2), torch.nan, dtype=torch.float64)  # step and loss
+        self._was_finite = torch.zeros(len(_CHECKED), count, dtype=torch.bool)
+        self._has_loss = True  # in every record so far
+        self._parallel = torch.zeros(count, dtype=torch.int64)  # successive measurements with a cosine near 1
+        self._cosine = torch.full((count,), torch.nan)
+        self._quiet = torch.full((len(KINDS), count), window)  # records since the reason of an alarm was last present
+        sites = [head[:2] for head in heads]
+        self._site_sizes = torch.tensor([float(sites.count(site)) for site in sites])
+
+    def on_record(self, record: StepRecord) -> None:
+        """Compare a record with those before it.
+
+        Args:
+            record: values of every head.
+        """
+        if record.heads != self._heads:
+            self._start(record.heads)
+        raised = self._check_finite(record)
+        slot = self._count % self.window
+        for index in (slot, slot + self.window):
+            self._values[index] = torch.stack([_column(record, name) for name in _WINDOWED])
+            self._curve[index, 0], self._curve[index, 1] = record.step, record.loss
+        self._count += 1
+        raised += self._check_duplicates(record)
+        if self._count >= self.window:
+            raised += self._check_window(record.step, slot + 1)
+        self._act(raised)
+
+    def _act(self, raised: Sequence[Alarm]) -> None:
+        self.alarms.extend(raised)
+        for action in self.actions if raised else ():
+            if action == "stop":
+                self.should_stop = True
+            elif action == "save":
+                self.should_save = True
+            elif callable(action):
+                for alarm in raised:
+                    action(alarm)
+            else:  # one warning of each kind, since all heads of a layer often go wrong together
+                for kind in dict.fromkeys(alarm.kind for alarm in raised):
+                    first, *others = (alarm for alarm in raised if alarm.kind == kind)
+                    more = f" (and {len(others)} other head{'s' * (len(others) > 1)})" if others else ""
+                    warnings.warn(f"{first}{more}", RuntimeWarning, stacklevel=2)
+
+    # ---- reasons of alarms
+
+    def _check_finite(self, record: StepRecord) -> list[Alarm]:
+        values = torch.stack([_column(record, name) for name in _CHECKED])
+        if not self._count:
+            # A head without a single finite number went wrong before the first record.
+            is_recorded = torch.tensor([name in record.columns for name in _CHECKED])
+            self._was_finite |= is_recorded[:, None] & ~values.isfinite().any(0)
+        wrong = self._was_finite & (values.isnan() | (values == torch.inf))  # a column that is never measured is NaN
+        self._was_finite |= values.isfinite()
+        names = [_CHECKED[row] for row in wrong.int().argmax(0).tolist()]
+        raised = self._raise(
+            "non-finite",
+            record.step,
+            wrong.any(0),
+            lambda i: ({names[i]: float(_column(record, names[i])[i])}, f"{names[i]} is not finite"),
+        )
+        has_loss = math.isfinite(record.loss)
+        if self._count and self._has_loss and not (has_loss or wrong.any()) and "non-finite" in self.kinds:
+            message = "the loss is not finite, while the statistics of all heads are"
+            raised.append(Alarm("non-finite", record.step, None, {"loss": record.loss}, message))
+        self._has_loss &= has_loss
+        return raised
+
+    def _check_duplicates(self, record: StepRecord) -> list[Alarm]:
+        cosine = _column(record, "output_cosine")
+        measured = cosine.isfinite()
+        self._cosine = torch.where(measured, cosine, self._cosine)
+        self._parallel = torch.where(measured, (self._parallel + 1) * (cosine.abs() >= DUPLICATE), self._parallel)
+        return self._raise(
+            "duplicate heads",
+            record.step,
+            self._parallel >= 2,
+            lambda i: (
+                {"output_cosine": float(self._cosine[i])},
+                f"its outputs have a cosine of {self._cosine[i]:.3f} to those of another head of the layer",
+            ),
+        )
+
+    def _check_window(self, step: int, start: int) -> list[Alarm]:
+        thirds = self._values[start : start + self.window].unflatten(0, (3, -1))
+        logit, entropy, sink, share = thirds.nanmedian(1).values.unbind(1)  # [3, heads] each
+        steps, losses = self._curve[start : start + self.window].unflatten(0, (3, -1)).unbind(-1)
+        loss, at = losses.median(1).values, steps.mean(1)
+        noise = (losses - loss[:, None]).abs().median()
+        stalls = bool(loss[2] >= loss[0] - noise)  # False without a loss
+        span = int(at[2] - at[0])
+
+        ratio = logit[2] / logit[0].clamp(min=1.0)
+        is_rising = (logit[1] > logit[0]) & (logit[2] > logit[1])
+        crossing = _crossing(logit, float(at[2]), span, self.logit_limit)
+        is_near = crossing - step <= HORIZON * float(steps[2, -1] - steps[0, 0])
+        level = logit[2] / self.logit_limit
+        is_high = (level >= HIGH_LEVEL) & is_rising & (ratio >= HIGH_GROWTH)
+        is_low = (level >= LOW_LEVEL) & is_rising & (ratio >= LOW_GROWTH)
+        losing = is_high | stalls
+
+        def logits(i: int) -> tuple[dict[str, float], str]:
+            evidence = {"before": float(logit[0, i]), "now": float(logit[2, i]), "predicted_step": float(crossing[i])}
+            grew = f"the largest logit grew from {logit[0, i]:.3g} to {logit[2, i]:.3g} in {span} steps"
+            return evidence, grew
+
+        def growth(i: int) -> tuple[dict[str, float], str]:
+            evidence, grew = logits(i)
+            has_crossed = float(level[i]) >= 1
+            return evidence, grew + (
+                f", above the limit of {self.logit_limit:g}"
+                if has_crossed
+                else f", and is predicted to cross {self.logit_limit:g} at step {crossing[i]:.0f}"
+            )
+
+        def stall(i: int) -> tuple[dict[str, float], str]:
+            evidence, grew = logits(i)
+            values = {"loss_before": float(loss[0]), "loss": float(loss[2])}
+            return evidence | values, f"{grew}, while the loss did not improve ({loss[0]:.4g} to {loss[2]:.4g})"
+
+        def fell(values: Tensor, name: str, words: str) -> Callable[[int], tuple[dict[str, float], str]]:
+            return lambda i: (
+                {f"{name}_before": float(values[0, i]), name: float(values[2, i])},
+                f"{words} from {values[0, i]:.2f} to {values[2, i]:.2f} in {span} steps, without a better loss",
+            )
+
+        collapse = fell(entropy, "normalized_entropy", "the normalized entropy fell")
+        onset = fell(sink, "sink_mass", "the mass on the first token rose")
+        relative = share * self._site_sizes
+        return [
+            *self._raise("logit growth", step, is_high & is_near, growth, order=-crossing),
+            *self._raise("loss spike ahead", step, is_low & stalls, stall, order=ratio),
+            *self._raise(
+                "entropy collapse", step, (entropy[0] >= SPREAD) & (entropy[2] <= COLLAPSED) & losing, collapse
+            ),
+            *self._raise("sink onset", step, (sink[0] <= NO_SINK) & (sink[2] >= SINK) & losing, onset),
+            *self._raise(
+                "dead head",
+                step,
+                (relative <= DEAD).all(0),
+                lambda i: (
+                    {"output_share": float(share[2, i])},
+                    f"it has {share[2, i]:.1g} of the output of its layer, over {self.window} records",
+                ),
+            ),
+        ]
+
+    def _raise(
+        self,
+        kind: Kind,
+        step: int,
+        reason: Tensor,
+        describe: Callable[[int], tuple[dict[str, float], str]],
+        order: Tensor | None = None,
+    ) -> list[Alarm]:
+        """Return alarms of heads whose reason [heads] is new, those with the largest `order` first."""
+        if kind not in self.kinds:
+            return []
+        quiet = self._quiet[KINDS.index(kind)]
+        new = (reason & (quiet >= self.window)).nonzero()[:, 0].tolist()
+        quiet.copy_(torch.where(reason, 0, quiet + 1))
+        if order is not None:
+            new.sort(key=lambda i: -float(order[i]))
+        raised = []
+        for i in new:
+            evidence, message = describe(i)
+            raised.append(Alarm(kind, step, self._heads[i], evidence, f"{self._heads[i]}: {message}"))
+        return raised
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the records of the window and the alarms so far."""
+        tensors = {name: getattr(self, name).clone() for name in _TENSORS}
+        alarms = [(*alarm[:2], alarm.head and tuple(alarm.head), *alarm[3:]) for alarm in self.alarms]
+        heads = [tuple(head) for head in self._heads]
+        counts = {"window": self.window, "count": self._count, "has_loss": self._has_loss}
+        return {**counts, "heads": heads, "tensors": tensors, "alarms": alarms}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned.
+
+        Args:
+            state: the dictionary.
+
+        Raises:
+            OptionError: the window was another one.
+        """
+        if state["window"] != self.window:
+            raise OptionError(f"alarms continue with the same window, got {self.window} after {state['window']}")
+        self._start(tuple(HeadLocation(*head) for head in state["heads"]))
+        self._count, self._has_loss = state["count"], state["has_loss"]
+        for name in _TENSORS:
+            getattr(self, name).copy_(state["tensors"][name])
+        self.alarms.clear()
+        for kind, step, head, *others in state["alarms"]:
+            self.alarms.append(Alarm(kind, step, head and HeadLocation(*head), *others))
+
+
+_TENSORS = ("_values", "_curve", "_was_finite", "_parallel", "_cosine", "_quiet")
+
+
+def _column(record: StepRecord, name: str) -> Tensor:
+    """Return a column of a record as float32, NaN if it was not recorded."""
+    if name not in record.columns:
+        return torch.full((len(record.heads),), torch.nan)
+    return record[name].float()
+
+
+def _crossing(logit: Tensor, at: float, span: int, limit: float) -> Tensor:
+    """Return the step at which each head's largest logit crosses the limit, by its medians [3, heads].
+
+    `at` is the step of the last median, `span` that between the first and the last.
+    """
+    first, middle, last = logit.clamp(min=1e-3)
+    linear = (limit - last) / (last - first)
+    exponential = (limit / last).log() / (last / first).log()
+    windows = torch.where(last * first >= middle.square(), exponential, linear)
+    return at + span * torch.where(last > first, windows.clamp(min=0.0), torch.inf)
