@@ -59,9 +59,9 @@ def test_logits_that_grow_name_the_head_and_the_step_at_which_the_limit_is_cross
     assert (alarm.kind, alarm.head) == ("logit growth", HEADS[PLANTED])
     assert alarm.step < crossed - 10
     assert alarm.evidence["predicted_step"] == pytest.approx(crossed, abs=3)
-    assert alarm.evidence["now"] > 30 > alarm.evidence["before"]
+    assert alarm.evidence["max_logit"] > 30 > alarm.evidence["max_logit_before"]
     assert alarm.message.startswith("L1H1 (layers.1): the largest logit grew from ")
-    assert f"predicted to cross 100 at step {alarm.evidence['predicted_step']:.0f}" in alarm.message
+    assert f"predicted at step {alarm.evidence['predicted_step']:.0f} to cross 100" in alarm.message
     assert str(alarm).endswith(REMEDIES["logit growth"])
 
 

@@ -46,8 +46,9 @@ DEAD = 1e-4  # of an equal share of the layer's output
 DUPLICATE = 0.99  # magnitude of the cosine between two outputs
 MAX_ALARMS = 10_000  # that are kept
 
-_WINDOWED = ("max_logit", "normalized_entropy", "sink_mass", "output_share")
-_CHECKED = ("max_logit", "entropy", "normalized_entropy", "sink_mass", "output_norm")  # for NaN and Inf
+_COLUMNS = ("max_logit", "normalized_entropy", "sink_mass", "output_share", "entropy", "output_norm", "output_cosine")
+_WINDOWED = 4  # the first columns are kept over the window
+_IS_CHECKED = torch.tensor([name not in ("output_share", "output_cosine") for name in _COLUMNS])  # for NaN and Inf
 
 
 class Alarm(NamedTuple):
@@ -71,6 +72,13 @@ class Alarm(NamedTuple):
         return f"step {self.step}, {self.kind}: {self.message}; {self.remedy}"
 
 
+class _Reason(NamedTuple):
+    """Heads with a reason for an alarm, [heads], and the evidence and message of one of them."""
+
+    heads: Tensor
+    describe: Callable[[int], tuple[dict[str, float], str]]
+
+
 class HeadAlarms(MonitorCallback):
     """Raise an alarm when a head goes wrong: `HeadMonitor(model, callbacks=[HeadAlarms()])`.
 
@@ -80,7 +88,7 @@ class HeadAlarms(MonitorCallback):
     - logit growth: the largest logit is above 0.3 of `logit_limit`, grows, and is predicted to cross it within four
       windows. Growth is extrapolated exponentially where it accelerates, linearly otherwise.
     - loss spike ahead: the largest logit is above 0.12 of the limit and grew by a quarter, while the loss, which
-      otherwise falls when heads sharpen, did not improve.
+      otherwise falls while heads learn, did not improve.
     - entropy collapse, sink onset: the normalized entropy fell from above 0.15 to below 0.05, or the mass on the first
       token rose from below 0.3 to above 0.9, while the loss did not improve or with such logits.
     - dead head: less than 1e-4 of an equal share of the output of its layer, over the window.
@@ -140,10 +148,12 @@ class HeadAlarms(MonitorCallback):
         """Forget the records so far, for records of these heads."""
         count, window = len(heads), self.window
         self._heads, self._count = heads, 0
+        self._columns: tuple[str, ...] | None = None
+        self._index = torch.empty(0, dtype=torch.int64)  # of `_COLUMNS` in a record, -1 if not recorded
         # A record is written twice, `window` apart, so that the last ones are always contiguous.
-        self._values = torch.full((2 * window, len(_WINDOWED), count), torch.nan)
+        self._values = torch.full((2 * window, _WINDOWED, count), torch.nan)
         self._curve = torch.full((2 * window, 2), torch.nan, dtype=torch.float64)  # step and loss
-        self._was_finite = torch.zeros(len(_CHECKED), count, dtype=torch.bool)
+        self._was_finite = torch.zeros(len(_COLUMNS), count, dtype=torch.bool)
         self._has_loss = True  # in every record so far
         self._parallel = torch.zeros(count, dtype=torch.int64)  # successive measurements with a cosine near 1
         self._cosine = torch.full((count,), torch.nan)
@@ -159,16 +169,47 @@ class HeadAlarms(MonitorCallback):
         """
         if record.heads != self._heads:
             self._start(record.heads)
-        raised = self._check_finite(record)
+        if record.columns != self._columns:
+            self._columns = record.columns
+            self._index = torch.tensor([record.columns.index(x) if x in record.columns else -1 for x in _COLUMNS])
+        missing = torch.full((1, len(record.heads)), torch.nan)
+        values = torch.cat([record.values.float(), missing])[self._index]  # in the order of _COLUMNS
+        reasons = {
+            "non-finite": self._nonfinite(values),
+            "duplicate heads": self._duplicates(values[_COLUMNS.index("output_cosine")]),
+        }
         slot = self._count % self.window
         for index in (slot, slot + self.window):
-            self._values[index] = torch.stack([_column(record, name) for name in _WINDOWED])
-            self._curve[index, 0], self._curve[index, 1] = record.step, record.loss
+            self._values[index] = values[:_WINDOWED]
+            self._curve[index] = torch.tensor((record.step, record.loss), dtype=torch.float64)
         self._count += 1
-        raised += self._check_duplicates(record)
         if self._count >= self.window:
-            raised += self._check_window(record.step, slot + 1)
-        self._act(raised)
+            reasons |= self._changes(record.step, slot + 1)
+        self._act(self._raise(record, reasons))
+
+    def _raise(self, record: StepRecord, reasons: Mapping[str, _Reason]) -> list[Alarm]:
+        """Return the alarms of heads for which a reason is new."""
+        none = torch.zeros(len(record.heads), dtype=torch.bool)
+        is_present = torch.stack([reasons[x].heads if x in reasons and x in self.kinds else none for x in KINDS])
+        new = is_present & (self._quiet >= self.window)
+        self._quiet = torch.where(is_present, 0, self._quiet + 1)
+        raised = []
+        for index, i in new.nonzero().tolist():
+            kind, head = KINDS[index], record.heads[i]
+            evidence, message = reasons[kind].describe(i)
+            raised.append(Alarm(kind, record.step, head, evidence, f"{head}: {message}"))
+        has_loss = math.isfinite(record.loss)
+        if (
+            self._has_loss
+            and not has_loss
+            and self._count > 1
+            and "non-finite" in self.kinds
+            and not is_present[0].any()
+        ):
+            message = "the loss is not finite, while the statistics of all heads are"
+            raised.append(Alarm("non-finite", record.step, None, {"loss": record.loss}, message))
+        self._has_loss &= has_loss
+        return raised
 
     def _act(self, raised: Sequence[Alarm]) -> None:
         self.alarms.extend(raised)
@@ -186,130 +227,83 @@ class HeadAlarms(MonitorCallback):
                     more = f" (and {len(others)} other head{'s' * (len(others) > 1)})" if others else ""
                     warnings.warn(f"{first}{more}", RuntimeWarning, stacklevel=2)
 
-    # ---- reasons of alarms
+    # ---- reasons
 
-    def _check_finite(self, record: StepRecord) -> list[Alarm]:
-        values = torch.stack([_column(record, name) for name in _CHECKED])
+    def _nonfinite(self, values: Tensor) -> _Reason:
         if not self._count:
             # A head without a single finite number went wrong before the first record.
-            is_recorded = torch.tensor([name in record.columns for name in _CHECKED])
-            self._was_finite |= is_recorded[:, None] & ~values.isfinite().any(0)
-        wrong = self._was_finite & (values.isnan() | (values == torch.inf))  # a column that is never measured is NaN
+            self._was_finite |= (self._index >= 0)[:, None] & ~values.isfinite().any(0)
+        wrong = self._was_finite & (values.isnan() | (values == torch.inf)) & _IS_CHECKED[:, None]
         self._was_finite |= values.isfinite()
-        names = [_CHECKED[row] for row in wrong.int().argmax(0).tolist()]
-        raised = self._raise(
-            "non-finite",
-            record.step,
-            wrong.any(0),
-            lambda i: ({names[i]: float(_column(record, names[i])[i])}, f"{names[i]} is not finite"),
-        )
-        has_loss = math.isfinite(record.loss)
-        if self._count and self._has_loss and not (has_loss or wrong.any()) and "non-finite" in self.kinds:
-            message = "the loss is not finite, while the statistics of all heads are"
-            raised.append(Alarm("non-finite", record.step, None, {"loss": record.loss}, message))
-        self._has_loss &= has_loss
-        return raised
 
-    def _check_duplicates(self, record: StepRecord) -> list[Alarm]:
-        cosine = _column(record, "output_cosine")
-        measured = cosine.isfinite()
-        self._cosine = torch.where(measured, cosine, self._cosine)
-        self._parallel = torch.where(measured, (self._parallel + 1) * (cosine.abs() >= DUPLICATE), self._parallel)
-        return self._raise(
-            "duplicate heads",
-            record.step,
-            self._parallel >= 2,
-            lambda i: (
-                {"output_cosine": float(self._cosine[i])},
-                f"its outputs have a cosine of {self._cosine[i]:.3f} to those of another head of the layer",
-            ),
-        )
+        def describe(i: int) -> tuple[dict[str, float], str]:
+            row = int(wrong[:, i].int().argmax())
+            return {_COLUMNS[row]: float(values[row, i])}, f"{_COLUMNS[row]} is not finite"
 
-    def _check_window(self, step: int, start: int) -> list[Alarm]:
+        return _Reason(wrong.any(0), describe)
+
+    def _duplicates(self, cosine: Tensor) -> _Reason:
+        is_measured = cosine.isfinite()
+        self._cosine = torch.where(is_measured, cosine, self._cosine)
+        self._parallel = torch.where(is_measured, (self._parallel + 1) * (cosine.abs() >= DUPLICATE), self._parallel)
+
+        def describe(i: int) -> tuple[dict[str, float], str]:
+            value = float(self._cosine[i])
+            words = f"its outputs have a cosine of {value:.3f} to those of another head of the layer"
+            return {"output_cosine": value}, words
+
+        return _Reason(self._parallel >= 2, describe)
+
+    def _changes(self, step: int, start: int) -> dict[str, _Reason]:
+        """Return reasons in the medians of the thirds of the window, which begins at `start`."""
         thirds = self._values[start : start + self.window].unflatten(0, (3, -1))
         logit, entropy, sink, share = thirds.nanmedian(1).values.unbind(1)  # [3, heads] each
         steps, losses = self._curve[start : start + self.window].unflatten(0, (3, -1)).unbind(-1)
-        loss, at = losses.median(1).values, steps.mean(1)
-        noise = (losses - loss[:, None]).abs().median()
-        stalls = bool(loss[2] >= loss[0] - noise)  # False without a loss
-        span = int(at[2] - at[0])
+        loss, at = losses.median(1).values.tolist(), steps.mean(1).tolist()
+        did_not_improve = loss[2] >= loss[0]  # False without a loss
+        span = round(at[2] - at[0])
 
-        ratio = logit[2] / logit[0].clamp(min=1.0)
-        is_rising = (logit[1] > logit[0]) & (logit[2] > logit[1])
-        crossing = _crossing(logit, float(at[2]), span, self.logit_limit)
+        ratio, level = logit[2] / logit[0].clamp(min=1.0), logit[2] / self.logit_limit
+        crossing = _crossing(logit, at[2], span, self.logit_limit)
         is_near = crossing - step <= HORIZON * float(steps[2, -1] - steps[0, 0])
-        level = logit[2] / self.logit_limit
-        is_high = (level >= HIGH_LEVEL) & is_rising & (ratio >= HIGH_GROWTH)
-        is_low = (level >= LOW_LEVEL) & is_rising & (ratio >= LOW_GROWTH)
-        losing = is_high | stalls
-
-        def logits(i: int) -> tuple[dict[str, float], str]:
-            evidence = {"before": float(logit[0, i]), "now": float(logit[2, i]), "predicted_step": float(crossing[i])}
-            grew = f"the largest logit grew from {logit[0, i]:.3g} to {logit[2, i]:.3g} in {span} steps"
-            return evidence, grew
+        is_rising = (logit[1] > logit[0]) & (logit[2] > logit[1])
+        is_high = is_rising & (level >= HIGH_LEVEL) & (ratio >= HIGH_GROWTH)
+        is_low = is_rising & (level >= LOW_LEVEL) & (ratio >= LOW_GROWTH)
+        is_bad = is_high | did_not_improve
 
         def growth(i: int) -> tuple[dict[str, float], str]:
-            evidence, grew = logits(i)
-            has_crossed = float(level[i]) >= 1
-            return evidence, grew + (
-                f", above the limit of {self.logit_limit:g}"
-                if has_crossed
-                else f", and is predicted to cross {self.logit_limit:g} at step {crossing[i]:.0f}"
-            )
+            before, now, when = float(logit[0, i]), float(logit[2, i]), float(crossing[i])
+            evidence = {"max_logit_before": before, "max_logit": now, "predicted_step": when}
+            where = "is above" if now >= self.logit_limit else f"is predicted at step {when:.0f} to cross"
+            grew = f"the largest logit grew from {before:.3g} to {now:.3g} in {span} steps and {where}"
+            return evidence, f"{grew} {self.logit_limit:g}"
 
-        def stall(i: int) -> tuple[dict[str, float], str]:
-            evidence, grew = logits(i)
-            values = {"loss_before": float(loss[0]), "loss": float(loss[2])}
-            return evidence | values, f"{grew}, while the loss did not improve ({loss[0]:.4g} to {loss[2]:.4g})"
+        def ahead(i: int) -> tuple[dict[str, float], str]:
+            evidence, message = growth(i)
+            evidence |= {"loss_before": loss[0], "loss": loss[2]}
+            return evidence, f"{message}, while the loss did not improve ({loss[0]:.4g} to {loss[2]:.4g})"
 
-        def fell(values: Tensor, name: str, words: str) -> Callable[[int], tuple[dict[str, float], str]]:
-            return lambda i: (
-                {f"{name}_before": float(values[0, i]), name: float(values[2, i])},
-                f"{words} from {values[0, i]:.2f} to {values[2, i]:.2f} in {span} steps, without a better loss",
-            )
+        def changed(name: str, values: Tensor, verb: str) -> Callable[[int], tuple[dict[str, float], str]]:
+            def describe(i: int) -> tuple[dict[str, float], str]:
+                before, now = float(values[0, i]), float(values[2, i])
+                words = f"{name} {verb} from {before:.2f} to {now:.2f} in {span} steps, without a better loss"
+                return {f"{name}_before": before, name: now}, words
 
-        collapse = fell(entropy, "normalized_entropy", "the normalized entropy fell")
-        onset = fell(sink, "sink_mass", "the mass on the first token rose")
-        relative = share * self._site_sizes
-        return [
-            *self._raise("logit growth", step, is_high & is_near, growth, order=-crossing),
-            *self._raise("loss spike ahead", step, is_low & stalls, stall, order=ratio),
-            *self._raise(
-                "entropy collapse", step, (entropy[0] >= SPREAD) & (entropy[2] <= COLLAPSED) & losing, collapse
-            ),
-            *self._raise("sink onset", step, (sink[0] <= NO_SINK) & (sink[2] >= SINK) & losing, onset),
-            *self._raise(
-                "dead head",
-                step,
-                (relative <= DEAD).all(0),
-                lambda i: (
-                    {"output_share": float(share[2, i])},
-                    f"it has {share[2, i]:.1g} of the output of its layer, over {self.window} records",
-                ),
-            ),
-        ]
+            return describe
 
-    def _raise(
-        self,
-        kind: Kind,
-        step: int,
-        reason: Tensor,
-        describe: Callable[[int], tuple[dict[str, float], str]],
-        order: Tensor | None = None,
-    ) -> list[Alarm]:
-        """Return alarms of heads whose reason [heads] is new, those with the largest `order` first."""
-        if kind not in self.kinds:
-            return []
-        quiet = self._quiet[KINDS.index(kind)]
-        new = (reason & (quiet >= self.window)).nonzero()[:, 0].tolist()
-        quiet.copy_(torch.where(reason, 0, quiet + 1))
-        if order is not None:
-            new.sort(key=lambda i: -float(order[i]))
-        raised = []
-        for i in new:
-            evidence, message = describe(i)
-            raised.append(Alarm(kind, step, self._heads[i], evidence, f"{self._heads[i]}: {message}"))
-        return raised
+        def dead(i: int) -> tuple[dict[str, float], str]:
+            value = float(share[2, i])
+            return {"output_share": value}, f"it has {value:.1g} of the output of its layer"
+
+        collapsed = (entropy[0] >= SPREAD) & (entropy[2] <= COLLAPSED) & is_bad
+        onset = (sink[0] <= NO_SINK) & (sink[2] >= SINK) & is_bad
+        return {
+            "logit growth": _Reason(is_high & is_near, growth),
+            "loss spike ahead": _Reason(is_low & did_not_improve, ahead),
+            "entropy collapse": _Reason(collapsed, changed("normalized_entropy", entropy, "fell")),
+            "sink onset": _Reason(onset, changed("sink_mass", sink, "rose")),
+            "dead head": _Reason((share * self._site_sizes <= DEAD).all(0), dead),
+        }
 
     # ---- state
 
@@ -342,13 +336,6 @@ class HeadAlarms(MonitorCallback):
 
 
 _TENSORS = ("_values", "_curve", "_was_finite", "_parallel", "_cosine", "_quiet")
-
-
-def _column(record: StepRecord, name: str) -> Tensor:
-    """Return a column of a record as float32, NaN if it was not recorded."""
-    if name not in record.columns:
-        return torch.full((len(record.heads),), torch.nan)
-    return record[name].float()
 
 
 def _crossing(logit: Tensor, at: float, span: int, limit: float) -> Tensor:
