@@ -38,7 +38,7 @@ Action = Literal["warn", "stop", "save"] | Callable[["Alarm"], object]
 
 # Chosen on the tuning runs of `python -m benchmarks alarms`; benchmarks/RESULTS.md has the results on others.
 HIGH_LEVEL, HIGH_GROWTH = 0.3, 1.1  # of the limit; from here on growth by this ratio is an alarm by itself,
-LOW_LEVEL, LOW_GROWTH = 0.12, 1.25  # and from here on with a loss that does not improve
+LOW_LEVEL, LOW_GROWTH = 0.12, 1.2  # and from here on with a loss that does not improve
 HORIZON = 4  # windows, within which the limit is predicted to be crossed
 COLLAPSED, SPREAD = 0.05, 0.15  # normalized entropy after a collapse, and before it
 SINK, NO_SINK = 0.9, 0.3  # mass on the first token after the onset of a sink, and before it
@@ -87,7 +87,7 @@ class HeadAlarms(MonitorCallback):
     - non-finite: NaN or Inf in a statistic of a head that was finite before, or in the loss.
     - logit growth: the largest logit is above 0.3 of `logit_limit`, grows, and is predicted to cross it within four
       windows. Growth is extrapolated exponentially where it accelerates, linearly otherwise.
-    - loss spike ahead: the largest logit is above 0.12 of the limit and grew by a quarter, while the loss, which
+    - loss spike ahead: the largest logit is above 0.12 of the limit and grew by a fifth, while the loss, which
       otherwise falls while heads learn, did not improve.
     - entropy collapse, sink onset: the normalized entropy fell from above 0.15 to below 0.05, or the mass on the first
       token rose from below 0.3 to above 0.9, while the loss did not improve or with such logits.
