@@ -17,7 +17,7 @@ from polyhead.training import HeadLocation, StepRecord
 
 Data = Literal["text", "repeats", "chain", "topics"]
 Plant = Literal["query", "layer rate", "rate"]
-WARM_UP, PLANTED = 50, 200  # steps
+WARM_UP, PLANTED, QUICK_STEPS = 50, 200, 110  # steps
 WINDOW, DEVIATIONS, LENGTH = 100, 5.0, 5  # of a spike
 GROWTH: dict[str, float] = {"query": 1.08, "layer rate": 1.02, "rate": 1.01}  # per step
 HEALTHY_SIZES = (
@@ -112,7 +112,7 @@ def study(first_seed: int, *, quick: bool = False) -> dict[str, list[Run]]:
     """Return all runs, in stacks of equal sizes."""
     if quick:
         short = [planted_runs(plant, 2, first_seed) for plant in get_args(Plant)] + [healthy_runs(0, 2, first_seed)]
-        return {f"quick{index}": [replace(run, steps=210) for run in runs] for index, runs in enumerate(short)}
+        return {f"quick{index}": [replace(run, steps=QUICK_STEPS) for run in runs] for index, runs in enumerate(short)}
     stacks = {plant.replace(" ", "-"): planted_runs(plant, CANDIDATES[plant], first_seed) for plant in get_args(Plant)}
     return stacks | {
         f"healthy{index}": healthy_runs(index, PER_STACK, first_seed) for index in range(len(HEALTHY_SIZES))
