@@ -114,6 +114,7 @@ def study(first_seed: int, *, quick: bool = False) -> dict[str, list[Run]]:
         short = [planted_runs(plant, 2, first_seed) for plant in get_args(Plant)] + [healthy_runs(0, 2, first_seed)]
         return {f"quick{index}": [replace(run, steps=QUICK_STEPS) for run in runs] for index, runs in enumerate(short)}
     stacks = {plant.replace(" ", "-"): planted_runs(plant, CANDIDATES[plant], first_seed) for plant in get_args(Plant)}
+    stacks["query-more"] = planted_runs("query", 12, first_seed + CANDIDATES["query"])
     return stacks | {
         f"healthy{index}": healthy_runs(index, PER_STACK, first_seed) for index in range(len(HEALTHY_SIZES))
     }
