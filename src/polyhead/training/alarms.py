@@ -110,6 +110,7 @@ class HeadAlarms(MonitorCallback):
     Raises:
         OptionError: an unknown action or kind, a limit that is not positive, a window that is not a multiple of 3.
 
+    >>> import torch, polyhead
     >>> from polyhead.training import HeadAlarms, HeadMonitor
     >>> layer = polyhead.MultiHeadAttention(16, 2, causal=True).train()
     >>> alarms = HeadAlarms(action="stop")
