@@ -147,6 +147,15 @@ def test_the_first_nonfinite_number_names_step_layer_and_head():
     assert alarms.alarms[0].step == 0
 
 
+def test_nan_where_outputs_were_not_measured_is_no_alarm_and_inf_is():
+    norms = torch.full((20,), 0.2)
+    norms[7:] = torch.nan
+    assert not raised(steps=20, output_norm=norms)
+    norms[9] = torch.inf
+    (alarm,) = raised(steps=20, output_norm=norms)
+    assert (alarm.kind, alarm.step, alarm.evidence) == ("non-finite", 9, {"output_norm": math.inf})
+
+
 def test_a_loss_that_is_not_finite_is_an_alarm_unless_losses_are_missing():
     losses = torch.full((STEPS,), 2.0)
     losses[50:] = torch.nan

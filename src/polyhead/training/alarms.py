@@ -48,7 +48,8 @@ MAX_ALARMS = 10_000  # that are kept
 
 _COLUMNS = ("max_logit", "normalized_entropy", "sink_mass", "output_share", "entropy", "output_norm", "output_cosine")
 _WINDOWED = 4  # the first columns are kept over the window
-_IS_CHECKED = torch.tensor([name not in ("output_share", "output_cosine") for name in _COLUMNS])  # for NaN and Inf
+# NaN in the other columns may mean that they were not measured in this step.
+_IS_MEASURED = torch.tensor([not name.startswith("output") for name in _COLUMNS])[:, None]
 
 
 class Alarm(NamedTuple):
@@ -151,8 +152,10 @@ class HeadAlarms(MonitorCallback):
         self._heads, self._count = heads, 0
         self._columns: tuple[str, ...] | None = None
         self._index = torch.empty(0, dtype=torch.int64)  # of `_COLUMNS` in a record, -1 if not recorded
+        third = window // 3
+        self._values = torch.full((third, _WINDOWED, count), torch.nan)  # of the last third of the window
+        self._medians = torch.full((2 * third, _WINDOWED, count), torch.nan)  # of the thirds that ended at each record
         # A record is written twice, `window` apart, so that the last ones are always contiguous.
-        self._values = torch.full((2 * window, _WINDOWED, count), torch.nan)
         self._curve = torch.full((2 * window, 2), torch.nan, dtype=torch.float64)  # step and loss
         self._was_finite = torch.zeros(len(_COLUMNS), count, dtype=torch.bool)
         self._has_loss = True  # in every record so far
@@ -179,13 +182,17 @@ class HeadAlarms(MonitorCallback):
             "non-finite": self._nonfinite(values),
             "duplicate heads": self._duplicates(values[_COLUMNS.index("output_cosine")]),
         }
-        slot = self._count % self.window
+        slot, third = self._count % self.window, self.window // 3
         for index in (slot, slot + self.window):
-            self._values[index] = values[:_WINDOWED]
             self._curve[index] = torch.tensor((record.step, record.loss), dtype=torch.float64)
+        self._values[slot % third] = values[:_WINDOWED]
         self._count += 1
+        # The medians of the earlier thirds are those of the last third, one and two thirds of a window ago.
+        latest, oldest = self._values.nanmedian(0).values, self._count % (2 * third)
+        medians = torch.stack([self._medians[oldest], self._medians[oldest - third], latest])
+        self._medians[oldest] = latest
         if self._count >= self.window:
-            reasons |= self._changes(record.step, slot + 1)
+            reasons |= self._changes(record.step, slot + 1, medians)
         self._act(self._raise(record, reasons))
 
     def _raise(self, record: StepRecord, reasons: Mapping[str, _Reason]) -> list[Alarm]:
@@ -234,7 +241,7 @@ class HeadAlarms(MonitorCallback):
         if not self._count:
             # A head without a single finite number went wrong before the first record.
             self._was_finite |= (self._index >= 0)[:, None] & ~values.isfinite().any(0)
-        wrong = self._was_finite & (values.isnan() | (values == torch.inf)) & _IS_CHECKED[:, None]
+        wrong = self._was_finite & ((values.isnan() & _IS_MEASURED) | (values == torch.inf))
         self._was_finite |= values.isfinite()
 
         def describe(i: int) -> tuple[dict[str, float], str]:
@@ -255,10 +262,9 @@ class HeadAlarms(MonitorCallback):
 
         return _Reason(self._parallel >= 2, describe)
 
-    def _changes(self, step: int, start: int) -> dict[str, _Reason]:
-        """Return reasons in the medians of the thirds of the window, which begins at `start`."""
-        thirds = self._values[start : start + self.window].unflatten(0, (3, -1))
-        logit, entropy, sink, share = thirds.nanmedian(1).values.unbind(1)  # [3, heads] each
+    def _changes(self, step: int, start: int, medians: Tensor) -> dict[str, _Reason]:
+        """Return reasons in the medians [3, columns, heads] of the thirds of the window, which begins at `start`."""
+        logit, entropy, sink, share = medians.unbind(1)
         steps, losses = self._curve[start : start + self.window].unflatten(0, (3, -1)).unbind(-1)
         loss, at = losses.median(1).values.tolist(), steps.mean(1).tolist()
         did_not_improve = loss[2] >= loss[0]  # False without a loss
@@ -336,7 +342,7 @@ class HeadAlarms(MonitorCallback):
             self.alarms.append(Alarm(kind, step, head and HeadLocation(*head), *others))
 
 
-_TENSORS = ("_values", "_curve", "_was_finite", "_parallel", "_cosine", "_quiet")
+_TENSORS = ("_values", "_medians", "_curve", "_was_finite", "_parallel", "_cosine", "_quiet")
 
 
 def _crossing(logit: Tensor, at: float, span: int, limit: float) -> Tensor:
