@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.alarms.stacked_model import COLUMNS, VOCABULARY, Sizes, StackedModels
 from polyhead.training import HeadLocation, StepRecord
 
-Data = Literal["text", "repeats", "chain", "topics"]
+Data = Literal["text", "repeats", "chain", "topics", "previous"]
 Plant = Literal["query", "layer rate", "rate"]
 WARM_UP, PLANTED, QUICK_STEPS = 50, 200, 110  # steps
 WINDOW, DEVIATIONS, LENGTH = 100, 5.0, 5  # of a spike
@@ -115,6 +115,9 @@ def study(first_seed: int, *, quick: bool = False) -> dict[str, list[Run]]:
         return {f"quick{index}": [replace(run, steps=QUICK_STEPS) for run in runs] for index, runs in enumerate(short)}
     stacks = {plant.replace(" ", "-"): planted_runs(plant, CANDIDATES[plant], first_seed) for plant in get_args(Plant)}
     stacks["query-more"] = planted_runs("query", 12, first_seed + CANDIDATES["query"])
+    # A token that depends on the one before the last takes a head that attends to a single token.
+    sharp = healthy_runs(len(HEALTHY_SIZES) - 3, PER_STACK, first_seed + 20_000)
+    stacks["sharp"] = [replace(run, data="previous") for run in sharp]
     return stacks | {
         f"healthy{index}": healthy_runs(index, PER_STACK, first_seed) for index in range(len(HEALTHY_SIZES))
     }
@@ -160,7 +163,7 @@ def _text() -> Tensor:
 
 
 class _Source:
-    """Sequences of a run: text; a random half that is repeated, which takes induction; a Markov chain."""
+    """Sequences of a run: text, random halves that are repeated, Markov chains, symbols of a random set."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.generator = run, torch.Generator().manual_seed(run.seed)
@@ -179,6 +182,13 @@ class _Source:
         if self.run.data == "topics":
             symbols = torch.randint(VOCABULARY, (batch, 3), generator=generator)
             return symbols.gather(1, torch.randint(3, (batch, length), generator=generator))
+        if self.run.data == "previous":
+            order = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(self.run.seed))
+            sequence = torch.randint(VOCABULARY, (batch, length), generator=generator)
+            is_kept = torch.rand(batch, length, generator=generator) < 0.9
+            for place in range(2, length):
+                sequence[:, place] = torch.where(is_kept[:, place], order[sequence[:, place - 2]], sequence[:, place])
+            return sequence
         tokens = [torch.randint(VOCABULARY, (batch,), generator=generator)]
         choices = torch.randint(4, (length, batch), generator=generator)
         for choice in choices[1:]:
