@@ -36,7 +36,7 @@ REMEDIES: Mapping[Kind, str] = {
 }
 Action = Literal["warn", "stop", "save"] | Callable[["Alarm"], object]
 
-# Chosen on the tuning runs of `python -m benchmarks alarms`; benchmarks/RESULTS.md has the results on others.
+# Chosen on tuning seeds of `python -m benchmarks alarms`; benchmarks/RESULTS.md has the results on others.
 HIGH_LEVEL, HIGH_GROWTH = 0.3, 1.1  # of the limit; from here on growth by this ratio is an alarm by itself,
 LOW_LEVEL, LOW_GROWTH = 0.12, 1.2  # and from here on with a loss that does not improve
 HORIZON = 4  # windows, within which the limit is predicted to be crossed
