@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from benchmarks.alarms.command import alarms
 from benchmarks.options import Commit, Quick, Seed
 from benchmarks.plan_accuracy.command import plan
 from benchmarks.statements.command import statements
@@ -42,6 +43,7 @@ app.command("conversion")(conversion)
 app.command("merging")(merging)
 app.command("prediction")(prediction)
 app.command("training")(training)
+app.command("alarms")(alarms)
 
 
 @app.callback()

@@ -1,5 +1,6 @@
 """Public names of `polyhead.training`."""
 
+from polyhead.training.alarms import Alarm, HeadAlarms
 from polyhead.training.dynamic_heads import DynamicHeads, HeadChange
 from polyhead.training.gated_heads import DropHead, HeadGates
 from polyhead.training.head_history import HeadHistory, HeadLocation, StepRecord
@@ -11,9 +12,11 @@ from polyhead.training.regularizers import entropy_band, output_overlap, positio
 from polyhead.training.run_directory import RunDirectory, inspect_step, load_run
 
 __all__ = [
+    "Alarm",
     "ClippedHeads",
     "DropHead",
     "DynamicHeads",
+    "HeadAlarms",
     "HeadChange",
     "HeadGates",
     "HeadHistory",
