@@ -156,6 +156,17 @@ def test_nan_where_outputs_were_not_measured_is_no_alarm_and_inf_is():
     assert (alarm.kind, alarm.step, alarm.evidence) == ("non-finite", 9, {"output_norm": math.inf})
 
 
+def test_a_nan_that_was_measured_is_an_alarm_in_any_column():
+    columns, values = table(20, output_norm=torch.full((20,), 0.2))
+    values[7:, columns.index("output_norm"), PLANTED] = torch.nan
+    for is_measured in (True, False):
+        alarms, measured = HeadAlarms(action=()), torch.ones(values.shape[1:], dtype=torch.bool)
+        measured[columns.index("output_norm"), PLANTED] = is_measured
+        for step, row in enumerate(values):
+            alarms.on_record(StepRecord(step, 2.0, HEADS, columns, row, measured if step >= 7 else None))
+        assert [(alarm.kind, alarm.step) for alarm in alarms.alarms] == [("non-finite", 7)] * is_measured
+
+
 def test_a_loss_that_is_not_finite_is_an_alarm_unless_losses_are_missing():
     losses = torch.full((STEPS,), 2.0)
     losses[50:] = torch.nan

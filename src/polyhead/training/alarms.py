@@ -178,8 +178,11 @@ class HeadAlarms(MonitorCallback):
             self._index = torch.tensor([record.columns.index(x) if x in record.columns else -1 for x in _COLUMNS])
         missing = torch.full((1, len(record.heads)), torch.nan)
         values = torch.cat([record.values.float(), missing])[self._index]  # in the order of _COLUMNS
+        is_measured = _IS_MEASURED
+        if record.measured is not None:
+            is_measured = torch.cat([record.measured, ~missing.isnan()])[self._index]
         reasons = {
-            "non-finite": self._nonfinite(values),
+            "non-finite": self._nonfinite(values, is_measured),
             "duplicate heads": self._duplicates(values[_COLUMNS.index("output_cosine")]),
         }
         slot, third = self._count % self.window, self.window // 3
@@ -237,11 +240,11 @@ class HeadAlarms(MonitorCallback):
 
     # ---- reasons
 
-    def _nonfinite(self, values: Tensor) -> _Reason:
+    def _nonfinite(self, values: Tensor, is_measured: Tensor) -> _Reason:
         if not self._count:
             # A head without a single finite number went wrong before the first record.
             self._was_finite |= (self._index >= 0)[:, None] & ~values.isfinite().any(0)
-        wrong = self._was_finite & ((values.isnan() & _IS_MEASURED) | (values == torch.inf))
+        wrong = self._was_finite & ((values.isnan() & is_measured) | (values == torch.inf))
         self._was_finite |= values.isfinite()
 
         def describe(i: int) -> tuple[dict[str, float], str]:
