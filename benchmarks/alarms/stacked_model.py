@@ -22,7 +22,7 @@ COLUMNS = (
     "sink_mass",
     "mean_distance",
     "output_norm",
-    "output_share",
+    "output_norm_share",
     "output_cosine",
     "gradient_norm",
 )

@@ -23,7 +23,13 @@ WINDOW = 30
 def table(steps: int, **columns: Tensor | float) -> tuple[tuple[str, ...], Tensor]:
     """Columns of healthy heads, [steps, columns, heads]; a given column is that of the planted head."""
     generator = torch.Generator().manual_seed(0)
-    healthy = {"max_logit": 8.0, "entropy": 1.5, "normalized_entropy": 0.5, "sink_mass": 0.1, "output_share": 1 / 3}
+    healthy = {
+        "max_logit": 8.0,
+        "entropy": 1.5,
+        "normalized_entropy": 0.5,
+        "sink_mass": 0.1,
+        "output_norm_share": 1 / 3,
+    }
     healthy |= {name: 0.2 for name in columns if name not in healthy}
     values = torch.tensor(list(healthy.values()))[None, :, None].repeat(steps, 1, len(HEADS))
     values *= 1 + 0.02 * torch.randn(values.shape, generator=generator)
@@ -112,11 +118,11 @@ def test_the_onset_of_a_sink_is_an_alarm_and_a_sink_is_not():
 def test_dead_heads_write_nothing_for_a_whole_window():
     share = torch.full((STEPS,), 0.3)
     share[40:] = 1e-6
-    (alarm,) = raised(output_share=share)
+    (alarm,) = raised(output_norm_share=share)
     assert (alarm.kind, alarm.head) == ("dead head", HEADS[PLANTED])
     assert 40 + WINDOW * 5 // 6 - 1 <= alarm.step <= 40 + WINDOW
     share[55:] = 0.3  # for half of a window only
-    assert not raised(output_share=share)
+    assert not raised(output_norm_share=share)
 
 
 def test_duplicates_are_measured_twice_and_columns_may_be_nan_or_absent():

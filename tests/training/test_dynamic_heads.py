@@ -219,7 +219,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
         (Blocks, {"changes": {1: HeadChange(prune=4), 2: HeadChange(prune=3)}}, "got 3 of 4 heads"),
         (Blocks, {"changes": {0: HeadChange(prune=1)}}, "at least 1, got 0"),
         (Blocks, {"changes": {1: 2}}, "must be HeadChange by step, got 2 at step 1"),
-        (Blocks, {"score": "output_share"}, "output_share.* and no monitor"),
+        (Blocks, {"score": "output_norm_share"}, "output_norm_share.* and no monitor"),
         (Blocks, {"optimizer": lambda model: optimizer_of(model.layers[0])}, r"one without layers\.1\.q_proj\.weight"),
         (
             Blocks,

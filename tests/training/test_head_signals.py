@@ -113,7 +113,7 @@ class Reference:
         squares = written.square().sum((1, 2))
         return {
             "output_norm": (squares / len(z)).sqrt(),
-            "output_share": squares / squares.sum(),
+            "output_norm_share": squares / squares.sum(),
             "gradient_norm": g.square().sum((0, 2)).sqrt(),
             "outputs": cosines(written),
             "gradients": cosines(changed),
@@ -143,7 +143,7 @@ def assert_matches(
         expected = reference.of(name, masks[name])
         index = [i for i, head in enumerate(history.heads) if head.site == name]
         kind = history.heads[index[0]].kind
-        for column in ("output_norm", "output_share", "gradient_norm"):
+        for column in ("output_norm", "output_norm_share", "gradient_norm"):
             torch.testing.assert_close(history[column][0, index], expected[column], rtol=rtol, atol=1e-12)
         for column, matrix in (("output_cosine", "outputs"), ("gradient_cosine", "gradients")):
             found = history.cosines(column)[0][name, kind]
@@ -361,7 +361,7 @@ def test_a_step_without_backward_has_no_gradient_and_nothing_is_reported_as_nonf
         late.backward()
     history = monitor.history
     has = {name: (~history[name].isnan()).all(1).tolist() for name in COLUMNS}
-    assert has["output_norm"] == has["output_share"] == [True] * 5
+    assert has["output_norm"] == has["output_norm_share"] == [True] * 5
     assert has["gradient_norm"] == [True, True, True, False, True]
     assert has["output_cosine"] == has["gradient_cosine"] == [True, False, True, False, True]
     assert torch.equal(history["gradient_norm"][0], history["gradient_norm"][4])
@@ -391,7 +391,7 @@ def test_packed_sequences_are_those_of_a_batch():
     positions = torch.cat((torch.arange(11), torch.arange(7)))[None]
     expected = recorded(model, lambda: [model(input_ids=part) for part in ids.split((11, 7), 1)])
     found = recorded(model, lambda: model(input_ids=ids, position_ids=positions, use_cache=False))
-    for name in ("normalized_entropy_p10", "output_norm", "output_share", "output_cosine"):
+    for name in ("normalized_entropy_p10", "output_norm", "output_norm_share", "output_cosine"):
         torch.testing.assert_close(found[name], expected[name])
 
 
@@ -480,7 +480,7 @@ def test_autocast_changes_the_columns_by_rounding_only():
         loss.backward()
 
     found = recorded(model, run)
-    for name in ("output_norm", "output_share"):
+    for name in ("output_norm", "output_norm_share"):
         torch.testing.assert_close(found[name], expected[name], rtol=0.05, atol=0.01)
     assert not torch.equal(found["output_norm"], expected["output_norm"])
 
@@ -500,7 +500,7 @@ def test_gates_count_as_part_of_what_a_head_writes():
         monitor.step()
     found = columns(monitor)
     closed = torch.tensor([False, False, True, False] * 2)
-    for name in ("output_norm", "output_share", "gradient_norm"):
+    for name in ("output_norm", "output_norm_share", "gradient_norm"):
         assert torch.equal(found[name] == 0, closed)
     assert torch.equal(found["output_cosine"] == 0, closed)
     first = ~closed & (torch.arange(8) < 4)
@@ -575,7 +575,7 @@ def test_unknown_projections_are_nan_and_not_an_error():
             small(model, batches()[0])
             monitor.step()
     found = columns(monitor)
-    for name in ("output_norm", "output_share", "output_cosine", "gradient_cosine"):
+    for name in ("output_norm", "output_norm_share", "output_cosine", "gradient_cosine"):
         assert found[name].isnan().tolist() == [True] * 4 + [False] * 4
     assert found["gradient_norm"].isfinite().all()
     assert monitor.history.first_nonfinite() is None
@@ -645,14 +645,14 @@ def test_a_layer_that_writes_nothing_has_no_share_and_no_cosine():
     nn.init.zeros_(layer.out_proj.weight)
     x = torch.randn(2, 5, 24, dtype=torch.float64)
     found = recorded(layer, lambda: layer(x).output.square().sum().backward())
-    for name in ("output_norm", "output_share", "output_cosine", "gradient_cosine"):
+    for name in ("output_norm", "output_norm_share", "output_cosine", "gradient_cosine"):
         assert torch.equal(found[name], torch.zeros(3, dtype=torch.float64))
 
 
 def test_single_heads_have_no_cosine():
     layer = polyhead.MultiHeadAttention(24, 1).train()
     found = recorded(layer, lambda: layer(torch.randn(2, 5, 24)).output.square().sum().backward())
-    assert found["output_share"].tolist() == [1.0]
+    assert found["output_norm_share"].tolist() == [1.0]
     assert found["output_cosine"].isnan().all()
 
 

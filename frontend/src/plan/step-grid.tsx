@@ -67,7 +67,7 @@ export function StepGrid({ grid, panels }: { grid: Grid; panels: { lines: string
           {name ? `, ${name}: ${format(values[hovered as number] as number)}` : ""}
         </output>
       </p>
-      <div style={{ height: `${14 * panels.length}px`, maxWidth: `${28 * columns}px` }}>
+      <div style={{ height: `${22 * panels.length}px`, maxWidth: `${44 * columns}px`, marginBottom: "0.75rem" }}>
         <HeatMap
           rows={panels.length}
           columns={columns}

@@ -30,6 +30,12 @@ _NO_SCRIPT = Text("The charts need JavaScript, which is disabled here.", "图表
 _COLUMNS = (
     Text("head", "头"), Text("first", "首步"), Text("last", "末步"), Text("lowest", "最低"), Text("highest", "最高"),
 )  # fmt: skip
+_LABELS = {  # of columns that only a monitor has
+    "normalized_entropy_p10": Text("normalized entropy, lowest decile", "归一化熵：最低十分位"),
+    "gradient_norm": Text("gradient norm", "梯度范数"),
+    "output_cosine": Text("output cosine", "输出余弦"),
+    "gradient_cosine": Text("gradient cosine", "梯度余弦"),
+}
 _LINES = Text(
     "A panel per layer, a line per head; point at a line for its name. The slider chooses the step of the grid, with a "
     "row per layer and a column per head.",
@@ -77,7 +83,7 @@ def training_html(history: HeadHistory, name: str, *, language: Language = "en")
 
 def _label(column: str) -> Text:
     """Return the label of a statistic; some are maxima over a step, the others means."""
-    return column_of(f"{column}_max" if column in LARGEST else column).label
+    return _LABELS.get(column) or column_of(f"{column}_max" if column in LARGEST else column).label
 
 
 def _measured(steps: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,9 +161,12 @@ def _body(
     titles = [LOSS if view == "loss" else _label(view) for view in views]
     titles.append(Text("All numbers", "全部数字"))
     size = math.ceil(len(history) / (MOST_POINTS // 2))
-    note = _LINES[language] + (" " + _MERGED[language].format(steps=size) if len(history) > MOST_POINTS else "")
+    merged_steps = " " + _MERGED[language].format(steps=size) if len(history) > MOST_POINTS else ""
     no_script = f"<noscript><p>{escape(_NO_SCRIPT[language])}</p></noscript>"
-    contents = [f'<div data-charts="{view}"></div>{no_script}<p>{note}</p>' for view in views]
+    notes = [("" if view == "loss" else _LINES[language]) + merged_steps for view in views]
+    contents = [
+        f'<div data-charts="{view}"></div>{no_script}<p>{note}</p>' for view, note in zip(views, notes, strict=True)
+    ]
     contents.append("".join(_table(history, column, *found, language) for column, found in series.items()))
     links, sections = "", ""
     for view, title, content in zip([*views, "numbers"], titles, contents, strict=True):

@@ -46,7 +46,15 @@ DEAD = 1e-4  # of an equal share of the layer's output
 DUPLICATE = 0.99  # magnitude of the cosine between two outputs
 MAX_ALARMS = 10_000  # that are kept
 
-_COLUMNS = ("max_logit", "normalized_entropy", "sink_mass", "output_share", "entropy", "output_norm", "output_cosine")
+_COLUMNS = (
+    "max_logit",
+    "normalized_entropy",
+    "sink_mass",
+    "output_norm_share",
+    "entropy",
+    "output_norm",
+    "output_cosine",
+)
 _WINDOWED = 4  # the first columns are kept over the window
 # NaN in the other columns may mean that they were not measured in this step.
 _IS_MEASURED = torch.tensor([not name.startswith("output") for name in _COLUMNS])[:, None]
@@ -303,7 +311,7 @@ class HeadAlarms(MonitorCallback):
 
         def dead(i: int) -> tuple[dict[str, float], str]:
             value = float(share[2, i])
-            return {"output_share": value}, f"it has {value:.1g} of the output of its layer"
+            return {"output_norm_share": value}, f"it has {value:.1g} of the output of its layer"
 
         collapsed = (entropy[0] >= SPREAD) & (entropy[2] <= COLLAPSED) & is_bad
         onset = (sink[0] <= NO_SINK) & (sink[2] >= SINK) & is_bad

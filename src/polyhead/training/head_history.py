@@ -18,7 +18,7 @@ from polyhead.observation.session_limits import stack_of
 from polyhead.observation.statistics import LOCATION, AttentionSite
 
 COSINES = ("output_cosine", "gradient_cosine")
-FINITE = ("output_norm", "output_share", "gradient_norm", *COSINES)  # columns that are finite wherever measured
+FINITE = ("output_norm", "output_norm_share", "gradient_norm", *COSINES)  # columns that are finite wherever measured
 KEPT_VALUES, KEPT_STEPS = 1 << 23, 1 << 16  # of which a history keeps the latest: 64 MiB in float64
 SiteKey = tuple[str, str]  # path and kind of an attention site
 

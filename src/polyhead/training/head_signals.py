@@ -20,7 +20,7 @@ from polyhead.ops.attended import Attended
 from polyhead.training.head_history import COSINES
 
 LOW_ENTROPY = "normalized_entropy_p10"
-COLUMNS = (LOW_ENTROPY, "output_norm", "output_share", "gradient_norm", *COSINES)
+COLUMNS = (LOW_ENTROPY, "output_norm", "output_norm_share", "gradient_norm", *COSINES)
 _ENTROPY, _OUTPUTS = "entropy histogram", "head outputs"  # names of states in a session
 
 
@@ -271,7 +271,7 @@ class HeadSignals:
         columns = {
             LOW_ENTROPY: for_each(lambda x: Histogram(x).quantile(0.1), entropies),
             "output_norm": for_each(_root_mean_square, squares, counts),
-            "output_share": for_each(_shares, squares),
+            "output_norm_share": for_each(_shares, squares),
             "gradient_norm": for_each(torch.sqrt, [None if x is None else x.squares for x in gradients]),
         }
         return columns | {name: for_each(_strongest, x) for name, x in cosines.items()}, cosines

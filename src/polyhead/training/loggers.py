@@ -21,7 +21,7 @@ EXTREMES = {
     "entropy": "lowest",
     "normalized_entropy": "lowest",
     "sink_mass": "highest",
-    "output_share": "lowest",
+    "output_norm_share": "lowest",
     "output_cosine": "highest",
     "gradient_norm": "highest",
 }

@@ -92,7 +92,7 @@ class HeadMonitor:
     - `normalized_entropy_p10`: the lowest decile over tokens of the normalized entropy; from a histogram of 256 bins,
       so within 1/512 of the exact one.
     - `output_norm`: root mean square over tokens of the norm of what the head writes, its output times W_O, gates
-      included. `output_share`: its share in the sum over the heads of the layer of these squared norms.
+      included. `output_norm_share`: its share in the sum over the heads of the layer of these squared norms.
     - `gradient_norm`: norm of the gradient of the step's loss with respect to the head's attention output, before gates
       and W_O, over all its tokens. With respect to what it writes, all heads of a layer have the same gradient.
     - `output_cosine`, `gradient_cosine`, in every `pairs_every`-th step: the cosine of largest magnitude with another
