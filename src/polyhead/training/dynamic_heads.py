@@ -76,8 +76,8 @@ class DynamicHeads:
         changes: changes by the number of steps after which they are made.
         monitor: returns a monitor of the model, such as `HeadMonitor` itself or a function with its options; it is
             called anew after each change, since a monitor is of heads that do not change. `monitors` lists them.
-        score: "importance", or the name of a column of the monitor, e.g. "output_norm_share", of which low values are those
-            of heads that are not needed.
+        score: "importance", or the name of a column of the monitor, e.g. "output_norm_share", of which low values are
+            those of heads that are not needed.
         seed: seed of the weights of new heads.
 
     Raises:
