@@ -54,12 +54,12 @@ class RunDirectory(MonitorCallback):
     >>> from polyhead.training import HeadMonitor, RunDirectory, load_run
     >>> layer = polyhead.MultiHeadAttention(16, 2, causal=True).train()
     >>> folder = tempfile.mkdtemp()
-    >>> with HeadMonitor(layer, callbacks=[RunDirectory(folder)]) as monitor:
+    >>> with HeadMonitor(layer, statistics=("max_logit", "entropy"), callbacks=[RunDirectory(folder)]) as monitor:
     ...     for _ in range(3):
     ...         _ = layer(torch.randn(3, 5, 16))
     ...         monitor.step()
     >>> load_run(folder)
-    HeadHistory(3 steps of 2 heads: entropy, normalized_entropy, max_logit, mean_distance, sink_mass)
+    HeadHistory(3 steps of 2 heads: entropy, max_logit)
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, every: int = 1, overwrite: bool = False) -> None:
