@@ -181,8 +181,8 @@ def _find_format(model: nn.Module, path: str, module: nn.Module) -> tuple[Projec
 def _not_plain(linears: dict[str, nn.Module]) -> list[str]:
     """Return a reason for each projection that is not a plain linear layer: adapters, quantisation, ..."""
     return [
-        f"{name} is a {type(linear).__name__}, and heads can only be removed from plain linear layers; merge adapters "
-        "and undo quantisation first"
+        f"{name} is a {type(linear).__module__}.{type(linear).__qualname__}, and heads can only be edited in plain "
+        "linear layers; merge adapters and undo quantisation first"
         for name, linear in linears.items()
         if not (type(linear) is nn.Linear or is_conv1d(linear))
         or {name for name, _ in linear.named_parameters()} - {"weight", "bias"}
