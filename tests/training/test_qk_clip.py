@@ -310,7 +310,7 @@ def with_tied_layers() -> nn.Module:
             "q_norm normalises",
         ),
         (lambda: MultiHeadAttention(WIDTH, HEADS, softcap=30.0), "soft cap"),
-        (with_adapter, "q_proj is a Adapted"),
+        (with_adapter, "q_proj is a tests.training.test_qk_clip.Adapted"),
         (with_tied_layers, "is shared with another module"),
         (lambda: transformers.T5Model(transformers.T5Config(vocab_size=61, d_model=32, d_kv=8, num_layers=1)), "got "),
     ],
