@@ -611,6 +611,22 @@ def test_adapters_of_the_output_projection_are_part_of_it():
         torch.testing.assert_close(found[name], expected[name])
 
 
+def test_lora_of_peft_is_part_of_the_output_projection():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=3, lora_alpha=12, target_modules=["q_proj", "v_proj", "o_proj"])
+    model = peft.get_peft_model(seeded(llama), config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zero at first
+            nn.init.normal_(parameter, std=0.3)
+    model = model.double().train()
+    found = recorded(model, lambda: small(model, batches()[0]))
+    merged = model.merge_and_unload().requires_grad_()
+    expected = recorded(merged, lambda: small(merged, batches()[0]))
+    assert expected["output_norm"].isfinite().all()
+    for name in COLUMNS:
+        torch.testing.assert_close(found[name], expected[name])
+
+
 def test_resumed_steps_have_the_same_columns_and_cosines(tmp_path):
     def train(model: nn.Module, monitor: HeadMonitor, steps: range) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
