@@ -37,10 +37,10 @@ class RunDirectory(MonitorCallback):
     """Write the values of every head in every observed step to a folder.
 
     `folder/steps` has Parquet files with the columns of the table of `polyhead inspect --save` and two more, `step` and
-    `loss`: one row per step and head. Each file is complete at any time; a process that is killed loses the last 30
-    seconds. A monitor that continues from a checkpoint replaces the steps after it. `load_run` reads the folder,
-    `polyhead report` draws it, and `polyhead compare` takes two of its steps. In a process group the first process
-    writes.
+    `loss`: one row per step and head. Each file is complete at any time; a process that is killed loses at most the
+    last 30 seconds. A monitor that continues from a checkpoint replaces the steps after it. `load_run` reads the
+    folder, `polyhead report` draws it, and `polyhead compare` takes two of its steps. In a process group the first
+    process writes.
 
     Args:
         folder: folder of the run; it is created.
@@ -59,7 +59,7 @@ class RunDirectory(MonitorCallback):
     ...         _ = layer(torch.randn(3, 5, 16))
     ...         monitor.step()
     >>> load_run(folder)
-    HeadHistory(3 steps of 2 heads: entropy, normalized_entropy, max_logit, mean_distance, sink_mass)
+    HeadHistory(3 steps of 2 heads: entropy, normalized_entropy, max_logit, ...)
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, every: int = 1, overwrite: bool = False) -> None:
