@@ -99,8 +99,8 @@ class HeadAlarms(MonitorCallback):
     - loss spike ahead: the largest logit is above 0.12 of the limit and grew by a fifth, while the loss, which
       otherwise falls while heads learn, did not improve.
     - entropy collapse, sink onset: the normalized entropy fell from above 0.15 to below 0.05, or the mass on the first
-      token rose from below 0.3 to above 0.9, while the loss did not improve or with such logits.
-    - dead head: less than 1e-4 of an equal share of the output of its layer, over the window.
+      token rose from below 0.3 to above 0.9, while the loss did not improve, or together with logit growth.
+    - dead head: less than 1e-4 of an equal share of the output of its layer, over a whole window.
     - duplicate heads: a cosine of 0.99 between the outputs of two heads, in two measurements.
 
     What is not recorded raises nothing: without a loss there is no "loss spike ahead". A head raises an alarm of a kind
