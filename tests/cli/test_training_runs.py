@@ -55,6 +55,17 @@ def test_what_is_no_step_is_refused(run, name, words):
     assert words in invoke("compare", f"{run}{name}", f"{run}@1", code=2).stderr
 
 
+def test_few_steps_are_said_to_be_few(run, tmp_path):
+    short, heads = tmp_path / "short", (HeadLocation("layers.0.attn", "self", 0, 0, "0", 1),)
+    callback = RunDirectory(short)
+    for step in range(10):
+        callback.on_record(StepRecord(step, 2.5, heads, ("max_logit",), torch.randn(1, 1, dtype=torch.float64)))
+    callback.on_exit()
+    shown = invoke("compare", f"{short}@2", f"{short}@8").stdout
+    assert "5 pairs of neighbouring steps in A, 5 in B: too few for a reliable test, which needs 10 in each" in shown
+    assert "which does not exist" in invoke("report", tmp_path / "nope", code=2).stderr
+
+
 def test_a_report_draws_the_steps(run, tmp_path):
     assert invoke("report", run).stdout.strip() == str(run / "polyhead-report.html")
     page = tmp_path / "page.html"

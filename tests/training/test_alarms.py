@@ -67,7 +67,7 @@ def test_logits_that_grow_name_the_head_and_the_step_at_which_the_limit_is_cross
     assert alarm.evidence["predicted_step"] == pytest.approx(crossed, abs=3)
     assert alarm.evidence["max_logit"] > 30 > alarm.evidence["max_logit_before"]
     assert alarm.message.startswith("L1H1 (layers.1): the largest logit grew from ")
-    assert f"predicted at step {alarm.evidence['predicted_step']:.0f} to cross 100" in alarm.message
+    assert f"predicted to cross 100 at step {alarm.evidence['predicted_step']:.0f}" in alarm.message
     assert str(alarm).endswith(REMEDIES["logit growth"])
 
 
@@ -162,7 +162,24 @@ def test_nan_where_outputs_were_not_measured_is_no_alarm_and_inf_is():
     assert (alarm.kind, alarm.step, alarm.evidence) == ("non-finite", 9, {"output_norm": math.inf})
 
 
-def test_a_nan_that_was_measured_is_an_alarm_in_any_column():
+def test_a_head_that_is_not_finite_is_named_and_its_neighbours_are_not():
+    """Its NaN is in their shares of the layer's output."""
+    torch.manual_seed(0)
+    layer = MultiHeadAttention(64, 4, causal=True).train()
+    alarms = HeadAlarms(action=())
+    with HeadMonitor(layer, callbacks=[alarms]) as monitor:
+        for step in range(4):
+            if step == 3:
+                with torch.no_grad():
+                    layer.q_proj.weight[32, 0] = torch.nan  # head 2
+            loss = layer(torch.randn(2, 16, 64)).output.square().mean()
+            loss.backward()
+            monitor.step(loss)
+    assert monitor.history["output_norm_share"][3].isnan().all()
+    assert [(alarm.step, alarm.head.head) for alarm in alarms.alarms if alarm.head is not None] == [(3, 2)]
+
+
+def test_a_nan_of_an_output_is_an_alarm_if_it_was_measured():
     columns, values = table(20, output_norm=torch.full((20,), 0.2))
     values[7:, columns.index("output_norm"), PLANTED] = torch.nan
     for is_measured in (True, False):

@@ -262,5 +262,7 @@ def test_a_change_without_evidence_is_refused():
             dynamic.step()  # the optimizer made none
     assert counts(model) == [HEADS, HEADS]
     other = DynamicHeads(model, optimizer, {1: HeadChange(prune=1)}, monitor=HeadMonitor, score="no_such_column")
-    with other, pytest.raises(OptionError, match=r"the columns are .*no_such_column"):
-        train(model, optimizer, other, range(1))
+    with pytest.raises(OptionError, match=r"a score is importance, or one of entropy, .*no_such_column"), other:
+        pass
+    with pytest.raises(OptionError, match="HeadMonitor itself or a function that returns a monitor"):
+        DynamicHeads(model, optimizer, {1: HeadChange(prune=1)}, monitor=HeadMonitor(model))

@@ -255,6 +255,39 @@ def test_the_trainer_saves_and_stops_when_a_callback_asks_for_it(tmp_path):
     assert monitor.history.steps == (0, 1, 2, 3, 4)
 
 
+def test_callbacks_are_a_list_of_instances():
+    model = llama()
+    for wrong in (Recorder(), [Recorder], {Recorder()}):
+        with pytest.raises(OptionError, match="callbacks must be a list of instances of MonitorCallback, got"):
+            HeadMonitor(model, callbacks=wrong)
+
+
+def test_a_loop_that_ends_no_step_is_warned():
+    model, (ids,) = llama(), batches(1)
+    with pytest.warns(UserWarning, match=r"call monitor\.step\(loss\)"), HeadMonitor(model):
+        model(ids)
+    with HeadMonitor(model) as monitor:
+        train(model, [ids], monitor)
+        model(ids)  # of a step that does not end
+    with HeadMonitor(model):
+        pass
+
+
+def test_a_monitor_that_skips_steps_is_entered_last():
+    model, (ids, other) = llama(), batches(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loop() -> None:
+        with HeadMonitor(model, every=3) as monitor, QKClip(model, optimizer):
+            for batch in (ids, other):
+                model(batch, labels=batch).loss.backward()
+                optimizer.step()
+                monitor.step()
+
+    with pytest.raises(OptionError, match="every above 1 leaves and returns in training: enter it after the others"):
+        loop()
+
+
 def test_tools_work_together():
     """A monitor inside of QK-clip, gates and DropHead sees what it would see alone."""
     model, data = llama(), batches(3)

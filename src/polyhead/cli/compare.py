@@ -177,7 +177,8 @@ def _load(run: Path) -> Inspection:
 def _sampling(found: Comparison) -> str:
     (one, two), (over, over_after) = found.samples, found.over
     if over == over_after == "pairs of steps":
-        return f"noise of a step from {one} pairs of neighbouring steps in A, {two} in B"
+        few = ": too few for a reliable test, which needs 10 in each" if min(one, two) < 10 else ""
+        return f"noise of a step from {one} pairs of neighbouring steps in A, {two} in B{few}"
     if found.paired:
         return f"paired tests over the {one} {over} of the same text"
     note = ", one in eight tokens counts as independent" if "tokens" in found.over else ""

@@ -23,4 +23,6 @@ def check_saved(folder: Path) -> None:
             found = ", whose run is not finished; continue it with --resume"
         elif (folder / STEPS).is_dir():
             found = f", which is a training run; `polyhead report` draws it, `polyhead compare` takes {folder}@STEP"
+        elif not folder.exists():
+            found = ", which does not exist"
         raise OptionError(f"an inspection is a folder that `polyhead inspect --save` wrote, got {folder}{found}")

@@ -114,7 +114,8 @@ def check_innermost(session: object) -> None:
     if any(not modules.isdisjoint(others) for _, others in _entered[position + 1 :]):
         raise OptionError(
             "sessions that observe the same model must be exited in reverse order, got one that was entered before "
-            "another that still observes it; exit that one first"
+            "another that still observes it; exit that one first. A HeadMonitor with every above 1 leaves and returns "
+            "in training: enter it after the others"
         )
 
 

@@ -77,7 +77,7 @@ def check_heads_unchanged(site: AttentionSite, num_heads: int, origins: HeadOrig
         note = "" if site.num_heads != num_heads else " different ones"
         raise OptionError(
             f"the heads of a model must not change during a session, got {num_heads} heads in {site.name!r}, which had "
-            f"{site.num_heads}{note}; observe the edited model in a new session"
+            f"{site.num_heads}{note}; observe the edited model in a new session (DynamicHeads takes a monitor itself)"
         )
 
 

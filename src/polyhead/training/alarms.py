@@ -58,6 +58,8 @@ _COLUMNS = (
 _WINDOWED = 4  # the first columns are kept over the window
 # NaN in the other columns may mean that they were not measured in this step.
 _IS_MEASURED = torch.tensor([not name.startswith("output") for name in _COLUMNS])[:, None]
+# A head that is not finite makes shares and cosines of the other heads of its layer so, too.
+_IS_OWN = torch.tensor([name not in ("output_norm_share", "output_cosine") for name in _COLUMNS])[:, None]
 
 
 class Alarm(NamedTuple):
@@ -252,7 +254,7 @@ class HeadAlarms(MonitorCallback):
         if not self._count:
             # A head without a single finite number went wrong before the first record.
             self._was_finite |= (self._index >= 0)[:, None] & ~values.isfinite().any(0)
-        wrong = self._was_finite & ((values.isnan() & is_measured) | (values == torch.inf))
+        wrong = self._was_finite & _IS_OWN & ((values.isnan() & is_measured) | (values == torch.inf))
         self._was_finite |= values.isfinite()
 
         def describe(i: int) -> tuple[dict[str, float], str]:
@@ -292,9 +294,9 @@ class HeadAlarms(MonitorCallback):
         def growth(i: int) -> tuple[dict[str, float], str]:
             before, now, when = float(logit[0, i]), float(logit[2, i]), float(crossing[i])
             evidence = {"max_logit_before": before, "max_logit": now, "predicted_step": when}
-            where = "is above" if now >= self.logit_limit else f"is predicted at step {when:.0f} to cross"
-            grew = f"the largest logit grew from {before:.3g} to {now:.3g} in {span} steps and {where}"
-            return evidence, f"{grew} {self.logit_limit:g}"
+            limit = f"{self.logit_limit:g}"
+            where = f"above {limit}" if now >= self.logit_limit else f"predicted to cross {limit} at step {when:.0f}"
+            return evidence, f"the largest logit grew from {before:.3g} to {now:.3g} in {span} steps and is {where}"
 
         def ahead(i: int) -> tuple[dict[str, float], str]:
             evidence, message = growth(i)

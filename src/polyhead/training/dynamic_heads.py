@@ -116,6 +116,10 @@ class DynamicHeads:
         self._create_monitor = monitor
         self._monitor_state: dict[str, Any] | None = None  # of a run that is continued
         self._undo: ExitStack | None = None
+        if monitor is not None and not callable(monitor):
+            raise OptionError(
+                f"monitor must be HeadMonitor itself or a function that returns a monitor of the model, got {monitor!r}"
+            )
         if monitor is None and score != _IMPORTANCE:
             raise OptionError(f"a score is importance, or a column of a monitor, got {score!r} and no monitor")
         for step, change in self.changes.items():
@@ -198,6 +202,10 @@ class DynamicHeads:
             undo.callback(self._owner.register_step_pre_hook(self._before_step).remove)
             if self._create_monitor is not None:
                 monitor, state = self._create_monitor(self.model), self._monitor_state
+                if self.score not in (_IMPORTANCE, *monitor.statistics):
+                    raise OptionError(
+                        f"a score is importance, or one of {', '.join(sorted(monitor.statistics))}, got {self.score!r}"
+                    )
                 if state is None:
                     monitor.start_at(self.steps)
                 else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
@@ -137,13 +138,15 @@ class HeadMonitor:
         for name, value in (("every", every), ("pairs_every", pairs_every)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise OptionError(f"{name} must be an integer of at least 1, got {value!r}")
+        if not isinstance(callbacks, list | tuple) or not all(isinstance(x, MonitorCallback) for x in callbacks):
+            raise OptionError(f"callbacks must be a list of instances of MonitorCallback, got {callbacks!r}")
         if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
             raise OptionError(f"grad_scaler must be a torch.amp.GradScaler, got {type(grad_scaler).__name__}")
         self.model, self.every, self.pairs_every, self.callbacks = model, every, pairs_every, tuple(callbacks)
-        self.steps = 0  # that have ended
-        self._names = _checked_names(statistics)
-        own = tuple(name for name in COLUMNS if name in self._names)
-        rows = [name for name in self._names if name in NAMES]
+        self.steps = self._first_step = 0  # that have ended
+        self.statistics = _checked_names(statistics)
+        own = tuple(name for name in COLUMNS if name in self.statistics)
+        rows = [name for name in self.statistics if name in NAMES]
         needed = ["normalized_entropy"] if LOW_ENTROPY in own else ["max_logit"] if not rows else []
         self._session = observe(model, statistics=[*rows, *needed])
         self._session.only_training = True
@@ -156,7 +159,7 @@ class HeadMonitor:
     def __enter__(self) -> Self:
         if self._is_entered:
             raise OptionError("this monitor is already entered; create another for another model")
-        self._is_entered = True
+        self._is_entered, self._first_step = True, self.steps
         self._signals.search()
         self._switch()
         return self
@@ -168,8 +171,10 @@ class HeadMonitor:
             self._signals.detach()
             self._session.__exit__(kind, error, trace)
         self._is_entered = self._is_observing = False
-        self._session.take()  # forwards after the last step do not count
+        left_over = self._session.take()  # forwards after the last step do not count
         self._signals.end_step()
+        if kind is None and self.steps == self._first_step and left_over.sites:
+            warnings.warn("no step of the monitor has ended; call monitor.step(loss) in the loop", stacklevel=2)
         self._read(wait=True)
         for callback in self.callbacks:
             callback.on_exit()
@@ -257,7 +262,7 @@ class HeadMonitor:
         Args:
             step: number of the next step.
         """
-        self.steps = step
+        self.steps = self._first_step = step
         if self._is_entered:
             self._session.take()
             self._signals.end_step()
@@ -275,7 +280,7 @@ class HeadMonitor:
     def _switch(self) -> None:
         """Observe the next step if it is a k-th, and leave the model alone otherwise."""
         wanted = self.steps % self.every == 0
-        has_cosines = any(name in self._names for name in COSINES)
+        has_cosines = any(name in self.statistics for name in COSINES)
         self._signals.with_pairs = has_cosines and self.steps // self.every % self.pairs_every == 0
         if wanted and not self._is_observing:
             self._session.__enter__()
@@ -288,7 +293,7 @@ class HeadMonitor:
     @torch.no_grad()
     def _send(self, loss: Tensor | float | None) -> None:
         """Start the copy of a step's values to the host."""
-        if self._signals.has_half_autocast and self.grad_scaler is None and "gradient_norm" in self._names:
+        if self._signals.has_half_autocast and self.grad_scaler is None and "gradient_norm" in self.statistics:
             raise OptionError(
                 "a loss that a GradScaler scales needs it in the monitor, which takes its scale out of gradient_norm, "
                 "got a forward in float16 autocast: HeadMonitor(model, grad_scaler=scaler); without a scaler, "
@@ -307,7 +312,7 @@ class HeadMonitor:
         values_of, cosines = self._signals.columns_of([x.site for x in sites], observations.collected)
         values_of |= _row_columns(sites, self._session.wanted.names)
         defined = [name for name, x in values_of.items() if any(values is not None for values in x)]
-        columns = [name for name in self._session.wanted.names if name in self._names and name in defined]
+        columns = [name for name in self._session.wanted.names if name in self.statistics and name in defined]
         columns += self._own_columns
         self._history.check([HeadLocation.of(x.site, head) for x in sites for head in x.heads], columns)
         sizes = [len(x.heads) for x in sites]
