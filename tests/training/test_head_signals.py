@@ -1,4 +1,4 @@
-"""What heads write and the gradients through them, against materialised attention in float64."""
+"""Outputs of heads and the gradients through them, against materialised attention in float64."""
 
 from __future__ import annotations
 
@@ -682,7 +682,7 @@ def test_the_model_is_left_as_it_was():
     expected = recorded(model, lambda: small(model, batches()[0]))
     assert all(torch.equal(x, expected[name]) for name, x in columns(monitor).items())
     assert not any(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
-    with pytest.raises(OptionError, match=r"pairs_every must be an integer of at least 1, got 0"):
+    with pytest.raises(OptionError, match=r"pairs_every must be at least 1, got 0"):
         HeadMonitor(model, pairs_every=0)
     with pytest.raises(OptionError, match=r"cosines are those of output_cosine and gradient_cosine, got 'entropy'"):
         HeadMonitor(model).history.cosines("entropy")

@@ -1,4 +1,4 @@
-"""What TensorBoard and W&B receive: few scalars with the names of their heads, and one picture per step."""
+"""TensorBoard and W&B receive few scalars with the names of their heads, and one picture per step."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_bad_options_are_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with pytest.raises(OptionError, match="needs wandb; install it with"):
         WandbLogger()
-    with pytest.raises(OptionError, match="every must be an integer"):
+    with pytest.raises(OptionError, match="every must be at least 1, got 0"):
         WandbLogger(every=0)
 
 

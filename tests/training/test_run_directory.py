@@ -181,7 +181,7 @@ def test_bad_folders_are_refused(tmp_path):
     (tmp_path / "file").write_text("text")
     with pytest.raises(OptionError, match="must be a folder"):
         RunDirectory(tmp_path / "file")
-    with pytest.raises(OptionError, match="every must be an integer"):
+    with pytest.raises(OptionError, match="every must be at least 1, got 0"):
         RunDirectory(tmp_path / "run", every=0)
     train(monitor_of(tmp_path / "run"), 3)
     part = next((tmp_path / "run" / STEPS).iterdir())

@@ -76,7 +76,7 @@ class Alarm(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """What to try first."""
+        """The remedy to try first."""
         return REMEDIES[self.kind]
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What heads write to the residual stream, and the gradients through them, reduced on the device during a step."""
+"""Outputs of heads to the residual stream and gradients through them, reduced on the device during a step."""
 
 from __future__ import annotations
 

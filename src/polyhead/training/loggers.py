@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError
+from polyhead.geometry import checked_integer
 from polyhead.training.head_history import HeadLocation, StepRecord, index_of
 from polyhead.training.monitor import MonitorCallback
 from polyhead.training.run_directory import is_first_process
@@ -82,13 +84,12 @@ def draw_heads(record: StepRecord, column: str) -> Tensor:
     return picture.round().to(torch.uint8).repeat_interleave(_CELL, 0).repeat_interleave(_CELL, 1)
 
 
-class _Logger(MonitorCallback):
+class _Logger(MonitorCallback, ABC):
     """Pass a summary of every k-th step of the first process to `_log`."""
 
     def __init__(self, every: int, picture: str) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise OptionError(f"every must be an integer of at least 1, got {every!r}")
-        self.every, self.picture, self._next = every, picture, 0
+        self.every = checked_integer("every", every, at_least=1, error=OptionError)
+        self.picture, self._next = picture, 0
 
     def on_record(self, record: StepRecord) -> None:
         """Log a step.
@@ -101,10 +102,10 @@ class _Logger(MonitorCallback):
             self._log(record, *summarize(record), draw_heads(record, self.picture))
             self._next = record.step + 1
 
+    @abstractmethod
     def _log(
         self, record: StepRecord, scalars: dict[str, float], heads: dict[str, HeadLocation], picture: Tensor
-    ) -> None:
-        raise NotImplementedError
+    ) -> None: ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of the next step."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError
+from polyhead.geometry import checked_integer
 from polyhead.observation.accumulators import accumulator_dtype
 from polyhead.observation.session import observe
 from polyhead.observation.statistics import NAMES, SiteStatistics, stack_order
@@ -38,7 +39,7 @@ class _Pending(NamedTuple):
 
 
 class MonitorCallback:
-    """What reads the records of a `HeadMonitor`: alarms, loggers. Each method may be overridden.
+    """Base class of readers of a monitor's records, such as alarms and loggers. Each method may be overridden.
 
     `should_stop` asks the loop to stop, which `Trainer` does. `should_save` asks it for a checkpoint; `Trainer` writes
     one and resets it.
@@ -136,8 +137,7 @@ class HeadMonitor:
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         for name, value in (("every", every), ("pairs_every", pairs_every)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise OptionError(f"{name} must be an integer of at least 1, got {value!r}")
+            checked_integer(name, value, at_least=1, error=OptionError)
         if not isinstance(callbacks, list | tuple) or not all(isinstance(x, MonitorCallback) for x in callbacks):
             raise OptionError(f"callbacks must be a list of instances of MonitorCallback, got {callbacks!r}")
         if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):

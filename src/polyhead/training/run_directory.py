@@ -16,6 +16,7 @@ import torch
 
 from polyhead.errors import OptionError
 from polyhead.files import TABLE_ROWS, as_type, check_pyarrow, check_regular, refusing, short
+from polyhead.geometry import checked_integer
 from polyhead.inspection import Inspection, Settings
 from polyhead.inspection.run_files import STEPS
 from polyhead.observation import AttentionSite, HeadProfile
@@ -63,9 +64,8 @@ class RunDirectory(MonitorCallback):
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, every: int = 1, overwrite: bool = False) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise OptionError(f"every must be an integer of at least 1, got {every!r}")
-        self.folder, self.every, self.overwrite = Path(folder), every, overwrite
+        self.every = checked_integer("every", every, at_least=1, error=OptionError)
+        self.folder, self.overwrite = Path(folder), overwrite
         check_folder(self.folder, "the folder of a run")
         check_pyarrow(self.folder)
         self._lock = ExitStack()

@@ -21,7 +21,7 @@ LATE = 2  # steps after which a request of another process is read
 
 
 class Requests:
-    """What the callbacks of a monitor ask the loop for, the same in all processes.
+    """Requests of a monitor's callbacks to the loop, the same in all processes.
 
     In a process group all processes act on a request of any of them, two steps later, so that none waits.
 
