@@ -190,6 +190,19 @@ def test_a_broken_query_that_sees_keys_gives_nan_in_its_own_row_alone(backend: s
     assert torch.equal(result[others], scene.run(backend).output[others])
 
 
+@pytest.mark.parametrize("backend", OURS)
+def test_every_statistic_of_a_query_that_is_nan_is_nan_also_with_finite_keys(backend: str) -> None:
+    query, key = (normal(1, 2, 23, 8, seed=seed) for seed in (0, 1))
+    query[0, 0, 11] = torch.nan
+    names = ("max_logit", "max_abs_logit", "confidence", "entropy", "mean_distance", "sink_mass")
+    for finite in (True, False):
+        rows = attention(
+            query, key, key, mask=Mask.causal(), finite=finite, statistics=names, backend=backend
+        ).statistics
+        for name, values in rows.items():
+            assert values.isnan().nonzero().tolist() == [[0, 0, 11]], (name, finite)
+
+
 @pytest.mark.parametrize("backend", ON_THE_CPU)
 def test_a_nan_that_flows_back_into_an_empty_row_stops_there(backend: str) -> None:
     scene = scene_of("dense").with_gradients()

@@ -129,6 +129,12 @@ class RowSums:
     def finish(self, row_sum: Tensor, row_max: Tensor) -> dict[str, Tensor]:
         """Return the statistics, given the sum and the max of each row (1 and 0 for rows without keys)."""
         statistics = {name: x / row_sum for name, x in self.linear.items()}
+        if not torch.is_grad_enabled():  # the mask of a CPU tile takes a NaN for +inf; the row's weights are NaN
+            is_nan = row_sum.isnan()
+            if self.max_logit is not None:
+                self.max_logit = torch.where(is_nan, torch.nan, self.max_logit)
+            if self.max_abs_logit is not None:
+                self.max_abs_logit = torch.where(is_nan, torch.nan, self.max_abs_logit)
         if self.max_logit is not None:
             statistics["max_logit"] = self.max_logit
             if "confidence" in self.names:
