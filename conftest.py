@@ -65,16 +65,15 @@ def pytest_collect_file(file_path: Path) -> Generator[None, list[Any], list[Any]
     return [x for x in collectors if not isinstance(x, DoctestModule) or ">>> " in file_path.read_text("utf-8")]
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> Generator[None, Any, Any]:
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> list[Any] | None:
     """Without a GPU its tests are counted and not collected: their parameters would be thousands of skipped items."""
     if isinstance(obj, types.FunctionType) and name.startswith("test") and not _has_gpu():
         marks = [*getattr(obj, "pytestmark", []), *collector.iter_markers()]
         if any(mark.name == "gpu" for mark in marks):
             _left_out[collector.nodeid] += 1
-            obj = None
-    item = yield
-    return [] if obj is None else item
+            return []
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -32,6 +32,8 @@ def kernels() -> set[str]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a device that is there cannot be pretended")
+# Said once by PyTorch on a CPU without bfloat16 instructions.
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
 def test_every_kernel_is_launched_by_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = set()
 

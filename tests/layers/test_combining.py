@@ -21,6 +21,7 @@ from polyhead.layers.multi_head.projected import ProjectedHeads
 from polyhead.layers.positions import ALiBi, Learned, Rotary
 from polyhead.layers.variants.grouped import GroupedHeads
 from polyhead.layers.variants.mixing import HeadMix
+from tests.gradients import FAST
 from tests.layers.compiling import with_dynamic_sizes
 from tests.layers.head_formula import earlier, heads_of
 
@@ -211,14 +212,16 @@ def test_a_session_sees_the_heads_and_gates_them(kind: str, x: Tensor) -> None:
 def test_every_parameter_has_its_gradient(kind: str, backend: str) -> None:
     layer = LAYERS[kind](3, 6, head_dim=2, num_kv_heads=3, causal=True, dtype=DOUBLE)
     x = torch.randn(2, 3, 3, dtype=DOUBLE, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda y, *_: layer(y, backend=backend).output, [x, *layer.parameters()])
+    inputs = [x, *layer.parameters()]
+    assert torch.autograd.gradcheck(lambda y, *_: layer(y, backend=backend).output, inputs, **FAST)
 
 
 @both_kinds
 def test_every_parameter_has_its_second_derivative(kind: str) -> None:
     layer = LAYERS[kind](3, 6, head_dim=1, bias=False, dtype=DOUBLE, backend="reference")
     x = torch.randn(1, 2, 3, dtype=DOUBLE, requires_grad=True)
-    assert torch.autograd.gradgradcheck(lambda y, *_: layer(y).output, [x, *layer.parameters()])
+    inputs = [x, *layer.parameters()]
+    assert torch.autograd.gradgradcheck(lambda y, *_: layer(y).output, inputs, **FAST)
 
 
 # ---- generation
@@ -285,12 +288,10 @@ def results(call: Callable[[Tensor], Any], layer: ProjectedHeads, x: Tensor) -> 
     return [output.detach(), *torch.autograd.grad(output.square().sum(), [leaf, *layer.parameters()])]
 
 
-@every_kind
+@pytest.mark.parametrize("kind", ["grouped", "mixed", "mixed in full, projected"])
 def test_a_layer_compiles_whole_with_any_batch_and_length(kind: str, x: Tensor) -> None:
     layer = make(kind, causal=True)
-    # One kind of each class goes through AOTAutograd; what differs little from it is traced by Dynamo alone.
-    backend = "aot_eager" if kind in ("grouped", "mixed in full, projected") else "eager"
-    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager" if kind == "mixed" else "aot_eager")
     # Dynamic sizes take most of the time, so one kind has them.
     dynamic = kind == "mixed"
     for given in (x, torch.randn(5, 7, EMBED, dtype=DOUBLE))[: 1 + dynamic]:
@@ -298,6 +299,12 @@ def test_a_layer_compiles_whole_with_any_batch_and_length(kind: str, x: Tensor) 
             ours = results(with_dynamic_sizes(compiled, 0, 1) if dynamic else compiled, layer, given)
         for found, expected in zip(ours, results(layer, layer, given), strict=True):
             close(found, expected, 1e-10)
+
+
+@pytest.mark.parametrize("kind", ["one group", "mixed alone"])
+def test_other_modules_that_combine_heads_compile(kind: str) -> None:
+    combine, heads = make(kind).combine, torch.randn(BATCH, LENGTH, HEADS, VALUE_DIM, dtype=DOUBLE)
+    close(torch.compile(combine, fullgraph=True, backend="eager")(heads), combine(heads))
 
 
 @torch.no_grad()
@@ -314,14 +321,23 @@ def test_a_compiled_layer_generates_with_a_cache(x: Tensor) -> None:
     close(torch.cat(parts, 1), layer(x).output)
 
 
-@pytest.mark.parametrize("kind", ["grouped", "mixed", "mixed in full, projected"])
-def test_export_with_dynamic_batch_and_length(kind: str, x: Tensor) -> None:
-    layer = make(kind, causal=True).eval()
-    shapes = ({0: torch.export.Dim("batch", max=97), 1: torch.export.Dim("length", max=31)},)
-    program = torch.export.export(layer, (x,), dynamic_shapes=shapes, strict=False)
+SHAPES = ({0: torch.export.Dim("batch", max=97), 1: torch.export.Dim("length", max=31)},)
+
+
+def test_export_with_dynamic_batch_and_length(x: Tensor) -> None:
+    layer = make("grouped", causal=True).eval()
+    program = torch.export.export(layer, (x,), dynamic_shapes=SHAPES, strict=False)
     for shape in ((BATCH, LENGTH), (5, 7)):
         given = torch.randn(*shape, EMBED, dtype=DOUBLE)
         close(program.module()(given).output, layer(given).output)
+
+
+@pytest.mark.parametrize("kind", ["mixed", "mixed in full, projected"])
+def test_other_modules_that_combine_heads_are_exported_with_dynamic_batch_and_length(kind: str) -> None:
+    combine, heads = make(kind).combine, torch.randn(BATCH, LENGTH, HEADS, VALUE_DIM, dtype=DOUBLE)
+    program = torch.export.export(combine, (heads,), dynamic_shapes=SHAPES, strict=False)
+    for given in (heads, torch.randn(5, 7, HEADS, VALUE_DIM, dtype=DOUBLE)):
+        close(program.module()(given), combine(given))
 
 
 @both_kinds

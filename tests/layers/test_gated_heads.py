@@ -16,6 +16,7 @@ from polyhead import Mask, MultiHeadAttention
 from polyhead.layers.kv_cache import GrowingCache, PreallocatedCache
 from polyhead.layers.positions import Rotary
 from tests.error_budget import Compared, assert_draws_within_error_budget
+from tests.gradients import FAST
 from tests.layers.head_formula import causal_orders, earlier, heads_of, project
 
 BATCH, LENGTH, KEYS, EMBED, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 3, 11, 13, 23, 6, 2, 10, 7
@@ -139,7 +140,7 @@ def test_statistics_are_of_the_heads_before_their_gates(gate: str, x: Tensor) ->
 def test_every_parameter_has_its_gradient(gate: str) -> None:
     layer = MultiHeadAttention(3, 4, head_dim=2, causal=True, output_gate=gate, dtype=DOUBLE)  # type: ignore[arg-type]
     x = torch.randn(2, 3, 3, dtype=DOUBLE, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda y, *_: layer(y).output, [x, *layer.parameters()])
+    assert torch.autograd.gradcheck(lambda y, *_: layer(y).output, [x, *layer.parameters()], **FAST)
 
 
 @every_gate

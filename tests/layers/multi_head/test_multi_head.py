@@ -24,6 +24,7 @@ from polyhead.layers.positions import (
     Sinusoidal,
     T5Bias,
 )
+from tests.gradients import FAST
 
 BATCH, LENGTH, KEYS, EMBED, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 3, 11, 13, 23, 6, 2, 10, 7
 KEY_WIDTH, VALUE_WIDTH = 19, 17
@@ -440,10 +441,10 @@ def as_function(layer: MultiHeadAttention, **call: Any) -> tuple[Callable[..., T
 @pytest.mark.parametrize("options", OPTIONS_WITH_GRADIENTS)
 def test_every_parameter_has_its_gradient(options: str, backend: str) -> None:
     function, inputs = as_function(tiny(options), backend=backend)
-    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradcheck(function, inputs, **FAST)
 
 
 @pytest.mark.parametrize(("options", "backend"), [("plain", "blockwise"), ("grouped, causal, rotary", "reference")])
 def test_every_parameter_has_its_second_derivative(options: str, backend: str) -> None:
     function, inputs = as_function(tiny(options), backend=backend)
-    assert torch.autograd.gradgradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs, **FAST)

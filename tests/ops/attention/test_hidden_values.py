@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyhead import Mask, attention
+from polyhead import Mask, MultiHeadAttention, attention
 from polyhead.ops.common import tiles
+from tests.error_budget import assert_within_error_budget, plain_formula
 from tests.ops.oracle import ON_THE_CPU, Scene, Who, normal, result_and_gradients
 
 OURS = ("reference", "blockwise")
@@ -323,3 +324,73 @@ def test_auto_serves_empty_tensors_with_every_option() -> None:
         query, key = torch.randn(batch, 6, queries, 13), torch.randn(batch, 2, keys, 13)
         result = attention(query, key, key, softcap=2.0, sinks=torch.zeros(6), scale=torch.ones(6), dropout=0.3)
         assert result.output.shape == (batch, 6, queries, 13)
+
+
+# ---- forwards on a GPU, which recompute rows instead of replacing keys and values
+
+ROWS = ("entropy", "max_logit", "mean_distance", "mean_offset", "confidence", "sink_mass")
+ON_A_GPU = [  # batch, heads, KV heads, tokens, head_dim, tokens that the window reaches back
+    (2, 4, 2, 300, 64, None),
+    (1, 4, 4, 515, 128, None),
+    (1, 6, 2, 2100, 96, None),  # long enough for our kernel without statistics
+    (1, 2, 2, 200, 256, None),
+    (2, 4, 4, 130, 40, None),
+    (2, 4, 2, 300, 64, 50),
+]
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("names", [None, ROWS[:3], ROWS], ids=["output", "some", "all"])
+@pytest.mark.parametrize("sizes", ON_A_GPU, ids=str)
+def test_on_a_gpu_a_broken_key_reaches_the_rows_that_see_it_and_no_other(
+    sizes: tuple[int, ...], names: tuple[str, ...] | None, dtype: torch.dtype
+) -> None:
+    batch, heads, kv_heads, tokens, dim, left = sizes
+    torch.manual_seed(0)
+    query = torch.randn(batch, heads, tokens, dim, device="cuda", dtype=dtype)
+    key, value = torch.randn(2, batch, kv_heads, tokens, dim, device="cuda", dtype=dtype).unbind(0)
+    mask = Mask.causal() if left is None else Mask.window(left=left, right=0)
+    exact = attention(*(x.double() for x in (query, key, value)), mask=mask, statistics=ROWS, backend="reference")
+    distance = torch.arange(tokens, device="cuda") - torch.arange(tokens, device="cuda")[:, None]
+    visible = (distance <= 0) & (distance >= -(tokens if left is None else left))
+    plain = plain_formula(query, key, value, visible=visible.expand(batch, heads, tokens, tokens)).output
+    group = heads // kv_heads
+    for part, filler in [("key", torch.nan), *(("value", filler) for filler in NON_FINITE), ("key", torch.inf)]:
+        for place in (0, 77, tokens - 1):
+            parts = {"key": key.clone(), "value": value.clone()}
+            parts[part][-1, -1, place, 3] = filler
+            found = attention(query, **parts, mask=mask, statistics=names)
+            sees = torch.zeros(batch, heads, tokens, dtype=torch.bool, device="cuda")
+            sees[-1, -group:] = visible[:, place]
+            others = ~sees
+            if (part, filler) == ("key", torch.inf):
+                # A logit of -Inf has weight 0: the formula is finite there.
+                sees[-1, -group:] &= query[-1, -group:, :, 3] >= 0
+            assert found.output[sees].isnan().all(), (part, filler, place)
+            compared = {"exact": exact.output[others], "plain": plain[others]}
+            assert_within_error_budget(found.output[others], **compared, name=f"{part} {filler} at {place}")
+            for name in names or ():
+                values, expected = getattr(found.statistics, name), getattr(exact.statistics, name)
+                assert values[sees].isnan().all(), (name, part, filler, place)
+                torch.testing.assert_close(values[others].double(), expected[others], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("autocast", [False, True])
+def test_on_a_gpu_a_broken_token_of_a_causal_layer_reaches_no_earlier_one(autocast: bool) -> None:
+    torch.manual_seed(0)
+    for width, heads, tokens in ((128, 2, 140), (192, 2, 2100)):
+        dtype = torch.float32 if autocast else torch.bfloat16
+        layer = MultiHeadAttention(width, heads, causal=True, device="cuda", dtype=dtype).eval()
+        x = torch.randn(2, tokens, width, device="cuda", dtype=dtype)
+        broken = x.clone()
+        broken[1, 77] = torch.nan
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            expected, found = layer(x).output, layer(broken).output
+        assert found[1, 77:].isnan().all()
+        torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0)
+        exact = layer.double()(x.double()).output[1, :77]
+        assert_within_error_budget(found[1, :77], exact=exact, plain=expected[1, :77])

@@ -90,8 +90,9 @@ class HeadMix(PlainHeads[HeadMixConfig]):
         if call.on_gpu and call.form == "fused" and rows <= FEW_ROWS:
             weights = call.size(tokens * rows**2)
             scaled = tape.step(query, output_size=size)
-            logits = tape.step(scaled, key, output_size=weights, saves=(scaled, key))
-            softmax = tape.step(logits, output_size=weights, save_output=True, frees=(scaled, logits))
+            logits = tape.step(scaled, key, output_size=weights, saves=(scaled, key), frees=(scaled,))
+            softmax = tape.step(logits, output_size=weights, save_output=True, frees=(logits,))
+            # The result of a product is contiguous, whatever its factors are.
             output = tape.step(softmax, value, output_size=size, saves=(softmax, value), frees=(softmax,))
         else:
             weight_size = call.wide(tokens * rows**2) if call.form == "materialised" else 0
@@ -106,8 +107,8 @@ class HeadMix(PlainHeads[HeadMixConfig]):
                 saved_bytes=4 * tokens * rows + 2 * weight_size,
                 workspace=weight_size,
                 backward_workspace=4 * weight_size,
+                is_strided=query.is_strided,
             )
-        output.is_strided = query.is_strided
         if query is not mixed:
             tape.release(query, key, value)
         return output

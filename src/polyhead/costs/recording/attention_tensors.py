@@ -71,7 +71,7 @@ def record_attention(call: Recorder, query: Block, key: Block, value: Block, hea
     tape = call.tape
     if call.cached and call.cache_dtype is not call.dtype and not call.reads_cache:
         key, value = _copied_sources(call, key, value, heads)  # converted from the dtype of the cache
-    if not (call.on_gpu and call.is_guarded):
+    if not (call.on_gpu and call.is_guarded) or call.recomputes_rows(heads):
         return _attention(call, query, key, value, heads)
     # NaN and Inf are removed from keys and values, and restored in rows that see them; our kernel does so on store.
     sources = _copied_sources(call, key, value, heads)

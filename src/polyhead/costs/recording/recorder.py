@@ -21,6 +21,8 @@ from polyhead.layers.positions.config import (
     T5BiasConfig,
 )
 from polyhead.masks import Mask
+from polyhead.ops.attention.fused import LARGEST_DIM
+from polyhead.ops.attention.mask_rule import is_window_too_large
 from polyhead.ops.decode.fused import MOST_QUERIES
 
 Form = Literal["fused", "materialised"]
@@ -109,7 +111,9 @@ class Recorder:
         mask = self.mask if self.form == "fused" else None
         decodes = cached and self.decodes
         is_guarded = not (decodes or self.finite or mask is None)
-        if is_guarded:  # the gradient passes through unchanged
+        outputs = self.tokens * heads.queries * heads.value_dim
+        recomputes = is_guarded and self.recomputes_rows(heads)
+        if is_guarded and not recomputes:  # the gradient passes through unchanged
             source = work.batch * work.keys * heads.keys * (heads.head_dim + heads.value_dim)
             self.passes("attention", source, gradient_bytes=0)
         if mask is not None:
@@ -118,8 +122,9 @@ class Recorder:
         sizes = (work.batch, heads.queries, heads.keys, work.queries, work.keys, heads.head_dim, heads.value_dim)
         cache_dtype = self.cache_dtype if cached else None
         self.pieces.append(AttentionCore(direction, *sizes, self.dtype, cache_dtype=cache_dtype, **options))
-        if is_guarded:
-            outputs = self.tokens * heads.queries * heads.value_dim
+        if recomputes:
+            self.passes("attention", outputs, transfers=1, gradient_bytes=0)
+        elif is_guarded:
             self.passes("attention", outputs, launches=2, gradient_bytes=0)
 
     def cache_writes(self, numbers: int) -> None:
@@ -225,6 +230,21 @@ class Recorder:
         """
         biased = self.bias is not None and (self.form == "fused" or self.is_dense)
         return (self.mask is not None or biased) and not self.finite and not self.reads_cache
+
+    def recomputes_rows(self, heads: Heads) -> bool:
+        """True if rows that are not finite are recomputed after the kernel, which reads keys and values as they are.
+
+        These are forwards in 16 bits under nothing but a causal mask, or a window that our kernel computes.
+        """
+        mask, work, dims = self.mask, self.work, (heads.head_dim, heads.value_dim)
+        is_fused = self.on_gpu and self.form == "fused" and self.is_narrow and not self.special
+        if mask is None or not is_fused or self.bias is not None or self.tape.training:
+            return False
+        if mask.is_just_causal:
+            return work.queries == work.keys > 1 and heads.head_dim == heads.value_dim <= LARGEST_DIM
+        sizes = (work.batch, heads.queries, work.queries, work.keys, heads.head_dim)
+        is_window = mask.left is not None and not mask.sinks and all(32 < dim <= 128 for dim in dims)
+        return is_window and is_window_too_large(self.device, self.dtype, *sizes)
 
     def copied(self, block: Block, numbers: int, *, frees: Iterable[Block] = ()) -> Block:
         """Record a copy of `numbers` elements."""

@@ -31,14 +31,18 @@ class WatchedCall(Protocol):
     requested: Statistics | None
     has_collectors: bool  # whether to compute the log-sum-exp, which collectors need
     gate: Tensor | None  # [heads], [batch, heads] or [batch, heads, queries]
+    mask: Mask | None  # of the call; in compiled code, the one to use
 
-    def notify(self, attended: Attended) -> None: ...
+    def notify(self, attended: Attended) -> Tensor | None:
+        """Report the result; compiled code continues with the tensor that this returns, if any, as its output."""
 
 
 # Called with (module, query, key, mask, learned_sinks=) before every attention call of an observed module; None if the
 # call is not observed. Keyed by module rather than a context variable: recomputation in a backward runs in an autograd
 # thread.
 WATCHERS: dict[nn.Module, Callable[..., WatchedCall | None]] = {}
+# Module attribute with the function that compiled code calls instead. Not by module: layers share compiled code.
+TRACED = "_polyhead_traced"
 
 
 def attend(
@@ -90,11 +94,13 @@ def attend(
     rate = float(dropout) if getattr(module, "training", False) else 0.0
     seed = draw_seed(query.device) if with_weights and rate else None
     key_heads = getattr(module, KEY_HEADS, None)
-    begin = None if torch.compiler.is_compiling() else WATCHERS.get(module)
+    begin = getattr(module, TRACED, None) if torch.compiler.is_compiling() else WATCHERS.get(module)
     if key_heads is not None and (begin is not None or seed is not None):
         # Observers and the dropout mask for returned weights only support even groups.
         key, value, key_heads = select_heads(key, key_heads), select_heads(value, key_heads), None
     watched = None if begin is None else begin(module, query, key, mask, learned_sinks=s_aux is not None)
+    if watched is not None and torch.compiler.is_compiling():
+        mask = watched.mask
     sinks = None if s_aux is None else s_aux.reshape(-1)
     attention_function = attention if key_heads is None else partial(uneven_attention, key_heads=key_heads)
     result = attention_function(
@@ -112,9 +118,10 @@ def attend(
         logsumexp=watched is not None and watched.has_collectors,
         finite=True,  # like transformers' own attention, do not check masked keys for NaN
     )
-    if watched is not None:
-        watched.notify(Attended(query, key, value, result, mask, scaling, softcap, sinks))
     output, weights = result.output, result.weights
+    if watched is not None:
+        noted = watched.notify(Attended(query, key, value, result, mask, scaling, softcap, sinks))
+        output = output if noted is None else noted
     if weights is not None:
         weights = weights.to(query.dtype)
         if s_aux is not None and _family(module) in SINKS_NOT_IN_WEIGHTS:

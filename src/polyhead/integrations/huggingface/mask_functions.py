@@ -116,6 +116,16 @@ def make_mask(
     return DescribedMask(description, (batch_size, 1, q_length, kv_length), dtype, device)
 
 
+def make_mask_or_none(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Build the mask of one call like `make_mask`; in compiled code, like transformers does for sdpa.
+
+    That is no dense mask where `is_causal` of the attention module determines it.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    return (sdpa_mask if torch.compiler.is_compiling() else make_mask)(*args, **kwargs)
+
+
 @cache
 def _known_functions() -> dict[CodeType, str]:
     """Return the code objects of the recognised mask functions, with the names of their factories."""

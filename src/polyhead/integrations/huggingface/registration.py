@@ -6,9 +6,10 @@ from typing import Any
 
 from polyhead.errors import OptionError
 from polyhead.integrations.huggingface.attention import attend
-from polyhead.integrations.huggingface.mask_functions import make_mask
+from polyhead.integrations.huggingface.mask_functions import make_mask, make_mask_or_none
 
 NAME = "polyhead"
+OBSERVED = "polyhead_observed"  # in compiled code that a session observes
 
 
 def register() -> str:
@@ -38,6 +39,8 @@ def register() -> str:
         ) from error
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, make_mask)
+    AttentionInterface.register(OBSERVED, attend)
+    AttentionMaskInterface.register(OBSERVED, make_mask_or_none)
     return NAME
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyhead.layers.joint_projection import is_plain_linear
-from polyhead.ops.attention import straight
+from polyhead.ops.attention import self_attention
 
 if TYPE_CHECKING:
     from polyhead.layers.multi_head.projected import ProjectedHeads
@@ -44,7 +44,7 @@ def forward_plain(layer: ProjectedHeads, x: Tensor, causal: bool) -> Tensor | No
     else:
         stacked = joined.view(batch, length, -1, layout.head_dim).transpose(1, 2)
         q, k, v = stacked.split_with_sizes((layout.num_heads, layout.num_kv_heads, layout.num_kv_heads), 1)
-    heads = straight(q, k, v, layer.scale, causal, layer.finite)
+    heads = self_attention(q, k, v, layer.scale, causal, layer.finite)
     if heads is None:
         return None
     out_params = out_proj._parameters  # attribute access to `out_proj.weight` takes as long as a small product

@@ -2,7 +2,7 @@
 
 from polyhead.ops.attention.api import attention, explain
 from polyhead.ops.attention.dispatch import BACKENDS, Choice, Explanation
-from polyhead.ops.attention.sdpa import straight
+from polyhead.ops.attention.plain_calls import self_attention
 from polyhead.ops.common.request import AttentionOutput
 from polyhead.ops.common.statistics import RowStatistics, Statistics
 
@@ -15,5 +15,5 @@ __all__ = [
     "Statistics",
     "attention",
     "explain",
-    "straight",
+    "self_attention",
 ]

@@ -82,9 +82,9 @@ def attention(
             if result is not None:
                 return result
         elif not logsumexp:
-            output = plain_calls.attend(query, key, value, mask, scale, finite)
-            if output is not None:
-                return AttentionOutput(output, backend="sdpa")
+            result = plain_calls.attend(query, key, value, mask, scale, finite)
+            if result is not None:
+                return result
     request = checked_request(
         query,
         key,

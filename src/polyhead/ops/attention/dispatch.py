@@ -7,9 +7,14 @@ from dataclasses import dataclass
 
 from polyhead.errors import BackendUnsupported, OptionError
 from polyhead.ops.attention import blockwise, fused, reference, sdpa
-from polyhead.ops.attention.mask_rule import is_bias_read_by_distance, is_mask_too_large, is_window_too_large
+from polyhead.ops.attention.mask_rule import (
+    is_bias_read_by_distance,
+    is_mask_too_large,
+    is_plain_forward_for_hopper,
+    is_window_too_large,
+)
 from polyhead.ops.common.request import AttentionOutput, AttentionRequest
-from polyhead.ops.common.tracing import EXPORTED, is_exporting
+from polyhead.ops.common.tracing import EXPORTED, is_exporting, is_traced
 from polyhead.ops.common.validation import check_backend
 from polyhead.ops.common.visibility import Visibility
 
@@ -131,6 +136,8 @@ def _sdpa_avoided(request: AttentionRequest) -> str:
     if request.statistics is not None:
         return "this second pass takes longer than tiles that compute them in one pass"
     visibility = request.visibility
+    if _is_plain_forward_for_our_kernel(request):
+        return "our forward is faster at these sizes"
     if visibility is None or is_exporting():
         return ""
     if is_mask_too_large(size := sdpa.materialised_bytes(request)):
@@ -140,6 +147,16 @@ def _sdpa_avoided(request: AttentionRequest) -> str:
     if _is_bias_for_our_kernel(request, visibility) and not fused.unsupported_reasons(request):
         return "it needs the bias of every pair materialised, and our kernel reads it by distance"
     return ""
+
+
+def _is_plain_forward_for_our_kernel(request: AttentionRequest) -> bool:
+    query, visibility, (_, _, _, queries, keys) = request.query, request.visibility, request.sizes
+    sizes = {"queries": queries, "keys": keys, "head_dim": query.shape[-1]}
+    is_causal = visibility is not None
+    if is_traced(query) or not is_plain_forward_for_hopper(query.device.type, query.dtype, causal=is_causal, **sizes):
+        return False
+    is_plain = visibility is None or (visibility.is_band and visibility.left is None and visibility.right == 0)
+    return is_plain and not request.dropout and not request.needs_grad and fused.hopper_call(request) is not None
 
 
 def _is_window_for_our_kernel(request: AttentionRequest, visibility: Visibility) -> bool:

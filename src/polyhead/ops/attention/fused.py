@@ -69,12 +69,18 @@ def run(request: AttentionRequest) -> AttentionOutput:
     needs_grad = request.needs_grad
     if _is_decode(request, needs_grad):
         return _decode(request)
-    call = as_call(request, request.query, for_columns=needs_grad)
     # Calling an operator takes as much Python time as launching a kernel, twice that if gradients are recorded.
-    if is_traced(request.query):
-        results = _forward_operator(*call.flat())
+    is_direct = not needs_grad and not is_traced(request.query)
+    call = _hopper_call(request) if is_direct else None
+    if call is not None:
+        return as_output(compute(call, finite=request.finite or request.visibility is None), call.names)
+    call = as_call(request, request.query, for_columns=needs_grad)
+    if is_direct:
+        results = compute(call)
+    elif needs_grad and not is_traced(request.query):
+        results = _Attention.apply(*call.flat(), (call,))
     else:
-        results = _Attention.apply(*call.flat(), (call,)) if needs_grad else compute(call)
+        results = _forward_operator(*call.flat())
     return as_output(results, call.names)
 
 
@@ -104,8 +110,8 @@ def _decode(request: AttentionRequest) -> AttentionOutput:
     return as_output([output, logsumexp, *statistics.values()], tuple(statistics))
 
 
-def as_call(request: AttentionRequest, query: Tensor, *, for_columns: bool) -> KernelCall:
-    """Return a request as kernels take it: non-finite keys and values replaced, and the mask packed.
+def as_call(request: AttentionRequest, query: Tensor, *, for_columns: bool, clean: bool = True) -> KernelCall:
+    """Return a request as kernels take it: non-finite keys and values replaced, if `clean`, and the mask packed.
 
     `for_columns`: as in `pack`, for the backward.
     """
@@ -114,7 +120,7 @@ def as_call(request: AttentionRequest, query: Tensor, *, for_columns: bool) -> K
         mask = MaskArguments(offset=key.shape[2] - request.query.shape[2])
     else:
         poison = None
-        if not request.finite:
+        if clean and not request.finite:
             key, value, poison = without_nonfinite(key, value)
         mask = pack(visibility, poison=poison, for_columns=for_columns)
     scale, head_scale = (1.0, request.scale) if isinstance(request.scale, Tensor) else (request.scale, None)
@@ -129,8 +135,11 @@ def as_call(request: AttentionRequest, query: Tensor, *, for_columns: bool) -> K
     return KernelCall(query, key, value, mask, *options)
 
 
-def compute(call: KernelCall) -> list[Tensor]:
-    """Return output, log-sum-exp and the statistics in the order of their names, from the fastest suitable kernel."""
+def compute(call: KernelCall, *, finite: bool = True) -> list[Tensor]:
+    """Return output, log-sum-exp and the statistics in the order of their names, from the fastest suitable kernel.
+
+    `finite`: as in `forward_hopper.forward`, whose kernel alone supports False.
+    """
     query, key, value = call.query, call.key, call.value
     if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
         query, key, value = (with_dense_rows(x) for x in (query, key, value))
@@ -141,7 +150,7 @@ def compute(call: KernelCall) -> list[Tensor]:
 
         in_kernel, separate = split
         poison = row_poison(call.mask, query.shape[2])
-        output, logsumexp, statistics = forward_hopper.forward(call, row_poison=poison, names=in_kernel)
+        output, logsumexp, statistics = forward_hopper.forward(call, row_poison=poison, names=in_kernel, finite=finite)
         if len(separate):
             statistics |= local_mass.masses(call, logsumexp, names=separate)
         return [output, logsumexp, *map(statistics.__getitem__, call.names)]
@@ -170,8 +179,16 @@ def hopper_call(request: AttentionRequest) -> KernelCall | None:
     """Return the call of a request without gradients that the Hopper kernel computes alone; None for any other."""
     if _is_decode(request, needs_grad=False):
         return None
-    call = as_call(request, request.query, for_columns=False)
-    return call if _hopper_names(call) == (call.names, ()) else None
+    call = _hopper_call(request)
+    return call if call is not None and _hopper_names(call) == (call.names, ()) else None
+
+
+def _hopper_call(request: AttentionRequest) -> KernelCall | None:
+    """Return the call of a request with its keys and values as they are, if the Hopper kernel computes it."""
+    if not has_hopper_kernels(request.query.device):
+        return None
+    call = as_call(request, request.query, for_columns=False, clean=False)
+    return None if _hopper_names(call) is None else call
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from torch.backends.cuda import flash_sdp_enabled
 from polyhead.ops.attention.scaled_dot_product import kernel_name, records_gradients, scaled_dot_product
 from polyhead.ops.attention.tiled_softmax import attend
 from polyhead.ops.common.kernel_call import with_dense_rows
-from polyhead.ops.common.nonfinite import over_heads, without_nonfinite
+from polyhead.ops.common.nonfinite import can_launch, over_heads, without_nonfinite
 from polyhead.ops.common.request import AttentionOutput, AttentionRequest
 from polyhead.ops.common.tiles import prepare
 from polyhead.ops.common.tracing import TRANSFORMED, is_forward_mode, is_transformed
@@ -162,13 +162,29 @@ def straight(
         return None  # `attention` handles empty tensors
     elif not _is_flash_sure(query) and kernel_name(query, key, value, None, 0.0, causal, grouped=grouped) == "math":
         return None
-    poison = None
-    if causal and not finite:
+    poison, is_checked = None, causal and not finite
+    recomputes = is_checked and _can_recompute(query, key, value)
+    if is_checked and not recomputes:
         key, value, poison = without_nonfinite(key, value)
     output = scaled_dot_product(query, key, value, None, 0.0, causal, scale=scale, grouped=grouped)
+    if recomputes:
+        from polyhead.ops.attention.kernels.nonfinite_rows import recompute_nonfinite_rows
+
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        recompute_nonfinite_rows(query, key, value, output, scale=scale, left=None, right=0)
     if poison is None:
         return output
     return output + over_heads(poison.cumsum(-1), query.shape[1])[..., None].to(output.dtype)
+
+
+def _can_recompute(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return True if rows that are not finite can be recomputed after PyTorch's forward, instead of cleaned inputs."""
+    if not can_launch(query) or records_gradients(query, key, value) or query.shape[-1] > 256:
+        return False
+    is_cast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") is not query.dtype
+    is_dense = query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+    is_short = query.dtype in (torch.bfloat16, torch.float16)
+    return is_short and not is_cast and is_dense and _has_flash(query.get_device())
 
 
 def _is_flash_sure(query: Tensor) -> bool:

@@ -21,7 +21,7 @@ def without_nonfinite(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tenso
     """
     if _can_read(key) and math.isfinite((key.sum() + value.sum()).item()):
         return key, value, None
-    if _can_launch(key) and _can_launch(value) and key.stride(-1) == value.stride(-1) == 1:
+    if can_launch(key) and can_launch(value) and key.stride(-1) == value.stride(-1) == 1:
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             return _CleanKeys.apply(key, value)
         from polyhead.ops.common.kernels.clean_keys import clean_keys
@@ -85,7 +85,7 @@ def _can_read(x: Tensor) -> bool:
     return _is_eager() and x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter)
 
 
-def _can_launch(x: Tensor) -> bool:
+def can_launch(x: Tensor) -> bool:
     """Return True if a kernel can take the tensor: eager, on a GPU, and with memory, which a `FakeTensor` has not."""
     return x.is_cuda and HAS_TRITON and _is_eager() and type(x) in (Tensor, torch.nn.Parameter)
 

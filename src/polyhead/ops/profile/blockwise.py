@@ -7,7 +7,7 @@ statistic. Query heads that share a KV head are folded into the rows, so no key 
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -59,7 +59,8 @@ def run(request: ProfileRequest) -> dict[str, Tensor]:
         lse = torch.where(logsumexp == -torch.inf, torch.inf, logsumexp)
         spans = [request.columns] if visibility is None else visibility.spans(rows)
         for columns in _split_window(request.columns, block[1], width):
-            if not any(first < columns[1] and columns[0] < last for first, last in spans):
+            columns = _clip(columns, spans, block[1])
+            if columns[0] == columns[1]:
                 continue
             tile = torch.bmm(query, key[:, slice(*columns)].to(dtype).transpose(1, 2))
             tile = tile.view(batch, heads, rows[1] - rows[0], columns[1] - columns[0])
@@ -111,6 +112,20 @@ def _split_window(window: Span, block: int, max_size: int) -> Iterator[Span]:
         stop = min(start + step, last)
         for begin in range(start, stop, max_size if block > max_size else step):
             yield begin, min(begin + max_size, stop) if block > max_size else stop
+
+
+def _clip(columns: Span, spans: Sequence[Span], block: int) -> Span:
+    """Return the part of a tile's columns from the first to the last in any of the spans, in whole blocks.
+
+    >>> _clip((512, 1024), [(0, 4), (530, 600)], 16), _clip((512, 1024), [(0, 4)], 16)
+    ((528, 608), (512, 512))
+    """
+    start, stop = columns
+    cuts = [(max(start, first), min(stop, last)) for first, last in spans if first < stop and start < last]
+    if not cuts:
+        return start, start
+    first, last = min(cut[0] for cut in cuts), max(cut[1] for cut in cuts)
+    return first - (first - start) % block, min(last + (start - last) % block, stop)
 
 
 class _Accumulator(abc.ABC):

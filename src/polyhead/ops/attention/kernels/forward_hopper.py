@@ -24,10 +24,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from polyhead.ops.attention.kernels.nonfinite_rows import recompute_nonfinite_rows
 from polyhead.ops.attention.kernels.outputs import output_like
 from polyhead.ops.common.kernel_call import KernelCall
 from polyhead.ops.common.kernels.availability import multiprocessors
-from polyhead.ops.common.kernels.hopper import bounded, descriptor, launch, row_sums, supports_band
+from polyhead.ops.common.kernels.hopper import descriptor, row_sums, supports_band
+from polyhead.ops.common.kernels.launching import bounded, launch
 from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
 from polyhead.ops.common.kernels.softmax_tiles import LN2, LOG2E
 
@@ -219,7 +221,7 @@ def _consumer(
     num_heads, group, num_queries, num_keys, offset, left, right, scale2, blocks, total_blocks,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, FULL: gl.constexpr, WINDOW: gl.constexpr,
-    ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, SIGNED: gl.constexpr,
+    ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, SIGNED: gl.constexpr, MARK: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 rows of each block, tile by tile, from the right end of the band to the left."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -325,7 +327,9 @@ def _consumer(
             row_sum += poison
             m_i += poison
         log2_sum = gl.log2(row_sum)
-        gl.store(ptr_lse + address, (m_i + log2_sum) * LN2, mask=is_valid)
+        logsumexp = (m_i + log2_sum) * LN2
+        if not MARK:
+            gl.store(ptr_lse + address, logsumexp, mask=is_valid)
         if ptr_max is not None:
             gl.store(ptr_max + address, m_i * LN2, mask=is_valid)
         if ptr_confidence is not None:
@@ -348,6 +352,10 @@ def _consumer(
         mbarrier.arrive(free.index(stage), count=1)
         step += 1
         acc = acc * gl.expand_dims(inverse_sum, 1)
+        if MARK:
+            # 0 * acc is NaN for NaN and Inf.
+            logsumexp += gl.convert_layout(gl.sum(acc * 0.0, axis=1), ROWS)
+            gl.store(ptr_lse + address, logsumexp, mask=is_valid)
         tma.store_wait(0)
         smem_out.reshape([64, DV]).store(acc.to(DTYPE))
         fence_async_shared()
@@ -366,7 +374,7 @@ def forward_kernel(
     num_heads, group, num_queries, num_keys, offset, left, right, scale, blocks, total_blocks,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, FULL: gl.constexpr, WINDOW: gl.constexpr,
-    ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, SIGNED: gl.constexpr,
+    ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, SIGNED: gl.constexpr, MARK: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = desc_q.dtype
     q_smem = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, D], desc_q.layout)
@@ -395,7 +403,7 @@ def forward_kernel(
                     0, desc_o, q_smem, k_smem, v_smem, o_smem, q_ready, q_free, ready, free,
                     ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_distance, ptr_signed, ptr_visible, ptr_poison,
                     num_heads, group, num_queries, num_keys, offset, left, right, scale2, blocks, total_blocks,
-                    D, DV, BLOCK_N, STAGES, CAUSAL, FULL, WINDOW, ENTROPY, DISTANCE, SIGNED,
+                    D, DV, BLOCK_N, STAGES, CAUSAL, FULL, WINDOW, ENTROPY, DISTANCE, SIGNED, MARK,
                 ),
             ),
             (
@@ -404,7 +412,7 @@ def forward_kernel(
                     1, desc_o, q_smem, k_smem, v_smem, o_smem, q_ready, q_free, ready, free,
                     ptr_lse, ptr_max, ptr_entropy, ptr_confidence, ptr_distance, ptr_signed, ptr_visible, ptr_poison,
                     num_heads, group, num_queries, num_keys, offset, left, right, scale2, blocks, total_blocks,
-                    D, DV, BLOCK_N, STAGES, CAUSAL, FULL, WINDOW, ENTROPY, DISTANCE, SIGNED,
+                    D, DV, BLOCK_N, STAGES, CAUSAL, FULL, WINDOW, ENTROPY, DISTANCE, SIGNED, MARK,
                 ),
             ),
             (
@@ -426,11 +434,12 @@ def can_serve(call: KernelCall, names: tuple[str, ...]) -> bool:
 
 
 def forward(
-    call: KernelCall, *, row_poison: Tensor | None, names: tuple[str, ...]
+    call: KernelCall, *, row_poison: Tensor | None = None, names: tuple[str, ...], finite: bool = True
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return output, log-sum-exp and the named statistics for a band of keys; the scale must be positive.
 
-    `row_poison` [batch, kv_heads, queries] is added to the results of a row: NaN if it sees a non-finite key.
+    `row_poison` [batch, kv_heads, queries] is added to the results of a row: NaN if it sees a non-finite key. Without
+    it, keys and values that may not be finite are given with `finite=False`; see `recompute_nonfinite_rows`.
     """
     query, key, value, left, right = call.query, call.key, call.value, call.mask.left, call.mask.right
     batch, heads, queries, dim = query.shape
@@ -449,7 +458,7 @@ def forward(
     programs = min(total_blocks, multiprocessors(query.get_device())) if is_full else total_blocks
     constants = (
         *(dim, value_dim, block, 3 if max(dim, value_dim) == 64 else 2, right == 0, is_full, left is not None),
-        *("entropy" in names, "mean_distance" in names, "mean_offset" in names),
+        *("entropy" in names, "mean_distance" in names, "mean_offset" in names, not finite),
     )
     with torch.cuda.device_of(query):
         arguments = (
@@ -474,4 +483,13 @@ def forward(
         poison = None if row_poison is None else (row_poison.dtype, row_poison.data_ptr() % 16)
         variant = query.get_device(), query.dtype, names, poison
         launch(forward_kernel, programs, arguments, constants, variant=variant)
+    if not finite:
+        recompute_nonfinite_rows(
+            *(query, key, value, output),
+            scale=call.scale,
+            left=left,
+            right=right,
+            logsumexp=logsumexp,
+            statistics=statistics,
+        )
     return output, logsumexp, statistics

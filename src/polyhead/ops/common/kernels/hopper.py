@@ -1,4 +1,4 @@
-"""Descriptors of the tensor memory accelerator (TMA), launches and row sums, shared by the Hopper kernels."""
+"""Descriptors of the tensor memory accelerator (TMA) and row sums, shared by the Hopper kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from polyhead.ops.common.kernel_call import KernelCall
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-FAR = 1 << 30  # beyond any key position
 
 
 @gluon.jit
@@ -50,14 +49,8 @@ def supports_band(call: KernelCall, query: Tensor, num_queries: int) -> bool:
     )
 
 
-def bounded(edge: int | None) -> int:
-    """Return an edge of a band as a number, which is `FAR` if the band is open."""
-    return FAR if edge is None else min(edge, FAR)
-
-
 _MOST_KNOWN = 4096
 _descriptors: dict[Hashable, dict[str, Any]] = {}  # validated fields of descriptors, without the tensor
-_compiled: dict[Hashable, Any] = {}
 
 
 def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -77,26 +70,6 @@ def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     result = object.__new__(TensorDescriptor)
     vars(result).update(known, base=x)
     return result
-
-
-def launch(
-    kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], *, variant: Hashable
-) -> None:
-    """Launch a kernel, from the second time on without Triton's binder, which takes longer than the launch itself.
-
-    Args:
-        kernel: its integers must not be specialised (`do_not_specialize`).
-        arguments: tensors, descriptors and numbers, in the order of the kernel.
-        constants: its constexpr arguments, which follow.
-        variant: whatever else decides what Triton compiles: device, dtypes, and which pointers are None or no multiple
-            of 16 bytes.
-    """
-    key = kernel, constants, variant
-    compiled = _compiled.get(key)
-    if compiled is None:
-        _compiled[key] = kernel[(programs,)](*arguments, *constants, num_warps=4)
-    else:
-        compiled[programs, 1, 1](*arguments, *constants)
 
 
 @functools.cache

@@ -24,7 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from polyhead.ops.common.kernels.hopper import DTYPES, bounded, descriptor, is_readable
+from polyhead.ops.common.kernels.hopper import DTYPES, descriptor, is_readable
+from polyhead.ops.common.kernels.launching import bounded
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
 from polyhead.ops.common.kernels.softmax_tiles import LN2, LOG2E

@@ -21,7 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from polyhead.ops.attention.kernels.forward_hopper import LOWEST, band_tiles, packed, unpacked, weigh
 from polyhead.ops.common.kernel_call import KernelCall
-from polyhead.ops.common.kernels.hopper import bounded, descriptor, row_sums, supports_band
+from polyhead.ops.common.kernels.hopper import descriptor, row_sums, supports_band
+from polyhead.ops.common.kernels.launching import bounded
 from polyhead.ops.common.kernels.sizes import padded_dim
 from polyhead.ops.common.kernels.softmax_tiles import LN2, LOG2E
 from polyhead.ops.selected_rows.rows import SelectedRows

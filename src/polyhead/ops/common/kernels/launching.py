@@ -1,0 +1,35 @@
+"""Launches of compiled kernels with little host time, and arguments that are the same in several kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+FAR = 1 << 30  # beyond any key position
+
+_compiled: dict[Hashable, Any] = {}
+
+
+def bounded(edge: int | None) -> int:
+    """Return an edge of a band as a number, which is `FAR` if the band is open."""
+    return FAR if edge is None else min(edge, FAR)
+
+
+def launch(
+    kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], *, variant: Hashable
+) -> None:
+    """Launch a kernel, from the second time on without Triton's binder, which takes longer than the launch itself.
+
+    Args:
+        kernel: its integers must not be specialised (`do_not_specialize`).
+        arguments: tensors, descriptors and numbers, in the order of the kernel.
+        constants: its constexpr arguments, which follow.
+        variant: whatever else decides what Triton compiles: device, dtypes, and which pointers are None or no multiple
+            of 16 bytes.
+    """
+    key = kernel, constants, variant
+    compiled = _compiled.get(key)
+    if compiled is None:
+        _compiled[key] = kernel[(programs,)](*arguments, *constants, num_warps=4)
+    else:
+        compiled[programs, 1, 1](*arguments, *constants)
