@@ -147,6 +147,20 @@ def inspection(output: ResultFile = None, quick: Quick = False, seed: Seed = 0, 
     _run(steps, gpu, output, commit=commit, quick=quick, seed=seed)
 
 
+@app.command("monitoring")
+def monitoring(output: ResultFile = None, quick: Quick = False, seed: Seed = 0, commit: Commit = None) -> None:
+    """Measure the cost of `HeadMonitor` with all its columns, against the same training steps without it.
+
+    On a CUDA machine: Llama models of 8 and 16 layers in bfloat16 with AdamW, at 2,048 to 16,384 tokens, monitored in
+    every step and in every 10th, in time and in peak memory. Elsewhere: a small model, without bounds.
+    """
+    from benchmarks import monitoring
+
+    gpu = _gpu()
+    steps = monitoring.plan(quick=quick, seed=seed, gpu=gpu)
+    _run(steps, gpu, output, commit=commit, quick=quick, seed=seed)
+
+
 @app.command("viewer")
 def viewer(output: ResultFile = None, quick: Quick = False, seed: Seed = 0, commit: Commit = None) -> None:
     """Measure the latency of `polyhead view` for the picture of a head, for a tile of it, for a word.

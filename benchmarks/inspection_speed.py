@@ -108,7 +108,7 @@ def measure(run: Run, place: Place) -> Iterator[Case]:
 
 def _contender(name: str, model: nn.Module, place: Place, stack: ExitStack) -> Callable[[dict[str, Tensor]], Tensor]:
     """A forward, observed until the stack is closed; each on a model of its own around the same weights."""
-    model = _twin(model)
+    model = twin_of(model)
     if name == EAGER:
         model.set_attn_implementation("eager")  # type: ignore[operator]
     elif name != PLAIN:
@@ -145,7 +145,7 @@ def _model(run: Run, place: Place) -> nn.Module:
         torch.set_default_dtype(before)
 
 
-def _twin(model: nn.Module) -> nn.Module:
+def twin_of(model: nn.Module) -> nn.Module:
     """Another model with the same parameters and buffers."""
     shared = {id(x): x for x in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)

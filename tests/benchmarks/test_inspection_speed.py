@@ -51,7 +51,7 @@ def test_one_that_computes_something_else_is_not_timed(small, monkeypatch):
 
 def test_twins_share_their_weights_and_nothing_else(small):
     model = speed._model(small, speed.Place(4, 16, 64))
-    twin = speed._twin(model)
+    twin = speed.twin_of(model)
     assert all(one is other for one, other in zip(model.parameters(), twin.parameters(), strict=True))
     twin.set_attn_implementation("eager")
     assert model.config._attn_implementation == "sdpa"

@@ -51,7 +51,7 @@ class NestedCall:
     def __init__(self, outer: WatchedCall, inner: WatchedCall, query: Tensor, *, learned_sinks: bool) -> None:
         self.calls = (outer, inner)
         self.requested = merged_requests(inner.requested, outer.requested, learned_sinks)
-        self.has_collectors = outer.has_collectors or inner.has_collectors
+        self.has_collectors, self.mask = outer.has_collectors or inner.has_collectors, inner.mask
         self.gate = outer.gate if inner.gate is None else inner.gate
         if outer.gate is not None and inner.gate is not None:
             self.gate = product_of_gates(outer.gate, inner.gate, *query.shape[:3])
@@ -117,6 +117,12 @@ def check_innermost(session: object) -> None:
             "another that still observes it; exit that one first. A HeadMonitor with every above 1 leaves and returns "
             "in training: enter it after the others"
         )
+
+
+def is_shared(session: Any) -> bool:
+    """Return whether another session observes modules of the same model."""
+    others = [modules for x, modules in _entered if x is not session]
+    return len(others) > 0 and any(id(module) in x for module in session.model.modules() for x in others)
 
 
 def is_gated_by_another(session: object, module: nn.Module) -> bool:

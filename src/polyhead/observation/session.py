@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadId, HeadOrigins
+from polyhead.integrations.huggingface.registration import OBSERVED, register
 from polyhead.masks import Mask
 from polyhead.observation import adapters as adapting
 from polyhead.observation import nested_sessions, returned_weights, torch_modules, transformers_models
@@ -26,6 +28,7 @@ from polyhead.observation.collectors import (
     empty_state,
     updated_state,
 )
+from polyhead.observation.compiled import CompiledModules, GradientHook, TracedModule
 from polyhead.observation.forward_statistics import NOT_REQUESTED, ForwardRecorder, ForwardStatistics
 from polyhead.observation.gates import Gates
 from polyhead.observation.head_profile import HeadProfile
@@ -45,7 +48,7 @@ from polyhead.observation.staging import Staging, Tally, enclosing_modules
 from polyhead.observation.statistics import AttentionSite, SiteStatistics, StatisticsRequest
 from polyhead.observation.watcher import OutputSite, is_recomputed
 from polyhead.ops.attended import Attended
-from polyhead.ops.attention import RowStatistics, Statistics
+from polyhead.ops.attention import AttentionOutput, RowStatistics, Statistics
 
 _NO_CONTEXT = transformers_models.CallContext()
 
@@ -130,6 +133,9 @@ class Call:
     sinks_in_view: Tensor | None = None  # [batch]; False where the cache has dropped the first keys of the sequence
     differentiable: bool = False
     keeper: ForwardRecorder | None = None
+    is_compiled: bool = False  # then the listener sets `gradient_hook` instead of registering it with the output
+    half_autocast: bool = False  # of compiled code; it runs without autocast
+    gradient_hook: GradientHook | None = None
 
     @property
     def has_listener(self) -> bool:
@@ -142,20 +148,21 @@ class Call:
             self.keeper.add(self, heads, self.columns, attended)
         if self.counts or self.has_listener:
             with torch.no_grad():
-                self._record(attended)
+                non_padding, rows = non_padding_rows(self.tokens), attended.result.statistics
+                if rows is not None and len(self.columns):
+                    rows = corrected(rows, hidden_by_bias(self.mask), self.sinks_in_view)
+                    attended = replace(attended, result=replace(attended.result, statistics=rows))
+                    self.record(attended.result, non_padding)
+                if self.counts and self.has_collectors:
+                    self.session.collect(self.site, attended, non_padding)
 
-    def _record(self, attended: Attended) -> None:
-        non_padding = non_padding_rows(self.tokens)
-        rows = attended.result.statistics
-        if rows is not None and len(self.columns):
-            rows = corrected(rows, hidden_by_bias(self.mask), self.sinks_in_view)
-            if self.counts:
-                self.session.add(self, rows, non_padding)
-            attended = replace(attended, result=replace(attended.result, statistics=rows))
-            if self.session.listener is not None:
-                self.session.listener(self, attended, non_padding)
-        if self.counts and self.has_collectors:
-            self.session.collect(self.site, attended, non_padding)
+    def record(self, result: AttentionOutput, non_padding: Tensor | None) -> None:
+        """Add the corrected row statistics of a result, and pass it to the listener."""
+        assert result.statistics is not None
+        if self.counts:
+            self.session.add(self, result.statistics, non_padding)
+        if self.session.listener is not None:
+            self.session.listener(self, result, non_padding)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -236,7 +243,10 @@ class Session:
         self._thread = OneThread()
         self.only_training = False  # count forwards of the model in training mode alone
         # Called with every call, its attention and its non-padding rows, also in recomputations and evaluation.
-        self.listener: Callable[[Call, Attended, Tensor | None], None] | None = None
+        self.listener: Callable[[Call, AttentionOutput, Tensor | None], None] | None = None
+        self.compiled: CompiledModules | None = None  # set before entering, to observe compiled code
+        # Calls of modules in training: heads, cross, learned_sinks, whether keys are the tokens of the queries, packed.
+        self._called: dict[nn.Module, set[tuple[int, bool, bool, bool, bool]]] = {}
 
     def _find_modules(self) -> None:
         modules = self.model.named_modules()
@@ -270,11 +280,18 @@ class Session:
         if self._undo is not None:
             raise OptionError("this session is already entered; create another with polyhead.observe(model)")
         self._find_modules()  # the model may have changed since
+        if self.compiled is not None and self.compiled.traced.keys() != {*self._interface_modules}:
+            self.compiled = None
         with ExitStack() as undo:
-            undo.enter_context(nested_sessions.EAGER.held())
+            if self.compiled is None:
+                undo.enter_context(nested_sessions.EAGER.held())
             undo.callback(self._forget)
             nested_sessions.enter_session(self, self.model)
             undo.callback(nested_sessions.leave_session, self)
+            if self.compiled is not None:
+                self._watch_compiled(self.compiled, undo)
+                self._undo = undo.pop_all()
+                return self
             if self._keeper is not None:
                 undo.enter_context(self._keeper.watching(self.model))
             if len(self._interface_modules):
@@ -297,6 +314,16 @@ class Session:
             self._undo = undo.pop_all()
         return self
 
+    def _watch_compiled(self, compiled: CompiledModules, undo: ExitStack) -> None:
+        """Hook nothing that a compiler traces: the attention implementation alone selects the version of the code."""
+        register()
+        undo.enter_context(transformers_models.switched(self.model, self._interface_modules, OBSERVED))
+        undo.enter_context(transformers_models.watching(self.model, self))  # for what is not compiled
+        undo.enter_context(compiled.entered())
+        undo.enter_context(check_modules_unchanged(self.model, self.attention_modules))
+        staged = compiled.outside(enclosing_modules(self.model, self.attention_modules))
+        undo.enter_context(self._staging.watching(staged))
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -310,6 +337,7 @@ class Session:
             check_heads_exist(self.heads, self.observations.calls, names)
 
     def _forget(self) -> None:
+        self._called.clear()
         self._latest_tokens.clear()
         self._starts.clear()
         self._call_contexts.clear()
@@ -342,6 +370,12 @@ class Session:
         cross = context.cross or transformers_models.infer_cross(module, query, key, mask)
         tokens = Tokens.of(mask, query, key)
         call = self.call(module, query.shape[1], tokens, cross=cross, learned_sinks=learned_sinks)
+        is_same = query.shape[2] == key.shape[2]
+        if self.compiled is not None:
+            self._check_traced(module, is_same)
+        elif self.model.training:
+            way = (query.shape[1], cross, learned_sinks, is_same, mask is not None and len(mask.packed) > 0)
+            self._called.setdefault(module, set()).add(way)
         if call is not None:
             call.mask = mask
         if context.first_key == 0:
@@ -402,6 +436,64 @@ class Session:
         call = Call(self, site, columns, plan.requested, tokens, counts, has_collectors, gate, learned_sinks)
         call.differentiable, call.keeper = self._keeper is not None, None if is_recomputation else self._keeper
         return call
+
+    def traced_modules(self, compiled: Iterable[nn.Module]) -> tuple[CompiledModules | None, str]:
+        """Return the value of `compiled` for the next entry of this session, or None and why it has to be None.
+
+        Args:
+            compiled: modules that are compiled, of the model or around it.
+        """
+        if others := [*self._layers, *self._adapted]:
+            return None, f"its {type(others[0]).__name__} does not use the attention interface of transformers"
+        traced: dict[nn.Module, TracedModule] = {}
+        for module in self._interface_modules:
+            ways, name = self._called.get(module, set()), self._names[id(module)]
+            if len(ways) != 1:
+                return None, f"{name} was called in {len(ways)} ways in the first observed step"
+            (heads, cross, learned_sinks, is_same, packed), *_ = ways
+            if packed:
+                return (
+                    None,
+                    f"{name} attends within packed documents or chunks, whose beginnings a dense mask does not show",
+                )
+            if cross or not is_same:
+                return None, f"{name} attends to other tokens than those of its queries"
+            if getattr(module, "is_causal", None) is None:
+                return None, f"{name} does not set is_causal, by which compiled code masks later tokens"
+            plan = self._plan(module, heads, cross=False, learned_sinks=learned_sinks)
+            assert plan.requested is not None
+            record = partial(self._record_compiled, module, learned_sinks)
+            traced[module] = TracedModule(plan.requested, record, learned_sinks=learned_sinks)
+        return CompiledModules(traced, compiled), ""
+
+    def _check_traced(self, module: nn.Module, is_supported: bool) -> None:
+        if not is_supported and self.model.training and not is_recomputed():
+            raise OptionError(
+                "compiled code is observed where queries and keys are the same tokens, got a cache in "
+                f"{self._names[id(module)]!r}, which the first observed step had not; train without torch.compile"
+            )
+
+    def _record_compiled(
+        self,
+        module: nn.Module,
+        learned_sinks: bool,
+        result: AttentionOutput,
+        non_padding: Tensor | None,
+        is_supported: bool,
+        half_autocast: bool,
+    ) -> GradientHook | None:
+        """Record an attention call of compiled code."""
+        self._check_traced(module, is_supported)
+        if not is_supported:
+            return None
+        with torch.enable_grad():  # of a compiled forward nothing is recorded; a recomputation has gradients as well
+            call = self.call(module, result.output.shape[1], non_padding, cross=False, learned_sinks=learned_sinks)
+        if call is None:
+            return None
+        call.is_compiled, call.half_autocast = True, half_autocast
+        with torch.no_grad():
+            call.record(result, non_padding)
+        return call.gradient_hook
 
     def _plan(self, module: nn.Module | OutputSite, num_heads: int, *, cross: bool, learned_sinks: bool) -> Plan:
         path = module.name if isinstance(module, OutputSite) else self._names[id(module)]
@@ -502,6 +594,8 @@ class Session:
     def take(self) -> Observations:
         """Return the observations so far and start again without any; does not wait for the device."""
         taken = self.observations
+        if self.compiled is not None:
+            self.compiled.hooks.clear()
         self._staging.counted = Tally(dict(self._staging.counted.sites))
         return taken
 

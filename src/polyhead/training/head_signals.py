@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,11 +13,13 @@ from torch.utils.hooks import RemovableHandle
 
 from polyhead.observation.accumulators import Histogram, Sums, accumulator_dtype
 from polyhead.observation.collectors import Collected
+from polyhead.observation.compiled import CompiledModules, compiled_callers, compiled_modules
 from polyhead.observation.nested_sessions import is_gated_by_another
 from polyhead.observation.output_projections import candidate_projections, output_matrix, reads_heads
 from polyhead.observation.session import Call, Session
 from polyhead.observation.statistics import AttentionSite
-from polyhead.ops.attended import Attended
+from polyhead.observation.watcher import is_recomputed
+from polyhead.ops.attention import AttentionOutput
 from polyhead.training.head_history import COSINES
 
 LOW_ENTROPY = "normalized_entropy_p10"
@@ -73,29 +76,33 @@ class HeadSignals:
         self._reads_outputs = any(name != LOW_ENTROPY for name in columns)
         self._linears: dict[AttentionSite, nn.Module] = {}  # output projections, once found
         self._wrappers: dict[nn.Module, nn.Module] = {}  # of candidates for output projections
-        self._is_searching = True  # until the first observed step has ended
+        self.is_searching = True  # until the first observed step has ended
+        self._factors: dict[AttentionSite, None] = {}  # sites with factors between attention and output projection
+        self._callers: tuple[list[nn.Module], bool] = ([], False)  # what is compiled around the model
         self._torch_names: dict[nn.Module, str] = {}  # of `torch.nn.MultiheadAttention`
         self._awaited: dict[AttentionSite, _Awaited] = {}
         self._unread: set[AttentionSite] = set()  # sites with outputs in this step that are not part of their sums
         self._gradients: dict[AttentionSite, _Gradients | None] = {}  # None: not known
+        self._forwards: Counter[AttentionSite] = Counter()  # in this step, less the backwards
         self._hooks: list[RemovableHandle] = []
         session.listener = self._listen if columns else None
 
     def search(self) -> None:
         """Find the output projections anew in the next observed step; modules may have been replaced."""
-        self._is_searching, self._linears = True, {}
+        self.is_searching, self._linears, self._factors, self._callers = True, {}, {}, ([], False)
 
     def attach(self) -> None:
         """Start to read the output projections, after the session was entered."""
         modules = self._session.attention_modules
-        if self._is_searching:
+        if self.is_searching:
             self._wrappers = candidate_projections(self._session.model, modules)
             names = {module: name or type(module).__name__ for name, module in self._session.model.named_modules()}
             self._torch_names = {x: names[x] for x in modules if isinstance(x, nn.MultiheadAttention)}
-        linears = self._wrappers if self._is_searching else dict.fromkeys(self._linears.values())
-        if self._reads_outputs:
+            self._hooks = [modules[0].register_forward_pre_hook(lambda *args: self._read_callers())]
+        linears = self._wrappers if self.is_searching else dict.fromkeys(self._linears.values())
+        if self._reads_outputs and self._session.compiled is None:
             # Functions, which a copy of the model shares; a bound method would copy the session with it.
-            self._hooks = [x.register_forward_pre_hook(lambda *args: self._read(*args)) for x in linears]
+            self._hooks += [x.register_forward_pre_hook(lambda *args: self._read(*args)) for x in linears]
             self._hooks += [x.register_forward_hook(lambda *args: self._read_torch(*args)) for x in self._torch_names]
 
     def detach(self) -> None:
@@ -107,18 +114,37 @@ class HeadSignals:
 
     def end_step(self) -> None:
         """Start the next step; backwards of earlier forwards no longer count."""
-        self._gradients, self._unread = {}, set()
+        self._gradients, self._forwards, self._unread = {}, Counter(), set()
         self._awaited.clear()
-        if self._is_searching and len(self._hooks):
-            self._is_searching = False
+        if self.is_searching and len(self._hooks):
+            self.is_searching = False
             self.detach()
             self.attach()
 
+    def compiled(self) -> tuple[CompiledModules | None, str]:
+        """Return how the session observes the compiled code of the model, or None; and why it does not, if it has any.
+
+        Call it in the first observed step, after its forwards.
+        """
+        around, is_in_function = self._callers
+        compiled = [*around, *compiled_modules(self._session.model)]
+        if is_in_function:
+            return None, "it is called by a compiled function; compile the model itself"
+        if not len(compiled):
+            return None, ""
+        if len(self._factors):
+            return None, f"{next(iter(self._factors)).name} has gates or norms between attention and output projection"
+        return self._session.traced_modules(compiled)
+
     # ---- called in forwards
 
+    def _read_callers(self) -> None:
+        if self._session.model.training and not is_recomputed():
+            self._callers = compiled_callers()
+
     @torch.no_grad()
-    def _listen(self, call: Call, attended: Attended, non_padding: Tensor | None) -> None:
-        rows, output = attended.result.statistics, attended.result.output
+    def _listen(self, call: Call, result: AttentionOutput, non_padding: Tensor | None) -> None:
+        rows, output = result.statistics, result.output
         assert rows is not None and rows.visible_keys is not None
         if not self._session.model.training:
             return
@@ -136,15 +162,26 @@ class HeadSignals:
         tokens = (keys > 0).any(1)
         tokens = (tokens if non_padding is None else tokens & non_padding).expand(len(output), -1)
         device = output.device.type
-        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.float16:
-            self.has_half_autocast = True
-        is_unknown = self._is_searching and call.site not in self._linears
+        is_half = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.float16
+        self.has_half_autocast |= is_half or call.half_autocast
+        is_unknown = self.is_searching and call.site not in self._linears
         heads = output.detach() if is_unknown or call.site.name in self._torch_names.values() else None
         sizes = (output.shape[1], output.shape[3])
         self._mark_unread(call.site)
-        self._awaited[call.site] = _Awaited(call, heads, sizes, tokens, non_padding)
-        if output.requires_grad:
-            output.register_hook(self._gradient_hook(call.site, tokens))
+        awaited = _Awaited(call, heads, sizes, tokens, non_padding)
+        if self._session.compiled is None:
+            self._awaited[call.site] = awaited
+        else:  # the output projection has no hook; in the first observed step it has read the heads as they are
+            linear = self._linears.get(call.site)
+            is_unknown = linear is None or is_gated_by_another(self._session, linear)
+            matrix = None if linear is None or is_unknown else self._matrix(linear, output.device)
+            self._add_outputs(awaited, output.transpose(1, 2), matrix)
+        self._forwards[call.site] += call.counts
+        hook = self._gradient_hook(call.site, tokens)
+        if call.is_compiled:
+            call.gradient_hook = hook
+        elif output.requires_grad:
+            output.register_hook(hook)
 
     @torch.no_grad()
     def _read(self, linear: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -154,6 +191,8 @@ class HeadSignals:
         for site, awaited in tuple(self._awaited.items()):
             if awaited.heads is not None and reads_heads(inputs[0], awaited.heads):
                 self._linears[site] = linear
+                if not torch.equal(inputs[0].flatten(), awaited.heads.transpose(1, 2).flatten()):
+                    self._factors[site] = None
             if self._linears.get(site) is linear:
                 del self._awaited[site]
                 self._add_outputs(awaited, inputs[0], self._matrix(linear, inputs[0].device))
@@ -200,7 +239,7 @@ class HeadSignals:
             return
         read = read.detach().reshape(-1, heads, dim)
         # A row that sees no key is zero, unless a bias masks the keys.
-        if awaited.non_padding is not None or (call.mask is not None and len(call.mask.biases)):
+        if awaited.non_padding is not None or call.is_compiled or (call.mask is not None and len(call.mask.biases)):
             read = torch.where(tokens.reshape(-1, 1, 1), read, 0.0)
         dtype = accumulator_dtype(read.device)
         products = _products(read, matrix.unflatten(0, (heads, dim)), pairs=self.with_pairs, dtype=dtype)
@@ -214,12 +253,13 @@ class HeadSignals:
         The norm of the sum of two gradients is not known from their norms, so a second backward through the same
         forward makes the site's gradients of this step unknown.
         """
-        gradients, with_pairs, has_run = self._gradients, self.with_pairs, False
+        gradients, forwards, with_pairs, has_run = self._gradients, self._forwards, self.with_pairs, False
 
         @torch.no_grad()
         def add(grad: Tensor) -> None:
             nonlocal has_run
-            if has_run or gradients.get(site, ()) is None:
+            forwards[site] -= 1  # below 0: compiled code that was recomputed twice
+            if has_run or forwards[site] < 0 or gradients.get(site, ()) is None:
                 gradients[site] = None
                 return
             has_run = True

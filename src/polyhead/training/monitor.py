@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from polyhead.errors import OptionError
 from polyhead.geometry import checked_integer
 from polyhead.observation.accumulators import accumulator_dtype
+from polyhead.observation.compiled import CompiledModules
+from polyhead.observation.nested_sessions import is_shared
 from polyhead.observation.session import observe
 from polyhead.observation.statistics import NAMES, SiteStatistics, stack_order
 from polyhead.training.head_history import COSINES, HeadHistory, HeadLocation, StepRecord
@@ -76,11 +78,14 @@ class HeadMonitor:
     Inside the `with` block forwards of the model in training mode are observed; `step` ends a step, and `history` has
     a row for every observed step. Non-padding tokens of all micro-batches of the step count; evaluation and recomputed
     layers do not. Statistics are reduced on the device, and their copy to the host is read at most two steps later, so
-    that nothing waits for the device. In a process group the values are those of this process. A compiled model runs in
-    eager mode in observed steps.
+    that nothing waits for the device. In a process group the values are those of this process.
+
+    A compiled model of transformers stays compiled, except in the first observed step: observed steps have a second
+    version of its code, without more graph breaks. One that cannot be observed like this, for instance with
+    cross-attention, runs in eager mode in observed steps, and a warning names the reason.
 
     Args:
-        model: the model, as for `polyhead.observe`.
+        model: the model, as for `polyhead.observe`, or what `torch.compile` returned for it.
         every: observe every k-th step; between them the model runs its own code. Enter a monitor that skips steps after
             other sessions on the model, since it leaves and returns.
         statistics: names, as for `polyhead.observe`, and those of the monitor's own columns below. `max_logit` is the
@@ -142,6 +147,7 @@ class HeadMonitor:
             raise OptionError(f"callbacks must be a list of instances of MonitorCallback, got {callbacks!r}")
         if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
             raise OptionError(f"grad_scaler must be a torch.amp.GradScaler, got {type(grad_scaler).__name__}")
+        model = getattr(model, "_orig_mod", model)  # of what torch.compile returns
         self.model, self.every, self.pairs_every, self.callbacks = model, every, pairs_every, tuple(callbacks)
         self.steps = self._first_step = 0  # that have ended
         self.statistics = _checked_names(statistics)
@@ -155,11 +161,13 @@ class HeadMonitor:
         self._history = HeadHistory()
         self._pending: deque[_Pending] = deque()
         self._is_entered = self._is_observing = False
+        self._compiled: CompiledModules | None = None  # of a compiled model, after the first observed step
 
     def __enter__(self) -> Self:
         if self._is_entered:
             raise OptionError("this monitor is already entered; create another for another model")
         self._is_entered, self._first_step = True, self.steps
+        self._compiled = None
         self._signals.search()
         self._switch()
         return self
@@ -280,14 +288,21 @@ class HeadMonitor:
     def _switch(self) -> None:
         """Observe the next step if it is a k-th, and leave the model alone otherwise."""
         wanted = self.steps % self.every == 0
+        # Beside other sessions, which force eager mode, the way of observing does not change.
+        stays = self._session.compiled if self._is_observing else None
+        compiled = stays if is_shared(self._session) else self._compiled
         has_cosines = any(name in self.statistics for name in COSINES)
         self._signals.with_pairs = has_cosines and self.steps // self.every % self.pairs_every == 0
-        if wanted and not self._is_observing:
-            self._session.__enter__()
-            self._signals.attach()
-        elif self._is_observing and not wanted:
+        if self._is_observing and not (wanted and compiled is self._session.compiled):
             self._signals.detach()
             self._session.__exit__(None, None, None)
+            self._is_observing = False
+        if wanted and not self._is_observing:
+            self._session.compiled = compiled
+            self._session.__enter__()
+            if compiled is not self._session.compiled:  # modules were replaced since the last observed step
+                self._signals.search()
+            self._signals.attach()
         self._is_observing = wanted
 
     @torch.no_grad()
@@ -331,6 +346,13 @@ class HeadMonitor:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
         self._pending.append(_Pending(self.steps, values, measured, pairs, event))
+        if self._signals.is_searching:
+            self._compiled, reason = self._signals.compiled()
+            if reason:
+                warnings.warn(
+                    f"{type(self.model).__name__} is compiled, but runs in eager mode in observed steps: {reason}",
+                    stacklevel=3,
+                )
         self._signals.end_step()
 
     def _read(self, *, wait: bool) -> None:

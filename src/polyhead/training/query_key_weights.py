@@ -26,6 +26,11 @@ class ScaledRows:
     heads: Tensor  # [outputs]: the head that each channel belongs to
     powers: Tensor  # [outputs]: 0 for channels that are not scaled
 
+    def __post_init__(self) -> None:
+        device = self.parameters[0][0].device
+        for name in ("heads", "powers"):  # a copy to the device in each step would wait for it
+            object.__setattr__(self, name, getattr(self, name).to(device))
+
     def scale(self, factors: Tensor, masters: Mapping[nn.Parameter, Tensor]) -> None:
         """Multiply each channel by its power of the factor of its head, [heads]; by 1 it stays bit-identical."""
         for parameter, axis in self.parameters:

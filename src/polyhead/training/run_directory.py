@@ -23,6 +23,7 @@ from polyhead.observation import AttentionSite, HeadProfile
 from polyhead.observation.run_folder import check_folder, lock_folder
 from polyhead.observation.saving import write_atomically
 from polyhead.observation.statistics import LOCATION
+from polyhead.sources.packaged import run_folder
 from polyhead.training.head_history import HeadHistory, HeadLocation, StepRecord
 from polyhead.training.monitor import MonitorCallback
 
@@ -40,8 +41,8 @@ class RunDirectory(MonitorCallback):
     `folder/steps` has Parquet files with the columns of the table of `polyhead inspect --save` and two more, `step` and
     `loss`: one row per step and head. Each file is complete at any time; a process that is killed loses the last 30
     seconds. A monitor that continues from a checkpoint replaces the steps after it. `load_run` reads the folder,
-    `polyhead report` draws it, and `polyhead compare` takes two of its steps. In a process group the first process
-    writes.
+    `polyhead view` shows it, `polyhead report` writes it as a page, and `polyhead compare` takes two of its steps. In a
+    process group the first process writes.
 
     Args:
         folder: folder of the run; it is created.
@@ -182,14 +183,18 @@ def load_run(folder: str | os.PathLike[str]) -> HeadHistory:
     """Return the steps that `RunDirectory` wrote to a folder.
 
     Args:
-        folder: folder of the run; it may be written to at the same time.
+        folder: folder of the run; it may be written to at the same time. "tiny-run", unless there is a folder of that
+            name, is the training run that comes with polyhead.
 
     Raises:
         OptionError: the folder is not that of a run, or a file is damaged.
     """
-    parts = _parts(Path(folder))
+    check_pyarrow(folder)
+    parts = _parts(run_folder(folder))
     if not parts:
-        raise OptionError(f"a training run is a folder that `RunDirectory` wrote, got {folder} without steps")
+        raise OptionError(
+            f"a training run is a folder that `RunDirectory` wrote, or tiny-run, got {folder} without steps"
+        )
     whole = HeadHistory()
     for part in parts:
         history = _read(part)

@@ -1,0 +1,135 @@
+"""Cost of monitoring a training: whole steps with `HeadMonitor` and all its columns, over the same steps without."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.inspection_speed import twin_of
+from benchmarks.measuring.agreement import Disagreement
+from benchmarks.measuring.cases import Case, Entrants, Pair, Run, Step, tidy
+from benchmarks.measuring.verdicts import Figure
+from polyhead.costs.measuring.runner import Timings
+from polyhead.training import HeadMonitor
+
+PLAIN = "training step, sdpa"
+EVERY = "polyhead, monitor of every step"
+TENTH = "polyhead, monitor of every 10th step"
+BOUNDS = {EVERY: 1.02, TENTH: 1.005}
+PEAK_BOUND = 1.01  # of the peak memory of the plain steps
+STEPS = 10  # of one call: one of them is a 10th step
+_SECONDS, _FEWEST = 15.0, 5
+
+
+@dataclass(frozen=True)
+class Place:
+    """Shape of a Llama model and of its batch."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    batch: int
+    tokens: int
+    vocabulary: int = 32_000
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}/{self.kv_heads}" if self.kv_heads != self.heads else str(self.heads)
+        head_dim = self.width // self.heads
+        return f"{self.layers} layers, {heads} heads of {head_dim}, {self.batch} x {self.tokens} tokens"
+
+
+PLACES = (
+    Place(8, 2048, 16, 16, 5632, 2, 2048),
+    Place(8, 2048, 16, 16, 5632, 1, 4096),
+    Place(8, 2048, 16, 16, 5632, 1, 16384),
+    Place(16, 2048, 32, 8, 8192, 2, 4096),  # about 1B parameters
+)
+ON_A_CPU = (Place(2, 64, 4, 4, 128, 2, 64, 100),)
+
+
+def plan(*, quick: bool = False, seed: int = 0, gpu: torch.device | None = None) -> list[Step]:
+    """The places of a run: in bfloat16 on a GPU, or else a small model on the CPU, without bounds."""
+    run = Run(gpu or torch.device("cpu"), torch.float32 if gpu is None else torch.bfloat16, seed=seed)
+    run = replace(run, seconds=_SECONDS, fewest=_FEWEST)
+    run = replace(run, seconds=1.0, repetitions=0) if quick else run
+    places = ON_A_CPU if gpu is None else PLACES[: 1 if quick else None]
+    return [Step("monitoring", str(place), run, functools.partial(measure, run, place)) for place in places]
+
+
+def measure(run: Run, place: Place) -> Iterator[Case]:
+    """One place. The contenders are models of their own around the same parameters, with one optimizer."""
+    model = _model(run, place)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=run.device.type == "cuda")
+    generator = torch.Generator().manual_seed(run.seed)
+    ids = torch.randint(place.vocabulary, (place.batch, place.tokens), generator=generator).to(run.device)
+    found = Entrants()
+    with ExitStack() as stack:
+        for name in (PLAIN, EVERY, TENTH):
+            found.enter(name, functools.partial(_contender, name, model, optimizer, ids, stack), _check)
+        tidy()
+        bounds = BOUNDS if run.device.type == "cuda" else {}
+        pairs = [Pair(name, PLAIN, bounds.get(name)) for name in BOUNDS]
+        yield found.case("monitoring", place, pairs, items=STEPS, figures=_peaks)
+
+
+def _contender(
+    name: str, model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, stack: ExitStack
+) -> Callable[[], HeadMonitor | None]:
+    """Return a call of ten training steps, monitored until the stack is closed; it returns the monitor."""
+    twin = twin_of(model)
+    monitor = None if name == PLAIN else stack.enter_context(HeadMonitor(twin, every=1 if name == EVERY else STEPS))
+
+    def steps() -> HeadMonitor | None:
+        for _ in range(STEPS):
+            loss = twin(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if monitor is not None:
+                monitor.step(loss)
+        return monitor
+
+    return steps
+
+
+def _check(monitor: HeadMonitor | None) -> None:
+    """Refuse a monitor that leaves a column out: it would be faster."""
+    if monitor is not None:
+        history = monitor.history
+        unmeasured = [name for name in history.columns if not history[name][0].isfinite().all()]
+        if unmeasured:
+            raise Disagreement(f"the monitor has no values of {', '.join(unmeasured)}")
+
+
+def _model(run: Run, place: Place) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=place.width,
+        num_hidden_layers=place.layers,
+        num_attention_heads=place.heads,
+        num_key_value_heads=place.kv_heads,
+        intermediate_size=place.intermediate,
+        vocab_size=place.vocabulary,
+        max_position_embeddings=place.tokens,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    torch.manual_seed(run.seed)
+    with torch.device(run.device):
+        return LlamaForCausalLM(config).to(run.dtype).train()
+
+
+def _peaks(timings: Timings) -> Sequence[Figure]:
+    peaks = timings.peak_mib
+    figures = [Figure(f"peak memory, {name}", peak / 1024, "GiB") for name, peak in peaks.items()]
+    if PLAIN in peaks and EVERY in peaks:
+        figures.append(Figure("peak memory, monitor over plain", peaks[EVERY] / peaks[PLAIN], "", PEAK_BOUND))
+    return figures

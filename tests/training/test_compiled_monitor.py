@@ -1,0 +1,489 @@
+"""A compiled model stays compiled inside the monitor's block, and the values are those of its eager mode."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import polyhead
+from polyhead import MultiHeadAttention
+from polyhead.errors import OptionError
+from polyhead.integrations.huggingface.attention import TRACED, WATCHERS
+from polyhead.observation.compiled import TracedCall, TracedModule
+from polyhead.training import HeadGates, HeadHistory, HeadMonitor
+
+SIZES = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 20}
+EVERY_COLUMN = ("max_logit", "entropy", "normalized_entropy", "sink_mass", "mean_distance", "normalized_entropy_p10",
+                "output_norm", "output_norm_share", "gradient_norm", "output_cosine", "gradient_cosine")  # fmt: skip
+
+
+def llama(layers: int = 2) -> nn.Module:
+    config = transformers.LlamaConfig(
+        **SIZES, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, use_cache=False
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=61, n_embd=24, n_layer=2, n_head=3, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert() -> nn.Module:
+    config = transformers.BertConfig(
+        **SIZES, num_hidden_layers=2, num_attention_heads=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def checkpointed(layers: int = 2) -> nn.Module:
+    model = llama(layers)
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def seeded(create: Callable[[], nn.Module] = lambda: llama(1)) -> nn.Module:
+    torch.manual_seed(0)
+    return create().double().train()
+
+
+def batches(count: int, *lengths: int) -> list[dict[str, Tensor]]:
+    """Batches of which one sequence ends in padding."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for index in range(count):
+        length = lengths[index % len(lengths)] if lengths else 11
+        ids = torch.randint(1, 61, (3, length), generator=generator)
+        real = torch.ones_like(ids)
+        real[1, length - 4 :] = 0
+        labels = ids.masked_fill(real == 0, -100)
+        found.append({"input_ids": ids, "attention_mask": real, "labels": labels})
+    return found
+
+
+def padded_on_the_left(data: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    for batch in data:
+        batch["attention_mask"] = batch["attention_mask"].flip(1)
+        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    return data
+
+
+def train(
+    model: nn.Module,
+    call: Callable[..., Any],
+    data: list[dict[str, Tensor]],
+    monitor: HeadMonitor | None = None,
+    *,
+    micro_batches: int = 1,
+    evaluate: bool = False,
+    rate: float = 0.1,
+) -> list[list[Tensor]]:
+    """Train, optionally with an evaluation in every step, and return the gradients of all steps."""
+    optimizer, gradients = torch.optim.SGD(model.parameters(), lr=rate), []
+    for start in range(0, len(data), micro_batches):
+        for batch in data[start : start + micro_batches]:
+            loss = call(**batch).loss
+            loss.backward()
+        if evaluate:
+            model.eval()
+            with torch.no_grad():
+                call(**data[0])
+            model.train()
+        gradients.append([x.grad.clone() for x in model.parameters() if x.grad is not None])
+        optimizer.step()
+        optimizer.zero_grad()
+        if monitor is not None:
+            monitor.step(loss)
+    return gradients
+
+
+def whole(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="aot_eager")
+
+
+def in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="aot_eager")
+    return model
+
+
+def its_forward(model: nn.Module) -> nn.Module:
+    model.forward = torch.compile(model.forward, backend="aot_eager")
+    return model
+
+
+def layer_by_layer(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, transformers.modeling_layers.GradientCheckpointingLayer):
+            module.compile(backend="aot_eager")
+    return model
+
+
+def assert_same(history: HeadHistory, expected: HeadHistory, columns: tuple[str, ...] = EVERY_COLUMN) -> None:
+    assert (history.steps, history.heads, history.columns) == (expected.steps, expected.heads, expected.columns)
+    for name in columns:
+        torch.testing.assert_close(history[name], expected[name], rtol=1e-6, atol=1e-9, equal_nan=True, msg=name)
+    assert not torch.allclose(history["max_logit"][0], history["max_logit"][-1], rtol=1e-3)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    """Start without compiled code; a warning, such as that of a model that falls back to eager mode, is an error."""
+    torch.compiler.reset()
+    counters.clear()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*eager mode")
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # PyTorch's own
+        yield
+    torch.compiler.reset()
+
+
+def compiled_graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize(
+    ("create", "wrap"),
+    [(llama, whole), (gpt2, in_place), (bert, layer_by_layer), (checkpointed, whole), (checkpointed, layer_by_layer),
+     (bert, its_forward)],
+)  # fmt: skip
+def test_values_are_those_of_eager_mode_without_another_graph_break(create, wrap):
+    data = batches(6)
+    model = seeded(create)
+    call = wrap(model)
+    train(model, call, data[:2], evaluate=True)
+    plain_graphs, plain_breaks = compiled_graphs(), sum(counters["graph_break"].values())
+    torch.compiler.reset()
+    counters.clear()
+    model = seeded(create)
+    with HeadMonitor(model) as eager:
+        train(model, model, data, eager, micro_batches=2, evaluate=True)
+    model = seeded(create)
+    call = wrap(model)
+    with HeadMonitor(model) as monitor:
+        train(model, call, data, monitor, micro_batches=2, evaluate=True)
+    assert_same(monitor.history, eager.history)
+    assert monitor.history["gradient_norm"].isfinite().all()
+    assert monitor.history["output_norm"].isfinite().all()
+    assert (compiled_graphs(), sum(counters["graph_break"].values())) == (plain_graphs, plain_breaks)
+
+
+def test_gradients_are_those_of_the_compiled_model_without_a_monitor():
+    data = batches(2)
+    model = seeded(gpt2)  # without grouped heads, whose gradients transformers adds up in another order
+    expected = train(model, whole(model), data, rate=0.0)
+    model = seeded(gpt2)
+    with HeadMonitor(model) as monitor:
+        gradients = train(model, whole(model), data, monitor, rate=0.0)
+    # The first step is in eager mode.
+    assert all(torch.equal(x, y) for x, y in zip(gradients[1], expected[1], strict=True))
+
+
+def test_between_observed_steps_the_compiled_code_is_the_models_own_and_nothing_is_compiled_twice():
+    model, data = seeded(), batches(9)
+    model(**data[0])  # transformers stores the loss function
+    call, graphs = whole(model), []  # PyTorch marks the model
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    implementation, saved = model.config._attn_implementation, set(model.state_dict())
+    with HeadMonitor(call, every=2) as monitor:
+        for batch in data:
+            train(model, call, [batch], monitor, evaluate=True)
+            graphs.append(compiled_graphs())
+            is_traced = all(hasattr(x, TRACED) for x in model.modules() if type(x).__name__ == "LlamaAttention")
+            assert is_traced == (monitor.is_observing and monitor.steps > 1)
+    # Step 0 is in eager mode, step 1 plain, step 2 observed; each with its evaluation.
+    assert graphs == [0, 2, 4, 4, 4, 4, 4, 4, 4]
+    train(model, call, data[:2], evaluate=True)
+    assert compiled_graphs() == 4
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    assert (model.config._attn_implementation, set(model.state_dict()), len(WATCHERS)) == (implementation, saved, 0)
+    eager_model = seeded()
+    with HeadMonitor(eager_model, every=2) as eager:
+        train(eager_model, eager_model, data, eager)
+    assert_same(monitor.history, eager.history)
+
+
+@pytest.mark.parametrize("most_versions", [8, 1])
+def test_batches_of_other_lengths_are_observed_in_eager_mode_as_well(most_versions):
+    """Above the limit of recompilations PyTorch continues in eager mode."""
+    data = batches(4, 11, 7, 13)
+    model = seeded()
+    with HeadMonitor(model) as eager:
+        train(model, model, data, eager)
+    model = seeded()
+    call = in_place(model)
+    with HeadMonitor(model) as monitor, torch._dynamo.config.patch(recompile_limit=most_versions):
+        train(model, call, data, monitor)
+    assert compiled_graphs() == min(most_versions, 3)
+    assert_same(monitor.history, eager.history)
+
+
+def test_modules_that_are_replaced_between_observed_steps_are_observed():
+    data, histories = batches(7), []
+    for wrap in (lambda model: model, in_place):
+        model = wrap(seeded())
+        with HeadMonitor(model, every=2) as monitor:
+            train(model, model, data[:3], monitor)
+            model.model.layers[0].self_attn = copy.deepcopy(model.model.layers[0].self_attn)
+            train(model, model, data[3:], monitor)
+        histories.append(monitor.history)
+    assert_same(histories[1], histories[0], ("max_logit", "entropy", "gradient_norm"))
+    assert histories[1]["output_norm"].isfinite().all()
+
+
+def test_the_first_token_is_the_first_after_padding_on_the_left():
+    data = padded_on_the_left(batches(3))
+    model = seeded()
+    with HeadMonitor(model) as eager:
+        train(model, model, data, eager)
+    model = seeded()
+    with HeadMonitor(model) as monitor:
+        train(model, whole(model), data, monitor)
+    assert compiled_graphs() == 1
+    assert_same(monitor.history, eager.history)
+
+
+def test_packed_documents_are_observed_in_eager_mode():
+    """Their sinks are the first tokens of documents."""
+    ids = batches(1)[0]["input_ids"]
+    positions = torch.cat([torch.arange(5), torch.arange(6)]).expand_as(ids)
+    model = seeded()
+    call = whole(model)
+    with HeadMonitor(model) as monitor:
+        with pytest.warns(UserWarning, match="within packed documents"):
+            monitor.step(_backward(call(ids, position_ids=positions, labels=ids).loss))
+        monitor.step(_backward(call(ids, position_ids=positions, labels=ids).loss))
+    torch.testing.assert_close(monitor.history["sink_mass"][1], monitor.history["sink_mass"][0])
+    assert compiled_graphs() == 0
+
+
+def test_a_forward_that_raises_does_not_count():
+    data, histories = batches(3), []
+    for wrap in (lambda model: model, layer_by_layer):
+        model = wrap(seeded())
+        with HeadMonitor(model) as monitor:
+            train(model, model, data[:1], monitor)
+
+            def fail(*_: object) -> None:
+                raise ZeroDivisionError
+
+            hook = model.model.norm.register_forward_pre_hook(fail)  # after all layers
+            with pytest.raises(ZeroDivisionError):
+                model(**data[2])
+            hook.remove()
+            train(model, model, data[1:2], monitor)
+        histories.append(monitor.history)
+    assert compiled_graphs() > 0
+    assert_same(histories[1], histories[0])
+
+
+def test_an_error_leaves_the_model_as_it_was():
+    model = seeded()
+    call, implementation = whole(model), model.config._attn_implementation
+    monitor, data = HeadMonitor(model), batches(2)
+    with pytest.raises(ValueError, match="exactly one of input_ids"), monitor:
+        train(model, call, [*data, {"labels": data[0]["labels"]}], monitor)
+    assert monitor.history.steps == (0, 1)
+    assert compiled_graphs() == 1
+    assert not any(hasattr(x, TRACED) or "_call_impl" in vars(x) for x in (call, *model.modules()))
+    assert (model.config._attn_implementation, len(WATCHERS)) == (implementation, 0)
+
+
+def test_two_backwards_through_one_forward_have_no_gradient_norm():
+    for create in (llama, checkpointed):  # recomputed in the compiled backward
+        model = seeded(lambda create=create: create(1))
+        call, (first, second) = whole(model), batches(2)
+        with HeadMonitor(model) as monitor:
+            train(model, call, [first], monitor)
+            loss = call(**second).loss
+            loss.backward(retain_graph=True)
+            loss.backward()
+            monitor.step(loss)
+        norms = monitor.history["gradient_norm"]
+        assert norms[0].isfinite().all()
+        assert norms[1].isnan().all()
+
+
+def test_copies_and_other_models_are_not_observed():
+    data = batches(3)
+    model = seeded()
+    with HeadMonitor(model) as eager:
+        train(model, model, data, eager)
+    model, other = seeded(), seeded()
+    call, other_call = whole(model), whole(other)
+    with HeadMonitor(model) as monitor:
+        for batch in data:
+            call_of_copy = whole(copy.deepcopy(model))
+            call_of_copy(**data[0]).loss.backward()
+            other_call(**data[0]).loss.backward()
+            train(model, call, [batch], monitor)
+    assert_same(monitor.history, eager.history)
+
+
+def test_other_sessions_force_eager_mode_and_change_nothing():
+    data = batches(4)
+    model = seeded()
+    with HeadMonitor(model) as eager:
+        train(model, model, data, eager)
+    model = seeded()
+    call = whole(model)
+    with HeadMonitor(model) as monitor:
+        train(model, call, data[:2], monitor)
+        with polyhead.observe(model, statistics="entropy") as session:
+            train(model, call, data[2:3], monitor)
+        train(model, call, data[3:], monitor)
+    assert_same(monitor.history, eager.history)
+    assert session.profile["tokens"].unique().tolist() == [29]  # of one batch, without its padding
+
+
+def test_gates_of_a_session_that_is_entered_later_make_outputs_unknown():
+    data = batches(3)
+    model = seeded()
+    call, gates = whole(model), HeadGates(model)
+    with HeadMonitor(model) as monitor:
+        train(model, call, data[:2], monitor)
+        with gates:
+            train(model, call, data[2:], monitor)
+    assert monitor.history["output_norm"].isnan().all(1).tolist() == [False, False, True]
+
+
+def test_a_resumed_run_has_the_history_of_an_uninterrupted_one():
+    data = batches(4)
+    model = seeded()
+    with HeadMonitor(model) as uninterrupted:
+        train(model, whole(model), data, uninterrupted)
+    model = seeded()
+    call = whole(model)
+    with HeadMonitor(call) as first:
+        train(model, call, data[:2], first)
+    second = HeadMonitor(call)
+    second.load_state_dict(first.state_dict())
+    with second:
+        train(model, call, data[2:], second)
+    rows = tuple(x for x in EVERY_COLUMN if not x.endswith("cosine"))  # of the first observed step of each
+    assert_same(second.history, uninterrupted.history, rows)
+
+
+def test_an_unscaled_loss_in_half_autocast_is_refused():
+    torch.manual_seed(0)
+    model = llama(1).train()
+    call, (first, second) = whole(model), batches(2)
+    with HeadMonitor(model) as monitor:
+        train(model, call, [first], monitor)
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = call(**second).loss
+        with pytest.raises(OptionError, match="GradScaler"):
+            monitor.step(loss)
+        monitor._session.take()
+
+
+def test_a_cache_that_the_first_step_had_not_is_refused():
+    model = seeded()
+    call, (first, second) = whole(model), batches(2)
+    cache = transformers.DynamicCache(config=model.config)
+    with HeadMonitor(model) as monitor:
+        train(model, call, [first], monitor)
+        with torch.no_grad(), torch._dynamo.set_stance("force_eager"):
+            model.eval()(second["input_ids"], past_key_values=cache, use_cache=True)
+        model.train()
+        with pytest.raises(OptionError, match=r"the same tokens, got a cache in 'model\.layers\.0"):
+            call(input_ids=second["input_ids"], past_key_values=cache, use_cache=True)
+
+
+class OurLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = MultiHeadAttention(24, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x).output
+
+
+def test_what_stays_in_eager_mode_is_warned_about_once_and_measured():
+    layer = OurLayer().train()
+    call, x = torch.compile(layer, backend="eager"), torch.randn(2, 5, 24)
+    model, (batch, *_) = seeded(), batches(1)
+    by_function = torch.compile(lambda **inputs: model(**inputs).loss, backend="eager")
+    cases = [
+        (layer, lambda: call(x).square().mean(), "MultiHeadAttention does not use the attention interface"),
+        (model, lambda: by_function(**batch), "called by a compiled function; compile the model itself"),
+    ]
+    for observed, compute, reason in cases:
+        with HeadMonitor(observed) as monitor:
+            with pytest.warns(UserWarning, match=f"runs in eager mode in observed steps: .*{reason}"):
+                monitor.step(_backward(compute()))
+            monitor.step(_backward(compute()))  # without a warning, which would be an error
+        assert monitor.history["gradient_norm"].isfinite().all()
+    assert compiled_graphs() == 0
+
+
+def _backward(loss: Tensor) -> Tensor:
+    loss.backward()
+    return loss
+
+
+def test_inductor_computes_the_same_up_to_rounding():
+    data, names = batches(3), ("max_logit", "entropy", "output_norm", "gradient_norm")
+    model = seeded()
+    with HeadMonitor(model, statistics=names) as eager:
+        train(model, model, data, eager)
+    model = seeded()
+    with HeadMonitor(model, statistics=names) as monitor:
+        train(model, torch.compile(model), data, monitor)
+    assert compiled_graphs() == 1
+    assert_same(monitor.history, eager.history, names)
+
+
+def test_one_pass_for_output_and_statistics_has_the_same_values(monkeypatch):
+    """As with the kernels of a GPU, whose gradients also pass the attention that computes statistics."""
+
+    def with_kernel(self: TracedModule, _: nn.Module, *inputs: Any, learned_sinks: bool) -> TracedCall:
+        return TracedCall(self, *inputs, has_kernel=True)
+
+    monkeypatch.setattr(TracedModule, "__call__", with_kernel)
+    data = padded_on_the_left(batches(3))
+    model = seeded()
+    with HeadMonitor(model) as eager:
+        train(model, model, data, eager)
+    model = seeded()
+    with HeadMonitor(model) as monitor:
+        train(model, whole(model), data, monitor)
+    assert compiled_graphs() == 1
+    assert_same(monitor.history, eager.history)
+
+
+@pytest.mark.gpu
+def test_compiled_steps_on_a_gpu():
+    """Nothing waits for the device after the first steps, and the values are those of eager mode."""
+    from tests.waiting import waiting_is_an_error
+
+    torch.manual_seed(0)
+    state = llama().state_dict()
+    data, histories = [batch["input_ids"].cuda() for batch in batches(6)], []
+    for is_compiled in (False, True):
+        model = llama().train().cuda()
+        model.load_state_dict(state)
+        call = torch.compile(model) if is_compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with HeadMonitor(model, pairs_every=2) as monitor:
+            for step, ids in enumerate(data):
+                with waiting_is_an_error() if is_compiled and step == 3 else nullcontext():
+                    loss = call(ids, labels=ids).loss
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                monitor.step(loss)
+        histories.append(monitor.history)
+    assert compiled_graphs() == 1
+    for name in EVERY_COLUMN:
+        torch.testing.assert_close(histories[1][name], histories[0][name], rtol=1e-3, atol=1e-3, equal_nan=True)
