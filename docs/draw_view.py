@@ -1,6 +1,6 @@
 """Draw docs/images/view-*.png, screenshots of the live viewer, in the chromium of the system.
 
-python docs/draw_view.py
+python docs/draw_view.py [minilm] [tiny-run]
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from playwright.sync_api import Page, sync_playwright
@@ -43,15 +44,29 @@ def draw(page: Page, address: str) -> None:
     page.screenshot(path=IMAGES / "view-maps.png", animations="disabled", clip=box)
 
 
+def draw_run(page: Page, address: str) -> None:
+    page.goto(f"{address}#/induction_score")
+    page.locator("section:visible svg.plot").wait_for()
+    page.screenshot(
+        path=IMAGES / "view-run.png", animations="disabled", clip={"x": 0, "y": 0, "width": 1280, "height": 800}
+    )
+
+
 def main() -> None:
-    command = [sys.executable, "-m", "polyhead", "view", "--no-open"]
+    for name, draw_it in {"minilm": draw, "tiny-run": draw_run}.items():
+        if name in sys.argv[1:] or not sys.argv[1:]:
+            show(name, draw_it)
+
+
+def show(name: str, draw_it: Callable[[Page, str], None]) -> None:
+    command = [sys.executable, "-m", "polyhead", "view", name, "--no-open"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server, sync_playwright() as playwright:
         assert server.stdout is not None
         found = next((x for x in map(re.compile(r"http://\S+").search, server.stdout) if x), None)
         assert found is not None, "the viewer did not start"
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         try:
-            draw(browser.new_page(viewport={"width": 1280, "height": 1130}), found[0])
+            draw_it(browser.new_page(viewport={"width": 1280, "height": 1130}), found[0])
         finally:
             browser.close()
             server.terminate()

@@ -1,12 +1,15 @@
 """Train the packaged model `tiny`: a byte-level Llama of 5 layers and 8 heads, in minutes on one GPU.
 
-    python models/train_tiny.py --wikipedia enwik8.gz --plays shakespeare.txt --output src/polyhead/sources/tiny
+    python models/train_tiny.py --wikipedia enwik8.gz --plays shakespeare.txt --output tiny --run tiny-run
 
 The text is the start of enwik8 (English Wikipedia, March 2006), without its markup, and plays of Shakespeare. The last
 5% of each are held out; the weights with the smallest loss there are kept. Writes the model in bfloat16 with a
 tokenizer of bytes, and `training.json`: loss curve, sources with digests, versions, and the previous-token and
 induction scores of every head, measured on materialised attention weights. `loss.svg` shows the curve; the card,
 README.md, is written by hand.
+
+`--run` is a run directory of polyhead: statistics of every head along both parts of the training, and its induction
+score. `polyhead view tiny-run` shows it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ import math
 import re
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,6 +35,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+import polyhead
+from polyhead.training import HeadMonitor, RunDirectory, StepRecord
 
 CONTEXT = 512
 HELD_OUT = 0.05
@@ -48,6 +57,10 @@ CONFIG = {
     "eos_token_id": END_OF_TEXT,
     "bos_token_id": None,
 }
+WATCHED = (
+    *("normalized_entropy", "max_logit", "mean_distance", "sink_mass", "previous_mass"),
+    *("output_norm", "output_norm_share", "gradient_norm"),
+)
 
 
 def read_wikipedia(path: Path) -> list[str]:
@@ -164,6 +177,33 @@ def head_scores(model: LlamaForCausalLM, ids: Tensor) -> dict[str, list[list[flo
     }
 
 
+class InductionRun(RunDirectory):
+    """A run directory with one more column, `induction_score` as `polyhead inspect` measures it; in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.scores: dict[int, Tensor] = {}  # of the heads, by step
+
+    def measure(self, step: int, model: LlamaForCausalLM) -> None:
+        """Measure the heads as they are at the start of a step. The text is not used by the score, so it is short."""
+        sizes = {"context": CONTEXT // 4, "tokens": CONTEXT // 2, "importance": "none", "chance": False}
+        with evaluating(model):
+            self.scores[step] = polyhead.inspect(model, tokenizer=byte_tokenizer(), **sizes).table["induction_score"]
+
+    def on_record(self, record: StepRecord) -> None:
+        score = self.scores.pop(record.step)[None]
+        columns, values = (*record.columns, "induction_score"), torch.cat([record.values, score]).float()
+        super().on_record(replace(record, columns=columns, values=values, measured=None))
+
+
+@contextmanager
+def evaluating(model: LlamaForCausalLM) -> Iterator[None]:
+    """Set a model to evaluation mode, in which a monitor does not count its forwards."""
+    model.eval()
+    yield
+    model.train()
+
+
 def attention_weights(model: LlamaForCausalLM, ids: Tensor) -> tuple[Tensor, ...]:
     return model(input_ids=ids, output_attentions=True).attentions
 
@@ -175,17 +215,23 @@ def adamw(model: LlamaForCausalLM, rate: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=model.device.type == "cuda")
 
 
-def take_step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, ids: Tensor) -> Tensor:
+def take_step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, ids: Tensor, monitor: HeadMonitor) -> Tensor:
+    (run,) = monitor.callbacks
+    if monitor.is_observing:
+        run.measure(monitor.steps, model)
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
         loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
+    monitor.step(loss)
     return loss.detach()
 
 
-def learn_to_copy(model: LlamaForCausalLM, generator: torch.Generator, *, steps: int, batch: int, rate: float) -> None:
+def learn_to_copy(
+    model: LlamaForCausalLM, generator: torch.Generator, monitor: HeadMonitor, *, steps: int, batch: int, rate: float
+) -> None:
     """Train on random bytes that repeat, two thirds of the steps with short contexts, the rest with full ones.
 
     Without it no induction head was seen to form: there is too little text, and too little to copy in it.
@@ -194,9 +240,11 @@ def learn_to_copy(model: LlamaForCausalLM, generator: torch.Generator, *, steps:
     for step in range(steps):
         is_short = step < steps * 2 // 3
         x = copying_batch(batch if is_short else batch // 4, CONTEXT // 4 if is_short else CONTEXT, generator)
-        take_step(model, optimizer, x)
+        take_step(model, optimizer, x, monitor)
         if (step + 1) % 100 == 0:
-            print(json.dumps({"step": step + 1, "copying": copying_loss(model, generator.device)}), flush=True)
+            with evaluating(model):
+                loss = copying_loss(model, generator.device)
+            print(json.dumps({"step": step + 1, "copying": loss}), flush=True)
 
 
 def train(
@@ -204,6 +252,7 @@ def train(
     ids: Tensor,
     held_out: dict[str, Tensor],
     generator: torch.Generator,
+    monitor: HeadMonitor,
     *,
     steps: int,
     batch: int,
@@ -219,12 +268,13 @@ def train(
     curve, running = [], []
     best, kept = math.inf, {}
     for step in range(steps):
-        running.append(take_step(model, optimizer, batch_of(ids, batch, generator)))
+        running.append(take_step(model, optimizer, batch_of(ids, batch, generator), monitor))
         schedule.step()
         if (step + 1) % max(1, steps // 40) == 0:
             point = {"step": step + 1, "train": float(torch.stack(running).mean()), "rate": schedule.get_last_lr()[0]}
-            point |= {name: held_out_loss(model, x) for name, x in held_out.items()}
-            point["copying"] = copying_loss(model, ids.device)
+            with evaluating(model):
+                point |= {name: held_out_loss(model, x) for name, x in held_out.items()}
+                point["copying"] = copying_loss(model, ids.device)
             curve.append({name: round(value, 6) for name, value in point.items()})
             running.clear()
             total = sum(point[name] for name in held_out)
@@ -257,10 +307,14 @@ def main() -> None:
     parser.add_argument("--wikipedia", type=Path, required=True, help="the first 5,000,000 bytes of enwik8, or more")
     parser.add_argument("--plays", type=Path, required=True, help="plain text of Shakespeare's plays")
     parser.add_argument("--output", type=Path, required=True, help="folder of the model")
+    parser.add_argument("--run", type=Path, required=True, help="folder of the run directory")
+    parser.add_argument("--every", type=int, default=30, help="steps between two of the run directory")
     parser.add_argument(
         "--copying-steps", type=int, default=1500, help="steps on repeated random bytes, before the text"
     )
-    parser.add_argument("--steps", type=int, default=1200, help="steps on the text")
+    parser.add_argument(
+        "--steps", type=int, default=1200, help="steps on the text; 0 writes the run directory, and no model"
+    )
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--commit", help="the commit of this script, where git cannot be asked")
@@ -276,8 +330,14 @@ def main() -> None:
     held_out = {name: held for name, (_, held) in parts.items()}
     ids = torch.cat([ids for ids, _ in parts.values()])
     generator = torch.Generator(device).manual_seed(0)
-    learn_to_copy(model, generator, steps=options.copying_steps, batch=options.batch, rate=options.rate / 2)
-    curve = train(model, ids, held_out, generator, steps=options.steps, batch=options.batch, rate=options.rate)
+    sizes = {"batch": options.batch, "rate": options.rate}
+    run = InductionRun(options.run)
+    with HeadMonitor(model, every=options.every, statistics=WATCHED, callbacks=[run]) as monitor:
+        copying = sizes | {"steps": options.copying_steps, "rate": options.rate / 2}
+        learn_to_copy(model, generator, monitor, **copying)
+        if not options.steps:
+            return
+        curve = train(model, ids, held_out, generator, monitor, steps=options.steps, **sizes)
 
     model = model.to(torch.bfloat16).eval()
     model.config.dtype = torch.float32  # for computing: many CPUs have no arithmetic in bfloat16

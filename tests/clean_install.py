@@ -44,6 +44,8 @@ CALLS = (
     Call("report run-decoder --output page.html", "hf"),
     Call("view decoder --no-open", "hf"),
     Call("view run-decoder --no-open", "report"),
+    Call("view tiny-run --no-open", "report"),
+    Call("report tiny-run --output run.html", "hf"),
     Call("compare run-decoder run-encoder", "hf"),
     Call("plan llama3.1-8b --machine cpu-2-cores --output plan.html", prints="plan.html"),
     Call("plan decoder", prints="cache"),

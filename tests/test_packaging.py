@@ -55,6 +55,16 @@ def test_the_wheel_holds_every_module_and_the_mark_of_types(wheel, project_root)
     assert {name.split("/")[0] for name in inside} == {"polyhead", f"polyhead-{polyhead.__version__}.dist-info"}
 
 
+def test_the_wheel_holds_the_packaged_model_and_training_run(wheel, project_root):
+    source = project_root / "src"
+    folders = [source / "polyhead" / "sources" / name for name in ("tiny", "tiny-run")]
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    assert {path.relative_to(source).as_posix() for path in files} - set(wheel.namelist()) == set()
+    run = [path.stat().st_size for path in files if folders[1] in path.parents]
+    assert len(run) > 1
+    assert sum(run) < 300_000
+
+
 def test_every_folder_of_modules_is_a_package(project_root):
     source = project_root / "src" / "polyhead"
     folders = {path.parent for path in source.rglob("*.py")}

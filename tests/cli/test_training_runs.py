@@ -1,4 +1,4 @@
-"""`polyhead compare` and `polyhead report` of training runs."""
+"""`polyhead compare`, `polyhead report` and `polyhead view` of training runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 from polyhead.cli import app
-from polyhead.training import HeadLocation, RunDirectory, StepRecord
+from polyhead.errors import OptionError
+from polyhead.training import HeadLocation, RunDirectory, StepRecord, load_run
 
 pytest.importorskip("pyarrow")
 
@@ -47,7 +48,7 @@ def test_two_steps_are_compared(run):
     [
         ("@200", "the nearest is 99; got 200"),
         ("@last", "RUN@STEP with a number"),
-        ("", "which is a training run; `polyhead report` draws it, `polyhead compare` takes"),
+        ("", "which is a training run; `polyhead view` and `polyhead report` show it, `polyhead compare` takes"),
         ("-absent@3", "without steps"),
     ],
 )
@@ -63,7 +64,8 @@ def test_few_steps_are_said_to_be_few(run, tmp_path):
     callback.on_exit()
     shown = invoke("compare", f"{short}@2", f"{short}@8").stdout
     assert "5 pairs of neighbouring steps in A, 5 in B: too few for a reliable test, which needs 10 in each" in shown
-    assert "which does not exist" in invoke("report", tmp_path / "nope", code=2).stderr
+    error = invoke("report", tmp_path / "nope", code=2).stderr
+    assert "which does not exist; tiny-run is the packaged training run" in error
 
 
 def test_a_report_draws_the_steps(run, tmp_path):
@@ -72,3 +74,43 @@ def test_a_report_draws_the_steps(run, tmp_path):
     invoke("report", run, "--output", page, "--lang", "zh")
     assert "5 个头，从第 0 步到第 99 步共 100 步" in page.read_text(encoding="utf-8")
     assert "got a training run" in invoke("report", run, "--syntax", page, code=2).stderr
+
+
+def test_a_run_is_viewed_without_a_model(run, monkeypatch, tmp_path):
+    serve, served = pytest.importorskip("polyhead.report.viewer.serve"), []
+    client = pytest.importorskip("starlette.testclient").TestClient
+    monkeypatch.setattr(serve, "_serve", lambda *arguments: served.append(arguments))
+    invoke("view", run, "--no-open", "--lang", "zh")
+    ((application, token, listening, _),) = served
+    port = listening.getsockname()[1]
+    listening.close()
+    page = client(application, base_url=f"http://127.0.0.1:{port}").get(f"/{token}/").text
+    assert page.startswith('<!doctype html>\n<html lang="zh-Hans">')
+    assert "5 个头，从第 0 步到第 99 步共 100 步" in page
+    error = invoke("view", run, "--text", "a.txt", "--device", "cpu", code=2).stderr
+    assert "--text and --device must be left out with a training run" in error
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "config.json").write_text("no model")
+    assert "config.json" in invoke("view", tmp_path, "--no-open", code=2).stderr
+    assert len(served) == 1
+
+
+def test_the_packaged_run_has_a_name_unless_a_folder_here_has_it(run, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    history = load_run("tiny-run")
+    assert len(history.heads) == 40
+    first, last = history.steps[0], history.steps[-1]
+    assert invoke("report", "tiny-run").stdout.strip() == str(tmp_path / "polyhead-report.html")
+    assert f"40 heads, {len(history)} steps from 0 to {last:,}" in Path("polyhead-report.html").read_text("utf-8")
+    assert f"A  tiny-run@{first}, loss 5." in invoke("compare", f"tiny-run@{first}", f"tiny-run@{last}").stdout
+    with pytest.raises(OptionError, match="`RunDirectory` wrote, or tiny-run, got no-run without steps"):
+        load_run("no-run")
+    Path("tiny-run").symlink_to(run)
+    assert len(load_run("tiny-run").heads) == 5
+    assert invoke("report", "tiny-run").stdout.strip() == str(tmp_path / "tiny-run" / "polyhead-report.html")
+
+
+def test_a_run_needs_pyarrow(run, monkeypatch):
+    monkeypatch.setattr("polyhead.files.find_spec", lambda name: None)
+    with pytest.raises(OptionError, match="needs pyarrow; install it with"):
+        load_run(run)

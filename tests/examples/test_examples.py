@@ -66,7 +66,7 @@ def test_inspecting_prints_every_finding_and_the_most_important_head(capsys):
 
 
 def test_two_checkpoints_of_a_training_run_differ_beyond_sampling_error(capsys):
-    comparison, losses = compare_checkpoints.main(early=1, steps=24, tokens=1024)
+    comparison, losses = compare_checkpoints.main(early=1, steps=12, tokens=1024)
     assert losses[1] < losses[0] - 0.5
     changed = [change for change in comparison.tested() if change.beyond]
     assert 0 < len(changed) < len(comparison.tested()) < len(comparison.changes)
@@ -74,12 +74,12 @@ def test_two_checkpoints_of_a_training_run_differ_beyond_sampling_error(capsys):
 
 
 def test_the_entropy_bonus_raises_the_entropy():
-    results = entropy_regulariser.main(steps=24, bonus=1.0)
+    results = entropy_regulariser.main(steps=12, bonus=1.0)
     assert results[1.0][1] > results[0.0][1] + 0.02
 
 
 def test_qk_clip_bounds_the_logits():
-    results = qk_clip.main(steps=30, threshold=2.0, seeds=1)
+    results = qk_clip.main(steps=20, threshold=2.0, seeds=1)
     assert results[None][1] > 40
     assert results[2.0][1] < 10  # the next step's logits are near the threshold, not below it
     assert results[2.0][2] > results[None][2]

@@ -80,6 +80,15 @@ def test_every_head_has_its_statistics_roles_and_importance():
 
 def test_heads_start_uniform_and_a_high_learning_rate_and_a_bonus_show_in_their_statistics():
     run = in_short("watch_training")
+    score = run["score"]  # of the recorded run, [steps, layers, heads]
+    assert score[0].flatten().tolist() == pytest.approx([0.0208] * 40, abs=0.001)
+    assert score[-1].argmax() // 8 == 1  # in layer 1, but no induction head yet
+    assert score.max() < 0.1
+    assert score[-1, 2:].max() < 0.005
+    assert run["previous"].max() < 0.1
+    assert run["entropy"][-1, 0].min() > 0.9 > run["entropy"][-1, 1:].max()
+    assert run["tiny"]["induction_score"].max() > 0.6
+    assert run["tiny"]["previous_mass"].argmax() == 4
     assert run["watched"]["normalized_entropy"].shape == (12, 8)
     assert bool((run["watched"]["normalized_entropy"][0] > 0.99).all())
     assert run["watched"]["mean_distance"][0].tolist() == pytest.approx([63 / 4] * 8, rel=0.02)

@@ -21,11 +21,18 @@ def report(
         Path,
         typer.Argument(
             metavar="RUN",
-            help="Run folder written by `polyhead inspect --save`, or by `polyhead.training.RunDirectory`.",
+            help="Run folder written by `polyhead inspect --save`, or by `polyhead.training.RunDirectory`; or "
+            "tiny-run, the packaged training run.",
         ),
     ],
     output: Annotated[
-        Path | None, optional(f"Output file. [default: {NAME} in the run's folder]", "--output", "-o", metavar="FILE")
+        Path | None,
+        optional(
+            f"Output file. [default: {NAME} in the run's folder; of tiny-run, in the current one]",
+            "--output",
+            "-o",
+            metavar="FILE",
+        ),
     ] = None,
     lang: Language = "en",
     syntax: Annotated[
@@ -39,18 +46,20 @@ def report(
     and the findings in plain words. Of a training run, it shows every statistic over the steps: a panel for each layer,
     a line for each head. The page needs no network and no server.
     """
-    from polyhead.inspection.run_files import REST, STEPS, check_saved
+    from polyhead.inspection.run_files import check_saved, is_training_run
+    from polyhead.sources.packaged import run_folder
 
     check_page(output, lang, "--output")
-    page = run / NAME if output is None else output
-    if (run / STEPS).is_dir() and not (run / REST).exists():
+    folder = run_folder(run)
+    page = output or (run / NAME if folder == run else Path(NAME))
+    if is_training_run(folder):
         from polyhead.report.training_page import write_training_page
         from polyhead.training import load_run
 
         if syntax is not None:
             raise OptionError("--syntax is for the page of an inspection, got a training run")
-        name = run.resolve().name
-        written = write_training_page(page, load_run(run), name, language="zh" if lang == "zh" else "en")
+        name = folder.resolve().name
+        written = write_training_page(page, load_run(folder), name, language="zh" if lang == "zh" else "en")
     else:
         check_saved(run)
 

@@ -1,4 +1,4 @@
-"""`polyhead view`: explore a model's attention in a browser."""
+"""`polyhead view`: explore a model's attention, or a training run, in a browser."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def view(
         str | None,
         typer.Argument(
             metavar="[RUN|MODEL]",
-            help="Run folder written by `polyhead inspect --save`, to show its model with head roles; or a model: "
-            "folder, .gguf file, name on the Hugging Face hub, tiny, minilm or smollm2. [default: minilm]",
+            help="Run folder written by `polyhead inspect --save`, to show its model with head roles, or by "
+            "`polyhead.training.RunDirectory`, or tiny-run, to show the steps of training; or a model: folder, .gguf "
+            "file, name on the Hugging Face hub, tiny, minilm or smollm2. [default: minilm]",
             show_default=False,
         ),
     ] = None,
@@ -63,14 +64,17 @@ def view(
     allow_pickle: AllowPickle = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Explore a model's attention in a browser.
+    """Explore a model's attention, or a training run, in a browser.
 
     Type a text to see all heads at once; zoom from a full attention map down to single tokens, at any text length;
-    ablate heads and see the effect; step through generation.
+    ablate heads and see the effect; step through generation. Of a training run: every head's statistics over the
+    steps, and a grid of layers and heads with a slider. Reload the page for the steps of a run that goes on.
 
     The page is served on localhost only, under a URL with a secret token, which is printed. Stop with Ctrl-C.
     """
+    from polyhead.inspection.run_files import is_training_run
     from polyhead.sources.model_source import find_source
+    from polyhead.sources.packaged import run_folder
 
     check_language(lang)
     check_dtype(dtype)
@@ -85,6 +89,16 @@ def view(
             typer.launch(address)
 
     check_positive("--context", context)
+    folder = None if what is None else run_folder(what)
+    if folder is not None and is_training_run(folder) and not (folder / "config.json").exists():
+        options = {"--text": text, "--context": context, "--device": device, "--dtype": dtype}
+        if given := [option for option, value in options.items() if value is not None]:
+            raise OptionError(f"{' and '.join(given)} must be left out with a training run, which has no model: {what}")
+
+        from polyhead.report.viewer.serve import serve_run
+
+        serve_run(folder, language="zh" if lang == "zh" else "en", port=port, ready=ready)
+        return
     if what is None or not _is_run(Path(what)):
         find_source(what)
     initial_text = EXAMPLE if text is None else _content(text)  # errors are reported before a model is loaded

@@ -15,6 +15,11 @@ STEPS = "steps"  # folder with the steps of a training run, as `polyhead.trainin
 FILES = (OBSERVATIONS, TABLE, REST, MATRICES, PICTURES)
 
 
+def is_training_run(folder: Path) -> bool:
+    """Return whether a folder has steps of training, and no inspection."""
+    return (folder / STEPS).is_dir() and not (folder / REST).exists()
+
+
 def check_saved(folder: Path) -> None:
     """Raise if a folder contains no finished inspection."""
     if not (folder / REST).exists():
@@ -22,7 +27,10 @@ def check_saved(folder: Path) -> None:
         if (folder / OBSERVATIONS).exists():
             found = ", whose run is not finished; continue it with --resume"
         elif (folder / STEPS).is_dir():
-            found = f", which is a training run; `polyhead report` draws it, `polyhead compare` takes {folder}@STEP"
+            found = (
+                ", which is a training run; `polyhead view` and `polyhead report` show it, `polyhead compare` takes "
+                f"{folder}@STEP"
+            )
         elif not folder.exists():
-            found = ", which does not exist"
+            found = ", which does not exist; tiny-run is the packaged training run"
         raise OptionError(f"an inspection is a folder that `polyhead inspect --save` wrote, got {folder}{found}")

@@ -1,4 +1,4 @@
-"""Locate the pretrained models that come with polyhead or as PyPI packages."""
+"""Locate the pretrained models that come with polyhead or as PyPI packages, and a training run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from polyhead.errors import OptionError
 
 NAMES = ("tiny", "minilm", "smollm2")
+RUN = "tiny-run"
 
 
 def check_unique(name: str | os.PathLike[str] | None) -> None:
@@ -24,6 +25,12 @@ def check_unique(name: str | os.PathLike[str] | None) -> None:
 def tiny() -> Path:
     """Return the folder of the decoder that comes with polyhead (5 layers of 8 heads, tokens are bytes)."""
     return Path(str(resources.files("polyhead.sources") / "tiny"))
+
+
+def run_folder(name: str | os.PathLike[str]) -> Path:
+    """Return the folder of a run. `tiny-run`, unless there is one here, is the run that comes with polyhead."""
+    folder = Path(name)
+    return tiny().with_name(RUN) if os.fspath(name) == RUN and not folder.exists() else folder
 
 
 def minilm() -> Path:

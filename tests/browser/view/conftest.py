@@ -32,12 +32,12 @@ LONG_CONTEXT = 3_100
 
 
 class Running:
-    """The viewer's server in a thread of this process."""
+    """The viewer's server in a thread of this process; without a viewer, that of the training run in a folder."""
 
-    def __init__(self, viewer: Viewer, folder: Path, port: int = 0) -> None:
+    def __init__(self, viewer: Viewer | None, folder: Path, port: int = 0) -> None:
         import uvicorn
 
-        from polyhead.report.viewer.app import create_app
+        from polyhead.report.viewer.app import create_app, create_run_app
 
         self.viewer, self.folder = viewer, folder
         self.listening = socket.socket()
@@ -46,7 +46,8 @@ class Running:
         self.port = self.listening.getsockname()[1]
         self.origin = f"http://127.0.0.1:{self.port}/"
         self.address = f"{self.origin}{TOKEN}/"
-        config = uvicorn.Config(create_app(viewer, token=TOKEN), log_level="error", timeout_graceful_shutdown=2)
+        app = create_run_app(folder, token=TOKEN) if viewer is None else create_app(viewer, token=TOKEN)
+        config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2)
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.listening]}, daemon=True)
 

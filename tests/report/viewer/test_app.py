@@ -11,9 +11,10 @@ import torch
 from starlette.testclient import TestClient
 
 from polyhead.report.viewer import tiles
-from polyhead.report.viewer.app import create_app
+from polyhead.report.viewer.app import create_app, create_run_app
 from polyhead.report.viewer.failures import RequestError, cancelled
 from polyhead.report.viewer.viewing import Viewer
+from polyhead.training import HeadLocation, RunDirectory, StepRecord
 from tests.report.viewer.conftest import TEXT
 
 TOKEN = "a-token-of-this-test"
@@ -634,3 +635,22 @@ def test_retrace_runs_the_same_tokens_with_other_heads_ablated(page, viewer):
         one, other = (weights_of(viewer, trace["id"], layer) for trace in (again, fresh))
         torch.testing.assert_close(one, other, rtol=0, atol=0)
     assert page.refused("retrace", 410, trace=first["id"], ablated=[])
+
+
+def test_a_training_run_is_one_page_with_the_steps_so_far_and_runs_no_other_script(tmp_path):
+    pytest.importorskip("pyarrow")
+    heads = tuple(HeadLocation("layers.0.attn", "self", 0, head, str(head), 3) for head in range(3))
+    client = TestClient(create_run_app(tmp_path, token=TOKEN), base_url=ADDRESS, raise_server_exceptions=False)
+    assert "without steps" in client.get(f"/{TOKEN}/").json()["error"]["message"]
+    callback = RunDirectory(tmp_path)
+    for step in (0, 7):
+        callback.on_record(StepRecord(step, 2.5, heads, ("max_logit",), torch.ones(1, 3)))
+        callback.state_dict()  # writes
+        response = client.get(f"/{TOKEN}/")
+        assert f"3 heads, {1 + step // 7} steps from 0 to {step}" in response.text
+    callback.on_exit()
+    policy = response.headers["content-security-policy"]
+    assert "'self'" not in policy
+    assert policy.removesuffix("; frame-ancestors 'none'") in response.text
+    assert client.get("/wrong/").status_code == 403
+    assert client.get(f"/{TOKEN}/api/state").status_code == 404

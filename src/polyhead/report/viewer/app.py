@@ -14,6 +14,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from polyhead.inspection.vocabulary import Language
+from polyhead.report.page import Assets, policy_of
+from polyhead.report.training_page import training_html
 from polyhead.report.viewer.endpoint import Endpoint, error_response, json_response
 from polyhead.report.viewer.failures import RequestError, request_error
 from polyhead.report.viewer.guard import Guard
@@ -22,6 +25,7 @@ from polyhead.report.viewer.jobs import BACKGROUND, INTERACTIVE, Jobs, logger
 from polyhead.report.viewer.limits import TEXT_BYTES
 from polyhead.report.viewer.state import state_of
 from polyhead.report.viewer.viewing import Viewer
+from polyhead.training import load_run
 
 ASSETS = Path(__file__).parents[1] / "assets"
 FILES = {"view.js": "text/javascript", "view.css": "text/css"}  # the only files that are served
@@ -83,15 +87,6 @@ def create_app(viewer: Viewer, *, token: str, assets: Path = ASSETS, jobs: Jobs 
             return error_response(RequestError(404, "unknown", message))
         return json_response(dict(viewer.run))
 
-    async def unknown(request: Request, error: Exception) -> Response:
-        status = error.status_code if isinstance(error, HTTPException) else 500
-        message = f"The viewer has no such address: {request.method} {request.url.path[:200]}"
-        return error_response(RequestError(status, "unknown", message))
-
-    async def failed(request: Request, error: Exception) -> Response:
-        logger.error("a request to the viewer failed", exc_info=error)
-        return error_response(request_error(error))
-
     def endpoint(name: str, priority: int) -> Route:
         max_bytes = TEXT_BYTES if name == "trace" else REQUEST_BYTES
         app = Endpoint(jobs, getattr(handlers, name), priority=priority, max_bytes=max_bytes)
@@ -105,7 +100,29 @@ def create_app(viewer: Viewer, *, token: str, assets: Path = ASSETS, jobs: Jobs 
             Route("/api/run", run),
             *(endpoint(name, priority) for priority, names in _ROUTES.items() for name in names),
         ],
-        exception_handlers={HTTPException: unknown, 500: failed},
+        exception_handlers={HTTPException: _unknown, 500: _failed},
         lifespan=lifespan,
     )
     return Guard(app, token=token)
+
+
+def create_run_app(folder: Path, *, token: str, language: Language = "en") -> ASGIApp:
+    """Return the page of a training run as an ASGI application at `/TOKEN/`; each request reads the run again."""
+
+    def page(request: Request) -> Response:  # in a thread, since it is not async
+        html = training_html(load_run(folder), folder.resolve().name, language=language)
+        return Response(html, media_type="text/html")
+
+    app = Starlette(routes=[Route("/", page)], exception_handlers={HTTPException: _unknown, 500: _failed})
+    return Guard(app, token=token, policy=policy_of(Assets.load(name="plan")))
+
+
+async def _unknown(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    message = f"The viewer has no such address: {request.method} {request.url.path[:200]}"
+    return error_response(RequestError(status, "unknown", message))
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    logger.error("a request to the viewer failed", exc_info=error)
+    return error_response(request_error(error))

@@ -16,9 +16,11 @@ from polyhead.report.viewer.failures import RequestError
 
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 # The page may load its own script and style and generated images, and send requests to this server.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'"
+)
 _SECURITY_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
@@ -32,9 +34,10 @@ _SECURITY_HEADERS = {
 class Guard:
     """ASGI middleware: check access, strip `/TOKEN` from the path, and add the security headers to every response."""
 
-    def __init__(self, app: ASGIApp, *, token: str) -> None:
+    def __init__(self, app: ASGIApp, *, token: str, policy: str = _POLICY) -> None:
         self.app = app
         self.token = token.encode()
+        self.headers = {**_SECURITY_HEADERS, "Content-Security-Policy": f"{policy}; frame-ancestors 'none'"}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -46,7 +49,7 @@ class Guard:
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(_SECURITY_HEADERS)
+                MutableHeaders(scope=message).update(self.headers)
             await send(message)
 
         error = self.refusal(scope)

@@ -7,9 +7,14 @@ import socket
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from polyhead.errors import OptionError
+from polyhead.inspection.vocabulary import Language
 from polyhead.report.viewer.viewing import Viewer
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
 
 HOST = "127.0.0.1"
 
@@ -34,10 +39,7 @@ def serve(
     Returns whether the model is still running: a layer cannot be cancelled, only the end of the process stops it.
     """
     check_installed()
-    import uvicorn
-
     from polyhead.report.viewer.app import ASSETS, FILES, QUEUE, create_app
-    from polyhead.report.viewer.connections import BoundedProtocol
     from polyhead.report.viewer.jobs import Jobs
 
     assets = ASSETS if assets is None else assets
@@ -49,6 +51,36 @@ def serve(
         )
     token = secrets.token_urlsafe(24) if token is None else token
     listening = _listen(port)
+    jobs = Jobs(QUEUE, on_out_of_memory=viewer.forget)
+    app = create_app(viewer, token=token, assets=assets, jobs=jobs)
+    _serve(app, token, listening, ready, jobs.cancel_all)
+    return jobs.is_computing
+
+
+def serve_run(
+    folder: Path, *, language: Language = "en", port: int = 0, ready: Callable[[str], None] = lambda address: None
+) -> None:
+    """Serve the page of a training run until an interrupt (Ctrl-C), with the steps that it has when it is loaded."""
+    check_installed()
+    from polyhead.report.viewer.app import create_run_app
+    from polyhead.training import load_run
+
+    load_run(folder)  # raises before anything is served
+    token = secrets.token_urlsafe(24)
+    _serve(create_run_app(folder, token=token, language=language), token, _listen(port), ready)
+
+
+def _serve(
+    app: ASGIApp,
+    token: str,
+    listening: socket.socket,
+    ready: Callable[[str], None],
+    cancel: Callable[[], None] = lambda: None,
+) -> None:
+    import uvicorn
+
+    from polyhead.report.viewer.connections import BoundedProtocol
+
     address = f"http://{HOST}:{listening.getsockname()[1]}/{token}/"
 
     class Server(uvicorn.Server):
@@ -58,11 +90,9 @@ def serve(
                 ready(address)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            jobs.cancel_all()  # otherwise shutdown waits for long-running requests
+            cancel()  # otherwise shutdown waits for long-running requests
             await super().shutdown(sockets)
 
-    jobs = Jobs(QUEUE, on_out_of_memory=viewer.forget)
-    app = create_app(viewer, token=token, assets=assets, jobs=jobs)
     config = uvicorn.Config(
         app,
         http=BoundedProtocol,
@@ -80,8 +110,7 @@ def serve(
         pass  # uvicorn has shut down, and raises the interrupt again
     finally:
         listening.close()
-        jobs.cancel_all()
-    return jobs.is_computing
+        cancel()
 
 
 def _listen(port: int) -> socket.socket:
