@@ -94,3 +94,19 @@ def test_a_vocabulary_is_read_as_a_whole_unless_that_takes_too_many_products(mon
     assert not torch.allclose(sampled, whole, rtol=1e-4)
     drawn = torch.randperm(9000, generator=torch.Generator().manual_seed(0))[:8192]
     torch.testing.assert_close(sampled, copying(value, output, embedding[drawn], unembedding[drawn]))
+
+
+@pytest.mark.parametrize("vocabulary", [90, 900])  # fewer words than 5 times the width are multiplied without U^T E
+def test_float32_weights_have_the_scores_of_float64(vocabulary: int) -> None:
+    embedding, unembedding = normal(vocabulary, WIDTH, seed=5), normal(vocabulary, WIDTH, seed=6)
+    value, output = normal(HEADS, WIDTH, RANK, seed=1), normal(HEADS, RANK, WIDTH, seed=2)
+    matrices = [x.float() for x in (value, output, embedding, unembedding)]
+    exact, single = (
+        copying_scores(value, output, Words(embedding, unembedding))
+        for value, output, embedding, unembedding in ([x.double() for x in matrices], matrices)
+    )
+    for name in ("score", "error"):
+        found, expected = getattr(single, name), getattr(exact, name)
+        assert found.dtype is torch.float64
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert single.null == pytest.approx(exact.null, abs=1e-6)

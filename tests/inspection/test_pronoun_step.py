@@ -10,8 +10,9 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from polyhead.analysis.pronouns import PronounTexts, pronoun_texts
+from polyhead.analysis.pronouns import PronounTexts
 from polyhead.inspection import Inspection, Settings
+from polyhead.inspection.probing import Probes
 from polyhead.sources.pronoun_sentences import pronoun_sentences
 from polyhead.workflows.inspecting import inspect_model
 from tests.inspection.small_models import model_folder, text_folder
@@ -120,6 +121,7 @@ def test_a_causal_model_reads_sentences_until_their_pronoun(tmp_path, monkeypatc
         if progress.step == "read sentences with pronouns" and not progress.done:
             tokens.append(progress.total)
 
+    monkeypatch.setattr(Probes, "repeated", lambda *_: None)  # another step, which takes longer
     cut = inspect_model(settings, progress=record)
     monkeypatch.setattr(PronounTexts, "without_endings", lambda texts: texts)
     whole = inspect_model(settings, progress=record)
@@ -139,8 +141,10 @@ def test_only_sentences_in_languages_that_the_tokenizer_knows_are_read(tmp_path,
 
     def texts(sentences, *rest, **options):
         languages.extend(sentence.language for sentence in sentences)
-        return pronoun_texts(sentences, *rest, **options)
+        raise InterruptedError
 
     monkeypatch.setattr("polyhead.inspection.probing.pronoun_texts", texts)
-    inspect_model(Settings("tiny", str(text), context=128, layers=(0,), importance="none", chance=False))
+    monkeypatch.setattr(Probes, "repeated", lambda *_: None)
+    with pytest.raises(InterruptedError):
+        inspect_model(Settings("tiny", str(text), context=128, layers=(0,), importance="none", chance=False))
     assert languages == ["en"] * 80  # to a tokenizer of bytes, a Chinese character is three tokens

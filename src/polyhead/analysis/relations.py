@@ -49,7 +49,7 @@ def contribution_norm(moments: HeadMoments, output_weights: Tensor) -> Tensor:
     """Return the root mean square of |x_i| over tokens, not centred, [heads]."""
     weights = _checked(moments, output_weights)
     mean = torch.einsum("ia,iae->ie", moments.mean, weights)
-    own = torch.stack([moments.covariance[i, :, i] for i in range(moments.num_heads)])
+    own = moments.covariance.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
     variance = (own * (weights @ weights.mT)).sum((1, 2)) * (moments.count - 1) / moments.count
     return (variance + mean.square().sum(-1)).sqrt()
 

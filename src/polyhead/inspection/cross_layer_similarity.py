@@ -141,7 +141,8 @@ def _candidates(
     outputs = [(rows - rows.mean(0)).transpose(0, 1) for _, rows in sites]  # [heads, tokens, any]
     if w_o is not None:
         outputs = [x.float().contiguous() for x in outputs]
-        matrices = [w_o[site.name, site.kind].float() for site, _ in sites]
+        # W_O is a transposed view of the layer's weight, with which a product takes twice as long.
+        matrices = [w_o[site.name, site.kind].float().contiguous() for site, _ in sites]
     similarity = torch.zeros(len(heads), len(heads), dtype=torch.float64)  # of a head with those after it
     for start in range(0, tokens, CHUNK):
         parts = [x[:, start : start + CHUNK] for x in outputs]
