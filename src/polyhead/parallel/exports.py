@@ -1,0 +1,3 @@
+"""Public names of `polyhead.parallel`."""
+
+__all__: list[str] = []
