@@ -24,7 +24,18 @@ from polyhead.training.head_history import COSINES
 
 LOW_ENTROPY = "normalized_entropy_p10"
 COLUMNS = (LOW_ENTROPY, "output_norm", "output_norm_share", "gradient_norm", *COSINES)
-_ENTROPY, _OUTPUTS = "entropy histogram", "head outputs"  # names of states in a session
+_ENTROPY, _OUTPUTS = "entropy histogram", "head outputs"  # names of states in a session, and of signals
+_TOKENS, _GRADIENTS, _GRADIENT_PRODUCTS = "tokens", "squared gradients", "gradient products"  # of signals
+SIGNALS = {  # the signal that a column is computed from
+    LOW_ENTROPY: _ENTROPY,
+    "output_norm": _OUTPUTS,
+    "output_norm_share": _OUTPUTS,
+    "gradient_norm": _GRADIENTS,
+    "output_cosine": _OUTPUTS,
+    "gradient_cosine": _GRADIENT_PRODUCTS,
+}
+GRADIENTS = (_GRADIENTS, _GRADIENT_PRODUCTS)  # signals that are sums of squares or products of gradients
+SignalSums = dict[str, list[Tensor | None]]  # by signal, then by site
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -284,10 +295,8 @@ class HeadSignals:
 
     # ---- results
 
-    def columns_of(
-        self, sites: Sequence[AttentionSite], collected: Collected
-    ) -> tuple[dict[str, list[Tensor | None]], dict[str, list[Tensor | None]]]:
-        """Return the columns of sites, [heads] each, and their cosines, [heads, heads]; None where not measured.
+    def sums_of(self, sites: Sequence[AttentionSite], collected: Collected) -> SignalSums:
+        """Return the sums of a step by signal and site, None where they are not known.
 
         Args:
             sites: attention sites of the model.
@@ -297,24 +306,53 @@ class HeadSignals:
             self._mark_unread(site)
         states = [collected.get(site, {}) for site in sites]
         sums = [None if site in self._unread else x.get(_OUTPUTS) for site, x in zip(sites, states, strict=True)]
-        outputs = [x.products if isinstance(x, OutputSums) else None for x in sums]
-        counts = [x.count if isinstance(x, OutputSums) else None for x in sums]
-        squares = for_each(lambda x: (x.diagonal(0, 1, 2) if x.ndim == 3 else x).clamp_min(0.0), outputs)  # rounding
         gradients = [self._gradients.get(site) for site in sites]
-        pairs: dict[str, list[Tensor | None]] = {
-            "output_cosine": [x if x is not None and x.ndim == 2 else None for x in outputs],
-            "gradient_cosine": [None if x is None else x.products for x in gradients],
+        return {
+            _ENTROPY: [x.counts if isinstance(x, Histogram) else None for x in (x.get(_ENTROPY) for x in states)],
+            _TOKENS: [x.count if isinstance(x, OutputSums) else None for x in sums],
+            _OUTPUTS: [x.products if isinstance(x, OutputSums) else None for x in sums],
+            _GRADIENTS: [None if x is None else x.squares for x in gradients],
+            _GRADIENT_PRODUCTS: [None if x is None else x.products for x in gradients],
         }
-        several = {name: [x if x is not None and len(x) > 1 else None for x in parts] for name, parts in pairs.items()}
-        cosines = {name: for_each(_cosines, parts) for name, parts in several.items()}
-        entropies = [x.counts if isinstance(x, Histogram) else None for x in (x.get(_ENTROPY) for x in states)]
-        columns = {
-            LOW_ENTROPY: for_each(lambda x: Histogram(x).quantile(0.1), entropies),
-            "output_norm": for_each(_root_mean_square, squares, counts),
-            "output_norm_share": for_each(_shares, squares),
-            "gradient_norm": for_each(torch.sqrt, [None if x is None else x.squares for x in gradients]),
-        }
-        return columns | {name: for_each(_strongest, x) for name, x in cosines.items()}, cosines
+
+    def shapes_of(self, heads: Sequence[int]) -> dict[str, list[tuple[int, ...]]]:
+        """Return the shapes of `sums_of` for sites of so many heads, without what is not recorded in this step.
+
+        Args:
+            heads: number of heads of each site.
+        """
+        shapes: dict[str, list[tuple[int, ...]]] = {}
+        if LOW_ENTROPY in self._columns:
+            shapes[_ENTROPY] = [(size, Histogram.BINS + 1) for size in heads]
+        if self._reads_outputs:
+            pairs = [(size, size) for size in heads]
+            single = [(size,) for size in heads]
+            shapes |= {_TOKENS: [()] * len(heads), _OUTPUTS: [*pairs] if self.with_pairs else [*single]}
+            shapes |= {_GRADIENTS: [*single], **({_GRADIENT_PRODUCTS: [*pairs]} if self.with_pairs else {})}
+        return shapes
+
+
+def columns_of(sums: SignalSums) -> tuple[dict[str, list[Tensor | None]], dict[str, list[Tensor | None]]]:
+    """Return the columns of sites, [heads] each, and their cosines, [heads, heads]; None where not measured.
+
+    Args:
+        sums: sums of a step by signal and site.
+    """
+    outputs = sums[_OUTPUTS]
+    squares = for_each(lambda x: (x.diagonal(0, 1, 2) if x.ndim == 3 else x).clamp_min(0.0), outputs)  # rounding
+    pairs: dict[str, list[Tensor | None]] = {
+        "output_cosine": [x if x is not None and x.ndim == 2 else None for x in outputs],
+        "gradient_cosine": sums[_GRADIENT_PRODUCTS],
+    }
+    several = {name: [x if x is not None and len(x) > 1 else None for x in parts] for name, parts in pairs.items()}
+    cosines = {name: for_each(_cosines, parts) for name, parts in several.items()}
+    columns = {
+        LOW_ENTROPY: for_each(lambda x: Histogram(x).quantile(0.1), sums[_ENTROPY]),
+        "output_norm": for_each(_root_mean_square, squares, sums[_TOKENS]),
+        "output_norm_share": for_each(_shares, squares),
+        "gradient_norm": for_each(torch.sqrt, sums[_GRADIENTS]),
+    }
+    return columns | {name: for_each(_strongest, x) for name, x in cosines.items()}, cosines
 
 
 def for_each(compute: Callable[..., Tensor], *parts: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -19,7 +19,8 @@ from polyhead.observation.nested_sessions import is_shared
 from polyhead.observation.session import observe
 from polyhead.observation.statistics import NAMES, SiteStatistics, stack_order
 from polyhead.training.head_history import COSINES, HeadHistory, HeadLocation, StepRecord
-from polyhead.training.head_signals import COLUMNS, LOW_ENTROPY, HeadSignals, for_each
+from polyhead.training.head_signals import COLUMNS, LOW_ENTROPY, HeadSignals, SignalSums, columns_of, for_each
+from polyhead.training.rank_sums import RankSums, ReducedStep, has_ranks
 
 STATISTICS = ("max_logit", "entropy", "normalized_entropy", "sink_mass", "mean_distance")
 LARGEST = frozenset(("max_logit", "max_abs_logit"))  # reported as the largest value of a step; others as the mean
@@ -78,7 +79,8 @@ class HeadMonitor:
     Inside the `with` block forwards of the model in training mode are observed; `step` ends a step, and `history` has
     a row for every observed step. Non-padding tokens of all micro-batches of the step count; evaluation and recomputed
     layers do not. Statistics are reduced on the device, and their copy to the host is read at most two steps later, so
-    that nothing waits for the device. In a process group the values are those of this process.
+    that nothing waits for the device. In a process group they are those of the data of all ranks, by one all-reduce in
+    each observed step; the loss is the mean over ranks, and gradients are those of this mean.
 
     A compiled model of transformers stays compiled, except in the first observed step: observed steps have a second
     version of its code, without more graph breaks. One that cannot be observed like this, for instance with
@@ -93,6 +95,7 @@ class HeadMonitor:
         pairs_every: record the cosines between heads in every k-th observed step, starting with the first.
         callbacks: what reads each record; see `MonitorCallback`.
         grad_scaler: the `torch.amp.GradScaler` that scales the loss; its scale is taken out of `gradient_norm`.
+        process_group: ranks that have the same heads and other data; all processes by default.
 
     Columns that `polyhead.observe` does not have:
 
@@ -140,6 +143,7 @@ class HeadMonitor:
         pairs_every: int = 100,
         callbacks: Sequence[MonitorCallback] = (),
         grad_scaler: torch.amp.GradScaler | None = None,
+        process_group: Any = None,
     ) -> None:
         for name, value in (("every", every), ("pairs_every", pairs_every)):
             checked_integer(name, value, at_least=1, error=OptionError)
@@ -157,11 +161,13 @@ class HeadMonitor:
         self._session = observe(model, statistics=[*rows, *needed])
         self._session.only_training = True
         self.grad_scaler, self._own_columns = grad_scaler, own
-        self._signals = HeadSignals(self._session, own, self._inverse_scale)
+        self._signals = HeadSignals(self._session, own, self.inverse_scale)
         self._history = HeadHistory()
         self._pending: deque[_Pending] = deque()
         self._is_entered = self._is_observing = False
         self._compiled: CompiledModules | None = None  # of a compiled model, after the first observed step
+        self.process_group = process_group
+        self._ranks: RankSums | None = None  # after the first observed step, in a process group
 
     def __enter__(self) -> Self:
         if self._is_entered:
@@ -280,8 +286,12 @@ class HeadMonitor:
     def _is_scaled(self) -> bool:
         return self.grad_scaler is not None and self.grad_scaler.is_enabled()
 
-    def _inverse_scale(self, device: torch.device) -> Tensor | float:
-        """Return what takes the scale of the loss out of gradients in a backward, without waiting for the device."""
+    def inverse_scale(self, device: torch.device) -> Tensor | float:
+        """Return what takes the scale of the loss out of gradients in a backward, without waiting for the device.
+
+        Args:
+            device: device of the gradients.
+        """
         scale = self.grad_scaler._get_scale_async() if self._is_scaled else None  # type: ignore[union-attr]
         return 1.0 if scale is None else scale.to(device, non_blocking=True).reciprocal()
 
@@ -316,15 +326,19 @@ class HeadMonitor:
             )
         observations = self._session.take()
         found = observations.sites
-        if not found:
+        is_shared = has_ranks(self.process_group)
+        if not found and not is_shared:
             raise OptionError(
                 f"a step must have a forward of the model in training mode, got none in step {self.steps}; call "
                 f"model.train(), and call this {type(self.model).__name__} itself"
             )
         order = stack_order(x.site for x in found)
         sites = sorted(found, key=lambda x: order[x.site])
+        sums, is_measured = self._signals.sums_of([x.site for x in sites], observations.collected), None
+        if is_shared:
+            sites, sums, loss, is_measured = self._over_ranks(sites, sums, loss)
         device = sites[0].moments.mean.device
-        values_of, cosines = self._signals.columns_of([x.site for x in sites], observations.collected)
+        values_of, cosines = columns_of(sums)
         values_of |= _row_columns(sites, self._session.wanted.names)
         defined = [name for name, x in values_of.items() if any(values is not None for values in x)]
         columns = [name for name in self._session.wanted.names if name in self.statistics and name in defined]
@@ -337,12 +351,17 @@ class HeadMonitor:
         pairs = None
         if self._signals.with_pairs:
             pairs = torch.stack([_joined(cosines[name], [size**2 for size in sizes], device) for name in COSINES])
+        if is_measured is not None:  # on the device
+            known = torch.stack([_repeated(is_measured[name], sizes) for name in columns])
+            rows = [torch.where(x, row, torch.nan) for x, row in zip(known, rows, strict=True)]
+            measured = measured.to(device, non_blocking=True) & known
         last = torch.full_like(rows[0], torch.nan)
         if loss is not None:
             last = last.copy_(loss.detach().reshape(())) if isinstance(loss, Tensor) else last.fill_(loss)
         values, event = torch.stack([*rows, last]), None
         if values.is_cuda:
             values, pairs = _to_host(values), None if pairs is None else _to_host(pairs)
+            measured = _to_host(measured) if measured.is_cuda else measured
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
         self._pending.append(_Pending(self.steps, values, measured, pairs, event))
@@ -354,6 +373,15 @@ class HeadMonitor:
                     stacklevel=3,
                 )
         self._signals.end_step()
+
+    def _over_ranks(
+        self, sites: Sequence[SiteStatistics], sums: SignalSums, loss: Tensor | float | None
+    ) -> ReducedStep:
+        """Add up the step over all ranks; the first one waits for the device."""
+        if self._signals.is_searching or self._ranks is None:
+            options = [f"{name}={getattr(self, name)}" for name in ("steps", "every", "pairs_every")]
+            self._ranks = RankSums(sites, options + sorted(self.statistics), self.process_group)
+        return self._ranks.reduce(sites, sums, self._signals.shapes_of(self._ranks.heads), loss)
 
     def _read(self, *, wait: bool) -> None:
         """Add records that have arrived to the history, and those that are late."""
@@ -391,6 +419,11 @@ def _joined(parts: Sequence[Tensor | None], sizes: Sequence[int], device: torch.
         for x, size in zip(parts, sizes, strict=True)
     ]
     return torch.cat(flat)
+
+
+def _repeated(by_site: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return the value of each site as often as it has heads, without waiting for the device."""
+    return torch.cat([value.expand(size) for value, size in zip(by_site, sizes, strict=True)])
 
 
 def _to_host(values: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ class ScaledRows:
             by_channel = factors.to(device)[self.heads.to(device)].pow(self.powers.to(device))
             # In float32 at least: the factor itself is not rounded to 16 bits.
             by_channel = by_channel.to(torch.promote_types(scaled.dtype, torch.float32))
-            scaled.mul_(by_channel.view([-1 if i == axis else 1 for i in range(scaled.ndim)]))
+            scaled.mul_(_as(scaled, by_channel.view([-1 if i == axis else 1 for i in range(scaled.ndim)])))
             if scaled is not parameter:
                 parameter.copy_(scaled)
 
@@ -162,6 +162,16 @@ def _torch(module: nn.MultiheadAttention, site: str) -> QueryKeyWeights:
         weights.append((module.in_proj_bias, slice(0, 3 * width)))
     rows = [ScaledRows(((weight, 0),), head_of[part], powers[part]) for weight, part in weights]
     return QueryKeyWeights(site, heads, tuple(rows))
+
+
+def _as(parameter: Tensor, factors: Tensor) -> Tensor:
+    """Return factors, which every rank has, as a tensor that a sharded parameter can be multiplied by."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return factors
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(factors, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _with_bias(linear: nn.Module, axis: int) -> tuple[tuple[nn.Parameter, int], ...]:

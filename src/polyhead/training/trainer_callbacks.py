@@ -102,7 +102,6 @@ def trainer_callback(monitor: HeadMonitor) -> Any:
         def __init__(self) -> None:
             self.hook: Any = None
             self.losses: list[Tensor] = []
-            self.is_summed = False
 
         def state(self) -> dict[str, Any]:  # is called while the Trainer writes a checkpoint
             file = io.BytesIO()
@@ -123,22 +122,23 @@ def trainer_callback(monitor: HeadMonitor) -> Any:
         def on_step_begin(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
             self.losses = []
             if monitor.is_observing:
-                self.hook = kwargs["model"].register_forward_hook(self.keep_loss, with_kwargs=True)
+                self.hook = kwargs["model"].register_forward_hook(self.keep_loss)
 
-        def keep_loss(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-            """Keep the loss that the model returns; the Trainer does not pass on its own."""
+        def keep_loss(self, module: Any, args: Any, output: Any) -> None:
+            """Keep the loss that the model returns; the Trainer does not pass on its own.
+
+            Its factor in the loss of the step (the number of micro-batches, of tokens or of processes) is its gradient.
+            """
             loss = output.get("loss") if isinstance(output, Mapping) else None
-            if monitor.is_observing and module.training and isinstance(loss, Tensor):
-                # The memory is that of the model's loss, which the Trainer scales in place for several processes.
-                self.losses.append(loss.detach())
-                # Models that know the number of tokens in all micro-batches return parts of a mean.
-                self.is_summed = kwargs.get("num_items_in_batch") is not None
+            if monitor.is_observing and module.training and isinstance(loss, Tensor) and loss.requires_grad:
+                value, losses = loss.detach().clone(), self.losses  # the Trainer may scale the loss in place
+                inverse_scale = monitor.inverse_scale
+                loss.register_hook(lambda grad: losses.append((value * grad).sum() * inverse_scale(grad.device)))
 
         def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
             if self.hook is not None:
                 self.hook.remove()
-            loss = torch.stack([x.mean() for x in self.losses]).sum() if self.losses else None
-            monitor.step(loss if loss is None or self.is_summed else loss / len(self.losses))
+            monitor.step(torch.stack(self.losses).sum() if self.losses else None)
             stop, save = requests.take()
             control.should_training_stop |= stop
             control.should_save |= save
