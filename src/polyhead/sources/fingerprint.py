@@ -19,7 +19,8 @@ _PIECE = 1 << 20
 def fingerprint(model: nn.Module) -> str:
     """Return 32 hexadecimal digits that depend on every bit, name, shape and dtype in the state dict.
 
-    Computed on the device of the weights. Not cryptographically secure.
+    Computed on the device of the weights, and the same for a sharded model, whose ranks all have to call it. Not
+    cryptographically secure.
 
     Args:
         model: the module.
@@ -36,7 +37,8 @@ def fingerprint(model: nn.Module) -> str:
         if not isinstance(tensor, Tensor):
             continue
         digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
-        digest.update(_weighted_sums(tensor.detach()))
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # of a DTensor
+        digest.update(_weighted_sums(whole.detach()))
     return digest.hexdigest()
 
 

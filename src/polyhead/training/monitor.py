@@ -265,7 +265,11 @@ class HeadMonitor:
             raise OptionError(
                 f"a monitor continues with the same callbacks, got {len(self.callbacks)} for {len(states)} states"
             )
-        self._history = HeadHistory.from_state_dict(state)
+        history = HeadHistory.from_state_dict(state)
+        names = {name or type(module).__name__ for name, module in self.model.named_modules()}
+        if absent := [head.site for head in history.heads if head.site not in names]:
+            raise OptionError(f"a monitor continues with the same model, got a state with heads of {absent[0]!r}")
+        self._history = history
         for callback, saved in zip(self.callbacks, states, strict=True):
             callback.load_state_dict(saved)
         self.start_at(int(state["steps"]))

@@ -63,6 +63,11 @@ def choose_layer(layers: tuple[AttentionLayer, ...], number: int, stack: str | N
         raise OptionError(
             f"the heads of {layer.path!r} ({type(layer.module).__name__}) cannot be edited: {'; '.join(layer.refusals)}"
         )
+    if any(hasattr(parameter, "device_mesh") for parameter in layer.module.parameters()):
+        raise OptionError(
+            f"heads are edited in whole weights, got sharded ones in {layer.path!r}; edit the model before fully_shard "
+            "or parallelize_module, with the full state dict of the sharded one"
+        )
     return layer
 
 
