@@ -1,0 +1,40 @@
+"""Attention of this rank's queries over keys and values that are gathered from all ranks first.
+
+One collective each, no merging, and gradients without computing anything twice; but every rank stores the keys and
+values of the whole sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from polyhead.ops.common.request import AttentionOutput, as_output
+from polyhead.parallel.context.crop import visible_columns
+from polyhead.parallel.context.layout import gathered
+from polyhead.parallel.context.parts import ContextCall, of_span
+
+
+def attend(
+    call: ContextCall, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *, logsumexp: bool
+) -> AttentionOutput:
+    """Return output, log-sum-exp if requested, and statistics of this rank's queries over the keys of all ranks."""
+    keys, values = (gathered(x, 2, call.group, call.layout) for x in (key, value))
+    chunks = []
+    for i_query, rows in enumerate(call.query_spans):
+        # A chunk that sees nothing attends to one key, which its mask hides: its rows are those of `attention`.
+        columns = visible_columns(call.visibility, rows, (0, keys.shape[2])) or (0, min(1, keys.shape[2]))
+        tensors = (x.narrow(2, columns[0], columns[1] - columns[0]) for x in (keys, values))
+        query_rows = of_span(query, call.query_spans, i_query, rows)
+        chunks.append(
+            call.attend(query_rows, *tensors, rows, columns, names=call.names, logsumexp=logsumexp, sinks=sinks)
+        )
+    backend = f"all_gather/{chunks[0].backend}"
+    if any(chunk.logsumexp is None for chunk in chunks):
+        return AttentionOutput(torch.cat([chunk.output for chunk in chunks], 2), backend=backend)
+    tensors = [[chunk.output, chunk.logsumexp, *_statistics(chunk)] for chunk in chunks]
+    return as_output([torch.cat(x, 2) for x in zip(*tensors, strict=True)], call.names, backend)
+
+
+def _statistics(chunk: AttentionOutput) -> list[Tensor]:
+    return [] if chunk.statistics is None else [x for _, x in chunk.statistics.items()]
