@@ -94,6 +94,7 @@ def rank_group(mesh: DeviceMesh | dist.ProcessGroup | None, dimension: str | Non
             "ranks need torch.distributed, got a process in which it is not initialised; call "
             "torch.distributed.init_process_group() or torch.distributed.device_mesh.init_device_mesh(...) first"
         )
+    group: dist.ProcessGroup | None
     if isinstance(mesh, DeviceMesh):
         group = _mesh_group(mesh, dimension)
     elif dimension is not None:
@@ -102,6 +103,8 @@ def rank_group(mesh: DeviceMesh | dist.ProcessGroup | None, dimension: str | Non
         group = dist.group.WORLD
     elif isinstance(mesh, dist.ProcessGroup):
         group = mesh
+    elif mesh is dist.GroupMember.NON_GROUP_MEMBER:  # what `new_group` returns to the ranks outside of the group
+        group = None
     else:
         raise OptionError(f"mesh must be a DeviceMesh, a ProcessGroup or None, got {type(mesh).__name__}")
     rank = -1 if group is None else dist.get_rank(group)

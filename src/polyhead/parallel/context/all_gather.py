@@ -24,17 +24,19 @@ def attend(
     for i_query, rows in enumerate(call.query_spans):
         # A chunk that sees nothing attends to one key, which its mask hides: its rows are those of `attention`.
         columns = visible_columns(call.visibility, rows, (0, keys.shape[2])) or (0, min(1, keys.shape[2]))
-        tensors = (x.narrow(2, columns[0], columns[1] - columns[0]) for x in (keys, values))
+        k, v = (x.narrow(2, columns[0], columns[1] - columns[0]) for x in (keys, values))
         query_rows = of_span(query, call.query_spans, i_query, rows)
-        chunks.append(
-            call.attend(query_rows, *tensors, rows, columns, names=call.names, logsumexp=logsumexp, sinks=sinks)
-        )
+        chunks.append(call.attend(rows, columns, query_rows, k, v, names=call.names, logsumexp=logsumexp, sinks=sinks))
     backend = f"all_gather/{chunks[0].backend}"
-    if any(chunk.logsumexp is None for chunk in chunks):
+    rows_of = [x for x in map(_rows, chunks) if x is not None]
+    if len(rows_of) < len(chunks):  # a kernel without a log-sum-exp, which was not requested
         return AttentionOutput(torch.cat([chunk.output for chunk in chunks], 2), backend=backend)
-    tensors = [[chunk.output, chunk.logsumexp, *_statistics(chunk)] for chunk in chunks]
-    return as_output([torch.cat(x, 2) for x in zip(*tensors, strict=True)], call.names, backend)
+    return as_output([torch.cat(x, 2) for x in zip(*rows_of, strict=True)], call.names, backend)
 
 
-def _statistics(chunk: AttentionOutput) -> list[Tensor]:
-    return [] if chunk.statistics is None else [x for _, x in chunk.statistics.items()]
+def _rows(chunk: AttentionOutput) -> list[Tensor] | None:
+    """Return output, log-sum-exp and statistics; None without a log-sum-exp."""
+    if chunk.logsumexp is None:
+        return None
+    statistics = [] if chunk.statistics is None else [x for _, x in chunk.statistics.items()]
+    return [chunk.output, chunk.logsumexp, *statistics]

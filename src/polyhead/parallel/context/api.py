@@ -183,5 +183,6 @@ def _fields(
         "shapes and dtypes of mask, scale and sinks": str([(list(x.shape), str(x.dtype)) for x in tensors]),
         "statistics": f"{', '.join(call.names) or 'none'} (sink_keys {call.sink_keys}, window {call.window})",
         "logsumexp and finite": f"{request.logsumexp} and {request.finite}",
-        "inputs with a gradient": ", ".join(name for name, x in inputs.items() if records and x.requires_grad) or "none",
+        "inputs with a gradient": ", ".join(name for name, x in inputs.items() if records and x.requires_grad)
+        or "none",
     }

@@ -1,8 +1,8 @@
 """The tokens that each rank holds, and the whole sequence from its shards.
 
 A contiguous layout gives each rank one chunk. A zigzag layout cuts the sequence into two chunks per rank and gives rank
-r the chunks r and 2 * ranks - 1 - r, so that under a causal mask every rank computes equally many pairs. It is the order
-of PyTorch's head-tail load balancer (`torch.distributed.tensor.experimental.context_parallel`).
+r the chunks r and 2 * ranks - 1 - r, so that under a causal mask every rank computes equally many pairs. It is the
+order of PyTorch's head-tail load balancer (`torch.distributed.tensor.experimental.context_parallel`).
 """
 
 from __future__ import annotations
@@ -139,12 +139,20 @@ def gathered(shard: Tensor, dim: int, group: RankGroup, layout: Layout) -> Tenso
     return result
 
 
-def scattered_sum(x: Tensor, dim: int, group: RankGroup, layout: Layout) -> Tensor:
-    """Return the shard of this rank of the sum of all ranks' tensors of the whole sequence (a reduce-scatter)."""
+def sum_of_shards(shards: Tensor, group: RankGroup) -> Tensor:
+    """Return the sum of what all ranks have for this rank's shard, from [ranks, ...] on each of them.
+
+    An all-to-all and a local sum move the bytes of a reduce-scatter, but add half precision in float32.
+    """
     if group.size == 1:
-        return x
-    result: Tensor = _ScatterSum.apply(x, dim % x.ndim, group, layout)
-    return result
+        return shards[0]
+    received = torch.empty_like(shards)
+    try:
+        dist.all_to_all_single(received, shards, group=group.process_group)
+    except RuntimeError as error:
+        group.fail(error)
+    dtype = torch.float32 if shards.dtype in (torch.float16, torch.bfloat16) else shards.dtype
+    return received.sum(0, dtype=dtype).to(shards.dtype)
 
 
 class _Gather(torch.autograd.Function):
@@ -172,8 +180,6 @@ class _Gather(torch.autograd.Function):
 
 
 class _ScatterSum(torch.autograd.Function):
-    """A reduce-scatter as an all-to-all and a local sum: the same bytes, but half precision is added in float32."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: RankGroup, layout: Layout) -> Tensor:
         ctx.options = dim, group, layout
@@ -184,13 +190,7 @@ class _ScatterSum(torch.autograd.Function):
                 for spans in (chunk_spans(tokens, rank, group.size, layout) for rank in range(group.size))
             ]
         )
-        received = torch.empty_like(shards)
-        try:
-            dist.all_to_all_single(received, shards, group=group.process_group)
-        except RuntimeError as error:
-            group.fail(error)
-        dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-        return received.sum(0, dtype=dtype).to(x.dtype)
+        return sum_of_shards(shards, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

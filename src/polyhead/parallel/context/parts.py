@@ -43,11 +43,11 @@ class ContextCall:
 
     def attend(
         self,
+        rows: Span,
+        columns: Span,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        rows: Span,
-        columns: Span,
         *,
         names: tuple[str, ...],
         logsumexp: bool,
@@ -56,8 +56,8 @@ class ContextCall:
         """Attend from the queries of `rows` to the keys of `columns`, which the tensors contain alone.
 
         Args:
+            rows, columns: spans of the queries and of the keys in the whole sequence.
             query, key, value: of these queries and keys.
-            rows, columns: their places in the whole sequence.
             names: statistics to compute.
             logsumexp: return the log-sum-exp.
             sinks: learned sinks, one per head.
@@ -77,4 +77,3 @@ def of_span(shard: Tensor, spans: list[Span], index: int, span: Span) -> Tensor:
     """Return the tokens of `span`, which is within chunk `index`, from axis 2 of a shard with these chunks."""
     before = sum(stop - start for start, stop in spans[:index])
     return shard.narrow(2, before + span[0] - spans[index][0], span[1] - span[0])
-

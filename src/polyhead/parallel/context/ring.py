@@ -1,8 +1,8 @@
 """Ring attention (Liu et al. 2023, arXiv:2310.01889): keys and values travel from rank to rank, queries stay.
 
-A rank stores its own shard alone. The backward sends keys and values around once more, computes each part again, and the
-gradients of keys and values travel with them; the next transfer runs while a part is computed. Merging the parts of a
-row is described in `merging`.
+A rank stores its own shard alone. The backward sends keys and values around once more, computes each part again, and
+the gradients of keys and values travel with them; the next transfer runs while a part is computed. Merging the parts of
+a row is described in `merging`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from polyhead.errors import GradientError
 from polyhead.ops.common.request import AttentionOutput, as_output
 from polyhead.ops.common.validation import without_autocast
 from polyhead.ops.common.visibility import Span
@@ -81,8 +81,9 @@ class _RingAttention(torch.autograd.Function):
         return backend, *results
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, _: None, *grads: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise GradientError("the ring has no second derivative, got create_graph=True; use method='all_gather'")
         query, key, value, *rest = ctx.saved_tensors
         sinks = rest.pop(0) if ctx.has_sinks else None
         call = ctx.call
@@ -98,18 +99,16 @@ class _RingAttention(torch.autograd.Function):
         return None, grad_query, grad_key, grad_value, grad_sinks
 
 
-def _forward(
-    call: ContextCall, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
-) -> tuple[Rows, str]:
+def _forward(call: ContextCall, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Rows, str]:
     spans, names = call.query_spans, part_names(call.names)
     mergers: list[RowMerger | None] = [None] * len(spans)
     backend = ""
     for source, (keys, values) in circulate(call.group, (key, value)):
         key_spans = call.key_spans(source)
         for i_query, rows, i_key, columns in parts(call, source):
-            tensors = (of_span(x, key_spans, i_key, columns) for x in (keys, values))
+            k, v = (of_span(x, key_spans, i_key, columns) for x in (keys, values))
             query_rows = of_span(query, spans, i_query, rows)
-            part = call.attend(query_rows, *tensors, rows, columns, names=names, logsumexp=True)
+            part = call.attend(rows, columns, query_rows, k, v, names=names, logsumexp=True)
             backend = part.backend
             merger = mergers[i_query] or RowMerger(call.names, part.output, sinks)
             merger.add(part, columns[0])
@@ -164,8 +163,8 @@ def _part_backward(
     """Return the gradients of one part's queries, keys and values, whose attention is computed again."""
     names = part_names(tuple(name for name in call.names if name in grads))
     with torch.enable_grad():
-        inputs = [x.detach().requires_grad_() for x in inputs]
-        part = call.attend(*inputs, chunk, columns, names=names, logsumexp=True)  # type: ignore[misc]
+        query, key, value = inputs = [x.detach().requires_grad_() for x in inputs]
+        part = call.attend(chunk, columns, query, key, value, names=names, logsumexp=True)
     pairs = part_gradients(part, columns[0], rows, grads)
     results = torch.autograd.grad([x for x, _ in pairs], inputs, [grad for _, grad in pairs], allow_unused=True)
     return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, results, strict=True)]
