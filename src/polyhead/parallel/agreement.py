@@ -7,6 +7,7 @@ call: if a rank skipped the comparison because it had seen its arguments before,
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ _FACTORS = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94
 
 def agreed(
     group: RankGroup,
-    device: torch.device,
+    like: Tensor,
     prepare: Callable[[], tuple[Result, Mapping[str, str], Iterable[Tensor]]],
     *,
     check: bool = True,
@@ -34,7 +35,7 @@ def agreed(
 
     Args:
         group: the ranks.
-        device: device of the tensors that are sent.
+        like: an argument on whose device the digests are sent; if it is no tensor, `prepare` refuses it.
         prepare: validates the arguments; returns a result, arguments by name, and tensors whose values must be equal.
         check: compare; otherwise `prepare` is called and nothing is sent.
 
@@ -43,6 +44,7 @@ def agreed(
     """
     if not check or group.size == 1:
         return prepare()[0]
+    device = like.device if isinstance(like, Tensor) else torch.get_default_device()
     error: PolyheadError | None = None
     fields: Mapping[str, str]
     try:
@@ -60,6 +62,13 @@ def agreed(
     if error is not None:
         raise error
     raise OptionError(_disagreement(everyone))
+
+
+def check_local(*tensors: Tensor) -> None:
+    """Raise `OptionError` if a tensor is a DTensor: the functions of this package take what a rank holds."""
+    module = sys.modules.get("torch.distributed.tensor")  # imported if there is any
+    if module is not None and any(isinstance(x, module.DTensor) for x in tensors):
+        raise OptionError("a rank passes the tokens that it holds as plain tensors, got a DTensor; use x.to_local()")
 
 
 def _disagreement(everyone: list[tuple[dict[str, str], int]]) -> str:

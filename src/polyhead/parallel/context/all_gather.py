@@ -19,7 +19,7 @@ def attend(
     call: ContextCall, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *, logsumexp: bool
 ) -> AttentionOutput:
     """Return output, log-sum-exp if requested, and statistics of this rank's queries over the keys of all ranks."""
-    keys, values = (gathered(x, 2, call.group, call.layout) for x in (key, value))
+    keys, values = gathered([key, value], 2, call.group, call.layout)
     chunks = []
     for i_query, rows in enumerate(call.query_spans):
         # A chunk that sees nothing attends to one key, which its mask hides: its rows are those of `attention`.

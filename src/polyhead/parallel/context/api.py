@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from polyhead.errors import DtypeError, OptionError
+from polyhead.errors import OptionError
 from polyhead.masks import Mask
 from polyhead.ops.attention.dispatch import BACKENDS
 from polyhead.ops.attention.validation import checked_request
@@ -18,7 +18,7 @@ from polyhead.ops.common.request import AttentionOutput, AttentionRequest
 from polyhead.ops.common.statistics import Statistics, as_statistics
 from polyhead.ops.common.validation import check_backend, check_mask, without_autocast
 from polyhead.ops.common.visibility import Visibility, resolve
-from polyhead.parallel.agreement import agreed
+from polyhead.parallel.agreement import agreed, check_local
 from polyhead.parallel.context import all_gather, ring
 from polyhead.parallel.context.layout import Layout, check_layout, chunk_spans
 from polyhead.parallel.context.parts import ContextCall
@@ -84,11 +84,10 @@ def context_attention(
         BackendUnsupported: the named backend cannot compute a part of the call.
     """
     group = rank_group(mesh, dimension)
-    if not isinstance(query, Tensor):
-        raise DtypeError(f"query, key and value must be tensors, got {type(query).__name__} for query")
 
     def prepare() -> tuple[tuple[ContextCall, AttentionRequest, str], Mapping[str, str], list[Tensor]]:
         check_layout(layout)
+        check_local(query, key, value)
         if method not in ("auto", "ring", "all_gather"):
             raise OptionError(f"method must be 'auto', 'ring' or 'all_gather', got {method!r}")
         check_backend(backend, BACKENDS)
@@ -100,7 +99,7 @@ def context_attention(
         fields = _fields(request, call, mask, tensors, chosen)
         return (call, request, chosen), fields, tensors
 
-    call, request, chosen = agreed(group, query.device, prepare, check=check)
+    call, request, chosen = agreed(group, query, prepare, check=check)
     tensors = (request.query, request.key, request.value, request.sinks)
     with without_autocast(query.device.type):
         if chosen == "ring":

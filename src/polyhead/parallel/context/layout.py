@@ -7,6 +7,7 @@ order of PyTorch's head-tail load balancer (`torch.distributed.tensor.experiment
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -127,16 +128,18 @@ def gather_sequence(
     """
     group = rank_group(mesh, dimension)
     check_layout(layout)
-    return gathered(shard, dim, group, layout)
+    return gathered([shard], dim % shard.ndim, group, layout)[0]
 
 
-def gathered(shard: Tensor, dim: int, group: RankGroup, layout: Layout) -> Tensor:
-    """Return the whole sequence; see `gather_sequence`."""
-    chunk_spans(shard.shape[dim], group.rank, group.size, layout)  # before anything is sent
-    if group.size == 1:
-        return shard
-    result: Tensor = _Gather.apply(shard, dim % shard.ndim, group, layout)
-    return result
+def gathered(shards: Sequence[Tensor], dim: int, group: RankGroup, layout: Layout) -> list[Tensor]:
+    """Return the whole sequences of several tensors; see `gather_sequence`.
+
+    They are one node of autograd, whose backward runs if one of them has a gradient: ranks whose losses use different
+    ones still make the same calls.
+    """
+    for shard in shards:
+        chunk_spans(shard.shape[dim], group.rank, group.size, layout)  # before anything is sent
+    return list(shards) if group.size == 1 else list(_Gather.apply(dim, group, layout, *shards))
 
 
 def sum_of_shards(shards: Tensor, group: RankGroup) -> Tensor:
@@ -155,43 +158,51 @@ def sum_of_shards(shards: Tensor, group: RankGroup) -> Tensor:
     return received.sum(0, dtype=dtype).to(shards.dtype)
 
 
+def _gather(shard: Tensor, dim: int, group: RankGroup, layout: Layout) -> Tensor:
+    shard = shard.contiguous()
+    shards = [torch.empty_like(shard) for _ in range(group.size)]
+    try:
+        dist.all_gather(shards, shard, group.process_group)
+    except RuntimeError as error:
+        group.fail(error)
+    chunks = []
+    for rank, other in enumerate(shards):
+        spans = chunk_spans(shard.shape[dim], rank, group.size, layout)
+        pieces = other.split([stop - start for start, stop in spans], dim)
+        chunks += [(start, piece) for (start, _), piece in zip(spans, pieces, strict=True)]
+    return torch.cat([piece for _, piece in sorted(chunks, key=lambda chunk: chunk[0])], dim)
+
+
+def _scatter_sum(x: Tensor, dim: int, group: RankGroup, layout: Layout) -> Tensor:
+    tokens = x.shape[dim] // group.size
+    by_rank = [chunk_spans(tokens, rank, group.size, layout) for rank in range(group.size)]
+    shards = [torch.cat([x.narrow(dim, start, stop - start) for start, stop in spans], dim) for spans in by_rank]
+    return sum_of_shards(torch.stack(shards), group)
+
+
 class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, dim: int, group: RankGroup, layout: Layout) -> Tensor:
-        ctx.options = dim, group, layout
-        shard = shard.contiguous()
-        shards = [torch.empty_like(shard) for _ in range(group.size)]
-        try:
-            dist.all_gather(shards, shard, group.process_group)
-        except RuntimeError as error:
-            group.fail(error)
-        tokens = shard.shape[dim]
-        chunks = []
-        for rank in range(group.size):
-            spans = chunk_spans(tokens, rank, group.size, layout)
-            parts = shards[rank].split([stop - start for start, stop in spans], dim)
-            chunks += [(start, part) for (start, _), part in zip(spans, parts, strict=True)]
-        return torch.cat([part for _, part in sorted(chunks, key=lambda chunk: chunk[0])], dim)
+    """Whole sequences from shards; the gradient is the sum over ranks, of which each has its shard."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        dim, group, layout = ctx.options
-        return _ScatterSum.apply(grad, dim, group, layout), None, None, None
+    def forward(ctx: Any, dim: int, group: RankGroup, layout: Layout, *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.options = dim, group, layout
+        return tuple(_gather(x, *ctx.options) for x in shards)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        needed = [grad for grad, need in zip(grads, ctx.needs_input_grad[3:], strict=True) if need]
+        results = iter(_ScatterSum.apply(*ctx.options, *needed))
+        return None, None, None, *(next(results) if need else None for need in ctx.needs_input_grad[3:])
 
 
 class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: RankGroup, layout: Layout) -> Tensor:
-        ctx.options = dim, group, layout
-        tokens = x.shape[dim] // group.size
-        shards = torch.stack(
-            [
-                torch.cat([x.narrow(dim, start, stop - start) for start, stop in spans], dim)
-                for spans in (chunk_spans(tokens, rank, group.size, layout) for rank in range(group.size))
-            ]
-        )
-        return sum_of_shards(shards, group)
+    """The shards of sums over ranks (a reduce-scatter), the transpose of `_Gather`."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Gather.apply(grad, *ctx.options), None, None, None
+    def forward(ctx: Any, dim: int, group: RankGroup, layout: Layout, *sequences: Tensor) -> tuple[Tensor, ...]:
+        ctx.options = dim, group, layout
+        return tuple(_scatter_sum(x, *ctx.options) for x in sequences)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *_Gather.apply(*ctx.options, *grads)

@@ -41,6 +41,14 @@ class ContextCall:
         """Return the chunks of a rank's keys, in the order of its shard."""
         return chunk_spans(self.num_keys, rank, self.group.size, self.layout)
 
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors of mask and scale, which must not change between forward and backward."""
+        mask = self.visibility
+        fields = (mask.query_positions, mask.key_positions, mask.key_ordinals, mask.query_real, mask.key_real)
+        documents = [ids for pair in mask.documents for ids in pair]
+        optional = [*fields, mask.allowed, *documents, *mask.bias_tensors]
+        return [x for x in (*optional, self.scale) if isinstance(x, Tensor)]
+
     def attend(
         self,
         rows: Span,

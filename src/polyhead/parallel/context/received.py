@@ -10,14 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from polyhead.errors import DtypeError
 from polyhead.masks import Mask
 from polyhead.ops.common.validation import check_backend, check_softcap, checked_scale, without_autocast
 from polyhead.ops.common.visibility import Span, Visibility
 from polyhead.ops.profile import validation as checks
 from polyhead.ops.profile.api import BACKENDS, run
 from polyhead.ops.profile.request import ProfileRequest
-from polyhead.parallel.agreement import agreed
+from polyhead.parallel.agreement import agreed, check_local
 from polyhead.parallel.context.api import whole_visibility
 from polyhead.parallel.context.crop import crop
 from polyhead.parallel.context.layout import Layout, check_layout, chunk_spans, sum_of_shards
@@ -62,11 +61,10 @@ def context_received(
         CommunicationError: a rank did not answer within the time-out of the group.
     """
     group = rank_group(mesh, dimension)
-    if not isinstance(query, Tensor):
-        raise DtypeError(f"query and key must be tensors, got {type(query).__name__} for query")
 
     def prepare() -> tuple[tuple[ContextCall, Tensor, Tensor], Mapping[str, str], list[Tensor]]:
         check_layout(layout)
+        check_local(query, key, logsumexp)
         check_backend(backend, BACKENDS)
         q, k = checks.cast_like_attention(query, key)
         checks.check_tensors(q, k, logsumexp)
@@ -88,7 +86,7 @@ def context_received(
         }
         return (call, q, k), fields, tensors
 
-    call, query, key = agreed(group, query.device, prepare, check=check)
+    call, query, key = agreed(group, query, prepare, check=check)
     dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
     shape = (group.size, *query.shape[:2], key.shape[2])
     with torch.no_grad(), without_autocast(query.device.type):

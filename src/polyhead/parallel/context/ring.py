@@ -74,7 +74,9 @@ class _RingAttention(torch.autograd.Function):
         rows, backend = _forward(call, query, key, value, sinks)
         ctx.call, ctx.has_sinks = call, sinks is not None
         results = (rows.output, rows.logsumexp, *rows.statistics.values())
-        ctx.save_for_backward(query, key, value, *(() if sinks is None else (sinks,)), *rows.tensors())
+        saved = (query, key, value, *(() if sinks is None else (sinks,)), *rows.tensors())
+        ctx.num_saved = len(saved)
+        ctx.save_for_backward(*saved, *call.tensors())  # the latter so that autograd notices if they are changed
         if "visible_keys" in rows.statistics:
             ctx.mark_non_differentiable(rows.statistics["visible_keys"])
         ctx.set_materialize_grads(False)
@@ -84,7 +86,7 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, _: None, *grads: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise GradientError("the ring has no second derivative, got create_graph=True; use method='all_gather'")
-        query, key, value, *rest = ctx.saved_tensors
+        query, key, value, *rest = ctx.saved_tensors[: ctx.num_saved]
         sinks = rest.pop(0) if ctx.has_sinks else None
         call = ctx.call
         rows = Rows.from_tensors(rest, call.names, owner_names(call.names))
