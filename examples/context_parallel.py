@@ -63,11 +63,11 @@ def main(tokens: int = 1024, method: str = "ring") -> dict[str, float]:
     if dist.get_rank() == 0:
         for name in ("loss", "gradient", "entropy", "mean_distance"):
             print(f"{name:>13}: relative difference to one process {results[name]:.1e}")
+        print(f"Each rank holds {tokens // ranks} of {tokens} tokens, and sends {sent.forward:,} bytes in the forward")
         print(
-            f"A rank holds {tokens // ranks} of {tokens} tokens, and in a layer sends {sent.forward:,} bytes in the forward"
+            f"of a layer and {sent.backward:,} in its backward. Sequences that fit on no single device are trained and"
         )
-        print(f"and {sent.backward:,} in the backward. Sequences that fit on no single device are trained and measured")
-        print("exactly, up to rounding.")
+        print("measured exactly, up to rounding.")
     return results
 
 

@@ -43,6 +43,9 @@ def context_parallel(
         module: a `MultiHeadAttention`, or a model that contains some.
         mesh, dimension, layout, method, check: as in `context_attention`.
 
+    Yields:
+        None; afterwards the layers are as before.
+
     Raises:
         OptionError: the module has an attention layer whose attention cannot be split, or is in such a context already.
     """
