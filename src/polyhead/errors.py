@@ -45,6 +45,10 @@ class GradientError(PolyheadError, RuntimeError):
     """A gradient is requested of a value that is not differentiable."""
 
 
+class CommunicationError(PolyheadError, RuntimeError):
+    """A rank of a process group did not answer: it failed, made another call, or the time-out of the group passed."""
+
+
 class BackendUnsupported(PolyheadError, RuntimeError):
     """An explicitly requested backend does not support the call; `reasons` lists every reason.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,24 @@ class CallOptions(NamedTuple):
         return self.backend in ("auto", "fused") and not (self.weights or self.dropout or self.seed is not None)
 
 
+class AttentionOperator(Protocol):
+    """What a layer calls in place of `attention`, such as attention over tokens that other ranks hold."""
+
+    def check_call(
+        self,
+        layer: BaseAttention,
+        key: Tensor | Memory | None,
+        cache: KVCache | None,
+        token_positions: Tensor | None,
+    ) -> None:
+        """Raise an error of `polyhead.errors` if the operator does not support a call of the layer."""
+
+    def attend(
+        self, layer: BaseAttention, q: Tensor, k: Tensor, v: Tensor, call: CallOptions, **options: Any
+    ) -> AttentionOutput:
+        """Return the attention of every head; `options` are scale, sinks and key_heads."""
+
+
 class BaseAttention(nn.Module):
     """Base class of attention layers over [batch, sequence, embed_dim].
 
@@ -77,6 +95,8 @@ class BaseAttention(nn.Module):
     head_gate: Tensor | None
     # Called with every attention while the model is observed, otherwise None.
     _listener: Callable[[Attended], None] | None = None
+    # Called in place of `attention` while it is set, otherwise None.
+    _operator: AttentionOperator | None = None
 
     def _set_options(
         self,
@@ -123,6 +143,8 @@ class BaseAttention(nn.Module):
         token_positions: Tensor | None,
     ) -> tuple[Tensor, int | Tensor]:
         """Check the cache of a call; return the query with additive positions, and its first or all positions."""
+        if self._operator is not None:
+            self._operator.check_call(self, key, cache, token_positions)
         if cache is not None and not isinstance(cache, KVCache):
             raise OptionError(f"cache must be a polyhead.KVCache, got {type(cache).__name__}")
         if cache is not None and key is not None:
@@ -246,7 +268,9 @@ class BaseAttention(nn.Module):
         sinks: Tensor | None,
         key_heads: tuple[int, ...] | None = None,
     ) -> AttentionOutput:
-        """Call `attention`, or `uneven_attention` where groups are uneven."""
+        """Call `attention`, `uneven_attention` where groups are uneven, or the operator that replaces them."""
+        if self._operator is not None:
+            return self._operator.attend(self, q, k, v, call, scale=scale, sinks=sinks, key_heads=key_heads)
         options: dict[str, Any] = {
             "mask": call.mask,
             "scale": scale,

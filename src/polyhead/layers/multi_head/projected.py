@@ -192,6 +192,7 @@ class ProjectedHeads(BaseAttention):
         """
         if (
             self._has_plain_heads
+            and self._operator is None
             and isinstance(query, Tensor)
             and key is None
             and cache is None

@@ -132,8 +132,7 @@ def profile(
                 "profile needs at least one requested result, got none; set received, received_by_group, block_map, "
                 "offsets, argmax, topk, key_set, pairs or head_pairs"
             )
-        backend = _choose(request, backend)
-        results = {} if not request.needs_tiles else _fused(request) if backend == "fused" else blockwise.run(request)
+        backend, results = run(request, backend)
         if received_by_group:
             results["received_by_group"] = results["received"].unflatten(1, (kv_heads, heads // kv_heads)).sum(2)
         if not received:
@@ -148,6 +147,14 @@ def profile(
 
 
 # ---- backends
+
+
+def run(request: ProfileRequest, backend: str) -> tuple[str, dict[str, Tensor]]:
+    """Return the backend that was chosen, and the results that need tiles, as `blockwise.run`."""
+    backend = _choose(request, backend)
+    if not request.needs_tiles:
+        return backend, {}
+    return backend, _fused(request) if backend == "fused" else blockwise.run(request)
 
 
 def unsupported_reasons(request: ProfileRequest) -> list[str]:
