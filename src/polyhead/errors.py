@@ -45,6 +45,10 @@ class GradientError(PolyheadError, RuntimeError):
     """A gradient is requested of a value that is not differentiable."""
 
 
+class RankError(PolyheadError, RuntimeError):
+    """A rank of a distributed computation does not answer, or failed in a collective."""
+
+
 class BackendUnsupported(PolyheadError, RuntimeError):
     """An explicitly requested backend does not support the call; `reasons` lists every reason.
 

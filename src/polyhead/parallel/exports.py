@@ -1,3 +1,14 @@
 """Public names of `polyhead.parallel`."""
 
-__all__: list[str] = []
+from polyhead.parallel.head_split import HeadSplit
+from polyhead.parallel.layer import HeadParallelism, HeadParallelLayer
+from polyhead.parallel.style import FeedForwardParallel, HeadParallel, head_parallel_plan
+
+__all__ = [
+    "FeedForwardParallel",
+    "HeadParallel",
+    "HeadParallelLayer",
+    "HeadParallelism",
+    "HeadSplit",
+    "head_parallel_plan",
+]
