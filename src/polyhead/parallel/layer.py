@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from polyhead.errors import OptionError
 from polyhead.layers.base_attention import BaseAttention, Memory
+from polyhead.layers.checks import check_saved_layout
 from polyhead.layers.config import CONFIGS
 from polyhead.layers.latent.layer import LatentAttention
 from polyhead.layers.positions import BiasesLogits
@@ -59,6 +60,7 @@ class HeadParallelLayer(BaseAttention):
     """
 
     parallelism: HeadParallelism
+    is_head_parallel = True
 
     # ---- the computation
 
@@ -158,7 +160,9 @@ class HeadParallelLayer(BaseAttention):
         positions = local.positions
         if isinstance(positions, BiasesLogits):
             biases = type(positions).forward.__get__(positions)
-            positions.__dict__["forward"] = lambda *sizes, **options: masks.local(biases(*sizes, **options))
+            positions.__dict__["forward"] = lambda *sizes, **options: masks.local(
+                biases(*sizes, **options), of_parameters=True
+            )
         return local
 
     def _local_parameters(self) -> dict[str, Tensor | None]:
@@ -254,6 +258,8 @@ class HeadParallelLayer(BaseAttention):
         return states
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if f"{prefix}_extra_state" in state_dict:
+            check_saved_layout(state_dict[f"{prefix}_extra_state"], self.layout)
         parameters = dict(self.named_parameters(remove_duplicate=False))
         for name, shard in self.parallelism.shards.items():
             if prefix + name in state_dict and name in parameters:

@@ -40,13 +40,17 @@ class LocalMasks:
     shared: Callable[[Tensor], Tensor]
     _whole: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by the id of the local term, kept alive
 
-    def local(self, mask: Mask) -> Mask:
-        """Return a mask for the heads of the rank."""
+    def local(self, mask: Mask, *, of_parameters: bool = False) -> Mask:
+        """Return a mask for the heads of the rank; `of_parameters`, whose gradients are summed as they are."""
+
+        def term(x: Tensor, axis: int) -> Tensor:
+            return self._term(x, axis, is_summed=of_parameters)
+
         return replace(
             mask,
-            allowed=tuple(self._term(x, 1) for x in mask.allowed),
-            biases=tuple(self._term(x, 1) for x in mask.biases),
-            relative_biases=tuple(RelativeBias(self._term(x.table, 0), x.zero) for x in mask.relative_biases),
+            allowed=tuple(term(x, 1) for x in mask.allowed),
+            biases=tuple(term(x, 1) for x in mask.biases),
+            relative_biases=tuple(RelativeBias(term(x.table, 0), x.zero) for x in mask.relative_biases),
         )
 
     def whole(self, mask: Mask) -> Mask:
@@ -62,13 +66,13 @@ class LocalMasks:
             relative_biases=tuple(RelativeBias(of_all_heads(x.table), x.zero) for x in mask.relative_biases),
         )
 
-    def _term(self, term: Tensor, axis: int) -> Tensor:
+    def _term(self, term: Tensor, axis: int, *, is_summed: bool) -> Tensor:
         if term.shape[axis] not in (1, self.num_heads):
             raise MaskError(
                 f"a mask of a head-parallel layer must have 1 head or all {self.num_heads} heads of the layer, got "
                 f"{term.shape[axis]} in a term of shape {list(term.shape)}"
             )
-        local = self.shared(term) if term.requires_grad else term
+        local = self.shared(term) if term.requires_grad and not is_summed else term
         if self.num_heads > 1 and term.shape[axis] > 1:
             local = local.narrow(axis, self.heads[0], len(self.heads))
         if local is not term:

@@ -55,7 +55,7 @@ _PROJECTED = {
 # The first pattern that matches a parameter's name is its rule. A class that is not listed is refused.
 _RULES: Mapping[type[BaseAttention], Mapping[str, Rule]] = {
     MultiHeadAttention: _PROJECTED,
-    DifferentialAttention: {r"sinks": Rule("maps"), r"lambda_[qk][12]": _SHARED, **_PROJECTED},
+    DifferentialAttention: {**_PROJECTED, r"sinks": Rule("maps"), r"lambda_[qk][12]": _SHARED},
     CollaborativeAttention: {r"[qk]_proj\.(weight|bias)": _SHARED, r"mixing": _BY_HEAD, **_PROJECTED},
     LatentAttention: {
         **_COMMON,
