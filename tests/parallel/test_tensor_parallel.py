@@ -14,8 +14,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import polyhead
 from polyhead import Mask, MultiHeadAttention
@@ -358,7 +360,8 @@ def test_checkpoints_are_those_of_the_whole_layer_and_load_back(ranks: Ranks, tm
         reference = multi_head(heads, kv_heads, sinks=True, output_gate="head")
         expected = reference.state_dict()
         single = {f"attention.{name}": torch.zeros_like(x) for name, x in expected.items()}
-        dcp.load(single, checkpoint_id=str(tmp_path / str(index)), no_dist=True)
+        with pytest.warns(UserWarning, match="in a single process"):
+            dcp.load(single, checkpoint_id=str(tmp_path / str(index)))
         for name, value in expected.items():
             close(single[f"attention.{name}"], value, **EXACT)
 
@@ -418,6 +421,57 @@ def test_observed_heads_are_those_of_the_whole_layer(ranks: Ranks) -> None:
     ranks.run(observe_heads, world=4)
 
 
+def compose() -> None:
+    mesh, grid = tp_mesh(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for heads, kv_heads in ((4, 1), (3, 3)):  # 2-D parallel
+        reference = multi_head(heads, kv_heads, sinks=True, causal=True)
+        layer = parallelize_module(copy.deepcopy(reference), grid, HeadParallel(mesh_dim="tp"))
+        fully_shard(layer, mesh=grid["dp"])
+        optimizers = [torch.optim.SGD(x.parameters(), lr=0.01) for x in (reference, layer)]
+        for _ in range(2):
+            expected, actual = reference(tokens()).output, layer(tokens()).output
+            close(actual, expected, **EXACT)
+            expected.square().mean().backward()
+            actual.square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        compare_states(reference, layer)
+        layer.reshard()
+        layer.load_state_dict(perturbed(reference).state_dict())
+        close(layer(tokens()).output, reference(tokens()).output, **EXACT)
+    reference = multi_head(5, causal=True)
+    layer = distributed(reference, mesh)
+    gradients = []
+    for module in (reference, layer):
+        x = tokens().requires_grad_()
+        checkpoint(lambda x, module=module: module(x).output, x, use_reentrant=False).square().sum().backward()
+        y = tokens().requires_grad_()
+        output = module(y, backend="reference").output
+        (first,) = torch.autograd.grad(output.square().sum(), y, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), y)
+        z = tokens().requires_grad_()
+        with polyhead.observe(module, statistics="entropy", keep_statistics=True) as session:
+            module(z)
+            (session.statistics.mean("entropy") * torch.arange(5)).sum().backward()
+        gradients.append((x.grad, second, z.grad))
+    close(gradients[1], gradients[0], rtol=1e-9, atol=1e-9)
+    copied = copy.deepcopy(layer)
+    layer.q_proj.weight.data.to_local().zero_()
+    close(copied(tokens()).output, reference(tokens()).output, **EXACT)
+    with torch.device("meta"):
+        empty = MultiHeadAttention(WIDTH, 5, head_dim=4, dtype=F64)
+    built = parallelize_module(empty, mesh, HeadParallel()).to_empty(device="cpu")
+    built.reset_parameters()  # also of the zero heads
+    other = MultiHeadAttention(WIDTH, 5, head_dim=4, dtype=F64)
+    other.load_state_dict(get_model_state_dict(built, options=FULL))
+    close(built(tokens()).output, other(tokens()).output, **EXACT)
+
+
+def test_it_composes_with_fsdp_checkpointing_second_derivatives_copies_and_meta_devices(ranks: Ranks) -> None:
+    ranks.run(compose, world=4)
+
+
 # ---- bad input
 
 
@@ -450,6 +504,11 @@ def refuse() -> None:
     close(dropping.eval()(tokens()).output, multi_head(4)(tokens()).output, **EXACT)
     with pytest.raises(OptionError, match="takes padded sequences, got a nested query"):
         done(torch.nested.nested_tensor([tokens()[0]], layout=torch.jagged))
+    other_length = tokens(LENGTH - (rank == 3))
+    with pytest.raises(OptionError, match=r"rank 3 with query \[2, 6, 23\] torch.float64 instead of \[2, 7, 23\]"):
+        done(other_length)
+    with pytest.raises(OptionError, match="rank 1 with statistics True instead of None of rank 0"):
+        done(tokens(), statistics=True if rank == 1 else None)
     with pytest.raises(TypeError, match="too many positional"):
         done(tokens(), None, None, Mask.causal())
     with pytest.raises(OptionError, match="distributed over mesh dimension 'tp'"):
@@ -474,7 +533,7 @@ def one_rank_is_missing(when: str) -> None:
     ("when", "rule"),
     [
         ("distributing", "rank 0 waited 3 seconds, got no answer of rank 1"),
-        ("calling", "every rank must call the same layers.*: rank 0 failed in the sum of the heads' outputs"),
+        ("calling", "every rank must call the same layers.*: rank 0 failed in the comparison of the arguments"),
     ],
 )
 def test_a_missing_rank_is_an_error_and_not_a_hang(ranks: Ranks, when: str, rule: str) -> None:

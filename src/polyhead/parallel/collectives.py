@@ -8,6 +8,7 @@ ranks' own computations is summed.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -199,7 +200,7 @@ def exchange(ranks: RankGroup, text: str, what: str) -> list[str]:
     `init_process_group`.
     """
     group, members = ranks.group, ranks.mesh.mesh.tolist()
-    store = dist.distributed_c10d._get_default_store()
+    store: Any = dist.distributed_c10d._get_default_store()
     path = f"polyhead/{group.group_name}"
     number = store.add(f"{path}/exchanges/{dist.get_rank()}", 1)  # counted there: a new store begins with none
     keys = [f"{path}/{number}/{member}" for member in members]
@@ -215,8 +216,18 @@ def exchange(ranks: RankGroup, text: str, what: str) -> list[str]:
                 f"{store.timeout.total_seconds():g} seconds, got no answer of rank {', '.join(map(str, missing))}; run "
                 "the same program on every rank"
             ) from error
-        answers.append(store.get(key).decode())
+        answers.append(str(store.get(key), "utf-8"))
     return answers
+
+
+def check_same_call(ranks: RankGroup, facts: dict[str, str], what: str) -> None:
+    """Raise as `check_same` does if the facts of a call on the CPU differ between ranks; one small gather if not.
+
+    A backend would stop the process, or wait, where the shapes of ranks differ.
+    """
+    number = torch.tensor([zlib.crc32(json.dumps(facts).encode())])
+    if len({*ranks.gathered(number, 0, f"the comparison of {what}").tolist()}) > 1:
+        check_same(ranks, facts, None, what)
 
 
 def check_same(ranks: RankGroup, facts: dict[str, str], issue: str | None, what: str) -> None:
@@ -240,5 +251,5 @@ def check_same(ranks: RankGroup, facts: dict[str, str], issue: str | None, what:
             got = ", ".join(f"{name} {other.get(name)} instead of {first.get(name)}" for name in different)
             raise OptionError(
                 f"the ranks of {ranks!r} must agree on {what}, got rank {member} with {got} of rank {members[0]}; "
-                "build the same model on every rank"
+                "run the same program on every rank"
             )

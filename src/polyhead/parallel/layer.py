@@ -22,7 +22,7 @@ from polyhead.layers.steps import layer_forward
 from polyhead.masks import Mask
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput
-from polyhead.parallel.collectives import RankGroup, gather, scatter_sum, sum_gradients, sum_over_ranks
+from polyhead.parallel.collectives import RankGroup, check_same_call, gather, scatter_sum, sum_gradients, sum_over_ranks
 from polyhead.parallel.head_split import HeadSplit
 from polyhead.parallel.local_inputs import LocalMasks, local_gate
 from polyhead.parallel.shards import ParameterShard
@@ -70,6 +70,7 @@ class HeadParallelLayer(BaseAttention):
         self._check_call(arguments)
         arguments = dict(arguments)
         names = [name for name in ("query", "key", "value") if isinstance(arguments.get(name), Tensor)]
+        self._check_ranks(arguments, names)
         inputs = self._inputs(*(arguments[name] for name in names))
         arguments |= zip(names, inputs, strict=True)
         shape = (inputs[0].shape[0], inputs[0].shape[1])
@@ -106,6 +107,15 @@ class HeadParallelLayer(BaseAttention):
                 "a layer with sequence_parallel=True takes no cache, whose tokens every rank appends in whole; decode "
                 "with a model that is distributed without it"
             )
+
+    def _check_ranks(self, arguments: dict[str, Any], names: list[str]) -> None:
+        """Raise the same error on every rank if their calls differ; on devices, where it would wait, nothing."""
+        if not all(arguments[name].is_cpu for name in names):
+            return
+        facts = {name: f"{list(arguments[name].shape)} {arguments[name].dtype}" for name in names}
+        facts |= {name: repr(arguments.get(name)) for name in ("statistics", "weights", "logsumexp")}
+        facts |= {"observed": str(self._listener is not None), "gradients": str(torch.is_grad_enabled())}
+        check_same_call(self.parallelism.ranks, facts, f"the arguments of a {type(self).__name__}")
 
     def _inputs(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the inputs of the whole sequence, whose gradients are those of all ranks."""
@@ -224,7 +234,7 @@ class HeadParallelLayer(BaseAttention):
             return layout.absorbed
         local = object.__new__(self.parallelism.layer_class)
         local.__dict__ = {**self.__dict__, "layout": layout}
-        return local.cache_layout  # type: ignore[attr-defined]
+        return local.cache_layout
 
     @property
     def heads(self) -> Any:
@@ -312,4 +322,4 @@ def parallel_class(layer_class: type[BaseAttention]) -> type[HeadParallelLayer]:
     name = f"HeadParallel{layer_class.__name__}"
     created: Any = type(name, (HeadParallelLayer, layer_class), namespace)
     CONFIGS.describe_like(created, layer_class)
-    return created  # type: ignore[no-any-return]
+    return created

@@ -102,7 +102,7 @@ def check_supported(module: nn.Module) -> None:
         )
 
 
-def rule_of(layer_class: type[nn.Module], parameter: str) -> Rule:
+def rule_of(layer_class: type[BaseAttention], parameter: str) -> Rule:
     """Return the rule of a parameter, by its name in the layer."""
     for pattern, rule in _RULES[layer_class].items():
         if re.fullmatch(pattern, parameter):

@@ -87,7 +87,7 @@ class ParameterShard:
         """Return a DTensor without the zero heads, sharded evenly, for a checkpoint; gathers it."""
         if not self.padding or not isinstance(saved, DTensor):
             return saved
-        whole = saved.detach().full_tensor().narrow(self.dim, 0, self.length)
+        whole = saved.full_tensor().detach().narrow(self.dim, 0, self.length)
         placements = [Replicate() if x.is_replicate() else Shard(self.dim) for x in saved.placements]
         return distribute_tensor(whole, saved.device_mesh, placements, src_data_rank=None)
 

@@ -80,11 +80,12 @@ class HeadParallel(ParallelStyle):
         except OptionError as error:
             issue = str(error)
         check_same(ranks, facts, issue, f"the {type(module).__name__} to distribute")
+        assert isinstance(module, BaseAttention)
         for name, parameter in list(module.named_parameters(remove_duplicate=False)):
             path, _, leaf = name.rpartition(".")
             value = parallelism.shards[name].distribute(parameter, ranks, self.src_data_rank)
             module.get_submodule(path).register_parameter(leaf, value)
-        module.__class__ = parallel_class(parallelism.layer_class)
+        module.__class__ = parallel_class(parallelism.layer_class)  # type: ignore[arg-type]  # classes are hashable
         vars(module)["parallelism"] = parallelism
         module._join_projections()
         return module
