@@ -25,6 +25,7 @@ EXAMPLES = (
     "plan_layout",
     "custom_model",
     "paper_figure",
+    "tensor_parallel",
 )
 
 

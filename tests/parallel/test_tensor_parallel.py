@@ -472,6 +472,17 @@ def test_it_composes_with_fsdp_checkpointing_second_derivatives_copies_and_meta_
     ranks.run(compose, world=4)
 
 
+def run_example() -> dict[str, float]:
+    from examples import tensor_parallel
+
+    return tensor_parallel.main(context=9)
+
+
+def test_the_example_keeps_its_promise(ranks: Ranks) -> None:
+    for differences in ranks.run(run_example, world=4):
+        assert max(differences.values()) < 1e-12
+
+
 # ---- bad input
 
 
