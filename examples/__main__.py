@@ -26,6 +26,7 @@ EXAMPLES = (
     "custom_model",
     "paper_figure",
     "context_parallel",
+    "tensor_parallel",
 )
 
 

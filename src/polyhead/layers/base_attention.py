@@ -93,6 +93,7 @@ class BaseAttention(nn.Module):
     mask: Mask | None
     sinks: nn.Parameter | None
     head_gate: Tensor | None
+    is_head_parallel = False  # True if the heads are distributed over ranks, and the parameters are DTensors
     # Called with every attention while the model is observed, otherwise None.
     _listener: Callable[[Attended], None] | None = None
     # Called in place of `attention` while it is set, otherwise None.

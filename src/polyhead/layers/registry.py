@@ -68,6 +68,10 @@ class Registry(Generic[T]):
             )
         return cast(T, description.of(value))
 
+    def describe_like(self, described: type, base: type) -> None:
+        """Let objects of a class be described by the dataclass that is registered for another one."""
+        self._descriptions[described] = self._descriptions[base]
+
     def kind_of(self, value: object) -> str:
         for kind, member in self._classes.items():
             if type(value) is member:

@@ -113,7 +113,8 @@ def layer_mask(causal: bool, window: int | None) -> Mask | None:
 
 def apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
     """Apply a norm in the dtype of its weight, which under autocast differs from that of the heads."""
-    return norm(x.to(norm.get_parameter("weight").dtype)).to(x.dtype)
+    weight: Tensor = norm.weight  # type: ignore[assignment]
+    return norm(x.to(weight.dtype)).to(x.dtype)
 
 
 def init_linear(linear: nn.Linear | None) -> None:

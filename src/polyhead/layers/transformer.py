@@ -244,7 +244,7 @@ class LanguageModel(_Trunk):
             cache_options = {"dtype": weight.dtype, "device": weight.device, **options}
             if issubclass(build, RollingCache) and mask is not None and mask.left is not None:
                 cache_options.setdefault("window", mask.left + 1)
-            caches.append(build.for_layout(attention.layout, batch_size=batch_size, **cache_options))
+            caches.append(build.for_layout(attention.cache_layout, batch_size=batch_size, **cache_options))
         return caches
 
     @torch.no_grad()

@@ -101,6 +101,8 @@ class _Tracer:
 
     def head_projections(self, site: AttentionSite) -> HeadProjections:
         module = self.modules.get(site.name)
+        if getattr(module, "is_head_parallel", False):
+            return HeadProjections()  # no rank has the matrices of all heads
         if isinstance(module, ProjectedHeads):
             return _of_projected(module)
         if isinstance(module, RoutedHeads):

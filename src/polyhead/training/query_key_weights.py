@@ -97,6 +97,8 @@ def find_query_key_weights(model: nn.Module) -> tuple[QueryKeyWeights, ...]:
 
 def _refusal(module: nn.Module, layer: AttentionLayer | None) -> str:
     """Return why the logits of a layer cannot be scaled through its weights; empty if they can."""
+    if getattr(module, "is_head_parallel", False):
+        return "its heads are distributed over ranks, and QK-clip scales whole parameters"
     norm = next((name for name in NORMS if getattr(module, name, None) is not None), None)
     if norm is not None:
         return f"its {norm} normalises queries or keys after the projection, which already bounds the logits"

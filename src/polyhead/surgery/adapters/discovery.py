@@ -118,6 +118,8 @@ def _inspect_polyhead(path: str, layer: ProjectedHeads) -> dict[str, Any]:
         "a head_gate; fold it into out_proj or remove it first": layer.head_gate,
         "positions with a per-head bias": (layer.positions if isinstance(layer.positions, BiasesLogits) else None),
     }
+    if layer.is_head_parallel:
+        return _refuse("its heads are distributed over ranks; edit heads before the model is distributed")
     reasons = [f"it has {what}" for what, part in per_head_parts.items() if part is not None]
     if type(layer) is not MultiHeadAttention:
         reasons.append(f"{type(layer).__name__} is a variant with its own head layout")

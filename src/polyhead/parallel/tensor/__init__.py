@@ -1,0 +1,1 @@
+"""Tensor parallel: the heads of attention layers over several ranks, with exact statistics."""

@@ -1,0 +1,332 @@
+"""Attention layers whose heads are distributed over ranks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from polyhead.errors import OptionError
+from polyhead.layers.base_attention import BaseAttention, Memory
+from polyhead.layers.checks import check_saved_layout
+from polyhead.layers.config import CONFIGS
+from polyhead.layers.latent.layer import LatentAttention
+from polyhead.layers.positions import BiasesLogits
+from polyhead.layers.steps import layer_forward
+from polyhead.masks import Mask
+from polyhead.ops.attended import Attended
+from polyhead.ops.attention import AttentionOutput
+from polyhead.parallel.tensor.collectives import (
+    RankGroup,
+    check_same_call,
+    gather,
+    scatter_sum,
+    sum_gradients,
+    sum_over_ranks,
+)
+from polyhead.parallel.tensor.head_split import HeadSplit
+from polyhead.parallel.tensor.local_inputs import LocalMasks, local_gate
+from polyhead.parallel.tensor.shards import ParameterShard
+from polyhead.parallel.tensor.whole_heads import WholeHeads
+
+_OUTPUT_BIAS = "out_proj.bias"
+
+
+@dataclass(frozen=True, eq=False)
+class HeadParallelism:
+    """Distribution of one layer over the ranks of a mesh dimension, as seen by one of them."""
+
+    ranks: RankGroup
+    split: HeadSplit
+    layer_class: type[BaseAttention]
+    layout: Any  # of the heads of this rank
+    shards: dict[str, ParameterShard]
+    sequence_parallel: bool
+    maps: int  # softmax maps of a head
+    shares_one_source: bool  # all heads read one KV head, which every rank has
+
+    @property
+    def heads(self) -> range:
+        """Heads of this rank, as indices of the whole layer; empty on a rank with zero heads alone."""
+        return self.split.heads(self.ranks.rank)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # process groups cannot be copied
+
+
+class HeadParallelLayer(BaseAttention):
+    """Base of attention layers whose heads are distributed; made by `HeadParallel` in place of the layer's class.
+
+    `layout`, configs and state dicts are those of the whole layer, and so are the results of a call.
+    """
+
+    parallelism: HeadParallelism
+    is_head_parallel = True
+
+    # ---- the computation
+
+    def _run(self, arguments: dict[str, Any]) -> AttentionOutput:
+        """Compute the heads of this rank; the result is that of all heads."""
+        parallelism = self.parallelism
+        self._check_call(arguments)
+        arguments = dict(arguments)
+        names = [name for name in ("query", "key", "value") if isinstance(arguments.get(name), Tensor)]
+        self._check_ranks(arguments, names)
+        inputs = self._inputs(*(arguments[name] for name in names))
+        arguments |= zip(names, inputs, strict=True)
+        shape = (inputs[0].shape[0], inputs[0].shape[1])
+        masks = self._masks()
+        if isinstance(arguments.get("mask"), Mask):
+            arguments["mask"] = masks.local(arguments["mask"])
+        if arguments.get("head_gate") is not None:
+            arguments["head_gate"] = self._gate(arguments["head_gate"], shape)
+        local = self._local(masks, shape)
+        whole = WholeHeads(parallelism, logsumexp=bool(arguments.get("logsumexp")))
+        if self._listener is not None:
+            local.__dict__["_listener"] = functools.partial(self._notify_whole, whole, masks)
+        result: AttentionOutput = parallelism.layer_class.forward(local, **arguments)
+        return whole.result(result, self._output(result.output))
+
+    def _check_call(self, arguments: dict[str, Any]) -> None:
+        parallelism = self.parallelism
+        query = arguments.get("query")
+        if isinstance(query, Tensor) and query.is_nested:
+            raise OptionError("a head-parallel layer takes padded sequences, got a nested query; use Mask.lengths")
+        if self.training and self.dropout:
+            raise OptionError(
+                "attention dropout of a head-parallel layer must be 0 in training, since it is a hash of the head's "
+                f"index and ranks would drop the same weights of different heads, got dropout {self.dropout}; set "
+                "layer.dropout = 0, or call model.eval()"
+            )
+        if self._listener is not None and parallelism.sequence_parallel:
+            raise OptionError(
+                "observed layers need their whole sequence, got a layer with sequence_parallel=True; observe a model "
+                "that is distributed without it"
+            )
+        if parallelism.sequence_parallel and arguments.get("cache") is not None:
+            raise OptionError(
+                "a layer with sequence_parallel=True takes no cache, whose tokens every rank appends in whole; decode "
+                "with a model that is distributed without it"
+            )
+
+    def _check_ranks(self, arguments: dict[str, Any], names: list[str]) -> None:
+        """Raise the same error on every rank if their calls differ; on devices, where it would wait, nothing."""
+        if not all(arguments[name].is_cpu for name in names):
+            return
+        facts = {name: f"{list(arguments[name].shape)} {arguments[name].dtype}" for name in names}
+        facts |= {name: repr(arguments.get(name)) for name in ("statistics", "weights", "logsumexp")}
+        facts |= {"observed": str(self._listener is not None), "gradients": str(torch.is_grad_enabled())}
+        check_same_call(self.parallelism.ranks, facts, f"the arguments of a {type(self).__name__}")
+
+    def _inputs(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the inputs of the whole sequence, whose gradients are those of all ranks."""
+        parallelism = self.parallelism
+        ranks, sequence = parallelism.ranks, parallelism.sequence_parallel
+        placement = Shard(1) if sequence else Replicate()
+        plain = []
+        for x in inputs:
+            if isinstance(x, DTensor):
+                if x.device_mesh != ranks.mesh:
+                    raise OptionError(f"inputs must be distributed over {ranks!r}, got one over {x.device_mesh}")
+                if sequence and x.shape[1] % ranks.size:
+                    raise OptionError(
+                        f"sequence parallel needs a sequence that {ranks.size} ranks divide, got {x.shape[1]} tokens; "
+                        "pad it"
+                    )
+                x = x.redistribute(placements=[placement]).to_local()
+            plain.append(x)
+        if sequence:
+            return tuple(gather(ranks, x, 1, "the gather of the sequence", same_use=False) for x in plain)
+        return self._shared(*plain)
+
+    def _shared(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return tensors that all ranks hold, with gradients that are summed over ranks."""
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+            return tensors
+        return sum_gradients(self.parallelism.ranks, *tensors)
+
+    def _masks(self) -> LocalMasks:
+        parallelism = self.parallelism
+        heads = parallelism.split.computed(parallelism.ranks.rank)
+        return LocalMasks(heads, parallelism.split.num_heads, lambda term: self._shared(term)[0])
+
+    def _gate(self, gate: Tensor, shape: tuple[int, int]) -> Tensor:
+        parallelism = self.parallelism
+        heads, num_heads = parallelism.split.computed(parallelism.ranks.rank), parallelism.split.num_heads
+        if isinstance(gate, Tensor):
+            (gate,) = self._shared(gate)
+        return local_gate(gate, heads, num_heads, parallelism.maps, shape)
+
+    def _local(self, masks: LocalMasks, shape: tuple[int, int]) -> Any:
+        """Return a layer of the heads of this rank, which shares everything else with this one."""
+        parallelism = self.parallelism
+        local = _copied(self, "", self._local_parameters(), parallelism.layer_class)
+        attributes = local.__dict__
+        attributes |= {"layout": parallelism.layout, "_of_self": None, "_of_source": None}
+        attributes.pop("_listener", None)
+        gate = attributes["_parameters"].pop("head_gate", None)
+        gate = attributes["_buffers"].get("head_gate") if gate is None else gate
+        local_buffers = {"head_gate": None if gate is None else self._gate(gate, shape)}
+        attributes["_buffers"] = {**attributes["_buffers"], **local_buffers}
+        positions = local.positions
+        if isinstance(positions, BiasesLogits):
+            biases = type(positions).forward.__get__(positions)
+            positions.__dict__["forward"] = lambda *sizes, **options: masks.local(
+                biases(*sizes, **options), of_parameters=True
+            )
+        return local
+
+    def _local_parameters(self) -> dict[str, Tensor | None]:
+        """Return the tensors of this rank's heads, by the names of the parameters; without the output bias."""
+        parallelism = self.parallelism
+        rank = parallelism.ranks.rank
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        local = {name: parallelism.shards[name].local(x, rank) for name, x in parameters.items()}
+        shared = [name for name in local if parallelism.shards[name].split is None and name != _OUTPUT_BIAS]
+        summed = self._shared(*(local[name] for name in shared)) if shared else ()
+        local |= {name: parallelism.shards[name].select(x) for name, x in zip(shared, summed, strict=True)}
+        return {**local, _OUTPUT_BIAS: None}
+
+    def _output(self, output: Tensor) -> Tensor:
+        """Return the sum of the outputs of all ranks' heads, and the output bias."""
+        parallelism = self.parallelism
+        what = "the sum of the heads' outputs"
+        bias = self.out_proj.bias  # type: ignore[union-attr]
+        if parallelism.sequence_parallel:
+            output = scatter_sum(parallelism.ranks, output, 1, what)
+        else:
+            output = sum_over_ranks(parallelism.ranks, output, what)
+        if bias is None:
+            return output
+        bias = parallelism.shards[_OUTPUT_BIAS].local(bias, parallelism.ranks.rank)  # type: ignore[arg-type]
+        if parallelism.sequence_parallel:
+            (bias,) = self._shared(bias)
+        return output + bias.to(output.dtype)
+
+    def _notify_whole(self, whole: WholeHeads, masks: LocalMasks, attended: Attended) -> None:
+        """Pass an attention of all heads to the observer."""
+        assert self._listener is not None
+        mask = None if attended.mask is None else masks.whole(attended.mask)
+        self._listener(replace(whole.attended(attended), mask=mask))
+
+    def remember(self, key: Tensor, *value: Tensor, **values: Tensor) -> Memory:
+        """Project a source once, for repeated cross-attention; see the layer's own method.
+
+        Args:
+            key: source [batch, keys, key_input_dim].
+            value, values: source of the values, where the layer takes one.
+
+        Returns:
+            Keys and values of the KV heads of this rank.
+        """
+        names = [*values]
+        inputs = self._inputs(key, *value, *values.values())
+        count = 1 + len(value)
+        local = self._local(self._masks(), (key.shape[0], 0))
+        keywords = dict(zip(names, inputs[count:], strict=True))
+        memory: Memory = self.parallelism.layer_class.remember(local, *inputs[:count], **keywords)  # type: ignore[attr-defined]
+        return memory
+
+    @property
+    def cache_layout(self) -> Any:
+        """Head layout of the keys and values in a cache: of the KV heads of this rank."""
+        layout = self.parallelism.layout
+        if isinstance(self, LatentAttention):
+            return layout.absorbed
+        local = object.__new__(self.parallelism.layer_class)
+        local.__dict__ = {**self.__dict__, "layout": layout}
+        return local.cache_layout
+
+    @property
+    def heads(self) -> Any:
+        """Refused: matrices of a head are views of parameters, which are distributed."""
+        raise OptionError(
+            "matrices of heads are views of whole parameters, got a head-parallel layer; edit heads before the "
+            "layer is distributed, or read torch.distributed.checkpoint.state_dict.get_model_state_dict"
+        )
+
+    # ---- attributes and checkpoints
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "layout":
+            raise OptionError(
+                "the heads of a head-parallel layer cannot be changed, got another layout; edit heads before the layer "
+                "is distributed"
+            )
+        super().__setattr__(name, value)
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        """Return the state dict of the whole layer, with DTensors as parameters and without zero heads.
+
+        Args:
+            args, options: as in `torch.nn.Module.state_dict`.
+        """
+        states = super().state_dict(*args, **options)
+        prefix = options.get("prefix", args[1] if len(args) > 1 else "")
+        for name, shard in self.parallelism.shards.items():
+            if prefix + name in states:
+                states[prefix + name] = shard.unpadded(states[prefix + name])
+        return states
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if f"{prefix}_extra_state" in state_dict:
+            check_saved_layout(state_dict[f"{prefix}_extra_state"], self.layout)
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        for name, shard in self.parallelism.shards.items():
+            if prefix + name in state_dict and name in parameters:
+                state_dict[prefix + name] = shard.padded_like(state_dict[prefix + name], parameters[name])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        parallelism = self.parallelism
+        heads, split = parallelism.heads, parallelism.split
+        held = f"heads {heads[0]} to {heads[-1]}" if heads else "no head"
+        held += f" of {split.num_heads} on rank {parallelism.ranks.rank} of {split.ranks}"
+        return f"{super().extra_repr()}, {held}"
+
+
+def _copied(module: nn.Module, prefix: str, tensors: dict[str, Any], cls: type[nn.Module] | None = None) -> Any:
+    """Return a shallow copy of a module and its submodules with other tensors as parameters."""
+    copied = object.__new__(cls or type(module))
+    copied.__dict__ = {
+        **module.__dict__,
+        "_parameters": {name: tensors.get(prefix + name, x) for name, x in module._parameters.items()},
+        "_modules": {
+            name: None if child is None else _copied(child, f"{prefix}{name}.", tensors)
+            for name, child in module._modules.items()
+        },
+    }
+    return copied
+
+
+@functools.cache
+def parallel_class(layer_class: type[BaseAttention]) -> type[HeadParallelLayer]:
+    """Return the head-parallel class of a layer's class."""
+    signature = inspect.signature(layer_class.forward)
+
+    @layer_forward
+    @torch.compiler.disable  # collectives and copies of modules; code around the layer is compiled
+    @functools.wraps(layer_class.forward)
+    def forward(self: HeadParallelLayer, *positional: Any, **keywords: Any) -> AttentionOutput:
+        arguments = signature.bind(self, *positional, **keywords).arguments
+        arguments.pop("self")
+        return self._run(arguments)
+
+    namespace: dict[str, Any] = {"forward": forward, "__doc__": layer_class.__doc__, "__module__": __name__}
+    if hasattr(layer_class, "explain"):
+        explain: Callable[..., Any] = layer_class.explain
+
+        def explain_local(self: HeadParallelLayer, *positional: Any, **keywords: Any) -> Any:
+            return explain(self._local(self._masks(), (0, 0)), *positional, **keywords)
+
+        namespace["explain"] = functools.wraps(explain)(explain_local)
+    name = f"HeadParallel{layer_class.__name__}"
+    created: Any = type(name, (HeadParallelLayer, layer_class), namespace)
+    CONFIGS.describe_like(created, layer_class)
+    return created
