@@ -41,6 +41,10 @@ class NonFiniteError(OptionError):
     """A model's loss or outputs are NaN or Inf, because of its weights or its input."""
 
 
+class WorkerError(PolyheadError, RuntimeError):
+    """A rank of several processes failed, disagrees with the others, or does not answer; the message names it."""
+
+
 class GradientError(PolyheadError, RuntimeError):
     """A gradient is requested of a value that is not differentiable."""
 

@@ -15,8 +15,9 @@ from polyhead.files import check_pyarrow
 from polyhead.inspection.inspection_files import save_inspection
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.run_files import OBSERVATIONS, TABLE
-from polyhead.inspection.running import SAVE_SECONDS, run_inspection
+from polyhead.inspection.running import InspectionRun
 from polyhead.inspection.settings import IN_MEMORY, Settings
+from polyhead.inspection.text_pass import SAVE_SECONDS
 from polyhead.observation.run_folder import lock_folder, remove_leftovers
 from polyhead.progress import Progress, ProgressCallback, ignore_progress
 from polyhead.sources import LoadedModel
@@ -168,9 +169,9 @@ def inspect_model(
             allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,
         )
-        found = run_inspection(
-            settings, loaded, text=text, folder=folder, resume=resume, progress=progress, save_seconds=save_seconds
-        )
+        run = InspectionRun.of(settings, loaded, text=text, progress=progress)
+        read = run.text_pass.run(folder=folder, resume=resume, report=progress, save_seconds=save_seconds)
+        found = run.finish(read)
         if folder is not None:
             save_inspection(folder, found)
         return found
