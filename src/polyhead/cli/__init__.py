@@ -14,6 +14,7 @@ from polyhead.cli import (
     convert,
     inspect,
     merge,
+    merge_runs,
     plan,
     prune,
     report,
@@ -34,6 +35,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("inspect")(inspect.inspect)
+app.command("merge-runs")(merge_runs.merge_runs)
 app.command("report")(report.report)
 app.command("view")(view.view)
 app.command("compare")(compare.compare)

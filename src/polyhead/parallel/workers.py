@@ -12,33 +12,26 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from polyhead.errors import OptionError, PolyheadError, WorkerError
 from polyhead.files import in_one_line, short
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
 SECONDS = 600.0  # default of the time limit
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PAUSE = 0.05  # seconds between two looks at the store
 _FAREWELL = 10.0  # most seconds for which a rank that failed waits for the others to read its error
 _MESSAGE_BYTES = 1 << 28  # sent at a time
-
-
-def is_worker(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this process is one of several that `torchrun`, or a launcher of the same convention, started."""
-    if not all(environment.get(name) for name in _VARIABLES):
-        return False
-    for name in ("RANK", "WORLD_SIZE"):
-        if not environment[name].isdecimal():
-            raise OptionError(f"{name}, which torchrun sets, must be an integer, got {environment[name]!r}; unset it")
-    return int(environment["WORLD_SIZE"]) > 1
 
 
 @dataclass(eq=False)
@@ -54,7 +47,7 @@ class Workers:
         restarts: number of times that the launcher has restarted the processes.
     """
 
-    store: dist.Store
+    store: Store
     rank: int
     world: int
     seconds: float = SECONDS
@@ -107,8 +100,8 @@ class Workers:
     def _late(self, late: Sequence[int], name: str) -> WorkerError:
         ranks = ", ".join(map(str, late))
         return WorkerError(
-            f"every rank must report within {self.seconds:g} s, got none of rank {ranks} of {self.world} before the step "
-            f"'{name}'; it was killed, hangs, or needs a longer --worker-timeout"
+            f"every rank must report within {self.seconds:g} s, got no report of rank {ranks} of {self.world} before "
+            f"the step '{name}'; it was killed, hangs, or needs a longer --worker-timeout"
         )
 
     def agree(self, step: str, values: Mapping[str, Any]) -> None:
@@ -120,9 +113,7 @@ class Workers:
         """
         everyone = self.gather(step, dict(values))
         for name in dict.fromkeys(name for of_rank in everyone for name in of_rank):
-            ranks: dict[str, int] = {}  # the first rank of each value
             for rank, of_rank in enumerate(everyone):
-                ranks.setdefault(short(of_rank.get(name)), rank)
                 if of_rank.get(name) != everyone[0].get(name):
                     one, other = short(everyone[0].get(name)), short(of_rank.get(name))
                     raise WorkerError(
@@ -154,7 +145,7 @@ class Workers:
 
     @contextmanager
     def sharing_failures(self) -> Iterator[None]:
-        """Record an exception of this rank, so that all others raise it as well; an error of polyhead names the rank."""
+        """Record an exception of this rank, so that all others stop; errors of polyhead then name the rank."""
         try:
             yield
         except WorkerError as error:
@@ -165,7 +156,8 @@ class Workers:
             self._record(message)
             raise WorkerError(message) from error
         except BaseException as error:
-            self._record(f"rank {self.rank} of {self.world}: it ended with {type(error).__name__}: {in_one_line(error)}")
+            reason = f"{type(error).__name__} {in_one_line(error)}".rstrip()
+            self._record(f"rank {self.rank} of {self.world}: it ended with {reason}")
             raise
 
     def _record(self, message: str) -> None:
@@ -184,9 +176,9 @@ class Workers:
 
     def leave(self, error: BaseException | None = None) -> None:
         """Disconnect; after an error, once all ranks have seen it, as a launcher ends all when the first exits."""
-        if isinstance(error, Exception):
+        with suppress(dist.DistError):  # the store may be gone
             left, stop = self.store.add("left", 1), time.monotonic() + _FAREWELL
-            while left < self.world and time.monotonic() < stop:
+            while isinstance(error, Exception) and left < self.world and time.monotonic() < stop:
                 time.sleep(_PAUSE)
                 left = self.store.add("left", 0)
         if self._connected:
@@ -202,7 +194,7 @@ class Workers:
             with self._exchanging("connect to", None):
                 dist.init_process_group(
                     "gloo",
-                    store=dist.PrefixStore("group", self.store),
+                    store=dist.PrefixStore("group", self.store),  # type: ignore[attr-defined]
                     rank=self.rank,
                     world_size=self.world,
                     timeout=timedelta(seconds=self.seconds),
@@ -271,7 +263,7 @@ def join_workers(seconds: float = SECONDS, environment: Mapping[str, str] = os.e
     restarts = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     address = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
     try:
-        store, _, _ = next(iter(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=seconds))))
+        store, _, _ = next(iter(rendezvous("env://", rank, world, timeout=timedelta(seconds=seconds))))
     except (RuntimeError, ValueError) as error:
         raise WorkerError(
             f"rank {rank} of {world} must reach MASTER_ADDR:MASTER_PORT, {address}, within {seconds:g} s, got: "
@@ -279,7 +271,8 @@ def join_workers(seconds: float = SECONDS, environment: Mapping[str, str] = os.e
         ) from error
     prefix = f"polyhead/{environment.get('TORCHELASTIC_RUN_ID', '')}/{restarts}"
     local_rank = int(environment.get("LOCAL_RANK", 0))
-    workers = Workers(dist.PrefixStore(prefix, store), rank, world, seconds, local_rank, int(restarts))
+    own_store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+    workers = Workers(own_store, rank, world, seconds, local_rank, int(restarts))
     try:
         yield workers
     except BaseException as error:

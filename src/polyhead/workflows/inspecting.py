@@ -154,24 +154,31 @@ def inspect_model(
         trust_remote_code: run code that comes with the model.
         folder, resume, progress, save_seconds: as in `inspect`.
     """
-    if loaded is None and settings.layers is not None:
-        check_layers(settings.model, settings.layers, trust_remote_code=trust_remote_code)
     with ExitStack() as stack:
         if folder is not None:
             check_pyarrow(folder / TABLE)
             stack.enter_context(lock_folder(folder))
             remove_leftovers(folder, OBSERVATIONS)
-        progress(Progress("load the model"))
-        loaded = loaded or load_model(
-            settings.model,
-            device=settings.device,
-            dtype=None if settings.dtype is None else getattr(torch, settings.dtype),
-            allow_pickle=allow_pickle,
-            trust_remote_code=trust_remote_code,
-        )
+        loaded = loaded or load_settings_model(settings, progress, allow_pickle, trust_remote_code)
         run = InspectionRun.of(settings, loaded, text=text, progress=progress)
         read = run.text_pass.run(folder=folder, resume=resume, report=progress, save_seconds=save_seconds)
         found = run.finish(read)
         if folder is not None:
             save_inspection(folder, found)
         return found
+
+
+def load_settings_model(
+    settings: Settings, progress: ProgressCallback, allow_pickle: bool, trust_remote_code: bool
+) -> LoadedModel:
+    """Load the model that the settings name, on their device."""
+    if settings.layers is not None:
+        check_layers(settings.model, settings.layers, trust_remote_code=trust_remote_code)
+    progress(Progress("load the model"))
+    return load_model(
+        settings.model,
+        device=settings.device,
+        dtype=None if settings.dtype is None else getattr(torch, settings.dtype),
+        allow_pickle=allow_pickle,
+        trust_remote_code=trust_remote_code,
+    )
