@@ -54,6 +54,7 @@ class Workers:
     local_rank: int = 0
     restarts: int = 0
     _connected: bool = field(default=False, init=False)
+    _failed: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world:
@@ -148,21 +149,21 @@ class Workers:
         """Record an exception of this rank, so that all others stop; errors of polyhead then name the rank."""
         try:
             yield
-        except WorkerError as error:
-            self._record(str(error))
-            raise
         except PolyheadError as error:
-            message = f"rank {self.rank} of {self.world}: {error}"
-            self._record(message)
-            raise WorkerError(message) from error
+            self._failed = True
+            own = str(error) if isinstance(error, WorkerError) else f"rank {self.rank} of {self.world}: {error}"
+            raise WorkerError(self._record(own)) from error
         except BaseException as error:
-            reason = f"{type(error).__name__} {in_one_line(error)}".rstrip()
-            self._record(f"rank {self.rank} of {self.world}: it ended with {reason}")
+            self._failed = isinstance(error, Exception)  # and not interrupted or terminated, as all ranks will be
+            self._record(f"rank {self.rank} of {self.world}: it ended with {in_one_line(error)}")
             raise
 
-    def _record(self, message: str) -> None:
-        with self._talking():
-            self.store.compare_set("failure", "", " ".join(message.splitlines()))  # the first failure stays
+    def _record(self, message: str) -> str:
+        """Record a failure, and return the first one of all ranks; this one if the store is gone."""
+        message = " ".join(message.splitlines())
+        with suppress(dist.DistError):
+            message = self.store.compare_set("failure", "", message).decode()
+        return message
 
     @contextmanager
     def _talking(self) -> Iterator[None]:
@@ -174,11 +175,11 @@ class Workers:
                 f"holds, got: {in_one_line(error)}"
             ) from error
 
-    def leave(self, error: BaseException | None = None) -> None:
-        """Disconnect; after an error, once all ranks have seen it, as a launcher ends all when the first exits."""
+    def leave(self) -> None:
+        """Disconnect; after a failure, once all ranks have seen it, as a launcher ends all when the first exits."""
         with suppress(dist.DistError):  # the store may be gone
             left, stop = self.store.add("left", 1), time.monotonic() + _FAREWELL
-            while isinstance(error, Exception) and left < self.world and time.monotonic() < stop:
+            while self._failed and left < self.world and time.monotonic() < stop:
                 time.sleep(_PAUSE)
                 left = self.store.add("left", 0)
         if self._connected:
@@ -275,7 +276,5 @@ def join_workers(seconds: float = SECONDS, environment: Mapping[str, str] = os.e
     workers = Workers(own_store, rank, world, seconds, local_rank, int(restarts))
     try:
         yield workers
-    except BaseException as error:
-        workers.leave(error)
-        raise
-    workers.leave()
+    finally:
+        workers.leave()

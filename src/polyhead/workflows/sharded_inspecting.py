@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from polyhead.errors import DeviceError, OptionError
-from polyhead.files import check_pyarrow
+from polyhead.files import as_type, check_pyarrow, refusing
 from polyhead.inspection.inspection_files import save_inspection
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.run_files import OBSERVATIONS, SHARDS, TABLE, check_new_run, shard_folder, worker_count
@@ -34,6 +34,19 @@ from polyhead.sources import LoadedModel, Shard
 from polyhead.sources.shards import WHOLE
 from polyhead.sources.text_contexts import Text
 from polyhead.workflows.inspecting import load_settings_model
+
+# What merging needs to know of a shard, and its types.
+_FACTS: dict[str, Any] = {
+    "settings": Mapping[str, Any],
+    "shard": Any,  # `shard_of` reads it
+    "batches": int,
+    "digest": str | None,
+    "tokens": int,
+    "complete": bool,
+    "versions": Mapping[str, str],
+    "model": str,
+    "text": str,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +252,7 @@ def _reduced(run: InspectionRun, part: TextRead, workers: Workers, report: _Shar
     """Return what all ranks read, on rank 0."""
     own = {"batches": part.batches, "digest": part.digest, "tokens": part.tokens}
     parts = workers.gather("the end of the text", own, waiting=report.waiting)
+    report.waiting()
     merged = reduce_observations(part.observations, run.text_pass.collectors, workers)
     return None if merged is None else _whole(run, merged, parts)
 
@@ -321,9 +335,7 @@ def _checked_shards(folders: Sequence[Path]) -> list[tuple[Path, dict[str, Any]]
                 f"a shard is a folder that `polyhead inspect --shard I/N --save DIR` wrote, got {folder} without "
                 f"{OBSERVATIONS}"
             )
-        facts = read_facts(path)
-        if missing := [name for name in ("shard", "complete", "versions", "model", "text") if name not in facts]:
-            raise OptionError(f"a shard records its {missing[0]}, got {folder}, a run of an earlier version")
+        facts = _facts_of(path)
         shard = shard_of(path, facts)
         if shard in shards:
             raise OptionError(f"each shard is merged once, got shard {shard} in {shards[shard][0].parent} and {folder}")
@@ -348,6 +360,16 @@ def _checked_shards(folders: Sequence[Path]) -> list[tuple[Path, dict[str, Any]]
             f"inspect --resume {unfinished[0]}"
         )
     return [shards[shard] for shard in ordered]
+
+
+def _facts_of(path: Path) -> dict[str, Any]:
+    """Return the facts of a shard; raise if one is missing or of another type."""
+    facts = read_facts(path)
+    if missing := [name for name in _FACTS if name not in facts]:
+        raise OptionError(f"a shard records its {missing[0]}, got {path.parent}, a run of an earlier version")
+    with refusing(path, "a shard is read as `polyhead inspect --shard` wrote it"):
+        Settings.from_dict(facts["settings"])
+        return {**facts, **{name: as_type(facts[name], kind, name) for name, kind in _FACTS.items()}}
 
 
 def _check_same(path: Path, facts: Mapping[str, Any], other_path: Path, other: Mapping[str, Any]) -> None:
