@@ -107,23 +107,3 @@ def test_shards_are_merged_into_a_run_that_is_read_as_any_other(place, tmp_path)
     assert "merge-runs needs all 2 shards, got no shard 1/2" in said
     said = invoke("merge-runs", tmp_path / "1", tmp_path / "2", "--output", tmp_path / "run", code=2).stderr
     assert "--output must be a new run" in said
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--shard", "1/2"], "--shard needs --save DIR"),
-        (["--shard", "0/2", "--save", "new"], "a part must be I/N with I from 1 to N"),
-        (["--shard", "3/2", "--save", "new"], "a part must be I/N with I from 1 to N"),
-        (["--shard", "1/2", "--save", "new", "--html", "page.html"], "merge the shards first"),
-        (["--shard", "1/2", "--save", "new", "--table"], "merge the shards first"),
-        (["--shard", "1/2", "--save", "new", "--text", "-"], "got - for standard input"),
-        (["--worker-timeout", "0"], "--worker-timeout must be greater than 0, got 0"),
-        (["--resume", "run", "--shard", "1/2"], "got shard as well"),
-    ],
-)
-def test_options_that_a_shard_cannot_have_are_refused(place, tmp_path, monkeypatch, options, words):
-    monkeypatch.chdir(tmp_path)
-    model = [] if "--resume" in options else [place / "bert"]
-    assert words in invoke("inspect", *model, *options, code=2).stderr
-    assert not list(tmp_path.iterdir())

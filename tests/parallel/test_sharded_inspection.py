@@ -35,7 +35,7 @@ def place(tmp_path_factory) -> Path:
 
 def workers_of(store: Path) -> Workers:
     rank, world = dist.get_rank(), dist.get_world_size()
-    return Workers(dist.FileStore(str(store), world), rank, world, 30.0)
+    return Workers(dist.FileStore(str(store), world), rank, world, 120.0)
 
 
 def inspected(place: Path, run: Path, attempt: str, resume: bool = False, fails: int = -1) -> list[Progress] | None:
@@ -72,7 +72,7 @@ def whole(place, tmp_path_factory) -> Path:
 
 def test_the_merged_run_of_all_ranks_is_that_of_one_process(ranks: Ranks, place: Path, whole: Path, tmp_path: Path):
     run = tmp_path / "run"
-    first, *_ = ranks.run(inspected, place, run, "first", world=WORLD)
+    first, *_ = ranks.run(inspected, place, run, "first", world=WORLD, seconds=180)
     read = [now for now in first if now.step == "read the text"]
     assert all(now.total == read[-1].done for now in read)  # of all ranks together
     assert_same_observations(run, whole)
@@ -81,7 +81,7 @@ def test_the_merged_run_of_all_ranks_is_that_of_one_process(ranks: Ranks, place:
     # Resumed after the observations were merged, the ranks read nothing again.
     before = (run / OBSERVATIONS).stat().st_mtime_ns, (run / OBSERVATIONS).read_bytes()
     (run / "inspection.json").unlink()
-    again, *_ = ranks.run(inspected, place, run, "again", True, world=WORLD)
+    again, *_ = ranks.run(inspected, place, run, "again", True, world=WORLD, seconds=180)
     assert not [now for now in again if now.step == "read the text"]
     assert before[1] == (run / OBSERVATIONS).read_bytes()
     assert_same_inspection(load_inspection(run), load_inspection(whole))
@@ -91,7 +91,7 @@ def test_the_shard_of_a_failed_rank_continues_and_the_result_is_the_same(
     ranks: Ranks, place: Path, whole: Path, tmp_path: Path
 ):
     run = tmp_path / "run"
-    failed = ranks.outcomes(inspected, place, run, "first", False, 1, world=WORLD)
+    failed = ranks.outcomes(inspected, place, run, "first", False, 1, world=WORLD, seconds=180)
     assert all(isinstance(outcome, Failure) for outcome in failed)
     assert [outcome.error for outcome in failed] == ["WorkerError", "RuntimeError", "WorkerError"]
     words = "rank 1 of 3: it ended with RuntimeError: out of luck"
@@ -99,10 +99,10 @@ def test_the_shard_of_a_failed_rank_continues_and_the_result_is_the_same(
     facts = read_facts(run / SHARDS / "2-of-3" / OBSERVATIONS)
     assert facts["batches"] == 1 + 3 + 1  # the first two batches of the shard are those of index 1 and 4
     assert not facts["complete"]
-    refused = ranks.outcomes(inspected, place, run, "two", True, world=2)
+    refused = ranks.outcomes(inspected, place, run, "two", True, world=2, seconds=180)
     assert {outcome.error for outcome in refused} == {"WorkerError"}
     assert all("as many workers as it was started with, 3, got 2" in outcome.message for outcome in refused)
-    ranks.run(inspected, place, run, "again", True, world=WORLD)
+    ranks.run(inspected, place, run, "again", True, world=WORLD, seconds=180)
     assert_same_observations(run, whole)
     assert_same_inspection(load_inspection(run), load_inspection(whole))
     assert not (run / SHARDS).exists()
@@ -127,7 +127,7 @@ def exchanged(store: Path) -> dict[str, torch.Tensor]:
 
 
 def test_tensors_arrive_bit_for_bit(ranks: Ranks, tmp_path: Path):
-    received, sent = ranks.run(exchanged, tmp_path / "store", world=2)
+    received, sent = ranks.run(exchanged, tmp_path / "store", world=2, seconds=180)
     assert received.keys() == sent.keys()
     for name, x in sent.items():
         assert (received[name].shape, received[name].dtype) == (x.shape, x.dtype)
@@ -147,4 +147,4 @@ def silent(store: Path) -> str:
 
 def test_a_message_that_does_not_arrive_names_its_sender(ranks: Ranks, tmp_path: Path):
     message, _ = ranks.outcomes(silent, tmp_path / "store", world=2, collective_seconds=1)
-    assert message.startswith("rank 1 of 2 must send data to rank 0 within 30 s, got:")
+    assert message.startswith("rank 1 of 2 must send data to rank 0 within 120 s, got:")

@@ -35,10 +35,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("inspect")(inspect.inspect)
-app.command("merge-runs")(merge_runs.merge_runs)
 app.command("report")(report.report)
 app.command("view")(view.view)
 app.command("compare")(compare.compare)
+app.command("merge-runs")(merge_runs.merge_runs)
 app.command("plan")(plan.plan)
 app.command("plan calibrate")(calibrate.calibrate)
 app.command("choose")(choose.choose)

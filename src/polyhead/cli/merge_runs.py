@@ -37,9 +37,16 @@ def merge_runs(
     from rich.console import Console
 
     from polyhead.cli.inspect import show
-    from polyhead.workflows import sharded_inspecting
+    from polyhead.files import check_pyarrow
+    from polyhead.inspection.run_files import TABLE, check_new_run, check_shards
 
     check_page(html, lang)
+    check_pyarrow(output / TABLE)
+    check_shards(runs)
+    check_new_run(output, "--output")
+
+    from polyhead.workflows import sharded_inspecting
+
     with ProgressBars() as progress:
         found = sharded_inspecting.merge_runs(
             runs, output, progress=progress, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code

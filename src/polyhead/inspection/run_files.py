@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from polyhead.errors import OptionError
@@ -53,6 +54,16 @@ def check_new_run(folder: Path, option: str) -> None:
     if existing:
         raise OptionError(f"{option} must not contain {existing[0]}, got {folder}; choose another folder")
     check_folder(folder, option)
+
+
+def check_shards(folders: Sequence[Path]) -> None:
+    """Raise if a folder contains no observations of a shard."""
+    for folder in folders:
+        if not (folder / OBSERVATIONS).exists():
+            raise OptionError(
+                f"a shard is a folder that `polyhead inspect --shard I/N --save DIR` wrote, got {folder} without "
+                f"{OBSERVATIONS}"
+            )
 
 
 def shard_folder(folder: Path, rank: int, world: int) -> Path:

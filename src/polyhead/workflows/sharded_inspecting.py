@@ -21,7 +21,15 @@ from polyhead.errors import DeviceError, OptionError
 from polyhead.files import as_type, check_pyarrow, refusing
 from polyhead.inspection.inspection_files import save_inspection
 from polyhead.inspection.result import Inspection
-from polyhead.inspection.run_files import OBSERVATIONS, SHARDS, TABLE, check_new_run, shard_folder, worker_count
+from polyhead.inspection.run_files import (
+    OBSERVATIONS,
+    SHARDS,
+    TABLE,
+    check_new_run,
+    check_shards,
+    shard_folder,
+    worker_count,
+)
 from polyhead.inspection.running import InspectionRun
 from polyhead.inspection.settings import Settings
 from polyhead.inspection.text_pass import SAVE_SECONDS, STEP, TextRead, shard_of, versions
@@ -327,14 +335,10 @@ def _checked_shards(folders: Sequence[Path]) -> list[tuple[Path, dict[str, Any]]
     """Return the files and facts of all shards of one run in order; raise if they are not exactly that."""
     if not folders:
         raise OptionError("merge-runs needs the folders of all shards of a run, got none")
+    check_shards(folders)
     shards: dict[Shard, tuple[Path, dict[str, Any]]] = {}
     for folder in folders:
         path = folder / OBSERVATIONS
-        if not path.exists():
-            raise OptionError(
-                f"a shard is a folder that `polyhead inspect --shard I/N --save DIR` wrote, got {folder} without "
-                f"{OBSERVATIONS}"
-            )
         facts = _facts_of(path)
         shard = shard_of(path, facts)
         if shard in shards:
