@@ -67,9 +67,10 @@ def inspect(
     text: Annotated[
         str | None,
         optional(
-            "Text to read: .txt, .md, .jsonl or .parquet (also .gz), a folder of them, or - for standard input. "
+            "Text to read: .txt, .md, .jsonl or .parquet (also .gz), a folder of them, - for standard input, or "
+            "datasets:PATH[:SPLIT], which Hugging Face `datasets` streams. "
             "[default: a built-in text in English, and in Chinese if the tokenizer knows it]",
-            metavar="FILE|DIR|-",
+            metavar="FILE|DIR|-|datasets:PATH",
         ),
     ] = None,
     field: Field = "text",

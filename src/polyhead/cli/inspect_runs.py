@@ -33,8 +33,6 @@ def requested_shard(shard: str | None, save: Path | None, workers: Workers | Non
 def resumed_settings(folder: Path, workers: Workers | None) -> tuple[Settings, Shard | None]:
     """Return the settings of a saved run, and its shard if it is of one."""
     from polyhead.inspection.settings import Settings
-    from polyhead.inspection.text_pass import shard_of
-    from polyhead.observation.saving import read_facts
 
     path = folder / OBSERVATIONS
     if workers is not None:
@@ -53,6 +51,10 @@ def resumed_settings(folder: Path, workers: Workers | None) -> tuple[Settings, S
                 f"{count} -m polyhead inspect --resume {folder}"
             )
         raise OptionError(f"--resume must be the folder of a saved run, got {folder} without {OBSERVATIONS}")
+
+    from polyhead.inspection.text_pass import shard_of
+    from polyhead.observation.saving import read_facts
+
     facts = read_facts(path)
     shard = shard_of(path, facts)
     return Settings.from_dict(facts["settings"]), None if shard == WHOLE else shard

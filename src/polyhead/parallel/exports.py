@@ -1,3 +1,5 @@
 """Public names of `polyhead.parallel`."""
 
-__all__: list[str] = []
+from polyhead.parallel.workers import Workers, join_workers
+
+__all__ = ["Workers", "join_workers"]

@@ -125,7 +125,11 @@ class Workers:
     # ---- progress and failures
 
     def report(self, done: int) -> None:
-        """Record the progress of this rank, and raise if another one failed."""
+        """Record the progress of this rank, and raise if another one failed.
+
+        Args:
+            done: number that grows, such as tokens.
+        """
         with self._talking():
             self.store.set(f"progress/{self.rank}", str(done))
             self.check()
@@ -146,7 +150,7 @@ class Workers:
 
     @contextmanager
     def sharing_failures(self) -> Iterator[None]:
-        """Record an exception of this rank, so that all others stop; errors of polyhead then name the rank."""
+        """Return a context that records an exception of this rank, at which all others stop; it then names the rank."""
         try:
             yield
         except PolyheadError as error:
@@ -220,7 +224,11 @@ class Workers:
                     dist.send(part, to)
 
     def receive(self, sender: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the header and the tensors, on the CPU, that a rank sends."""
+        """Return the header and the tensors, on the CPU, that a rank sends.
+
+        Args:
+            sender: the rank.
+        """
         size = torch.zeros(1, dtype=torch.int64)
         with self._exchanging("send data to", sender):
             dist.recv(size, sender)
@@ -254,11 +262,17 @@ def _as_bytes(x: Tensor) -> Tensor:
 
 @contextmanager
 def join_workers(seconds: float = SECONDS, environment: Mapping[str, str] = os.environ) -> Iterator[Workers]:
-    """Join the processes that `torchrun` started, by the variables that it sets.
+    """Join the processes that `torchrun` started, by the variables that it sets; a context manager.
 
     Args:
         seconds: time limit of `Workers`.
         environment: the variables.
+
+    Yields:
+        The workers, of which this process is one.
+
+    Raises:
+        WorkerError: the store of the launcher cannot be reached.
     """
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     restarts = environment.get("TORCHELASTIC_RESTART_COUNT", "0")

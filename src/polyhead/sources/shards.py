@@ -30,7 +30,11 @@ class Shard:
             )
 
     def has(self, batch: int) -> bool:
-        """Return whether the shard contains the batch of this index."""
+        """Return whether the shard contains a batch.
+
+        Args:
+            batch: index of the batch in the text.
+        """
         return batch % self.count == self.index
 
     def __str__(self) -> str:

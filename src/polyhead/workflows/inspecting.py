@@ -58,9 +58,9 @@ def inspect(
     Args:
         model: a name or folder, a transformers model in evaluation mode (with its `tokenizer`), or the result of
             `polyhead.workflows.model_loading.load_model`; default: minilm.
-        text: a file or folder, or documents in memory; default: a built-in text in English, and in Chinese if the
-            tokenizer knows it.
-        field: the text field of .jsonl files, or the text column of .parquet files.
+        text: a file or folder, documents in memory, or rows of Hugging Face `datasets`, which are streamed; default: a
+            built-in text in English, and in Chinese if the tokenizer knows it.
+        field: the text field of .jsonl files, or the text column of .parquet files and datasets.
         context: tokens per context; default: 512, or the model's maximum if smaller.
         tokens: maximum number of tokens to read.
         batch_tokens: maximum number of tokens per batch.
