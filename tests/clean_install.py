@@ -47,6 +47,7 @@ CALLS = (
     Call("view tiny-run --no-open", "report"),
     Call("report tiny-run --output run.html", "hf"),
     Call("compare run-decoder run-encoder", "hf"),
+    Call("merge-runs run-decoder --output merged-run", "hf"),
     Call("plan llama3.1-8b --machine cpu-2-cores --output plan.html", prints="plan.html"),
     Call("plan decoder", prints="cache"),
     Call("choose --d-model 4096 --layers 32 --cache 128KiB", prints="head_dim"),

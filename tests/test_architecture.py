@@ -250,6 +250,8 @@ REFUSED = [
     (["inspect", "--resume", "nowhere"], "--resume must be the folder of a saved run"),
     (["report", "nowhere"], "an inspection is a folder"),
     (["compare", "nowhere", "nowhere"], "an inspection is a folder"),
+    (["merge-runs", "nowhere", "-o", "new"], "a shard is a folder that"),
+    (["inspect", "--shard", "5/3"], "a part must be I/N"),
     (["view", "no model"], "a model must be tiny, minilm"),
     (["view", "--text", "nowhere.txt"], "--text must be a UTF-8 text file"),
     (["prune", "a/b", "--heads", "5", "-o", "new"], "a head is written"),

@@ -46,7 +46,7 @@ class GradientError(PolyheadError, RuntimeError):
 
 
 class CommunicationError(PolyheadError, RuntimeError):
-    """A rank of a process group did not answer: it failed, made another call, or the time-out of the group passed."""
+    """A rank of several processes failed, disagrees with the others, or did not answer in time; the message names it."""
 
 
 class BackendUnsupported(PolyheadError, RuntimeError):

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from polyhead.errors import OptionError
-from polyhead.inspection import Settings, inspection_files, load_inspection, running, save_inspection
+from polyhead.inspection import Settings, inspection_files, load_inspection, running, save_inspection, text_pass
 from polyhead.inspection.run_files import OBSERVATIONS
 from polyhead.observation import read_facts
 from polyhead.observation.run_folder import lock_folder
@@ -47,7 +47,7 @@ def models(tmp_path_factory) -> dict:
 
 @pytest.fixture
 def only_reading(monkeypatch) -> None:
-    monkeypatch.setattr(running._Run, "probe", lambda *_: running._Probed())
+    monkeypatch.setattr(running.InspectionRun, "probe", lambda *_: running._Probed())
 
 
 def settings_of(model: Path, text: Path, device: str = "cpu") -> Settings:
@@ -197,7 +197,7 @@ def test_a_signal_at_any_moment_leaves_whole_batches(models, text, tmp_path, nam
 def begun_once(models, text, tmp_path_factory) -> tuple[Settings, Path]:
     settings, folder = settings_of(models["bert"], text), tmp_path_factory.mktemp("begun")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running._Run, "probe", lambda *_: running._Probed())
+        patch.setattr(running.InspectionRun, "probe", lambda *_: running._Probed())
         stop_at(patch, 4, KeyboardInterrupt, after=False)
         read(settings, folder)
     return settings, folder
@@ -258,7 +258,7 @@ def test_a_run_goes_on_with_all_of_its_text_alone(begun, text, tmp_path):
 def test_a_run_of_an_older_version_does_not_go_on(begun, monkeypatch):
     settings, folder = begun
     facts = read_facts(folder / OBSERVATIONS)
-    monkeypatch.setattr(running, "read_facts", lambda _: {k: v for k, v in facts.items() if k != "model"})
+    monkeypatch.setattr(text_pass, "read_facts", lambda _: {k: v for k, v in facts.items() if k != "model"})
     with pytest.raises(OptionError, match="may have counted a batch twice"):
         read(settings, folder, resume=True)
 

@@ -14,6 +14,7 @@ from polyhead.cli import (
     convert,
     inspect,
     merge,
+    merge_runs,
     plan,
     prune,
     report,
@@ -37,6 +38,7 @@ app.command("inspect")(inspect.inspect)
 app.command("report")(report.report)
 app.command("view")(view.view)
 app.command("compare")(compare.compare)
+app.command("merge-runs")(merge_runs.merge_runs)
 app.command("plan")(plan.plan)
 app.command("plan calibrate")(calibrate.calibrate)
 app.command("choose")(choose.choose)

@@ -56,7 +56,7 @@ class CommandGroup(TyperGroup):
     """
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        with _one_line(lambda: info_name or "", args):
+        with one_line(lambda: info_name or "", args):
             return super().make_context(info_name, args, parent, **extra)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -76,7 +76,7 @@ class CommandGroup(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         arguments: list[str] = ctx.args  # of the command; the call below clears the list of the context
-        with _one_line(lambda: f"{ctx.command_path} {ctx.invoked_subcommand or ''}".rstrip(), arguments):
+        with one_line(lambda: f"{ctx.command_path} {ctx.invoked_subcommand or ''}".rstrip(), arguments):
             return super().invoke(ctx)
 
 
@@ -84,16 +84,17 @@ class SingleCommand(TyperCommand):
     """Program of one command that ends as the commands of a `CommandGroup` do."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        with _one_line(lambda: info_name or "", tuple(args)):
+        with one_line(lambda: info_name or "", tuple(args)):
             return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: Any) -> Any:
-        with _one_line(lambda: ctx.command_path, ()):
+        with one_line(lambda: ctx.command_path, ()):
             return super().invoke(ctx)
 
 
 @contextmanager
-def _one_line(command: Callable[[], str], arguments: Sequence[str]) -> Iterator[None]:
+def one_line(command: Callable[[], str], arguments: Sequence[str]) -> Iterator[None]:
+    """Print an error as one line, and raise `typer.Exit` with its code."""
     try:
         yield
     except _click.UsageError as error:

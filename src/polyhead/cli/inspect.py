@@ -6,14 +6,16 @@ import math
 import os
 import textwrap
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from polyhead.cli.edit_options import ContextLength, Field
 from polyhead.cli.errors import resumable
+from polyhead.cli.inspect_runs import check_inputs, requested_shard, resumed_settings, show_shard
 from polyhead.cli.options import (
     AllowPickle,
     Device,
@@ -23,7 +25,6 @@ from polyhead.cli.options import (
     check_device,
     check_dtype,
     check_positive,
-    check_text,
     optional,
 )
 from polyhead.cli.progress_bars import ProgressBars
@@ -33,7 +34,8 @@ from polyhead.errors import OptionError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from polyhead.inspection import Inspection, Settings
+    from polyhead.inspection import Inspection
+    from polyhead.workflows.sharded_inspecting import ShardReading
 
 TOP_KEYS = 5  # most attended tokens shown per head
 LEAST = 4  # least important heads shown
@@ -41,6 +43,7 @@ LEAST = 4  # least important heads shown
 _NOT_OF_THE_RUN = (
     "resume",
     "save_seconds",
+    "worker_timeout",
     "table",
     "html",
     "lang",
@@ -64,9 +67,10 @@ def inspect(
     text: Annotated[
         str | None,
         optional(
-            "Text to read: .txt, .md, .jsonl or .parquet (also .gz), a folder of them, or - for standard input. "
+            "Text to read: .txt, .md, .jsonl or .parquet (also .gz), a folder of them, - for standard input, or "
+            "datasets:PATH[:SPLIT], which Hugging Face `datasets` streams. "
             "[default: a built-in text in English, and in Chinese if the tokenizer knows it]",
-            metavar="FILE|DIR|-",
+            metavar="FILE|DIR|-|datasets:PATH",
         ),
     ] = None,
     field: Field = "text",
@@ -122,6 +126,19 @@ def inspect(
     save_seconds: Annotated[
         float, typer.Option(metavar="SECONDS", help="Interval between saves to the run's folder, in seconds.")
     ] = 30.0,
+    shard: Annotated[
+        str | None,
+        optional(
+            "Read only part I of N of the text, such as 3/16, and save it for `polyhead merge-runs`; needs --save.",
+            metavar="I/N",
+        ),
+    ] = None,
+    worker_timeout: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", help="Under torchrun, stop if a process has not reported for this time, in seconds."
+        ),
+    ] = 600.0,
     table: Annotated[
         bool, typer.Option("--table", help="Also print all values per head, and its most attended tokens.")
     ] = False,
@@ -148,28 +165,37 @@ def inspect(
     Ctrl-C stops reading and shows the results so far. Batches are counted completely or not at all, so a run continued
     with --resume has the same results as an uninterrupted one.
 
+    `torchrun --nproc-per-node 4 -m polyhead inspect ...` reads the text with four processes and has the results of one.
+    --resume with as many processes redoes what a killed one had not saved. Without torchrun, start one process for each
+    --shard and merge them with `polyhead merge-runs`.
+
     Example: `polyhead inspect smollm2 --text corpus.txt --save run --html report.html`
     """
     from rich.console import Console
 
-    from polyhead.files import check_pyarrow
-    from polyhead.inspection.run_files import FILES, OBSERVATIONS, REST, TABLE
+    from polyhead.cli.workers import joined_workers
     from polyhead.inspection.settings import Settings
-    from polyhead.observation.run_folder import check_folder
-    from polyhead.sources.model_source import find_source
+    from polyhead.progress import ignore_progress
 
     if resume is not None:
         _check_alone(command)
     check_dtype(dtype)
+    check_positive("--worker-timeout", worker_timeout)
     console = Console(highlight=False)
     folder = save if resume is None else resume
-    with resumable(folder, "with: polyhead inspect"):
+    found: Inspection | None = None
+    reading: ShardReading | None = None
+    with (
+        joined_workers(command.command_path, worker_timeout) as workers,
+        resumable(folder, "with: polyhead inspect" if workers is None else "by as many workers with"),
+    ):
         check_page(html, lang)
         check_positive("--save-seconds", save_seconds, zero=True)
-        settings = (
-            _settings_of(resume)
-            if resume is not None
-            else Settings(
+        if resume is not None:
+            settings, part = resumed_settings(resume, workers)
+        else:
+            part = requested_shard(shard, save, workers)
+            settings = Settings(
                 model=model,
                 text=text,
                 field=field,
@@ -185,42 +211,46 @@ def inspect(
                 seed=seed,
                 dtype=dtype,
             )
-        )
-        find_source(settings.model)
-        check_text(settings.text, settings.field)
-        if save is not None and any((save / name).exists() for name in (OBSERVATIONS, REST)):
+        # torchrun repeats the command after a failure (--max-restarts), and the run continues.
+        restarted = workers is not None and workers.restarts > 0
+        divided = workers is not None or part is not None
+        check_inputs(settings, save=None if restarted else save, folder=folder, divided=divided)
+        if part is not None and (table or html is not None):
             raise OptionError(
-                f"--save must be a new run, got {save}, which contains a run already; continue it with "
-                f"--resume {save}, or choose another folder"
+                "--table and --html show the results of all shards, got them with one; merge the shards first"
             )
-        existing = [] if save is None else [name for name in FILES if (save / name).exists()]
-        if existing:
-            raise OptionError(f"--save must not contain {existing[0]}, got {save}; choose another folder")
-        if folder is not None:
-            check_folder(folder, "--save" if resume is None else "--resume")
-            check_pyarrow(folder / TABLE)
 
         # Threads that wait for the next operation sleep: by default they spin, which a busy machine pays for twice.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when PyTorch is imported
         import torch
 
         from polyhead.workflows.inspecting import inspect_model
+        from polyhead.workflows.sharded_inspecting import inspect_shard, inspect_with_workers
 
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch requires it for matrix products
             torch.use_deterministic_algorithms(True)
         if resume is None:
             settings = replace(settings, device=check_device(device))
-        with ProgressBars() as progress:
-            found = inspect_model(
-                settings,
-                folder=folder,
-                resume=resume is not None,
-                progress=progress,
-                save_seconds=save_seconds,
-                allow_pickle=allow_pickle,
-                trust_remote_code=trust_remote_code,
-            )
+        options: dict[str, Any] = {
+            "resume": resume is not None or restarted,
+            "save_seconds": save_seconds,
+            "allow_pickle": allow_pickle,
+            "trust_remote_code": trust_remote_code,
+        }
+        with ProgressBars() if workers is None or workers.is_first else nullcontext(ignore_progress) as progress:
+            if part is not None and folder is not None:
+                reading = inspect_shard(settings, part, folder, progress=progress, **options)
+            elif workers is not None:
+                found = inspect_with_workers(settings, workers, folder=folder, progress=progress, **options)
+            else:
+                found = inspect_model(settings, folder=folder, progress=progress, **options)
+    if reading is not None and folder is not None:
+        show_shard(reading, folder, console)
+        if not reading.complete:
+            raise typer.Exit(130)
+    if found is None:
+        return  # of a shard, or printed by the first of the workers
     show(found, console, table=table)
     if folder is not None:
         files = "heads.parquet, inspection.json, relations.safetensors, pictures.safetensors"
@@ -398,19 +428,6 @@ def _check_alone(command: typer.Context) -> None:
             "--resume continues a run with its own model, text and options, "
             f"got {', '.join(sorted(conflicting))} as well; omit them"
         )
-
-
-def _settings_of(folder: Path) -> Settings:
-    from polyhead.inspection.run_files import OBSERVATIONS
-    from polyhead.inspection.settings import Settings
-
-    path = folder / OBSERVATIONS
-    if not path.exists():
-        raise OptionError(f"--resume must be the folder of a saved run, got {folder} without {OBSERVATIONS}")
-
-    from polyhead.observation.saving import read_facts
-
-    return Settings.from_dict(read_facts(path)["settings"])
 
 
 def _numbers(text: str | None) -> tuple[int, ...] | None:

@@ -95,9 +95,12 @@ def check_positive(option: str, number: float | None, *, zero: bool = False) -> 
 
 def check_text(text: str | None, field: str) -> None:
     """Raise if the text does not exist; it is read later."""
+    from polyhead.sources.datasets import PREFIX, check_dataset
     from polyhead.sources.texts import read_texts
 
-    if text is not None:
+    if text is not None and text.startswith(PREFIX):
+        check_dataset(text)
+    elif text is not None:
         read_texts(text, field=field)
 
 

@@ -14,13 +14,16 @@ from polyhead.inspection.settings import Settings
 from polyhead.observation import BatchMetadata
 from polyhead.sources import (
     Batch,
+    Batches,
     Context,
     LoadedModel,
+    Shard,
     TokenClass,
     batches,
     special_tokens,
     token_classes,
 )
+from polyhead.sources.shards import WHOLE
 from polyhead.sources.text_contexts import Text, TextContexts, read_contexts
 
 # Intervals are over documents; with fewer documents than this, each context counts as one.
@@ -64,10 +67,16 @@ class Reader:
         counts = self.counts
         return float(counts[self.classes == TokenClass.UNKNOWN].sum() / counts.sum())
 
-    def batches(self, start: int = 0, digest: str | None = None) -> Iterator[Batch]:
-        return iter(
-            batches(self.contexts, self.loaded.tokenizer, batch_tokens=self.batch_tokens, start=start, digest=digest)
-        )
+    def batches(self, start: int = 0, digest: str | None = None, shard: Shard = WHOLE) -> Iterator[Batch]:
+        return iter(self._batches(start, digest, shard))
+
+    def tokens_of(self, shard: Shard) -> int:
+        """Return the number of tokens in the batches of a shard."""
+        return self._batches(shard=shard).tokens
+
+    def _batches(self, start: int = 0, digest: str | None = None, shard: Shard = WHOLE) -> Batches:
+        tokenizer, size = self.loaded.tokenizer, self.batch_tokens
+        return batches(self.contexts, tokenizer, batch_tokens=size, start=start, digest=digest, shard=shard)
 
     def whole_batches(self, tokens: int) -> list[Batch]:
         """Return batches of whole contexts of different documents, at least two of them and `tokens` in total."""

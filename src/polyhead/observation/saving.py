@@ -38,6 +38,14 @@ def save(path: str | os.PathLike[str], observations: Observations, facts: Mappin
     """
     from safetensors.torch import save as serialise
 
+    header, tensors = to_tensors(observations)
+    header["facts"] = dict(facts or {})
+    tensors = {name: x.detach().cpu().clone() for name, x in tensors.items()}
+    write_atomically(Path(path), serialise(tensors, {_KEY: json.dumps(header)}))
+
+
+def to_tensors(observations: Observations) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return a header of JSON types and named tensors, from which `from_tensors` restores the observations."""
     tensors: dict[str, Tensor] = {}
     statistics = {x.site: x for x in observations.sites}
     sites = []
@@ -51,10 +59,9 @@ def save(path: str | os.PathLike[str], observations: Observations, facts: Mappin
         described["collected"] = list(collected)
         parts |= {f"gathered.{name}": value.state() for name, value in collected.items()}
         for part, state in parts.items():
-            tensors |= {f"{index}.{part}.{name}": x.detach().cpu().clone() for name, x in state.items()}
+            tensors |= {f"{index}.{part}.{name}": x for name, x in state.items()}
         sites.append(described)
-    header = {"format": FORMAT, "wanted": asdict(observations.wanted), "sites": sites, "facts": dict(facts or {})}
-    write_atomically(Path(path), serialise(tensors, {_KEY: json.dumps(header)}))
+    return {"format": FORMAT, "wanted": asdict(observations.wanted), "sites": sites}, tensors
 
 
 def load(path: str | os.PathLike[str], collect: Sequence[Collector] = ()) -> Observations:
@@ -70,12 +77,13 @@ def load(path: str | os.PathLike[str], collect: Sequence[Collector] = ()) -> Obs
     header = _header(path)
     tensors, _ = read_tensors(path, _RULE)
     with refusing(path, _RULE):
-        return _observations(str(path), header, tensors, collect)
+        return from_tensors(str(path), header, tensors, collect)
 
 
-def _observations(
-    path: str, header: Mapping[str, Any], tensors: Mapping[str, Tensor], collect: Sequence[Collector]
+def from_tensors(
+    source: str, header: Mapping[str, Any], tensors: Mapping[str, Tensor], collect: Sequence[Collector]
 ) -> Observations:
+    """Return the observations that `to_tensors` described; `source` is named in errors."""
     wanted = build(StatisticsRequest, header["wanted"])
     collectors = {collector.name: collector for collector in collect}
     sites, collected, calls = [], {}, {}
@@ -89,7 +97,7 @@ def _observations(
         for name in described["collected"]:
             if name not in collectors:
                 raise OptionError(
-                    f"{path!r} contains states of the collector {name!r}, got collectors "
+                    f"{source!r} contains states of the collector {name!r}, got collectors "
                     f"{', '.join(collectors) or 'none'}; pass it as collect=[...]"
                 )
             values[name] = _value(collectors[name], site, with_prefix(tensors, f"{index}.gathered.{name}."))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from polyhead.errors import OptionError
 from polyhead.sources.contexts import Context
+from polyhead.sources.shards import WHOLE, Shard
 
 Side = Literal["left", "right"]
 
@@ -66,6 +67,13 @@ class Batches:
     side: Side
     start: int
     digest: str | None
+    shard: Shard = WHOLE
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens in all batches of the shard, skipped ones included."""
+        groups = enumerate(_groups(self.contexts, self.batch_tokens))
+        return sum(len(context.ids) for index, group in groups if self.shard.has(index) for context in group)
 
     def __iter__(self) -> Iterator[Batch]:
         digest = hashlib.blake2b(digest_size=16)
@@ -77,7 +85,7 @@ class Batches:
             count = index + 1
             if count == self.start:
                 self._compare(digest.hexdigest())
-            if index >= self.start:
+            if index >= self.start and self.shard.has(index):
                 yield _pad(group, self.pad_id, self.side, index, digest.hexdigest())
         if count < self.start:
             raise OptionError(
@@ -101,6 +109,7 @@ def batches(
     side: Side = "right",
     start: int = 0,
     digest: str | None = None,
+    shard: Shard = WHOLE,
 ) -> Batches:
     """Group contexts of similar length into batches of at most `batch_tokens` tokens, including padding.
 
@@ -116,6 +125,7 @@ def batches(
         side: padding side.
         start: batches to skip.
         digest: digest of the last skipped batch.
+        shard: the part of the batches to return; indices and digests are those of the whole text.
 
     Returns:
         An iterable of batches, computed while it is iterated.
@@ -128,7 +138,7 @@ def batches(
         raise OptionError(f"start is the number of batches to skip and must be at least 0, got {start}")
     # The id of padding is masked, but models that derive positions from it (RoBERTa) need their own pad id.
     pad_id = getattr(tokenizer, "pad_token_id", None)
-    return Batches(contexts, 0 if pad_id is None else pad_id, batch_tokens, side, start, digest)
+    return Batches(contexts, 0 if pad_id is None else pad_id, batch_tokens, side, start, digest, shard)
 
 
 def digest_of(contexts: Iterable[Context]) -> str:

@@ -3,6 +3,7 @@
 from polyhead.sources.batching import Batch, Batches, batches
 from polyhead.sources.contexts import Context, Contexts, SpecialTokens, cut_into_contexts, special_tokens
 from polyhead.sources.models import Kind, LoadedModel
+from polyhead.sources.shards import Shard
 from polyhead.sources.texts import Document, Texts, default_documents, read_texts
 from polyhead.sources.token_class import TokenClass, token_classes
 
@@ -14,6 +15,7 @@ __all__ = [
     "Document",
     "Kind",
     "LoadedModel",
+    "Shard",
     "SpecialTokens",
     "Texts",
     "TokenClass",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from polyhead.errors import OptionError
 from polyhead.sources.batching import digest_of
 from polyhead.sources.contexts import MINIMUM_TOKENS, Context, cut_into_contexts, tokenise, unknown_token
+from polyhead.sources.datasets import PREFIX, DatasetTexts, read_dataset
 from polyhead.sources.models import LoadedModel
 from polyhead.sources.text_sampling import NEIGHBOURS, sample_contexts
 from polyhead.sources.texts import TOKENS, Document, default_documents, read_texts
@@ -20,8 +21,9 @@ MAX_UNKNOWN = 0.05  # share of its tokens
 MIN_DOCUMENTS = 16  # from which on a document is a group
 MIN_GROUPS = 32  # of fewer documents, if there are as many contexts
 
-# A file, a folder or "-" (standard input); documents in memory; None is the built-in text.
-Text = str | os.PathLike[str] | Sequence[str] | None
+# A file, a folder, "-" (standard input) or "datasets:PATH"; documents in memory, or rows of a dataset; None is the
+# built-in text.
+Text = str | os.PathLike[str] | Iterable[str | Mapping[str, Any]] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +72,8 @@ def read_contexts(
     """Cut a text into contexts for a model.
 
     Args:
-        text: a file or folder, "-" for standard input, or documents in memory; None is a short built-in text, in the
+        text: a file or folder, "-" for standard input, "datasets:PATH", documents in memory, or the rows of a dataset,
+            which are streamed; None is a short built-in text, in the
             languages that the tokenizer knows.
         field: the text field of .jsonl files, or the text column of .parquet files.
         context: tokens per context; default: 512, or the model's maximum if smaller.
@@ -119,13 +122,16 @@ def knows(tokenizer: Any, text: str) -> bool:
     return unknown is None or ids.count(unknown) <= MAX_UNKNOWN * len(ids)
 
 
-def documents_of(text: str | os.PathLike[str] | Sequence[str], *, field: str = "text") -> Iterable[Document]:
-    """Return the documents of a text; raises at once if a path does not exist."""
+def documents_of(
+    text: str | os.PathLike[str] | Iterable[str | Mapping[str, Any]], *, field: str = "text"
+) -> Iterable[Document]:
+    """Return the documents of a text; raises at once if a path or a column does not exist."""
     if isinstance(text, (str, os.PathLike)):
-        return read_texts(os.fspath(text), field=field)
-    if not all(isinstance(document, str) for document in text):
+        name = os.fspath(text)
+        return read_dataset(name, field=field) if name.startswith(PREFIX) else read_texts(name, field=field)
+    if isinstance(text, (list, tuple)) and not all(isinstance(document, (str, Mapping)) for document in text):
         raise OptionError(f"a text in memory must be a sequence of strings, got {[type(x).__name__ for x in text][:3]}")
-    return [Document(f"document {number}", document) for number, document in enumerate(text)]
+    return DatasetTexts(text, field)
 
 
 def _first_contexts(

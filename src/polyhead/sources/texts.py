@@ -20,6 +20,7 @@ from polyhead.files import check_pyarrow, check_regular, in_one_line, short
 STANDARD_INPUT = "-"
 TOKENS = 65_536  # default of the maximum number of tokens to read
 MAX_BYTES = 1 << 29  # maximum size of a document and of a line
+_BUFFER_BYTES = 1 << 20  # of a .parquet file
 _LONG_NAME = 255  # characters; longer ones are shortened in errors
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -184,7 +185,7 @@ def _text_of(line: str, place: str, field: str) -> str:
         raise OptionError(f"each line of a .jsonl file must be one JSON object, got {place}: {type(record).__name__}")
     if field not in record:
         raise OptionError(
-            f"{place} has no field {field!r}, only {_join_names(record)}; pass the field that contains the text"
+            f"{place} has no field {field!r}, only {join_names(record)}; pass the field that contains the text"
         )
     text = record[field]
     if text is None:
@@ -206,7 +207,8 @@ def _read_rows(path: Path, name: str, field: str) -> Iterator[Document]:
     from pyarrow import parquet
 
     try:
-        with parquet.ParquetFile(path) as file:
+        # A buffer, instead of whole row groups: those of a large file may not fit into memory.
+        with parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES) as file:
             _check_column(file.schema_arrow, name, field)
             row = 0
             for batch in file.iter_batches(batch_size=1024, columns=[field]):
@@ -220,17 +222,20 @@ def _read_rows(path: Path, name: str, field: str) -> Iterator[Document]:
 def _text_in(value: Any, place: str) -> str:
     """Return the text in one table cell, which may be invalid UTF-8; null is an empty document."""
     try:
-        return value.as_py() or ""
+        text: str = value.as_py() or ""
     except UnicodeDecodeError as error:
         raise OptionError(
             f"text must be UTF-8, got 0x{error.object[error.start]:02x} in {place} at byte {error.start}"
         ) from error
+    if len(text) > MAX_BYTES:
+        raise OptionError(f"a document may have at most {MAX_BYTES:,} bytes, got more in {place}; split it")
+    return text
 
 
 def _check_column(columns: Any, name: str, field: str) -> None:
     if field not in columns.names:
         raise OptionError(
-            f"{name} has no column {field!r}, only {_join_names(columns.names)}; pass the column that contains the text"
+            f"{name} has no column {field!r}, only {join_names(columns.names)}; pass the column that contains the text"
         )
     kind = columns.field(field).type
     if not _is_text(kind):
@@ -259,7 +264,8 @@ def _decoded(content: bytes, name: str, *, start: int = 0, line: int = 1) -> str
         ) from error
 
 
-def _join_names(names: Any, limit: int = 8) -> str:
+def join_names(names: Any, limit: int = 8) -> str:
+    """Return the first names, quoted, for an error."""
     names = list(names)
     text = ", ".join(repr(name) for name in names[:limit])
     return text + f" and {len(names) - limit} more" if len(names) > limit else text or "none at all"

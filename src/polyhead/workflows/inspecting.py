@@ -15,8 +15,9 @@ from polyhead.files import check_pyarrow
 from polyhead.inspection.inspection_files import save_inspection
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.run_files import OBSERVATIONS, TABLE
-from polyhead.inspection.running import SAVE_SECONDS, run_inspection
+from polyhead.inspection.running import InspectionRun
 from polyhead.inspection.settings import IN_MEMORY, Settings
+from polyhead.inspection.text_pass import SAVE_SECONDS
 from polyhead.observation.run_folder import lock_folder, remove_leftovers
 from polyhead.progress import Progress, ProgressCallback, ignore_progress
 from polyhead.sources import LoadedModel
@@ -57,9 +58,9 @@ def inspect(
     Args:
         model: a name or folder, a transformers model in evaluation mode (with its `tokenizer`), or the result of
             `polyhead.workflows.model_loading.load_model`; default: minilm.
-        text: a file or folder, or documents in memory; default: a built-in text in English, and in Chinese if the
-            tokenizer knows it.
-        field: the text field of .jsonl files, or the text column of .parquet files.
+        text: a file or folder, documents in memory, or rows of Hugging Face `datasets`, which are streamed; default: a
+            built-in text in English, and in Chinese if the tokenizer knows it.
+        field: the text field of .jsonl files, or the text column of .parquet files and datasets.
         context: tokens per context; default: 512, or the model's maximum if smaller.
         tokens: maximum number of tokens to read.
         batch_tokens: maximum number of tokens per batch.
@@ -153,24 +154,31 @@ def inspect_model(
         trust_remote_code: run code that comes with the model.
         folder, resume, progress, save_seconds: as in `inspect`.
     """
-    if loaded is None and settings.layers is not None:
-        check_layers(settings.model, settings.layers, trust_remote_code=trust_remote_code)
     with ExitStack() as stack:
         if folder is not None:
             check_pyarrow(folder / TABLE)
             stack.enter_context(lock_folder(folder))
             remove_leftovers(folder, OBSERVATIONS)
-        progress(Progress("load the model"))
-        loaded = loaded or load_model(
-            settings.model,
-            device=settings.device,
-            dtype=None if settings.dtype is None else getattr(torch, settings.dtype),
-            allow_pickle=allow_pickle,
-            trust_remote_code=trust_remote_code,
-        )
-        found = run_inspection(
-            settings, loaded, text=text, folder=folder, resume=resume, progress=progress, save_seconds=save_seconds
-        )
+        loaded = loaded or load_settings_model(settings, progress, allow_pickle, trust_remote_code)
+        run = InspectionRun.of(settings, loaded, text=text, progress=progress)
+        read = run.text_pass.run(folder=folder, resume=resume, report=progress, save_seconds=save_seconds)
+        found = run.finish(read)
         if folder is not None:
             save_inspection(folder, found)
         return found
+
+
+def load_settings_model(
+    settings: Settings, progress: ProgressCallback, allow_pickle: bool, trust_remote_code: bool
+) -> LoadedModel:
+    """Load the model that the settings name, on their device."""
+    if settings.layers is not None:
+        check_layers(settings.model, settings.layers, trust_remote_code=trust_remote_code)
+    progress(Progress("load the model"))
+    return load_model(
+        settings.model,
+        device=settings.device,
+        dtype=None if settings.dtype is None else getattr(torch, settings.dtype),
+        allow_pickle=allow_pickle,
+        trust_remote_code=trust_remote_code,
+    )

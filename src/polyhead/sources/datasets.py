@@ -1,0 +1,119 @@
+"""Documents of Hugging Face datasets, streamed row by row; `datasets` is imported if one is named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from polyhead.errors import OptionError
+from polyhead.files import in_one_line
+from polyhead.sources.texts import MAX_BYTES, Document, join_names
+
+PREFIX = "datasets:"  # of a text on the command line
+SPLIT = "train"
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetTexts:
+    """Iterable of the documents of a dataset: strings, or rows whose `field` is one; each iteration reads it again.
+
+    Args:
+        rows: a `datasets.Dataset`, a `datasets.IterableDataset`, or anything else that yields strings or mappings.
+        field: field of a row that contains the text; None is an empty text.
+        name: name of the dataset, for documents and errors.
+    """
+
+    rows: Iterable[Any]
+    field: str = "text"
+    name: str = "document"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rows, Iterable):
+            raise OptionError(f"a text must be a path, documents or a dataset, got {type(self.rows).__name__}")
+        columns = getattr(self.rows, "column_names", None)  # None for a stream that does not know them
+        if isinstance(columns, Mapping):
+            raise OptionError(
+                f"a text must be one split of a dataset, got a dictionary of {join_names(columns)}; pass one of them"
+            )
+        if columns is not None and self.field not in columns:
+            raise OptionError(
+                f"the dataset has no column {self.field!r}, only {join_names(columns)}; pass the column that contains "
+                "the text as field"
+            )
+
+    def __iter__(self) -> Iterator[Document]:
+        for number, row in enumerate(self.rows):
+            yield Document(f"{self.name} {number}", self._text(row, number))
+
+    def _text(self, row: Any, number: int) -> str:
+        place = f"{self.name} {number}"
+        if isinstance(row, Mapping):
+            if self.field not in row:
+                raise OptionError(
+                    f"{place} has no field {self.field!r}, only {join_names(row)}; pass the field that contains the "
+                    "text"
+                )
+            row = "" if row[self.field] is None else row[self.field]
+        if not isinstance(row, str):
+            raise OptionError(
+                f"a text must be strings, or rows with a string in a field, got {place}: {type(row).__name__}"
+            )
+        if len(row) > MAX_BYTES:
+            raise OptionError(f"a document may have at most {MAX_BYTES:,} bytes, got more in {place}; split it")
+        return row
+
+
+def read_dataset(name: str, *, field: str = "text") -> DatasetTexts:
+    """Stream a dataset by its name on the command line, `datasets:PATH` or `datasets:PATH:SPLIT`.
+
+    Args:
+        name: PATH is a local folder or file, or a name on the hub, as `datasets.load_dataset` takes it.
+        field: column that contains the text.
+    """
+    check_dataset(name)
+    path, split = split_of(name)
+    datasets = import_module("datasets")
+    if int(datasets.__version__.partition(".")[0]) < 4:
+        raise OptionError(
+            f"a text of {PREFIX} needs datasets 4 or later, which runs no code of a dataset, got "
+            f"{datasets.__version__}; pip install --upgrade datasets"
+        )
+    try:
+        rows = datasets.load_dataset(path, split=split, streaming=True)
+    except Exception as error:  # of any of its readers and file systems
+        raise OptionError(
+            f"{PREFIX}PATH:SPLIT must be a dataset that datasets.load_dataset reads, got {path} and split {split}: "
+            f"{in_one_line(error)}"
+        ) from error
+    return DatasetTexts(rows, field, f"{path}:{split}")
+
+
+def check_dataset(name: str) -> None:
+    """Raise if a name is not that of a dataset, or the package is missing; imports nothing.
+
+    Args:
+        name: name on the command line.
+    """
+    split_of(name)
+    if find_spec("datasets") is None:
+        raise OptionError(f"a text of {PREFIX} needs the package datasets, got {name}; pip install datasets")
+
+
+def split_of(name: str) -> tuple[str, str]:
+    """Return the path and the split of a name on the command line.
+
+    >>> split_of("datasets:corpus/en:validation"), split_of("datasets:corpus/en")
+    (('corpus/en', 'validation'), ('corpus/en', 'train'))
+    """
+    path, colon, split = name.removeprefix(PREFIX).rpartition(":")
+    if colon and re.fullmatch(r"\w+(\[.*\])?", split):
+        chosen = path, split
+    else:
+        chosen = name.removeprefix(PREFIX), SPLIT
+    if not chosen[0]:
+        raise OptionError(f"a dataset must be {PREFIX}PATH or {PREFIX}PATH:SPLIT, got {name!r}")
+    return chosen

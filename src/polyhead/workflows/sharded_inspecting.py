@@ -1,0 +1,396 @@
+"""Inspections of a text that several processes read: shards that are merged later, and workers of `torchrun`.
+
+A shard is every N-th batch of the text, and the batches are those of one process. All processes cut the whole text, by
+whose token counts collectors are set up, so that merged observations are those of one process, except for the order of
+floating-point sums. The probes, which take a bounded part of the text, run once on the merged observations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polyhead.errors import DeviceError, OptionError
+from polyhead.files import as_type, check_pyarrow, refusing
+from polyhead.inspection.inspection_files import save_inspection
+from polyhead.inspection.result import Inspection
+from polyhead.inspection.run_files import (
+    OBSERVATIONS,
+    SHARDS,
+    TABLE,
+    check_new_run,
+    check_shards,
+    shard_folder,
+    worker_count,
+)
+from polyhead.inspection.running import InspectionRun
+from polyhead.inspection.settings import Settings
+from polyhead.inspection.text_pass import SAVE_SECONDS, STEP, TextRead, shard_of, versions
+from polyhead.observation import Observations, read_facts
+from polyhead.observation.reducing import reduce_observations
+from polyhead.observation.run_folder import lock_folder, remove_leftovers
+from polyhead.parallel.workers import Workers
+from polyhead.progress import Progress, ProgressCallback, ignore_progress
+from polyhead.sources import LoadedModel, Shard
+from polyhead.sources.shards import WHOLE
+from polyhead.sources.text_contexts import Text
+from polyhead.workflows.inspecting import load_settings_model
+
+# What merging needs to know of a shard, and its types.
+_FACTS: dict[str, Any] = {
+    "settings": Mapping[str, Any],
+    "shard": Any,  # `shard_of` reads it
+    "batches": int,
+    "digest": str | None,
+    "tokens": int,
+    "complete": bool,
+    "versions": Mapping[str, str],
+    "model": str,
+    "text": str,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReading:
+    """A shard of a text, and how much of it was read."""
+
+    shard: Shard
+    tokens: int  # that were read
+    total: int  # in the shard
+    of_text: int  # in the whole text
+    complete: bool  # False after an interrupt
+
+
+def inspect_shard(
+    settings: Settings,
+    shard: Shard,
+    folder: str | os.PathLike[str],
+    *,
+    loaded: LoadedModel | None = None,
+    text: Text = None,
+    resume: bool = False,
+    progress: ProgressCallback = ignore_progress,
+    save_seconds: float = SAVE_SECONDS,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
+) -> ShardReading:
+    """Read one shard of a text into a folder; `merge_runs` makes an inspection of the folders of all shards.
+
+    Args:
+        settings: settings of the inspection, the same for every shard.
+        shard: the part to read, `Shard(2, 16)` for the third of 16.
+        folder: folder for the observations of the shard; one for each.
+        loaded: a model that is already loaded; default: the settings' model.
+        text: documents in memory; default: the settings' text.
+        resume: continue from the data in `folder`.
+        progress: called with the progress of each step.
+        save_seconds: time between two writes to the folder.
+        allow_pickle: read weights from pickles, which can run code.
+        trust_remote_code: run code that comes with the model.
+
+    Returns:
+        The number of tokens that were read; complete, unless there was an interrupt.
+
+    Raises:
+        OptionError: a setting is out of range, or the text is too short.
+    """
+    folder = Path(folder)
+    with _locked(folder):
+        loaded = loaded or load_settings_model(settings, progress, allow_pickle, trust_remote_code)
+        run = InspectionRun.of(settings, loaded, text=text, progress=progress)
+        read = run.text_pass.run(shard, folder=folder, resume=resume, report=progress, save_seconds=save_seconds)
+    return ShardReading(shard, read.tokens, run.reader.tokens_of(shard), run.reader.text.tokens, read.complete)
+
+
+def merge_runs(
+    folders: Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    *,
+    loaded: LoadedModel | None = None,
+    text: Text = None,
+    progress: ProgressCallback = ignore_progress,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
+) -> Inspection:
+    """Merge the shards of a text into one run, equal to that of one process: counts exactly, values but for rounding.
+
+    The model is loaded for the steps after the text: roles on repeated words, random weights, importance.
+
+    Args:
+        folders: folders of all shards, in any order.
+        output: new folder of the run.
+        loaded: a model that is already loaded; default: that of the shards.
+        text: documents in memory; default: the text of the shards.
+        progress: called with the progress of each step.
+        allow_pickle: read weights from pickles, which can run code.
+        trust_remote_code: run code that comes with the model.
+
+    Returns:
+        The inspection, which is also saved.
+
+    Raises:
+        OptionError: a shard is missing, incomplete or there twice, or shards differ in settings, model, text or
+            versions.
+    """
+    output = Path(output)
+    paths = [Path(folder) for folder in folders]
+    shards = _checked_shards(paths)
+    check_new_run(output, "--output")
+    check_pyarrow(output / TABLE)
+    settings = Settings.from_dict(shards[0][1]["settings"])
+    with _locked(output):
+        loaded = loaded or load_settings_model(settings, progress, allow_pickle, trust_remote_code)
+        run = InspectionRun.of(settings, loaded, text=text, progress=progress)
+        for name, value in run.text_pass.origin.items():
+            if shards[0][1][name] != value:
+                raise OptionError(
+                    f"shards are merged with the {name} that they were read with, got another {name}: "
+                    f"{settings.model if name == 'model' else settings.text} has changed since"
+                )
+        merged: Observations | None = None
+        for number, (path, facts) in enumerate(shards):
+            progress(Progress("merge the shards", number, len(shards), "shards"))
+            observations = run.text_pass.loaded_from(path, facts).observations
+            merged = observations if merged is None else merged.merge(observations)
+        assert merged is not None
+        read = _whole(run, merged, [facts for _, facts in shards])
+        run.text_pass.keep(output, read)
+        found = run.finish(read)
+        save_inspection(output, found)
+    return found
+
+
+def inspect_with_workers(
+    settings: Settings,
+    workers: Workers,
+    *,
+    loaded: LoadedModel | None = None,
+    text: Text = None,
+    folder: Path | None = None,
+    resume: bool = False,
+    progress: ProgressCallback = ignore_progress,
+    save_seconds: float = SAVE_SECONDS,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
+) -> Inspection | None:
+    """Inspect with all ranks, each of which reads a shard; returns the result on rank 0 and None on the others.
+
+    Called by every rank with the same arguments. In `folder`, each rank saves its shard to a folder of its own, from
+    which a run of the same number of ranks is resumed; these are removed once the merged observations are saved.
+
+    Args:
+        workers: the ranks, of which this process is one.
+        settings, loaded, text, folder, resume, progress, save_seconds, allow_pickle, trust_remote_code: as in
+            `inspect_shard`; the folder is that of the run.
+
+    Raises:
+        CommunicationError: a rank disagrees, failed, or has not reported within the time limit; on every rank.
+    """
+    workers.agree("the settings", {**settings.to_dict(), "resume": resume, "number of ranks": workers.world})
+    shard = Shard(workers.rank, workers.world)
+    own = None if folder is None else shard_folder(folder, workers.rank, workers.world)
+    _choose_device(settings.device, workers)
+    with ExitStack() as stack:
+        is_merged = False
+        if folder is not None and own is not None:
+            if workers.is_first:
+                check_pyarrow(folder / TABLE)
+                stack.enter_context(_locked(folder))
+            is_merged = workers.gather("the folder of the run", workers.is_first and _is_merged(folder, resume))[0]
+            if not is_merged:
+                _check_count(folder, workers.world)
+            stack.enter_context(_locked_shard(own))
+        loaded = loaded or load_settings_model(settings, progress, allow_pickle, trust_remote_code)
+        run = InspectionRun.of(settings, loaded, text=text, progress=progress)
+        workers.agree("the model and the text", {**run.text_pass.origin, **versions()})
+        read: TextRead | None = None
+        if is_merged:
+            read = run.text_pass.run(folder=folder, resume=True) if workers.is_first else None
+        else:
+            report = _SharedProgress(workers, run.reader.text.tokens, progress)
+            part = run.text_pass.run(shard, folder=own, resume=resume, report=report, save_seconds=save_seconds)
+            if not part.complete:
+                raise KeyboardInterrupt
+            read = _reduced(run, part, workers, report)
+            if folder is not None and read is not None:
+                run.text_pass.keep(folder, read)
+        workers.gather("the merged observations")
+        if own is not None:
+            (own / OBSERVATIONS).unlink(missing_ok=True)
+        if read is None:
+            return None
+        found = run.finish(read)
+        if folder is not None:
+            save_inspection(folder, found)
+        return found
+
+
+def saved_settings(folder: Path) -> Settings | None:
+    """Return the settings of a run that workers saved, from any file of it; None if there is none."""
+    paths = [folder / OBSERVATIONS, *sorted(folder.glob(f"{SHARDS}/*/{OBSERVATIONS}"))]
+    found = next((path for path in paths if path.exists()), None)
+    return None if found is None else Settings.from_dict(read_facts(found)["settings"])
+
+
+@dataclass(slots=True)
+class _SharedProgress:
+    """Progress callback of the pass over a shard: records it for the other ranks, and shows that of all on rank 0."""
+
+    workers: Workers
+    total: int
+    show: ProgressCallback
+
+    def __call__(self, now: Progress) -> None:
+        self.workers.report(now.done)
+        self.waiting()
+
+    def waiting(self) -> None:
+        if self.workers.is_first:
+            self.show(Progress(STEP, self.workers.done(), self.total, "tokens"))
+
+
+def _reduced(run: InspectionRun, part: TextRead, workers: Workers, report: _SharedProgress) -> TextRead | None:
+    """Return what all ranks read, on rank 0."""
+    own = {"batches": part.batches, "digest": part.digest, "tokens": part.tokens}
+    parts = workers.gather("the end of the text", own, waiting=report.waiting)
+    report.waiting()
+    merged = reduce_observations(part.observations, run.text_pass.collectors, workers)
+    return None if merged is None else _whole(run, merged, parts)
+
+
+def _whole(run: InspectionRun, merged: Observations, parts: Sequence[Mapping[str, Any]]) -> TextRead:
+    """Return merged observations as those of the whole text; raise unless their tokens are all of it."""
+    last = max(parts, key=lambda part: part["batches"])
+    tokens, expected = sum(part["tokens"] for part in parts), run.reader.text.tokens
+    if tokens != expected:
+        raise OptionError(f"merged shards must have all {expected} tokens of the text, got {tokens}; read them again")
+    return TextRead(merged, last["batches"], last["digest"], tokens, complete=True)
+
+
+def _choose_device(device: str, workers: Workers) -> None:
+    """Give each rank a GPU of its own, if the device is `cuda` without an index."""
+    chosen = torch.device(device)
+    if chosen.type != "cuda" or chosen.index is not None:
+        return
+    if workers.local_rank >= torch.cuda.device_count():
+        raise DeviceError(
+            f"each rank needs a GPU of its own, got local rank {workers.local_rank} for {torch.cuda.device_count()} "
+            "GPUs; start fewer processes per node, or pass --device"
+        )
+    torch.cuda.set_device(workers.local_rank)
+
+
+# ---- folders
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    with lock_folder(folder):
+        remove_leftovers(folder, OBSERVATIONS)
+        yield
+
+
+@contextmanager
+def _locked_shard(folder: Path) -> Iterator[None]:
+    try:
+        with _locked(folder):
+            yield
+    finally:
+        with suppress(OSError):  # shards of other ranks are left
+            folder.parent.rmdir()
+
+
+def _is_merged(folder: Path, resume: bool) -> bool:
+    """Return whether the observations of all workers were merged before; raise for a run of one process."""
+    path = folder / OBSERVATIONS
+    if not resume or not path.exists():
+        return False
+    facts = read_facts(path)
+    if shard_of(path, facts) != WHOLE:
+        raise OptionError(f"the run of a --shard is resumed by one process, got {folder}; omit torchrun")
+    if not facts.get("complete"):
+        raise OptionError(f"a run of one process is resumed by one process, got {folder}; omit torchrun")
+    return True
+
+
+def _check_count(folder: Path, world: int) -> None:
+    count = worker_count(folder)
+    if count is not None and count != world:
+        raise OptionError(
+            f"a run must be resumed by as many workers as it was started with, {count}, got {world} for {folder}"
+        )
+
+
+# ---- shards to merge
+
+
+def _checked_shards(folders: Sequence[Path]) -> list[tuple[Path, dict[str, Any]]]:
+    """Return the files and facts of all shards of one run in order; raise if they are not exactly that."""
+    if not folders:
+        raise OptionError("merge-runs needs the folders of all shards of a run, got none")
+    check_shards(folders)
+    shards: dict[Shard, tuple[Path, dict[str, Any]]] = {}
+    for folder in folders:
+        path = folder / OBSERVATIONS
+        facts = _facts_of(path)
+        shard = shard_of(path, facts)
+        if shard in shards:
+            raise OptionError(f"each shard is merged once, got shard {shard} in {shards[shard][0].parent} and {folder}")
+        shards[shard] = path, facts
+    ordered = sorted(shards, key=lambda shard: (shard.count, shard.index))
+    first, last = ordered[0], ordered[-1]
+    if first.count != last.count:
+        raise OptionError(
+            f"shards must be of one run, got shard {first} in {shards[first][0].parent} and {last} in "
+            f"{shards[last][0].parent}"
+        )
+    if first.count == 1:
+        raise OptionError(f"merge-runs merges shards, got {folders[0]}, a run over the whole text")
+    absent = [shard for shard in (Shard(index, first.count) for index in range(first.count)) if shard not in shards]
+    if absent:
+        raise OptionError(f"merge-runs needs all {first.count} shards, got no shard {', '.join(map(str, absent))}")
+    for shard in ordered:
+        _check_same(*shards[first], *shards[shard])
+    if unfinished := [shards[shard][0].parent for shard in ordered if not shards[shard][1]["complete"]]:
+        raise OptionError(
+            f"all shards must be complete, got a part of {', '.join(map(str, unfinished))}; continue it with: polyhead "
+            f"inspect --resume {unfinished[0]}"
+        )
+    return [shards[shard] for shard in ordered]
+
+
+def _facts_of(path: Path) -> dict[str, Any]:
+    """Return the facts of a shard; raise if one is missing or of another type."""
+    facts = read_facts(path)
+    if missing := [name for name in _FACTS if name not in facts]:
+        raise OptionError(f"a shard records its {missing[0]}, got {path.parent}, a run of an earlier version")
+    with refusing(path, "a shard is read as `polyhead inspect --shard` wrote it"):
+        Settings.from_dict(facts["settings"])
+        return {**facts, **{name: as_type(facts[name], kind, name) for name, kind in _FACTS.items()}}
+
+
+def _check_same(path: Path, facts: Mapping[str, Any], other_path: Path, other: Mapping[str, Any]) -> None:
+    """Raise if two shards are of different models, texts, settings or versions."""
+    one, two = path.parent, other_path.parent
+    for name, what in (("model", "model (weights and config)"), ("text", "text, tokenizer and contexts")):
+        if facts[name] != other[name]:
+            raise OptionError(f"shards must be of the same {what}, got another in {two} than in {one}")
+    for name, value in _comparable(facts).items():
+        if (got := _comparable(other).get(name)) != value:
+            raise OptionError(f"shards must have the same {name}, got {value!r} in {one} and {got!r} in {two}")
+
+
+def _comparable(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return versions and settings on which a result depends; a model and a text are compared by their fingerprints."""
+    settings = dataclasses.asdict(Settings.from_dict(facts["settings"]))
+    settings["device"] = settings["device"].partition(":")[0]  # each process may have a GPU of its own
+    for name in ("model", "text", "field"):
+        del settings[name]
+    return {**{f"version of {name}": version for name, version in facts["versions"].items()}, **settings}

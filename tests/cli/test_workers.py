@@ -1,0 +1,109 @@
+"""`torchrun -m polyhead inspect` and `polyhead merge-runs`: the text is read by several processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from polyhead.cli import app
+from polyhead.inspection import load_inspection
+from polyhead.inspection.run_files import OBSERVATIONS, SHARDS
+from polyhead.observation import read_facts
+from tests.inspection.small_models import model_folder, text_folder
+from tests.workflows.merged_runs import assert_same_inspection, assert_same_observations
+
+pytest.importorskip("pyarrow")
+ROOT = Path(__file__).parents[2]
+OPTIONS = ["--context", 48, "--batch", 100, "--tokens", 700, "--importance", "none", "--no-chance", "--device", "cpu"]
+
+
+def invoke(*arguments: object, code: int = 0):
+    result = CliRunner().invoke(app, [str(x) for x in arguments], env={"COLUMNS": "150", "NO_COLOR": "1"})
+    assert result.exit_code == code, result.output
+    return result
+
+
+def torchrun(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run two processes of `torchrun`; with variables, those of tests/cli/worker.py."""
+    program = [str(Path(__file__).with_name("worker.py"))] if variables else ["-m", "polyhead"]
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    # A rendezvous of its own on a free port, so that several tests can run at once.
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.run(
+        [*launcher, *program, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "COLUMNS": "150", **variables},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def errors_of(run: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line for line in run.stderr.splitlines() if line.startswith("polyhead inspect: ")]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("place")
+    model_folder(folder / "bert", "bert")
+    text_folder(folder / "text")
+    invoke("inspect", folder / "bert", "--text", folder / "text", *OPTIONS, "--save", folder / "whole")
+    return folder
+
+
+def test_the_shard_of_a_killed_process_is_redone_and_the_result_is_that_of_one(place, tmp_path):
+    run, command = tmp_path / "run", ["inspect", place / "bert", "--text", place / "text", *OPTIONS]
+    killed = torchrun(*command, "--save", run, "--save-seconds", 0, KILLED_RANK="1")
+    assert killed.returncode != 0
+    assert not (run / OBSERVATIONS).exists()
+    facts = read_facts(run / SHARDS / "2-of-2" / OBSERVATIONS)
+    assert (facts["batches"], facts["complete"]) == (4, False)  # of index 1 and 3
+    said = invoke("inspect", "--resume", run, code=2).stderr
+    assert "is the run of 2 workers, got one process; continue it with: torchrun --nproc-per-node 2" in said
+    said = invoke("report", run, code=2).stderr
+    assert "whose run is not finished; continue it with --resume" in said
+    resumed = torchrun("inspect", "--resume", run)
+    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.stdout.count("Main findings") == 1  # of the first rank alone
+    assert f"Saved to {run}: heads.parquet" in resumed.stdout
+    assert_same_observations(run, place / "whole")
+    assert_same_inspection(load_inspection(run), load_inspection(place / "whole"))
+    assert sorted(x.name for x in run.iterdir()) == sorted(x.name for x in (place / "whole").iterdir())
+
+
+def test_processes_that_disagree_end_with_the_same_error(place, tmp_path):
+    command = ["inspect", place / "bert", "--text", place / "text", *OPTIONS, "--save", tmp_path / "run"]
+    run = torchrun(*command, OTHER_RANK="1", OTHER_OPTIONS="--tokens 600")
+    assert run.returncode != 0
+    words = "polyhead inspect: every rank must have the same tokens, got 700 on rank 0 and 600 on rank 1 of 2"
+    assert errors_of(run) == [words] * 2
+    assert run.stdout == ""
+    assert not (tmp_path / "run").exists()
+
+
+def test_shards_are_merged_into_a_run_that_is_read_as_any_other(place, tmp_path):
+    for number in (1, 2):
+        command = ["inspect", place / "bert", "--text", place / "text", *OPTIONS, "--shard", f"{number}/2"]
+        shown = invoke(*command, "--save", tmp_path / str(number)).stdout
+        assert f"Shard {number}/2: read " in shown
+        assert "polyhead merge-runs RUN... --output FOLDER, with the folders of all 2 shards" in shown
+    said = invoke("report", tmp_path / "1", code=2).stderr
+    assert "merge all shards with `polyhead merge-runs`" in said
+    again = invoke("inspect", "--resume", tmp_path / "1").stdout  # complete, and of the same shard
+    assert "Shard 1/2: read " in again
+    page = tmp_path / "page.html"
+    shown = invoke("merge-runs", tmp_path / "2", tmp_path / "1", "--output", tmp_path / "run", "--html", page).stdout
+    assert "Main findings" in shown
+    assert page.exists()
+    assert_same_observations(tmp_path / "run", place / "whole")
+    assert "0 of 8 common heads changed" in invoke("compare", place / "whole", tmp_path / "run").stdout
+    said = invoke("merge-runs", tmp_path / "2", "--output", tmp_path / "other", code=2).stderr
+    assert "merge-runs needs all 2 shards, got no shard 1/2" in said
+    said = invoke("merge-runs", tmp_path / "1", tmp_path / "2", "--output", tmp_path / "run", code=2).stderr
+    assert "--output must be a new run" in said
