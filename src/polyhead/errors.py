@@ -46,7 +46,7 @@ class GradientError(PolyheadError, RuntimeError):
 
 
 class CommunicationError(PolyheadError, RuntimeError):
-    """A rank of several processes failed, disagrees with the others, or did not answer in time; the message names it."""
+    """A rank of several processes failed, disagrees with the others, or does not answer; the message names it."""
 
 
 class BackendUnsupported(PolyheadError, RuntimeError):

@@ -194,7 +194,7 @@ def scatter_sum(ranks: RankGroup, x: Tensor, dim: int, what: str) -> Tensor:
 
 
 def exchange(ranks: RankGroup, text: str, what: str) -> list[str]:
-    """Return the texts of all ranks, in order; raise a `CommunicationError` naming the ranks that do not answer in time.
+    """Return the texts of all ranks, in order; raise a `CommunicationError` naming ranks that do not answer in time.
 
     The store of the process group is used, because it can report who is missing. The time limit is that of
     `init_process_group`.
