@@ -42,7 +42,7 @@ class Ranks:
     def __init__(self) -> None:
         self._processes: list[tuple[subprocess.Popen[bytes], Connection]] = []
 
-    def run(self, function: Callable[..., Any], *arguments: Any, world: int = 4, seconds: float = 60) -> list[Any]:
+    def run(self, function: Callable[..., Any], *arguments: Any, world: int = 4, seconds: float = 300) -> list[Any]:
         """Return the results of all ranks; raises `RanksError` if one fails.
 
         Args:
@@ -63,7 +63,7 @@ class Ranks:
         function: Callable[..., Any],
         *arguments: Any,
         world: int = 4,
-        seconds: float = 60,
+        seconds: float = 300,
         collective_seconds: float = 30,
     ) -> list[Any]:
         """Return the result or the `Failure` of each rank.
@@ -137,14 +137,13 @@ def serve(descriptor: int) -> None:
         except EOFError:
             return
         try:
-            (store, rank, world, seconds), function, arguments = pickle.loads(request)
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{store}",
-                rank=rank,
-                world_size=world,
-                timeout=datetime.timedelta(seconds=seconds),
-            )
+            (path, rank, world, seconds), function, arguments = pickle.loads(request)
+            store = dist.FileStore(path, world)
+            # Others may still be importing, for longer than a collective may take.
+            store.set(f"rank {rank}", "ready")
+            store.wait([f"rank {other}" for other in range(world)], datetime.timedelta(seconds=300))
+            limit = datetime.timedelta(seconds=seconds)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
             try:
                 torch.manual_seed(0)
                 outcome = function(*arguments)

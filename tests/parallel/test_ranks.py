@@ -39,7 +39,7 @@ def test_a_failure_names_its_rank_and_the_next_function_runs(ranks: Ranks) -> No
 
 
 def test_a_killed_rank_is_a_failure_of_its_own(ranks: Ranks) -> None:
-    first, second = ranks.outcomes(dies_on, 1, world=2)
+    first, second = ranks.outcomes(dies_on, 1, world=2, collective_seconds=5)
     assert isinstance(first, Failure)
     assert first.error != "TimeoutError"
     assert second == Failure("ProcessEnded", f"exit status {-signal.SIGKILL}")
