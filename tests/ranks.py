@@ -146,6 +146,7 @@ def serve(descriptor: int) -> None:
                 timeout=datetime.timedelta(seconds=seconds),
             )
             try:
+                dist.barrier()  # a rank that ends without a collective would close connections that others still open
                 torch.manual_seed(0)
                 outcome = function(*arguments)
             finally:
