@@ -145,6 +145,7 @@ def serve(descriptor: int) -> None:
             limit = datetime.timedelta(seconds=seconds)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
             try:
+                dist.barrier()  # a rank that ends without a collective would close connections that others still open
                 torch.manual_seed(0)
                 outcome = function(*arguments)
             finally:
