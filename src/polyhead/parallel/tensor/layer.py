@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from polyhead.errors import OptionError
 from polyhead.layers.base_attention import BaseAttention, Memory
-from polyhead.layers.checks import check_saved_layout
+from polyhead.layers.checks import check_input, check_saved_layout
 from polyhead.layers.config import CONFIGS
 from polyhead.layers.latent.layer import LatentAttention
 from polyhead.layers.positions import BiasesLogits
@@ -35,7 +35,7 @@ from polyhead.parallel.tensor.local_inputs import LocalMasks, local_gate
 from polyhead.parallel.tensor.shards import ParameterShard
 from polyhead.parallel.tensor.whole_heads import WholeHeads
 
-_OUTPUT_BIAS = "out_proj.bias"
+_OUTPUT_BIAS, _GATE = "out_proj.bias", "head_gate"
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,10 +74,9 @@ class HeadParallelLayer(BaseAttention):
     def _run(self, arguments: dict[str, Any]) -> AttentionOutput:
         """Compute the heads of this rank; the result is that of all heads."""
         parallelism = self.parallelism
-        self._check_call(arguments)
         arguments = dict(arguments)
         names = [name for name in ("query", "key", "value") if isinstance(arguments.get(name), Tensor)]
-        self._check_ranks(arguments, names)
+        self._check_call(arguments, names)
         inputs = self._inputs(*(arguments[name] for name in names))
         arguments |= zip(names, inputs, strict=True)
         shape = (inputs[0].shape[0], inputs[0].shape[1])
@@ -93,11 +92,13 @@ class HeadParallelLayer(BaseAttention):
         result: AttentionOutput = parallelism.layer_class.forward(local, **arguments)
         return whole.result(result, self._output(result.output))
 
-    def _check_call(self, arguments: dict[str, Any]) -> None:
+    def _check_call(self, arguments: dict[str, Any], names: list[str]) -> None:
         parallelism = self.parallelism
         query = arguments.get("query")
         if isinstance(query, Tensor) and query.is_nested:
             raise OptionError("a head-parallel layer takes padded sequences, got a nested query; use Mask.lengths")
+        self._check_ranks(arguments, names)
+        check_input("query", query, self.layout.embed_dim, self.out_proj)  # type: ignore[arg-type]
         if self.training and self.dropout:
             raise OptionError(
                 "attention dropout of a head-parallel layer must be 0 in training, since it is a hash of the head's "
@@ -122,6 +123,7 @@ class HeadParallelLayer(BaseAttention):
         facts = {name: f"{list(arguments[name].shape)} {arguments[name].dtype}" for name in names}
         facts |= {name: repr(arguments.get(name)) for name in ("statistics", "weights", "logsumexp")}
         facts |= {"observed": str(self._listener is not None), "gradients": str(torch.is_grad_enabled())}
+        facts |= {"training": str(self.training), "dropout": str(self.dropout)}
         check_same_call(self.parallelism.ranks, facts, f"the arguments of a {type(self).__name__}")
 
     def _inputs(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -170,9 +172,9 @@ class HeadParallelLayer(BaseAttention):
         attributes = local.__dict__
         attributes |= {"layout": parallelism.layout, "_of_self": None, "_of_source": None}
         attributes.pop("_listener", None)
-        gate = attributes["_parameters"].pop("head_gate", None)
-        gate = attributes["_buffers"].get("head_gate") if gate is None else gate
-        local_buffers = {"head_gate": None if gate is None else self._gate(gate, shape)}
+        gate = attributes["_parameters"].pop(_GATE, None)
+        gate = attributes["_buffers"].get(_GATE) if gate is None else gate
+        local_buffers = {_GATE: None if gate is None else self._gate(gate, shape)}
         attributes["_buffers"] = {**attributes["_buffers"], **local_buffers}
         positions = local.positions
         if isinstance(positions, BiasesLogits):
@@ -187,8 +189,16 @@ class HeadParallelLayer(BaseAttention):
         parallelism = self.parallelism
         rank = parallelism.ranks.rank
         parameters = dict(self.named_parameters(remove_duplicate=False))
-        local = {name: parallelism.shards[name].local(x, rank) for name, x in parameters.items()}
-        shared = [name for name in local if parallelism.shards[name].split is None and name != _OUTPUT_BIAS]
+        new = [name for name in parameters if name not in parallelism.shards and name != _GATE]
+        if new:
+            raise OptionError(
+                f"a head-parallel layer has the parameters with which it was distributed, got {new[0]} as well, whose "
+                "gradient would be that of this rank's heads; add it before"
+            )
+        shards = {name: parallelism.shards[name] for name in parameters if name in parallelism.shards}
+        local = {name: shard.local(parameters[name], rank) for name, shard in shards.items()}
+        # The output bias is added to the sum, and the gradient of the gate is summed with those of other gates.
+        shared = [name for name, shard in shards.items() if shard.split is None and name not in (_OUTPUT_BIAS, _GATE)]
         summed = self._shared(*(local[name] for name in shared)) if shared else ()
         local |= {name: parallelism.shards[name].select(x) for name, x in zip(shared, summed, strict=True)}
         return {**local, _OUTPUT_BIAS: None}

@@ -101,7 +101,7 @@ class ParameterShard:
         if [*whole.shape] != expected:
             raise CheckpointError(f"{self.name} must have shape {expected}, got {[*whole.shape]} in the checkpoint")
         mesh = parameter.device_mesh
-        whole = self._padded(whole.to(parameter.device))
+        whole = self._padded(whole if parameter.is_meta else whole.to(parameter.device))
         replicated = distribute_tensor(whole, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
         return replicated.redistribute(placements=parameter.placements)
 
