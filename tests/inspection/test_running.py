@@ -222,6 +222,40 @@ def test_pairs_of_layers_are_measured_also_where_they_were_picked_by_a_projectio
         assert pair.cosine == pytest.approx(exact[pair.one, pair.other], abs=1e-5)
 
 
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_only_batches_with_sampled_tokens_are_read_again(folders, text, monkeypatch, name):
+    settings = Settings(
+        str(folders[name]), str(text), context=48, batch_tokens=60, tokens=500, importance="none", chance=False
+    )
+    monkeypatch.setattr("polyhead.inspection.cross_layer_similarity.TOKENS", 7)
+    every = inspect_model(settings)
+    monkeypatch.setattr(
+        "polyhead.inspection.cross_layer_similarity.sample_of", functools.partial(sample_of, max_bytes=0)
+    )
+    steps: list[Progress] = []
+    picked = inspect_model(settings, progress=steps.append)
+    read = [now for now in steps if now.step == "compare heads across layers"]
+    assert 0 < read[-1].total < picked.facts["tokens"]  # at most seven batches
+    assert sum(now.done == 0 for now in read) == 1  # and not all of them afterwards
+    exact = {(pair.one, pair.other): pair.cosine for pair in every.pairs}
+    common = [pair for pair in picked.pairs if (pair.one, pair.other) in exact]
+    assert len(common) >= 5
+    for pair in common:
+        assert pair.cosine == pytest.approx(exact[pair.one, pair.other], abs=1e-5)
+
+
+def test_pairs_are_measured_on_all_batches_if_the_sampled_tokens_are_not_found(plain_bert, monkeypatch):
+    monkeypatch.setattr(
+        "polyhead.inspection.cross_layer_similarity.sample_of", functools.partial(sample_of, max_bytes=0)
+    )
+    monkeypatch.setattr("polyhead.inspection.probing.token_hashes", lambda _, counted, __: counted.long())
+    picked = inspect_model(plain_bert.settings)
+    exact = {(pair.one, pair.other): pair.cosine for pair in plain_bert.pairs}
+    assert len(picked.pairs) == 16
+    for pair in picked.pairs:
+        assert pair.cosine == pytest.approx(exact[pair.one, pair.other], abs=1e-5)
+
+
 def test_pairs_of_layers_are_compared_a_few_tokens_at_a_time(plain_bert, monkeypatch):
     bmm, tokens = torch.bmm, []
 

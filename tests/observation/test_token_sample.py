@@ -66,9 +66,9 @@ def test_another_seed_is_another_sample():
 
 
 def test_every_token_is_as_likely_as_another():
-    from polyhead.observation.token_sample import _hashes
+    from polyhead.observation.token_sample import token_hashes
 
-    hashes = _hashes(BatchMetadata(documents=torch.arange(500)), torch.ones(500, 64, dtype=torch.bool), 0)
+    hashes = token_hashes(BatchMetadata(documents=torch.arange(500)), torch.ones(500, 64, dtype=torch.bool), 0)
     assert hashes.min() >= 0
     assert len(hashes.unique()) == hashes.numel()
     share = hashes.double() / 2**63

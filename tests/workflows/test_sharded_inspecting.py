@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from polyhead.errors import OptionError
+from polyhead.errors import DeviceError, OptionError
 from polyhead.inspection import load_inspection
 from polyhead.inspection.run_files import OBSERVATIONS, check_saved
 from polyhead.observation import read_facts
 from polyhead.observation.saving import _KEY
 from polyhead.observation.session import Call
+from polyhead.parallel.workers import Workers
 from polyhead.sources import LoadedModel, Shard
 from polyhead.workflows.inspecting import inspect_model
 from polyhead.workflows.model_loading import load_model
@@ -171,6 +173,19 @@ def test_shards_on_different_gpus_are_of_one_run(shards, tmp_path):
     assert [facts["settings"]["device"] for _, facts in _checked_shards(on_gpus)] == ["cuda:0", "cuda:1", "cuda:2"]
     with pytest.raises(OptionError, match=r"the same device, got 'cuda' in .* and 'cpu' in"):
         _checked_shards([*on_gpus[:2], shards[2]])
+
+
+def test_each_rank_takes_the_gpu_of_its_local_rank(monkeypatch):
+    from polyhead.workflows.sharded_inspecting import _choose_device
+
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    for device, local_rank in (("cuda", 1), ("cuda:0", 1), ("cpu", 5)):
+        _choose_device(device, Workers(dist.HashStore(), 3, 6, local_rank=local_rank))
+    assert taken == [1]
+    with pytest.raises(DeviceError, match="got local rank 2 for 2 GPUs; start fewer processes per node"):
+        _choose_device("cuda", Workers(dist.HashStore(), 3, 6, local_rank=2))
 
 
 def test_shards_are_merged_with_their_own_model_and_text_alone(place, loaded, shards, tmp_path):

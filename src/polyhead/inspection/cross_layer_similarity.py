@@ -2,7 +2,7 @@
 
 If the outputs of all heads at these tokens fit into `BYTES`, every pair is measured. Otherwise their contributions to
 the residual stream are projected to few dimensions at random, candidates are selected by the projections, and a second
-pass over the text measures them exactly.
+pass over the batches with sampled tokens measures them exactly.
 """
 
 from __future__ import annotations
@@ -59,11 +59,12 @@ def pairs(
     collected: Collected,
     sample: TokenSample,
     head_projections: Mapping[AttentionSite, HeadProjections],
-    watch: Callable[[TokenSample], Observations],
+    watch: Callable[[TokenSample, Tensor | None], Observations],
 ) -> tuple[Pair, ...]:
     """Return the pairs of heads of different sites with the largest |cosine similarity|, as measured.
 
-    `watch` runs the model over the text once more with a collector, if the sample has only projected outputs.
+    `watch` runs the model once more with a collector over the batches with sampled tokens, given by their hashes, or
+    over all; it is called if the sample has only projected outputs.
     """
     w_o = _output_projections(head_projections)
     candidates: list[tuple[float, Head, Head]] = []
@@ -72,7 +73,7 @@ def pairs(
     candidates = sorted(candidates, key=lambda x: -abs(x[0]))[:CANDIDATES]
     if sample.name == FULL:
         return tuple(Pair(one, other, cosine, cosine) for cosine, one, other in candidates)
-    measured = _measured(candidates, w_o, sample, watch)
+    measured = _measured(candidates, w_o, sample, states_of(collected, sample.name, SiteSample), watch)
     return tuple(sorted(measured, key=lambda pair: -abs(pair.cosine)))
 
 
@@ -80,9 +81,10 @@ def _measured(
     candidates: list[tuple[float, Head, Head]],
     w_o: Mapping[tuple[str, str], Tensor],
     sample: TokenSample,
-    watch: Callable[[TokenSample], Observations],
+    sampled: Mapping[AttentionSite, SiteSample],
+    watch: Callable[[TokenSample, Tensor | None], Observations],
 ) -> list[Pair]:
-    """Measure the cosine similarity of the candidates on their full outputs, in a second pass over the text."""
+    """Measure the cosine similarity of the candidates on their full outputs, in a second pass over the sample."""
     chosen: dict[tuple[str, str], tuple[int, ...]] = {}
     for _, *heads in candidates:
         for site, head in heads:
@@ -91,13 +93,22 @@ def _measured(
     if not len(chosen):
         return []
     identities = {site_key: _identity(w_o[site_key][list(heads)]) for site_key, heads in chosen.items()}
-    exact = watch(TokenSample(identities, sample.tokens, chosen, sample.seed, "chosen_heads"))
+    again = TokenSample(identities, sample.tokens, chosen, sample.seed, "chosen_heads")
+    exact = states_of(watch(again, _tokens(sampled)).collected, again.name, SiteSample)
+    same = [torch.equal(state.tokens(), sampled[site].tokens()) for site, state in exact.items()]
+    if len(same) < len(chosen) or not all(same):
+        # The attention of a site skips rows that are no padding, by whose number its tokens are hashed.
+        exact = states_of(watch(again, None).collected, again.name, SiteSample)
     centred: dict[Head, Tensor] = {}
-    for site, state in states_of(exact.collected, "chosen_heads", SiteSample).items():
+    for site, state in exact.items():
         rows = state.rows()
         for index, head in enumerate(chosen[site.name, site.kind]):
             centred[site, head] = (rows[:, index] - rows[:, index].mean(0)) @ w_o[site.name, site.kind][head]
     return [Pair(one, other, estimate, _cosine(centred[one], centred[other])) for estimate, one, other in candidates]
+
+
+def _tokens(sampled: Mapping[AttentionSite, SiteSample]) -> Tensor:
+    return torch.cat([state.tokens() for state in sampled.values()]).unique()
 
 
 def _output_projections(head_projections: Mapping[AttentionSite, HeadProjections]) -> dict[tuple[str, str], Tensor]:

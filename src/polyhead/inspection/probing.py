@@ -37,7 +37,7 @@ from polyhead.observation.origins import IN_CONFIG
 from polyhead.observation.role_evidence import EvidenceCollector, HeadEvidence
 from polyhead.observation.role_evidence_rows import ROW_STATISTICS
 from polyhead.observation.role_evidence_tokens import rare_tokens
-from polyhead.observation.token_sample import TokenSample
+from polyhead.observation.token_sample import TokenSample, token_hashes
 from polyhead.progress import Progress, ProgressCallback
 from polyhead.sources import Batch, LoadedModel, special_tokens
 from polyhead.sources.probes import BLOCKS, ordinary_words, repeated_batches
@@ -93,8 +93,15 @@ class Probes:
                 self.report(Progress(step, done, total, "tokens"))
         return session.observations
 
-    def watched_sample(self, sample: TokenSample) -> Observations:
-        return self.watched(self.loaded.model, list(self.reader.batches()), sample, "compare heads across layers")
+    def watched_sample(self, sample: TokenSample, hashes: Tensor | None) -> Observations:
+        """Run the model over the batches with tokens of these hashes, or over all: at most one for each token."""
+        batches = [batch for batch in self.reader.batches() if hashes is None or self._has(batch, sample.seed, hashes)]
+        return self.watched(self.loaded.model, batches, sample, "compare heads across layers")
+
+    def _has(self, batch: Batch, seed: int, hashes: Tensor) -> bool:
+        non_padding = batch.mask.bool()
+        found = token_hashes(self.reader.metadata(batch), non_padding, seed)[non_padding]
+        return bool(torch.isin(found, hashes).any())
 
     def examples(self) -> tuple[Example, ...]:
         """Return all attention weights of a few short excerpts."""

@@ -20,12 +20,16 @@ def reduce_observations(
     ranks there are log2(n) steps. They are sent site by site, so that a rank stores those of one site more than its
     own.
 
+    The result is on the CPU, as that of a file.
+
     Args:
         observations: those of this rank.
         collect: collectors of the session, the same on every rank.
         workers: the ranks.
     """
     workers.connect()
+    header, tensors = to_tensors(observations)
+    observations = from_tensors("this rank", header, {name: x.cpu() for name, x in tensors.items()}, collect)
     distance = 1
     while distance < workers.world:
         if workers.rank % (2 * distance):

@@ -73,7 +73,7 @@ class SiteSample:
         counted = counted_rows(exclude_padding(attended, non_padding))
         chosen = self.sample.heads.get(self.place)
         outputs = output if chosen is None else torch.stack([output[:, head] for head in chosen], 1)
-        hashes = torch.where(counted, _hashes(metadata, counted, self.sample.seed), _PADDING_HASH).flatten()
+        hashes = torch.where(counted, token_hashes(metadata, counted, self.sample.seed), _PADDING_HASH).flatten()
         # Only tokens that may enter the sample are projected; padding rows have the largest hash.
         limit = min(self.sample.tokens, hashes.shape[0])
         hashes, order = hashes.sort(stable=True)
@@ -95,6 +95,10 @@ class SiteSample:
         """Return the values at the sampled tokens, float64 [tokens, heads, any] on the CPU."""
         return self.values[: int((self.hashes != _PADDING_HASH).sum())].double().cpu()
 
+    def tokens(self) -> Tensor:
+        """Return the hashes of the sampled tokens, ascending, on the CPU."""
+        return self.hashes[self.hashes != _PADDING_HASH].cpu()
+
     def state(self) -> dict[str, Tensor]:
         return {"hashes": self.hashes, "values": self.values}
 
@@ -102,7 +106,7 @@ class SiteSample:
         return type(self)(self.sample, self.place, self.matrices, state["hashes"], state["values"])
 
 
-def _hashes(metadata: BatchMetadata, counted: Tensor, seed: int) -> Tensor:
+def token_hashes(metadata: BatchMetadata, counted: Tensor, seed: int) -> Tensor:
     """Return a deterministic non-negative hash of every token, [batch, queries].
 
     Positions count non-padding tokens, so that padding does not affect them.
