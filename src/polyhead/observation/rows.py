@@ -88,6 +88,15 @@ def non_padding_rows(tokens: Tokens | Tensor | None) -> Tensor | None:
     return tokens.non_padding() if isinstance(tokens, Tokens) else tokens
 
 
+def with_positions(mask: Mask | None, non_padding: Tensor | None) -> Mask | None:
+    """Return a mask whose positions count from the first non-padding token, which a dense mask lacks."""
+    if mask is None or non_padding is None or mask.placed is not None or len(mask.packed):
+        return mask
+    index = torch.arange(non_padding.shape[1], device=non_padding.device)
+    first = torch.where(non_padding, index, len(index)).amin(-1, keepdim=True)
+    return mask & Mask.positions(index - first, torch.where(non_padding, index - first, -1))
+
+
 def hidden_by_bias(mask: Mask | None) -> Tensor | None:
     """Return the number of keys masked by a bias of the dtype's minimum, [batch or 1, 1, queries or 1].
 

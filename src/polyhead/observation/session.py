@@ -18,7 +18,7 @@ from polyhead.geometry import HeadId, HeadOrigins
 from polyhead.integrations.huggingface.registration import OBSERVED, register
 from polyhead.masks import Mask
 from polyhead.observation import adapters as adapting
-from polyhead.observation import nested_sessions, returned_weights, torch_modules, transformers_models
+from polyhead.observation import intercepted_calls, nested_sessions, returned_weights, torch_modules, transformers_models
 from polyhead.observation.collectors import (
     BatchMetadata,
     CollectedCall,
@@ -32,6 +32,7 @@ from polyhead.observation.compiled import CompiledModules, GradientHook, TracedM
 from polyhead.observation.forward_statistics import NOT_REQUESTED, ForwardRecorder, ForwardStatistics
 from polyhead.observation.gates import Gates
 from polyhead.observation.head_profile import HeadProfile
+from polyhead.observation.intercepted_calls import Interceptor, SkippedCall
 from polyhead.observation.observations import Observations
 from polyhead.observation.origins import is_edited, origins_of
 from polyhead.observation.rows import Tokens, corrected, hidden_by_bias, non_padding_rows
@@ -39,6 +40,7 @@ from polyhead.observation.session_limits import (
     OneThread,
     check_heads_exist,
     check_heads_unchanged,
+    check_module_paths,
     check_modules_unchanged,
     check_numbers,
     check_paths,
@@ -228,14 +230,16 @@ class Session:
                     f"with via_weights, layers must be indices or output names such as attentions.3, got {layer!r}"
                 )
         self._find_modules()
-        names = [self._names[id(module)] for module in self.attention_modules]
-        check_numbers(self.layers or (), names)
-        check_paths(() if via_weights else self.layers or (), names)
+        self._interceptor = Interceptor(self, lambda: self._check_called(is_running=True))
+        if not len(self._calling):
+            self._check_layers()
+        else:
+            check_module_paths((x for x in self.layers or () if isinstance(x, str)), self._names.values())
         self._staging = Staging(on_abort=self._drop)
         self._unchecked: dict[str, None] = {}
         self._plans: dict[tuple[nn.Module | OutputSite, int, bool, bool], Plan] = {}
         self.metadata = BatchMetadata()
-        self.gates = Gates(lambda: None if via_weights else [self._names[id(x)] for x in self.attention_modules])
+        self.gates = Gates(self._gate_paths)
         self._starts: dict[int, Tokens] = {}
         self._latest_tokens: dict[str, Tokens | Tensor | None] = {}
         self._call_contexts: dict[int, transformers_models.CallContext] = {}
@@ -255,6 +259,7 @@ class Session:
         self._layers: tuple[nn.Module, ...] = ()
         self._adapted: dict[nn.Module, adapting.Adapter] = {}
         self._returning: dict[nn.Module, str] = {}
+        self._calling: tuple[nn.Module, ...] = ()  # modules that may call attention functions by themselves
         if self.via_weights:
             self._returning = returned_weights.returning_models(self.model)
             if is_edited(self.model):
@@ -266,13 +271,51 @@ class Session:
         self._interface_modules = transformers_models.interface_modules(self.model)
         self._adapted = adapting.adapted_modules(self.model, self.adapters, self._interface_modules)
         self._layers = tuple(x for x in torch_modules.attention_layers(self.model) if x not in self._adapted)
-        if not len(self.attention_modules):
+        self._calling = intercepted_calls.calling_modules(self.model, self.attention_modules)
+        if not len(self.attention_modules) and not len(self._calling):
             raise OptionError(transformers_models.why_unobservable(self.model))
+
+    def _site_names(self) -> list[str]:
+        """Return the names of all known sites; those of intercepted calls are known once they were called."""
+        modules = [self._names[id(module)] for module in self.attention_modules]
+        return list(dict.fromkeys((*modules, *self._interceptor.called)))
+
+    def _gate_paths(self) -> list[str] | None:
+        if self.via_weights:
+            return None
+        is_known = not len(self._calling) or len(self._interceptor.called) > 0
+        return self._site_names() if is_known else [*self._names.values()]
+
+    def _check_layers(self) -> None:
+        names = self._site_names()
+        check_numbers(self.layers or (), names)
+        check_paths(() if self.via_weights else self.layers or (), names)
+
+    def _check_called(self, *, is_running: bool) -> None:
+        """Raise if attention functions were not called as the options of this session say, after a forward."""
+        if not len(self._calling):
+            return
+        names = self._site_names()
+        if not len(names):
+            raise OptionError(intercepted_calls.why_nothing_called(self.model))
+        if is_running:
+            sites = self._staging.current.sites
+            for path, kind in self.gates:
+                if (path, kind) not in sites and path not in {self._names[id(x)] for x in self.attention_modules}:
+                    raise OptionError(
+                        f"a gate needs an attention site of the model, got {(path, kind)!r}, which was not called; the "
+                        f"sites are {', '.join(map(str, sites)) or 'none'}"
+                    )
 
     @property
     def attention_modules(self) -> tuple[nn.Module, ...]:
         """Modules whose attention is observed."""
         return *self._interface_modules, *self._layers, *self._adapted
+
+    @property
+    def possible_modules(self) -> tuple[nn.Module, ...]:
+        """Modules whose attention is observed, and those that may call attention functions by themselves."""
+        return *self.attention_modules, *self._calling
 
     # ---- entering and leaving
 
@@ -302,6 +345,10 @@ class Session:
             undo.enter_context(torch_modules.without_shortcuts(self._layers))
             for layer in self._layers:
                 undo.enter_context(torch_modules.watched(layer, self))
+            if len(self._calling):
+                self._interceptor.names = self._names
+                reported = (*self._layers, *self._adapted)
+                undo.enter_context(self._interceptor.watching(self.model, self._calling, reported))
             for module, adapter in self._adapted.items():
                 notifier = adapting.AttentionNotifier(module, adapter, self, self._unchecked)
                 undo.enter_context(adapter.watch(module, notifier))
@@ -309,7 +356,7 @@ class Session:
                 undo.enter_context(returned_weights.read(self.model, self._returning, self))
             else:
                 undo.enter_context(check_modules_unchanged(self.model, self.attention_modules))
-            watched = (*self.attention_modules, *self._returning)
+            watched = (*self.attention_modules, *self._returning, *self._calling)
             undo.enter_context(self._staging.watching(enclosing_modules(self.model, watched)))
             self._undo = undo.pop_all()
         return self
@@ -332,9 +379,12 @@ class Session:
         undo, self._undo = self._undo, None
         if undo is not None:
             undo.__exit__(kind, error, trace)
+        if kind is None and self._interceptor.has_run:
+            self._check_called(is_running=False)
+            self._check_layers()
         if kind is None and self.heads is not None:
             names = [self._names[id(module)] for module in (*self.attention_modules, *self._returning)]
-            check_heads_exist(self.heads, self.observations.calls, names)
+            check_heads_exist(self.heads, self.observations.calls, [*names, *self._interceptor.called])
 
     def _forget(self) -> None:
         self._called.clear()
@@ -437,6 +487,16 @@ class Session:
         call.differentiable, call.keeper = self._keeper is not None, None if is_recomputation else self._keeper
         return call
 
+    def heads_at(self, name: str, *, cross: bool) -> int | None:
+        """Return the number of heads of a site; None before its first call.
+
+        Args:
+            name: name of the site.
+            cross: whether it is cross-attention.
+        """
+        site = self._staging.current.sites.get((name, "cross" if cross else "self"))
+        return None if site is None else site.num_heads
+
     def traced_modules(self, compiled: Iterable[nn.Module]) -> tuple[CompiledModules | None, str]:
         """Return the value of `compiled` for the next entry of this session, or None and why it has to be None.
 
@@ -445,6 +505,8 @@ class Session:
         """
         if others := [*self._layers, *self._adapted]:
             return None, f"its {type(others[0]).__name__} does not use the attention interface of transformers"
+        for name in self._interceptor.called:
+            return None, f"{name} does not use the attention interface of transformers"
         traced: dict[nn.Module, TracedModule] = {}
         for module in self._interface_modules:
             ways, name = self._called.get(module, set()), self._names[id(module)]
@@ -642,7 +704,13 @@ class Session:
 
         Its values are detached; see `statistics` for differentiable ones.
         """
-        return replace(self.observations.profile, note=adapting.unchecked_note(self._unchecked))
+        notes = (adapting.unchecked_note(self._unchecked), intercepted_calls.skipped_note(self.skipped))
+        return replace(self.observations.profile, note="; ".join(note for note in notes if note))
+
+    @property
+    def skipped(self) -> list[SkippedCall]:
+        """Attention calls that were not observed, and why; the model continued with its own results."""
+        return list(self._interceptor.skipped)
 
     def __repr__(self) -> str:
         heads = sum(site.num_heads for site in self._staging.counted.sites.values() if self._is_chosen(site))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -69,6 +69,16 @@ def check_paths(layers: Iterable[int | str], names: Sequence[str]) -> None:
             inside = [name for name in names if name.startswith(f"{path}.")]
             hint = f", which contains {', '.join(inside[:3])}" if inside else ""
             raise OptionError(f"layers must be indices or paths of attention modules, got {path!r}{hint}")
+
+
+def check_module_paths(paths: Iterable[str], names: Collection[str]) -> None:
+    """Raise for paths that are no module of the model, nor a further attention call of one (`path#2`)."""
+    for path in paths:
+        module, _, number = path.partition("#")
+        if module not in names or ("#" in path and not (number.isdecimal() and int(number) > 1)):
+            raise OptionError(
+                f"layers must be indices or paths of attention modules, got {path!r}, which the model does not have"
+            )
 
 
 def check_heads_unchanged(site: AttentionSite, num_heads: int, origins: HeadOrigins | None) -> None:

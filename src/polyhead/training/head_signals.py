@@ -93,7 +93,7 @@ class HeadSignals:
 
     def attach(self) -> None:
         """Start to read the output projections, after the session was entered."""
-        modules = self._session.attention_modules
+        modules = self._session.possible_modules
         if self.is_searching:
             self._wrappers = candidate_projections(self._session.model, modules)
             names = {module: name or type(module).__name__ for name, module in self._session.model.named_modules()}
