@@ -45,9 +45,11 @@ class RunningModule:
         return {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
 
 
-@cache
-def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
+def _forward_parameters(kind: type[Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+_parameters: Callable[[type[Any]], tuple[str, ...]] = cache(_forward_parameters)
 
 
 def _same(x: Tensor) -> Tensor:
@@ -73,6 +75,7 @@ class AttentionCall:
     scale: float | None
     cross: bool
     axes: HeadAxes = field(default_factory=HeadAxes)
+    tokens: Tensor | None = None  # [batch, queries], False for padding; None: as the mask shows
 
 
 def read_scaled_dot_product(
@@ -97,17 +100,17 @@ def read_scaled_dot_product(
         variant = CausalVariant.UPPER_LEFT
         if attn_mask is not None:
             attn_mask = _split_mask(attn_mask, query, axes)
-    query, key, value = _matching(*(axes.split(x) for x in (query, key, value)), grouped=enable_gqa or rank == 4)
+    query, key, value = matching_heads(*(axes.split(x) for x in (query, key, value)), grouped=enable_gqa or rank == 4)
     queries, keys = query.shape[2], key.shape[2]
     if is_causal and variant is CausalVariant.UPPER_LEFT:
         # PyTorch aligns the first query with the first key.
         if keys > queries:
             key, value = key[:, :, :queries], value[:, :, :queries]
-        mask = Mask.causal()
+        causal = Mask.causal()
         if queries > keys:
             positions = torch.arange(queries, device=query.device)
-            mask = mask & Mask.positions(positions, positions[:keys])
-        return AttentionCall(query, key, value, mask, scale, cross=False, axes=axes)
+            causal = causal & Mask.positions(positions, positions[:keys])
+        return AttentionCall(query, key, value, causal, scale, cross=False, axes=axes)
     if is_causal:
         return AttentionCall(query, key, value, Mask.causal(), scale, cross=False, axes=axes)
     mask = None if attn_mask is None else as_mask(attn_mask, queries, keys)
@@ -175,7 +178,7 @@ def _split_mask(mask: Tensor, query: Tensor, axes: HeadAxes) -> Tensor:
     return axes.split(mask.expand(*query.shape[:-2], *mask.shape[-2:]) if is_broadcast else mask)
 
 
-def _matching(query: Tensor, key: Tensor, value: Tensor, *, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
+def matching_heads(query: Tensor, key: Tensor, value: Tensor, *, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Broadcast the batch, and check that heads are shared as `polyhead.attention` shares them."""
     batch = max(x.shape[0] for x in (query, key, value))
     query, key, value = (
@@ -210,20 +213,19 @@ def as_mask(mask: Tensor, queries: int, keys: int) -> Mask | None:
 def located(call: AttentionCall, starts: dict[str, Tensor], site: str) -> AttentionCall:
     """Return a call whose dense mask has the positions of its tokens, which the tensor does not show.
 
-    With as many queries as keys, positions count from the first token that is not padding. With fewer, keys come from a
-    cache: each query is at its last visible key if these are consecutive, as in a preallocated cache, and otherwise the
-    last query is aligned with the last key; padding at the beginning is that of the site's earlier call.
+    Positions count from the first token that is not padding. With fewer queries than keys, keys come from a cache: a
+    query is at its last visible key, or the queries are the last of the visible keys if these are the same for all.
 
     Args:
         call: a call.
-        starts: first token of each sequence, [batch or 1], by site; updated.
+        starts: first token of each sequence, [batch or 1], by site, for the calls that follow; updated.
         site: name of the call's site.
     """
     mask, batch, queries, keys = call.mask, call.query.shape[0], call.query.shape[2], call.key.shape[2]
     if call.cross:
         return call
-    is_dense = mask is not None and len(mask.allowed) + len(mask.biases) > 0
     index = torch.arange(keys, device=call.query.device)
+    is_dense = mask is not None and len(mask.allowed) + len(mask.biases) > 0
     if queries >= keys:
         starts.pop(site, None)
         non_padding = Tokens.of(mask, call.query, call.key).non_padding() if is_dense else None
@@ -233,25 +235,41 @@ def located(call: AttentionCall, starts: dict[str, Tensor], site: str) -> Attent
         return replace(call, mask=with_positions(mask, non_padding))
     first = starts.get(site)
     first = None if first is None or len(first) not in (1, batch) else first
-    if not is_dense and first is None:
-        return call
-    positions = index[None, keys - queries :]
-    for visible in () if mask is None else visible_keys(mask):
-        last = torch.where(visible, index, -1).amax(-1).expand(-1, queries)  # [batch or 1, queries]
-        is_consecutive = ((last.diff(dim=-1) == 1).all(-1) & (last[:, 0] >= 0))[:, None]
-        positions = torch.where(is_consecutive, last, positions)
-    key_positions = index[None]
-    if first is not None:
-        positions, key_positions = positions - first[:, None], (index - first[:, None]).clamp_min(-1)
-    placed = Mask.positions(positions, key_positions)
-    return replace(call, mask=placed if mask is None else mask & placed)
+    if not is_dense:
+        if first is None:
+            return call
+        return replace(call, mask=_placed(mask, index[None, keys - queries :], first[:, None], index))
+    assert mask is not None
+    visible = _visible_keys(mask)  # [batch or 1, queries or 1, keys]
+    last = torch.where(visible, index, -1).amax(-1).expand(-1, queries)
+    offsets = last - index[:queries]
+    offset = offsets.amax(-1, keepdim=True)  # padding queries see less than others, or nothing
+    if queries > 1:
+        is_causal = (offsets == offset).sum(-1, keepdim=True) > 1
+        offset = torch.where(is_causal, offset, (last.amax(-1, keepdim=True) - (queries - 1)).clamp_min(0))
+    positions = index[:queries] + offset.clamp_min(0)
+    # Queries from the beginning of a preallocated cache show where their sequence starts.
+    is_shown = visible.any(1)
+    shown_first = torch.where(is_shown, index, keys).amin(-1)
+    earlier = torch.zeros_like(shown_first) if first is None else first
+    first = starts[site] = torch.where(offset[:, 0] <= 0, shown_first, earlier)
+    tokens = is_shown.expand(len(positions), -1).gather(1, positions.clamp_max(keys - 1)).expand(batch, -1)
+    return replace(call, mask=_placed(mask, positions, first[:, None], index), tokens=tokens)
 
 
-def visible_keys(mask: Mask) -> list[Tensor]:
-    """Return the keys that the dense terms of a mask show to any head, each [batch or 1, queries or 1, keys]."""
-    return [x.any(1) for x in mask.allowed] + [
-        (x.detach() > torch.finfo(x.dtype).min / 2).any(1) for x in mask.biases
-    ]
+def _placed(mask: Mask | None, positions: Tensor, first: Tensor, index: Tensor) -> Mask:
+    """Add positions of queries, by key index, to a mask; keys before the first token, [batch or 1, 1], are padding."""
+    placed = Mask.positions(positions - first, (index - first).clamp_min(-1))
+    return placed if mask is None else mask & placed
+
+
+def _visible_keys(mask: Mask) -> Tensor:
+    """Return the keys that the dense terms of a mask show to any head, [batch or 1, queries or 1, keys]."""
+    terms = [*mask.allowed, *(x.detach() > torch.finfo(x.dtype).min / 2 for x in mask.biases)]
+    visible = terms[0]
+    for term in terms[1:]:
+        visible = visible & term
+    return visible.any(1)
 
 
 def is_cross(running: RunningModule, query: Tensor, key: Tensor, mask: Mask | None) -> bool:

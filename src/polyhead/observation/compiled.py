@@ -89,10 +89,10 @@ class TracedCall:
         self, module: TracedModule, query: Tensor, key: Tensor, mask: Mask | None, *, has_kernel: bool
     ) -> None:
         self.module, self.requested = module, module.requested if has_kernel else None
-        self.hidden, self.non_padding = hidden_by_bias(mask), Tokens.of(mask, query, key).non_padding()
+        self.non_padding = Tokens.of(mask, query, key).non_padding()
         self.is_same = query.shape[2] == key.shape[2]
         self.numbered = with_positions(mask, self.non_padding) if self.is_same else mask
-        self.mask = self.numbered if has_kernel else mask
+        self.hidden, self.mask = hidden_by_bias(self.numbered), self.numbered if has_kernel else mask
 
     def notify(self, attended: Attended) -> Tensor:
         """Return the output of the operator; called by a tracer."""

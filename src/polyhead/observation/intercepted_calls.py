@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops.flex_attention import flex_attention as flex_operator
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+from polyhead.observation import flex_calls
 from polyhead.observation.attention_calls import (
     AttentionCall,
     NotUnderstood,
@@ -70,8 +72,7 @@ def _package(kind: type) -> str:
     return kind.__module__.partition(".")[0]
 
 
-@cache
-def _calls_attention(kind: type) -> bool:
+def _file_calls_attention(kind: type) -> bool:
     """Return whether the file that defines a class, or a function that it imports, calls an attention function."""
     for owner in kind.__mro__:
         if _package(owner) in (*_LIBRARIES, "builtins"):
@@ -87,6 +88,9 @@ def _calls_attention(kind: type) -> bool:
     return False
 
 
+_calls_attention: Callable[[type], bool] = cache(_file_calls_attention)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Function:
     """An attention function: reads its arguments, and its output among its results."""
@@ -94,13 +98,23 @@ class _Function:
     read: Callable[..., AttentionCall]
     output: Callable[[Any], Tensor] = lambda result: result
     with_output: Callable[[Any, Tensor], Any] = lambda result, output: output
+    serve: Callable[[AttentionCall, tuple[Any, ...]], Any] | None = None  # computes its results; None: it does itself
+    run: Callable[..., Any] = lambda original, args, kwargs: original(*args, **kwargs)
 
 
 _SDPA = _Function(read_scaled_dot_product)
+_FLEX = _Function(
+    flex_calls.read_flex,
+    output=lambda result: result[0],
+    with_output=lambda result, output: (output, *result[1:]),
+    serve=flex_calls.attend_flex,
+    run=flex_calls.run_flex,
+)
 _FUNCTIONS: dict[Any, _Function | str] = {
     F.scaled_dot_product_attention: _SDPA,
     torch.ops.aten.scaled_dot_product_attention: _SDPA,
     torch.ops.aten.scaled_dot_product_attention.default: _SDPA,
+    flex_operator: _FLEX,
     F.multi_head_attention_forward: "F.multi_head_attention_forward is observed in torch.nn.MultiheadAttention only",
 }
 
@@ -169,10 +183,12 @@ class Interceptor:
     ) -> Any:
         """Run an attention function that a module calls, and report its attention."""
         stack: list[RunningModule] = getattr(self._threads, "stack", [])
-        result = original(*args, **kwargs)
         if not len(stack) or any(x.is_reported for x in stack):
-            return result
-        running = stack[-1]
+            return original(*args, **kwargs)
+        running, result = stack[-1], None
+        is_served = not isinstance(function, str) and function.serve is not None
+        if not is_served:
+            result = original(*args, **kwargs)  # also checks its arguments
         running.calls += 1
         site = running.path if running.calls == 1 else f"{running.path}#{running.calls}"
         self.called[site] = None
@@ -187,9 +203,11 @@ class Interceptor:
                 raise NotUnderstood(f"a site must always have the same heads, got {call.query.shape[1]} after {known}")
         except NotUnderstood as reason:
             self.skipped[SkippedCall(site, str(reason))] = None
-            return result
+            return function.run(original, args, kwargs) if is_served else result  # type: ignore[union-attr]
+        if function.serve is not None:
+            result = function.serve(call, args)
         key = running.module if running.calls == 1 else OutputSite(site)
-        tokens = Tokens.of(call.mask, call.query, call.key)
+        tokens = Tokens.of(call.mask, call.query, call.key) if call.tokens is None else call.tokens
         observed = self.watcher.call(key, call.query.shape[1], tokens, cross=call.cross)
         if observed is None:
             return result

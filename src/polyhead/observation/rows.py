@@ -106,6 +106,8 @@ def hidden_by_bias(mask: Mask | None) -> Tensor | None:
     for bias in () if mask is None else mask.biases:
         lowest = torch.finfo(bias.dtype).min
         hidden = (bias.detach()[:, :1] <= lowest / 2) & (bias.detach()[:, :1] >= lowest)
+        if mask is not None and mask.placed is not None:  # keys at negative positions are masked, and not counted
+            hidden = hidden & (mask.placed[1].to(hidden.device, non_blocking=True) >= 0)[:, None, None]
         count = hidden.sum(-1) if count is None else count + hidden.sum(-1)
     return count
 
