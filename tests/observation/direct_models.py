@@ -93,7 +93,10 @@ class ContextAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None) -> Tensor:
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        query, key, value = split_heads(self.to_q(hidden_states)), *map(split_heads, (self.to_k(source), self.to_v(source)))
+        query, key, value = (
+            split_heads(self.to_q(hidden_states)),
+            *map(split_heads, (self.to_k(source), self.to_v(source))),
+        )
         return self.to_out(join_heads(F.scaled_dot_product_attention(query, key, value)))
 
 
@@ -131,7 +134,9 @@ class CachedAttention(nn.Module):
             mask = mask[None, None] & self.padding[:, None, None, :keys]
         is_plain = self.size is None and self.padding is None
         return join_heads(
-            F.scaled_dot_product_attention(query, key, value, None if is_plain else mask, is_causal=is_plain and queries > 1)
+            F.scaled_dot_product_attention(
+                query, key, value, None if is_plain else mask, is_causal=is_plain and queries > 1
+            )
         )
 
 

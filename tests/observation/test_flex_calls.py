@@ -104,7 +104,9 @@ def test_gates_multiply_the_outputs():
 
 def blocks_without_function():
     counts = torch.ones(1, 1, 2, dtype=torch.int32)
-    return BlockMask.from_kv_blocks(counts, torch.tensor([[[[0, 1], [1, 0]]]], dtype=torch.int32), seq_lengths=(TOKENS, TOKENS))
+    return BlockMask.from_kv_blocks(
+        counts, torch.tensor([[[[0, 1], [1, 0]]]], dtype=torch.int32), seq_lengths=(TOKENS, TOKENS)
+    )
 
 
 @pytest.mark.parametrize(

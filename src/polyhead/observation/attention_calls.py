@@ -45,11 +45,11 @@ class RunningModule:
         return {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
 
 
-def _forward_parameters(kind: type[Any]) -> tuple[str, ...]:
+def _forward_parameters(kind: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 
-_parameters: Callable[[type[Any]], tuple[str, ...]] = cache(_forward_parameters)
+_parameters: Callable[[type], tuple[str, ...]] = cache(_forward_parameters)
 
 
 def _same(x: Tensor) -> Tensor:
@@ -181,9 +181,7 @@ def _split_mask(mask: Tensor, query: Tensor, axes: HeadAxes) -> Tensor:
 def matching_heads(query: Tensor, key: Tensor, value: Tensor, *, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Broadcast the batch, and check that heads are shared as `polyhead.attention` shares them."""
     batch = max(x.shape[0] for x in (query, key, value))
-    query, key, value = (
-        x.expand(batch, -1, -1, -1) if x.shape[0] == 1 != batch else x for x in (query, key, value)
-    )
+    query, key, value = (x.expand(batch, -1, -1, -1) if x.shape[0] == 1 != batch else x for x in (query, key, value))
     heads, key_heads, value_heads = (x.shape[1] for x in (query, key, value))
     if key_heads != value_heads or heads % max(key_heads, 1) or not (grouped or heads == key_heads):
         raise NotUnderstood(

@@ -102,9 +102,7 @@ def _mask(block_mask: tuple[Any, ...], query: Tensor, key: Tensor) -> Mask | Non
     return as_mask(visible, queries, keys)
 
 
-def _in_blocks(
-    counts: Tensor, indices: Tensor, query_size: int, key_size: int, queries: int, keys: int
-) -> Tensor:
+def _in_blocks(counts: Tensor, indices: Tensor, query_size: int, key_size: int, queries: int, keys: int) -> Tensor:
     """Return which pairs are in one of the first `counts` blocks of each row, [batch, heads, queries, keys]."""
     is_listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
     listed = torch.where(is_listed, indices, 0).long()  # what follows the listed blocks may be anything

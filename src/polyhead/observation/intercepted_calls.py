@@ -139,9 +139,7 @@ class Interceptor:
     _threads: threading.local = field(default_factory=threading.local)
 
     @contextmanager
-    def watching(
-        self, model: nn.Module, modules: Iterable[nn.Module], reported: Iterable[nn.Module]
-    ) -> Iterator[None]:
+    def watching(self, model: nn.Module, modules: Iterable[nn.Module], reported: Iterable[nn.Module]) -> Iterator[None]:
         """Intercept while one of these modules runs; the attention of `reported` is left to others."""
         elsewhere = {id(module) for module in reported}
 
@@ -294,9 +292,9 @@ def why_nothing_called(model: nn.Module) -> str:
         else "pass adapters for its attention modules: observe(model, adapters=...)"
     )
     return (
-        "observe supports transformers models, polyhead.MultiHeadAttention, torch.nn.MultiheadAttention and modules that "
-        f"call F.scaled_dot_product_attention or flex_attention, got {type(model).__name__}, which ran without any of "
-        f"them; {advice}"
+        "observe supports transformers models, polyhead.MultiHeadAttention, torch.nn.MultiheadAttention and modules "
+        f"that call F.scaled_dot_product_attention or flex_attention, got {type(model).__name__}, which ran without "
+        f"any of them; {advice}"
     )
 
 

@@ -125,3 +125,11 @@ def _length_mask(lengths: Tensor, size: int, side: str, device: torch.device) ->
     lengths = lengths.to(device, non_blocking=True)[:, None]
     index = torch.arange(size, device=device)
     return index < lengths if side == "right" else index >= size - lengths
+
+
+def matching_tokens(tokens: Tokens | Tensor | None, queries: Tokens | Tensor | None) -> Tokens | Tensor | None:
+    """Return the tokens of an earlier call if their shape matches the queries of this one, else None."""
+    if tokens is None or not isinstance(queries, Tokens):
+        return None
+    sizes = (tokens.batch, tokens.queries) if isinstance(tokens, Tokens) else tuple(tokens.shape)
+    return tokens if sizes == (queries.batch, queries.queries) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -18,7 +18,14 @@ from polyhead.geometry import HeadId, HeadOrigins
 from polyhead.integrations.huggingface.registration import OBSERVED, register
 from polyhead.masks import Mask
 from polyhead.observation import adapters as adapting
-from polyhead.observation import intercepted_calls, nested_sessions, returned_weights, torch_modules, transformers_models
+from polyhead.observation import (
+    intercepted_calls,
+    nested_sessions,
+    returned_weights,
+    torch_modules,
+    transformers_models,
+)
+from polyhead.observation.calls import Call, Plan
 from polyhead.observation.collectors import (
     BatchMetadata,
     CollectedCall,
@@ -35,7 +42,7 @@ from polyhead.observation.head_profile import HeadProfile
 from polyhead.observation.intercepted_calls import Interceptor, SkippedCall
 from polyhead.observation.observations import Observations
 from polyhead.observation.origins import is_edited, origins_of
-from polyhead.observation.rows import Tokens, corrected, hidden_by_bias, non_padding_rows
+from polyhead.observation.rows import Tokens, matching_tokens
 from polyhead.observation.session_limits import (
     OneThread,
     check_heads_exist,
@@ -44,6 +51,8 @@ from polyhead.observation.session_limits import (
     check_modules_unchanged,
     check_numbers,
     check_paths,
+    chosen_heads,
+    chosen_layers,
     stack_of,
 )
 from polyhead.observation.staging import Staging, Tally, enclosing_modules
@@ -118,66 +127,6 @@ def observe(
     )
 
 
-@dataclass(slots=True, eq=False)
-class Call:
-    """One observed attention call."""
-
-    session: Session
-    site: AttentionSite
-    columns: tuple[str, ...]
-    requested: Statistics | None
-    tokens: Tokens | Tensor | None  # source of the padding mask, or the mask itself
-    counts: bool = True
-    has_collectors: bool = False  # whether collectors receive the full values and the log-sum-exp
-    gate: Tensor | None = None  # [heads], [batch, heads] or [batch, heads, queries]
-    learned_sinks: bool = False
-    mask: Mask | None = None
-    sinks_in_view: Tensor | None = None  # [batch]; False where the cache has dropped the first keys of the sequence
-    differentiable: bool = False
-    keeper: ForwardRecorder | None = None
-    is_compiled: bool = False  # then the listener sets `gradient_hook` instead of registering it with the output
-    half_autocast: bool = False  # of compiled code; it runs without autocast
-    gradient_hook: GradientHook | None = None
-
-    @property
-    def has_listener(self) -> bool:
-        """Whether the session has a listener, which reads the outputs of heads, also in a recomputation."""
-        return self.session.listener is not None
-
-    def notify(self, attended: Attended) -> None:
-        if self.keeper is not None and attended.result.statistics is not None and len(self.columns):
-            heads = self.session.heads_of(self.site)
-            self.keeper.add(self, heads, self.columns, attended)
-        if self.counts or self.has_listener:
-            with torch.no_grad():
-                non_padding, rows = non_padding_rows(self.tokens), attended.result.statistics
-                if rows is not None and len(self.columns):
-                    rows = corrected(rows, hidden_by_bias(self.mask), self.sinks_in_view)
-                    attended = replace(attended, result=replace(attended.result, statistics=rows))
-                    self.record(attended.result, non_padding)
-                if self.counts and self.has_collectors:
-                    self.session.collect(self.site, attended, non_padding)
-
-    def record(self, result: AttentionOutput, non_padding: Tensor | None) -> None:
-        """Add the corrected row statistics of a result, and pass it to the listener."""
-        assert result.statistics is not None
-        if self.counts:
-            self.session.add(self, result.statistics, non_padding)
-        if self.session.listener is not None:
-            self.session.listener(self, result, non_padding)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Plan:
-    """Call-independent data of a module: its site and the statistics to compute there."""
-
-    site: AttentionSite
-    root: str  # path of the layer stack, whose self-attention and cross-attention share their queries
-    columns: tuple[str, ...]
-    requested: Statistics | None
-    chosen: bool
-
-
 class Session:
     """Context manager that observes a model; created by `observe`.
 
@@ -222,8 +171,8 @@ class Session:
         self.adapters = {} if adapters is None else dict(adapters)
         self.collectors = check_collectors(collect)
         self.every = every
-        self.layers = None if layers is None else _chosen_layers(layers)
-        self.heads = None if heads is None else _chosen_heads(heads)
+        self.layers = None if layers is None else chosen_layers(layers)
+        self.heads = None if heads is None else chosen_heads(heads)
         for layer in self.layers or ():
             if via_weights and isinstance(layer, str) and not returned_weights.SITE.fullmatch(layer):
                 raise OptionError(
@@ -467,7 +416,7 @@ class Session:
             gate = self.gates.create(site, tokens)
         if cross:
             # The queries are the tokens of the preceding self-attention in the same stack.
-            tokens = _matching_tokens(self._latest_tokens.get(plan.root), tokens)
+            tokens = matching_tokens(self._latest_tokens.get(plan.root), tokens)
         else:
             self._latest_tokens[plan.root] = tokens
         if not plan.chosen or not (len(columns) or len(self.collectors)):
@@ -721,28 +670,3 @@ class Session:
 def _to_device(value: CollectorState, empty: CollectorState, device: torch.device) -> CollectorState:
     """Return the state of `value` on a device, in a copy of `empty`."""
     return empty.with_state({name: tensor.to(device) for name, tensor in value.state().items()})
-
-
-def _chosen_layers(layers: Iterable[int | str]) -> frozenset[int | str]:
-    selected = frozenset([layers] if isinstance(layers, int | str) else layers)
-    for layer in selected:
-        if isinstance(layer, bool) or not isinstance(layer, int | str) or (isinstance(layer, int) and layer < 0):
-            raise OptionError(f"layers must be non-negative indices or module paths, got {layer!r}")
-    return selected
-
-
-def _chosen_heads(heads: Iterable[int | HeadId]) -> frozenset[int | HeadId]:
-    selected = frozenset([heads] if isinstance(heads, int | HeadId) else heads)
-    for head in selected:
-        number = head.head if isinstance(head, HeadId) else head
-        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise OptionError(f"heads must be non-negative indices or polyhead.HeadId(layer, head), got {head!r}")
-    return selected
-
-
-def _matching_tokens(tokens: Tokens | Tensor | None, queries: Tokens | Tensor | None) -> Tokens | Tensor | None:
-    """Return the tokens of an earlier call if their shape matches the queries of this one, else None."""
-    if tokens is None or not isinstance(queries, Tokens):
-        return None
-    sizes = (tokens.batch, tokens.queries) if isinstance(tokens, Tokens) else tuple(tokens.shape)
-    return tokens if sizes == (queries.batch, queries.queries) else None

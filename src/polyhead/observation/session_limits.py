@@ -48,6 +48,25 @@ def stack_of(name: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
+def chosen_layers(layers: Iterable[int | str]) -> frozenset[int | str]:
+    """Return the requested layers as a set; raise for what is neither an index nor a path."""
+    selected = frozenset([layers] if isinstance(layers, int | str) else layers)
+    for layer in selected:
+        if isinstance(layer, bool) or not isinstance(layer, int | str) or (isinstance(layer, int) and layer < 0):
+            raise OptionError(f"layers must be non-negative indices or module paths, got {layer!r}")
+    return selected
+
+
+def chosen_heads(heads: Iterable[int | HeadId]) -> frozenset[int | HeadId]:
+    """Return the requested heads as a set; raise for what is no head."""
+    selected = frozenset([heads] if isinstance(heads, int | HeadId) else heads)
+    for head in selected:
+        number = head.head if isinstance(head, HeadId) else head
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise OptionError(f"heads must be non-negative indices or polyhead.HeadId(layer, head), got {head!r}")
+    return selected
+
+
 def check_numbers(layers: Iterable[int | str], names: Sequence[str]) -> None:
     """Raise for layer indices beyond every stack of the model.
 
