@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -10,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from polyhead.masks import Mask, is_readable
 from polyhead.observation.rows import Tokens, with_positions
@@ -93,16 +93,16 @@ def read_scaled_dot_product(
     """Read a call of `F.scaled_dot_product_attention`; weights are those before dropout."""
     axes = check_tensors(running, query, key, value)
     rank = query.ndim
-    if isinstance(attn_mask, CausalBias):
-        is_causal, variant = True, attn_mask.variant
-        attn_mask = None
-    else:
-        variant = CausalVariant.UPPER_LEFT
-        if attn_mask is not None:
-            attn_mask = _split_mask(attn_mask, query, axes)
+    ends_aligned = _is_aligned_at_the_end(attn_mask)
+    if ends_aligned is not None:
+        is_causal, attn_mask = True, None
+    elif attn_mask is not None:
+        if is_causal:
+            raise NotUnderstood("it has a mask and is_causal, which PyTorch did not define")
+        attn_mask = _split_mask(attn_mask, query, axes)
     query, key, value = matching_heads(*(axes.split(x) for x in (query, key, value)), grouped=enable_gqa or rank == 4)
     queries, keys = query.shape[2], key.shape[2]
-    if is_causal and variant is CausalVariant.UPPER_LEFT:
+    if is_causal and not ends_aligned:
         # PyTorch aligns the first query with the first key.
         if keys > queries:
             key, value = key[:, :, :queries], value[:, :, :queries]
@@ -115,6 +115,14 @@ def read_scaled_dot_product(
         return AttentionCall(query, key, value, Mask.causal(), scale, cross=False, axes=axes)
     mask = None if attn_mask is None else as_mask(attn_mask, queries, keys)
     return AttentionCall(query, key, value, mask, scale, is_cross(running, query, key, mask), axes)
+
+
+def _is_aligned_at_the_end(mask: Tensor | None) -> bool | None:
+    """Return whether a causal bias of PyTorch aligns the last query with the last key; None for other masks."""
+    module = sys.modules.get("torch.nn.attention.bias")  # importing it loads Triton
+    if module is None or not isinstance(mask, module.CausalBias):
+        return None
+    return bool(mask.variant is module.CausalVariant.LOWER_RIGHT)
 
 
 def check_tensors(running: RunningModule, *tensors: Tensor) -> HeadAxes:

@@ -79,8 +79,9 @@ def observe(
     """Collect statistics of every head of `model` while it runs inside a `with` block.
 
     Args:
-        model: a Hugging Face transformers model that uses the attention interface, or any module that contains
-            `polyhead.MultiHeadAttention` or `torch.nn.MultiheadAttention`.
+        model: a Hugging Face transformers model that uses the attention interface, any module that contains
+            `polyhead.MultiHeadAttention` or `torch.nn.MultiheadAttention`, or one that calls
+            `F.scaled_dot_product_attention` or `flex_attention`.
         layers: layers to observe, by index (within each stack: encoder, decoder, cross-attention) or module path; all
             by default.
         heads: heads to observe, by index (in every layer) or `HeadId(layer, head)`; all by default.
@@ -101,7 +102,8 @@ def observe(
         A session: a context manager whose `profile` is the table of heads.
 
     Raises:
-        OptionError: the model has no attention that can be observed, or has no such layers, heads or statistics.
+        OptionError: the model has no attention that can be observed, or has no such layers, heads or statistics. If it
+            may call an attention function directly, this is known after its first forward, and on exit.
 
     Padding tokens and rows without visible keys are excluded. A call of the model is counted when it finishes; one that
     raises or is interrupted is not counted at all. The model's weights, mode, configuration and hooks are restored
