@@ -298,6 +298,38 @@ def test_pooling_is_cross_attention_and_joint_attention_is_not():
         assert {site.kind for site in session.profile.sites} == {kind}
 
 
+class Attend(nn.Module):
+    """The attention of projected heads as a module of its own, as in x-transformers."""
+
+    def forward(self, q, k, v):
+        return F.scaled_dot_product_attention(q * 1.0, k, v)
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attend, self.to_kv = Attend(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, context=None):
+        source = x if context is None else context
+        return join_heads(self.attend(split_heads(x), split_heads(self.to_kv(source)), split_heads(source)))
+
+
+@pytest.mark.parametrize("length", [TOKENS, SOURCE])
+def test_a_module_for_projected_heads_has_the_kind_of_the_module_around_it(length):
+    model, x = build(Outer()), tokens()
+    for context, kind in ((None, "self"), (tokens(length=length, seed=2), "cross")):
+        with torch.no_grad(), polyhead.observe(model) as session:
+            model(x, context)
+        assert {(site.name, site.kind) for site in session.profile.sites} == {("attend", kind)}
+
+
+def test_a_batch_of_as_many_sequences_as_keys_is_no_context():
+    with torch.no_grad(), polyhead.observe(Joint()) as session:
+        session.model(tokens(batch=7, length=4), tokens(batch=7, length=3))
+    assert {site.kind for site in session.profile.sites} == {"self"}
+
+
 class Twice(nn.Module):
     def __init__(self):
         super().__init__()
@@ -697,6 +729,17 @@ def test_transforms_of_torch_func_run_as_they_are():
     with sdpa_kernel(SDPBackend.MATH):
         torch.testing.assert_close(tangent, torch.func.jvp(model, (x,), (x,))[1])
     assert ["torch.func" in skipped.reason for skipped in session.skipped] == [True]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_traces_and_tensors_without_values_run_as_they_are():
+    model, x = build(MaskedAttention()), tokens()
+    with torch.no_grad(), polyhead.observe(model) as session:
+        traced = torch.jit.trace(model, x, check_trace=False)
+        model.to("meta")(x.to("meta"))
+    torch.testing.assert_close(traced(x), build(MaskedAttention())(x))
+    assert [skipped.reason.rpartition(" got ")[2] for skipped in session.skipped] == ["it is traced", "a meta tensor"]
+    assert len(session.profile) == 0
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

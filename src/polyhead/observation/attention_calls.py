@@ -37,6 +37,7 @@ class RunningModule:
     keywords: Mapping[str, Any]
     calls: int = 0
     is_reported: bool = False  # whether its attention is reported in another way
+    outer: RunningModule | None = None  # the module that called it
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the floating-point inputs by name."""
@@ -129,9 +130,12 @@ def check_tensors(running: RunningModule, *tensors: Tensor) -> HeadAxes:
     """Return the axes of query, key and value; raise for tensors that cannot be observed."""
     if is_transformed():
         raise NotUnderstood("it runs inside a transform of torch.func or in forward-mode AD")
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        raise NotUnderstood("it is traced")
     for x in tensors:
         if not isinstance(x, Tensor) or type(x) not in (Tensor, nn.Parameter) or x.is_nested or x.is_meta:
-            kind = "a nested tensor" if isinstance(x, Tensor) and x.is_nested else f"a {type(x).__name__}"
+            kind = "a meta tensor" if type(x) is Tensor and x.is_meta else f"a {type(x).__name__}"
+            kind = "a nested tensor" if isinstance(x, Tensor) and x.is_nested else kind
             raise NotUnderstood(f"queries, keys and values must be plain tensors, got {kind}")
     ranks = [x.ndim for x in tensors]
     if len({*ranks}) > 1:
@@ -280,17 +284,19 @@ def _visible_keys(mask: Mask) -> Tensor:
 
 def is_cross(running: RunningModule, query: Tensor, key: Tensor, mask: Mask | None) -> bool:
     """Return whether keys and queries are different tokens, from the inputs and the name of the calling module."""
-    module, queries, keys = running.module, query.shape[2], key.shape[2]
-    names = (type(module).__name__.lower(), running.path.rpartition(".")[2].lower())
-    if getattr(module, "is_cross_attention", False) is True or any("cross" in name for name in names):
+    batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
+    if _is_named_cross(running):
         return True
-    if names[1] in _CROSS_NAMES:
-        return True
+    while running.outer is not None and _receives_heads(running, query):
+        running = running.outer  # a module around it has projected the tokens
+        if _is_named_cross(running):
+            return True
     inputs = running.tensors()
     own = next(iter(inputs.values()), None)
-    sources = [inputs[name] for name in _SOURCES if name in inputs]
-    if any(source is not own and keys in source.shape[:-1] for source in sources):
-        return True
+    if not _receives_heads(running, query):
+        sources = [inputs[name] for name in _SOURCES if name in inputs]
+        if any(x is not own and _has_tokens(x, batch, keys) for x in sources):
+            return True
     if queries == keys:
         return False
     if queries > keys or any(x is not own and x.ndim == 3 and x.shape[1] == keys for x in inputs.values()):
@@ -299,3 +305,25 @@ def is_cross(running: RunningModule, query: Tensor, key: Tensor, mask: Mask | No
     if mask is not None and any(x.shape[2] > 1 for x in (*mask.allowed, *mask.biases)):
         return False
     return own is None or own.ndim < 2 or own.shape[-2] != queries
+
+
+def _is_named_cross(running: RunningModule) -> bool:
+    names = (type(running.module).__name__.lower(), running.path.rpartition(".")[2].lower())
+    is_marked = getattr(running.module, "is_cross_attention", False) is True
+    return is_marked or any("cross" in name for name in names) or names[1] in _CROSS_NAMES
+
+
+def _receives_heads(running: RunningModule, query: Tensor) -> bool:
+    """Return whether the first input of a module is the queries of its heads rather than tokens."""
+    own = next(iter(running.tensors().values()), None)
+    if own is None or own.ndim < 2:
+        return False
+    return (own.ndim > 3 and own.shape[-2:] == query.shape[-2:]) or own.data_ptr() == query.data_ptr()
+
+
+def _has_tokens(x: Tensor, batch: int, count: int) -> bool:
+    """Return whether an input has this many tokens: [..., tokens, width], [tokens, batch, width] or an image."""
+    if x.ndim < 2:
+        return False
+    is_image = x.ndim == 4 and x.shape[2] * x.shape[3] == count
+    return x.shape[-2] == count or is_image or (x.ndim == 3 and tuple(x.shape[:2]) == (count, batch))

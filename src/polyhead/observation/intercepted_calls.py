@@ -161,8 +161,8 @@ class Interceptor:
         stack: list[RunningModule] | None = getattr(self._threads, "stack", None)
         if stack is None:
             stack = self._threads.stack = []
-        path = self.names[id(entry.module)]
-        stack.append(RunningModule(entry.module, path, positional, keywords, is_reported=entry.is_reported))
+        path, outer = self.names[id(entry.module)], stack[-1] if len(stack) else None
+        stack.append(RunningModule(entry.module, path, positional, keywords, 0, entry.is_reported, outer))
         try:
             if len(stack) > 1:
                 return entry.call(*positional, **keywords)
