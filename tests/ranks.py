@@ -138,7 +138,7 @@ def serve(descriptor: int) -> None:
             return
         try:
             (path, rank, world, seconds), function, arguments = pickle.loads(request)
-            store = dist.FileStore(path, world)
+            store = dist.FileStore(path, world)  # type: ignore[attr-defined]
             # Others may still be importing, for longer than a collective may take.
             store.set(f"rank {rank}", "ready")
             store.wait([f"rank {other}" for other in range(world)], datetime.timedelta(seconds=300))

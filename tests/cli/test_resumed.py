@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from polyhead.cli import app
-from polyhead.observation.session import Call
+from polyhead.observation.calls import Call
 from polyhead.surgery.selection.journal import NUMBERS, Journal
 from tests.forked import stopped_when
 from tests.inspection.small_models import model_folder, text_folder

@@ -16,8 +16,8 @@ from polyhead.errors import OptionError
 from polyhead.inspection import Settings, inspection_files, load_inspection, running, save_inspection, text_pass
 from polyhead.inspection.run_files import OBSERVATIONS
 from polyhead.observation import read_facts
+from polyhead.observation.calls import Call
 from polyhead.observation.run_folder import lock_folder
-from polyhead.observation.session import Call
 from polyhead.workflows.inspecting import inspect_model
 from polyhead.workflows.model_loading import load_model
 from tests.forked import stopped_when

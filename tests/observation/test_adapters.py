@@ -358,8 +358,11 @@ def test_names_that_the_model_does_not_have():
         polyhead.observe(model(), adapters={"nowhere": Adapter()})
     with pytest.raises(OptionError, match="got Conv2d, which matches none"):
         polyhead.observe(model(), adapters={nn.Conv2d: Adapter()})
-    with pytest.raises(OptionError, match=r"got Sequential, which contains none of them.*adapters="):
-        polyhead.observe(model())
+    with (
+        pytest.raises(OptionError, match=r"got Sequential, which ran without any of them; pass adapters"),
+        polyhead.observe(model()) as session,
+    ):
+        session.model(torch.randn(BATCH, TOKENS, WIDTH).double())
 
 
 def test_a_module_that_uses_the_interface_needs_no_adapter():

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import polyhead
 from polyhead.errors import OptionError
 from polyhead.observation import AttentionMaps, BatchMetadata, Contributions, Session
+from polyhead.observation.calls import Call
 from polyhead.observation.head_distances import AttentionDistances
 from polyhead.observation.role_evidence import EvidenceCollector
-from polyhead.observation.session import Call
 from polyhead.observation.token_sample import TokenSample
 from polyhead.observation.top_keys import TopKeys
 from polyhead.observation.word_attention import SpanAttention, WordAttention, WordMap

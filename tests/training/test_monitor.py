@@ -16,6 +16,7 @@ from polyhead.errors import OptionError
 from polyhead.integrations.huggingface.attention import WATCHERS
 from polyhead.training import DropHead, HeadGates, HeadMonitor, MonitorCallback, QKClip, StepRecord
 from polyhead.training.monitor import STATISTICS
+from tests.observation.direct_models import GPT, VOCABULARY
 
 WIDTH, HEADS = 32, 4
 HF = {"vocab_size": 61, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -387,3 +388,33 @@ def test_reordered_heads_do_not_continue_the_history_of_others():
         layer(x)
         with pytest.raises(OptionError, match="must reach the same heads"):
             second.step()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_models_that_call_the_attention_function_directly_have_every_column(dropout):
+    torch.manual_seed(0)
+    model, ids = GPT(dropout=dropout).train(), torch.randint(VOCABULARY, (2, 9))
+    heads, grads = [], []
+
+    def read(module, inputs):  # of the output projection: the outputs of the heads, after dropout
+        heads.append(inputs[0].detach().unflatten(-1, (3, -1)))
+        inputs[0].register_hook(lambda grad: grads.append(grad.unflatten(-1, (3, -1))))
+
+    for block in model.h:
+        block.attn.c_proj.register_forward_pre_hook(read)
+    with HeadMonitor(model) as monitor:
+        loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+        loss.backward()
+        monitor.step(loss)
+    history = monitor.history
+    assert [(head.site, head.layer, head.head) for head in history.heads] == [
+        (f"h.{i}.attn", i, j) for i in range(2) for j in range(3)
+    ]
+    norms = torch.stack([grad.double().square().sum((0, 1, 3)).sqrt() for grad in reversed(grads)]).flatten()
+    torch.testing.assert_close(history["gradient_norm"][0], norms, rtol=1e-4, atol=1e-7)
+    written = []
+    for block, outputs in zip(model.h, heads, strict=True):
+        matrix = block.attn.c_proj.weight.detach().T.unflatten(0, (3, -1))
+        written += [(outputs[:, :, head] @ matrix[head]).double().square().sum(-1).mean().sqrt() for head in range(3)]
+    torch.testing.assert_close(history["output_norm"][0], torch.stack(written), rtol=1e-4, atol=1e-7)
+    assert history["entropy"].isfinite().all()

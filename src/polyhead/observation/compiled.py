@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from polyhead.integrations.huggingface.attention import TRACED
 from polyhead.masks import Mask
-from polyhead.observation import staging
-from polyhead.observation.rows import Tokens, corrected, hidden_by_bias
+from polyhead.observation import intercepted_calls, staging
+from polyhead.observation.rows import Tokens, corrected, hidden_by_bias, with_positions
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, RowStatistics, Statistics, attention
 
@@ -28,6 +28,8 @@ GradientHook = Callable[[Tensor], None]
 # what is called with the gradient of the output.
 Record = Callable[[AttentionOutput, Tensor | None, bool, bool], GradientHook | None]
 
+# Files whose code runs the method of a compiled module.
+_CALLING_FILES = (nn.modules.module.__file__, staging.__file__, intercepted_calls.__file__)
 _numbers = itertools.count(1)
 
 
@@ -87,10 +89,10 @@ class TracedCall:
         self, module: TracedModule, query: Tensor, key: Tensor, mask: Mask | None, *, has_kernel: bool
     ) -> None:
         self.module, self.requested = module, module.requested if has_kernel else None
-        self.hidden, self.non_padding = hidden_by_bias(mask), Tokens.of(mask, query, key).non_padding()
+        self.non_padding = Tokens.of(mask, query, key).non_padding()
         self.is_same = query.shape[2] == key.shape[2]
-        self.numbered = _with_positions(mask, self.non_padding) if self.is_same else mask
-        self.mask = self.numbered if has_kernel else mask
+        self.numbered = with_positions(mask, self.non_padding) if self.is_same else mask
+        self.hidden, self.mask = hidden_by_bias(self.numbered), self.numbered if has_kernel else mask
 
     def notify(self, attended: Attended) -> Tensor:
         """Return the output of the operator; called by a tracer."""
@@ -121,15 +123,6 @@ class TracedCall:
             is_half,
         )
         return output
-
-
-def _with_positions(mask: Mask | None, non_padding: Tensor | None) -> Mask | None:
-    """Return a mask whose positions count from the first non-padding token, which dense masks of compiled code lack."""
-    if mask is None or non_padding is None or mask.placed is not None or len(mask.packed):
-        return mask
-    index = torch.arange(non_padding.shape[1], device=non_padding.device)
-    first = torch.where(non_padding, index, len(index)).amin(-1, keepdim=True)
-    return mask & Mask.positions(index - first, torch.where(non_padding, index - first, -1))
 
 
 class CompiledModules:
@@ -186,7 +179,7 @@ def compiled_callers() -> tuple[list[nn.Module], bool]:
             caller = frame.f_locals.get("self")
             if isinstance(caller, torch._dynamo.OptimizedModule):
                 modules.append(caller)
-            elif frame.f_code.co_filename not in (nn.modules.module.__file__, staging.__file__):
+            elif frame.f_code.co_filename not in _CALLING_FILES:
                 is_in_function = True
     return modules, is_in_function
 

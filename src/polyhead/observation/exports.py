@@ -8,6 +8,7 @@ from polyhead.observation.contributions import Contributions
 from polyhead.observation.forward_statistics import ForwardStatistics, SiteRows
 from polyhead.observation.head_distances import AttentionDistances
 from polyhead.observation.head_profile import HeadProfile
+from polyhead.observation.intercepted_calls import SkippedCall
 from polyhead.observation.observations import Observations
 from polyhead.observation.projections import HeadProjections, find_projections
 from polyhead.observation.routing_load import RoutingCounts, RoutingLoad
@@ -33,6 +34,7 @@ __all__ = [
     "RoutingLoad",
     "Session",
     "SiteRows",
+    "SkippedCall",
     "Sums",
     "find_projections",
     "load",

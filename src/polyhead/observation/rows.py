@@ -88,6 +88,15 @@ def non_padding_rows(tokens: Tokens | Tensor | None) -> Tensor | None:
     return tokens.non_padding() if isinstance(tokens, Tokens) else tokens
 
 
+def with_positions(mask: Mask | None, non_padding: Tensor | None) -> Mask | None:
+    """Return a mask whose positions count from the first non-padding token, which a dense mask lacks."""
+    if mask is None or non_padding is None or mask.placed is not None or len(mask.packed):
+        return mask
+    index = torch.arange(non_padding.shape[1], device=non_padding.device)
+    first = torch.where(non_padding, index, len(index)).amin(-1, keepdim=True)
+    return mask & Mask.positions(index - first, torch.where(non_padding, index - first, -1))
+
+
 def hidden_by_bias(mask: Mask | None) -> Tensor | None:
     """Return the number of keys masked by a bias of the dtype's minimum, [batch or 1, 1, queries or 1].
 
@@ -97,6 +106,8 @@ def hidden_by_bias(mask: Mask | None) -> Tensor | None:
     for bias in () if mask is None else mask.biases:
         lowest = torch.finfo(bias.dtype).min
         hidden = (bias.detach()[:, :1] <= lowest / 2) & (bias.detach()[:, :1] >= lowest)
+        if mask is not None and mask.placed is not None:  # keys at negative positions are masked, and not counted
+            hidden = hidden & (mask.placed[1].to(hidden.device, non_blocking=True) >= 0)[:, None, None]
         count = hidden.sum(-1) if count is None else count + hidden.sum(-1)
     return count
 
@@ -114,3 +125,11 @@ def _length_mask(lengths: Tensor, size: int, side: str, device: torch.device) ->
     lengths = lengths.to(device, non_blocking=True)[:, None]
     index = torch.arange(size, device=device)
     return index < lengths if side == "right" else index >= size - lengths
+
+
+def matching_tokens(tokens: Tokens | Tensor | None, queries: Tokens | Tensor | None) -> Tokens | Tensor | None:
+    """Return the tokens of an earlier call if their shape matches the queries of this one, else None."""
+    if tokens is None or not isinstance(queries, Tokens):
+        return None
+    sizes = (tokens.batch, tokens.queries) if isinstance(tokens, Tokens) else tuple(tokens.shape)
+    return tokens if sizes == (queries.batch, queries.queries) else None

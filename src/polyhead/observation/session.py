@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -18,7 +18,14 @@ from polyhead.geometry import HeadId, HeadOrigins
 from polyhead.integrations.huggingface.registration import OBSERVED, register
 from polyhead.masks import Mask
 from polyhead.observation import adapters as adapting
-from polyhead.observation import nested_sessions, returned_weights, torch_modules, transformers_models
+from polyhead.observation import (
+    intercepted_calls,
+    nested_sessions,
+    returned_weights,
+    torch_modules,
+    transformers_models,
+)
+from polyhead.observation.calls import Call, Plan
 from polyhead.observation.collectors import (
     BatchMetadata,
     CollectedCall,
@@ -32,16 +39,20 @@ from polyhead.observation.compiled import CompiledModules, GradientHook, TracedM
 from polyhead.observation.forward_statistics import NOT_REQUESTED, ForwardRecorder, ForwardStatistics
 from polyhead.observation.gates import Gates
 from polyhead.observation.head_profile import HeadProfile
+from polyhead.observation.intercepted_calls import Interceptor, SkippedCall
 from polyhead.observation.observations import Observations
 from polyhead.observation.origins import is_edited, origins_of
-from polyhead.observation.rows import Tokens, corrected, hidden_by_bias, non_padding_rows
+from polyhead.observation.rows import Tokens, matching_tokens
 from polyhead.observation.session_limits import (
     OneThread,
     check_heads_exist,
     check_heads_unchanged,
+    check_module_paths,
     check_modules_unchanged,
     check_numbers,
     check_paths,
+    chosen_heads,
+    chosen_layers,
     stack_of,
 )
 from polyhead.observation.staging import Staging, Tally, enclosing_modules
@@ -68,8 +79,9 @@ def observe(
     """Collect statistics of every head of `model` while it runs inside a `with` block.
 
     Args:
-        model: a Hugging Face transformers model that uses the attention interface, or any module that contains
-            `polyhead.MultiHeadAttention` or `torch.nn.MultiheadAttention`.
+        model: a Hugging Face transformers model that uses the attention interface, any module that contains
+            `polyhead.MultiHeadAttention` or `torch.nn.MultiheadAttention`, or one that calls
+            `F.scaled_dot_product_attention` or `flex_attention`.
         layers: layers to observe, by index (within each stack: encoder, decoder, cross-attention) or module path; all
             by default.
         heads: heads to observe, by index (in every layer) or `HeadId(layer, head)`; all by default.
@@ -90,7 +102,8 @@ def observe(
         A session: a context manager whose `profile` is the table of heads.
 
     Raises:
-        OptionError: the model has no attention that can be observed, or has no such layers, heads or statistics.
+        OptionError: the model has no attention that can be observed, or has no such layers, heads or statistics. If it
+            may call an attention function directly, this is known after its first forward, and on exit.
 
     Padding tokens and rows without visible keys are excluded. A call of the model is counted when it finishes; one that
     raises or is interrupted is not counted at all. The model's weights, mode, configuration and hooks are restored
@@ -114,66 +127,6 @@ def observe(
         adapters=adapters,
         keep_statistics=keep_statistics,
     )
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """One observed attention call."""
-
-    session: Session
-    site: AttentionSite
-    columns: tuple[str, ...]
-    requested: Statistics | None
-    tokens: Tokens | Tensor | None  # source of the padding mask, or the mask itself
-    counts: bool = True
-    has_collectors: bool = False  # whether collectors receive the full values and the log-sum-exp
-    gate: Tensor | None = None  # [heads], [batch, heads] or [batch, heads, queries]
-    learned_sinks: bool = False
-    mask: Mask | None = None
-    sinks_in_view: Tensor | None = None  # [batch]; False where the cache has dropped the first keys of the sequence
-    differentiable: bool = False
-    keeper: ForwardRecorder | None = None
-    is_compiled: bool = False  # then the listener sets `gradient_hook` instead of registering it with the output
-    half_autocast: bool = False  # of compiled code; it runs without autocast
-    gradient_hook: GradientHook | None = None
-
-    @property
-    def has_listener(self) -> bool:
-        """Whether the session has a listener, which reads the outputs of heads, also in a recomputation."""
-        return self.session.listener is not None
-
-    def notify(self, attended: Attended) -> None:
-        if self.keeper is not None and attended.result.statistics is not None and len(self.columns):
-            heads = self.session.heads_of(self.site)
-            self.keeper.add(self, heads, self.columns, attended)
-        if self.counts or self.has_listener:
-            with torch.no_grad():
-                non_padding, rows = non_padding_rows(self.tokens), attended.result.statistics
-                if rows is not None and len(self.columns):
-                    rows = corrected(rows, hidden_by_bias(self.mask), self.sinks_in_view)
-                    attended = replace(attended, result=replace(attended.result, statistics=rows))
-                    self.record(attended.result, non_padding)
-                if self.counts and self.has_collectors:
-                    self.session.collect(self.site, attended, non_padding)
-
-    def record(self, result: AttentionOutput, non_padding: Tensor | None) -> None:
-        """Add the corrected row statistics of a result, and pass it to the listener."""
-        assert result.statistics is not None
-        if self.counts:
-            self.session.add(self, result.statistics, non_padding)
-        if self.session.listener is not None:
-            self.session.listener(self, result, non_padding)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Plan:
-    """Call-independent data of a module: its site and the statistics to compute there."""
-
-    site: AttentionSite
-    root: str  # path of the layer stack, whose self-attention and cross-attention share their queries
-    columns: tuple[str, ...]
-    requested: Statistics | None
-    chosen: bool
 
 
 class Session:
@@ -220,22 +173,24 @@ class Session:
         self.adapters = {} if adapters is None else dict(adapters)
         self.collectors = check_collectors(collect)
         self.every = every
-        self.layers = None if layers is None else _chosen_layers(layers)
-        self.heads = None if heads is None else _chosen_heads(heads)
+        self.layers = None if layers is None else chosen_layers(layers)
+        self.heads = None if heads is None else chosen_heads(heads)
         for layer in self.layers or ():
             if via_weights and isinstance(layer, str) and not returned_weights.SITE.fullmatch(layer):
                 raise OptionError(
                     f"with via_weights, layers must be indices or output names such as attentions.3, got {layer!r}"
                 )
         self._find_modules()
-        names = [self._names[id(module)] for module in self.attention_modules]
-        check_numbers(self.layers or (), names)
-        check_paths(() if via_weights else self.layers or (), names)
+        self._interceptor = Interceptor(self, lambda: self._check_called(is_running=True))
+        if not len(self._calling):
+            self._check_layers()
+        else:
+            check_module_paths((x for x in self.layers or () if isinstance(x, str)), self._names.values())
         self._staging = Staging(on_abort=self._drop)
         self._unchecked: dict[str, None] = {}
         self._plans: dict[tuple[nn.Module | OutputSite, int, bool, bool], Plan] = {}
         self.metadata = BatchMetadata()
-        self.gates = Gates(lambda: None if via_weights else [self._names[id(x)] for x in self.attention_modules])
+        self.gates = Gates(self._gate_paths)
         self._starts: dict[int, Tokens] = {}
         self._latest_tokens: dict[str, Tokens | Tensor | None] = {}
         self._call_contexts: dict[int, transformers_models.CallContext] = {}
@@ -255,6 +210,7 @@ class Session:
         self._layers: tuple[nn.Module, ...] = ()
         self._adapted: dict[nn.Module, adapting.Adapter] = {}
         self._returning: dict[nn.Module, str] = {}
+        self._calling: tuple[nn.Module, ...] = ()  # modules that may call attention functions by themselves
         if self.via_weights:
             self._returning = returned_weights.returning_models(self.model)
             if is_edited(self.model):
@@ -266,13 +222,51 @@ class Session:
         self._interface_modules = transformers_models.interface_modules(self.model)
         self._adapted = adapting.adapted_modules(self.model, self.adapters, self._interface_modules)
         self._layers = tuple(x for x in torch_modules.attention_layers(self.model) if x not in self._adapted)
-        if not len(self.attention_modules):
+        self._calling = intercepted_calls.calling_modules(self.model, self.attention_modules)
+        if not len(self.attention_modules) and not len(self._calling):
             raise OptionError(transformers_models.why_unobservable(self.model))
+
+    def _site_names(self) -> list[str]:
+        """Return the names of all known sites; those of intercepted calls are known once they were called."""
+        modules = [self._names[id(module)] for module in self.attention_modules]
+        return list(dict.fromkeys((*modules, *self._interceptor.called)))
+
+    def _gate_paths(self) -> list[str] | None:
+        if self.via_weights:
+            return None
+        is_known = not len(self._calling) or len(self._interceptor.called) > 0
+        return self._site_names() if is_known else [*self._names.values()]
+
+    def _check_layers(self) -> None:
+        names = self._site_names()
+        check_numbers(self.layers or (), names)
+        check_paths(() if self.via_weights else self.layers or (), names)
+
+    def _check_called(self, *, is_running: bool) -> None:
+        """Raise if attention functions were not called as the options of this session say, after a forward."""
+        if not len(self._calling):
+            return
+        names = self._site_names()
+        if not len(names):
+            raise OptionError(intercepted_calls.why_nothing_called(self.model))
+        if is_running:
+            sites = self._staging.current.sites
+            for path, kind in self.gates:
+                if (path, kind) not in sites and path not in {self._names[id(x)] for x in self.attention_modules}:
+                    raise OptionError(
+                        f"a gate needs an attention site of the model, got {(path, kind)!r}, which was not called; the "
+                        f"sites are {', '.join(map(str, sites)) or 'none'}"
+                    )
 
     @property
     def attention_modules(self) -> tuple[nn.Module, ...]:
         """Modules whose attention is observed."""
         return *self._interface_modules, *self._layers, *self._adapted
+
+    @property
+    def possible_modules(self) -> tuple[nn.Module, ...]:
+        """Modules whose attention is observed, and those that may call attention functions by themselves."""
+        return *self.attention_modules, *self._calling
 
     # ---- entering and leaving
 
@@ -302,6 +296,10 @@ class Session:
             undo.enter_context(torch_modules.without_shortcuts(self._layers))
             for layer in self._layers:
                 undo.enter_context(torch_modules.watched(layer, self))
+            if len(self._calling):
+                self._interceptor.names = self._names
+                reported = (*self._layers, *self._adapted)
+                undo.enter_context(self._interceptor.watching(self.model, self._calling, reported))
             for module, adapter in self._adapted.items():
                 notifier = adapting.AttentionNotifier(module, adapter, self, self._unchecked)
                 undo.enter_context(adapter.watch(module, notifier))
@@ -309,7 +307,7 @@ class Session:
                 undo.enter_context(returned_weights.read(self.model, self._returning, self))
             else:
                 undo.enter_context(check_modules_unchanged(self.model, self.attention_modules))
-            watched = (*self.attention_modules, *self._returning)
+            watched = (*self.attention_modules, *self._returning, *self._calling)
             undo.enter_context(self._staging.watching(enclosing_modules(self.model, watched)))
             self._undo = undo.pop_all()
         return self
@@ -332,9 +330,12 @@ class Session:
         undo, self._undo = self._undo, None
         if undo is not None:
             undo.__exit__(kind, error, trace)
+        if kind is None and self._interceptor.has_run:
+            self._check_called(is_running=False)
+            self._check_layers()
         if kind is None and self.heads is not None:
             names = [self._names[id(module)] for module in (*self.attention_modules, *self._returning)]
-            check_heads_exist(self.heads, self.observations.calls, names)
+            check_heads_exist(self.heads, self.observations.calls, [*names, *self._interceptor.called])
 
     def _forget(self) -> None:
         self._called.clear()
@@ -417,7 +418,7 @@ class Session:
             gate = self.gates.create(site, tokens)
         if cross:
             # The queries are the tokens of the preceding self-attention in the same stack.
-            tokens = _matching_tokens(self._latest_tokens.get(plan.root), tokens)
+            tokens = matching_tokens(self._latest_tokens.get(plan.root), tokens)
         else:
             self._latest_tokens[plan.root] = tokens
         if not plan.chosen or not (len(columns) or len(self.collectors)):
@@ -437,6 +438,16 @@ class Session:
         call.differentiable, call.keeper = self._keeper is not None, None if is_recomputation else self._keeper
         return call
 
+    def heads_at(self, name: str, *, cross: bool) -> int | None:
+        """Return the number of heads of a site; None before its first call.
+
+        Args:
+            name: name of the site.
+            cross: whether it is cross-attention.
+        """
+        site = self._staging.current.sites.get((name, "cross" if cross else "self"))
+        return None if site is None else site.num_heads
+
     def traced_modules(self, compiled: Iterable[nn.Module]) -> tuple[CompiledModules | None, str]:
         """Return the value of `compiled` for the next entry of this session, or None and why it has to be None.
 
@@ -445,6 +456,8 @@ class Session:
         """
         if others := [*self._layers, *self._adapted]:
             return None, f"its {type(others[0]).__name__} does not use the attention interface of transformers"
+        for name in self._interceptor.called:
+            return None, f"{name} does not use the attention interface of transformers"
         traced: dict[nn.Module, TracedModule] = {}
         for module in self._interface_modules:
             ways, name = self._called.get(module, set()), self._names[id(module)]
@@ -642,7 +655,13 @@ class Session:
 
         Its values are detached; see `statistics` for differentiable ones.
         """
-        return replace(self.observations.profile, note=adapting.unchecked_note(self._unchecked))
+        notes = (adapting.unchecked_note(self._unchecked), intercepted_calls.skipped_note(self.skipped))
+        return replace(self.observations.profile, note="; ".join(note for note in notes if note))
+
+    @property
+    def skipped(self) -> list[SkippedCall]:
+        """Attention calls that were not observed, and why; the model continued with its own results."""
+        return list(self._interceptor.skipped)
 
     def __repr__(self) -> str:
         heads = sum(site.num_heads for site in self._staging.counted.sites.values() if self._is_chosen(site))
@@ -653,28 +672,3 @@ class Session:
 def _to_device(value: CollectorState, empty: CollectorState, device: torch.device) -> CollectorState:
     """Return the state of `value` on a device, in a copy of `empty`."""
     return empty.with_state({name: tensor.to(device) for name, tensor in value.state().items()})
-
-
-def _chosen_layers(layers: Iterable[int | str]) -> frozenset[int | str]:
-    selected = frozenset([layers] if isinstance(layers, int | str) else layers)
-    for layer in selected:
-        if isinstance(layer, bool) or not isinstance(layer, int | str) or (isinstance(layer, int) and layer < 0):
-            raise OptionError(f"layers must be non-negative indices or module paths, got {layer!r}")
-    return selected
-
-
-def _chosen_heads(heads: Iterable[int | HeadId]) -> frozenset[int | HeadId]:
-    selected = frozenset([heads] if isinstance(heads, int | HeadId) else heads)
-    for head in selected:
-        number = head.head if isinstance(head, HeadId) else head
-        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise OptionError(f"heads must be non-negative indices or polyhead.HeadId(layer, head), got {head!r}")
-    return selected
-
-
-def _matching_tokens(tokens: Tokens | Tensor | None, queries: Tokens | Tensor | None) -> Tokens | Tensor | None:
-    """Return the tokens of an earlier call if their shape matches the queries of this one, else None."""
-    if tokens is None or not isinstance(queries, Tokens):
-        return None
-    sizes = (tokens.batch, tokens.queries) if isinstance(tokens, Tokens) else tuple(tokens.shape)
-    return tokens if sizes == (queries.batch, queries.queries) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -48,6 +48,25 @@ def stack_of(name: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
+def chosen_layers(layers: Iterable[int | str]) -> frozenset[int | str]:
+    """Return the requested layers as a set; raise for what is neither an index nor a path."""
+    selected = frozenset([layers] if isinstance(layers, int | str) else layers)
+    for layer in selected:
+        if isinstance(layer, bool) or not isinstance(layer, int | str) or (isinstance(layer, int) and layer < 0):
+            raise OptionError(f"layers must be non-negative indices or module paths, got {layer!r}")
+    return selected
+
+
+def chosen_heads(heads: Iterable[int | HeadId]) -> frozenset[int | HeadId]:
+    """Return the requested heads as a set; raise for what is no head."""
+    selected = frozenset([heads] if isinstance(heads, int | HeadId) else heads)
+    for head in selected:
+        number = head.head if isinstance(head, HeadId) else head
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise OptionError(f"heads must be non-negative indices or polyhead.HeadId(layer, head), got {head!r}")
+    return selected
+
+
 def check_numbers(layers: Iterable[int | str], names: Sequence[str]) -> None:
     """Raise for layer indices beyond every stack of the model.
 
@@ -69,6 +88,16 @@ def check_paths(layers: Iterable[int | str], names: Sequence[str]) -> None:
             inside = [name for name in names if name.startswith(f"{path}.")]
             hint = f", which contains {', '.join(inside[:3])}" if inside else ""
             raise OptionError(f"layers must be indices or paths of attention modules, got {path!r}{hint}")
+
+
+def check_module_paths(paths: Iterable[str], names: Collection[str]) -> None:
+    """Raise for paths that are no module of the model, nor a further attention call of one (`path#2`)."""
+    for path in paths:
+        module, _, number = path.partition("#")
+        if module not in names or ("#" in path and not (number.isdecimal() and int(number) > 1)):
+            raise OptionError(
+                f"layers must be indices or paths of attention modules, got {path!r}, which the model does not have"
+            )
 
 
 def check_heads_unchanged(site: AttentionSite, num_heads: int, origins: HeadOrigins | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,25 +64,32 @@ class Staging:
                 self.on_abort()
         return result
 
-    @contextmanager
-    def watching(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+    def watching(self, modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """Stage the calls of these modules, hooks included; restores the modules on exit."""
-        replaced: list[tuple[nn.Module, str, Any]] = []
-        try:
-            for module in modules:
-                # Set in the instance dict, where PyTorch looks both up; nn.Module's setattr is bypassed.
-                for name in ("_call_impl", "_compiled_call_impl"):
-                    method = getattr(module, name, None)
-                    if method is not None:
-                        replaced.append((module, name, module.__dict__.get(name)))
-                        module.__dict__[name] = _Staged(self, method, module)
-            yield
-        finally:
-            for module, name, method in reversed(replaced):
-                if method is None:
-                    del module.__dict__[name]
-                else:
-                    module.__dict__[name] = method
+        return wrapped_calls(modules, lambda method, module: _Staged(self, method, module))
+
+
+@contextmanager
+def wrapped_calls(
+    modules: Iterable[nn.Module], wrap: Callable[[Callable[..., Any], nn.Module], Callable[..., Any]]
+) -> Iterator[None]:
+    """Replace the method that runs a module and its hooks, of the module alone; restores the modules on exit."""
+    replaced: list[tuple[nn.Module, str, Any]] = []
+    try:
+        for module in modules:
+            # Set in the instance dict, where PyTorch looks both up; nn.Module's setattr is bypassed.
+            for name in ("_call_impl", "_compiled_call_impl"):
+                method = getattr(module, name, None)
+                if method is not None:
+                    replaced.append((module, name, module.__dict__.get(name)))
+                    module.__dict__[name] = wrap(method, module)
+        yield
+    finally:
+        for module, name, method in reversed(replaced):
+            if method is None:
+                module.__dict__.pop(name, None)  # an interrupt may have come before it was set
+            else:
+                module.__dict__[name] = method
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,7 +16,11 @@ from polyhead.observation.statistics import AttentionSite
 
 @dataclass(frozen=True, slots=True)
 class OutputSite:
-    """Name of attention weights in a model output, e.g. `attentions.3` for layer 3; replaces the module."""
+    """Name of a site that is not a module; replaces the module.
+
+    That is attention weights in a model output, e.g. `attentions.3` for layer 3, or a further attention call of a
+    module, e.g. `blocks.3.attn#2`.
+    """
 
     name: str
 
@@ -53,6 +57,9 @@ class Watcher(Protocol):
         cross: bool,
         learned_sinks: bool = False,
     ) -> ObservedCall | None: ...
+
+    def heads_at(self, name: str, *, cross: bool) -> int | None:
+        """Return the number of heads of a site; None before its first call."""
 
     def begin(
         self, module: nn.Module, query: Tensor, key: Tensor, mask: Mask | None, *, learned_sinks: bool

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from polyhead.observation.accumulators import Histogram, Sums, accumulator_dtype
+from polyhead.observation.calls import Call
 from polyhead.observation.collectors import Collected
 from polyhead.observation.compiled import CompiledModules, compiled_callers, compiled_modules
 from polyhead.observation.nested_sessions import is_gated_by_another
 from polyhead.observation.output_projections import candidate_projections, output_matrix, reads_heads
-from polyhead.observation.session import Call, Session
+from polyhead.observation.session import Session
 from polyhead.observation.statistics import AttentionSite
 from polyhead.observation.watcher import is_recomputed
 from polyhead.ops.attention import AttentionOutput
@@ -104,7 +105,7 @@ class HeadSignals:
 
     def attach(self) -> None:
         """Start to read the output projections, after the session was entered."""
-        modules = self._session.attention_modules
+        modules = self._session.possible_modules
         if self.is_searching:
             self._wrappers = candidate_projections(self._session.model, modules)
             names = {module: name or type(module).__name__ for name, module in self._session.model.named_modules()}

@@ -1,0 +1,329 @@
+"""Calls of attention functions of PyTorch, read as calls of `polyhead.attention`."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyhead.masks import Mask, is_readable
+from polyhead.observation.rows import Tokens, with_positions
+from polyhead.observation.transformers_models import SOURCES
+from polyhead.ops.common.tracing import is_transformed
+
+# Names under which modules keep their number of heads, and receive the tokens of the keys.
+_HEAD_COUNTS = ("num_heads", "n_heads", "heads", "n_head", "nhead", "num_attention_heads")
+_SOURCES = (*SOURCES, "context", "memory", "encoder_out", "encoder_output", "source", "xa", "kv", "key", "k")
+_CROSS_NAMES = ("encoder_attn", "src_attn", "enc_attn")
+
+
+class NotUnderstood(Exception):
+    """Reason why an attention call is not observed."""
+
+
+@dataclass(slots=True, eq=False)
+class RunningModule:
+    """A module that is running, its inputs, and the number of attention functions that it has called."""
+
+    module: nn.Module
+    path: str
+    positional: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    calls: int = 0
+    is_reported: bool = False  # whether its attention is reported in another way
+    outer: RunningModule | None = None  # the module that called it
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the floating-point inputs by name."""
+        names = _parameters(type(self.module))
+        inputs = {**dict(zip(names, self.positional, strict=False)), **self.keywords}
+        return {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
+
+
+def _forward_parameters(kind: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+_parameters: Callable[[type], tuple[str, ...]] = cache(_forward_parameters)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadAxes:
+    """Conversion between the axes of a call and [batch, heads, sequence, dim], by views where possible."""
+
+    split: Callable[[Tensor], Tensor] = _same
+    join: Callable[[Tensor], Tensor] = _same
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionCall:
+    """One attention call with the arguments of `polyhead.attention`."""
+
+    query: Tensor  # [batch, heads, queries, head_dim]
+    key: Tensor  # [batch, kv_heads, keys, head_dim]
+    value: Tensor  # [batch, kv_heads, keys, value_dim]
+    mask: Mask | None
+    scale: float | None
+    cross: bool
+    axes: HeadAxes = field(default_factory=HeadAxes)
+    tokens: Tensor | None = None  # [batch, queries], False for padding; None: as the mask shows
+
+
+def read_scaled_dot_product(
+    running: RunningModule,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> AttentionCall:
+    """Read a call of `F.scaled_dot_product_attention`; weights are those before dropout."""
+    axes = check_tensors(running, query, key, value)
+    rank = query.ndim
+    ends_aligned = _is_aligned_at_the_end(attn_mask)
+    if ends_aligned is not None:
+        is_causal, attn_mask = True, None
+    elif attn_mask is not None:
+        if is_causal:
+            raise NotUnderstood("it has a mask and is_causal, which PyTorch did not define")
+        attn_mask = _split_mask(attn_mask, query, axes)
+    query, key, value = matching_heads(*(axes.split(x) for x in (query, key, value)), grouped=enable_gqa or rank == 4)
+    queries, keys = query.shape[2], key.shape[2]
+    if is_causal and not ends_aligned:
+        # PyTorch aligns the first query with the first key.
+        if keys > queries:
+            key, value = key[:, :, :queries], value[:, :, :queries]
+        causal = Mask.causal()
+        if queries > keys:
+            positions = torch.arange(queries, device=query.device)
+            causal = causal & Mask.positions(positions, positions[:keys])
+        return AttentionCall(query, key, value, causal, scale, cross=False, axes=axes)
+    if is_causal:
+        return AttentionCall(query, key, value, Mask.causal(), scale, cross=False, axes=axes)
+    mask = None if attn_mask is None else as_mask(attn_mask, queries, keys)
+    return AttentionCall(query, key, value, mask, scale, is_cross(running, query, key, mask), axes)
+
+
+def _is_aligned_at_the_end(mask: Tensor | None) -> bool | None:
+    """Return whether a causal bias of PyTorch aligns the last query with the last key; None for other masks."""
+    module = sys.modules.get("torch.nn.attention.bias")  # importing it loads Triton
+    if module is None or not isinstance(mask, module.CausalBias):
+        return None
+    return bool(mask.variant is module.CausalVariant.LOWER_RIGHT)
+
+
+def check_tensors(running: RunningModule, *tensors: Tensor) -> HeadAxes:
+    """Return the axes of query, key and value; raise for tensors that cannot be observed."""
+    if is_transformed():
+        raise NotUnderstood("it runs inside a transform of torch.func or in forward-mode AD")
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        raise NotUnderstood("it is traced")
+    for x in tensors:
+        if not isinstance(x, Tensor) or type(x) not in (Tensor, nn.Parameter) or x.is_nested or x.is_meta:
+            kind = "a meta tensor" if type(x) is Tensor and x.is_meta else f"a {type(x).__name__}"
+            kind = "a nested tensor" if isinstance(x, Tensor) and x.is_nested else kind
+            raise NotUnderstood(f"queries, keys and values must be plain tensors, got {kind}")
+    ranks = [x.ndim for x in tensors]
+    if len({*ranks}) > 1:
+        raise NotUnderstood(f"queries, keys and values must have one number of axes, got {ranks}")
+    return _axes(running, tensors[0])
+
+
+def _axes(running: RunningModule, query: Tensor) -> HeadAxes:
+    """Return the axes of a call of any rank; raise where the heads cannot be told from the batch."""
+    match query.ndim:
+        case 4:
+            return HeadAxes()
+        case 2:
+            return HeadAxes(lambda x: x[None, None], lambda x: x[0, 0])
+        case 3:
+            rows, length = query.shape[:2]
+            tokens = next(iter(running.tensors().values()), None)
+            if tokens is not None and tokens.ndim == 3 and tuple(tokens.shape[:2]) == (rows, length):
+                return HeadAxes(lambda x: x[:, None], lambda x: x[:, 0])
+            is_one_sequence = tokens is not None and (tokens.ndim == 2 or tokens.shape[0] == 1)
+            if is_one_sequence and rows in _head_counts(running.module):
+                return HeadAxes(lambda x: x[None], lambda x: x[0])
+        case rank if rank > 4:
+            leading, counts = query.shape[:-2], _head_counts(running.module)
+            axes = [axis for axis, size in enumerate(leading) if size in counts]
+            if len(axes) == 1:
+                others = [size for axis, size in enumerate(leading) if axis != axes[0]]
+                return HeadAxes(
+                    lambda x: x.movedim(axes[0], -3).flatten(0, -4),
+                    lambda x: x.unflatten(0, others).movedim(-3, axes[0]),
+                )
+    raise NotUnderstood(
+        f"the axes of batch and heads must be known, as in [batch, heads, sequence, head_dim], got {[*query.shape]}"
+    )
+
+
+def _head_counts(module: nn.Module) -> set[int]:
+    counts = (getattr(module, name, None) for name in _HEAD_COUNTS)
+    return {count for count in counts if isinstance(count, int) and not isinstance(count, bool)}
+
+
+def _split_mask(mask: Tensor, query: Tensor, axes: HeadAxes) -> Tensor:
+    """Return a mask that broadcasts to the logits as [batch or 1, heads or 1, queries or 1, keys or 1]."""
+    if type(mask) not in (Tensor, nn.Parameter) or mask.is_nested:
+        raise NotUnderstood(f"masks must be plain tensors, got {type(mask).__name__}")
+    if mask.ndim > query.ndim or mask.ndim < 2:
+        raise NotUnderstood(f"masks must have 2 to {query.ndim} axes, as the queries, got shape {[*mask.shape]}")
+    mask = mask.reshape((1,) * (query.ndim - mask.ndim) + tuple(mask.shape))
+    if all(size == 1 for size in mask.shape[:-2]):
+        return mask.reshape(1, 1, *mask.shape[-2:])
+    is_broadcast = query.ndim > 4
+    return axes.split(mask.expand(*query.shape[:-2], *mask.shape[-2:]) if is_broadcast else mask)
+
+
+def matching_heads(query: Tensor, key: Tensor, value: Tensor, *, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Broadcast the batch, and check that heads are shared as `polyhead.attention` shares them."""
+    batch = max(x.shape[0] for x in (query, key, value))
+    query, key, value = (x.expand(batch, -1, -1, -1) if x.shape[0] == 1 != batch else x for x in (query, key, value))
+    heads, key_heads, value_heads = (x.shape[1] for x in (query, key, value))
+    if key_heads != value_heads or heads % max(key_heads, 1) or not (grouped or heads == key_heads):
+        raise NotUnderstood(
+            "keys and values must have the same heads, of which the heads of the queries are a multiple, got "
+            f"{heads}, {key_heads} and {value_heads}"
+        )
+    return query, key, value
+
+
+def as_mask(mask: Tensor, queries: int, keys: int) -> Mask | None:
+    """Return the mask of a tensor that broadcasts to [batch, heads, queries, keys], which is not copied.
+
+    Tensors on the CPU are compared with a causal mask.
+    """
+    if mask.shape[-1] == 1 != keys:
+        mask = mask.expand(-1, -1, -1, keys)
+    if is_readable(mask) and not mask.requires_grad:
+        visible, hidden = (mask, ~mask) if mask.dtype is torch.bool else (mask == 0, mask == -torch.inf)
+        if bool(visible.all()):
+            return None
+        is_square = mask.shape == (1, 1, queries, keys) and queries == keys and bool((visible | hidden).all())
+        if is_square and torch.equal(visible[0, 0], torch.ones_like(visible[0, 0]).tril()):
+            return Mask.causal()
+    return Mask.dense(mask) if mask.dtype is torch.bool else Mask.bias(mask, zero_one=True)
+
+
+def located(call: AttentionCall, starts: dict[str, Tensor], site: str) -> AttentionCall:
+    """Return a call whose dense mask has the positions of its tokens, which the tensor does not show.
+
+    Positions count from the first token that is not padding. With fewer queries than keys, keys come from a cache: a
+    query is at its last visible key, or the queries are the last of the visible keys if these are the same for all.
+
+    Args:
+        call: a call.
+        starts: first token of each sequence, [batch or 1], by site, for the calls that follow; updated.
+        site: name of the call's site.
+    """
+    mask, batch, queries, keys = call.mask, call.query.shape[0], call.query.shape[2], call.key.shape[2]
+    if call.cross:
+        return call
+    index = torch.arange(keys, device=call.query.device)
+    is_dense = mask is not None and len(mask.allowed) + len(mask.biases) > 0
+    if queries >= keys:
+        starts.pop(site, None)
+        non_padding = Tokens.of(mask, call.query, call.key).non_padding() if is_dense else None
+        if non_padding is None or (is_readable(non_padding) and bool(non_padding.all())):
+            return call
+        starts[site] = torch.where(non_padding, index, keys).amin(-1)
+        return replace(call, mask=with_positions(mask, non_padding))
+    first = starts.get(site)
+    first = None if first is None or len(first) not in (1, batch) else first
+    if not is_dense:
+        if first is None:
+            return call
+        return replace(call, mask=_placed(mask, index[None, keys - queries :], first[:, None], index))
+    assert mask is not None
+    visible = _visible_keys(mask)  # [batch or 1, queries or 1, keys]
+    last = torch.where(visible, index, -1).amax(-1).expand(-1, queries)
+    offsets = last - index[:queries]
+    offset = offsets.amax(-1, keepdim=True)  # padding queries see less than others, or nothing
+    if queries > 1:
+        is_causal = (offsets == offset).sum(-1, keepdim=True) > 1
+        offset = torch.where(is_causal, offset, (last.amax(-1, keepdim=True) - (queries - 1)).clamp_min(0))
+    positions = index[:queries] + offset.clamp_min(0)
+    # Queries from the beginning of a preallocated cache show where their sequence starts.
+    is_shown = visible.any(1)
+    shown_first = torch.where(is_shown, index, keys).amin(-1)
+    earlier = torch.zeros_like(shown_first) if first is None else first
+    first = starts[site] = torch.where(offset[:, 0] <= 0, shown_first, earlier)
+    tokens = is_shown.expand(len(positions), -1).gather(1, positions.clamp_max(keys - 1)).expand(batch, -1)
+    return replace(call, mask=_placed(mask, positions, first[:, None], index), tokens=tokens)
+
+
+def _placed(mask: Mask | None, positions: Tensor, first: Tensor, index: Tensor) -> Mask:
+    """Add positions of queries, by key index, to a mask; keys before the first token, [batch or 1, 1], are padding."""
+    placed = Mask.positions(positions - first, (index - first).clamp_min(-1))
+    return placed if mask is None else mask & placed
+
+
+def _visible_keys(mask: Mask) -> Tensor:
+    """Return the keys that the dense terms of a mask show to any head, [batch or 1, queries or 1, keys]."""
+    terms = [*mask.allowed, *(x.detach() > torch.finfo(x.dtype).min / 2 for x in mask.biases)]
+    visible = terms[0]
+    for term in terms[1:]:
+        visible = visible & term
+    return visible.any(1)
+
+
+def is_cross(running: RunningModule, query: Tensor, key: Tensor, mask: Mask | None) -> bool:
+    """Return whether keys and queries are different tokens, from the inputs and the name of the calling module."""
+    batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
+    if _is_named_cross(running):
+        return True
+    while running.outer is not None and _receives_heads(running, query):
+        running = running.outer  # a module around it has projected the tokens
+        if _is_named_cross(running):
+            return True
+    inputs = running.tensors()
+    own = next(iter(inputs.values()), None)
+    if not _receives_heads(running, query):
+        sources = [inputs[name] for name in _SOURCES if name in inputs]
+        if any(x is not own and _has_tokens(x, batch, keys) for x in sources):
+            return True
+    if queries == keys:
+        return False
+    if queries > keys or any(x is not own and x.ndim == 3 and x.shape[1] == keys for x in inputs.values()):
+        return True
+    # With fewer queries than keys, a mask that depends on the query means a cache, as do queries of all input tokens.
+    if mask is not None and any(x.shape[2] > 1 for x in (*mask.allowed, *mask.biases)):
+        return False
+    return own is None or own.ndim < 2 or own.shape[-2] != queries
+
+
+def _is_named_cross(running: RunningModule) -> bool:
+    names = (type(running.module).__name__.lower(), running.path.rpartition(".")[2].lower())
+    is_marked = getattr(running.module, "is_cross_attention", False) is True
+    return is_marked or any("cross" in name for name in names) or names[1] in _CROSS_NAMES
+
+
+def _receives_heads(running: RunningModule, query: Tensor) -> bool:
+    """Return whether the first input of a module is the queries of its heads rather than tokens."""
+    own = next(iter(running.tensors().values()), None)
+    if own is None or own.ndim < 2:
+        return False
+    return (own.ndim > 3 and own.shape[-2:] == query.shape[-2:]) or own.data_ptr() == query.data_ptr()
+
+
+def _has_tokens(x: Tensor, batch: int, count: int) -> bool:
+    """Return whether an input has this many tokens: [..., tokens, width], [tokens, batch, width] or an image."""
+    if x.ndim < 2:
+        return False
+    is_image = x.ndim == 4 and x.shape[2] * x.shape[3] == count
+    return x.shape[-2] == count or is_image or (x.ndim == 3 and tuple(x.shape[:2]) == (count, batch))

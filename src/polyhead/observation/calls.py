@@ -1,0 +1,80 @@
+"""One observed attention call of a session, and the plan that all calls of a site share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from polyhead.masks import Mask
+from polyhead.observation.compiled import GradientHook
+from polyhead.observation.forward_statistics import ForwardRecorder
+from polyhead.observation.rows import Tokens, corrected, hidden_by_bias, non_padding_rows
+from polyhead.observation.statistics import AttentionSite
+from polyhead.ops.attended import Attended
+from polyhead.ops.attention import AttentionOutput, Statistics
+
+if TYPE_CHECKING:
+    from polyhead.observation.session import Session
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One observed attention call."""
+
+    session: Session
+    site: AttentionSite
+    columns: tuple[str, ...]
+    requested: Statistics | None
+    tokens: Tokens | Tensor | None  # source of the padding mask, or the mask itself
+    counts: bool = True
+    has_collectors: bool = False  # whether collectors receive the full values and the log-sum-exp
+    gate: Tensor | None = None  # [heads], [batch, heads] or [batch, heads, queries]
+    learned_sinks: bool = False
+    mask: Mask | None = None
+    sinks_in_view: Tensor | None = None  # [batch]; False where the cache has dropped the first keys of the sequence
+    differentiable: bool = False
+    keeper: ForwardRecorder | None = None
+    is_compiled: bool = False  # then the listener sets `gradient_hook` instead of registering it with the output
+    half_autocast: bool = False  # of compiled code; it runs without autocast
+    gradient_hook: GradientHook | None = None
+
+    @property
+    def has_listener(self) -> bool:
+        """Whether the session has a listener, which reads the outputs of heads, also in a recomputation."""
+        return self.session.listener is not None
+
+    def notify(self, attended: Attended) -> None:
+        if self.keeper is not None and attended.result.statistics is not None and len(self.columns):
+            heads = self.session.heads_of(self.site)
+            self.keeper.add(self, heads, self.columns, attended)
+        if self.counts or self.has_listener:
+            with torch.no_grad():
+                non_padding, rows = non_padding_rows(self.tokens), attended.result.statistics
+                if rows is not None and len(self.columns):
+                    rows = corrected(rows, hidden_by_bias(self.mask), self.sinks_in_view)
+                    attended = replace(attended, result=replace(attended.result, statistics=rows))
+                    self.record(attended.result, non_padding)
+                if self.counts and self.has_collectors:
+                    self.session.collect(self.site, attended, non_padding)
+
+    def record(self, result: AttentionOutput, non_padding: Tensor | None) -> None:
+        """Add the corrected row statistics of a result, and pass it to the listener."""
+        assert result.statistics is not None
+        if self.counts:
+            self.session.add(self, result.statistics, non_padding)
+        if self.session.listener is not None:
+            self.session.listener(self, result, non_padding)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """Call-independent data of a module: its site and the statistics to compute there."""
+
+    site: AttentionSite
+    root: str  # path of the layer stack, whose self-attention and cross-attention share their queries
+    columns: tuple[str, ...]
+    requested: Statistics | None
+    chosen: bool

@@ -1,0 +1,307 @@
+"""Observe models that call attention functions of PyTorch directly, e.g. `F.scaled_dot_product_attention`.
+
+While a module of the model runs, a `TorchFunctionMode` of its thread receives the calls, under whatever name the
+function was imported. The model continues with the output of its own call; the statistics are computed in a second pass
+over queries and keys, outside of its autograd graph.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._higher_order_ops.flex_attention import flex_attention as flex_operator
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes
+
+from polyhead.observation import flex_calls
+from polyhead.observation.attention_calls import (
+    AttentionCall,
+    NotUnderstood,
+    RunningModule,
+    located,
+    read_scaled_dot_product,
+)
+from polyhead.observation.rows import Tokens
+from polyhead.observation.staging import wrapped_calls
+from polyhead.observation.transformers_models import is_pretrained
+from polyhead.observation.watcher import ObservedCall, OutputSite, Watcher, is_recomputed
+from polyhead.ops.attended import Attended
+from polyhead.ops.attention import attention
+from polyhead.ops.common.gates import gate_factors
+
+FUNCTIONS = ("scaled_dot_product_attention", "flex_attention")
+_LIBRARIES = ("torch", "polyhead")
+
+
+class SkippedCall(NamedTuple):
+    """An attention call that a session did not observe: its site, and the reason."""
+
+    site: str
+    reason: str
+
+
+def calling_modules(model: nn.Module, observed: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
+    """Return the modules that may call attention functions by themselves; none if no module is likely to.
+
+    Every torch function of a model that is intercepted costs a few microseconds. If attention was found in another
+    way, or in a model of transformers, the files of its classes decide: they call such a function, or not.
+
+    Args:
+        model: a model.
+        observed: its modules whose attention is observed in another way.
+    """
+    modules = tuple(model.modules())
+    own = [x for x in modules if _package(type(x)) not in _LIBRARIES or isinstance(x, torch.fx.GraphModule)]
+    has_others = any(True for _ in observed)
+    if not any(_calls_attention(type(x)) if has_others or _package(type(x)) == "transformers" else True for x in own):
+        return ()
+    return tuple(dict.fromkeys((model, *own)))
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _file_calls_attention(kind: type) -> bool:
+    """Return whether the file that defines a class, or a function that it imports, calls an attention function."""
+    for owner in kind.__mro__:
+        if _package(owner) in (*_LIBRARIES, "builtins"):
+            continue
+        file = sys.modules.get(owner.__module__)
+        is_own = _package(owner) != "transformers"
+        for value in () if file is None else tuple(vars(file).values()):
+            if getattr(value, "__module__", None) == owner.__module__ or (is_own and inspect.isfunction(value)):
+                members = vars(value).values() if inspect.isclass(value) else (value,)
+                codes = (getattr(inspect.unwrap(x), "__code__", None) for x in members if callable(x))
+                if any(name in FUNCTIONS for code in codes if code is not None for name in code.co_names):
+                    return True
+    return False
+
+
+_calls_attention: Callable[[type], bool] = cache(_file_calls_attention)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Function:
+    """An attention function: reads its arguments, and its output among its results."""
+
+    read: Callable[..., AttentionCall]
+    output: Callable[[Any], Tensor] = lambda result: result
+    with_output: Callable[[Any, Tensor], Any] = lambda result, output: output
+    serve: Callable[[AttentionCall, tuple[Any, ...]], Any] | None = None  # computes its results; None: it does itself
+    run: Callable[..., Any] = lambda original, args, kwargs: original(*args, **kwargs)
+
+
+_SDPA = _Function(read_scaled_dot_product)
+_FLEX = _Function(
+    flex_calls.read_flex,
+    output=lambda result: result[0],
+    with_output=lambda result, output: (output, *result[1:]),
+    serve=flex_calls.attend_flex,
+    run=flex_calls.run_flex,
+)
+_FUNCTIONS: dict[Any, _Function | str] = {
+    F.scaled_dot_product_attention: _SDPA,
+    torch.ops.aten.scaled_dot_product_attention: _SDPA,
+    torch.ops.aten.scaled_dot_product_attention.default: _SDPA,
+    flex_operator: _FLEX,
+    F.multi_head_attention_forward: "F.multi_head_attention_forward is observed in torch.nn.MultiheadAttention only",
+}
+
+
+@dataclass(slots=True, eq=False)
+class Interceptor:
+    """Intercepts the attention functions that modules of a model call.
+
+    Args:
+        watcher: the session.
+        on_return: called when the model itself returns from its outermost call.
+        names: paths of the model's modules, by id.
+    """
+
+    watcher: Watcher
+    on_return: Callable[[], None]
+    names: Mapping[int, str] = field(default_factory=dict)
+    skipped: dict[SkippedCall, None] = field(default_factory=dict)
+    called: dict[str, None] = field(default_factory=dict)  # names of all sites, understood or not
+    has_run: bool = False  # whether a module of the model has finished a call
+    _starts: dict[str, Tensor] = field(default_factory=dict)
+    _threads: threading.local = field(default_factory=threading.local)
+
+    @contextmanager
+    def watching(self, model: nn.Module, modules: Iterable[nn.Module], reported: Iterable[nn.Module]) -> Iterator[None]:
+        """Intercept while one of these modules runs; the attention of `reported` is left to others."""
+        elsewhere = {id(module) for module in reported}
+
+        def wrap(method: Callable[..., Any], module: nn.Module) -> _Entry:
+            return _Entry(self, method, module, module is model, id(module) in elsewhere)
+
+        with ExitStack() as undo:
+            undo.callback(self._leave)
+            undo.enter_context(wrapped_calls(dict.fromkeys((*modules, *reported)), wrap))
+            yield
+
+    def _leave(self) -> None:
+        self._starts.clear()
+        self._threads = threading.local()
+        _remove_modes(self)
+
+    def run(self, entry: _Entry, positional: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Run a module of the model."""
+        stack: list[RunningModule] | None = getattr(self._threads, "stack", None)
+        if stack is None:
+            stack = self._threads.stack = []
+        path, outer = self.names[id(entry.module)], stack[-1] if len(stack) else None
+        stack.append(RunningModule(entry.module, path, positional, keywords, 0, entry.is_reported, outer))
+        try:
+            if len(stack) > 1:
+                return entry.call(*positional, **keywords)
+            with _InterceptingMode(self):
+                result = entry.call(*positional, **keywords)
+            if not is_recomputed():
+                self.has_run = True
+                if entry.is_model:
+                    self.on_return()
+            return result
+        finally:
+            stack.pop()
+
+    def attend(
+        self, function: _Function | str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an attention function that a module calls, and report its attention."""
+        stack: list[RunningModule] = getattr(self._threads, "stack", [])
+        if not len(stack) or any(x.is_reported for x in stack):
+            return original(*args, **kwargs)
+        running, result = stack[-1], None
+        is_served = not isinstance(function, str) and function.serve is not None
+        if not is_served:
+            result = original(*args, **kwargs)  # also checks its arguments
+        running.calls += 1
+        site = running.path if running.calls == 1 else f"{running.path}#{running.calls}"
+        self.called[site] = None
+        try:
+            if isinstance(function, str):
+                raise NotUnderstood(function)
+            call = function.read(running, *args, **kwargs)
+            with _disable_current_modes(), torch.no_grad():
+                call = located(call, self._starts, site)
+            known = self.watcher.heads_at(site, cross=call.cross)
+            if known not in (None, call.query.shape[1]):
+                raise NotUnderstood(f"a site must always have the same heads, got {call.query.shape[1]} after {known}")
+        except NotUnderstood as reason:
+            self.skipped[SkippedCall(site, str(reason))] = None
+            return function.run(original, args, kwargs) if is_served else result  # type: ignore[union-attr]
+        if function.serve is not None:
+            result = function.serve(call, args)
+        key = running.module if running.calls == 1 else OutputSite(site)
+        tokens = Tokens.of(call.mask, call.query, call.key) if call.tokens is None else call.tokens
+        observed = self.watcher.call(key, call.query.shape[1], tokens, cross=call.cross)
+        if observed is None:
+            return result
+        # The tensor on the path of the gradients, for those who register hooks with it.
+        heads = call.axes.split(function.output(result))
+        if observed.counts or observed.differentiable or observed.has_listener:
+            _report(observed, call, heads)
+        if observed.gate is not None:
+            heads = heads * gate_factors(observed.gate, *heads.shape[:3]).to(heads.dtype)
+        return function.with_output(result, call.axes.join(heads))
+
+
+def _report(observed: ObservedCall, call: AttentionCall, heads: Tensor) -> None:
+    """Compute the statistics of a call and report them."""
+    observed.mask = call.mask
+    # A dispatch mode, as of selective checkpointing, would match these operators with those of the recomputation.
+    unseen: AbstractContextManager[Any] = nullcontext() if observed.differentiable else _disable_current_modes()
+    with unseen, torch.set_grad_enabled(observed.differentiable and torch.is_grad_enabled()):
+        attended = attention(
+            call.query,
+            call.key,
+            call.value[..., :1],  # the statistics need no values
+            mask=call.mask,
+            scale=call.scale,
+            statistics=observed.requested,
+            logsumexp=observed.has_collectors,
+        )
+        result = replace(attended, output=heads)
+    with _disable_current_modes(), torch.set_grad_enabled(observed.differentiable and torch.is_grad_enabled()):
+        observed.notify(Attended(call.query, call.key, call.value, result, call.mask, call.scale))
+
+
+class _InterceptingMode(TorchFunctionMode):
+    """Passes the attention functions of the current thread to an interceptor."""
+
+    def __init__(self, interceptor: Interceptor) -> None:
+        super().__init__()
+        self.interceptor = interceptor
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        function = _FUNCTIONS.get(func)
+        if function is None or sys._getframe(1).f_globals.get("__name__", "").startswith("polyhead.ops."):
+            return func(*args, **(kwargs or {}))
+        return self.interceptor.attend(function, func, args, kwargs or {})
+
+
+def _remove_modes(interceptor: Interceptor) -> None:
+    """Remove modes that an interrupt between two instructions has left behind in this thread."""
+    modes = _get_current_function_mode_stack()
+    if any(isinstance(x, _InterceptingMode) and x.interceptor is interceptor for x in modes):
+        for _ in modes:
+            torch._C._pop_torch_function_stack()
+        for mode in modes:
+            if not (isinstance(mode, _InterceptingMode) and mode.interceptor is interceptor):
+                torch._C._push_on_torch_function_stack(mode)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Entry:
+    """Method of a module that runs it and its hooks."""
+
+    interceptor: Interceptor
+    call: Callable[..., Any]
+    module: nn.Module
+    is_model: bool
+    is_reported: bool
+
+    def __call__(self, *positional: Any, **keywords: Any) -> Any:
+        return self.interceptor.run(self, positional, keywords)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A pickled or copied module gets its own method back and is not observed.
+        return getattr, (self.module, "_call_impl")
+
+
+def why_nothing_called(model: nn.Module) -> str:
+    """Return the error message for a model that ran without any attention that can be observed."""
+    has_weights = any(is_pretrained(module) for module in model.modules())
+    advice = (
+        "observe(model, via_weights=True) reads the attention weights that the model returns"
+        if has_weights
+        else "pass adapters for its attention modules: observe(model, adapters=...)"
+    )
+    return (
+        "observe supports transformers models, polyhead.MultiHeadAttention, torch.nn.MultiheadAttention and modules "
+        f"that call F.scaled_dot_product_attention or flex_attention, got {type(model).__name__}, which ran without "
+        f"any of them; {advice}"
+    )
+
+
+def skipped_note(skipped: Iterable[SkippedCall]) -> str:
+    """Return a note that names up to three calls that were not observed; empty without any."""
+    calls = list(skipped)
+    if not len(calls):
+        return ""
+    more = f", and {len(calls) - 3} more in session.skipped" if len(calls) > 3 else ""
+    return "not observed: " + ", ".join(f"{x.site} ({x.reason})" for x in calls[:3]) + more
