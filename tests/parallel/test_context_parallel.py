@@ -499,7 +499,7 @@ def shards_of_a_sequence() -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_rows_statistics_and_gradients_are_those_of_one_process(ranks: Ranks, world: int) -> None:
-    cases = CASES[:: 4 if world == 2 else 1]
+    cases = CASES[10:] if world == 2 else CASES[:14]
     for backends in ranks.run(compare_with_one_process, cases, world=world):
         assert backends == [f"{method}/blockwise" for _, method, _, _ in cases]
 
