@@ -37,6 +37,7 @@ from tests.observation.direct_models import (
 )
 from tests.observation.from_weights import Expected, assert_table
 from tests.observation.test_session import assert_equal_tables, assert_same_trace, trace_of
+from tests.observation.test_session import build as build_family
 
 BATCH, TOKENS, SOURCE = 2, 11, 7
 
@@ -799,6 +800,29 @@ def test_layers_that_are_observed_in_other_ways_count_once():
     assert {site.name: count for site, count in session.observations.calls.items()} == {"own": 1, "torch": 1, "ours": 1}
     assert session.profile["tokens"].eq(BATCH * TOKENS).all()
     assert session.skipped == []
+
+
+def test_a_class_inside_a_function_is_found_beside_other_attention():
+    class Local(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.torch = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+        def forward(self, x):
+            heads = [F.scaled_dot_product_attention(part, part, part) for part in [split_heads(x)]]
+            x = join_heads(heads[0])
+            return self.torch(x, x, x)[0]
+
+    with torch.no_grad(), polyhead.observe(build(Local())) as session:
+        session.model(tokens())
+    assert {site.name for site in session.observations.calls} == {"Local", "torch"}
+
+
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_models_that_use_the_interface_throughout_are_not_intercepted(name):
+    session = polyhead.observe(build_family(name))
+    assert session.possible_modules == session.attention_modules
+    assert len(session.attention_modules) > 0
 
 
 def test_an_adapter_takes_precedence():

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -79,13 +80,18 @@ def _file_calls_attention(kind: type) -> bool:
             continue
         file = sys.modules.get(owner.__module__)
         is_own = _package(owner) != "transformers"
-        for value in () if file is None else tuple(vars(file).values()):
+        for value in (owner, *(() if file is None else vars(file).values())):
             if getattr(value, "__module__", None) == owner.__module__ or (is_own and inspect.isfunction(value)):
                 members = vars(value).values() if inspect.isclass(value) else (value,)
-                codes = (getattr(inspect.unwrap(x), "__code__", None) for x in members if callable(x))
-                if any(name in FUNCTIONS for code in codes if code is not None for name in code.co_names):
+                codes = [getattr(inspect.unwrap(x), "__code__", None) for x in members if callable(x)]
+                if any(isinstance(code, CodeType) and _names_attention(code) for code in codes):
                     return True
     return False
+
+
+def _names_attention(code: CodeType) -> bool:
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return any(name in FUNCTIONS for name in code.co_names) or any(map(_names_attention, inner))
 
 
 _calls_attention: Callable[[type], bool] = cache(_file_calls_attention)
