@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from polyhead.errors import DeviceError, OptionError
 from polyhead.inspection import load_inspection
 from polyhead.inspection.run_files import OBSERVATIONS, check_saved
+from polyhead.inspection.shard_files import checked_shards
 from polyhead.observation import read_facts
 from polyhead.observation.saving import _KEY
 from polyhead.observation.session import Call
@@ -163,16 +164,14 @@ def test_shards_that_are_not_exactly_one_run_are_refused(place, loaded, shards, 
 
 def test_shards_on_different_gpus_are_of_one_run(shards, tmp_path):
     """The observations name the device; here it is only compared."""
-    from polyhead.workflows.sharded_inspecting import _checked_shards
-
     settings = read_facts(shards[0] / OBSERVATIONS)["settings"]
     on_gpus = [
         changed(shard, tmp_path / str(index), settings={**settings, "device": f"cuda:{index}", "text": f"/{index}"})
         for index, shard in enumerate(shards)
     ]
-    assert [facts["settings"]["device"] for _, facts in _checked_shards(on_gpus)] == ["cuda:0", "cuda:1", "cuda:2"]
+    assert [facts["settings"]["device"] for _, facts in checked_shards(on_gpus)] == ["cuda:0", "cuda:1", "cuda:2"]
     with pytest.raises(OptionError, match=r"the same device, got 'cuda' in .* and 'cpu' in"):
-        _checked_shards([*on_gpus[:2], shards[2]])
+        checked_shards([*on_gpus[:2], shards[2]])
 
 
 def test_each_rank_takes_the_gpu_of_its_local_rank(monkeypatch):

@@ -7,7 +7,6 @@ floating-point sums. The probes, which take a bounded part of the text, run once
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from polyhead.errors import DeviceError, OptionError
-from polyhead.files import as_type, check_pyarrow, refusing
+from polyhead.files import check_pyarrow
 from polyhead.inspection.inspection_files import save_inspection
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.run_files import (
@@ -26,12 +25,12 @@ from polyhead.inspection.run_files import (
     SHARDS,
     TABLE,
     check_new_run,
-    check_shards,
     shard_folder,
     worker_count,
 )
 from polyhead.inspection.running import InspectionRun
 from polyhead.inspection.settings import Settings
+from polyhead.inspection.shard_files import checked_shards
 from polyhead.inspection.text_pass import SAVE_SECONDS, STEP, TextRead, shard_of, versions
 from polyhead.observation import Observations, read_facts
 from polyhead.observation.reducing import reduce_observations
@@ -42,19 +41,6 @@ from polyhead.sources import LoadedModel, Shard
 from polyhead.sources.shards import WHOLE
 from polyhead.sources.text_contexts import Text
 from polyhead.workflows.inspecting import load_settings_model
-
-# What merging needs to know of a shard, and its types.
-_FACTS: dict[str, Any] = {
-    "settings": Mapping[str, Any],
-    "shard": Any,  # `shard_of` reads it
-    "batches": int,
-    "digest": str | None,
-    "tokens": int,
-    "complete": bool,
-    "versions": Mapping[str, str],
-    "model": str,
-    "text": str,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +127,7 @@ def merge_runs(
     """
     output = Path(output)
     paths = [Path(folder) for folder in folders]
-    shards = _checked_shards(paths)
+    shards = checked_shards(paths)
     check_new_run(output, "--output")
     check_pyarrow(output / TABLE)
     settings = Settings.from_dict(shards[0][1]["settings"])
@@ -326,71 +312,3 @@ def _check_count(folder: Path, world: int) -> None:
         raise OptionError(
             f"a run must be resumed by as many workers as it was started with, {count}, got {world} for {folder}"
         )
-
-
-# ---- shards to merge
-
-
-def _checked_shards(folders: Sequence[Path]) -> list[tuple[Path, dict[str, Any]]]:
-    """Return the files and facts of all shards of one run in order; raise if they are not exactly that."""
-    if not folders:
-        raise OptionError("merge-runs needs the folders of all shards of a run, got none")
-    check_shards(folders)
-    shards: dict[Shard, tuple[Path, dict[str, Any]]] = {}
-    for folder in folders:
-        path = folder / OBSERVATIONS
-        facts = _facts_of(path)
-        shard = shard_of(path, facts)
-        if shard in shards:
-            raise OptionError(f"each shard is merged once, got shard {shard} in {shards[shard][0].parent} and {folder}")
-        shards[shard] = path, facts
-    ordered = sorted(shards, key=lambda shard: (shard.count, shard.index))
-    first, last = ordered[0], ordered[-1]
-    if first.count != last.count:
-        raise OptionError(
-            f"shards must be of one run, got shard {first} in {shards[first][0].parent} and {last} in "
-            f"{shards[last][0].parent}"
-        )
-    if first.count == 1:
-        raise OptionError(f"merge-runs merges shards, got {folders[0]}, a run over the whole text")
-    absent = [shard for shard in (Shard(index, first.count) for index in range(first.count)) if shard not in shards]
-    if absent:
-        raise OptionError(f"merge-runs needs all {first.count} shards, got no shard {', '.join(map(str, absent))}")
-    for shard in ordered:
-        _check_same(*shards[first], *shards[shard])
-    if unfinished := [shards[shard][0].parent for shard in ordered if not shards[shard][1]["complete"]]:
-        raise OptionError(
-            f"all shards must be complete, got a part of {', '.join(map(str, unfinished))}; continue it with: polyhead "
-            f"inspect --resume {unfinished[0]}"
-        )
-    return [shards[shard] for shard in ordered]
-
-
-def _facts_of(path: Path) -> dict[str, Any]:
-    """Return the facts of a shard; raise if one is missing or of another type."""
-    facts = read_facts(path)
-    if missing := [name for name in _FACTS if name not in facts]:
-        raise OptionError(f"a shard records its {missing[0]}, got {path.parent}, a run of an earlier version")
-    with refusing(path, "a shard is read as `polyhead inspect --shard` wrote it"):
-        Settings.from_dict(facts["settings"])
-        return {**facts, **{name: as_type(facts[name], kind, name) for name, kind in _FACTS.items()}}
-
-
-def _check_same(path: Path, facts: Mapping[str, Any], other_path: Path, other: Mapping[str, Any]) -> None:
-    """Raise if two shards are of different models, texts, settings or versions."""
-    one, two = path.parent, other_path.parent
-    for name, what in (("model", "model (weights and config)"), ("text", "text, tokenizer and contexts")):
-        if facts[name] != other[name]:
-            raise OptionError(f"shards must be of the same {what}, got another in {two} than in {one}")
-    for name, value in _comparable(facts).items():
-        if (got := _comparable(other).get(name)) != value:
-            raise OptionError(f"shards must have the same {name}, got {value!r} in {one} and {got!r} in {two}")
-
-
-def _comparable(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return versions and settings on which a result depends; a model and a text are compared by their fingerprints."""
-    settings = dataclasses.asdict(Settings.from_dict(facts["settings"]))
-    settings["device"] = settings["device"].partition(":")[0]  # each process may have a GPU of its own
-    for name in ("model", "text", "field"):
-        del settings[name]
-    return {**{f"version of {name}": version for name, version in facts["versions"].items()}, **settings}
