@@ -168,9 +168,9 @@ def with_a_difference(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("heads", r"the same heads with the same options, got .* in rank 1 and .* in rank 0"),
-        ("every", r"got every=2 in rank 1 and every=1 in rank 0"),
-        ("forward", r"got no forward of the model in training mode in rank 1"),
+        ("heads", r"every rank must pass the same heads, got .* on rank 1 and .* on rank 0 of 2"),
+        ("every", r"every rank must pass the same every, got 2 on rank 1 and 1 on rank 0 of 2"),
+        ("forward", r"a rank must have a forward of the model in training mode"),
     ],
 )
 def test_ranks_that_disagree_are_refused_by_every_rank(ranks: Ranks, kind: str, words: str) -> None:

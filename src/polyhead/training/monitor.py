@@ -383,8 +383,9 @@ class HeadMonitor:
     ) -> ReducedStep:
         """Add up the step over all ranks; the first one waits for the device."""
         if self._signals.is_searching or self._ranks is None:
-            options = [f"{name}={getattr(self, name)}" for name in ("steps", "every", "pairs_every")]
-            self._ranks = RankSums(sites, options + sorted(self.statistics), self.process_group)
+            options = {name: getattr(self, name) for name in ("steps", "every", "pairs_every")}
+            options["statistics"] = ", ".join(sorted(self.statistics))
+            self._ranks = RankSums(sites, options, next(self.model.parameters()), self.process_group)
         return self._ranks.reduce(sites, sums, self._signals.shapes_of(self._ranks.heads), loss)
 
     def _read(self, *, wait: bool) -> None:

@@ -15,10 +15,11 @@ from polyhead.errors import OptionError
 from polyhead.observation.accumulators import Maximum, MeanAndStd, accumulator_dtype
 from polyhead.observation.statistics import NAMES as ROW_COLUMNS
 from polyhead.observation.statistics import SiteStatistics
+from polyhead.parallel.agreement import agreed
+from polyhead.parallel.groups import rank_group
 from polyhead.training.head_signals import GRADIENTS, SIGNALS, SignalSums
 
 Parts = Mapping[str, Sequence[Tensor | None]]  # a tensor for each site, by name; None where a rank does not have it
-_ABSENT = "no forward of the model in training mode"
 _LOSS = "loss"
 _ROWS = ("count", "total", "largest")
 
@@ -40,15 +41,25 @@ class RankSums:
 
     Args:
         sites: observed sites of the first step of this rank.
-        options: options of this rank in words, which are those of all ranks.
+        options: options by name, which are those of all ranks.
+        like: a tensor on the device of the model.
         group: the process group; all processes by default.
 
     Raises:
-        OptionError: in every rank, if one observes other sites than the first, or with other options.
+        OptionError: in every rank, if one has no forward, observes other sites than the first, or has other options.
+        CommunicationError: a rank did not answer within the time-out of the group.
     """
 
-    def __init__(self, sites: Sequence[SiteStatistics], options: Sequence[str], group: Any = None) -> None:
-        check_ranks([*(f"{x.site} ({', '.join(x.columns)})" for x in sites), *(options if sites else ())], group)
+    def __init__(
+        self, sites: Sequence[SiteStatistics], options: Mapping[str, object], like: Tensor, group: Any = None
+    ) -> None:
+        def prepare() -> tuple[None, dict[str, str], tuple[()]]:
+            if not len(sites):
+                raise OptionError("a rank must have a forward of the model in training mode in the first observed step")
+            observed = "; ".join(f"{x.site} ({', '.join(x.columns)})" for x in sites)
+            return None, {"heads": observed, **{name: str(value) for name, value in options.items()}}, ()
+
+        agreed(rank_group(group, None), like, prepare)
         self._sites, self._group = list(sites), group
 
     @property
@@ -115,32 +126,6 @@ def has_ranks(group: Any = None) -> bool:
         group: the process group; all processes by default.
     """
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
-
-
-def check_ranks(described: Sequence[str], group: Any = None) -> None:
-    """Raise in every rank if one of them observes other heads, or with other options, than the first.
-
-    Args:
-        described: sites and options of this rank in words, without sites if it had no forward.
-        group: the process group; all processes by default.
-
-    Raises:
-        OptionError: naming the first rank that differs.
-    """
-    every: list[list[str]] = [[]] * dist.get_world_size(group)
-    dist.all_gather_object(every, list(described) or [_ABSENT], group=group)
-    for rank, other in enumerate(every):
-        if other == [_ABSENT]:
-            raise OptionError(
-                f"in the first observed step every rank must have a forward of the model, got {_ABSENT} in rank {rank}"
-            )
-        if other != every[0]:
-            at = next((i for i, pair in enumerate(zip(other, every[0], strict=False)) if pair[0] != pair[1]), -1)
-            raise OptionError(
-                "all ranks of the process group must observe the same heads with the same options, got "
-                f"{other[at]} in rank {rank} and {every[0][at]} in rank 0; pass the ranks that have the same heads as "
-                "process_group"
-            )
 
 
 def reduce_over_ranks(
