@@ -23,7 +23,7 @@ from polyhead.errors import CommunicationError, OptionError
 
 
 @dataclass(frozen=True, eq=False)
-class RankGroup:
+class MeshRanks:
     """The ranks of one mesh dimension, of which this process is one.
 
     Args:
@@ -95,7 +95,7 @@ class _SumGradients(torch.autograd.Function):
     """Identity whose gradient is summed over the ranks: of tensors that enter the ranks' own computations."""
 
     @staticmethod
-    def forward(ctx: Any, ranks: RankGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, ranks: MeshRanks, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.ranks = ranks
         ctx.set_materialize_grads(True)  # a rank that does not use a tensor still takes part in its sum
         return tuple(x.view_as(x) for x in tensors)
@@ -111,7 +111,7 @@ class _SumGradients(torch.autograd.Function):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ranks: RankGroup, x: Tensor, what: str) -> Tensor:
+    def forward(ctx: Any, ranks: MeshRanks, x: Tensor, what: str) -> Tensor:
         ctx.ranks = ranks
         return ranks.summed(x, what)
 
@@ -125,13 +125,13 @@ class _Gather(torch.autograd.Function):
     """Concatenation over ranks, of which each makes its own use, or (`same`) all make the same."""
 
     @staticmethod
-    def forward(ctx: Any, ranks: RankGroup, x: Tensor, dim: int, same: bool, what: str) -> Tensor:
+    def forward(ctx: Any, ranks: MeshRanks, x: Tensor, dim: int, same: bool, what: str) -> Tensor:
         ctx.ranks, ctx.dim, ctx.same = ranks, dim, same
         return ranks.gathered(x, dim, what)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        ranks: RankGroup = ctx.ranks
+        ranks: MeshRanks = ctx.ranks
         if ctx.same:
             return None, _Part.apply(ranks, gradient, ctx.dim), None, None, None
         part = _ScatterSum.apply(ranks, gradient, ctx.dim, "the sum of gradients of a gathered sequence")
@@ -142,7 +142,7 @@ class _Part(torch.autograd.Function):
     """This rank's part of a tensor that all ranks hold."""
 
     @staticmethod
-    def forward(ctx: Any, ranks: RankGroup, x: Tensor, dim: int) -> Tensor:
+    def forward(ctx: Any, ranks: MeshRanks, x: Tensor, dim: int) -> Tensor:
         ctx.ranks, ctx.dim = ranks, dim
         return ranks.part(x, dim).contiguous()
 
@@ -153,7 +153,7 @@ class _Part(torch.autograd.Function):
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ranks: RankGroup, x: Tensor, dim: int, what: str) -> Tensor:
+    def forward(ctx: Any, ranks: MeshRanks, x: Tensor, dim: int, what: str) -> Tensor:
         ctx.ranks, ctx.dim = ranks, dim
         return ranks.scattered_sum(x, dim, what)
 
@@ -162,19 +162,19 @@ class _ScatterSum(torch.autograd.Function):
         return None, _Gather.apply(ctx.ranks, gradient, ctx.dim, False, "the gather of gradients"), None, None
 
 
-def sum_gradients(ranks: RankGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+def sum_gradients(ranks: MeshRanks, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors unchanged; their gradients are summed over the ranks."""
     apply: Callable[..., tuple[Tensor, ...]] = _SumGradients.apply
     return apply(ranks, *tensors)
 
 
-def sum_over_ranks(ranks: RankGroup, x: Tensor, what: str) -> Tensor:
+def sum_over_ranks(ranks: MeshRanks, x: Tensor, what: str) -> Tensor:
     """Return the sum of x over the ranks, which all ranks use in the same way."""
     apply: Callable[..., Tensor] = _Sum.apply
     return apply(ranks, x, what)
 
 
-def gather(ranks: RankGroup, x: Tensor, dim: int, what: str, *, same_use: bool) -> Tensor:
+def gather(ranks: MeshRanks, x: Tensor, dim: int, what: str, *, same_use: bool) -> Tensor:
     """Return the x of all ranks along `dim`.
 
     `same_use`: all ranks compute the same with the result, so that its gradient is the same on all of them; otherwise
@@ -184,7 +184,7 @@ def gather(ranks: RankGroup, x: Tensor, dim: int, what: str, *, same_use: bool) 
     return apply(ranks, x, dim, same_use, what)
 
 
-def scatter_sum(ranks: RankGroup, x: Tensor, dim: int, what: str) -> Tensor:
+def scatter_sum(ranks: MeshRanks, x: Tensor, dim: int, what: str) -> Tensor:
     """Return this rank's part along `dim` of the sum of x over the ranks."""
     apply: Callable[..., Tensor] = _ScatterSum.apply
     return apply(ranks, x, dim, what)
@@ -193,7 +193,7 @@ def scatter_sum(ranks: RankGroup, x: Tensor, dim: int, what: str) -> Tensor:
 # ---- agreement of the ranks
 
 
-def exchange(ranks: RankGroup, text: str, what: str) -> list[str]:
+def exchange(ranks: MeshRanks, text: str, what: str) -> list[str]:
     """Return the texts of all ranks, in order; raise a `CommunicationError` naming ranks that do not answer in time.
 
     The store of the process group is used, because it can report who is missing. The time limit is that of
@@ -220,7 +220,7 @@ def exchange(ranks: RankGroup, text: str, what: str) -> list[str]:
     return answers
 
 
-def check_same_call(ranks: RankGroup, facts: dict[str, str], what: str) -> None:
+def check_same_call(ranks: MeshRanks, facts: dict[str, str], what: str) -> None:
     """Raise as `check_same` does if the facts of a call on the CPU differ between ranks; one small gather if not.
 
     A backend would stop the process, or wait, where the shapes of ranks differ.
@@ -230,7 +230,7 @@ def check_same_call(ranks: RankGroup, facts: dict[str, str], what: str) -> None:
         check_same(ranks, facts, None, what)
 
 
-def check_same(ranks: RankGroup, facts: dict[str, str], issue: str | None, what: str) -> None:
+def check_same(ranks: MeshRanks, facts: dict[str, str], issue: str | None, what: str) -> None:
     """Raise the same `OptionError` on every rank if one of them has an issue, or facts that differ from the others'.
 
     Args:

@@ -23,7 +23,7 @@ from polyhead.masks import Mask
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput
 from polyhead.parallel.tensor.collectives import (
-    RankGroup,
+    MeshRanks,
     check_same_call,
     gather,
     scatter_sum,
@@ -42,7 +42,7 @@ _OUTPUT_BIAS, _GATE = "out_proj.bias", "head_gate"
 class HeadParallelism:
     """Distribution of one layer over the ranks of a mesh dimension, as seen by one of them."""
 
-    ranks: RankGroup
+    ranks: MeshRanks
     split: HeadSplit
     layer_class: type[BaseAttention]
     layout: Any  # of the heads of this rank

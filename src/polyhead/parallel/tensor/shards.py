@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from polyhead.errors import CheckpointError, OptionError
-from polyhead.parallel.tensor.collectives import RankGroup
+from polyhead.parallel.tensor.collectives import MeshRanks
 from polyhead.parallel.tensor.head_split import HeadSplit
 
 
@@ -38,7 +38,7 @@ class ParameterShard:
         """Rows (or columns) of zeros after those of the heads."""
         return 0 if self.split is None else self.split.padding * (self.length // self.units)
 
-    def distribute(self, parameter: Tensor, ranks: RankGroup, source: int | None) -> nn.Parameter:
+    def distribute(self, parameter: Tensor, ranks: MeshRanks, source: int | None) -> nn.Parameter:
         """Return the parameter as a DTensor, with the values of rank `source` of the group, or of every rank itself."""
         if isinstance(parameter, DTensor):
             if parameter.device_mesh == ranks.mesh and parameter.placements == (self.placement,):

@@ -21,7 +21,7 @@ from polyhead.geometry import HeadLayout
 from polyhead.layers.base_attention import BaseAttention
 from polyhead.layers.blocks import Block, FeedForward
 from polyhead.layers.checks import layout_integers
-from polyhead.parallel.tensor.collectives import RankGroup, check_same
+from polyhead.parallel.tensor.collectives import MeshRanks, check_same
 from polyhead.parallel.tensor.head_split import HeadSplit, kv_heads_read, kv_split, local_layout
 from polyhead.parallel.tensor.layer import HeadParallelism, HeadParallelLayer, parallel_class
 from polyhead.parallel.tensor.rules import Rule, check_supported, rule_of
@@ -70,7 +70,7 @@ class HeadParallel(ParallelStyle):
         return f"HeadParallel(sequence_parallel={self.sequence_parallel}, mesh_dim={self.mesh_dim!r})"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        ranks = RankGroup(one_dimension(device_mesh, self.mesh_dim))
+        ranks = MeshRanks(one_dimension(device_mesh, self.mesh_dim))
         issue, facts = None, {}
         try:
             _check_layer(module)
@@ -201,7 +201,7 @@ def _check_layer(module: nn.Module) -> None:
         raise OptionError("layers are distributed before they are observed, got an observed one; leave its session")
 
 
-def _parallelism(layer: BaseAttention, ranks: RankGroup, sequence_parallel: bool) -> HeadParallelism:
+def _parallelism(layer: BaseAttention, ranks: MeshRanks, sequence_parallel: bool) -> HeadParallelism:
     layout, cls = layer.layout, type(layer)
     split = HeadSplit(layout.num_heads, ranks.size)
     computed = split.computed(ranks.rank)
@@ -223,7 +223,7 @@ def _parallelism(layer: BaseAttention, ranks: RankGroup, sequence_parallel: bool
 
 
 def _shard(
-    name: str, rule: Rule, shape: tuple[int, ...], layer: BaseAttention, split: HeadSplit, ranks: RankGroup
+    name: str, rule: Rule, shape: tuple[int, ...], layer: BaseAttention, split: HeadSplit, ranks: MeshRanks
 ) -> ParameterShard:
     layout, computed = layer.layout, split.computed(ranks.rank)
     if rule.unit is None:

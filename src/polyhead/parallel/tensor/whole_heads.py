@@ -11,14 +11,14 @@ from torch import Tensor
 
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, RowStatistics
-from polyhead.parallel.tensor.collectives import RankGroup, gather
+from polyhead.parallel.tensor.collectives import MeshRanks, gather
 from polyhead.parallel.tensor.head_split import HeadSplit
 
 if TYPE_CHECKING:
     from polyhead.parallel.tensor.layer import HeadParallelism
 
 
-def gather_heads(ranks: RankGroup, split: HeadSplit, x: Tensor, dim: int, what: str) -> Tensor:
+def gather_heads(ranks: MeshRanks, split: HeadSplit, x: Tensor, dim: int, what: str) -> Tensor:
     """Return the heads of all ranks along `dim`, from those of this rank; zero heads are left out."""
     missing = split.block - x.shape[dim]
     if missing:
