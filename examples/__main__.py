@@ -27,6 +27,7 @@ EXAMPLES = (
     "paper_figure",
     "context_parallel",
     "tensor_parallel",
+    "sharded_training",
 )
 
 
