@@ -15,11 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from polyhead.errors import OptionError
+from polyhead.layers.positions import Rotary
+from polyhead.layers.transformer import LanguageModel
+from polyhead.parallel import head_parallel_plan
 from polyhead.training import ClippedHeads, HeadMonitor, MonitorCallback, QKClip, StepRecord
 from polyhead.training.trainer_callbacks import LATE
 from tests.ranks import Failure, Ranks
@@ -308,3 +314,38 @@ def test_lightning_with_several_ranks(ranks: Ranks) -> None:
     for name in ("losses", "entropy", "max_logit", "gradient_norm"):
         assert torch.equal(found[name], other[name])
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-6)
+
+
+# ---- heads over ranks
+
+
+def language_model() -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel(31, 24, 3, 2, positions=lambda: Rotary(8)).double().train()
+
+
+def monitored_rows(model: nn.Module, replicas: list[int], **options: Any) -> dict[str, Any]:
+    with HeadMonitor(model, **options) as monitor:
+        for replica in replicas:
+            model(torch.randint(31, (2, 9), generator=torch.Generator().manual_seed(replica)))
+        monitor.step(1.0)
+    return history_of(monitor)
+
+
+def two_by_two() -> tuple[str, dict[str, Any]]:
+    """Two replicas of a model whose three heads are distributed over two ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = language_model()
+    parallelize_module(model, mesh["tp"], head_parallel_plan(model))
+    with pytest.raises(OptionError) as refused, HeadMonitor(model):
+        pass
+    found = monitored_rows(model, [mesh.get_local_rank("dp")], process_group=mesh["dp"].get_group())
+    return str(refused.value), found
+
+
+def test_ranks_that_share_the_heads_of_a_layer_count_their_data_once(ranks: Ranks) -> None:
+    expected = monitored_rows(language_model(), [0, 1])
+    for message, found in ranks.run(two_by_two):
+        assert "pass the ranks with other data as process_group" in message
+        for name in ("entropy", "max_logit", "normalized_entropy_p10", "sink_mass"):
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-10, atol=1e-12)

@@ -95,7 +95,8 @@ class HeadMonitor:
         pairs_every: record the cosines between heads in every k-th observed step, starting with the first.
         callbacks: what reads each record; see `MonitorCallback`.
         grad_scaler: the `torch.amp.GradScaler` that scales the loss; its scale is taken out of `gradient_norm`.
-        process_group: ranks that have the same heads and other data; all processes by default.
+        process_group: ranks that have the same heads and other data; all processes by default, and required if heads
+            are distributed over ranks (`polyhead.parallel.HeadParallel`).
 
     Columns that `polyhead.observe` does not have:
 
@@ -172,6 +173,13 @@ class HeadMonitor:
     def __enter__(self) -> Self:
         if self._is_entered:
             raise OptionError("this monitor is already entered; create another for another model")
+        has_split_heads = any(getattr(module, "is_head_parallel", False) for module in self.model.modules())
+        if has_split_heads and self.process_group is None and has_ranks():
+            raise OptionError(
+                "ranks that share the heads of a layer read the same data, which counts once: pass the ranks with "
+                "other data as process_group, such as mesh['dp'].get_group(), got none; without any, the group of this "
+                "rank alone, torch.distributed.new_subgroups(1)[0]"
+            )
         self._is_entered, self._first_step = True, self.steps
         self._compiled = None
         self._signals.search()
