@@ -564,6 +564,14 @@ def refuse() -> None:
         done(other_length)
     with pytest.raises(OptionError, match="rank 1 with statistics True instead of None of rank 0"):
         done(tokens(), statistics=True if rank == 1 else None)
+    with pytest.raises(OptionError, match=r"rank 2 with mask None instead of Mask\(causal\)"):
+        done(tokens(), mask=None if rank == 2 else Mask.causal())
+    with pytest.raises(OptionError, match="rank 1 with values of mask"):
+        done(tokens(), mask=Mask.lengths(torch.tensor([LENGTH, 3 + (rank == 1)])))
+    with pytest.raises(OptionError, match="rank 3 with values of head_gate"):
+        done(tokens(), head_gate=torch.full((4,), 0.5 + 0.25 * (rank == 3), dtype=torch.float64))
+    with pytest.raises(OptionError, match="rank 1 with inputs with a gradient none instead of query"):
+        done(tokens().requires_grad_(rank != 1))
     with pytest.raises(TypeError, match="too many positional"):
         done(tokens(), None, None, Mask.causal())
     with pytest.raises(OptionError, match="a multiple of the number of ranks, got 6 and 4"):

@@ -49,7 +49,7 @@ def agreed(
     fields: Mapping[str, str]
     try:
         result, fields, tensors = prepare()
-        values = _checksum(tensors, device)
+        values = checksum(tensors, device)
     except PolyheadError as refused:
         error, fields, values = refused, {"error": f"{type(refused).__name__}: {refused}"}, torch.zeros(1).long()
     digests = _exchange(group, _digest(fields, values, device))
@@ -99,8 +99,13 @@ def _digest(fields: Mapping[str, str], values: Tensor, device: torch.device) -> 
     return torch.cat([torch.tensor(numbers, device=device), values.to(device)])
 
 
-def _checksum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return a sum over the bits of all elements that depends on their places, int64 [1], on the device."""
+def checksum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return a hash of the values and the order of all elements, int64 [1].
+
+    Args:
+        tensors: tensors of any dtypes.
+        device: device of the result.
+    """
     total = torch.zeros(1, dtype=torch.int64, device=device)
     for tensor in tensors:
         x = tensor.detach()

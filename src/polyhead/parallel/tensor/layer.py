@@ -16,12 +16,14 @@ from polyhead.errors import OptionError
 from polyhead.layers.base_attention import BaseAttention, Memory
 from polyhead.layers.checks import check_input, check_saved_layout
 from polyhead.layers.config import CONFIGS
+from polyhead.layers.kv_cache import KVCache
 from polyhead.layers.latent.layer import LatentAttention
 from polyhead.layers.positions import BiasesLogits
 from polyhead.layers.steps import layer_forward
 from polyhead.masks import Mask
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput
+from polyhead.parallel.agreement import checksum
 from polyhead.parallel.tensor.collectives import (
     MeshRanks,
     check_same_call,
@@ -36,6 +38,7 @@ from polyhead.parallel.tensor.shards import ParameterShard
 from polyhead.parallel.tensor.whole_heads import WholeHeads
 
 _OUTPUT_BIAS, _GATE = "out_proj.bias", "head_gate"
+_COMPARED = ("mask", "head_gate", "token_positions")  # arguments whose values are compared, besides their shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,10 +123,12 @@ class HeadParallelLayer(BaseAttention):
         """Raise the same error on every rank if their calls differ; on devices, where it would wait, nothing."""
         if not all(arguments[name].is_cpu for name in names):
             return
-        facts = {name: f"{list(arguments[name].shape)} {arguments[name].dtype}" for name in names}
-        facts |= {name: repr(arguments.get(name)) for name in ("statistics", "weights", "logsumexp")}
+        facts = {name: _described(x) for name, x in arguments.items()}
         facts |= {"observed": str(self._listener is not None), "gradients": str(torch.is_grad_enabled())}
         facts |= {"training": str(self.training), "dropout": str(self.dropout)}
+        if torch.is_grad_enabled():
+            facts["inputs with a gradient"] = ", ".join(x for x in names if arguments[x].requires_grad) or "none"
+        facts |= {f"values of {x}": _hash(arguments[x]) for x in _COMPARED if arguments.get(x) is not None}
         check_same_call(self.parallelism.ranks, facts, f"the arguments of a {type(self).__name__}")
 
     def _inputs(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -299,6 +304,18 @@ class HeadParallelLayer(BaseAttention):
         held = f"heads {heads[0]} to {heads[-1]}" if heads else "no head"
         held += f" of {split.num_heads} on rank {parallelism.ranks.rank} of {split.ranks}"
         return f"{super().extra_repr()}, {held}"
+
+
+def _described(argument: Any) -> str:
+    """Return what an argument of a call has in common on all ranks, without its values."""
+    if isinstance(argument, Tensor):
+        return f"{list(argument.shape)} {argument.dtype}"
+    return type(argument).__name__ if isinstance(argument, Memory | KVCache) else repr(argument)
+
+
+def _hash(argument: Any) -> str:
+    tensors = argument.tensors if isinstance(argument, Mask) else [argument]
+    return f"{checksum([x for x in tensors if isinstance(x, Tensor)], torch.device('cpu')).item():x}"
 
 
 def _copied(module: nn.Module, prefix: str, tensors: dict[str, Any], cls: type[nn.Module] | None = None) -> Any:
