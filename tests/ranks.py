@@ -143,6 +143,7 @@ def serve(descriptor: int) -> None:
             store.set(f"rank {rank}", "ready")
             store.wait([f"rank {other}" for other in range(world)], datetime.timedelta(seconds=300))
             limit = datetime.timedelta(seconds=seconds)
+            store.set_timeout(limit)  # `init_process_group` does so for the stores that it creates
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
             try:
                 dist.barrier()  # a rank that ends without a collective would close connections that others still open
