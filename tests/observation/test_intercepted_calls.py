@@ -121,6 +121,10 @@ MASKS = {
     "added padding of the lowest number": torch.zeros(BATCH, 1, 1, TOKENS)
     .double()
     .masked_fill(~PADDED_LEFT[:, None, None], torch.finfo(torch.float64).min),
+    "added padding on the left of -1e4": torch.zeros(BATCH, 1, 1, TOKENS)
+    .double()
+    .masked_fill(~PADDED_LEFT[:, None, None], -1e4),
+    "added causal of -1e9": torch.zeros(TOKENS, TOKENS).double().masked_fill(~TRIL, -1e9),
     "bias of each head": BIAS,
     "bias of each query": BIAS[:1, :, :1],
     "no keys for one row": TRIL & (torch.arange(TOKENS) != 4)[:, None],

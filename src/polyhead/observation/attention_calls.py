@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.masks import Mask, is_readable
-from polyhead.observation.rows import Tokens, with_positions
+from polyhead.observation.rows import MASKING_BIAS, Tokens, with_positions
 from polyhead.observation.transformers_models import SOURCES
 from polyhead.ops.common.tracing import is_transformed
 
@@ -144,7 +144,7 @@ def check_tensors(running: RunningModule, *tensors: Tensor) -> HeadAxes:
 
 
 def _axes(running: RunningModule, query: Tensor) -> HeadAxes:
-    """Return the axes of a call of any rank; raise where the heads cannot be told from the batch."""
+    """Return the axes of a call of any rank; raise where heads and batch cannot be distinguished."""
     match query.ndim:
         case 4:
             return HeadAxes()
@@ -275,7 +275,7 @@ def _placed(mask: Mask | None, positions: Tensor, first: Tensor, index: Tensor) 
 
 def _visible_keys(mask: Mask) -> Tensor:
     """Return the keys that the dense terms of a mask show to any head, [batch or 1, queries or 1, keys]."""
-    terms = [*mask.allowed, *(x.detach() > torch.finfo(x.dtype).min / 2 for x in mask.biases)]
+    terms = [*mask.allowed, *(x.detach() > MASKING_BIAS for x in mask.biases)]
     visible = terms[0]
     for term in terms[1:]:
         visible = visible & term

@@ -14,6 +14,7 @@ from torch import Tensor
 from polyhead.masks import Mask
 from polyhead.observation.collectors import exclude_padding, profile_rows
 from polyhead.observation.role_evidence_tokens import BINS, KEY_SETS, NEAR, Pairs, TokenMetadata
+from polyhead.observation.rows import MASKING_BIAS
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import RowStatistics, Statistics, attention
 from polyhead.ops.profile import profile
@@ -154,7 +155,7 @@ def without_biases(mask: Mask | None) -> Mask | None:
     if mask is None:
         return None
     # transformers masks with the minimum of a dtype as well as with -inf.
-    unbiased = [bias.detach() > torch.finfo(bias.dtype).min / 2 for bias in mask.biases]
+    unbiased = [bias.detach() > MASKING_BIAS for bias in mask.biases]
     allowed = tuple(x.any(1, keepdim=True) for x in (*mask.allowed, *unbiased))
     return replace(mask, allowed=allowed, biases=(), relative_biases=())
 

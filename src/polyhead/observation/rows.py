@@ -10,6 +10,9 @@ from torch import Tensor
 from polyhead.masks import Mask
 from polyhead.ops.attention import RowStatistics
 
+# Models mask with -inf, the minimum of a dtype, -1e9 or -1e4 (-9984 in bfloat16); exp(-9000) is 0 in every dtype.
+MASKING_BIAS = -9e3
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
@@ -44,8 +47,7 @@ class Tokens:
         terms += [documents.queries.to(self.device, non_blocking=True) >= 0 for documents in mask.packed]
         if mask.placed is not None:
             terms.append(self._at_queries(mask.placed[1].to(self.device, non_blocking=True) >= 0))
-        # transformers masks with the minimum of a dtype as well as with -inf. Padding is the same for every head.
-        unmasked = [bias.detach()[:, :1] > torch.finfo(bias.dtype).min / 2 for bias in mask.biases]
+        unmasked = [bias.detach() > MASKING_BIAS for bias in mask.biases]
         for allowed in (*mask.allowed, *unmasked):
             if allowed.shape[2] == 1 or self.queries == self.keys:
                 terms.append(self._at_queries(allowed.any(1).any(1)))
@@ -98,14 +100,14 @@ def with_positions(mask: Mask | None, non_padding: Tensor | None) -> Mask | None
 
 
 def hidden_by_bias(mask: Mask | None) -> Tensor | None:
-    """Return the number of keys masked by a bias of the dtype's minimum, [batch or 1, 1, queries or 1].
+    """Return the number of keys that a finite bias masks for every head, [batch or 1, 1, queries or 1].
 
     Such a bias gives a weight of zero, but the key is still counted in `visible_keys`.
     """
     count = None
     for bias in () if mask is None else mask.biases:
-        lowest = torch.finfo(bias.dtype).min
-        hidden = (bias.detach()[:, :1] <= lowest / 2) & (bias.detach()[:, :1] >= lowest)
+        largest = bias.detach().amax(1, keepdim=True)
+        hidden = (largest <= MASKING_BIAS) & (largest != -torch.inf)
         if mask is not None and mask.placed is not None:  # keys at negative positions are masked, and not counted
             hidden = hidden & (mask.placed[1].to(hidden.device, non_blocking=True) >= 0)[:, None, None]
         count = hidden.sum(-1) if count is None else count + hidden.sum(-1)

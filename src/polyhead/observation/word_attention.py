@@ -18,6 +18,7 @@ from torch import Tensor
 
 from polyhead.errors import OptionError, ShapeError
 from polyhead.observation.collectors import BatchMetadata
+from polyhead.observation.rows import MASKING_BIAS
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
 from polyhead.ops.common.visibility import resolve
@@ -357,7 +358,7 @@ def _visible_tokens(attended: Attended) -> Tensor:
             visible = visible & allowed.any(1)
         for bias in mask.biases:
             # transformers masks with the minimum of a dtype as well as with -inf.
-            visible = visible & (bias.detach() > torch.finfo(bias.dtype).min / 2).any(1)
+            visible = visible & (bias.detach() > MASKING_BIAS).any(1)
     return visible.to(torch.float64)
 
 

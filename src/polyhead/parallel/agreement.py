@@ -1,7 +1,7 @@
 """A comparison of the arguments of all ranks, so that a disagreement is an error on each of them and not a hang.
 
-Each rank sends every other a digest of its arguments and of the values of its mask. Nothing is remembered from call to
-call: if a rank skipped the comparison because it had seen its arguments before, one with new arguments would wait.
+Each rank sends every other a digest of its arguments and of the values of its mask. Results are not cached: if a rank
+skipped the comparison of arguments that it had compared before, a rank with new arguments would wait for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from polyhead.errors import OptionError, PolyheadError
 from polyhead.parallel.groups import RankGroup
 
 Result = TypeVar("Result")
-DIGEST_BYTES = 24  # three int64: a hash of the arguments and a sum over the values of the tensors
+DIGEST_BYTES = 24  # three int64: a hash of the arguments (two) and one of the values of the tensors
 # Odd factors of a multiplicative hash (those of SplitMix64), as int64.
 _FACTORS = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 
@@ -35,7 +35,7 @@ def agreed(
 
     Args:
         group: the ranks.
-        like: an argument on whose device the digests are sent; if it is no tensor, `prepare` refuses it.
+        like: a tensor on the device from which digests are sent; anything else is left to `prepare` to refuse.
         prepare: validates the arguments; returns a result, arguments by name, and tensors whose values must be equal.
         check: compare; otherwise `prepare` is called and nothing is sent.
 

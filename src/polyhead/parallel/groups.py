@@ -14,7 +14,7 @@ from polyhead.errors import CommunicationError, OptionError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankGroup:
-    """A process group and the place of this process in it; ranks are counted within the group."""
+    """A process group, its size, and the rank of this process in it; ranks are those of the group, not global ones."""
 
     process_group: dist.ProcessGroup
     rank: int
@@ -59,7 +59,7 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfer:
-    """Tensors on their way, with the operations that were started."""
+    """Pending sends and receives of a rank."""
 
     group: RankGroup
     operations: list[dist.P2POp]

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 SECONDS = 600.0  # default of the time limit
-_PAUSE = 0.05  # seconds between two looks at the store
-_FAREWELL = 10.0  # most seconds for which a rank that failed waits for the others to read its error
+_POLL_SECONDS = 0.05  # between two reads of the store
+_LEAVE_SECONDS = 10.0  # for which a rank that failed waits at most, so that the others can read its error
 _MESSAGE_BYTES = 1 << 28  # sent at a time
 
 
@@ -82,7 +82,7 @@ class Workers:
         """
         keys = [f"value/{name}/{rank}" for rank in range(self.world)]
         reports, latest = [b""] * self.world, [time.monotonic()] * self.world
-        with self._talking():
+        with self._using_store():
             self.store.set(keys[self.rank], json.dumps(value))
             while not self.store.check(keys):
                 self.check()
@@ -95,7 +95,7 @@ class Workers:
                     raise self._late(late, name)
                 if waiting is not None:
                     waiting()
-                time.sleep(_PAUSE)
+                time.sleep(_POLL_SECONDS)
             return [json.loads(self.store.get(key)) for key in keys]
 
     def _late(self, late: Sequence[int], name: str) -> CommunicationError:
@@ -130,13 +130,13 @@ class Workers:
         Args:
             done: number that grows, such as tokens.
         """
-        with self._talking():
+        with self._using_store():
             self.store.set(f"progress/{self.rank}", str(done))
             self.check()
 
     def done(self) -> int:
         """Return the progress of all ranks together."""
-        with self._talking():
+        with self._using_store():
             return sum(int(self._report_of(rank) or 0) for rank in range(self.world))
 
     def _report_of(self, rank: int) -> bytes:
@@ -170,7 +170,7 @@ class Workers:
         return message
 
     @contextmanager
-    def _talking(self) -> Iterator[None]:
+    def _using_store(self) -> Iterator[None]:
         try:
             yield
         except dist.DistError as error:  # the process that holds the store has ended
@@ -182,9 +182,9 @@ class Workers:
     def leave(self) -> None:
         """Disconnect; after a failure, once all ranks have seen it, as a launcher ends all when the first exits."""
         with suppress(dist.DistError):  # the store may be gone
-            left, stop = self.store.add("left", 1), time.monotonic() + _FAREWELL
+            left, stop = self.store.add("left", 1), time.monotonic() + _LEAVE_SECONDS
             while self._failed and left < self.world and time.monotonic() < stop:
-                time.sleep(_PAUSE)
+                time.sleep(_POLL_SECONDS)
                 left = self.store.add("left", 0)
         if self._connected:
             dist.destroy_process_group()

@@ -41,7 +41,7 @@ class RankSums:
 
     Args:
         sites: observed sites of the first step of this rank.
-        options: options by name, which are those of all ranks.
+        options: options by name, the same on all ranks.
         like: a tensor on the device of the model.
         group: the process group; all processes by default.
 

@@ -1,8 +1,8 @@
 """Collectives over the ranks of a mesh dimension, with gradients, and errors that name the rank and the rule.
 
-Sums and gathers come in pairs: the gradient of one is the other. A tensor that all ranks hold has the same gradient on
-all of them, so that the gradient of a sum over ranks needs no communication, and that of the copies that enter the
-ranks' own computations is summed.
+The backward of an all-gather is a reduce-scatter, and the reverse. Every rank computes the same loss, so that a
+replicated tensor has the same gradient on each: the backward of an all-reduce needs no communication, and the gradient
+of a replicated tensor from which ranks compute different heads is all-reduced.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class MeshRanks:
 
 
 class _SumGradients(torch.autograd.Function):
-    """Identity whose gradient is summed over the ranks: of tensors that enter the ranks' own computations."""
+    """Identity whose gradient is summed over the ranks: for replicated inputs of different heads."""
 
     @staticmethod
     def forward(ctx: Any, ranks: MeshRanks, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -122,7 +122,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Concatenation over ranks, of which each makes its own use, or (`same`) all make the same."""
+    """All-gather; with `same`, all ranks compute the same with its result, whose gradient is then not summed."""
 
     @staticmethod
     def forward(ctx: Any, ranks: MeshRanks, x: Tensor, dim: int, same: bool, what: str) -> Tensor:
@@ -169,7 +169,7 @@ def sum_gradients(ranks: MeshRanks, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def sum_over_ranks(ranks: MeshRanks, x: Tensor, what: str) -> Tensor:
-    """Return the sum of x over the ranks, which all ranks use in the same way."""
+    """Return the sum of x over the ranks, with which all ranks compute the same."""
     apply: Callable[..., Tensor] = _Sum.apply
     return apply(ranks, x, what)
 
@@ -196,8 +196,8 @@ def scatter_sum(ranks: MeshRanks, x: Tensor, dim: int, what: str) -> Tensor:
 def exchange(ranks: MeshRanks, text: str, what: str) -> list[str]:
     """Return the texts of all ranks, in order; raise a `CommunicationError` naming ranks that do not answer in time.
 
-    The store of the process group is used, because it can report who is missing. The time limit is that of
-    `init_process_group`.
+    The default store is used, because it can report which ranks are missing. Its time limit is that of
+    `init_process_group`, unless a store with another was passed there.
     """
     group, members = ranks.group, ranks.mesh.mesh.tolist()
     store: Any = dist.distributed_c10d._get_default_store()

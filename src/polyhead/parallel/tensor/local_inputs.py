@@ -41,7 +41,10 @@ class LocalMasks:
     _whole: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by the id of the local term, kept alive
 
     def local(self, mask: Mask, *, of_parameters: bool = False) -> Mask:
-        """Return a mask for the heads of the rank; `of_parameters`, whose gradients are summed as they are."""
+        """Return a mask for the heads of the rank.
+
+        With `of_parameters`, the terms are computed from parameters whose gradients are summed over ranks already.
+        """
 
         def term(x: Tensor, axis: int) -> Tensor:
             return self._term(x, axis, is_summed=of_parameters)
