@@ -1,8 +1,9 @@
 """Inspections of a text that several processes read: shards that are merged later, and workers of `torchrun`.
 
-A shard is every N-th batch of the text, and the batches are those of one process. Every process reads and cuts the whole
-text, since collectors are configured by its token counts, so that merged observations are those of one process, except for the order of
-floating-point sums. The probes, which take a bounded part of the text, run once on the merged observations.
+A shard is every N-th batch of the text, and the batches are those of one process. Every process reads and cuts the
+whole text, since collectors are configured by its token counts. Merged observations therefore equal those of one
+process, except for the order of floating-point sums. The probes, which take a bounded part of the text, run once on the
+merged observations.
 """
 
 from __future__ import annotations
