@@ -564,6 +564,7 @@ def refuse() -> None:
         done(other_length)
     with pytest.raises(OptionError, match="rank 1 with statistics True instead of None of rank 0"):
         done(tokens(), statistics=True if rank == 1 else None)
+    done(tokens(), **({"mask": None, "weights": False} if rank == 1 else {}))  # defaults may be passed or not
     with pytest.raises(OptionError, match=r"rank 2 with mask None instead of Mask\(causal\)"):
         done(tokens(), mask=None if rank == 2 else Mask.causal())
     with pytest.raises(OptionError, match="rank 1 with values of mask"):

@@ -123,12 +123,14 @@ class HeadParallelLayer(BaseAttention):
         """Raise the same error on every rank if their calls differ; on devices, where it would wait, nothing."""
         if not all(arguments[name].is_cpu for name in names):
             return
-        facts = {name: _described(x) for name, x in arguments.items()}
+        # None and False are the defaults; without dropout a seed has no effect.
+        given = {name: x for name, x in arguments.items() if x is not None and x is not False and name != "seed"}
+        facts = {name: _described(x) for name, x in given.items()}
         facts |= {"observed": str(self._listener is not None), "gradients": str(torch.is_grad_enabled())}
         facts |= {"training": str(self.training), "dropout": str(self.dropout)}
         if torch.is_grad_enabled():
             facts["inputs with a gradient"] = ", ".join(x for x in names if arguments[x].requires_grad) or "none"
-        facts |= {f"values of {x}": _hash(arguments[x]) for x in _COMPARED if arguments.get(x) is not None}
+        facts |= {f"values of {x}": _hash(arguments[x]) for x in _COMPARED if x in given}
         check_same_call(self.parallelism.ranks, facts, f"the arguments of a {type(self).__name__}")
 
     def _inputs(self, *inputs: Tensor) -> tuple[Tensor, ...]:
