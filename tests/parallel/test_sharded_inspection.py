@@ -63,10 +63,15 @@ def inspected(place: Path, run: Path, attempt: str, resume: bool = False, fails:
     return shown
 
 
-@pytest.fixture(scope="module")
-def whole(place, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
+def inspected_alone(place: Path, folder: Path) -> None:
     inspect_model(settings_of(place / "bert", place / "text"), folder=folder)
+
+
+@pytest.fixture(scope="module")
+def whole(place, ranks, tmp_path_factory) -> Path:
+    """The run of one process, with the numbers of threads of the others, on which rounding depends."""
+    folder = tmp_path_factory.mktemp("whole")
+    ranks.run(inspected_alone, place, folder, world=1)
     return folder
 
 
