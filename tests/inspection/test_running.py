@@ -219,7 +219,7 @@ def test_pairs_of_layers_are_measured_also_where_they_were_picked_by_a_projectio
     assert 0 < (guesses - measured).abs().max() < 0.35  # 64 numbers for 24, drawn at random
     exact = {(pair.one, pair.other): pair.cosine for pair in found.pairs}
     for pair in picked.pairs:
-        assert pair.cosine == pytest.approx(exact[pair.one, pair.other], abs=1e-5)
+        assert pair.cosine == pytest.approx(exact[pair.one, pair.other], abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["bert", "t5"])
@@ -241,7 +241,7 @@ def test_only_batches_with_sampled_tokens_are_read_again(folders, text, monkeypa
     common = [pair for pair in picked.pairs if (pair.one, pair.other) in exact]
     assert len(common) >= 5
     for pair in common:
-        assert pair.cosine == pytest.approx(exact[pair.one, pair.other], abs=1e-5)
+        assert pair.cosine == pytest.approx(exact[pair.one, pair.other], abs=1e-6)
 
 
 def test_pairs_are_measured_on_all_batches_if_the_sampled_tokens_are_not_found(plain_bert, monkeypatch):
@@ -253,7 +253,7 @@ def test_pairs_are_measured_on_all_batches_if_the_sampled_tokens_are_not_found(p
     exact = {(pair.one, pair.other): pair.cosine for pair in plain_bert.pairs}
     assert len(picked.pairs) == 16
     for pair in picked.pairs:
-        assert pair.cosine == pytest.approx(exact[pair.one, pair.other], abs=1e-5)
+        assert pair.cosine == pytest.approx(exact[pair.one, pair.other], abs=1e-6)
 
 
 def test_pairs_of_layers_are_compared_a_few_tokens_at_a_time(plain_bert, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from itertools import pairwise
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 import polyhead
 from polyhead.errors import OptionError, ShapeError
 from polyhead.observation import BatchMetadata
+from polyhead.observation.role_evidence_rows import without_biases
 from polyhead.observation.statistics import AttentionSite
 from polyhead.observation.word_attention import SPANS, ByContext, SpanAttention, WordAttention, WordMap
 from polyhead.ops.attended import Attended
@@ -223,11 +225,15 @@ def test_attention_of_a_token_to_itself_is_in_no_share():
     assert (state["totals"][0, 0] < 0.02).all()
 
 
-def test_a_key_masked_by_a_bias_is_not_visible():
+@pytest.mark.parametrize(
+    "masked", [-math.inf, torch.finfo(torch.float64).min, torch.finfo(torch.float32).min, -1e9, -1e4]
+)
+def test_a_key_masked_by_a_bias_is_not_visible(masked):
     maps = [WordMap((0, 1, 2), (2, -1, 1), ("x",) * 3, (0,) * 3)]
     bias = torch.zeros(1, 1, 3, 3, dtype=torch.float64)
-    bias[..., 2] = torch.finfo(torch.float64).min
+    bias[..., 2] = masked
     mask = polyhead.Mask.bias(bias)
+    assert without_biases(mask).allowed[0].tolist() == (bias == 0).tolist()
     state = empty(WordAttention(maps)).update(
         attended(torch.tensor([[[1, 0, 0]]]), mask), None, BatchMetadata(documents=torch.tensor([0]))
     ).state()  # fmt: skip

@@ -63,7 +63,7 @@ class CallOptions(NamedTuple):
 
 
 class AttentionOperator(Protocol):
-    """What a layer calls in place of `attention`, such as attention over tokens that other ranks hold."""
+    """Replacement of `attention` in the calls of a layer, such as attention over the tokens of all ranks."""
 
     def check_call(
         self,

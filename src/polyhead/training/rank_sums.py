@@ -25,7 +25,7 @@ _ROWS = ("count", "total", "largest")
 
 
 class ReducedStep(NamedTuple):
-    """What all ranks have observed in a step."""
+    """Observations of all ranks in a step."""
 
     sites: list[SiteStatistics]  # counts, means and maxima alone
     sums: SignalSums
