@@ -9,6 +9,7 @@ half speed.
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,6 +28,7 @@ _REUSED_ELEMENTS = 1 << 14  # buffers are reused in calls with at least this man
 _FULL_ROWS = 512  # rows from which a tile's matrix product runs at full speed
 _MIN_TRANSPOSE_ROWS = 64  # with fewer rows, transposing the keys costs more than the product gains
 _LOG2_E = math.log2(math.e)
+_IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -267,12 +269,12 @@ class Tiling:
     def exponential(self, x: Tensor, *, keep: bool) -> Tensor:
         """Return exp(x) of a tile, computed in place unless x is to be kept (`keep`) or autograd records.
 
-        On a CPU it is computed by exp2, which takes PyTorch two thirds of the time.
+        On an Arm CPU it is computed by exp2, which takes PyTorch two thirds of the time; on x86 both take the same.
         """
         if torch.is_grad_enabled():
             return torch.exp(x)
         target = self.buffer("exponentials", x.shape, x) if keep else x
-        if not x.is_cpu:
+        if not x.is_cpu or _IS_X86:
             return torch.exp(x, out=target)
         return torch.mul(x, _LOG2_E, out=target).exp2_()
 
