@@ -66,8 +66,7 @@ def shrink(
     criterion: Annotated[
         str,
         typer.Option(
-            metavar="NAME",
-            help="Importance score of heads, as in `polyhead prune`. --form uniform needs compensated.",
+            metavar="NAME", help="Importance score of heads, as in `polyhead prune`. --form uniform needs compensated."
         ),
     ] = "compensated",
     measured: Annotated[
@@ -166,9 +165,7 @@ def shrink(
 
 def _show(shrunk: ShrunkModel, console: Console) -> None:
     console.print(
-        f"{shrunk.loaded}\n{shrunk.tokens:,} tokens of text in {shrunk.contexts} contexts",
-        markup=False,
-        soft_wrap=True,
+        f"{shrunk.loaded}\n{shrunk.tokens:,} tokens of text in {shrunk.contexts} contexts", markup=False, soft_wrap=True
     )
     if len(shrunk.curve):
         show_curve(shrunk, console)

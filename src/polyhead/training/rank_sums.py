@@ -129,11 +129,7 @@ def has_ranks(group: Any = None) -> bool:
 
 
 def reduce_over_ranks(
-    sums: Parts,
-    maxima: Parts,
-    shapes: Mapping[str, Sequence[tuple[int, ...]]],
-    device: torch.device,
-    group: Any = None,
+    sums: Parts, maxima: Parts, shapes: Mapping[str, Sequence[tuple[int, ...]]], device: torch.device, group: Any = None
 ) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
     """Return sums and maxima over all ranks, by name and site, and how many ranks lack each of them, [sites] by name.
 
