@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -189,12 +188,10 @@ class DynamicHeads:
         self._begin()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: Any) -> None:
         undo, self._undo = self._undo, None
         if undo is not None:
-            undo.__exit__(kind, error, trace)
+            undo.__exit__(*exception)
 
     def _begin(self) -> None:
         """Gather the evidence of the steps up to the next change."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -46,10 +45,8 @@ class _GatedHeads(nn.Module, ABC):
         self._is_entered = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._session.__exit__(kind, error, trace)
+    def __exit__(self, *exception: Any) -> None:
+        self._session.__exit__(*exception)
         self._is_entered = False
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -186,16 +185,14 @@ class HeadMonitor:
         self._switch()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: Any) -> None:
         if self._is_observing:
             self._signals.detach()
-            self._session.__exit__(kind, error, trace)
+            self._session.__exit__(*exception)
         self._is_entered = self._is_observing = False
         left_over = self._session.take()  # forwards after the last step do not count
         self._signals.end_step()
-        if kind is None and self.steps == self._first_step and left_over.sites:
+        if exception[0] is None and self.steps == self._first_step and left_over.sites:
             warnings.warn("no step of the monitor has ended; call monitor.step(loss) in the loop", stacklevel=2)
         self._read(wait=True)
         for callback in self.callbacks:

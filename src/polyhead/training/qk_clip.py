@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -130,12 +129,10 @@ class QKClip:
             self._undo = undo.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: Any) -> None:
         undo, self._undo = self._undo, None
         if undo is not None:
-            undo.__exit__(kind, error, trace)
+            undo.__exit__(*exception)
 
     @property
     def latest(self) -> ClippedHeads:
