@@ -74,7 +74,7 @@ class RankSums:
         shapes: Mapping[str, Sequence[tuple[int, ...]]],
         loss: Tensor | float | None,
     ) -> ReducedStep:
-        """Return the step of all ranks, as if one had had all their data.
+        """Return the sums of a step over all ranks, as if one rank had processed the data of all.
 
         The gradient of the mean of the ranks' losses, which data parallel training takes, is that of a rank's loss
         divided by the number of ranks.

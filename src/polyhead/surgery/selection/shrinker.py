@@ -240,8 +240,8 @@ class Shrinker(BaseShrinker):
 
         Args:
             criterion: score that orders the heads, one of `criteria`.
-            weighting: how errors of the layer outputs are weighted, as in `Evidence`.
-            by_key_heads: prune whole KV heads; without effect if no layer is grouped.
+            weighting: how errors of the layer outputs are weighted, one of `WEIGHTINGS`; see `criteria`.
+            by_kv_heads: prune whole KV heads; without effect if no layer is grouped.
             work: the call whose FLOPs are counted, 512 tokens by default.
         """
         super().__init__(evidence, weighting=weighting, work=work)
