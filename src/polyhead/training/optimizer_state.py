@@ -42,8 +42,8 @@ def edit_heads(model: nn.Module, optimizer: Optimizers, edits: Sequence[HeadEdit
 
     Raises:
         OptionError: an edit that is not possible, an optimizer without the edited parameters or whose state cannot be
-            split by heads (Adafactor, LBFGS), parameters that are tied, sharded or in `DistributedDataParallel`. Neither
-            model nor optimizer is changed then.
+            split by heads (Adafactor, LBFGS), parameters that are tied, sharded or in `DistributedDataParallel`. Model
+            and optimizer are then unchanged.
 
     >>> import torch, polyhead
     >>> from polyhead.surgery import PruneHeads
