@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from polyhead.costs import LayerGroup, ModelLayout, Workload, estimate_cost, planning
-from polyhead.costs.phases import rolling_cache_bytes
+from polyhead.costs.phases import PhaseSizes, rolling_cache_bytes
 from polyhead.layers import (
     AttentionConfig,
     GrowingCache,
@@ -116,7 +116,7 @@ def test_a_rolling_cache_of_a_windowed_layer_holds_the_bytes_that_are_planned(na
     rolling = filled(config, RollingCache.for_layout(layout, window=WINDOW, **sizes), dtype)
     full = filled(ARRANGEMENTS[name], PreallocatedCache.for_layout(layout, capacity=TOKENS, **sizes), dtype)
     model = ModelLayout("mixed", (LayerGroup(config, 3), LayerGroup(ARRANGEMENTS[name], 2)))
-    assert rolling_cache_bytes(model, dtype, BATCH, TOKENS) == 3 * rolling + 2 * full < 5 * full
+    assert rolling_cache_bytes(model, PhaseSizes(BATCH, TOKENS, dtype, dtype)) == 3 * rolling + 2 * full < 5 * full
     plan = planning.plan(model, context=TOKENS, batch=BATCH, dtype=dtype, phases=["decode"])
     assert plan.rolling_cache_bytes == plan["decode"].rolling_cache == 3 * rolling + 2 * full
 
@@ -125,7 +125,7 @@ def test_no_rolling_cache_holds_int8_numbers_or_latents():
     heads, latent = (dataclasses.replace(x, window=WINDOW) for x in (ARRANGEMENTS["multi-head"], LATENT))  # type: ignore[call-arg]
     for config, dtype in ((heads, torch.int8), (latent, torch.float32)):
         expected = planned(config, dtype=torch.float32, cache_dtype=dtype)
-        assert rolling_cache_bytes(ModelLayout.of(config), dtype, BATCH, TOKENS) == expected
+        assert rolling_cache_bytes(ModelLayout.of(config), PhaseSizes(BATCH, TOKENS, dtype, dtype)) == expected
 
 
 def test_a_cache_of_keys_and_values_keeps_latents_twice():

@@ -76,11 +76,7 @@ def compare(
         size = f" ({inspection.facts['model']}), {inspection.facts['tokens']:,} tokens{stopped}"
         if "step" in inspection.facts:
             size = f", loss {inspection.facts['step_loss']:.4g}"
-        console.print(
-            f"{label}  {folder}{size}",
-            markup=False,
-            soft_wrap=not console.is_terminal,
-        )
+        console.print(f"{label}  {folder}{size}", markup=False, soft_wrap=not console.is_terminal)
     beyond, untested = found.beyond(statistic), found.untested(statistic)
     tested, exact = found.tested(statistic), found.exact(statistic)
     console.print(

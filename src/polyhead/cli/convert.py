@@ -80,15 +80,7 @@ def convert(
         import polyhead
 
         edited = polyhead.convert(
-            model_loader(
-                model,
-                progress,
-                device=device,
-                dtype=dtype,
-                output=output,
-                allow_pickle=allow_pickle,
-                trust_remote_code=trust_remote_code,
-            ),
+            model_loader(model, progress, output, device, dtype, pickle=allow_pickle, remote_code=trust_remote_code),
             kv_heads,
             text=text,
             field=field,

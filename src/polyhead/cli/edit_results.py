@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from polyhead.cli.options import check_dtype, default_device, say
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -20,18 +22,17 @@ if TYPE_CHECKING:
 def model_loader(
     name: str,
     progress: ProgressCallback,
-    *,
+    output: Path | None,
     device: str | None,
     dtype: str | None,
-    output: Path | None = None,
-    allow_pickle: bool = False,
-    trust_remote_code: bool = False,
+    *,
+    pickle: bool,
+    remote_code: bool,
 ) -> Callable[[], LoadedModel]:
     """Return a function that loads the model to edit, in its saved dtype by default, if it can be saved to `output`.
 
     Edits are checked against the config before weights are read, unless the model needs remote code.
     """
-    from polyhead.cli.options import check_dtype, default_device
     from polyhead.progress import Progress
     from polyhead.surgery.storage.saving import check_savable
     from polyhead.workflows.model_loading import ModelLoader, load_model
@@ -46,13 +47,13 @@ def model_loader(
             name,
             device=default_device(device),
             dtype="saved" if dtype is None else getattr(torch, dtype),
-            allow_pickle=allow_pickle,
-            trust_remote_code=trust_remote_code,
+            allow_pickle=pickle,
+            trust_remote_code=remote_code,
         )
         check_savable(loaded.model, output)
         return loaded
 
-    return load if trust_remote_code else ModelLoader(name, load)
+    return load if remote_code else ModelLoader(name, load)
 
 
 def show_preview(counted: Preview, form: str, console: Console) -> None:
@@ -76,17 +77,16 @@ def show_preview(counted: Preview, form: str, console: Console) -> None:
             table.add_row(label, f"{before:,}", f"{after:,}", f"{after / before:.2f}" if before else "")
     console.print(table)
     if form == "padded":
-        console.print(
+        say(
+            console,
             "These are the heads that are left. The padded form fills up with heads of zeros: the saved model has the "
             "sizes and costs of the original.",
-            markup=False,
-            soft_wrap=True,
         )
 
 
 def show_edited(edited: EditedModel, summary: str, console: Console) -> None:
     """Print the edits, their effect on size and cost, and on the quality if that was measured."""
-    console.print(f"{edited.loaded}\n{summary}", markup=False, soft_wrap=True)
+    say(console, f"{edited.loaded}\n{summary}")
     show_preview(edited.preview, edited.form, console)
     show_quality(edited, console)
 
@@ -97,7 +97,7 @@ def show_quality(edited: EditedModel, console: Console) -> None:
 
     if not edited.contexts:
         return
-    console.print(_describe_quality(edited), markup=False, soft_wrap=True)
+    say(console, _describe_quality(edited))
     warnings = []
     if edited.quality is not None and edited.held_out_groups < FEW_GROUPS:
         warnings.append(
@@ -113,7 +113,7 @@ def show_quality(edited: EditedModel, console: Console) -> None:
                 "calibrate on text like the former"
             )
     for warning in warnings:
-        console.print(warning, style="yellow", markup=False, soft_wrap=True)
+        say(console, warning, "yellow")
 
 
 def _describe_quality(edited: EditedModel) -> str:
@@ -156,8 +156,7 @@ def _describe_prediction(quality: Measurement, original: float | None, *, perple
 
 
 def show_saved(saved: SavedModel, console: Console) -> None:
-    summary = f"Saved to {saved.folder}, {saved.num_bytes:,} bytes, {saved.form}: {saved.native}"
-    console.print(summary, markup=False, soft_wrap=True)
+    say(console, f"Saved to {saved.folder}, {saved.num_bytes:,} bytes, {saved.form}: {saved.native}")
 
 
 def write_edited(edited: EditedModel, output: Path | None, console: Console, *, replace: bool) -> None:
@@ -171,15 +170,10 @@ def write_edited(edited: EditedModel, output: Path | None, console: Console, *, 
         progress(Progress("Write the model"))
         saved = edited.save(output, replace=replace)
     show_saved(saved, console)
-    hint = (
+    say(
+        console,
         f"Run `polyhead undo {saved.folder} --output FOLDER` to restore the weights as they were loaded, bit for bit; "
-        f"their record is {saved.undo_folder}, to be kept beside the model"
+        f"their record is {saved.undo_folder}, to be kept beside the model",
     )
-    console.print(hint, markup=False, soft_wrap=True)
     if edited.undo_caveat:
-        console.print(
-            f"Only these edits can be undone, not earlier ones: {edited.undo_caveat}.",
-            style="yellow",
-            markup=False,
-            soft_wrap=True,
-        )
+        say(console, f"Only these edits can be undone, not earlier ones: {edited.undo_caveat}.", "yellow")

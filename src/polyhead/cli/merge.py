@@ -51,15 +51,7 @@ def merge(
 
         check_layers(model, [group[0].layer for group in groups], trust_remote_code=trust_remote_code)
         edited = polyhead.merge(
-            model_loader(
-                model,
-                progress,
-                device=device,
-                dtype=dtype,
-                output=output,
-                allow_pickle=allow_pickle,
-                trust_remote_code=trust_remote_code,
-            ),
+            model_loader(model, progress, output, device, dtype, pickle=allow_pickle, remote_code=trust_remote_code),
             heads,
             form=form,  # type: ignore[arg-type]  # checked by the function
             preview=preview,

@@ -59,6 +59,11 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(width=120, highlight=False)
 
 
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Print a text as it is: without markup, and broken into lines by the terminal alone."""
+    console.print(text, style=style, markup=False, soft_wrap=True)
+
+
 def check_language(lang: str) -> None:
     """Raise if pages are not available in this language."""
     from polyhead.inspection.vocabulary import LANGUAGES

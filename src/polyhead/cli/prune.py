@@ -106,15 +106,7 @@ def prune(
         if len(removed):
             check_layers(model, [head.layer for head in removed], trust_remote_code=trust_remote_code)
         edited = polyhead.prune(
-            model_loader(
-                model,
-                progress,
-                device=device,
-                dtype=dtype,
-                output=output,
-                allow_pickle=allow_pickle,
-                trust_remote_code=trust_remote_code,
-            ),
+            model_loader(model, progress, output, device, dtype, pickle=allow_pickle, remote_code=trust_remote_code),
             heads,
             share=fraction,
             criterion=criterion,

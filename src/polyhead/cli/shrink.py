@@ -22,7 +22,7 @@ from polyhead.cli.edit_options import (
 )
 from polyhead.cli.edit_results import model_loader, show_preview, show_quality, write_edited
 from polyhead.cli.errors import resumable
-from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode, optional, wide_console
+from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode, optional, say, wide_console
 from polyhead.cli.progress_bars import ProgressBars
 from polyhead.cli.shrink_curve import show_curve
 
@@ -66,8 +66,7 @@ def shrink(
     criterion: Annotated[
         str,
         typer.Option(
-            metavar="NAME",
-            help="Importance score of heads, as in `polyhead prune`. --form uniform needs compensated.",
+            metavar="NAME", help="Importance score of heads, as in `polyhead prune`. --form uniform needs compensated."
         ),
     ] = "compensated",
     measured: Annotated[
@@ -134,15 +133,7 @@ def shrink(
         import polyhead
 
         shrunk = polyhead.shrink(
-            model_loader(
-                model,
-                progress,
-                device=device,
-                dtype=dtype,
-                output=output,
-                allow_pickle=allow_pickle,
-                trust_remote_code=trust_remote_code,
-            ),
+            model_loader(model, progress, output, device, dtype, pickle=allow_pickle, remote_code=trust_remote_code),
             goal,
             text,
             metric=metric,  # type: ignore[arg-type]  # checked by the function
@@ -165,17 +156,13 @@ def shrink(
 
 
 def _show(shrunk: ShrunkModel, console: Console) -> None:
-    console.print(
-        f"{shrunk.loaded}\n{shrunk.tokens:,} tokens of text in {shrunk.contexts} contexts",
-        markup=False,
-        soft_wrap=True,
-    )
+    say(console, f"{shrunk.loaded}\n{shrunk.tokens:,} tokens of text in {shrunk.contexts} contexts")
     if len(shrunk.curve):
         show_curve(shrunk, console)
     aim = f"{shrunk.target.amount:g} times less time on this machine" if shrunk.measured else shrunk.target
     console.print(f"\nFor {aim}: {shrunk.summary}, {shrunk.compensation}", markup=False)
     if shrunk.search is not None:
-        console.print(_search_summary(shrunk, shrunk.search), markup=False, soft_wrap=True)
+        say(console, _search_summary(shrunk, shrunk.search))
     show_preview(shrunk.preview, shrunk.form, console)
     console.print(f"{shrunk.size.flops:.0%} of the original model's FLOPs at {shrunk.flops_tokens} tokens")
     show_quality(shrunk, console)

@@ -9,6 +9,7 @@ import typer
 
 from polyhead.cli.edit_options import Replace, SavedForm, check_output
 from polyhead.cli.edit_results import show_saved
+from polyhead.cli.options import say
 from polyhead.cli.progress_bars import ProgressBars
 
 GENERATION = "generation_config.json"
@@ -49,17 +50,15 @@ def undo(
         saved = restored.save(output, form=form, replace=replace)  # type: ignore[arg-type]  # checked above
     show_saved(saved, console)
     dtypes = " and ".join(sorted({str(x.dtype).removeprefix("torch.") for x in restored.model.parameters()}))
-    console.print(
+    say(
+        console,
         f"Fingerprint {restored.record.before}, that of the model before its edits, in {dtypes}: every parameter and "
         "buffer is the original's, bit for bit",
-        markup=False,
-        soft_wrap=True,
     )
     names = sorted(file.name for file in saved.folder.iterdir())
     written = [x for x in names if x.endswith((".safetensors", ".index.json")) or x in ("config.json", GENERATION)]
-    console.print(
+    say(
+        console,
         f"Written anew, so that their bytes may differ from the original's: {', '.join(written)}; the other files are "
         f"those of {folder}",
-        markup=False,
-        soft_wrap=True,
     )

@@ -15,7 +15,7 @@ from polyhead.costs.layouts.known_models import KNOWN, known_model
 from polyhead.costs.layouts.layout_sources import from_sizes
 from polyhead.costs.layouts.model_layout import ModelLayout
 from polyhead.costs.options import Budget, Phase, check_choice, parse_phases
-from polyhead.costs.phases import phase_works
+from polyhead.costs.phases import PhaseSizes, phase_works
 from polyhead.costs.planning import cache_bytes_per_token, layer_dtype
 from polyhead.costs.quantities import dtype_name, plural
 from polyhead.costs.timing.machine import Machine, MachineSummary
@@ -200,7 +200,7 @@ class _Request:
             return None
         seconds = device_seconds = None
         if self.machine is not None and (causal or self.phase != "decode"):
-            works = phase_works(model, self.phase, self.batch, self.context, self.dtype, cache_dtype)
+            works = phase_works(model, self.phase, PhaseSizes(self.batch, self.context, self.dtype, cache_dtype))
             predictions = [predict(work, self.machine) for work in works]
             seconds = sum(x.seconds for x in predictions)
             device_seconds = sum(x.device_seconds for x in predictions)

@@ -71,13 +71,8 @@ def compare(plan: Plan, machine: Machine | None = None) -> Comparison:
     machines = {name: Machine.load(name) for name in list_machines()}
     if machine is not None:
         machines[machine.name] = machine  # of a file, or one that hides another of its name
-    works = [
-        [
-            phase_works(plan.model, x.phase, plan.batch, point.context, plan.dtype, plan.cache_dtype)
-            for point in contexts
-        ]
-        for x in plan.phases
-    ]
+    sizes = [replace(plan.sizes, context=point.context) for point in contexts]
+    works = [[phase_works(plan.model, x.phase, each) for each in sizes] for x in plan.phases]
     return Comparison(
         contexts,
         tuple(_on_machine(plan, other, works) for other in machines.values()),
@@ -89,8 +84,7 @@ def compare(plan: Plan, machine: Machine | None = None) -> Comparison:
 
 def _on_machine(plan: Plan, machine: Machine, works: Sequence[Sequence[Sequence[Work]]]) -> MachinePoint:
     """Return the plan on a machine; `works` are those of each phase at each context."""
-    sizes = (plan.batch, plan.context, plan.dtype, plan.cache_dtype)
-    phases = tuple(plan_phase(plan.model, x.phase, *sizes, machine=machine) for x in plan.phases)
+    phases = tuple(plan_phase(plan.model, x.phase, plan.sizes, machine) for x in plan.phases)
     curves = tuple(
         tuple(sum(predict(work, machine).device_seconds for work in layers) for layers in by_context)
         for by_context in (works if plan.dtype in machine.dtypes else ())
@@ -159,7 +153,6 @@ def _layout_point(
     plan: Plan, model: ModelLayout, name: str, kv_heads: int | None, machine: Machine | None, is_planned: bool = False
 ) -> LayoutPoint:
     sizes: dict[str, Any] = {"context": plan.context, "batch": plan.batch, "machine": machine}
-    dtypes = (plan.dtype, plan.cache_dtype)
     found = dict.fromkeys(warning for x in plan.phases for warning in warnings_of(model.config, phase=x.phase, **sizes))
     return LayoutPoint(
         name,
@@ -167,7 +160,7 @@ def _layout_point(
         is_planned,
         model.parameters.total,
         cache_bytes_per_token(model, plan.cache_dtype) if model.is_causal else 0,
-        tuple(plan_phase(model, x.phase, plan.batch, plan.context, *dtypes, machine=machine) for x in plan.phases),
+        tuple(plan_phase(model, x.phase, plan.sizes, machine) for x in plan.phases),
         tuple(found),
     )
 

@@ -41,10 +41,10 @@ def over_context(plan: Plan, machine: Machine | None = None) -> tuple[ContextPoi
     while length < longest:
         lengths.add(length)
         length *= 2
-    sizes = (plan.dtype, plan.cache_dtype, machine)
+    sizes = [replace(plan.sizes, context=context) for context in sorted(lengths)]
     return tuple(
-        ContextPoint(context, tuple(plan_phase(plan.model, x.phase, plan.batch, context, *sizes) for x in plan.phases))
-        for context in sorted(lengths)
+        ContextPoint(each.context, tuple(plan_phase(plan.model, x.phase, each, machine) for x in plan.phases))
+        for each in sizes
     )
 
 
@@ -64,8 +64,7 @@ def over_heads(plan: Plan, machine: Machine | None = None) -> tuple[HeadsPoint, 
     rotary = any(isinstance(group.config.positions, RotaryConfig) for group in plan.model.groups)  # type: ignore[attr-defined]
     while width % heads == 0 and not (rotary and width // heads % 2):
         model = with_heads(plan.model, heads)
-        phase_plan = plan_phase(model, selected, plan.batch, plan.context, plan.dtype, plan.cache_dtype, machine)
-        points.append(HeadsPoint(heads, width // heads, phase_plan))
+        points.append(HeadsPoint(heads, width // heads, plan_phase(model, selected, plan.sizes, machine)))
         heads *= 2
     return tuple(points)
 

@@ -19,13 +19,23 @@ from polyhead.costs.options import Phase
 from polyhead.costs.recording.recorder import Form
 from polyhead.costs.timing.machine import Machine
 from polyhead.costs.timing.predict import Prediction, predict
-from polyhead.costs.work import Device, MatrixFlops, Work
+from polyhead.costs.work import MatrixFlops, Work
 from polyhead.costs.workload import Workload
 from polyhead.layers.config import AttentionConfig
 from polyhead.layers.latent.config import LatentConfig
 
 USABLE = 0.8  # of a machine's memory; the rest is for activations outside attention, logits and the CUDA context
 Verdict = Literal["fits", "tight", "does not fit"]
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSizes:
+    """Sequences and tokens of each, and the dtypes of the layers and of their cache."""
+
+    batch: int
+    context: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,20 +125,11 @@ def verdict(needed: int, memory_bytes: int) -> Verdict:
     return "fits" if needed <= USABLE * memory_bytes else "tight"
 
 
-def plan_phase(
-    model: ModelLayout,
-    phase: Phase,
-    batch: int,
-    context: int,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype,
-    machine: Machine | None = None,
-) -> PhasePlan:
-    """Compute the costs of one phase over all layers; times need a `machine` with rates in `dtype`."""
-    sizes = (model, phase, batch, context, dtype, cache_dtype)
-    works = phase_works(*sizes)
+def plan_phase(model: ModelLayout, phase: Phase, sizes: PhaseSizes, machine: Machine | None = None) -> PhasePlan:
+    """Compute the costs of one phase over all layers; times need a `machine` with rates in the dtype of the layers."""
+    works = phase_works(model, phase, sizes)
     timing = None
-    if machine is not None and dtype in machine.dtypes:
+    if machine is not None and sizes.dtype in machine.dtypes:
         timing = Timing.of([predict(work, machine) for work in works])
     moved: dict[str, int] = {}
     for work in works:
@@ -140,13 +141,11 @@ def plan_phase(
         exponentials=sum(work.exponentials for work in works),
         bytes=moved,
         launches=sum(work.launches for work in works),
-        fused=_phase_memory(*sizes, machine),
-        materialised=_phase_memory(*sizes, machine, form="materialised"),
-        rolling_cache=rolling_cache_bytes(model, cache_dtype, batch, context)
-        if _has_cache(model, phase, context)
-        else 0,
+        fused=_phase_memory(model, phase, sizes, machine),
+        materialised=_phase_memory(model, phase, sizes, machine, form="materialised"),
+        rolling_cache=rolling_cache_bytes(model, sizes) if _has_cache(model, phase, sizes.context) else 0,
         timing=timing,
-        **_outside(model, phase, dtype),
+        **_outside(model, phase, sizes.dtype),
     )
 
 
@@ -156,24 +155,18 @@ def largest_fitting(needed: Callable[[int], int], machine: Machine, limit: int =
     >>> from polyhead.layers import MultiHeadConfig
     >>> model, dtype = ModelLayout.of(MultiHeadConfig(512, 8, causal=True), 4), torch.bfloat16
     >>> machine = Machine.load("nvidia-l4")
-    >>> largest_fitting(lambda batch: needed_bytes(model, "decode", batch, 8192, dtype, dtype, machine), machine)
+    >>> def needed(batch):
+    ...     return needed_bytes(model, "decode", PhaseSizes(batch, 8192, dtype, dtype), machine)
+    >>> largest_fitting(needed, machine)
     285
     """
     return bisect.bisect_right(range(1, limit + 1), USABLE * machine.memory_bytes, key=needed)
 
 
-def needed_bytes(
-    model: ModelLayout,
-    phase: Phase,
-    batch: int,
-    context: int,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype,
-    machine: Machine,
-) -> int:
+def needed_bytes(model: ModelLayout, phase: Phase, sizes: PhaseSizes, machine: Machine) -> int:
     """Return `PhasePlan.needed` without the rest of the plan."""
-    attention = _phase_memory(model, phase, batch, context, dtype, cache_dtype, machine).total
-    return attention + sum(_outside(model, phase, dtype).values())
+    outside = _outside(model, phase, sizes.dtype)
+    return _phase_memory(model, phase, sizes, machine).total + sum(outside.values())
 
 
 def _outside(model: ModelLayout, phase: Phase, dtype: torch.dtype) -> dict[str, int]:
@@ -188,49 +181,36 @@ def _outside(model: ModelLayout, phase: Phase, dtype: torch.dtype) -> dict[str, 
 
 
 def _phase_memory(
-    model: ModelLayout,
-    phase: Phase,
-    batch: int,
-    context: int,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype,
-    machine: Machine | None,
-    form: Form = "fused",
+    model: ModelLayout, phase: Phase, sizes: PhaseSizes, machine: Machine | None, form: Form = "fused"
 ) -> MemoryEstimate:
-    workload, cached = _workload(phase, batch, context), _has_cache(model, phase, context)
-    device: Device = "cuda" if machine is None else machine.device
-    options: dict[str, Any] = {"form": form, "dtype": dtype, "cache_dtype": cache_dtype, "device": device}
-    groups = (
-        estimate_memory(group.config, workload, cached=cached, layers=group.layers, **options) for group in model.groups
-    )
+    options = _call_options(model, phase, sizes)
+    options |= {"form": form, "device": "cuda" if machine is None else machine.device}
+    groups = (estimate_memory(group.config, **options, layers=group.layers) for group in model.groups)
     return functools.reduce(operator.add, groups)
 
 
-def phase_works(
-    model: ModelLayout, phase: Phase, batch: int, context: int, dtype: torch.dtype, cache_dtype: torch.dtype
-) -> list[Work]:
+def phase_works(model: ModelLayout, phase: Phase, sizes: PhaseSizes) -> list[Work]:
     """Return the work of each kind of layer in one phase."""
-    workload, cached = _workload(phase, batch, context), _has_cache(model, phase, context)
-    options: dict[str, Any] = {"dtype": dtype, "cache_dtype": cache_dtype, "cached": cached}
-    return [layer_work(group.config, workload, **options, layers=group.layers) for group in model.groups]
+    options = _call_options(model, phase, sizes)
+    return [layer_work(group.config, **options, layers=group.layers) for group in model.groups]
 
 
-def rolling_cache_bytes(model: ModelLayout, dtype: torch.dtype, batch: int, context: int) -> int:
+def rolling_cache_bytes(model: ModelLayout, sizes: PhaseSizes) -> int:
     """Return the cache bytes of all layers, with rolling caches in the layers that support them (`can_roll`).
 
     A rolling cache stores the tokens of the window, any other cache all tokens.
 
     >>> from polyhead.layers import MultiHeadConfig
     >>> model = ModelLayout.of(MultiHeadConfig(64, 4, causal=True, window=128), 3)
-    >>> rolling_cache_bytes(model, torch.bfloat16, 1, 1000) == 3 * 128 * 2 * 64 * 2
+    >>> rolling_cache_bytes(model, PhaseSizes(1, 1000, torch.bfloat16, torch.bfloat16)) == 3 * 128 * 2 * 64 * 2
     True
     """
     total = 0
     for group in model.groups:
-        per_token = describe(group.config).cache_bytes_per_token(dtype)
-        window = getattr(group.config, "window", None) if can_roll(group.config, dtype) else None
-        total += group.layers * per_token * (context if window is None else min(context, window))
-    return batch * total
+        per_token = describe(group.config).cache_bytes_per_token(sizes.cache_dtype)
+        window = getattr(group.config, "window", None) if can_roll(group.config, sizes.cache_dtype) else None
+        total += group.layers * per_token * (sizes.context if window is None else min(sizes.context, window))
+    return sizes.batch * total
 
 
 def can_roll(config: AttentionConfig, cache_dtype: torch.dtype) -> bool:
@@ -239,12 +219,16 @@ def can_roll(config: AttentionConfig, cache_dtype: torch.dtype) -> bool:
     return windowed and cache_dtype is not torch.int8 and not isinstance(config, LatentConfig)
 
 
-def _workload(phase: Phase, batch: int, context: int) -> Workload:
-    if phase == "training":
-        return Workload.training_step(context, batch=batch)
-    if phase == "prefill":
-        return Workload.prefill(context, batch=batch)
-    return Workload.decode(context - 1, batch=batch)
+def _call_options(model: ModelLayout, phase: Phase, sizes: PhaseSizes) -> dict[str, Any]:
+    """Return the arguments of `layer_work` and `estimate_memory` that all layers share."""
+    batch, context = sizes.batch, sizes.context
+    work = {
+        "training": lambda: Workload.training_step(context, batch=batch),
+        "prefill": lambda: Workload.prefill(context, batch=batch),
+        "decode": lambda: Workload.decode(context - 1, batch=batch),
+    }[phase]()
+    dtypes = {"dtype": sizes.dtype, "cache_dtype": sizes.cache_dtype}
+    return {"work": work, "cached": _has_cache(model, phase, context), **dtypes}
 
 
 def _has_cache(model: ModelLayout, phase: Phase, context: int) -> bool:

@@ -192,10 +192,7 @@ def rows(phase: PhasePlan) -> list[Row]:
             products, powers = (count(number) if number else "" for number in (flops, exponentials))
             table.append(Row(name, products, powers, size(moved) if moved else "", seconds(time) if time else ""))
     total = "" if phase.timing is None else seconds(phase.timing.seconds)
-    return [
-        *table,
-        Row("total", count(phase.flops.total), count(phase.exponentials), size(phase.total_bytes), total),
-    ]
+    return [*table, Row("total", count(phase.flops.total), count(phase.exponentials), size(phase.total_bytes), total)]
 
 
 def below(phase: PhasePlan) -> list[tuple[str, str]]:

@@ -21,6 +21,7 @@ from polyhead.costs.options import PHASES, Phase, check_sizes, parse_phases
 from polyhead.costs.parameters import ParameterIdentity, Parameters, four_squares
 from polyhead.costs.phases import (
     PhasePlan,
+    PhaseSizes,
     Verdict,
     can_roll,
     largest_fitting,
@@ -96,6 +97,11 @@ class Plan:
             if phase_plan.phase == phase:
                 return phase_plan
         raise OptionError(f"phase must be one of this plan's, {', '.join(x.phase for x in self.phases)}; got {phase!r}")
+
+    @property
+    def sizes(self) -> PhaseSizes:
+        """Batch, context and dtypes of every phase."""
+        return PhaseSizes(self.batch, self.context, self.dtype, self.cache_dtype)
 
     @property
     def is_timed(self) -> bool:
@@ -189,9 +195,9 @@ def plan(
         for phase in selected
         for warning in warnings_of(group.config, context=context, batch=batch, phase=phase, machine=machine)
     )
-    planned = tuple(plan_phase(model, phase, batch, context, dtype, cache_dtype, machine) for phase in selected)
-    sizes = (batch, context, dtype, cache_dtype)
-    fits = () if machine is None else tuple(_fit(model, x, *sizes, machine) for x in planned)
+    sizes = PhaseSizes(batch, context, dtype, cache_dtype)
+    planned = tuple(plan_phase(model, phase, sizes, machine) for phase in selected)
+    fits = () if machine is None else tuple(_fit(model, x, sizes, machine) for x in planned)
     return Plan(
         model=model,
         batch=batch,
@@ -203,7 +209,7 @@ def plan(
         identity=four_squares(model.config),
         cache_bytes_per_token=per_token,
         cache_bytes=batch * context * per_token,
-        rolling_cache_bytes=rolling_cache_bytes(model, cache_dtype, batch, context) if cached else 0,
+        rolling_cache_bytes=rolling_cache_bytes(model, sizes) if cached else 0,
         crossover=crossover(model),
         phases=planned,
         fits=fits,
@@ -212,21 +218,13 @@ def plan(
     )
 
 
-def _fit(
-    model: ModelLayout,
-    phase: PhasePlan,
-    batch: int,
-    context: int,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype,
-    machine: Machine,
-) -> Fit:
-    def needed(batch: int = batch, context: int = context, cache_dtype: torch.dtype = cache_dtype) -> int:
-        return needed_bytes(model, phase.phase, batch, context, dtype, cache_dtype, machine)
+def _fit(model: ModelLayout, phase: PhasePlan, sizes: PhaseSizes, machine: Machine) -> Fit:
+    def needed(**changed: Any) -> int:
+        return needed_bytes(model, phase.phase, dataclasses.replace(sizes, **changed), machine)
 
     can_be_int8 = all(describe(group.config).cache_scales is not None for group in model.groups)
     int8 = None
-    if phase.fused.cache and cache_dtype.itemsize > 1 and can_be_int8:
+    if phase.fused.cache and sizes.cache_dtype.itemsize > 1 and can_be_int8:
         int8 = needed(cache_dtype=torch.int8)
     return Fit(
         phase=phase.phase,
@@ -235,7 +233,7 @@ def _fit(
         rolling_bytes=phase.needed - phase.fused.cache + phase.rolling_cache,
         machine_bytes=machine.memory_bytes,
         max_batch=largest_fitting(lambda batch: needed(batch=batch), machine),
-        max_context=largest_fitting(lambda context: needed(context=context), machine, context),
+        max_context=largest_fitting(lambda context: needed(context=context), machine, sizes.context),
         int8_bytes=int8,
     )
 

@@ -66,11 +66,7 @@ class AttentionOperator(Protocol):
     """Replacement of `attention` in the calls of a layer, such as attention over the tokens of all ranks."""
 
     def check_call(
-        self,
-        layer: BaseAttention,
-        key: Tensor | Memory | None,
-        cache: KVCache | None,
-        token_positions: Tensor | None,
+        self, layer: BaseAttention, key: Tensor | Memory | None, cache: KVCache | None, token_positions: Tensor | None
     ) -> None:
         """Raise an error of `polyhead.errors` if the operator does not support a call of the layer."""
 

@@ -149,12 +149,7 @@ class DecoderBlock(Block):
 
     @layer_forward
     def forward(
-        self,
-        x: Tensor,
-        source: Tensor | Memory | None = None,
-        *,
-        source_mask: Mask | None = None,
-        **attention: Any,
+        self, x: Tensor, source: Tensor | Memory | None = None, *, source_mask: Mask | None = None, **attention: Any
     ) -> Tensor:
         """Map x [batch, sequence, embed_dim] to the same shape.
 

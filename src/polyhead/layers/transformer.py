@@ -13,14 +13,7 @@ from torch import Tensor, nn
 from polyhead.errors import CacheError, DtypeError, OptionError, ShapeError
 from polyhead.layers.base_attention import Memory
 from polyhead.layers.blocks import Block, DecoderBlock, EncoderBlock, FeedForward
-from polyhead.layers.kv_cache import (
-    GrowingCache,
-    KVCache,
-    PagedCache,
-    PreallocatedCache,
-    QuantizedCache,
-    RollingCache,
-)
+from polyhead.layers.kv_cache import GrowingCache, KVCache, PagedCache, PreallocatedCache, QuantizedCache, RollingCache
 from polyhead.layers.positions import AddsToInput, Positions
 from polyhead.masks import Mask, Side
 

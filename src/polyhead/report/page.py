@@ -7,7 +7,7 @@ import hashlib
 import html
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -28,6 +28,8 @@ _ENDS_SCRIPT = re.compile(r"</script|<!--[^\0]*<script", re.IGNORECASE)
 _ENDS_STYLE = re.compile(r"</style", re.IGNORECASE)
 _DOCTYPE = b"<!doctype html"
 TAGS: Mapping[Language, str] = {"en": "en", "zh": "zh-Hans"}  # of HTML
+_VIEWS = Text("Views", "视图")
+_NO_CHARTS = Text("The charts need JavaScript, which is disabled here.", "图表需要 JavaScript，而此处已将其禁用。")
 _NEEDS_SCRIPT = Text("This page needs JavaScript, which is disabled here.", "此页面需要 JavaScript，而此处已将其禁用。")
 
 
@@ -99,16 +101,13 @@ def write_page(
     >>> page.name
     'heads.html'
     """
-    from polyhead.observation.saving import write_atomically
     from polyhead.report.payload import page_of
 
     if language not in LANGUAGES:
         raise OptionError(f"language must be one of {', '.join(LANGUAGES)}; got {language!r}")
-    file = Path(path)
-    check_place(file)
-    text = html_of(page_of(inspection, language=language, syntax=syntax), assets or Assets.load())
-    write_atomically(file, text.encode("utf-8"))
-    return file.absolute()
+    return write_html(
+        path, lambda: html_of(page_of(inspection, language=language, syntax=syntax), assets or Assets.load())
+    )
 
 
 def check_place(file: Path) -> None:
@@ -124,6 +123,16 @@ def check_place(file: Path) -> None:
                 start = opened.read(len(_DOCTYPE))
             if start and start.lower() != _DOCTYPE:
                 raise OptionError("it contains something else; choose another file")
+
+
+def write_html(path: str | os.PathLike[str], text: Callable[[], str]) -> Path:
+    """Write the text of a page, if the path is free for one, and return its absolute path."""
+    from polyhead.observation.saving import write_atomically
+
+    file = Path(path)
+    check_place(file)
+    write_atomically(file, text().encode("utf-8"))
+    return file.absolute()
 
 
 def html_of(page: Mapping[str, Any], assets: Assets) -> str:
@@ -158,6 +167,35 @@ def document(title: str, body: str, data: Mapping[str, Any], assets: Assets, lan
         "</body>\n"
         "</html>\n"
     )
+
+
+def in_both_languages(
+    name: str, facts: Text, views: Callable[[Language], Mapping[str, tuple[str, str]]], language: Language
+) -> str:
+    """Return the body of a page of charts in both languages, the other one hidden.
+
+    `views` returns the heading and the content of each view by its name; without a script, the links lead to the views
+    in the language that is shown.
+    """
+    bodies = []
+    for shown in sorted(LANGUAGES, key=lambda other: other != language):
+        links, sections, is_first = "", "", shown == language
+        for view, (heading, content) in views(shown).items():
+            title, anchor = text_in_html(heading), f' id="/{view}"' if is_first else ""
+            links += f'<a href="#/{view}">{title}</a>'
+            sections += f'<section data-view="{view}"{anchor}><h2 tabindex="-1">{title}</h2>{content}</section>'
+        bodies.append(
+            f'<div data-language="{shown}" lang="{TAGS[shown]}"{"" if is_first else " hidden"}>'
+            f'<header class="page-head"><div class="title"><h1>{text_in_html(name)}</h1>'
+            f'<p class="facts">{text_in_html(facts[shown])}</p></div><div class="switches"></div></header>'
+            f'<nav class="views" aria-label="{_VIEWS[shown]}">{links}</nav><main>{sections}</main></div>'
+        )
+    return "\n".join(bodies)
+
+
+def charts_of(view: str, language: Language) -> str:
+    """Return the place of a view's charts, which its script draws."""
+    return f'<div data-charts="{view}"></div><noscript><p>{html.escape(_NO_CHARTS[language])}</p></noscript>'
 
 
 def policy_of(assets: Assets) -> str:

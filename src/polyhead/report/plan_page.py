@@ -6,33 +6,28 @@ import os
 import re
 from pathlib import Path
 
-from polyhead.analysis.languages import LANGUAGES, Language, Text
+from polyhead.analysis.languages import Language, Text
 from polyhead.costs import plan_wording as wording
 from polyhead.costs.comparison import Comparison
 from polyhead.costs.layout_warnings import explained
 from polyhead.costs.phases import PhasePlan
 from polyhead.costs.planning import Plan
 from polyhead.costs.quantities import plural
-from polyhead.observation.saving import write_atomically
 from polyhead.report import plan_answers as answers
 from polyhead.report import plan_tables as tables
 from polyhead.report import plan_words as words
 from polyhead.report.packing import text_in_html as escape
-from polyhead.report.page import TAGS, Assets, check_place, document
+from polyhead.report.page import Assets, charts_of, document, in_both_languages, write_html
 from polyhead.report.plan_payload import plan_charts
 
 _CODE = re.compile("`([^`]+)`")
-_NO_SCRIPT = Text("The charts need JavaScript, which is disabled here.", "图表需要 JavaScript，而此处已将其禁用。")
 
 
 def write_plan_page(
     path: str | os.PathLike[str], plan: Plan, comparison: Comparison, *, language: Language = "en"
 ) -> Path:
     """Write a plan as one HTML file that needs no network, and return its absolute path."""
-    file = Path(path)
-    check_place(file)
-    write_atomically(file, plan_html(plan, comparison, language=language).encode("utf-8"))
-    return file.absolute()
+    return write_html(path, lambda: plan_html(plan, comparison, language=language))
 
 
 def plan_html(plan: Plan, comparison: Comparison, *, language: Language = "en") -> str:
@@ -41,41 +36,19 @@ def plan_html(plan: Plan, comparison: Comparison, *, language: Language = "en") 
     Its script draws the charts and shows one view at a time; everything else needs none.
     """
     charts = plan_charts(plan, comparison)
-    both = sorted(LANGUAGES, key=lambda other: other != language)
-    body = "\n".join(_body(plan, comparison, bool(charts["layout"]), x, is_first=x == language) for x in both)
+    facts = Text(*[f"{wording.layout_words(plan.model)}; {wording.requested(plan)}"] * 2)
+
+    def views(shown: Language) -> dict[str, tuple[str, str]]:
+        contents = {
+            "fit": _fit(plan, comparison, shown),
+            "speed": _speed(plan, comparison, shown),
+            "layout": _layout(plan, comparison, bool(charts["layout"]), shown),
+            "numbers": _numbers(plan, comparison, shown),
+        }
+        return {view: (words.VIEWS[view][shown], content) for view, content in contents.items()}
+
+    body = in_both_languages(plan.model.name, facts, views, language)
     return document(f"Costs of {plan.model.name}", body, charts, Assets.load(name="plan"), language)
-
-
-def _body(plan: Plan, comparison: Comparison, has_layouts: bool, language: Language, *, is_first: bool) -> str:
-    views = {
-        "fit": _fit(plan, comparison, language),
-        "speed": _speed(plan, comparison, language),
-        "layout": _layout(plan, comparison, has_layouts, language),
-        "numbers": _numbers(plan, comparison, language),
-    }
-    links = "".join(f'<a href="#/{view}">{escape(words.VIEWS[view][language])}</a>' for view in views)
-    # Without a script the links lead to the sections of the language that is shown.
-    sections = "".join(
-        f'<section data-view="{view}"{_anchor(view) if is_first else ""}>'
-        f'<h2 tabindex="-1">{escape(words.VIEWS[view][language])}</h2>{content}</section>'
-        for view, content in views.items()
-    )
-    name = Text("Views", "视图")[language]
-    return (
-        f'<div data-language="{language}" lang="{TAGS[language]}"{"" if is_first else " hidden"}>'
-        f'<header class="page-head"><div class="title"><h1>{escape(plan.model.name)}</h1>'
-        f'<p class="facts">{escape(wording.layout_words(plan.model))}; {escape(wording.requested(plan))}</p></div>'
-        '<div class="switches"></div></header>'
-        f'<nav class="views" aria-label="{name}">{links}</nav><main>{sections}</main></div>'
-    )
-
-
-def _anchor(view: str) -> str:
-    return f' id="/{view}"'
-
-
-def _chart(view: str, language: Language) -> str:
-    return f'<div data-charts="{view}"></div><noscript><p>{escape(_NO_SCRIPT[language])}</p></noscript>'
 
 
 def _answer(sentences: list[Text], language: Language) -> str:
@@ -104,7 +77,7 @@ def _fit(plan: Plan, comparison: Comparison, language: Language) -> str:
     return (
         _answer(answers.fit(plan, comparison), language)
         + _note(words.fit_scope(plan), language)
-        + _beside(_chart("fit", language), table + _note(about, language))
+        + _beside(charts_of("fit", language), table + _note(about, language))
     )
 
 
@@ -121,7 +94,7 @@ def _speed(plan: Plan, comparison: Comparison, language: Language) -> str:
     return (
         _answer(answers.speed(plan, comparison), language)
         + _note(words.ATTENTION_ONLY, language)
-        + _beside(_chart("speed", language), table)
+        + _beside(charts_of("speed", language), table)
     )
 
 
@@ -134,7 +107,7 @@ def _layout(plan: Plan, comparison: Comparison, has_chart: bool, language: Langu
         )
         table = tables.layout_table(plan, comparison, language) + _note(about, language)
         table += _note(words.TIMES, language) if plan.is_timed else ""
-        text += _beside(_chart("layout", language), table) if has_chart else table
+        text += _beside(charts_of("layout", language), table) if has_chart else table
     choices = comparison.choices
     if choices is not None:
         timed = choices.machine is not None

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyhead.analysis.languages import LANGUAGES, Language, Text
+from polyhead.analysis.languages import Language, Text
 from polyhead.inspection.vocabulary import column_of
-from polyhead.observation.saving import write_atomically
 from polyhead.report.packing import packed_floats
 from polyhead.report.packing import text_in_html as escape
-from polyhead.report.page import TAGS, Assets, check_place, document
+from polyhead.report.page import Assets, charts_of, document, in_both_languages, write_html
 from polyhead.report.plan_tables import table
 from polyhead.training.head_history import HeadHistory
 from polyhead.training.monitor import LARGEST
@@ -26,7 +25,6 @@ MOST_POINTS = 400  # of a line
 MOST_GRIDS = 100  # steps of the slider
 MOST_ROWS = 200  # of the table of a statistic
 LOSS, STEP = Text("loss", "损失"), Text("step", "步")
-_NO_SCRIPT = Text("The charts need JavaScript, which is disabled here.", "图表需要 JavaScript，而此处已将其禁用。")
 _COLUMNS = (
     Text("head", "头"), Text("first", "首步"), Text("last", "末步"), Text("lowest", "最低"), Text("highest", "最高"),
 )  # fmt: skip
@@ -61,10 +59,7 @@ def write_training_page(
         name: title of the page.
         language: "en" or "zh", the initial language; the page has a switch.
     """
-    file = Path(path)
-    check_place(file)
-    write_atomically(file, training_html(history, name, language=language).encode("utf-8"))
-    return file.absolute()
+    return write_html(path, lambda: training_html(history, name, language=language))
 
 
 def training_html(history: HeadHistory, name: str, *, language: Language = "en") -> str:
@@ -75,8 +70,12 @@ def training_html(history: HeadHistory, name: str, *, language: Language = "en")
     charts = {column: _chart(steps, _label(column), *found, _panels(history)) for column, found in series.items()}
     if losses.isfinite().any():
         charts = {"loss": _chart(steps, LOSS, steps, losses, [(LOSS, ["loss"])]), **charts}
-    both = sorted(LANGUAGES, key=lambda other: other != language)
-    body = "\n".join(_body(history, name, list(charts), series, x, is_first=x == language) for x in both)
+    first, last = (history.steps[0], history.steps[-1]) if len(history) else (0, 0)
+    facts = Text(
+        f"{len(history.heads):,} heads, {len(history):,} steps from {first:,} to {last:,}",
+        f"{len(history.heads):,} 个头，从第 {first:,} 步到第 {last:,} 步共 {len(history):,} 步",
+    )
+    body = in_both_languages(name, facts, lambda shown: _views(history, list(charts), series, shown), language)
     data = {view: [{"name": None, "chart": chart}] for view, chart in charts.items()}
     return document(f"Heads of {name} in training", body, data, Assets.load(name="plan"), language)
 
@@ -149,42 +148,18 @@ def _panels(history: HeadHistory) -> list[tuple[Text, list[str]]]:
     return panels
 
 
-def _body(
-    history: HeadHistory,
-    name: str,
-    views: Sequence[str],
-    series: dict[str, tuple[Tensor, Tensor]],
-    language: Language,
-    *,
-    is_first: bool,
-) -> str:
-    titles = [LOSS if view == "loss" else _label(view) for view in views]
-    titles.append(Text("All numbers", "全部数字"))
+def _views(
+    history: HeadHistory, charts: Sequence[str], series: dict[str, tuple[Tensor, Tensor]], language: Language
+) -> dict[str, tuple[str, str]]:
+    """Return the heading and the content of each view: a chart of each statistic, and all tables."""
     size = math.ceil(len(history) / (MOST_POINTS // 2))
     merged_steps = " " + _MERGED[language].format(steps=size) if len(history) > MOST_POINTS else ""
-    no_script = f"<noscript><p>{escape(_NO_SCRIPT[language])}</p></noscript>"
-    notes = [("" if view == "loss" else _LINES[language]) + merged_steps for view in views]
-    contents = [
-        f'<div data-charts="{view}"></div>{no_script}<p>{note}</p>' for view, note in zip(views, notes, strict=True)
-    ]
-    contents.append("".join(_table(history, column, *found, language) for column, found in series.items()))
-    links, sections = "", ""
-    for view, title, content in zip([*views, "numbers"], titles, contents, strict=True):
-        anchor = f' id="/{view}"' if is_first else ""
-        links += f'<a href="#/{view}">{escape(title[language])}</a>'
-        heading = f'<h2 tabindex="-1">{escape(title[language])}</h2>'
-        sections += f'<section data-view="{view}"{anchor}>{heading}{content}</section>'
-    first, last = (history.steps[0], history.steps[-1]) if len(history) else (0, 0)
-    facts = Text(
-        f"{len(history.heads):,} heads, {len(history):,} steps from {first:,} to {last:,}",
-        f"{len(history.heads):,} 个头，从第 {first:,} 步到第 {last:,} 步共 {len(history):,} 步",
-    )
-    return (
-        f'<div data-language="{language}" lang="{TAGS[language]}"{"" if is_first else " hidden"}>'
-        f'<header class="page-head"><div class="title"><h1>{escape(name)}</h1>'
-        f'<p class="facts">{escape(facts[language])}</p></div><div class="switches"></div></header>'
-        f'<nav class="views" aria-label="{Text("Views", "视图")[language]}">{links}</nav><main>{sections}</main></div>'
-    )
+    views = {}
+    for view in charts:
+        label, note = (LOSS, "") if view == "loss" else (_label(view), _LINES[language])
+        views[view] = label[language], f"{charts_of(view, language)}<p>{note}{merged_steps}</p>"
+    tables = "".join(_table(history, column, *found, language) for column, found in series.items())
+    return {**views, "numbers": (Text("All numbers", "全部数字")[language], tables)}
 
 
 def _table(history: HeadHistory, column: str, steps: Tensor, values: Tensor, language: Language) -> str:

@@ -91,14 +91,7 @@ def check_conversion(kv_heads: int, grouping: str, rounds: int) -> None:
 
 
 def check_shrinking(
-    target: Target,
-    *,
-    has_text: bool,
-    metric: str | None,
-    criterion: str,
-    form: str,
-    measured: bool,
-    search: bool,
+    target: Target, *, has_text: bool, metric: str | None, criterion: str, form: str, measured: bool, search: bool
 ) -> None:
     """Raise on invalid options of `polyhead.shrink` and on options that exclude each other."""
     if not has_text:

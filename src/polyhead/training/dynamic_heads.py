@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -64,18 +63,18 @@ class DynamicHeads:
 
     Inside the `with` block `step` ends a step; after a step that `changes` names, heads are changed and the state of
     the optimizer is kept, as `edit_heads` does. The score of a head is its importance, or a column of a monitor, in the
-    mean over the steps since the last change; the device is waited for at changes only.
+    mean over the steps since the last change. Only changes wait for the device.
 
-    The importance of a head in a step is the magnitude of the derivative of the loss by a factor on the head's output,
-    as its share in the sum over all heads (Michel et al. 2019, arXiv:1905.10650, for a whole step instead of each
-    sequence). It is `|sum(W_O * grad(W_O))|`, which is read before the optimizer's step and needs no gates.
+    The importance of a head in a step is the magnitude of the derivative of the loss with respect to a factor on the
+    head's output (Michel et al. 2019, arXiv:1905.10650, for a whole step instead of each sequence), divided by the sum
+    over all heads. It is `|sum(W_O * grad(W_O))|`, which is read before the optimizer's step and needs no gates.
 
     Args:
         model: a model whose heads can be edited, as for `polyhead.prune`, each with a KV head of its own.
         optimizer: the optimizer, or several that share the parameters; one of them owns W_O of all layers.
         changes: changes by the number of steps after which they are made.
-        monitor: returns a monitor of the model, such as `HeadMonitor` itself or a function with its options; it is
-            called anew after each change, since a monitor is of heads that do not change. `monitors` lists them.
+        monitor: `HeadMonitor`, or a function that takes the model and returns a monitor of it; called again after each
+            change, since the heads of a monitor cannot change. `monitors` lists the results.
         score: "importance", or the name of a column of the monitor, e.g. "output_norm_share", of which low values are
             those of heads that are not needed.
         seed: seed of the weights of new heads.
@@ -189,15 +188,13 @@ class DynamicHeads:
         self._begin()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: Any) -> None:
         undo, self._undo = self._undo, None
         if undo is not None:
-            undo.__exit__(kind, error, trace)
+            undo.__exit__(*exception)
 
     def _begin(self) -> None:
-        """Gather the evidence of the steps up to the next change."""
+        """Start to collect evidence for the next change: importances, and a monitor if there is one."""
         with ExitStack() as undo:
             undo.callback(self._owner.register_step_pre_hook(self._before_step).remove)
             if self._create_monitor is not None:
@@ -333,9 +330,10 @@ class DynamicHeads:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the changes of another run, and continue from it: the model and the optimizer take their states after.
+        """Repeat the changes of a saved run in a new model and continue from it.
 
-        Model and optimizer are those of a run that begins. A monitor continues that of the last steps.
+        Call it on a new model and optimizer, and load their states afterwards. The monitor since the last change
+        continues as well.
 
         Args:
             state: what `state_dict` returned.

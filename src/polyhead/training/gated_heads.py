@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -46,10 +45,8 @@ class _GatedHeads(nn.Module, ABC):
         self._is_entered = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._session.__exit__(kind, error, trace)
+    def __exit__(self, *exception: Any) -> None:
+        self._session.__exit__(*exception)
         self._is_entered = False
 
 
@@ -164,13 +161,13 @@ class HeadGates(_GatedHeads):
 
     @torch.no_grad()
     def closed(self, stack: str | None = None) -> list[HeadId]:
-        """Return the heads whose gates are 0, but one head of a layer without an open gate: a layer keeps one.
+        """Return the heads whose gates are 0, except the first of a layer in which all are: every layer keeps a head.
 
         Args:
             stack: the stack of layers, as for `polyhead.prune`, for models with several (encoder and decoder).
 
         Raises:
-            OptionError: several stacks, whose layers have the same numbers, and none is chosen; or an unknown one.
+            OptionError: the model has several stacks and none is chosen, or the chosen one does not exist.
         """
         stacks = list(dict.fromkeys(layer.stack for layer in self._layers.values()))
         if (len(stacks) > 1 or stack is not None) and stack not in stacks:
@@ -191,7 +188,7 @@ class HeadGates(_GatedHeads):
         Heads with a closed gate have no output. The gates cannot be used again.
 
         Raises:
-            OptionError: inside the block, where the gates would count twice, or the heads were changed since.
+            OptionError: called inside the block, where the gates would count twice, or after the heads were changed.
         """
         self._check_unfolded()
         if self._is_entered:

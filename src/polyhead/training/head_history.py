@@ -133,7 +133,7 @@ class HeadHistory:
         return torch.stack(values) if values else torch.empty(0, len(self.heads))
 
     def cosines(self, column: str) -> dict[int, Mapping[SiteKey, Tensor]]:
-        """Return the cosines between the heads of each site, by step and by path and kind of the site: [heads, heads].
+        """Return the cosines between the heads of each site, [heads, heads], by step and then by path and kind.
 
         Args:
             column: `output_cosine` or `gradient_cosine`.
@@ -143,10 +143,10 @@ class HeadHistory:
         return {record.step: record.cosines[column] for record in self._records if record.pairs is not None}
 
     def first_nonfinite(self) -> tuple[int, HeadLocation, str] | None:
-        """Return the first step, of those that are kept, head and column with NaN or Inf, or None.
+        """Return step, head and column of the first NaN or Inf in the steps that are kept; None if there is none.
 
-        A column is not read in steps in which it was not measured, nor a row statistic for heads that never have a
-        finite value of it, as the normalized entropy of a head that always sees a single key.
+        Ignored are steps in which a column was not measured, and heads that never have a finite value of a row
+        statistic, such as the normalized entropy of a head that always sees a single key.
         """
         if not self._records:
             return None
@@ -155,7 +155,7 @@ class HeadHistory:
         is_defined = torch.tensor([name in FINITE for name in self.columns])
         bad = wrong & (finite.any(0) | is_defined[:, None])
         if not bad.any():
-            # Never finite at all, of the column that every head has.
+            # Heads without a single finite value went wrong before the first step.
             bad = wrong & ~finite.any((0, 1))
         found = bad.nonzero()
         if not len(found):
@@ -173,7 +173,7 @@ class HeadHistory:
     def append(
         self, step: int, values: Tensor, loss: float, measured: Tensor | None = None, pairs: Tensor | None = None
     ) -> StepRecord:
-        """Return the values of a step as a record, after adding them; drop the first steps if there are too many.
+        """Add the values of a step and return them as a record; the first steps are dropped if there are too many.
 
         Args:
             step: number of the step.

@@ -77,10 +77,7 @@ class HeadSignals:
     """
 
     def __init__(
-        self,
-        session: Session,
-        columns: tuple[str, ...],
-        inverse_scale: Callable[[torch.device], Tensor | float],
+        self, session: Session, columns: tuple[str, ...], inverse_scale: Callable[[torch.device], Tensor | float]
     ) -> None:
         self.with_pairs = False  # in this step
         self.has_half_autocast = False  # whether a forward was in float16 autocast

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -44,8 +43,8 @@ class _Pending(NamedTuple):
 class MonitorCallback:
     """Base class of readers of a monitor's records, such as alarms and loggers. Each method may be overridden.
 
-    `should_stop` asks the loop to stop, which `Trainer` does. `should_save` asks it for a checkpoint; `Trainer` writes
-    one and resets it.
+    `should_stop` requests the end of the training loop, and `should_save` a checkpoint, after which it is reset. The
+    callbacks of `Trainer` and Lightning obey both; other loops read them.
     """
 
     should_stop: bool = False
@@ -88,15 +87,15 @@ class HeadMonitor:
 
     Args:
         model: the model, as for `polyhead.observe`, or what `torch.compile` returned for it.
-        every: observe every k-th step; between them the model runs its own code. Enter a monitor that skips steps after
-            other sessions on the model, since it leaves and returns.
+        every: observe every k-th step; between them the model runs its own code. Above 1, enter the monitor after all
+            other sessions on the model, since it leaves the model and enters it again.
         statistics: names, as for `polyhead.observe`, and those of the monitor's own columns below. `max_logit` is the
             largest logit of a head in the step, others are means over its tokens.
         pairs_every: record the cosines between heads in every k-th observed step, starting with the first.
         callbacks: what reads each record; see `MonitorCallback`.
         grad_scaler: the `torch.amp.GradScaler` that scales the loss; its scale is taken out of `gradient_norm`.
-        process_group: ranks that have the same heads and other data; all processes by default, and required if heads
-            are distributed over ranks (`polyhead.parallel.HeadParallel`).
+        process_group: group of the ranks that have the same heads and other data; all processes by default, and
+            required if heads are distributed over ranks (`polyhead.parallel.HeadParallel`).
 
     Columns that `polyhead.observe` does not have:
 
@@ -186,16 +185,14 @@ class HeadMonitor:
         self._switch()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: Any) -> None:
         if self._is_observing:
             self._signals.detach()
-            self._session.__exit__(kind, error, trace)
+            self._session.__exit__(*exception)
         self._is_entered = self._is_observing = False
         left_over = self._session.take()  # forwards after the last step do not count
         self._signals.end_step()
-        if kind is None and self.steps == self._first_step and left_over.sites:
+        if exception[0] is None and self.steps == self._first_step and left_over.sites:
             warnings.warn("no step of the monitor has ended; call monitor.step(loss) in the loop", stacklevel=2)
         self._read(wait=True)
         for callback in self.callbacks:
@@ -209,7 +206,7 @@ class HeadMonitor:
 
         Raises:
             OptionError: outside of the `with` block, a loss that is not one number, no forward in training mode was
-                observed in the step, or one in float16 autocast without a `grad_scaler`.
+                observed in the step, or `gradient_norm` after one in float16 autocast without a `grad_scaler`.
         """
         if isinstance(loss, Tensor) and loss.numel() != 1:
             raise OptionError(f"the loss of a step must be one number, got a tensor of shape {list(loss.shape)}")

@@ -30,7 +30,7 @@ def edit_heads(model: nn.Module, optimizer: Optimizers, edits: Sequence[HeadEdit
     Edited parameters are new ones, which replace the old in the optimizer's groups. Every tensor of its state that has
     a value per weight (moments of Adam, momentum of SGD and Muon) is edited as the weights are: values of a head stay
     with the head, and so do gradients. A new head (`ReviveHeads`) has no momentum, and the mean second moments of the
-    layer's other heads; one that was merged or pooled counts as new. Numbers of steps are kept.
+    layer's other heads; a head that was merged or pooled counts as new. Step counters are kept.
 
     Args:
         model: the model, which is edited in place; outside of any `polyhead.observe`.
@@ -43,7 +43,7 @@ def edit_heads(model: nn.Module, optimizer: Optimizers, edits: Sequence[HeadEdit
     Raises:
         OptionError: an edit that is not possible, an optimizer without the edited parameters or whose state cannot be
             split by heads (Adafactor, LBFGS), parameters that are tied, sharded or in `DistributedDataParallel`. Model
-            and optimizer are unchanged then.
+            and optimizer are then unchanged.
 
     >>> import torch, polyhead
     >>> from polyhead.surgery import PruneHeads

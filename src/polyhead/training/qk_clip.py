@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -60,12 +59,12 @@ class QKClip:
         absolute: bound the largest absolute value instead of the largest value.
         master_weights: tensors from which the optimizer overwrites 16-bit parameters, by parameter; they are scaled
             too.
-        process_group: replicas of the model; all processes by default.
+        process_group: group of the replicas of the model; all processes by default.
 
     Raises:
         OptionError: a threshold that is not positive, a model without attention that can be observed, layers whose
-            logits do not scale with W_Q and W_K (QK-norm, soft caps), LoRA or quantised projections, and an optimizer
-            without these weights.
+            logits do not scale with W_Q and W_K (QK-norm, soft caps), LoRA or quantised projections, heads distributed
+            over ranks, and an optimizer without these weights.
 
     >>> import torch, polyhead
     >>> from polyhead.training import QKClip
@@ -130,12 +129,10 @@ class QKClip:
             self._undo = undo.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: Any) -> None:
         undo, self._undo = self._undo, None
         if undo is not None:
-            undo.__exit__(kind, error, trace)
+            undo.__exit__(*exception)
 
     @property
     def latest(self) -> ClippedHeads:

@@ -74,7 +74,7 @@ class RankSums:
         shapes: Mapping[str, Sequence[tuple[int, ...]]],
         loss: Tensor | float | None,
     ) -> ReducedStep:
-        """Return the step of all ranks, as if one had had all their data.
+        """Return the sums of a step over all ranks, as if one rank had processed the data of all.
 
         The gradient of the mean of the ranks' losses, which data parallel training takes, is that of a rank's loss
         divided by the number of ranks.
@@ -129,11 +129,7 @@ def has_ranks(group: Any = None) -> bool:
 
 
 def reduce_over_ranks(
-    sums: Parts,
-    maxima: Parts,
-    shapes: Mapping[str, Sequence[tuple[int, ...]]],
-    device: torch.device,
-    group: Any = None,
+    sums: Parts, maxima: Parts, shapes: Mapping[str, Sequence[tuple[int, ...]]], device: torch.device, group: Any = None
 ) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
     """Return sums and maxima over all ranks, by name and site, and how many ranks lack each of them, [sites] by name.
 

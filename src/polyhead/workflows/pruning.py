@@ -24,11 +24,7 @@ from polyhead.surgery.selection.evidence import Evidence, editable_layers
 from polyhead.surgery.selection.pruned_model import PrunedModel
 from polyhead.surgery.selection.shrinker import RemovedHeads
 from polyhead.surgery.selection.uniform import UniformLayout, UniformShrinker, heads_for_target, uniform_layouts
-from polyhead.workflows.calibration_text import (
-    CalibrationText,
-    quality_type,
-    weighting_of,
-)
+from polyhead.workflows.calibration_text import CalibrationText, quality_type, weighting_of
 from polyhead.workflows.compensating import compensate as compensated
 from polyhead.workflows.edited_model import AttentionSwitch, EditedModel
 from polyhead.workflows.model_loading import Model, as_loaded
@@ -193,12 +189,7 @@ def head_edits(heads: str | Iterable[str | HeadId | tuple[int, int]], stack: str
 
 
 def select_heads(
-    evidence: Evidence,
-    share: float,
-    *,
-    criterion: str,
-    layouts: Sequence[UniformLayout] | None = None,
-    seed: int = 0,
+    evidence: Evidence, share: float, *, criterion: str, layouts: Sequence[UniformLayout] | None = None, seed: int = 0
 ) -> list[PruneHeads]:
     """Select the least important heads of a share by a criterion, over all layers of the evidence.
 

@@ -143,13 +143,7 @@ def shrink(
     """
     goal = target if isinstance(target, Target) else Target.parse(target)
     check_shrinking(
-        goal,
-        has_text=text is not None,
-        metric=metric,
-        criterion=criterion,
-        form=form,
-        measured=measured,
-        search=search,
+        goal, has_text=text is not None, metric=metric, criterion=criterion, form=form, measured=measured, search=search
     )
     weighting = weighting_of(criterion)
     folder = None if resume is None else Path(resume)

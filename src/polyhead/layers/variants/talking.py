@@ -111,13 +111,7 @@ class TalkingHeads(SeparateHeads):
             "finite": self.finite,
         }
         result = talking_attention(
-            q,
-            k,
-            v,
-            weights=call.weights,
-            statistics=call.statistics,
-            logsumexp=call.logsumexp,
-            **options,
+            q, k, v, weights=call.weights, statistics=call.statistics, logsumexp=call.logsumexp, **options
         )
         if self._mixed_listener is not None:
             self._mixed_listener.append(mixed_weights(q, k, **options))
@@ -208,11 +202,7 @@ class TalkingHeadsConfig(HeadsConfig):
     def _check_and_fill(self) -> None:
         super()._check_and_fill()
         check_talking(
-            softcap=self.softcap,
-            sinks=self.sinks,
-            dropout=self.dropout,
-            key_heads=self.key_heads,
-            backend=self.backend,
+            softcap=self.softcap, sinks=self.sinks, dropout=self.dropout, key_heads=self.key_heads, backend=self.backend
         )
         if self.positions is not None:
             check_talking_positions(self.positions.module)

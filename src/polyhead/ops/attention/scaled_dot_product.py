@@ -143,13 +143,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bo
 
 
 def _efficient(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None
 ) -> Tensor:
     """Run the memory-efficient operator, which needs a four-axis mask with aligned rows."""
     if mask is not None:

@@ -92,13 +92,7 @@ def checked_request(
     if mask is not None:
         check_mask(mask)
         visibility = resolve(
-            mask,
-            batch=batch,
-            heads=heads,
-            queries=queries,
-            keys=keys,
-            device=device,
-            ordinals="sink_mass" in names,
+            mask, batch=batch, heads=heads, queries=queries, keys=keys, device=device, ordinals="sink_mass" in names
         )
     if seed is not None:
         seed = _seed(seed, query)

@@ -3,9 +3,4 @@
 from polyhead.ops.profile.api import profile
 from polyhead.ops.profile.request import AttentionProfile, BlockMap, offset_bins
 
-__all__ = [
-    "AttentionProfile",
-    "BlockMap",
-    "offset_bins",
-    "profile",
-]
+__all__ = ["AttentionProfile", "BlockMap", "offset_bins", "profile"]

@@ -2,7 +2,4 @@
 
 from polyhead.ops.selected_rows.api import RaggedRows, ragged_attention
 
-__all__ = [
-    "RaggedRows",
-    "ragged_attention",
-]
+__all__ = ["RaggedRows", "ragged_attention"]

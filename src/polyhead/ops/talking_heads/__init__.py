@@ -2,6 +2,4 @@
 
 from polyhead.ops.talking_heads.api import talking_attention
 
-__all__ = [
-    "talking_attention",
-]
+__all__ = ["talking_attention"]

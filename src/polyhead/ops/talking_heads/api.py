@@ -24,11 +24,7 @@ from polyhead.ops.talking_heads.request import TalkingRequest
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-_BACKENDS: dict[str, Any] = {
-    "fused": fused,
-    "blockwise": blockwise,
-    "reference": reference,
-}
+_BACKENDS: dict[str, Any] = {"fused": fused, "blockwise": blockwise, "reference": reference}
 TALKING_BACKENDS = tuple(_BACKENDS)
 
 

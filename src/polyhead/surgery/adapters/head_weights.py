@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from polyhead.geometry import HeadLayout
 from polyhead.surgery.adapters.attention_layer import AttentionLayer, linear_axis
 from polyhead.surgery.adapters.projection_formats import PARTS, Part
+
+KV_PARTS = ("key", "value", "key_bias", "value_bias")  # fields with a row per KV head
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,10 +86,19 @@ class HeadWeights:
         Args:
             like: the tensor.
         """
-        names = [name for part in (*PARTS, "output") for name in (part, f"{part}_bias")]
-        parts = {name: getattr(self, name) for name in names}
-        moved: dict[str, Any] = {name: None if x is None else x.to(like) for name, x in parts.items()}
-        return replace(self, **moved)
+        return self.mapped(
+            lambda x: x.to(like), *(name for part in (*PARTS, "output") for name in (part, f"{part}_bias"))
+        )
+
+    def mapped(self, change: Callable[[Tensor], Tensor], *names: str) -> HeadWeights:
+        """Return the heads with a function applied to some of their tensors; a bias that is None stays None.
+
+        Args:
+            change: the function.
+            names: names of the fields.
+        """
+        changed: dict[str, Any] = {name: change(x) for name in names if (x := getattr(self, name)) is not None}
+        return replace(self, **changed)
 
     @property
     def num_heads(self) -> int:
@@ -146,12 +157,9 @@ class HeadWeights:
         Args:
             heads: indices of query heads.
         """
-        read = list(dict.fromkeys(self.key_heads[head] for head in heads))
+        index, read = list(heads), list(dict.fromkeys(self.key_heads[head] for head in heads))
         chosen = replace(
-            self,
-            query=self.query[list(heads)],
-            output=self.output[list(heads)],
-            query_bias=None if self.query_bias is None else self.query_bias[list(heads)],
+            self.mapped(lambda x: x[index], "query", "query_bias", "output"),
             origins=tuple(self.origins[head] for head in heads),
             made_of=tuple(self.made_of[head] for head in heads),
         )
@@ -165,14 +173,7 @@ class HeadWeights:
             key_heads: for each query head, its index in `keys`.
         """
         index = list(keys)
-        return replace(
-            self,
-            key=self.key[index],
-            value=self.value[index],
-            key_bias=None if self.key_bias is None else self.key_bias[index],
-            value_bias=None if self.value_bias is None else self.value_bias[index],
-            key_heads=key_heads,
-        )
+        return replace(self.mapped(lambda x: x[index], *KV_PARTS), key_heads=key_heads)
 
 
 def read_heads(

@@ -54,10 +54,7 @@ def centred(moments: Tensor) -> Tensor:
 
 
 def collect_inputs(
-    model: nn.Module,
-    layer: AttentionLayer,
-    text: Iterable[Piece],
-    swapped: Mapping[str, Tensor] | None = None,
+    model: nn.Module, layer: AttentionLayer, text: Iterable[Piece], swapped: Mapping[str, Tensor] | None = None
 ) -> InputMoments:
     """Collect the moments of a layer's projection inputs, with the `swapped` parameters in place."""
     collected: dict[str, OutputMoments] = {}

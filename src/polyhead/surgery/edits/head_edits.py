@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from polyhead.errors import OptionError
 from polyhead.files import in_one_line, short
 from polyhead.layers.registry import Registry
-from polyhead.surgery.adapters.head_weights import HeadWeights, with_row
+from polyhead.surgery.adapters.head_weights import KV_PARTS, HeadWeights, with_row
 
 EDITS: Registry[HeadEdit] = Registry("a head edit")
 
@@ -136,10 +136,12 @@ class MergeHeads(EditHeads):
                 "merged heads must read one KV head, or each have a KV head of their own; got heads "
                 f"{indices} of layer {self.layer}, which read KV heads {keys} shared with other heads"
             )
+
+        def averaged(rows: list[int]) -> Callable[[Tensor], Tensor]:
+            return lambda x: with_row(x, rows[0], x[rows].mean(0))
+
         merged = replace(
-            heads,
-            query=with_row(heads.query, first, heads.query[indices].mean(0)),
-            query_bias=_mean_bias(heads.query_bias, indices),
+            heads.mapped(averaged(indices), "query", "query_bias"),
             output=with_row(heads.output, first, heads.output[indices].sum(0)),
             origins=tuple(None if head in self.heads else x for head, x in enumerate(heads.origins)),
             made_of=tuple(
@@ -148,13 +150,7 @@ class MergeHeads(EditHeads):
             ),
         )
         if len(set(keys)) > 1:
-            merged = replace(
-                merged,
-                key=with_row(heads.key, keys[0], heads.key[keys].mean(0)),
-                value=with_row(heads.value, keys[0], heads.value[keys].mean(0)),
-                key_bias=_mean_bias(heads.key_bias, keys),
-                value_bias=_mean_bias(heads.value_bias, keys),
-            )
+            merged = merged.mapped(averaged(keys), *KV_PARTS)
         return merged.select([head for head in range(heads.num_heads) if head not in others])
 
 
@@ -197,11 +193,7 @@ class GroupQueries(HeadEdit):
         group_of = {head: index for index, group in enumerate(self.groups) for head in group}
         unpooled = {head for group in self.groups if len(group) == 1 for head in group}
         return replace(
-            heads,
-            key=pooled(heads.key),
-            value=pooled(heads.value),
-            key_bias=None if heads.key_bias is None else pooled(heads.key_bias),
-            value_bias=None if heads.value_bias is None else pooled(heads.value_bias),
+            heads.mapped(pooled, *KV_PARTS),
             key_heads=tuple(group_of[key] for key in heads.key_heads),
             origins=tuple(
                 x if key in unpooled else None for key, x in zip(heads.key_heads, heads.origins, strict=True)
@@ -333,7 +325,3 @@ def _check_in_range(indices: Sequence[int], count: int, noun: str = "heads") -> 
 def _check_count(name: str, number: object, minimum: int) -> None:
     if isinstance(number, bool) or not isinstance(number, int) or number < minimum:
         raise OptionError(f"{name} must be an integer of at least {minimum}, got {number!r}")
-
-
-def _mean_bias(biases: Tensor | None, heads: list[int]) -> Tensor | None:
-    return None if biases is None else with_row(biases, heads[0], biases[heads].mean(0))

@@ -144,13 +144,7 @@ class _LogitRegression:
         precondition = self._preconditioner(side, channel_weights, bias=bias)
         residual = [sample.logits - x for x, sample in zip(logits(matrix), self.samples, strict=True)]
         return conjugate_gradients(
-            matrix,
-            residual,
-            forward=logits,
-            energy=energy,
-            adjoint=adjoint,
-            precondition=precondition,
-            steps=STEPS,
+            matrix, residual, forward=logits, energy=energy, adjoint=adjoint, precondition=precondition, steps=STEPS
         )
 
     def _rotated(self, side: Side, matrix: Tensor) -> list[Tensor]:

@@ -32,11 +32,7 @@ class AttendedInputs:
 
 
 def sample_attended(
-    model: nn.Module,
-    layer: AttentionLayer,
-    text: Iterable[Piece],
-    swapped: Mapping[str, Tensor],
-    tokens: int,
+    model: nn.Module, layer: AttentionLayer, text: Iterable[Piece], swapped: Mapping[str, Tensor], tokens: int
 ) -> AttendedInputs:
     """Sample inputs of `tokens` tokens with the `swapped` parameters in place, and targets of the original model."""
     assert layer.layout is not None

@@ -10,7 +10,6 @@ allow none.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -56,13 +55,8 @@ def change_key_basis(heads: HeadWeights, maps: Tensor, transform: KeyTransform) 
             f"{int(error.argmax())} with a relative error of {float(error.max()):.1e}"
         )
     inverse_transpose = torch.linalg.inv(maps).mT[list(heads.key_heads)]
-    return replace(
-        heads,
-        key=_mapped(maps, heads.key),
-        key_bias=_mapped_bias(maps, heads.key_bias),
-        query=_mapped(inverse_transpose, heads.query),
-        query_bias=_mapped_bias(inverse_transpose, heads.query_bias),
-    )
+    changed = heads.mapped(lambda x: _mapped(maps, x), "key", "key_bias")
+    return changed.mapped(lambda x: _mapped(inverse_transpose, x), "query", "query_bias")
 
 
 def change_value_basis(heads: HeadWeights, maps: Tensor) -> HeadWeights:
@@ -77,12 +71,8 @@ def change_value_basis(heads: HeadWeights, maps: Tensor) -> HeadWeights:
     """
     maps = _checked(maps, heads.value)
     inverse_transpose = torch.linalg.inv(maps).mT[list(heads.key_heads)]
-    return replace(
-        heads,
-        value=_mapped(maps, heads.value),
-        value_bias=_mapped_bias(maps, heads.value_bias),
-        output=_mapped(inverse_transpose, heads.output),
-    )
+    changed = heads.mapped(lambda x: _mapped(maps, x), "value", "value_bias")
+    return changed.mapped(lambda x: _mapped(inverse_transpose, x), "output")
 
 
 def blocks(transform: KeyTransform, dim: int) -> Iterator[tuple[list[int], bool]]:
@@ -143,9 +133,7 @@ def _describe_maps(transform: KeyTransform) -> str:
     return "one rotation and one scale per rotary pair, and any invertible map of the other channels"
 
 
-def _mapped(maps: Tensor, weight: Tensor) -> Tensor:
-    return (maps @ weight.to(torch.float64)).to(weight.dtype)
-
-
-def _mapped_bias(maps: Tensor, bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else _mapped(maps, bias[..., None])[..., 0]
+def _mapped(maps: Tensor, x: Tensor) -> Tensor:
+    """Return maps times matrices [heads, dim, width] or biases [heads, dim]."""
+    columns = x if x.ndim == 3 else x[..., None]
+    return (maps @ columns.to(torch.float64)).view(x.shape).to(x.dtype)

@@ -13,13 +13,12 @@ from polyhead.errors import CheckpointError
 from polyhead.geometry import HeadLayout
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
-from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read_heads
+from polyhead.surgery.adapters.head_weights import KV_PARTS, HeadWeights, pack_heads, read_heads
 from polyhead.surgery.native.configs import ConfigChange, configs_of, head_count_changes
 from polyhead.surgery.native.fitting import NativeFit, build_native, tensor_mismatch
 
 Sources = tuple[int | None, ...]
 _PER_HEAD = ("query", "output", "query_bias")
-_PER_KV_HEAD = ("key", "value", "key_bias", "value_bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class Padding:
 
         group_size = len(self.heads) // len(self.key_heads)
         parts: dict[str, Any] = {name: select(x, self.heads) for name, x in _present(heads, _PER_HEAD)}
-        parts |= {name: select(x, self.key_heads) for name, x in _present(heads, _PER_KV_HEAD)}
+        parts |= {name: select(x, self.key_heads) for name, x in _present(heads, KV_PARTS)}
         key_heads = tuple(head // group_size for head in range(len(self.heads)))
         made_of = tuple(() if source is None else heads.made_of[source] for source in self.heads)
         return replace(heads, **parts, key_heads=key_heads, origins=self.heads, made_of=made_of)
@@ -62,7 +61,7 @@ class Padding:
         keys = [self.key_heads.index(key) for key in range(layout.num_kv_heads)]
         parts: dict[str, Tensor | None] = dict.fromkeys(("query_bias", "key_bias", "value_bias"))
         parts |= {name: x[heads] for name, x in _present(padded, _PER_HEAD)}
-        parts |= {name: x[keys] for name, x in _present(padded, _PER_KV_HEAD)}
+        parts |= {name: x[keys] for name, x in _present(padded, KV_PARTS)}
         return HeadWeights.unedited(layout, **parts, output_bias=padded.output_bias)
 
     def to_dict(self) -> dict[str, list[int | None]]:

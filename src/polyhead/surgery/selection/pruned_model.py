@@ -15,7 +15,7 @@ class PrunedModel:
 
     Args:
         evidence: measurements of the model on calibration text.
-        weighting: how errors of the layer outputs are weighted, as in `Evidence`.
+        weighting: how errors of the layer outputs are weighted, one of `evidence.WEIGHTINGS`; see `criteria`.
     """
 
     def __init__(self, evidence: Evidence, *, weighting: Weighting = "token") -> None:

@@ -16,22 +16,13 @@ from polyhead.costs import Workload
 from polyhead.costs.measuring import runner
 from polyhead.errors import OptionError
 from polyhead.integrations.huggingface import register, set_attention
-from polyhead.surgery.compensation.least_squares import (
-    OutputProjection,
-    unchanged_projections,
-)
+from polyhead.surgery.compensation.least_squares import OutputProjection, unchanged_projections
 from polyhead.surgery.edits.applying import apply
 from polyhead.surgery.edits.head_edits import PruneHeads
 from polyhead.surgery.edits.preview import Preview
 from polyhead.surgery.options import Target
 from polyhead.surgery.selection.budgets import Size, SizeCounter, check_reachable, prune_edits
-from polyhead.surgery.selection.criteria import (
-    PruningOrder,
-    choose_heads,
-    order_by_score,
-    orders_by,
-    pruning_order,
-)
+from polyhead.surgery.selection.criteria import PruningOrder, choose_heads, order_by_score, orders_by, pruning_order
 from polyhead.surgery.selection.evidence import Evidence, Weighting
 from polyhead.surgery.selection.journal import Journal
 from polyhead.surgery.selection.pruned_model import PrunedModel
@@ -204,12 +195,7 @@ class BaseShrinker(PrunedModel, ABC):
         return (timings.median_ms("original") / timings.median_ms("pruned"),)
 
     def searched(
-        self,
-        target: Target,
-        quality: Quality,
-        *,
-        tries: int = TRIES,
-        progress: Callable[[int], object] = ignore_count,
+        self, target: Target, quality: Quality, *, tries: int = TRIES, progress: Callable[[int], object] = ignore_count
     ) -> SearchResult:
         """Choose heads for a target, improved by local search while the target holds.
 
@@ -254,8 +240,8 @@ class Shrinker(BaseShrinker):
 
         Args:
             criterion: score that orders the heads, one of `criteria`.
-            weighting: how errors of the layer outputs are weighted, as in `Evidence`.
-            by_key_heads: prune whole KV heads; without effect if no layer is grouped.
+            weighting: how errors of the layer outputs are weighted, one of `WEIGHTINGS`; see `criteria`.
+            by_kv_heads: prune whole KV heads; without effect if no layer is grouped.
             work: the call whose FLOPs are counted, 512 tokens by default.
         """
         super().__init__(evidence, weighting=weighting, work=work)

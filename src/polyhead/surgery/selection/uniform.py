@@ -202,12 +202,7 @@ def uniform_sets(
     moments = evidence.moments_for(weighting)
     return {
         path: ranked_sets(
-            moments[path],
-            heads,
-            num_heads,
-            num_kv_heads,
-            ridge=evidence.ridge,
-            root=evidence.root(path, weighting),
+            moments[path], heads, num_heads, num_kv_heads, ridge=evidence.ridge, root=evidence.root(path, weighting)
         )
         for path, heads in evidence.heads.items()
     }

@@ -63,10 +63,7 @@ class Manifest:
         if not path.is_file():
             return None
         content = read_json(
-            path,
-            f"{MANIFEST} describes a saved model and must be undamaged",
-            CheckpointError,
-            MANIFEST_BYTES,
+            path, f"{MANIFEST} describes a saved model and must be undamaged", CheckpointError, MANIFEST_BYTES
         )
         try:
             if content["format"] != FORMAT:
