@@ -143,7 +143,7 @@ def plan_phase(
         fused=_phase_memory(*sizes, machine),
         materialised=_phase_memory(*sizes, machine, form="materialised"),
         rolling_cache=rolling_cache_bytes(model, cache_dtype, batch, context)
-        if _has_cache(model, phase, context)
+        if has_cache(model, phase, context)
         else 0,
         timing=timing,
         **_outside(model, phase, dtype),
@@ -197,7 +197,7 @@ def _phase_memory(
     machine: Machine | None,
     form: Form = "fused",
 ) -> MemoryEstimate:
-    workload, cached = _workload(phase, batch, context), _has_cache(model, phase, context)
+    workload, cached = workload_of(phase, batch, context), has_cache(model, phase, context)
     device: Device = "cuda" if machine is None else machine.device
     options: dict[str, Any] = {"form": form, "dtype": dtype, "cache_dtype": cache_dtype, "device": device}
     groups = (
@@ -210,7 +210,7 @@ def phase_works(
     model: ModelLayout, phase: Phase, batch: int, context: int, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> list[Work]:
     """Return the work of each kind of layer in one phase."""
-    workload, cached = _workload(phase, batch, context), _has_cache(model, phase, context)
+    workload, cached = workload_of(phase, batch, context), has_cache(model, phase, context)
     options: dict[str, Any] = {"dtype": dtype, "cache_dtype": cache_dtype, "cached": cached}
     return [layer_work(group.config, workload, **options, layers=group.layers) for group in model.groups]
 
@@ -239,7 +239,7 @@ def can_roll(config: AttentionConfig, cache_dtype: torch.dtype) -> bool:
     return windowed and cache_dtype is not torch.int8 and not isinstance(config, LatentConfig)
 
 
-def _workload(phase: Phase, batch: int, context: int) -> Workload:
+def workload_of(phase: Phase, batch: int, context: int) -> Workload:
     if phase == "training":
         return Workload.training_step(context, batch=batch)
     if phase == "prefill":
@@ -247,5 +247,5 @@ def _workload(phase: Phase, batch: int, context: int) -> Workload:
     return Workload.decode(context - 1, batch=batch)
 
 
-def _has_cache(model: ModelLayout, phase: Phase, context: int) -> bool:
+def has_cache(model: ModelLayout, phase: Phase, context: int) -> bool:
     return model.is_causal if phase == "prefill" else phase == "decode" and context > 1
