@@ -455,6 +455,8 @@ def disagree(what: str) -> None:
         options["mask"] = Mask.causal() & Mask.documents(shard_sequence(DOCUMENTS, dim=1))
     elif is_other and what == "gradient":
         query.requires_grad_()
+    elif what == "sinks":
+        options = {"sinks": torch.zeros(HEADS, dtype=torch.float64).requires_grad_(is_other)}
     elif is_other and what == "layout":
         options["layout"] = "contiguous"
     context_attention(query, key, value, method="ring", **options)
@@ -610,6 +612,7 @@ def test_auto_takes_the_ring_where_gathered_keys_would_be_large() -> None:
         ("values", "every rank must pass the same mask, scale and sinks, got other values on rank 1 than on rank 0"),
         ("layout", "every rank must pass the same layout, got contiguous on rank 1 and zigzag on rank 0 of 4"),
         ("gradient", "every rank must pass the same inputs with a gradient, got query on rank 1 and none on rank 0"),
+        ("sinks", "every rank must pass the same inputs with a gradient, got sinks on rank 1 and none on rank 0"),
     ],
 )
 def test_ranks_that_disagree_raise_the_same_error_on_every_rank(ranks: Ranks, what: str, words: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,14 @@ from polyhead.layers.variants import (
     TalkingHeads,
 )
 from polyhead.observation import AttentionMaps
-from polyhead.parallel import FeedForwardParallel, HeadParallel, head_parallel_plan
+from polyhead.parallel import (
+    FeedForwardParallel,
+    HeadParallel,
+    context_parallel,
+    head_parallel_plan,
+    shard_positions,
+    shard_sequence,
+)
 from tests.ranks import Failure, Ranks
 
 WIDTH = 23
@@ -516,6 +524,62 @@ def test_a_model_trains_as_in_one_process(ranks: Ranks) -> None:
     ranks.run(train_model, world=4)
 
 
+def share_modules() -> None:
+    """Use one layer twice, and its projection in another layer; five heads are padded."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = multi_head(5, causal=True), multi_head(5, qk_norm="rms")
+            self.again, self.second.q_proj = self.first, self.first.q_proj
+
+        def forward(self, x: Tensor) -> Tensor:
+            outputs = [layer(x).output for layer in (self.first, self.again, self.second)]
+            return torch.cat(outputs, 1)
+
+    reference = Shared()
+    model = copy.deepcopy(reference)
+    parallelize_module(model, tp_mesh(), head_parallel_plan(model))
+    for each in (reference, model):
+        each(tokens()).square().mean().backward()
+    close(model(tokens()), reference(tokens()), **EXACT)
+    parameters = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        close(whole_gradient(parameter, parameters[name]), parameters[name].grad, **EXACT)
+
+
+def test_layers_may_share_projections(ranks: Ranks) -> None:
+    ranks.run(share_modules, world=4)
+
+
+def combine_with_context() -> None:
+    """Distribute the heads over two ranks and the tokens over two."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    reference = multi_head(3, causal=True, positions=Rotary(4), window=5)
+    layer = parallelize_module(copy.deepcopy(reference), grid["tp"], HeadParallel())
+    x, where = tokens(8), {"mesh": grid["cp"]}
+    for module in (reference, layer):
+        is_whole = module is reference
+        with nullcontext() if is_whole else context_parallel(layer, method="ring", **where):
+            shard = x if is_whole else shard_sequence(x, dim=1, **where)
+            positions = None if is_whole else shard_positions(shard.shape[1], **where)
+            result = module(shard, token_positions=positions, statistics="entropy")
+            weights = torch.arange(1, 4, dtype=F64)[:, None]
+            (result.output.square().sum() + (result.statistics.entropy * weights).sum()).backward()
+        if is_whole:
+            expected = result
+    close(result.output, shard_sequence(expected.output, dim=1, **where), **EXACT)
+    close(result.statistics.entropy, shard_sequence(expected.statistics.entropy, dim=2, **where), **EXACT)
+    for name, parameter in layer.named_parameters():
+        dist.all_reduce(parameter.grad.to_local(), group=grid["cp"].get_group())
+        whole = dict(reference.named_parameters())[name]
+        close(whole_gradient(parameter, whole), whole.grad, **EXACT)
+
+
+def test_heads_and_tokens_are_distributed_together(ranks: Ranks) -> None:
+    ranks.run(combine_with_context, world=4)
+
+
 def run_example() -> dict[str, float]:
     from examples import tensor_parallel
 
@@ -571,8 +635,29 @@ def refuse() -> None:
         done(tokens(), mask=Mask.lengths(torch.tensor([LENGTH, 3 + (rank == 1)])))
     with pytest.raises(OptionError, match="rank 3 with values of head_gate"):
         done(tokens(), head_gate=torch.full((4,), 0.5 + 0.25 * (rank == 3), dtype=torch.float64))
-    with pytest.raises(OptionError, match="rank 1 with inputs with a gradient none instead of query"):
+    with pytest.raises(OptionError, match="rank 1 with gradient of query None instead of required"):
         done(tokens().requires_grad_(rank != 1))
+    bias = torch.full((1, 4, LENGTH, LENGTH), 0.5, dtype=F64).requires_grad_(rank == 2)
+    with pytest.raises(OptionError, match="rank 2 with gradient of mask 0 required instead of None"):
+        done(tokens(), mask=Mask.bias(bias))
+    with (
+        pytest.raises(OptionError, match=r"rank 1 with autocast torch\.bfloat16 instead of off"),
+        torch.autocast("cpu", torch.bfloat16, enabled=rank == 1),
+    ):
+        done(tokens())
+    for change, words in (  # of the layer of one rank, after it was distributed
+        (lambda layer: setattr(layer, "softcap", 3.0), r"rank 1 with softcap of the layer 3\.0 instead of None"),
+        (lambda layer: setattr(layer, "head_gate", torch.ones(4, dtype=F64)), "values of head_gate of the layer"),
+        (lambda layer: layer.k_proj.weight.requires_grad_(False), "gradient of k_proj.weight None instead of required"),
+        (lambda layer: layer.float(), "dtype of the layer torch.float32 instead of torch.float64"),
+    ):
+        changed = copy.deepcopy(done)
+        if rank == 1:
+            change(changed)
+        with pytest.raises(OptionError, match=words):
+            changed(tokens())
+    with pytest.raises(OptionError, match=r"must be in ascending order, got \[1, 0, 3, 2\]"):
+        parallelize_module(copy.deepcopy(layer), DeviceMesh("cpu", [1, 0, 3, 2]), HeadParallel())
     with pytest.raises(TypeError, match="too many positional"):
         done(tokens(), None, None, Mask.causal())
     with pytest.raises(OptionError, match="a multiple of the number of ranks, got 6 and 4"):

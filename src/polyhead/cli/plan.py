@@ -56,6 +56,27 @@ def plan(
         str | None, optional("Phases to plan: training, prefill, decode. [default: all]", metavar="PHASE,...")
     ] = None,
     machine: MachineName = None,
+    tensor_parallel: Annotated[
+        int | None, optional("Ranks over which the heads of each layer are distributed.", metavar="N")
+    ] = None,
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="With --tensor-parallel, in training: shards of the sequence.")
+    ] = False,
+    context_parallel: Annotated[
+        int | None, optional("Ranks over which the tokens of each sequence are split.", metavar="N")
+    ] = None,
+    context_method: Annotated[str, typer.Option(metavar="METHOD", help="ring, all_gather, or auto by size.")] = "auto",
+    fsdp: Annotated[
+        int | None, optional("Ranks over which all parameters are sharded, each with its own batch.", metavar="N")
+    ] = None,
+    link_bandwidth: Annotated[
+        str | None,
+        optional(
+            "Bandwidth of the links between ranks, for the time of their collectives: 450GB/s, or "
+            "tensor=450GB/s,fsdp=50GB/s.",
+            metavar="BANDWIDTH",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     output: Annotated[
         Path | None,
@@ -70,9 +91,10 @@ def plan(
 
     Examples: `polyhead plan llama3.1-8b --context 8192`,
     `polyhead plan --d-model 4096 --heads 32 --kv-heads 8 --layers 32`,
-    `polyhead plan --config config.json --machine nvidia-h200 --output plan.html`
+    `polyhead plan --config config.json --machine nvidia-h200 --output plan.html`,
+    `polyhead plan llama3.1-8b --machine nvidia-l4 --tensor-parallel 4 --link-bandwidth 64GB/s`
     """
-    from polyhead.costs.options import check_sizes, parse_phases
+    from polyhead.costs.options import check_sizes, parse_phases, parse_ranks
     from polyhead.costs.quantities import named_dtype, parse_dtype
     from polyhead.costs.timing.machine_files import find_machine
 
@@ -86,6 +108,8 @@ def plan(
         if name is not None:
             parse_dtype(name)
     phases = None if phase is None else parse_phases(part.strip() for part in phase.split(","))
+    counts = {"tensor": tensor_parallel, "context": context_parallel, "fsdp": fsdp}
+    ranks = parse_ranks(counts, sequence_parallel, context_method, link_bandwidth)
     if machine is not None:
         find_machine(machine)
 
@@ -103,6 +127,7 @@ def plan(
         phases=phases,
         beyond=beyond,
         machine=chosen,
+        ranks=ranks,
     )
     written = None
     if output is not None:

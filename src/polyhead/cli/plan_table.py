@@ -11,6 +11,7 @@ from polyhead.costs import plan_wording as wording
 from polyhead.costs.layout_warnings import explained
 from polyhead.costs.phases import PhasePlan
 from polyhead.costs.planning import Plan
+from polyhead.costs.ranks_plan import RankPhase
 from polyhead.costs.timing.machine_files import machine_names
 
 
@@ -23,6 +24,9 @@ def draw(plan: Plan, console: Console) -> None:
         console.print()
         console.print(_table(plan, phase))
         console.print(labelled([(name, text, "") for name, text in wording.below(phase)]))
+    for rank_phase in plan.ranks.phases if plan.ranks is not None else ():
+        console.print()
+        console.print(_collectives(wording.title(plan, plan[rank_phase.phase]), rank_phase))
     for kind, explanation in explained(plan.warnings):
         console.print(Text(f"{kind}: {explanation}", style="dim"))
     for note in (*plan.model.notes, *plan.notes):
@@ -35,10 +39,25 @@ def draw(plan: Plan, console: Console) -> None:
         console.print(Text(f"note: datasheet of {plan.machine.name}: {plan.machine.source}", style="dim"))
 
 
-def _table(plan: Plan, phase: PhasePlan) -> Table:
-    title = wording.title(plan, phase) + (" (attention alone)" if phase.timing is not None else "")
+def _collectives(title: str, phase: RankPhase) -> Table:
+    table = _titled(f"{title}: bytes that a rank sends")
+    rows = wording.collective_rows(phase)
+    shown = len(rows[0]) if any(row[-1] for row in rows) else len(rows[0]) - 1
+    for column in wording.COLLECTIVE_COLUMNS[: shown - 1]:
+        table.add_column(column, justify="left" if column in ("pass", "operation", "ranks of") else "right")
+    for row in rows:
+        table.add_row(*row[:shown], style="bold" if row[0] == "total" else "")
+    return table
+
+
+def _titled(title: str) -> Table:
     table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
     table.add_column("")
+    return table
+
+
+def _table(plan: Plan, phase: PhasePlan) -> Table:
+    table = _titled(wording.title(plan, phase) + (" (attention alone)" if phase.timing is not None else ""))
     columns = ["FLOPs", "exponentials", "bytes moved", "time"]
     shown = len(columns) if phase.timing is not None else len(columns) - 1
     for column in columns[:shown]:

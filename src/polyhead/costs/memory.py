@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +52,11 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         return self.parameters + self.gradients + self.cache + self.activations
+
+    def to_dict(self) -> dict[str, int]:
+        """Return all bytes by name, including totals."""
+        totals = {"weights": self.weights, "activations": self.activations, "total": self.total}
+        return {**dataclasses.asdict(self), **totals}
 
     def __add__(self, other: MemoryEstimate) -> MemoryEstimate:
         """Combine consecutive layers: one of them runs at a time, and the activation between them counts once."""

@@ -143,7 +143,7 @@ def plan_phase(model: ModelLayout, phase: Phase, sizes: PhaseSizes, machine: Mac
         launches=sum(work.launches for work in works),
         fused=_phase_memory(model, phase, sizes, machine),
         materialised=_phase_memory(model, phase, sizes, machine, form="materialised"),
-        rolling_cache=rolling_cache_bytes(model, sizes) if _has_cache(model, phase, sizes.context) else 0,
+        rolling_cache=rolling_cache_bytes(model, sizes) if has_cache(model, phase, sizes.context) else 0,
         timing=timing,
         **_outside(model, phase, sizes.dtype),
     )
@@ -183,7 +183,7 @@ def _outside(model: ModelLayout, phase: Phase, dtype: torch.dtype) -> dict[str, 
 def _phase_memory(
     model: ModelLayout, phase: Phase, sizes: PhaseSizes, machine: Machine | None, form: Form = "fused"
 ) -> MemoryEstimate:
-    options = _call_options(model, phase, sizes)
+    options = call_options(model, phase, sizes)
     options |= {"form": form, "device": "cuda" if machine is None else machine.device}
     groups = (estimate_memory(group.config, **options, layers=group.layers) for group in model.groups)
     return functools.reduce(operator.add, groups)
@@ -191,7 +191,7 @@ def _phase_memory(
 
 def phase_works(model: ModelLayout, phase: Phase, sizes: PhaseSizes) -> list[Work]:
     """Return the work of each kind of layer in one phase."""
-    options = _call_options(model, phase, sizes)
+    options = call_options(model, phase, sizes)
     return [layer_work(group.config, **options, layers=group.layers) for group in model.groups]
 
 
@@ -219,7 +219,7 @@ def can_roll(config: AttentionConfig, cache_dtype: torch.dtype) -> bool:
     return windowed and cache_dtype is not torch.int8 and not isinstance(config, LatentConfig)
 
 
-def _call_options(model: ModelLayout, phase: Phase, sizes: PhaseSizes) -> dict[str, Any]:
+def call_options(model: ModelLayout, phase: Phase, sizes: PhaseSizes) -> dict[str, Any]:
     """Return the arguments of `layer_work` and `estimate_memory` that all layers share."""
     batch, context = sizes.batch, sizes.context
     work = {
@@ -228,8 +228,8 @@ def _call_options(model: ModelLayout, phase: Phase, sizes: PhaseSizes) -> dict[s
         "decode": lambda: Workload.decode(context - 1, batch=batch),
     }[phase]()
     dtypes = {"dtype": sizes.dtype, "cache_dtype": sizes.cache_dtype}
-    return {"work": work, "cached": _has_cache(model, phase, context), **dtypes}
+    return {"work": work, "cached": has_cache(model, phase, context), **dtypes}
 
 
-def _has_cache(model: ModelLayout, phase: Phase, context: int) -> bool:
+def has_cache(model: ModelLayout, phase: Phase, context: int) -> bool:
     return model.is_causal if phase == "prefill" else phase == "decode" and context > 1

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from polyhead.costs.layouts.model_layout import ModelLayout
 from polyhead.costs.options import Phase
 from polyhead.costs.phases import USABLE, PhasePlan, verdict
 from polyhead.costs.planning import Fit, Plan
 from polyhead.costs.quantities import count, decimal_size, dtype_name, plural, seconds, size
+from polyhead.costs.ranks_plan import HeadShare, RankPhase, RanksPlan
 from polyhead.costs.timing.machine import MachineSummary
 
 BOUNDS = {
@@ -114,7 +115,53 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
     lines = [("" if index else "fit", text) for index, text in enumerate(fits)]
     lines += [("parameters", ": ".join(parameter_words(plan))), ("identity", square)]
     lines += [("cache", ", ".join(cache))] if cache else []
-    return [*lines, ("crossover", crossover_words(plan))]
+    lines.append(("crossover", crossover_words(plan)))
+    if plan.ranks is not None:
+        lines += [("" if index else "ranks", text) for index, text in enumerate(rank_words(plan, plan.ranks))]
+    return lines
+
+
+DIMENSIONS = {"tensor": "tensor parallel", "context": "context parallel", "fsdp": "FSDP2"}
+COLLECTIVE_COLUMNS = ("pass", "operation", "ranks of", "calls", "per call", "sent", "time")
+
+
+def rank_words(plan: Plan, ranks: RanksPlan) -> list[str]:
+    """Return what a rank stores and needs, line by line."""
+    sizes = [(getattr(ranks.ranks, name), text) for name, text in DIMENSIONS.items()]
+    lines = [" x ".join(f"{number} of {text}" for number, text in sizes if number > 1) or "1"]
+    shares = zip(ranks.heads, plan.model.groups, strict=True)
+    lines += dict.fromkeys(_share_words(share, group.config.layout) for share, group in shares)  # type: ignore[attr-defined]
+    stored = f"a rank stores {count(ranks.parameters)} parameters of attention"
+    if ranks.cache_bytes_per_token and ranks.ranks.context == 1:
+        stored += f", and {size(ranks.cache_bytes_per_token)} of cache per token"
+    lines.append(stored)
+    for phase in ranks.phases:
+        text = f"{phase.phase} needs {decimal_size(phase.needed)} on each for {counted(plan, phase.phase)}"
+        if phase.verdict is not None and plan.machine is not None:
+            state = "is tight" if phase.verdict == "tight" else phase.verdict
+            memory = next(fit.machine_bytes for fit in plan.fits if fit.phase == phase.phase)
+            text = f"{phase.phase} {state}: {decimal_size(phase.needed)} of {decimal_size(memory)} on each"
+        lines.append(text)
+    return lines
+
+
+def _share_words(share: HeadShare, layout: Any) -> str:
+    text = f"a rank computes {share.heads} of {plural(layout.num_heads, 'head')}"
+    if share.kv_heads is not None:
+        text += f" and {share.kv_heads} of {plural(layout.num_kv_heads, 'KV head')}"
+    return text + (f"; {plural(share.padding, 'zero head')} as padding" if share.padding else "")
+
+
+def collective_rows(phase: RankPhase) -> list[tuple[str, ...]]:
+    """Return name and cells (`COLLECTIVE_COLUMNS`) of each collective of a phase, and their total."""
+    table = []
+    for x in phase.collectives:
+        cells = "backward" if x.is_backward else "forward", x.operation, DIMENSIONS[x.dimension], f"{x.calls:,}"
+        time = "" if x.seconds is None else seconds(x.seconds)
+        table.append((x.name, *cells, size(x.bytes / x.calls), size(x.bytes), time))
+    times = [x.seconds for x in phase.collectives]
+    total = seconds(sum(x for x in times if x is not None)) if times and None not in times else ""
+    return [*table, ("total", "", "", "", "", "", size(phase.sent), total)]
 
 
 def fit_words(plan: Plan, fit: Fit) -> str:

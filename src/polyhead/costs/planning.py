@@ -16,8 +16,8 @@ from polyhead.costs.descriptions import describe
 from polyhead.costs.layout_warnings import Warned, warnings_of
 from polyhead.costs.layouts.layout_sources import read_layout
 from polyhead.costs.layouts.model_layout import ModelLayout
-from polyhead.costs.memory import MemoryEstimate, memory_caveats
-from polyhead.costs.options import PHASES, Phase, check_sizes, parse_phases
+from polyhead.costs.memory import memory_caveats
+from polyhead.costs.options import PHASES, Phase, Ranks, check_sizes, parse_phases
 from polyhead.costs.parameters import ParameterIdentity, Parameters, four_squares
 from polyhead.costs.phases import (
     PhasePlan,
@@ -30,6 +30,7 @@ from polyhead.costs.phases import (
     rolling_cache_bytes,
 )
 from polyhead.costs.quantities import dtype_name
+from polyhead.costs.ranks_plan import RanksPlan
 from polyhead.costs.timing.machine import Machine, MachineSummary
 from polyhead.costs.workload import Workload
 from polyhead.errors import DtypeError, OptionError
@@ -72,7 +73,7 @@ class Plan:
     is none (a sliding window). All totals cover all layers; `identity` describes the most common layer. `cache_bytes`
     covers every token in every layer; `rolling_cache_bytes` is smaller if windowed layers use rolling caches.
     `warnings` are collected over all kinds of layers and all phases; `fits` has one entry per phase if the plan has a
-    machine.
+    machine. All of these are those of one device that has everything; `ranks` is the plan over several, if requested.
     """
 
     model: ModelLayout
@@ -91,6 +92,7 @@ class Plan:
     fits: tuple[Fit, ...] = ()
     warnings: tuple[Warned, ...] = ()
     notes: tuple[str, ...] = ()
+    ranks: RanksPlan | None = None
 
     def __getitem__(self, phase: str) -> PhasePlan:
         for phase_plan in self.phases:
@@ -117,8 +119,8 @@ class Plan:
                 "total_bytes": x.total_bytes,
                 "rolling_total": x.rolling_total,
                 "intensity": x.intensity,
-                "fused": _memory(x.fused),
-                "materialised": _memory(x.materialised),
+                "fused": x.fused.to_dict(),
+                "materialised": x.materialised.to_dict(),
             }
             for x in self.phases
         ]
@@ -134,6 +136,7 @@ class Plan:
             "fits": [dataclasses.asdict(fit) for fit in self.fits],
             "warnings": [warning._asdict() for warning in self.warnings],
             "notes": [*self.model.notes, *self.notes],
+            "ranks": None if self.ranks is None else self.ranks.to_dict(),
         }
 
 
@@ -147,6 +150,7 @@ def plan(
     phases: Iterable[str] | None = None,
     machine: Machine | str | os.PathLike[str] | None = None,
     beyond: bool = False,
+    ranks: Ranks | None = None,
 ) -> Plan:
     """Count every phase of a model's attention, and predict times if a `machine` is passed.
 
@@ -161,7 +165,9 @@ def plan(
         machine: a machine, its name (`polyhead.costs.timing.machine_files.list_machines`) or its file; without rates
             in an explicit `dtype`, memory is compared with its own and no times are predicted.
         beyond: allow a context longer than the model's maximum.
-        batch: sequences.
+        batch: sequences; of each rank, if FSDP2 has several.
+        ranks: devices over which the layers are distributed (`polyhead.costs.Ranks`): adds what a rank stores and the
+            bytes that it sends in every collective.
 
     Returns:
         The plan: one entry per phase, with tables, charts and JSON.
@@ -197,6 +203,12 @@ def plan(
     )
     sizes = PhaseSizes(batch, context, dtype, cache_dtype)
     planned = tuple(plan_phase(model, phase, sizes, machine) for phase in selected)
+    over_ranks = None
+    if ranks is not None:
+        from polyhead.costs.over_ranks import plan_ranks  # imports torch.distributed.tensor, which takes a second
+
+        over_ranks = plan_ranks(model, ranks, selected, sizes, machine)
+        notes += over_ranks.notes
     fits = () if machine is None else tuple(_fit(model, x, sizes, machine) for x in planned)
     return Plan(
         model=model,
@@ -215,6 +227,7 @@ def plan(
         fits=fits,
         warnings=tuple(dict.fromkeys(warnings)),
         notes=tuple(notes),
+        ranks=over_ranks,
     )
 
 
@@ -309,8 +322,3 @@ def _check_sizes(model: ModelLayout, batch: int, context: int, beyond: bool) -> 
             f"context must be at most {model.context:,} tokens for {model.name}, got {context:,}; "
             "use a shorter one, or allow it with --beyond (beyond=True)"
         )
-
-
-def _memory(memory: MemoryEstimate) -> dict[str, int]:
-    totals = {"weights": memory.weights, "activations": memory.activations, "total": memory.total}
-    return {**dataclasses.asdict(memory), **totals}

@@ -18,6 +18,7 @@ _DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp3
 _DTYPE_ALIASES |= {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 _DTYPES = frozenset(("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"))
 _DTYPES |= {"float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"}
+_BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?B|bit)/s", re.IGNORECASE)
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|µs|ms|s)")
 
 
@@ -89,6 +90,20 @@ def parse_seconds(text: str, *, name: str = "a time") -> float:
     if match is None:
         raise OptionError(f"{name} must be a time such as 2s, 20ms or 300us; got {text!r}")
     return float(match[1]) / {"s": 1, "ms": 1e3, "us": 1e6, "µs": 1e6}[match[2]]
+
+
+def parse_bandwidth(text: str, *, name: str = "a bandwidth") -> float:
+    """Parse a bandwidth into bytes per second; errors call it `name`.
+
+    >>> parse_bandwidth("450GB/s"), parse_bandwidth("200 Gbit/s")
+    (450000000000.0, 25000000000.0)
+    """
+    match = _BANDWIDTH.fullmatch(text.strip())
+    if match is None or not float(match[1]):
+        raise OptionError(f"{name} must be a bandwidth such as 450GB/s, 64GiB/s or 200Gbit/s; got {text!r}")
+    unit = match[3].lower()
+    scale = (1024 if unit == "ib" else 1000) ** _SI_PREFIXES.index(match[2].upper())
+    return float(match[1]) * scale / (8 if unit == "bit" else 1)
 
 
 def plural(number: int, noun: str) -> str:

@@ -140,7 +140,16 @@ def _numbers(plan: Plan, comparison: Comparison, language: Language) -> str:
         details.append(_details(by_heads[language].format(phase=title), tables.heads_table(comparison.heads, language)))
     details.append(_sources(comparison, language))
     above = _cards(plan) + _warnings(plan, language)
-    return f'{above}<div class="columns">{phases}</div>' + "".join(details) + _notes(plan, language)
+    phases = f'<div class="columns">{phases}</div>'
+    return above + phases + _ranks(plan, language) + "".join(details) + _notes(plan, language)
+
+
+def _ranks(plan: Plan, language: Language) -> str:
+    if plan.ranks is None:
+        return ""
+    stored = "".join(f"<p>{escape(text)}</p>" for text in wording.rank_words(plan, plan.ranks))
+    sent = "".join(tables.collectives_table(plan, phase, language) for phase in plan.ranks.phases)
+    return f"<h3>{words.OVER_RANKS[language]}</h3>{stored}{sent}"
 
 
 def _cards(plan: Plan) -> str:

@@ -12,6 +12,7 @@ from polyhead.costs.curves import HeadsPoint
 from polyhead.costs.phases import PhasePlan, Timing
 from polyhead.costs.planning import Plan
 from polyhead.costs.quantities import count, decimal_size, dtype_name, seconds, size
+from polyhead.costs.ranks_plan import RankPhase
 from polyhead.report import plan_answers as answers
 from polyhead.report import plan_words as words
 from polyhead.report.packing import text_in_html as escape
@@ -103,6 +104,17 @@ def _time_cell(timed: Timing | Choice, language: Language) -> Cell:
         return "–", ""
     device, eager = seconds(timed.device_seconds), seconds(timed.seconds)
     return device, "" if eager == device else Text(f"{eager} eager", f"eager {eager}")[language]
+
+
+def collectives_table(plan: Plan, phase: RankPhase, language: Language) -> str:
+    """Return the bytes that a rank sends in each collective of a phase."""
+    caption = words.SENT.format(phase=words.title(plan, plan[phase.phase]))[language]
+    columns = [caption, *(words.COLLECTIVE_COLUMNS[name][language] for name in wording.COLLECTIVE_COLUMNS)]
+    rows: list[Row] = [
+        ((name, ""), [(cell, "") for cell in cells], "total" if name == "total" else "")
+        for name, *cells in wording.collective_rows(phase)
+    ]
+    return table(caption, columns, rows)
 
 
 def layout_table(plan: Plan, comparison: Comparison, language: Language) -> str:

@@ -86,6 +86,17 @@ COLUMNS = {
     "layers": Text("layers", "层"),
     **{name: NAMES[name] for name in ("parameters", "cache", "activations", "total")},
 }
+COLLECTIVE_COLUMNS = {
+    "pass": Text("pass", "方向"),
+    "operation": Text("operation", "操作"),
+    "ranks of": Text("ranks of", "进程组"),
+    "calls": Text("calls", "次数"),
+    "per call": Text("per call", "每次"),
+    "sent": Text("sent", "发送"),
+    "time": COLUMNS["time"],
+}
+OVER_RANKS = Text("Over ranks", "多个进程")
+SENT = Text("{phase}: bytes that a rank sends", "{phase}：每个进程发送的字节")
 PHASES = {
     "training": Text("training step", "训练一步"),
     "prefill": Text("prefill", "预填充"),

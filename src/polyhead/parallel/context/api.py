@@ -167,6 +167,7 @@ def _fields(
 ) -> dict[str, str]:
     """Return the arguments in which ranks must agree, by name."""
     inputs = {"query": request.query, "key": request.key, "value": request.value}
+    learned = inputs if request.sinks is None else {**inputs, "sinks": request.sinks}
     records = torch.is_grad_enabled()
     fields = {f"shape of the {name}": str(list(x.shape)) for name, x in inputs.items()}
     return fields | {
@@ -182,6 +183,6 @@ def _fields(
         "shapes and dtypes of mask, scale and sinks": str([(list(x.shape), str(x.dtype)) for x in tensors]),
         "statistics": f"{', '.join(call.names) or 'none'} (sink_keys {call.sink_keys}, window {call.window})",
         "logsumexp and finite": f"{request.logsumexp} and {request.finite}",
-        "inputs with a gradient": ", ".join(name for name, x in inputs.items() if records and x.requires_grad)
+        "inputs with a gradient": ", ".join(name for name, x in learned.items() if records and x.requires_grad)
         or "none",
     }

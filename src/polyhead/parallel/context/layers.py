@@ -57,7 +57,7 @@ def context_parallel(
             f"context_parallel takes a module with MultiHeadAttention layers, got {type(module).__name__}"
         )
     for name, layer in layers.items():
-        _check_layer(f"{name or 'the module itself'} ({type(layer).__name__})", layer)
+        check_layer(f"{name or 'the module itself'} ({type(layer).__name__})", layer)
     options = {"mesh": mesh, "dimension": dimension, "layout": layout, "method": method, "check": check}
     operator = _ContextOperator(options)
     try:
@@ -69,7 +69,8 @@ def context_parallel(
             layer.__dict__.pop("_operator", None)
 
 
-def _check_layer(name: str, layer: BaseAttention) -> None:
+def check_layer(name: str, layer: BaseAttention) -> None:
+    """Raise `OptionError` unless the attention of a layer can be split over the tokens of several ranks."""
     if not isinstance(layer, MultiHeadAttention):
         raise OptionError(f"context_parallel splits the attention of MultiHeadAttention layers alone, got {name}")
     if layer._operator is not None:

@@ -86,10 +86,6 @@ class MeshRanks:
             dist.reduce_scatter(total, parts, group=self.group)
         return total
 
-    def part(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's part of x along `dim`."""
-        return x.chunk(self.size, dim)[self.rank]
-
 
 class _SumGradients(torch.autograd.Function):
     """Identity whose gradient is summed over the ranks: for replicated inputs of different heads."""
@@ -144,7 +140,7 @@ class _Part(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ranks: MeshRanks, x: Tensor, dim: int) -> Tensor:
         ctx.ranks, ctx.dim = ranks, dim
-        return ranks.part(x, dim).contiguous()
+        return x.chunk(ranks.size, dim)[ranks.rank].contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

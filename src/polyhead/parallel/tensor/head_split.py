@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from polyhead.geometry import HeadLayout
 
@@ -72,12 +73,14 @@ def kv_heads_read(layout: HeadLayout, heads: range) -> list[int]:
     return sorted({layout.key_head(head) for head in heads})
 
 
-def local_layout(layout: HeadLayout, heads: range) -> HeadLayout:
-    """Return the layout of a layer that has only these heads, and the KV heads that they read.
+def local_layout(layout: Any, heads: range) -> Any:
+    """Return the layout of a layer that has only these heads, and the KV heads that they read, if it has any.
 
     >>> local_layout(HeadLayout(64, 8, num_kv_heads=2), range(3, 6)).key_heads
     (0, 1, 1)
     """
+    if not isinstance(layout, HeadLayout):
+        return replace(layout, num_heads=len(heads))
     index = {kv_head: i for i, kv_head in enumerate(kv_heads_read(layout, heads))}
     key_heads = tuple(index[layout.key_head(head)] for head in heads)
     return replace(layout, num_heads=len(heads), num_kv_heads=len(index), key_heads=key_heads)

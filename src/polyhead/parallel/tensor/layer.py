@@ -34,10 +34,10 @@ from polyhead.parallel.tensor.collectives import (
 )
 from polyhead.parallel.tensor.head_split import HeadSplit
 from polyhead.parallel.tensor.local_inputs import LocalMasks, local_gate
-from polyhead.parallel.tensor.shards import ParameterShard
+from polyhead.parallel.tensor.shards import GATE, OUTPUT_BIAS, ParameterShard
 from polyhead.parallel.tensor.whole_heads import WholeHeads
 
-_OUTPUT_BIAS, _GATE = "out_proj.bias", "head_gate"
+LAYER_OPTIONS = ("mask", "softcap", "scale", "dropout", "backend", "finite")
 _COMPARED = ("mask", "head_gate", "token_positions")  # arguments whose values are compared, besides their shapes
 
 
@@ -126,11 +126,19 @@ class HeadParallelLayer(BaseAttention):
         # None and False are the defaults; without dropout a seed has no effect.
         given = {name: x for name, x in arguments.items() if x is not None and x is not False and name != "seed"}
         facts = {name: _described(x) for name, x in given.items()}
-        facts |= {"observed": str(self._listener is not None), "gradients": str(torch.is_grad_enabled())}
-        facts |= {"training": str(self.training), "dropout": str(self.dropout)}
+        facts |= {"observed": str(self._listener is not None), "training": str(self.training)}
+        facts |= {"autocast": str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else "off"}
+        compared = {name: given[name] for name in _COMPARED if name in given}
+        # Of the layer what may have changed since it was distributed.
+        facts |= {f"{name} of the layer": repr(getattr(self, name)) for name in LAYER_OPTIONS}
+        facts["dtype of the layer"] = str(self.out_proj.weight.dtype)  # type: ignore[union-attr]
+        compared |= {f"{name} of the layer": getattr(self, name) for name in (GATE, "mask")}
+        tensors = {name: _tensors(x) for name, x in compared.items()}
+        facts |= {f"values of {name}": _hash(found) for name, found in tensors.items() if len(found)}
         if torch.is_grad_enabled():
-            facts["inputs with a gradient"] = ", ".join(x for x in names if arguments[x].requires_grad) or "none"
-        facts |= {f"values of {x}": _hash(arguments[x]) for x in _COMPARED if x in given}
+            learned = {name: arguments[name] for name in names} | dict(self.named_parameters(remove_duplicate=False))
+            learned |= {f"{name} {i}": x for name, found in tensors.items() for i, x in enumerate(found)}
+            facts |= {f"gradient of {name}": "required" for name, x in learned.items() if x.requires_grad}
         check_same_call(self.parallelism.ranks, facts, f"the arguments of a {type(self).__name__}")
 
     def _inputs(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -179,9 +187,9 @@ class HeadParallelLayer(BaseAttention):
         attributes = local.__dict__
         attributes |= {"layout": parallelism.layout, "_of_self": None, "_of_source": None}
         attributes.pop("_listener", None)
-        gate = attributes["_parameters"].pop(_GATE, None)
-        gate = attributes["_buffers"].get(_GATE) if gate is None else gate
-        local_buffers = {_GATE: None if gate is None else self._gate(gate, shape)}
+        gate = attributes["_parameters"].pop(GATE, None)
+        gate = attributes["_buffers"].get(GATE) if gate is None else gate
+        local_buffers = {GATE: None if gate is None else self._gate(gate, shape)}
         attributes["_buffers"] = {**attributes["_buffers"], **local_buffers}
         positions = local.positions
         if isinstance(positions, BiasesLogits):
@@ -196,7 +204,7 @@ class HeadParallelLayer(BaseAttention):
         parallelism = self.parallelism
         rank = parallelism.ranks.rank
         parameters = dict(self.named_parameters(remove_duplicate=False))
-        new = [name for name in parameters if name not in parallelism.shards and name != _GATE]
+        new = [name for name in parameters if name not in parallelism.shards and name != GATE]
         if new:
             raise OptionError(
                 f"a head-parallel layer has the parameters with which it was distributed, got {new[0]} as well, whose "
@@ -205,10 +213,10 @@ class HeadParallelLayer(BaseAttention):
         shards = {name: parallelism.shards[name] for name in parameters if name in parallelism.shards}
         local = {name: shard.local(parameters[name], rank) for name, shard in shards.items()}
         # The output bias is added to the sum, and the gradient of the gate is summed with those of other gates.
-        shared = [name for name, shard in shards.items() if shard.split is None and name not in (_OUTPUT_BIAS, _GATE)]
+        shared = [name for name, shard in shards.items() if shard.is_summed]
         summed = self._shared(*(local[name] for name in shared)) if shared else ()
         local |= {name: parallelism.shards[name].select(x) for name, x in zip(shared, summed, strict=True)}
-        return {**local, _OUTPUT_BIAS: None}
+        return {**local, OUTPUT_BIAS: None}
 
     def _output(self, output: Tensor) -> Tensor:
         """Return the sum of the outputs of all ranks' heads, and the output bias."""
@@ -221,7 +229,7 @@ class HeadParallelLayer(BaseAttention):
             output = sum_over_ranks(parallelism.ranks, output, what)
         if bias is None:
             return output
-        bias = parallelism.shards[_OUTPUT_BIAS].local(bias, parallelism.ranks.rank)  # type: ignore[arg-type]
+        bias = parallelism.shards[OUTPUT_BIAS].local(bias, parallelism.ranks.rank)  # type: ignore[arg-type]
         if parallelism.sequence_parallel:
             (bias,) = self._shared(bias)
         return output + bias.to(output.dtype)
@@ -315,9 +323,14 @@ def _described(argument: Any) -> str:
     return type(argument).__name__ if isinstance(argument, Memory | KVCache) else repr(argument)
 
 
-def _hash(argument: Any) -> str:
+def _tensors(argument: Any) -> list[Tensor]:
     tensors = argument.tensors if isinstance(argument, Mask) else [argument]
-    return f"{checksum([x for x in tensors if isinstance(x, Tensor)], torch.device('cpu')).item():x}"
+    return [x for x in tensors if isinstance(x, Tensor)]
+
+
+def _hash(tensors: list[Tensor]) -> str:
+    local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]  # a learned gate is replicated
+    return f"{checksum(local, torch.device('cpu')).item():x}"
 
 
 def _copied(module: nn.Module, prefix: str, tensors: dict[str, Any], cls: type[nn.Module] | None = None) -> Any:

@@ -65,6 +65,10 @@ _RULES: Mapping[type[BaseAttention], Mapping[str, Rule]] = {
         r"sinks": _BY_HEAD,
     },
 }
+_STACKED = (
+    "no collective but another layout: its stacked in_proj_weight is not contiguous per head; "
+    "convert it with polyhead.MultiHeadAttention.from_torch"
+)
 # Layers whose heads interact before the output projection, and the collective that they would need.
 _INTERACTING: Mapping[type[nn.Module], str] = {
     TalkingHeads: "an all-gather of the queries and keys of all heads, whose logits are mixed before the softmax, and "
@@ -72,16 +76,9 @@ _INTERACTING: Mapping[type[nn.Module], str] = {
     HeadMix: "an all-gather of the outputs of all heads, which attend to one another before the output projection",
     GroupedHeads: "an all-reduce of the hidden layer of the MLP, before its activation",
     RoutedHeads: "an all-to-all of the rows that select each head, whose number differs between ranks",
-    MultiheadAttention: "no collective but another layout: its stacked in_proj_weight is not contiguous per head; "
-    "convert it with polyhead.MultiHeadAttention.from_torch",
-    nn.MultiheadAttention: "no collective but another layout: its stacked in_proj_weight is not contiguous per head; "
-    "convert it with polyhead.MultiHeadAttention.from_torch",
+    MultiheadAttention: _STACKED,
+    nn.MultiheadAttention: _STACKED,
 }
-
-
-def supported(module: nn.Module) -> bool:
-    """Return True if the heads of a module can be distributed over ranks."""
-    return type(module) in _RULES and getattr(module, "combine", None) is None
 
 
 def check_supported(module: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from polyhead.errors import CheckpointError, OptionError
+from polyhead.layers.base_attention import BaseAttention
 from polyhead.parallel.tensor.collectives import MeshRanks
-from polyhead.parallel.tensor.head_split import HeadSplit
+from polyhead.parallel.tensor.head_split import HeadSplit, kv_heads_read, kv_split
+from polyhead.parallel.tensor.rules import rule_of
+
+OUTPUT_BIAS, GATE = "out_proj.bias", "head_gate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,18 @@ class ParameterShard:
     def padding(self) -> int:
         """Rows (or columns) of zeros after those of the heads."""
         return 0 if self.split is None else self.split.padding * (self.length // self.units)
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether its gradient is summed over the ranks, besides that of the output bias and of gates."""
+        return self.split is None and self.name not in (OUTPUT_BIAS, GATE)
+
+    def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of what a rank stores of a parameter of this shape."""
+        if self.split is None:
+            return tuple(shape)
+        stored = (self.length + self.padding) // self.split.ranks
+        return *shape[: self.dim], stored, *shape[self.dim + 1 :]
 
     def distribute(self, parameter: Tensor, ranks: MeshRanks, source: int | None) -> nn.Parameter:
         """Return the parameter as a DTensor, with the values of rank `source` of the group, or of every rank itself."""
@@ -111,3 +128,31 @@ class ParameterShard:
         sizes = [0] * (2 * x.ndim)
         sizes[2 * (x.ndim - 1 - self.dim) + 1] = self.padding
         return F.pad(x, sizes)
+
+
+def shards_of(layer: BaseAttention, ranks: int, rank: int) -> dict[str, ParameterShard]:
+    """Return the shards of the parameters of a layer by name, as one of the ranks sees them."""
+    parameters = layer.named_parameters(remove_duplicate=False)
+    return {name: _shard(name, x, layer, ranks, rank) for name, x in parameters}
+
+
+def _shard(name: str, parameter: Tensor, layer: BaseAttention, ranks: int, rank: int) -> ParameterShard:
+    rule, layout = rule_of(type(layer), name), layer.layout
+    split = HeadSplit(layout.num_heads, ranks)
+    length = parameter.shape[rule.dim]
+    if rule.unit is None:
+        return ParameterShard(name, 0, length)
+    if rule.unit == "maps":
+        starts = range(0, layer.num_maps, layout.num_heads)
+        maps = tuple(start + head for start in starts for head in split.computed(rank))
+        return ParameterShard(name, rule.dim, length, selected=maps, units=layer.num_maps)
+    units, by_unit = layout.num_heads, split
+    if rule.unit == "kv_heads":
+        units, by_kv_head = layout.num_kv_heads, kv_split(layout, ranks)
+        if by_kv_head is None:
+            read = tuple(kv_heads_read(layout, split.computed(rank)))
+            return ParameterShard(name, rule.dim, length, selected=read, units=units)
+        by_unit = by_kv_head
+    if isinstance(parameter, DTensor):  # of a module that another layer shares, with its padding
+        length = length // (units + by_unit.padding) * units
+    return ParameterShard(name, rule.dim, length, by_unit, units=units)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -22,10 +21,10 @@ from polyhead.layers.base_attention import BaseAttention
 from polyhead.layers.blocks import Block, FeedForward
 from polyhead.layers.checks import layout_integers
 from polyhead.parallel.tensor.collectives import MeshRanks, check_same
-from polyhead.parallel.tensor.head_split import HeadSplit, kv_heads_read, kv_split, local_layout
-from polyhead.parallel.tensor.layer import HeadParallelism, HeadParallelLayer, parallel_class
-from polyhead.parallel.tensor.rules import Rule, check_supported, rule_of
-from polyhead.parallel.tensor.shards import ParameterShard
+from polyhead.parallel.tensor.head_split import HeadSplit, local_layout
+from polyhead.parallel.tensor.layer import LAYER_OPTIONS, HeadParallelism, HeadParallelLayer, parallel_class
+from polyhead.parallel.tensor.rules import check_supported
+from polyhead.parallel.tensor.shards import shards_of
 
 
 class HeadParallel(ParallelStyle):
@@ -182,10 +181,14 @@ def one_dimension(mesh: DeviceMesh, name: str | None) -> DeviceMesh:
                 f"heads are distributed over one mesh dimension, got a mesh with {mesh.ndim}"
                 + (f" ({', '.join(names)}); pass mesh[{names[-1]!r}], or mesh_dim=" if names else "; pass one of them")
             )
-        return mesh
-    if name not in names:
+    elif name not in names:
         raise OptionError(f"the mesh must have the dimension {name!r}, got dimensions {', '.join(names) or 'unnamed'}")
-    return mesh if mesh.ndim == 1 else mesh[name]
+    elif mesh.ndim > 1:
+        mesh = mesh[name]
+    members = mesh.mesh.tolist()
+    if members != sorted(members):  # process groups have theirs in this order, DTensors in that of the mesh
+        raise OptionError(f"the ranks of a mesh dimension must be in ascending order, got {members}")
+    return mesh
 
 
 def _check_layer(module: nn.Module) -> None:
@@ -202,50 +205,23 @@ def _check_layer(module: nn.Module) -> None:
 
 
 def _parallelism(layer: BaseAttention, ranks: MeshRanks, sequence_parallel: bool) -> HeadParallelism:
-    layout, cls = layer.layout, type(layer)
+    layout = layer.layout
     split = HeadSplit(layout.num_heads, ranks.size)
-    computed = split.computed(ranks.rank)
-    has_kv_heads = isinstance(layout, HeadLayout)
-    shards = {
-        name: _shard(name, rule_of(cls, name), tuple(x.shape), layer, split, ranks)
-        for name, x in layer.named_parameters(remove_duplicate=False)
-    }
     return HeadParallelism(
         ranks=ranks,
         split=split,
-        layer_class=cls,
-        layout=local_layout(layout, computed) if has_kv_heads else replace(layout, num_heads=len(computed)),
-        shards=shards,
+        layer_class=type(layer),
+        layout=local_layout(layout, split.computed(ranks.rank)),
+        shards=shards_of(layer, ranks.size, ranks.rank),
         sequence_parallel=sequence_parallel,
         maps=layer.num_maps // layout.num_heads,
-        shares_one_source=has_kv_heads and layout.num_kv_heads == 1 and layout.num_heads > 1,
+        shares_one_source=isinstance(layout, HeadLayout) and layout.num_kv_heads == 1 and layout.num_heads > 1,
     )
-
-
-def _shard(
-    name: str, rule: Rule, shape: tuple[int, ...], layer: BaseAttention, split: HeadSplit, ranks: MeshRanks
-) -> ParameterShard:
-    layout, computed = layer.layout, split.computed(ranks.rank)
-    if rule.unit is None:
-        return ParameterShard(name, 0, shape[0])
-    length = shape[rule.dim]
-    if rule.unit == "heads":
-        return ParameterShard(name, rule.dim, length, split, units=layout.num_heads)
-    if rule.unit == "maps":
-        starts = range(0, layer.num_maps, layout.num_heads)
-        maps = tuple(start + head for start in starts for head in computed)
-        return ParameterShard(name, rule.dim, length, selected=maps, units=layer.num_maps)
-    by_kv_head = kv_split(layout, ranks.size)
-    if by_kv_head is not None:
-        return ParameterShard(name, rule.dim, length, by_kv_head, units=layout.num_kv_heads)
-    read = tuple(kv_heads_read(layout, computed))
-    return ParameterShard(name, rule.dim, length, selected=read, units=layout.num_kv_heads)
 
 
 def _facts(layer: BaseAttention, style: HeadParallel) -> dict[str, str]:
     """Return what all ranks must agree on."""
-    options = ("mask", "softcap", "scale", "dropout", "backend", "finite")
-    facts = {name: repr(getattr(layer, name)) for name in options}
+    facts = {name: repr(getattr(layer, name)) for name in LAYER_OPTIONS}
     facts |= {name: str(size) for name, size in layout_integers(layer.layout).items()}
     facts["positions"] = repr(layer.positions)
     facts["sequence_parallel"] = str(style.sequence_parallel)

@@ -1,0 +1,1 @@
+"""Bytes of collectives over gloo processes."""

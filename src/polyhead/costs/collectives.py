@@ -1,0 +1,211 @@
+"""Bytes of the collectives of attention layers over several ranks.
+
+Counted is what ring algorithms send: an all-gather sends a rank's shard to each of the others, a reduce-scatter of S
+bytes (ranks - 1) / ranks of S, an all-reduce twice that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from polyhead.costs.descriptions import describe
+from polyhead.costs.layouts.model_layout import LayerGroup, ModelLayout
+from polyhead.costs.options import Dimension, Phase, Ranks
+from polyhead.costs.ranks_plan import HeadShare
+from polyhead.layers.config import AttentionConfig, build_attention
+from polyhead.observation.accumulators import Histogram
+from polyhead.parallel.context.layers import check_layer
+from polyhead.parallel.context.traffic import ContextBytes, context_bytes
+from polyhead.parallel.tensor.head_split import HeadSplit, local_layout
+from polyhead.parallel.tensor.rules import check_supported
+from polyhead.parallel.tensor.shards import OUTPUT_BIAS, shards_of
+
+MONITORED = 5  # row statistics of `HeadMonitor` by default
+
+
+class LayerShare(NamedTuple):
+    """One kind of layer on the rank with most heads."""
+
+    layers: int
+    config: AttentionConfig  # of the heads of the rank
+    heads: HeadShare
+    shapes: list[tuple[int, ...]]  # of what a rank of tensor parallel stores of each parameter
+    summed: list[int]  # elements of the parameters that all heads share
+    output_bias: int
+
+    @classmethod
+    def of(cls, group: LayerGroup, ranks: Ranks) -> LayerShare:
+        with torch.device("meta"):
+            layer: Any = build_attention(group.config)
+        if ranks.context > 1:
+            check_layer(type(layer).__name__, layer)
+        layout, config, shards = layer.layout, group.config, {}
+        split = HeadSplit(layout.num_heads, ranks.tensor)
+        if ranks.tensor > 1:
+            check_supported(layer)
+            shards = shards_of(layer, ranks.tensor, 0)
+            layouts = [local_layout(layout, split.computed(rank)) for rank in range(ranks.tensor)]
+            layout = max(layouts, key=lambda x: (getattr(x, "num_kv_heads", 0), x.num_heads))
+            names = [x for x in ("num_heads", "num_kv_heads", "key_heads") if hasattr(config, x)]
+            changed = {name: getattr(layout, name) for name in names}
+            changed |= {"init": "xavier"} if hasattr(config, "init") else {}  # costs do not depend on it
+            config = replace(config, **changed)
+        parameters = {name: tuple(x.shape) for name, x in layer.named_parameters(remove_duplicate=False)}
+        kv_heads = getattr(layout, "num_kv_heads", None)
+        return cls(
+            group.layers,
+            config,
+            HeadShare(group.layers, layout.num_heads, kv_heads, split.padding),
+            [shards[name].local_shape(shape) if name in shards else shape for name, shape in parameters.items()],
+            [math.prod(shape) for name, shape in parameters.items() if name in shards and shards[name].is_summed],
+            math.prod(parameters.get(OUTPUT_BIAS, (0,))),
+        )
+
+    def elements(self, fsdp: int) -> int:
+        """Return the elements of a layer's parameters on a rank, with those that pad their first axes for FSDP2."""
+        return sum(-(-shape[0] // fsdp) * math.prod(shape[1:]) for shape in self.shapes)
+
+    def cache_bytes_per_token(self, dtype: torch.dtype) -> int:
+        return describe(self.config).cache_bytes_per_token(dtype) if getattr(self.config, "causal", False) else 0
+
+    def context_bytes(self, ranks: Ranks, batch: int, context: int, dtype: torch.dtype) -> ContextBytes:
+        layout: Any = self.config.layout  # type: ignore[attr-defined]
+        return context_bytes(
+            batch=batch,
+            kv_heads=layout.num_kv_heads,
+            tokens=context,
+            head_dim=layout.head_dim,
+            value_dim=layout.value_dim,
+            ranks=ranks.context,
+            dtype=dtype,
+            method=ranks.method,
+        )
+
+
+class Call(NamedTuple):
+    """Calls of one collective in one kind of layer."""
+
+    name: str
+    operation: str
+    dimension: Dimension
+    is_backward: bool
+    calls: int
+    bytes: int  # that a rank sends in all of them
+
+
+def calls_of(
+    model: ModelLayout,
+    shares: list[LayerShare],
+    ranks: Ranks,
+    phase: Phase,
+    batch: int,
+    tokens: int,
+    dtype: torch.dtype,
+) -> Iterator[Call]:
+    """Yield the collectives of one phase by kind of layer.
+
+    Args:
+        model: attention layers of the model.
+        shares: its kinds of layers on a rank.
+        ranks: ranks by dimension.
+        phase: the phase.
+        batch: sequences of a rank.
+        tokens: tokens of a rank in each of them.
+        dtype: dtype of the layers.
+    """
+    training = phase == "training"
+    rows = batch * (1 if phase == "decode" else tokens)
+    for share in shares:
+        width: int = share.config.layout.embed_dim  # type: ignore[attr-defined]
+        by_layer = [*_tensor(share, ranks, rows * width * dtype.itemsize, dtype.itemsize, training=training)]
+        if ranks.context > 1:
+            sent = share.context_bytes(ranks, batch, tokens * ranks.context, dtype)
+            by_layer += _context(sent, ranks, training=training)
+        weights = share.elements(ranks.fsdp) * dtype.itemsize
+        by_layer += _sharded("the layers' weights", "the layers' gradients", weights, ranks, training=training)
+        yield from (x._replace(calls=x.calls * share.layers, bytes=x.bytes * share.layers) for x in by_layer)
+    if model.other_parameters is not None:
+        others = -(-model.other_parameters // (ranks.tensor * ranks.fsdp)) * dtype.itemsize
+        names = "all other weights", "their gradients"
+        yield from (
+            x._replace(calls=x.calls * model.layers) for x in _sharded(*names, others, ranks, training=training)
+        )
+    if training and ranks.fsdp > 1 and ranks.tensor == ranks.context == 1:
+        size = monitor_bytes([x.heads.heads for x in shares for _ in range(x.layers)], ranks.fsdp)
+        name = "HeadMonitor, in an observed step"
+        yield Call(name, "all-reduce", "fsdp", True, 1, _all_reduce(size, ranks.fsdp))
+
+
+def _tensor(share: LayerShare, ranks: Ranks, hidden: int, itemsize: int, *, training: bool) -> Iterator[Call]:
+    """Yield the collectives of a head-parallel layer whose inputs and outputs have `hidden` bytes."""
+    count = ranks.tensor
+    if count == 1:
+        return
+    half = _reduce_scatter(hidden, count)  # also the bytes of an all-gather of the same tensor
+    if ranks.sequence_parallel and training:
+        yield Call("the inputs' sequence", "all-gather", "tensor", False, 1, half)
+        yield Call("sum of the heads' outputs", "reduce-scatter", "tensor", False, 1, half)
+        yield Call("gradient of the output", "all-gather", "tensor", True, 1, half)
+        yield Call("sum of the input's gradients", "reduce-scatter", "tensor", True, 1, half)
+    else:
+        yield Call("sum of the heads' outputs", "all-reduce", "tensor", False, 1, 2 * half)
+        if training:
+            yield Call("sum of the input's gradients", "all-reduce", "tensor", True, 1, 2 * half)
+    shared = [*share.summed]
+    if ranks.sequence_parallel and share.output_bias:
+        shared.append(share.output_bias)
+    if training and shared:
+        sent = sum(_all_reduce(x * itemsize, count) for x in shared)
+        yield Call("sums of shared parameters' gradients", "all-reduce", "tensor", True, len(shared), sent)
+
+
+def _context(sent: ContextBytes, ranks: Ranks, *, training: bool) -> Iterator[Call]:
+    """Yield the collectives of a layer within `context_parallel`."""
+    others, is_ring = ranks.context - 1, sent.method == "ring"
+    yield Call("comparison of the arguments", "send", "context", False, others, sent.check)
+    operation, calls = ("send", 2 * others) if is_ring else ("all-gather", 2)
+    yield Call(f"keys and values ({sent.method})", operation, "context", False, calls, sent.forward)
+    if training:
+        operation, calls = ("send", 4 * others) if is_ring else ("all-to-all", 2)
+        name = "keys and values, and their gradients" if is_ring else "gradients of keys and values"
+        yield Call(name, operation, "context", True, calls, sent.backward)
+
+
+def _sharded(weights: str, gradients: str, shard: int, ranks: Ranks, *, training: bool) -> Iterator[Call]:
+    """Yield the collectives of parameters of which a rank stores `shard` bytes."""
+    if ranks.fsdp > 1:
+        sent = (ranks.fsdp - 1) * shard
+        yield Call(weights, "all-gather", "fsdp", False, 1, sent)
+        if training:
+            yield Call(weights, "all-gather", "fsdp", True, 1, sent)
+            yield Call(gradients, "reduce-scatter", "fsdp", True, 1, sent)
+    if ranks.context > 1 and training:
+        yield Call(gradients, "all-reduce", "context", True, 1, _all_reduce(shard, ranks.context))
+
+
+def monitor_bytes(heads: list[int], ranks: int) -> int:
+    """Return the size of the one tensor that `HeadMonitor` all-reduces in an observed step, without pairs of heads.
+
+    It has counts, sums and the maxima of every rank of each row statistic; the histogram of entropies, the number of
+    tokens, squared norms of outputs and gradients; the loss; and for all of these and each layer whether a rank has it.
+
+    Args:
+        heads: number of heads of each layer.
+        ranks: ranks with other data.
+    """
+    by_head = MONITORED * (2 + ranks) + Histogram.BINS + 1 + 2
+    flags = len(heads) * 7 + 1
+    return (sum(heads) * by_head + len(heads) + 1 + flags) * torch.float64.itemsize
+
+
+def _all_reduce(size: int, ranks: int) -> int:
+    return -(-2 * (ranks - 1) * size // ranks)
+
+
+def _reduce_scatter(size: int, ranks: int) -> int:
+    return -(-(ranks - 1) * size // ranks)
