@@ -107,3 +107,11 @@ def test_shards_are_merged_into_a_run_that_is_read_as_any_other(place, tmp_path)
     assert "merge-runs needs all 2 shards, got no shard 1/2" in said
     said = invoke("merge-runs", tmp_path / "1", tmp_path / "2", "--output", tmp_path / "run", code=2).stderr
     assert "--output must be a new run" in said
+
+
+def test_ray_is_an_extra_that_is_missed_before_the_model_is_loaded(place, monkeypatch):
+    monkeypatch.setattr("polyhead.parallel.ray_workers.find_spec", lambda name: None)
+    said = invoke("inspect", place / "text", "--text", place / "text", "--ray", "local", code=2).stderr
+    assert said == (
+        "polyhead inspect: --ray needs Ray, which is not installed; install it with: pip install 'polyhead[ray]'\n"
+    )

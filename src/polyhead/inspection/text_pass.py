@@ -43,6 +43,17 @@ class TextRead:
     tokens: int = 0  # in the batches that were read
     complete: bool = False  # no batch is left
 
+    def merge(self, other: TextRead) -> TextRead:
+        """Return what was read of two shards of a text."""
+        last = max(self, other, key=lambda read: read.batches)
+        return TextRead(
+            self.observations.merge(other.observations),
+            last.batches,
+            last.digest,
+            self.tokens + other.tokens,
+            self.complete and other.complete,
+        )
+
 
 @dataclass(eq=False)
 class TextPass:
@@ -117,9 +128,7 @@ class TextPass:
 
     def keep(self, folder: Path, read: TextRead, shard: Shard = WHOLE) -> None:
         """Write the observations, with what is needed to resume or to merge them."""
-        facts: dict[str, Any] = {"batches": read.batches, "digest": read.digest, "tokens": read.tokens, **self.origin}
-        facts |= {"complete": read.complete, "versions": versions(), "shard": [shard.index, shard.count]}
-        save(folder / OBSERVATIONS, read.observations, {"settings": self.settings.to_dict(), **facts})
+        write_read(folder / OBSERVATIONS, read, self.settings, self.origin, shard)
 
     @cached_property
     def origin(self) -> dict[str, str]:
@@ -160,6 +169,13 @@ class TextPass:
         """Return what a file contains, whose facts were checked."""
         complete = bool(facts.get("complete"))
         return TextRead(load(path, self.collectors), facts["batches"], facts["digest"], facts["tokens"], complete)
+
+
+def write_read(path: Path, read: TextRead, settings: Settings, origin: Mapping[str, str], shard: Shard) -> None:
+    """Write the observations of a shard, with what is needed to resume or to merge them."""
+    facts: dict[str, Any] = {"batches": read.batches, "digest": read.digest, "tokens": read.tokens, **origin}
+    facts |= {"complete": read.complete, "versions": versions(), "shard": [shard.index, shard.count]}
+    save(path, read.observations, {"settings": settings.to_dict(), **facts})
 
 
 def shard_of(path: Path, facts: Mapping[str, Any]) -> Shard:

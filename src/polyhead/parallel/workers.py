@@ -8,7 +8,6 @@ error, at which all others stop, and one that has not reported for too long is n
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,12 +22,12 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from polyhead.errors import CommunicationError, OptionError, PolyheadError
-from polyhead.files import in_one_line, short
+from polyhead.files import in_one_line
+from polyhead.parallel.worker_rules import SECONDS, check_same, check_seconds
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-SECONDS = 600.0  # default of the time limit
 _POLL_SECONDS = 0.05  # between two reads of the store
 _LEAVE_SECONDS = 10.0  # for which a rank that failed waits at most, so that the others can read its error
 _MESSAGE_BYTES = 1 << 28  # sent at a time
@@ -59,8 +58,7 @@ class Workers:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world:
             raise OptionError(f"a rank must be from 0 to {self.world - 1}, got {self.rank} of {self.world}")
-        if not 0 < self.seconds < math.inf:
-            raise OptionError(f"the time limit of workers must be a positive number of seconds, got {self.seconds:g}")
+        check_seconds(self.seconds)
 
     @property
     def is_first(self) -> bool:
@@ -113,14 +111,8 @@ class Workers:
             values: values of JSON types, by the name that an error uses.
         """
         everyone = self.gather(step, dict(values))
-        for name in dict.fromkeys(name for of_rank in everyone for name in of_rank):
-            for rank, of_rank in enumerate(everyone):
-                if of_rank.get(name) != everyone[0].get(name):
-                    one, other = short(everyone[0].get(name)), short(of_rank.get(name))
-                    raise CommunicationError(
-                        f"every rank must have the same {name}, got {one} on rank 0 and {other} on rank {rank} of "
-                        f"{self.world}"
-                    )
+        for rank, of_rank in enumerate(everyone):
+            check_same(everyone[0], of_rank, "rank 0", f"rank {rank} of {self.world}", "rank")
 
     # ---- progress and failures
 
