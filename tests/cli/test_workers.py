@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 from polyhead.cli import app
 from polyhead.inspection import load_inspection
 from polyhead.inspection.run_files import OBSERVATIONS, SHARDS
 from polyhead.observation import read_facts
+from polyhead.parallel.workers import Workers
 from tests.inspection.small_models import model_folder, text_folder
 from tests.workflows.merged_runs import assert_same_inspection, assert_same_observations
 
@@ -115,3 +119,17 @@ def test_ray_is_an_extra_that_is_missed_before_the_model_is_loaded(place, monkey
     assert said == (
         "polyhead inspect: --ray needs Ray, which is not installed; install it with: pip install 'polyhead[ray]'\n"
     )
+
+
+def test_a_restart_does_not_overwrite_a_finished_run(place, monkeypatch):
+    """The first attempt refused the folder, and torchrun --max-restarts repeats the command."""
+
+    @contextmanager
+    def restarted(*_: object) -> Iterator[Workers]:
+        yield Workers(dist.HashStore(), 0, 1, restarts=1)
+
+    monkeypatch.setattr("polyhead.cli.workers.joined_workers", restarted)
+    before = (place / "whole" / "inspection.json").read_bytes()
+    command = ["inspect", place / "bert", "--text", place / "text", *OPTIONS, "--table", "--save", place / "whole"]
+    assert "contains a run already" in invoke(*command, code=2).stderr
+    assert (place / "whole" / "inspection.json").read_bytes() == before

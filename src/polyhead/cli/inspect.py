@@ -30,6 +30,7 @@ from polyhead.cli.options import (
 from polyhead.cli.progress_bars import ProgressBars
 from polyhead.cli.report import check_page, write
 from polyhead.errors import OptionError
+from polyhead.inspection.run_files import REST
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -232,7 +233,8 @@ def inspect(
         # torchrun repeats the command after a failure (--max-restarts), and the run continues.
         restarted = workers is not None and workers.restarts > 0
         divided = workers is not None or part is not None or ray is not None
-        check_inputs(settings, save=None if restarted else save, folder=folder, divided=divided)
+        is_new = save is not None and (not restarted or (save / REST).exists())
+        check_inputs(settings, save=save if is_new else None, folder=folder, divided=divided)
         if part is not None and (table or html is not None):
             raise OptionError(
                 "--table and --html show the results of all shards, got them with one; merge the shards first"

@@ -161,6 +161,11 @@ class TextPass:
                 "a run must be resumed with the text, tokenizer and batch size it was started with, got another text; "
                 "start again in another folder"
             )
+        if not facts.get("complete") and (before := facts.get("versions", versions())) != versions():
+            raise OptionError(
+                f"a run must be continued with the versions it was started with, got {_listed(versions())} for "
+                f"{_listed(before)}; install these, or start again in another folder"
+            )
         if (before := shard_of(path, facts)) != shard:
             raise OptionError(f"a run must be resumed with its own shard, got shard {shard} for {before} in {folder}")
         return self.loaded_from(path, facts)
@@ -182,6 +187,10 @@ def shard_of(path: Path, facts: Mapping[str, Any]) -> Shard:
     """Return the shard that a file of observations is of; earlier versions had none."""
     with refusing(path, "observations must record their shard"):
         return Shard(*as_type(facts.get("shard", [0, 1]), tuple[int, int], "shard"))
+
+
+def _listed(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def versions() -> dict[str, str]:

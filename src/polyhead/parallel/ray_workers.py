@@ -27,7 +27,8 @@ _POLL_SECONDS = 1.0  # between two questions for the progress of a worker
 
 def check_ray() -> None:
     """Raise if Ray is not installed; imports nothing."""
-    if find_spec("ray") is None:
+    found = find_spec("ray")
+    if found is None or found.origin is None:  # a folder of this name is no package
         raise OptionError("--ray needs Ray, which is not installed; install it with: pip install 'polyhead[ray]'")
 
 
@@ -262,8 +263,8 @@ class RayWorkers:
         if all(not worker.is_ready and now - worker.since > self.seconds for worker in self._workers):
             needs = f"{self.gpus} GPU" if self.gpus else "a CPU"
             raise CommunicationError(
-                f"a worker must start within {self.seconds:g} s, got none of {self.count}, each of which needs {needs}; "
-                f"the cluster has {_described(self._ray.cluster_resources())}, and "
+                f"a worker must start within {self.seconds:g} s, got none of {self.count}, each of which needs {needs}"
+                f"; the cluster has {_described(self._ray.cluster_resources())}, and "
                 f"{_described(self._ray.available_resources())} free"
             )
         for worker in self._workers:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,12 +9,15 @@ from polyhead.errors import CommunicationError, OptionError
 from polyhead.files import short
 
 SECONDS = 600.0  # default of the time limit
+_MOST_SECONDS = 1e9
 
 
 def check_seconds(seconds: float) -> None:
-    """Raise unless a time limit is a positive number."""
-    if not 0 < seconds < math.inf:
-        raise OptionError(f"the time limit of workers must be a positive number of seconds, got {seconds:g}")
+    """Raise unless a time limit is a positive number, of no more seconds than clocks can count."""
+    if not 0 < seconds <= _MOST_SECONDS:
+        raise OptionError(
+            f"the time limit of workers must be a positive number of seconds, up to {_MOST_SECONDS:g}, got {seconds:g}"
+        )
 
 
 def check_same(values: Mapping[str, Any], others: Mapping[str, Any], first: str, second: str, every: str) -> None:

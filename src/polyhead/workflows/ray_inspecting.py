@@ -29,7 +29,7 @@ from polyhead.inspection.settings import Settings
 from polyhead.inspection.text_pass import STEP, TextRead, versions, write_read
 from polyhead.observation.saving import on_cpu
 from polyhead.parallel.ray_workers import RayActor, RayCluster, RayWorkers
-from polyhead.parallel.worker_rules import SECONDS
+from polyhead.parallel.worker_rules import SECONDS, check_same
 from polyhead.progress import Progress, ProgressCallback, ignore_progress
 from polyhead.sources import Shard
 from polyhead.sources.shards import WHOLE
@@ -151,6 +151,9 @@ def inspect_with_ray(
         reads: dict[str, Any] = {}
         for name, read in pool.run("read", [(n, _task(x, saved)) for n, x in own.items()], report=report):
             assert pool.facts is not None
+            if not report.done:
+                mine, theirs = versions(), {name: pool.facts[name] for name in versions()}
+                check_same(mine, theirs, "the driver", "the workers", "process")
             report.done += read.tokens
             if folder is not None and not merged:
                 write_read(_file(folder, own[name]), read, settings, _origin(pool), own[name])

@@ -140,6 +140,9 @@ def merge_runs(
                     f"shards are merged with the {name} that they were read with, got another {name}: "
                     f"{settings.model if name == 'model' else settings.text} has changed since"
                 )
+        for name, version in versions().items():
+            if (before := shards[0][1]["versions"].get(name)) != version:
+                raise OptionError(f"shards are merged by the version of {name} that read them, {before}, got {version}")
         read: TextRead | None = None
         for number, (path, facts) in enumerate(shards):
             progress(Progress("merge the shards", number, len(shards), "shards"))
