@@ -27,7 +27,7 @@ SOURCES := pyproject.toml constraints.txt
 # would rewrite the assertions of all tests anew, and each process that a test starts would compile polyhead.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help demo examples test test-fast test-gpu test-numerics lint docs package bench frontend system system-python system-compiler \
+.PHONY: help demo examples test test-fast test-gpu test-numerics test-cluster lint docs package bench frontend system system-python system-compiler \
 	system-browser system-node clean
 
 help: ## show the targets
@@ -65,6 +65,10 @@ test-numerics: ## run the tests of rounding errors; BUDGETS names the record of 
 	@POLYHEAD_BUDGETS=$(BUDGETS) $(NUMERICS_PYTHON) -m pytest -q -p no:benchmark -p no:cacheprovider -n $(JOBS) \
 		--dist worksteal -m "numerics and not gpu" $(PYTEST_FLAGS) $$(grep -rl --include='test_*.py' mark.numerics tests)
 
+# In an environment of its own, since Ray is large and nothing else needs it. The cluster has four workers on this machine.
+test-cluster: $(VENV)-cluster/.installed-cluster ## run the tests that need Ray, with a local cluster
+	@env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(VENV)-cluster/bin/python -m pytest $(PYTEST_FLAGS) tests/cluster
+
 lint: $(VENV)/.installed-dev ## check style, format and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -89,11 +93,14 @@ frontend: | system-node ## build the page and the viewer from frontend/
 	@cd frontend && npm ci --no-fund --no-audit --loglevel=error && npm run build
 
 clean: ## remove the environment and everything that was built
-	@rm -rf $(VENV) $(VENV).lock build dist frontend/node_modules polyhead-report*.html .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(VENV).lock $(VENV)-cluster $(VENV)-cluster.lock build dist frontend/node_modules polyhead-report*.html .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # Killed in the middle, an installation starts over: see .ci/environment.
 $(VENV)/.installed-%: $(SOURCES) $(wildcard $(VENV)/.installing) | system-python
 	@.ci/environment $(VENV) $(PYTHON) $*
+
+$(VENV)-cluster/.installed-%: $(SOURCES) $(wildcard $(VENV)-cluster/.installing) | system-python
+	@.ci/environment $(VENV)-cluster $(PYTHON) $*
 
 # System packages: each is looked for first, and installed only where it is missing.
 

@@ -41,6 +41,7 @@ class Call:
 CALLS = (
     Call("inspect", "demo"),
     Call("inspect decoder --text text", "hf"),
+    Call("inspect decoder --text text --ray local", "ray"),
     Call("report run-decoder --output page.html", "hf"),
     Call("view decoder --no-open", "hf"),
     Call("view run-decoder --no-open", "report"),

@@ -85,6 +85,8 @@ def test_the_wheel_says_what_it_needs(wheel):
         "docs",
         "dev",
         "all",
+        "ray",
+        "cluster",
     }
     base = {Requirement(line).name for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}
     assert base == {"torch", "numpy", "safetensors", "typer", "rich"}

@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 from polyhead.cli import app
 from polyhead.inspection import load_inspection
 from polyhead.inspection.run_files import OBSERVATIONS, SHARDS
 from polyhead.observation import read_facts
+from polyhead.parallel.workers import Workers
 from tests.inspection.small_models import model_folder, text_folder
 from tests.workflows.merged_runs import assert_same_inspection, assert_same_observations
 
@@ -107,3 +111,25 @@ def test_shards_are_merged_into_a_run_that_is_read_as_any_other(place, tmp_path)
     assert "merge-runs needs all 2 shards, got no shard 1/2" in said
     said = invoke("merge-runs", tmp_path / "1", tmp_path / "2", "--output", tmp_path / "run", code=2).stderr
     assert "--output must be a new run" in said
+
+
+def test_ray_is_an_extra_that_is_missed_before_the_model_is_loaded(place, monkeypatch):
+    monkeypatch.setattr("polyhead.parallel.ray_workers.find_spec", lambda name: None)
+    said = invoke("inspect", place / "text", "--text", place / "text", "--ray", "local", code=2).stderr
+    assert said == (
+        "polyhead inspect: --ray needs Ray, which is not installed; install it with: pip install 'polyhead[ray]'\n"
+    )
+
+
+def test_a_restart_does_not_overwrite_a_finished_run(place, monkeypatch):
+    """The first attempt refused the folder, and torchrun --max-restarts repeats the command."""
+
+    @contextmanager
+    def restarted(*_: object) -> Iterator[Workers]:
+        yield Workers(dist.HashStore(), 0, 1, restarts=1)
+
+    monkeypatch.setattr("polyhead.cli.workers.joined_workers", restarted)
+    before = (place / "whole" / "inspection.json").read_bytes()
+    command = ["inspect", place / "bert", "--text", place / "text", *OPTIONS, "--table", "--save", place / "whole"]
+    assert "contains a run already" in invoke(*command, code=2).stderr
+    assert (place / "whole" / "inspection.json").read_bytes() == before

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import torch.distributed as dist
 
 from polyhead.errors import CommunicationError, OptionError
 from polyhead.parallel.launcher import is_worker
-from polyhead.parallel.workers import Workers
+from polyhead.parallel.workers import Workers, join_workers
 
 WORLD = 3
 
@@ -46,6 +48,44 @@ def test_values_of_all_ranks_are_gathered_in_order():
         outcomes(lambda workers: workers.gather("ranks", {"rank": workers.rank}))
         == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]] * WORLD
     )
+
+
+def test_the_values_of_an_earlier_step_of_the_same_name_are_not_read_again():
+    def twice(workers: Workers) -> list[list[int]]:
+        found = []
+        for task in range(2):
+            time.sleep(0.2 * (workers.rank == 1))
+            found.append(workers.gather("ranks", 10 * task + workers.rank))
+        return found
+
+    assert outcomes(twice) == [[[0, 1, 2], [10, 11, 12]]] * WORLD
+
+
+def test_a_store_that_does_not_answer_or_is_gone_is_an_error_of_the_rank(monkeypatch):
+    """As that of a process that is stopped, or on a machine that was disconnected; and that of one that was killed."""
+    store = dist.HashStore()
+    frozen = threading.Event()
+    workers = Workers(store, 1, 2, 0.3)
+    monkeypatch.setattr(workers._store, "_store", SimpleNamespace(set=lambda *_: frozen.wait(30), add=frozen.wait))
+    began = time.monotonic()
+    with pytest.raises(
+        CommunicationError, match=r"must reach the store .* got: DistNetworkError: no answer within 0.3 s"
+    ):
+        workers.report(1)
+    with pytest.raises(CommunicationError, match="did not answer before"):
+        workers.report(2)
+    workers.leave()
+    assert time.monotonic() - began < 10
+    frozen.set()
+
+    def gone(*_: object) -> None:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    workers = Workers(store, 1, 2, 5.0)
+    monkeypatch.setattr(workers._store, "_store", SimpleNamespace(check=gone, add=gone))
+    with pytest.raises(CommunicationError, match=r"rank 1 of 2 must reach the store .*: Connection reset"):
+        workers.receive(0)  # there is no group either, and the store cannot say whose failure that is
+    workers.leave()
 
 
 def test_ranks_that_disagree_raise_the_same_error_that_names_rank_and_value():
@@ -134,5 +174,10 @@ def test_a_launcher_that_sets_no_numbers_and_a_rank_that_does_not_exist_are_refu
         is_worker(variables)
     with pytest.raises(OptionError, match="from 0 to 1, got 2 of 2"):
         Workers(dist.HashStore(), 2, 2)
-    with pytest.raises(OptionError, match="positive number of seconds, got 0"):
-        Workers(dist.HashStore(), 0, 2, 0.0)
+    for seconds in (0.0, math.nan, math.inf, 1e15):
+        with pytest.raises(
+            OptionError, match=f"positive number of seconds, up to 1e.09, got {seconds:g}".replace("+", ".")
+        ):
+            Workers(dist.HashStore(), 0, 2, seconds)
+        with pytest.raises(OptionError, match="positive number of seconds"), join_workers(seconds, variables):
+            pass

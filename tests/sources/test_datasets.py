@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +35,7 @@ def package(monkeypatch) -> ModuleType:
     """A package `datasets` whose `load_dataset` returns a stream, and records its arguments."""
     made: Any = ModuleType("datasets")
     made.__version__, made.calls = "4.1.0", []
-    made.__spec__ = None
+    made.__spec__, made.origin = None, "datasets"
 
     def load_dataset(path: str, *, split: str, streaming: bool) -> Stream:
         made.calls.append((path, split, streaming))
@@ -73,11 +73,30 @@ def test_strings_and_rows_are_documents_and_none_is_empty():
         ([{"text": 3}], "got document 0: int"),
         (iter([3]), "got document 0: int"),
         (3, "a text must be a path, documents or a dataset, got int"),
+        (["a", "b\ud800"], "half of a surrogate pair in document 1, character 1"),
+        ({"text": ["one"]}, "strings or rows, got a dictionary of 'text'; pass one of them"),
     ],
 )
 def test_a_dataset_without_the_text_is_refused(rows, words):
     with pytest.raises(OptionError, match=words):
-        next(iter(documents_of(rows)))
+        list(documents_of(rows))
+
+
+def test_a_data_frame_is_refused_whose_iteration_yields_the_names_of_columns():
+    class Frame(list[str]):
+        columns = ("text", "other")
+
+    with pytest.raises(OptionError, match="must be strings, got a Frame; pass the list of one column"):
+        DatasetTexts(Frame(["text", "other"]))
+
+
+def test_a_stream_that_breaks_off_names_the_row_before():
+    def rows() -> Iterator[str]:
+        yield from ("one", "two")
+        raise ConnectionError("reset by peer")
+
+    with pytest.raises(OptionError, match="must be readable, got an error after document 1: reset by peer"):
+        list(DatasetTexts(rows()))
 
 
 def test_a_dictionary_of_splits_is_refused():
@@ -115,6 +134,10 @@ def test_a_version_that_runs_code_of_datasets_is_refused(package):
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setattr("polyhead.sources.datasets.find_spec", lambda name: None)
+    with pytest.raises(OptionError, match=r"got datasets:corpus; pip install datasets"):
+        check_dataset("datasets:corpus")
+    # A folder of this name in the working folder is a namespace, not the package.
+    monkeypatch.setattr("polyhead.sources.datasets.find_spec", lambda name: SimpleNamespace(origin=None))
     with pytest.raises(OptionError, match=r"got datasets:corpus; pip install datasets"):
         check_dataset("datasets:corpus")
 

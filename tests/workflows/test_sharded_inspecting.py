@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,8 @@ from polyhead.workflows.sharded_inspecting import inspect_shard, merge_runs
 from tests.inspection.small_models import model_folder, text_folder
 from tests.workflows.merged_runs import assert_same_inspection, assert_same_observations, settings_of
 
-pytest.importorskip("pyarrow")
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
 COUNT = 3
 
 
@@ -70,6 +73,26 @@ def test_merged_shards_are_the_run_of_one_process(place, tmp_path, name, count):
     assert_same_observations(tmp_path / "merged", tmp_path / "whole")
     assert_same_inspection(merged, whole)
     assert_same_inspection(load_inspection(tmp_path / "merged"), load_inspection(tmp_path / "whole"))
+
+
+def test_shards_of_one_layer_with_a_head_of_nan_and_a_text_with_nulls(place, tmp_path):
+    loaded = load_model(str(place / "llama"), device="cpu")
+    with torch.no_grad():
+        loaded.model.model.layers[1].self_attn.q_proj.weight[:6] = torch.nan  # the first of four heads
+    (tmp_path / "text").mkdir()
+    words = [file.read_text() for file in sorted((place / "text").iterdir())]
+    table = pyarrow.table({"content": [None, words[0], "", *words[1:3], None]})
+    parquet.write_table(table, tmp_path / "text" / "a.parquet")
+    with gzip.open(tmp_path / "text" / "b.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"content": text}) + "\n" for text in [None, " ", *words[3:]])
+    settings = replace(settings_of(place / "llama", tmp_path / "text"), layers=(1,), field="content")
+    whole = inspect_model(settings, loaded=loaded, folder=tmp_path / "whole")
+    assert whole.table["entropy"].isnan().tolist() == [True, False, False, False]
+    for index in range(2):
+        inspect_shard(settings, Shard(index, 2), tmp_path / str(index), loaded=loaded)
+    merged = merge_runs([tmp_path / "0", tmp_path / "1"], tmp_path / "merged", loaded=loaded)
+    assert_same_observations(tmp_path / "merged", tmp_path / "whole")
+    assert_same_inspection(merged, whole)
 
 
 def test_a_merged_run_is_resumed_as_any_other(place, loaded, shards, tmp_path):
@@ -134,6 +157,7 @@ def test_shards_that_are_not_exactly_one_run_are_refused(place, loaded, shards, 
         "seed": changed(second, tmp_path / "seed", settings={**settings, "seed": 7}),
         "version": changed(second, tmp_path / "version", versions={**facts["versions"], "torch": "1.0"}),
         "count": changed(second, tmp_path / "count", shard=[1, 4]),
+        "many": changed(second, tmp_path / "many", shard=[1, 10**12]),
         "word": changed(second, tmp_path / "word", shard="2/3"),
         "settings": changed(second, tmp_path / "settings", settings={"tokens": "many"}),
         "tokens": changed(second, tmp_path / "tokens", tokens=None),
@@ -141,7 +165,8 @@ def test_shards_that_are_not_exactly_one_run_are_refused(place, loaded, shards, 
     cases: list[tuple[list[Path], str]] = [
         ([], "needs the folders of all shards of a run, got none"),
         ([first, third], "needs all 3 shards, got no shard 2/3"),
-        ([third], "needs all 3 shards, got no shard 1/3, 2/3"),
+        ([third], "needs all 3 shards, got no shard 1/3, 2/3$"),
+        ([other["many"]], r"needs all 10{12} shards, got no shard 1/10{12}, 3/10{12}, .* and 999999999967 more$"),
         ([first, second, third, second], f"got shard 2/3 in {second} and {second}"),
         ([first, other["model"], third], r"the same model \(weights and config\), got another in"),
         ([first, other["text"], third], "the same text, tokenizer and contexts, got another in"),
@@ -197,6 +222,21 @@ def test_shards_are_merged_with_their_own_model_and_text_alone(place, loaded, sh
     with pytest.raises(OptionError, match="got another text"):
         merge_runs(shards, tmp_path / "merged", loaded=loaded, text=longer)
     assert not (tmp_path / "merged").exists()
+
+
+def test_another_version_neither_continues_a_shard_nor_merges_it(place, loaded, shards, tmp_path):
+    facts = read_facts(shards[0] / OBSERVATIONS)
+    older = {"versions": {**facts["versions"], "torch": "1.0"}}
+    all_older = [changed(shard, tmp_path / str(index), **older) for index, shard in enumerate(shards)]
+    with pytest.raises(OptionError, match=r"by the version of torch that read them, 1.0, got 2"):
+        merge_runs(all_older, tmp_path / "merged", loaded=loaded)
+    settings = settings_of(place / "bert", place / "text")
+    part = changed(shards[0], tmp_path / "part", complete=False, **older)
+    with pytest.raises(
+        OptionError, match=r"the versions it was started with, got polyhead .*, torch 2.* torch 1.0; inst"
+    ):
+        inspect_shard(settings, Shard(0, COUNT), part, loaded=loaded, resume=True)
+    assert inspect_shard(settings, Shard(0, COUNT), all_older[0], loaded=loaded, resume=True).complete  # reads nothing
 
 
 def test_counts_of_a_damaged_shard_do_not_pass(loaded, shards, tmp_path):

@@ -6,7 +6,7 @@ import math
 import os
 import textwrap
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +15,7 @@ import typer
 
 from polyhead.cli.edit_options import ContextLength, Field
 from polyhead.cli.errors import resumable
-from polyhead.cli.inspect_runs import check_inputs, requested_shard, resumed_settings, show_shard
+from polyhead.cli.inspect_runs import check_inputs, check_ray_options, requested_shard, resumed_settings, show_shard
 from polyhead.cli.options import (
     AllowPickle,
     Device,
@@ -30,6 +30,7 @@ from polyhead.cli.options import (
 from polyhead.cli.progress_bars import ProgressBars
 from polyhead.cli.report import check_page, write
 from polyhead.errors import OptionError
+from polyhead.inspection.run_files import REST
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,6 +45,8 @@ _NOT_OF_THE_RUN = (
     "resume",
     "save_seconds",
     "worker_timeout",
+    "ray",
+    "ray_workers",
     "table",
     "html",
     "lang",
@@ -136,9 +139,21 @@ def inspect(
     worker_timeout: Annotated[
         float,
         typer.Option(
-            metavar="SECONDS", help="Under torchrun, stop if a process has not reported for this time, in seconds."
+            metavar="SECONDS",
+            help="Under torchrun or Ray, stop if a worker has not reported for this time, in seconds.",
         ),
     ] = 600.0,
+    ray: Annotated[
+        str | None,
+        optional(
+            "Read the text with the workers of a Ray cluster: its address, auto for the one of RAY_ADDRESS or of this "
+            "machine, or local to start one.",
+            metavar="ADDRESS|auto|local",
+        ),
+    ] = None,
+    ray_workers: Annotated[
+        int | None, optional("Number of Ray workers. [default: one for each GPU, else for each CPU]", metavar="N")
+    ] = None,
     table: Annotated[
         bool, typer.Option("--table", help="Also print all values per head, and its most attended tokens.")
     ] = False,
@@ -166,8 +181,8 @@ def inspect(
     with --resume has the same results as an uninterrupted one.
 
     `torchrun --nproc-per-node 4 -m polyhead inspect ...` reads the text with four processes and has the results of one.
-    --resume with as many processes redoes what a killed one had not saved. Without torchrun, start one process for each
-    --shard and merge them with `polyhead merge-runs`.
+    --resume with as many processes redoes what a killed one had not saved. --ray does the same on a Ray cluster. With
+    any other scheduler, start one process for each --shard and merge them with `polyhead merge-runs`.
 
     Example: `polyhead inspect smollm2 --text corpus.txt --save run --html report.html`
     """
@@ -183,16 +198,20 @@ def inspect(
     check_positive("--worker-timeout", worker_timeout)
     console = Console(highlight=False)
     folder = save if resume is None else resume
+    # How a run is continued; a run of torchrun only by as many processes.
+    how = "with: polyhead inspect" if ray is None else f"with: polyhead inspect --ray {ray}"
     found: Inspection | None = None
     reading: ShardReading | None = None
     with (
         joined_workers(command.command_path, worker_timeout) as workers,
-        resumable(folder, "with: polyhead inspect" if workers is None else "by as many workers with"),
+        resumable(folder, how if workers is None else "by as many workers with"),
+        ExitStack() as stack,
     ):
+        check_ray_options(ray, ray_workers, shard, workers)
         check_page(html, lang)
         check_positive("--save-seconds", save_seconds, zero=True)
         if resume is not None:
-            settings, part = resumed_settings(resume, workers)
+            settings, part = resumed_settings(resume, workers, by_ray=ray is not None)
         else:
             part = requested_shard(shard, save, workers)
             settings = Settings(
@@ -213,8 +232,9 @@ def inspect(
             )
         # torchrun repeats the command after a failure (--max-restarts), and the run continues.
         restarted = workers is not None and workers.restarts > 0
-        divided = workers is not None or part is not None
-        check_inputs(settings, save=None if restarted else save, folder=folder, divided=divided)
+        divided = workers is not None or part is not None or ray is not None
+        is_new = save is not None and (not restarted or (save / REST).exists())
+        check_inputs(settings, save=save if is_new else None, folder=folder, divided=divided)
         if part is not None and (table or html is not None):
             raise OptionError(
                 "--table and --html show the results of all shards, got them with one; merge the shards first"
@@ -224,22 +244,30 @@ def inspect(
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when PyTorch is imported
         import torch
 
+        from polyhead.parallel.ray_workers import join_cluster
         from polyhead.workflows.inspecting import inspect_model
+        from polyhead.workflows.ray_inspecting import inspect_with_ray
         from polyhead.workflows.sharded_inspecting import inspect_shard, inspect_with_workers
 
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch requires it for matrix products
             torch.use_deterministic_algorithms(True)
+        cluster = None if ray is None else stack.enter_context(join_cluster(ray, ray_workers))
         if resume is None:
-            settings = replace(settings, device=check_device(device))
+            # The devices of a cluster are not those of this machine.
+            settings = replace(settings, device=device or cluster.device if cluster else check_device(device))
         options: dict[str, Any] = {
             "resume": resume is not None or restarted,
-            "save_seconds": save_seconds,
             "allow_pickle": allow_pickle,
             "trust_remote_code": trust_remote_code,
         }
+        if cluster is None:
+            options["save_seconds"] = save_seconds
         with ProgressBars() if workers is None or workers.is_first else nullcontext(ignore_progress) as progress:
-            if part is not None and folder is not None:
+            if cluster is not None:
+                options |= {"workers": ray_workers, "seconds": worker_timeout}
+                found = inspect_with_ray(settings, cluster, folder=folder, progress=progress, **options)
+            elif part is not None and folder is not None:
                 reading = inspect_shard(settings, part, folder, progress=progress, **options)
             elif workers is not None:
                 found = inspect_with_workers(settings, workers, folder=folder, progress=progress, **options)

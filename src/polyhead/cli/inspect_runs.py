@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polyhead.cli.options import check_text, part_of
+from polyhead.cli.options import check_positive, check_text, part_of
 from polyhead.errors import OptionError
 from polyhead.inspection.run_files import OBSERVATIONS, TABLE, check_new_run, worker_count
 from polyhead.sources.shards import WHOLE, Shard
@@ -30,7 +30,23 @@ def requested_shard(shard: str | None, save: Path | None, workers: Workers | Non
     return None if part == WHOLE else part
 
 
-def resumed_settings(folder: Path, workers: Workers | None) -> tuple[Settings, Shard | None]:
+def check_ray_options(address: str | None, count: int | None, shard: str | None, workers: Workers | None) -> None:
+    """Raise if options of Ray cannot be combined with others, or if Ray is missing."""
+    check_positive("--ray-workers", count)
+    if address is None:
+        if count is not None:
+            raise OptionError(f"--ray-workers needs --ray, got --ray-workers {count} alone")
+        return
+    other = "torchrun" if workers is not None else None if shard is None else f"--shard {shard}"
+    if other is not None:
+        raise OptionError(f"--ray divides the text among workers of its own, got {other} as well; omit one")
+
+    from polyhead.parallel.ray_workers import check_ray
+
+    check_ray()
+
+
+def resumed_settings(folder: Path, workers: Workers | None, *, by_ray: bool = False) -> tuple[Settings, Shard | None]:
     """Return the settings of a saved run, and its shard if it is of one."""
     from polyhead.inspection.settings import Settings
 
@@ -45,10 +61,16 @@ def resumed_settings(folder: Path, workers: Workers | None) -> tuple[Settings, S
             raise OptionError(f"--resume must be the folder of a saved run, got {folder} without one")
         return Settings.from_dict(found[0]), None
     if not path.exists():
-        if (count := worker_count(folder)) is not None:
+        count = worker_count(folder)
+        if count is not None and by_ray:
+            from polyhead.workflows.sharded_inspecting import saved_settings
+
+            if (settings := saved_settings(folder)) is not None:
+                return settings, None
+        elif count is not None:
             raise OptionError(
-                f"{folder} is the run of {count} workers, got one process; continue it with: torchrun --nproc-per-node "
-                f"{count} -m polyhead inspect --resume {folder}"
+                f"{folder} is the run of several workers, got one process; continue it with: polyhead inspect --resume "
+                f"{folder} --ray ADDRESS, or torchrun --nproc-per-node {count} -m polyhead inspect --resume {folder}"
             )
         raise OptionError(f"--resume must be the folder of a saved run, got {folder} without {OBSERVATIONS}")
 
@@ -57,6 +79,8 @@ def resumed_settings(folder: Path, workers: Workers | None) -> tuple[Settings, S
 
     facts = read_facts(path)
     shard = shard_of(path, facts)
+    if shard != WHOLE and by_ray:
+        raise OptionError(f"the run of a --shard is resumed by one process, got {folder}; omit --ray")
     return Settings.from_dict(facts["settings"]), None if shard == WHOLE else shard
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from polyhead.inspection.text_pass import shard_of
 from polyhead.observation import read_facts
 from polyhead.sources import Shard
 
+_NAMED = 32  # missing shards in an error
 # What merging needs to know of a shard, and its types.
 _FACTS: dict[str, Any] = {
     "settings": Mapping[str, Any],
@@ -51,9 +53,13 @@ def checked_shards(folders: Sequence[Path]) -> list[tuple[Path, dict[str, Any]]]
         )
     if first.count == 1:
         raise OptionError(f"merge-runs merges shards, got {folders[0]}, a run over the whole text")
-    absent = [shard for shard in (Shard(index, first.count) for index in range(first.count)) if shard not in shards]
-    if absent:
-        raise OptionError(f"merge-runs needs all {first.count} shards, got no shard {', '.join(map(str, absent))}")
+    if absent := first.count - len(shards):
+        missing = (
+            str(shard) for shard in map(Shard, itertools.count(), itertools.repeat(first.count)) if shard not in shards
+        )
+        named = ", ".join(itertools.islice(missing, min(absent, _NAMED)))
+        more = f" and {absent - _NAMED} more" if absent > _NAMED else ""
+        raise OptionError(f"merge-runs needs all {first.count} shards, got no shard {named}{more}")
     for shard in ordered:
         _check_same(*shards[first], *shards[shard])
     if unfinished := [shards[shard][0].parent for shard in ordered if not shards[shard][1]["complete"]]:

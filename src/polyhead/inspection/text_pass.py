@@ -43,6 +43,17 @@ class TextRead:
     tokens: int = 0  # in the batches that were read
     complete: bool = False  # no batch is left
 
+    def merge(self, other: TextRead) -> TextRead:
+        """Return what was read of two shards of a text."""
+        last = max(self, other, key=lambda read: read.batches)
+        return TextRead(
+            self.observations.merge(other.observations),
+            last.batches,
+            last.digest,
+            self.tokens + other.tokens,
+            self.complete and other.complete,
+        )
+
 
 @dataclass(eq=False)
 class TextPass:
@@ -117,9 +128,7 @@ class TextPass:
 
     def keep(self, folder: Path, read: TextRead, shard: Shard = WHOLE) -> None:
         """Write the observations, with what is needed to resume or to merge them."""
-        facts: dict[str, Any] = {"batches": read.batches, "digest": read.digest, "tokens": read.tokens, **self.origin}
-        facts |= {"complete": read.complete, "versions": versions(), "shard": [shard.index, shard.count]}
-        save(folder / OBSERVATIONS, read.observations, {"settings": self.settings.to_dict(), **facts})
+        write_read(folder / OBSERVATIONS, read, self.settings, self.origin, shard)
 
     @cached_property
     def origin(self) -> dict[str, str]:
@@ -152,6 +161,11 @@ class TextPass:
                 "a run must be resumed with the text, tokenizer and batch size it was started with, got another text; "
                 "start again in another folder"
             )
+        if not facts.get("complete") and (before := facts.get("versions", versions())) != versions():
+            raise OptionError(
+                f"a run must be continued with the versions it was started with, got {_listed(versions())} for "
+                f"{_listed(before)}; install these, or start again in another folder"
+            )
         if (before := shard_of(path, facts)) != shard:
             raise OptionError(f"a run must be resumed with its own shard, got shard {shard} for {before} in {folder}")
         return self.loaded_from(path, facts)
@@ -162,10 +176,21 @@ class TextPass:
         return TextRead(load(path, self.collectors), facts["batches"], facts["digest"], facts["tokens"], complete)
 
 
+def write_read(path: Path, read: TextRead, settings: Settings, origin: Mapping[str, str], shard: Shard) -> None:
+    """Write the observations of a shard, with what is needed to resume or to merge them."""
+    facts: dict[str, Any] = {"batches": read.batches, "digest": read.digest, "tokens": read.tokens, **origin}
+    facts |= {"complete": read.complete, "versions": versions(), "shard": [shard.index, shard.count]}
+    save(path, read.observations, {"settings": settings.to_dict(), **facts})
+
+
 def shard_of(path: Path, facts: Mapping[str, Any]) -> Shard:
     """Return the shard that a file of observations is of; earlier versions had none."""
     with refusing(path, "observations must record their shard"):
         return Shard(*as_type(facts.get("shard", [0, 1]), tuple[int, int], "shard"))
+
+
+def _listed(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def versions() -> dict[str, str]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from polyhead.observation.collectors import Collector
 from polyhead.observation.observations import Observations
-from polyhead.observation.saving import from_tensors, to_tensors
+from polyhead.observation.saving import from_tensors, on_cpu, to_tensors
 from polyhead.parallel.workers import Workers
 
 
@@ -28,8 +28,7 @@ def reduce_observations(
         workers: the ranks.
     """
     workers.connect()
-    header, tensors = to_tensors(observations)
-    observations = from_tensors("this rank", header, {name: x.cpu() for name, x in tensors.items()}, collect)
+    observations = on_cpu(observations, collect)
     distance = 1
     while distance < workers.world:
         if workers.rank % (2 * distance):

@@ -80,6 +80,12 @@ def load(path: str | os.PathLike[str], collect: Sequence[Collector] = ()) -> Obs
         return from_tensors(str(path), header, tensors, collect)
 
 
+def on_cpu(observations: Observations, collect: Sequence[Collector]) -> Observations:
+    """Return observations with all tensors on the CPU, as those of a file."""
+    header, tensors = to_tensors(observations)
+    return from_tensors("this process", header, {name: x.cpu() for name, x in tensors.items()}, collect)
+
+
 def from_tensors(
     source: str, header: Mapping[str, Any], tensors: Mapping[str, Tensor], collect: Sequence[Collector]
 ) -> Observations:

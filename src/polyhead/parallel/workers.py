@@ -7,8 +7,8 @@ error, at which all others stop, and one that has not reported for too long is n
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,20 +23,22 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from polyhead.errors import CommunicationError, OptionError, PolyheadError
-from polyhead.files import in_one_line, short
+from polyhead.files import in_one_line
+from polyhead.parallel.timed_store import TimedStore
+from polyhead.parallel.worker_rules import SECONDS, check_same, check_seconds
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-SECONDS = 600.0  # default of the time limit
 _POLL_SECONDS = 0.05  # between two reads of the store
 _LEAVE_SECONDS = 10.0  # for which a rank that failed waits at most, so that the others can read its error
 _MESSAGE_BYTES = 1 << 28  # sent at a time
+_joined = itertools.count()  # number of times that this process has joined workers
 
 
 @dataclass(eq=False)
 class Workers:
-    """The processes of a task, seen from one of them.
+    """The processes of a task, seen from one of them; for several tasks if all ranks run them in the same order.
 
     Args:
         store: a store that all ranks share, for these workers alone.
@@ -55,12 +57,13 @@ class Workers:
     restarts: int = 0
     _connected: bool = field(default=False, init=False)
     _failed: bool = field(default=False, init=False)
+    _gathered: int = field(default=0, init=False)  # number of values
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world:
             raise OptionError(f"a rank must be from 0 to {self.world - 1}, got {self.rank} of {self.world}")
-        if not 0 < self.seconds < math.inf:
-            raise OptionError(f"the time limit of workers must be a positive number of seconds, got {self.seconds:g}")
+        check_seconds(self.seconds)
+        self._store = TimedStore(self.store, self.seconds)
 
     @property
     def is_first(self) -> bool:
@@ -73,22 +76,24 @@ class Workers:
         """Return the values of all ranks, by rank; waits for those that have not arrived.
 
         Args:
-            name: name of the step, the same on every rank, and used once; printed if a rank does not arrive.
+            name: name of the step, the same on every rank; printed if a rank does not arrive.
             value: value of this rank, of JSON types.
             waiting: called repeatedly while this rank waits.
 
         Raises:
             CommunicationError: another rank failed, or has not reported within the time limit.
         """
-        keys = [f"value/{name}/{rank}" for rank in range(self.world)]
+        # Numbered, so that a step of the next task does not read the values of this one.
+        keys = [f"value/{self._gathered}/{name}/{rank}" for rank in range(self.world)]
+        self._gathered += 1
         reports, latest = [b""] * self.world, [time.monotonic()] * self.world
         with self._using_store():
-            self.store.set(keys[self.rank], json.dumps(value))
-            while not self.store.check(keys):
+            self._store.set(keys[self.rank], json.dumps(value))
+            while not self._store.check(keys):
                 self.check()
                 for rank, key in enumerate(keys):
                     report = self._report_of(rank)
-                    if report != reports[rank] or self.store.check([key]):
+                    if report != reports[rank] or self._store.check([key]):
                         reports[rank], latest[rank] = report, time.monotonic()
                 late = [rank for rank in range(self.world) if time.monotonic() - latest[rank] > self.seconds]
                 if late:
@@ -96,7 +101,7 @@ class Workers:
                 if waiting is not None:
                     waiting()
                 time.sleep(_POLL_SECONDS)
-            return [json.loads(self.store.get(key)) for key in keys]
+            return [json.loads(self._store.get(key)) for key in keys]
 
     def _late(self, late: Sequence[int], name: str) -> CommunicationError:
         ranks = ", ".join(map(str, late))
@@ -113,14 +118,8 @@ class Workers:
             values: values of JSON types, by the name that an error uses.
         """
         everyone = self.gather(step, dict(values))
-        for name in dict.fromkeys(name for of_rank in everyone for name in of_rank):
-            for rank, of_rank in enumerate(everyone):
-                if of_rank.get(name) != everyone[0].get(name):
-                    one, other = short(everyone[0].get(name)), short(of_rank.get(name))
-                    raise CommunicationError(
-                        f"every rank must have the same {name}, got {one} on rank 0 and {other} on rank {rank} of "
-                        f"{self.world}"
-                    )
+        for rank, of_rank in enumerate(everyone):
+            check_same(everyone[0], of_rank, "rank 0", f"rank {rank} of {self.world}", "rank")
 
     # ---- progress and failures
 
@@ -131,7 +130,7 @@ class Workers:
             done: number that grows, such as tokens.
         """
         with self._using_store():
-            self.store.set(f"progress/{self.rank}", str(done))
+            self._store.set(f"progress/{self.rank}", str(done))
             self.check()
 
     def done(self) -> int:
@@ -141,12 +140,12 @@ class Workers:
 
     def _report_of(self, rank: int) -> bytes:
         key = f"progress/{rank}"
-        return self.store.get(key) if self.store.check([key]) else b""
+        return self._store.get(key) if self._store.check([key]) else b""
 
     def check(self) -> None:
         """Raise if a rank has failed."""
-        if self.store.check(["failure"]):
-            raise CommunicationError(self.store.get("failure").decode())
+        if self._store.check(["failure"]):
+            raise CommunicationError(self._store.get("failure").decode())
 
     @contextmanager
     def sharing_failures(self) -> Iterator[None]:
@@ -166,7 +165,7 @@ class Workers:
         """Record a failure, and return the first one of all ranks; this one if the store is gone."""
         message = " ".join(message.splitlines())
         with suppress(dist.DistError):
-            message = self.store.compare_set("failure", "", message).decode()
+            message = self._store.compare_set("failure", "", message).decode()
         return message
 
     @contextmanager
@@ -182,10 +181,11 @@ class Workers:
     def leave(self) -> None:
         """Disconnect; after a failure, once all ranks have seen it, as a launcher ends all when the first exits."""
         with suppress(dist.DistError):  # the store may be gone
-            left, stop = self.store.add("left", 1), time.monotonic() + _LEAVE_SECONDS
+            left, stop = self._store.add("left", 1), time.monotonic() + _LEAVE_SECONDS
             while self._failed and left < self.world and time.monotonic() < stop:
                 time.sleep(_POLL_SECONDS)
-                left = self.store.add("left", 0)
+                left = self._store.add("left", 0)
+        self._store.close()
         if self._connected:
             dist.destroy_process_group()
             self._connected = False
@@ -197,7 +197,8 @@ class Workers:
         self.gather("connect")
         if not dist.is_initialized():
             with self._exchanging("connect to", None):
-                dist.init_process_group(
+                self._store.call(
+                    dist.init_process_group,
                     "gloo",
                     store=dist.PrefixStore("group", self.store),  # type: ignore[attr-defined]
                     rank=self.rank,
@@ -247,9 +248,8 @@ class Workers:
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            if isinstance(error, PolyheadError):
-                raise
-            self.check()  # the failure of another rank is the cause
+            with self._using_store():
+                self.check()  # the failure of another rank is the cause
             who = "every rank" if other is None else f"rank {other} of {self.world}"
             raise CommunicationError(
                 f"{who} must {action} rank {self.rank} within {self.seconds:g} s, got: {in_one_line(error)}"
@@ -274,6 +274,7 @@ def join_workers(seconds: float = SECONDS, environment: Mapping[str, str] = os.e
     Raises:
         CommunicationError: the store of the launcher cannot be reached.
     """
+    check_seconds(seconds)
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     restarts = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     address = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
@@ -284,7 +285,8 @@ def join_workers(seconds: float = SECONDS, environment: Mapping[str, str] = os.e
             f"rank {rank} of {world} must reach MASTER_ADDR:MASTER_PORT, {address}, within {seconds:g} s, got: "
             f"{in_one_line(error)}"
         ) from error
-    prefix = f"polyhead/{environment.get('TORCHELASTIC_RUN_ID', '')}/{restarts}"
+    # The store may be that of the launcher, and contain the values of workers that this process has been before.
+    prefix = f"polyhead/{environment.get('TORCHELASTIC_RUN_ID', '')}/{restarts}/{next(_joined)}"
     local_rank = int(environment.get("LOCAL_RANK", 0))
     own_store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
     workers = Workers(own_store, rank, world, seconds, local_rank, int(restarts))

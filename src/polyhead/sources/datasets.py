@@ -9,9 +9,9 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from polyhead.errors import OptionError
+from polyhead.errors import OptionError, PolyheadError
 from polyhead.files import in_one_line
-from polyhead.sources.texts import MAX_BYTES, Document, join_names
+from polyhead.sources.texts import MAX_BYTES, Document, check_characters, join_names
 
 PREFIX = "datasets:"  # of a text on the command line
 SPLIT = "train"
@@ -39,6 +39,12 @@ class DatasetTexts:
             raise OptionError(
                 f"a text must be one split of a dataset, got a dictionary of {join_names(columns)}; pass one of them"
             )
+        if columns is None and hasattr(self.rows, "columns"):  # of a data frame, whose iteration yields their names
+            raise OptionError(f"a text must be strings, got a {type(self.rows).__name__}; pass the list of one column")
+        if isinstance(self.rows, Mapping):
+            raise OptionError(
+                f"a text must be strings or rows, got a dictionary of {join_names(self.rows)}; pass one of them"
+            )
         if columns is not None and self.field not in columns:
             raise OptionError(
                 f"the dataset has no column {self.field!r}, only {join_names(columns)}; pass the column that contains "
@@ -46,8 +52,20 @@ class DatasetTexts:
             )
 
     def __iter__(self) -> Iterator[Document]:
-        for number, row in enumerate(self.rows):
-            yield Document(f"{self.name} {number}", self._text(row, number))
+        rows = enumerate(self._rows())
+        return (Document(f"{self.name} {number}", self._text(row, number)) for number, row in rows)
+
+    def _rows(self) -> Iterator[Any]:
+        number = -1
+        try:
+            for number, row in enumerate(self.rows):  # noqa: B007 - used after an error
+                yield row
+        except PolyheadError:
+            raise
+        except Exception as error:  # of any reader and file system, in the middle of a stream
+            raise OptionError(
+                f"rows of a dataset must be readable, got an error after {self.name} {number}: {in_one_line(error)}"
+            ) from error
 
     def _text(self, row: Any, number: int) -> str:
         place = f"{self.name} {number}"
@@ -62,6 +80,7 @@ class DatasetTexts:
             raise OptionError(
                 f"a text must be strings, or rows with a string in a field, got {place}: {type(row).__name__}"
             )
+        check_characters(row, place)
         if len(row) > MAX_BYTES:
             raise OptionError(f"a document may have at most {MAX_BYTES:,} bytes, got more in {place}; split it")
         return row
@@ -99,7 +118,8 @@ def check_dataset(name: str) -> None:
         name: name on the command line.
     """
     split_of(name)
-    if find_spec("datasets") is None:
+    found = find_spec("datasets")
+    if found is None or found.origin is None:  # a folder of this name is no package
         raise OptionError(f"a text of {PREFIX} needs the package datasets, got {name}; pip install datasets")
 
 

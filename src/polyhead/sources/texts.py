@@ -192,13 +192,18 @@ def _text_of(line: str, place: str, field: str) -> str:
         return ""
     if not isinstance(text, str):
         raise OptionError(f"the field {field!r} must be a string, got {place}: {type(text).__name__}")
+    check_characters(text, place)
+    return text
+
+
+def check_characters(text: str, place: str) -> None:
+    """Raise if a string contains half of a surrogate pair, which no tokenizer takes."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise OptionError(
             f"text must be Unicode characters, got half of a surrogate pair in {place}, character {error.start}"
         ) from error
-    return text
 
 
 def _read_rows(path: Path, name: str, field: str) -> Iterator[Document]:

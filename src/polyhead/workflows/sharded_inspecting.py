@@ -9,11 +9,10 @@ merged observations.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -33,7 +32,7 @@ from polyhead.inspection.running import InspectionRun
 from polyhead.inspection.settings import Settings
 from polyhead.inspection.shard_files import checked_shards
 from polyhead.inspection.text_pass import SAVE_SECONDS, STEP, TextRead, shard_of, versions
-from polyhead.observation import Observations, read_facts
+from polyhead.observation import read_facts
 from polyhead.observation.reducing import reduce_observations
 from polyhead.observation.run_folder import lock_folder, remove_leftovers
 from polyhead.parallel.workers import Workers
@@ -89,7 +88,7 @@ def inspect_shard(
         OptionError: a setting is out of range, or the text is too short.
     """
     folder = Path(folder)
-    with _locked(folder):
+    with locked(folder):
         loaded = loaded or load_settings_model(settings, progress, allow_pickle, trust_remote_code)
         run = InspectionRun.of(settings, loaded, text=text, progress=progress)
         read = run.text_pass.run(shard, folder=folder, resume=resume, report=progress, save_seconds=save_seconds)
@@ -132,7 +131,7 @@ def merge_runs(
     check_new_run(output, "--output")
     check_pyarrow(output / TABLE)
     settings = Settings.from_dict(shards[0][1]["settings"])
-    with _locked(output):
+    with locked(output):
         loaded = loaded or load_settings_model(settings, progress, allow_pickle, trust_remote_code)
         run = InspectionRun.of(settings, loaded, text=text, progress=progress)
         for name, value in run.text_pass.origin.items():
@@ -141,13 +140,16 @@ def merge_runs(
                     f"shards are merged with the {name} that they were read with, got another {name}: "
                     f"{settings.model if name == 'model' else settings.text} has changed since"
                 )
-        merged: Observations | None = None
+        for name, version in versions().items():
+            if (before := shards[0][1]["versions"].get(name)) != version:
+                raise OptionError(f"shards are merged by the version of {name} that read them, {before}, got {version}")
+        read: TextRead | None = None
         for number, (path, facts) in enumerate(shards):
             progress(Progress("merge the shards", number, len(shards), "shards"))
-            observations = run.text_pass.loaded_from(path, facts).observations
-            merged = observations if merged is None else merged.merge(observations)
-        assert merged is not None
-        read = _whole(run, merged, [facts for _, facts in shards])
+            part = run.text_pass.loaded_from(path, facts)
+            read = part if read is None else read.merge(part)
+        assert read is not None
+        check_whole(read, run.reader.text.tokens)
         run.text_pass.keep(output, read)
         found = run.finish(read)
         save_inspection(output, found)
@@ -185,20 +187,20 @@ def inspect_with_workers(
     own = None if folder is None else shard_folder(folder, workers.rank, workers.world)
     _choose_device(settings.device, workers)
     with ExitStack() as stack:
-        is_merged = False
+        merged = False
         if folder is not None and own is not None:
             if workers.is_first:
                 check_pyarrow(folder / TABLE)
-                stack.enter_context(_locked(folder))
-            is_merged = workers.gather("the folder of the run", workers.is_first and _is_merged(folder, resume))[0]
-            if not is_merged:
+                stack.enter_context(locked(folder))
+            merged = workers.gather("the folder of the run", workers.is_first and is_merged(folder, resume))[0]
+            if not merged:
                 _check_count(folder, workers.world)
             stack.enter_context(_locked_shard(own))
         loaded = loaded or load_settings_model(settings, progress, allow_pickle, trust_remote_code)
         run = InspectionRun.of(settings, loaded, text=text, progress=progress)
         workers.agree("the model and the text", {**run.text_pass.origin, **versions()})
         read: TextRead | None = None
-        if is_merged:
+        if merged:
             read = run.text_pass.run(folder=folder, resume=True) if workers.is_first else None
         else:
             report = _SharedProgress(workers, run.reader.text.tokens, progress)
@@ -249,16 +251,20 @@ def _reduced(run: InspectionRun, part: TextRead, workers: Workers, report: _Shar
     parts = workers.gather("the end of the text", own, waiting=report.waiting)
     report.waiting()
     merged = reduce_observations(part.observations, run.text_pass.collectors, workers)
-    return None if merged is None else _whole(run, merged, parts)
-
-
-def _whole(run: InspectionRun, merged: Observations, parts: Sequence[Mapping[str, Any]]) -> TextRead:
-    """Return merged observations as those of the whole text; raise unless their tokens are all of it."""
+    if merged is None:
+        return None
     last = max(parts, key=lambda part: part["batches"])
-    tokens, expected = sum(part["tokens"] for part in parts), run.reader.text.tokens
-    if tokens != expected:
-        raise OptionError(f"merged shards must have all {expected} tokens of the text, got {tokens}; read them again")
-    return TextRead(merged, last["batches"], last["digest"], tokens, complete=True)
+    whole = TextRead(merged, last["batches"], last["digest"], sum(part["tokens"] for part in parts), complete=True)
+    check_whole(whole, run.reader.text.tokens)
+    return whole
+
+
+def check_whole(read: TextRead, tokens: int) -> None:
+    """Raise unless merged shards have all tokens of the text."""
+    if read.tokens != tokens:
+        raise OptionError(
+            f"merged shards must have all {tokens} tokens of the text, got {read.tokens}; read them again"
+        )
 
 
 def _choose_device(device: str, workers: Workers) -> None:
@@ -278,7 +284,7 @@ def _choose_device(device: str, workers: Workers) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     with lock_folder(folder):
         remove_leftovers(folder, OBSERVATIONS)
         yield
@@ -287,23 +293,23 @@ def _locked(folder: Path) -> Iterator[None]:
 @contextmanager
 def _locked_shard(folder: Path) -> Iterator[None]:
     try:
-        with _locked(folder):
+        with locked(folder):
             yield
     finally:
         with suppress(OSError):  # shards of other ranks are left
             folder.parent.rmdir()
 
 
-def _is_merged(folder: Path, resume: bool) -> bool:
+def is_merged(folder: Path, resume: bool) -> bool:
     """Return whether the observations of all workers were merged before; raise for a run of one process."""
     path = folder / OBSERVATIONS
     if not resume or not path.exists():
         return False
     facts = read_facts(path)
     if shard_of(path, facts) != WHOLE:
-        raise OptionError(f"the run of a --shard is resumed by one process, got {folder}; omit torchrun")
+        raise OptionError(f"the run of a --shard is resumed by one process, got {folder}; omit torchrun or --ray")
     if not facts.get("complete"):
-        raise OptionError(f"a run of one process is resumed by one process, got {folder}; omit torchrun")
+        raise OptionError(f"a run of one process is resumed by one process, got {folder}; omit torchrun or --ray")
     return True
 
 
