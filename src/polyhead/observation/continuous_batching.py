@@ -89,8 +89,8 @@ class Managers:
         caches = [getattr(manager.batch_processor, "cache", None) for manager in self.managers]
         if implementation not in self.names or not any(cache is known for known in caches):
             raise OptionError(
-                "continuous batching is observed by the session in which it was initialized, got a cache from elsewhere "
-                f"and attention by {implementation!r}; enter the session first"
+                "continuous batching is observed by the session in which it was initialized, got a cache from "
+                f"elsewhere and attention by {implementation!r}; enter the session first"
             )
 
     def create(self, initialize: Callable[..., Any], model: Any, generation: Any, options: Any, hints: Any) -> Any:

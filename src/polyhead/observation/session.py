@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadId, HeadOrigins
 from polyhead.integrations.huggingface.registration import OBSERVED, register
+from polyhead.integrations.transformer_lens import original_attention, wrapped_models
 from polyhead.masks import Mask
 from polyhead.observation import adapters as adapting
 from polyhead.observation import (
@@ -301,6 +302,7 @@ class Session:
                 undo.enter_context(self._keeper.watching(self.model))
             if len(self._interface_modules):
                 modules, check = self._interface_modules, self._managers.check_call
+                undo.enter_context(original_attention(self.model))
                 switch = undo.enter_context(transformers_models.switched(self.model, modules))
                 for module in modules:
                     undo.callback(transformers_models.record_context(module, self._call_contexts, check).remove)
@@ -321,7 +323,8 @@ class Session:
             else:
                 undo.enter_context(check_modules_unchanged(self.model, self.attention_modules))
             watched = (*self.attention_modules, *self._returning, *self._calling)
-            undo.enter_context(self._staging.watching(enclosing_modules(self.model, watched)))
+            enclosing = [*enclosing_modules(self.model, watched), *wrapped_models(self.model)]
+            undo.enter_context(self._staging.watching(enclosing))
             self._undo = undo.pop_all()
         return self
 

@@ -78,8 +78,8 @@ class Staging:
         with self.lock:
             if self.staged is not None:
                 raise OptionError(
-                    "take needs a moment between two forwards, got a running one, whose data would be counted twice; call "
-                    "it in the callback of observe or after the forward"
+                    "take needs a moment between two forwards, got a running one, whose data would be counted twice; "
+                    "call it in the callback of observe or after the forward"
                 )
             self.counted = Tally(dict(self.counted.sites), begun=self.counted.begun.copy())
 
