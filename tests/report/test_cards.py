@@ -11,7 +11,7 @@ import torch
 
 import polyhead
 from polyhead.errors import OptionError
-from polyhead.observation import HeadProfile
+from polyhead.observation import AttentionSite, HeadProfile
 from polyhead.observation.cards import Cell, Number, card, grids
 
 EMPTY_ELEMENTS = ("br",)
@@ -118,7 +118,45 @@ def test_tables_convert_to_arrow_pandas_and_polars(inspections, name):
             assert repr(row) == repr(expected), tool  # NaN is not equal to itself
 
 
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_dataset_has_each_head_at_its_stack_layer_and_index(inspections, name):
+    xarray = pytest.importorskip("xarray")
+    table = inspections[name].table
+    dataset = table.to_xarray()
+    stacks = list(zip(dataset["stack"].values.tolist(), dataset["kind"].values.tolist(), strict=True))
+    assert len(stacks) == {"bert": 1, "t5": 3}[name]
+    seen = 0
+    for row in table.rows():
+        place = {"stack": stacks.index((row["stack"], row["kind"]))}
+        cell = dataset.isel(place).sel(layer=row["layer"], head=row["head"])
+        assert isinstance(cell, xarray.Dataset)
+        for column in (*table.columns, "site", "original_head"):
+            assert repr(cell[column].item()) == repr(row[column])
+        seen += 1
+    assert seen == int(dataset["tokens"].notnull().sum())
+
+
+def test_dataset_is_nan_where_a_layer_has_no_such_head():
+    pytest.importorskip("xarray")
+    wide, narrow = (AttentionSite(f"h.{n}", "self", "h.*", n, heads) for n, heads in ((0, 3), (2, 2)))
+    cross = AttentionSite("h.2", "cross", "h.*", 2, 2)  # the same module as self- and as cross-attention
+    sites, heads = (wide, wide, wide, narrow, narrow, cross), (0, 1, 2, 0, 1, 1)
+    values = torch.tensor([2.0, 3, 5, 7, 11, 13], dtype=torch.float64)
+    dataset = HeadProfile(sites, heads, ("entropy",), {"tokens": values + 17, "entropy": values}).to_xarray()
+    nan = float("nan")
+    expected = [[[2.0, 3.0, 5.0], [7.0, 11.0, nan]], [[nan] * 3, [nan, 13.0, nan]]]
+    assert repr(dataset["entropy"].values.tolist()) == repr(expected)
+    assert dataset["layer"].values.tolist() == [0, 2]
+    assert dataset["kind"].values.tolist() == ["self", "cross"]
+    assert dataset["site"].values.tolist() == [["h.0", "h.2"], ["", "h.2"]]
+    assert dataset["original_head"].values[1].tolist() == [["", "", ""], ["", "1", ""]]
+    empty = HeadProfile((), (), (), {"tokens": values[:0]}).to_xarray()
+    assert dict(empty.sizes) == {"stack": 0, "layer": 0, "head": 0}
+
+
 def test_missing_package_is_named_with_its_install_command(inspections, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "polars", None)
-    with pytest.raises(OptionError, match=r"needs the package polars; install it with: pip install 'polars'"):
-        inspections["bert"].table.to_polars()
+    for package in ("polars", "xarray"):
+        monkeypatch.setitem(__import__("sys").modules, package, None)
+        install = f"needs the package {package}; install it with: pip install '{package}'"
+        with pytest.raises(OptionError, match=install):
+            getattr(inspections["bert"].table, f"to_{package}")()

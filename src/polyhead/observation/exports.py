@@ -7,6 +7,7 @@ from polyhead.observation.collectors import BatchMetadata, Collector, CollectorS
 from polyhead.observation.contributions import Contributions
 from polyhead.observation.forward_statistics import ForwardStatistics, SiteRows
 from polyhead.observation.head_distances import AttentionDistances
+from polyhead.observation.head_metrics import HeadMetrics, LayerQuantiles
 from polyhead.observation.head_profile import HeadProfile
 from polyhead.observation.intercepted_calls import SkippedCall
 from polyhead.observation.observations import Observations
@@ -27,8 +28,10 @@ __all__ = [
     "CollectorState",
     "Contributions",
     "ForwardStatistics",
+    "HeadMetrics",
     "HeadProfile",
     "HeadProjections",
+    "LayerQuantiles",
     "Observations",
     "RoutingCounts",
     "RoutingLoad",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from polyhead.errors import OptionError
@@ -29,8 +30,8 @@ class HeadProfile:
 
     `table["entropy"]` is the mean over tokens, `table["entropy_std"]` the standard deviation, `table["entropy_max"]`
     the maximum; each is a float64 tensor with one entry per head. NaN where a statistic is undefined, such as
-    mean_distance in a cross-attention. `print(table)` prints it, a notebook shows cards; `to_arrow`, `to_pandas` and
-    `to_polars` export it.
+    mean_distance in a cross-attention. `print(table)` prints it, a notebook shows cards; `to_arrow`, `to_pandas`,
+    `to_polars` and `to_xarray` export it.
 
     >>> import torch, polyhead
     >>> layer = polyhead.MultiHeadAttention(16, 2)
@@ -109,6 +110,47 @@ class HeadProfile:
     def to_polars(self) -> Any:
         """Return a `polars.DataFrame` with one row per head."""
         return _package("polars", "polars").DataFrame(self._arrays())
+
+    def to_xarray(self) -> Any:
+        """Return an `xarray.Dataset` with the dimensions stack, layer and head.
+
+        Each statistic is a variable, NaN where a stack has no such layer or a layer no such head. `kind` (by stack),
+        `site` (by stack and layer) and `original_head` are coordinates, empty where there is no such head.
+
+        >>> import torch, polyhead
+        >>> layer = polyhead.MultiHeadAttention(16, 2)
+        >>> with torch.no_grad(), polyhead.observe(layer, statistics="entropy") as session:
+        ...     output = layer(torch.randn(1, 5, 16))
+        >>> dataset = session.profile.to_xarray()
+        >>> dict(dataset.sizes), dataset["entropy"].dims
+        ({'stack': 1, 'layer': 1, 'head': 2}, ('stack', 'layer', 'head'))
+        """
+        dataset = _package("xarray", "xarray").Dataset
+        stacks = list(dict.fromkeys((site.stack, site.kind) for site in self.sites))
+        layers, heads = sorted({site.layer for site in self.sites}), sorted({*self.heads})
+        location = [
+            (stacks.index((site.stack, site.kind)), layers.index(site.layer), heads.index(head))
+            for site, head in zip(self.sites, self.heads, strict=True)
+        ]
+        index = tuple(np.array(location, dtype=np.int64).reshape(-1, 3).T)
+        shape = (len(stacks), len(layers), len(heads))
+
+        def filled(values: Any, empty: Any, axes: int = 3) -> tuple[tuple[str, ...], Any]:
+            array = np.full(shape[:axes], empty, dtype=object if empty == "" else None)
+            array[index[:axes]] = values
+            return ("stack", "layer", "head")[:axes], array.astype(str) if empty == "" else array
+
+        return dataset(
+            {name: filled(column.numpy(), np.nan) for name, column in self.columns.items()},
+            {
+                "stack": [stack for stack, _ in stacks],
+                "layer": np.array(layers, dtype=np.int64),
+                "head": np.array(heads, dtype=np.int64),
+                "kind": ("stack", [kind for _, kind in stacks]),
+                "site": filled([site.name for site in self.sites], "", 2),
+                "original_head": filled([*self._arrays()["original_head"]], ""),
+            },
+        )
 
     def _arrays(self) -> dict[str, Any]:
         locations = [site.location(head) for site, head in zip(self.sites, self.heads, strict=True)]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadId, HeadOrigins
 from polyhead.integrations.huggingface.registration import OBSERVED, register
+from polyhead.integrations.transformer_lens import original_attention, wrapped_models
 from polyhead.masks import Mask
 from polyhead.observation import adapters as adapting
 from polyhead.observation import (
@@ -36,6 +37,7 @@ from polyhead.observation.collectors import (
     updated_state,
 )
 from polyhead.observation.compiled import CompiledModules, GradientHook, TracedModule
+from polyhead.observation.continuous_batching import Managers
 from polyhead.observation.forward_statistics import NOT_REQUESTED, ForwardRecorder, ForwardStatistics
 from polyhead.observation.gates import Gates
 from polyhead.observation.head_profile import HeadProfile
@@ -75,6 +77,7 @@ def observe(
     via_weights: bool = False,
     adapters: adapting.Adapters | None = None,
     keep_statistics: bool = False,
+    callback: Callable[[Session], None] | None = None,
 ) -> Session:
     """Collect statistics of every head of `model` while it runs inside a `with` block.
 
@@ -97,6 +100,7 @@ def observe(
         keep_statistics: keep the differentiable per-row statistics and head outputs of each forward in
             `session.statistics` until the next forward begins, for use in a loss. Everything else that a session
             collects is detached.
+        callback: called with the session after each forward that was observed, in the thread that ran it.
 
     Returns:
         A session: a context manager whose `profile` is the table of heads.
@@ -126,6 +130,7 @@ def observe(
         via_weights=via_weights,
         adapters=adapters,
         keep_statistics=keep_statistics,
+        callback=callback,
     )
 
 
@@ -142,7 +147,8 @@ class Session:
     gradient. `statistics` belong to one forward and are differentiable.
 
     Args:
-        model, layers, heads, statistics, collect, every, via_weights, adapters, keep_statistics: those of `observe`.
+        model, layers, heads, statistics, collect, every, via_weights, adapters, keep_statistics, callback: those of
+            `observe`.
     """
 
     def __init__(
@@ -157,6 +163,7 @@ class Session:
         via_weights: bool = False,
         adapters: adapting.Adapters | None = None,
         keep_statistics: bool = False,
+        callback: Callable[[Session], None] | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise OptionError(f"observe takes a torch.nn.Module, got {type(model).__name__}")
@@ -186,7 +193,10 @@ class Session:
             self._check_layers()
         else:
             check_module_paths((x for x in self.layers or () if isinstance(x, str)), self._names.values())
-        self._staging = Staging(on_abort=self._drop)
+        if callback is not None and not callable(callback):
+            raise OptionError(f"callback must be a function of the session, got {type(callback).__name__}")
+        self.callback = callback
+        self._staging = Staging(on_abort=self._drop, on_commit=self._call_back)
         self._unchecked: dict[str, None] = {}
         self._plans: dict[tuple[nn.Module | OutputSite, int, bool, bool], Plan] = {}
         self.metadata = BatchMetadata()
@@ -196,6 +206,8 @@ class Session:
         self._call_contexts: dict[int, transformers_models.CallContext] = {}
         self._undo: ExitStack | None = None
         self._thread = OneThread()
+        is_plain = not len(self.collectors) and self._keeper is None
+        self._managers = Managers(self._thread.forget, is_supported=is_plain)
         self.only_training = False  # count forwards of the model in training mode alone
         # Called with every call, its attention and its non-padding rows, also in recomputations and evaluation.
         self.listener: Callable[[Call, AttentionOutput, Tensor | None], None] | None = None
@@ -289,10 +301,13 @@ class Session:
             if self._keeper is not None:
                 undo.enter_context(self._keeper.watching(self.model))
             if len(self._interface_modules):
-                undo.enter_context(transformers_models.switched(self.model, self._interface_modules))
-                for module in self._interface_modules:
-                    undo.callback(transformers_models.record_context(module, self._call_contexts).remove)
+                modules, check = self._interface_modules, self._managers.check_call
+                undo.enter_context(original_attention(self.model))
+                switch = undo.enter_context(transformers_models.switched(self.model, modules))
+                for module in modules:
+                    undo.callback(transformers_models.record_context(module, self._call_contexts, check).remove)
                 undo.enter_context(transformers_models.watching(self.model, self))
+                undo.enter_context(self._managers.watching(self.model, modules, switch))
             undo.enter_context(torch_modules.without_shortcuts(self._layers))
             for layer in self._layers:
                 undo.enter_context(torch_modules.watched(layer, self))
@@ -308,7 +323,8 @@ class Session:
             else:
                 undo.enter_context(check_modules_unchanged(self.model, self.attention_modules))
             watched = (*self.attention_modules, *self._returning, *self._calling)
-            undo.enter_context(self._staging.watching(enclosing_modules(self.model, watched)))
+            enclosing = [*enclosing_modules(self.model, watched), *wrapped_models(self.model)]
+            undo.enter_context(self._staging.watching(enclosing))
             self._undo = undo.pop_all()
         return self
 
@@ -329,7 +345,8 @@ class Session:
             nested_sessions.check_innermost(self)
         undo, self._undo = self._undo, None
         if undo is not None:
-            undo.__exit__(kind, error, trace)
+            with self._managers.paused():
+                undo.__exit__(kind, error, trace)
         if kind is None and self._interceptor.has_run:
             self._check_called(is_running=False)
             self._check_layers()
@@ -349,6 +366,10 @@ class Session:
         """Discard the state of a call that raised, including the sites that it was the first to reach."""
         self._plans.clear()
         self._call_contexts.clear()
+
+    def _call_back(self) -> None:
+        if self.callback is not None:
+            self.callback(self)
 
     # ---- called by the observed modules
 
@@ -426,11 +447,11 @@ class Session:
         # A checkpointed layer is recomputed in the backward and must run the same operations as before. The
         # recomputation cannot be matched to its call, so with gradients enabled every call runs the same operations.
         is_recomputation = is_recomputed()
-        calls = self._staging.current.calls
-        counts = (
-            not is_recomputation and calls[site] % self.every == 0 and (self.model.training or not self.only_training)
-        )
-        calls[site] += not is_recomputation
+        tally = self._staging.current
+        is_due = tally.begun[site] % self.every == 0
+        counts = not is_recomputation and is_due and (self.model.training or not self.only_training)
+        for counter in (tally.calls, tally.begun):
+            counter[site] += not is_recomputation
         if not counts and not torch.is_grad_enabled() and self._keeper is None:
             return None if gate is None else Call(self, site, (), None, None, counts=False, gate=gate)
         has_collectors = len(self.collectors) > 0
@@ -534,6 +555,7 @@ class Session:
             device = rows.visible_keys.device
             site_statistics = SiteStatistics.empty(call.site, self.heads_of(call.site), call.columns, device)
         statistics[call.site] = site_statistics.update(rows, non_padding, learned_sinks=call.learned_sinks)
+        self._staging.is_updated = True
 
     def collect(self, site: AttentionSite, attended: Attended, non_padding: Tensor | None) -> None:
         """Pass one attention call to all collectors.
@@ -556,6 +578,7 @@ class Session:
         tally.collected[site] = {
             name: updated_state(name, state, attended, non_padding, self.metadata) for name, state in states.items()
         }
+        self._staging.is_updated = True
 
     def add_state(self, site: AttentionSite, name: str, state: Any) -> None:
         """Merge a mergeable value into that of a site; it is counted when the call of the model finishes.
@@ -600,6 +623,7 @@ class Session:
     @property
     def observations(self) -> Observations:
         """Observations of all finished calls of the model, excluding a running call."""
+        self._managers.synchronize()
         counted = self._staging.counted
         calls = {site: counted.calls[site] for site in counted.sites.values()}
         return Observations(self.wanted, tuple(counted.statistics.values()), dict(counted.collected), calls)
@@ -607,9 +631,9 @@ class Session:
     def take(self) -> Observations:
         """Return the observations so far and start again without any; does not wait for the device."""
         taken = self.observations
+        self._staging.take()
         if self.compiled is not None:
             self.compiled.hooks.clear()
-        self._staging.counted = Tally(dict(self._staging.counted.sites))
         return taken
 
     def resume_from(self, observations: Observations) -> None:
@@ -640,7 +664,8 @@ class Session:
         self._plans.clear()
         collected = {site: dict(values) for site, values in observations.collected.items()}
         statistics = {x.site: x for x in observations.sites}
-        self._staging.counted = Tally(sites, Counter(observations.calls), statistics, collected, set(collected))
+        calls = Counter(observations.calls)
+        self._staging.counted = Tally(sites, calls, statistics, collected, set(collected), calls.copy())
 
     @property
     def statistics(self) -> ForwardStatistics:

@@ -19,24 +19,27 @@ from polyhead.observation.statistics import AttentionSite
 
 @dataclass(slots=True, eq=False)
 class OneThread:
-    """Restricts a session to the first thread that calls the model; concurrent calls would mix their state."""
+    """Restricts a session to the first thread that calls the model; concurrent calls would mix their state.
 
-    ident: int | None = None
+    When that thread has ended, another may follow.
+    """
+
+    thread: threading.Thread | None = None
 
     def check(self) -> None:
         if torch._C._current_graph_task_id() != -1:
             return  # recomputation in a backward runs in an autograd thread and is not counted
-        ident = threading.get_ident()
-        if self.ident is None:
-            self.ident = ident
-        elif self.ident != ident:
+        thread = threading.current_thread()
+        if self.thread is None or not self.thread.is_alive():
+            self.thread = thread
+        elif self.thread is not thread:
             raise OptionError(
                 "a session observes calls from one thread only, got a call from another; "
                 "observe a copy of the model in each thread and merge their observations"
             )
 
     def forget(self) -> None:
-        self.ident = None
+        self.thread = None
 
 
 def stack_of(name: str) -> str:

@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 from torch import nn
 
+from polyhead.errors import OptionError
 from polyhead.observation.collectors import CollectorState
 from polyhead.observation.statistics import AttentionSite, SiteStatistics
 
@@ -23,24 +25,28 @@ class Tally:
     statistics: dict[AttentionSite, SiteStatistics] = field(default_factory=dict)
     collected: dict[AttentionSite, dict[str, CollectorState]] = field(default_factory=dict)
     resumed: set[AttentionSite] = field(default_factory=set)  # resumed sites, whose states may be on another device
+    begun: Counter[AttentionSite] = field(default_factory=Counter)  # all calls, of which every k-th is observed
 
     def copy(self) -> Tally:
         # The inner dictionaries of `collected` are replaced, never mutated.
-        return Tally(
-            dict(self.sites), self.calls.copy(), dict(self.statistics), dict(self.collected), set(self.resumed)
-        )
+        states = dict(self.statistics), dict(self.collected)
+        return Tally(dict(self.sites), self.calls.copy(), *states, set(self.resumed), self.begun.copy())
 
 
 @dataclass(slots=True, eq=False)
 class Staging:
     """Committed data, and the staged copy of the outermost running call.
 
-    `on_abort` is called after a call that raised any exception, including KeyboardInterrupt.
+    `on_abort` is called after a call that raised any exception, including KeyboardInterrupt, `on_commit` after one that
+    added data.
     """
 
     on_abort: Callable[[], None]
+    on_commit: Callable[[], None]
     counted: Tally = field(default_factory=Tally)
     staged: Tally | None = None
+    is_updated: bool = False  # whether the running call has added data
+    lock: Lock = field(default_factory=Lock)  # of `take` against the beginning of a call in another thread
 
     @property
     def current(self) -> Tally:
@@ -51,8 +57,9 @@ class Staging:
         """Run a call and commit its data atomically; a nested call is part of the outer one."""
         if self.staged is not None:
             return call(*positional, **keywords)
-        staged = self.staged = self.counted.copy()
-        done = False
+        with self.lock:
+            staged = self.staged = self.counted.copy()
+        self.is_updated = done = False
         try:
             result = call(*positional, **keywords)
             # A single assignment, so that an interrupt cannot leave a call half counted.
@@ -62,7 +69,19 @@ class Staging:
             self.staged = None
             if not done:
                 self.on_abort()
+        if self.is_updated:
+            self.on_commit()
         return result
+
+    def take(self) -> None:
+        """Replace the committed data by an empty tally of the same sites."""
+        with self.lock:
+            if self.staged is not None:
+                raise OptionError(
+                    "take needs a moment between two forwards, got a running one, whose data would be counted twice; "
+                    "call it in the callback of observe or after the forward"
+                )
+            self.counted = Tally(dict(self.counted.sites), begun=self.counted.begun.copy())
 
     def watching(self, modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """Stage the calls of these modules, hooks included; restores the modules on exit."""

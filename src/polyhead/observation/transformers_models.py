@@ -116,20 +116,30 @@ def why_unobservable(model: nn.Module) -> str:
 
 
 @contextmanager
-def switched(model: nn.Module, modules: Sequence[nn.Module], name: str | None = None) -> Iterator[None]:
-    """Set the attention implementation in all configs that these modules or their parents read; restores on exit."""
+def switched(
+    model: nn.Module, modules: Sequence[nn.Module], name: str | None = None
+) -> Iterator[Callable[[bool], None]]:
+    """Set the attention implementation in all configs that these modules or their parents read; restores on exit.
+
+    Returns a function that sets it (True) or restores it (False) before the exit.
+    """
     if name is None:
         name = register()
     # Write the private attribute: the public setters also modify other configs, which could not be restored.
     before = {id(config): (config, config._attn_implementation_internal) for config in _configs(model, modules)}
-    try:
-        for config, _ in before.values():
-            config._attn_implementation_internal = name
-        yield
-    finally:
+
+    def switch(is_set: bool) -> None:
         for config, implementation in before.values():
-            if config._attn_implementation_internal == name:  # keep a value that the user set meanwhile
+            if is_set:
+                config._attn_implementation_internal = name
+            elif config._attn_implementation_internal == name:  # keep a value that the user set meanwhile
                 config._attn_implementation_internal = implementation
+
+    try:
+        switch(True)
+        yield switch
+    finally:
+        switch(False)
 
 
 def _configs(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[Any]:
@@ -146,17 +156,26 @@ def _configs(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[Any]:
             pending += [getattr(config, name, None) for name in config.sub_configs]
 
 
-def record_context(module: nn.Module, contexts: MutableMapping[int, CallContext]) -> RemovableHandle:
-    """Record, before each call of an attention module, arguments that its attention function does not receive."""
+def record_context(
+    module: nn.Module, contexts: MutableMapping[int, CallContext], check_paged: Callable[[Any, str | None], None]
+) -> RemovableHandle:
+    """Record, before each call of an attention module, arguments that its attention function does not receive.
+
+    `check_paged` is called with the paged cache of a call, if any, and the attention implementation.
+    """
     names = tuple(inspect.signature(type(module).forward).parameters)[1:]
     entered = getattr(getattr(module, "config", None), "_attn_implementation", None)  # polyhead, by `switched`
 
     def record(module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         implementation = getattr(getattr(module, "config", None), "_attn_implementation", entered)
+        if keywords.get("cache") is not None:
+            check_paged(keywords["cache"], implementation)
+            return
         if implementation != entered:
             raise OptionError(
                 f"the attention implementation must stay {entered!r} during a session, got {implementation!r}; "
-                "switch it before or after the session"
+                "switch it before or after the session. After continuous batching was initialized, a session observes "
+                "that alone"
             )
         arguments = {**dict(zip(names, positional, strict=False)), **keywords}
         cross = any(name in names and arguments.get(name) is not None for name in SOURCES)
