@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,8 +17,10 @@ from typer.testing import CliRunner
 from polyhead.cli import app
 from polyhead.inspection import load_inspection
 from polyhead.inspection.run_files import OBSERVATIONS, SHARDS
+from polyhead.inspection.text_pass import TextPass
 from polyhead.observation import read_facts
 from polyhead.parallel.workers import Workers
+from tests.forked import Forked
 from tests.inspection.small_models import model_folder, text_folder
 from tests.workflows.merged_runs import assert_same_inspection, assert_same_observations
 
@@ -32,15 +35,13 @@ def invoke(*arguments: object, code: int = 0):
     return result
 
 
-def torchrun(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run two processes of `torchrun`; with variables, those of tests/cli/worker.py."""
-    program = [str(Path(__file__).with_name("worker.py"))] if variables else ["-m", "polyhead"]
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run `polyhead` in two processes of `torchrun`."""
     # A rendezvous of its own on a free port, so that several tests can run at once.
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.run(
-        [*launcher, *program, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "COLUMNS": "150", **variables},
+        [*launcher, "-m", "polyhead", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "COLUMNS": "150"},
         capture_output=True,
         text=True,
         timeout=240,
@@ -48,8 +49,34 @@ def torchrun(*arguments: object, **variables: str) -> subprocess.CompletedProces
     )
 
 
-def errors_of(run: subprocess.CompletedProcess[str]) -> list[str]:
-    return [line for line in run.stderr.splitlines() if line.startswith("polyhead inspect: ")]
+def launched(store: dist.TCPStore, arguments: Sequence[object], rank: int, before: Callable[[], object]) -> Forked:
+    """Start `polyhead` in a fork that has the variables of `torchrun`, as one of two ranks."""
+    variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    variables |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+    def prepare() -> None:
+        os.environ.update(variables)
+        before()
+
+    return Forked(arguments, prepare)
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    """The store of the launcher, on a free port."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def die_after_two_saves() -> None:
+    keep, saved = TextPass.keep, []
+
+    def keep_and_die(*arguments: object) -> None:
+        keep(*arguments)  # type: ignore[arg-type]
+        saved.append(arguments)
+        if len(saved) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    TextPass.keep = keep_and_die  # type: ignore[method-assign,assignment]
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +88,16 @@ def place(tmp_path_factory) -> Path:
     return folder
 
 
-def test_the_shard_of_a_killed_process_is_redone_and_the_result_is_that_of_one(place, tmp_path):
+def test_the_shard_of_a_killed_process_is_redone_and_the_result_is_that_of_one(place, tmp_path, store):
     run, command = tmp_path / "run", ["inspect", place / "bert", "--text", place / "text", *OPTIONS]
-    killed = torchrun(*command, "--save", run, "--save-seconds", 0, KILLED_RANK="1")
-    assert killed.returncode != 0
+    command += ["--save", run, "--save-seconds", 0]
+    first, killed = (
+        launched(store, command, rank, before) for rank, before in enumerate((lambda: None, die_after_two_saves))
+    )
+    killed.end()
+    first.end(signal.SIGTERM)  # as torchrun does when a process has ended
+    assert killed.returncode == -signal.SIGKILL
+    assert first.returncode != 0
     assert not (run / OBSERVATIONS).exists()
     facts = read_facts(run / SHARDS / "2-of-2" / OBSERVATIONS)
     assert (facts["batches"], facts["complete"]) == (4, False)  # of index 1 and 3
@@ -81,13 +114,17 @@ def test_the_shard_of_a_killed_process_is_redone_and_the_result_is_that_of_one(p
     assert sorted(x.name for x in run.iterdir()) == sorted(x.name for x in (place / "whole").iterdir())
 
 
-def test_processes_that_disagree_end_with_the_same_error(place, tmp_path):
+def test_processes_that_disagree_end_with_the_same_error(place, tmp_path, store):
     command = ["inspect", place / "bert", "--text", place / "text", *OPTIONS, "--save", tmp_path / "run"]
-    run = torchrun(*command, OTHER_RANK="1", OTHER_OPTIONS="--tokens 600")
-    assert run.returncode != 0
+    ranks = [
+        launched(store, [*command, *more], rank, lambda: None) for rank, more in enumerate(([], ["--tokens", 600]))
+    ]
     words = "polyhead inspect: every rank must have the same tokens, got 700 on rank 0 and 600 on rank 1 of 2"
-    assert errors_of(run) == [words] * 2
-    assert run.stdout == ""
+    for rank in ranks:
+        printed, said = rank.end()
+        assert rank.returncode != 0
+        assert [line for line in said.splitlines() if line.startswith("polyhead inspect: ")] == [words]
+        assert printed == ""
     assert not (tmp_path / "run").exists()
 
 

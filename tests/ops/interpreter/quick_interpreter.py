@@ -49,6 +49,7 @@ def install() -> None:
         _remember_computation_types()
         _compare_types_by_identity()
         _leave_equal_shapes_alone()
+        _insert_dimensions_at_once()
         _pass_the_semantic_on()
     # The check is computed for each sum and product of integers, and read with the option `debug` alone.
     if not interpreter.interpreter_builder.options.debug:
@@ -201,6 +202,32 @@ def _leave_equal_shapes_alone() -> None:
     TritonSemantic.broadcast_impl_value = unless_equal
 
 
+def _insert_dimensions_at_once() -> None:
+    """Index a block with `None` and `:` in one step of NumPy, with the type of the first such result."""
+    index = core.tensor.__getitem__
+    known: dict[tuple[Any, ...], tuple[Any, Any, tuple[slice | None, ...]]] = {}
+
+    def indexed(self: Any, slices: Any, _semantic: Any = None) -> Any:
+        places = [_place(x) for x in (slices if type(slices) is tuple else (slices,))]
+        key = id(self.type), *places
+        if key not in known:
+            result = index(self, slices, _semantic=_semantic)
+            if self.type.is_block() and Ellipsis not in places:
+                known[key] = self.type, result.type, tuple([slice(None) if x else None for x in places])
+            return result
+        _, kind, at = known[key]
+        return core.tensor(interpreter.TensorHandle(self.handle.data[at], kind.scalar), kind)
+
+    core.tensor.__getitem__ = core.builtin(indexed)
+
+
+def _place(x: Any) -> Any:
+    """Return None for a new dimension, True for a whole one and ... for whatever else, which Triton refuses."""
+    if x is None or (type(x) is core.constexpr and x.value is None):
+        return None
+    return True if type(x) is slice and x == slice(None) else ...
+
+
 def _pass_the_semantic_on() -> None:
     """Pass the semantic on without copying the options in every call, and compute simple operators without it."""
     operators: dict[str, Callable[..., Any]] = {}
@@ -253,6 +280,8 @@ def _simple(name: str, operands: tuple[Any, ...]) -> tuple[Callable[..., Any], A
         return (lambda pointers, offsets: pointers + size * offsets.astype(np.uint64), None) if is_offset else None
     if dtypes == [core.int1] * 2 and name in ("__and__", "__or__", "where"):
         return OPERATORS[name], None
+    if name != "where" and dtypes in ([core.int32, core.int64], [core.int64, core.int32]):
+        return OPERATORS[name], None  # both compute in int64
     convert, numbers = PLAIN.get(dtypes[0].name, (None, ())) if dtypes else (None, ())
     is_plain = all(x.dtype is dtypes[0] if type(x) is core.tensor else type(x) in numbers for x in operands)
     return (OPERATORS[name], convert) if convert is not None and is_plain else None

@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 
 from tests.ops.interpreter.interpreted import in_the_interpreter
 
@@ -61,8 +62,50 @@ def check_operators() -> None:
             assert found.type == expected.type
             assert found.handle.data.dtype == expected.handle.data.dtype
             np.testing.assert_array_equal(found.handle.data, expected.handle.data, str((name, expected.type)))
+        if name != "where":
+            for left, right in ((tl.int32, tl.int64), (tl.int64, tl.int32)):
+                quick(tensor(left, [4, 1]), tensor(right, [1, 8]))
+                operator.reset_mock()
+                quick(tensor(left, [4, 1]), tensor(right, [1, 8]))
+                assert not operator.called, (name, left)
     patches.restore()
     assert min(compared.values()) >= 6, compared
+
+
+def check_new_dimensions() -> None:
+    """Index blocks with NumPy as Triton does step by step; refuse what Triton refuses."""
+    import triton
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    from tests.ops.interpreter.quick_interpreter import READ
+
+    if not triton.__version__.startswith(READ):
+        return  # nothing is patched
+
+    semantic = interpreter.interpreter_semantic
+    for dtype, shape in itertools.product((tl.float32, tl.int1), ([4], [8], [4, 8], [8, 4])):
+        data = np.arange(np.prod(shape)).reshape(shape).astype(interpreter._get_np_dtype(dtype))
+        x = tl.tensor(interpreter.TensorHandle(data, dtype), tl.block_type(dtype, shape))
+        whole = (slice(None),) * len(shape)
+        for at in range(len(shape) + 1):
+            slices = (*whole[:at], tl.constexpr(None) if at == 1 else None, *whole[at:])
+            expected = semantic.expand_dims(x, at)
+            for _ in range(2):  # computed by Triton, then by NumPy
+                found = tl.tensor.__getitem__(x, slices, _semantic=semantic)
+                assert found.type == expected.type
+                assert found.handle.dtype == expected.handle.dtype
+                np.testing.assert_array_equal(found.handle.data, expected.handle.data)
+        for slices in ((*whole[:-1], slice(1, None)), (None, *whole[:-1], slice(0, 2)), (0,)):
+            with pytest.raises(ValueError, match="unsupported tensor index"):
+                tl.tensor.__getitem__(x, slices, _semantic=semantic)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="too many indices"):
+                tl.tensor.__getitem__(x, (*whole, slice(None)), _semantic=semantic)
+
+
+def test_new_dimensions_are_those_of_triton() -> None:
+    in_the_interpreter(check_new_dimensions)
 
 
 def test_numpy_computes_what_triton_does_for_every_operator_and_dtype() -> None:
