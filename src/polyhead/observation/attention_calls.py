@@ -48,11 +48,14 @@ class RunningModule:
             yield module
             module = module.outer
 
+    def inputs(self) -> dict[str, Any]:
+        """Return the inputs by name."""
+        names = _parameters(type(self.module))
+        return {**dict(zip(names, self.positional, strict=False)), **self.keywords}
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the floating-point inputs by name."""
-        names = _parameters(type(self.module))
-        inputs = {**dict(zip(names, self.positional, strict=False)), **self.keywords}
-        return {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
+        return {name: x for name, x in self.inputs().items() if isinstance(x, Tensor) and x.is_floating_point()}
 
 
 def _forward_parameters(kind: Any) -> tuple[str, ...]:

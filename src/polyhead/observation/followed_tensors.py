@@ -40,7 +40,8 @@ _FILLS = ("masked_fill", "masked_fill_")
 _LOGITS = (
     *_SAME, *_PRODUCTS_BY_ELEMENT, *_FILLS, "add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__",
     "__rsub__", "__isub__", "rsub", "__itruediv__", "true_divide", "neg", "where", "clamp", "clamp_", "clip",
-    "clamp_min", "maximum", "minimum", "tanh", "cat", "concat", "__setitem__", "tril", "addcmul", "clamp_max", "max", "min",
+    "clamp_min", "maximum", "minimum", "tanh", "cat", "concat", "__setitem__", "tril", "addcmul",
+    "clamp_max", "max", "min",
 )  # fmt: skip
 _READS = (
     "__get__", "size", "dim", "stride", "numel", "is_floating_point", "is_contiguous", "data_ptr", "element_size",
@@ -114,6 +115,8 @@ class FollowedTensors:
     entries: dict[int, tuple[weakref.ref[Tensor], int | None, Origin]] = field(default_factory=dict)
     # Softmaxes of products of queries and keys: the module, and what their products with values were read as.
     softmaxes: list[tuple[str, list[Any]]] = field(default_factory=list)
+
+    orders: dict[str, bool] = field(default_factory=dict)  # of merged batch and heads, by module: heads outside
 
     def get(self, tensor: Any) -> Origin | None:
         entry = self.entries.get(id(tensor))
@@ -194,6 +197,9 @@ class FollowedTensors:
         if origin is None:
             if name in ("view", "reshape", "unflatten") and isinstance(result, Tensor) and first.is_floating_point():
                 self._split_features(first, result)
+            is_merged = isinstance(result, Tensor) and (first.ndim, result.ndim) == (4, 3)
+            if is_merged and result.shape[1:] == first.shape[2:] and first.is_floating_point():
+                self.set(result, HeadAxes((), (0, first.shape[0], first.shape[1])))
             return
         moved = moved_axes(first.shape, function, args, kwargs)
         for index, x in enumerate(results):
@@ -205,7 +211,7 @@ class FollowedTensors:
             elif of_result is None:
                 continue
             elif isinstance(origin, Scores):
-                last = [axis.sources for axis in of_result[0][-2:]] == [(first.ndim - 2,), (first.ndim - 1,)]
+                last = _has_last_axes(of_result[0], first)
                 self.set(
                     x, replace(origin, has_leading_axes=origin.has_leading_axes and last and _is_ordered(of_result))
                 )
@@ -293,6 +299,13 @@ def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]
     return found
 
 
+def _has_last_axes(axes: list[MovedAxis], first: Tensor) -> bool:
+    """Return whether the last two axes of a view are those of the tensor."""
+    sizes, sources = [axis.size for axis in axes[-2:]], [axis.sources for axis in axes[-2:]]
+    allowed = [{(axis,), ()} if first.shape[axis] == 1 else {(axis,)} for axis in (first.ndim - 2, first.ndim - 1)]
+    return sizes == [*first.shape[-2:]] and all(x in y for x, y in zip(sources, allowed, strict=True))
+
+
 def _is_ordered(moved: tuple[list[MovedAxis], int]) -> bool:
     """Return whether a view only splits or merges axes, and keeps all elements."""
     axes, offset = moved
@@ -316,6 +329,8 @@ def _viewed(
     axes, offset = moved
     keys = first.shape[origin.axis]
     found = [index for index, axis in enumerate(axes) if axis.sources == (origin.axis,)]
+    if keys == 1 and origin.axis == first.ndim - 1 and not found and axes[-1].size == 1:
+        found = [len(axes) - 1]  # a view does not show which axis of size 1 it was
     numel = 1
     for axis in axes:
         numel *= axis.size
@@ -330,7 +345,7 @@ def _viewed(
         assert isinstance(result, Tensor)
         return result
 
-    last = [axis.sources for axis in axes[-2:]] == [(first.ndim - 2,), (first.ndim - 1,)]
+    last = _has_last_axes(axes, first)
     return replace(
         origin,
         axis=found[0],

@@ -25,7 +25,6 @@ from torch._higher_order_ops.flex_attention import flex_attention as flex_operat
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from polyhead.errors import OptionError
 from polyhead.observation import flex_calls
 from polyhead.observation.attention_calls import (
     AttentionCall,
@@ -41,11 +40,11 @@ from polyhead.observation.followed_tensors import (
     Scores,
     Weights,
     name_of,
-    version_of,
 )
+from polyhead.observation.materialised_calls import MaterialisedCall, UnknownProduct
 from polyhead.observation.matrix_products import MATRIX_PRODUCTS, MatrixProduct
 from polyhead.observation.rows import Tokens
-from polyhead.observation.softmax_calls import SoftmaxCall, read_product, softmax_of
+from polyhead.observation.softmax_calls import read_product, softmax_of
 from polyhead.observation.staging import wrapped_calls
 from polyhead.observation.transformers_models import uses_interface
 from polyhead.observation.watcher import ObservedCall, OutputSite, Watcher, is_recomputed
@@ -299,17 +298,17 @@ class Interceptor:
         except NotUnderstood as reason:
             self.skipped[SkippedCall(site, str(reason))] = None
             running.has_unknown_softmax |= softmax.scores is not None
-            softmax.products.append(_Unknown())
+            softmax.products.append(UnknownProduct())
             return result
         key = running.module if running.calls == 1 else OutputSite(site)
         tokens = Tokens.of(call.mask, call.query, call.key) if call.tokens is None else call.tokens
         has_sinks = read.sinks is not None
         observed = self.watcher.call(key, call.query.shape[1], tokens, cross=call.cross, learned_sinks=has_sinks)
         if observed is None:
-            softmax.products.append(_Unknown())
+            softmax.products.append(UnknownProduct())
             return result
         heads = call.axes.split(result)
-        pending = _Materialised(site, observed, replace(read, call=call), heads, version_of(heads))
+        pending = MaterialisedCall(site, observed, replace(read, call=call), heads)
         softmax.products.append(pending)
         running.pending.append(pending)
         if observed.gate is None:
@@ -330,6 +329,7 @@ class Interceptor:
                 self.watcher.withdraw(x.observed)
                 reason = "its module has another hand-written attention, which is not observed"
                 self.skipped[SkippedCall(x.site, reason)] = None
+                x.release()
                 continue
             self.materialised[x.site] = None
             x.report()
@@ -401,68 +401,6 @@ def _report(observed: ObservedCall, call: AttentionCall, heads: Tensor) -> None:
         result = replace(attended, output=heads)
     with _disable_current_modes(), torch.set_grad_enabled(observed.differentiable and torch.is_grad_enabled()):
         observed.notify(Attended(call.query, call.key, call.value, result, call.mask, call.scale))
-
-
-@dataclass(slots=True, eq=False)
-class _Unknown:
-    """A product of weights and values that is not observed."""
-
-    def add_product(self) -> None:
-        pass
-
-
-@dataclass(slots=True, eq=False)
-class _Materialised:
-    """A call of hand-written attention that is reported when its module returns."""
-
-    site: str
-    observed: ObservedCall
-    read: SoftmaxCall
-    heads: Tensor  # [batch, heads, queries, value_dim]
-    version: int | None
-    is_reported: bool = False
-    is_partial: bool = False  # whether the weights are multiplied with more than these values
-
-    def add_product(self) -> None:
-        if self.observed.gate is not None and not self.is_reported:
-            raise OptionError(
-                f"gates need the whole output of a head, got a gate for {self.site!r}, whose weights are multiplied "
-                "with values and with something else"
-            )
-        self.is_partial = True
-
-    def report(self) -> None:
-        """Compute the statistics from the logits, and report them."""
-        observed, call, self.is_reported = self.observed, self.read.call, True
-        if not (observed.counts or observed.differentiable or observed.has_listener):
-            return
-        is_changed = self.version is not None and self.version != version_of(self.heads)
-        heads, value = self.heads, call.value
-        if self.is_partial or is_changed:
-            heads, value = heads[..., :0], value[..., :0]  # only the weights are known
-        observed.mask = call.mask
-        has_gradients = observed.differentiable and torch.is_grad_enabled()
-        unseen: AbstractContextManager[Any] = nullcontext() if has_gradients else _disable_current_modes()
-        with unseen, torch.set_grad_enabled(has_gradients):
-            mask = call.mask
-            assert mask is not None
-            if has_gradients:
-                mask = replace(mask, biases=(self.read.bias(),))
-            zeros = call.value.new_zeros(*call.value.shape[:3], 8)
-            result = attention(
-                zeros.new_zeros(*call.query.shape[:3], 8),
-                zeros,
-                zeros,
-                mask=mask,
-                scale=1.0,
-                sinks=self.read.sinks,
-                statistics=observed.requested,
-                logsumexp=observed.has_collectors,
-                finite=True,
-            )
-            result = replace(result, output=heads)
-        with _disable_current_modes(), torch.set_grad_enabled(has_gradients):
-            observed.notify(Attended(call.query, call.key, value, result, call.mask, call.scale, sinks=self.read.sinks))
 
 
 class _InterceptingMode(TorchFunctionMode):

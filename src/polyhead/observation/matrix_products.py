@@ -17,6 +17,7 @@ VIEWS = (
     "tensor_split",
 )  # fmt: skip
 Axis = int | str
+_SINGLE = 1 << 50
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,7 +120,10 @@ def moved_axes(
     if any(isinstance(x, Tensor) or (isinstance(x, tuple) and any(isinstance(y, Tensor) for y in x)) for x in rest):
         return None
     with _disable_current_modes(), torch.no_grad():
-        source = torch.empty(shape, device="meta")
+        contiguous = torch.empty(shape, device="meta").stride()
+        # The strides of axes of size 1 are free: distinct ones tell them apart.
+        strides = [_SINGLE + axis if size == 1 else contiguous[axis] for axis, size in enumerate(shape)]
+        source = torch.empty_strided(shape, strides, device="meta")
         first = {name: source if isinstance(x, Tensor) else x for name, x in kwargs.items()}
         result = function(source, *args[1:], **first)
     results = result if isinstance(result, list | tuple) else (result,)
@@ -131,8 +135,8 @@ def moved_axes(
 def _moved(source: Tensor, size: int, stride: int) -> MovedAxis:
     sizes, strides = source.shape, source.stride()
     if size == 1:
-        same = [axis for axis in range(source.ndim) if sizes[axis] == 1 and strides[axis] == stride]
-        return MovedAxis(tuple(same[:1]), 1, len(same) == 1)
+        axis = stride - _SINGLE
+        return MovedAxis((axis,), 1, True) if 0 <= axis < source.ndim else MovedAxis((), 1, False)
     sources: list[int] = []
     remaining, expected = size, stride
     for axis in reversed(range(source.ndim)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from polyhead.observation.followed_tensors import FollowedTensors, Softmax, Weig
 from polyhead.observation.followed_tensors import HeadAxes as FollowedHeads
 from polyhead.observation.matrix_products import Axis, MatrixProduct
 from polyhead.observation.rows import MASKING_BIAS
+from polyhead.observation.transformers_models import is_pretrained, takes_attention_mask
 from polyhead.ops.common.tracing import is_transformed
 
 _WIDTH = 8  # head dimension of all-zero queries and keys
@@ -121,7 +122,7 @@ def read_product(
     softmax = weights.softmax
     _check(product, index, weights, followed)
     key = product.axes[index][weights.axis]
-    (channels,) = product.own(1 - index)
+    (channels,) = _channels(product, index)
     layout = _layout(running, product, index, key, channels, followed)
     if softmax.version != version_of(softmax.logits):
         raise NotUnderstood("its logits are overwritten after the softmax")
@@ -129,7 +130,7 @@ def read_product(
 
     def bias_of() -> Tensor:
         logits = layout.split(_logits(weights)[0], axes, key).to(dtype)
-        return torch.where(logits.detach() <= MASKING_BIAS, -torch.inf, logits)
+        return torch.where(visible, logits, -torch.inf)
 
     logits, sinks = _logits(weights)
     if logits.shape != operand.shape:
@@ -151,18 +152,20 @@ def read_product(
     if key_heads.shape[1] != value.shape[1]:
         more = max(key_heads.shape[1], value.shape[1])
         key_heads, value = key_heads.expand(-1, more, -1, -1), value.expand(-1, more, -1, -1)
-    visible = ~(logits <= MASKING_BIAS)
+    visible = _without_padding(running, ~(logits <= MASKING_BIAS))
     mask = as_mask(visible.any(1, keepdim=True), queries, keys)
     bias = Mask.bias(torch.where(visible, logits, -torch.inf), zero_one=True)
     mask = bias if mask is None else mask & bias
     sizes = {**product.sizes(1 - index), **product.sizes(index)}
-    head_axes = HeadAxes(
-        lambda x: layout.split(x, product.output, channels),
-        lambda x: layout.join(x, sizes, product.output, channels),
-    )
+    output = product.output
+    head_axes = HeadAxes(lambda x: layout.split(x, output, channels), lambda x: layout.join(x, sizes, output, channels))
     cross = is_cross(running, query.to(operand.dtype), key_heads, mask)
     call = AttentionCall(query.to(dtype), key_heads.to(dtype), value, mask, 0.0, cross=cross, axes=head_axes)
-    _check_positions(running, call)
+    if cross:  # the first token that any query sees is the first of its sequence
+        shown = visible.any(1).any(1)
+        first = torch.where(shown.any(-1), shown.to(torch.uint8).argmax(-1), 0)
+        call = replace(call, mask=mask & Mask.lengths(keys - first, side="left"))
+    _check_positions(call)
     return SoftmaxCall(call, bias_of, sinks)
 
 
@@ -185,10 +188,14 @@ def _check(product: MatrixProduct, index: int, weights: Weights, followed: Follo
         raise NotUnderstood("its logits are no products of queries and keys (matmul, bmm, einsum)")
     if not len(product.shared(index)):
         raise NotUnderstood("its values are the same for the whole batch and all heads")
-    if len(product.own(1 - index)) != 1:
+    if len(_channels(product, index)) != 1:
         raise NotUnderstood("its values must have one axis of channels")
     if any(product.sizes(index)[x] == 1 for x in product.own(index) if x in product.axes[1 - index]):
         raise NotUnderstood("its weights are the same for several values")
+
+
+def _channels(product: MatrixProduct, index: int) -> list[Axis]:
+    return [x for x in product.own(1 - index) if x not in product.axes[index]]
 
 
 def _layout(
@@ -224,7 +231,9 @@ def _layout(
     if len(marked) == 1 and (not len(counts) or sizes[marked[0]] in counts):
         return _Layout(tuple(x for x in shared if x != marked[0]), marked[0], query)
     if len(shared) == 1:
-        return _of_three_axes(running, shared[0], sizes[shared[0]], query, sizes[query], merged, counts, unknown)
+        return _of_three_axes(
+            running, shared[0], sizes[shared[0]], query, sizes[query], merged, counts, followed, unknown
+        )
     if len(shared) > 2 or len(marked):
         heads = [x for x in shared if sizes[x] in counts]
         if len(heads) != 1:
@@ -252,12 +261,18 @@ def _of_three_axes(
     queries: int,
     merged: tuple[Axis, int, int, bool | None] | None,
     counts: set[int],
+    followed: FollowedTensors,
     unknown: NotUnderstood,
 ) -> _Layout:
     """Return the layout of [batch * heads, queries, keys], or of [batch, queries, keys] of one head."""
     if merged is not None and merged[0] == axis:
         _, outer, inner, is_outer = merged
+        if is_outer is None and (inner in counts) != (outer in counts):
+            is_outer = outer in counts
+        if is_outer is None:
+            is_outer = followed.orders.get(running.path)
         if is_outer is not None and (not len(counts) or (outer if is_outer else inner) in counts):
+            followed.orders[running.path] = is_outer
             return _Layout((), None, query, (axis, outer, inner, is_outer))
     batches = {rows for rows, tokens in _tokens(running) if tokens == queries}
     if 1 in counts or (not len(counts) and size in batches):
@@ -319,6 +334,22 @@ def _queries_and_keys(
     return (query, key) if is_fitting and query.shape[-1] == key.shape[-1] else None
 
 
+def _without_padding(running: RunningModule, visible: Tensor) -> Tensor:
+    """Hide keys that a model of transformers receives as padding, and that only padding sees; reads values.
+
+    Some models let a padding token attend to itself, which its mask alone does not show.
+    """
+    batch, _, queries, keys = visible.shape
+    models = (x for x in (running, *running.around()) if is_pretrained(x.module))
+    given = next((x.inputs() for x in models if takes_attention_mask(type(x.module))), {})
+    mask = given.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.shape != (batch, keys) or queries != keys or bool((mask != 0).all()):
+        return visible
+    non_padding = (mask != 0).to(visible.device)
+    is_seen = (visible & non_padding[:, None, :, None] & ~non_padding[:, None, None, :]).any()
+    return visible if bool(is_seen) else visible & non_padding[:, None, None, :]
+
+
 def _tokens(running: RunningModule) -> list[tuple[int, int]]:
     """Return the batch and number of tokens that the inputs of a module, and of those around it, may have."""
     found: list[tuple[int, int]] = []
@@ -364,7 +395,7 @@ def _is_over_tokens(running: RunningModule, query: Tensor) -> bool:
     return (query.stride(-1) == 1) == is_image
 
 
-def _check_positions(running: RunningModule, call: AttentionCall) -> None:
+def _check_positions(call: AttentionCall) -> None:
     """Raise for self-attention whose keys are neither the tokens of the queries nor those of a cache before them."""
     queries, keys = call.query.shape[2], call.key.shape[2]
     if not call.cross and queries > keys:

@@ -75,6 +75,13 @@ def _calls_interface(kind: type) -> bool:
 uses_interface: Callable[[type], bool] = cache(_calls_interface)
 
 
+def _takes_attention_mask(kind: Any) -> bool:
+    return "attention_mask" in inspect.signature(kind.forward).parameters
+
+
+takes_attention_mask: Callable[[type], bool] = cache(_takes_attention_mask)
+
+
 def is_pretrained(module: nn.Module) -> bool:
     """Return whether a module is a model of transformers, which is not imported for that."""
     if "transformers" not in sys.modules:
