@@ -223,7 +223,9 @@ class FollowedTensors:
         features, size = first.shape[-1] if first.ndim > 1 else 0, 1
         for count, part in enumerate(reversed(result.shape), 1):
             size *= part
-            if size == features and count > 1:
+            if size == features and count == 1:
+                break
+            if size == features:
                 self.set(result, HeadAxes(tuple(range(result.ndim - count, result.ndim))))
                 return
         if (
