@@ -28,7 +28,7 @@ def render(found: tuple[Family, ...], version: str) -> str:
             [f"{family.name} ({', '.join(family.own)})" for family in found if family.uses_interface and family.own],
         ),
         (
-            "No attention class uses it: polyhead needs `via_weights` or an adapter",
+            "No attention class uses it: a softmax by hand, or code that needs an adapter",
             [family.name for family in found if not family.uses_interface and family.own],
         ),
         (

@@ -130,15 +130,6 @@ def test_a_module_that_serves_several_layers_shows_their_mean(tmp_path):
     torch.testing.assert_close(weights, expected, atol=2e-6, rtol=1e-4)
 
 
-def test_a_model_that_is_read_by_its_own_weights_has_looks_and_examples(text, tmp_path):
-    settings = Settings(str(model_folder(tmp_path, "bert")), str(text), context=64, via_weights=True, chance=False)
-    found = inspect_model(settings)
-    assert len(found.examples) == 3
-    assert len(found.head_maps) == 2
-    for weights in found.examples[0].weights.values():
-        torch.testing.assert_close(weights.sum(-1), torch.ones(4, 32), atol=1e-4, rtol=0)
-
-
 def test_a_short_text_is_taken_whole(tmp_path):
     folder = model_folder(tmp_path / "model", "bert")
     (tmp_path / "short.txt").write_text("a w1 w2 w3 . w4 w5 w6 w7 w8")

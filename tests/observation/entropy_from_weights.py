@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ def softmax_of_its_input() -> Iterator[None]:
     """transformers' eager attention rounds its weights to float32; here they stay float64."""
     softmax = F.softmax
 
+    @wraps(softmax)  # it keeps its name, by which a session knows it
     def plain(logits: Tensor, *positional: Any, dtype: torch.dtype | None = None, **keywords: Any) -> Tensor:
         return softmax(logits, *positional, **keywords)
 

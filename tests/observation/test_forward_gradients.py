@@ -216,7 +216,7 @@ def test_modules_with_an_adapter_have_the_gradient_of_their_weights():
             session.statistics.mean("entropy")
 
 
-def test_via_weights_has_the_gradient_of_the_returned_weights():
+def test_a_softmax_by_hand_has_the_gradient_of_the_returned_weights():
     config = transformers.BloomConfig(vocab_size=models.VOCABULARY, hidden_size=32, n_layer=2, n_head=4)
     torch.manual_seed(0)
     model = disturbed(transformers.BloomModel(config).double().eval())
@@ -225,7 +225,7 @@ def test_via_weights_has_the_gradient_of_the_returned_weights():
         weights = model(ids, attention_mask=mask, output_attentions=True).attentions
         expected = torch.cat([head_means(x, mask.bool()) for x in weights])
         options = {"statistics": ("entropy", "mean_distance"), "keep_statistics": True}
-        with polyhead.observe(model, via_weights=True, **options) as session:
+        with polyhead.observe(model, **options) as session:
             output = model(ids, attention_mask=mask)
             assert "attentions" not in output
             mean = session.statistics.mean("entropy")

@@ -401,13 +401,13 @@ def test_layers_that_are_no_modules_raise_at_once():
         polyhead.observe(GPT(), layers=["h.0.attn#1"])
 
 
-class ByHand(nn.Module):
+class Rectified(nn.Module):
     def forward(self, x):
-        return (x @ x.mT).softmax(-1) @ x
+        return (x @ x.mT).relu() @ x
 
 
 def test_a_model_that_calls_no_attention_function_raises_after_its_forward():
-    model = nn.Sequential(ByHand())
+    model = nn.Sequential(Rectified())
     trace = trace_of(model)
     with (
         pytest.raises(OptionError, match=r"got Sequential, which ran without any of them; pass adapters"),
@@ -881,8 +881,10 @@ def test_a_transformers_model_without_the_interface_is_observed():
     assert session.profile["tokens"].eq(int(padding.sum())).all()
     eager = transformers.FalconModel._from_config(config, attn_implementation="eager").eval()
     eager.load_state_dict(model.state_dict())
-    with torch.no_grad(), polyhead.observe(eager, via_weights=True) as weights:
+    with torch.no_grad(), polyhead.observe(eager) as weights:
         eager(inputs, attention_mask=padding)
+    assert len(weights.materialised) == 2
+    assert session.materialised == []
     for name in ("entropy", "mean_distance", "sink_mass"):
         torch.testing.assert_close(session.profile[name], weights.profile[name], rtol=BOUND, atol=BOUND)
 

@@ -166,20 +166,6 @@ def test_sessions_on_other_models_may_be_exited_in_any_order():
     assert settings() == ("default", True)
 
 
-@pytest.mark.parametrize("is_weights_first", [True, False])
-def test_a_session_that_reads_weights_is_alone(is_weights_first):
-    model = llama()
-    with (
-        observe(model, via_weights=is_weights_first),
-        pytest.raises(OptionError, match="one session at a time"),
-        observe(model, via_weights=not is_weights_first),
-    ):
-        pass
-    with torch.no_grad(), observe(model) as session:
-        model(IDS)
-    assert session.profile["tokens"].tolist() == [21] * 8
-
-
 def test_a_checkpointed_model_is_counted_once_by_each():
     model = llama().train()
     model.gradient_checkpointing_enable()

@@ -434,9 +434,9 @@ def test_the_decoder_of_torch_tells_self_from_cross_attention():
 def test_a_model_that_does_not_use_the_interface_is_refused():
     import transformers
 
-    config = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4)
-    with pytest.raises(OptionError, match=r"got BloomForCausalLM.*BloomAttention.*--via-weights"):
-        polyhead.observe(transformers.BloomForCausalLM(config))
+    config = transformers.YosoConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    with pytest.raises(OptionError, match=r"got YosoModel.*YosoSelfAttention.*adapters="):
+        polyhead.observe(transformers.YosoModel(config))
     with pytest.raises(OptionError, match="got Linear, which contains none of them"):
         polyhead.observe(nn.Linear(3, 3))
 

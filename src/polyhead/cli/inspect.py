@@ -113,15 +113,6 @@ def inspect(
             help="Also inspect the model with random weights, as a baseline for roles.",
         ),
     ] = True,
-    via_weights: Annotated[
-        bool,
-        typer.Option(
-            "--via-weights",
-            help="Use the attention weights that the model returns, for models with their own attention code "
-            "(bloom, falcon, deberta, ...). Slow, memory grows with the square of the context, and head outputs and "
-            "importance are not available.",
-        ),
-    ] = False,
     save: Annotated[
         Path | None, optional("Save the table, similarity matrices and raw observations to this folder.", metavar="DIR")
     ] = None,
@@ -172,7 +163,7 @@ def inspect(
 
     Runs the model on a text and reports attention statistics, head outputs, redundancy, importance and roles of each
     head, as a grid of layers and heads with the three main findings. Memory stays linear in the length of the text,
-    except with --via-weights.
+    except for models that compute a softmax by hand (bloom, deberta, ...).
 
     Documents are tokenised and split into consecutive contexts; contexts never span two documents, and a last one of
     fewer than 8 tokens is dropped.
@@ -226,7 +217,6 @@ def inspect(
                 importance=importance,  # type: ignore[arg-type]  # checked by the settings themselves
                 importance_tokens=importance_tokens,
                 chance=chance,
-                via_weights=via_weights,
                 seed=seed,
                 dtype=dtype,
             )
@@ -307,10 +297,10 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
     edits = edits_of(found.table.sites)
     if edits is not None:
         console.print(f"Edited, in head numbers of the original: {edits.en}", markup=False, soft_wrap=True)
-    if found.settings.via_weights:
-        from polyhead.observation.returned_weights import COST
+    if facts.get("materialised"):
+        from polyhead.observation.intercepted_calls import MATERIALISED
 
-        console.print(COST.capitalize(), style="yellow", markup=False)
+        console.print(MATERIALISED.capitalize(), style="yellow", markup=False)
     if facts["interrupted"]:
         console.print("Interrupted: results cover only the text read so far.", style="yellow")
     if facts["unknown"] > 0.05:

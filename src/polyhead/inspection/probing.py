@@ -63,8 +63,6 @@ class Probes:
     left_out: list[Reason] = field(default_factory=list)
 
     def head_projections(self, model: nn.Module) -> dict[AttentionSite, HeadProjections]:
-        if self.settings.via_weights:
-            return {}  # only the returned attention weights are available, not the modules
         batch = next(self.reader.batches())
         short_batch = dataclasses.replace(batch, ids=batch.ids[:1, :16], mask=batch.mask[:1, :16])
         projections = find_projections(model, lambda: self.reader.call(short_batch, model))
@@ -81,7 +79,6 @@ class Probes:
             layers=self.settings.layers,
             statistics=statistics,
             collect=[collector],
-            via_weights=self.settings.via_weights,
         )
         done = 0
         self.report(Progress(step, done, total, "tokens"))
@@ -200,7 +197,7 @@ class Probes:
         """Return the importance of every head, and as facts the tokens and the context on which it was measured."""
         method, kind = self.settings.importance, self.loaded.kind
         loss = {"causal": "language", "masked": "masked"}.get(kind, "representation")
-        if method == "none" or self.settings.via_weights or (kind == "encoder-decoder" and method == "auto"):
+        if method == "none" or (kind == "encoder-decoder" and method == "auto"):
             return None, {}
         if method == "auto":
             method = "ablation" if loss == "representation" else "gradient"

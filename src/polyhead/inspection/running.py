@@ -98,8 +98,6 @@ class InspectionRun:
         head_projections = probes.head_projections(loaded.model)
         sample = cross_layer_similarity.sample_of(head_projections, settings.seed)
         collectors = _collectors(settings, loaded, reader, probes.direct_logits(head_projections), sample)
-        if settings.via_weights:
-            probes.left_out.append(Reason("returned_weights"))
         if len(reader.contexts) == 1:
             on_text = ", ".join(role for role, rule in RULES.items() if rule.source == "text")
             probes.left_out.append(Reason("one_context", {"roles": on_text}))
@@ -201,6 +199,7 @@ class InspectionRun:
             "intervals_over": "contexts" if self.reader.counts_contexts else "documents",
             "pairs_by": self.across,
             "chance": self.settings.chance,
+            "materialised": len(self.text_pass.materialised),
             "interrupted": self.interrupted,
             "left_out": list(self.probes.left_out),
             "seconds": round(time.perf_counter() - self.began, 1),

@@ -13,7 +13,8 @@ from polyhead.sources.texts import TOKENS
 IMPORTANCE = ("auto", "none", "gradient", "ablation", "both")
 IN_MEMORY = "(in memory)"  # a text that has no path
 DTYPES = ("float32", "bfloat16", "float16")
-_PERMISSIONS = ("allow_pickle", "trust_remote_code")  # saved by earlier versions, and ignored
+# Saved by earlier versions, and ignored: permissions, and the choice of returned weights.
+_EARLIER = ("allow_pickle", "trust_remote_code", "via_weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Settings:
     maximum number of tokens per sequence, by default 512 or the model's maximum if that is smaller; `tokens` is the
     maximum number in total, `batch_tokens` per batch. `layers` and `statistics` restrict what is observed. `importance`
     is "ablation" (of every head in turn), "gradient", "both", "none", or "auto": gradients for causal and masked
-    language models, none for encoder-decoders, ablation for other models. With `via_weights` there is no importance.
+    language models, none for encoder-decoders, ablation for other models.
 
     Permissions (`allow_pickle`, `trust_remote_code`) are not settings: settings are saved with a run, and a file must
     never grant permissions.
@@ -42,7 +43,6 @@ class Settings:
         importance_tokens: number of tokens on which it is measured; None is 8,192 for gradients and 2,048 for ablation
             and both, or 256 where "auto" chose it.
         chance: also observe a model with random weights, as the chance level.
-        via_weights: observe the attention weights that the model returns.
         seed: seed of samples, random weights and repeated words.
         device: device of the model.
         dtype: dtype of the model; None is float32 on a CPU and bfloat16 elsewhere.
@@ -59,7 +59,6 @@ class Settings:
     importance: Literal["auto", "none", "gradient", "ablation", "both"] = "auto"
     importance_tokens: int | None = None
     chance: bool = True  # also observe a model with random weights, as the chance level
-    via_weights: bool = False  # observe the attention weights that the model returns; slow, and O(n²) in memory
     seed: int = 0
     device: str = "cpu"
     dtype: str | None = None
@@ -95,7 +94,7 @@ class Settings:
         """
         if not isinstance(values, dict):
             raise OptionError(f"the settings of a run must be an object, got {short(values)}")
-        values = {name: x for name, x in values.items() if name not in _PERMISSIONS}
+        values = {name: x for name, x in values.items() if name not in _EARLIER}
         if isinstance(values.get("statistics"), list):
             values["statistics"] = [current_name(x) if isinstance(x, str) else x for x in values["statistics"]]
         return build(cls, values)

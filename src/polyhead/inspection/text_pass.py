@@ -29,7 +29,7 @@ SAVE_SECONDS = 30.0
 STEP = "read the text"
 # Settings on which the collected data depends; a run is resumed only if they are unchanged.
 COLLECTED_BY = (
-    "context", "tokens", "batch_tokens", "layers", "statistics", "via_weights", "seed", "device", "dtype"
+    "context", "tokens", "batch_tokens", "layers", "statistics", "seed", "device", "dtype"
 )  # fmt: skip
 
 
@@ -63,6 +63,7 @@ class TextPass:
     loaded: LoadedModel
     reader: Reader
     collectors: Sequence[Collector]
+    materialised: list[str] = dataclasses.field(default_factory=list)  # sites whose weights the model materialises
 
     def run(
         self,
@@ -110,6 +111,7 @@ class TextPass:
                 if folder is not None and read.batches > saved_batches:
                     self.keep(folder, read, shard)
                 raise
+        self.materialised = session.materialised
         if interrupted and not read.batches:
             raise OptionError("an inspection needs at least one batch, got an interrupt before the first was complete")
         read = dataclasses.replace(read, complete=not interrupted)
@@ -123,7 +125,6 @@ class TextPass:
             layers=self.settings.layers,
             statistics=self.settings.statistics,
             collect=self.collectors,
-            via_weights=self.settings.via_weights,
         )
 
     def keep(self, folder: Path, read: TextRead, shard: Shard = WHOLE) -> None:
@@ -148,6 +149,11 @@ class TextPass:
             )
         now = json.loads(json.dumps(self.settings.to_dict()))
         changed = [name for name in COLLECTED_BY if facts["settings"].get(name) != now[name]]
+        if facts["settings"].get("via_weights"):
+            raise OptionError(
+                f"a run must be resumed with the version that started it, got {path}, of attention weights that the "
+                "model returned, which this version does not read; start again in another folder"
+            )
         if changed:
             got = ", ".join(f"{name} {now[name]} for {facts['settings'].get(name)}" for name in changed)
             raise OptionError(f"a run must be resumed with the settings it was started with, got {got}")

@@ -31,6 +31,7 @@ _FACTS: Mapping[str, Any] = {
     "intervals_over": str,
     "pairs_by": Mapping[str, Any] | None,
     "chance": bool,
+    "materialised": int,
     "importance_tokens": int | None,
     "importance_context": int,
     "loss": str | None,

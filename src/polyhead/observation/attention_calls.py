@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -18,7 +18,7 @@ from polyhead.observation.transformers_models import SOURCES
 from polyhead.ops.common.tracing import is_transformed
 
 # Names under which modules keep their number of heads, and receive the tokens of the keys.
-_HEAD_COUNTS = ("num_heads", "n_heads", "heads", "n_head", "nhead", "num_attention_heads")
+_HEAD_COUNTS = ("num_heads", "n_heads", "heads", "n_head", "nhead", "num_attention_heads", "num_attn_heads")
 _SOURCES = (*SOURCES, "context", "memory", "encoder_out", "encoder_output", "source", "xa", "kv", "key", "k")
 _CROSS_NAMES = ("encoder_attn", "src_attn", "enc_attn")
 
@@ -38,12 +38,24 @@ class RunningModule:
     calls: int = 0
     is_reported: bool = False  # whether its attention is reported in another way
     outer: RunningModule | None = None  # the module that called it
+    pending: list[Any] = field(default_factory=list)  # attention that is reported when it returns
+    has_unknown_softmax: bool = False  # whether it has a hand-written attention that was not understood
+
+    def around(self) -> Iterator[RunningModule]:
+        """Iterate over the modules that this module runs in, from the inside."""
+        module = self.outer
+        while module is not None:
+            yield module
+            module = module.outer
+
+    def inputs(self) -> dict[str, Any]:
+        """Return the inputs by name."""
+        names = _parameters(type(self.module))
+        return {**dict(zip(names, self.positional, strict=False)), **self.keywords}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the floating-point inputs by name."""
-        names = _parameters(type(self.module))
-        inputs = {**dict(zip(names, self.positional, strict=False)), **self.keywords}
-        return {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
+        return {name: x for name, x in self.inputs().items() if isinstance(x, Tensor) and x.is_floating_point()}
 
 
 def _forward_parameters(kind: Any) -> tuple[str, ...]:
@@ -172,8 +184,17 @@ def _axes(running: RunningModule, query: Tensor) -> HeadAxes:
     )
 
 
-def _head_counts(module: nn.Module) -> set[int]:
-    counts = (getattr(module, name, None) for name in _HEAD_COUNTS)
+def head_counts(running: RunningModule) -> set[int]:
+    """Return the numbers of heads that a module, or the nearest around it that has any, names."""
+    for module in (running.module, *(x.module for x in running.around())):
+        for owner in (module, getattr(module, "config", None)):
+            if counts := _head_counts(owner) or _head_counts(owner, ("h",)):
+                return counts
+    return set()
+
+
+def _head_counts(module: object, names: tuple[str, ...] = _HEAD_COUNTS) -> set[int]:
+    counts = (getattr(module, name, None) for name in names)
     return {count for count in counts if isinstance(count, int) and not isinstance(count, bool)}
 
 

@@ -53,7 +53,7 @@ class SiteContributions:
         output = attended.result.output.detach()
         batch, heads, queries, dim = output.shape
         if not dim:
-            return self  # only the weights are available (via_weights)
+            return self  # only the weights are available
         counted = counted_rows(exclude_padding(attended, non_padding)).expand(batch, -1)  # others have no output
         documents = metadata.documents
         if documents is None or documents.shape != (batch,):

@@ -1,12 +1,13 @@
-"""Observe models that call attention functions of PyTorch directly, e.g. `F.scaled_dot_product_attention`.
+"""Observe models that call attention functions of PyTorch, e.g. `F.scaled_dot_product_attention`, or a softmax by hand.
 
 While a module of the model runs, a `TorchFunctionMode` of its thread receives the calls, under whatever name the
 function was imported. The model continues with the output of its own call; the statistics are computed in a second pass
-over queries and keys, outside of its autograd graph.
+over queries and keys, or over the logits of the softmax, outside of its autograd graph.
 """
 
 from __future__ import annotations
 
+import dis
 import inspect
 import sys
 import threading
@@ -32,15 +33,27 @@ from polyhead.observation.attention_calls import (
     located,
     read_scaled_dot_product,
 )
+from polyhead.observation.followed_tensors import (
+    FOLLOWED,
+    SOFTMAX,
+    FollowedTensors,
+    Scores,
+    Weights,
+    name_of,
+)
+from polyhead.observation.materialised_calls import MaterialisedCall, UnknownProduct
+from polyhead.observation.matrix_products import MATRIX_PRODUCTS, MatrixProduct
 from polyhead.observation.rows import Tokens
+from polyhead.observation.softmax_calls import read_product, softmax_of
 from polyhead.observation.staging import wrapped_calls
-from polyhead.observation.transformers_models import is_pretrained
+from polyhead.observation.transformers_models import uses_interface
 from polyhead.observation.watcher import ObservedCall, OutputSite, Watcher, is_recomputed
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import attention
 from polyhead.ops.common.gates import gate_factors
 
 FUNCTIONS = ("scaled_dot_product_attention", "flex_attention")
+MATERIALISED = "weights materialised by the model: slow, memory quadratic in the context length"
 _LIBRARIES = ("torch", "polyhead")
 
 
@@ -64,7 +77,13 @@ def calling_modules(model: nn.Module, observed: Iterable[nn.Module]) -> tuple[nn
     modules = tuple(model.modules())
     own = [x for x in modules if _package(type(x)) not in _LIBRARIES or isinstance(x, torch.fx.GraphModule)]
     has_others = any(True for _ in observed)
-    if not any(_calls_attention(type(x)) if has_others or _package(type(x)) == "transformers" else True for x in own):
+
+    def may_call(kind: type) -> bool:
+        if _package(kind) == "transformers":
+            return _calls_attention(kind) or _multiplies_softmax(kind)
+        return not has_others or _calls_attention(kind) or _multiplies_softmax(kind)
+
+    if not any(may_call(type(x)) for x in own):
         return ()
     return tuple(dict.fromkeys((model, *own)))
 
@@ -95,6 +114,34 @@ def _names_attention(code: CodeType) -> bool:
 
 
 _calls_attention: Callable[[type], bool] = cache(_file_calls_attention)
+
+
+def _class_multiplies_softmax(kind: type) -> bool:
+    """Return whether the code of a class computes a softmax and a matrix product, without an attention interface."""
+    if uses_interface(kind):
+        return False
+    for owner in kind.__mro__:
+        if _package(owner) in (*_LIBRARIES, "builtins"):
+            continue
+        members = [x for x in vars(owner).values() if callable(x)]
+        codes = [getattr(inspect.unwrap(x), "__code__", None) for x in members]
+        names = {name for code in codes if isinstance(code, CodeType) for name in _names_in(code)}
+        is_multiplied = "attention" in owner.__name__.lower() or any(x in names for x in ("@", *MATRIX_PRODUCTS))
+        if is_multiplied and any("softmax" in x.lower() for x in names):
+            return True
+    return False
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    if any(x.opname == "BINARY_OP" and x.argrepr == "@" for x in dis.get_instructions(code)):
+        yield "@"
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+_multiplies_softmax: Callable[[type], bool] = cache(_class_multiplies_softmax)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,6 +187,7 @@ class Interceptor:
     names: Mapping[int, str] = field(default_factory=dict)
     skipped: dict[SkippedCall, None] = field(default_factory=dict)
     called: dict[str, None] = field(default_factory=dict)  # names of all sites, understood or not
+    materialised: dict[str, None] = field(default_factory=dict)  # names of sites whose weights the model materialises
     has_run: bool = False  # whether a module of the model has finished a call
     _starts: dict[str, Tensor] = field(default_factory=dict)
     _threads: threading.local = field(default_factory=threading.local)
@@ -154,6 +202,8 @@ class Interceptor:
 
         with ExitStack() as undo:
             undo.callback(self._leave)
+            # Before other hooks of the model, which may end what a session keeps of its forward.
+            undo.callback(model.register_forward_hook(_ReportOf(self), prepend=True).remove)
             undo.enter_context(wrapped_calls(dict.fromkeys((*modules, *reported)), wrap))
             yield
 
@@ -168,12 +218,17 @@ class Interceptor:
         if stack is None:
             stack = self._threads.stack = []
         path, outer = self.names[id(entry.module)], stack[-1] if len(stack) else None
-        stack.append(RunningModule(entry.module, path, positional, keywords, 0, entry.is_reported, outer))
+        is_reported = entry.is_reported or (outer is not None and outer.is_reported)
+        stack.append(RunningModule(entry.module, path, positional, keywords, 0, is_reported, outer))
         try:
             if len(stack) > 1:
-                return entry.call(*positional, **keywords)
+                result = entry.call(*positional, **keywords)
+                self._report_pending(stack[-1])
+                return result
             with _InterceptingMode(self):
                 result = entry.call(*positional, **keywords)
+                self._report_pending(stack[-1])
+            self._list_unmultiplied()
             if not is_recomputed():
                 self.has_run = True
                 if entry.is_model:
@@ -181,13 +236,117 @@ class Interceptor:
             return result
         finally:
             stack.pop()
+            if not len(stack):
+                self._followed().clear()
+
+    def _followed(self) -> FollowedTensors:
+        followed: FollowedTensors | None = getattr(self._threads, "followed", None)
+        if followed is None:
+            followed = self._threads.followed = FollowedTensors()
+        return followed
+
+    def follow(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function that is no attention function, and follow hand-written attention through it."""
+        stack: list[RunningModule] = getattr(self._threads, "stack", [])
+        followed, name = self._followed(), name_of(original)
+        is_followed = name in FOLLOWED or len(followed.entries) > 0
+        if not is_followed or not len(stack) or stack[-1].is_reported or uses_interface(type(stack[-1].module)):
+            return original(*args, **kwargs)
+        if torch._C._get_tracing_state() is not None or torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        if name in MATRIX_PRODUCTS:
+            product = MatrixProduct.of(name, args, kwargs)
+            if product is not None and isinstance(result, Tensor):
+                return self._multiplied(stack[-1], followed, product, result)
+        if name in SOFTMAX:
+            softmax_of(stack[-1], args, kwargs, result, followed)
+        else:
+            followed.follow(original, name, args, kwargs, result)
+        return result
+
+    def _multiplied(
+        self, running: RunningModule, followed: FollowedTensors, product: MatrixProduct, result: Tensor
+    ) -> Tensor:
+        """Read a product of two tensors: of queries and keys, of weights and values, or another."""
+        origins = [followed.get(x) for x in product.operands]
+        index = next((number for number, origin in enumerate(origins) if isinstance(origin, Weights)), None)
+        if index is None:
+            if min(x.ndim for x in product.operands) > 1 and len(product.contracted()) == 1 and product.is_complete():
+                followed.set(result, Scores((product,)))
+            return result
+        weights = origins[index]
+        assert isinstance(weights, Weights)
+        softmax, values = weights.softmax, product.operands[1 - index]
+        if len(softmax.products):  # outputs of its heads are the sum of several products
+            softmax.products[0].add_product()
+            return result
+        if softmax.scores is None and (values.ndim < 3 or not len(product.shared(index))):
+            return result  # such as a router or a codebook
+        if any(x is softmax.running for x in running.around()):
+            running = softmax.running  # products may be computed in a module of their own
+        running.calls += 1
+        site = running.path if running.calls == 1 else f"{running.path}#{running.calls}"
+        self.called[site] = None
+        try:
+            with _disable_current_modes(), torch.no_grad():
+                read = read_product(running, product, index, weights, followed)
+                call = located(read.call, self._starts, site)
+            known = self.watcher.heads_at(site, cross=call.cross)
+            if known not in (None, call.query.shape[1]):
+                raise NotUnderstood(f"a site must always have the same heads, got {call.query.shape[1]} after {known}")
+        except NotUnderstood as reason:
+            self.skipped[SkippedCall(site, str(reason))] = None
+            running.has_unknown_softmax |= softmax.scores is not None
+            softmax.products.append(UnknownProduct())
+            return result
+        key = running.module if running.calls == 1 else OutputSite(site)
+        tokens = Tokens.of(call.mask, call.query, call.key) if call.tokens is None else call.tokens
+        has_sinks = read.sinks is not None
+        observed = self.watcher.call(key, call.query.shape[1], tokens, cross=call.cross, learned_sinks=has_sinks)
+        if observed is None:
+            softmax.products.append(UnknownProduct())
+            return result
+        heads = call.axes.split(result)
+        pending = MaterialisedCall(site, observed, replace(read, call=call), heads)
+        softmax.products.append(pending)
+        running.pending.append(pending)
+        if observed.gate is None:
+            return call.axes.join(heads) if observed.has_listener else result
+        return call.axes.join(heads * gate_factors(observed.gate, *heads.shape[:3]).to(heads.dtype))
+
+    def report_root(self, module: nn.Module) -> None:
+        """Report the hand-written attention of the model itself, before the other hooks of its forward."""
+        stack: list[RunningModule] = getattr(self._threads, "stack", [])
+        if len(stack) and stack[-1].module is module:
+            self._report_pending(stack[-1])
+
+    def _report_pending(self, running: RunningModule) -> None:
+        """Report the hand-written attention of a module that returns, unless only a part of it was understood."""
+        pending, running.pending = running.pending, []
+        for x in pending:
+            if running.has_unknown_softmax:
+                self.watcher.withdraw(x.observed)
+                reason = "its module has another hand-written attention, which is not observed"
+                self.skipped[SkippedCall(x.site, reason)] = None
+                x.release()
+                continue
+            self.materialised[x.site] = None
+            x.report()
+
+    def _list_unmultiplied(self) -> None:
+        for site, products in self._followed().softmaxes:
+            if not len(products):
+                self.called[site] = None
+                reason = "its weights, a softmax of products, are not multiplied with values by matmul, bmm or einsum"
+                self.skipped[SkippedCall(site, reason)] = None
 
     def attend(
         self, function: _Function | str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run an attention function that a module calls, and report its attention."""
         stack: list[RunningModule] = getattr(self._threads, "stack", [])
-        if not len(stack) or any(x.is_reported for x in stack):
+        if not len(stack) or stack[-1].is_reported:
             return original(*args, **kwargs)
         running, result = stack[-1], None
         is_served = not isinstance(function, str) and function.serve is not None
@@ -255,7 +414,9 @@ class _InterceptingMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         function = _FUNCTIONS.get(func)
-        if function is None or sys._getframe(1).f_globals.get("__name__", "").startswith("polyhead.ops."):
+        if function is None:
+            return self.interceptor.follow(func, args, kwargs or {})
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("polyhead.ops."):
             return func(*args, **(kwargs or {}))
         return self.interceptor.attend(function, func, args, kwargs or {})
 
@@ -289,19 +450,44 @@ class _Entry:
         return getattr, (self.module, "_call_impl")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _ReportOf:
+    """Forward hook of the model."""
+
+    interceptor: Interceptor
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self.interceptor.report_root(module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_hook, ()  # a pickled or copied module is not observed
+
+
+def _no_hook() -> Callable[..., None]:
+    return _ignore
+
+
+def _ignore(module: nn.Module, inputs: Any, output: Any) -> None:
+    pass
+
+
 def why_nothing_called(model: nn.Module) -> str:
     """Return the error message for a model that ran without any attention that can be observed."""
-    has_weights = any(is_pretrained(module) for module in model.modules())
-    advice = (
-        "observe(model, via_weights=True) reads the attention weights that the model returns"
-        if has_weights
-        else "pass adapters for its attention modules: observe(model, adapters=...)"
-    )
     return (
         "observe supports transformers models, polyhead.MultiHeadAttention, torch.nn.MultiheadAttention and modules "
-        f"that call F.scaled_dot_product_attention or flex_attention, got {type(model).__name__}, which ran without "
-        f"any of them; {advice}"
+        "that call F.scaled_dot_product_attention or flex_attention, or compute a softmax of products of queries and "
+        f"keys, got {type(model).__name__}, which ran without any of them; pass adapters for its attention modules: "
+        "observe(model, adapters=...)"
     )
+
+
+def materialised_note(sites: Iterable[str]) -> str:
+    """Return a note that names up to three sites with materialised weights; empty without any."""
+    names = list(sites)
+    if not len(names):
+        return ""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{MATERIALISED} ({', '.join(names[:3])}{more})"
 
 
 def skipped_note(skipped: Iterable[SkippedCall]) -> str:

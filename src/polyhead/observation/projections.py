@@ -58,6 +58,7 @@ def find_projections(model: nn.Module, run: Callable[[], object]) -> dict[Attent
     session = observe(model, statistics=False, collect=[CallRecorder(tracer.record_attention)])
     with torch.no_grad(), evaluating(model), tracer.recording(model), session:
         run()
+    tracer.materialised = session.materialised
     return {site: tracer.head_projections(site) for site in tracer.first_attended}
 
 
@@ -81,6 +82,7 @@ class _Tracer:
     modules: Mapping[str, nn.Module]
     linear_calls: list[_LinearCall] = field(default_factory=list)
     first_attended: dict[AttentionSite, tuple[int, Attended]] = field(default_factory=dict)
+    materialised: list[str] = field(default_factory=list)  # sites of hand-written attention
 
     def record_attention(self, site: AttentionSite, attended: Attended, metadata: BatchMetadata) -> None:
         self.first_attended.setdefault(site, (len(self.linear_calls), attended))
@@ -111,6 +113,8 @@ class _Tracer:
             return _of_projected(MultiHeadAttention.from_torch(module))
         num_before, attended = self.first_attended[site]
         before, after = self.linear_calls[:num_before], self.linear_calls[num_before:]
+        if site.name in self.materialised:  # which is reported when its module returns
+            after = self.linear_calls
         output = _matching_rows(after, _flatten_rows(attended.result.output))
 
         def projection(heads: Tensor) -> Tensor | None:

@@ -22,7 +22,6 @@ from polyhead.observation import adapters as adapting
 from polyhead.observation import (
     intercepted_calls,
     nested_sessions,
-    returned_weights,
     torch_modules,
     transformers_models,
 )
@@ -43,7 +42,7 @@ from polyhead.observation.gates import Gates
 from polyhead.observation.head_profile import HeadProfile
 from polyhead.observation.intercepted_calls import Interceptor, SkippedCall
 from polyhead.observation.observations import Observations
-from polyhead.observation.origins import is_edited, origins_of
+from polyhead.observation.origins import origins_of
 from polyhead.observation.rows import Tokens, matching_tokens
 from polyhead.observation.session_limits import (
     OneThread,
@@ -59,7 +58,7 @@ from polyhead.observation.session_limits import (
 )
 from polyhead.observation.staging import Staging, Tally, enclosing_modules
 from polyhead.observation.statistics import AttentionSite, SiteStatistics, StatisticsRequest
-from polyhead.observation.watcher import OutputSite, is_recomputed
+from polyhead.observation.watcher import ObservedCall, OutputSite, is_recomputed
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, RowStatistics, Statistics
 
@@ -74,7 +73,6 @@ def observe(
     statistics: bool | str | Sequence[str] | Statistics | None = None,
     collect: Sequence[Collector] = (),
     every: int = 1,
-    via_weights: bool = False,
     adapters: adapting.Adapters | None = None,
     keep_statistics: bool = False,
     callback: Callable[[Session], None] | None = None,
@@ -83,8 +81,9 @@ def observe(
 
     Args:
         model: a Hugging Face transformers model that uses the attention interface, any module that contains
-            `polyhead.MultiHeadAttention` or `torch.nn.MultiheadAttention`, or one that calls
-            `F.scaled_dot_product_attention` or `flex_attention`.
+            `polyhead.MultiHeadAttention` or `torch.nn.MultiheadAttention`, one that calls
+            `F.scaled_dot_product_attention` or `flex_attention`, or one that computes a softmax of queries and keys by
+            hand, which is slow, with memory quadratic in the context length.
         layers: layers to observe, by index (within each stack: encoder, decoder, cross-attention) or module path; all
             by default.
         heads: heads to observe, by index (in every layer) or `HeadId(layer, head)`; all by default.
@@ -93,9 +92,6 @@ def observe(
         collect: additional collectors (`polyhead.observation.Collector`) for all heads of the observed layers.
         every: observe every k-th call of each layer, starting with the first. Skipped calls have no overhead unless
             gradients are enabled.
-        via_weights: read the attention weights that a transformers model returns with `output_attentions=True`, for
-            models that do not use the attention interface. Slow, with memory quadratic in the context length; logits
-            and head outputs are unavailable.
         adapters: adapters for custom attention modules, by path or class; see `polyhead.observation.Adapter`.
         keep_statistics: keep the differentiable per-row statistics and head outputs of each forward in
             `session.statistics` until the next forward begins, for use in a loss. Everything else that a session
@@ -127,7 +123,6 @@ def observe(
         statistics=statistics,
         collect=collect,
         every=every,
-        via_weights=via_weights,
         adapters=adapters,
         keep_statistics=keep_statistics,
         callback=callback,
@@ -147,8 +142,7 @@ class Session:
     gradient. `statistics` belong to one forward and are differentiable.
 
     Args:
-        model, layers, heads, statistics, collect, every, via_weights, adapters, keep_statistics, callback: those of
-            `observe`.
+        model, layers, heads, statistics, collect, every, adapters, keep_statistics, callback: those of `observe`.
     """
 
     def __init__(
@@ -160,7 +154,6 @@ class Session:
         statistics: bool | str | Sequence[str] | Statistics | None = None,
         collect: Sequence[Collector] = (),
         every: int = 1,
-        via_weights: bool = False,
         adapters: adapting.Adapters | None = None,
         keep_statistics: bool = False,
         callback: Callable[[Session], None] | None = None,
@@ -170,23 +163,13 @@ class Session:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise OptionError(f"every must be an integer of at least 1, got {every!r}")
         self.model = model
-        if via_weights and adapters is not None:
-            raise OptionError("via_weights cannot be combined with adapters, got both")
         self.wanted = StatisticsRequest.of(statistics)
-        if via_weights:
-            self.wanted = returned_weights.without_logits(self.wanted, statistics)
-        self.via_weights = via_weights
         self._keeper = ForwardRecorder.requested(keep_statistics, self.wanted)
         self.adapters = {} if adapters is None else dict(adapters)
         self.collectors = check_collectors(collect)
         self.every = every
         self.layers = None if layers is None else chosen_layers(layers)
         self.heads = None if heads is None else chosen_heads(heads)
-        for layer in self.layers or ():
-            if via_weights and isinstance(layer, str) and not returned_weights.SITE.fullmatch(layer):
-                raise OptionError(
-                    f"with via_weights, layers must be indices or output names such as attentions.3, got {layer!r}"
-                )
         self._find_modules()
         self._interceptor = Interceptor(self, lambda: self._check_called(is_running=True))
         if not len(self._calling):
@@ -221,16 +204,7 @@ class Session:
         self._interface_modules: tuple[nn.Module, ...] = ()
         self._layers: tuple[nn.Module, ...] = ()
         self._adapted: dict[nn.Module, adapting.Adapter] = {}
-        self._returning: dict[nn.Module, str] = {}
         self._calling: tuple[nn.Module, ...] = ()  # modules that may call attention functions by themselves
-        if self.via_weights:
-            self._returning = returned_weights.returning_models(self.model)
-            if is_edited(self.model):
-                raise OptionError(
-                    "via_weights does not support models with edited heads, since returned weights cannot be matched "
-                    "to modules and their original heads; observe it without via_weights"
-                )
-            return
         self._interface_modules = transformers_models.interface_modules(self.model)
         self._adapted = adapting.adapted_modules(self.model, self.adapters, self._interface_modules)
         self._layers = tuple(x for x in torch_modules.attention_layers(self.model) if x not in self._adapted)
@@ -243,16 +217,14 @@ class Session:
         modules = [self._names[id(module)] for module in self.attention_modules]
         return list(dict.fromkeys((*modules, *self._interceptor.called)))
 
-    def _gate_paths(self) -> list[str] | None:
-        if self.via_weights:
-            return None
+    def _gate_paths(self) -> list[str]:
         is_known = not len(self._calling) or len(self._interceptor.called) > 0
         return self._site_names() if is_known else [*self._names.values()]
 
     def _check_layers(self) -> None:
         names = self._site_names()
         check_numbers(self.layers or (), names)
-        check_paths(() if self.via_weights else self.layers or (), names)
+        check_paths(self.layers or (), names)
 
     def _check_called(self, *, is_running: bool) -> None:
         """Raise if attention functions were not called as the options of this session say, after a forward."""
@@ -318,12 +290,8 @@ class Session:
             for module, adapter in self._adapted.items():
                 notifier = adapting.AttentionNotifier(module, adapter, self, self._unchecked)
                 undo.enter_context(adapter.watch(module, notifier))
-            if len(self._returning):
-                undo.enter_context(returned_weights.read(self.model, self._returning, self))
-            else:
-                undo.enter_context(check_modules_unchanged(self.model, self.attention_modules))
-            watched = (*self.attention_modules, *self._returning, *self._calling)
-            enclosing = [*enclosing_modules(self.model, watched), *wrapped_models(self.model)]
+            undo.enter_context(check_modules_unchanged(self.model, self.attention_modules))
+            enclosing = [*enclosing_modules(self.model, self.possible_modules), *wrapped_models(self.model)]
             undo.enter_context(self._staging.watching(enclosing))
             self._undo = undo.pop_all()
         return self
@@ -351,7 +319,7 @@ class Session:
             self._check_called(is_running=False)
             self._check_layers()
         if kind is None and self.heads is not None:
-            names = [self._names[id(module)] for module in (*self.attention_modules, *self._returning)]
+            names = [self._names[id(module)] for module in self.attention_modules]
             check_heads_exist(self.heads, self.observations.calls, [*names, *self._interceptor.called])
 
     def _forget(self) -> None:
@@ -458,6 +426,19 @@ class Session:
         call = Call(self, site, columns, plan.requested, tokens, counts, has_collectors, gate, learned_sinks)
         call.differentiable, call.keeper = self._keeper is not None, None if is_recomputation else self._keeper
         return call
+
+    def withdraw(self, call: ObservedCall) -> None:
+        """Undo `call` for a call that turns out not to be observed.
+
+        Args:
+            call: what `call` returned.
+        """
+        tally, site = self._staging.current, call.site
+        tally.calls[site] -= 1
+        if tally.calls[site] <= 0:
+            del tally.calls[site]
+            tally.sites.pop((site.name, site.kind), None)
+            self._plans.clear()
 
     def heads_at(self, name: str, *, cross: bool) -> int | None:
         """Return the number of heads of a site; None before its first call.
@@ -680,7 +661,11 @@ class Session:
 
         Its values are detached; see `statistics` for differentiable ones.
         """
-        notes = (adapting.unchecked_note(self._unchecked), intercepted_calls.skipped_note(self.skipped))
+        notes = (
+            adapting.unchecked_note(self._unchecked),
+            intercepted_calls.materialised_note(self.materialised),
+            intercepted_calls.skipped_note(self.skipped),
+        )
         return replace(self.observations.profile, note="; ".join(note for note in notes if note))
 
     @property
@@ -688,9 +673,14 @@ class Session:
         """Attention calls that were not observed, and why; the model continued with its own results."""
         return list(self._interceptor.skipped)
 
+    @property
+    def materialised(self) -> list[str]:
+        """Sites whose weights the model itself materialises, a softmax by hand: slow, and O(n²) in memory."""
+        return list(self._interceptor.materialised)
+
     def __repr__(self) -> str:
         heads = sum(site.num_heads for site in self._staging.counted.sites.values() if self._is_chosen(site))
-        note = f"; {returned_weights.COST}" if self.via_weights else ""
+        note = f"; {intercepted_calls.MATERIALISED}" if len(self.materialised) else ""
         return f"Session({type(self.model).__name__}, {heads} heads observed{note})"
 
 

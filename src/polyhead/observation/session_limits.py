@@ -71,10 +71,7 @@ def chosen_heads(heads: Iterable[int | HeadId]) -> frozenset[int | HeadId]:
 
 
 def check_numbers(layers: Iterable[int | str], names: Sequence[str]) -> None:
-    """Raise for layer indices beyond every stack of the model.
-
-    With `via_weights` the layers are not known in advance: `names` is empty, and nothing is checked.
-    """
+    """Raise for layer indices beyond every stack of the model, if any is known."""
     deepest = max(Counter(map(stack_of, names)).values(), default=None)
     if deepest is None:
         return

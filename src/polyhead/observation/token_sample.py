@@ -69,7 +69,7 @@ class SiteSample:
             )
         batch, _, queries, dim = output.shape
         if not dim:
-            return self  # only the weights are available (via_weights)
+            return self  # only the weights are available
         counted = counted_rows(exclude_padding(attended, non_padding))
         chosen = self.sample.heads.get(self.place)
         outputs = output if chosen is None else torch.stack([output[:, head] for head in chosen], 1)

@@ -24,25 +24,14 @@ from polyhead.observation.watcher import Watcher
 SOURCES = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "encoder_states")
 
 
-_ALONE: set[nn.Module] = set()  # modules of sessions that read returned weights
-
-
 @contextmanager
-def watching(model: nn.Module, watcher: Watcher, *, alone: bool = False) -> Iterator[None]:
-    """Register `watcher` for all modules of the model for the duration of the context; `alone` without any other."""
+def watching(model: nn.Module, watcher: Watcher) -> Iterator[None]:
+    """Register `watcher` for all modules of the model for the duration of the context."""
     with ExitStack() as undo:
-        for name, module in model.named_modules():
+        for module in model.modules():
             outer = WATCHERS.get(module)
-            if outer is not None and (alone or module in _ALONE):
-                raise OptionError(
-                    f"only one session at a time can observe a model with via_weights, got {type(model).__name__}, of "
-                    f"which {name or type(module).__name__!r} is already observed"
-                )
             WATCHERS[module] = watcher.begin if outer is None else begin_both(outer, watcher.begin)
             undo.callback(_restore, module, outer)
-            if alone:
-                _ALONE.add(module)
-                undo.callback(_ALONE.discard, module)
         yield
 
 
@@ -65,7 +54,7 @@ def interface_modules(model: nn.Module) -> tuple[nn.Module, ...]:
     """Return the modules whose code calls transformers' attention interface."""
     if "transformers" not in sys.modules:
         return ()  # then the model contains no transformers module
-    return tuple(module for module in model.modules() if _uses_interface(type(module)))
+    return tuple(module for module in model.modules() if uses_interface(type(module)))
 
 
 def _calls_interface(kind: type) -> bool:
@@ -83,7 +72,14 @@ def _calls_interface(kind: type) -> bool:
     return False
 
 
-_uses_interface: Callable[[type], bool] = cache(_calls_interface)
+uses_interface: Callable[[type], bool] = cache(_calls_interface)
+
+
+def _takes_attention_mask(kind: Any) -> bool:
+    return "attention_mask" in inspect.signature(kind.forward).parameters
+
+
+takes_attention_mask: Callable[[type], bool] = cache(_takes_attention_mask)
 
 
 def is_pretrained(module: nn.Module) -> bool:
@@ -103,10 +99,10 @@ def why_unobservable(model: nn.Module) -> str:
         classes = sorted(x for x in names if "attention" in x.lower())
         computed = f" (in {', '.join(classes)})" if len(classes) else ""
         return (
-            "observe needs a transformers model that uses the attention interface, "
-            f"got {name}, which computes attention by itself{computed}; docs/huggingface.md lists the families "
-            "that use the interface. observe(model, via_weights=True), or polyhead inspect --via-weights, reads "
-            "the attention weights that the model returns: slow, and O(n²) in memory"
+            "observe needs a transformers model that uses the attention interface, an attention function of PyTorch, "
+            f"or a softmax of products of queries and keys, got {name}, which computes attention in another way"
+            f"{computed}; docs/huggingface.md lists the families. Pass adapters for its attention modules: "
+            "observe(model, adapters=...)"
         )
     return (
         "observe supports transformers models, polyhead.MultiHeadAttention and torch.nn.MultiheadAttention, "

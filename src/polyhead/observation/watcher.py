@@ -18,8 +18,7 @@ from polyhead.observation.statistics import AttentionSite
 class OutputSite:
     """Name of a site that is not a module; replaces the module.
 
-    That is attention weights in a model output, e.g. `attentions.3` for layer 3, or a further attention call of a
-    module, e.g. `blocks.3.attn#2`.
+    That is a further attention call of a module, e.g. `blocks.3.attn#2`.
     """
 
     name: str
@@ -65,3 +64,6 @@ class Watcher(Protocol):
         self, module: nn.Module, query: Tensor, key: Tensor, mask: Mask | None, *, learned_sinks: bool
     ) -> WatchedCall | None:
         """Prepare a call of the attention interface of transformers, of which only the tensors are known."""
+
+    def withdraw(self, call: ObservedCall) -> None:
+        """Undo `call` for a call that turns out not to be observed."""

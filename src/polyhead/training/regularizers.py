@@ -114,7 +114,7 @@ def output_overlap(statistics: ForwardStatistics) -> Tensor:
         statistics: `session.statistics` of `polyhead.observe(model, keep_statistics=True)` after a forward.
 
     Raises:
-        OptionError: head outputs that are not available (`torch.nn.MultiheadAttention`, `via_weights`), or no layer
+        OptionError: head outputs that are not available (`torch.nn.MultiheadAttention`), or no layer
             with two heads.
 
     >>> import torch, polyhead

@@ -40,7 +40,6 @@ def inspect(
     importance: Literal["auto", "none", "gradient", "ablation", "both"] = "auto",
     importance_tokens: int | None = None,
     chance: bool = True,
-    via_weights: bool = False,
     seed: int = 0,
     device: str = "cpu",
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
@@ -71,7 +70,6 @@ def inspect(
         importance_tokens: number of tokens on which importance is measured; default: 8,192 for gradients and 2,048 for
             ablation and both, or 256 where "auto" chose it.
         chance: also inspect the model with random weights, as a baseline for roles.
-        via_weights: use the attention weights that the model returns; slow, and O(n²) in memory.
         seed: of samples, random weights and repeated words.
         device, dtype: of a model that is loaded by name; default dtype: float32 on a CPU, else bfloat16.
         folder: where to save the run, as `polyhead inspect --save` does. Data are also written while the text is read,
@@ -117,7 +115,6 @@ def inspect(
         importance=importance,
         importance_tokens=importance_tokens,
         chance=chance,
-        via_weights=via_weights,
         seed=seed,
         device=device,
         dtype=dtype,

@@ -314,5 +314,3 @@ def test_a_session_does_not_go_on_over_an_edit():
         model(input_ids=IDS)
     with pytest.raises(OptionError, match="only observations of the same model can be merged"):
         session.observations.merge(other.observations)
-    with pytest.raises(OptionError, match="models with edited heads"):
-        polyhead.observe(model, via_weights=True)

@@ -1,0 +1,89 @@
+"""Calls of hand-written attention, which are reported when their module returns."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from polyhead.errors import OptionError
+from polyhead.observation.followed_tensors import version_of
+from polyhead.observation.softmax_calls import SoftmaxCall
+from polyhead.observation.watcher import ObservedCall
+from polyhead.ops.attended import Attended
+from polyhead.ops.attention import attention
+
+_WIDTH = 8  # head dimension of the all-zero queries and keys
+
+
+class UnknownProduct:
+    """A product of weights and values that is not observed."""
+
+    def add_product(self) -> None:
+        pass
+
+
+@dataclass(slots=True, eq=False)
+class MaterialisedCall:
+    """A call of hand-written attention; until its module returns, its weights may be multiplied with something else."""
+
+    site: str
+    observed: ObservedCall
+    read: SoftmaxCall | None  # None once it was reported
+    heads: Tensor | None  # [batch, heads, queries, value_dim]
+    version: int | None = field(init=False)
+    is_partial: bool = False  # whether the weights are multiplied with more than these values
+
+    def __post_init__(self) -> None:
+        assert self.heads is not None
+        self.version = version_of(self.heads)
+
+    def add_product(self) -> None:
+        """Note another product of the weights."""
+        if self.read is not None and self.observed.gate is not None:
+            raise OptionError(
+                f"gates need the whole output of a head, got a gate for {self.site!r}, whose weights are multiplied "
+                "with values and with something else"
+            )
+        self.is_partial = True
+
+    def release(self) -> None:
+        """Keep no tensor: the weights may live longer than their module runs."""
+        self.read = self.heads = None
+
+    def report(self) -> None:
+        """Compute the statistics from the logits, and report them."""
+        observed, read, heads = self.observed, self.read, self.heads
+        assert read is not None and heads is not None
+        is_complete = not self.is_partial and self.version == version_of(heads)
+        self.release()
+        if not (observed.counts or observed.differentiable or observed.has_listener):
+            return
+        call, value, mask = read.call, read.call.value, read.call.mask
+        if not is_complete:
+            heads, value = heads[..., :0], value[..., :0]  # only the weights are known
+        observed.mask = mask
+        has_gradients = observed.differentiable and torch.is_grad_enabled()
+        unseen: AbstractContextManager[Any] = nullcontext() if has_gradients else _disable_current_modes()
+        with unseen, torch.set_grad_enabled(has_gradients):
+            if has_gradients:
+                assert mask is not None
+                mask = replace(mask, biases=(read.bias(),))
+            result = attention(
+                call.query.new_zeros(*call.query.shape[:3], _WIDTH),
+                zeros := call.key.new_zeros(*call.key.shape[:3], _WIDTH),
+                zeros,
+                mask=mask,
+                scale=1.0,
+                sinks=read.sinks,
+                statistics=observed.requested,
+                logsumexp=observed.has_collectors,
+                finite=True,
+            )
+            result = replace(result, output=heads)
+        with _disable_current_modes(), torch.set_grad_enabled(has_gradients):
+            observed.notify(Attended(call.query, call.key, value, result, call.mask, call.scale, sinks=read.sinks))
