@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from benchmarks.alarms.command import alarms
+from benchmarks.coverage.command import coverage
 from benchmarks.options import Commit, Quick, Seed
 from benchmarks.plan_accuracy.command import plan
 from benchmarks.statements.command import statements
@@ -44,6 +45,7 @@ app.command("merging")(merging)
 app.command("prediction")(prediction)
 app.command("training")(training)
 app.command("alarms")(alarms)
+app.command("coverage")(coverage)
 
 
 @app.callback()

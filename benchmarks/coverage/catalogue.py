@@ -125,7 +125,17 @@ def of_tensors(library: str, name: str, build: Callable[[], nn.Module], **inputs
     """Return a subject whose inputs are written as in the table of overrides."""
 
     def built() -> tuple[nn.Module, Call]:
-        model = strengthened(build())
-        return model, seeded(model, {key: parsed(text) for key, text in inputs.items()})
+        try:
+            model = strengthened(build())
+        except CannotBuildError:
+            raise
+        except Exception as error:
+            raise CannotBuildError(f"{type(error).__name__}: {error}") from error
+        call = seeded(model, {key: parsed(text) for key, text in inputs.items()})
+        try:
+            call()
+        except Exception as error:
+            raise CannotBuildError(f"cannot be run: {type(error).__name__}: {error}") from error
+        return model, call
 
     return Subject(library, name, built)

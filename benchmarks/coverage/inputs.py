@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.coverage.shrinking import IMAGE, TEXT
+from benchmarks.coverage.shrinking import IMAGE, PATCH, TEXT
 
-BATCH, DECODED, FRAMES, SAMPLES = 2, 7, 5, 1700
+BATCH, DECODED, SAMPLES = 2, 7, 1700
 _IMAGES = ("pixel_values", "images", "image")
 
 
@@ -25,33 +26,26 @@ def inputs_of(model: nn.Module, given: Mapping[str, Any]) -> Iterator[dict[str, 
     """
     parameters = inspect.signature(model.forward).parameters
     made = {name: make(model) for name, make in _MAKERS.items() if name in parameters}
+    if "image_grid_thw" in parameters and "pixel_values" in made:
+        made |= _patches(model)
+    elif "image_grid_thw" in made:
+        del made["image_grid_thw"]
     explicit = {name: parsed(text) for name, text in given.items()}
-    made = {name: x for name, x in {**made, **explicit}.items() if x is not None}
-    config: Any = model.config
-    if not config.is_encoder_decoder and "decoder_input_ids" not in given:
-        if parameters.get("decoder_input_ids", inspect.Parameter.empty) is inspect.Parameter.empty or _optional(
-            parameters["decoder_input_ids"]
-        ):
-            made = {name: x for name, x in made.items() if name != "decoder_input_ids"} or made
-            with_decoder = {**made, "decoder_input_ids": _text(model, DECODED)}
-            yield made
-            if "decoder_input_ids" in parameters:
-                yield with_decoder
-            yield from _fewer(model, made, explicit)
-            return
+    made = {name: x for name, x in {**made, **explicit}.items() if x is not None and given.get(name) != "none"}
+    decoder = {name: x for name, x in made.items() if name.startswith("decoder_input")}
+    if len(decoder) and not model.config.is_encoder_decoder:
+        yield {name: x for name, x in made.items() if name not in decoder}
     yield made
-    yield from _fewer(model, made, explicit)
-
-
-def _fewer(model: nn.Module, made: dict[str, Any], explicit: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if isinstance(features := made.get("input_features"), Tensor):
+        yield {**made, "input_features": features.mT.contiguous()}
+    if isinstance(sound := made.get("input_values"), Tensor) and sound.ndim == 2:
+        yield {**made, "input_values": sound[:, None]}
     text = {name: x for name, x in made.items() if name not in (*_IMAGES, "input_features", "input_values")}
     main = getattr(model, "main_input_name", "input_ids")
     yield {**text, **explicit}
-    yield {**{name: x for name, x in made.items() if name == main or name.startswith("decoder_input")}, **explicit}
-
-
-def _optional(parameter: inspect.Parameter) -> bool:
-    return parameter.default is not inspect.Parameter.empty
+    yield {**{name: x for name, x in made.items() if name == main or name in decoder}, **explicit}
+    yield {name: x for name, x in made.items() if name != "input_ids"}
+    yield {"pixel_values_videos": _video(model), **explicit}
 
 
 def parsed(text: Any) -> Any:
@@ -62,6 +56,8 @@ def parsed(text: Any) -> Any:
     """
     if isinstance(text, list):
         return torch.tensor(text)
+    if isinstance(text, str) and text.startswith("literal "):
+        return json.loads(text.removeprefix("literal "))
     if not isinstance(text, str) or not (match := re.fullmatch(r"(float|ones|int<(\d+)|bool) ([\d,]+)", text)):
         return text if text != "none" else None
     shape = [int(x) for x in match[3].split(",")]
@@ -126,8 +122,26 @@ def _image(model: nn.Module) -> Tensor:
     return torch.randn((shape[0], frames, *shape[1:]) if isinstance(frames, int) else shape)
 
 
+def _patches(model: nn.Module) -> dict[str, Tensor]:
+    """Return two images as rows of patches, with their grid, as Qwen2-VL takes them."""
+    grid = 4
+    size = _setting(model, "patch_size", default=PATCH)
+    channels = _setting(model, "in_channels", "in_chans", "num_channels", default=3)
+    width = channels * _setting(model, "temporal_patch_size", default=1) * size**2
+    return {
+        "pixel_values": torch.randn(BATCH * grid**2, width),
+        "image_grid_thw": torch.tensor([[1, grid, grid]] * BATCH),
+    }
+
+
+def _video(model: nn.Module) -> Tensor:
+    image = _image(model)
+    frames = _setting(model, "num_frames", "frames_per_clip", default=4)
+    return image if image.ndim == 5 else image[:, None].repeat(1, frames, 1, 1, 1)
+
+
 def _sound(model: nn.Module) -> Tensor:
-    bins = _setting(model, "num_mel_bins", "feature_size", "n_mels", "num_mels", default=16)
+    bins = _setting(model, "num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "feature_size", "n_mels", "num_mels", default=16)
     frames = 2 * _setting(model, "max_source_positions", default=32)
     return torch.randn(BATCH, bins, frames)
 
@@ -144,6 +158,10 @@ _MAKERS = {
     "input_features": _sound,
     "input_values": lambda model: torch.randn(BATCH, SAMPLES),
     "bbox": _boxes,
+    "visual_feats": lambda model: torch.randn(BATCH, 5, _setting(model, "visual_feat_dim", default=8)),
+    "visual_pos": lambda model: torch.rand(BATCH, 5, _setting(model, "visual_pos_dim", default=4)),
+    "qformer_input_ids": _text,
+    "input_features_mask": lambda model: None,
     "past_values": lambda model: torch.randn(
         BATCH, _setting(model, "context_length", default=32), _setting(model, "num_input_channels", default=1)
     ),

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -66,15 +67,19 @@ def judge(model: nn.Module, call: Callable[[], Any]) -> Judgement:
         result.notes.append(f"eager attention has other outputs, by {difference:.1e}")
     if not attention:
         result.verdict = NONE
+    first = _state(model)
+    with torch.no_grad():
+        call()
     before = _state(model)
+    own = _changes(first, before)  # by every forward of the model
     judged = _observed(model, call, attention, expected, result)
-    if judged.verdict in (PARTIAL, REFUSED) or (judged.verdict == WRONG and judged.missing and not judged.wrong):
+    if "via_weights" in signature(polyhead.observe).parameters and judged.verdict in (PARTIAL, REFUSED) or (judged.verdict == WRONG and judged.missing and not judged.wrong):
         slow = _slow(model, call, attention)
         if slow == "":
             judged.verdict = SLOW
         else:
             judged.notes.append(f"via_weights: {slow}")
-    if changed := _changes(before, _state(model)):
+    if changed := [x for x in _changes(before, _state(model)) if x not in own]:
         judged.verdict = WRONG
         judged.wrong.append(f"left behind by the session: {', '.join(changed[:5])}")
     return judged
@@ -121,6 +126,8 @@ def _observed(
     result.output = _difference(expected, output)
     if result.output > TOLERANCE and not result.notes:
         result.wrong.append(f"outputs of the model differ by {result.output:.1e}")
+    if len(getattr(session, "materialised", ())):
+        result.verdict = SLOW
     result.skipped = [f"{site}: {reason}" for site, reason in session.skipped]
     tables = _tables(session.profile)
     by_site, missing = _assigned(attention, {name for name, _ in tables})

@@ -213,6 +213,8 @@ def rows_of(softmax: Softmax, heads: int, axis: int) -> Rows:
     keys = columns - softmax.has_sink()
     is_visible = logits[..., :keys] > _MASKED
     is_row = is_visible.any(-1)
+    if queries == keys:  # the query of a key that nobody sees is padding
+        is_row &= is_visible.any((1, 2))[:, None]
     weights = logits.softmax(-1)
     entropy = -torch.special.xlogy(weights, weights).sum(-1)
     visible = is_visible.sum(-1) + softmax.has_sink()
@@ -231,11 +233,23 @@ def rows_of(softmax: Softmax, heads: int, axis: int) -> Rows:
             "previous_mass": offset == -1,
             "next_mass": offset == 1,
             "window_mass": offset.abs() <= WINDOW,
-            "sink_mass": (index == 0).expand(queries, -1),
             "mean_distance": offset.abs(),
         }
+        values["sink_mass"] = weights.gather(-1, _first_keys(is_visible)[..., None])[..., 0]
         values |= {name: (weights * factor).sum(-1) for name, factor in masses.items()}
     return Rows({name: torch.where(is_row, x, torch.nan).movedim(1, -1).reshape(-1, heads) for name, x in values.items()})
+
+
+def _first_keys(is_visible: Tensor) -> Tensor:
+    """Return, for each row, the first key of its document: where no later query sees a key before, or the reverse."""
+    seen = is_visible.any(1)
+    seen = seen | seen.mT
+    tokens = seen.shape[-1]
+    starts = torch.zeros(len(seen), tokens, dtype=torch.long)
+    for token in range(1, tokens):
+        is_start = ~seen[:, token:, :token].any((1, 2)) & seen[:, token:].any((1, 2)) & seen[:, :token].any((1, 2))
+        starts[:, token] = torch.where(is_start, token, starts[:, token - 1])
+    return starts[:, None].expand(is_visible.shape[:-1])
 
 
 def joined(parts: list[Rows]) -> Rows:

@@ -22,7 +22,7 @@ def forked(
 ) -> Iterator[tuple[T, dict[str, Any]]]:
     """Yield each task and what `work` returns for it, in the order in which they finish.
 
-    A process that takes too long, needs too much memory or dies yields {"failed": reason}.
+    A process that takes too long, needs too much memory or dies yields {"verdict": "refused", "built": False, "reason": reason}.
 
     Args:
         tasks: what to work on.
@@ -67,12 +67,16 @@ def _child(task: T, work: Callable[[T], dict[str, Any]], path: Path, seconds: in
         try:
             result = work(task)
         except MemoryError:
-            result = {"failed": f"needs more than {limit >> 30} GiB"}
+            result = _failed(f"needs more than {limit >> 30} GiB")
         except BaseException as error:  # noqa: BLE001 - whatever it is, the other models go on
-            result = {"failed": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()[-2000:]}
+            result = {**_failed(f"{type(error).__name__}: {error}"), "traceback": traceback.format_exc()[-1500:]}
         path.write_text(json.dumps(result), encoding="utf-8")
     finally:
         os._exit(0)
+
+
+def _failed(reason: str) -> dict[str, Any]:
+    return {"verdict": "refused", "built": False, "reason": reason}
 
 
 def _result(path: Path, status: int, seconds: int) -> dict[str, Any]:
@@ -81,5 +85,5 @@ def _result(path: Path, status: int, seconds: int) -> dict[str, Any]:
         return result
     ended = os.waitstatus_to_exitcode(status)
     if ended == -signal.SIGXCPU:
-        return {"failed": f"takes more than {seconds} s of CPU time"}
-    return {"failed": f"its process ended with {ended}"}
+        return _failed(f"takes more than {seconds} s of CPU time")
+    return _failed(f"its process ended with {ended}")

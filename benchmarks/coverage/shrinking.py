@@ -26,7 +26,7 @@ def _at_most(bound: int) -> Rule:
 
 # The first expression that matches a whole name decides.
 RULES: tuple[tuple[str, Rule], ...] = (
-    (r".*vocab_size|.*vocab_size_.*|codebook_size|num_classes", _at_most(VOCABULARY)),
+    (r".*vocab_size|.*vocab_size_.*|num_classes", _at_most(VOCABULARY)),
     (r"(.*_)?(num_)?(key_value|kv)_heads|num_kv_heads|.*num_key_value_heads.*|n_kv_heads?|multi_query_group_num", _at_most(2)),
     (r"qk_rope_head_dim|(qk_|v_|kv_|global_|attention_|swa_|index_)*(nope_)?head_dim|d_kv|d_head|kv_channels|attention_head_(dim|size)", _each(HEAD_DIM)),
     (r".*mrope_section", lambda old: [2, 1, 1]),
@@ -76,6 +76,11 @@ def shrunk(kind: type, overrides: Mapping[str, Any] | None = None, like: Any = N
         inner, own = getattr(like, name, None), _inner(overrides, name)
         if name not in overrides and inner is not None and not isinstance(inner, dict):
             values[name] = shrunk(type(inner), own, inner)
+    fields = _defaults(kind)
+    if "head_dim" in fields and fields["head_dim"] is None:
+        values["head_dim"] = HEAD_DIM
+    if "kv_lora_rank" in fields and "num_key_value_heads" in values:
+        values["num_key_value_heads"] = HEADS  # latent attention has as many as there are queries
     values |= {name: value for name, value in overrides.items() if "." not in name}
     values |= _several_kinds_of_layers(like, values, overrides)
     return kind(**values)
