@@ -15,6 +15,8 @@ JOBS ?= 2
 PYTEST_FLAGS ?=
 SCREENSHOTS ?=
 BENCH_FLAGS ?=
+COVERAGE_FLAGS ?=
+COVERAGE_RECORD ?= benchmarks/results/coverage.jsonl
 GPU_PYTHON ?= python3
 GPU_JOBS ?= 16
 GPU_SECONDS ?= 0
@@ -27,7 +29,8 @@ SOURCES := pyproject.toml constraints.txt
 # would rewrite the assertions of all tests anew, and each process that a test starts would compile polyhead.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help demo examples test test-fast test-gpu test-numerics test-cluster lint docs package bench frontend system system-python system-compiler \
+.PHONY: help demo examples test test-fast test-gpu test-numerics test-cluster lint docs package bench coverage frontend system \
+	system-python system-compiler \
 	system-browser system-node clean
 
 help: ## show the targets
@@ -88,12 +91,19 @@ package: $(VENV)/.installed-dev ## build the sdist and the wheel in dist/, and u
 bench: $(VENV)/.installed-dev | system-compiler ## measure against the contenders
 	@$(BIN)/python -m benchmarks layers $(BENCH_FLAGS)
 
+# In an environment of its own, since torchvision, which timm imports, is not built for every torch: without its requirements.
+COVERAGE_VENV := .venv-coverage
+coverage: | system-python ## judge what is observed of every model family, and write docs/coverage.md; COVERAGE_FLAGS="--only bloom"
+	@.ci/environment $(COVERAGE_VENV) $(PYTHON) coverage
+	@OMP_NUM_THREADS=1 $(COVERAGE_VENV)/bin/python -m benchmarks coverage --output $(COVERAGE_RECORD) $(COVERAGE_FLAGS)
+
 # What is built is committed, so that nobody needs Node to use, install or test the package.
 frontend: | system-node ## build the page and the viewer from frontend/
 	@cd frontend && npm ci --no-fund --no-audit --loglevel=error && npm run build
 
 clean: ## remove the environment and everything that was built
-	@rm -rf $(VENV) $(VENV).lock $(VENV)-cluster $(VENV)-cluster.lock build dist frontend/node_modules polyhead-report*.html .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(VENV)-cluster $(VENV)-coverage $(VENV)*.lock build dist frontend/node_modules polyhead-report*.html \
+		.pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # Killed in the middle, an installation starts over: see .ci/environment.
 $(VENV)/.installed-%: $(SOURCES) $(wildcard $(VENV)/.installing) | system-python

@@ -13,6 +13,7 @@ import typer
 
 from benchmarks.alarms.command import alarms
 from benchmarks.collectives.command import collectives
+from benchmarks.coverage.command import coverage
 from benchmarks.options import Commit, Quick, Seed
 from benchmarks.plan_accuracy.command import plan
 from benchmarks.statements.command import statements
@@ -46,6 +47,7 @@ app.command("prediction")(prediction)
 app.command("training")(training)
 app.command("alarms")(alarms)
 app.command("collectives")(collectives)
+app.command("coverage")(coverage)
 
 
 @app.callback()

@@ -1,0 +1,141 @@
+"""The models of a coverage run: what each is called and how it is built."""
+
+from __future__ import annotations
+
+import importlib
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.coverage.inputs import inputs_of, parsed, with_placeholders
+from benchmarks.coverage.shrinking import shrunk
+
+OVERRIDES = Path(__file__).with_name("overrides.toml")
+SPREAD = 1.3  # standard deviation of a unit's sum: logits of a few units, so that no head is close to uniform
+Call = Callable[[], Any]
+
+
+class CannotBuildError(Exception):
+    """A model that this benchmark could not build or run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model of the table: the library it is from, its name, and how to build it and its call."""
+
+    library: str
+    name: str
+    build: Callable[[], tuple[nn.Module, Call]]
+
+
+@cache
+def overrides() -> dict[str, dict[str, Any]]:
+    """Return the table of what the rules do not get right, by library and name."""
+    return tomllib.loads(OVERRIDES.read_text(encoding="utf-8"))
+
+
+def transformers_subjects() -> Iterator[Subject]:
+    """Yield every model type of transformers that is not a part of another one of its family."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+
+    kinds = {name: CONFIG_MAPPING[name] for name in CONFIG_MAPPING_NAMES}
+    parts = {part for kind in kinds.values() for part in kind.sub_configs.values() if part.__module__ == kind.__module__}
+    for name, kind in kinds.items():
+        if kind not in parts:
+            yield Subject("transformers", name, lambda name=name, kind=kind: _built(name, kind))
+
+
+def _built(name: str, kind: type) -> tuple[nn.Module, Call]:
+    entry = overrides().get("transformers", {}).get(name, {})
+    if "refused" in entry:
+        raise CannotBuildError(entry["refused"])
+    config = shrunk(kind, entry.get("config"))
+    model = strengthened(_class_of(kind, name, entry)(config))
+    errors = []
+    for arguments in inputs_of(model, entry.get("inputs", {})):
+        for _ in range(4):
+            try:
+                seeded(model, arguments)()
+            except Exception as error:  # noqa: BLE001 - the next arguments may do
+                errors.append(f"{type(error).__name__}: {error}")
+                changed = with_placeholders(arguments, model, str(error))
+                if changed is None:
+                    break
+                arguments = changed
+            else:
+                return model, seeded(model, arguments)
+    raise CannotBuildError(f"cannot be run: {errors[0]}")
+
+
+def _class_of(kind: type, name: str, entry: dict[str, Any]) -> Callable[[Any], nn.Module]:
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    if "model" in entry:
+        return getattr(transformers, entry["model"], None) or _of_module(kind, lambda x: x.__name__ == entry["model"])[0]
+    mappings = [modeling_auto.MODEL_MAPPING_NAMES] + [
+        value for key, value in vars(modeling_auto).items() if key.endswith("MAPPING_NAMES") and key.startswith("MODEL_FOR")
+    ]
+    for mapping in mappings:
+        if name in mapping:
+            found = mapping[name]
+            return getattr(transformers, found if isinstance(found, str) else found[0])
+    models = _of_module(kind, lambda x: x.config_class is kind and not x.__name__.endswith("PreTrainedModel"))
+    if not models:
+        raise CannotBuildError(f"no model class takes {kind.__name__}")
+    return models[0]
+
+
+def _of_module(kind: type, accept: Callable[[Any], bool]) -> list[Any]:
+    from transformers import PreTrainedModel
+
+    module = importlib.import_module(kind.__module__.replace("configuration_", "modeling_"))
+    found = [x for x in vars(module).values() if isinstance(x, type) and issubclass(x, PreTrainedModel) and accept(x)]
+    return sorted(found, key=lambda x: (not x.__name__.endswith("Model"), x.__name__))
+
+
+def strengthened(model: nn.Module) -> nn.Module:
+    """Return a model in evaluation mode with random weights so large that its heads differ."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.ndim > 1:
+            fan_in = parameter[0].numel()
+            nn.init.normal_(parameter, 0, SPREAD / max(fan_in, 1) ** 0.5)
+    return model.float().eval()
+
+
+def seeded(model: nn.Module, arguments: dict[str, Any]) -> Call:
+    """Return a call of a model with the same random numbers each time."""
+
+    def call() -> Any:
+        torch.manual_seed(1)
+        with torch.no_grad():
+            return model(**arguments)
+
+    return call
+
+
+def of_tensors(library: str, name: str, build: Callable[[], nn.Module], **inputs: str) -> Subject:
+    """Return a subject whose inputs are written as in the table of overrides."""
+
+    def built() -> tuple[nn.Module, Call]:
+        try:
+            model = strengthened(build())
+        except CannotBuildError:
+            raise
+        except Exception as error:
+            raise CannotBuildError(f"{type(error).__name__}: {error}") from error
+        call = seeded(model, {key: parsed(text) for key, text in inputs.items()})
+        try:
+            call()
+        except Exception as error:
+            raise CannotBuildError(f"cannot be run: {type(error).__name__}: {error}") from error
+        return model, call
+
+    return Subject(library, name, built)

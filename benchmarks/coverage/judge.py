@@ -1,0 +1,318 @@
+"""The verdict on one model: what `polyhead.observe` reports of it, held against the softmaxes that it computed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import polyhead
+from benchmarks.coverage.oracle import Rows, Softmax, joined, rows_of, softmaxes_of
+from polyhead.errors import PolyheadError
+from polyhead.observation import HeadProfile
+
+TOLERANCE = 2e-5  # of float32 statistics and outputs, relative to the larger of 1 and the exact value
+LEAST_CONTRAST = 1e-3  # heads whose entropies differ by less from the uniform one would hide a wrong scale
+EXACT, SLOW, PARTIAL, REFUSED, WRONG, NONE = "exact", "slow", "partial", "refused", "wrong", "no attention"
+VERDICTS = (EXACT, SLOW, PARTIAL, REFUSED, WRONG, NONE)
+
+
+@dataclass(slots=True)
+class Judgement:
+    """What was found out about one model.
+
+    `sites` counts the attention sites that the oracle saw, `observed` those whose statistics agree; `missing` are
+    neither observed nor listed by the session, `wrong` says which numbers differ.
+    """
+
+    verdict: str
+    reason: str = ""
+    sites: int = 0
+    observed: int = 0
+    worst: float = 0.0  # largest error of a statistic that was compared
+    output: float = 0.0  # largest difference of the model's outputs
+    missing: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields that say something, as JSON types."""
+        return {name: value for name, value in asdict(self).items() if value or name in ("verdict", "sites")}
+
+
+def judge(model: nn.Module, call: Callable[[], Any]) -> Judgement:
+    """Observe a model and compare it with an oracle.
+
+    Args:
+        model: a model, in evaluation mode.
+        call: runs the model on its inputs, always with the same random numbers.
+    """
+    with torch.no_grad():
+        expected = call()
+        again = _difference(expected, call())
+    softmaxes, eager = _by_operators(model, call)
+    attention = [x for x in softmaxes if x.is_attention]
+    result = Judgement(EXACT, sites=len({x.path for x in attention}))
+    if again > TOLERANCE:
+        result.notes.append(f"two runs without a session differ by {again:.1e}")
+    if (difference := _difference(expected, eager)) > 100 * TOLERANCE:
+        result.notes.append(f"eager attention has other outputs, by {difference:.1e}")
+    if not attention:
+        result.verdict = NONE
+    first = _state(model)
+    with torch.no_grad():
+        call()
+    before = _state(model)
+    own = _changes(first, before)  # by every forward of the model
+    judged = _observed(model, call, attention, expected, result)
+    if "via_weights" in signature(polyhead.observe).parameters and judged.verdict in (PARTIAL, REFUSED) or (judged.verdict == WRONG and judged.missing and not judged.wrong):
+        slow = _slow(model, call, attention)
+        if slow == "":
+            judged.verdict = SLOW
+        else:
+            judged.notes.append(f"via_weights: {slow}")
+    if changed := [x for x in _changes(before, _state(model)) if x not in own]:
+        judged.verdict = WRONG
+        judged.wrong.append(f"left behind by the session: {', '.join(changed[:5])}")
+    return judged
+
+
+def _by_operators(model: nn.Module, call: Callable[[], Any]) -> tuple[list[Softmax], Any]:
+    """Return the softmaxes of eager attention, where the model has a choice."""
+    from transformers import PreTrainedModel
+
+    configs = []
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            config = module.config
+            pending = [config]
+            while pending:
+                config = pending.pop()
+                if config is not None and all(config is not x for x, _ in configs):
+                    configs.append((config, config._attn_implementation_internal))
+                    pending += [getattr(config, name, None) for name in config.sub_configs]
+    try:
+        for config, _ in configs:
+            config._attn_implementation_internal = "eager"
+        return softmaxes_of(model, call)
+    finally:
+        for config, implementation in configs:
+            config._attn_implementation_internal = implementation
+
+
+def _observed(
+    model: nn.Module, call: Callable[[], Any], attention: list[Softmax], expected: Any, result: Judgement
+) -> Judgement:
+    try:
+        with torch.no_grad(), polyhead.observe(model) as session:
+            output = call()
+    except PolyheadError as error:
+        if result.verdict != NONE:
+            result.verdict = REFUSED
+        result.reason = str(error)
+        return result
+    except Exception as error:  # noqa: BLE001 - a model that runs without a session must run with one
+        result.verdict = WRONG
+        result.wrong.append(f"the session raised {type(error).__name__}: {error}")
+        return result
+    result.output = _difference(expected, output)
+    if result.output > TOLERANCE and not result.notes:
+        result.wrong.append(f"outputs of the model differ by {result.output:.1e}")
+    if len(getattr(session, "materialised", ())):
+        result.verdict = SLOW
+    result.skipped = [f"{site}: {reason}" for site, reason in session.skipped]
+    tables = _tables(session.profile)
+    by_site, missing = _assigned(attention, {name for name, _ in tables})
+    listed = {site.partition("#")[0] for site, _ in session.skipped}
+    silent = sorted({x.path for x in missing} - {x.path for x in missing if any(m.path in listed for m in x.modules)})
+    result.missing = silent
+    for (name, kind), table in tables.items():
+        error, column = _error(by_site.get((name, kind), []), table)
+        if error > TOLERANCE:
+            result.wrong.append(f"{name} ({kind}): {column}")
+        else:
+            result.observed += 1
+            result.worst = max(result.worst, error)
+    if result.wrong or silent:
+        result.verdict = WRONG
+    elif missing:
+        result.verdict = PARTIAL if result.observed else REFUSED
+        result.reason = result.skipped[0] if result.skipped else "not observed"
+    return result
+
+
+def _tables(profile: HeadProfile) -> dict[tuple[str, str], dict[str, Tensor]]:
+    """Return the columns of each site of a profile, by its name and kind."""
+    rows: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for index, site in enumerate(profile.sites):
+        rows[site.name, site.kind].append(index)
+    names = ("tokens", *profile.names, *(f"{name}_max" for name in profile.names))
+    return {
+        key: {name: profile[name][index] for name in names if name in profile.columns} for key, index in rows.items()
+    }
+
+
+def _assigned(
+    attention: list[Softmax], sites: set[str]
+) -> tuple[dict[tuple[str, str], list[Softmax]], list[Softmax]]:
+    """Assign softmaxes to the innermost site that ran, as both kinds; return also those without any."""
+    by_site: dict[tuple[str, str], list[Softmax]] = defaultdict(list)
+    missing = []
+    for softmax in attention:
+        for running in reversed(softmax.modules):
+            numbered = f"{running.path}#{softmax.ordinals[running.path]}"
+            name = numbered if numbered in sites else running.path
+            if name in sites:
+                by_site[name, "self"].append(softmax)
+                by_site[name, "cross"].append(softmax)
+                break
+        else:
+            missing.append(softmax)
+    return by_site, missing
+
+
+def _error(softmaxes: list[Softmax], table: Mapping[str, Tensor]) -> tuple[float, str]:
+    """Return the largest error of a site's statistics, and a sentence about it."""
+    if not softmaxes:
+        return float("inf"), "the model computed no attention there"
+    heads = len(table["tokens"])
+    best = (float("inf"), f"{heads} heads, of logits {[*softmaxes[0].logits.shape]}")
+    chosen = [x for x in softmaxes if x.kind == "softmax"]
+    for choice in (chosen, [x for x in chosen if _is_self(x)], [x for x in chosen if not _is_self(x)]):
+        for axis in range(chosen[0].logits.ndim - 2 + 1) if choice else ():
+            parts = [_rows(x, heads, axis) for x in choice]
+            if all(part is not None for part in parts):
+                exact = joined([part for part in parts if part is not None]).table()
+                if all(float(x.logits.amax(-1).abs().max()) == 0 for x in choice):
+                    exact = {name: x for name, x in exact.items() if "logit" not in name}  # its maximum was subtracted
+                found = _compared(exact, table)
+                best = min(best, found)
+    return best
+
+
+def _is_self(softmax: Softmax) -> bool:
+    return softmax.logits.shape[-1] - softmax.has_sink() == softmax.logits.shape[-2]
+
+
+def _rows(softmax: Softmax, heads: int, axis: int) -> Rows | None:
+    """Return the rows of a softmax with its heads in this axis; beyond the axes, in all of them but the last two."""
+    leading = softmax.logits.ndim - 2
+    if axis == leading:
+        count = softmax.logits[..., 0, 0].numel()
+        if softmax.logits.numel() == 0 or count % heads:
+            return None
+        flat = softmax.logits.reshape(-1, *softmax.logits.shape[-2:])
+        merged = Softmax(softmax.kind, flat, softmax.modules, softmax.is_product, softmax.keys)
+        return rows_of(merged, heads, 0)
+    return rows_of(softmax, heads, axis) if softmax.logits.shape[axis] == heads else None
+
+
+def _compared(exact: Mapping[str, Tensor], table: Mapping[str, Tensor]) -> tuple[float, str]:
+    """Return the largest error among the columns that both have."""
+    worst = (0.0, "")
+    for name, values in table.items():
+        if name not in exact or bool(values.isnan().all()):
+            continue
+        want, got = exact[name], values.double()
+        error = ((got - want).abs() / want.abs().clamp_min(1)).nan_to_num(torch.inf)
+        error = torch.where(got.isnan() & want.isnan() | (got == want), 0, error)
+        if not bool((error <= worst[0]).all()):
+            head = int(error.argmax())
+            worst = float(error[head]), f"{name} of head {head} is {float(got[head]):.6g}, exact {float(want[head]):.6g}"
+    return worst
+
+
+def _slow(model: nn.Module, call: Callable[[], Any], attention: list[Softmax]) -> str:
+    """Return why returned weights do not show every attention of a model; empty if they do."""
+    try:
+        with torch.no_grad(), polyhead.observe(model, via_weights=True) as session:
+            call()
+    except Exception as error:  # noqa: BLE001 - any failure is a reason
+        return f"{type(error).__name__}: {error}"
+    remaining = [*attention]
+    for (name, _), table in _tables(session.profile).items():
+        errors = [(_error([x], table)[0], index) for index, x in enumerate(remaining)]
+        error, index = min(errors, default=(float("inf"), 0))
+        if error > TOLERANCE:
+            return f"{name} agrees with no softmax of the model, by {error:.1e}"
+        del remaining[index]
+    return f"not returned: {', '.join(sorted({x.path for x in remaining})[:3])}" if remaining else ""
+
+
+# ---- what must be as before
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """Return what a session may not change, by name."""
+    from transformers import PreTrainedModel
+
+    state: dict[str, Any] = {
+        "F.scaled_dot_product_attention": F.scaled_dot_product_attention,
+        "F.softmax": F.softmax,
+        "F.multi_head_attention_forward": F.multi_head_attention_forward,
+        "torch.softmax": torch.softmax,
+        "Tensor.softmax": Tensor.softmax,
+        "Module.__call__": nn.Module.__call__,
+        "MHA fast path": torch.backends.mha.get_fastpath_enabled(),
+        "function modes": torch._C._len_torch_function_stack(),
+        "training": model.training,
+    }
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            state[f"{path}.{name}"] = dict(value) if isinstance(value, dict) else value
+        state[f"{path}.forward"] = type(module).forward
+        if isinstance(module, PreTrainedModel):
+            state[f"{path}.config"] = module.config.to_dict()
+            state[f"{path}._attn_implementation"] = module.config._attn_implementation
+    return state
+
+
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Return the names whose values are no longer the same objects."""
+    return sorted(
+        name for name in {*before, *after} if name not in before or name not in after or not _same(before[name], after[name])
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return [*one] == [*other] and all(one[key] is other[key] or _equal(one[key], other[key]) for key in one)
+    return one is other or _equal(one, other)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return False
+    with suppress(Exception):
+        return bool(one == other)
+    return False
+
+
+def _difference(one: Any, other: Any) -> float:
+    """Return the largest difference of all tensors in two outputs, relative to the largest value of each."""
+    worst = 0.0
+    for x, y in zip(_tensors(one), _tensors(other), strict=False):
+        if x.shape != y.shape:
+            return float("inf")
+        if x.is_floating_point() and x.numel():
+            x, y = x.double().nan_to_num(7.0), y.double().nan_to_num(7.0)
+            worst = max(worst, float((x - y).abs().max() / x.abs().max().clamp_min(1)))
+    return worst
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    if isinstance(x, Tensor):
+        return [x]
+    if isinstance(x, Mapping):
+        x = [*x.values()]
+    if isinstance(x, list | tuple):
+        return [tensor for part in x for tensor in _tensors(part)]
+    return []

@@ -1,0 +1,258 @@
+"""What attention a model computed, read from the operators that it ran; nothing here uses polyhead.
+
+A dispatch mode sees every softmax of a forward, whoever wrote it: eager attention of transformers, PyTorch's own
+functions (their math kernel runs operator by operator) or softmax by hand. A softmax is attention over keys if its
+logits are a product of two activations and its result is multiplied with a third. Routers, samplers of deformable
+attention and pooling by a linear layer get their logits from a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+_PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten.linear: 0}  # position of the first operand
+_SOFTMAXES = (aten._softmax, aten._safe_softmax)
+# Operators whose results are no longer logits or weights.
+_ENDS = (aten.native_layer_norm, aten.native_group_norm, aten.native_batch_norm, aten.convolution, aten.embedding)
+_SUMS = (aten.sum, aten.mean)
+
+
+@dataclass(slots=True, eq=False)
+class Softmax:
+    """One softmax, or exponential of logits, of a forward.
+
+    `modules` are the running modules, innermost last, each with the number of softmaxes over keys since it was called.
+    """
+
+    kind: str
+    logits: Tensor  # float64, the softmax over the last axis
+    modules: list[_Running]
+    is_product: bool  # whether its logits are a product of activations
+    keys: set[int] = field(default_factory=set)  # sizes over which products contract it
+    is_summed: bool = False
+    ordinals: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_attention(self) -> bool:
+        return self.is_product and len(self.keys) > 0 and self.logits.shape[-1] > 0
+
+    @property
+    def path(self) -> str:
+        return self.modules[-1].path if len(self.modules) else ""
+
+    def has_sink(self) -> bool:
+        """Return whether the last column is a learned sink, which no value belongs to."""
+        return self.keys == {self.logits.shape[-1] - 1}
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    path: str
+    calls: int = 0
+
+
+class _Recorder(TorchDispatchMode):
+    """Records softmaxes; follows logits and weights through the storage of tensors, which it keeps alive."""
+
+    def __init__(self, model: nn.Module, stack: list[_Running]) -> None:
+        super().__init__()
+        self.stack = stack
+        self.softmaxes: list[Softmax] = []
+        self.parameters = {_address(x) for x in model.parameters()}
+        self.products: dict[int, Any] = {}
+        self.weights: dict[int, tuple[Any, set[int]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        packet, inputs = func.overloadpacket, [x for x in _flat(args) if isinstance(x, Tensor)]
+        logits = args[0].double() if packet in _SOFTMAXES or packet in (aten.exp, aten.exp_) else None
+        result = func(*args, **(kwargs or {}))
+        outputs = [x for x in _flat((result,)) if isinstance(x, Tensor)]
+        if packet in _PRODUCTS:
+            self._product(*args[_PRODUCTS[packet] : _PRODUCTS[packet] + 2], result)
+        elif packet in _SOFTMAXES:
+            self._softmax("softmax", logits.movedim(args[1], -1), args[0], result)  # type: ignore[union-attr]
+        elif logits is not None and _address(args[0]) in self.products:
+            self._softmax("exp", logits, args[0], result)
+        elif packet in _SUMS:
+            for number in {n for x in inputs for n in self._numbers(x)}:
+                self.softmaxes[number].is_summed = True
+        elif packet not in _ENDS:
+            if any(_address(x) in self.products for x in inputs):
+                for output in outputs:
+                    self.products[_address(output)] = output.untyped_storage()
+            if numbers := {n for x in inputs for n in self._numbers(x)}:
+                for output in outputs:
+                    self._mark(output, numbers)
+        return result
+
+    def _numbers(self, x: Tensor) -> set[int]:
+        return self.weights.get(_address(x), (None, set()))[1]
+
+    def _mark(self, x: Tensor, numbers: set[int]) -> None:
+        self.weights[_address(x)] = x.untyped_storage(), self._numbers(x) | numbers
+
+    def _product(self, first: Tensor, second: Tensor, result: Tensor) -> None:
+        if _address(second) in self.parameters:
+            return
+        for number in self._numbers(first):
+            self.softmaxes[number].keys.add(first.shape[-1])
+        for number in self._numbers(second):
+            self.softmaxes[number].keys.add(second.shape[-2])
+        self.products[_address(result)] = result.untyped_storage()
+
+    def _softmax(self, kind: str, logits: Tensor, source: Tensor, result: Tensor) -> None:
+        self._mark(result, {len(self.softmaxes)})
+        is_product = _address(source) in self.products
+        self.softmaxes.append(Softmax(kind, logits, [*self.stack], is_product))
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _flat(x: Any) -> Iterator[Any]:
+    if isinstance(x, (tuple, list)):
+        for part in x:
+            yield from _flat(part)
+    else:
+        yield x
+
+
+def softmaxes_of(model: nn.Module, call: Callable[[], Any]) -> tuple[list[Softmax], Any]:
+    """Run `call`, which calls the model, and return its softmaxes in order, and what it returned."""
+    stack: list[_Running] = []
+    recorder = _Recorder(model, stack)
+    with ExitStack() as undo:
+        undo.enter_context(_named(model, stack))
+        undo.enter_context(sdpa_kernel(SDPBackend.MATH))
+        undo.enter_context(_operators_of_mha())
+        undo.enter_context(torch.no_grad())
+        undo.enter_context(recorder)
+        output = call()
+    for softmax in recorder.softmaxes:
+        if softmax.is_attention:
+            for running in softmax.modules:
+                running.calls += 1
+                softmax.ordinals[running.path] = running.calls
+    return recorder.softmaxes, output
+
+
+@contextmanager
+def _named(model: nn.Module, stack: list[_Running]) -> Iterator[None]:
+    """Keep the paths of the running modules on a stack."""
+    with ExitStack() as undo:
+        for path, module in model.named_modules():
+            name = path or type(model).__name__
+
+            def enter(*_: Any, name: str = name) -> None:
+                stack.append(_Running(name))
+
+            def leave(*_: Any) -> None:
+                stack.pop()
+
+            undo.callback(module.register_forward_pre_hook(enter).remove)
+            undo.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield
+
+
+@contextmanager
+def _operators_of_mha() -> Iterator[None]:
+    """Let `nn.MultiheadAttention` run operator by operator."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+_MASKED = -5e3  # logits below are of masked keys
+WINDOW = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Statistics of rows, [rows, heads]; NaN where undefined. Positional ones need as many queries as keys."""
+
+    columns: dict[str, Tensor]
+
+    def table(self) -> dict[str, Tensor]:
+        """Return means and maxima per head, under the names of the columns of a profile."""
+        counted = ~self.columns["entropy"].isnan()
+        table = {"tokens": counted.sum(0).double()}
+        for name, values in self.columns.items():
+            table[name] = values.nanmean(0)
+            table[f"{name}_max"] = torch.where(values.isnan(), -torch.inf, values).amax(0)
+        return table
+
+
+def rows_of(softmax: Softmax, heads: int, axis: int) -> Rows:
+    """Return the statistics of each row of a softmax, in float64.
+
+    Args:
+        softmax: a softmax, its logits [..., queries, keys].
+        heads: number of heads.
+        axis: axis of the heads; all heads are in the first axis, after the batch, if this axis is larger.
+    """
+    logits = softmax.logits
+    if logits.shape[axis] != heads:
+        logits = logits.unflatten(axis, (-1, heads))
+        axis += 1
+    logits = logits.movedim(axis, -3)
+    queries, columns = logits.shape[-2:]
+    logits = logits.reshape(-1, heads, queries, columns)
+    keys = columns - softmax.has_sink()
+    is_visible = logits[..., :keys] > _MASKED
+    is_row = is_visible.any(-1)
+    if queries == keys:  # the query of a key that nobody sees is padding
+        is_row &= is_visible.any((1, 2))[:, None]
+    weights = logits.softmax(-1)
+    entropy = -torch.special.xlogy(weights, weights).sum(-1)
+    visible = is_visible.sum(-1) + softmax.has_sink()
+    weights = weights[..., :keys]
+    values = {
+        "entropy": entropy,
+        "normalized_entropy": torch.where(visible > 1, entropy / visible.clamp_min(2).double().log(), torch.nan),
+        "confidence": weights.amax(-1),
+        "max_logit": logits[..., :keys].amax(-1),
+    }
+    if queries == keys:
+        index = torch.arange(keys)
+        offset = index - index[:, None]
+        masses = {
+            "self_mass": offset == 0,
+            "previous_mass": offset == -1,
+            "next_mass": offset == 1,
+            "window_mass": offset.abs() <= WINDOW,
+            "mean_distance": offset.abs(),
+        }
+        values["sink_mass"] = weights.gather(-1, _first_keys(is_visible)[..., None])[..., 0]
+        values |= {name: (weights * factor).sum(-1) for name, factor in masses.items()}
+    return Rows({name: torch.where(is_row, x, torch.nan).movedim(1, -1).reshape(-1, heads) for name, x in values.items()})
+
+
+def _first_keys(is_visible: Tensor) -> Tensor:
+    """Return, for each row, the first key of its document: where no later query sees a key before, or the reverse."""
+    seen = is_visible.any(1)
+    seen = seen | seen.mT
+    tokens = seen.shape[-1]
+    starts = torch.zeros(len(seen), tokens, dtype=torch.long)
+    for token in range(1, tokens):
+        is_start = ~seen[:, token:, :token].any((1, 2)) & seen[:, token:].any((1, 2)) & seen[:, :token].any((1, 2))
+        starts[:, token] = torch.where(is_start, token, starts[:, token - 1])
+    return starts[:, None].expand(is_visible.shape[:-1])
+
+
+def joined(parts: list[Rows]) -> Rows:
+    """Return the rows of several calls; columns that one of them does not have are left out."""
+    names = [name for name in parts[0].columns if all(name in part.columns for part in parts)]
+    return Rows({name: torch.cat([part.columns[name] for part in parts]) for name in names})

@@ -1,0 +1,139 @@
+"""Small versions of transformers' configs, by rules on the names of their fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+VOCABULARY, TEXT, WIDTH, HEADS, HEAD_DIM = 97, 13, 32, 4, 8
+IMAGE, PATCH = 32, 8
+_FIRST_SPECIAL = 90  # special tokens are renumbered downwards from here
+
+Rule = Callable[[Any], Any]
+
+
+def _each(value: int | Callable[[int], int]) -> Rule:
+    """Return a rule for a number or a list of as many numbers."""
+    of = value if callable(value) else lambda index: value
+    return lambda old: type(old)(of(index) for index in range(len(old))) if isinstance(old, list | tuple) else of(0)
+
+
+def _at_most(bound: int) -> Rule:
+    return lambda old: type(old)(min(x, bound) for x in old) if isinstance(old, list | tuple) else min(old, bound)
+
+
+# The first expression that matches a whole name decides.
+RULES: tuple[tuple[str, Rule], ...] = (
+    (r".*vocab_size|.*vocab_size_.*|num_classes", _at_most(VOCABULARY)),
+    (r"(.*_)?(num_)?(key_value|kv)_heads|num_kv_heads|.*num_key_value_heads.*|n_kv_heads?|multi_query_group_num", _at_most(2)),
+    (r"qk_rope_head_dim|(qk_|v_|kv_|global_|attention_|swa_|index_)*(nope_)?head_dim|d_kv|d_head|kv_channels|attention_head_(dim|size)", _each(HEAD_DIM)),
+    (r".*mrope_section", lambda old: [2, 1, 1]),
+    (r"(.*_)?(num_|n_)?(attention_|attn_|hash_)?heads?|(.*_)?num_attention_heads|n_heads?|.*attention_heads", _each(lambda i: HEADS)),
+    (r"(kv|q|v|o)_lora_rank", _each(16)),
+    (r"num_experts_per_tok|moe_k|top_?k|moe_topk|num_experts_per_token|moe_num_active.*", _at_most(2)),
+    (r"(n|num|moe_num)_(local_|routed_|total_)?experts", _each(4)),
+    (r"n_group|topk_group|num_expert_groups?", _each(1)),
+    (r"num_(hidden_layers|layers|blocks|decoder_layers|encoder_layers)|n_layers?|(encoder|decoder)_layers|.*num_hidden_layers|.*_num_layers|num_.*_layers|depth|.*_layers|.*_depth", _at_most(2)),
+    (r"depths|layers|num_encoder_blocks_list|stage_repeats", _each(lambda i: 1)),
+    (r"hidden_sizes|embed_dims|neck_hidden_sizes|decoder_hidden_sizes_list", _each(lambda i: 16 << i)),
+    (r"image_size|img_size|input_size", _each(IMAGE)),
+    (r"patch_size|patch_sizes_?", _at_most(PATCH)),
+    (r"num_mel_bins|feature_size|n_mels|num_mels", _at_most(16)),
+    (r"conv_dim|tdnn_dim", _each(16)),
+    (r"num_conv_pos_embeddings|num_conv_pos_embedding_groups", _at_most(4)),
+    (r"num_(object_)?queries|num_query_tokens|num_latents|qformer_num_query_tokens|resampler_n_latents", _at_most(7)),
+    (r"intermediate_size.*|.*_ffn_dim|ffn_dim|d_ff|.*intermediate_size|.*_inner|.*intermediate_dim|mlp_dim|.*feedforward.*|ffn_hidden_size", lambda old: 48 if isinstance(old, int) and old > 48 else old),
+    (r"max_(source|target)_positions|max_position_embeddings|n_positions|max_.*positions?.*", _at_most(128)),
+    (r"sliding_window|window_size|attention_window|local_attention|sliding_window_size|attention_chunk_size", _at_most(4)),
+    (r"hidden_size|d_model|n_embd|.*hidden_dim|embed_dim|.*_hidden_size|dim|width|.*_dim|.*_size|.*_channels|.*_width|.*_rank|channels|.*_features|.*_units|hidden_channels",
+     lambda old: WIDTH if isinstance(old, int) and not isinstance(old, bool) and old > 64 else old),
+)
+_COMPILED = tuple((re.compile(name), rule) for name, rule in RULES)
+_TOKEN = re.compile(r".*token_(ids?|index)|.*_token|.*_token_.*id")
+_PATTERNS = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types", "attention_layers")
+
+
+def shrunk(kind: type, overrides: Mapping[str, Any] | None = None, like: Any = None) -> Any:
+    """Return a small config of a class; `overrides` are by field, dotted for those of nested configs.
+
+    Args:
+        kind: class of configs.
+        overrides: values of fields, which no rule changes.
+        like: the config to shrink; the default config of the class.
+    """
+    overrides = dict(overrides or {})
+    like = kind() if like is None else like
+    values: dict[str, Any] = {}
+    for name, default in _defaults(kind).items():
+        if name in overrides or name in kind.sub_configs:
+            continue
+        small = _small(name, default)
+        if small is not default and small != default:
+            values[name] = small
+    for name in kind.sub_configs:
+        inner, own = getattr(like, name, None), _inner(overrides, name)
+        if name not in overrides and inner is not None and not isinstance(inner, dict):
+            values[name] = shrunk(type(inner), own, inner)
+    fields = _defaults(kind)
+    if "head_dim" in fields and fields["head_dim"] is None:
+        values["head_dim"] = HEAD_DIM
+    if "kv_lora_rank" in fields and "num_key_value_heads" in values:
+        values["num_key_value_heads"] = HEADS  # latent attention has as many as there are queries
+    values |= {name: value for name, value in overrides.items() if "." not in name}
+    values |= _several_kinds_of_layers(like, values, overrides)
+    return kind(**values)
+
+
+def _defaults(kind: type) -> dict[str, Any]:
+    found = {}
+    for field in dataclasses.fields(kind):
+        if field.default is not dataclasses.MISSING:
+            found[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            found[field.name] = field.default_factory()
+    return found
+
+
+def _inner(overrides: Mapping[str, Any], name: str) -> dict[str, Any]:
+    prefix = f"{name}."
+    return {key.removeprefix(prefix): value for key, value in overrides.items() if key.startswith(prefix)}
+
+
+def _small(name: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _small(key, part) for key, part in value.items()}
+    if _TOKEN.fullmatch(name):
+        return _token(name, value)
+    numbers = value if isinstance(value, list | tuple) else [value]
+    if not len(numbers) or not all(isinstance(x, int) and not isinstance(x, bool) for x in numbers):
+        return value
+    for pattern, rule in _COMPILED:
+        if pattern.fullmatch(name):
+            return rule(value)
+    return value
+
+
+def _token(name: str, value: Any) -> Any:
+    """Return a special token within the vocabulary, the same for every config in which it has this name."""
+    if isinstance(value, list):
+        return [_token(name, x) for x in value]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 50:
+        return value
+    return 50 + sum(name.replace("index", "id").encode()) % (_FIRST_SPECIAL - 50)
+
+
+def _several_kinds_of_layers(like: Any, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return as many layers as show each kind of layer that the config alternates between."""
+    if "num_hidden_layers" not in values or "num_hidden_layers" in overrides:
+        return {}
+    count = values["num_hidden_layers"]
+    fields: dict[str, Any] = {}
+    for name in _PATTERNS:
+        pattern = getattr(like, name, None)
+        if isinstance(pattern, list | tuple) and all(isinstance(x, str) for x in pattern) and len(pattern):
+            count = max(count, *(list(pattern).index(kind) + 1 for kind in set(pattern)))
+            if _defaults(type(like)).get(name) is not None:
+                fields[name] = pattern
+    return {"num_hidden_layers": count, **{name: type(x)(x[:count]) for name, x in fields.items() if name not in overrides}}

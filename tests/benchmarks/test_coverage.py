@@ -1,0 +1,153 @@
+"""The judge of coverage calls what is wrong wrong: a number that differs, a site nobody mentions, a trace left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.coverage import judge as judging
+from benchmarks.coverage.classics import CLASSICS, WIDTH, MinGPTAttention, NanoGPTAttention, classic
+from benchmarks.coverage.inputs import parsed
+from benchmarks.coverage.judge import judge
+from benchmarks.coverage.oracle import softmaxes_of
+from benchmarks.coverage.pool import forked
+from benchmarks.coverage.shrinking import HEADS, VOCABULARY, WIDTH as HIDDEN, shrunk
+from benchmarks.coverage.table import BEGIN, END, filled, read, write
+from polyhead.observation.statistics import SiteStatistics
+
+
+def _input() -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randn(2, 13, WIDTH)
+
+
+def test_an_observed_model_is_exact():
+    model, x = classic("nanoGPT"), _input()
+    verdict = judge(model, lambda: model(x))
+    assert (verdict.verdict, verdict.sites, verdict.observed) == ("exact", 2, 2)
+    assert verdict.worst < judging.TOLERANCE
+
+
+def test_a_number_that_differs_is_wrong(monkeypatch):
+    original = SiteStatistics.update
+
+    def scaled(self, rows, *args, **kwargs):
+        rows = type(rows)(**{**{name: getattr(rows, name) for name in rows.__dataclass_fields__}, "entropy": rows.entropy * 1.01})
+        return original(self, rows, *args, **kwargs)
+
+    monkeypatch.setattr(SiteStatistics, "update", scaled)
+    model, x = classic("nanoGPT"), _input()
+    verdict = judge(model, lambda: model(x))
+    assert verdict.verdict == "wrong"
+    assert "entropy" in verdict.wrong[0]
+
+
+class _Hidden(nn.Module):
+    """Attention that a session sees, then attention by an operator that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.hidden = NanoGPTAttention(), MinGPTAttention()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.seen(x)
+        weights = torch.ops.aten._softmax(self.hidden.query(x) @ self.hidden.key(x).mT, -1, False)
+        return weights @ x
+
+
+def test_a_site_that_nobody_mentions_is_wrong():
+    model, x = _Hidden(), _input()
+    verdict = judge(model, lambda: model(x))
+    assert verdict.verdict == "wrong"
+    assert (verdict.missing, verdict.wrong) == (["_Hidden"], [])
+
+
+def test_a_trace_that_a_session_leaves_is_wrong(monkeypatch):
+    model, x = classic("nanoGPT"), _input()
+    original = judging.polyhead.observe
+
+    def leaving(model, **options):
+        model.mark = object()
+        return original(model, **options)
+
+    monkeypatch.setattr(judging.polyhead, "observe", leaving)
+    verdict = judge(model, lambda: model(x))
+    assert verdict.verdict == "wrong"
+    assert verdict.wrong == ["left behind by the session: .mark"]
+
+
+@pytest.mark.parametrize("name", CLASSICS)
+def test_the_oracle_sees_attention_however_it_is_written(name):
+    model, x = classic(name), _input()
+    found = [softmax for softmax in softmaxes_of(model, lambda: model(x))[0] if softmax.is_attention]
+    assert len(found) == 2
+    assert all(softmax.path.startswith(f"{index}.attn") for index, softmax in enumerate(found))
+    assert all(tuple(softmax.logits.shape) == (2, 3, 13, 13) for softmax in found)
+
+
+class _Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, 5), nn.Parameter(torch.randn(5, WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("bte,eio,bti->bto", F.softmax(self.gate(x), -1), self.experts, x)
+
+
+def test_a_router_is_no_attention():
+    model, x = _Router(), _input()
+    softmaxes, _ = softmaxes_of(model, lambda: model(x))
+    assert [softmax.is_attention for softmax in softmaxes] == [False]
+    assert judge(model, lambda: model(x)).verdict == "no attention"
+
+
+def test_a_process_that_dies_does_not_end_the_run():
+    def work(task: str) -> dict[str, str]:
+        if task == "dies":
+            os._exit(7)
+        if task == "raises":
+            raise RuntimeError("of its own")
+        return {"verdict": "exact"}
+
+    results = dict(forked(["dies", "fine", "raises"], work, jobs=2))
+    assert results["fine"] == {"verdict": "exact"}
+    assert results["dies"]["reason"] == "its process ended with 7"
+    assert (results["raises"]["verdict"], results["raises"]["reason"]) == ("refused", "RuntimeError: of its own")
+
+
+def test_configs_shrink_by_their_names():
+    from transformers import CLIPConfig, LlamaConfig
+
+    config = shrunk(LlamaConfig, {"num_hidden_layers": 3})
+    assert (config.hidden_size, config.num_attention_heads, config.vocab_size) == (HIDDEN, HEADS, VOCABULARY)
+    assert config.num_hidden_layers == 3
+    assert shrunk(CLIPConfig).vision_config.hidden_size == HIDDEN
+
+
+def test_inputs_of_the_table():
+    assert parsed("float 2,3").shape == (2, 3)
+    assert int(parsed("int<4 100").max()) == 3
+    assert parsed([[1, 4]]).tolist() == [[1, 4]]
+
+
+def test_a_record_is_the_table_of_the_page(tmp_path):
+    rows = [
+        {"library": "timm", "name": "vit", "verdict": "exact", "sites": 2, "observed": 2, "seconds": 60.0},
+        {"library": "timm", "name": "odd", "verdict": "wrong", "sites": 2, "wrong": ["a | b"], "seconds": 60.0},
+        {"library": "timm", "name": "none", "verdict": "refused", "sites": 0, "built": False, "reason": "too new"},
+    ]
+    facts = {"libraries": {"timm": "1.0"}, "versions": {"torch": "2.13"}, "commit": "abc"}
+    write(tmp_path / "record", facts, rows)
+    assert [*read(tmp_path / "record").values()] == rows
+    assert json.loads((tmp_path / "record").read_text().split("\n")[0]) == {"facts": facts}
+    page = filled(f"before {BEGIN} old {END} after", facts, rows)
+    assert "| timm | 3 | 1 | 0 | 0 | 1 | 1 | 33.3% | 33.3% | 50.0% |" in page
+    assert "| odd | wrong | 0 of 2 | a \\| b |" in page
+    assert "2 minutes of CPU time" in page
+    assert "| none | refused | not built | too new |" in page
+    assert "old" not in page
