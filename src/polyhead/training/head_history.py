@@ -173,7 +173,7 @@ class HeadHistory:
     def append(
         self, step: int, values: Tensor, loss: float, measured: Tensor | None = None, pairs: Tensor | None = None
     ) -> StepRecord:
-        """Add the values of a step and return them as a record; the first steps are dropped if there are too many.
+        """Return the record of a step, which is added; the first steps are dropped if there are too many.
 
         Args:
             step: number of the step.
