@@ -62,6 +62,7 @@ def _name(function: Any) -> str:
 
 name_of: Callable[[Any], str] = cache(_name)
 FOLLOWED = frozenset((*SOFTMAX, *MATRIX_PRODUCTS, *VIEWS, "stack", "cat", "concat", "concatenate"))
+CARRYING = frozenset((*FOLLOWED, *_LOGITS))
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +106,23 @@ class HeadAxes:
     is_outer: bool | None = None  # whether the heads are the outer part of it
 
 
-Origin = Scores | Weights | HeadAxes
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadViews:
+    """Views of projected tokens, whose axes are computed only where an attention needs them."""
+
+    start: HeadAxes
+    views: tuple[tuple[torch.Size, Callable[..., Any], tuple[Any, ...], dict[str, Any], int], ...] = ()
+
+    def axes(self) -> HeadAxes | None:
+        """Return where the axes of the heads are; None if that is unknown."""
+        axes: HeadAxes | None = self.start
+        for shape, function, args, kwargs, index in self.views:
+            moved = moved_axes(shape, function, (None, *args), kwargs)
+            axes = None if axes is None or moved is None else _viewed_heads(axes, shape, moved[index][0])
+        return axes
+
+
+Origin = Scores | Weights | HeadViews
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +133,7 @@ class FollowedTensors:
     # Softmaxes of products of queries and keys: the module, and what their products with values were read as.
     softmaxes: list[tuple[str, list[Any]]] = field(default_factory=list)
 
+    has_softmax: bool = False  # whether any weights were followed
     orders: dict[str, bool] = field(default_factory=dict)  # of merged batch and heads, by module: heads outside
 
     def get(self, tensor: Any) -> Origin | None:
@@ -138,6 +156,7 @@ class FollowedTensors:
 
     def clear(self) -> None:
         self.entries.clear()
+        self.has_softmax = False
         self.softmaxes.clear()
 
     # ---- functions other than a product with values
@@ -176,7 +195,7 @@ class FollowedTensors:
                     same = all(origin.has_leading_axes for origin in scores) and all(x.shape == y for y in shapes)
                     self.set(x, Scores(products, same))
             return
-        heads = [(x, origin) for x, origin in found if isinstance(origin, HeadAxes)]
+        heads = [(x, origin) for x, origin in found if isinstance(origin, HeadViews)]
         is_kept = name in _SAME or name in _PRODUCTS_BY_ELEMENT or name in ("cat", "concat")
         if len(heads) and is_kept:
             for x in results:
@@ -199,7 +218,13 @@ class FollowedTensors:
                 self._split_features(first, result)
             is_merged = isinstance(result, Tensor) and (first.ndim, result.ndim) == (4, 3)
             if is_merged and result.shape[1:] == first.shape[2:] and first.is_floating_point():
-                self.set(result, HeadAxes((), (0, first.shape[0], first.shape[1])))
+                self.set(result, HeadViews(HeadAxes((), (0, first.shape[0], first.shape[1]))))
+            return
+        if isinstance(origin, HeadViews):
+            if not len(tensors_of(args[1:], kwargs)):
+                for index, x in enumerate(results):
+                    view = (first.shape, function, args[1:], dict(kwargs), index)
+                    self.set(x, replace(origin, views=(*origin.views, view)))
             return
         moved = moved_axes(first.shape, function, args, kwargs)
         for index, x in enumerate(results):
@@ -208,15 +233,11 @@ class FollowedTensors:
             of_result = None if moved is None or len(moved) != len(results) else moved[index]
             if isinstance(origin, Weights):
                 self.set(x, _viewed(origin, first, of_result, function, name, args, kwargs))
-            elif of_result is None:
-                continue
-            elif isinstance(origin, Scores):
+            elif of_result is not None:
                 last = _has_last_axes(of_result[0], first)
                 self.set(
                     x, replace(origin, has_leading_axes=origin.has_leading_axes and last and _is_ordered(of_result))
                 )
-            else:
-                self._view_of_heads(x, origin, first, of_result[0])
 
     def _split_features(self, first: Tensor, result: Tensor) -> None:
         """Note where a view splits the last axis, of features, into heads and their channels."""
@@ -226,7 +247,7 @@ class FollowedTensors:
             if size == features and count == 1:
                 break
             if size == features:
-                self.set(result, HeadAxes(tuple(range(result.ndim - count, result.ndim))))
+                self.set(result, HeadViews(HeadAxes(tuple(range(result.ndim - count, result.ndim)))))
                 return
         if (
             result.ndim == first.ndim == 3
@@ -236,23 +257,7 @@ class FollowedTensors:
             and result.shape[1] != first.shape[1]
         ):  # [tokens, batch, features] -> [tokens, batch * heads, channels]
             merged = (1, first.shape[1], result.shape[1] // first.shape[1])
-            self.set(result, HeadAxes((), merged, is_outer=False))
-
-    def _view_of_heads(self, x: Tensor, origin: HeadAxes, first: Tensor, axes: list[MovedAxis]) -> None:
-        split = tuple(index for index, axis in enumerate(axes) if axis.is_whole and {*axis.sources} <= {*origin.split})
-        merged, is_outer = None, None
-        for index, axis in enumerate(axes):
-            if not axis.is_whole:
-                continue
-            if origin.merged is not None and axis.sources == (origin.merged[0],):
-                merged, is_outer = (index, *origin.merged[1:]), origin.is_outer
-            elif len(axis.sources) == 2 and len({*axis.sources} & {*origin.split}) == 1:
-                outer, inner = (first.shape[source] for source in axis.sources)
-                merged, is_outer = (index, outer, inner), axis.sources[0] in origin.split
-        if origin.merged is not None and merged is None:
-            return
-        if len(split) or merged is not None:
-            self.set(x, HeadAxes(split, merged, is_outer))
+            self.set(result, HeadViews(HeadAxes((), merged, is_outer=False)))
 
     def _joined(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> bool:
         """Note heads that were split as a list and joined along the first axis; return whether that was noted."""
@@ -260,12 +265,14 @@ class FollowedTensors:
         axis = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
         if axis != 0 or not isinstance(parts, list | tuple) or len(parts) < 2 or not isinstance(result, Tensor):
             return False
-        if any(self.get(x) is not None for x in parts) or not result.is_floating_point() or result.ndim > 4:
+        origins = [self.get(x) for x in parts]
+        are_known = [x.axes() if isinstance(x, HeadViews) else x for x in origins]
+        if any(x is not None for x in are_known) or not result.is_floating_point() or result.ndim > 4:
             return False
         if name == "stack" and result.ndim == 4:
-            self.set(result, HeadAxes((0, 3)))
+            self.set(result, HeadViews(HeadAxes((0, 3))))
         elif name != "stack" and result.ndim == 3 and len({x.shape for x in parts}) == 1:
-            self.set(result, HeadAxes((), (0, len(parts), parts[0].shape[0]), is_outer=True))
+            self.set(result, HeadViews(HeadAxes((), (0, len(parts), parts[0].shape[0]), is_outer=True)))
         return True
 
     def _of_weights(
@@ -355,6 +362,22 @@ def _viewed(
         sink=len(origin.views) if size != keys else origin.sink,
         has_leading_axes=origin.has_leading_axes and last and _is_ordered(moved),
     )
+
+
+def _viewed_heads(origin: HeadAxes, shape: torch.Size, axes: list[MovedAxis]) -> HeadAxes | None:
+    split = tuple(index for index, axis in enumerate(axes) if axis.is_whole and {*axis.sources} <= {*origin.split})
+    merged, is_outer = None, None
+    for index, axis in enumerate(axes):
+        if not axis.is_whole:
+            continue
+        if origin.merged is not None and axis.sources == (origin.merged[0],):
+            merged, is_outer = (index, *origin.merged[1:]), origin.is_outer
+        elif len(axis.sources) == 2 and len({*axis.sources} & {*origin.split}) == 1:
+            outer, inner = (shape[source] for source in axis.sources)
+            merged, is_outer = (index, outer, inner), axis.sources[0] in origin.split
+    if origin.merged is not None and merged is None:
+        return None
+    return HeadAxes(split, merged, is_outer) if len(split) or merged is not None else None
 
 
 def _is_constant_along(x: Any, weights: Tensor, axis: int) -> bool:

@@ -34,6 +34,7 @@ from polyhead.observation.attention_calls import (
     read_scaled_dot_product,
 )
 from polyhead.observation.followed_tensors import (
+    CARRYING,
     FOLLOWED,
     SOFTMAX,
     FollowedTensors,
@@ -249,7 +250,7 @@ class Interceptor:
         """Run a function that is no attention function, and follow hand-written attention through it."""
         stack: list[RunningModule] = getattr(self._threads, "stack", [])
         followed, name = self._followed(), name_of(original)
-        is_followed = name in FOLLOWED or len(followed.entries) > 0
+        is_followed = name in FOLLOWED or (len(followed.entries) > 0 and (followed.has_softmax or name in CARRYING))
         if not is_followed or not len(stack) or stack[-1].is_reported or uses_interface(type(stack[-1].module)):
             return original(*args, **kwargs)
         if torch._C._get_tracing_state() is not None or torch.compiler.is_compiling():

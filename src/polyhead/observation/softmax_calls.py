@@ -20,8 +20,7 @@ from polyhead.observation.attention_calls import (
     head_counts,
     is_cross,
 )
-from polyhead.observation.followed_tensors import FollowedTensors, Softmax, Weights, version_of
-from polyhead.observation.followed_tensors import HeadAxes as FollowedHeads
+from polyhead.observation.followed_tensors import FollowedTensors, HeadViews, Scores, Softmax, Weights, version_of
 from polyhead.observation.matrix_products import Axis, MatrixProduct
 from polyhead.observation.rows import MASKING_BIAS
 from polyhead.observation.transformers_models import is_pretrained, takes_attention_mask
@@ -44,7 +43,7 @@ def softmax_of(
         return
     axis = axis % logits.ndim
     origin = followed.get(logits)
-    scores = origin if not isinstance(origin, Weights | FollowedHeads) else None
+    scores = origin if isinstance(origin, Scores) else None
     if logits.ndim == 2 and scores is None:
         return
     softmax = Softmax(logits, version_of(logits), scores, running, _why_unreadable(logits))
@@ -52,6 +51,7 @@ def softmax_of(
         softmax.reason = "its softmax overwrites the logits"
     if scores is not None:
         followed.softmaxes.append((running.path, softmax.products))
+    followed.has_softmax = True
     followed.set(result, Weights(softmax, axis))
 
 
@@ -206,10 +206,11 @@ def _layout(
     shared, own = product.shared(index), product.own(index)
     shape = [*product.operands[index].shape]
     unknown = NotUnderstood(f"the axes of batch, heads and queries must be known, got weights of shape {shape}")
-    known = followed.get(product.operands[1 - index])
+    views = followed.get(product.operands[1 - index])
+    known = views.axes() if isinstance(views, HeadViews) else None
     split_axes: set[Axis] = set()
     merged = None
-    if isinstance(known, FollowedHeads):
+    if known is not None:
         split_axes = {product.axes[1 - index][axis] for axis in known.split}
         if known.merged is not None:
             axis, outer, inner = known.merged
