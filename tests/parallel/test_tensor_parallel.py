@@ -580,17 +580,6 @@ def test_heads_and_tokens_are_distributed_together(ranks: Ranks) -> None:
     ranks.run(combine_with_context, world=4)
 
 
-def run_example() -> dict[str, float]:
-    from examples import tensor_parallel
-
-    return tensor_parallel.main(context=9)
-
-
-def test_the_example_keeps_its_promise(ranks: Ranks) -> None:
-    for differences in ranks.run(run_example, world=4):
-        assert max(differences.values()) < 1e-12
-
-
 # ---- bad input
 
 
