@@ -6,11 +6,22 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from safetensors.torch import save as serialise
 from torch import nn
 
 import polyhead
 from polyhead.errors import OptionError
-from polyhead.observation import AttentionDistances, AttentionMaps, BatchMetadata, Contributions, Sums, load, save
+from polyhead.observation import (
+    AttentionDistances,
+    AttentionMaps,
+    BatchMetadata,
+    Contributions,
+    Sums,
+    load,
+    save,
+    saving,
+)
 from polyhead.observation.collectors import CallRecorder
 from polyhead.observation.contributions import SiteContributions
 from polyhead.observation.top_keys import TopKeys
@@ -389,3 +400,12 @@ def test_states_that_break_the_protocol_are_refused(state, words):
 def test_collector_names_must_be_distinct():
     with pytest.raises(OptionError, match="distinct names"):
         polyhead.observe(polyhead.MultiHeadAttention(16, 2), collect=[Contributions(), Contributions()])
+
+
+def test_states_that_share_memory_or_are_views_are_saved_whole(tmp_path) -> None:
+    base = torch.arange(35.0).view(5, 7)
+    tensors = {"whole": base, "same": base, "columns": base[:, 2:5], "transposed": base.T, "none": base[:0]}
+    path = tmp_path / "tensors.safetensors"
+    path.write_bytes(serialise(saving._unshared(tensors)))
+    assert all(torch.equal(x, tensors[name]) for name, x in load_file(path).items())
+    assert saving._unshared({"whole": base})["whole"].data_ptr() == base.data_ptr()  # no second copy in memory

@@ -13,12 +13,13 @@ from torch import Tensor
 import polyhead
 from polyhead.errors import OptionError, ShapeError
 from polyhead.masks import Mask
-from polyhead.observation import AttentionMaps, BatchMetadata, role_evidence
+from polyhead.observation import AttentionMaps, BatchMetadata, role_evidence, role_evidence_rows
 from polyhead.observation.role_evidence import EvidenceCollector, HeadEvidence
 from polyhead.observation.role_evidence_rows import COLUMNS, COSINES, WINDOW
 from polyhead.observation.role_evidence_tokens import BINS, NEAR, NEAREST, TokenVectors, rare_tokens
 from polyhead.observation.top_keys import TopKeys
 from polyhead.observation.transformers_models import interface_modules
+from polyhead.ops.attended import Attended
 from tests.integrations.huggingface import models
 from tests.waiting import waiting_is_an_error
 
@@ -429,6 +430,30 @@ def test_a_call_that_goes_on_from_a_cache_and_a_cross_attention_have_no_evidence
             model(input_ids=models.tokens()[:, :1], past_key_values=cache)
     cross = polyhead.observation.AttentionSite("layer", "cross", "layer", 0, 2)
     assert EvidenceCollector().empty(cross, torch.device("cpu")) is None
+
+
+def test_rows_stored_at_a_time_and_fused_attention_give_the_same_sums(monkeypatch) -> None:
+    """Groups include the row's own token; keys of another sequence, later keys and padding have no weight."""
+    generator = torch.Generator().manual_seed(3)
+    query, key = (torch.randn(2, heads, 19, 8, generator=generator) for heads in (6, 3))
+    mask = Mask.causal() & Mask.lengths([19, 13])
+    result = polyhead.attention(query, key, key, mask=mask, logsumexp=True)
+    attended = Attended(query, key, key, result, mask)
+    groups = {name: torch.randint(0, 5, (2, 19), generator=generator) for name in ("word", "token")}
+    embeddings = torch.randn(2, 19, 7, generator=generator)
+    whole = role_evidence_rows._sums_of_stored_weights(attended, groups, embeddings)
+    monkeypatch.setattr(role_evidence_rows, "STORED_WEIGHTS", 1)
+    monkeypatch.setattr(role_evidence_rows, "STORED_ROWS", 5)
+    in_blocks = role_evidence_rows._sums_of_stored_weights(attended, groups, embeddings)
+    means = polyhead.attention(query, key, embeddings[:, None].expand(-1, 3, -1, -1), mask=mask).output
+    for sums in (whole, in_blocks):
+        torch.testing.assert_close(sums.embeddings[0], means[0])
+        torch.testing.assert_close(sums.embeddings[1, :, :13], means[1, :, :13])
+        for name, indices in groups.items():
+            expected = role_evidence_rows._weight_inside(attended, indices)
+            torch.testing.assert_close(sums.inside[name][0], expected[0])
+            torch.testing.assert_close(sums.inside[name][1, :, :13], expected[1, :, :13])
+    assert list(in_blocks.inside) == list(groups)
 
 
 def test_the_rarest_tokens_make_up_no_more_than_their_share() -> None:

@@ -47,7 +47,7 @@ from polyhead.sources.text_contexts import knows
 CHANCE_TOKENS = 1024  # of the baseline with random weights
 DISTANCE_TOKENS = 512
 GRADIENT_TOKENS = 8192
-GRADIENT_BATCH_TOKENS = 512  # activations and logits of a batch are in memory until its backward pass
+GRADIENT_BATCH_TOKENS = 256  # activations and logits of a batch are in memory until its backward pass
 ABLATION_TOKENS = 2048  # each head costs one more forward pass over these
 QUICK_ABLATION_TOKENS = 256  # where ablation was not requested by name
 

@@ -6,7 +6,9 @@ under the same mask; only its entropy is that of random logits.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from polyhead.observation.collectors import exclude_padding, profile_rows
 from polyhead.observation.role_evidence_tokens import BINS, KEY_SETS, NEAR, Pairs, TokenMetadata
 from polyhead.observation.rows import MASKING_BIAS
 from polyhead.ops.attended import Attended
-from polyhead.ops.attention import RowStatistics, Statistics, attention
+from polyhead.ops.attention import AttentionOutput, RowStatistics, Statistics, attention
 from polyhead.ops.profile import profile
 from polyhead.ops.profile.request import OFFSET_BINS
 
@@ -46,6 +48,7 @@ ROW_STATISTICS = ("entropy", "confidence", "mean_distance")  # computed once mor
 PROFILED = {"received": True, "offsets": True, "argmax": True}
 COPY_WEIGHT = 0.1  # a row with less on every ordinary token attends to none
 COPY_ROWS = 64  # rows of a text that are sampled
+STORED_WEIGHTS, STORED_ROWS = 1 << 21, 64  # weights in memory at a time on a CPU, but at least as many rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,6 +96,16 @@ class BatchBaseline:
     chance: Tensor  # as in `EvidenceSums`
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightSums:
+    """Sums of the weights of each row over keys that belong together, and over the keys' embeddings."""
+
+    inside: Mapping[str, Tensor]  # weight on the row's own "word", "sentence" and "token", [batch, heads, queries]
+    # Weighted means of the embeddings `TokenMetadata.meaning`, then the weight on ordinary tokens, then padding:
+    # [batch, heads, queries, at least 3 * dims + 1].
+    embeddings: Tensor | None = None
+
+
 def measure_baseline(
     attended: Attended, non_padding: Tensor | None, tokens: TokenMetadata, logits: TokenLogits | None = None
 ) -> BatchBaseline:
@@ -118,7 +131,8 @@ def measure_baseline(
         _has_visible_pair(uniform, pairs, counted) for pairs in (tokens.duplicates, tokens.inductions)
     )
     query_rows = QueryRows(tokens, visible, counted, first, counted & (others > 0.5), duplicate, induction, logits)
-    columns, histogram, _ = _columns(uniform, rows, query_rows, learned_sink=attended.sinks is not None)
+    inside = _weight_sums(uniform, replace(tokens, meaning=None))
+    columns, histogram, _ = _columns(uniform, rows, query_rows, inside, learned_sink=attended.sinks is not None)
     # Baseline entropy: random logits of unit variance, which the 1/sqrt(d) scale aims for, give
     # log(n) - (1 - 1/n) / 2 rather than the log(n) of uniform attention.
     num_targets = visible + (attended.sinks is not None)
@@ -135,8 +149,10 @@ def measure_baseline(
 def measure(attended: Attended, baseline: BatchBaseline, output: Tensor | None = None) -> EvidenceSums:
     """Measure all heads of one attention call; `output` is W_O, [heads, value_dim, width], if it is known."""
     query_rows, learned_sink, values = baseline.query_rows, attended.sinks is not None, attended.result.output
-    rows, embeddings = _row_statistics(attended, query_rows.tokens)
-    columns, _, argmax = _columns(attended, rows, query_rows, learned_sink=learned_sink, attended_embeddings=embeddings)
+    weight_sums = _weight_sums(attended, query_rows.tokens)
+    columns, _, argmax = _columns(
+        attended, _row_statistics(attended), query_rows, weight_sums, learned_sink=learned_sink
+    )
     offset = argmax - torch.arange(argmax.shape[2], device=argmax.device)
     counted = (argmax >= 0) & query_rows.counted
     logits, packed = query_rows.logits, attended.mask is not None and len(attended.mask.packed) > 0
@@ -160,46 +176,82 @@ def without_biases(mask: Mask | None) -> Mask | None:
     return replace(mask, allowed=allowed, biases=(), relative_biases=())
 
 
-def _row_statistics(attended: Attended, tokens: TokenMetadata) -> tuple[RowStatistics, Tensor | None]:
-    """Return row statistics, recomputed if needed, and the attention-weighted means of the embeddings, if any.
-
-    Their channels are those of the three embeddings of `TokenMetadata.meaning`, then the weight on ordinary tokens,
-    then padding to a multiple of 8: [batch, heads, queries, at least 3 * dims + 1].
-    """
+def _row_statistics(attended: Attended) -> RowStatistics:
+    """Return the row statistics that roles need, recomputed unless the session has them."""
     computed = attended.result.statistics
-    if (
-        tokens.meaning is None
-        and computed is not None
-        and all(getattr(computed, name) is not None for name in ROW_STATISTICS)
-    ):
-        return computed, None
-    value, names = attended.value, list(ROW_STATISTICS)
+    if computed is not None and all(getattr(computed, name) is not None for name in ROW_STATISTICS):
+        return computed
+    result = _attention(
+        attended, attended.value, attended.mask, sinks=attended.sinks, statistics=Statistics(*ROW_STATISTICS)
+    )
+    assert result.statistics is not None
+    return result.statistics
+
+
+def _weight_sums(attended: Attended, tokens: TokenMetadata) -> WeightSums:
+    """Return the weights of each row within its segments, and its weighted mean of the keys' embeddings.
+
+    On a CPU, one product of queries and keys serves all of them; on other devices, fused attention computes each.
+    """
+    segments = {"word": tokens.words, "sentence": tokens.sentences}
+    groups = {name: x.indices for name, x in segments.items() if x is not None}
+    embeddings: Tensor | None = None
     if tokens.meaning is not None:
         assert tokens.ordinary_ids is not None
-        value = torch.cat([tokens.meaning.flatten(2), tokens.ordinary_ids[..., None] >= 0], -1)
-        value = torch.nn.functional.pad(value, (0, -value.shape[-1] % 8)).to(attended.query.dtype)
-        value = value[:, None].expand(-1, attended.key.shape[1], -1, -1)
-    result = attention(
+        groups["token"] = tokens.ordinary_ids
+        is_ordinary = (tokens.ordinary_ids >= 0)[..., None]
+        embeddings = torch.cat([tokens.meaning.flatten(2), is_ordinary], -1).to(attended.query.dtype)
+    if attended.query.is_cpu and len(groups):
+        return _sums_of_stored_weights(attended, groups, embeddings)
+    means: Tensor | None = None
+    if embeddings is not None:
+        padded = torch.nn.functional.pad(embeddings, (0, -embeddings.shape[-1] % 8))[:, None]
+        means = _attention(
+            attended, padded.expand(-1, attended.key.shape[1], -1, -1), attended.mask, sinks=attended.sinks
+        ).output
+    return WeightSums({name: _weight_inside(attended, indices) for name, indices in groups.items()}, means)
+
+
+def _sums_of_stored_weights(attended: Attended, groups: Mapping[str, Tensor], embeddings: Tensor | None) -> WeightSums:
+    """Compute the sums from the weights of some rows at a time, which are stored."""
+    batch, heads, queries, _ = attended.query.shape
+    keys = attended.key.shape[2]
+    step = max(STORED_ROWS, STORED_WEIGHTS // max(1, batch * heads * keys))
+    indices = torch.stack(list(groups.values()), -1)  # [batch, keys, groups]
+    inside, means = [], []
+    for start in range(0, queries, step):
+        rows = (start, min(start + step, queries))
+        weights = attended.profile(rows=rows, block_map=(1, 1)).block_map  # blocks of one query and one key
+        assert weights is not None
+        same = (indices[:, slice(*rows), None] == indices[:, None]).to(weights.dtype)
+        inside.append(torch.einsum("bhqk,bqkg->gbhq", weights, same))
+        if embeddings is not None:
+            mean = torch.bmm(weights.flatten(1, 2), embeddings.to(weights.dtype))
+            means.append(mean.unflatten(1, (heads, -1)))
+    sums = torch.cat(inside, 3)
+    return WeightSums(dict(zip(groups, sums, strict=True)), torch.cat(means, 2) if len(means) else None)
+
+
+def _attention(attended: Attended, value: Tensor, mask: Mask | None, **options: Any) -> AttentionOutput:
+    """Attend once more with the same queries and keys."""
+    return attention(
         attended.query.detach(),
         attended.key.detach(),
         value.detach(),
-        mask=attended.mask,
+        mask=mask,
         scale=attended.scale,
         softcap=attended.softcap,
-        sinks=attended.sinks,
-        statistics=Statistics(*names),
+        **options,
     )
-    assert result.statistics is not None
-    return result.statistics, None if tokens.meaning is None else result.output
 
 
 def _columns(
     attended: Attended,
     rows: RowStatistics,
     query_rows: QueryRows,
+    weight_sums: WeightSums,
     *,
     learned_sink: bool,
-    attended_embeddings: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Return the columns, [batch, heads] each, the weights by offset, and the argmax [batch, heads, queries]."""
     tokens, counted = query_rows.tokens, query_rows.counted
@@ -245,13 +297,13 @@ def _columns(
         if segments is not None:
             in_segments = counted & segments.counted[:, None]
             by_offset = _offsets_of_rows(attended, in_segments, counted, histogram)
-            inside = _masked_sum(_weight_inside(attended, segments.indices), in_segments) - by_offset[..., center]
+            inside = _masked_sum(weight_sums.inside[name], in_segments) - by_offset[..., center]
             columns[f"{name}_mass"] = inside.clamp_min(0.0)
             by_offset[..., center] = 0.0  # attention of a token to itself
             columns[f"{name}_expected"] = (by_offset * segments.inside_by_offset[:, None]).sum(-1)
             columns[f"{name}_others"] = by_offset.sum(-1)
-    if attended_embeddings is not None:
-        columns |= _similarity_columns(attended, query_rows, attended_embeddings, histogram)
+    if weight_sums.embeddings is not None:
+        columns |= _similarity_columns(query_rows, weight_sums.inside["token"], weight_sums.embeddings, histogram)
     return columns, histogram, summary.argmax
 
 
@@ -267,7 +319,7 @@ def _offsets_of_rows(attended: Attended, rows: Tensor, counted: Tensor, histogra
 
 
 def _similarity_columns(
-    attended: Attended, query_rows: QueryRows, attended_embeddings: Tensor, histogram: Tensor
+    query_rows: QueryRows, same_token: Tensor, attended_embeddings: Tensor, histogram: Tensor
 ) -> dict[str, Tensor]:
     """Return cosine similarities of tokens with what they attend to, e_i . sum_j p_ij e_j, excluding equal tokens."""
     tokens = query_rows.tokens
@@ -277,7 +329,7 @@ def _similarity_columns(
     attended_to = attended_embeddings[..., : 3 * dims].unflatten(-1, (3, dims)).to(torch.float64)
     cosines = torch.einsum("bhqsd,bqsd->bhqs", attended_to, tokens.meaning.to(torch.float64))
     # Equal tokens are excluded: their cosine of 1 is no evidence of semantic similarity.
-    same = _masked_sum(_weight_inside(attended, tokens.ordinary_ids), ordinary_rows)
+    same = _masked_sum(same_token, ordinary_rows)
     different = _masked_sum(attended_embeddings[..., 3 * dims], ordinary_rows) - same
     # Expected from offsets alone: the mean cosine at each offset, weighted by the head's attention by offset.
     by_offset = histogram.clone()
@@ -351,15 +403,8 @@ def _weight_inside(attended: Attended, groups: Tensor) -> Tensor:
     assert attended.result.logsumexp is not None
     same_group = Mask.documents(groups)
     zeros = attended.value.new_zeros(*attended.key.shape[:3], 8)
-    group_logsumexp = attention(
-        attended.query.detach(),
-        attended.key.detach(),
-        zeros,
-        mask=same_group if attended.mask is None else attended.mask & same_group,
-        scale=attended.scale,
-        softcap=attended.softcap,
-        logsumexp=True,
-    ).logsumexp
+    mask = same_group if attended.mask is None else attended.mask & same_group
+    group_logsumexp = _attention(attended, zeros, mask, logsumexp=True).logsumexp
     assert group_logsumexp is not None
     return (group_logsumexp - attended.result.logsumexp).exp()
 

@@ -40,8 +40,20 @@ def save(path: str | os.PathLike[str], observations: Observations, facts: Mappin
 
     header, tensors = to_tensors(observations)
     header["facts"] = dict(facts or {})
-    tensors = {name: x.detach().cpu().clone() for name, x in tensors.items()}
-    write_atomically(Path(path), serialise(tensors, {_KEY: json.dumps(header)}))
+    write_atomically(Path(path), serialise(_unshared(tensors), {_KEY: json.dumps(header)}))
+
+
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors on the CPU, contiguous and each alone in its memory, as safetensors requires."""
+    owned: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, x in tensors.items():
+        owned[name] = x = x.detach().cpu()
+        storage = x.untyped_storage()
+        if not x.is_contiguous() or storage.nbytes() != x.nbytes or storage.data_ptr() in storages:
+            owned[name] = x.clone(memory_format=torch.contiguous_format)
+        storages.add(storage.data_ptr())
+    return owned
 
 
 def to_tensors(observations: Observations) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -188,7 +188,9 @@ class _Blocks(_Accumulator):
             # A tile covers whole blocks or is inside one; only the last block of an axis may be smaller.
             count = blocks_of(cut.stop - cut.start, size)
             missing = count * size - (cut.stop - cut.start)
-            if count == 1:
+            if size == 1:  # a block of one token
+                pass
+            elif count == 1:
                 pooled = pooled.amax(axis, keepdim=True) if by_max else pooled.sum(axis, keepdim=True)
             else:
                 pooled = pad(pooled, (0, missing) if axis == 3 else (0, 0, 0, missing)) if missing else pooled
