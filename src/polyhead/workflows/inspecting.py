@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -154,8 +154,7 @@ def inspect_model(
     with ExitStack() as stack:
         if folder is not None:
             check_pyarrow(folder / TABLE)
-            stack.enter_context(lock_folder(folder))
-            remove_leftovers(folder, OBSERVATIONS)
+            stack.enter_context(locked(folder))
         loaded = loaded or load_settings_model(settings, progress, allow_pickle, trust_remote_code)
         run = InspectionRun.of(settings, loaded, text=text, progress=progress)
         read = run.text_pass.run(folder=folder, resume=resume, report=progress, save_seconds=save_seconds)
@@ -163,6 +162,14 @@ def inspect_model(
         if folder is not None:
             save_inspection(folder, found)
         return found
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Return a context in which only this process writes to the folder of a run, without what a killed one left."""
+    with lock_folder(folder):
+        remove_leftovers(folder, OBSERVATIONS)
+        yield
 
 
 def load_settings_model(

@@ -34,8 +34,8 @@ from polyhead.progress import Progress, ProgressCallback, ignore_progress
 from polyhead.sources import Shard
 from polyhead.sources.shards import WHOLE
 from polyhead.sources.text_contexts import Text
-from polyhead.workflows.inspecting import load_settings_model
-from polyhead.workflows.sharded_inspecting import check_whole, is_merged, locked
+from polyhead.workflows.inspecting import load_settings_model, locked
+from polyhead.workflows.sharded_inspecting import check_whole, is_merged
 
 SHARDS_PER_WORKER = 4  # so that little is read again, and a slow worker has fewer
 

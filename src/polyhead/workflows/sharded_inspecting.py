@@ -34,13 +34,12 @@ from polyhead.inspection.shard_files import checked_shards
 from polyhead.inspection.text_pass import SAVE_SECONDS, STEP, TextRead, shard_of, versions
 from polyhead.observation import read_facts
 from polyhead.observation.reducing import reduce_observations
-from polyhead.observation.run_folder import lock_folder, remove_leftovers
 from polyhead.parallel.workers import Workers
 from polyhead.progress import Progress, ProgressCallback, ignore_progress
 from polyhead.sources import LoadedModel, Shard
 from polyhead.sources.shards import WHOLE
 from polyhead.sources.text_contexts import Text
-from polyhead.workflows.inspecting import load_settings_model
+from polyhead.workflows.inspecting import load_settings_model, locked
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,13 +280,6 @@ def _choose_device(device: str, workers: Workers) -> None:
 
 
 # ---- folders
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    with lock_folder(folder):
-        remove_leftovers(folder, OBSERVATIONS)
-        yield
 
 
 @contextmanager
