@@ -126,7 +126,8 @@ class Managers:
         if manager not in self.managers:
             self.managers.append(manager)
         configs = [getattr(module, "config", None) for module in self._modules]
-        for name in {getattr(config, "_attn_implementation", None) for config in configs} - {None, *self.names}:
+        names = {str(config._attn_implementation) for config in configs if config is not None}
+        for name in names - self.names:
             self._undo.enter_context(_OBSERVED.setdefault(name, SharedSetting(_observing(name))).held())
             self.names.add(name)
         return manager
