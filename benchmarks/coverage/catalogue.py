@@ -45,7 +45,9 @@ def transformers_subjects() -> Iterator[Subject]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
     kinds = {name: CONFIG_MAPPING[name] for name in CONFIG_MAPPING_NAMES}
-    parts = {part for kind in kinds.values() for part in kind.sub_configs.values() if part.__module__ == kind.__module__}
+    parts = {
+        part for kind in kinds.values() for part in kind.sub_configs.values() if part.__module__ == kind.__module__
+    }
     for name, kind in kinds.items():
         if kind not in parts:
             yield Subject("transformers", name, lambda name=name, kind=kind: _built(name, kind))
@@ -57,20 +59,21 @@ def _built(name: str, kind: type) -> tuple[nn.Module, Call]:
         raise CannotBuildError(entry["refused"])
     config = shrunk(kind, entry.get("config"))
     model = strengthened(_class_of(kind, name, entry)(config))
-    errors = []
+    first = last = ""  # of the most complete arguments, and of all
     for arguments in inputs_of(model, entry.get("inputs", {})):
         for _ in range(4):
             try:
                 seeded(model, arguments)()
             except Exception as error:  # noqa: BLE001 - the next arguments may do
-                errors.append(f"{type(error).__name__}: {error}")
+                last = f"{type(error).__name__}: {error}"
                 changed = with_placeholders(arguments, model, str(error))
                 if changed is None:
+                    first = first or last
                     break
                 arguments = changed
             else:
                 return model, seeded(model, arguments)
-    raise CannotBuildError(f"cannot be run: {errors[0]}")
+    raise CannotBuildError(f"cannot be run: {first or last}")
 
 
 def _class_of(kind: type, name: str, entry: dict[str, Any]) -> Callable[[Any], nn.Module]:
@@ -78,9 +81,13 @@ def _class_of(kind: type, name: str, entry: dict[str, Any]) -> Callable[[Any], n
     from transformers.models.auto import modeling_auto
 
     if "model" in entry:
-        return getattr(transformers, entry["model"], None) or _of_module(kind, lambda x: x.__name__ == entry["model"])[0]
+        return (
+            getattr(transformers, entry["model"], None) or _of_module(kind, lambda x: x.__name__ == entry["model"])[0]
+        )
     mappings = [modeling_auto.MODEL_MAPPING_NAMES] + [
-        value for key, value in vars(modeling_auto).items() if key.endswith("MAPPING_NAMES") and key.startswith("MODEL_FOR")
+        value
+        for key, value in vars(modeling_auto).items()
+        if key.endswith("MAPPING_NAMES") and key.startswith("MODEL_FOR")
     ]
     for mapping in mappings:
         if name in mapping:
@@ -104,9 +111,9 @@ def strengthened(model: nn.Module) -> nn.Module:
     """Return a model in evaluation mode with random weights so large that its heads differ."""
     torch.manual_seed(0)
     for parameter in model.parameters():
-        if parameter.is_floating_point() and parameter.ndim > 1:
+        if parameter.is_floating_point() and parameter.ndim > 1 and parameter.numel():
             fan_in = parameter[0].numel()
-            nn.init.normal_(parameter, 0, SPREAD / max(fan_in, 1) ** 0.5)
+            nn.init.normal_(parameter, 0, SPREAD / fan_in**0.5)
     return model.float().eval()
 
 

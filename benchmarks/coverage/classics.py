@@ -39,7 +39,8 @@ class MinGPTAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, width = x.size()
         q, k, v = (
-            layer(x).view(batch, tokens, self.n_head, -1).transpose(1, 2) for layer in (self.query, self.key, self.value)
+            layer(x).view(batch, tokens, self.n_head, -1).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
         )
         att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
         att = F.softmax(att.masked_fill(self.mask[:, :, :tokens, :tokens] == 0, float("-inf")), dim=-1)

@@ -28,7 +28,8 @@ def coverage(
     output: ResultFile = None,
     only: Annotated[str | None, typer.Option(metavar="NAME,...", help="Models, as the table names them.")] = None,
     library: Annotated[
-        str | None, typer.Option(metavar="NAME,...", help="Any of transformers, timm, diffusers, torchvision, classics.")
+        str | None,
+        typer.Option(metavar="NAME,...", help="Any of transformers, timm, diffusers, torchvision, classics."),
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes at a time.")] = 2,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a model is wrong.")] = False,
@@ -110,7 +111,12 @@ def _warm_up() -> None:
 
     logging.set_verbosity_error()
     config = LlamaConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=7
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=7,
     )
     model = LlamaModel(config).eval()
     judge(model, seeded(model, {"input_ids": torch.ones(1, 5, dtype=torch.long)}))

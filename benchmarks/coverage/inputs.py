@@ -76,7 +76,9 @@ def with_placeholders(arguments: dict[str, Any], model: nn.Module, error: str) -
         model: a model whose text has placeholders for images or sounds.
         error: what it raised.
     """
-    match = re.search(r"(image|audio|video|speech)?.*tokens: (\d+),? .*?features:? (\d+)", error, re.IGNORECASE | re.DOTALL)
+    match = re.search(
+        r"(image|audio|video|speech)?.*tokens: (\d+),? .*?features:? (\d+)", error, re.IGNORECASE | re.DOTALL
+    )
     ids = arguments.get("input_ids")
     if match is None or not isinstance(ids, Tensor):
         return None
@@ -85,7 +87,10 @@ def with_placeholders(arguments: dict[str, Any], model: nn.Module, error: str) -
     if token is None or rest or per_row > 2000 or int(match[2]) == int(match[3]):
         return None
     filler = torch.full((len(ids), per_row), token)
-    return {**arguments, "input_ids": torch.cat([ids[:, :3], filler, ids[:, -(TEXT - 3) :]], 1)}
+    changed = {**arguments, "input_ids": torch.cat([ids[:, :3], filler, ids[:, -(TEXT - 3) :]], 1)}
+    if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
+        changed["mm_token_type_ids"] = (changed["input_ids"] == token).long()
+    return changed
 
 
 def _placeholder(model: nn.Module, kind: str) -> int | None:
@@ -141,7 +146,16 @@ def _video(model: nn.Module) -> Tensor:
 
 
 def _sound(model: nn.Module) -> Tensor:
-    bins = _setting(model, "num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "feature_size", "n_mels", "num_mels", default=16)
+    bins = _setting(
+        model,
+        "num_mel_bins",
+        "feature_projection_input_dim",
+        "input_feat_per_channel",
+        "feature_size",
+        "n_mels",
+        "num_mels",
+        default=16,
+    )
     frames = 2 * _setting(model, "max_source_positions", default=32)
     return torch.randn(BATCH, bins, frames)
 

@@ -73,7 +73,9 @@ def judge(model: nn.Module, call: Callable[[], Any]) -> Judgement:
     before = _state(model)
     own = _changes(first, before)  # by every forward of the model
     judged = _observed(model, call, attention, expected, result)
-    if "via_weights" in signature(polyhead.observe).parameters and judged.verdict in (PARTIAL, REFUSED) or (judged.verdict == WRONG and judged.missing and not judged.wrong):
+    if ("via_weights" in signature(polyhead.observe).parameters and judged.verdict in (PARTIAL, REFUSED)) or (
+        judged.verdict == WRONG and judged.missing and not judged.wrong
+    ):
         slow = _slow(model, call, attention)
         if slow == "":
             judged.verdict = SLOW
@@ -160,9 +162,7 @@ def _tables(profile: HeadProfile) -> dict[tuple[str, str], dict[str, Tensor]]:
     }
 
 
-def _assigned(
-    attention: list[Softmax], sites: set[str]
-) -> tuple[dict[tuple[str, str], list[Softmax]], list[Softmax]]:
+def _assigned(attention: list[Softmax], sites: set[str]) -> tuple[dict[tuple[str, str], list[Softmax]], list[Softmax]]:
     """Assign softmaxes to the innermost site that ran, as both kinds; return also those without any."""
     by_site: dict[tuple[str, str], list[Softmax]] = defaultdict(list)
     missing = []
@@ -226,7 +226,10 @@ def _compared(exact: Mapping[str, Tensor], table: Mapping[str, Tensor]) -> tuple
         error = torch.where(got.isnan() & want.isnan() | (got == want), 0, error)
         if not bool((error <= worst[0]).all()):
             head = int(error.argmax())
-            worst = float(error[head]), f"{name} of head {head} is {float(got[head]):.6g}, exact {float(want[head]):.6g}"
+            worst = (
+                float(error[head]),
+                f"{name} of head {head} is {float(got[head]):.6g}, exact {float(want[head]):.6g}",
+            )
     return worst
 
 
@@ -278,7 +281,9 @@ def _state(model: nn.Module) -> dict[str, Any]:
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Return the names whose values are no longer the same objects."""
     return sorted(
-        name for name in {*before, *after} if name not in before or name not in after or not _same(before[name], after[name])
+        name
+        for name in {*before, *after}
+        if name not in before or name not in after or not _same(before[name], after[name])
     )
 
 

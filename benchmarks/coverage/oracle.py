@@ -67,6 +67,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.stack = stack
         self.softmaxes: list[Softmax] = []
+        self.scaled: set[str] = set()  # modules that take the logsumexp of their logits, to scale outputs by a sink
         self.parameters = {_address(x) for x in model.parameters()}
         self.products: dict[int, Any] = {}
         self.weights: dict[int, tuple[Any, set[int]]] = {}
@@ -82,6 +83,8 @@ class _Recorder(TorchDispatchMode):
             self._softmax("softmax", logits.movedim(args[1], -1), args[0], result)  # type: ignore[union-attr]
         elif logits is not None and _address(args[0]) in self.products:
             self._softmax("exp", logits, args[0], result)
+        elif packet is aten.logsumexp and _address(args[0]) in self.products and len(self.stack):
+            self.scaled.add(self.stack[-1].path)
         elif packet in _SUMS:
             for number in {n for x in inputs for n in self._numbers(x)}:
                 self.softmaxes[number].is_summed = True
@@ -140,10 +143,20 @@ def softmaxes_of(model: nn.Module, call: Callable[[], Any]) -> tuple[list[Softma
         output = call()
     for softmax in recorder.softmaxes:
         if softmax.is_attention:
+            if softmax.path in recorder.scaled:
+                _add_sink(softmax, model.get_submodule(softmax.path))
             for running in softmax.modules:
                 running.calls += 1
                 softmax.ordinals[running.path] = running.calls
     return recorder.softmaxes, output
+
+
+def _add_sink(softmax: Softmax, module: nn.Module) -> None:
+    """Append the learned sink of a module that scales its outputs by sigmoid(logsumexp - sink) instead."""
+    sinks = getattr(module, "sinks", None)
+    if isinstance(sinks, Tensor) and not softmax.has_sink() and softmax.logits.shape[-3] == sinks.numel():
+        column = sinks.detach().double().reshape(-1, 1, 1).expand(*softmax.logits.shape[:-1], 1)
+        softmax.logits = torch.cat([softmax.logits, column], -1)
 
 
 @contextmanager
@@ -237,7 +250,9 @@ def rows_of(softmax: Softmax, heads: int, axis: int) -> Rows:
         }
         values["sink_mass"] = weights.gather(-1, _first_keys(is_visible)[..., None])[..., 0]
         values |= {name: (weights * factor).sum(-1) for name, factor in masses.items()}
-    return Rows({name: torch.where(is_row, x, torch.nan).movedim(1, -1).reshape(-1, heads) for name, x in values.items()})
+    return Rows(
+        {name: torch.where(is_row, x, torch.nan).movedim(1, -1).reshape(-1, heads) for name, x in values.items()}
+    )
 
 
 def _first_keys(is_visible: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ def forked(
 ) -> Iterator[tuple[T, dict[str, Any]]]:
     """Yield each task and what `work` returns for it, in the order in which they finish.
 
-    A process that takes too long, needs too much memory or dies yields {"verdict": "refused", "built": False, "reason": reason}.
+    A process that takes too long, needs too much memory, raises or dies yields a refusal with the reason.
 
     Args:
         tasks: what to work on.

@@ -27,35 +27,58 @@ def _at_most(bound: int) -> Rule:
 # The first expression that matches a whole name decides.
 RULES: tuple[tuple[str, Rule], ...] = (
     (r".*vocab_size|.*vocab_size_.*|num_classes", _at_most(VOCABULARY)),
-    (r"(.*_)?(num_)?(key_value|kv)_heads|num_kv_heads|.*num_key_value_heads.*|n_kv_heads?|multi_query_group_num", _at_most(2)),
-    (r"qk_rope_head_dim|(qk_|v_|kv_|global_|attention_|swa_|index_)*(nope_)?head_dim|d_kv|d_head|kv_channels|attention_head_(dim|size)", _each(HEAD_DIM)),
+    (
+        r"(.*_)?(num_)?(key_value|kv)_heads|num_kv_heads|.*num_key_value_heads.*|n_kv_heads?|multi_query_group_num",
+        _at_most(2),
+    ),
+    (
+        r"qk_rope_head_dim|(qk_|v_|kv_|global_|attention_|swa_|index_)*(nope_)?head_dim|d_kv|d_head|rotary_dim|kv_channels|attention_head_(dim|size)",
+        _each(HEAD_DIM),
+    ),
     (r".*mrope_section", lambda old: [2, 1, 1]),
-    (r"(.*_)?(num_|n_)?(attention_|attn_|hash_)?heads?|(.*_)?num_attention_heads|n_heads?|.*attention_heads", _each(lambda i: HEADS)),
+    (
+        r"(.*_)?(num_|n_)?(attention_|attn_|hash_)?heads?|(.*_)?num_attention_heads|n_heads?|.*attention_heads",
+        _each(lambda i: HEADS),
+    ),
     (r"(kv|q|v|o)_lora_rank", _each(16)),
     (r"num_experts_per_tok|moe_k|top_?k|moe_topk|num_experts_per_token|moe_num_active.*", _at_most(2)),
     (r"(n|num|moe_num)_(local_|routed_|total_)?experts", _each(4)),
     (r"n_group|topk_group|num_expert_groups?", _each(1)),
-    (r"num_(hidden_layers|layers|blocks|decoder_layers|encoder_layers)|n_layers?|(encoder|decoder)_layers|.*num_hidden_layers|.*_num_layers|num_.*_layers|depth|.*_layers|.*_depth", _at_most(2)),
+    (
+        r"num_(hidden_layers|layers|blocks|decoder_layers|encoder_layers)|n_layers?|(encoder|decoder)_layers|.*num_hidden_layers|.*_num_layers|num_.*_layers|depth|.*_layers|.*_depth",
+        _at_most(2),
+    ),
     (r"depths|layers|num_encoder_blocks_list|stage_repeats", _each(lambda i: 1)),
     (r"hidden_sizes|embed_dims|neck_hidden_sizes|decoder_hidden_sizes_list", _each(lambda i: 16 << i)),
+    (r"num_pos_feats", _each(WIDTH // 2)),
+    (r"embed_dim_per_stage", _each(lambda i: WIDTH << i)),
+    (r"backbone_channel_list", _each(lambda i: 8 * WIDTH >> i)),
     (r"image_size|img_size|input_size", _each(IMAGE)),
     (r"patch_size|patch_sizes_?", _at_most(PATCH)),
     (r"num_mel_bins|feature_size|n_mels|num_mels", _at_most(16)),
     (r"conv_dim|tdnn_dim", _each(16)),
     (r"num_conv_pos_embeddings|num_conv_pos_embedding_groups", _at_most(4)),
     (r"num_(object_)?queries|num_query_tokens|num_latents|qformer_num_query_tokens|resampler_n_latents", _at_most(7)),
-    (r"intermediate_size.*|.*_ffn_dim|ffn_dim|d_ff|.*intermediate_size|.*_inner|.*intermediate_dim|mlp_dim|.*feedforward.*|ffn_hidden_size", lambda old: 48 if isinstance(old, int) and old > 48 else old),
+    (
+        r"intermediate_size.*|.*_ffn_dim|ffn_dim|d_ff|.*intermediate_size|.*_inner|.*intermediate_dim|mlp_dim|.*feedforward.*|ffn_hidden_size",
+        lambda old: 48 if isinstance(old, int) and old > 48 else old,
+    ),
     (r"max_(source|target)_positions|max_position_embeddings|n_positions|max_.*positions?.*", _at_most(128)),
-    (r"sliding_window|window_size|attention_window|local_attention|sliding_window_size|attention_chunk_size", _at_most(4)),
-    (r"hidden_size|d_model|n_embd|.*hidden_dim|embed_dim|.*_hidden_size|dim|width|.*_dim|.*_size|.*_channels|.*_width|.*_rank|channels|.*_features|.*_units|hidden_channels",
-     lambda old: WIDTH if isinstance(old, int) and not isinstance(old, bool) and old > 64 else old),
+    (
+        r"sliding_window|window_size|attention_window|local_attention|sliding_window_size|attention_chunk_size",
+        _at_most(4),
+    ),
+    (
+        r"hidden_size|d_model|n_embd|.*hidden_dim|embed_dim|.*_hidden_size|dim|width|.*_dim|.*_size|.*_channels|.*_width|.*_rank|channels|.*_features|.*_units|hidden_channels",
+        lambda old: WIDTH if isinstance(old, int) and not isinstance(old, bool) and old > 64 else old,
+    ),
 )
 _COMPILED = tuple((re.compile(name), rule) for name, rule in RULES)
 _TOKEN = re.compile(r".*token_(ids?|index)|.*_token|.*_token_.*id")
 _PATTERNS = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types", "attention_layers")
 
 
-def shrunk(kind: type, overrides: Mapping[str, Any] | None = None, like: Any = None) -> Any:
+def shrunk(kind: Any, overrides: Mapping[str, Any] | None = None, like: Any = None) -> Any:
     """Return a small config of a class; `overrides` are by field, dotted for those of nested configs.
 
     Args:
@@ -69,6 +92,8 @@ def shrunk(kind: type, overrides: Mapping[str, Any] | None = None, like: Any = N
     for name, default in _defaults(kind).items():
         if name in overrides or name in kind.sub_configs:
             continue
+        if isinstance(given := getattr(like, name, default), str | bool) and given != default:
+            values[name] = given  # of a config that another one contains
         small = _small(name, default)
         if small is not default and small != default:
             values[name] = small
@@ -136,4 +161,7 @@ def _several_kinds_of_layers(like: Any, values: Mapping[str, Any], overrides: Ma
             count = max(count, *(list(pattern).index(kind) + 1 for kind in set(pattern)))
             if _defaults(type(like)).get(name) is not None:
                 fields[name] = pattern
-    return {"num_hidden_layers": count, **{name: type(x)(x[:count]) for name, x in fields.items() if name not in overrides}}
+    return {
+        "num_hidden_layers": count,
+        **{name: type(x)(x[:count]) for name, x in fields.items() if name not in overrides},
+    }

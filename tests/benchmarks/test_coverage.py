@@ -1,4 +1,4 @@
-"""The judge of coverage calls what is wrong wrong: a number that differs, a site nobody mentions, a trace left behind."""
+"""The judge of coverage finds a number that differs, a site that nobody mentions, and a trace left behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from benchmarks.coverage.inputs import parsed
 from benchmarks.coverage.judge import judge
 from benchmarks.coverage.oracle import softmaxes_of
 from benchmarks.coverage.pool import forked
-from benchmarks.coverage.shrinking import HEADS, VOCABULARY, WIDTH as HIDDEN, shrunk
+from benchmarks.coverage.shrinking import HEADS, VOCABULARY, shrunk
+from benchmarks.coverage.shrinking import WIDTH as HIDDEN
 from benchmarks.coverage.table import BEGIN, END, filled, read, write
 from polyhead.observation.statistics import SiteStatistics
 
@@ -37,7 +38,9 @@ def test_a_number_that_differs_is_wrong(monkeypatch):
     original = SiteStatistics.update
 
     def scaled(self, rows, *args, **kwargs):
-        rows = type(rows)(**{**{name: getattr(rows, name) for name in rows.__dataclass_fields__}, "entropy": rows.entropy * 1.01})
+        rows = type(rows)(
+            **{**{name: getattr(rows, name) for name in rows.__dataclass_fields__}, "entropy": rows.entropy * 1.01}
+        )
         return original(self, rows, *args, **kwargs)
 
     monkeypatch.setattr(SiteStatistics, "update", scaled)
