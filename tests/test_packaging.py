@@ -79,6 +79,7 @@ def test_the_wheel_says_what_it_needs(wheel):
     assert set(metadata.get_all("Provides-Extra")) == {
         "hf",
         "demo",
+        "coverage",
         "notebooks",
         "report",
         "train",
