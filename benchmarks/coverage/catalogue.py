@@ -6,7 +6,7 @@ import importlib
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def transformers_subjects() -> Iterator[Subject]:
     }
     for name, kind in kinds.items():
         if kind not in parts:
-            yield Subject("transformers", name, lambda name=name, kind=kind: _built(name, kind))
+            yield Subject("transformers", name, partial(_built, name, kind))
 
 
 def _built(name: str, kind: type) -> tuple[nn.Module, Call]:

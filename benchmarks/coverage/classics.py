@@ -30,6 +30,8 @@ class NanoGPTAttention(nn.Module):
 class MinGPTAttention(nn.Module):
     """A triangular buffer, `masked_fill` and a softmax by hand, as in minGPT."""
 
+    mask: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.key, self.query, self.value, self.proj = (nn.Linear(WIDTH, WIDTH) for _ in range(4))

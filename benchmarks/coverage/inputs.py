@@ -33,7 +33,7 @@ def inputs_of(model: nn.Module, given: Mapping[str, Any]) -> Iterator[dict[str, 
     explicit = {name: parsed(text) for name, text in given.items()}
     made = {name: x for name, x in {**made, **explicit}.items() if x is not None and given.get(name) != "none"}
     decoder = {name: x for name, x in made.items() if name.startswith("decoder_input")}
-    if len(decoder) and not model.config.is_encoder_decoder:
+    if len(decoder) and not getattr(model.config, "is_encoder_decoder", False):
         yield {name: x for name, x in made.items() if name not in decoder}
     yield made
     if isinstance(features := made.get("input_features"), Tensor):

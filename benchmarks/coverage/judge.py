@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from inspect import signature
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from polyhead.errors import PolyheadError
 from polyhead.observation import HeadProfile
 
 TOLERANCE = 2e-5  # of float32 statistics and outputs, relative to the larger of 1 and the exact value
-LEAST_CONTRAST = 1e-3  # heads whose entropies differ by less from the uniform one would hide a wrong scale
 EXACT, SLOW, PARTIAL, REFUSED, WRONG, NONE = "exact", "slow", "partial", "refused", "wrong", "no attention"
 VERDICTS = (EXACT, SLOW, PARTIAL, REFUSED, WRONG, NONE)
 
@@ -73,14 +71,6 @@ def judge(model: nn.Module, call: Callable[[], Any]) -> Judgement:
     before = _state(model)
     own = _changes(first, before)  # by every forward of the model
     judged = _observed(model, call, attention, expected, result)
-    if ("via_weights" in signature(polyhead.observe).parameters and judged.verdict in (PARTIAL, REFUSED)) or (
-        judged.verdict == WRONG and judged.missing and not judged.wrong
-    ):
-        slow = _slow(model, call, attention)
-        if slow == "":
-            judged.verdict = SLOW
-        else:
-            judged.notes.append(f"via_weights: {slow}")
     if changed := [x for x in _changes(before, _state(model)) if x not in own]:
         judged.verdict = WRONG
         judged.wrong.append(f"left behind by the session: {', '.join(changed[:5])}")
@@ -91,7 +81,7 @@ def _by_operators(model: nn.Module, call: Callable[[], Any]) -> tuple[list[Softm
     """Return the softmaxes of eager attention, where the model has a choice."""
     from transformers import PreTrainedModel
 
-    configs = []
+    configs: list[tuple[Any, Any]] = []
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             config = module.config
@@ -128,7 +118,7 @@ def _observed(
     result.output = _difference(expected, output)
     if result.output > TOLERANCE and not result.notes:
         result.wrong.append(f"outputs of the model differ by {result.output:.1e}")
-    if len(getattr(session, "materialised", ())):
+    if len(session.materialised):
         result.verdict = SLOW
     result.skipped = [f"{site}: {reason}" for site, reason in session.skipped]
     tables = _tables(session.profile)
@@ -137,12 +127,12 @@ def _observed(
     silent = sorted({x.path for x in missing} - {x.path for x in missing if any(m.path in listed for m in x.modules)})
     result.missing = silent
     for (name, kind), table in tables.items():
-        error, column = _error(by_site.get((name, kind), []), table)
-        if error > TOLERANCE:
+        difference, column = _error(by_site.get((name, kind), []), table)
+        if difference > TOLERANCE:
             result.wrong.append(f"{name} ({kind}): {column}")
         else:
             result.observed += 1
-            result.worst = max(result.worst, error)
+            result.worst = max(result.worst, difference)
     if result.wrong or silent:
         result.verdict = WRONG
     elif missing:
@@ -231,23 +221,6 @@ def _compared(exact: Mapping[str, Tensor], table: Mapping[str, Tensor]) -> tuple
                 f"{name} of head {head} is {float(got[head]):.6g}, exact {float(want[head]):.6g}",
             )
     return worst
-
-
-def _slow(model: nn.Module, call: Callable[[], Any], attention: list[Softmax]) -> str:
-    """Return why returned weights do not show every attention of a model; empty if they do."""
-    try:
-        with torch.no_grad(), polyhead.observe(model, via_weights=True) as session:
-            call()
-    except Exception as error:  # noqa: BLE001 - any failure is a reason
-        return f"{type(error).__name__}: {error}"
-    remaining = [*attention]
-    for (name, _), table in _tables(session.profile).items():
-        errors = [(_error([x], table)[0], index) for index, x in enumerate(remaining)]
-        error, index = min(errors, default=(float("inf"), 0))
-        if error > TOLERANCE:
-            return f"{name} agrees with no softmax of the model, by {error:.1e}"
-        del remaining[index]
-    return f"not returned: {', '.join(sorted({x.path for x in remaining})[:3])}" if remaining else ""
 
 
 # ---- what must be as before

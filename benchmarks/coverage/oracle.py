@@ -78,7 +78,8 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         outputs = [x for x in _flat((result,)) if isinstance(x, Tensor)]
         if packet in _PRODUCTS:
-            self._product(*args[_PRODUCTS[packet] : _PRODUCTS[packet] + 2], result)
+            first = _PRODUCTS[packet]
+            self._product(args[first], args[first + 1], result)
         elif packet in _SOFTMAXES:
             self._softmax("softmax", logits.movedim(args[1], -1), args[0], result)  # type: ignore[union-attr]
         elif logits is not None and _address(args[0]) in self.products:

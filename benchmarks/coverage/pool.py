@@ -8,7 +8,6 @@ import resource
 import signal
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -69,7 +68,7 @@ def _child(task: T, work: Callable[[T], dict[str, Any]], path: Path, seconds: in
         except MemoryError:
             result = _failed(f"needs more than {limit >> 30} GiB")
         except BaseException as error:  # noqa: BLE001 - whatever it is, the other models go on
-            result = {**_failed(f"{type(error).__name__}: {error}"), "traceback": traceback.format_exc()[-1500:]}
+            result = _failed(f"{type(error).__name__}: {error}")
         path.write_text(json.dumps(result), encoding="utf-8")
     finally:
         os._exit(0)
