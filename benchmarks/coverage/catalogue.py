@@ -110,10 +110,12 @@ def _of_module(kind: type, accept: Callable[[Any], bool]) -> list[Any]:
 def strengthened(model: nn.Module) -> nn.Module:
     """Return a model in evaluation mode with random weights so large that its heads differ."""
     torch.manual_seed(0)
+    # Batch norms do not normalise in evaluation mode, so that activations would grow from layer to layer.
+    spread = 0.9 if any(isinstance(module, nn.BatchNorm2d) for module in model.modules()) else SPREAD
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.ndim > 1 and parameter.numel():
             fan_in = parameter[0].numel()
-            nn.init.normal_(parameter, 0, SPREAD / fan_in**0.5)
+            nn.init.normal_(parameter, 0, spread / fan_in**0.5)
     return model.float().eval()
 
 

@@ -34,7 +34,7 @@ def line(row: Row) -> str:
 
 def why(row: Row) -> str:
     """Return why a model is not exact, on one line."""
-    parts = [*row.get("wrong", ())[:1]]
+    parts = [*row.get("wrong", ())[:1]] if row["verdict"] == "wrong" else []
     if missing := row.get("missing"):
         parts.append(f"neither observed nor listed: {', '.join(missing[:2])}")
     if not parts and row["verdict"] in ("partial", "refused", "slow"):
@@ -74,7 +74,7 @@ def rendered(facts: Mapping[str, Any], rows: Sequence[Row]) -> str:
         shares = f"{_share(counts['exact'], len(chosen))} | {_share(good, len(chosen))} | {_share(good, built)}"
         lines.append(f"| {name or '**all**'} | {len(chosen)} | {cells} | {shares} |")
     for library in libraries:
-        lines += ["", f"### {library}", "", *_listed([row for row in rows if row["library"] == library])]
+        lines += ["", f"## {library}", "", *_listed([row for row in rows if row["library"] == library])]
     return "\n".join(lines)
 
 

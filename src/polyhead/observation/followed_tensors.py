@@ -43,6 +43,8 @@ _LOGITS = (
     "clamp_min", "maximum", "minimum", "tanh", "cat", "concat", "__setitem__", "tril", "addcmul",
     "clamp_max", "max", "min",
 )  # fmt: skip
+# Functions whose results are features, whatever they are computed from.
+_LAYERS = ("linear", "layer_norm", "rms_norm", "batch_norm", "group_norm", "instance_norm", "conv1d", "conv2d", "conv3d")
 _READS = (
     "__get__", "size", "dim", "stride", "numel", "is_floating_point", "is_contiguous", "data_ptr", "element_size",
     "ndimension", "__len__", "is_complex", "get_device", "storage_offset", "__repr__", "__hash__", "register_hook",
@@ -181,6 +183,8 @@ class FollowedTensors:
             results = [x for x in (*args[:1], kwargs.get("out")) if isinstance(x, Tensor)]
         weights = next(((x, origin) for x, origin in found if isinstance(origin, Weights)), None)
         if weights is not None:
+            if name in _LAYERS:
+                return
             origin = self._of_weights(name, *weights, args, kwargs)
             for x in results[:1] if name == "native_dropout" else results:
                 if x.is_floating_point():
@@ -279,6 +283,8 @@ class FollowedTensors:
         self, name: str, first: Tensor, origin: Weights, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Weights:
         """Return what is known of weights after a function that is no view."""
+        if len(origin.reason):
+            return origin
         if not self.is_unchanged(first) and not name.endswith("_") and not name.startswith("__i"):
             return replace(origin, reason="its weights are changed in place after the softmax")
         if name in _SAME:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from polyhead.errors import OptionError
-from polyhead.integrations.huggingface.attention import WATCHERS
+from polyhead.integrations.huggingface.attention import EAGER, WATCHERS
 from polyhead.integrations.huggingface.registration import register
 from polyhead.masks import Mask
 from polyhead.observation.nested_sessions import Begin, begin_both
@@ -123,6 +123,7 @@ def switched(
         name = register()
     # Write the private attribute: the public setters also modify other configs, which could not be restored.
     before = {id(config): (config, config._attn_implementation_internal) for config in _configs(model, modules)}
+    eager = [x for x in modules if getattr(getattr(x, "config", None), "_attn_implementation_internal", "") == "eager"]
 
     def switch(is_set: bool) -> None:
         for config, implementation in before.values():
@@ -133,9 +134,13 @@ def switched(
 
     try:
         switch(True)
+        for module in eager:
+            setattr(module, EAGER, True)
         yield switch
     finally:
         switch(False)
+        for module in eager:
+            delattr(module, EAGER)
 
 
 def _configs(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[Any]:

@@ -43,6 +43,8 @@ class WatchedCall(Protocol):
 WATCHERS: dict[nn.Module, Callable[..., WatchedCall | None]] = {}
 # Module attribute with the function that compiled code calls instead. Not by module: layers share compiled code.
 TRACED = "_polyhead_traced"
+# Attribute of observed modules whose own attention is transformers' eager function, which ignores `is_causal`.
+EAGER = "_polyhead_eager"
 
 
 def attend(
@@ -152,11 +154,14 @@ def _mask_and_keys(
     A given mask is complete, including the sliding window. Without one, a causal module uses a causal mask, except for
     a single query, which is the last token; the first query is then aligned with the first key, since the rest of a
     preallocated cache is empty. A module without `is_causal` is not causal: our mask function always returns a mask for
-    causal models, and encoders such as splinter's do not set it.
+    causal models, and encoders such as splinter's do not set it. Observed modules with eager attention of their own use
+    no mask if they are given none.
     """
     queries, keys = query.shape[2], key.shape[2]
     if attention_mask is not None:
         return _as_mask(attention_mask, query.shape[0], queries, keys), key, value
+    if getattr(module, EAGER, False):
+        return None, key, value
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", False)
     if not causal:
         window = None if sliding_window is None else Mask.window(left=int(sliding_window), right=int(sliding_window))
