@@ -569,3 +569,19 @@ def test_a_copy_made_during_a_session_is_not_observed(kind: str) -> None:
         torch.testing.assert_close(run(copied), run(layer))
     assert session.profile["tokens"].tolist() == [15, 15]
     assert torch.equal(run(copied), run(layer))
+
+
+def test_eager_modules_that_are_given_no_mask_attend_to_all_keys_as_without_a_session():
+    """transformers' eager attention ignores `is_causal`, which sdpa applies without a mask (bridgetower)."""
+    model = build("bert")
+    model.set_attn_implementation("eager")
+    layer = interface_modules(model)[0]
+    layer.is_causal = True
+    x = torch.randn(2, 7, model.config.hidden_size, generator=torch.Generator().manual_seed(1)).double()
+    before = set(vars(layer))
+    with torch.no_grad():
+        expected = layer(x)[0]
+        with polyhead.observe(layer) as session:
+            torch.testing.assert_close(layer(x)[0], expected, rtol=1e-10, atol=1e-12)
+    assert session.profile["tokens"].tolist() == [14] * len(session.profile)
+    assert set(vars(layer)) == before

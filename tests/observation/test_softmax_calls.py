@@ -392,3 +392,23 @@ def test_no_tensor_outlives_its_module():
         model(tokens())
     assert kept[1] is True
     assert kept[2]() is None
+
+
+class WeighedThenAttending(nn.Module):
+    """Sums weighed by a softmax of features, as in deformable attention, a layer, and then attention by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.weigh, self.project, self.attention = nn.Linear(WIDTH, 6), nn.Linear(4, WIDTH), ByHand()
+
+    def forward(self, x, is_padding):
+        weights = self.weigh(x).unflatten(-1, (1, 2, 3)).softmax(-1)  # [batch, tokens, 1, 2, 3]
+        x = (weights[..., None] * x[..., None, None, None, :2]).sum(-2).flatten(2)
+        return self.attention(self.project(x).masked_fill(is_padding[..., None], 0.0))
+
+
+def test_what_a_layer_computes_from_weights_is_no_longer_followed():
+    model, is_padding = build(WeighedThenAttending()), torch.zeros(2, TOKENS, dtype=torch.bool)
+    session = observed(model, tokens(), is_padding)
+    assert (session.materialised, session.skipped) == (["attention"], [])
+    assert len(session.profile) == HEADS
