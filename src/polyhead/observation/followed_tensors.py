@@ -44,7 +44,9 @@ _LOGITS = (
     "clamp_max", "max", "min",
 )  # fmt: skip
 # Functions whose results are features, whatever they are computed from.
-_LAYERS = ("linear", "layer_norm", "rms_norm", "batch_norm", "group_norm", "instance_norm", "conv1d", "conv2d", "conv3d")
+_LAYERS = (
+    "linear", "layer_norm", "rms_norm", "batch_norm", "group_norm", "instance_norm", "conv1d", "conv2d", "conv3d",
+)  # fmt: skip
 _READS = (
     "__get__", "size", "dim", "stride", "numel", "is_floating_point", "is_contiguous", "data_ptr", "element_size",
     "ndimension", "__len__", "is_complex", "get_device", "storage_offset", "__repr__", "__hash__", "register_hook",
