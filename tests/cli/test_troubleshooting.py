@@ -46,9 +46,10 @@ def places(tmp_path_factory) -> Path:
     damaged.write_bytes(damaged.read_bytes()[:-100])
     for file in (folder / "without-tokenizer").glob("token*"):
         file.unlink()
-    bloom = transformers.BloomConfig(vocab_size=len(tokenizer()), hidden_size=24, n_layer=2, n_head=4)
-    transformers.BloomForCausalLM(bloom).save_pretrained(folder / "bloom")
-    tokenizer().save_pretrained(folder / "bloom")
+    sizes = {"hidden_size": 24, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    yoso = transformers.YosoConfig(vocab_size=len(tokenizer()), **sizes)
+    transformers.YosoForMaskedLM(yoso).save_pretrained(folder / "yoso")
+    tokenizer().save_pretrained(folder / "yoso")
     (folder / "folder-with-gguf").mkdir()
     (folder / "folder-with-gguf" / "model.gguf").write_bytes(b"GGUF")
     texts = text_folder(folder / "texts")

@@ -102,7 +102,8 @@ def test_the_shard_of_a_killed_process_is_redone_and_the_result_is_that_of_one(p
     facts = read_facts(run / SHARDS / "2-of-2" / OBSERVATIONS)
     assert (facts["batches"], facts["complete"]) == (4, False)  # of index 1 and 3
     said = invoke("inspect", "--resume", run, code=2).stderr
-    assert "is the run of 2 workers, got one process; continue it with: torchrun --nproc-per-node 2" in said
+    assert "is the run of several workers, got one process; continue it with: " in said
+    assert f"or torchrun --nproc-per-node 2 -m polyhead inspect --resume {run}" in said
     said = invoke("report", run, code=2).stderr
     assert "whose run is not finished; continue it with --resume" in said
     resumed = torchrun("inspect", "--resume", run)

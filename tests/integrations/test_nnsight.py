@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import traceback
+from collections.abc import Callable
+from functools import wraps
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -10,8 +15,29 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import polyhead
 
-nnsight = pytest.importorskip("nnsight", reason="needs nnsight: pip install nnsight")
+pytestmark = pytest.mark.skipif(find_spec("nnsight") is None, reason="needs nnsight: pip install nnsight")
 IDS = torch.randint(31, (2, 13), generator=torch.Generator().manual_seed(5))
+
+
+def in_a_fork(test: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Run a test in a child of this process: importing nnsight adds a method `save` to every object."""
+
+    @wraps(test)
+    def run(model: Any) -> None:
+        pid, code = os.fork(), 1
+        if not pid:
+            try:
+                torch.set_num_threads(1)  # the threads of the parent are not here
+                test(model)
+                code = 0
+            except BaseException:  # noqa: BLE001 - its traceback is in the captured output
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+
+    return run
 
 
 @pytest.fixture
@@ -31,8 +57,11 @@ def entropy_without_nnsight(model: Any) -> torch.Tensor:
     return session.profile["entropy"]
 
 
+@in_a_fork
 @torch.no_grad()
 def test_a_traced_model_is_observed_as_without_nnsight(model):
+    import nnsight
+
     expected = entropy_without_nnsight(model)
     traced = nnsight.NNsight(model)
     with polyhead.observe(model, statistics="entropy") as session, traced.trace(IDS):
@@ -40,8 +69,11 @@ def test_a_traced_model_is_observed_as_without_nnsight(model):
     torch.testing.assert_close(session.profile["entropy"], expected, rtol=0, atol=0)
 
 
+@in_a_fork
 @torch.no_grad()
 def test_statistics_are_saved_inside_a_trace(model):
+    import nnsight
+
     expected = entropy_without_nnsight(model)
     traced = nnsight.NNsight(model)
     with polyhead.observe(model.model.layers, statistics="entropy") as session, traced.trace(IDS):
@@ -53,8 +85,11 @@ def test_statistics_are_saved_inside_a_trace(model):
     torch.testing.assert_close(both, expected, rtol=0, atol=0)
 
 
+@in_a_fork
 @torch.no_grad()
 def test_statistics_are_those_of_the_forward_with_its_interventions(model):
+    import nnsight
+
     expected = entropy_without_nnsight(model)
     traced = nnsight.NNsight(model)
     with polyhead.observe(model.model.layers, statistics="entropy") as session, traced.trace(IDS):

@@ -63,7 +63,12 @@ PLANTED = {
         'torch.bmm(query_rows, key_columns, out=self.buffer("logits", shape, query_rows))',
         "torch.bmm(query_rows, key_columns).half().to(query_rows.dtype)",
     ),
-    "a constant of few digits in the exponential": Planted(tiles.Tiling, "exponential", "_LOG2_E", "1.44270"),
+    "a constant of few digits in the exponential": Planted(
+        tiles.Tiling,
+        "exponential",
+        "if not x.is_cpu or _IS_X86:\n        return torch.exp(x, out=target)\n    return torch.mul(x, _LOG2_E",
+        "return torch.mul(x, 1.44270",
+    ),
     "dO . O dropped from the gradient of logits": Planted(
         tiled_softmax, "_row_gradients", "common = common - (outputs.output * grad_output).sum(-1)", "pass"
     ),
