@@ -1,1 +1,1 @@
-"""Which models' heads polyhead observes: every family is built small, observed, and judged by an independent oracle."""
+"""Coverage of model families: each is built small, observed, and compared with an independent oracle."""

@@ -24,7 +24,7 @@ VERDICTS = (EXACT, SLOW, PARTIAL, REFUSED, WRONG, NONE)
 
 @dataclass(slots=True)
 class Judgement:
-    """What was found out about one model.
+    """Verdict on one model, with its evidence.
 
     `sites` counts the attention sites that the oracle saw, `observed` those whose statistics agree; `missing` are
     neither observed nor listed by the session, `wrong` says which numbers differ.

@@ -1,4 +1,4 @@
-"""What attention a model computed, read from the operators that it ran; nothing here uses polyhead.
+"""Attention that a model computed, read from the operators that it ran; nothing here uses polyhead.
 
 A dispatch mode sees every softmax of a forward, whoever wrote it: eager attention of transformers, PyTorch's own
 functions (their math kernel runs operator by operator) or softmax by hand. A softmax is attention over keys if its

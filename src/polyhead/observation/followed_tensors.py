@@ -131,7 +131,7 @@ Origin = Scores | Weights | HeadViews
 
 @dataclass(slots=True, eq=False)
 class FollowedTensors:
-    """What is known of tensors, by identity."""
+    """Origins of followed tensors, by identity."""
 
     entries: dict[int, tuple[weakref.ref[Tensor], int | None, Origin]] = field(default_factory=dict)
     # Softmaxes of products of queries and keys: the module, and what their products with values were read as.

@@ -6,6 +6,7 @@ it would be raised again; the end of a process or of a node does not.
 
 from __future__ import annotations
 
+import abc
 import os
 import socket
 import time
@@ -34,7 +35,7 @@ def check_ray() -> None:
 
 @dataclass(frozen=True, slots=True)
 class RayCluster:
-    """What a Ray cluster has now; more nodes may join it."""
+    """Current resources of a Ray cluster; more nodes may join it."""
 
     cpus: int
     gpus: int
@@ -82,16 +83,16 @@ def join_cluster(address: str = "auto", cpus: int | None = None) -> Iterator[Ray
             ray.shutdown()
 
 
-class RayActor:
+class RayActor(abc.ABC):
     """Base class of actors of `RayWorkers`."""
 
+    @abc.abstractmethod
     def start(self) -> dict[str, Any]:
         """Prepare for tasks; the values, by name, must be equal on all workers."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def progress(self) -> Any:
         """Return a value that changes while a task is run."""
-        raise NotImplementedError
 
     def place(self) -> str:
         """Return where the worker runs, for errors."""
