@@ -473,6 +473,8 @@ def test_one_pass_for_output_and_statistics_has_the_same_values(monkeypatch):
     assert_same(monitor.history, eager.history)
 
 
+# Inductor would rather have TensorFloat32, which is not requested here.
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.gpu
 def test_compiled_steps_on_a_gpu():
     """Nothing waits for the device after the first steps, and the values are those of eager mode."""

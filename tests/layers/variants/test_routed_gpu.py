@@ -213,7 +213,7 @@ def test_generation_equals_the_full_forward(kind):
         torch.testing.assert_close(torch.cat(pieces, 1), layer(x).output, rtol=1e-4, atol=1e-4)
 
 
-# The compiler would rather have TensorFloat32, which is not asked for here.
+# Inductor would rather have TensorFloat32, which is not requested here.
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled on the fly:UserWarning")  # of the gate
 @pytest.mark.slow

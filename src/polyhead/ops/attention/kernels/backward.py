@@ -9,7 +9,8 @@ where C is one number per row and F = sum_j p_j * f_j are the statistics that ar
 one reads output and its gradient once and writes C; one loops over the rows for each block of keys (and the query heads
 that share them) and writes the gradients of keys and values; one loops over the keys for each block of rows and writes
 the gradient of queries. No two blocks write to the same element, so these results are deterministic; only the gradients
-of a bias or a table that several rows, heads or sequences share are summed atomically, in varying order.
+of a bias or a table that several rows, heads or sequences share are summed atomically, in varying order. On Hopper
+GPUs `backward_hopper` computes what it can instead, unless deterministic algorithms are requested.
 
 Compute-bound: seven matrix products per tile where the forward has two, because logits and dp are computed twice, which
 avoids partial sums in memory. A row statistic adds a few operations per element to the one exponential; the kernel that
@@ -29,13 +30,14 @@ from torch import Tensor
 from polyhead.ops.attention.kernels.backward_tiles import (
     Problem,
     RowTerms,
-    Strided,
     distance_tile,
+    fresh_like,
     head_scales,
     load_logsumexp,
     load_row,
     load_tile,
     store_tile,
+    strided,
     tile_gradients,
 )
 from polyhead.ops.common.kernel_call import KernelCall, with_dense_rows
@@ -459,7 +461,6 @@ def backward(
     logsumexp = logsumexp.contiguous()
     gradients = RowTerms(**{name: x.contiguous() for name, x in row_gradients.items()})
     values = RowTerms(**{name: row_values[name].contiguous() for name in row_gradients if name != "logsumexp"})
-    grad_query, grad_key, grad_value = (fresh_like(x) for x in (query, key, value))
     constant = torch.empty((batch, heads, num_queries), dtype=torch.float32, device=query.device)
     bias_grads = BiasGradients()
     if bias_shape is not None:
@@ -522,11 +523,27 @@ def backward(
             block_m = max(1, min(64, 8192 // padded_dim(value_dim)))
             grid = (batch * heads * blocks_of(num_queries, block_m),)
             constants_kernel[grid](problem, strided(output), gradients, values, BLOCK_M=block_m)
+        if bias_shape is None and table_shape is None and _hopper_can_serve(call, grad_output, per_key):
+            from polyhead.ops.attention.kernels.backward_hopper import add_gradients
+
+            per_key_gradients = {name: x for name, x in per_key._asdict().items() if x is not None}
+            return *add_gradients(call, grad_output, logsumexp, constant, per_key_gradients), None, None, None
+        grad_query, grad_key, grad_value = (fresh_like(x) for x in (query, key, value))
+        if constant.numel():
             launch_fitting(launch_queries, query_blocks, Blocks.smaller, lambda: ("queries", *kind()))
         if grad_key.numel():
             launch_fitting(launch_keys, key_blocks, Blocks.smaller, lambda: ("keys", *kind()))
     grad_sinks = None if sinks is None else sinks_gradient(sinks, logsumexp, constant, row_gradients, row_values)
     return grad_query, grad_key, grad_value, grad_sinks, bias_grads.bias, bias_grads.table
+
+
+def _hopper_can_serve(call: KernelCall, grad_output: Tensor, per_key: RowTerms) -> bool:
+    """Return True if the kernel for Hopper computes the gradients of a call."""
+    if not call.query.is_cuda:
+        return False
+    from polyhead.ops.attention.kernels.backward_hopper import can_serve
+
+    return can_serve(call, grad_output, [name for name, x in per_key._asdict().items() if x is not None])
 
 
 def backward_problem(
@@ -580,20 +597,6 @@ def backward_problem(
         SINKS=tl.constexpr(call.sinks is not None),
         LINEAR_TERMS=tl.constexpr(any(x is not None for x in gradients._replace(entropy=None))),
     )
-
-
-def fresh_like(tensor: Tensor) -> Tensor:
-    """Return an uninitialised tensor like this one, whose last axis is contiguous."""
-    result = torch.empty_like(tensor)
-    # A tensor that overlaps itself has no well-defined order of axes.
-    return result if result.stride(-1) == 1 else torch.empty_like(tensor, memory_format=torch.contiguous_format)
-
-
-def strided(tensor: Tensor) -> Strided:
-    """Return a tensor with its strides, as kernels take it."""
-    batch, head, token, _ = tensor.stride()
-    # A tile has fewer than 256 tokens.
-    return Strided(tensor, batch, head, token, tl.constexpr(token * 256 >= 1 << 31))
 
 
 def sinks_gradient(

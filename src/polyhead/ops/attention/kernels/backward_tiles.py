@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -31,6 +32,20 @@ class Strided(NamedTuple):
     stride_head: int
     stride_token: int
     WIDE: tl.constexpr  # offsets within a tile may exceed 32 bits
+
+
+def fresh_like(tensor: Tensor) -> Tensor:
+    """Return an uninitialised tensor like this one, whose last axis is contiguous."""
+    result = torch.empty_like(tensor)
+    # A tensor that overlaps itself has no well-defined order of axes.
+    return result if result.stride(-1) == 1 else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def strided(tensor: Tensor) -> Strided:
+    """Return a tensor with its strides, as kernels take it."""
+    batch, head, token, _ = tensor.stride()
+    # A tile has fewer than 256 tokens.
+    return Strided(tensor, batch, head, token, tl.constexpr(token * 256 >= 1 << 31))
 
 
 _LINEAR = (name for name in NAMES if name in LINEAR)

@@ -28,6 +28,7 @@ from polyhead.ops.attention.kernels.nonfinite_rows import recompute_nonfinite_ro
 from polyhead.ops.attention.kernels.outputs import output_like
 from polyhead.ops.common.kernel_call import KernelCall
 from polyhead.ops.common.kernels.availability import multiprocessors
+from polyhead.ops.common.kernels.gluon_names import async_load, async_store, barrier
 from polyhead.ops.common.kernels.hopper import descriptor, row_sums, supports_band
 from polyhead.ops.common.kernels.launching import bounded, launch
 from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
@@ -91,7 +92,7 @@ def _producer(
         for i_warpgroup in gl.static_range(2):
             mbarrier.wait(q_free.index(i_warpgroup), phase)
             mbarrier.expect(q_ready.index(i_warpgroup), desc_q.block_type.nbytes)
-            tma.async_copy_global_to_shared(
+            async_load(
                 desc_q,
                 [i_batch, i_head, first_row + i_warpgroup * 64, 0],
                 q_ready.index(i_warpgroup),
@@ -109,10 +110,8 @@ def _producer(
             mbarrier.expect(bar, desc_k.block_type.nbytes + desc_v.block_type.nbytes, pred=has_key & has_value)
             mbarrier.expect(bar, desc_k.block_type.nbytes, pred=i == 0)
             mbarrier.expect(bar, desc_v.block_type.nbytes, pred=i == count)
-            tma.async_copy_global_to_shared(
-                desc_k, [i_batch, i_head // group, column, 0], bar, k_smem.index(stage), pred=has_key
-            )
-            tma.async_copy_global_to_shared(
+            async_load(desc_k, [i_batch, i_head // group, column, 0], bar, k_smem.index(stage), pred=has_key)
+            async_load(
                 desc_v, [i_batch, i_head // group, column + BLOCK_N, 0], bar, v_smem.index(stage), pred=has_value
             )
             step += 1
@@ -359,7 +358,7 @@ def _consumer(
         tma.store_wait(0)
         smem_out.reshape([64, DV]).store(acc.to(DTYPE))
         fence_async_shared()
-        tma.async_copy_shared_to_global(desc_o, [i_pair // num_heads, i_pair % num_heads, row, 0], smem_out)
+        async_store(desc_o, [i_pair // num_heads, i_pair % num_heads, row, 0], smem_out)
     tma.store_wait(0)
 
 
@@ -392,7 +391,7 @@ def forward_kernel(
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
 
     scale2 = scale * LOG2E
     gl.warp_specialize(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from polyhead.ops.common.kernel_call import KernelCall
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_DESCRIBED = {**DTYPES, torch.float32: gl.float32}  # sums in memory
 
 
 @gluon.jit
@@ -74,4 +75,4 @@ def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 @functools.cache
 def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], DTYPES[dtype])
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], _DESCRIBED[dtype])

@@ -16,7 +16,13 @@ def bounded(edge: int | None) -> int:
 
 
 def launch(
-    kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], *, variant: Hashable
+    kernel: Any,
+    programs: int,
+    arguments: tuple[Any, ...],
+    constants: tuple[Any, ...],
+    *,
+    variant: Hashable,
+    num_warps: int = 4,
 ) -> None:
     """Launch a kernel, from the second time on without Triton's binder, which takes longer than the launch itself.
 
@@ -26,10 +32,11 @@ def launch(
         constants: its constexpr arguments, which follow.
         variant: whatever else decides what Triton compiles: device, dtypes, and which pointers are None or no multiple
             of 16 bytes.
+        num_warps: of the kernel's default partition; always the same for a kernel.
     """
     key = kernel, constants, variant
     compiled = _compiled.get(key)
     if compiled is None:
-        _compiled[key] = kernel[(programs,)](*arguments, *constants, num_warps=4)
+        _compiled[key] = kernel[(programs,)](*arguments, *constants, num_warps=num_warps)
     else:
         compiled[programs, 1, 1](*arguments, *constants)

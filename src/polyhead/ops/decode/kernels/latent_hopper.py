@@ -19,11 +19,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from polyhead.ops.common.kernels.gluon_names import async_load, barrier
 from polyhead.ops.common.kernels.hopper import DTYPES, descriptor, is_readable
 from polyhead.ops.common.kernels.launching import bounded
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
@@ -53,14 +53,10 @@ def _load_tile(desc_latent, desc_rope, latent_smem, rope_smem, ready, i_batch, i
     bar = ready.index(stage)
     if desc_rope is not None:
         mbarrier.expect(bar, desc_latent.block_type.nbytes + desc_rope.block_type.nbytes, pred=pred)
-        tma.async_copy_global_to_shared(
-            desc_rope, [i_batch, i_kv_head, tile * 64, 0], bar, rope_smem.index(stage), pred=pred
-        )
+        async_load(desc_rope, [i_batch, i_kv_head, tile * 64, 0], bar, rope_smem.index(stage), pred=pred)
     else:
         mbarrier.expect(bar, desc_latent.block_type.nbytes, pred=pred)
-    tma.async_copy_global_to_shared(
-        desc_latent, [i_batch, i_kv_head, tile * 64, 0], bar, latent_smem.index(stage), pred=pred
-    )
+    async_load(desc_latent, [i_batch, i_kv_head, tile * 64, 0], bar, latent_smem.index(stage), pred=pred)
 
 
 @gluon.jit
@@ -114,7 +110,7 @@ def latent_hopper_kernel(
     for stage in gl.static_range(2):
         mbarrier.init(ready.index(stage), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
 
     i_pair = gl.program_id(0) // ROW_BLOCKS
     i_batch = i_pair // KV_HEADS
@@ -148,7 +144,7 @@ def latent_hopper_kernel(
     if ROPE_DIM > 0:
         q_rope = _query_tile(ptr_rows + RANK, mask_m, ROPE_DIM, BLOCK_ROPE, FLAT)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
 
     zero = gl.full([64, 64], 0.0, gl.float32, S_LAYOUT)
     m = gl.full([64], _MIN_ROW_MAX, gl.float32, ROWS)
@@ -192,7 +188,7 @@ def latent_hopper_kernel(
         m = m_new
         o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT)), 1)
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         o_next = warpgroup_mma(weight_smem, latent, o, is_async=True)
 
         # The logits of the next tile; after the last one they are computed from stale memory and not used.
@@ -205,7 +201,7 @@ def latent_hopper_kernel(
         next_latent = latent_smem.index(next_step % 2).reshape([64, BLOCK_RANK])
         s_next = warpgroup_mma(q_latent, next_latent.permute((1, 0)), s_next, use_acc=ROPE_DIM > 0, is_async=True)
         o = warpgroup_mma_wait(2 if ROPE_DIM > 0 else 1, deps=(o_next,))
-        gl.thread_barrier()
+        barrier()
         _load_tile(
             desc_latent, desc_rope, latent_smem, rope_smem, ready,
             i_batch, i_kv_head, tile_from + step + 2, step, step + 2 < count,

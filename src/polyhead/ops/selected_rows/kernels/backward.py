@@ -19,17 +19,17 @@ from polyhead.ops.attention.kernels.backward import (
     backward_problem,
     choose_blocks,
     constants_kernel,
-    fresh_like,
     full_columns,
     full_rows,
-    strided,
 )
 from polyhead.ops.attention.kernels.backward_tiles import (
     RowTerms,
     distance_tile,
+    fresh_like,
     head_scales,
     load_tile,
     store_tile,
+    strided,
     tile_gradients,
 )
 from polyhead.ops.common.kernel_call import KernelCall

@@ -14,13 +14,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from polyhead.ops.attention.kernels.forward_hopper import LOWEST, band_tiles, packed, unpacked, weigh
 from polyhead.ops.common.kernel_call import KernelCall
+from polyhead.ops.common.kernels.gluon_names import async_load, barrier
 from polyhead.ops.common.kernels.hopper import descriptor, row_sums, supports_band
 from polyhead.ops.common.kernels.launching import bounded
 from polyhead.ops.common.kernels.sizes import padded_dim
@@ -68,7 +68,7 @@ def _producer(
     if count > 0:
         for i_warpgroup in gl.static_range(2):
             mbarrier.expect(q_ready.index(i_warpgroup), desc_q.block_type.nbytes)
-            tma.async_copy_global_to_shared(
+            async_load(
                 desc_q, [0, 0, first_row + i_warpgroup * 64, 0], q_ready.index(i_warpgroup), q_smem.index(i_warpgroup)
             )
         for i in range(count + 1):
@@ -81,12 +81,8 @@ def _producer(
             mbarrier.expect(bar, desc_k.block_type.nbytes + desc_v.block_type.nbytes, pred=has_key & has_value)
             mbarrier.expect(bar, desc_k.block_type.nbytes, pred=i == 0)
             mbarrier.expect(bar, desc_v.block_type.nbytes, pred=i == count)
-            tma.async_copy_global_to_shared(
-                desc_k, [i_batch, i_kv_head, column, 0], bar, k_smem.index(stage), pred=has_key
-            )
-            tma.async_copy_global_to_shared(
-                desc_v, [i_batch, i_kv_head, column + BLOCK_N, 0], bar, v_smem.index(stage), pred=has_value
-            )
+            async_load(desc_k, [i_batch, i_kv_head, column, 0], bar, k_smem.index(stage), pred=has_key)
+            async_load(desc_v, [i_batch, i_kv_head, column + BLOCK_N, 0], bar, v_smem.index(stage), pred=has_value)
 
 
 @gluon.jit
@@ -241,7 +237,7 @@ def ragged_kernel(
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
 
     # Rows with the most keys start first, to avoid a long tail.
     i_pair, first_row, stop_row = _find_rows(ptr_offsets, pairs, total, gl.num_programs(0) - 1 - gl.program_id(0))
