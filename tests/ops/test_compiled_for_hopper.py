@@ -41,7 +41,7 @@ def compiled(
             layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float32 if is_sum else gl.bfloat16)
             signature[name] = f"tensordesc<{'fp32' if is_sum else 'bf16'}{shape},{layout!r}>"
         else:
-            types = {"ptr_output": "*bf16", "ptr_positions": "*i32", "ptr_offsets": "*i64", "scale": "fp32"}
+            types = {"ptr_output": "*bf16", "ptr_positions": "*i32", "ptr_offsets": "*i32", "scale": "fp32"}
             signature[name] = types.get(name, "*fp32" if name.startswith("ptr_") else "i32")
     source = GluonASTSource(kernel, signature, constexprs)
     options = {"num_warps": num_warps, "enable_fp_fusion": True}

@@ -1,6 +1,6 @@
 """Our attention and PyTorch's on cuDNN, in sequence on one shape: are the gradients independent?
 
-    python -m tests.ops.attention.plan_cases "our backward" fused ours tokens-first heads-first
+    python -m tests.ops.attention.plan_cases "own plans" fused ours tokens-first heads-first
 
 PyTorch's cache of cuDNN plans belongs to the process, so a case is an order in which both run, on a shape that nothing
 in the process has used yet. Prints the relative errors of the gradients against the float32 formula.
@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import polyhead
 from polyhead import Mask
 from polyhead.layers.torch_compat import MultiheadAttention
-from polyhead.ops.attention import plain_training
+from polyhead.ops.attention import cudnn_backward
 
 HEADS, DIM = 4, 64
 WIDTH = HEADS * DIM
@@ -225,25 +225,23 @@ class _Laid(torch.autograd.Function):
         return LAYOUTS[ctx.layout](grad), None  # type: ignore[attr-defined]
 
 
-# Which backward plain calls run: our own, as for large problems, or PyTorch's flash or memory-efficient kernel.
-BACKWARDS = {"our backward": 0, "PyTorch's": 1 << 62}
+# Our attention may run cuDNN's backward on separate plans, or not at all, as for small problems.
+PLANS = {"own plans": 0, "no plans": 1 << 62}
 
 
 def errors(
-    backward: str, name: str, first: str, inputs: str, gradient: str, batch: int, length: int
+    plans: str, name: str, first: str, inputs: str, gradient: str, batch: int, length: int
 ) -> dict[str, list[float]]:
     measure = function_errors if name in FUNCTIONS else layer_errors
-    with mock.patch.object(plain_training, "MIN_MULTIPLY_ADDS", BACKWARDS[backward]):
+    with mock.patch.object(cudnn_backward, "MIN_MULTIPLY_ADDS", PLANS[plans]):
         return measure(name, first, inputs, gradient, batch, length)
 
 
 def all_cases() -> list[tuple[str, str, str, str, str]]:
-    """Return every (backward, ours, which runs first, layout of the inputs, layout of the output gradient)."""
-    functions = itertools.product(BACKWARDS, FUNCTIONS, ORDERS, LAYOUTS, LAYOUTS)
+    """Return every (plans, ours, which runs first, layout of the inputs, layout of the output gradient)."""
+    functions = itertools.product(PLANS, FUNCTIONS, ORDERS, LAYOUTS, LAYOUTS)
     # A layer's own output gradient cannot be expanded: the numbers would differ.
-    layers = itertools.product(
-        BACKWARDS, LAYERS, ORDERS, SPLITS, [layout for layout in LAYOUTS if layout != "expanded"]
-    )
+    layers = itertools.product(PLANS, LAYERS, ORDERS, SPLITS, [layout for layout in LAYOUTS if layout != "expanded"])
     return [*functions, *layers]
 
 

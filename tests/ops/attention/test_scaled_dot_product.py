@@ -6,8 +6,10 @@ import ast
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import polyhead
 from polyhead import Mask
-from polyhead.ops.attention import plain_training
+from polyhead.ops.attention import cudnn_backward
 from polyhead.ops.attention import scaled_dot_product as scaled_dot_product_module
 from polyhead.ops.attention.scaled_dot_product import kernel_name, scaled_dot_product, without_cudnn
 from tests.ops.attention import plan_cases
@@ -50,7 +52,7 @@ def modules_calling(root: Path, name: str) -> set[str]:
 def test_one_module_calls_pytorchs_attention_and_one_cudnns(project_root):
     root = project_root / "src" / "polyhead"
     assert modules_calling(root, "scaled_dot_product_attention") == {"ops/attention/scaled_dot_product.py"}
-    assert modules_calling(root, "cudnn_attention") == {"ops/attention/plain_training.py"}
+    assert modules_calling(root, "cudnn_attention") == {"ops/attention/cudnn_backward.py"}
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -225,34 +227,34 @@ def test_forward_only_calls_keep_cudnn():
 
 
 @pytest.mark.gpu
-def test_large_calls_run_our_backward_and_never_cudnns(monkeypatch):
+def test_large_calls_run_cudnns_backward_in_a_thread_of_our_own(monkeypatch):
     inputs = heads(368)
-    monkeypatch.setattr(plain_training, "MIN_MULTIPLY_ADDS", 0)
+    monkeypatch.setattr(cudnn_backward, "MIN_MULTIPLY_ADDS", 0)
     assert kernel_name(*inputs, causal=True) == "cudnn"
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        scaled_dot_product(*inputs, causal=True).sum().backward()
-        polyhead.attention(*inputs, mask=Mask.causal(), backend="fused").output.sum().backward()
-        torch.cuda.synchronize()
-    kernels = [event.name for event in profile.events()]
-    assert sum(name == "backward_kernel" for name in kernels) == 2
-    assert not any("bprop" in name or "flash_bwd" in name for name in kernels)
+    threads = []
+    planned = cudnn_backward._run_backward
+    monkeypatch.setattr(
+        cudnn_backward, "_run_backward", lambda *rest: threads.append(threading.current_thread().name) or planned(*rest)
+    )
+    scaled_dot_product(*inputs, causal=True).sum().backward()
+    polyhead.attention(*inputs, mask=Mask.causal(), backend="fused").output.sum().backward()
+    assert len(threads) == 2
+    assert all(name.startswith("polyhead-cudnn-backward") for name in threads)
 
 
 @pytest.mark.gpu
-def test_deterministic_algorithms_run_a_deterministic_backward(monkeypatch):
-    inputs = heads(376)
-    monkeypatch.setattr(plain_training, "MIN_MULTIPLY_ADDS", 0)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert kernel_name(*inputs, causal=True) == "flash"
-    finally:
-        torch.use_deterministic_algorithms(False)
+def test_a_cache_that_all_threads_share_would_be_noticed(monkeypatch):
+    """Runs our calls in a thread that has built a plan for another layout, as with a shared cache."""
+    assert cudnn_backward._has_separate_plans(0)
+    with ThreadPoolExecutor(1) as shared:
+        monkeypatch.setattr(cudnn_backward, "_worker_thread", lambda: shared)
+        monkeypatch.setattr(cudnn_backward, "ThreadPoolExecutor", lambda _: nullcontext(shared))
+        assert not cudnn_backward._has_separate_plans(0)
 
 
 @pytest.mark.gpu
-def test_a_step_with_our_backward_can_be_captured(monkeypatch):
-    monkeypatch.setattr(plain_training, "MIN_MULTIPLY_ADDS", 0)
+def test_a_step_on_plans_of_our_own_can_be_captured(monkeypatch):
+    monkeypatch.setattr(cudnn_backward, "MIN_MULTIPLY_ADDS", 0)
     inputs = heads(384)
     direction = torch.randn_like(inputs[0])
 

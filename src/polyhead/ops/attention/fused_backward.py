@@ -1,6 +1,7 @@
 """Gradients of one call of polyhead's attention kernels.
 
-The gradient of a maximum belongs to one key per row, and is gathered and scattered here.
+Those of plain heads are computed by cuDNN's backward on separate plans, given our output and log-sum-exp, all others by
+our own kernel. The gradient of a maximum belongs to one key per row, and is gathered and scattered here.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from polyhead.ops.attention import cudnn_backward
 from polyhead.ops.common.kernel_call import KernelCall, laid_out_like, with_dense_rows
 from polyhead.ops.common.statistics import MAXIMA
 
@@ -53,20 +55,24 @@ def gradients(
     if grad_logsumexp is not None:
         row_gradients["logsumexp"] = grad_logsumexp.contiguous()
 
-    from polyhead.ops.attention.kernels.backward import backward
+    if not len(row_gradients) and _can_use_cudnn(call):
+        cudnn_grads = _cudnn_gradients(dense_call, grad_output, output, logsumexp)
+        grads: list[Tensor | None] = [*cudnn_grads, None, None, None]
+    else:
+        from polyhead.ops.attention.kernels.backward import backward
 
-    grads: list[Tensor | None] = [
-        *backward(
-            dense_call,
-            grad_output,
-            output,
-            logsumexp,
-            row_gradients=row_gradients,
-            row_values={name: x for name, x in row_values.items() if name in row_gradients},
-            bias_shape=tuple(mask.bias.shape) if mask.bias is not None and need_bias else None,
-            table_shape=tuple(mask.table.shape) if mask.table is not None and need_table else None,
-        )
-    ]
+        grads = [
+            *backward(
+                dense_call,
+                grad_output,
+                output,
+                logsumexp,
+                row_gradients=row_gradients,
+                row_values={name: x for name, x in row_values.items() if name in row_gradients},
+                bias_shape=tuple(mask.bias.shape) if mask.bias is not None and need_bias else None,
+                table_shape=tuple(mask.table.shape) if mask.table is not None and need_table else None,
+            )
+        ]
     if len(argmax_grads.terms):
         grads = argmax_grads.add_to(grads, dense_call)
     grad_query, grad_key, grad_value, grad_sinks, grad_bias, grad_table = grads
@@ -151,3 +157,39 @@ class _ArgmaxGradients:
                 i_table = i_head if mask.table_head else i_head * 0
                 grad_table.index_put_((i_table, column), grad.double(), accumulate=True)
         return [grad_query, grad_key, grad_value, grad_sinks, grad_bias, grad_table]
+
+
+def _can_use_cudnn(call: KernelCall) -> bool:
+    """Return True if cuDNN's backward computes the gradient of this call, and faster than our kernel."""
+    query, key, mask = call.query, call.key, call.mask
+    is_unmasked = mask.left is None and mask.right is None
+    is_causal = mask.left is None and mask.right == 0 and query.shape[2] == key.shape[2]
+    dim = query.shape[-1]
+    return (
+        call.is_plain
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and (is_unmasked or is_causal)
+        and mask.is_band
+        and dim == call.value.shape[-1]
+        and dim <= 128
+        and dim % 8 == 0
+        and torch.backends.cudnn.enabled
+        and torch.backends.cudnn.is_available()
+        and cudnn_backward.is_worth_it(query, key)
+        and cudnn_backward.is_available(query)
+    )
+
+
+def _cudnn_gradients(
+    call: KernelCall, grad_output: Tensor, output: Tensor, logsumexp: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run cuDNN's backward after our forward, of which it needs only the output and the log-sum-exp."""
+    inputs, options = (grad_output, call.query, call.key, call.value), (call.mask.right is not None, call.scale)
+    if call.mask.poison is None:
+        return cudnn_backward.backward(*inputs, output, logsumexp, *options)
+    # A NaN row would spread, as 0 * NaN, to keys it does not see. Its own gradient is set to NaN below.
+    is_nonfinite = logsumexp.isnan()
+    output = torch.where(is_nonfinite[..., None], 0.0, output)
+    logsumexp = torch.where(is_nonfinite, torch.inf, logsumexp)
+    grad_query, grad_key, grad_value = cudnn_backward.backward(*inputs, output, logsumexp, *options)
+    return torch.where(is_nonfinite[..., None], torch.nan, grad_query), grad_key, grad_value

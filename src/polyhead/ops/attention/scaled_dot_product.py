@@ -1,9 +1,9 @@
 """`F.scaled_dot_product_attention` with gradients that do not depend on other calls in the process.
 
 PyTorch's cache of plans for cuDNN's backward is shared by all calls of a thread, and does not distinguish layouts of
-the output gradient (`plain_training.py`). A call that records gradients runs cuDNN's forward and our backward, or
-PyTorch's flash or memory-efficient operator, called directly: disabling cuDNN by its flag would change the state of the
-whole process. Calls without gradients keep cuDNN's forward.
+the output gradient (`cudnn_backward.py`). A call that records gradients runs cuDNN on separate plans, or PyTorch's
+flash or memory-efficient operator, called directly: disabling cuDNN by its flag would change the state of the whole
+process. Calls without gradients keep cuDNN's forward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.backends.cuda import (
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from polyhead.ops.attention import plain_training
+from polyhead.ops.attention import cudnn_backward
 from polyhead.ops.common.tracing import is_exporting, is_transformed
 
 _NAMES = {backend.value: name.removesuffix("_ATTENTION").lower() for name, backend in SDPBackend.__members__.items()}
@@ -60,7 +60,7 @@ def scaled_dot_product(
     # For empty tensors cuDNN's kernel returns no tensor at all, and the formula costs nothing.
     name = "math" if is_empty else _training_kernel(query, key, value, mask, dropout, causal, grouped)
     if name == "cudnn":
-        return plain_training.attend(query, key, value, causal, scale)
+        return cudnn_backward.attend(query, key, value, causal, scale)
     if name == "flash":
         return _flash(query, key, value, dropout, causal, scale)
     if mask is not None and mask.dtype is torch.bool:
@@ -119,8 +119,8 @@ def _training_kernel(
         return "math"
     params = SDPAParams(query, key, value, mask, dropout, causal, grouped)
     is_flash = can_use_flash_attention(params)
-    is_plain = mask is None and not dropout and (not is_flash or plain_training.is_worth_it(query, key))
-    if is_plain and can_use_cudnn_attention(params) and plain_training.can_serve(query, key, value, causal):
+    is_plain = mask is None and not dropout and (not is_flash or cudnn_backward.is_worth_it(query, key))
+    if is_plain and cudnn_backward.is_available(query) and can_use_cudnn_attention(params):
         return "cudnn"
     if is_flash:
         return "flash"

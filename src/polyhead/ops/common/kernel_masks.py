@@ -43,9 +43,10 @@ def pack(visibility: Visibility, *, poison: Tensor | None = None, for_columns: b
         "key_document": key_document,
     }
     if query_document is not None and key_document is not None:
-        per_token["first_key"], per_token["last_key"] = _interval(query_document, key_document)
+        interval = _interval if len(visibility.documents) else _interval_of_real
+        per_token["first_key"], per_token["last_key"] = interval(query_document, key_document)
         if for_columns:
-            per_token["first_query"], per_token["last_query"] = _interval(key_document, query_document)
+            per_token["first_query"], per_token["last_query"] = interval(key_document, query_document)
     tensors = {name: x for name, x in per_token.items() if x is not None}
     batch = 1
     for x in tensors.values():
@@ -112,4 +113,21 @@ def _interval(ids: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     first = order.gather(-1, start.clamp_max(count - 1))
     last = order.gather(-1, (stop - 1).clamp_min(0))
     occurs = stop > start
+    return torch.where(occurs, first, count), torch.where(occurs, last, -1)
+
+
+def _interval_of_real(ids: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+    """`_interval` of ids that are 0, or negative for padding.
+
+    Inductor cannot compile a search for ids that are all the same constant.
+    """
+    count = others.shape[1]
+    batch = max(ids.shape[0], others.shape[0])
+    ids, others = ids.expand(batch, -1), others.expand(batch, -1)
+    if not count:
+        return torch.zeros_like(ids), torch.full_like(ids, -1)
+    is_real = (others == 0).to(torch.int32)
+    first = is_real.argmax(-1, keepdim=True)  # of equal values the first
+    last = count - 1 - is_real.flip(-1).argmax(-1, keepdim=True)
+    occurs = (ids == 0) & is_real.any(-1, keepdim=True)
     return torch.where(occurs, first, count), torch.where(occurs, last, -1)

@@ -249,7 +249,7 @@ def guarded_memory() -> Iterator[None]:
         mock.patch.object(torch, "empty_like", fresh(torch.empty_like)),
     ):
         yield
-    assert len(buffers) == 4
+    assert len(buffers) >= 4
     for flat in buffers:
         assert flat[:margin].isnan().all()
         assert flat[-margin:].isnan().all()

@@ -52,8 +52,13 @@ def calls_of_the_kernel() -> Iterator[list[object]]:
     from polyhead.ops.attention.kernels import backward_hopper
 
     calls: list[object] = []
-    original = backward_hopper.add_gradients
-    with mock.patch.object(backward_hopper, "add_gradients", lambda *rest: calls.append(rest) or original(*rest)):
+    original = backward_hopper.backward
+
+    def counted(*arguments: object, **options: object) -> object:
+        calls.append(arguments)
+        return original(*arguments, **options)
+
+    with mock.patch.object(backward_hopper, "backward", counted):
         yield calls
 
 

@@ -41,6 +41,7 @@ from polyhead.ops.attention.kernels.backward_tiles import (
     tile_gradients,
 )
 from polyhead.ops.common.kernel_call import KernelCall, with_dense_rows
+from polyhead.ops.common.kernels.availability import has_hopper_kernels
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments, shared_strides
 from polyhead.ops.common.kernels.mask_tiles import key_spans, query_span, visible_tile
 from polyhead.ops.common.kernels.resources import Blocks, launch_fitting
@@ -459,6 +460,13 @@ def backward(
     kv_heads, num_keys, value_dim = key.shape[1], key.shape[2], value.shape[3]
     grad_output = with_dense_rows(grad_output)
     logsumexp = logsumexp.contiguous()
+    if query.is_cuda and has_hopper_kernels(query.device):
+        from polyhead.ops.attention.kernels import backward_hopper
+
+        if backward_hopper.can_serve(call, grad_output, row_gradients):
+            options = {"row_gradients": row_gradients, "row_values": row_values}
+            grads = backward_hopper.backward(call, grad_output, output, logsumexp, **options)
+            return *grads, None, None, None
     gradients = RowTerms(**{name: x.contiguous() for name, x in row_gradients.items()})
     values = RowTerms(**{name: row_values[name].contiguous() for name in row_gradients if name != "logsumexp"})
     constant = torch.empty((batch, heads, num_queries), dtype=torch.float32, device=query.device)
@@ -523,11 +531,6 @@ def backward(
             block_m = max(1, min(64, 8192 // padded_dim(value_dim)))
             grid = (batch * heads * blocks_of(num_queries, block_m),)
             constants_kernel[grid](problem, strided(output), gradients, values, BLOCK_M=block_m)
-        if bias_shape is None and table_shape is None and _hopper_can_serve(call, grad_output, per_key):
-            from polyhead.ops.attention.kernels.backward_hopper import add_gradients
-
-            per_key_gradients = {name: x for name, x in per_key._asdict().items() if x is not None}
-            return *add_gradients(call, grad_output, logsumexp, constant, per_key_gradients), None, None, None
         grad_query, grad_key, grad_value = (fresh_like(x) for x in (query, key, value))
         if constant.numel():
             launch_fitting(launch_queries, query_blocks, Blocks.smaller, lambda: ("queries", *kind()))
@@ -535,15 +538,6 @@ def backward(
             launch_fitting(launch_keys, key_blocks, Blocks.smaller, lambda: ("keys", *kind()))
     grad_sinks = None if sinks is None else sinks_gradient(sinks, logsumexp, constant, row_gradients, row_values)
     return grad_query, grad_key, grad_value, grad_sinks, bias_grads.bias, bias_grads.table
-
-
-def _hopper_can_serve(call: KernelCall, grad_output: Tensor, per_key: RowTerms) -> bool:
-    """Return True if the kernel for Hopper computes the gradients of a call."""
-    if not call.query.is_cuda:
-        return False
-    from polyhead.ops.attention.kernels.backward_hopper import can_serve
-
-    return can_serve(call, grad_output, [name for name, x in per_key._asdict().items() if x is not None])
 
 
 def backward_problem(

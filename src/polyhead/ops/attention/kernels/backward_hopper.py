@@ -13,7 +13,7 @@ a logarithm and two multiply-adds per weight.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 import triton
@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from polyhead.ops.attention.kernels.backward_tiles import fresh_like, load_tile, store_tile, strided
+from polyhead.ops.attention.kernels.backward_tiles import fresh_like
 from polyhead.ops.common.kernel_call import KernelCall
 from polyhead.ops.common.kernels.gluon_names import async_add, async_load, async_store, barrier
 from polyhead.ops.common.kernels.hopper import descriptor, is_readable, supports_band
@@ -37,7 +37,8 @@ from polyhead.ops.common.kernels.launching import FAR, bounded, launch
 from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
 from polyhead.ops.common.kernels.softmax_tiles import LN2, LOG2E
 
-_TERMS = "entropy", "mean_distance", "mean_offset"  # statistics whose gradient differs between the keys of a row
+_DISTANCES = "mean_distance", "mean_offset"
+_TERMS = frozenset(("logsumexp", "confidence", "entropy", *_DISTANCES))
 _BLOCK_M, _BLOCK_N = 64, 128
 _TINY = gl.constexpr(1.0e-37)
 _EMPTY = gl.constexpr(1.0e30)  # log-sum-exp of a row without keys: finite, so that 0 times a shifted logit is 0
@@ -292,16 +293,73 @@ def backward_kernel(
 
 
 @triton.jit
-def _round_kernel(
-    total, grad, scale, heads, num_queries, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr
-):
-    """Write `total` [batch, heads, queries, DIM], multiplied by the scale, to `grad` in its dtype."""
+def _subtract_term(constant, ptr_gradient, ptr_value, offs, is_row):
+    """Subtract gradient * value from C; 0 where the value is 0, even if the gradient is not finite."""
+    if ptr_gradient is not None:
+        value = tl.load(ptr_value + offs, mask=is_row, other=0.0)
+        gradient = tl.load(ptr_gradient + offs, mask=is_row, other=0.0)
+        constant -= tl.where(value == 0.0, 0.0, gradient * value)
+    return constant
+
+
+@triton.jit(
+    do_not_specialize=(
+        "heads", "num_queries", "o_batch", "o_head", "o_token", "do_batch", "do_head", "do_token",
+    )
+)  # fmt: skip
+def prepare_kernel(
+    ptr_o, ptr_do, ptr_lse, ptr_constant, ptr_total,
+    ptr_grad_lse, ptr_grad_entropy, ptr_entropy, ptr_grad_confidence, ptr_confidence,
+    ptr_grad_distance, ptr_distance, ptr_grad_offset, ptr_offset,
+    heads, num_queries, o_batch, o_head, o_token, do_batch, do_head, do_token,
+    DIM: tl.constexpr, DIM_VALUE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Write C of each row and zeros for the gradient of its query; strides are in units of 8 elements."""
     blocks = tl.cdiv(num_queries, BLOCK_M)
     i_pair = (tl.program_id(0) // blocks).to(tl.int64)
-    first_row = tl.program_id(0) % blocks * BLOCK_M
     i_batch, i_head = i_pair // heads, i_pair % heads
-    tile = load_tile(total, i_batch, i_head, first_row, num_queries, BLOCK_M, DIM, BLOCK, False)
-    store_tile(grad, tile * scale, i_batch, i_head, first_row, num_queries, BLOCK_M, DIM, BLOCK)
+    offs_m = tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_row = offs_m < num_queries
+    offs_value = tl.arange(0, BLOCK_VALUE)
+    mask_value = is_row[:, None] & (offs_value < DIM_VALUE)[None, :]
+    offs_token = offs_m.to(tl.int64)[:, None]
+    # [BLOCK_M, BLOCK_VALUE]
+    base_o = ptr_o + (i_batch * o_batch + i_head * o_head) * 8
+    base_do = ptr_do + (i_batch * do_batch + i_head * do_head) * 8
+    tile_o = tl.load(base_o + offs_token * o_token * 8 + offs_value[None, :], mask=mask_value, other=0.0).to(tl.float32)
+    tile_do = tl.load(base_do + offs_token * do_token * 8 + offs_value[None, :], mask=mask_value, other=0.0)
+    # A row whose output is 0 has no gradient there, even if that of the output is not finite.
+    constant = -tl.sum(tl.where(tile_o == 0.0, 0.0, tile_o * tile_do.to(tl.float32)), 1)
+    offs = i_pair * num_queries + offs_m
+    if ptr_grad_lse is not None:
+        constant += tl.load(ptr_grad_lse + offs, mask=is_row, other=0.0)
+    constant = _subtract_term(constant, ptr_grad_entropy, ptr_entropy, offs, is_row)
+    constant = _subtract_term(constant, ptr_grad_confidence, ptr_confidence, offs, is_row)
+    constant = _subtract_term(constant, ptr_grad_distance, ptr_distance, offs, is_row)
+    constant = _subtract_term(constant, ptr_grad_offset, ptr_offset, offs, is_row)
+    constant = tl.where(tl.load(ptr_lse + offs, mask=is_row, other=0.0) == float("-inf"), 0.0, constant)
+    tl.store(ptr_constant + offs, constant, mask=is_row)
+    offs_dim = tl.arange(0, BLOCK)
+    mask_dim = is_row[:, None] & (offs_dim < DIM)[None, :]
+    tile_zero = tl.zeros([BLOCK_M, BLOCK], tl.float32)
+    tl.store(ptr_total + offs[:, None] * DIM + offs_dim[None, :], tile_zero, mask=mask_dim)
+
+
+@triton.jit(do_not_specialize=("heads", "num_queries", "grad_batch", "grad_head", "grad_token", "scale"))
+def round_kernel(
+    ptr_total, ptr_grad, heads, num_queries, grad_batch, grad_head, grad_token, scale,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Write `total` [batch, heads, queries, DIM] times the scale to `grad`; strides are in units of 8 elements."""
+    blocks = tl.cdiv(num_queries, BLOCK_M)
+    i_pair = (tl.program_id(0) // blocks).to(tl.int64)
+    offs_m = (tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    offs_dim = tl.arange(0, BLOCK)[None, :]
+    mask_tile = (offs_m < num_queries)[:, None] & (offs_dim < DIM)
+    tile = tl.load(ptr_total + (i_pair * num_queries + offs_m)[:, None] * DIM + offs_dim, mask=mask_tile, other=0.0)
+    base = ptr_grad + ((i_pair // heads) * grad_batch + (i_pair % heads) * grad_head) * 8
+    pointers = base + offs_m[:, None] * grad_token * 8 + offs_dim
+    tl.store(pointers, (tile * scale).to(ptr_grad.dtype.element_ty), mask=mask_tile)
 
 
 def can_serve(call: KernelCall, grad_output: Tensor, row_gradients: Collection[str]) -> bool:
@@ -314,52 +372,79 @@ def can_serve(call: KernelCall, grad_output: Tensor, row_gradients: Collection[s
         and call.query.shape[3] % 8 == 0
         and call.value.shape[3] % 8 == 0
         and grad_output.dtype is call.query.dtype
-        and set(_TERMS).issuperset(row_gradients)
+        and _TERMS.issuperset(row_gradients)
         and not torch.are_deterministic_algorithms_enabled()
     )
 
 
-def add_gradients(
-    call: KernelCall, grad_output: Tensor, logsumexp: Tensor, constant: Tensor, row_gradients: dict[str, Tensor]
+def backward(
+    call: KernelCall,
+    grad_output: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    *,
+    row_gradients: Mapping[str, Tensor],
+    row_values: Mapping[str, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, given the term C of each row; see `kernels.backward`."""
+    """Return the gradients of query, key and value; the arguments are those of `kernels.backward.backward`."""
     query, key, value, left, right = call.query, call.key, call.value, call.mask.left, call.mask.right
     batch, heads, queries, head_dim = query.shape
     kv_heads, keys, value_dim = key.shape[1], key.shape[2], value.shape[3]
-    if not is_readable(grad_output):
-        grad_output = grad_output.contiguous()
+    output, grad_output = (_readable(x) for x in (output, grad_output))
     dim, padded_value_dim = padded_dim(head_dim, 64), padded_dim(value_dim, 64)
     grad_query, grad_key, grad_value = (fresh_like(x) for x in (query, key, value))
-    total = torch.zeros((batch, heads, queries, head_dim), dtype=torch.float32, device=query.device)
-    blocks = blocks_of(keys, _BLOCK_N)
-    arguments = (
-        descriptor(query, _BLOCK_M, dim),
-        descriptor(key, _BLOCK_N, dim),
-        descriptor(value, _BLOCK_N, padded_value_dim),
-        descriptor(grad_output, _BLOCK_M, padded_value_dim),
-        descriptor(total, _BLOCK_M, dim),
-        descriptor(grad_key, _BLOCK_N, dim),
-        descriptor(grad_value, _BLOCK_N, padded_value_dim),
-        logsumexp,
-        constant,
-        *map(row_gradients.get, _TERMS),
-        *(kv_heads, heads // kv_heads, queries, keys, keys - queries),
-        *(bounded(left), bounded(right), float(call.scale), blocks),
-    )
-    constants = _BLOCK_M, _BLOCK_N, dim, padded_value_dim, 2, left is not None
+    constant = torch.empty_like(logsumexp)
+    total = torch.empty((batch, heads, queries, head_dim), dtype=torch.float32, device=query.device)
+    gradients = {name: x.contiguous() for name, x in row_gradients.items()}
+    values = {name: row_values[name].contiguous() for name in gradients if name != "logsumexp"}
+    pairs = [terms.get(name) for name in ("entropy", "confidence", *_DISTANCES) for terms in (gradients, values)]
+    blocks, row_blocks = blocks_of(keys, _BLOCK_N), batch * heads * blocks_of(queries, _BLOCK_M)
+    rows = (logsumexp, *gradients.values(), *values.values())
+    alignment = tuple(x.data_ptr() % 16 for x in rows)
+    variant = query.get_device(), query.dtype, tuple(gradients), alignment
     with torch.cuda.device_of(query):
-        rows = (logsumexp, constant, *row_gradients.values())
-        variant = query.get_device(), query.dtype, tuple(row_gradients), tuple(x.data_ptr() % 16 for x in rows)
-        launch(backward_kernel, batch * kv_heads * blocks, arguments, constants, variant=variant, num_warps=8)
-        block_m = 64
-        _round_kernel[(batch * heads * blocks_of(queries, block_m),)](
-            strided(total),
-            strided(grad_query),
-            float(call.scale),
-            heads,
-            queries,
-            head_dim,
-            padded_dim(head_dim),
-            block_m,
+        launch(
+            prepare_kernel,
+            row_blocks,
+            (
+                *(output, grad_output, logsumexp, constant, total, gradients.get("logsumexp"), *pairs),
+                *(heads, queries, *_strides(output), *_strides(grad_output)),
+            ),
+            (head_dim, value_dim, padded_dim(head_dim), padded_dim(value_dim), _BLOCK_M),
+            variant=variant,
+        )
+        launch(
+            backward_kernel,
+            batch * kv_heads * blocks,
+            (
+                descriptor(query, _BLOCK_M, dim),
+                descriptor(key, _BLOCK_N, dim),
+                descriptor(value, _BLOCK_N, padded_value_dim),
+                descriptor(grad_output, _BLOCK_M, padded_value_dim),
+                descriptor(total, _BLOCK_M, dim),
+                descriptor(grad_key, _BLOCK_N, dim),
+                descriptor(grad_value, _BLOCK_N, padded_value_dim),
+                *(logsumexp, constant, *map(gradients.get, ("entropy", *_DISTANCES))),
+                *(kv_heads, heads // kv_heads, queries, keys, keys - queries),
+                *(bounded(left), bounded(right), float(call.scale), blocks),
+            ),
+            (_BLOCK_M, _BLOCK_N, dim, padded_value_dim, 2, left is not None),
+            variant=variant,
+            num_warps=8,
+        )
+        launch(
+            round_kernel,
+            row_blocks,
+            (total, grad_query, heads, queries, *_strides(grad_query), float(call.scale)),
+            (head_dim, padded_dim(head_dim), _BLOCK_M),
+            variant=variant[:2],
         )
     return grad_query, grad_key, grad_value
+
+
+def _readable(x: Tensor) -> Tensor:
+    return x if is_readable(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    return tuple(stride // 8 for stride in x.stride()[:3])
