@@ -1,0 +1,44 @@
+"""Masks packed for kernels: the interval of keys that a query's document spans, and of queries for a key."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from polyhead import Mask
+from polyhead.ops.common.kernel_masks import pack
+from polyhead.ops.common.visibility import resolve
+
+QUERIES, KEYS = 7, 11
+QUERY_IDS = torch.tensor([[0, 0, 1, 1, 1, 2, 2], [3, -1, -1, 0, 0, 0, 9], [-1] * QUERIES])
+KEY_IDS = torch.tensor([[0, 0, 0, 1, 1, 4, 4, 4, 2, 2, 2], [3, 3, -1, 0, 9, 0, 0, -1, 3, 9, 9], [-1] * KEYS])
+MASKS = {
+    "padding on the right": Mask.lengths([11, 7, 0]),
+    "padding on the left": Mask.lengths([11, 7, 0], side="left"),
+    "padding on both sides": Mask.lengths([11, 9, 5]) & Mask.lengths([11, 6, 5], side="left"),
+    "padded queries": Mask.lengths([11, 7, 4], queries=[7, 3, 0]),
+    "documents": Mask.documents(QUERY_IDS, KEY_IDS),
+    "padded documents": Mask.documents(QUERY_IDS, KEY_IDS) & Mask.lengths([6, 10, 3]),
+}
+
+
+def spans(visible: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the first and the last column with True of each row; the number of columns and -1 where there is none."""
+    rows = [[[i for i, sees in enumerate(row) if sees] for row in sequence] for sequence in visible.tolist()]
+    first = [[row[0] if row else visible.shape[-1] for row in sequence] for sequence in rows]
+    return first, [[row[-1] if row else -1 for row in sequence] for sequence in rows]
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_intervals_span_the_visible_tokens(name: str) -> None:
+    visibility = resolve(MASKS[name], batch=3, heads=1, queries=QUERIES, keys=KEYS, device=torch.device("cpu"))
+    assert visibility is not None
+    tile = visibility.allowed_tile((0, QUERIES), (0, KEYS))
+    assert tile is not None
+    visible = tile.expand(3, 1, QUERIES, KEYS)[:, 0]
+    packed = pack(visibility, for_columns=True)
+    intervals = [x.expand(3, -1).tolist() for x in (packed.first_key, packed.last_key) if x is not None]
+    assert intervals == [*spans(visible)]
+    intervals = [x.expand(3, -1).tolist() for x in (packed.first_query, packed.last_query) if x is not None]
+    assert intervals == [*spans(visible.transpose(1, 2))]
