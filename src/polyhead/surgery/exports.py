@@ -21,6 +21,7 @@ from polyhead.surgery.edits.head_edits import (
 )
 from polyhead.surgery.edits.preview import HeadCounts, LayerPreview, Preview, preview
 from polyhead.surgery.edits.records import EditRecord, join_records
+from polyhead.surgery.edits.tracing import trace_layers
 from polyhead.surgery.kv_sharing.align import AlignHeads, aligned
 from polyhead.surgery.kv_sharing.conversion import convert_groups
 from polyhead.surgery.kv_sharing.fused_heads import FuseHeads, fuse
@@ -78,5 +79,6 @@ __all__ = [
     "save",
     "share",
     "take_shape",
+    "trace_layers",
     "undo",
 ]

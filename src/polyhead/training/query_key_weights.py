@@ -104,6 +104,8 @@ def _refusal(module: nn.Module, layer: AttentionLayer | None) -> str:
         return f"its {norm} normalises queries or keys after the projection, which already bounds the logits"
     if any(getattr(module, name, None) is not None for name in _SOFTCAPS):
         return "its soft cap already bounds the logits, and they do not scale with W_Q and W_K"
+    if layer is not None and layer.traced is not None:
+        return "its projections were found by trace_layers, which does not show whether its logits scale with them"
     return "" if layer is None else "; ".join(layer.refusals)
 
 

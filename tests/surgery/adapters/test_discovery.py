@@ -27,7 +27,7 @@ from tests.surgery.gated import FAMILIES, build, switched_off
             "GroupedHeads is a variant with its own head layout",
         ),
         (lambda: nn.MultiheadAttention(12, 4), "from_torch"),
-        (lambda: nn.Linear(12, 4), "got a model without either"),
+        (lambda: nn.Linear(12, 4), "got a model without any"),
     ],
 )
 def test_layers_that_are_not_known_are_refused(make, words):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -11,6 +12,29 @@ from polyhead.geometry import HeadLayout, HeadOrigins
 from polyhead.layers import MultiHeadAttention
 from polyhead.observation.origins import origins_of
 from polyhead.surgery.adapters.projection_formats import GROUP_SIZES, HEADS_WIDTHS, NUM_HEADS, NUM_KEY_HEADS, Source
+
+TRACED = "polyhead_traced"  # attribute of a module whose projections were traced
+
+# Sizes of a layout that a module may keep in an attribute.
+SIZES: Mapping[str, Callable[[HeadLayout], int]] = {
+    "heads": lambda layout: layout.num_heads,
+    "kv_heads": lambda layout: layout.num_kv_heads,
+    "group_size": lambda layout: layout.num_heads // layout.num_kv_heads,
+    "width": lambda layout: layout.num_heads * layout.head_dim,
+    "kv_width": lambda layout: layout.num_kv_heads * layout.head_dim,
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TracedHeads:
+    """Projections of a module, found by `trace_layers`; paths are those of `relative_path`."""
+
+    sources: tuple[Source, ...]
+    output: str
+    head_dim: int
+    value_dim: int
+    sizes: Mapping[str, str] = field(default_factory=dict)  # names in `SIZES`, by attribute of the module
+    refusals: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +61,11 @@ class AttentionLayer:
         return isinstance(self.module, MultiHeadAttention)
 
     @property
+    def traced(self) -> TracedHeads | None:
+        """What `trace_layers` found; None for a layer that is known by its names."""
+        return vars(self.module).get(TRACED)
+
+    @property
     def site(self) -> str:
         """Name under which this layer's attention is observed."""
         return self.path or type(self.module).__name__
@@ -46,8 +75,8 @@ def choose_layer(layers: tuple[AttentionLayer, ...], number: int, stack: str | N
     """Return the layer an edit refers to; raises if it is missing, ambiguous or not editable."""
     if not layers:
         raise OptionError(
-            "heads can be edited in polyhead.MultiHeadAttention layers and in transformers models that use its "
-            "attention interface, got a model without either"
+            "heads can be edited in polyhead.MultiHeadAttention layers, in transformers models that use its attention "
+            "interface, and in layers that polyhead.surgery.trace_layers has found, got a model without any"
         )
     stacks = list(dict.fromkeys(layer.stack for layer in layers))
     editable = list(dict.fromkeys(layer.stack for layer in layers if not layer.refusals)) or stacks
@@ -78,6 +107,19 @@ def layer_origins(model: nn.Module, layer: AttentionLayer) -> HeadOrigins:
     return origins_of(model, layer.path, layer.module, count) or HeadOrigins.unedited(count)
 
 
+def relative_path(path: str, name: str) -> str:
+    """Return the path of a module from another; "^" is the module around it. Inverse of `absolute_path`."""
+    prefix, around = (f"{x}." if x else "" for x in (path, path.rpartition(".")[0]))
+    return name.removeprefix(prefix) if name.startswith(prefix) else f"^.{name.removeprefix(around)}"
+
+
+def absolute_path(path: str, name: str) -> str:
+    """Return the path of a module from the model, given its path from the module at `path`."""
+    if name.startswith("^."):
+        path, name = path.rpartition(".")[0], name.removeprefix("^.")
+    return f"{path}.{name}" if path else name
+
+
 def linear_axis(linear: nn.Module, *, outputs: bool) -> int:
     """Return the axis of a linear module's weight that indexes its outputs (or inputs).
 
@@ -93,6 +135,8 @@ def is_conv1d(linear: nn.Module) -> bool:
 
 def sizes_of(layer: AttentionLayer, layout: HeadLayout) -> dict[str, int]:
     """Return the size attributes that a transformers module has, by name, for this layout."""
+    if layer.traced is not None:
+        return {name: SIZES[size](layout) for name, size in layer.traced.sizes.items()}
     values = dict.fromkeys(NUM_HEADS, layout.num_heads)
     values |= dict.fromkeys(NUM_KEY_HEADS, layout.num_kv_heads)
     values |= dict.fromkeys(GROUP_SIZES, layout.num_heads // layout.num_kv_heads)
@@ -104,6 +148,7 @@ def key_map_of(layer: AttentionLayer, layout: HeadLayout) -> tuple[int, ...] | N
     """Return each query head's KV head, or None if a transformers module derives it from its group size."""
     if layout.key_heads is not None:
         return layout.key_heads
-    if layout.num_heads == layout.num_kv_heads or any(hasattr(layer.module, name) for name in GROUP_SIZES):
+    is_even = layer.traced is not None or layout.num_heads == layout.num_kv_heads
+    if is_even or any(hasattr(layer.module, name) for name in GROUP_SIZES):
         return None
     return tuple(layout.key_head(head) for head in range(layout.num_heads))

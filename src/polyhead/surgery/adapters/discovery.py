@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +22,10 @@ from polyhead.layers.multi_head.projected import ProjectedHeads
 from polyhead.layers.positions import BiasesLogits
 from polyhead.observation.transformers_models import interface_modules
 from polyhead.surgery.adapters.attention_layer import (
+    TRACED,
     AttentionLayer,
+    TracedHeads,
+    absolute_path,
     is_conv1d,
     key_map_of,
     layer_origins,
@@ -48,7 +52,7 @@ def find_layers(model: nn.Module) -> tuple[AttentionLayer, ...]:
     """Return every attention layer of a model in module order, including those that cannot be edited.
 
     Args:
-        model: a transformers model, or a module with layers of polyhead.
+        model: a transformers model, or a module with layers of polyhead, or after `trace_layers` any model.
 
     >>> import torch, polyhead
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -75,6 +79,8 @@ def find_layers(model: nn.Module) -> tuple[AttentionLayer, ...]:
             )
         elif id(module) in attention_modules:
             fields = _inspect_transformers(model, path, module)
+        elif TRACED in vars(module):
+            fields = _inspect_traced(model, path, vars(module)[TRACED])
         else:
             continue
         stack = ".".join("*" if part.isdecimal() else part for part in path.split("."))
@@ -127,7 +133,7 @@ def _inspect_polyhead(path: str, layer: ProjectedHeads) -> dict[str, Any]:
     if reasons:
         return _refuse(*reasons)
     sources = separate("q_proj", "k_proj", "v_proj")
-    return {"layout": layer.layout, "sources": _under(path, sources), "output": _join(path, "out_proj")}
+    return {"layout": layer.layout, "sources": _under(path, sources), "output": absolute_path(path, "out_proj")}
 
 
 def _inspect_transformers(model: nn.Module, path: str, module: nn.Module) -> dict[str, Any]:
@@ -159,6 +165,34 @@ def _inspect_transformers(model: nn.Module, path: str, module: nn.Module) -> dic
     }
 
 
+def _inspect_traced(model: nn.Module, path: str, traced: TracedHeads) -> dict[str, Any]:
+    """Return the layout that the shapes of traced projections imply now, after the last edit."""
+    if len(traced.refusals):
+        return _refuse(*traced.refusals)
+    sources, output = _under(path, traced.sources), absolute_path(path, traced.output)
+    linears = {name: model.get_submodule(name) for name in (*(source.path for source in sources), output)}
+    if reasons := _not_plain(linears):
+        return _refuse(*reasons)
+
+    def size(name: str, *, outputs: bool) -> int:
+        return linears[name].get_parameter("weight").shape[linear_axis(linears[name], outputs=outputs)]
+
+    source_of = {part: source for source in sources for part in source.holds}
+    heads, fused = size(output, outputs=False) // traced.value_dim, source_of["key"]
+    dims = {"key": traced.head_dim, "value": traced.value_dim}
+    rows = size(fused.path, outputs=True) - ("query" in fused.holds) * heads * traced.head_dim
+    layout = HeadLayout(
+        size(output, outputs=True),
+        heads,
+        rows // sum(dims[part] for part in fused.holds if part in dims),
+        traced.head_dim,
+        traced.value_dim,
+        size(fused.path, outputs=False),
+        size(source_of["value"].path, outputs=False),
+    )
+    return {"layout": layout, "sources": sources, "output": output}
+
+
 def _find_format(model: nn.Module, path: str, module: nn.Module) -> tuple[ProjectionFormat, str] | None:
     """Return the projection format that matches a module, and the path of its output projection."""
     family = type(module).__module__.split(".")[-2] if "." in type(module).__module__ else ""
@@ -169,9 +203,7 @@ def _find_format(model: nn.Module, path: str, module: nn.Module) -> tuple[Projec
         if not all(source.path in children for source in fmt.sources):
             continue
         for name in fmt.outputs:
-            # "^" is the parent module: BERT's output projection is a sibling of its attention.
-            parent = path.rpartition(".")[0]
-            output = _join(parent, name.removeprefix("^.")) if name.startswith("^") else _join(path, name)
+            output = absolute_path(path, name)  # BERT's output projection is a sibling of its attention
             try:
                 model.get_submodule(output)
             except AttributeError:
@@ -272,8 +304,4 @@ def _checked(model: nn.Module, layer: AttentionLayer, shared: set[int]) -> Atten
 
 
 def _under(path: str, sources: tuple[Source, ...]) -> tuple[Source, ...]:
-    return tuple(Source(_join(path, source.path), source.holds, source.by_head) for source in sources)
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+    return tuple(replace(source, path=absolute_path(path, source.path)) for source in sources)

@@ -29,7 +29,7 @@ from polyhead.surgery.adapters.attention_layer import (
 )
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read_heads
-from polyhead.surgery.edits.head_edits import HeadEdit, checked_edits
+from polyhead.surgery.edits.head_edits import HeadEdit, PruneHeads, checked_edits
 from polyhead.surgery.edits.records import EditRecord, LayerRecord
 from polyhead.surgery.native.configs import ConfigChange, config_at
 from polyhead.surgery.native.fitting import fit_edited, is_transformers_model
@@ -85,6 +85,30 @@ def apply(
     before = fingerprint(model)
     check_expected(expect, before)
     layers = find_layers(model)
+    changes, records = _changes_of(model, layers, edits, compensation)
+    tensors = {name: model.get_parameter(name).detach().cpu().clone() for name in changes.parameters}
+    with committed(model, {layer.path: layer for layer in layers}, changes):
+        after = fingerprint(model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in changes.parameters.items()}
+    return EditRecord(edits, before, after, records, tuple(changes.config), tensors, shapes)
+
+
+@contextmanager
+def edited(model: nn.Module, edits: Sequence[HeadEdit]) -> Iterator[None]:
+    """Apply edits to a model within the context; on exit it has its own parameters again."""
+    layers = find_layers(model)
+    changes, _ = _changes_of(model, layers, checked_edits(edits))
+    with ExitStack() as back:
+        _write(model, {layer.path: layer for layer in layers}, changes, back)
+        yield
+
+
+def _changes_of(
+    model: nn.Module,
+    layers: tuple[AttentionLayer, ...],
+    edits: Sequence[HeadEdit],
+    compensation: Compensation | None = None,
+) -> tuple[Changes, tuple[LayerRecord, ...]]:
     parameters, layouts, origins, records = {}, {}, {}, []
     for layer, layer_edits in edits_by_layer(layers, edits):
         assert layer.layout is not None
@@ -98,14 +122,11 @@ def apply(
         for name, tensor in pack_heads(model, layer, heads).items():
             if not torch.equal(tensor, model.get_parameter(name)):
                 parameters[name] = tensor
-    config = fit_edited(model, layers, layouts, parameters).changes if is_transformers_model(model) else ()
+    is_native = is_transformers_model(model) and all(x.traced is None for x in layers if x.path in layouts)
+    config = fit_edited(model, layers, layouts, parameters).changes if is_native else ()
     changes = Changes(parameters, layouts, config, origins)
     _check_config(layers, changes)
-    tensors = {name: model.get_parameter(name).detach().cpu().clone() for name in parameters}
-    with committed(model, {layer.path: layer for layer in layers}, changes):
-        after = fingerprint(model)
-    shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
-    return EditRecord(edits, before, after, tuple(records), config, tensors, shapes)
+    return changes, tuple(records)
 
 
 def check_expected(expect: str | None, actual: str) -> None:
@@ -192,8 +213,18 @@ def edits_by_layer(
 def changed(layer: AttentionLayer, heads: HeadWeights, edits: Sequence[HeadEdit]) -> HeadWeights:
     """Return a layer's heads after its edits; raises if its module does not support them."""
     for edit in edits:
+        if layer.traced is not None and not isinstance(edit, PruneHeads):
+            raise OptionError(
+                f"the heads of {layer.path!r} were found by trace_layers, which checks that they can be pruned, got "
+                f"{type(edit).__name__}"
+            )
         heads = edit.change(heads)
     layout = heads.layout
+    if layer.traced is not None and layout.key_heads is not None:
+        raise OptionError(
+            f"{layer.path!r} ({type(layer.module).__name__}) supports only groups of one size, got query heads that "
+            f"read the KV heads {layout.key_heads}; prune as many of each group, or whole groups"
+        )
     if layout.num_kv_heads != layout.num_heads and not layer.can_group:
         raise OptionError(
             f"{layer.path!r} ({type(layer.module).__name__}) supports only one KV head per head, got "
@@ -220,24 +251,28 @@ def origins_after(layers: tuple[AttentionLayer, ...], record: EditRecord) -> dic
 def committed(model: nn.Module, layers: Mapping[str, AttentionLayer], changes: Changes) -> Iterator[None]:
     """Write the changes; if the body or the writing raises, the model is restored."""
     with ExitStack() as back:
-        for path in changes.layouts:
-            if isinstance(module := layers[path].module, MultiHeadAttention):
-                back.callback(_repack_projections, module)
-        for name, tensor in changes.parameters.items():
-            _put_parameter(model, name, tensor, back)
-        for path, layout in changes.layouts.items():
-            if layers[path].is_ours:
-                _set_ours(layers[path], layout, back)
-            else:
-                _set_transformers(layers[path], layout, back)
-        _set_origins(model, layers, changes.origins, back)
-        for change in changes.config:
-            config = config_at(model.config, change.path)
-            # A value that an edit added is deleted when the edit is undone.
-            removed = not change.was_there and change.after is None
-            _set(config, change.name, None if removed else change.after, back, remove=removed)
+        _write(model, layers, changes, back)
         yield
         back.pop_all()
+
+
+def _write(model: nn.Module, layers: Mapping[str, AttentionLayer], changes: Changes, back: ExitStack) -> None:
+    for path in changes.layouts:
+        if isinstance(module := layers[path].module, MultiHeadAttention):
+            back.callback(_repack_projections, module)
+    for name, tensor in changes.parameters.items():
+        _put_parameter(model, name, tensor, back)
+    for path, layout in changes.layouts.items():
+        if layers[path].is_ours:
+            _set_ours(layers[path], layout, back)
+        else:
+            _set_transformers(layers[path], layout, back)
+    _set_origins(model, layers, changes.origins, back)
+    for change in changes.config:
+        config = config_at(model.config, change.path)
+        # A value that an edit added is deleted when the edit is undone.
+        removed = not change.was_there and change.after is None
+        _set(config, change.name, None if removed else change.after, back, remove=removed)
 
 
 def require_polyhead_attention(module: nn.Module, args: object) -> None:
@@ -267,7 +302,8 @@ def _layers_of(model: nn.Module, record: EditRecord, *, edited: bool) -> dict[st
     for layer_record in record.layers:
         expected, layer = layer_record.after if edited else layer_record.before, by_path.get(layer_record.path)
         if layer is None or layer.layout != expected:
-            actual = "no such layer" if layer is None else f"{layer.layout}" if layer.layout else layer.refusals[0]
+            missing = "no such layer; one that trace_layers found must be traced in this model as well"
+            actual = missing if layer is None else f"{layer.layout}" if layer.layout else layer.refusals[0]
             raise CheckpointError(
                 f"this record is of a model whose {layer_record.path!r} has {expected}, got {actual}"
                 + ("; give it the shapes of the edited model first, with take_shape" if edited else "")

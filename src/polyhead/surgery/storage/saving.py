@@ -273,6 +273,12 @@ def check_savable(model: nn.Module, folder: Path | None = None) -> None:
             f"only transformers' own classes can be saved, got {type(model).__name__} of {type(model).__module__}, "
             "which another process would not find"
         )
+    traced = [layer.path for layer in find_layers(model) if layer.traced is not None and not layer.refusals]
+    if len(traced):
+        raise OptionError(
+            f"a saved model must have layers that another process finds by their names, got {traced[0]!r}, found by "
+            "trace_layers; store model.state_dict() and record.save(file), and load them into a traced model"
+        )
     if folder is not None:
         check_not_source(folder, str(getattr(model.config, "name_or_path", "") or ""))
     meta_tensors = [name for name, x in model.state_dict().items() if x.is_meta]
