@@ -338,6 +338,22 @@ class WithoutEffect(Fused):
         return 1e-6 * super().forward(x)
 
 
+class LocalAndGlobal(Fused):
+    """The first half of its heads is scaled; without the first head alone the others would stay what they are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        q = torch.cat([3 * q[:, : self.num_heads // 2], q[:, self.num_heads // 2 :]], 1)
+        return self.proj(attend(q, k, v, by_hand=False).transpose(1, 2).flatten(2))
+
+
+class OneHeadIsAnother(Fused):
+    """Computes something else with a single head, silently."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if self.num_heads == 1 else 1)
+
+
 class Twice(Fused):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + super().forward(2 * x)
@@ -356,6 +372,8 @@ class Twice(Fused):
         (OtherOrder, "the channels of its heads are in an unknown order in 0.attention.qkv"),
         (ByMagnitude, r"without heads \(0,\) its outputs differ by .* from those with these heads gated"),
         (WithoutEffect, r"edits cannot be checked, as the outputs depend on heads \(0,\) by .* only"),
+        (LocalAndGlobal, r"without heads \(3,\) its outputs differ"),
+        (OneHeadIsAnother, r"without heads \(1, 2, 3\) its outputs differ"),
         (lambda: Fused(heads=1), "it has a single head"),
     ],
 )

@@ -188,11 +188,11 @@ def _run(model: nn.Module, batch: Mapping[str, Any]) -> Any:
 
 
 def _trials(layout: HeadLayout) -> list[tuple[int, ...]]:
-    """Return heads that are removed together: of the first and the last KV head, or one of each."""
-    size = layout.group_size
-    whole = [tuple(range(size)), tuple(range(layout.num_heads - size, layout.num_heads))]
-    one_of_each = [tuple(range(first, layout.num_heads, size)) for first in {0, size - 1}]
-    return [*(whole if layout.num_kv_heads > 1 else ()), *(one_of_each if size > 1 else ())]
+    """Return heads that are removed together: of the first KV head, the last one and all but one; or one of each."""
+    size, heads = layout.group_size, layout.num_heads
+    whole = [range(size), range(heads - size, heads), range(size, heads)] if layout.num_kv_heads > 1 else []
+    one_of_each = [range(0, heads, size), range(size - 1, heads, size)] if size > 1 else []
+    return [tuple(x) for x in dict.fromkeys((*whole, *one_of_each))]
 
 
 def _difference(one: Any, other: Any) -> float:
