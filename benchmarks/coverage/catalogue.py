@@ -18,7 +18,19 @@ from benchmarks.coverage.shrinking import shrunk
 
 OVERRIDES = Path(__file__).with_name("overrides.toml")
 SPREAD = 1.3  # standard deviation of a unit's sum: logits of a few units, so that no head is close to uniform
-Call = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a model, with the same random numbers each time."""
+
+    model: nn.Module
+    arguments: dict[str, Any]
+
+    def __call__(self) -> Any:
+        torch.manual_seed(1)
+        with torch.no_grad():
+            return self.model(**self.arguments)
 
 
 class CannotBuildError(Exception):
@@ -63,7 +75,7 @@ def _built(name: str, kind: type) -> tuple[nn.Module, Call]:
     for arguments in inputs_of(model, entry.get("inputs", {})):
         for _ in range(4):
             try:
-                seeded(model, arguments)()
+                Call(model, arguments)()
             except Exception as error:  # noqa: BLE001 - the next arguments may do
                 last = f"{type(error).__name__}: {error}"
                 changed = with_placeholders(arguments, model, str(error))
@@ -72,7 +84,7 @@ def _built(name: str, kind: type) -> tuple[nn.Module, Call]:
                     break
                 arguments = changed
             else:
-                return model, seeded(model, arguments)
+                return model, Call(model, arguments)
     raise CannotBuildError(f"cannot be run: {first or last}")
 
 
@@ -119,17 +131,6 @@ def strengthened(model: nn.Module) -> nn.Module:
     return model.float().eval()
 
 
-def seeded(model: nn.Module, arguments: dict[str, Any]) -> Call:
-    """Return a call of a model with the same random numbers each time."""
-
-    def call() -> Any:
-        torch.manual_seed(1)
-        with torch.no_grad():
-            return model(**arguments)
-
-    return call
-
-
 def of_tensors(library: str, name: str, build: Callable[[], nn.Module], **inputs: str) -> Subject:
     """Return a subject whose inputs are written as in the table of overrides."""
 
@@ -140,7 +141,7 @@ def of_tensors(library: str, name: str, build: Callable[[], nn.Module], **inputs
             raise
         except Exception as error:
             raise CannotBuildError(f"{type(error).__name__}: {error}") from error
-        call = seeded(model, {key: parsed(text) for key, text in inputs.items()})
+        call = Call(model, {key: parsed(text) for key, text in inputs.items()})
         try:
             call()
         except Exception as error:

@@ -55,13 +55,13 @@ def judge(model: nn.Module, call: Callable[[], Any]) -> Judgement:
     """
     with torch.no_grad():
         expected = call()
-        again = _difference(expected, call())
+        again = output_difference(expected, call())
     softmaxes, eager = _by_operators(model, call)
     attention = [x for x in softmaxes if x.is_attention]
     result = Judgement(EXACT, sites=len({x.path for x in attention}))
     if again > TOLERANCE:
         result.notes.append(f"two runs without a session differ by {again:.1e}")
-    is_another_model = (difference := _difference(expected, eager)) > 100 * TOLERANCE
+    is_another_model = (difference := output_difference(expected, eager)) > 100 * TOLERANCE
     if is_another_model:
         result.notes.append(f"eager attention has other outputs, by {difference:.1e}")
     if not attention:
@@ -125,7 +125,7 @@ def _observed(
         result.verdict = WRONG
         result.wrong.append(f"the session raised {type(error).__name__}: {error}")
         return result
-    result.output = _difference(expected, output)
+    result.output = output_difference(expected, output)
     if result.output > TOLERANCE and not is_random:
         result.wrong.append(f"outputs of the model differ by {result.output:.1e}")
     if len(session.materialised):
@@ -292,7 +292,7 @@ def _equal(one: Any, other: Any) -> bool:
     return False
 
 
-def _difference(one: Any, other: Any) -> float:
+def output_difference(one: Any, other: Any) -> float:
     """Return the largest difference of all tensors in two outputs, relative to the largest value of each."""
     worst = 0.0
     for x, y in zip(_tensors(one), _tensors(other), strict=False):

@@ -12,6 +12,13 @@ from typing import Any
 BEGIN, END = "<!-- coverage: begin -->", "<!-- coverage: end -->"
 VERDICTS = ("exact", "slow", "partial", "refused", "wrong")
 NONE = "no attention"
+SURGERY = {
+    "known": "heads can be pruned",
+    "traced": "after `trace_layers`",
+    "part": "in some layers",
+    "refused": "refused",
+    "wrong": "wrong",
+}
 Row = Mapping[str, Any]
 
 
@@ -73,9 +80,20 @@ def rendered(facts: Mapping[str, Any], rows: Sequence[Row]) -> str:
         good = counts["exact"] + counts["slow"]
         shares = f"{_share(counts['exact'], len(chosen))} | {_share(good, len(chosen))} | {_share(good, built)}"
         lines.append(f"| {name or '**all**'} | {len(chosen)} | {cells} | {shares} |")
+    lines += ["", *_surgery(libraries, rows)]
     for library in libraries:
         lines += ["", f"## {library}", "", *_listed([row for row in rows if row["library"] == library])]
     return "\n".join(lines)
+
+
+def _surgery(libraries: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """Return the table of models whose heads can be pruned, by library."""
+    lines = [f"| library | built | {' | '.join(SURGERY.values())} |", "|---" * (len(SURGERY) + 2) + "|"]
+    for name in (*libraries, None):
+        counts = Counter(row["surgery"] for row in rows if name in (row["library"], None) and "surgery" in row)
+        cells = " | ".join(str(counts[verdict]) for verdict in SURGERY)
+        lines.append(f"| {name or '**all**'} | {counts.total()} | {cells} |")
+    return lines
 
 
 def _share(count: int, total: int) -> str:
@@ -91,6 +109,9 @@ def _listed(rows: Sequence[Row]) -> list[str]:
     for verdict in ("exact", "slow", NONE):
         if names := by_verdict[verdict]:
             lines += [f"**{verdict.capitalize()}** ({len(names)}): {', '.join(sorted(names))}.", ""]
+    for verdict in ("known", "traced", "part", "wrong"):
+        if names := [row["name"] for row in rows if row.get("surgery") == verdict]:
+            lines += [f"**Surgery, {SURGERY[verdict]}** ({len(names)}): {', '.join(sorted(names))}.", ""]
     others = [row for row in rows if row["verdict"] in ("wrong", "partial", "refused")]
     if others:
         lines += ["| model | verdict | sites | reason |", "|---|---|---|---|"]

@@ -8,10 +8,13 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 
 from benchmarks.coverage import judge as judging
+from benchmarks.coverage.catalogue import strengthened
 from benchmarks.coverage.classics import CLASSICS, WIDTH, MinGPTAttention, NanoGPTAttention, classic
+from benchmarks.coverage.editing import judge_editing, other_inputs
 from benchmarks.coverage.inputs import parsed
 from benchmarks.coverage.judge import judge
 from benchmarks.coverage.oracle import softmaxes_of
@@ -20,6 +23,7 @@ from benchmarks.coverage.shrinking import HEADS, VOCABULARY, shrunk
 from benchmarks.coverage.shrinking import WIDTH as HIDDEN
 from benchmarks.coverage.table import BEGIN, END, filled, read, write
 from polyhead.observation.statistics import SiteStatistics
+from polyhead.surgery import HeadWeights
 
 
 def _input() -> torch.Tensor:
@@ -109,6 +113,45 @@ def test_a_router_is_no_attention():
     assert judge(model, lambda: model(x)).verdict == "no attention"
 
 
+def _bert() -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    return strengthened(transformers.BertModel(config))
+
+
+def test_surgery_is_judged_by_masked_heads(monkeypatch):
+    tokens = {"input_ids": torch.randint(3, 61, (2, 9))}
+    model = _bert()
+    assert judge_editing(model, tokens) == {"surgery": "known"}
+    assert judge_editing(classic("nanoGPT"), {"input": _input()})["surgery"] == "refused"
+    roformer = transformers.RoFormerConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    assert judge_editing(strengthened(transformers.RoFormerModel(roformer)), tokens) == {"surgery": "traced"}
+    original = HeadWeights.select
+    monkeypatch.setattr(HeadWeights, "select", lambda self, heads: original(self, [x - 1 for x in heads]))
+    found = judge_editing(model, tokens)  # it keeps head 0 and removes the last
+    assert found["surgery"] == "wrong"
+    assert "the pruned and the masked model differ by" in found["surgery_reason"]
+
+
+def test_other_inputs_are_other_ones_that_the_model_takes():
+    model, tokens = _bert(), torch.tensor([[5, 7, 11]])
+    assert other_inputs(model, {"input_ids": tokens})["input_ids"].tolist() == [[11, 5, 7]]
+
+    class Ordered(nn.Module):
+        def forward(self, input_ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            if int(input_ids[0, 0]) != 5:
+                raise ValueError("the first token must be that of an image")
+            return x
+
+    x = torch.zeros(3)
+    others = other_inputs(Ordered(), {"input_ids": tokens, "x": x})
+    assert others["input_ids"] is tokens
+    assert not others["x"].equal(x)
+
+
 def test_a_process_that_dies_does_not_end_the_run():
     def work(task: str) -> dict[str, str]:
         if task == "dies":
@@ -140,10 +183,19 @@ def test_inputs_of_the_table():
 
 def test_a_record_is_the_table_of_the_page(tmp_path):
     rows = [
-        {"library": "timm", "name": "vit", "verdict": "exact", "sites": 2, "observed": 2, "seconds": 60.0},
+        {
+            "library": "timm",
+            "name": "vit",
+            "verdict": "exact",
+            "sites": 2,
+            "observed": 2,
+            "seconds": 60.0,
+            "surgery": "known",
+        },
         {"library": "timm", "name": "odd", "verdict": "wrong", "sites": 2, "wrong": ["a | b"], "seconds": 60.0},
         {"library": "timm", "name": "none", "verdict": "refused", "sites": 0, "built": False, "reason": "too new"},
     ]
+    rows[0]["surgery"] = "known"
     facts = {"libraries": {"timm": "1.0"}, "versions": {"torch": "2.13"}, "commit": "abc"}
     write(tmp_path / "record", facts, rows)
     assert [*read(tmp_path / "record").values()] == rows
@@ -153,4 +205,6 @@ def test_a_record_is_the_table_of_the_page(tmp_path):
     assert "| odd | wrong | 0 of 2 | a \\| b |" in page
     assert "2 minutes of CPU time" in page
     assert "| none | refused | not built | too new |" in page
+    assert "| timm | 1 | 1 | 0 | 0 | 0 | 0 |" in page
+    assert "**Surgery, heads can be pruned** (1): vit." in page
     assert "old" not in page
