@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from transformers import EomtConfig, EomtForUniversalSegmentation
 
 from polyhead.errors import OptionError
 from polyhead.surgery import PruneHeads, apply, fingerprint
@@ -29,11 +30,22 @@ def test_the_config_says_what_a_stock_model_can_be_built_of_and_nothing_else():
     assert bert.config.num_attention_heads == 4
 
 
+def test_a_model_that_builds_masks_by_the_number_of_heads_is_refused():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_blocks": 1, "num_queries": 5}
+    model = EomtForUniversalSegmentation(EomtConfig(**sizes, image_size=32, patch_size=8, num_upscale_blocks=1)).eval()
+    pixels = torch.randn(1, 3, 32, 32)
+    before, expected = fingerprint(model), model(pixels).class_queries_logits
+    with pytest.raises(OptionError, match="EomtAttention or a module around it reads the number of heads"):
+        apply(model, [PruneHeads(number, (0,)) for number in range(2)])
+    assert fingerprint(model) == before
+    assert torch.equal(model(pixels).class_queries_logits, expected)
+
+
 def test_a_module_that_reads_the_config_is_edited_in_all_layers_or_none():
     family = FAMILIES["phi3"]
     model = build(family)
     before = fingerprint(model)
-    with pytest.raises(OptionError, match="Phi3Attention reads the number of its heads from the config"):
+    with pytest.raises(OptionError, match=r"Phi3Attention .* reads the number of heads from the config"):
         apply(model, [PruneHeads(0, (0, 1))])
     assert fingerprint(model) == before
     assert model.config.num_attention_heads == 4

@@ -155,14 +155,23 @@ def _inspect_transformers(model: nn.Module, path: str, module: nn.Module) -> dic
     reasons = list(_unknown(module, {*linears, output.removeprefix(f"{path}.")}, layout))
     if reasons:
         return _refuse(*reasons)
-    counts = set(inspect.unwrap(type(module).forward).__code__.co_names) & {*NUM_HEADS, *NUM_KEY_HEADS}
+    counts = _head_counts_of(type(module))
+    parts = path.split(".")
+    around = [model.get_submodule(".".join(parts[:length])) for length in range(len(parts))]
     return {
         "layout": layout,
         "sources": _under(path, fmt.sources),
         "output": output,
         "can_group": not fmt.equal and (any(hasattr(module, name) for name in GROUP_SIZES) or not counts),
-        "reads_config": any(name not in vars(module) for name in counts),
+        "reads_config": any(name not in vars(module) for name in counts)
+        or any(_head_counts_of(type(x)) for x in around),  # such as one that builds masks
     }
+
+
+def _head_counts_of(kind: type[nn.Module]) -> set[str]:
+    """Return the names of numbers of heads that a module's forward reads."""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return set() if code is None else {*code.co_names} & {*NUM_HEADS, *NUM_KEY_HEADS}
 
 
 def _inspect_traced(model: nn.Module, path: str, traced: TracedHeads) -> dict[str, Any]:

@@ -211,7 +211,8 @@ def _difference(one: Any, other: Any) -> float:
 def _tensors(x: Any) -> Iterator[Tensor]:
     if isinstance(x, Tensor):
         yield x
-    elif isinstance(x, Mapping):
-        yield from (tensor for part in x.values() for tensor in _tensors(part))
+    elif isinstance(x, Mapping):  # weights and caches have fewer heads in an edited model
+        parts = [part for name, part in x.items() if "attentions" not in name and "key_values" not in name]
+        yield from (tensor for part in parts for tensor in _tensors(part))
     elif isinstance(x, list | tuple):
         yield from (tensor for part in x for tensor in _tensors(part))
