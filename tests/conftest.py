@@ -1,4 +1,7 @@
-"""What every test shares: one seed, the folder of real text, and reasons where a test cannot run here."""
+"""What every test shares: one seed, the folder of real text, and reasons where a test cannot run here.
+
+PyTorch is imported where it is used: the process that only distributes tests to workers starts them without it.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 import typer.testing
 
 from tests.budget_report import pytest_configure  # noqa: F401, a hook
@@ -44,6 +45,8 @@ def _data_dir() -> Path | None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, and say why."""
+    import torch
+
     no_gpu = pytest.mark.skip(reason="needs a CUDA device, torch.cuda.is_available() is False")
     no_data = pytest.mark.skip(reason=NO_DATA)
     has_gpu, has_data = torch.cuda.is_available(), _data_dir() is not None
@@ -60,6 +63,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """Start every test from the same random state, so that no test depends on which ran before it."""
+    import numpy as np
+    import torch
+
     random.seed(SEED)
     np.random.seed(SEED)
     torch.default_generator.manual_seed(SEED)
@@ -70,6 +76,8 @@ def _seeded() -> None:
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Sum in the order of a process that computes with one thread."""
+    import torch
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

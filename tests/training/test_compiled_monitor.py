@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
 
 import polyhead
 from polyhead import MultiHeadAttention
@@ -20,6 +21,7 @@ from polyhead.errors import OptionError
 from polyhead.integrations.huggingface.attention import TRACED, WATCHERS
 from polyhead.observation.compiled import TracedCall, TracedModule
 from polyhead.training import HeadGates, HeadHistory, HeadMonitor
+from tests.layers.compiling import QUICK_INDUCTOR
 
 SIZES = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 20}
 EVERY_COLUMN = ("max_logit", "entropy", "normalized_entropy", "sink_mass", "mean_distance", "normalized_entropy_p10",
@@ -108,35 +110,35 @@ def train(
     return gradients
 
 
+def whole(model: nn.Module, backend: str = "aot_eager") -> nn.Module:
+    return torch.compile(model, backend=backend)
+
+
 def traced(model: nn.Module) -> nn.Module:
     """Trace the forward alone, which takes half of the time."""
-    return torch.compile(model, backend="eager")
+    return whole(model, "eager")
 
 
-def whole(model: nn.Module) -> nn.Module:
-    return torch.compile(model, backend="aot_eager")
-
-
-def in_place(model: nn.Module) -> nn.Module:
-    model.compile(backend="aot_eager")
+# In which way a model is compiled is a matter of Dynamo alone.
+def in_place(model: nn.Module, backend: str = "eager") -> nn.Module:
+    model.compile(backend=backend)
     return model
 
 
-def traced_in_place(model: nn.Module) -> nn.Module:
-    model.compile(backend="eager")
+def its_forward(model: nn.Module, backend: str = "eager") -> nn.Module:
+    model.forward = torch.compile(model.forward, backend=backend)
     return model
 
 
-def its_forward(model: nn.Module) -> nn.Module:
-    model.forward = torch.compile(model.forward, backend="aot_eager")
-    return model
-
-
-def layer_by_layer(model: nn.Module) -> nn.Module:
+def layer_by_layer(model: nn.Module, backend: str = "aot_eager") -> nn.Module:
     for module in model.modules():
         if isinstance(module, transformers.modeling_layers.GradientCheckpointingLayer):
-            module.compile(backend="aot_eager")
+            module.compile(backend=backend)
     return model
+
+
+def traced_layers(model: nn.Module) -> nn.Module:
+    return layer_by_layer(model, "eager")
 
 
 def assert_same(history: HeadHistory, expected: HeadHistory, columns: tuple[str, ...] = EVERY_COLUMN) -> None:
@@ -164,14 +166,13 @@ def compiled_graphs() -> int:
 
 @pytest.mark.parametrize(
     ("create", "wrap"),
-    [(llama, whole), (gpt2, in_place), (bert, layer_by_layer), (checkpointed, whole), (checkpointed, layer_by_layer),
+    [(llama, whole), (gpt2, layer_by_layer), (bert, in_place), (checkpointed, whole), (checkpointed, layer_by_layer),
      (bert, its_forward)],
 )  # fmt: skip
 def test_values_are_those_of_eager_mode_without_another_graph_break(create, wrap):
-    data, evaluate = batches(6), create is llama
+    data, evaluate = batches(6), create is gpt2
     model = seeded(create)
-    call = wrap(model)
-    train(model, call, data[:2], evaluate=evaluate)
+    train(model, wrap(model, "eager"), data[:1], evaluate=evaluate)  # graphs are those of Dynamo
     plain_graphs, plain_breaks = compiled_graphs(), sum(counters["graph_break"].values())
     torch.compiler.reset()
     counters.clear()
@@ -190,11 +191,11 @@ def test_values_are_those_of_eager_mode_without_another_graph_break(create, wrap
 
 def test_gradients_are_those_of_the_compiled_model_without_a_monitor():
     data = batches(2)
-    model = seeded(gpt2)  # without grouped heads, whose gradients transformers adds up in another order
-    expected = train(model, whole(model), data, rate=0.0)
-    model = seeded(gpt2)
+    model = seeded(bert)  # without grouped heads, whose gradients transformers adds up in another order
+    expected = train(model, layer_by_layer(model), data, rate=0.0)
+    model = seeded(bert)
     with HeadMonitor(model) as monitor:
-        gradients = train(model, whole(model), data, monitor, rate=0.0)
+        gradients = train(model, layer_by_layer(model), data, monitor, rate=0.0)
     # The first step is in eager mode.
     assert all(torch.equal(x, y) for x, y in zip(gradients[1], expected[1], strict=True))
 
@@ -231,7 +232,7 @@ def test_batches_of_other_lengths_are_observed_in_eager_mode_as_well(most_versio
     with HeadMonitor(model) as eager:
         train(model, model, data, eager)
     model = seeded()
-    call = traced_in_place(model)
+    call = traced_layers(model)
     with HeadMonitor(model) as monitor, torch._dynamo.config.patch(recompile_limit=most_versions):
         train(model, call, data, monitor)
     assert compiled_graphs() == min(most_versions, 3)
@@ -240,7 +241,7 @@ def test_batches_of_other_lengths_are_observed_in_eager_mode_as_well(most_versio
 
 def test_modules_that_are_replaced_between_observed_steps_are_observed():
     data, histories = batches(7), []
-    for wrap in (lambda model: model, traced_in_place):
+    for wrap in (lambda model: model, traced_layers):
         model = wrap(seeded())
         with HeadMonitor(model, every=2) as monitor:
             train(model, model, data[:3], monitor)
@@ -279,7 +280,7 @@ def test_packed_documents_are_observed_in_eager_mode():
 
 def test_a_forward_that_raises_does_not_count():
     data, histories = batches(3), []
-    for wrap in (lambda model: model, layer_by_layer):
+    for wrap in (lambda model: model, traced_layers):
         model = wrap(seeded())
         with HeadMonitor(model) as monitor:
             train(model, model, data[:1], monitor)
@@ -310,9 +311,9 @@ def test_an_error_leaves_the_model_as_it_was():
 
 
 def test_two_backwards_through_one_forward_have_no_gradient_norm():
-    for create in (llama, checkpointed):  # recomputed in the compiled backward
+    for create, wrap in ((llama, layer_by_layer), (checkpointed, whole)):  # recomputed in the compiled backward
         model = seeded(lambda create=create: create(1))
-        call, (first, second) = whole(model), batches(2)
+        call, (first, second) = wrap(model), batches(2)
         with HeadMonitor(model) as monitor:
             train(model, call, [first], monitor)
             loss = call(**second).loss
@@ -325,7 +326,7 @@ def test_two_backwards_through_one_forward_have_no_gradient_norm():
 
 
 def test_copies_and_other_models_are_not_observed():
-    data = batches(3)
+    data = batches(2)
     model = seeded()
     with HeadMonitor(model) as eager:
         train(model, model, data, eager)
@@ -444,12 +445,12 @@ def _backward(loss: Tensor) -> Tensor:
 
 def test_inductor_computes_the_same_up_to_rounding():
     data, names = batches(3), ("max_logit", "entropy", "output_norm", "gradient_norm")
-    model = seeded()
+    model = seeded(bert)
     with HeadMonitor(model, statistics=names) as eager:
         train(model, model, data, eager)
-    model = seeded()
-    model.model.layers[0].self_attn.compile()  # the C++ compiler takes seconds for each kernel
-    with HeadMonitor(model, statistics=names) as monitor:
+    model = seeded(bert)
+    model.bert.encoder.layer[0].attention.self.compile()  # the C++ compiler takes seconds for each kernel
+    with inductor_config.patch(QUICK_INDUCTOR), HeadMonitor(model, statistics=names) as monitor:
         train(model, model, data, monitor)
     assert compiled_graphs() == 1
     assert_same(monitor.history, eager.history, names)
@@ -468,7 +469,7 @@ def test_one_pass_for_output_and_statistics_has_the_same_values(monkeypatch):
         train(model, model, data, eager)
     model = seeded()
     with HeadMonitor(model) as monitor:
-        train(model, whole(model), data, monitor)
+        train(model, layer_by_layer(model), data, monitor)
     assert compiled_graphs() == 1
     assert_same(monitor.history, eager.history)
 

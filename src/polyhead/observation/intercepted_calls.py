@@ -124,22 +124,25 @@ def _class_multiplies_softmax(kind: type) -> bool:
     for owner in kind.__mro__:
         if _package(owner) in (*_LIBRARIES, "builtins"):
             continue
-        members = [x for x in vars(owner).values() if callable(x)]
-        codes = [getattr(inspect.unwrap(x), "__code__", None) for x in members]
-        names = {name for code in codes if isinstance(code, CodeType) for name in _names_in(code)}
-        is_multiplied = "attention" in owner.__name__.lower() or any(x in names for x in ("@", *MATRIX_PRODUCTS))
-        if is_multiplied and any("softmax" in x.lower() for x in names):
-            return True
+        members = [getattr(inspect.unwrap(x), "__code__", None) for x in vars(owner).values() if callable(x)]
+        codes = [inner for code in members if isinstance(code, CodeType) for inner in _with_inner(code)]
+        names = {name for code in codes for name in code.co_names}
+        if any("softmax" in x.lower() for x in names):
+            is_multiplied = "attention" in owner.__name__.lower() or any(x in names for x in MATRIX_PRODUCTS)
+            if is_multiplied or any(map(_has_matrix_operator, codes)):
+                return True
     return False
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    if any(x.opname == "BINARY_OP" and x.argrepr == "@" for x in dis.get_instructions(code)):
-        yield "@"
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names_in(constant)
+            yield from _with_inner(constant)
+
+
+def _has_matrix_operator(code: CodeType) -> bool:
+    return any(x.opname == "BINARY_OP" and x.argrepr == "@" for x in dis.get_instructions(code))
 
 
 _multiplies_softmax: Callable[[type], bool] = cache(_class_multiplies_softmax)
