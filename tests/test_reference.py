@@ -26,10 +26,12 @@ LINK = re.compile(r"^- ``(\S+)`` is :py:(?:class|func):`(\S+)`$", flags=re.MULTI
 
 
 def public_modules() -> list[str]:
-    """Modules whose source lists public names; the list of a package is in its __init__.py or its exports.py."""
+    """Modules that list public names, in `__all__` or as the imports of their exports.py."""
     source = ROOT / "src"
     listing = [
-        path for path in source.rglob("*.py") if re.search(r"^__all__ = ", path.read_text("utf-8"), re.MULTILINE)
+        path
+        for path in source.rglob("*.py")
+        if path.name == "exports.py" or re.search(r"^__all__ = ", path.read_text("utf-8"), re.MULTILINE)
     ]
     folders = [
         path.parent if path.name in ("__init__.py", "exports.py") else path.with_suffix("") for path in sorted(listing)
