@@ -17,7 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from examples.demo import app
-from polyhead.cli.drawing import heat_map, matrix
+from examples.drawing import heat_map, matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 

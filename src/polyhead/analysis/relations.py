@@ -133,18 +133,6 @@ def total_correlation(moments: HeadMoments, *, corrected: bool = True) -> Tensor
     return information - _bias(samples, ranks) if corrected else information
 
 
-def principal_cosines(bases: Tensor) -> Tensor:
-    """Return the cosines of the principal angles between row spaces, [heads, heads, rows], in decreasing order.
-
-    Args:
-        bases: [heads, rows, width], such as each head's rows of the output projection, or its transposed query matrix.
-
-    Identical spaces have ones, orthogonal spaces zeros. A matrix of lower rank has fewer angles; the rest are zeros.
-    """
-    products, nan = _products_of_spans(bases)
-    return torch.linalg.svdvals(products).clamp(0.0, 1.0) + nan[..., None]
-
-
 def subspace_overlap(bases: Tensor) -> Tensor:
     """Return the mean squared cosine of the principal angles, [heads, heads]: 1 for identical spaces, 0 for orthogonal.
 

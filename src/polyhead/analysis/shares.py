@@ -55,10 +55,10 @@ class Shares:
         return sorted(entries, key=lambda entry: math.inf if math.isnan(entry.chosen_excess) else -entry.chosen_excess)
 
 
-def inner_shares(observations: Observations, *, seed: int = 0, collector: str = "words") -> Shares:
+def inner_shares(observations: Observations, *, seed: int = 0) -> Shares:
     """Return the shares from the data that a `WordAttention` collected; `seed` draws the halves as in a table."""
     entries = []
-    sites, states, maps = collected_words(observations, collector)
+    sites, states, maps = collected_words(observations)
     held = held_out_texts(len(maps), seed)
     for site, state in zip(sites, states, strict=True):
         shares, expected, totals, counts = (state[name] for name in ("shares", "expected", "totals", "counts"))

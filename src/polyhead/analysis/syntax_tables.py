@@ -28,9 +28,7 @@ EVERY = "every relation"
 MINIMUM = FEW_WORDS
 
 
-def syntax_table(
-    observations: Observations, *, minimum: int = MINIMUM, seed: int = 0, collector: str = "words"
-) -> SyntaxTable:
+def syntax_table(observations: Observations, *, minimum: int = MINIMUM, seed: int = 0) -> SyntaxTable:
     """Return the table from the data that a `WordAttention` collected.
 
     A relation and direction with fewer than `minimum` words in either half is excluded, and counted. The intervals
@@ -38,7 +36,7 @@ def syntax_table(
     """
     if minimum < 1:
         raise OptionError(f"minimum must be at least 1 word, got {minimum}")
-    sites, states, maps = collected_words(observations, collector)
+    sites, states, maps = collected_words(observations)
     held_out = held_out_texts(len(maps), seed)
     visible = torch.stack([state["visible"] for state in states]).any(0)
     edges = _Edges.of(maps, held_out, visible)
@@ -68,15 +66,15 @@ def syntax_table(
 
 
 def collected_words(
-    observations: Observations, collector: str
+    observations: Observations,
 ) -> tuple[list[AttentionSite], list[dict[str, Tensor]], list[WordMap]]:
     """Return the sites, their collector states, and the word maps of the texts."""
-    by_site = {site: values[collector] for site, values in observations.collected.items() if collector in values}
+    by_site = {site: values["words"] for site, values in observations.collected.items() if "words" in values}
     values = [value for value in by_site.values() if isinstance(value, ByContext)]
     collectors = [value.collector for value in values if isinstance(value.collector, WordAttention)]
     if not values or len(collectors) != len(by_site):
         raise OptionError(
-            f"syntax needs data of a WordAttention collector named {collector!r}, got none; "
+            "syntax needs data of a WordAttention collector named 'words', got none; "
             "observe the model with collect=[WordAttention(maps)]"
         )
     states = [value.state() for value in values]

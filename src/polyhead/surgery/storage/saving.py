@@ -232,7 +232,7 @@ def _read_back(model: nn.Module, folder: Path) -> None:
         manifest = Manifest.read(folder)
         if manifest is None or manifest.form == "uneven":
             raise
-        stored = read_weights(folder, model_class=type(model)).state_dict()
+        stored = read_weights(folder, type(model)).state_dict()
         expected = model.state_dict()
         lost = [
             name
