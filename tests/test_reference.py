@@ -19,8 +19,6 @@ ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "docs" / "reference"
 # Modules without __all__ whose classes are public as well.
 WITHOUT_ALL = ("polyhead.errors",)
-# Modules that list names for the modules beside them, not for users.
-INTERNAL = ("polyhead.analysis.importance", "polyhead.analysis.syntax_tables")
 ENTRY = re.compile(r"^\.\. (auto(?:class|function)|py:data):: (\S+)$", flags=re.MULTILINE)
 LINK = re.compile(r"^- ``(\S+)`` is :py:(?:class|func):`(\S+)`$", flags=re.MULTILINE)
 
@@ -36,7 +34,7 @@ def public_modules() -> list[str]:
     folders = [
         path.parent if path.name in ("__init__.py", "exports.py") else path.with_suffix("") for path in sorted(listing)
     ]
-    return [name for name in (".".join(x.relative_to(source).parts) for x in folders) if name not in INTERNAL]
+    return [".".join(x.relative_to(source).parts) for x in folders]
 
 
 def public_names(module: ModuleType) -> list[str]:

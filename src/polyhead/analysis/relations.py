@@ -77,8 +77,7 @@ def effective_rank(moments: HeadMoments, output_weights: Tensor) -> Tensor:
     covariance = torch.einsum("iac,iaib,ibd->icd", roots, moments.covariance, roots)
     covariance, nan = screened(covariance)
     variances = torch.linalg.eigvalsh(covariance).clamp_min(0.0) + nan[:, None]
-    shares = variances / variances.sum(-1, keepdim=True)
-    return torch.special.entr(shares).sum(-1).exp()
+    return torch.special.entr(variances / variances.sum(-1, keepdim=True)).sum(-1).exp()
 
 
 def mutual_information(moments: HeadMoments, *, corrected: bool = True) -> Tensor:

@@ -306,8 +306,8 @@ class DynamicHeads:
             number, stack = self._layers[layer].number, self._layers[layer].stack
             seed = self.seed + 10_000 * self.steps + 2 * layer
             if dead := sorted(revived[layer]):
-                kept = [head for head in range(len(values)) if head not in dead]
-                in_place = {head: index for index, head in enumerate([*kept, *dead])}
+                remaining = [head for head in range(len(values)) if head not in dead]
+                in_place = {head: index for index, head in enumerate([*remaining, *dead])}
                 edits += [
                     ReviveHeads(number, len(dead), seed, stack=stack),
                     PruneHeads(number, tuple(dead), stack=stack),

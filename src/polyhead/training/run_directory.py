@@ -123,15 +123,15 @@ class RunDirectory(MonitorCallback):
         if not is_first_process():
             return
         parts = _parts(self.folder)
-        kept = [part for part in parts if int(part.stem) <= self._last]
-        history = _read(kept[-1]) if kept else HeadHistory()
+        finished = [part for part in parts if int(part.stem) <= self._last]
+        history = _read(finished[-1]) if finished else HeadHistory()
         if self._last >= 0 and self._last not in history.steps:
             raise OptionError(
                 f"a run continues in the folder of its checkpoint, got {self.folder} without step {self._last}"
             )
         self._continues = True
         self._open()
-        for part in reversed(parts[len(kept) :]):
+        for part in reversed(parts[len(finished) :]):
             part.unlink()
         self._part = [record for record in history.records() if record.step <= self._last]
         if len(self._part) < len(history):

@@ -105,8 +105,7 @@ def save(
             f"a record is saved with the model that its edits produced, of fingerprint {record.after}, got one of "
             f"{model_fingerprint}"
         )
-    layers = find_layers(model)
-    plan = _make_plan(model, layers, model_fingerprint, form)
+    plan = _make_plan(model, find_layers(model), model_fingerprint, form)
     write = None
     if record is not None:
         # With the config changes of the written model, so that `undo` reverts them.
