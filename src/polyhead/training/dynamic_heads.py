@@ -176,11 +176,11 @@ class DynamicHeads:
         return self.model.get_submodule(layer.output).get_parameter("weight")
 
     def _zeros(self) -> list[Tensor]:
-        found = []
+        zeros = []
         for layer in self._layers:
             assert layer.layout is not None
-            found.append(torch.zeros(layer.layout.num_heads, device=self._output_weight(layer).device))
-        return found
+            zeros.append(torch.zeros(layer.layout.num_heads, device=self._output_weight(layer).device))
+        return zeros
 
     def __enter__(self) -> Self:
         if self._undo is not None:

@@ -156,8 +156,8 @@ def weight_overlap(model: nn.Module, part: Part = "value") -> Tensor:
     """Return the mean overlap of the weights of two heads of a layer, between 0 (orthogonal) and 1 (the same subspace).
 
     The overlap of heads with matrices A and B is `norm(A B^T)^2 / (norm(A A^T) norm(B B^T))`, in Frobenius norms:
-    linear CKA without centring (Kornblith et al. 2019, arXiv:1905.00414) of the subspaces that they read or write. Add a
-    multiple of it to the loss to make heads differ; its cost does not depend on the batch.
+    linear CKA without centring (Kornblith et al. 2019, arXiv:1905.00414) of the subspaces that they read or write.
+    Add a multiple of it to the loss to make heads differ; its cost does not depend on the batch.
 
     Args:
         model: a model whose heads can be edited, as for `polyhead.prune`.
