@@ -217,7 +217,7 @@ def test_a_circuit_that_nobody_reads_copies_nothing() -> None:
     output[..., 6:] *= 1e-8
     found = copying_scores(value, output, Words(embedding, unembedding))
     assert found.score.tolist() == [0.0, 0.0]
-    with pytest.raises(ShapeError, match=r"must be \[vocabulary, 5\]"):
+    with pytest.raises(ShapeError, match=r"must be \[vocabulary, embed_dim\]"):
         Words(embedding[:, :5], unembedding)
     with pytest.raises(ShapeError, match=r"must be \[kv_heads, 12, value_dim\]"):
         copying_scores(value[:, :5], output, Words(embedding, unembedding))

@@ -219,8 +219,8 @@ class HeadGates(_GatedHeads):
         return _stretched(torch.sigmoid((noise + logits.to(noise.device)) / TEMPERATURE))
 
     def _logits(self, site: str) -> Tensor:
-        found: Tensor = self.log_alpha[self._key(site)]
-        return found
+        log_alpha: Tensor = self.log_alpha[self._key(site)]
+        return log_alpha
 
     @staticmethod
     def _key(site: str) -> str:
