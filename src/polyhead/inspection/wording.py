@@ -155,8 +155,8 @@ def words_of(finding: Finding, language: Language = "en") -> str:
     if finding.kind == "role":
         name = role_of(values["role"]).label
         label = Text(f"{'an' if name.en[0] in 'aeiou' else 'a'} {name.en}", name.zh)
-        text = _FINDINGS["role"].format(place=place, evidence=evidence_text(**values), label=label)
-        return text[language] + basis
+        sentence = _FINDINGS["role"].format(place=place, evidence=evidence_text(**values), label=label)
+        return sentence[language] + basis
     text = _FINDINGS[_template_of(finding)][language]
     text += "".join(suffix[language] for name, suffix in _SUFFIXES.items() if name in values)
     other = place_of(finding.heads[-1], language, stacked=finding.stacked)
