@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from polyhead.cli.errors import SingleCommand
+from polyhead.cli.errors import one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,6 +17,18 @@ if TYPE_CHECKING:
 
     from examples.sentence import SentenceTrace
     from polyhead.ops.attention import Explanation
+
+
+class SingleCommand(TyperCommand):
+    """Program of one command whose errors are one line, as those of `polyhead`."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        with one_line(lambda: info_name or "", tuple(args)):
+            return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        with one_line(lambda: ctx.command_path, ()):
+            return super().invoke(ctx)
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -50,8 +63,8 @@ def demo(
 
 
 def _show_worked_example(console: Console) -> None:
+    from examples.drawing import HEAD_STYLES, matrix, side_by_side
     from examples.worked_example import work_through
-    from polyhead.cli.drawing import HEAD_STYLES, matrix, side_by_side
 
     example = work_through()
 
@@ -88,7 +101,8 @@ def _show_worked_example(console: Console) -> None:
 
 
 def _show_sentence(trace: SentenceTrace, head: int, console: Console) -> None:
-    from polyhead.cli.drawing import heat_map, labelled
+    from examples.drawing import heat_map
+    from polyhead.cli.plan_table import labelled
 
     heads, width = trace.queries.shape[1], trace.output.shape[-1]
     _heading(f"A sentence through one layer: d_model {width}, {heads} heads", console)

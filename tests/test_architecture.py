@@ -314,11 +314,8 @@ def test_bad_arguments_are_refused_without_importing_torch(case, refusals):
 @pytest.mark.parametrize("exports", sorted(SOURCE.rglob("exports.py")), ids=lambda path: path.parent.name)
 def test_no_public_name_of_a_package_is_that_of_a_submodule(exports):
     """Otherwise the order of imports would decide whether the name is the object or the submodule."""
-    (names,) = (
-        ast.literal_eval(node.value)
-        for node in ast.parse(exports.read_text("utf-8")).body
-        if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"
-    )
+    imports = [node for node in ast.parse(exports.read_text("utf-8")).body if isinstance(node, ast.ImportFrom)]
+    names = [alias.name for node in imports for alias in node.names]
     submodules = {path.stem for path in exports.parent.iterdir() if path.suffix == ".py" or path.is_dir()}
     assert names
     assert submodules & set(names) == set()

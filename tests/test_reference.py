@@ -19,22 +19,22 @@ ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "docs" / "reference"
 # Modules without __all__ whose classes are public as well.
 WITHOUT_ALL = ("polyhead.errors",)
-# Modules that list names for the modules beside them, not for users.
-INTERNAL = ("polyhead.analysis.importance", "polyhead.analysis.syntax_tables")
 ENTRY = re.compile(r"^\.\. (auto(?:class|function)|py:data):: (\S+)$", flags=re.MULTILINE)
 LINK = re.compile(r"^- ``(\S+)`` is :py:(?:class|func):`(\S+)`$", flags=re.MULTILINE)
 
 
 def public_modules() -> list[str]:
-    """Modules whose source lists public names; the list of a package is in its __init__.py or its exports.py."""
+    """Modules that list public names, in `__all__` or as the imports of their exports.py."""
     source = ROOT / "src"
     listing = [
-        path for path in source.rglob("*.py") if re.search(r"^__all__ = ", path.read_text("utf-8"), re.MULTILINE)
+        path
+        for path in source.rglob("*.py")
+        if path.name == "exports.py" or re.search(r"^__all__ = ", path.read_text("utf-8"), re.MULTILINE)
     ]
     folders = [
         path.parent if path.name in ("__init__.py", "exports.py") else path.with_suffix("") for path in sorted(listing)
     ]
-    return [name for name in (".".join(x.relative_to(source).parts) for x in folders) if name not in INTERNAL]
+    return [".".join(x.relative_to(source).parts) for x in folders]
 
 
 def public_names(module: ModuleType) -> list[str]:

@@ -69,7 +69,8 @@ def rendered(facts: Mapping[str, Any], rows: Sequence[Row]) -> str:
         f"{versions}, torch {facts['versions']['torch']}; commit {facts['commit'] or 'unknown'}; "
         f"{sum(row.get('seconds', 0) for row in rows) / 60:.0f} minutes of CPU time.",
         "",
-        f"| library | models with softmax attention | {' | '.join(VERDICTS)} | exact | exact or slow | of built |",
+        f"| library | models with softmax attention | {' | '.join(VERDICTS)} | exact | exact or slow "
+        "| the same of those built |",
         "|---" * (len(VERDICTS) + 5) + "|",
     ]
     for name in (*libraries, None):

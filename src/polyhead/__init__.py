@@ -9,7 +9,6 @@ from polyhead.version import VERSION
 
 if TYPE_CHECKING:
     from polyhead.exports import *
-    from polyhead.exports import __all__ as __all__
 
 __version__ = VERSION
 __getattr__, __dir__ = lazy_exports(__name__)

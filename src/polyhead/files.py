@@ -95,7 +95,7 @@ def read_tensors(
             return tensors, file.metadata() or {}
 
 
-def read_columns(path: Path, rule: str, kind: type[PolyheadError] = OptionError) -> tuple[dict[str, list[Any]], Any]:
+def read_columns(path: Path, rule: str) -> tuple[dict[str, list[Any]], Any]:
     """Return the columns of a Parquet file as lists, and its metadata.
 
     Rows and unpacked bytes are bounded, because a small file may unpack to a great many equal rows.
@@ -103,7 +103,7 @@ def read_columns(path: Path, rule: str, kind: type[PolyheadError] = OptionError)
     check_pyarrow(path)
     from pyarrow import parquet
 
-    with refusing(path, rule, kind):
+    with refusing(path, rule):
         check_regular(path, TABLE_BYTES)
         with parquet.ParquetFile(path) as file:
             rows = file.metadata.num_rows

@@ -1,7 +1,8 @@
 """Import the public names of a package when the first of them is used.
 
 The command line shows help and refuses bad arguments without importing PyTorch: importing a small module of a package
-must not import the whole package. A package lists its public names in `exports.py`, and its `__init__.py` has
+must not import the whole package. A package imports its public names in `exports.py`, each as itself so that type
+checkers take it for public too, and its `__init__.py` has
 
     __getattr__, __dir__ = lazy_exports(__name__)
 """
@@ -21,9 +22,10 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
 
     def load() -> list[str]:
         exports = import_module(f"{package}.exports")
-        for name in ("__all__", *exports.__all__):
-            namespace.setdefault(name, getattr(exports, name))  # a name that the user replaced stays replaced
-        return list(exports.__all__)
+        public = {name: value for name, value in vars(exports).items() if not name.startswith("_")}
+        for name, value in {**public, "__all__": sorted(public)}.items():
+            namespace.setdefault(name, value)  # a name that the user replaced stays replaced
+        return list(public)
 
     def get(name: str) -> Any:
         if not name.startswith("__") or name == "__all__":

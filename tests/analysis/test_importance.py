@@ -450,7 +450,6 @@ def test_errors_are_the_jackknife_over_documents():
     expected = ((left - left.mean()).square().sum() * 2 / 3).sqrt()
     assert float(found["ablation_error"][0]) == pytest.approx(float(expected), rel=1e-9)
     assert ablate(model, [{"input_ids": ids[:1]}], "language", heads=[0])["ablation_error"].isnan().all()
-    assert found.intact_loss_error > 0
 
 
 @functools.cache

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import polyhead
-from polyhead.analysis.circuits import copying
 from polyhead.analysis.roles import DRAWS, HeadRoles, RoleScore, evidence_of, head_roles
 from polyhead.analysis.roles_copying import Words, copying_scores
 from polyhead.analysis.roles_rules import RULES
@@ -22,6 +21,7 @@ from polyhead.observation.role_evidence import EvidenceCollector, HeadEvidence
 from polyhead.observation.role_evidence_rows import COLUMNS
 from polyhead.observation.role_evidence_tokens import TokenVectors
 from tests.analysis.roles_seeds import wrong_roles
+from tests.analysis.test_circuits import copying
 from tests.integrations.huggingface import models
 from tests.planted import PLANTED_ROLES
 
@@ -186,7 +186,7 @@ def test_a_random_model_that_looks_everywhere_is_broad_and_not_beyond_its_like()
 
 
 @pytest.mark.parametrize("vocabulary", [211, 131], ids=["many words", "few words"])
-def test_copying_equals_that_of_the_circuits_and_has_an_error_and_a_null(vocabulary: int) -> None:
+def test_copying_equals_that_of_the_formula_and_has_an_error_and_a_null(vocabulary: int) -> None:
     generator = torch.Generator().manual_seed(3)
 
     def drawn(*shape: int) -> Tensor:
@@ -197,7 +197,7 @@ def test_copying_equals_that_of_the_circuits_and_has_an_error_and_a_null(vocabul
     words = Words(embedding, embedding)
     assert (words._products is None) == (vocabulary < 31 * 10 / 2)
     found = copying_scores(value, output, words)
-    torch.testing.assert_close(found.score, copying(value, output, embedding, embedding))
+    torch.testing.assert_close(found.score, copying(*(x.double() for x in (value, output, embedding, embedding))))
     shared = copying_scores(value[:1], output, words)  # five heads of one KV head
     alone = copying_scores(value[:1].expand(5, -1, -1), output, words)
     torch.testing.assert_close(shared.score, alone.score)
@@ -217,7 +217,7 @@ def test_a_circuit_that_nobody_reads_copies_nothing() -> None:
     output[..., 6:] *= 1e-8
     found = copying_scores(value, output, Words(embedding, unembedding))
     assert found.score.tolist() == [0.0, 0.0]
-    with pytest.raises(ShapeError, match=r"must be \[vocabulary, 5\]"):
+    with pytest.raises(ShapeError, match=r"must be \[vocabulary, embed_dim\]"):
         Words(embedding[:, :5], unembedding)
     with pytest.raises(ShapeError, match=r"must be \[kv_heads, 12, value_dim\]"):
         copying_scores(value[:, :5], output, Words(embedding, unembedding))

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 import polyhead
+from polyhead.analysis.dependency_accuracy import DOWNWARD, EVERY, UPWARD, syntax_table
 from polyhead.analysis.intervals import ratio_of_sums, wilson
 from polyhead.analysis.pronouns import pronoun_table, pronoun_texts
 from polyhead.analysis.shares import inner_shares
-from polyhead.analysis.syntax_tables import DOWNWARD, EVERY, UPWARD, SyntaxTable, syntax_table
+from polyhead.analysis.syntax_table import SyntaxTable
 from polyhead.errors import OptionError
 from polyhead.observation import BatchMetadata, Observations
 from polyhead.observation.statistics import AttentionSite, StatisticsRequest

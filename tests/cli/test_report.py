@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from polyhead.analysis.syntax_tables import SyntaxTable
+from polyhead.analysis.syntax_table import SyntaxTable
 from polyhead.cli import app
 from polyhead.errors import OptionError
 from polyhead.report.page import Assets

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from polyhead.analysis.syntax_tables import EVERY, SyntaxTable
+from polyhead.analysis.dependency_accuracy import EVERY
+from polyhead.analysis.syntax_table import SyntaxTable
 from polyhead.cli import app
 
 pytest.importorskip("transformers")

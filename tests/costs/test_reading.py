@@ -548,11 +548,12 @@ REST = {
 def test_known_models_have_the_parameters_that_transformers_builds(name):
     kind, sizes = REST[name]
     model_class = getattr(transformers, kind)
-    config = model_class.config_class.from_dict({**known_models._CONFIGS[name], **sizes})
+    content, parameters = known_models._MODELS[name]
+    config = model_class.config_class.from_dict({**content, **sizes})
     with torch.device("meta"):
         model = model_class(config)
     total = sum(parameter.numel() for parameter in model.parameters())
-    assert total == known_models._PARAMETERS[name]
+    assert total == parameters
     layout = known_model(name)
     assert layout.parameters.total + layout.other_parameters == total
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from examples.demo import app
-from polyhead.cli.drawing import heat_map, matrix
+from examples.drawing import heat_map, matrix
 
 
 def invoke(*arguments: str) -> str:

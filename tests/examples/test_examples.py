@@ -29,7 +29,7 @@ from examples import (
 
 pytestmark = pytest.mark.usefixtures("transformers_settings")
 FOLDER = Path(runner.__file__).parent
-EARLIER = {"demo", "sentence", "worked_example"}  # parts of `python -m examples.demo`
+EARLIER = {"demo", "drawing", "sentence", "worked_example"}  # parts of `python -m examples.demo`
 
 
 def test_all_scripts_are_run_and_listed_and_can_be_read_in_one_go():

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from polyhead.analysis.dependency_accuracy import DOWNWARD, UPWARD
 from polyhead.analysis.importance.losses import NAMES as LOSSES
-from polyhead.analysis.syntax_tables import DOWNWARD, UPWARD, SyntaxRow, SyntaxTable
+from polyhead.analysis.syntax_table import SyntaxRow, SyntaxTable
 from polyhead.errors import OptionError
 from polyhead.inspection import cross_layer_similarity, load_inspection, save_inspection
 from polyhead.inspection.example_weights import Example

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from polyhead.costs import LayerGroup, ModelLayout, planning
+from polyhead.costs import LayerGroup, ModelLayout, Ranks, planning
 from polyhead.costs.comparison import Comparison, compare
 from polyhead.costs.layout_warnings import KINDS
 from polyhead.costs.quantities import count, decimal_size, seconds
@@ -50,6 +50,15 @@ def test_warnings_are_shown_with_their_reasons():
         assert f"<li>{kind}: " in text
         assert KINDS[kind] in text
     assert "Warnings" not in page_of(ModelLayout.of(MultiHeadConfig(128, 2, causal=True)), 64)
+
+
+def test_captions_of_collectives_are_in_the_language_of_the_page():
+    config = MultiHeadConfig(24, 6, num_kv_heads=2, causal=True)
+    plan = planning.plan(ModelLayout.of(config), context=19, phases=["decode"], ranks=Ranks(tensor=2))
+    text = plan_html(plan, compare(plan)).split("<script>")[0]
+    assert "Decode step, last token of the context: bytes that a rank sends" in text
+    assert "解码一步：上下文的最后一个词元：每个进程发送的字节" in text
+    assert "Text(" not in text
 
 
 def test_rolling_caches_are_shown_beside_full_ones():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,7 +69,8 @@ def align(sentences: Iterable[Sentence], tokenizer: Any, *, together: int = 1, l
     maps: list[WordMap] = []
     aligned = too_long = unreadable = 0
     special_ids = special_tokens(tokenizer).ids
-    for group in _groups(sentences, together):
+    remaining = iter(sentences)
+    while group := list(itertools.islice(remaining, together)):
         text, spans = _joined(group)
         ids, special, offsets = cut(text, tokenizer, special_ids)
         if len(ids) > limit:
@@ -154,15 +156,15 @@ def watch(
     *,
     batch_tokens: int = 2048,
     progress: Callable[[int], object] | None = None,
-    kept: Path | None = None,
+    file: Path | None = None,
     origin: Mapping[str, Any] | None = None,
     save_seconds: float = SAVE_SECONDS,
 ) -> Observations:
     """Run a model over contexts with collectors; `progress` is called with the number of contexts of each batch.
 
-    `metadata.documents` are the contexts' document numbers. Of an encoder-decoder only the encoder runs. `kept` is a
-    file to which the collected data of complete batches is saved, periodically and at the end, also after an error. If
-    it exists, the run is resumed from it, provided that the model, the contexts and `origin` are the same.
+    `metadata.documents` are the contexts' document numbers. Of an encoder-decoder only the encoder runs. The
+    collected data of complete batches is saved to `file`, periodically and at the end, also after an error. If the file
+    exists, the run is resumed from it, provided that the model, the contexts and `origin` are the same.
     """
     if loaded.main_input != "input_ids" and loaded.kind != "encoder-decoder":
         raise OptionError(
@@ -173,19 +175,19 @@ def watch(
     session = observe(model, statistics=False, collect=collect)
     read = _Read(session.observations)
     facts: dict[str, Any] = {}
-    if kept is not None:
+    if file is not None:
         facts = {"model": model_digest(model), "text": digest_of(contexts), "batch": batch_tokens, **(origin or {})}
-        remove_leftovers(kept.parent, kept.name)
-        if kept.exists():
-            saved_facts = read_facts(kept)
+        remove_leftovers(file.parent, file.name)
+        if file.exists():
+            saved_facts = read_facts(file)
             done, digest = saved_facts.pop("batches", None), saved_facts.pop("digest", None)
-            check_origin(kept, saved_facts, facts)
-            session.resume_from(load(kept, collect))
+            check_origin(file, saved_facts, facts)
+            session.resume_from(load(file, collect))
             read = _Read(session.observations, done, digest)
 
     def keep(read: _Read) -> None:
-        assert kept is not None
-        save(kept, read.observations, {**facts, "batches": read.batches, "digest": read.digest})
+        assert file is not None
+        save(file, read.observations, {**facts, "batches": read.batches, "digest": read.digest})
 
     saved = time.monotonic()
     try:
@@ -201,11 +203,11 @@ def watch(
                 read = _Read(session.observations, batch.index + 1, batch.digest)
                 if progress is not None:
                     progress(len(batch.documents))
-                if kept is not None and time.monotonic() - saved >= save_seconds:
+                if file is not None and time.monotonic() - saved >= save_seconds:
                     keep(read)
                     saved = time.monotonic()
     finally:
-        if kept is not None and read.batches:
+        if file is not None and read.batches:
             keep(read)
     return read.observations
 
@@ -217,17 +219,6 @@ class _Read:
     observations: Observations
     batches: int = 0
     digest: str | None = None
-
-
-def _groups(sentences: Iterable[Sentence], together: int) -> Iterable[list[Sentence]]:
-    group: list[Sentence] = []
-    for sentence in sentences:
-        group.append(sentence)
-        if len(group) == together:
-            yield group
-            group = []
-    if group:
-        yield group
 
 
 def _joined(group: Sequence[Sentence]) -> tuple[str, list[Span | None]]:

@@ -23,9 +23,12 @@ class Text:
         """Return the text with its fields filled in, in both languages.
 
         Args:
-            fields: values of the fields, as in `str.format`.
+            fields: values of the fields, as in `str.format`; a `Text` is filled in in the language of the template.
         """
-        return Text(self.en.format(**fields), self.zh.format(**fields))
+        en, zh = (
+            {name: x[language] if isinstance(x, Text) else x for name, x in fields.items()} for language in LANGUAGES
+        )
+        return Text(self.en.format(**en), self.zh.format(**zh))
 
     def to_dict(self) -> dict[str, str]:
         """Return the text of each language, by its code."""

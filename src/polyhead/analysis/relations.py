@@ -77,8 +77,7 @@ def effective_rank(moments: HeadMoments, output_weights: Tensor) -> Tensor:
     covariance = torch.einsum("iac,iaib,ibd->icd", roots, moments.covariance, roots)
     covariance, nan = screened(covariance)
     variances = torch.linalg.eigvalsh(covariance).clamp_min(0.0) + nan[:, None]
-    shares = variances / variances.sum(-1, keepdim=True)
-    return torch.special.entr(shares).sum(-1).exp()
+    return torch.special.entr(variances / variances.sum(-1, keepdim=True)).sum(-1).exp()
 
 
 def mutual_information(moments: HeadMoments, *, corrected: bool = True) -> Tensor:
@@ -131,18 +130,6 @@ def total_correlation(moments: HeadMoments, *, corrected: bool = True) -> Tensor
         return torch.full((), torch.inf, dtype=torch.float64, device=joint.device)
     information = -conditional.log().sum()
     return information - _bias(samples, ranks) if corrected else information
-
-
-def principal_cosines(bases: Tensor) -> Tensor:
-    """Return the cosines of the principal angles between row spaces, [heads, heads, rows], in decreasing order.
-
-    Args:
-        bases: [heads, rows, width], such as each head's rows of the output projection, or its transposed query matrix.
-
-    Identical spaces have ones, orthogonal spaces zeros. A matrix of lower rank has fewer angles; the rest are zeros.
-    """
-    products, nan = _products_of_spans(bases)
-    return torch.linalg.svdvals(products).clamp(0.0, 1.0) + nan[..., None]
 
 
 def subspace_overlap(bases: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polyhead.analysis.circuits import check_embeddings, eigenvalue_share
+from polyhead.analysis.circuits import eigenvalue_share
 from polyhead.errors import ShapeError
 
 MIN_WORDS = 8192  # drawn from a larger vocabulary at least
@@ -39,7 +39,11 @@ class Words:
     """
 
     def __init__(self, embedding: Tensor, unembedding: Tensor, *, seed: int = 0) -> None:
-        check_embeddings(embedding, unembedding, embedding.shape[-1])
+        if embedding.ndim != 2 or embedding.shape != unembedding.shape:
+            raise ShapeError(
+                "embedding and unembedding must be [vocabulary, embed_dim], "
+                f"got shapes {list(embedding.shape)} and {list(unembedding.shape)}"
+            )
         self.width = embedding.shape[1]
         # Products in float32 take half the time; they change the scores of SmolLM2 by less than 1e-6.
         self._dtype = torch.promote_types(embedding.dtype, torch.float32)
@@ -96,7 +100,10 @@ class Words:
 
 
 def copying_scores(value: Tensor, output: Tensor, words: Words) -> Copying:
-    """Return the sum of the eigenvalues of E W_V W_O U^T over the sum of their magnitudes, as `circuits.copying` does.
+    """Return the sum of the eigenvalues of E W_V W_O U^T over the sum of their magnitudes.
+
+    They are 1 if attending to a token raises its own logit most, -1 if it lowers it, and around 0, within about
+    1 / sqrt(rank), for random heads.
 
     Args:
         value: [kv_heads, embed_dim, value_dim].

@@ -101,9 +101,8 @@ def evidence_text(
     if role != "positional":
         scores = {"gender": gender, "number": number, "meaning": meaning}
         cues = [_CUES[cue].format(share=x) for cue, x in scores.items() if x is not None]
-        numbers, phrase = {"score": score, "null": null, "weight": weight}, _PHRASES[role]
-        en, zh = ", ".join(x.en for x in cues), "，".join(x.zh for x in cues)
-        return Text(phrase.en.format(**numbers, cues=en), phrase.zh.format(**numbers, cues=zh))
+        listed = Text(", ".join(x.en for x in cues), "，".join(x.zh for x in cues))
+        return _PHRASES[role].format(score=score, null=null, weight=weight, cues=listed)
     if offset is None:
         raise OptionError("a positional head must have an offset, got none")
     distance = abs(offset)

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from polyhead.analysis.dependency_accuracy import collected_words, held_out_texts
 from polyhead.analysis.intervals import ratio_of_sums
-from polyhead.analysis.syntax_tables import collected_words, held_out_texts
 from polyhead.errors import OptionError
 from polyhead.observation.observations import Observations
 from polyhead.observation.word_attention import SPANS
@@ -55,21 +55,21 @@ class Shares:
         return sorted(entries, key=lambda entry: math.inf if math.isnan(entry.chosen_excess) else -entry.chosen_excess)
 
 
-def inner_shares(observations: Observations, *, seed: int = 0, collector: str = "words") -> Shares:
+def inner_shares(observations: Observations, *, seed: int = 0) -> Shares:
     """Return the shares from the data that a `WordAttention` collected; `seed` draws the halves as in a table."""
     entries = []
-    sites, states, maps = collected_words(observations, collector)
-    held = held_out_texts(len(maps), seed)
+    sites, states, maps = collected_words(observations)
+    held_out = held_out_texts(len(maps), seed)
     for site, state in zip(sites, states, strict=True):
         shares, expected, totals, counts = (state[name] for name in ("shares", "expected", "totals", "counts"))
-        ratio, low, high = ratio_of_sums(shares[held], totals[held])
-        null, _, _ = ratio_of_sums(expected[held], totals[held])
-        to_others, _, _ = ratio_of_sums(totals[held], counts[held][:, None])
-        chosen_excess, _, _ = ratio_of_sums((shares - expected)[~held], totals[~held])
+        ratio, low, high = ratio_of_sums(shares[held_out], totals[held_out])
+        null, _, _ = ratio_of_sums(expected[held_out], totals[held_out])
+        to_others, _, _ = ratio_of_sums(totals[held_out], counts[held_out][:, None])
+        chosen_excess, _, _ = ratio_of_sums((shares - expected)[~held_out], totals[~held_out])
         low, high = low.clamp_min(0.0), high.clamp_max(1.0)
         columns = ratio, low, high, null, to_others, chosen_excess
         for index, span in enumerate(SPANS):
-            words, chosen = int(counts[held, index].sum()), int(counts[~held, index].sum())
+            words, chosen = int(counts[held_out, index].sum()), int(counts[~held_out, index].sum())
             for head in range(site.num_heads if words and chosen else 0):
                 place = site.name, site.layer, head, span, words
                 share, lower, upper, expected_share, rest, ranked = (float(x[head, index]) for x in columns)

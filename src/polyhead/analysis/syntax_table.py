@@ -101,12 +101,11 @@ class SyntaxTable:
         better = sum(row.verdict == "better" for row in self.entries)
         worse = sum(row.verdict == "worse" for row in self.entries)
         few = sum(min(row.count, row.chosen_count) < FEW_WORDS for row in self.entries)
+        unreliable = f" Unreliable: {few} with fewer than {FEW_WORDS}." if few else ""
         return (
             f"Each head is the best of {self.heads} on {self.texts[0]:,} texts; all numbers are from {self.texts[1]:,} "
             f"held-out texts (seed {self.seed}). {better} of {len(self)} beat the best fixed offset, {worse} do worse. "
-            f"Excluded: {len(self.left_out)} with fewer than {self.minimum} words in a half (--minimum)."
-            + f" Unreliable: {few} with fewer than {FEW_WORDS}."
-            * bool(few)
+            f"Excluded: {len(self.left_out)} with fewer than {self.minimum} words in a half (--minimum).{unreliable}"
         )
 
     def __str__(self) -> str:
@@ -122,16 +121,16 @@ class SyntaxTable:
     def _repr_html_(self) -> str:
         return f"{html_table(*self.cells())}<p>{html.escape(self.notes())}</p>"
 
-    def save(self, path: str | os.PathLike[str], **about: Any) -> None:
-        """Write the table and the metadata `about` it to a `.json` or `.parquet` file, atomically."""
+    def save(self, path: str | os.PathLike[str], **metadata: Any) -> None:
+        """Write the table and metadata, as the name of the model, to a `.json` or `.parquet` file, atomically."""
         file = Path(path)
-        about |= {name: getattr(self, name) for name in _ABOUT}
+        metadata |= {name: getattr(self, name) for name in _FACTS}
         if file.suffix == ".json":
-            text = json.dumps({**about, "rows": list(self.rows())}, ensure_ascii=False, indent=1)
+            text = json.dumps({**metadata, "rows": list(self.rows())}, ensure_ascii=False, indent=1)
             write_atomically(file, f"{text}\n".encode())
         elif file.suffix == ".parquet":
             check_pyarrow(file)
-            write_atomically(file, _parquet(list(self.rows()), about))
+            write_atomically(file, _parquet(list(self.rows()), metadata))
         else:
             raise OptionError(f"a table must be written to a .json or a .parquet file, got {file.name!r}")
 
@@ -140,31 +139,31 @@ class SyntaxTable:
         """Read a table that `save` wrote."""
         file, rule = Path(path), "a syntax table is read as `polyhead syntax --output` wrote it"
         if file.suffix == ".json":
-            about = read_json(file, rule)
-            rows = about.get("rows")
+            facts = read_json(file, rule)
+            rows = facts.get("rows")
         elif file.suffix == ".parquet":
-            rows, about = _read_parquet(file, rule)
+            rows, facts = _read_parquet(file, rule)
         else:
             raise OptionError(f"a table must be read from a .json or a .parquet file, got {file.name!r}")
         with refusing(file, rule):
             if not isinstance(rows, list):
                 raise OptionError(f"rows must be a list of objects, got {short(rows)}")
             entries = tuple(build(SyntaxRow, {k: v for k, v in row.items() if k != "verdict"}) for row in rows)
-            return build(cls, {"entries": entries, **{name: about[name] for name in _ABOUT}})
+            return build(cls, {"entries": entries, **{name: facts[name] for name in _FACTS}})
 
 
 # ---- files
 
-_ABOUT = ("heads", "texts", "minimum", "seed", "left_out")  # fields of a table beside its rows
+_FACTS = ("heads", "texts", "minimum", "seed", "left_out")  # fields of a table beside its rows
 
 
-def _parquet(rows: list[dict[str, Any]], about: dict[str, Any]) -> bytes:
+def _parquet(rows: list[dict[str, Any]], facts: dict[str, Any]) -> bytes:
     import pyarrow
     from pyarrow import parquet
 
     buffer = io.BytesIO()
     table = pyarrow.Table.from_pylist(rows)
-    metadata = {"polyhead": json.dumps(about, ensure_ascii=False)}
+    metadata = {"polyhead": json.dumps(facts, ensure_ascii=False)}
     parquet.write_table(table.replace_schema_metadata(metadata), buffer)
     return buffer.getvalue()
 
@@ -173,5 +172,5 @@ def _read_parquet(file: Path, rule: str) -> tuple[list[dict[str, Any]], dict[str
     columns, metadata = read_columns(file, rule)
     with refusing(file, rule):
         rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        about: dict[str, Any] = as_type(json.loads(metadata[b"polyhead"]), Mapping[str, Any], "its facts")
-    return rows, about
+        facts: dict[str, Any] = as_type(json.loads(metadata[b"polyhead"]), Mapping[str, Any], "its facts")
+    return rows, facts

@@ -35,9 +35,5 @@ def text_shares(evidence: HeadEvidence) -> dict[str, Tensor]:
         chance = torch.full_like(share, float(share[-1]))
         if name in _EXPECTED:
             chance, _, _ = ratio_of_sums(evidence.column(_EXPECTED[name]).cpu(), rows)
-        columns |= {
-            name: share[:-1],
-            f"{name}_error": ((high - low) / (2 * Z))[:-1],
-            f"{name}_chance": chance[:-1],
-        }
+        columns |= {name: share[:-1], f"{name}_error": ((high - low) / (2 * Z))[:-1], f"{name}_chance": chance[:-1]}
     return columns

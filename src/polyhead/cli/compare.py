@@ -112,7 +112,8 @@ def compare(
     )
     for shown, skipped in ((beyond, ()), (large, untested)):
         if len(skipped):
-            columns, listed = ", ".join(sorted({x.name for x in skipped})), "; largest relative changes:" * bool(large)
+            columns = ", ".join(sorted({x.name for x in skipped}))
+            listed = "; largest relative changes:" if large else ""
             console.print(f"{len(skipped)} values of {columns} are not tested: no error estimate{listed}", style="dim")
         if not len(shown):
             continue

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from polyhead.errors import OptionError, PolyheadError
 from polyhead.names import suggestion
@@ -77,18 +77,6 @@ class CommandGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         arguments: list[str] = ctx.args  # of the command; the call below clears the list of the context
         with one_line(lambda: f"{ctx.command_path} {ctx.invoked_subcommand or ''}".rstrip(), arguments):
-            return super().invoke(ctx)
-
-
-class SingleCommand(TyperCommand):
-    """Program of one command that ends as the commands of a `CommandGroup` do."""
-
-    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        with one_line(lambda: info_name or "", tuple(args)):
-            return super().make_context(info_name, args, parent, **extra)
-
-    def invoke(self, ctx: Any) -> Any:
-        with one_line(lambda: ctx.command_path, ()):
             return super().invoke(ctx)
 
 

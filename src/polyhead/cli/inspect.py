@@ -109,8 +109,7 @@ def inspect(
     chance: Annotated[
         bool,
         typer.Option(
-            "--chance/--no-chance",
-            help="Also inspect the model with random weights, as a baseline for roles.",
+            "--chance/--no-chance", help="Also inspect the model with random weights, as a baseline for roles."
         ),
     ] = True,
     save: Annotated[
@@ -321,8 +320,7 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
     if table:
         names = [name for name in found.table.names if bool(found.table[name].any())]
         shown = replace(found.table, names=tuple(names))
-        width = console.width if console.is_terminal else None
-        console.print(shown.to_text(width), markup=False, soft_wrap=True)
+        console.print(shown.to_text(console.width if console.is_terminal else None), markup=False, soft_wrap=True)
         if zero := [name for name in found.table.names if name not in names]:
             console.print(f"0 for every head: {', '.join(zero)}", style="dim", markup=False)
         for name in names:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from polyhead.cli.drawing import labelled
 from polyhead.costs import plan_wording as wording
 from polyhead.costs.layout_warnings import explained
 from polyhead.costs.phases import PhasePlan
@@ -65,4 +66,14 @@ def _table(plan: Plan, phase: PhasePlan) -> Table:
     for name, *cells in wording.rows(phase):
         indent = "  " if name in wording.WITHIN_ATTENTION else ""
         table.add_row(indent + name, *cells[:shown], style="bold" if name == "total" else "")
+    return table
+
+
+def labelled(lines: Sequence[tuple[str, str, str]]) -> Table:
+    """Return a two-column table of (name, text, style) lines; nothing in them is parsed as markup."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text, style in lines:
+        table.add_row(Text(name, style=style or "bold"), Text(text, style=style))
     return table

@@ -31,7 +31,7 @@ def show_curve(shrunk: ShrunkModel, console: Console) -> None:
         table.add_column(column, justify="right")
     means = [statistics.fmean(x.value for x in point.random) for point in points]
     for point, mean in zip(points, means, strict=True):
-        spread = statistics.stdev(x.value for x in point.random) if len(point.random) > 1 else 0.0
+        deviation = statistics.stdev(x.value for x in point.random) if len(point.random) > 1 else 0.0
         table.add_row(
             *([point.layout] if by_layout else []),
             f"{1 - point.size.heads:.0%}",
@@ -39,7 +39,7 @@ def show_curve(shrunk: ShrunkModel, console: Console) -> None:
             f"{point.size.flops:.0%}",
             f"{point.compensated.value:.4g} ± {point.compensated.error:.2g}",
             f"{point.not_compensated.value:.4g}",
-            f"{mean:.4g} ± {spread:.2g}",
+            f"{mean:.4g} ± {deviation:.2g}",
         )
     console.print(table)
     columns = [point.layout or f"{1 - point.size.heads:.0%}" for point in points]

@@ -16,7 +16,7 @@ from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
     from polyhead.analysis.shares import Shares
-    from polyhead.analysis.syntax_tables import SyntaxTable
+    from polyhead.analysis.syntax_table import SyntaxTable
 
 TOP_HEADS = 3  # number of heads listed for each of word, phrase and sentence
 

@@ -8,6 +8,5 @@ from polyhead.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from polyhead.costs.exports import *
-    from polyhead.costs.exports import __all__ as __all__
 
 __getattr__, __dir__ = lazy_exports(__name__)

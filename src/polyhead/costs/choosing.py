@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -133,7 +133,7 @@ def choose(
         )
     dtype, notes = layer_dtype(dtype, machine=machine)
     cache_dtype = cache_dtype or dtype
-    request = _Request(context, batch, requested, dtype, machine)
+    sizes = PhaseSizes(batch, context, dtype, cache_dtype)
     considered = 0
     within: dict[int, list[Choice]] = {}  # by head_dim
     shares = (1.0,) if budget.parameters is None else SHARES
@@ -142,7 +142,7 @@ def choose(
     for width in widths:
         for head_dim, model in _candidates(width, shares, max_parameters, layers, latents):
             considered += 1
-            choice = request.evaluate(model, cache_dtype, budget)
+            choice = _evaluate(model, requested, sizes, machine, budget)
             if choice is not None:
                 within.setdefault(head_dim, []).append(choice)
     if not considered:
@@ -163,7 +163,7 @@ def choose(
         model = known_model(name)
         has_latents = any(isinstance(group.config, LatentConfig) for group in model.groups)
         lacks_int8 = has_latents and cache_dtype is torch.int8
-        choice = request.evaluate(model, dtype if lacks_int8 else cache_dtype)
+        choice = _evaluate(model, requested, replace(sizes, cache_dtype=dtype) if lacks_int8 else sizes, machine)
         assert choice is not None
         references.append(choice)
         without_int8 += [name] if lacks_int8 else []
@@ -180,38 +180,27 @@ def _order(choice: Choice) -> tuple[float, ...]:
     return (len(choice.warnings), width, choice.device_seconds or 0.0, *others)
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """Sizes, dtypes and machine that every candidate is evaluated with."""
-
-    context: int
-    batch: int
-    phase: Phase
-    dtype: torch.dtype
-    machine: Machine | None
-
-    def evaluate(self, model: ModelLayout, cache_dtype: torch.dtype, budget: Budget | None = None) -> Choice | None:
-        """Return a layout with its costs, or None if it exceeds the budget; cheap limits are checked first."""
-        parameters, causal = model.parameters.total, model.is_causal
-        if budget and not budget.allows("parameters", parameters):
+def _evaluate(
+    model: ModelLayout, phase: Phase, sizes: PhaseSizes, machine: Machine | None, budget: Budget | None = None
+) -> Choice | None:
+    """Return a layout with its costs, or None if it exceeds the budget; cheap limits are checked first."""
+    parameters, causal = model.parameters.total, model.is_causal
+    if budget and not budget.allows("parameters", parameters):
+        return None
+    cache = cache_bytes_per_token(model, sizes.cache_dtype) if causal else 0
+    if budget and not budget.allows("cache_bytes_per_token", cache):
+        return None
+    seconds = device_seconds = None
+    if machine is not None and (causal or phase != "decode"):
+        predictions = [predict(work, machine) for work in phase_works(model, phase, sizes)]
+        seconds = sum(x.seconds for x in predictions)
+        device_seconds = sum(x.device_seconds for x in predictions)
+        # CUDA graphs remove launch overhead; on a CPU the calls are part of the time.
+        if budget and not budget.allows("seconds", device_seconds if machine.device == "cuda" else seconds):
             return None
-        cache = cache_bytes_per_token(model, cache_dtype) if causal else 0
-        if budget and not budget.allows("cache_bytes_per_token", cache):
-            return None
-        seconds = device_seconds = None
-        if self.machine is not None and (causal or self.phase != "decode"):
-            works = phase_works(model, self.phase, PhaseSizes(self.batch, self.context, self.dtype, cache_dtype))
-            predictions = [predict(work, self.machine) for work in works]
-            seconds = sum(x.seconds for x in predictions)
-            device_seconds = sum(x.device_seconds for x in predictions)
-            # CUDA graphs remove launch overhead; on a CPU the calls are part of the time.
-            limited = device_seconds if self.machine.device == "cuda" else seconds
-            if budget and not budget.allows("seconds", limited):
-                return None
-        sizes: dict[str, Any] = {"context": self.context, "batch": self.batch, "phase": self.phase}
-        warnings = warnings_of(model.config, **sizes, machine=self.machine)
-        costs = (model.layers, parameters, cache, dtype_name(cache_dtype), seconds, device_seconds)
-        return Choice(model.name, model.config, *costs, warnings)
+    warnings = warnings_of(model.config, context=sizes.context, batch=sizes.batch, phase=phase, machine=machine)
+    costs = (model.layers, parameters, cache, dtype_name(sizes.cache_dtype), seconds, device_seconds)
+    return Choice(model.name, model.config, *costs, warnings)
 
 
 def _candidates(

@@ -15,8 +15,8 @@ import torch
 
 from polyhead.costs.descriptions import describe
 from polyhead.costs.layouts.model_layout import LayerGroup, ModelLayout
-from polyhead.costs.options import Dimension, Phase, Ranks
-from polyhead.costs.ranks_plan import HeadShare
+from polyhead.costs.options import Phase, Ranks
+from polyhead.costs.ranks_plan import Collective, HeadShare
 from polyhead.layers.config import AttentionConfig, build_attention
 from polyhead.observation.accumulators import Histogram
 from polyhead.parallel.context.layers import check_layer
@@ -87,17 +87,6 @@ class LayerShare(NamedTuple):
         )
 
 
-class Call(NamedTuple):
-    """Calls of one collective in one kind of layer."""
-
-    name: str
-    operation: str
-    dimension: Dimension
-    is_backward: bool
-    calls: int
-    bytes: int  # that a rank sends in all of them
-
-
 def calls_of(
     model: ModelLayout,
     shares: list[LayerShare],
@@ -106,8 +95,8 @@ def calls_of(
     batch: int,
     tokens: int,
     dtype: torch.dtype,
-) -> Iterator[Call]:
-    """Yield the collectives of one phase by kind of layer.
+) -> Iterator[Collective]:
+    """Yield the collectives of one phase, each by kind of layer, without their times.
 
     Args:
         model: attention layers of the model.
@@ -128,64 +117,64 @@ def calls_of(
             by_layer += _context(sent, ranks, training=training)
         weights = share.elements(ranks.fsdp) * dtype.itemsize
         by_layer += _sharded("the layers' weights", "the layers' gradients", weights, ranks, training=training)
-        yield from (x._replace(calls=x.calls * share.layers, bytes=x.bytes * share.layers) for x in by_layer)
+        yield from (replace(x, calls=x.calls * share.layers, bytes=x.bytes * share.layers) for x in by_layer)
     if model.other_parameters is not None:
         others = -(-model.other_parameters // (ranks.tensor * ranks.fsdp)) * dtype.itemsize
         names = "all other weights", "their gradients"
         yield from (
-            x._replace(calls=x.calls * model.layers) for x in _sharded(*names, others, ranks, training=training)
+            replace(x, calls=x.calls * model.layers) for x in _sharded(*names, others, ranks, training=training)
         )
     if training and ranks.fsdp > 1 and ranks.tensor == ranks.context == 1:
         size = monitor_bytes([x.heads.heads for x in shares for _ in range(x.layers)], ranks.fsdp)
         name = "HeadMonitor, in an observed step"
-        yield Call(name, "all-reduce", "fsdp", True, 1, _all_reduce(size, ranks.fsdp))
+        yield Collective(name, "all-reduce", "fsdp", True, 1, _all_reduce(size, ranks.fsdp))
 
 
-def _tensor(share: LayerShare, ranks: Ranks, hidden: int, itemsize: int, *, training: bool) -> Iterator[Call]:
+def _tensor(share: LayerShare, ranks: Ranks, hidden: int, itemsize: int, *, training: bool) -> Iterator[Collective]:
     """Yield the collectives of a head-parallel layer whose inputs and outputs have `hidden` bytes."""
     count = ranks.tensor
     if count == 1:
         return
     half = _reduce_scatter(hidden, count)  # also the bytes of an all-gather of the same tensor
     if ranks.sequence_parallel and training:
-        yield Call("the inputs' sequence", "all-gather", "tensor", False, 1, half)
-        yield Call("sum of the heads' outputs", "reduce-scatter", "tensor", False, 1, half)
-        yield Call("gradient of the output", "all-gather", "tensor", True, 1, half)
-        yield Call("sum of the input's gradients", "reduce-scatter", "tensor", True, 1, half)
+        yield Collective("the inputs' sequence", "all-gather", "tensor", False, 1, half)
+        yield Collective("sum of the heads' outputs", "reduce-scatter", "tensor", False, 1, half)
+        yield Collective("gradient of the output", "all-gather", "tensor", True, 1, half)
+        yield Collective("sum of the input's gradients", "reduce-scatter", "tensor", True, 1, half)
     else:
-        yield Call("sum of the heads' outputs", "all-reduce", "tensor", False, 1, 2 * half)
+        yield Collective("sum of the heads' outputs", "all-reduce", "tensor", False, 1, 2 * half)
         if training:
-            yield Call("sum of the input's gradients", "all-reduce", "tensor", True, 1, 2 * half)
+            yield Collective("sum of the input's gradients", "all-reduce", "tensor", True, 1, 2 * half)
     shared = [*share.summed]
     if ranks.sequence_parallel and share.output_bias:
         shared.append(share.output_bias)
     if training and shared:
         sent = sum(_all_reduce(x * itemsize, count) for x in shared)
-        yield Call("sums of shared parameters' gradients", "all-reduce", "tensor", True, len(shared), sent)
+        yield Collective("sums of shared parameters' gradients", "all-reduce", "tensor", True, len(shared), sent)
 
 
-def _context(sent: ContextBytes, ranks: Ranks, *, training: bool) -> Iterator[Call]:
+def _context(sent: ContextBytes, ranks: Ranks, *, training: bool) -> Iterator[Collective]:
     """Yield the collectives of a layer within `context_parallel`."""
     others, is_ring = ranks.context - 1, sent.method == "ring"
-    yield Call("comparison of the arguments", "send", "context", False, others, sent.check)
+    yield Collective("comparison of the arguments", "send", "context", False, others, sent.check)
     operation, calls = ("send", 2 * others) if is_ring else ("all-gather", 2)
-    yield Call(f"keys and values ({sent.method})", operation, "context", False, calls, sent.forward)
+    yield Collective(f"keys and values ({sent.method})", operation, "context", False, calls, sent.forward)
     if training:
         operation, calls = ("send", 4 * others) if is_ring else ("all-to-all", 2)
         name = "keys and values, and their gradients" if is_ring else "gradients of keys and values"
-        yield Call(name, operation, "context", True, calls, sent.backward)
+        yield Collective(name, operation, "context", True, calls, sent.backward)
 
 
-def _sharded(weights: str, gradients: str, shard: int, ranks: Ranks, *, training: bool) -> Iterator[Call]:
+def _sharded(weights: str, gradients: str, shard: int, ranks: Ranks, *, training: bool) -> Iterator[Collective]:
     """Yield the collectives of parameters of which a rank stores `shard` bytes."""
     if ranks.fsdp > 1:
         sent = (ranks.fsdp - 1) * shard
-        yield Call(weights, "all-gather", "fsdp", False, 1, sent)
+        yield Collective(weights, "all-gather", "fsdp", False, 1, sent)
         if training:
-            yield Call(weights, "all-gather", "fsdp", True, 1, sent)
-            yield Call(gradients, "reduce-scatter", "fsdp", True, 1, sent)
+            yield Collective(weights, "all-gather", "fsdp", True, 1, sent)
+            yield Collective(gradients, "reduce-scatter", "fsdp", True, 1, sent)
     if ranks.context > 1 and training:
-        yield Call(gradients, "all-reduce", "context", True, 1, _all_reduce(shard, ranks.context))
+        yield Collective(gradients, "all-reduce", "context", True, 1, _all_reduce(shard, ranks.context))
 
 
 def monitor_bytes(heads: list[int], ranks: int) -> int:

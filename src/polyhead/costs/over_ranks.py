@@ -10,7 +10,7 @@ from typing import get_args
 
 import torch
 
-from polyhead.costs.collectives import Call, LayerShare, calls_of
+from polyhead.costs.collectives import LayerShare, calls_of
 from polyhead.costs.layouts.model_layout import ModelLayout
 from polyhead.costs.memory import estimate_memory
 from polyhead.costs.options import Dimension, Phase, Ranks
@@ -21,11 +21,7 @@ from polyhead.errors import OptionError
 
 
 def plan_ranks(
-    model: ModelLayout,
-    ranks: Ranks,
-    phases: tuple[Phase, ...],
-    sizes: PhaseSizes,
-    machine: Machine | None = None,
+    model: ModelLayout, ranks: Ranks, phases: tuple[Phase, ...], sizes: PhaseSizes, machine: Machine | None = None
 ) -> RanksPlan:
     """Plan the attention layers of a model over ranks.
 
@@ -56,12 +52,7 @@ def plan_ranks(
 
 
 def _plan_phase(
-    model: ModelLayout,
-    shares: list[LayerShare],
-    ranks: Ranks,
-    phase: Phase,
-    sizes: PhaseSizes,
-    machine: Machine | None,
+    model: ModelLayout, shares: list[LayerShare], ranks: Ranks, phase: Phase, sizes: PhaseSizes, machine: Machine | None
 ) -> RankPhase:
     training, batch, tokens, dtype = phase == "training", sizes.batch, sizes.context, sizes.dtype
     if phase != "decode":
@@ -106,19 +97,18 @@ def _divided(context: int, ranks: Ranks, *, training: bool) -> int:
     return tokens
 
 
-def _collectives(calls: Iterator[Call], ranks: Ranks) -> tuple[Collective, ...]:
+def _collectives(calls: Iterator[Collective], ranks: Ranks) -> tuple[Collective, ...]:
     """Add up the calls of all kinds of layers."""
-    totals: dict[Call, tuple[int, int]] = {}
+    totals: dict[Collective, Collective] = {}
     for call in calls:
-        key = call._replace(calls=0, bytes=0)
-        count, sent = totals.get(key, (0, 0))
-        totals[key] = count + call.calls, sent + call.bytes
-    found = []
-    for call, (count, sent) in totals.items():
-        bandwidth = ranks.bandwidth_of(call.dimension)
-        time = None if bandwidth is None else sent / bandwidth
-        found.append(Collective(call.name, call.operation, call.dimension, call.is_backward, count, sent, time))
-    return tuple(sorted(found, key=lambda x: (x.is_backward, get_args(Dimension).index(x.dimension))))
+        kind = replace(call, calls=0, bytes=0)
+        total = totals.get(kind, kind)
+        totals[kind] = replace(total, calls=total.calls + call.calls, bytes=total.bytes + call.bytes)
+    timed = []
+    for total in totals.values():
+        bandwidth = ranks.bandwidth_of(total.dimension)
+        timed.append(total if bandwidth is None else replace(total, seconds=total.bytes / bandwidth))
+    return tuple(sorted(timed, key=lambda x: (x.is_backward, get_args(Dimension).index(x.dimension))))
 
 
 def _gathered(

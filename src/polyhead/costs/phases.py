@@ -165,8 +165,7 @@ def largest_fitting(needed: Callable[[int], int], machine: Machine, limit: int =
 
 def needed_bytes(model: ModelLayout, phase: Phase, sizes: PhaseSizes, machine: Machine) -> int:
     """Return `PhasePlan.needed` without the rest of the plan."""
-    outside = _outside(model, phase, sizes.dtype)
-    return _phase_memory(model, phase, sizes, machine).total + sum(outside.values())
+    return _phase_memory(model, phase, sizes, machine).total + sum(_outside(model, phase, sizes.dtype).values())
 
 
 def _outside(model: ModelLayout, phase: Phase, dtype: torch.dtype) -> dict[str, int]:

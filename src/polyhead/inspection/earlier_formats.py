@@ -26,8 +26,8 @@ def upgraded(rest: dict[str, Any]) -> dict[str, Any]:
 
     The English texts of formats 2 and 3 are kept and shown in both languages.
     """
-    kept = [x for x in rest["findings"] if x["kind"] not in ("similar", "alike") and _role(x) not in _OF_WEIGHTS]
-    rest["roles"], rest["findings"] = _roles(rest), [_with_basis(x, rest) for x in kept]
+    findings = [x for x in rest["findings"] if x["kind"] not in ("similar", "alike") and _role(x) not in _OF_WEIGHTS]
+    rest["roles"], rest["findings"] = _roles(rest), [_with_basis(x, rest) for x in findings]
     rest["statistics"] = [name for name in rest["statistics"] if name not in _WITH_SELF]
     if rest["format"] == 6:
         return rest
@@ -57,8 +57,8 @@ def upgraded(rest: dict[str, Any]) -> dict[str, Any]:
 
 def upgraded_columns(cells: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """Return the columns of the table without those of another meaning. Anti-copy was minus copy."""
-    kept = {name: column for name, column in cells.items() if name not in _DROPPED}
-    return kept if "copy_score" not in cells else {**kept, "copying_circuit_score": cells["copy_score"]}
+    columns = {name: column for name, column in cells.items() if name not in _DROPPED}
+    return columns if "copy_score" not in cells else {**columns, "copying_circuit_score": cells["copy_score"]}
 
 
 def _roles(rest: dict[str, Any]) -> list[dict[str, Any]]:

@@ -51,15 +51,15 @@ class ExampleWeights:
         return {site: (sum(x[1:], start=x[0]) / len(x)).cpu().float() for site, x in calls.items()}
 
 
-def example_batches(reader: Reader, documents: int = DOCUMENTS, tokens: int = TOKENS) -> list[Batch]:
+def example_batches(reader: Reader) -> list[Batch]:
     """Return the excerpts as batches of one, so that none is padded."""
     after = special_tokens(reader.loaded.tokenizer).after
     first: dict[int, Context] = {}
     for context in reader.contexts:
         first.setdefault(context.document, context)
     excerpts = []
-    for context in list(first.values())[:documents]:
-        excerpts += list(batches([cut_context(context, tokens, after)], reader.loaded.tokenizer))
+    for context in list(first.values())[:DOCUMENTS]:
+        excerpts += list(batches([cut_context(context, TOKENS, after)], reader.loaded.tokenizer))
     return excerpts
 
 

@@ -28,8 +28,7 @@ SUFFIXES = ("_error", "_chance", "_score")  # columns that are not statistics: c
 
 
 def relations_of(
-    collected: Collected,
-    head_projections: Mapping[AttentionSite, HeadProjections],
+    collected: Collected, head_projections: Mapping[AttentionSite, HeadProjections]
 ) -> tuple[SiteTensors, SiteTensors]:
     """Return matrices [heads, heads] and columns [heads] computed from head outputs and W_O, by site."""
     matrices: SiteTensors = {}
@@ -41,8 +40,7 @@ def relations_of(
         if site.num_heads > 1 and _enough(moments, 2 * moments.dim):
             matrices[site]["mutual_information"] = relations.mutual_information(moments)
         if site.num_heads > 1 and _enough(moments, site.num_heads * moments.dim):
-            of_layer = relations.total_correlation(moments).cpu()
-            columns[site]["total_correlation"] = of_layer.expand(site.num_heads)
+            columns[site]["total_correlation"] = relations.total_correlation(moments).cpu().expand(site.num_heads)
         if projections.output is None:
             continue
         output = projections.output.detach().cpu().double()

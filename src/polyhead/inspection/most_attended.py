@@ -25,10 +25,10 @@ class TopKey:
     frequency: float  # of the text's tokens, special ones included
 
 
-def most_frequent(counts: Tensor, most: int = CANDIDATES) -> TopKeys:
+def most_frequent(counts: Tensor) -> TopKeys:
     """Return the collector for the most frequent tokens, given `counts` [vocabulary]; ties go to the lower id."""
     order = counts.sort(descending=True, stable=True).indices
-    return TopKeys(order[: min(most, int((counts > 0).sum()))].clone())
+    return TopKeys(order[: min(CANDIDATES, int((counts > 0).sum()))].clone())
 
 
 def top_keys_of(

@@ -74,12 +74,7 @@ class Probes:
     ) -> Observations:
         """Run a model over some batches with a collector, and report progress."""
         total = sum(batch.tokens for batch in batches)
-        session = observe(
-            model,
-            layers=self.settings.layers,
-            statistics=statistics,
-            collect=[collector],
-        )
+        session = observe(model, layers=self.settings.layers, statistics=statistics, collect=[collector])
         done = 0
         self.report(Progress(step, done, total, "tokens"))
         with session:

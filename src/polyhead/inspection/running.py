@@ -29,14 +29,7 @@ from polyhead.inspection.settings import Settings
 from polyhead.inspection.text_pass import TextPass, TextRead, versions
 from polyhead.inspection.text_reader import Reader
 from polyhead.inspection.wording import Reason
-from polyhead.observation import (
-    AttentionMaps,
-    AttentionSite,
-    Collector,
-    Contributions,
-    HeadProjections,
-    Observations,
-)
+from polyhead.observation import AttentionMaps, AttentionSite, Collector, Contributions, HeadProjections, Observations
 from polyhead.observation.direct_logits import DirectLogits
 from polyhead.observation.document_sums import DocumentSums
 from polyhead.observation.origins import is_edited
@@ -79,12 +72,7 @@ class InspectionRun:
 
     @classmethod
     def of(
-        cls,
-        settings: Settings,
-        loaded: LoadedModel,
-        *,
-        text: Text = None,
-        progress: ProgressCallback = ignore_progress,
+        cls, settings: Settings, loaded: LoadedModel, *, text: Text = None, progress: ProgressCallback = ignore_progress
     ) -> InspectionRun:
         """Cut the text and create the collectors; `polyhead.inspect` documents the arguments."""
         began = time.perf_counter()

@@ -18,7 +18,7 @@ from polyhead.files import as_type, refusing
 from polyhead.inspection.run_files import OBSERVATIONS
 from polyhead.inspection.settings import Settings
 from polyhead.inspection.text_reader import Reader
-from polyhead.observation import Collector, Observations, Session, load, observe, read_facts, save
+from polyhead.observation import Collector, Observations, load, observe, read_facts, save
 from polyhead.progress import Progress, ProgressCallback, ignore_progress
 from polyhead.sources import LoadedModel, Shard
 from polyhead.sources.fingerprint import model_digest
@@ -28,9 +28,7 @@ from polyhead.version import VERSION
 SAVE_SECONDS = 30.0
 STEP = "read the text"
 # Settings on which the collected data depends; a run is resumed only if they are unchanged.
-COLLECTED_BY = (
-    "context", "tokens", "batch_tokens", "layers", "statistics", "seed", "device", "dtype"
-)  # fmt: skip
+COLLECTED_BY = ("context", "tokens", "batch_tokens", "layers", "statistics", "seed", "device", "dtype")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,16 +83,17 @@ class TextPass:
             report: called with the tokens of the shard.
             save_seconds: time between two writes to the folder.
         """
-        session = self.session()
+        statistics, layers = self.settings.statistics, self.settings.layers
+        session = observe(self.loaded.model, layers=layers, statistics=statistics, collect=self.collectors)
         if folder is not None:
             _ = self.origin  # computed now, while memory is available
         resumed = self.saved(folder, shard) if resume and folder is not None else None
         if resumed is not None:
             session.resume_from(resumed.observations)
         read = resumed or TextRead(session.observations)
-        saved_batches, total = read.batches, self.reader.tokens_of(shard)
+        saved_batches, saved_at, total = read.batches, time.monotonic(), self.reader.tokens_of(shard)
         report(Progress(STEP, read.tokens, total, "tokens"))
-        saved, interrupted = time.monotonic(), False
+        interrupted = False
         with session:
             try:
                 for batch in self.reader.batches(read.batches, read.digest, shard):
@@ -102,9 +101,9 @@ class TextPass:
                     self.reader.call(batch)
                     read = TextRead(session.observations, batch.index + 1, batch.digest, read.tokens + batch.tokens)
                     report(Progress(STEP, read.tokens, total, "tokens"))
-                    if folder is not None and time.monotonic() - saved >= save_seconds:
+                    if folder is not None and time.monotonic() - saved_at >= save_seconds:
                         self.keep(folder, read, shard)
-                        saved_batches, saved = read.batches, time.monotonic()
+                        saved_batches, saved_at = read.batches, time.monotonic()
             except KeyboardInterrupt:
                 interrupted = True
             except BaseException:  # an error of the model, out of memory, termination from outside
@@ -118,14 +117,6 @@ class TextPass:
         if folder is not None:
             self.keep(folder, read, shard)
         return read
-
-    def session(self) -> Session:
-        return observe(
-            self.loaded.model,
-            layers=self.settings.layers,
-            statistics=self.settings.statistics,
-            collect=self.collectors,
-        )
 
     def keep(self, folder: Path, read: TextRead, shard: Shard = WHOLE) -> None:
         """Write the observations, with what is needed to resume or to merge them."""

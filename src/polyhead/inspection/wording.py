@@ -34,8 +34,8 @@ class Basis:
     def words(self, language: Language) -> str:
         """Return the end of a sentence that names the text."""
         name = _TEXTS[self.text] if self.text in _TEXTS else _name_of_text(str(self.text))
-        size = "" if self.tokens is None else _SIZE[language].format(tokens=self.tokens, context=self.context)
-        return _BASES[self.halves][language].format(name=name[language], size=size)
+        size = "" if self.tokens is None else _SIZE.format(tokens=self.tokens, context=self.context)
+        return _BASES[self.halves].format(name=name, size=size)[language]
 
 
 REPEATED = "(repeated random words)"
@@ -153,10 +153,10 @@ def words_of(finding: Finding, language: Language = "en") -> str:
     if language == "zh" and place[-1].isascii():
         place += " "  # between Latin and Chinese letters
     if finding.kind == "role":
-        label = role_of(values["role"]).label
-        fields = {"evidence": evidence_text(**values), "label": Text(_with_article(label.en), label.zh)}
-        text = _FINDINGS["role"][language].format(place=place, **{name: x[language] for name, x in fields.items()})
-        return text + basis
+        name = role_of(values["role"]).label
+        label = Text(f"{'an' if name.en[0] in 'aeiou' else 'a'} {name.en}", name.zh)
+        sentence = _FINDINGS["role"].format(place=place, evidence=evidence_text(**values), label=label)
+        return sentence[language] + basis
     text = _FINDINGS[_template_of(finding)][language]
     text += "".join(suffix[language] for name, suffix in _SUFFIXES.items() if name in values)
     other = place_of(finding.heads[-1], language, stacked=finding.stacked)
@@ -172,10 +172,6 @@ def _template_of(finding: Finding) -> str:
     if finding.kind == "importance" and finding.column != "gradient":
         return "representation" if values["by_representation"] else "ablation"
     return finding.kind if finding.kind in ("sink", "uniform") else str(finding.column)
-
-
-def _with_article(noun: str) -> str:
-    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 def place_of(head: Head, language: Language = "en", *, stacked: bool = False) -> str:

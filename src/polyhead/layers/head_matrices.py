@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -95,9 +95,6 @@ class Heads(Sequence[HeadMatrices]):
             key_bias=rows(k_proj.bias, kv_head, layout.head_dim),
             value_bias=rows(v_proj.bias, kv_head, layout.value_dim),
         )
-
-    def __iter__(self) -> Iterator[HeadMatrices]:
-        return (self[i] for i in range(len(self)))
 
 
 @torch.no_grad()

@@ -168,7 +168,7 @@ class FollowedTensors:
     def follow(
         self, function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        """Note what is known of the results of a function."""
+        """Record the origins of the results of a function."""
         if name in VIEWS:
             first = args[0] if len(args) else None
             if isinstance(first, Tensor):
@@ -246,7 +246,7 @@ class FollowedTensors:
                 )
 
     def _split_features(self, first: Tensor, result: Tensor) -> None:
-        """Note where a view splits the last axis, of features, into heads and their channels."""
+        """Record that a view splits the last axis, of features, into heads and their channels, if it does."""
         features, size = first.shape[-1] if first.ndim > 1 else 0, 1
         for count, part in enumerate(reversed(result.shape), 1):
             size *= part

@@ -52,7 +52,7 @@ class MaterialisedCall:
         self.is_partial = True
 
     def release(self) -> None:
-        """Keep no tensor: the weights may live longer than their module runs."""
+        """Release all tensors: the weights may outlive the call of their module."""
         self.read = self.heads = None
 
     def report(self) -> None:

@@ -143,9 +143,9 @@ def read_product(
     if value.shape[0] != batch or value.shape[1] not in (1, heads):
         raise NotUnderstood(f"its values must be those of the same batch, got {[*value.shape]} for {[*logits.shape]}")
     logits, value = logits.to(dtype), value.to(dtype)
-    seen = _queries_and_keys(product, index, weights, layout, (batch, heads, queries, keys))
-    _check_tokens(running, batch, queries, keys, seen)
-    query, key_heads = seen or (
+    operands = _queries_and_keys(product, index, weights, layout, (batch, heads, queries, keys))
+    _check_tokens(running, batch, queries, keys, operands)
+    query, key_heads = operands or (
         logits.new_zeros(batch, heads, queries, _WIDTH),
         logits.new_zeros(batch, value.shape[1], keys, _WIDTH),
     )
@@ -369,15 +369,15 @@ def _tokens(running: RunningModule) -> list[tuple[int, int]]:
 
 
 def _check_tokens(
-    running: RunningModule, batch: int, queries: int, keys: int, seen: tuple[Tensor, Tensor] | None
+    running: RunningModule, batch: int, queries: int, keys: int, operands: tuple[Tensor, Tensor] | None
 ) -> None:
     """Raise unless the queries are tokens of an input of the module: of all its sequences, or windows of them."""
     tokens = _tokens(running)
     if not len(tokens):
         return
     if (batch, queries) in tokens:
-        contracted = None if seen is None else seen[0].shape[-1]
-        if contracted == queries == keys and seen is not None and _is_over_tokens(running, seen[0]):
+        contracted = None if operands is None else operands[0].shape[-1]
+        if contracted == queries == keys and operands is not None and _is_over_tokens(running, operands[0]):
             raise NotUnderstood("its logits are sums over tokens, one for each pair of channels")
         return
     windows = any(rows > 0 and batch % rows == 0 and batch * queries == rows * length for rows, length in tokens)

@@ -120,7 +120,7 @@ class _Worker:
     attempts: int = 0  # to start
     progress: Any = None
     question: Any = None  # reference to its progress
-    asked: float = 0.0
+    question_time: float = 0.0
 
 
 @dataclass(eq=False)
@@ -134,7 +134,7 @@ class RayWorkers:
         arguments: arguments of the class.
         count: number of workers.
         gpus: GPUs of each; without, each has a CPU.
-        seconds: most seconds without progress.
+        seconds: maximum time without progress.
     """
 
     actor: type[RayActor]
@@ -221,8 +221,8 @@ class RayWorkers:
         """Return the workers whose task has ended, and note the progress of the others; waits for a short time."""
         busy = [worker for worker in self._workers if worker.result is not None]
         for worker in busy:
-            if worker.question is None and time.monotonic() - worker.asked > _POLL_SECONDS:
-                worker.question, worker.asked = worker.actor.progress.remote(), time.monotonic()
+            if worker.question is None and time.monotonic() - worker.question_time > _POLL_SECONDS:
+                worker.question, worker.question_time = worker.actor.progress.remote(), time.monotonic()
         waited = [x for worker in busy for x in (worker.result, worker.question) if x is not None]
         done, _ = self._ray.wait(waited, num_returns=1, timeout=_POLL_SECONDS)
         for worker in busy:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+T = TypeVar("T")
 _Call = tuple[Callable[[], Any], SimpleQueue[tuple[Any, BaseException | None]]]
 
 
@@ -36,20 +37,18 @@ class TimedStore:
         self.call(self._store.set, key, value)
 
     def get(self, key: str) -> bytes:
-        found: bytes = self.call(self._store.get, key)
-        return found
+        return self.call(self._store.get, key)
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self.call(self._store.check, list(keys)))
+        return self.call(self._store.check, list(keys))
 
     def add(self, key: str, number: int) -> int:
-        return int(self.call(self._store.add, key, number))
+        return self.call(self._store.add, key, number)
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        found: bytes = self.call(self._store.compare_set, key, expected, value)
-        return found
+        return self.call(self._store.compare_set, key, expected, value)
 
-    def call(self, function: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
+    def call(self, function: Callable[..., T], *positional: Any, **keywords: Any) -> T:
         """Return the result of a function that uses the store.
 
         Raises:
@@ -60,7 +59,7 @@ class TimedStore:
         if self._calls is None:
             self._calls = SimpleQueue()
             threading.Thread(target=_serve, args=(self._calls,), daemon=True).start()
-        answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        answers: SimpleQueue[tuple[T, BaseException | None]] = SimpleQueue()
         self._calls.put((lambda: function(*positional, **keywords), answers))
         try:
             result, error = answers.get(timeout=self._seconds)

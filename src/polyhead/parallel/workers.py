@@ -44,7 +44,7 @@ class Workers:
         store: a store that all ranks share, for these workers alone.
         rank: index of this process.
         world: number of processes.
-        seconds: most seconds without a report of a rank that others wait for.
+        seconds: maximum time without a report of a rank that others wait for.
         local_rank: index of this process on its machine.
         restarts: number of times that the launcher has restarted the processes.
     """

@@ -129,15 +129,15 @@ def _numbers(plan: Plan, comparison: Comparison, language: Language) -> str:
     by_context = Text("{phase}, by context length", "{phase}，按上下文长度")
     details = [
         _details(
-            by_context[language].format(phase=words.title(plan, phase)[language]),
+            by_context.format(phase=words.title(plan, phase))[language],
             tables.context_tables(plan, comparison, index, language),
         )
         for index, phase in enumerate(plan.phases)
     ]
     if comparison.heads:
-        title = words.title(plan, comparison.heads[0].phase)[language]
+        title = words.title(plan, comparison.heads[0].phase)
         by_heads = Text("{phase}, by number of heads at constant total width", "{phase}，总宽度不变时按头数")
-        details.append(_details(by_heads[language].format(phase=title), tables.heads_table(comparison.heads, language)))
+        details.append(_details(by_heads.format(phase=title)[language], tables.heads_table(comparison.heads, language)))
     details.append(_sources(comparison, language))
     above = _cards(plan) + _warnings(plan, language)
     phases = f'<div class="columns">{phases}</div>'

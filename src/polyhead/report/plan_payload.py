@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from polyhead.analysis.languages import Text
 from polyhead.costs.comparison import Comparison, LayoutPoint
-from polyhead.costs.phases import PhasePlan
 from polyhead.costs.planning import Plan
 from polyhead.costs.quantities import decimal_size
 from polyhead.report import plan_words as words
@@ -113,16 +112,16 @@ def _layouts(plan: Plan, layouts: tuple[LayoutPoint, ...]) -> Chart | None:
     shared = [point for point in layouts if point.kv_heads is not None]
     if len(shared) < 2:
         return None
-    last = [point.phases[-1] for point in shared]
+    last, name = [point.phases[-1] for point in shared], words.short_name(plan, plan.phases[-1])
     costs: dict[Text, list[float]] = {
         Text("cache per token", "每词元缓存"): [point.cache_bytes_per_token for point in shared],
         words.NAMES["parameters"]: [point.parameters for point in shared],
-        _of(plan, Text("memory, {phase}", "{phase}的内存")): [phase.fused.total for phase in last],
-        _of(plan, words.DEVICE_TIME): [x.timing.device_seconds for x in last if x.timing is not None],
+        Text("memory, {phase}", "{phase}的内存").format(phase=name): [phase.fused.total for phase in last],
+        words.DEVICE_TIME.format(phase=name): [x.timing.device_seconds for x in last if x.timing is not None],
     }
     series = tuple(
-        Series(name, tuple(value / row[0] for value in row), colour)
-        for colour, (name, row) in enumerate(costs.items())
+        Series(label, tuple(value / row[0] for value in row), colour)
+        for colour, (label, row) in enumerate(costs.items())
         if row and row[0]
     )
     return Chart(
@@ -133,12 +132,6 @@ def _layouts(plan: Plan, layouts: tuple[LayoutPoint, ...]) -> Chart | None:
         tuple(point.name for point in shared),
         series,
     )
-
-
-def _of(plan: Plan, template: Text) -> Text:
-    phase: PhasePlan = plan.phases[-1]
-    name = words.short_name(plan, phase)
-    return Text(template.en.format(phase=name.en), template.zh.format(phase=name.zh))
 
 
 def short(number: int) -> str:

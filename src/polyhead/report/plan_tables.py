@@ -120,10 +120,10 @@ def collectives_table(plan: Plan, phase: RankPhase, language: Language) -> str:
 def layout_table(plan: Plan, comparison: Comparison, language: Language) -> str:
     """Return the costs of the planned heads with other numbers of KV heads, and with latents."""
     last = words.short_name(plan, plan.phases[-1])
-    memory = Text("memory, {phase}", "{phase}的内存")
+    memory = Text("memory, {phase}", "{phase}的内存").format(phase=last)
     columns = [words.COLUMNS[name][language] for name in ("layout", "parameters", "cache per token")]
-    columns.append(memory[language].format(phase=last[language]))
-    columns += [words.DEVICE_TIME[language].format(phase=last[language])] if plan.is_timed else []
+    columns.append(memory[language])
+    columns += [words.DEVICE_TIME.format(phase=last)[language]] if plan.is_timed else []
     rows: list[Row] = []
     for point in comparison.layouts:
         phase = point.phases[-1]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from polyhead.analysis.syntax_tables import UPWARD, SyntaxTable
+from polyhead.analysis.dependency_accuracy import UPWARD
+from polyhead.analysis.syntax_table import SyntaxTable
 from polyhead.errors import OptionError
 from polyhead.files import read_json
 from polyhead.geometry import HeadId, original_name

@@ -47,14 +47,8 @@ class Batch:
         Args:
             device: device of the tensors.
         """
-        return replace(
-            self,
-            ids=self.ids.to(device),
-            mask=self.mask.to(device),
-            special=self.special.to(device),
-            documents=self.documents.to(device),
-            pieces=self.pieces.to(device),
-        )
+        names = ("ids", "mask", "special", "documents", "pieces")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -52,8 +52,7 @@ class DatasetTexts:
             )
 
     def __iter__(self) -> Iterator[Document]:
-        rows = enumerate(self._rows())
-        return (Document(f"{self.name} {number}", self._text(row, number)) for number, row in rows)
+        return (Document(f"{self.name} {number}", self._text(row, number)) for number, row in enumerate(self._rows()))
 
     def _rows(self) -> Iterator[Any]:
         number = -1

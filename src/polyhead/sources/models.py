@@ -86,13 +86,10 @@ def read_shapes(name: str | os.PathLike[str] | None) -> Any | None:
         return build_on_meta(_model_class(config, source.name, False, from_gguf=False), config).eval()
 
 
-def read_weights(folder: Path, *, model_class: Any = None, dtype: torch.dtype | None = None) -> Any:
-    """Load a model saved by transformers from a folder, without a tokenizer; by default of its config's class.
-
-    Weights keep their saved dtype by default.
-    """
+def read_weights(folder: Path, model_class: Any) -> Any:
+    """Load a model saved by transformers from a folder, without a tokenizer, in the dtype that it was saved in."""
     source = ModelSource(folder.resolve().name, str(folder), f"the folder {folder}")
-    return read_native(source, dtype, {"trust_remote_code": False}, model_class=model_class)
+    return read_native(source, None, {"trust_remote_code": False}, model_class=model_class)
 
 
 def find_class(name: str) -> Any:

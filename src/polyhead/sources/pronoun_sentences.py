@@ -118,8 +118,7 @@ def _sentences(frame: _Frame, language: Language, number: int) -> Iterator[Prono
         for cue in (0, 1):
             # The first cue selects the first of `names`, or the name in the first position.
             antecedent = cue if frame.cue == "meaning" or not swapped else 1 - cue
-            names = frame.names[::-1] if swapped else frame.names
-            text, pronoun, spans = _fill(frame.text, names, cue)
+            text, pronoun, spans = _fill(frame.text, frame.names[::-1] if swapped else frame.names, cue)
             yield PronounSentence(text, language, number, frame.cue, pronoun, spans[antecedent], spans[1 - antecedent])
 
 

@@ -12,7 +12,7 @@ from polyhead.sources.batching import digest_of
 from polyhead.sources.contexts import MINIMUM_TOKENS, Context, cut_into_contexts, tokenise, unknown_token
 from polyhead.sources.datasets import PREFIX, DatasetTexts, read_dataset
 from polyhead.sources.models import LoadedModel
-from polyhead.sources.text_sampling import NEIGHBOURS, sample_contexts
+from polyhead.sources.text_sampling import NEIGHBOURS, count_tokens, sample_contexts
 from polyhead.sources.texts import TOKENS, Document, default_documents, read_texts
 
 CONTEXT = 512  # tokens, or the model's maximum if that is less
@@ -36,7 +36,7 @@ class TextContexts:
 
     @property
     def tokens(self) -> int:
-        return sum(len(context.ids) for context in self.contexts)
+        return count_tokens(self.contexts)
 
     @property
     def digest(self) -> str:

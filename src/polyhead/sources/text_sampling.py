@@ -38,12 +38,12 @@ def sample_contexts(
     read = _first_documents(documents, max(MAX_CHARACTERS, characters))
     available = sum(len(document.text) for document in read)
     contexts: list[Context] = []
-    while available > characters and _count_tokens(contexts) <= tokens:
+    while available > characters and count_tokens(contexts) <= tokens:
         contexts = list(_cut_stretches(read, tokenizer, length, characters))
         characters *= 4  # if not enough: the text has more characters per token than any language, such as white space
-    if _count_tokens(contexts) <= tokens:
+    if count_tokens(contexts) <= tokens:
         contexts = list(cut_into_contexts(read, tokenizer, length))
-    if _count_tokens(contexts) <= tokens:
+    if count_tokens(contexts) <= tokens:
         return [document.name for document in read], contexts
     contexts = [contexts[index] for index in evenly_spaced([len(context.ids) for context in contexts], tokens)]
     numbers = {number: rank for rank, number in enumerate(sorted({context.document for context in contexts}))}
@@ -72,7 +72,7 @@ def evenly_spaced(sizes: Sequence[int], limit: int) -> list[int]:
     return sorted(chosen)
 
 
-def _count_tokens(contexts: Iterable[Context]) -> int:
+def count_tokens(contexts: Iterable[Context]) -> int:
     return sum(len(context.ids) for context in contexts)
 
 

@@ -269,11 +269,11 @@ def _decoded(content: bytes, name: str, *, start: int = 0, line: int = 1) -> str
         ) from error
 
 
-def join_names(names: Any, limit: int = 8) -> str:
-    """Return the first names, quoted, for an error."""
+def join_names(names: Any) -> str:
+    """Return the first eight names, quoted, for an error."""
     names = list(names)
-    text = ", ".join(repr(name) for name in names[:limit])
-    return text + f" and {len(names) - limit} more" if len(names) > limit else text or "none at all"
+    text = ", ".join(repr(name) for name in names[:8])
+    return text + f" and {len(names) - 8} more" if len(names) > 8 else text or "none at all"
 
 
 _Reader = Callable[[Path, str, str], Iterator[Document]]

@@ -1,84 +1,50 @@
 """Public names of `polyhead.surgery`."""
 
-from polyhead.geometry import HeadOrigins
-from polyhead.sources.fingerprint import fingerprint
-from polyhead.surgery.adapters.attention_layer import AttentionLayer
-from polyhead.surgery.adapters.discovery import find_layers, head_origins
-from polyhead.surgery.adapters.head_weights import HeadWeights, read_heads
-from polyhead.surgery.calibration.key_transforms import KeyTransform, find_key_transforms
-from polyhead.surgery.calibration.moments import OutputMoments, collect_moments, loss_weights
-from polyhead.surgery.compensation.least_squares import OutputCompensation
-from polyhead.surgery.edits.applying import apply, take_shape, undo
-from polyhead.surgery.edits.head_edits import (
-    GroupQueries,
-    HeadEdit,
-    MergeHeads,
-    PruneHeads,
-    ReorderHeads,
-    ReviveHeads,
-    edits_from_json,
-    edits_to_json,
-)
-from polyhead.surgery.edits.preview import HeadCounts, LayerPreview, Preview, preview
-from polyhead.surgery.edits.records import EditRecord, join_records
-from polyhead.surgery.edits.tracing import trace_layers
-from polyhead.surgery.kv_sharing.align import AlignHeads, aligned
-from polyhead.surgery.kv_sharing.conversion import convert_groups
-from polyhead.surgery.kv_sharing.fused_heads import FuseHeads, fuse
-from polyhead.surgery.kv_sharing.shared_keys import ShareKeys, share
-from polyhead.surgery.kv_sharing.symmetries import change_key_basis, change_value_basis
-from polyhead.surgery.selection.criteria import PruningOrder, choose_heads, pruning_order
-from polyhead.surgery.storage.loading import load, load_record
-from polyhead.surgery.storage.saving import SavedModel, save
-from polyhead.surgery.storage.side_files import SideFiles
-
-__all__ = [
-    "AlignHeads",
-    "AttentionLayer",
-    "EditRecord",
-    "FuseHeads",
-    "GroupQueries",
-    "HeadCounts",
-    "HeadEdit",
-    "HeadOrigins",
-    "HeadWeights",
-    "KeyTransform",
-    "LayerPreview",
-    "MergeHeads",
-    "OutputCompensation",
-    "OutputMoments",
-    "Preview",
-    "PruneHeads",
-    "PruningOrder",
-    "ReorderHeads",
-    "ReviveHeads",
-    "SavedModel",
-    "ShareKeys",
-    "SideFiles",
-    "aligned",
-    "apply",
-    "change_key_basis",
-    "change_value_basis",
-    "choose_heads",
-    "collect_moments",
-    "convert_groups",
-    "edits_from_json",
-    "edits_to_json",
-    "find_key_transforms",
-    "find_layers",
-    "fingerprint",
-    "fuse",
-    "head_origins",
-    "join_records",
-    "load",
-    "load_record",
-    "loss_weights",
-    "preview",
-    "pruning_order",
-    "read_heads",
-    "save",
-    "share",
-    "take_shape",
-    "trace_layers",
-    "undo",
-]
+from polyhead.geometry import HeadOrigins as HeadOrigins
+from polyhead.sources.fingerprint import fingerprint as fingerprint
+from polyhead.surgery.adapters.attention_layer import AttentionLayer as AttentionLayer
+from polyhead.surgery.adapters.discovery import find_layers as find_layers
+from polyhead.surgery.adapters.discovery import head_origins as head_origins
+from polyhead.surgery.adapters.head_weights import HeadWeights as HeadWeights
+from polyhead.surgery.adapters.head_weights import read_heads as read_heads
+from polyhead.surgery.calibration.key_transforms import KeyTransform as KeyTransform
+from polyhead.surgery.calibration.key_transforms import find_key_transforms as find_key_transforms
+from polyhead.surgery.calibration.moments import OutputMoments as OutputMoments
+from polyhead.surgery.calibration.moments import collect_moments as collect_moments
+from polyhead.surgery.calibration.moments import loss_weights as loss_weights
+from polyhead.surgery.compensation.least_squares import OutputCompensation as OutputCompensation
+from polyhead.surgery.edits.applying import apply as apply
+from polyhead.surgery.edits.applying import take_shape as take_shape
+from polyhead.surgery.edits.applying import undo as undo
+from polyhead.surgery.edits.head_edits import GroupQueries as GroupQueries
+from polyhead.surgery.edits.head_edits import HeadEdit as HeadEdit
+from polyhead.surgery.edits.head_edits import MergeHeads as MergeHeads
+from polyhead.surgery.edits.head_edits import PruneHeads as PruneHeads
+from polyhead.surgery.edits.head_edits import ReorderHeads as ReorderHeads
+from polyhead.surgery.edits.head_edits import ReviveHeads as ReviveHeads
+from polyhead.surgery.edits.head_edits import edits_from_json as edits_from_json
+from polyhead.surgery.edits.head_edits import edits_to_json as edits_to_json
+from polyhead.surgery.edits.preview import HeadCounts as HeadCounts
+from polyhead.surgery.edits.preview import LayerPreview as LayerPreview
+from polyhead.surgery.edits.preview import Preview as Preview
+from polyhead.surgery.edits.preview import preview as preview
+from polyhead.surgery.edits.records import EditRecord as EditRecord
+from polyhead.surgery.edits.records import join_records as join_records
+from polyhead.surgery.edits.tracing import trace_layers as trace_layers
+from polyhead.surgery.kv_sharing.align import AlignHeads as AlignHeads
+from polyhead.surgery.kv_sharing.align import aligned as aligned
+from polyhead.surgery.kv_sharing.conversion import convert_groups as convert_groups
+from polyhead.surgery.kv_sharing.fused_heads import FuseHeads as FuseHeads
+from polyhead.surgery.kv_sharing.fused_heads import fuse as fuse
+from polyhead.surgery.kv_sharing.shared_keys import ShareKeys as ShareKeys
+from polyhead.surgery.kv_sharing.shared_keys import share as share
+from polyhead.surgery.kv_sharing.symmetries import change_key_basis as change_key_basis
+from polyhead.surgery.kv_sharing.symmetries import change_value_basis as change_value_basis
+from polyhead.surgery.selection.criteria import PruningOrder as PruningOrder
+from polyhead.surgery.selection.criteria import choose_heads as choose_heads
+from polyhead.surgery.selection.criteria import pruning_order as pruning_order
+from polyhead.surgery.storage.loading import load as load
+from polyhead.surgery.storage.loading import load_record as load_record
+from polyhead.surgery.storage.saving import SavedModel as SavedModel
+from polyhead.surgery.storage.saving import save as save
+from polyhead.surgery.storage.side_files import SideFiles as SideFiles

@@ -176,11 +176,11 @@ class DynamicHeads:
         return self.model.get_submodule(layer.output).get_parameter("weight")
 
     def _zeros(self) -> list[Tensor]:
-        found = []
+        zeros = []
         for layer in self._layers:
             assert layer.layout is not None
-            found.append(torch.zeros(layer.layout.num_heads, device=self._output_weight(layer).device))
-        return found
+            zeros.append(torch.zeros(layer.layout.num_heads, device=self._output_weight(layer).device))
+        return zeros
 
     def __enter__(self) -> Self:
         if self._undo is not None:
@@ -306,8 +306,8 @@ class DynamicHeads:
             number, stack = self._layers[layer].number, self._layers[layer].stack
             seed = self.seed + 10_000 * self.steps + 2 * layer
             if dead := sorted(revived[layer]):
-                kept = [head for head in range(len(values)) if head not in dead]
-                in_place = {head: index for index, head in enumerate([*kept, *dead])}
+                remaining = [head for head in range(len(values)) if head not in dead]
+                in_place = {head: index for index, head in enumerate([*remaining, *dead])}
                 edits += [
                     ReviveHeads(number, len(dead), seed, stack=stack),
                     PruneHeads(number, tuple(dead), stack=stack),

@@ -94,9 +94,9 @@ class DropHead(_GatedHeads):
         uniform = _uniform(site, tokens, self._model)
         if not (self._model.training and rate):
             return torch.ones_like(uniform)
-        kept = (uniform >= rate).float()
-        count = kept.sum(-1, keepdim=True)
-        return torch.where(count > 0, kept * (site.num_heads / count.clamp_min(1)), 1.0)
+        remaining = (uniform >= rate).float()
+        count = remaining.sum(-1, keepdim=True)
+        return torch.where(count > 0, remaining * (site.num_heads / count.clamp_min(1)), 1.0)
 
 
 class HeadGates(_GatedHeads):
@@ -219,8 +219,8 @@ class HeadGates(_GatedHeads):
         return _stretched(torch.sigmoid((noise + logits.to(noise.device)) / TEMPERATURE))
 
     def _logits(self, site: str) -> Tensor:
-        found: Tensor = self.log_alpha[self._key(site)]
-        return found
+        log_alpha: Tensor = self.log_alpha[self._key(site)]
+        return log_alpha
 
     @staticmethod
     def _key(site: str) -> str:
@@ -234,8 +234,7 @@ def _stretched(share: Tensor) -> Tensor:
 
 def _uniform(site: AttentionSite, tokens: Tokens | Tensor | None, model: nn.Module) -> Tensor:
     """Return uniform random numbers, [batch, heads], or [heads] if an adapter does not pass its tokens."""
-    if isinstance(tokens, Tokens):
-        return torch.rand(tokens.batch, site.num_heads, device=tokens.device)
-    if isinstance(tokens, Tensor):
-        return torch.rand(len(tokens), site.num_heads, device=tokens.device)
-    return torch.rand(site.num_heads, device=next(model.parameters()).device)
+    if tokens is None:
+        return torch.rand(site.num_heads, device=next(model.parameters()).device)
+    batch = tokens.batch if isinstance(tokens, Tokens) else len(tokens)
+    return torch.rand(batch, site.num_heads, device=tokens.device)

@@ -157,10 +157,10 @@ class HeadHistory:
         if not bad.any():
             # Heads without a single finite value went wrong before the first step.
             bad = wrong & ~finite.any((0, 1))
-        found = bad.nonzero()
-        if not len(found):
+        places = bad.nonzero()
+        if not len(places):
             return None
-        step, column, head = found[0].tolist()
+        step, column, head = places[0].tolist()
         return self.steps[step], self.heads[head], self.columns[column]
 
     def _measured(self) -> Tensor:

@@ -334,15 +334,15 @@ class HeadMonitor:
                 "torch.amp.GradScaler(enabled=False), or statistics without gradient_norm"
             )
         observations = self._session.take()
-        found = observations.sites
+        observed = observations.sites
         is_shared = has_ranks(self.process_group)
-        if not found and not is_shared:
+        if not observed and not is_shared:
             raise OptionError(
                 f"a step must have a forward of the model in training mode, got none in step {self.steps}; call "
                 f"model.train(), and call this {type(self.model).__name__} itself"
             )
-        order = stack_order(x.site for x in found)
-        sites = sorted(found, key=lambda x: order[x.site])
+        order = stack_order(x.site for x in observed)
+        sites = sorted(observed, key=lambda x: order[x.site])
         sums, is_measured = self._signals.sums_of([x.site for x in sites], observations.collected), None
         if is_shared:
             sites, sums, loss, is_measured = self._over_ranks(sites, sums, loss)

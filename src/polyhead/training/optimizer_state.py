@@ -119,17 +119,17 @@ def _state_by_weight(name: str, parameter: nn.Parameter, owner: torch.optim.Opti
                 "optimizer of the model, and the optimizers themselves, not wrappers around them"
             )
         return {}
-    found = {}
+    state = {}
     for key, x in owner.state.get(parameter, {}).items():
         if isinstance(x, Tensor) and x.shape == parameter.shape:
-            found[key] = x
+            state[key] = x
         elif not (x is None or isinstance(x, int | float | str) or (isinstance(x, Tensor) and x.numel() == 1)):
             shape = f"of shape {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise OptionError(
                 f"the state of an optimizer must have one value per weight to be split by heads, got {key!r} of "
                 f"{type(owner).__name__}, {shape} for {name} of shape {list(parameter.shape)}"
             )
-    return found
+    return state
 
 
 def _of_heads(state: HeadWeights, after: HeadWeights, *, mean: bool) -> HeadWeights:
@@ -152,14 +152,14 @@ def _of_heads(state: HeadWeights, after: HeadWeights, *, mean: bool) -> HeadWeig
 
 
 def checked_optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
-    found = (optimizer,) if not isinstance(optimizer, Sequence) else tuple(optimizer)
-    for each in found:
+    optimizers = (optimizer,) if not isinstance(optimizer, Sequence) else tuple(optimizer)
+    for each in optimizers:
         # Adafactor keeps means over rows and columns, LBFGS past steps of all parameters together.
         if not isinstance(each, torch.optim.Optimizer) or isinstance(each, torch.optim.LBFGS | torch.optim.Adafactor):
             raise OptionError(
                 "an optimizer must be a torch.optim.Optimizer, not a wrapper around one, whose state has a value per "
                 f"weight, got {type(each).__name__}"
             )
-    if not found:
+    if not optimizers:
         raise OptionError("heads are edited together with the state of an optimizer, got none")
-    return found
+    return optimizers

@@ -154,22 +154,22 @@ class QKClip:
 
     def _largest_logits(self) -> dict[str, Tensor]:
         """Return the largest logit of each head since the last step, [heads] by site; -Inf if a layer did not run."""
-        found: dict[str, Tensor] = {}
+        largest: dict[str, Tensor] = {}
         for statistics in self._session.take().sites:
             values, site = statistics.largest.largest[0], statistics.site.name
-            found[site] = torch.maximum(found[site], values) if site in found else values
+            largest[site] = torch.maximum(largest[site], values) if site in largest else values
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if not found and not is_distributed:
+        if not largest and not is_distributed:
             raise OptionError(
                 "a step of the optimizer must follow a forward of the model in training mode inside the `with` block, "
                 f"got none since the last step; call model.train(), and call this {type(self.model).__name__} itself"
             )
-        device = next(iter(found.values())).device if found else next(self._layers[0].parameters()).device
+        device = next(iter(largest.values())).device if largest else next(self._layers[0].parameters()).device
         absent = Maximum.empty((1,), device).largest  # -Inf
         sizes = [layer.num_heads for layer in self._layers]
         values = torch.cat(
             [
-                found[layer.site].to(absent) if layer.site in found else absent.expand(layer.num_heads)
+                largest[layer.site].to(absent) if layer.site in largest else absent.expand(layer.num_heads)
                 for layer in self._layers
             ]
         )

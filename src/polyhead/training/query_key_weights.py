@@ -67,7 +67,7 @@ def find_query_key_weights(model: nn.Module) -> tuple[QueryKeyWeights, ...]:
     """Return the weights of every attention layer; raises if the logits of one cannot be scaled through its weights."""
     layers: dict[str, AttentionLayer | None] = {layer.path: layer for layer in find_layers(model)}
     layers |= {path: None for path, x in model.named_modules() if isinstance(x, LatentAttention)}
-    found, refused = [], {}
+    weights, refused = [], {}
     for path, layer in layers.items():
         module = model.get_submodule(path)
         site = path or type(module).__name__
@@ -75,24 +75,24 @@ def find_query_key_weights(model: nn.Module) -> tuple[QueryKeyWeights, ...]:
         if reason := _refusal(module, None if is_latent or isinstance(module, nn.MultiheadAttention) else layer):
             refused[site] = reason
         elif is_latent:
-            found.append(_latent(module, site))
+            weights.append(_latent(module, site))
         elif isinstance(module, nn.MultiheadAttention):
-            found.append(_torch(module, site))
+            weights.append(_torch(module, site))
         else:
             assert layer is not None
-            found.append(_separate(model, layer))
+            weights.append(_separate(model, layer))
     if refused:
         site, reason = next(iter(refused.items()))
         others = f", and {len(refused) - 1} more" if len(refused) > 1 else ""
         raise OptionError(
             f"the logits of each head must be a product of its rows of W_Q and W_K, got {site}{others}: {reason}"
         )
-    if not found:
+    if not weights:
         raise OptionError(
             "QK-clip needs attention layers of polyhead, of transformers or torch.nn.MultiheadAttention, got a model "
             f"without any: {type(model).__name__}"
         )
-    return tuple(found)
+    return tuple(weights)
 
 
 def _refusal(module: nn.Module, layer: AttentionLayer | None) -> str:

@@ -88,17 +88,17 @@ class RankSums:
         device, dtype = self._sites[0].moments.mean.device, self._sites[0].moments.mean.dtype
         by_site = {x.site: index for index, x in enumerate(sites)}
         places = [by_site.get(x.site) for x in self._sites]
-        found = [None if place is None else sites[place] for place in places]
+        own = [None if place is None else sites[place] for place in places]
         parts: dict[str, list[Tensor | None]] = {
-            "count": [None if x is None else x.moments.count for x in found],
-            "total": [None if x is None else x.moments.mean * x.moments.count for x in found],
+            "count": [None if x is None else x.moments.count for x in own],
+            "total": [None if x is None else x.moments.mean * x.moments.count for x in own],
         }
         parts |= {name: [None if place is None else sums[name][place] for place in places] for name in shapes}
         value = loss.detach() if isinstance(loss, Tensor) else None if loss is None else torch.tensor(float(loss))
         parts[_LOSS] = [value]
         row_shapes = [tuple(x.moments.count.shape) for x in self._sites]
         all_shapes = {**shapes, **dict.fromkeys(_ROWS, row_shapes), _LOSS: [()]}
-        maxima = {"largest": [None if x is None else x.largest.largest for x in found]}
+        maxima = {"largest": [None if x is None else x.largest.largest for x in own]}
         results, lacking = reduce_over_ranks(parts, maxima, all_shapes, device, self._group)
         if len(by_site.keys() - {x.site for x in self._sites}):  # after the collective, in which the others wait
             raise OptionError("every observed step must reach the same heads, got a step that reaches other ones")

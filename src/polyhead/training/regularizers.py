@@ -91,7 +91,7 @@ def position_overlap(statistics: ForwardStatistics) -> Tensor:
                 f"positions are those of keys, got {call.site.name!r}, where a learned sink takes a part of the weights"
             )
         first, second = torch.triu_indices(len(call.heads), len(call.heads), 1).unbind()
-        # Without what padding has: NaN would reach the gradient through the `where` below.
+        # A NaN of padding would reach the gradient through the `where` below.
         offset, entropy = (torch.where(call.tokens, x, 0.0) for x in (call.mean_offset, call.entropy))
         squared_width = (2 * entropy).exp()
         squared_widths = squared_width[:, first] + squared_width[:, second]  # [batch, pairs, queries]
@@ -156,8 +156,8 @@ def weight_overlap(model: nn.Module, part: Part = "value") -> Tensor:
     """Return the mean overlap of the weights of two heads of a layer, between 0 (orthogonal) and 1 (the same subspace).
 
     The overlap of heads with matrices A and B is `norm(A B^T)^2 / (norm(A A^T) norm(B B^T))`, in Frobenius norms:
-    linear CKA without centring (Kornblith et al. 2019, arXiv:1905.00414) of the subspaces that they read or write. It
-    costs as much for any batch; add a multiple of it to the loss to make heads differ.
+    linear CKA without centring (Kornblith et al. 2019, arXiv:1905.00414) of the subspaces that they read or write.
+    Add a multiple of it to the loss to make heads differ; its cost does not depend on the batch.
 
     Args:
         model: a model whose heads can be edited, as for `polyhead.prune`.
@@ -197,13 +197,10 @@ def _matrices(model: nn.Module, layer: AttentionLayer, part: Part) -> Tensor:
     """Return the weights of every head as views of the parameters, [heads or kv_heads, dim, width]."""
     layout = layer.layout
     assert layout is not None
-    if part == "output":
-        linear = model.get_submodule(layer.output)
-        weight = linear.get_parameter("weight")
-        rows = weight if linear_axis(linear, outputs=False) == 0 else weight.T
-        return rows.unflatten(0, (layout.num_heads, -1))
-    source = next(source for source in layer.sources if part in source.holds)
-    linear = model.get_submodule(source.path)
+    source = None if part == "output" else next(source for source in layer.sources if part in source.holds)
+    linear = model.get_submodule(layer.output if source is None else source.path)
     weight = linear.get_parameter("weight")
-    rows = weight if linear_axis(linear, outputs=True) == 0 else weight.T
+    rows = weight if linear_axis(linear, outputs=source is not None) == 0 else weight.T
+    if source is None or part == "output":
+        return rows.unflatten(0, (layout.num_heads, -1))
     return rows[source.rows(layout)[part].to(weight.device)]

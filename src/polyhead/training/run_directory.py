@@ -123,15 +123,15 @@ class RunDirectory(MonitorCallback):
         if not is_first_process():
             return
         parts = _parts(self.folder)
-        kept = [part for part in parts if int(part.stem) <= self._last]
-        history = _read(kept[-1]) if kept else HeadHistory()
+        finished = [part for part in parts if int(part.stem) <= self._last]
+        history = _read(finished[-1]) if finished else HeadHistory()
         if self._last >= 0 and self._last not in history.steps:
             raise OptionError(
                 f"a run continues in the folder of its checkpoint, got {self.folder} without step {self._last}"
             )
         self._continues = True
         self._open()
-        for part in reversed(parts[len(kept) :]):
+        for part in reversed(parts[len(finished) :]):
             part.unlink()
         self._part = [record for record in history.records() if record.step <= self._last]
         if len(self._part) < len(history):
@@ -307,10 +307,10 @@ def _read(part: Path) -> HeadHistory:
             wrong += [name for name in floats if not types.is_floating(schema.field(name).type)]
             if wrong or rows > TABLE_ROWS:
                 raise ValueError(f"it has {rows:,} rows (at most {TABLE_ROWS:,}), and no numbers in {wrong}")
-            found = file.read([*integers, *floats])
+            stored = file.read([*integers, *floats])
         heads = tuple(HeadLocation(*as_type(x, tuple[str, str, int, int, str, int], "a head")) for x in header["heads"])
         _sites(heads)
-        table = {name: torch.tensor(found[name].to_numpy()).reshape(-1, len(heads)) for name in (*integers, *floats)}
+        table = {name: torch.tensor(stored[name].to_numpy()).reshape(-1, len(heads)) for name in (*integers, *floats)}
         steps, losses = table["step"][:, 0].tolist(), table["loss"][:, 0].tolist()
         if int(part.stem) != steps[0] or sorted(set(steps)) != steps:
             raise ValueError(f"its steps must increase from {int(part.stem)}")
@@ -319,7 +319,7 @@ def _read(part: Path) -> HeadHistory:
         if not all(bool((one == other).all()) for one, other in same):
             raise ValueError("its rows must be in the order of steps and heads")
         # Where a column was not measured, it is null.
-        is_valid = [torch.tensor(found[name].is_valid().to_numpy()).reshape(-1, len(heads)) for name in columns]
+        is_valid = [torch.tensor(stored[name].is_valid().to_numpy()).reshape(-1, len(heads)) for name in columns]
         values, measured = torch.stack([table[name] for name in columns], 1), torch.stack(is_valid, 1)
         history = HeadHistory(heads, columns)
         history.extend(map(StepRecord, steps, losses, repeat(heads), repeat(columns), values, measured))

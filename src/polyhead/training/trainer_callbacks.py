@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError
+from polyhead.training.rank_sums import has_ranks
 
 if TYPE_CHECKING:
     from polyhead.training.monitor import HeadMonitor
@@ -39,12 +40,11 @@ class Requests:
         requested = any(x.should_stop for x in callbacks), any(x.should_save for x in callbacks)
         for callback in callbacks:
             callback.should_save = False
-        distributed = torch.distributed
-        if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+        if not has_ranks():
             return requested
         device = next(self.monitor.model.parameters()).device
         flags = torch.stack([torch.full((), x, dtype=torch.int32, device=device) for x in requested])
-        distributed.all_reduce(flags, distributed.ReduceOp.MAX)
+        torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
         event = None
         if flags.is_cuda:
             host = torch.empty_like(flags, device="cpu", pin_memory=True)

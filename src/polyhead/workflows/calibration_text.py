@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserList
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -13,6 +14,7 @@ from polyhead.errors import OptionError
 from polyhead.progress import ProgressCallback, Step
 from polyhead.sources import Context, LoadedModel, batches
 from polyhead.sources.text_contexts import Text, TextContexts, read_contexts
+from polyhead.sources.text_sampling import count_tokens
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.options import check_criterion
 from polyhead.surgery.selection.criteria import WEIGHTED
@@ -141,10 +143,6 @@ def default_tokens(model: nn.Module) -> int:
     return max(MIN_TOKENS, TOKENS_PER_CHANNEL * max(widths, default=0))
 
 
-def count_tokens(contexts: Sequence[Context]) -> int:
-    return sum(len(context.ids) for context in contexts)
-
-
 def model_inputs(loaded: LoadedModel, contexts: Sequence[Context]) -> Iterator[dict[str, Any]]:
     """Yield batches of contexts as keyword arguments of the model, on its device."""
     device = next(loaded.model.parameters()).device
@@ -158,21 +156,15 @@ def model_inputs(loaded: LoadedModel, contexts: Sequence[Context]) -> Iterator[d
         yield inputs
 
 
-class BatchesWithProgress(Sequence[Mapping[str, Any]]):
+class BatchesWithProgress(UserList[Mapping[str, Any]]):
     """Batches that advance a step after each batch of an iteration."""
 
     def __init__(self, batches: Sequence[Mapping[str, Any]], step: Step) -> None:
-        self._batches = batches
+        super().__init__(batches)
         self._step = step
 
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._batches[index]
-
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        for batch in self._batches:
+        for batch in self.data:
             yield batch
             self._step.advance()
 

@@ -58,12 +58,12 @@ def compensate(
         return {path: projection.to_tensors() for path, projection in found.items()}
 
     stored = journal.by_layer("distilled", distilled)
-    ways = {
+    candidates = {
         DISTILLED: {path: OutputProjection.from_tensors(tensors) for path, tensors in stored.items()},
         NOT_COMPENSATED: unchanged_projections(pruned.model, pruned.evidence.layers, removed),
     }
     inputs = list(model_inputs(text.loaded, text.selecting))
     quality = kind(pruned.model, inputs, journal=journal, role="select", loss_only=True)
-    losses = {name: pruned.loss(projections, quality) for name, projections in ways.items()}
+    losses = {name: pruned.loss(projections, quality) for name, projections in candidates.items()}
     best = min(losses, key=losses.__getitem__)
-    return ways[best], best
+    return candidates[best], best

@@ -80,9 +80,7 @@ class ShardReader(RayActor):
             if folder is not None and saved is not None:
                 (folder / OBSERVATIONS).write_bytes(saved)
             text_pass = self.run.text_pass
-            read = text_pass.run(
-                shard, folder=folder, resume=True, report=self._report, save_seconds=math.inf
-            )  # fmt: skip
+            read = text_pass.run(shard, folder=folder, resume=True, report=self._report, save_seconds=math.inf)
         if not read.complete:
             raise CommunicationError(f"a shard is read as a whole, got an interrupt of {shard}")
         return replace(read, observations=on_cpu(read.observations, text_pass.collectors))
@@ -117,7 +115,7 @@ def inspect_with_ray(
         folder: folder of the run.
         resume: continue from the data in `folder`.
         progress: called with the progress of each step.
-        seconds: most seconds in which a worker finishes no batch.
+        seconds: maximum time in which a worker finishes no batch.
         allow_pickle: read weights from pickles, which can run code.
         trust_remote_code: run code that comes with the model.
 
@@ -142,8 +140,7 @@ def inspect_with_ray(
             merged = is_merged(folder, resume)
             shards = worker_count(folder) or shards
         permissions = {"allow_pickle": allow_pickle, "trust_remote_code": trust_remote_code}
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        arguments = (settings, text, os.getcwd(), deterministic, permissions)
+        arguments = (settings, text, os.getcwd(), torch.are_deterministic_algorithms_enabled(), permissions)
         pool = stack.enter_context(RayWorkers(ShardReader, arguments, count, gpus, seconds))
         own = {f"shard {x}": x for x in ([WHOLE] if merged else map(Shard, range(shards), [shards] * shards))}
         saved = folder if resume else None

@@ -20,14 +20,7 @@ from polyhead.errors import DeviceError, OptionError
 from polyhead.files import check_pyarrow
 from polyhead.inspection.inspection_files import save_inspection
 from polyhead.inspection.result import Inspection
-from polyhead.inspection.run_files import (
-    OBSERVATIONS,
-    SHARDS,
-    TABLE,
-    check_new_run,
-    shard_folder,
-    worker_count,
-)
+from polyhead.inspection.run_files import OBSERVATIONS, SHARDS, TABLE, check_new_run, shard_folder, worker_count
 from polyhead.inspection.running import InspectionRun
 from polyhead.inspection.settings import Settings
 from polyhead.inspection.shard_files import checked_shards
@@ -125,8 +118,7 @@ def merge_runs(
             versions.
     """
     output = Path(output)
-    paths = [Path(folder) for folder in folders]
-    shards = checked_shards(paths)
+    shards = checked_shards([Path(folder) for folder in folders])
     check_new_run(output, "--output")
     check_pyarrow(output / TABLE)
     settings = Settings.from_dict(shards[0][1]["settings"])

@@ -202,8 +202,7 @@ def shrink(
         if layouts is not None:
             shrinker = UniformShrinker(evidence, weighting=weighting, layouts=layouts)
         else:
-            by_kv_heads = goal.kind == "cache"
-            shrinker = Shrinker(evidence, criterion=criterion, weighting=weighting, by_kv_heads=by_kv_heads)
+            shrinker = Shrinker(evidence, criterion=criterion, weighting=weighting, by_kv_heads=goal.kind == "cache")
         removed = {} if measured else shrinker.meet_target(goal)  # raises before the curve is measured
 
         choices = shrinker.choices() if curve else []

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from polyhead.analysis.alignment import Aligned, align, watch
+from polyhead.analysis.dependency_accuracy import syntax_table
 from polyhead.analysis.shares import Shares, inner_shares
-from polyhead.analysis.syntax_tables import SyntaxTable, syntax_table
+from polyhead.analysis.syntax_table import SyntaxTable
 from polyhead.errors import OptionError
+from polyhead.inspection.run_files import OBSERVATIONS
 from polyhead.observation.run_folder import lock_folder
 from polyhead.observation.word_attention import WordAttention
 from polyhead.progress import Progress, ProgressCallback, Step, ignore_progress
@@ -19,8 +21,6 @@ from polyhead.sources import LoadedModel
 from polyhead.sources.treebank import read_treebank
 from polyhead.version import VERSION
 from polyhead.workflows.model_loading import Model, as_loaded
-
-KEPT = "observations.safetensors"  # file with the progress of a run, in the folder of `resume`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +97,7 @@ def syntax(
             [WordAttention(aligned.maps)],
             batch_tokens=batch_tokens,
             progress=step.advance,
-            kept=None if folder is None else folder / KEPT,
+            file=None if folder is None else folder / OBSERVATIONS,
             origin={
                 "words": aligned.digest,
                 "device": str(next(loaded.model.parameters()).device),

@@ -88,8 +88,7 @@ def _changes(
             gate = gated.open_gate()
             gate[head] = 0.0
             session.gates[gated.key] = gate
-            without = checked_losses(compute_losses, intact)
-            changes.append(without.totals.double() - intact.totals.double())
+            changes.append(checked_losses(compute_losses, intact).totals.double() - intact.totals.double())
             report()
         session.gates[gated.key] = gated.open_gate()
     return intact, changes

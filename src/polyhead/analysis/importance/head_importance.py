@@ -57,10 +57,6 @@ class Importance:
         """Mean loss of the intact model."""
         return float(_ratio(self.intact[:, None], self.weights)[0])
 
-    @property
-    def intact_loss_error(self) -> float:
-        return float(_ratio(self.intact[:, None], self.weights)[1])
-
     def overlap(self, site: AttentionSite) -> Tensor:
         """Return the gradient overlap of the heads of a site, [heads, heads]."""
         if site not in self.overlaps:

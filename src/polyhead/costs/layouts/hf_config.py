@@ -116,7 +116,6 @@ def _multi_head(fields: Fields, family: Family, window: int | None) -> MultiHead
     head_dim = fields.optional_size("head_dim", *HEAD_DIM)
     kv_heads = _kv_heads(fields, heads)
     check_window(window, causal=family.causal is True)
-    rotary = family.rotary and (head_dim or width // heads) % 2 == 0
     return MultiHeadConfig(
         width,
         heads,
@@ -127,7 +126,7 @@ def _multi_head(fields: Fields, family: Family, window: int | None) -> MultiHead
         causal=family.causal is True,
         window=window,
         qk_norm=family.qk_norm,
-        positions=RotaryConfig() if rotary else None,
+        positions=RotaryConfig() if family.rotary and (head_dim or width // heads) % 2 == 0 else None,
         sinks=family.sinks,
     )
 

@@ -35,16 +35,16 @@ class Correction:
         logs = np.log(np.asarray(ratios, dtype=np.float64))
         mean = float(np.median(logs))
         rest = logs - mean
-        spread = max(float(np.mean(rest**2)), 1e-4)
+        variance = max(float(np.mean(rest**2)), 1e-4)
         best: Correction | None = None
         for length in LENGTHS:
-            covariance = spread * _similarity(points, points, length) + NOISE**2 * np.eye(len(points))
+            covariance = variance * _similarity(points, points, length) + NOISE**2 * np.eye(len(points))
             inverse = np.linalg.inv(covariance)
             weights = inverse @ rest
             left_out = weights / np.diag(inverse)  # leave-one-out residuals in closed form
             error = float(np.sqrt(np.mean(left_out**2)))
             if best is None or error < best.left_out_error:
-                best = cls(points, spread * weights, mean, length, error)
+                best = cls(points, variance * weights, mean, length, error)
         assert best is not None
         return best
 

@@ -309,8 +309,8 @@ def _companion(column: Column, suffix: str) -> Column:
     low = 0.0 if suffix in ("_std", "_error") else column.low
     return Column(
         column.name + suffix,
-        Text(label.en.format(label=column.label.en), label.zh.format(label=column.label.zh)),
-        Text(about.en.format(name=column.name), about.zh.format(name=column.name)),
+        label.format(label=column.label),
+        about.format(name=column.name),
         "companion",
         column.format,
         low,

@@ -112,5 +112,4 @@ def role_of(name: str) -> Role:
     Args:
         name: name of the role.
     """
-    role = ROLES.get(name)
-    return role or Role(name, Text(name, name), Text("A role of a head.", "头的一种角色。"), name[:2])
+    return ROLES.get(name) or Role(name, Text(name, name), Text("A role of a head.", "头的一种角色。"), name[:2])

@@ -259,7 +259,7 @@ class KVCache(ABC):
             A context manager.
         """
         lengths, width, was_built = self._lengths, self._max_length, self._layout is not None
-        held = self.holds_masked_keys
+        holds_masked_keys = self.holds_masked_keys
         try:
             yield
         except BaseException:
@@ -268,7 +268,7 @@ class KVCache(ABC):
             elif (self._lengths, self._max_length) != (lengths, width):
                 self._undo_append(lengths)
                 self._lengths, self._max_length = lengths, width
-            self.holds_masked_keys = held
+            self.holds_masked_keys = holds_masked_keys
             raise
 
     def check_window(self, size: int) -> None:

@@ -100,7 +100,6 @@ def _pairs(layer: SeparateHeads, module: nn.MultiheadAttention) -> list[tuple[Te
         (linear.weight, weight) for linear, weight in zip(projections, weights, strict=True)
     ]
     if module.in_proj_bias is not None:
-        biases = module.in_proj_bias.chunk(3)
-        pairs += [(linear.bias, bias) for linear, bias in zip(projections, biases, strict=True)]
+        pairs += [(linear.bias, bias) for linear, bias in zip(projections, module.in_proj_bias.chunk(3), strict=True)]
         pairs.append((layer.out_proj.bias, module.out_proj.bias))
     return [*pairs, (layer.out_proj.weight, module.out_proj.weight)]

@@ -187,8 +187,7 @@ class T5Bias(BiasesByDistance):
 
     def table(self, before: int, after: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         (buckets,) = rows_of(self._rows, -before, before + 1 + after, device, torch.int64)
-        weight = self.weight.to(device, dtype)
-        return functional.embedding(buckets, weight).t()
+        return functional.embedding(buckets, self.weight.to(device, dtype)).t()
 
     def extra_repr(self) -> str:
         return (

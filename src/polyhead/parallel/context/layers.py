@@ -93,11 +93,7 @@ class _ContextOperator:
     options: dict[str, Any]  # of `context_attention`
 
     def check_call(
-        self,
-        layer: BaseAttention,
-        key: Tensor | Memory | None,
-        cache: KVCache | None,
-        token_positions: Tensor | None,
+        self, layer: BaseAttention, key: Tensor | Memory | None, cache: KVCache | None, token_positions: Tensor | None
     ) -> None:
         if key is not None or cache is not None:
             raise OptionError("context_parallel is for self-attention without a cache, got a key or a cache")

@@ -311,9 +311,9 @@ class HeadParallelLayer(BaseAttention):
     def extra_repr(self) -> str:
         parallelism = self.parallelism
         heads, split = parallelism.heads, parallelism.split
-        held = f"heads {heads[0]} to {heads[-1]}" if heads else "no head"
-        held += f" of {split.num_heads} on rank {parallelism.ranks.rank} of {split.ranks}"
-        return f"{super().extra_repr()}, {held}"
+        stored = f"heads {heads[0]} to {heads[-1]}" if heads else "no head"
+        stored += f" of {split.num_heads} on rank {parallelism.ranks.rank} of {split.ranks}"
+        return f"{super().extra_repr()}, {stored}"
 
 
 def _described(argument: Any) -> str:

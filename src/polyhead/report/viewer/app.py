@@ -68,8 +68,7 @@ def create_app(viewer: Viewer, *, token: str, assets: Path = ASSETS, jobs: Jobs 
 
     async def shell(request: Request) -> Response:
         title = html.escape(f"{viewer.model.loaded.name} · polyhead")
-        page = _SHELL.format(lang=html.escape(viewer.lang), title=title)
-        return Response(page, media_type="text/html")
+        return Response(_SHELL.format(lang=html.escape(viewer.lang), title=title), media_type="text/html")
 
     async def asset(request: Request) -> Response:
         name = request.url.path.rpartition("/")[2]

@@ -52,8 +52,7 @@ def serve(
     token = secrets.token_urlsafe(24) if token is None else token
     listening = _listen(port)
     jobs = Jobs(QUEUE, on_out_of_memory=viewer.forget)
-    app = create_app(viewer, token=token, assets=assets, jobs=jobs)
-    _serve(app, token, listening, ready, jobs.cancel_all)
+    _serve(create_app(viewer, token=token, assets=assets, jobs=jobs), token, listening, ready, jobs.cancel_all)
     return jobs.is_computing
 
 

@@ -70,8 +70,7 @@ def tokenise_text(tokenizer: Any, text: str, most: int, *, closed: bool) -> Toke
     )
     inner, spans = list(encoded["input_ids"]), encoded.get("offset_mapping")
     total = len(before) + len(inner) + len(after)
-    room = max(0, most - len(before) - len(after))
-    inner = inner[:room]
+    inner = inner[: max(0, most - len(before) - len(after))]
     ids = (*before, *inner, *after)
     texts, starts, ends = [], [], []
     names = tokenizer.convert_ids_to_tokens(list(ids))

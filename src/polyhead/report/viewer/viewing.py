@@ -249,8 +249,7 @@ class Viewer:
         return None if cells is None else tile_message(cells, *spans, level)
 
     def window(self, job: Job, head: TracedHead, rows: tiles.Span, columns: tiles.Span) -> Iterator[Message]:
-        weights = tiles.window(head.attention, rows, columns, 0, "sum")[0]
-        yield {"done": True, "weights": packed_floats(weights)}
+        yield {"done": True, "weights": packed_floats(tiles.window(head.attention, rows, columns, 0, "sum")[0])}
 
     def distance(self, job: Job, one: TracedHead, other: TracedHead) -> Iterator[Message]:
         """Yield progress and then the mean Jensen-Shannon divergence and distance of two heads."""

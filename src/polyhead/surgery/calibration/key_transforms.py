@@ -154,8 +154,7 @@ def _transform_of(layer: AttentionLayer, projections: _ProjectionRecorder, atten
     norm, classes = _norm_of(layer, projections.norms.get(path, {}))
     stages = projections.projected[path] if norm == "none" else projections.normed[path]
     if set(stages) != {"query", "key"}:
-        normed = sorted(stages)
-        raise OptionError(f"{path!r} must norm both queries and keys or neither, got a norm of {normed}")
+        raise OptionError(f"{path!r} must norm both queries and keys or neither, got a norm of {sorted(stages)}")
     before_after: list[tuple[Tensor, Tensor]] = []
     for part, after in (("query", attended.query), ("key", attended.key)):
         before = _by_head(stages[part], after, layout if part == "key" else None)

@@ -39,8 +39,7 @@ class ShareKeys(EditGroups):
 
     def change(self, heads: HeadWeights) -> HeadWeights:
         pooled = GroupQueries(self.layer, self.groups).change(heads)  # validates the groups
-        shared = pooled if heads.key.is_meta else share(heads, self.groups, self.form)
-        return sort_by_group(shared)
+        return sort_by_group(pooled if heads.key.is_meta else share(heads, self.groups, self.form))
 
 
 def sort_by_group(heads: HeadWeights) -> HeadWeights:

@@ -127,9 +127,8 @@ def _describe_maps(transform: KeyTransform) -> str:
     if transform.norm == "layer":
         return "the identity alone, since the norm is not an RMS norm"
     if transform.norm == "rms":
-        return "orthogonal maps alone, of channels of equal norm weight" + (
-            "; rotary pairs by rotations" * bool(transform.rotary_dim)
-        )
+        rotary = "; rotary pairs by rotations" if transform.rotary_dim else ""
+        return f"orthogonal maps alone, of channels of equal norm weight{rotary}"
     return "one rotation and one scale per rotary pair, and any invertible map of the other channels"
 
 

@@ -87,11 +87,9 @@ class Evidence:
     @cached_property
     def moments(self) -> dict[str, OutputMoments]:
         def collect() -> dict[str, dict[str, Tensor]]:
-            collected = collect_moments(self.model, self.batches)
-            return {path: moments.to_tensors() for path, moments in collected.items()}
+            return {path: moments.to_tensors() for path, moments in collect_moments(self.model, self.batches).items()}
 
-        stored = self._stored("moments", collect)
-        return {path: OutputMoments.from_tensors(parts) for path, parts in stored.items()}
+        return {path: OutputMoments.from_tensors(parts) for path, parts in self._stored("moments", collect).items()}
 
     @cached_property
     def gradient_statistics(self) -> dict[str, GradientStatistics]:

@@ -226,8 +226,8 @@ class Probe:
     curvature of 1 - cosine to the unpruned model.
     """
 
-    def __init__(self, seed: int = 0) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         hidden = states(model, batch)

@@ -79,8 +79,8 @@ def ranked_sets(
     candidates = []
     for kept_groups in itertools.combinations(groups, num_kv_heads):
         for remaining in itertools.product(*(itertools.combinations(group, size) for group in kept_groups)):
-            kept = set(itertools.chain(*remaining))
-            candidates.append(tuple(head for head in range(heads.num_heads) if head not in kept))
+            remaining_heads = set(itertools.chain(*remaining))
+            candidates.append(tuple(head for head in range(heads.num_heads) if head not in remaining_heads))
     return sorted((RankedSet(cost(pruned) if pruned else 0.0, pruned) for pruned in candidates), key=lambda x: x.cost)
 
 
@@ -229,8 +229,7 @@ class UniformShrinker(BaseShrinker):
     def sets(self, layout: UniformLayout) -> dict[str, list[RankedSet]]:
         """Return, for every layer, the sets of heads to prune, cheapest first."""
         if layout not in self._sets:
-            sizes = layout.num_heads, layout.num_kv_heads
-            self._sets[layout] = uniform_sets(self.evidence, *sizes, self.weighting)
+            self._sets[layout] = uniform_sets(self.evidence, layout.num_heads, layout.num_kv_heads, self.weighting)
         return self._sets[layout]
 
     def removed(self, layout: UniformLayout) -> RemovedHeads:

@@ -150,7 +150,7 @@ def _restore_origins(model: Any, folder: Path, manifest: Manifest) -> None:
 
 
 def _read_native(folder: Path, manifest: Manifest) -> Any:
-    model = read_weights(folder, model_class=find_class(manifest.architecture))
+    model = read_weights(folder, find_class(manifest.architecture))
     layers = {layer.path: layer for layer in find_layers(model)}
     parameters: dict[str, Tensor] = {}
     layouts: dict[str, HeadLayout] = {}

@@ -93,5 +93,4 @@ class Manifest:
 
 def _digest(content: Mapping[str, Any]) -> str:
     """Return a digest of the content: a damaged map from heads to KV heads could still be consistent."""
-    written = json.dumps(content, sort_keys=True)
-    return hashlib.blake2b(written.encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()

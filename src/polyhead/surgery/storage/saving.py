@@ -105,8 +105,7 @@ def save(
             f"a record is saved with the model that its edits produced, of fingerprint {record.after}, got one of "
             f"{model_fingerprint}"
         )
-    layers = find_layers(model)
-    plan = _make_plan(model, layers, model_fingerprint, form)
+    plan = _make_plan(model, find_layers(model), model_fingerprint, form)
     write = None
     if record is not None:
         # With the config changes of the written model, so that `undo` reverts them.
@@ -232,7 +231,7 @@ def _read_back(model: nn.Module, folder: Path) -> None:
         manifest = Manifest.read(folder)
         if manifest is None or manifest.form == "uneven":
             raise
-        stored = read_weights(folder, model_class=type(model)).state_dict()
+        stored = read_weights(folder, type(model)).state_dict()
         expected = model.state_dict()
         lost = [
             name

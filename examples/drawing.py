@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from rich.cells import cell_len, set_cell_size
 from rich.columns import Columns
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
@@ -40,16 +39,6 @@ def matrix(title: str, values: Tensor, console: Console, *, styles: Sequence[str
 def side_by_side(*drawings: Group) -> Columns:
     """Arrange drawings side by side if the terminal is wide enough, else below each other."""
     return Columns(drawings, padding=(1, 3))
-
-
-def labelled(lines: Sequence[tuple[str, str, str]]) -> Table:
-    """Return a two-column table of (name, text, style) lines; nothing in them is parsed as markup."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text, style in lines:
-        table.add_row(Text(name, style=style or "bold"), Text(text, style=style))
-    return table
 
 
 def number(value: float, places: int = 4) -> str:

@@ -21,16 +21,11 @@ from polyhead.observation.observations import Observations
 from polyhead.observation.statistics import AttentionSite
 from polyhead.observation.word_attention import ByContext, WordAttention, WordMap
 
-__all__ = ["DIRECTIONS", "DOWNWARD", "EVERY", "MINIMUM", "UPWARD", "SyntaxRow", "SyntaxTable", "syntax_table"]
-
 UPWARD, DOWNWARD = DIRECTIONS = ("dependent -> head", "head -> dependent")
 EVERY = "every relation"
-MINIMUM = FEW_WORDS
 
 
-def syntax_table(
-    observations: Observations, *, minimum: int = MINIMUM, seed: int = 0, collector: str = "words"
-) -> SyntaxTable:
+def syntax_table(observations: Observations, *, minimum: int = FEW_WORDS, seed: int = 0) -> SyntaxTable:
     """Return the table from the data that a `WordAttention` collected.
 
     A relation and direction with fewer than `minimum` words in either half is excluded, and counted. The intervals
@@ -38,10 +33,9 @@ def syntax_table(
     """
     if minimum < 1:
         raise OptionError(f"minimum must be at least 1 word, got {minimum}")
-    sites, states, maps = collected_words(observations, collector)
+    sites, states, maps = collected_words(observations)
     held_out = held_out_texts(len(maps), seed)
-    visible = torch.stack([state["visible"] for state in states]).any(0)
-    edges = _Edges.of(maps, held_out, visible)
+    edges = _Edges.of(maps, held_out, torch.stack([state["visible"] for state in states]).any(0))
     entries: list[SyntaxRow] = []
     left_out: list[tuple[str, str, int]] = []
     for direction in DIRECTIONS:
@@ -49,9 +43,9 @@ def syntax_table(
             correct = torch.cat([instances.correct(state["looks"]) for state in states], -1)  # [2, relations, heads]
             totals = instances.totals()
             for index, relation in enumerate(instances.relations):
-                chosen, held = int(totals[0, index]), int(totals[1, index])
-                if min(chosen, held) < minimum:
-                    left_out.append((relation, direction, held))
+                chosen_count, count = int(totals[0, index]), int(totals[1, index])
+                if min(chosen_count, count) < minimum:
+                    left_out.append((relation, direction, count))
                     continue
                 best = int(correct[0, index].argmax())  # torch may return any of several maxima; take the first below
                 best = int((correct[0, index] == correct[0, index, best]).nonzero()[0])
@@ -67,16 +61,14 @@ def syntax_table(
     )
 
 
-def collected_words(
-    observations: Observations, collector: str
-) -> tuple[list[AttentionSite], list[dict[str, Tensor]], list[WordMap]]:
+def collected_words(observations: Observations) -> tuple[list[AttentionSite], list[dict[str, Tensor]], list[WordMap]]:
     """Return the sites, their collector states, and the word maps of the texts."""
-    by_site = {site: values[collector] for site, values in observations.collected.items() if collector in values}
+    by_site = {site: values["words"] for site, values in observations.collected.items() if "words" in values}
     values = [value for value in by_site.values() if isinstance(value, ByContext)]
     collectors = [value.collector for value in values if isinstance(value.collector, WordAttention)]
     if not values or len(collectors) != len(by_site):
         raise OptionError(
-            f"syntax needs data of a WordAttention collector named {collector!r}, got none; "
+            "syntax needs data of a WordAttention collector named 'words', got none; "
             "observe the model with collect=[WordAttention(maps)]"
         )
     states = [value.state() for value in values]
@@ -114,9 +106,9 @@ class _Instances:
         counts = torch.zeros(len(self.relation), *edges.shape[1:], dtype=torch.int64)
         return counts.index_add_(0, self.instance, edges.to(torch.int64)) > 0
 
-    def hits(self, looks: Tensor) -> Tensor:
+    def hits(self, most_attended: Tensor) -> Tensor:
         """Return the correct instances, [instances, heads], from the most attended words [words, heads]."""
-        return self._any_edge(looks[self.query] == self.target[:, None])
+        return self._any_edge(most_attended[self.query] == self.target[:, None])
 
     def offset_hits(self, offset: int) -> Tensor:
         return self._any_edge(self.offset == offset)
@@ -127,8 +119,8 @@ class _Instances:
         place = self.held_out.to(torch.int64) * len(self.relations) + self.relation
         return sums.index_add_(0, place, values.to(torch.int64)).unflatten(0, (2, len(self.relations)))
 
-    def correct(self, looks: Tensor) -> Tensor:
-        return self.by_relation(self.hits(looks))
+    def correct(self, most_attended: Tensor) -> Tensor:
+        return self.by_relation(self.hits(most_attended))
 
     def totals(self) -> Tensor:
         return self.by_relation(torch.ones_like(self.relation))
@@ -207,11 +199,11 @@ def _row(
             break
         best -= site.num_heads
     of_relation = instances.relation == relation
-    chosen, held = of_relation & ~instances.held_out, of_relation & instances.held_out
+    chosen, held_out = of_relation & ~instances.held_out, of_relation & instances.held_out
     offset = instances.best_offset(relation)
     by_offset = instances.offset_hits(offset)
     by_head = instances.hits(state["looks"][:, best : best + 1])[:, 0]
-    count, hits, baseline_hits = int(held.sum()), int(correct[1]), int(by_offset[held].sum())
+    count, hits, baseline_hits = int(held_out.sum()), int(correct[1]), int(by_offset[held_out].sum())
     low, high = wilson(hits, count)
     baseline_low, baseline_high = wilson(baseline_hits, count)
     return SyntaxRow(
@@ -228,8 +220,8 @@ def _row(
         baseline=baseline_hits / count,
         baseline_low=baseline_low,
         baseline_high=baseline_high,
-        head_only=int((by_head & ~by_offset)[held].sum()),
-        baseline_only=int((by_offset & ~by_head)[held].sum()),
+        head_only=int((by_head & ~by_offset)[held_out].sum()),
+        baseline_only=int((by_offset & ~by_head)[held_out].sum()),
         chosen_count=int(chosen.sum()),
         chosen_accuracy=int(correct[0]) / int(chosen.sum()),
         chosen_baseline=int(by_offset[chosen].sum()) / int(chosen.sum()),
