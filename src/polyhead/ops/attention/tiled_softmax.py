@@ -264,14 +264,12 @@ def _attend_rows(
         acc = value.new_zeros((*query_rows.shape[:2], value.shape[-1]))
     empty = row_sum == 0
     row_sum = row_sum.masked_fill(empty, 1.0)
-    outputs = TiledOutput(
-        None if acc is None else (acc / row_sum).view(*shape, acc.shape[-1]),
-        (row_max + torch.log(row_sum)).masked_fill(empty, -torch.inf).view(shape),
-        row_max=row_max.view(shape),
-        row_sum=row_sum.view(shape),
-    )
+    output = None if acc is None else (acc / row_sum).view(*shape, acc.shape[-1])
+    logsumexp = (row_max + torch.log(row_sum)).masked_fill(empty, -torch.inf).view(shape)
+    row_max, row_sum = row_max.view(shape), row_sum.view(shape)
+    outputs = TiledOutput(output, logsumexp, row_max=row_max, row_sum=row_sum)
     if row_stats is not None:
-        outputs.statistics = row_stats.finish(row_sum.view(shape), row_max.view(shape))
+        outputs.statistics = row_stats.finish(row_sum, row_max)
         outputs.blocks = {
             name: x
             for name, x in (("max_logit", row_stats.max_logit_block), ("max_abs_logit", row_stats.max_abs_block))
