@@ -352,8 +352,8 @@ class Mask:
     @property
     def is_band(self) -> bool:
         """True if the mask is only a causal mask or a window, the same for every sequence."""
-        terms = (self.padding, self.packed, self.allowed, self.biases, self.relative_biases)
-        return self.placed is None and sum(map(len, terms)) == 0
+        is_dense = len(self.allowed) or len(self.biases) or len(self.relative_biases)
+        return not (is_dense or len(self.padding) or len(self.packed)) and self.placed is None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Plain calls take a short way after the first of their sizes, and return what the long way returns."""
+"""Plain calls take a short way, on a GPU after the first of their sizes, and return what the long way returns."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from polyhead import Mask, Statistics, attention
 from polyhead.errors import DtypeError, MaskError, OptionError, ShapeError
-from polyhead.ops.attention import plain_calls
+from polyhead.ops.attention import api, plain_calls
 
 SHAPE = (2, 6, 19, 8)
 
@@ -55,15 +56,16 @@ def test_every_call_gives_the_numbers_and_the_gradients_of_the_named_backend(kin
     inputs = [x.detach().requires_grad_() for x in (SHORT | LONG)[kind]]
     direction = torch.randn_like(expected)
     gradients = torch.autograd.grad(long_way(inputs, mask=mask, scale=0.3), inputs, direction)
-    for checks in (1, 0):
-        with mock.patch.object(plain_calls, "checked_request", wraps=plain_calls.checked_request) as check:
-            result = attention(*inputs, mask=mask, scale=0.3)
-        assert check.call_count == checks
-        assert result.backend == "sdpa"
-        assert result.output.equal(expected)
-        assert list(plain_calls._known.values()) == [(kind in SHORT, None)]
-        found = torch.autograd.grad(result.output, inputs, direction)
-        assert all(map(torch.equal, found, gradients))
+    with (
+        mock.patch.object(plain_calls, "checked_request", side_effect=AssertionError("for other devices")),
+        mock.patch.object(api, "checked_request", wraps=api.checked_request) as check,
+    ):
+        result = attention(*inputs, mask=mask, scale=0.3)
+    assert check.call_count == (kind in LONG)
+    assert result.backend == "sdpa"
+    assert result.output.equal(expected)
+    found = torch.autograd.grad(result.output, inputs, direction)
+    assert all(map(torch.equal, found, gradients))
 
 
 def test_cross_attention_and_one_query_under_a_causal_mask_stay_right() -> None:
@@ -132,8 +134,78 @@ def test_dtypes_that_autocast_casts_are_refused_without_it() -> None:
 def test_the_number_of_known_sizes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain_calls, "_MOST_KNOWN", 3)
     for keys in range(1, 9):
-        attention(*tensors(keys=keys))
-        assert len(plain_calls._known) <= 3
+        plain_calls.attend(*tensors(keys=keys), None, None, False)  # `attention` does not call it on a CPU
+        assert 1 <= len(plain_calls._known) <= 3
+
+
+# ---- NaN and Inf on a CPU
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+NON_FINITE = (torch.nan, torch.inf, -torch.inf)
+
+
+@pytest.mark.parametrize("records", [False, True], ids=["inference", "gradients"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("part", ["key", "value"])
+@pytest.mark.parametrize("kind", ["heads", "groups", "tokens first"])
+def test_a_broken_key_or_value_reaches_exactly_the_rows_that_see_it(
+    kind: str, part: str, dtype: torch.dtype, records: bool
+) -> None:
+    inputs = [x.to(dtype) for x in SHORT[kind]]
+    group = SHAPE[1] // inputs[1].shape[1]
+
+    def run(tensors: list[Tensor], shown: int) -> list[Tensor]:
+        """Return the output, and the gradients that flow from the first `shown` rows."""
+        leaves = [x.detach().requires_grad_(records) for x in tensors]
+        output = attention(*leaves, mask=Mask.causal()).output
+        direction = (torch.arange(SHAPE[2]) < shown).to(dtype)[:, None].expand_as(output)
+        return [output.detach(), *(torch.autograd.grad(output, leaves, direction) if records else ())]
+
+    for position in range(SHAPE[2]):
+        clean_output, *clean_gradients = run(inputs, position)
+        for filler in NON_FINITE:
+            broken = [x.clone() for x in inputs]
+            broken[1 if part == "key" else 2][1, 1, position, 5] = filler
+            output, *gradients = run(broken, position)
+            is_hit = torch.zeros(SHAPE[:3], dtype=torch.bool)
+            is_hit[1, group : 2 * group, position:] = True
+            assert output[is_hit].isnan().all()
+            assert output[~is_hit].equal(clean_output[~is_hit])
+            for found, expected in zip(gradients, clean_gradients, strict=True):
+                assert found.equal(expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@torch.no_grad()
+def test_infinities_that_cancel_and_sums_that_overflow_are_no_exception(dtype: torch.dtype) -> None:
+    query, key, value = (x.to(dtype) for x in tensors())
+    clean = attention(query, key, value, mask=Mask.causal()).output
+    broken = value.clone()
+    broken[0, 0, -1, 0], broken[0, 0, -1, 1] = torch.inf, -torch.inf
+    output = attention(query, key, broken, mask=Mask.causal()).output
+    assert output[:, :, :-1].equal(clean[:, :, :-1])
+    assert output[0, 0, -1].isnan().all()
+    largest = torch.finfo(dtype).max
+    assert not torch.full_like(value, largest).sum().isfinite()
+    huge = torch.zeros_like(value)
+    huge[0, 0, -2:] = largest
+    output = attention(query, key, huge, mask=Mask.causal()).output
+    assert output.equal(F.scaled_dot_product_attention(query, key, huge, is_causal=True))
+    assert (output[:, :, :-2] == 0).all()
+    assert output[:, :, :-1].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@torch.no_grad()
+def test_the_output_of_pytorchs_kernel_alone_does_not_show_every_key_that_is_not_finite(dtype: torch.dtype) -> None:
+    """Why keys and values are tested before the kernel, and not its output afterwards."""
+    query, key, value = (x.to(dtype) for x in tensors())
+    query[..., 0] = query[..., 0].abs() + 1
+    key[:, :, -1, 0] = -torch.inf  # a logit of -inf in the only row that sees it: its weight is 0
+    assert F.scaled_dot_product_attention(query, key, value, is_causal=True).isfinite().all()
+    output = attention(query, key, value, mask=Mask.causal()).output
+    assert output[:, :, -1].isnan().all()
+    assert output[:, :, :-1].isfinite().all()
 
 
 # ---- with statistics, on Hopper

@@ -34,7 +34,7 @@ class Planted(NamedTuple):
 OUTPUT = "acc.mul_(decay).baddbmm_(dropped, value_rows)"
 PLANTED = {
     "the sum of exponentials is not rescaled": Planted(
-        tiled_softmax, "_attend_rows", "row_sum = row_sum * decay + tile_sum", "row_sum = row_sum + tile_sum"
+        tiled_softmax, "_attend_rows", "else row_sum * decay + tile_sum", "else row_sum + tile_sum"
     ),
     "the output is not rescaled": Planted(tiled_softmax, "_attend_rows", OUTPUT, "acc.baddbmm_(dropped, value_rows)"),
     "the output is not rescaled, in bfloat16": Planted(

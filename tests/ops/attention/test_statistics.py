@@ -431,6 +431,16 @@ def test_only_requested_statistics_are_computed() -> None:
     assert all(0 < cost < together / 3 for cost in alone.values()), (alone, together)
 
 
+@pytest.mark.parametrize(("mask", "most"), [(None, 54), (Mask.causal(), 71)], ids=["unmasked", "causal"])
+@pytest.mark.parametrize("records", [False, True], ids=["no_grad", "grad mode"])
+def test_a_call_of_one_tile_runs_few_operators(records: bool, mask: Mask | None, most: int) -> None:
+    """A small call takes as long as the operators that it runs, whatever their sizes."""
+    query, key, value = (normal(2, 6, 19, 8, seed=seed, dtype=torch.float32) for seed in range(3))
+    with torch.set_grad_enabled(records), Operators() as operators:
+        attention(query, key, value, mask=mask, statistics=("entropy", "max_logit", "mean_distance"))
+    assert 0 < operators.count <= most
+
+
 def test_a_mass_at_one_distance_is_read_from_the_tiles_that_hold_it() -> None:
     query = torch.randn(1, 1, 2048, 8)
     tile = 512 * 512

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from polyhead.masks import Mask
-from polyhead.ops.attention import dispatch, plain_calls
+from polyhead.ops.attention import cpu_calls, dispatch, plain_calls
 from polyhead.ops.attention.dispatch import Explanation
 from polyhead.ops.attention.validation import checked_request
 from polyhead.ops.common.request import AttentionOutput
@@ -82,7 +82,8 @@ def attention(
             if result is not None:
                 return result
         elif not logsumexp:
-            result = plain_calls.attend(query, key, value, mask, scale, finite)
+            attend = cpu_calls.attend if query.is_cpu else plain_calls.attend
+            result = attend(query, key, value, mask, scale, finite)
             if result is not None:
                 return result
     request = checked_request(

@@ -1,8 +1,8 @@
 """Fast paths of plain calls of `attention`: to PyTorch's kernel, or to our Hopper kernel with statistics or if faster.
 
-Plain calls are unmasked or causal. The result of validation and the choice of a backend then depend on sizes, strides,
-dtypes and devices alone. They cost as much host time as the kernel takes at small sizes, so they run once for each of
-these.
+Plain calls are unmasked or causal; those on a CPU are in `cpu_calls.py`. The result of validation and the choice of a
+backend depend on their sizes, strides, dtypes and devices alone. They cost as much host time as the kernel takes at
+small sizes, so they run once for each of these.
 """
 
 from __future__ import annotations

@@ -46,8 +46,13 @@ def attend(
 
     Without values there is no output: `sdpa`, whose kernels return the output alone, calls it so for the statistics.
     """
-    if not torch.is_grad_enabled():
-        outputs = _forward(tiling, query, key, value, sinks, blocks=False)
+    is_recorded = torch.is_grad_enabled()
+    if is_recorded and not torch.compiler.is_compiling():
+        inputs = (query, key, value, sinks, *tiling.bias_tensors)
+        is_recorded = any(x is not None and x.requires_grad for x in inputs)
+    if not is_recorded:
+        with torch.no_grad():
+            outputs = _forward(tiling, query, key, value, sinks, blocks=False)
         statistics = None if tiling.statistics is None else RowStatistics(**outputs.statistics)
         return outputs.output, outputs.logsumexp, statistics
     value = None if value is None else value.view_as(value) if value is key else value  # Dynamo rejects aliased inputs
@@ -212,58 +217,70 @@ def _attend_rows(
     """Attend with one block of rows over all its visible keys."""
     query_rows = tiling.rows_of(query, rows)
     shape = (tiling.batch, tiling.heads, rows[1] - rows[0])
+    # The online softmax has no state before the first tile, unless it is a learned sink.
+    running_max: Tensor | None = None
+    row_max: Tensor | None = None
+    row_sum: Tensor | None = None
+    acc: Tensor | None = None
     sink: Tensor | None = None
-    if sinks is None:
-        running_max = query.new_full((*query_rows.shape[:2], 1), -torch.inf)
-        row_max = row_sum = torch.zeros_like(running_max)
-    else:
+    if sinks is not None:
         sink = sinks.view(1, -1, 1).expand(shape)
         column = sink.reshape(*query_rows.shape[:2], 1)
         running_max = column.detach()
-        row_max = torch.where(running_max == -torch.inf, 0.0, running_max)
+        row_max = _zero_if_empty(running_max)
         row_sum = torch.exp(column - row_max)
     row_stats = None
     if tiling.statistics is not None:
         row_stats = RowSums(tiling, rows, sink, query, blocks=blocks)
-    acc = None if value is None else value.new_zeros((*query_rows.shape[:2], value.shape[-1]))
     for columns in tiling.column_blocks(rows):
         tile, _, masked = tiling.logits(query_rows, transposed_key, visibility, rows, columns)
         tile_max = tile.detach().amax(-1, keepdim=True)
         if row_stats is not None:
             row_stats.add_logits(tile, columns, tile_max, masked=masked)
-        previous_max, running_max = running_max, torch.maximum(running_max, tile_max)
-        previous_row_max, row_max = row_max, torch.where(running_max == -torch.inf, 0.0, running_max)
-        decay = torch.exp(previous_max - row_max)
+        previous_max, previous_row_max = running_max, row_max
+        running_max = tile_max if previous_max is None else torch.maximum(previous_max, tile_max)
+        row_max = _zero_if_empty(running_max)
+        decay = None if previous_max is None else torch.exp(previous_max - row_max)
         shifted = tile - row_max if torch.is_grad_enabled() else tile.sub_(row_max)
         needs_shifted = row_stats is not None and row_stats.needs_entropy
         tile = tiling.exponential(shifted, keep=needs_shifted)
         tile_sum = tile.sum(-1, keepdim=True)
         if row_stats is not None:
-            row_stats.add(tile, shifted, tile_sum, columns, decay, previous_row_max - row_max, row_sum, masked=masked)
-        row_sum = row_sum * decay + tile_sum
-        if acc is not None and value is not None:
+            max_change = None if previous_row_max is None else previous_row_max - row_max
+            row_stats.add(tile, shifted, tile_sum, columns, decay, max_change, row_sum, masked=masked)
+        row_sum = tile_sum if row_sum is None or decay is None else row_sum * decay + tile_sum
+        if value is not None:
             dropped = tiling.apply_dropout(tile, tiling.keep(rows, columns))
             value_rows = value[:, columns[0] : columns[1]]
-            if torch.is_grad_enabled():
+            if acc is None or decay is None:
+                acc = torch.bmm(dropped, value_rows)
+            elif torch.is_grad_enabled():
                 acc = torch.baddbmm(acc * decay, dropped, value_rows)
             else:
                 acc.mul_(decay).baddbmm_(dropped, value_rows)
+    if row_max is None or row_sum is None:
+        row_max = row_sum = query.new_zeros((*query_rows.shape[:2], 1))
+    if acc is None and value is not None:
+        acc = value.new_zeros((*query_rows.shape[:2], value.shape[-1]))
     empty = row_sum == 0
-    row_sum = torch.where(empty, 1.0, row_sum)
-    outputs = TiledOutput(
-        None if acc is None else (acc / row_sum).view(*shape, acc.shape[-1]),
-        torch.where(empty, -torch.inf, row_max + torch.log(row_sum)).view(shape),
-        row_max=row_max.view(shape),
-        row_sum=row_sum.view(shape),
-    )
+    row_sum = row_sum.masked_fill(empty, 1.0)
+    output = None if acc is None else (acc / row_sum).view(*shape, acc.shape[-1])
+    logsumexp = (row_max + torch.log(row_sum)).masked_fill(empty, -torch.inf).view(shape)
+    row_max, row_sum = row_max.view(shape), row_sum.view(shape)
+    outputs = TiledOutput(output, logsumexp, row_max=row_max, row_sum=row_sum)
     if row_stats is not None:
-        outputs.statistics = row_stats.finish(row_sum.view(shape), row_max.view(shape))
+        outputs.statistics = row_stats.finish(row_sum, row_max)
         outputs.blocks = {
             name: x
             for name, x in (("max_logit", row_stats.max_logit_block), ("max_abs_logit", row_stats.max_abs_block))
             if x is not None
         }
     return outputs
+
+
+def _zero_if_empty(running_max: Tensor) -> Tensor:
+    """Return the running max of each row, and 0 instead of -inf."""
+    return running_max.nan_to_num(torch.nan, torch.inf, 0.0)
 
 
 # ---- backward

@@ -16,10 +16,10 @@ def without_nonfinite(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tenso
 
     The poison is NaN at non-finite keys (with a NaN or Inf in key or value) and 0 elsewhere. Backends add it to the
     logits, or to the rows that see the key: a query that sees such a key must return NaN, as the formula does, and one
-    that does not must be unaffected. It is None if all elements are known to be finite: on the CPU this is read off a
-    sum, which is finite only if every element is; on a device that would synchronise.
+    that does not must be unaffected. It is None if all elements are known to be finite, which is tested on the CPU; on
+    a device that would synchronise.
     """
-    if _can_read(key) and math.isfinite((key.sum() + value.sum()).item()):
+    if _can_read(key) and is_finite(key) and is_finite(value):
         return key, value, None
     if can_launch(key) and can_launch(value) and key.stride(-1) == value.stride(-1) == 1:
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
@@ -30,6 +30,11 @@ def without_nonfinite(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tenso
     max_key = torch.linalg.vector_norm(key.detach(), torch.inf, -1)
     max_value = torch.linalg.vector_norm(value.detach(), torch.inf, -1)
     return _finite(key), _finite(value), max_key * 0 + max_value * 0
+
+
+def is_finite(x: Tensor) -> bool:
+    """Return True if no element is NaN or Inf: then its sum is finite, unless it overflows, which returns False too."""
+    return math.isfinite((x.detach() if x.requires_grad else x).sum().item())
 
 
 class _CleanKeys(torch.autograd.Function):
@@ -53,7 +58,7 @@ def without_nonfinite_queries(query: Tensor) -> tuple[Tensor, Tensor | None]:
 
     Otherwise the queries of rows without visible keys would reach the gradients of keys, as 0 * NaN.
     """
-    if _can_read(query) and math.isfinite(query.sum().item()):
+    if _can_read(query) and is_finite(query):
         return query, None
     return _finite(query), torch.linalg.vector_norm(query.detach(), torch.inf, -1) * 0
 

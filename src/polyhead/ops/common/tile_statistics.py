@@ -37,6 +37,7 @@ class RowSums:
         assert request is not None
         self.request, self.tiling, self.rows = request, tiling, rows
         self.names, self.sink, self.blocks = request.names, sink, blocks
+        self.is_first = True  # until a tile is added
         self.shape = shape = (tiling.batch, tiling.heads, rows[1] - rows[0])
 
         def start(number: float, dtype: torch.dtype | None = None) -> Tensor:
@@ -67,10 +68,13 @@ class RowSums:
         if self.max_logit is not None:
             # Among equal maxima the lowest key receives the gradient.
             tile_max = tile.max(-1).values if records_grad else largest.view(self.max_logit.shape)
-            is_larger = (tile_max > self.max_logit) | tile_max.isnan()
-            self.max_logit = torch.where(is_larger, tile_max, self.max_logit)
-            if self.max_logit_block is not None:
-                self.max_logit_block = torch.where(is_larger, columns[0], self.max_logit_block)
+            if self.is_first and self.max_logit_block is None:
+                self.max_logit = tile_max
+            else:
+                is_larger = (tile_max > self.max_logit) | tile_max.isnan()
+                self.max_logit = torch.where(is_larger, tile_max, self.max_logit)
+                if self.max_logit_block is not None:
+                    self.max_logit_block = torch.where(is_larger, columns[0], self.max_logit_block)
         if self.max_abs_logit is not None:
             if records_grad or masked:
                 magnitudes = magnitude(tile, masked=masked)
@@ -91,30 +95,34 @@ class RowSums:
         shifted: Tensor | None,
         sums: Tensor,
         columns: Span,
-        decay: Tensor,
-        max_change: Tensor,
-        previous_sum: Tensor,
+        decay: Tensor | None,
+        max_change: Tensor | None,
+        previous_sum: Tensor | None,
         *,
         masked: bool,
     ) -> None:
         """Add a tile to the sums of weights, given its exponentials, shifted logits and row sums.
 
         `shifted` are the logits minus the row max, which the entropy needs; they are overwritten. `decay`
-        rescales the sums so far, `max_change` is the old row max minus the new one, `previous_sum` the row sum so far.
+        rescales the sums so far, `max_change` is the old row max minus the new one, `previous_sum` the row sum so far;
+        they are None for the first tile of a row without a learned sink.
         """
         tile = self.tiling.by_head(exponentials)
-        sums, decay, max_change, previous_sum = (x.view(self.shape) for x in (sums, decay, max_change, previous_sum))
+        decay = None if decay is None else decay.view(self.shape)
         if self.entropy_sum is not None and shifted is not None:
-            self.entropy_sum = (
-                decay * self.entropy_sum
-                + (decay * max_change) * previous_sum
-                + self._entropy_sum(exponentials, shifted, masked)
-            )
+            entropy_sum = self._entropy_sum(exponentials, shifted, masked)
+            if decay is not None and max_change is not None and previous_sum is not None:
+                change = (decay * max_change.view(self.shape)) * previous_sum.view(self.shape)
+                entropy_sum = decay * self.entropy_sum + change + entropy_sum
+            self.entropy_sum = entropy_sum
         records_grad = torch.is_grad_enabled()
-        if records_grad:
-            self.linear = {name: x * decay for name, x in self.linear.items()}
-        else:
-            self.linear_sums.mul_(decay)
+        if decay is not None and not self.is_first:
+            if records_grad:
+                self.linear = {name: x * decay for name, x in self.linear.items()}
+            else:
+                self.linear_sums.mul_(decay)
+        self.is_first = False
+        sums = sums.view(self.shape)
         for name, part in linear_sums(self.tiling, self.request, tuple(self.linear), tile, sums, self.rows, columns):
             self.linear[name] = self.linear[name] + part if records_grad else self.linear[name].add_(part)
 
@@ -132,9 +140,9 @@ class RowSums:
         if not torch.is_grad_enabled():  # the mask of a CPU tile takes a NaN for +inf; the row's weights are NaN
             is_nan = row_sum.isnan()
             if self.max_logit is not None:
-                self.max_logit = torch.where(is_nan, torch.nan, self.max_logit)
+                self.max_logit = self.max_logit.masked_fill(is_nan, torch.nan)
             if self.max_abs_logit is not None:
-                self.max_abs_logit = torch.where(is_nan, torch.nan, self.max_abs_logit)
+                self.max_abs_logit = self.max_abs_logit.masked_fill(is_nan, torch.nan)
         if self.max_logit is not None:
             statistics["max_logit"] = self.max_logit
             if "confidence" in self.names:

@@ -251,10 +251,10 @@ class Tiling:
         if allowed is None:
             return tile, tanh_logits, bias is not None
         has_poison = self.poison is not None or self.query_poison is not None
-        if records_grad or has_poison or not tile.is_cpu:
+        if records_grad or has_poison or not tile.is_cpu or tile.numel() < _REUSED_ELEMENTS:
             return tile.masked_fill(~self._expand(allowed, rows, columns), -torch.inf), tanh_logits, True
         # On a CPU, masked_fill takes as long as a matrix product; a minimum with +inf (visible) or -inf takes a quarter
-        # of that. It ignores NaN, so it cannot be used if there is poison.
+        # of that, but more operators. It ignores NaN, so it cannot be used if there is poison.
         ceiling = (allowed.to(tile.dtype) - 0.5).mul_(torch.inf)
         return torch.fmin(tile, self._expand(ceiling, rows, columns), out=tile), tanh_logits, True
 
