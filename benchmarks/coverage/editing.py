@@ -48,12 +48,13 @@ def judge_editing(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, A
     except PolyheadError as error:
         return {"surgery": REFUSED, "surgery_reason": str(error)}
     try:
-        error = output_difference(expected, _run(model, fresh))
+        difference = output_difference(expected, _run(model, fresh))
     except Exception as raised:  # noqa: BLE001 - an edited model must run
         return {"surgery": WRONG, "surgery_reason": f"the edited model raises {type(raised).__name__}: {raised}"}
     undo(model, record)
-    if not error <= TOLERANCE:
-        return {"surgery": WRONG, "surgery_reason": f"outputs of the pruned and the masked model differ by {error:.1e}"}
+    if not difference <= TOLERANCE:
+        reason = f"outputs of the pruned and the masked model differ by {difference:.1e}"
+        return {"surgery": WRONG, "surgery_reason": reason}
     if fingerprint(model) != before:
         return {"surgery": WRONG, "surgery_reason": "undo did not restore the weights"}
     if reasons:

@@ -145,7 +145,7 @@ class DynamicHeads:
             if layer.layout is not None and layer.layout.num_kv_heads != layer.layout.num_heads:
                 reasons.append(f"its {layer.layout.num_heads} heads share {layer.layout.num_kv_heads} KV heads")
             if layer.reads_config:
-                reasons.append("it or a module around it reads the number of heads from the config that all layers share")
+                reasons.append("it or a module around it reads the number of heads from the config of all layers")
             if reasons:
                 raise OptionError(
                     f"the heads of every layer must be changed one by one, got {layer.site}: {'; '.join(reasons)}"

@@ -291,8 +291,8 @@ def _check_config(layers: Sequence[AttentionLayer], changes: Changes) -> None:
         layout = changes.layouts.get(layer.path, layer.layout)
         if layer.reads_config and layout != layer.layout and not changes.config:
             raise OptionError(
-                f"{type(layer.module).__name__} or a module around it reads the number of heads from the config that all "
-                "layers share, and no config describes these edits; edit every layer alike, and in groups of one size"
+                f"{type(layer.module).__name__} or a module around it reads the number of heads from the config of all "
+                "layers, and no config describes these edits; edit every layer alike, and in groups of one size"
             )
 
 
