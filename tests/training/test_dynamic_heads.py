@@ -212,7 +212,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     ("build", "arguments", "words"),
     [
         (lambda: Blocks(num_kv_heads=2), {}, "4 heads share 2 KV heads"),
-        (lambda: build_family(FAMILIES["phi3"]), {}, "from the config that all layers share"),
+        (lambda: build_family(FAMILIES["phi3"]), {}, "from the config of all layers"),
         (lambda: nn.Linear(3, 3), {}, "a model without any: Linear"),
         (lambda: nn.MultiheadAttention(WIDTH, HEADS), {}, "from_torch"),
         (Blocks, {"changes": {1: HeadChange(prune=7)}}, "got 7 of 8 heads in 2 layers to prune at step 1"),
