@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import tomllib
 from collections.abc import Callable, Iterator
@@ -119,15 +120,30 @@ def strengthened(model: nn.Module) -> nn.Module:
     return model.float().eval()
 
 
-def seeded(model: nn.Module, arguments: dict[str, Any]) -> Call:
-    """Return a call of a model with the same random numbers each time."""
+@dataclass(frozen=True, slots=True)
+class SeededCall:
+    """A call of a model with the same random numbers each time."""
 
-    def call() -> Any:
+    model: nn.Module
+    arguments: dict[str, Any]
+
+    def __call__(self) -> Any:
         torch.manual_seed(1)
         with torch.no_grad():
-            return model(**arguments)
+            return self.model(**self.arguments)
 
-    return call
+    def in_float64(self) -> SeededCall:
+        """Return the same call of a copy of the model in float64."""
+        arguments = {
+            name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+            for name, x in self.arguments.items()
+        }
+        return SeededCall(copy.deepcopy(self.model).double(), arguments)
+
+
+def seeded(model: nn.Module, arguments: dict[str, Any]) -> SeededCall:
+    """Return a call of a model with the same random numbers each time."""
+    return SeededCall(model, arguments)
 
 
 def of_tensors(library: str, name: str, build: Callable[[], nn.Module], **inputs: str) -> Subject:

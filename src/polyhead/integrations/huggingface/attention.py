@@ -33,7 +33,7 @@ class WatchedCall(Protocol):
     requested: Statistics | None
     has_collectors: bool  # whether to compute the log-sum-exp, which collectors need
     gate: Tensor | None  # [heads], [batch, heads] or [batch, heads, queries]
-    mask: Mask | None  # of the call; in compiled code, the one to use
+    mask: Mask | None  # the one to use; None for that of the call
 
     def notify(self, attended: Attended) -> Tensor | None:
         """Report the result; compiled code continues with the tensor that this returns, if any, as its output."""
@@ -45,8 +45,8 @@ class WatchedCall(Protocol):
 WATCHERS: dict[nn.Module, Callable[..., WatchedCall | None]] = {}
 # Module attribute with the function that compiled code calls instead. Not by module: layers share compiled code.
 TRACED = "_polyhead_traced"
-# Attribute of observed modules with the implementation that they use outside of the session, e.g. "sdpa" or "eager". The
-# session must not change what they compute, so that the rules of that implementation apply.
+# Attribute of observed modules with the implementation that they use outside of the session, e.g. "sdpa" or "eager".
+# Its rules apply: a session must not change what a module computes.
 ORIGINAL = "_polyhead_original"
 
 
@@ -107,7 +107,7 @@ def attend(
         # Observers and the dropout mask for returned weights only support even groups.
         key, value, key_heads = select_heads(key, key_heads), select_heads(value, key_heads), None
     watched = None if begin is None else begin(module, query, key, mask, learned_sinks=s_aux is not None)
-    if watched is not None and torch.compiler.is_compiling():
+    if watched is not None and watched.mask is not None:
         mask = watched.mask
     sinks = None if s_aux is None else s_aux.reshape(-1)
     attention_function = attention if key_heads is None else partial(uneven_attention, key_heads=key_heads)

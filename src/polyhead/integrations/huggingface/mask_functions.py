@@ -21,7 +21,7 @@ from polyhead.integrations.huggingface.described_masks import DescribedMask
 from polyhead.masks import Mask
 
 # By id of a config: the implementation that it selects outside of the session that has switched it to polyhead's. Masks
-# are those of that implementation, which are not only the same values: sdpa's function drops some masks, and is boolean.
+# are those of that implementation: of sdpa, they are boolean, and none where `is_causal` of the module stands for it.
 ORIGINALS: dict[int, str] = {}
 
 
