@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from polyhead.errors import OptionError
 from polyhead.integrations.huggingface.attention import ORIGINAL, WATCHERS
 from polyhead.integrations.huggingface.mask_functions import ORIGINALS
-from polyhead.integrations.huggingface.registration import NAME, OBSERVED, register
+from polyhead.integrations.huggingface.registration import NAME, OBSERVED, OBSERVED_EAGER, register
 from polyhead.masks import Mask
 from polyhead.observation.nested_sessions import Begin, begin_both
 from polyhead.observation.watcher import Watcher
@@ -125,13 +125,16 @@ def switched(
     # Write the private attribute: the public setters also modify other configs, which could not be restored.
     before = {id(config): (config, config._attn_implementation_internal) for config in _configs(model, modules)}
     # That of an outer session has been recorded by it.
-    originals = {key: str(x) for key, (_, x) in before.items() if x not in (None, NAME, OBSERVED)}
+    originals = {key: str(x) for key, (_, x) in before.items() if x not in (None, NAME, OBSERVED, OBSERVED_EAGER)}
+
+    def name_instead(implementation: str | None) -> str:
+        return OBSERVED_EAGER if name == OBSERVED and implementation == "eager" else name
 
     def switch(is_set: bool) -> None:
         for config, implementation in before.values():
             if is_set:
-                config._attn_implementation_internal = name
-            elif config._attn_implementation_internal == name:  # keep a value that the user set meanwhile
+                config._attn_implementation_internal = name_instead(implementation)
+            elif config._attn_implementation_internal == name_instead(implementation):  # keep a value that the user set meanwhile
                 config._attn_implementation_internal = implementation
 
     marked: list[nn.Module] = []
