@@ -126,7 +126,10 @@ def attend(
         logsumexp=watched is not None and watched.has_collectors,
         finite=True,  # like transformers' own attention, do not check masked keys for NaN
     )
-    if original == "eager" and sinks is None and isinstance(attention_mask, DescribedMask):
+    # Hidden by the least number rather than -inf: in eager attention, and where sdpa has a bias.
+    is_eager = original == "eager" and isinstance(attention_mask, DescribedMask)
+    is_biased = original == "sdpa" and position_bias is not None and attention_mask is not None
+    if sinks is None and (is_eager or is_biased):
         result = _with_uniform_rows(result, mask, query, key, value)
     output, weights = result.output, result.weights
     if watched is not None:
@@ -190,9 +193,9 @@ def _mask_and_keys(
 def _with_uniform_rows(
     result: AttentionOutput, mask: Mask | None, query: Tensor, key: Tensor, value: Tensor
 ) -> AttentionOutput:
-    """Return a result whose rows without visible keys have the mean of all values, as eager attention computes it.
+    """Return a result whose rows without visible keys have the mean of all values.
 
-    Eager attention adds the minimum of the dtype to the logits, which leaves nothing of them.
+    The minimum of the dtype, added to all logits of a row, leaves nothing of them.
     """
     if mask is None or not len(mask.tensors):  # a query always sees itself
         return result
