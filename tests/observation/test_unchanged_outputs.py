@@ -133,6 +133,29 @@ class Model(transformers.PreTrainedModel):
         return self.attention(hidden_states, **kwargs)
 
 
+class ReadsItsMask(transformers.LlamaForCausalLM):
+    """Model code that reads the mask before attention does."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn.register_forward_pre_hook(self.read, with_kwargs=True)
+
+    @staticmethod
+    def read(module, args, kwargs):
+        mask = kwargs["attention_mask"]
+        assert mask.dtype is torch.bool
+        mask.logical_not().any()
+
+
+def test_a_boolean_mask_that_model_code_has_read_stays_one():
+    config = transformers.AutoConfig.for_model("llama", **FAMILIES["llama"].options)
+    torch.manual_seed(0)
+    model = ReadsItsMask(config).eval()
+    expected, actual, _ = outputs(model, input_ids=models.tokens(), attention_mask=padding("left"))
+    assert_same(actual.logits, expected.logits)
+
+
 LENGTHS = torch.tensor([0, 5, 13], dtype=torch.int32)
 CALLS = {
     "a module without is_causal": ({}, {}),

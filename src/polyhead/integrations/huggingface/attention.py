@@ -219,7 +219,9 @@ def _as_mask(attention_mask: Tensor, batch: int, queries: int, keys: int) -> Mas
         if (attention_mask.shape[0], *attention_mask.shape[2:]) == (batch, queries, keys):
             # The values may have been modified in place. A compiled graph can read the attribute but not call `dense`.
             made = attention_mask.made
-            return attention_mask.description if made is None else Mask.bias(made, zero_one=True)
+            if made is None:
+                return attention_mask.description
+            return Mask.dense(made) if made.dtype is torch.bool else Mask.bias(made, zero_one=True)
         attention_mask = attention_mask.dense()  # a description is only valid for its own sizes
     if attention_mask.dtype is torch.bool:
         return Mask.dense(_four_dimensional(attention_mask, keys))
