@@ -134,7 +134,9 @@ def switched(
         for config, implementation in before.values():
             if is_set:
                 config._attn_implementation_internal = name_instead(implementation)
-            elif config._attn_implementation_internal == name_instead(implementation):  # keep a value that the user set meanwhile
+            elif config._attn_implementation_internal == name_instead(
+                implementation
+            ):  # keep a value that the user set meanwhile
                 config._attn_implementation_internal = implementation
 
     marked: list[nn.Module] = []
