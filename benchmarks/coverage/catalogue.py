@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import tomllib
 from collections.abc import Callable, Iterator
@@ -31,6 +32,14 @@ class Call:
         torch.manual_seed(1)
         with torch.no_grad():
             return self.model(**self.arguments)
+
+    def in_float64(self) -> Call:
+        """Return the same call of a copy of the model in float64."""
+        arguments = {
+            name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+            for name, x in self.arguments.items()
+        }
+        return Call(copy.deepcopy(self.model).double(), arguments)
 
 
 class CannotBuildError(Exception):

@@ -30,16 +30,19 @@ _SUMS = (aten.sum, aten.mean)
 class Softmax:
     """One softmax, or exponential of logits, of a forward.
 
-    `modules` are the running modules, innermost last, each with the number of softmaxes over keys since it was called.
+    `modules` are the running modules, innermost last; `ordinals` numbers the softmaxes of each by path, in the order in
+    which their weights are multiplied.
     """
 
     kind: str
     logits: Tensor  # float64, the softmax over the last axis
     modules: list[_Running]
     is_product: bool  # whether its logits are a product of activations
+    lowest: float = 0.0  # the lowest value of that product, or 0
     keys: set[int] = field(default_factory=set)  # sizes over which products contract it
     is_summed: bool = False
     ordinals: dict[str, int] = field(default_factory=dict)
+    multiplied: int = 0  # number of products before that with its values
 
     @property
     def is_attention(self) -> bool:
@@ -48,6 +51,11 @@ class Softmax:
     @property
     def path(self) -> str:
         return self.modules[-1].path if len(self.modules) else ""
+
+    @property
+    def masked(self) -> float:
+        """Logits of masked keys are lower."""
+        return _MASKED + self.lowest
 
     def has_sink(self) -> bool:
         """Return whether the last column is a learned sink, which no value belongs to."""
@@ -67,9 +75,10 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.stack = stack
         self.softmaxes: list[Softmax] = []
+        self.count = 0  # of products
         self.scaled: set[str] = set()  # modules that take the logsumexp of their logits, to scale outputs by a sink
         self.parameters = {_address(x) for x in model.parameters()}
-        self.products: dict[int, Any] = {}
+        self.products: dict[int, tuple[Any, float]] = {}  # with the lowest value
         self.weights: dict[int, tuple[Any, set[int]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -79,7 +88,7 @@ class _Recorder(TorchDispatchMode):
         outputs = [x for x in _flat((result,)) if isinstance(x, Tensor)]
         if packet in _PRODUCTS:
             first = _PRODUCTS[packet]
-            self._product(args[first], args[first + 1], result)
+            self._product(args[first], args[first + 1], result, is_plain=first == 0)
         elif packet in _SOFTMAXES:
             self._softmax("softmax", logits.movedim(args[1], -1), args[0], result)  # type: ignore[union-attr]
         elif logits is not None and _address(args[0]) in self.products:
@@ -90,9 +99,9 @@ class _Recorder(TorchDispatchMode):
             for number in {n for x in inputs for n in self._numbers(x)}:
                 self.softmaxes[number].is_summed = True
         elif packet not in _ENDS:
-            if any(_address(x) in self.products for x in inputs):
+            if lows := [self.products[_address(x)][1] for x in inputs if _address(x) in self.products]:
                 for output in outputs:
-                    self.products[_address(output)] = output.untyped_storage()
+                    self.products[_address(output)] = output.untyped_storage(), min(lows)
             if numbers := {n for x in inputs for n in self._numbers(x)}:
                 for output in outputs:
                     self._mark(output, numbers)
@@ -104,19 +113,22 @@ class _Recorder(TorchDispatchMode):
     def _mark(self, x: Tensor, numbers: set[int]) -> None:
         self.weights[_address(x)] = x.untyped_storage(), self._numbers(x) | numbers
 
-    def _product(self, first: Tensor, second: Tensor, result: Tensor) -> None:
+    def _product(self, first: Tensor, second: Tensor, result: Tensor, *, is_plain: bool) -> None:
         if _address(second) in self.parameters:
             return
-        for number in self._numbers(first):
-            self.softmaxes[number].keys.add(first.shape[-1])
-        for number in self._numbers(second):
-            self.softmaxes[number].keys.add(second.shape[-2])
-        self.products[_address(result)] = result.untyped_storage()
+        self.count += 1
+        for operand, contracted in ((first, first.shape[-1]), (second, second.shape[-2])):
+            for softmax in (self.softmaxes[number] for number in self._numbers(operand)):
+                softmax.multiplied = softmax.multiplied or self.count
+                softmax.keys.add(contracted)
+        lowest = min(0.0, float(result.min())) if is_plain and result.numel() else 0.0  # else a mask may be added
+        self.products[_address(result)] = result.untyped_storage(), lowest
 
     def _softmax(self, kind: str, logits: Tensor, source: Tensor, result: Tensor) -> None:
         self._mark(result, {len(self.softmaxes)})
         is_product = _address(source) in self.products
-        self.softmaxes.append(Softmax(kind, logits, [*self.stack], is_product))
+        lowest = self.products[_address(source)][1] if is_product else 0.0
+        self.softmaxes.append(Softmax(kind, logits, [*self.stack], is_product, lowest))
 
 
 def _address(x: Tensor) -> int:
@@ -142,7 +154,7 @@ def softmaxes_of(model: nn.Module, call: Callable[[], Any]) -> tuple[list[Softma
         undo.enter_context(torch.no_grad())
         undo.enter_context(recorder)
         output = call()
-    for softmax in recorder.softmaxes:
+    for softmax in sorted(recorder.softmaxes, key=lambda x: x.multiplied):
         if softmax.is_attention:
             if softmax.path in recorder.scaled:
                 _add_sink(softmax, model.get_submodule(softmax.path))
@@ -189,7 +201,7 @@ def _operators_of_mha() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-_MASKED = -5e3  # logits below are of masked keys
+_MASKED = -5e3  # logits that are lower by this than every product of queries and keys are of masked keys
 WINDOW = 8
 
 
@@ -225,7 +237,7 @@ def rows_of(softmax: Softmax, heads: int, axis: int) -> Rows:
     queries, columns = logits.shape[-2:]
     logits = logits.reshape(-1, heads, queries, columns)
     keys = columns - softmax.has_sink()
-    is_visible = logits[..., :keys] > _MASKED
+    is_visible = logits[..., :keys] > softmax.masked
     is_row = is_visible.any(-1)
     if queries == keys:  # the query of a key that nobody sees is padding
         is_row &= is_visible.any((1, 2))[:, None]

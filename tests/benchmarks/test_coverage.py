@@ -12,12 +12,12 @@ import transformers
 from torch import nn
 
 from benchmarks.coverage import judge as judging
-from benchmarks.coverage.catalogue import strengthened
+from benchmarks.coverage.catalogue import Call, strengthened
 from benchmarks.coverage.classics import CLASSICS, WIDTH, MinGPTAttention, NanoGPTAttention, classic
 from benchmarks.coverage.editing import judge_editing, other_inputs
 from benchmarks.coverage.inputs import parsed
 from benchmarks.coverage.judge import judge
-from benchmarks.coverage.oracle import softmaxes_of
+from benchmarks.coverage.oracle import Softmax, rows_of, softmaxes_of
 from benchmarks.coverage.pool import forked
 from benchmarks.coverage.shrinking import HEADS, VOCABULARY, shrunk
 from benchmarks.coverage.shrinking import WIDTH as HIDDEN
@@ -38,20 +38,88 @@ def test_an_observed_model_is_exact():
     assert verdict.worst < judging.TOLERANCE
 
 
-def test_a_number_that_differs_is_wrong(monkeypatch):
+def _with_entropy(monkeypatch, factor):
+    """Multiply entropies by a function of their dtype."""
     original = SiteStatistics.update
 
     def scaled(self, rows, *args, **kwargs):
-        rows = type(rows)(
-            **{**{name: getattr(rows, name) for name in rows.__dataclass_fields__}, "entropy": rows.entropy * 1.01}
-        )
+        values = {name: getattr(rows, name) for name in rows.__dataclass_fields__}
+        rows = type(rows)(**{**values, "entropy": rows.entropy * factor(rows.entropy.dtype)})
         return original(self, rows, *args, **kwargs)
 
     monkeypatch.setattr(SiteStatistics, "update", scaled)
+
+
+def test_a_number_that_differs_is_wrong(monkeypatch):
+    _with_entropy(monkeypatch, lambda dtype: 1.01)
     model, x = classic("nanoGPT"), _input()
     verdict = judge(model, lambda: model(x))
     assert verdict.verdict == "wrong"
     assert "entropy" in verdict.wrong[0]
+
+
+def test_rounding_is_no_error_if_float64_has_none(monkeypatch):
+    monkeypatch.setattr(judging, "TOLERANCE", 1e-10)
+    model, x = classic("nanoGPT"), _input()
+    assert judge(model, lambda: model(x)).verdict == "wrong"
+    verdict = judge(model, Call(model, {"input": x}))
+    assert (verdict.verdict, verdict.observed, verdict.notes) == ("exact", 2, ["within float32 rounding"])
+
+
+@pytest.mark.parametrize(
+    ("factor", "note"),
+    [
+        (lambda dtype: 1.01, "also in float64"),
+        (lambda dtype: 1 + 1e-4 * (dtype is torch.float32), "in float64 it is right, in float32 beyond rounding"),
+    ],
+)
+def test_an_error_beyond_rounding_is_wrong(monkeypatch, factor, note):
+    _with_entropy(monkeypatch, factor)
+    model, x = classic("nanoGPT"), _input()
+    verdict = judge(model, Call(model, {"input": x}))
+    assert verdict.verdict == "wrong"
+    assert len(verdict.notes) == 1
+    assert verdict.notes[0].startswith(note)
+
+
+def test_an_output_that_a_session_changes_is_wrong_whatever_eager_attention_computes(monkeypatch):
+    model, x = classic("nanoGPT"), _input()
+    original = judging.polyhead.observe
+
+    def changing(model, **options):
+        with torch.no_grad():
+            next(model.parameters()).mul_(1.1)
+        return original(model, **options)
+
+    monkeypatch.setattr(judging.polyhead, "observe", changing)
+    verdict = judge(model, Call(model, {"input": x}))
+    assert verdict.verdict == "wrong"
+    assert "outputs of the model differ" in verdict.wrong[0]
+
+
+class _TwoWays(nn.Module):
+    """Both softmaxes first, then their products with values in the other order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = x.unflatten(-1, (3, -1)).transpose(1, 2)
+        weights = [(heads @ heads.mT * scale).softmax(-1) for scale in (0.1, 0.7)]
+        return torch.cat([(w @ heads).transpose(1, 2).flatten(2) for w in reversed(weights)])
+
+
+def test_calls_are_numbered_by_the_product_with_the_values():
+    model, x = _TwoWays(), _input()
+    verdict = judge(model, lambda: model(x))
+    assert (verdict.verdict, verdict.observed, verdict.wrong) == ("slow", 2, [])
+
+
+@pytest.mark.parametrize("lowest", [0.0, -2e4])
+def test_large_logits_are_masked_only_where_no_product_is_as_large(lowest):
+    rows = rows_of(Softmax("softmax", torch.full((1, 1, 3, 3), -1.2e4), [], True, lowest, {3}), 1, 1)
+    assert bool(rows.columns["entropy"].isnan().all()) == (lowest == 0)
 
 
 class _Hidden(nn.Module):

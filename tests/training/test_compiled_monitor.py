@@ -200,6 +200,28 @@ def test_gradients_are_those_of_the_compiled_model_without_a_monitor():
     assert all(torch.equal(x, y) for x, y in zip(gradients[1], expected[1], strict=True))
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_gradients_of_a_model_with_eager_attention_are_its_own(padded):
+    data = batches(2)
+    for batch in data:
+        batch["labels"] = batch["input_ids"]  # of padding as well
+        if not padded:
+            del batch["attention_mask"]
+    gradients, histories = [], []
+    for wrap, is_monitored in ((traced, False), (lambda model: model, True), (traced, True)):
+        model = seeded()
+        model.set_attn_implementation("eager")
+        with HeadMonitor(model) if is_monitored else nullcontext() as monitor:
+            gradients.append(train(model, wrap(model), data, monitor, rate=0.0))
+            histories.append(None if monitor is None else monitor.history)
+        torch.compiler.reset()
+    assert_same(histories[2], histories[1])
+    for step in (0, 1):
+        for own, *others in zip(*(x[step] for x in gradients), strict=True):
+            for other in others:
+                torch.testing.assert_close(other, own, rtol=1e-5, atol=1e-7)
+
+
 def test_between_observed_steps_the_compiled_code_is_the_models_own_and_nothing_is_compiled_twice():
     model, data = seeded(), batches(9)
     model(**data[0])  # transformers stores the loss function

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from polyhead.errors import OptionError, ShapeError
 from polyhead.masks import Mask
-from polyhead.observation.rows import Tokens
+from polyhead.observation.rows import Tokens, with_documents
 from polyhead.observation.watcher import Watcher
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, attention
@@ -79,7 +79,7 @@ class AttentionNotifier:
                 f"got a gate for {call.site.name!r} and {type(self.adapter).__name__}"
             )
         if call.counts or call.differentiable:
-            call.mask = mask
+            mask = call.mask = mask if cross else with_documents(mask, query.shape[2], key.shape[2])
             call.tokens = call.tokens if tokens is None else tokens
             with torch.set_grad_enabled(call.differentiable and torch.is_grad_enabled()):
                 # Only collectors and the check read the output; the statistics need no values.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.masks import Mask, is_readable
-from polyhead.observation.rows import MASKING_BIAS, Tokens, with_positions
+from polyhead.observation.rows import MASKING_BIAS, Tokens, with_documents, with_positions
 from polyhead.observation.transformers_models import SOURCES
 from polyhead.ops.common.tracing import is_transformed
 
@@ -261,7 +261,7 @@ def located(call: AttentionCall, starts: dict[str, Tensor], site: str) -> Attent
         starts.pop(site, None)
         non_padding = Tokens.of(mask, call.query, call.key).non_padding() if is_dense else None
         if non_padding is None or (is_readable(non_padding) and bool(non_padding.all())):
-            return call
+            return replace(call, mask=with_documents(mask, queries, keys))
         starts[site] = torch.where(non_padding, index, keys).amin(-1)
         return replace(call, mask=with_positions(mask, non_padding))
     first = starts.get(site)
@@ -320,8 +320,11 @@ def is_cross(running: RunningModule, query: Tensor, key: Tensor, mask: Mask | No
             return True
     if queries == keys:
         return False
-    if queries > keys or any(x is not own and x.ndim == 3 and x.shape[1] == keys for x in inputs.values()):
+    others = [x for x in inputs.values() if x is not own and x.ndim == 3]
+    if queries > keys or any(x.shape[1] == keys for x in others):
         return True
+    if own is not None and own.ndim == 3 and own.shape[1] == keys and any(x.shape[1] == queries for x in others):
+        return True  # of two sequences, the second attends to the first
     # With fewer queries than keys, a mask that depends on the query means a cache, as do queries of all input tokens.
     if mask is not None and any(x.shape[2] > 1 for x in (*mask.allowed, *mask.biases)):
         return False

@@ -47,6 +47,8 @@ class Call:
         return self.session.listener is not None
 
     def notify(self, attended: Attended) -> None:
+        if self.mask is None:
+            self.mask = attended.mask
         if self.keeper is not None and attended.result.statistics is not None and len(self.columns):
             heads = self.session.heads_of(self.site)
             self.keeper.add(self, heads, self.columns, attended)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from polyhead.masks import Mask
+from polyhead.masks import Mask, is_readable
 from polyhead.ops.attention import RowStatistics
 
 # Models mask with -inf, the minimum of a dtype, -1e9 or -1e4 (-9984 in bfloat16); exp(-9000) is 0 in every dtype.
@@ -99,6 +100,62 @@ def with_positions(mask: Mask | None, non_padding: Tensor | None) -> Mask | None
     return mask & Mask.positions(index - first, torch.where(non_padding, index - first, -1))
 
 
+def with_documents(mask: Mask | None, queries: int, keys: int) -> Mask | None:
+    """Return a mask that marks the documents of its dense terms, of which `sink_mass` counts the first keys.
+
+    A document begins at a token where no later query sees an earlier key and no earlier query a later one, as between
+    the images of a block-diagonal mask or after padding on the left. Pairs that the mask shows stay visible. Reads
+    values, without waiting for a device. A row that a finite bias hides is uniform attention to all keys, which documents
+    would change: then all tokens are one document.
+
+    Args:
+        mask: mask of a self-attention call.
+        queries: number of queries.
+        keys: number of keys.
+    """
+    if mask is None or queries != keys or len(mask.packed) or mask.placed is not None or len(mask.padding):
+        return mask
+    terms = [x for x in (*mask.allowed, *mask.biases) if x.shape[2] > 1]
+    if (
+        not len(terms)
+        or torch.compiler.is_compiling()
+        or (terms[0].is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
+        return mask
+    index = torch.arange(keys, device=terms[0].device)
+    visible = _visible_pairs(mask, queries, keys, index)  # [batch or 1, queries, keys]
+    is_row = visible.any(-1)
+    # Rows without keys constrain nothing.
+    first = torch.where(is_row, visible.to(torch.uint8).argmax(-1), keys)
+    last = torch.where(is_row, keys - 1 - visible.flip(-1).to(torch.uint8).argmax(-1), -1)
+    earliest = first.flip(-1).cummin(-1).values.flip(-1)
+    latest = F.pad(last.cummax(-1).values[:, :-1], (1, 0), value=-1)
+    starts = (earliest >= index) & (latest < index)
+    # Not within padding, which nobody sees: there every token would be a start.
+    starts &= (earliest < keys) & (index > 0)
+    is_needed = starts.any()
+    if len(mask.biases):
+        hides_rows = torch.stack(
+            [(x.amax(-1) <= MASKING_BIAS).logical_and(x.amax(-1) > -torch.inf).any() for x in mask.biases]
+        ).any()
+        is_needed = is_needed & ~hides_rows
+    if is_readable(is_needed) and not bool(is_needed):
+        return mask
+    return mask & Mask.documents((starts & is_needed).cumsum(-1))
+
+
+def _visible_pairs(mask: Mask, queries: int, keys: int, index: Tensor) -> Tensor:
+    visible = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=index.device)
+    for allowed in (*mask.allowed, *(x.detach() > MASKING_BIAS for x in mask.biases)):
+        visible = visible & allowed.any(1, keepdim=True)
+    offset = index - index[:, None]
+    if mask.left is not None:
+        visible = visible & (offset >= -mask.left)
+    if mask.right is not None:
+        visible = visible & (offset <= mask.right)
+    return visible[:, 0]
+
+
 def hidden_by_bias(mask: Mask | None) -> Tensor | None:
     """Return the number of keys that a finite bias masks for every head, [batch or 1, 1, queries or 1].
 
@@ -110,6 +167,10 @@ def hidden_by_bias(mask: Mask | None) -> Tensor | None:
         hidden = (largest <= MASKING_BIAS) & (largest != -torch.inf)
         if mask is not None and mask.placed is not None:  # keys at negative positions are masked, and not counted
             hidden = hidden & (mask.placed[1].to(hidden.device, non_blocking=True) >= 0)[:, None, None]
+        for documents in () if mask is None else mask.packed:  # nor are those of other documents
+            queries, keys = documents.queries, documents.queries if documents.keys is None else documents.keys
+            queries, keys = (x.to(hidden.device, non_blocking=True) for x in (queries, keys))
+            hidden = hidden & (queries[:, None, :, None] == keys[:, None, None, :])
         count = hidden.sum(-1) if count is None else count + hidden.sum(-1)
     return count
 

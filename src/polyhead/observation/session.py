@@ -43,7 +43,7 @@ from polyhead.observation.head_profile import HeadProfile
 from polyhead.observation.intercepted_calls import Interceptor, SkippedCall
 from polyhead.observation.observations import Observations
 from polyhead.observation.origins import origins_of
-from polyhead.observation.rows import Tokens, matching_tokens
+from polyhead.observation.rows import Tokens, matching_tokens, with_documents
 from polyhead.observation.session_limits import (
     OneThread,
     check_heads_exist,
@@ -360,14 +360,16 @@ class Session:
         cross = context.cross or transformers_models.infer_cross(module, query, key, mask)
         tokens = Tokens.of(mask, query, key)
         call = self.call(module, query.shape[1], tokens, cross=cross, learned_sinks=learned_sinks)
+        if call is not None:
+            is_marked = not cross and call.requested is not None and (call.counts or call.differentiable)
+            call.mask = with_documents(mask, query.shape[2], key.shape[2]) if is_marked else mask
         is_same = query.shape[2] == key.shape[2]
         if self.compiled is not None:
             self._check_traced(module, is_same)
         elif self.model.training:
-            way = (query.shape[1], cross, learned_sinks, is_same, mask is not None and len(mask.packed) > 0)
+            used = mask if call is None else call.mask
+            way = (query.shape[1], cross, learned_sinks, is_same, used is not None and len(used.packed) > 0)
             self._called.setdefault(module, set()).add(way)
-        if call is not None:
-            call.mask = mask
         if context.first_key == 0:
             self._starts[id(module)] = tokens
         elif context.first_key is not None and call is not None and not cross:

@@ -19,7 +19,7 @@ from polyhead.layers.torch_compat import MultiheadAttention
 from polyhead.layers.torch_compat.forward_steps import torch_mask
 from polyhead.layers.variants.talking import TalkingHeads
 from polyhead.observation.nested_sessions import SharedSetting, merged_requests, product_of_gates
-from polyhead.observation.rows import Tokens
+from polyhead.observation.rows import Tokens, with_documents
 from polyhead.observation.watcher import ObservedCall, Watcher
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, RowStatistics, Statistics, attention
@@ -254,6 +254,7 @@ def _notify_torch(layer: MultiheadAttention, session: Watcher, arguments: dict[s
         # `_project` only reads weights that PyTorch's class has too.
         q, k, v = MultiheadAttention._project(layer, query, key, value)
         mask = torch_mask(q, k, attn_mask, padding, False)
+        mask = call.mask = mask if cross else with_documents(mask, queries, keys)
         is_value_needed = call.has_collectors or call.has_listener or call.gate is not None
         needed_value = v if is_value_needed else v[..., :1]
         result = attention(q, k, needed_value, mask=mask, statistics=call.requested, logsumexp=call.has_collectors)

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from polyhead.errors import OptionError
-from polyhead.integrations.huggingface.attention import EAGER, WATCHERS
-from polyhead.integrations.huggingface.registration import register
+from polyhead.integrations.huggingface.attention import ORIGINAL, WATCHERS
+from polyhead.integrations.huggingface.mask_functions import ORIGINALS
+from polyhead.integrations.huggingface.registration import NAME, OBSERVED, OBSERVED_EAGER, register
 from polyhead.masks import Mask
 from polyhead.observation.nested_sessions import Begin, begin_both
 from polyhead.observation.watcher import Watcher
@@ -123,24 +124,36 @@ def switched(
         name = register()
     # Write the private attribute: the public setters also modify other configs, which could not be restored.
     before = {id(config): (config, config._attn_implementation_internal) for config in _configs(model, modules)}
-    eager = [x for x in modules if getattr(getattr(x, "config", None), "_attn_implementation_internal", "") == "eager"]
+    # That of an outer session has been recorded by it.
+    originals = {key: str(x) for key, (_, x) in before.items() if x not in (None, NAME, OBSERVED, OBSERVED_EAGER)}
+
+    def name_instead(implementation: str | None) -> str:
+        return OBSERVED_EAGER if name == OBSERVED and implementation == "eager" else name
 
     def switch(is_set: bool) -> None:
         for config, implementation in before.values():
             if is_set:
-                config._attn_implementation_internal = name
-            elif config._attn_implementation_internal == name:  # keep a value that the user set meanwhile
+                config._attn_implementation_internal = name_instead(implementation)
+            elif config._attn_implementation_internal == name_instead(
+                implementation
+            ):  # keep a value that the user set meanwhile
                 config._attn_implementation_internal = implementation
 
+    marked: list[nn.Module] = []
     try:
         switch(True)
-        for module in eager:
-            setattr(module, EAGER, True)
+        ORIGINALS.update(originals)
+        for module in modules:
+            if (original := originals.get(id(getattr(module, "config", None)))) is not None:
+                marked.append(module)
+                setattr(module, ORIGINAL, original)
         yield switch
     finally:
         switch(False)
-        for module in eager:
-            delattr(module, EAGER)
+        for module in marked:
+            delattr(module, ORIGINAL)
+        for key in originals:
+            del ORIGINALS[key]
 
 
 def _configs(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,9 +15,10 @@ from polyhead.integrations.huggingface.arguments import refuse_unknown
 from polyhead.integrations.huggingface.described_masks import DescribedMask
 from polyhead.masks import Mask
 from polyhead.ops.attended import Attended
-from polyhead.ops.attention import Statistics, attention
+from polyhead.ops.attention import AttentionOutput, Statistics, attention
 from polyhead.ops.common.dropout import draw_seed, keep_tile
 from polyhead.ops.common.gates import gate_factors
+from polyhead.ops.common.visibility import resolve
 from polyhead.ops.uneven_groups import select_heads, uneven_attention
 
 # Module attribute with the KV head of each query head, for uneven groups.
@@ -31,7 +33,7 @@ class WatchedCall(Protocol):
     requested: Statistics | None
     has_collectors: bool  # whether to compute the log-sum-exp, which collectors need
     gate: Tensor | None  # [heads], [batch, heads] or [batch, heads, queries]
-    mask: Mask | None  # of the call; in compiled code, the one to use
+    mask: Mask | None  # the one to use; None for that of the call
 
     def notify(self, attended: Attended) -> Tensor | None:
         """Report the result; compiled code continues with the tensor that this returns, if any, as its output."""
@@ -43,8 +45,9 @@ class WatchedCall(Protocol):
 WATCHERS: dict[nn.Module, Callable[..., WatchedCall | None]] = {}
 # Module attribute with the function that compiled code calls instead. Not by module: layers share compiled code.
 TRACED = "_polyhead_traced"
-# Attribute of observed modules whose own attention is transformers' eager function, which ignores `is_causal`.
-EAGER = "_polyhead_eager"
+# Attribute of observed modules with the implementation that they use outside of the session, e.g. "sdpa" or "eager".
+# Its rules apply: a session must not change what a module computes.
+ORIGINAL = "_polyhead_original"
 
 
 def attend(
@@ -81,6 +84,9 @@ def attend(
     if position_bias is not None and attention_mask is not None and _is_additive(attention_mask):
         position_bias, attention_mask = position_bias + attention_mask, None  # kernels read one bias
         is_causal, sliding_window = False, None
+    original = getattr(module, ORIGINAL, "")
+    if original in ("sdpa", "eager"):  # they read no packed sequences
+        cu_seq_lens_q = cu_seq_lens_k = seq_idx = None
     mask, key, value = _mask_and_keys(module, query, key, value, attention_mask, is_causal, sliding_window)
     batch, heads, queries, _ = query.shape
     keys = key.shape[2]
@@ -101,7 +107,7 @@ def attend(
         # Observers and the dropout mask for returned weights only support even groups.
         key, value, key_heads = select_heads(key, key_heads), select_heads(value, key_heads), None
     watched = None if begin is None else begin(module, query, key, mask, learned_sinks=s_aux is not None)
-    if watched is not None and torch.compiler.is_compiling():
+    if watched is not None and watched.mask is not None:
         mask = watched.mask
     sinks = None if s_aux is None else s_aux.reshape(-1)
     attention_function = attention if key_heads is None else partial(uneven_attention, key_heads=key_heads)
@@ -120,6 +126,11 @@ def attend(
         logsumexp=watched is not None and watched.has_collectors,
         finite=True,  # like transformers' own attention, do not check masked keys for NaN
     )
+    # Hidden by the least number rather than -inf: in eager attention, and where sdpa has a bias.
+    is_eager = original == "eager" and isinstance(attention_mask, DescribedMask)
+    is_biased = original == "sdpa" and position_bias is not None and attention_mask is not None
+    if sinks is None and (is_eager or is_biased):
+        result = _with_uniform_rows(result, mask, query, key, value)
     output, weights = result.output, result.weights
     if watched is not None:
         noted = watched.notify(Attended(query, key, value, result, mask, scaling, softcap, sinks))
@@ -154,15 +165,21 @@ def _mask_and_keys(
     A given mask is complete, including the sliding window. Without one, a causal module uses a causal mask, except for
     a single query, which is the last token; the first query is then aligned with the first key, since the rest of a
     preallocated cache is empty. A module without `is_causal` is not causal: our mask function always returns a mask for
-    causal models, and encoders such as splinter's do not set it. Observed modules with eager attention of their own use
-    no mask if they are given none.
+    causal models, and encoders such as splinter's do not set it.
+
+    In a session, the rules are those of the implementation that the module uses outside of it: eager attention adds a
+    boolean mask like any other and without a mask masks nothing; sdpa has no window without a mask, and takes a module
+    without `is_causal` for a causal one.
     """
-    queries, keys = query.shape[2], key.shape[2]
+    queries, keys, original = query.shape[2], key.shape[2], getattr(module, ORIGINAL, "")
     if attention_mask is not None:
-        return _as_mask(attention_mask, query.shape[0], queries, keys), key, value
-    if getattr(module, EAGER, False):
+        is_added = original == "eager" and isinstance(attention_mask, Tensor) and not attention_mask.is_floating_point()
+        values = attention_mask.to(query.dtype) if is_added else attention_mask
+        return _as_mask(values, query.shape[0], queries, keys), key, value
+    if original == "eager":
         return None, key, value
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", False)
+    sliding_window = None if original == "sdpa" else sliding_window
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", original == "sdpa")
     if not causal:
         window = None if sliding_window is None else Mask.window(left=int(sliding_window), right=int(sliding_window))
         return window, key, value
@@ -173,6 +190,28 @@ def _mask_and_keys(
     return Mask.causal() if queries > 1 else None, key, value
 
 
+def _with_uniform_rows(
+    result: AttentionOutput, mask: Mask | None, query: Tensor, key: Tensor, value: Tensor
+) -> AttentionOutput:
+    """Return a result whose rows without visible keys have the mean of all values.
+
+    The minimum of the dtype, added to all logits of a row, leaves nothing of them.
+    """
+    if mask is None or not len(mask.tensors):  # a query always sees itself
+        return result
+    (batch, heads, queries, _), keys = query.shape, key.shape[2]
+    visibility = resolve(mask, batch=batch, heads=heads, queries=queries, keys=keys, device=query.device)
+    allowed = None if visibility is None else visibility.allowed_tile((0, queries), (0, keys))
+    if allowed is None:
+        return result
+    is_empty = ~allowed.any(-1, keepdim=True)  # [batch or 1, heads or 1, queries, 1]
+    mean = value.mean(2, keepdim=True).repeat_interleave(heads // value.shape[1], 1)
+    output, weights = torch.where(is_empty, mean, result.output), result.weights
+    if weights is not None:
+        weights = torch.where(is_empty, 1 / keys, weights)
+    return replace(result, output=output, weights=weights)
+
+
 def _as_mask(attention_mask: Tensor, batch: int, queries: int, keys: int) -> Mask:
     if not isinstance(attention_mask, Tensor):
         raise MaskError(f"attention_mask must be a tensor, got {type(attention_mask).__name__}")
@@ -180,7 +219,9 @@ def _as_mask(attention_mask: Tensor, batch: int, queries: int, keys: int) -> Mas
         if (attention_mask.shape[0], *attention_mask.shape[2:]) == (batch, queries, keys):
             # The values may have been modified in place. A compiled graph can read the attribute but not call `dense`.
             made = attention_mask.made
-            return attention_mask.description if made is None else Mask.bias(made, zero_one=True)
+            if made is None:
+                return attention_mask.description
+            return Mask.dense(made) if made.dtype is torch.bool else Mask.bias(made, zero_one=True)
         attention_mask = attention_mask.dense()  # a description is only valid for its own sizes
     if attention_mask.dtype is torch.bool:
         return Mask.dense(_four_dimensional(attention_mask, keys))

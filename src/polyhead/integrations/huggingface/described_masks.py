@@ -95,13 +95,20 @@ class DescribedMask(Tensor):
         return result
 
     def dense(self) -> Tensor:
-        """Return the values [batch, 1, queries, keys]; materialised once, so that in-place changes persist."""
+        """Return the values [batch, 1, queries, keys]; materialised once, so that in-place changes persist.
+
+        These are booleans (True = may attend) if that is the dtype.
+        """
         if self.made is None:
             batch, _, queries, keys = self.shape
             visibility = resolve(self.description, batch=batch, heads=1, queries=queries, keys=keys, device=self.device)
             allowed = None if visibility is None else visibility.allowed_tile((0, queries), (0, keys))
-            values = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-            self.made = values if allowed is None else torch.where(allowed, values, torch.finfo(self.dtype).min)
+            if self.dtype is torch.bool:
+                everything = torch.ones(self.shape, dtype=torch.bool, device=self.device)
+                self.made = everything if allowed is None else everything & allowed
+            else:
+                values = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+                self.made = values if allowed is None else torch.where(allowed, values, torch.finfo(self.dtype).min)
         return self.made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

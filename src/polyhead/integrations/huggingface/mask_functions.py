@@ -20,6 +20,10 @@ from torch import Tensor
 from polyhead.integrations.huggingface.described_masks import DescribedMask
 from polyhead.masks import Mask
 
+# By id of a config: the implementation that it selects outside of the session that has switched it to polyhead's. Masks
+# are those of that implementation: of sdpa, they are boolean, and none where `is_causal` of the module stands for it.
+ORIGINALS: dict[int, str] = {}
+
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
@@ -79,7 +83,8 @@ def make_mask(
 
     Returns a `DescribedMask`, or None if nothing is masked and the caller allows it. A mask function that is not
     recognised is stored as a dense boolean mask [batch, 1, queries, keys]. While compiling or tracing, it returns the
-    plain tensor of eager attention.
+    plain tensor of eager attention. In a session on a model that uses sdpa, it returns None where transformers does
+    for sdpa, which leaves the mask to `is_causal` of the attention module, and its values are boolean.
     """
     # Imported by name: the compiler of PyTorch 2.11 cannot resolve attributes of transformers' lazy package.
     from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
@@ -103,17 +108,32 @@ def make_mask(
     }
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return eager_mask(**sizes, dtype=dtype, allow_is_bidirectional_skip=allow_is_bidirectional_skip, **kwargs)
+    original = ORIGINALS.get(id(kwargs.get("config")), "")
+    if original == "sdpa":
+        # Whether sdpa has no mask does not depend on the function; this one's values are views of one element.
+        skipped = sdpa_mask(
+            **{**sizes, "mask_function": _everything, "use_vmap": False},
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+            **kwargs,
+        )
+        if skipped is None:
+            return None
+        dtype = torch.bool
     pattern = read_pattern(mask_function)
     description = None
     if pattern is not None:
         positions = CallPositions(batch_size, q_length, kv_length, q_offset, kv_offset, device)
-        description = describe(pattern, positions, attention_mask)
+        description = describe(pattern, positions, attention_mask, keeps_rows=original in ("sdpa", "eager"))
     if description is None:
         # With allow_is_causal_skip=False, transformers evaluates the function for every pair.
         description = Mask.dense(sdpa_mask(**sizes, allow_is_causal_skip=False))
     if description.is_everything and allow_is_bidirectional_skip:
         return None
     return DescribedMask(description, (batch_size, 1, q_length, kv_length), dtype, device)
+
+
+def _everything(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query.new_ones((1, 1, 1, 1), dtype=torch.bool)
 
 
 def make_mask_or_none(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -189,8 +209,17 @@ def _combine_patterns(patterns: list[Pattern]) -> Pattern:
     )
 
 
-def describe(pattern: Pattern, positions: CallPositions, attention_mask: Tensor | None) -> Mask | None:
-    """Combine pattern and padding into a `Mask`; None if it cannot be expressed."""
+def describe(
+    pattern: Pattern, positions: CallPositions, attention_mask: Tensor | None, *, keeps_rows: bool = False
+) -> Mask | None:
+    """Combine pattern and padding into a `Mask`; None if it cannot be expressed.
+
+    Args:
+        pattern: constraints of the mask function.
+        positions: sizes and positions of the call.
+        attention_mask: padding mask of the call.
+        keeps_rows: whether padding queries attend to what the mask function shows them, as a session must let them.
+    """
     if pattern.left is not None and pattern.left < 0:
         return None  # an empty window
     mask = Mask(left=pattern.left, right=pattern.right)
@@ -214,7 +243,9 @@ def describe(pattern: Pattern, positions: CallPositions, attention_mask: Tensor 
             non_padding = local if non_padding is None else non_padding & local
     if has_positions:
         return mask & _positions_mask(positions, non_padding)
-    return mask if non_padding is None else mask & _padding(non_padding, positions, causal=mask.right == 0)
+    if non_padding is None:
+        return mask
+    return mask & _padding(non_padding, positions, masks_queries=mask.right == 0 and not keeps_rows)
 
 
 def _local_padding(non_padding: Tensor, positions: CallPositions) -> Tensor:
@@ -233,13 +264,13 @@ def _positions_mask(positions: CallPositions, non_padding: Tensor | None) -> Mas
     return Mask.positions(queries, keys)
 
 
-def _padding(non_padding: Tensor, positions: CallPositions, *, causal: bool) -> Mask:
+def _padding(non_padding: Tensor, positions: CallPositions, *, masks_queries: bool) -> Mask:
     """Return padding in its cheapest form; reads the mask once per forward, as transformers does for sdpa."""
     no_padding, right, left = _padding_sides(non_padding)
     if no_padding:
         return Mask()
     lengths = non_padding.sum(-1)
-    if right and causal and positions.same_tokens:
+    if right and masks_queries and positions.same_tokens:
         # Padding queries are masked too: no other token of a causal model attends to their outputs.
         return Mask.lengths(lengths)
     if left:

@@ -10,6 +10,7 @@ from polyhead.integrations.huggingface.mask_functions import make_mask, make_mas
 
 NAME = "polyhead"
 OBSERVED = "polyhead_observed"  # in compiled code that a session observes
+OBSERVED_EAGER = "polyhead_observed_eager"  # the same, of a model with eager attention, which has a mask for everything
 
 
 def register() -> str:
@@ -41,6 +42,8 @@ def register() -> str:
     AttentionMaskInterface.register(NAME, make_mask)
     AttentionInterface.register(OBSERVED, attend)
     AttentionMaskInterface.register(OBSERVED, make_mask_or_none)
+    AttentionInterface.register(OBSERVED_EAGER, attend)
+    AttentionMaskInterface.register(OBSERVED_EAGER, make_mask)
     return NAME
 
 

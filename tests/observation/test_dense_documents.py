@@ -1,0 +1,141 @@
+"""Sequences that a dense mask separates have first keys of their own, however the mask is written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import polyhead
+from polyhead.masks import Mask
+from polyhead.observation.rows import hidden_by_bias, with_documents
+from tests.observation.direct_models import WIDTH as DIRECT_WIDTH
+from tests.observation.direct_models import MaskedAttention
+
+LENGTHS, TOKENS, WIDTH = (5, 1, 7), 13, 24
+IDS = torch.repeat_interleave(torch.arange(3), torch.tensor(LENGTHS))
+BLOCKS = IDS[:, None] == IDS
+CAUSAL = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+FORMS = {"booleans": None, "infinities": -torch.inf, "least numbers": torch.finfo(torch.float32).min, "-1e4": -1e4}
+
+
+class Softmax(nn.Module):
+    """A softmax by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.qkv = 3, nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        query, key, value = (part.unflatten(-1, (3, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        logits = query @ key.transpose(-2, -1)
+        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else logits + mask
+        return (logits.softmax(-1) @ value).transpose(1, 2).flatten(2)
+
+
+class Torch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 3, batch_first=True)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.attention(x, x, x, attn_mask=~mask if mask.dtype is torch.bool else mask)[0]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = polyhead.MultiHeadAttention(WIDTH, 3)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        is_bool = mask.dtype is torch.bool
+        return self.attention(x, mask=Mask.dense(mask[None, None]) if is_bool else Mask.bias(mask[None, None])).output
+
+
+def profile(model: nn.Module, x: Tensor, mask: Tensor):
+    with torch.no_grad():
+        expected = model(x, mask)
+        with polyhead.observe(model) as session:
+            torch.testing.assert_close(model(x, mask), expected, rtol=1e-5, atol=1e-6)
+    return session.profile
+
+
+def written(allowed: Tensor, form: str) -> Tensor:
+    value = FORMS[form]
+    return allowed if value is None else torch.where(allowed, 0.0, value)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("allowed", [BLOCKS, BLOCKS & CAUSAL], ids=["both ways", "causal"])
+@pytest.mark.parametrize("create", [MaskedAttention, Softmax, Torch])
+def test_documents_of_a_dense_mask_are_observed_like_sequences(create, allowed, form):
+    torch.manual_seed(0)
+    width = DIRECT_WIDTH if create is MaskedAttention else WIDTH
+    model, x = create().eval(), torch.randn(2, TOKENS, width)
+    found = profile(model, x, written(allowed, form))
+    total = torch.zeros_like(found["sink_mass"])
+    for part, rows in zip(x.split(LENGTHS, 1), allowed.split(LENGTHS), strict=True):
+        size = part.shape[1]
+        alone = profile(model, part, rows[:, rows.any(0).nonzero()[0, 0] :][:, :size])
+        total += alone["sink_mass"] * size / TOKENS
+    torch.testing.assert_close(found["sink_mass"], total, rtol=0, atol=2e-6)
+    given = profile(model, x, allowed)
+    for name in given.columns:
+        torch.testing.assert_close(found[name], given[name], rtol=1e-5, atol=2e-6, msg=name)
+
+
+def test_finite_numbers_hide_keys_from_the_statistics_of_a_layer():
+    torch.manual_seed(0)
+    model, x = Layer().eval(), torch.randn(2, TOKENS, WIDTH)
+    hidden, masked = (profile(model, x, written(CAUSAL, form)) for form in ("-1e4", "booleans"))
+    torch.testing.assert_close(hidden["normalized_entropy"], masked["normalized_entropy"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "expected"),
+    [
+        (BLOCKS, IDS.tolist()),
+        (BLOCKS & CAUSAL, IDS.tolist()),
+        (CAUSAL, None),
+        (CAUSAL & CAUSAL.T.roll(-3, 1), None),  # a window
+        ((BLOCKS & CAUSAL) | (torch.arange(TOKENS) == 0), None),  # all see the first token
+        (torch.ones(TOKENS, TOKENS, dtype=torch.bool), None),
+        (CAUSAL & (torch.arange(TOKENS) >= 3), [0, 1, 2] + [3] * 10),  # padding on the left
+        (CAUSAL & (torch.arange(TOKENS) < 9), None),  # padding on the right
+    ],
+)
+def test_documents_begin_where_nobody_looks_across(allowed, expected):
+    mask = with_documents(Mask.dense(allowed[None, None]), TOKENS, TOKENS)
+    assert mask is not None
+    assert (mask.packed[0].queries[0].tolist() if len(mask.packed) else None) == expected
+
+
+def test_a_row_that_finite_numbers_hide_keeps_all_keys():
+    bias = Mask.bias(torch.where(BLOCKS & CAUSAL & (torch.arange(TOKENS) > 0), 0.0, -1e9)[None, None])
+    assert with_documents(bias, TOKENS, TOKENS) is bias
+
+
+def test_keys_of_other_documents_are_not_hidden_a_second_time():
+    bias = Mask.bias(torch.where(BLOCKS & CAUSAL, 0.0, -1e9)[None, None])
+    hidden = hidden_by_bias(with_documents(bias, TOKENS, TOKENS))
+    assert hidden is not None
+    assert torch.equal(hidden[0, 0], (BLOCKS & ~CAUSAL).sum(-1))
+
+
+class TwoSequences(nn.Module):
+    """Text attends to an image, the first argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.query, self.key = 3, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, image: Tensor, text: Tensor) -> Tensor:
+        query, key = (x.unflatten(-1, (3, 8)).transpose(1, 2) for x in (self.query(text), self.key(image)))
+        return ((query @ key.mT + torch.zeros(text.shape[1], 1)).softmax(-1) @ key).transpose(1, 2).flatten(2)
+
+
+def test_the_second_of_two_sequences_attends_across_to_the_first():
+    model, image, text = TwoSequences(), torch.randn(2, 17, WIDTH), torch.randn(2, 5, WIDTH)
+    with torch.no_grad(), polyhead.observe(model) as session:
+        model(image, text)
+    assert [site.kind for site in session.profile.sites] == ["cross"] * 3
