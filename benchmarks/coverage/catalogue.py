@@ -46,8 +46,6 @@ def transformers_subjects() -> Iterator[Subject]:
 
 def _built(name: str, kind: type) -> tuple[nn.Module, Call]:
     entry = table().get("transformers", {}).get(name, {})
-    if "refused" in entry:
-        raise CannotBuildError(entry["refused"])
     config = shrunk(kind, entry.get("config"))
     if "part" in entry:
         config = getattr(config, entry["part"])

@@ -62,7 +62,7 @@ def inputs_of(model: nn.Module, given: Mapping[str, Any]) -> Iterator[dict[str, 
 
 
 def parsed(text: Any) -> Any:
-    """Return the value of an input of the table: `float 2,3,32`, `int<50 2,13`, `float<9 2,3`, `ones 2,9`, or a literal.
+    """Return the value of an input of the table: `float 2,3,32`, `float<9 2,3`, `int<9 2,3`, `ones 2,9`, or a literal.
 
     >>> parsed("int<3 2,5").shape, parsed([[1, 4, 4]])
     (torch.Size([2, 5]), tensor([[1, 4, 4]]))
@@ -209,7 +209,7 @@ _MAKERS = {
     ),
 }
 
-# Only where the model does not do without.
+# Only for parameters without a default.
 _REQUIRED = {
     "attention_mask": lambda model: torch.ones(BATCH, TEXT, dtype=torch.long),
     "input_features_mask": lambda model: torch.ones(BATCH, _sound(model).shape[-1], dtype=torch.long),
