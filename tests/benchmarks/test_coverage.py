@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.coverage import judge as judging
-from benchmarks.coverage.catalogue import seeded
+from benchmarks.coverage.catalogue import seeded, strengthened
 from benchmarks.coverage.classics import CLASSICS, WIDTH, MinGPTAttention, NanoGPTAttention, classic
 from benchmarks.coverage.inputs import inputs_of, parsed
 from benchmarks.coverage.judge import judge
@@ -33,6 +33,22 @@ def test_an_observed_model_is_exact():
     verdict = judge(model, lambda: model(x))
     assert (verdict.verdict, verdict.sites, verdict.observed) == ("exact", 2, 2)
     assert verdict.worst < judging.TOLERANCE
+
+
+def test_a_model_whose_eager_attention_has_other_outputs_is_judged_by_its_own(monkeypatch):
+    from transformers import LlamaModel
+    from transformers.models.llama import configuration_llama, modeling_llama
+
+    original = modeling_llama.eager_attention_forward
+
+    def other(module, query, *args, **options):
+        return original(module, 3 * query, *args, **options)
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", other)
+    model = strengthened(LlamaModel(shrunk(configuration_llama.LlamaConfig)))
+    verdict = judge(model, seeded(model, {"input_ids": torch.arange(13)[None]}))
+    assert (verdict.verdict, verdict.sites, verdict.observed) == ("exact", 2, 2)
+    assert verdict.notes[0].startswith("eager attention has other outputs")
 
 
 def test_a_number_that_differs_is_wrong(monkeypatch):
