@@ -110,6 +110,13 @@ def test_the_oracle_sees_attention_however_it_is_written(name):
     assert all(tuple(softmax.logits.shape) == (2, 3, 13, 13) for softmax in found)
 
 
+def test_the_oracle_sees_attention_in_inference_mode():
+    model, x = classic("nanoGPT"), _input()
+    model.forward = torch.inference_mode()(model.forward)
+    found = [softmax for softmax in softmaxes_of(model, lambda: model(x))[0] if softmax.is_attention]
+    assert [tuple(softmax.logits.shape) for softmax in found] == [(2, 3, 13, 13)] * 2
+
+
 class _Router(nn.Module):
     def __init__(self) -> None:
         super().__init__()
