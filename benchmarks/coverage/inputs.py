@@ -27,7 +27,7 @@ def inputs_of(model: nn.Module, given: Mapping[str, Any]) -> Iterator[dict[str, 
         given: arguments as of the table of overrides, which replace those made here.
     """
     parameters = inspect.signature(model.forward).parameters
-    made = {name: make(model) for name, make in _MAKERS.items() if name in parameters}
+    made: dict[str, Any] = {name: make(model) for name, make in _MAKERS.items() if name in parameters}
     if "image_grid_thw" in parameters and "pixel_values" in made:
         made |= _patches(model)
     elif "image_grid_thw" in made:
