@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import copy
 import importlib
-import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from benchmarks.coverage.inputs import inputs_of, parsed, with_placeholders
-from benchmarks.coverage.shrinking import shrunk
+from benchmarks.coverage.shrinking import shrunk, table
 
-OVERRIDES = Path(__file__).with_name("overrides.toml")
 SPREAD = 1.3  # standard deviation of a unit's sum: logits of a few units, so that no head is close to uniform
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a model, with the same random numbers each time."""
+    """A call of a model, with the same random numbers each time; functions among the arguments make them anew."""
 
     model: nn.Module
     arguments: dict[str, Any]
@@ -31,7 +28,11 @@ class Call:
     def __call__(self) -> Any:
         torch.manual_seed(1)
         with torch.no_grad():
-            return self.model(**self.arguments)
+            return self.model(**self.made())
+
+    def made(self) -> dict[str, Any]:
+        """Return the arguments of one call."""
+        return {name: x() if callable(x) else x for name, x in self.arguments.items()}
 
     def in_float64(self) -> Call:
         """Return the same call of a copy of the model in float64."""
@@ -55,12 +56,6 @@ class Subject:
     build: Callable[[], tuple[nn.Module, Call]]
 
 
-@cache
-def overrides() -> dict[str, dict[str, Any]]:
-    """Return the table of what the rules do not get right, by library and name."""
-    return tomllib.loads(OVERRIDES.read_text(encoding="utf-8"))
-
-
 def transformers_subjects() -> Iterator[Subject]:
     """Yield every model type of transformers that is not a part of another one of its family."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
@@ -75,10 +70,10 @@ def transformers_subjects() -> Iterator[Subject]:
 
 
 def _built(name: str, kind: type) -> tuple[nn.Module, Call]:
-    entry = overrides().get("transformers", {}).get(name, {})
-    if "refused" in entry:
-        raise CannotBuildError(entry["refused"])
+    entry = table().get("transformers", {}).get(name, {})
     config = shrunk(kind, entry.get("config"))
+    if "part" in entry:
+        config = getattr(config, entry["part"])
     model = strengthened(_class_of(kind, name, entry)(config))
     first = last = ""  # of the most complete arguments, and of all
     for arguments in inputs_of(model, entry.get("inputs", {})):

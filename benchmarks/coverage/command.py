@@ -98,7 +98,7 @@ def _judged(subject: Subject) -> dict[str, Any]:
             model, call = subject.build()
             found = {**judge(model, call).as_dict(), "model": type(model).__name__}
             if found["verdict"] != NONE:
-                found |= judge_editing(model, call.arguments)
+                found |= judge_editing(model, call.made())
         except CannotBuildError as error:
             found = {"verdict": REFUSED, "built": False, "reason": str(error)}
     return {**found, "seconds": round(time.process_time() - start, 2)}

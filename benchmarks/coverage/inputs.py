@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,11 +27,19 @@ def inputs_of(model: nn.Module, given: Mapping[str, Any]) -> Iterator[dict[str, 
         given: arguments as of the table of overrides, which replace those made here.
     """
     parameters = inspect.signature(model.forward).parameters
-    made = {name: make(model) for name, make in _MAKERS.items() if name in parameters}
+    made: dict[str, Any] = {name: make(model) for name, make in _MAKERS.items() if name in parameters}
     if "image_grid_thw" in parameters and "pixel_values" in made:
         made |= _patches(model)
     elif "image_grid_thw" in made:
         del made["image_grid_thw"]
+    required = [
+        name
+        for name, x in parameters.items()
+        if x.default is x.empty and x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)
+    ]
+    made |= {name: make(model) for name, make in _REQUIRED.items() if name in required}
+    if "inference_session" in required:
+        made = {"inference_session": made["inference_session"], "frame_idx": 1}
     explicit = {name: parsed(text) for name, text in given.items()}
     made = {name: x for name, x in {**made, **explicit}.items() if x is not None and given.get(name) != "none"}
     decoder = {name: x for name, x in made.items() if name.startswith("decoder_input")}
@@ -37,6 +47,9 @@ def inputs_of(model: nn.Module, given: Mapping[str, Any]) -> Iterator[dict[str, 
         yield {name: x for name, x in made.items() if name not in decoder}
     yield made
     if isinstance(features := made.get("input_features"), Tensor):
+        mask = {"input_features_mask": torch.ones(BATCH, features.shape[-1], dtype=torch.long)}
+        if "input_features_mask" in parameters and features.ndim == 3:
+            yield {**made, **mask}
         yield {**made, "input_features": features.mT.contiguous()}
     if isinstance(sound := made.get("input_values"), Tensor) and sound.ndim == 2:
         yield {**made, "input_values": sound[:, None]}
@@ -49,7 +62,7 @@ def inputs_of(model: nn.Module, given: Mapping[str, Any]) -> Iterator[dict[str, 
 
 
 def parsed(text: Any) -> Any:
-    """Return the value of an input of the table: `float 2,3,32,32`, `int<50 2,13`, `ones 2,9`, or a literal.
+    """Return the value of an input of the table: `float 2,3,32`, `float<9 2,3`, `int<9 2,3`, `ones 2,9`, or a literal.
 
     >>> parsed("int<3 2,5").shape, parsed([[1, 4, 4]])
     (torch.Size([2, 5]), tensor([[1, 4, 4]]))
@@ -58,11 +71,11 @@ def parsed(text: Any) -> Any:
         return torch.tensor(text)
     if isinstance(text, str) and text.startswith("literal "):
         return json.loads(text.removeprefix("literal "))
-    if not isinstance(text, str) or not (match := re.fullmatch(r"(float|ones|int<(\d+)|bool) ([\d,]+)", text)):
+    if not isinstance(text, str) or not (match := re.fullmatch(r"(float|ones|int|bool)(?:<(\d+))? ([\d,]+)", text)):
         return text if text != "none" else None
     shape = [int(x) for x in match[3].split(",")]
     if match[1] == "float":
-        return torch.randn(shape)
+        return torch.randn(shape) if match[2] is None else torch.randint(int(match[2]), shape).float()
     if match[1] in ("ones", "bool"):
         return torch.ones(shape, dtype=torch.bool if match[1] == "bool" else torch.long)
     return torch.randint(int(match[2]), shape)
@@ -165,6 +178,22 @@ def _boxes(model: nn.Module) -> Tensor:
     return torch.cat([corners, corners + torch.randint(1, 40, (BATCH, TEXT, 2))], -1)
 
 
+def _session(model: nn.Module) -> Any:
+    """Return a session of a tracker of objects in videos, with a point in the first frame, which has been segmented."""
+    sessions = [x for name, x in vars(sys.modules[type(model).__module__]).items() if name.endswith("InferenceSession")]
+    size = _image(model).shape[-1]
+    video = torch.randn(2, 3, size, size)
+    session = sessions[0](video=video, video_height=size, video_width=size, dtype=torch.float32)
+    points = {
+        "point_coords": torch.full((1, 1, 1, 2), size / 2),
+        "point_labels": torch.ones(1, 1, 1, dtype=torch.int32),
+    }
+    session.add_point_inputs(session.obj_id_to_idx(1), 0, points)
+    session.obj_with_new_inputs = [1]
+    model(inference_session=session, frame_idx=0)
+    return session
+
+
 _MAKERS = {
     "input_ids": _text,
     "decoder_input_ids": lambda model: _text(model, DECODED),
@@ -175,8 +204,18 @@ _MAKERS = {
     "visual_feats": lambda model: torch.randn(BATCH, 5, _setting(model, "visual_feat_dim", default=8)),
     "visual_pos": lambda model: torch.rand(BATCH, 5, _setting(model, "visual_pos_dim", default=4)),
     "qformer_input_ids": _text,
-    "input_features_mask": lambda model: None,
     "past_values": lambda model: torch.randn(
         BATCH, _setting(model, "context_length", default=32), _setting(model, "num_input_channels", default=1)
     ),
+}
+
+# Only for parameters without a default.
+_REQUIRED = {
+    "attention_mask": lambda model: torch.ones(BATCH, TEXT, dtype=torch.long),
+    "input_features_mask": lambda model: torch.ones(BATCH, _sound(model).shape[-1], dtype=torch.long),
+    "inference_session": lambda model: partial(_session, model),
+    "pixel_values_videos": _video,
+    "hidden_states": lambda model: _patches(model)["pixel_values"],
+    "grid_thw": lambda model: _patches(model)["image_grid_thw"],
+    "task_inputs": lambda model: torch.randint(5, 45, (BATCH, _setting(model, "task_seq_len", default=TEXT))),
 }

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.coverage.catalogue import CannotBuildError, Subject, of_tensors, overrides, transformers_subjects
+from benchmarks.coverage.catalogue import CannotBuildError, Subject, of_tensors, transformers_subjects
 from benchmarks.coverage.classics import CLASSICS, WIDTH, classic
+from benchmarks.coverage.shrinking import table
 
 _OPERATORS: list[torch.library.Library] = []  # declarations end with their library
 
@@ -41,11 +42,11 @@ def _absent(library: str, names: Iterable[str]) -> Iterator[Subject]:
 
 def timm_subjects() -> Iterator[Subject]:
     """Yield transformer models of timm, by name, with the arguments of the table."""
-    table = overrides()["timm"]
+    entries = table()["timm"]
     if find_spec("timm") is None:
-        yield from _absent("timm", table)
+        yield from _absent("timm", entries)
         return
-    for name, entry in table.items():
+    for name, entry in entries.items():
         yield of_tensors("timm", name, partial(_timm, name, entry), x=f"float 2,3,{_size(entry)},{_size(entry)}")
 
 
@@ -63,11 +64,11 @@ def _timm(name: str, entry: dict[str, Any]) -> nn.Module:
 
 def diffusers_subjects() -> Iterator[Subject]:
     """Yield transformer models of diffusers that the table has arguments for."""
-    table = overrides()["diffusers"]
+    entries = table()["diffusers"]
     if find_spec("diffusers") is None:
-        yield from _absent("diffusers", table)
+        yield from _absent("diffusers", entries)
         return
-    for name, entry in table.items():
+    for name, entry in entries.items():
         yield of_tensors("diffusers", name, partial(_diffusers, name, entry["config"]), **entry["inputs"])
 
 

@@ -82,6 +82,10 @@ class _Recorder(TorchDispatchMode):
         self.weights: dict[int, tuple[Any, set[int]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if torch.is_inference_mode_enabled():  # operators that consist of others arrive whole
+            with self:
+                if (parts := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
+                    return parts
         packet, inputs = func.overloadpacket, [x for x in _flat(args) if isinstance(x, Tensor)]
         logits = args[0].double() if packet in _SOFTMAXES or packet in (aten.exp, aten.exp_) else None
         result = func(*args, **(kwargs or {}))

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import tomllib
 from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 VOCABULARY, TEXT, WIDTH, HEADS, HEAD_DIM = 97, 13, 32, 4, 8
 IMAGE, PATCH = 32, 8
+MROPE = [2, 1, 1]  # half of a head
 _FIRST_SPECIAL = 90  # special tokens are renumbered downwards from here
 
+OVERRIDES = Path(__file__).with_name("overrides.toml")
 Rule = Callable[[Any], Any]
 
 
@@ -35,7 +40,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
         r"qk_rope_head_dim|(qk_|v_|kv_|global_|attention_|swa_|index_)*(nope_)?head_dim|d_kv|d_head|rotary_dim|kv_channels|attention_head_(dim|size)",
         _each(HEAD_DIM),
     ),
-    (r".*mrope_section", lambda old: [2, 1, 1]),
+    (r".*mrope_section", lambda old: MROPE),
     (
         r"(.*_)?(num_|n_)?(attention_|attn_|hash_)?heads?|(.*_)?num_attention_heads|n_heads?|.*attention_heads",
         _each(lambda i: HEADS),
@@ -50,6 +55,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ),
     (r"depths|layers|num_encoder_blocks_list|stage_repeats", _each(lambda i: 1)),
     (r"hidden_sizes|embed_dims|neck_hidden_sizes|decoder_hidden_sizes_list", _each(lambda i: 16 << i)),
+    (r"decoder_in_channels", _each(WIDTH)),
     (r"num_pos_feats", _each(WIDTH // 2)),
     (r"embed_dim_per_stage", _each(lambda i: WIDTH << i)),
     (r"backbone_channel_list", _each(lambda i: 8 * WIDTH >> i)),
@@ -78,34 +84,45 @@ _TOKEN = re.compile(r".*token_(ids?|index)|.*_token|.*_token_.*id")
 _PATTERNS = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types", "attention_layers")
 
 
+@cache
+def table() -> dict[str, dict[str, Any]]:
+    """Return the table of what the rules do not get right, by library and name."""
+    return tomllib.loads(OVERRIDES.read_text(encoding="utf-8"))
+
+
 def shrunk(kind: Any, overrides: Mapping[str, Any] | None = None, like: Any = None) -> Any:
     """Return a small config of a class; `overrides` are by field, dotted for those of nested configs.
+
+    The table's entry of its model type holds wherever such a config is nested.
 
     Args:
         kind: class of configs.
         overrides: values of fields, which no rule changes.
         like: the config to shrink; the default config of the class.
     """
-    overrides = dict(overrides or {})
+    overrides = {**table().get("transformers", {}).get(kind.model_type, {}).get("config", {}), **(overrides or {})}
+    given = {} if like is None else _given(kind, like)
     like = kind() if like is None else like
     values: dict[str, Any] = {}
-    for name, default in _defaults(kind).items():
+    fields = _defaults(kind)
+    for name, default in {**fields, **given}.items():
         if name in overrides or name in kind.sub_configs:
             continue
-        if isinstance(given := getattr(like, name, default), str | bool) and given != default:
-            values[name] = given  # of a config that another one contains
-        small = _small(name, default)
-        if small is not default and small != default:
+        small = default if name == "num_hidden_layers" and "out_features" in given else _small(name, default)
+        if name in given or small != default:
             values[name] = small
     for name in kind.sub_configs:
         inner, own = getattr(like, name, None), _inner(overrides, name)
         if name not in overrides and inner is not None and not isinstance(inner, dict):
             values[name] = shrunk(type(inner), own, inner)
-    fields = _defaults(kind)
     if "head_dim" in fields and fields["head_dim"] is None:
         values["head_dim"] = HEAD_DIM
     if "kv_lora_rank" in fields and "num_key_value_heads" in values:
         values["num_key_value_heads"] = HEADS  # latent attention has as many as there are queries
+    if "mrope_section" in getattr(kind, "ignore_keys_at_rope_validation", ()) and fields["rope_parameters"] is None:
+        values["rope_parameters"] = {"mrope_section": MROPE}
+    if "window_size" in values and "spatial_merge_size" in fields:
+        values["window_size"] = 2 * fields["spatial_merge_size"] * PATCH  # in pixels
     values |= {name: value for name, value in overrides.items() if "." not in name}
     values |= _several_kinds_of_layers(like, values, overrides)
     return kind(**values)
@@ -119,6 +136,29 @@ def _defaults(kind: type) -> dict[str, Any]:
         elif field.default_factory is not dataclasses.MISSING:
             found[field.name] = field.default_factory()
     return found
+
+
+def _given(kind: type, like: Any) -> dict[str, Any]:
+    """Return the fields of a config that another one contains which are not as in the default config of its class.
+
+    Fields without a default are computed from others, which shrinking changes, unless they are names.
+    """
+    base, given = vars(kind()), vars(like)
+    changed = {}
+    for name, default in _defaults(kind).items():
+        value = given.get(name, default)
+        is_name = isinstance(value, str) or (isinstance(value, list | tuple) and all(isinstance(x, str) for x in value))
+        if value == base.get(name, default) or name in _PATTERNS or name.startswith("_"):
+            continue
+        if default is not None or is_name:
+            changed[name] = value
+    changed |= {name: value for name, value in given.items() if name not in base and not name.startswith("_")}
+    if (features := given.get("_out_features")) != base.get("_out_features"):
+        if "num_hidden_layers" in given and f"stage{given['num_hidden_layers']}" in given["stage_names"]:
+            features = [f"stage{index + 1}" for index in range(len(features))]  # a stage is a layer
+            changed["num_hidden_layers"] = len(features)
+        changed["out_features"] = features
+    return changed
 
 
 def _inner(overrides: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -15,11 +15,11 @@ from benchmarks.coverage import judge as judging
 from benchmarks.coverage.catalogue import Call, strengthened
 from benchmarks.coverage.classics import CLASSICS, WIDTH, MinGPTAttention, NanoGPTAttention, classic
 from benchmarks.coverage.editing import judge_editing, other_inputs
-from benchmarks.coverage.inputs import parsed
+from benchmarks.coverage.inputs import inputs_of, parsed
 from benchmarks.coverage.judge import judge
 from benchmarks.coverage.oracle import Softmax, rows_of, softmaxes_of
 from benchmarks.coverage.pool import forked
-from benchmarks.coverage.shrinking import HEADS, VOCABULARY, shrunk
+from benchmarks.coverage.shrinking import HEAD_DIM, HEADS, PATCH, VOCABULARY, shrunk
 from benchmarks.coverage.shrinking import WIDTH as HIDDEN
 from benchmarks.coverage.table import BEGIN, END, filled, read, write
 from polyhead.observation.statistics import SiteStatistics
@@ -36,6 +36,21 @@ def test_an_observed_model_is_exact():
     verdict = judge(model, lambda: model(x))
     assert (verdict.verdict, verdict.sites, verdict.observed) == ("exact", 2, 2)
     assert verdict.worst < judging.TOLERANCE
+
+
+def test_a_model_whose_eager_attention_has_other_outputs_is_judged_by_its_own(monkeypatch):
+    from transformers import LlamaModel
+    from transformers.models.llama import configuration_llama, modeling_llama
+
+    original = modeling_llama.eager_attention_forward
+
+    def other(module, query, *args, **options):
+        return original(module, 3 * query, *args, **options)
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", other)
+    model = strengthened(LlamaModel(shrunk(configuration_llama.LlamaConfig)))
+    verdict = judge(model, Call(model, {"input_ids": torch.arange(13)[None]}))
+    assert (verdict.verdict, verdict.sites, verdict.observed) == ("exact", 2, 2)
 
 
 def _with_entropy(monkeypatch, factor):
@@ -165,6 +180,13 @@ def test_the_oracle_sees_attention_however_it_is_written(name):
     assert all(tuple(softmax.logits.shape) == (2, 3, 13, 13) for softmax in found)
 
 
+def test_the_oracle_sees_attention_in_inference_mode():
+    model, x = classic("nanoGPT"), _input()
+    model.forward = torch.inference_mode()(model.forward)
+    found = [softmax for softmax in softmaxes_of(model, lambda: model(x))[0] if softmax.is_attention]
+    assert [tuple(softmax.logits.shape) for softmax in found] == [(2, 3, 13, 13)] * 2
+
+
 class _Router(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +265,77 @@ def test_configs_shrink_by_their_names():
     assert shrunk(CLIPConfig).vision_config.hidden_size == HIDDEN
 
 
+def test_a_nested_config_keeps_what_its_parent_gave():
+    from transformers import CHMv2Config, DepthAnythingConfig, UperNetConfig
+
+    assert shrunk(UperNetConfig).backbone_config.out_features == ["stage1", "stage2", "stage3", "stage4"]
+    backbone = shrunk(DepthAnythingConfig).backbone_config  # its stages 9 to 12 are its last layers
+    assert (backbone.num_hidden_layers, backbone.out_features) == (4, ["stage1", "stage2", "stage3", "stage4"])
+    assert shrunk(CHMv2Config).backbone_config.return_class_token  # no field of its class
+
+
+def test_the_entry_of_a_type_holds_where_its_config_is_nested():
+    from transformers import MaskFormerConfig, SwinConfig
+
+    assert shrunk(SwinConfig).image_size == shrunk(MaskFormerConfig).backbone_config.image_size == 128
+
+
+def test_sections_of_rotary_embeddings_and_windows_fit_the_small_sizes():
+    from transformers import Qwen2_5_VLConfig
+
+    config = shrunk(Qwen2_5_VLConfig)
+    assert sum(config.text_config.rope_parameters["mrope_section"]) == HEAD_DIM // 2
+    assert config.vision_config.window_size == 2 * config.vision_config.spatial_merge_size * PATCH
+
+
+def test_a_config_with_other_sizes_in_some_layers_shrinks():
+    from transformers import Gemma4Config
+
+    assert shrunk(Gemma4Config).text_config.hidden_size == HIDDEN
+
+
+class _Tower(nn.Module):
+    """A model that cannot be called without these arguments, and can without a mask of features."""
+
+    class config:  # noqa: N801 - as in transformers
+        patch_size, in_channels, sub_configs = PATCH, 3, ()
+
+    def forward(self, hidden_states, grid_thw, task_inputs, input_features=None, input_features_mask=None, **options):
+        return options
+
+
+def test_a_model_is_given_what_its_forward_requires():
+    first, second = list(inputs_of(_Tower(), {"task_inputs": "int<9 2,5"}))[:2]
+    assert first["hidden_states"].shape == (32, 3 * PATCH**2)
+    assert first["grid_thw"].tolist() == [[1, 4, 4]] * 2
+    assert first["task_inputs"].shape == (2, 5)
+    assert "input_features_mask" not in first
+    assert second["input_features_mask"].shape == (2, second["input_features"].shape[-1])
+
+
+def test_an_argument_with_a_state_is_made_anew_for_every_call():
+    class Counting(nn.Module):
+        def forward(self, session: list[int]) -> int:
+            session.append(1)
+            return len(session)
+
+    call = Call(Counting(), {"session": list})
+    assert (call(), call()) == (1, 1)
+
+
+def test_a_composite_without_a_forward_is_judged_by_a_part():
+    from transformers import BarkConfig
+
+    from benchmarks.coverage.catalogue import _built
+
+    model, call = _built("bark", BarkConfig)
+    assert type(model).__name__ == "BarkFineModel"
+    assert call().logits.shape[:2] == (2, 13)
+
+
 def test_inputs_of_the_table():
+    whole = parsed("float<3 2,50")
+    assert sorted(set(whole.flatten().tolist())) == [0.0, 1.0, 2.0]
     assert parsed("float 2,3").shape == (2, 3)
     assert int(parsed("int<4 100").max()) == 3
     assert parsed([[1, 4]]).tolist() == [[1, 4]]
