@@ -17,7 +17,9 @@ from polyhead.cli.options import ResultFile
 from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
-    from benchmarks.coverage.catalogue import Subject
+    from torch import nn
+
+    from benchmarks.coverage.catalogue import Call, Subject
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "coverage.md"
@@ -89,7 +91,6 @@ def _chosen(only: str | None, library: str | None) -> list[Subject]:
 def _judged(subject: Subject) -> dict[str, Any]:
     """Build and judge one model, in a process of its own."""
     from benchmarks.coverage.catalogue import CannotBuildError
-    from benchmarks.coverage.editing import judge_editing
     from benchmarks.coverage.judge import NONE, REFUSED, judge
 
     start = time.process_time()
@@ -98,10 +99,19 @@ def _judged(subject: Subject) -> dict[str, Any]:
             model, call = subject.build()
             found = {**judge(model, call).as_dict(), "model": type(model).__name__}
             if found["verdict"] != NONE:
-                found |= judge_editing(model, call.made())
+                found |= _edited(model, call)
         except CannotBuildError as error:
             found = {"verdict": REFUSED, "built": False, "reason": str(error)}
     return {**found, "seconds": round(time.process_time() - start, 2)}
+
+
+def _edited(model: nn.Module, call: Call) -> dict[str, str]:
+    from benchmarks.coverage.editing import WRONG, judge_editing
+
+    try:
+        return judge_editing(model, call.made())
+    except Exception as error:  # noqa: BLE001 - a verdict on surgery, which must not hide that on statistics
+        return {"surgery": WRONG, "surgery_reason": f"{type(error).__name__}: {error}"}
 
 
 def _warm_up() -> None:

@@ -105,8 +105,8 @@ def with_documents(mask: Mask | None, queries: int, keys: int) -> Mask | None:
 
     A document begins at a token where no later query sees an earlier key and no earlier query a later one, as between
     the images of a block-diagonal mask or after padding on the left. Pairs that the mask shows stay visible. Reads
-    values, without waiting for a device. A row that a finite bias hides is uniform attention to all keys, which documents
-    would change: then all tokens are one document.
+    values, without waiting for a device. A row that a finite bias hides is uniform attention to all keys, which
+    documents would change: then all tokens are one document.
 
     Args:
         mask: mask of a self-attention call.
