@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import polyhead
@@ -47,6 +48,31 @@ def test_an_adapter_in_the_place_of_a_projection_and_a_shared_weight_are_refused
     tied[1].q_proj = tied[0].q_proj
     with pytest.raises(OptionError, match=r"0\.q_proj\.weight, 0\.q_proj\.bias is shared with another module"):
         apply(tied, [PruneHeads(0, (1,))])
+
+
+def test_what_a_module_around_attention_adds_per_head_is_refused():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    config = transformers.BeitConfig(**sizes, image_size=16, patch_size=8)
+    assert find_layers(transformers.BeitModel(config))[0].refusals == ()
+    config.use_relative_position_bias = True
+    with pytest.raises(OptionError, match="a module around it has relative_position_bias, which may be per head"):
+        apply(transformers.BeitModel(config), [PruneHeads(0, (1,))])
+
+
+def test_heads_that_are_shaped_by_a_local_variable_of_the_model_width_are_refused():
+    config = transformers.EfficientLoFTRConfig(
+        stage_num_blocks=[1, 1, 1], out_features=[16, 16, 32], stage_stride=[2, 1, 2], hidden_size=32,
+        num_attention_layers=1, num_attention_heads=4,
+    )  # fmt: skip
+    layers = find_layers(transformers.EfficientLoFTRModel(config))
+    assert {layer.refusals for layer in layers} == {("it shapes its heads by dim, which is the model width",)}
+
+
+def test_a_layer_without_groups_has_no_layout():
+    model = build(FAMILIES["llama"])
+    find_layers(model)[0].module.num_key_value_groups = 0
+    with pytest.raises(OptionError, match="its num_key_value_groups is 0"):
+        apply(model, [PruneHeads(0, (1,))])
 
 
 def test_cross_attention_of_gpt2_has_its_queries_apart():

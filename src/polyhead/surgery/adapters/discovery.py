@@ -7,10 +7,12 @@ gates) makes the layer non-editable, with the reason, before any weight is chang
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from types import CodeType
 from typing import Any
 
 from torch import Tensor, nn
@@ -158,6 +160,9 @@ def _inspect_transformers(model: nn.Module, path: str, module: nn.Module) -> dic
     counts = _head_counts_of(type(module))
     parts = path.split(".")
     around = [model.get_submodule(".".join(parts[:length])) for length in range(len(parts))]
+    biases = [name for x in around for name, child in x.named_children() if "position_bias" in name]
+    if biases:
+        return _refuse(f"a module around it has {biases[0]}, which may be per head in an unknown way")
     return {
         "layout": layout,
         "sources": _under(path, fmt.sources),
@@ -246,6 +251,8 @@ def _layout(
     out_sizes = {source.path: size(linears[source.path], outputs=True) for source in fmt.sources}
     key_heads = getattr(module, KEY_HEADS, None)
     groups = getattr(module, "num_key_value_groups", 1)
+    if key_heads is None and groups < 1:  # of a config with fewer heads than KV heads
+        return f"its num_key_value_groups is {groups}"
     kv_heads = max(key_heads) + 1 if key_heads is not None else heads // groups
     in_sizes = {source.holds[0]: size(linears[source.path], outputs=False) for source in fmt.sources}
     query_input = in_sizes["query"]
@@ -287,9 +294,16 @@ def _unknown(module: nn.Module, known: set[str], layout: HeadLayout) -> Iterator
     unknown_arguments = set(inspect.signature(forward).parameters) - ARGUMENTS
     if unknown_arguments:
         yield f"its forward takes {', '.join(sorted(unknown_arguments))}, which may be per head"
-    read = set(forward.__code__.co_names) & MODEL_WIDTHS
+    read = {*forward.__code__.co_names, *_locals_read(forward.__code__)} & MODEL_WIDTHS
     if read:
         yield f"it shapes its heads by {', '.join(sorted(read))}, which is the model width"
+
+
+def _locals_read(code: CodeType) -> Iterator[str]:
+    """Yield the local variables that code reads; it may unpack a shape of which it needs only a part."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname.startswith("LOAD_FAST"):
+            yield from instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
 
 
 def _checked(model: nn.Module, layer: AttentionLayer, shared: set[int]) -> AttentionLayer:

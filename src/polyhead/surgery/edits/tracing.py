@@ -127,10 +127,12 @@ def _assignments(module: nn.Module, layout: HeadLayout) -> list[dict[str, str]]:
     """
     choices: dict[str, list[str | None]] = {}
     for name, value in vars(module).items():
+        if type(value) is not int or value < 2:
+            continue
         meanings = [meaning for meaning, size in SIZES.items() if size(layout) == value]
         if layout.num_heads == layout.num_kv_heads:
             meanings = [x for x in meanings if x in ("heads", "width")]
-        if type(value) is int and value > 1 and len(meanings):
+        if len(meanings):
             choices[name] = [*meanings, None]
     suggested = [next((x for x in meanings if x and _suggests(name, x)), None) for name, meanings in choices.items()]
 
