@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-SECONDS, BYTES = 60, 6 << 30
+SECONDS, BYTES = 120, 6 << 30
 
 
 def forked(

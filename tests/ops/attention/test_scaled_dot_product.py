@@ -49,9 +49,12 @@ def modules_calling(root: Path, name: str) -> set[str]:
     return {path for path in found if not path.startswith("lab/")}
 
 
-def test_one_module_calls_pytorchs_attention_and_one_cudnns(project_root):
+def test_one_module_of_each_device_calls_pytorchs_attention_and_one_cudnns(project_root):
     root = project_root / "src" / "polyhead"
-    assert modules_calling(root, "scaled_dot_product_attention") == {"ops/attention/scaled_dot_product.py"}
+    assert modules_calling(root, "scaled_dot_product_attention") == {
+        "ops/attention/cpu_calls.py",
+        "ops/attention/scaled_dot_product.py",
+    }
     assert modules_calling(root, "cudnn_attention") == {"ops/attention/cudnn_backward.py"}
 
 

@@ -289,6 +289,10 @@ def _tiled(call: Recorder, query: Block, key: Block, value: Block, heads: Heads)
     if call.is_dense:
         dense = wide(heads.queries * work.queries * work.keys)
         gradient_of_bias = tile + 2 * dense + dense // 4
+    logits = band + of_bias
+    if not in_parts and height == work.queries and columns >= work.keys:
+        # The outputs of a single tile are allocated after its logits.
+        forward, logits = forward - out, max(logits, out)
     return call.tape.step(
         query,
         key,
@@ -297,7 +301,7 @@ def _tiled(call: Recorder, query: Block, key: Block, value: Block, heads: Heads)
         saves=(key, value),
         save_output=True,
         saved_bytes=queries + 3 * 4 * rows + dense + (keys + values if call.is_narrow else 0),
-        workspace=forward + tile + band + of_bias,
+        workspace=forward + tile + logits,
         backward_workspace=backward + 2 * tile + band + gradient_of_bias,
         is_strided=True,
     )
