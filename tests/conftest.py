@@ -1,4 +1,4 @@
-"""What every test shares: one seed, the folder of real text, and reasons where a test cannot run here.
+"""Fixtures and hooks of all tests: one seed, the folder of real text, and reasons where a test cannot run here.
 
 PyTorch is imported where it is used: the process that only distributes tests to workers starts them without it.
 """

@@ -80,7 +80,7 @@ def judge(model: nn.Module, call: Callable[[], Any]) -> Judgement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Computed:
-    """What a model computed without a session: its outputs, and its softmaxes over keys."""
+    """Outputs of a model without a session, and its softmaxes over keys."""
 
     outputs: Any
     attention: list[Softmax]

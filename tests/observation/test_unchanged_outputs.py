@@ -178,3 +178,20 @@ def test_a_call_of_sdpa_follows_its_rules(case):
     model, hidden = Model(**attributes).eval(), torch.randn(1, 13, 16)
     expected, actual, _ = outputs(model, hidden_states=hidden, **arguments)
     assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_another_model_with_the_same_config_computes_the_same(implementation):
+    """A session switches the config, which two models may share."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=61, attn_implementation=implementation, **sizes)
+    one, other = (transformers.LlamaModel(config).eval() for _ in range(2))
+    tokens, mask = torch.randint(3, 61, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[0, 6:], mask[1, :3] = 0, 0
+    with torch.no_grad():
+        expected = [model(tokens, attention_mask=mask)[0] for model in (one, other)]
+        with polyhead.observe(one):
+            torch.testing.assert_close(other(tokens, attention_mask=mask)[0], expected[1], rtol=1e-5, atol=2e-6)
+            with polyhead.observe(other):
+                actual = [model(tokens, attention_mask=mask)[0] for model in (one, other)]
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)

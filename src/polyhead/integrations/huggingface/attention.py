@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from polyhead.errors import MaskError, OptionError
 from polyhead.integrations.huggingface.arguments import refuse_unknown
 from polyhead.integrations.huggingface.described_masks import DescribedMask
+from polyhead.integrations.huggingface.mask_functions import ORIGINALS
 from polyhead.masks import Mask
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, Statistics, attention
@@ -84,7 +85,7 @@ def attend(
     if position_bias is not None and attention_mask is not None and _is_additive(attention_mask):
         position_bias, attention_mask = position_bias + attention_mask, None  # kernels read one bias
         is_causal, sliding_window = False, None
-    original = getattr(module, ORIGINAL, "")
+    original = _original(module)
     if original in ("sdpa", "eager"):  # they read no packed sequences
         cu_seq_lens_q = cu_seq_lens_k = seq_idx = None
     mask, key, value = _mask_and_keys(module, query, key, value, attention_mask, is_causal, sliding_window)
@@ -151,6 +152,14 @@ def attend(
     return output.transpose(1, 2).contiguous(), weights
 
 
+def _original(module: nn.Module) -> str:
+    """Return the implementation that a module uses outside of the session that switched its config; "" without one."""
+    original: str = getattr(module, ORIGINAL, "")
+    if original or torch.compiler.is_compiling():
+        return original
+    return ORIGINALS.get(id(getattr(module, "config", None)), "")  # of another model with the same config
+
+
 def _mask_and_keys(
     module: nn.Module,
     query: Tensor,
@@ -171,7 +180,7 @@ def _mask_and_keys(
     boolean mask like any other and without a mask masks nothing; sdpa has no window without a mask, and takes a module
     without `is_causal` for a causal one.
     """
-    queries, keys, original = query.shape[2], key.shape[2], getattr(module, ORIGINAL, "")
+    queries, keys, original = query.shape[2], key.shape[2], _original(module)
     if attention_mask is not None:
         is_added = original == "eager" and isinstance(attention_mask, Tensor) and not attention_mask.is_floating_point()
         values = attention_mask.to(query.dtype) if is_added else attention_mask

@@ -62,7 +62,7 @@ class AttentionLayer:
 
     @property
     def traced(self) -> TracedHeads | None:
-        """What `trace_layers` found; None for a layer that is known by its names."""
+        """Projections that `trace_layers` has found; None for a layer that is known by its names."""
         return vars(self.module).get(TRACED)
 
     @property
