@@ -110,8 +110,11 @@ def _attention(call: Recorder, query: Block, key: Block, value: Block, heads: He
     if is_opened:  # rows without visible keys are unmasked for the kernel, and their outputs replaced afterwards
         read = (call.copied(query, rows * heads.head_dim), key, value)
     if is_ours:
-        # The delta of each row; for a bias table, its float64 gradient and the converted one.
+        # The delta of each row; for a bias table, its float64 gradient and the converted one. The Hopper kernel
+        # sums the gradients of queries in float32.
         backward_workspace = 4 * rows + (0 if table is None else 2 * table.gradient_size)
+        if table is None and not call.special and call.is_narrow and _has_hopper_dims(heads):
+            backward_workspace += 4 * rows * heads.head_dim
     elif call.on_gpu:
         # The query gradient is accumulated in float32; gradients of shared keys are computed per head.
         if heads.queries != heads.keys:
@@ -143,6 +146,10 @@ def _attention(call: Recorder, query: Block, key: Block, value: Block, heads: He
     # The layout of the queries; padded outputs are head by head, or a slice of the kernel's output.
     output.is_strided = query.is_strided or (not call.on_gpu and heads.head_dim != heads.value_dim)
     return output
+
+
+def _has_hopper_dims(heads: Heads) -> bool:
+    return all(32 < dim <= 128 and dim % 8 == 0 for dim in (heads.head_dim, heads.value_dim))
 
 
 def _is_ours(call: Recorder, heads: Heads) -> bool:

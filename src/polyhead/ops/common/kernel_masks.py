@@ -119,7 +119,7 @@ def _interval(ids: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
 def _interval_of_real(ids: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     """`_interval` of ids that are 0, or negative for padding.
 
-    Inductor cannot compile a search for ids that are all the same constant.
+    Inductor cannot compile a search for ids that are all the same constant, and Triton warns of its code for `any`.
     """
     count = others.shape[1]
     batch = max(ids.shape[0], others.shape[0])
@@ -129,5 +129,5 @@ def _interval_of_real(ids: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     is_real = (others == 0).to(torch.int32)
     first = is_real.argmax(-1, keepdim=True)  # of equal values the first
     last = count - 1 - is_real.flip(-1).argmax(-1, keepdim=True)
-    occurs = (ids == 0) & is_real.any(-1, keepdim=True)
+    occurs = (ids == 0) & (is_real.amax(-1, keepdim=True) > 0)
     return torch.where(occurs, first, count), torch.where(occurs, last, -1)
