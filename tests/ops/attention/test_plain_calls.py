@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from polyhead import Mask, Statistics, attention
-from polyhead.errors import DtypeError, MaskError, OptionError, ShapeError
+from polyhead.errors import BackendUnsupported, DtypeError, MaskError, OptionError, ShapeError
 from polyhead.ops.attention import api, plain_calls
 
 SHAPE = (2, 6, 19, 8)
@@ -300,3 +300,71 @@ def test_on_a_gpu_every_variant_of_a_known_kernel_is_launched_as_compiled() -> N
                 for name in NAMES:
                     one, other = (getattr(x.statistics, name) for x in (found, exact))
                     torch.testing.assert_close(one.double(), other, rtol=0.02, atol=0.02, equal_nan=True)
+
+
+def gradients_of(
+    inputs: list[Tensor], backend: str, *, terms: tuple[str, ...], rows: slice, **options: object
+) -> list[Tensor]:
+    """Gradients of query, key and value through these rows of the output and of statistics."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    statistics = terms[1:] or None
+    result = attention(*leaves, statistics=statistics, backend=backend, **options)
+    generator = torch.Generator().manual_seed(3)
+    total = torch.zeros((), device=leaves[0].device, dtype=torch.float64)
+    for name in terms:
+        x = result.output if name == "output" else getattr(result.statistics, name)
+        direction = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device)
+        total = total + (x.double() * direction)[:, :, rows].sum()
+    return list(torch.autograd.grad(total, leaves))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("terms", [("output",), ("output", "entropy", "mean_distance"), ("output", "max_logit")])
+@pytest.mark.parametrize("mask", [None, Mask.causal()], ids=["unmasked", "causal"])
+def test_on_a_gpu_gradients_of_small_calls_are_those_of_the_formula(
+    mask: Mask | None, terms: tuple[str, ...], kv_heads: int
+) -> None:
+    sound = on_gpu(2, 4, 150, 64, kv_heads=kv_heads)
+    broken = [x.clone() for x in sound]
+    broken[1][:, :, -20], broken[2][:, :, -10] = torch.nan, torch.inf
+    for inputs in (sound, transposed(sound, 1, 2), *([broken] if mask is not None else [])):
+        # Rows before the broken tokens: what those hold changes nothing. Queries after them have no gradient, or NaN,
+        # as the formula has.
+        rows, options = slice(0, 130), {"mask": mask, "scale": 0.3}
+        exact = [x.double().nan_to_num(0.0, 0.0, 0.0) for x in inputs]
+        expected = gradients_of(exact, "reference", terms=terms, rows=rows, **options)
+        for _ in range(2):
+            found = gradients_of(inputs, "auto", terms=terms, rows=rows, **options)
+            for one, other in zip(
+                (found[0][:, :, rows], *found[1:]), (expected[0][:, :, rows], *expected[1:]), strict=True
+            ):
+                assert float((one.double() - other).norm() / other.norm()) < 0.01
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_row_that_sees_a_broken_token_is_nan_with_gradients_as_well() -> None:
+    inputs = on_gpu(1, 2, 150, 64)
+    inputs[1][:, :, 100] = torch.inf
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    for statistics in (None, ("entropy",)):
+        result = attention(*leaves, mask=Mask.causal(), statistics=statistics)
+        assert result.output.requires_grad
+        assert result.output[:, :, :100].isfinite().all()
+        assert result.output[:, :, 100:].isnan().all()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_small_calls_have_no_second_derivative_and_keep_to_what_is_used() -> None:
+    leaves = [x.requires_grad_() for x in on_gpu(1, 2, 150, 64)]
+    for options, error in (({}, RuntimeError), ({"statistics": ("entropy",)}, BackendUnsupported)):
+        output = attention(*leaves, mask=Mask.causal(), **options).output
+        first = torch.autograd.grad(output.sum(), leaves, create_graph=True)
+        with pytest.raises(error):
+            torch.autograd.grad(sum(x.square().sum() for x in first), leaves)
+    result = attention(*leaves, mask=Mask.causal(), statistics=("entropy", "max_logit"))
+    (only_entropy,) = torch.autograd.grad(result.statistics.entropy.sum(), leaves[0])
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    formula = attention(*exact, mask=Mask.causal(), statistics=("entropy",))
+    (expected,) = torch.autograd.grad(formula.statistics.entropy.sum(), exact[0])
+    assert float((only_entropy.double() - expected).norm() / expected.norm()) < 0.01

@@ -24,7 +24,7 @@ from polyhead.ops.common.tracing import is_traced, is_transformed
 # bound by the host, and 1.5 to 1.8 times as long from 1.9 * 2^35 on.
 MIN_MULTIPLY_ADDS = 3 << 34
 _is_thread_local: dict[int, bool] = {}  # by device: the result of `_has_separate_plans`
-_aten = torch.ops.aten
+_backward_operator = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 
 
 def is_worth_it(query: Tensor, key: Tensor) -> bool:
@@ -127,7 +127,7 @@ def _run_backward(
     """
     with torch.cuda.stream(stream), torch.no_grad():
         unused = torch.zeros((), dtype=torch.int64, device=query.device)
-        return _aten._scaled_dot_product_cudnn_attention_backward(
+        return _backward_operator(
             *(grad_output, query, key, value, output, logsumexp.contiguous()[..., None]),
             *(unused, unused, None, None, None, query.shape[2], key.shape[2], 0.0, causal),
             scale=scale,
@@ -149,7 +149,7 @@ def _with_layout_of(x: Tensor, query: Tensor) -> Tensor:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Tensor:
-        output, logsumexp, *_ = _aten._scaled_dot_product_cudnn_attention(
+        output, logsumexp, *_ = torch._scaled_dot_product_cudnn_attention(
             query, key, value, None, True, 0.0, causal, scale=scale
         )
         ctx.save_for_backward(query, key, value, output, logsumexp)

@@ -232,6 +232,49 @@ _forward_operator.register_autograd(_run_backward, setup_context=kernel_call.sav
 _Attention = kernel_call.eager_function("_Attention", compute, _run_backward)
 
 
+def attend_under_band(call: KernelCall, *, finite: bool) -> AttentionOutput:
+    """Run the Hopper kernel, with gradients, for a call that `hopper_call` returns.
+
+    `finite`: keys and values are known to be finite. At small sizes the host takes longer than the kernels, and a node
+    of few arguments takes less of its time than that of the operator.
+    """
+    results = _BandAttention.apply(call.query, call.key, call.value, call, finite)
+    return as_output(results, call.names)
+
+
+class _BandAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: KernelCall, finite: bool
+    ) -> tuple[Tensor, ...]:
+        from polyhead.ops.attention.kernels import forward_hopper
+
+        mask, poison = call.mask, None
+        if not finite:
+            key, value, poison = without_nonfinite(key, value)
+            mask = mask._replace(poison=poison)
+        call = KernelCall(query, key, value, mask, call.scale, names=call.names)
+        rows = row_poison(mask, query.shape[2])
+        output, logsumexp, statistics = forward_hopper.forward(call, row_poison=rows, names=call.names)
+        results = output, logsumexp, *statistics.values()
+        # Absent gradients stay None: which gradients are present decides which kernel can run.
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(query, key, value, poison, *results)
+        ctx.options = call.mask._replace(poison=None), call.scale, call.names
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        query, key, value, poison, output, logsumexp, *statistics = ctx.saved_tensors
+        mask, scale, names = ctx.options
+        call = KernelCall(query, key, value, mask._replace(poison=poison), scale, names=names)
+        grad_output = torch.zeros_like(output) if grads[0] is None else grads[0]
+        results = grad_output, output, logsumexp, grads[1], list(grads[2:]), statistics, [False] * 4
+        if torch.is_grad_enabled():
+            return *_backward_operator(*call.flat(), *results), None, None
+        return *fused_backward.gradients(call, *results), None, None
+
+
 def _backward(*arguments: Any) -> list[Tensor]:
     return fused_backward.gradients(KernelCall.from_flat(arguments[:FLAT]), *arguments[FLAT:])
 

@@ -72,7 +72,7 @@ def attend(
             _known.clear()
         known = _known[properties] = _fast_paths(query, key, value, mask)
     is_supported, hopper_call = known
-    if hopper_call is not None and _can_run(query, key, value, scale):  # type: ignore[arg-type]
+    if hopper_call is not None and _can_run(query, key, value, scale) and not records_gradients(query, key, value):  # type: ignore[arg-type]
         return _run(hopper_call, query, key, value, mask, scale, finite)  # type: ignore[arg-type]
     output = straight(query, key, value, scale, mask is not None, finite) if is_supported else None  # type: ignore[arg-type]
     return None if output is None else AttentionOutput(output, backend="sdpa")
@@ -91,9 +91,10 @@ def attend_with_statistics(
     if not query.is_cuda or not _is_hashable(statistics):
         return None
     properties = _properties(query, key, value, mask, scale)
-    if properties is None or records_gradients(query, key, value):
+    if properties is None:
         return None
-    properties = (*properties, statistics)
+    with_gradients = records_gradients(query, key, value)
+    properties = (*properties, statistics, with_gradients)
     if properties not in _known_statistics:
         if len(_known_statistics) >= _MOST_KNOWN:
             _known_statistics.clear()
@@ -102,7 +103,7 @@ def attend_with_statistics(
     known = _known_statistics[properties]
     if known is None or not _can_run(query, key, value, scale):  # type: ignore[arg-type]
         return None
-    return _run(known, query, key, value, mask, scale, finite)  # type: ignore[arg-type]
+    return _run(known, query, key, value, mask, scale, finite, with_gradients=with_gradients)  # type: ignore[arg-type]
 
 
 def _hopper_call(request: AttentionRequest) -> _HopperCall | None:
@@ -114,7 +115,7 @@ def _hopper_call(request: AttentionRequest) -> _HopperCall | None:
 def _can_run(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
     """Return True if the Hopper kernel can run this call, given that it can run one with these sizes and strides."""
     is_aligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0
-    return is_aligned and (scale is None or scale > 0) and not records_gradients(query, key, value)
+    return is_aligned and (scale is None or scale > 0)
 
 
 def _run(
@@ -125,6 +126,8 @@ def _run(
     mask: Mask | None,
     scale: float | None,
     finite: bool,
+    *,
+    with_gradients: bool = False,
 ) -> AttentionOutput:
     """Run the Hopper kernel."""
     from polyhead.ops.attention.kernels.forward_hopper import forward
@@ -132,6 +135,8 @@ def _run(
     packed, names = known
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     call = KernelCall(query, key, value, packed, factor, names=names)
+    if with_gradients:
+        return fused.attend_under_band(call, finite=finite or mask is None)
     output, logsumexp, rows = forward(call, names=names, finite=finite or mask is None)
     return as_output([output, logsumexp, *rows.values()], names)
 

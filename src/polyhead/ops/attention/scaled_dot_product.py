@@ -25,7 +25,6 @@ from polyhead.ops.attention import cudnn_backward
 from polyhead.ops.common.tracing import is_exporting, is_transformed
 
 _NAMES = {backend.value: name.removesuffix("_ATTENTION").lower() for name, backend in SDPBackend.__members__.items()}
-_aten = torch.ops.aten
 
 
 def scaled_dot_product(
@@ -67,7 +66,7 @@ def scaled_dot_product(
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
     if name == "efficient":
         return _efficient(query, key, value, mask, dropout, causal, scale)
-    return _aten._scaled_dot_product_attention_math(
+    return torch._scaled_dot_product_attention_math(
         query, key, value, mask, dropout, causal, None, scale=scale, enable_gqa=grouped
     )[0]
 
@@ -138,7 +137,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bo
     padding = -head_dim % 8
     if padding:
         query, key, value = (F.pad(x, (0, padding)) for x in (query, key, value))
-    output = _aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, scale=scale)[0]
+    output = torch._scaled_dot_product_flash_attention(query, key, value, dropout, causal, scale=scale)[0]
     return output[..., :head_dim] if padding else output
 
 
@@ -152,4 +151,4 @@ def _efficient(
         if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
             mask = F.pad(mask.contiguous(), (0, -keys % 8))[..., :keys]
         mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], keys)
-    return _aten._scaled_dot_product_efficient_attention(query, key, value, mask, True, dropout, causal, scale=scale)[0]
+    return torch._scaled_dot_product_efficient_attention(query, key, value, mask, True, dropout, causal, scale=scale)[0]

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import flash_sdp_enabled
 
+from polyhead.ops.attention import causal_flash
 from polyhead.ops.attention.scaled_dot_product import kernel_name, records_gradients, scaled_dot_product
 from polyhead.ops.attention.tiled_softmax import attend
 from polyhead.ops.common.kernel_call import with_dense_rows
@@ -162,10 +163,15 @@ def straight(
         return None  # `attention` handles empty tensors
     elif not _is_flash_sure(query) and kernel_name(query, key, value, None, 0.0, causal, grouped=grouped) == "math":
         return None
-    poison, is_checked = None, causal and not finite
-    recomputes = is_checked and _can_recompute(query, key, value)
-    if is_checked and not recomputes:
-        key, value, poison = without_nonfinite(key, value)
+    poison, recomputes = None, False
+    if causal and not finite:
+        if query.is_cuda and records_gradients(query, key, value):
+            if causal_flash.can_serve(query, key, value):
+                return causal_flash.attend(query, key, value, scale)
+        else:
+            recomputes = _can_recompute(query, key, value)
+        if not recomputes:
+            key, value, poison = without_nonfinite(key, value)
     output = scaled_dot_product(query, key, value, None, 0.0, causal, scale=scale, grouped=grouped)
     if recomputes:
         from polyhead.ops.attention.kernels.nonfinite_rows import recompute_nonfinite_rows
@@ -178,8 +184,11 @@ def straight(
 
 
 def _can_recompute(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return True if rows that are not finite can be recomputed after PyTorch's forward, instead of cleaned inputs."""
-    if not can_launch(query) or records_gradients(query, key, value) or query.shape[-1] > 256:
+    """Return True if rows that are not finite can be recomputed after PyTorch's forward, instead of cleaned inputs.
+
+    The caller checks that no gradients are recorded.
+    """
+    if not can_launch(query) or query.shape[-1] > 256:
         return False
     is_cast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") is not query.dtype
     is_dense = query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
