@@ -66,7 +66,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--gpu-record", type=Path, help="write a record of the run to this file")
     group.addoption("--gpu-seconds", type=float, default=None, help="start no test after so many seconds")
     group.addoption(
-        "--gpu-continue", type=Path, help="run what this record of the same sources names as not run, and add"
+        "--gpu-continue", type=Path, help="run what this record of the same sources names as failed or not run, and add"
     )
     group.addoption("--gpu-commit", default=None, help="the commit that is tested, where git cannot be asked")
 
@@ -83,8 +83,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = [item for item in items if item.get_closest_marker("gpu") is not None]
     earlier = _earlier(config)
     if earlier is not None:
-        others += [item for item in chosen if item.nodeid not in earlier["not run"]]
-        chosen = [item for item in chosen if item.nodeid in earlier["not run"]]
+        left = {*earlier["not run"], *earlier["failures"]}
+        others += [item for item in chosen if item.nodeid not in left]
+        chosen = [item for item in chosen if item.nodeid in left]
     workers = getattr(config, "workerinput", {}).get("workercount", 1)
     names = [item.nodeid for item in chosen]
     items[:] = [chosen[place] for place in slow_first(names, expected_seconds(names), workers)]
@@ -282,11 +283,11 @@ class Report:
         seconds, reasons = time.perf_counter() - self.began, self.reasons
         earlier = _earlier(self.config)
         if earlier is not None:
-            counts.update({name: count for name, count in earlier["counts"].items() if name != "not run"})
+            # What failed before has run again, or counts as not run: its outcome is that of this run.
+            counts.update({name: earlier["counts"][name] for name in ("passed", "skipped")})
             reasons = reasons + Counter({name: x for name, x in earlier["skipped"].items() if name != OUT_OF_TIME})
-            is_whole, is_green = is_whole and earlier["whole"], is_green and earlier["green"]
-            failures, seconds = [*failures, *earlier["failures"]], seconds + earlier["seconds"]
-            not_run |= set(earlier["not run"]) - self.outcomes.keys()
+            is_whole, seconds = is_whole and earlier["whole"], seconds + earlier["seconds"]
+            not_run |= {*earlier["not run"], *earlier["failures"]} - self.outcomes.keys()
         return {
             "commit": self.config.getoption("--gpu-commit") or _commit(),
             "sources": sources_hash(),

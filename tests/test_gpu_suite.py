@@ -189,6 +189,19 @@ def test_a_record_is_continued(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     failed = record_of([reported("b", "failed"), reported("c", "passed")], monkeypatch, tmp_path, **options)
     assert (failed["full"], failed["green"], failed["failures"]) == (True, False, ["b"])
 
+    # A test that failed is run again, after a change of the test alone.
+    path.write_text(json.dumps(failed))
+    items = [SimpleNamespace(nodeid=name, get_closest_marker=lambda name: True) for name in "abc"]
+    gpu_suite.pytest_collection_modifyitems(config, items)  # type: ignore[arg-type]
+    assert [item.nodeid for item in items] == ["b"]
+    mended = record_of([reported("b", "passed")], monkeypatch, tmp_path, **options)
+    assert mended["counts"] == {"passed": 3, "failed": 0, "error": 0, "skipped": 0, "not run": 0}
+    assert (mended["full"], mended["green"], mended["failures"]) == (True, True, [])
+    again = record_of([reported("b", "failed")], monkeypatch, tmp_path, **options)
+    assert (again["counts"]["failed"], again["green"], again["failures"]) == (1, False, ["b"])
+    nothing = record_of([reported("a", "passed")], monkeypatch, tmp_path, **options)
+    assert (nothing["not run"], nothing["full"]) == (["b"], False)
+
     path.write_text(json.dumps({**first, "sources": "others"}))
     with pytest.raises(pytest.UsageError, match="a record of other sources; run all GPU tests again"):
         record_of([], monkeypatch, tmp_path, **options)
