@@ -35,6 +35,7 @@ SURGERY = "surgery-"
 PLAN = "plan-"
 RECORDED = "recorded-"
 GPU_SUITE = "gpu-suite-"
+REPLACED = "replaced-"
 STATEMENTS = "statements-"
 COLUMNS = "| polyhead | baseline | baseline time | ratio [95% CI] | bound |"
 TRAINING_HEADER = {
@@ -80,7 +81,7 @@ def results_page(page: str, results: Path = RESULTS) -> str:
 
 
 def _layers(results: Path) -> str:
-    others = (STATISTICS, INSPECTION, VIEWER, VARIANTS, SURGERY, PLAN, RECORDED, GPU_SUITE)
+    others = (STATISTICS, INSPECTION, VIEWER, VARIANTS, SURGERY, PLAN, RECORDED, GPU_SUITE, REPLACED)
     paths = [path for path in sorted(results.glob("*.json")) if not path.name.startswith(others)]
     return _joined(_section(path, "batch x n x d_model x heads") for path in paths)
 
@@ -236,6 +237,7 @@ def _dynamic_heads(path: Path) -> str:
 SECTIONS: dict[str, Callable[[Path], str]] = {
     "layers": _layers,
     "recorded": _each(f"{RECORDED}*.json", _recorded),
+    "replaced": _timed(REPLACED, "shape"),
     "statistics": _timed(STATISTICS, "batch x heads x n x d"),
     "inspection": _timed(INSPECTION, "model and text"),
     "statements": _statements,

@@ -281,6 +281,7 @@ class Report:
         failures = [name for name, outcome in self.outcomes.items() if outcome in ("failed", "error")]
         not_run = {name for name, outcome in self.outcomes.items() if outcome == "not run"}
         seconds, reasons = time.perf_counter() - self.began, self.reasons
+        slowest, files = self.seconds, self.files()
         earlier = _earlier(self.config)
         if earlier is not None:
             # What failed before has run again, or counts as not run: its outcome is that of this run.
@@ -288,6 +289,7 @@ class Report:
             reasons = reasons + Counter({name: x for name, x in earlier["skipped"].items() if name != OUT_OF_TIME})
             is_whole, seconds = is_whole and earlier["whole"], seconds + earlier["seconds"]
             not_run |= {*earlier["not run"], *earlier["failures"]} - self.outcomes.keys()
+            slowest, files = Counter(earlier["slowest"]) | slowest, Counter(earlier["by file"]) + files
         return {
             "commit": self.config.getoption("--gpu-commit") or _commit(),
             "sources": sources_hash(),
@@ -303,9 +305,9 @@ class Report:
             "seconds": round(seconds),
             "seconds before the first test": round(self.first or 0.0),
             "workers": self.config.getoption("numprocesses", None) or 0,
-            "compiled": compiled(Path(os.environ[LOGS])),
-            "slowest": {name: round(seconds, 1) for name, seconds in self.seconds.most_common(KEPT)},
-            "by file": {path: round(seconds) for path, seconds in self.files().most_common()},
+            "compiled": compiled(Path(os.environ[LOGS])) if earlier is None else earlier["compiled"],
+            "slowest": {name: round(seconds, 1) for name, seconds in slowest.most_common(KEPT)},
+            "by file": {path: round(seconds) for path, seconds in files.most_common()},
             "machine": _machine(),
         }
 
