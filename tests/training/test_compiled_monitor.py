@@ -121,14 +121,10 @@ def in_place(model: nn.Module, backend: str = "eager") -> nn.Module:
     return model
 
 
-def layer_by_layer(model: nn.Module, backend: str = "aot_eager") -> nn.Module:
+def layer_by_layer(model: nn.Module, backend: str = "eager") -> nn.Module:
     for layer in _layers(model):
         layer.compile(backend=backend)
     return model
-
-
-def traced_layers(model: nn.Module) -> nn.Module:
-    return layer_by_layer(model, "eager")
 
 
 def their_forwards(model: nn.Module, backend: str = "eager") -> nn.Module:
@@ -218,7 +214,7 @@ def compiled(shared: list[Compiled]) -> Compiled:
 
 @pytest.mark.parametrize(
     ("create", "wrap"),
-    [(llama, layer_by_layer), (gpt2, traced_layers), (bert, in_place), (checkpointed, attention_alone),
+    [(llama, layer_by_layer), (gpt2, layer_by_layer), (bert, in_place), (checkpointed, attention_alone),
      (bert, their_forwards)],
 )  # fmt: skip
 def test_values_are_those_of_eager_mode_in_one_graph_without_a_break(create, wrap):
