@@ -13,7 +13,7 @@ import sys
 import tempfile
 import types
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,7 @@ def _reaches(function: types.FunctionType, names: frozenset[str]) -> bool:
     waiting, seen = [function], {function}
     while waiting:
         current = waiting.pop()
-        mentioned = set(_names(current.__code__))
+        mentioned = _names(current.__code__)
         if mentioned & names and mentioned & {"torch", *names} - {"compile", "export"}:  # re.compile is another
             return True
         for name in mentioned:
@@ -152,11 +152,10 @@ def _reaches(function: types.FunctionType, names: frozenset[str]) -> bool:
     return False
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+@cache
+def _names(code: types.CodeType) -> frozenset[str]:
+    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset(code.co_names).union(*inner)
 
 
 # ---- what was not run

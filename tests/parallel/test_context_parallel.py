@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -466,14 +467,16 @@ def leave_one_out(check: bool) -> float:
     """Let rank 1 not make the call; return the seconds after which the others raise."""
     local = [shard_sequence(x, dim=2) for x in heads()]
     start = time.monotonic()
+    store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
-        time.sleep(2.0)
+        store.wait(["raised"], timedelta(seconds=30))
     else:
         with pytest.raises(CommunicationError) as caught:
             context_attention(*local, method="ring", check=check)
         words = str(caught.value)
         assert words.startswith("every rank of the group must make the same calls")
         assert f"rank {dist.get_rank()} of 2 got no answer from rank 1" in words
+        store.set("raised", "")
     return time.monotonic() - start
 
 

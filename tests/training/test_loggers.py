@@ -130,7 +130,8 @@ def test_a_writer_of_a_trainer_is_used_and_left_open(tmp_path):
 def test_wandb_has_scalars_names_and_one_picture_per_step_offline(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb", reason="needs wandb: pip install 'polyhead[train]'")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    with wandb.init(mode="offline", dir=tmp_path, project="heads") as run:
+    quick = wandb.Settings(x_save_requirements=False)  # the list of all installed packages
+    with wandb.init(mode="offline", dir=tmp_path, project="heads", settings=quick) as run:
         logged = []
         log = run.log
         monkeypatch.setattr(run, "log", lambda values: (logged.append(values), log(values)))
