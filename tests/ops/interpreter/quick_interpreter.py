@@ -249,7 +249,7 @@ class _Recorder:
     def __init__(self, builder: Any, operands: list[Any]) -> None:
         self._builder = builder
         self.values = [x.handle for x in operands]
-        self.steps: list[tuple[Callable[..., Any], tuple[int, ...], int]] = []
+        self.steps: list[tuple[str, tuple[int, ...], int]] = []
         self.constants: set[int] = set()
         self.is_replayable = True  # no value was read and no tensor is hidden in a list
 
@@ -262,13 +262,13 @@ class _Recorder:
             result = function(*arguments, **options)
             is_tensor = isinstance(result, interpreter.TensorHandle)
             if is_tensor or not name.startswith("get_"):  # others return types
-                self._record(name, function, arguments, result)
+                self._record(name, arguments, result)
                 self.is_replayable &= (is_tensor or result is None) and not options
             return result
 
         return recorded
 
-    def _record(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], result: Any) -> None:
+    def _record(self, name: str, arguments: tuple[Any, ...], result: Any) -> None:
         places = []
         for x in arguments:
             if isinstance(x, interpreter.TensorHandle):
@@ -279,7 +279,7 @@ class _Recorder:
         is_constant = name.startswith(PURE) and self.constants.issuperset(places)
         place = self._add(result, is_constant)
         if not is_constant:
-            self.steps.append((function, tuple(places), place))
+            self.steps.append((name, tuple(places), place))
 
     def _add(self, value: Any, is_constant: bool) -> int:
         self.values.append(value)
@@ -322,8 +322,8 @@ def _replayed(member: Callable[..., Any]) -> Callable[..., Any]:
         if not steps:
             return operands[place] if place < len(operands) else _tensor(values[place - len(operands)].data, kind)
         values = [*[x.handle for x in operands], *values]
-        for function, places, at in steps:
-            values[at] = function(*[values[i] for i in places])
+        for name, places, at in steps:
+            values[at] = getattr(interpreter.interpreter_builder, name)(*[values[i] for i in places])
         return operands[place] if place < len(operands) else core.tensor(values[place], kind)
 
     return call

@@ -190,11 +190,11 @@ def check_what_depends_on_more_than_types(at: Callable[[int], Any]) -> None:
     full, where, maximum, load, store, index = (
         _replayed(x) for x in (tl.full, tl.where, tl.maximum, tl.load, tl.store, tl.program_id)
     )
-    condition, number = tensor(tl.int1, [64]), tensor(tl.int32, [64])
+    condition, flag = tensor(tl.int1, [64]), tensor(tl.int1, [64])
     for value in (0.0, -0.0, 0, False, 1, True, 1.0, 2.5):
         dtype = {bool: tl.int1, int: tl.int32, float: tl.float32}[type(value)]
         assert_equal(full([4], value, dtype), by_triton(tl.full)([4], value, dtype), str(value))
-        assert_equal(where(condition, number, value), by_triton(tl.where)(condition, number, value), str(value))
+        assert_equal(where(condition, flag, value), by_triton(tl.where)(condition, flag, value), str(value))
     one, other = (tensor(tl.int32, [64]) for _ in range(2))
     for pair in ((one, one), (one, other), (other, one)):
         assert_equal(maximum(*pair), by_triton(tl.maximum)(*pair), "maximum")
