@@ -21,6 +21,7 @@ from polyhead.ops.common.statistics import NAMES, POSITIONAL, RowStatistics
 from tests.gradients import FAST, of_one_vector
 from tests.ops.attention.test_blockwise import Allocations
 from tests.ops.oracle import Scene, Who, normal, scenes
+from tests.pairs import latin
 
 OURS = ("reference", "blockwise")
 ALL = (*OURS, "sdpa")
@@ -179,11 +180,10 @@ def plain_scene(queries: int, keys: int, who: Who, seed: int = 0) -> Scene:
     return Scene(*(normal(*shape, seed=seed + index) for index, shape in enumerate(shapes)), who=who)
 
 
+# Each mask with each backend and, in one backend or the other, with each size.
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("backend", ALL)
-def test_every_kind_of_mask_gives_the_statistics_of_its_definition(backend: str, size: str, mask: str) -> None:
+@pytest.mark.parametrize(("mask", "backend", "size"), latin(MASKS, ALL, SIZES, each=2))
+def test_every_kind_of_mask_gives_the_statistics_of_its_definition(mask: str, backend: str, size: str) -> None:
     queries, keys = SIZES[size]
     assert_as_defined(
         plain_scene(queries, keys, MASKS[mask](queries, keys)), backend, Statistics(sink_keys=2, window=3)
