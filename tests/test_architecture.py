@@ -324,9 +324,9 @@ def test_no_public_name_of_a_package_is_that_of_a_submodule(exports):
 # Neighbours in the alphabet end up far apart in the last order, the same way on every machine.
 @pytest.mark.parametrize(
     "order",
-    [sorted, lambda names: sorted(names, reverse=True),
+    [lambda names: sorted(names, reverse=True),
      lambda names: sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())],
-    ids=["forwards", "backwards", "shuffled"],
+    ids=["backwards", "shuffled"],
 )  # fmt: skip
 def test_no_submodule_takes_the_place_of_a_public_name(order, run_fork):
     program = f"""

@@ -20,9 +20,6 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import IO, Any, NamedTuple, NoReturn
 
-import numpy as np
-import torch
-
 TIME_LIMIT = 900.0  # seconds; a check takes a few
 
 
@@ -45,6 +42,7 @@ def call_of(check: Callable[..., object], arguments: tuple[Any, ...], options: d
 
 def _import_what_checks_use() -> None:
     """Import and rewrite every kernel, and other slow modules, before the first fork."""
+    import torch  # noqa: F401
     from triton.runtime.interpreter import InterpretedFunction
 
     import polyhead.ops
@@ -53,7 +51,7 @@ def _import_what_checks_use() -> None:
     quick_interpreter.install()
     modules = pkgutil.walk_packages(polyhead.ops.__path__, "polyhead.ops.")
     kernels = [module.name for module in modules if ".kernels." in module.name]
-    for name in ("hypothesis", "torch._inductor.compile_fx", *kernels):
+    for name in ("hypothesis", "torch._dynamo", *kernels):
         # A missing module is reported by the check that needs it.
         with suppress(ImportError):
             module = importlib.import_module(name)
@@ -102,8 +100,9 @@ def _run(request: Request, output: IO[bytes]) -> NoReturn:
         os.environ.clear()
         os.environ.update(request.environment)
         random.seed(request.seed)
-        np.random.seed(request.seed)
-        torch.manual_seed(request.seed)
+        if torch := sys.modules.get("torch"):
+            torch.manual_seed(request.seed)
+            sys.modules["numpy"].random.seed(request.seed)
         check, arguments, options = pickle.loads(request.call)
         check(*arguments, **options)
         exit_code = 0

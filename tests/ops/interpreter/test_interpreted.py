@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import random
-import signal
 import time
 from unittest import mock
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from tests.ops.interpreter import interpreted
+from tests.ops.interpreter.bare_checks import check_sum, end_the_process_that_serves
 from tests.ops.interpreter.interpreted import Interpreter, in_the_interpreter
 
 
@@ -21,11 +21,6 @@ def failure_of(check, *arguments) -> str:
     with pytest.raises(pytest.fail.Exception) as failure:
         in_the_interpreter(check, *arguments)
     return str(failure.value)
-
-
-def check_sum(first: int, *, second: int) -> None:
-    print(first + second)
-    assert first + second == 5, "the sum is not 5"
 
 
 def test_a_check_is_given_what_it_was_called_with() -> None:
@@ -45,11 +40,6 @@ def test_a_failing_check_reports_its_output_and_full_traceback() -> None:
 
 def crash() -> None:
     ctypes.string_at(0)
-
-
-def end_the_process_that_serves() -> None:
-    os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(60)
 
 
 def test_a_check_that_crashes_is_reported_and_the_next_one_runs() -> None:
