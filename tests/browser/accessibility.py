@@ -6,8 +6,8 @@ from functools import cache
 from typing import Any
 
 SERIOUS = ("serious", "critical")
-# Passed rules are not listed per node, which would take most of the time.
-ONLY = {"resultTypes": ["violations"]}
+# Passed rules are not listed per node, which would take most of the time; no rule needs a style sheet or a video.
+ONLY = {"resultTypes": ["violations"], "preload": False}
 # Rules about languages, names and text alternatives, which a translation can break.
 OF_WORDS = ("cat.language", "cat.name-role-value", "cat.forms", "cat.text-alternatives")
 # Visible elements with words of their own, one for each tag, class, colour and size of the words, and everything that

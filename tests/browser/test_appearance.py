@@ -101,7 +101,7 @@ def test_chinese_glyphs_are_drawn(open_page, keep_picture):
 
 @pytest.mark.parametrize("language", ["en", "zh"])
 def test_the_page_never_scrolls_sideways(open_page, keep_picture, language):
-    widths = (360, 390, 1280)
+    widths = (360, 1280)
     opened = open_page(view=f"overview?lang={language}", viewport=(widths[0], 740))
     for view in VIEWS:
         opened.go(view)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from typer.testing import CliRunner
 
-from polyhead.cli import app
+from polyhead.cli import app, main
 from polyhead.inspection import load_inspection
 from polyhead.inspection.run_files import OBSERVATIONS, SHARDS
 from polyhead.inspection.text_pass import TextPass
@@ -25,7 +26,6 @@ from tests.inspection.small_models import model_folder, text_folder
 from tests.workflows.merged_runs import assert_same_inspection, assert_same_observations
 
 pytest.importorskip("pyarrow")
-ROOT = Path(__file__).parents[2]
 OPTIONS = ["--context", 48, "--batch", 100, "--tokens", 700, "--importance", "none", "--no-chance", "--device", "cpu"]
 
 
@@ -35,18 +35,25 @@ def invoke(*arguments: object, code: int = 0):
     return result
 
 
-def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run `polyhead` in two processes of `torchrun`."""
-    # A rendezvous of its own on a free port, so that several tests can run at once.
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.run(
-        [*launcher, "-m", "polyhead", *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "COLUMNS": "150"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+def torchrun(*arguments: object) -> tuple[int | None, str, str]:
+    """Run `polyhead` in two forks of the launcher of `torchrun --standalone`: exit code, stdout and stderr."""
+
+    def rank() -> None:
+        try:
+            main()
+        except SystemExit as end:
+            assert end.code in (None, 0), end.code  # noqa: PT017 - the launcher ends with this rank's exit code
+
+    def launch() -> None:
+        sys.argv = ["polyhead", *map(str, arguments)]
+        # A rendezvous of its own on a free port, so that several tests can run at once.
+        rendezvous = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": str(uuid.uuid4())}
+        elastic_launch(LaunchConfig(1, 1, 2, **rendezvous, max_restarts=0, start_method="fork"), rank)()
+        raise SystemExit(0)
+
+    command = Forked(arguments, launch)
+    out, said = command.end()
+    return command.returncode, out, said
 
 
 def launched(store: dist.TCPStore, arguments: Sequence[object], rank: int, before: Callable[[], object]) -> Forked:
@@ -106,10 +113,10 @@ def test_the_shard_of_a_killed_process_is_redone_and_the_result_is_that_of_one(p
     assert f"or torchrun --nproc-per-node 2 -m polyhead inspect --resume {run}" in said
     said = invoke("report", run, code=2).stderr
     assert "whose run is not finished; continue it with --resume" in said
-    resumed = torchrun("inspect", "--resume", run)
-    assert resumed.returncode == 0, resumed.stderr
-    assert resumed.stdout.count("Main findings") == 1  # of the first rank alone
-    assert f"Saved to {run}: heads.parquet" in resumed.stdout
+    code, shown, said = torchrun("inspect", "--resume", run)
+    assert code == 0, said
+    assert shown.count("Main findings") == 1  # of the first rank alone
+    assert f"Saved to {run}: heads.parquet" in shown
     assert_same_observations(run, place / "whole")
     assert_same_inspection(load_inspection(run), load_inspection(place / "whole"))
     assert sorted(x.name for x in run.iterdir()) == sorted(x.name for x in (place / "whole").iterdir())

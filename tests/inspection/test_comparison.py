@@ -103,9 +103,9 @@ def test_a_model_does_not_differ_from_itself(loaded, run, tmp_path):
 
 
 def test_two_halves_of_a_text_do_not_differ(loaded):
-    """About half of the p-values of three draws of two texts are below one half, and nothing is reported."""
+    """About half of the p-values of two draws of two texts are below one half, and nothing is reported."""
     p: list[float] = []
-    for seed in (1, 2, 3):
+    for seed in (1, 2):
         both = documents(24, seed)
         found = compare(inspected(loaded, both[::2]), inspected(loaded, both[1::2]))
         assert (found.paired, found.samples) == (False, (12, 12))
@@ -119,8 +119,8 @@ def test_two_halves_of_a_text_do_not_differ(loaded):
 
 def test_few_documents_are_compared_by_context(loaded):
     text = [" ".join(documents(8, seed=4))]
-    found = compare(inspected(loaded, text), inspected(loaded, text, layers=(0,)))
-    contexts = inspected(loaded, text, layers=(0,)).facts["contexts"]
+    one_layer = inspected(loaded, text, layers=(0,))
+    found, contexts = compare(inspected(loaded, text), one_layer), one_layer.facts["contexts"]
     assert (found.paired, found.samples, found.over) == (True, (contexts, contexts), ("contexts", "contexts"))
 
 

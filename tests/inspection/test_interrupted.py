@@ -169,7 +169,6 @@ def command_of(model: Path, text: Path, folder: Path) -> list[str]:
     [
         ("bert", signal.SIGINT, 130, "Interrupted"),
         ("t5", signal.SIGTERM, 143, "polyhead inspect: terminated"),
-        ("llama", signal.SIGKILL, -9, ""),
     ],
 )
 def test_a_signal_at_any_moment_leaves_whole_batches(models, text, tmp_path, name, sent, code, words):

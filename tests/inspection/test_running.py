@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from polyhead.analysis.importance import gradient_scores
 from polyhead.analysis.roles import RoleScore
@@ -225,9 +226,9 @@ def test_pairs_of_layers_are_measured_also_where_they_were_picked_by_a_projectio
 @pytest.mark.parametrize("name", ["bert", "t5"])
 def test_only_batches_with_sampled_tokens_are_read_again(folders, text, monkeypatch, name):
     settings = Settings(
-        str(folders[name]), str(text), context=48, batch_tokens=60, tokens=500, importance="none", chance=False
+        str(folders[name]), str(text), context=48, batch_tokens=60, tokens=300, importance="none", chance=False
     )
-    monkeypatch.setattr("polyhead.inspection.cross_layer_similarity.TOKENS", 7)
+    monkeypatch.setattr("polyhead.inspection.cross_layer_similarity.TOKENS", 4)
     every = inspect_model(settings)
     monkeypatch.setattr(
         "polyhead.inspection.cross_layer_similarity.sample_of", functools.partial(sample_of, max_bytes=0)
@@ -235,7 +236,7 @@ def test_only_batches_with_sampled_tokens_are_read_again(folders, text, monkeypa
     steps: list[Progress] = []
     picked = inspect_model(settings, progress=steps.append)
     read = [now for now in steps if now.step == "compare heads across layers"]
-    assert 0 < read[-1].total < picked.facts["tokens"]  # at most seven batches
+    assert 0 < read[-1].total < picked.facts["tokens"]  # at most four batches
     assert sum(now.done == 0 for now in read) == 1  # and not all of them afterwards
     exact = {(pair.one, pair.other): pair.cosine for pair in every.pairs}
     common = [pair for pair in picked.pairs if (pair.one, pair.other) in exact]
@@ -481,15 +482,16 @@ def test_a_killed_run_goes_on_bit_by_bit(folders, text, tmp_path):
     code, _, said = stopped_when(file, signal.SIGKILL, command)
     assert file.exists(), said
     assert code == -signal.SIGKILL
-    before = read_facts(file)["batches"]
+    counts = [x.amax() for name, x in load_file(file).items() if name.endswith("statistics.moments.count")]
+    before, tokens = (read_facts(file)[name] for name in ("batches", "tokens"))
+    assert [int(x) for x in counts] == [tokens, tokens]  # whole batches, in both layers
     settings = Settings.from_dict(read_facts(file)["settings"])
     for folder in ("killed", "whole"):
         place = tmp_path / folder
         inspect_model(settings, folder=place, resume=folder == "killed")
     total = read_facts(tmp_path / "whole" / OBSERVATIONS)["batches"]
     assert 0 < before < total == read_facts(file)["batches"]
-    from safetensors.torch import load_file
-
+    assert file.read_bytes() == (tmp_path / "whole" / OBSERVATIONS).read_bytes()
     one, other = (load_file(tmp_path / folder / OBSERVATIONS) for folder in ("killed", "whole"))
     assert one.keys() == other.keys()
     for name in one:

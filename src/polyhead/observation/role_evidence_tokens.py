@@ -178,11 +178,11 @@ def _inside_by_offset(indices: Tensor, counted: Tensor, present: Tensor) -> Tens
     batch, length = indices.shape
     inside, pairs = torch.zeros(2, batch, BINS, dtype=torch.float64, device=indices.device)
     center = NEAR + 1
-    for offset in range(1, min(NEAR, length - 1) + 1):
-        same = (indices[:, offset:] == indices[:, :-offset]) & counted[:, offset:]
-        inside[:, center - offset] = inside[:, center + offset] = same.sum(-1)
-        pairs[:, center - offset] = (counted[:, offset:] & present[:, :-offset]).sum(-1)
-        pairs[:, center + offset] = (counted[:, :-offset] & present[:, offset:]).sum(-1)
+    later_counted, later_present = _following(counted), _following(present)
+    same = ((_following(indices) == indices[..., None]) & later_counted).sum(1)
+    inside[:, center + 1 : -1], inside[:, 1:center] = same, same.flip(-1)
+    pairs[:, center + 1 : -1] = (counted[..., None] & later_present).sum(1)
+    pairs[:, 1:center] = (present[..., None] & later_counted).sum(1).flip(-1)
     # Farther pairs are the remainder of all pairs, of which a segment of n tokens has n (n - 1) / 2 on each side.
     sizes = torch.zeros(batch, length + 1, dtype=torch.float64, device=indices.device)
     sizes = sizes.scatter_add(1, torch.where(counted, indices + 1, 0), counted.to(torch.float64))[:, 1:]
@@ -192,6 +192,11 @@ def _inside_by_offset(indices: Tensor, counted: Tensor, present: Tensor) -> Tens
         inside[:, far] = (sizes * (sizes - 1)).sum(-1) / 2 - inside[:, side].sum(-1)
         pairs[:, far] = (others * counted).sum(-1) - pairs[:, side].sum(-1)
     return inside / pairs.clamp_min(1.0)
+
+
+def _following(values: Tensor) -> Tensor:
+    """Return the values of the `NEAR` tokens after each one, [batch, tokens, NEAR]; 0 past the end."""
+    return torch.nn.functional.pad(values, (0, NEAR)).unfold(-1, NEAR + 1, 1)[..., 1:]
 
 
 def _occurrences(tokens: Tensor, counted: Tensor, *, both_ways: bool) -> tuple[Pairs, Pairs]:
@@ -237,11 +242,11 @@ def _mean_cosines(vectors: Tensor, tokens: Tensor, ordinary: Tensor) -> Tensor:
     batch, length = tokens.shape
     vectors = vectors.to(torch.float64)
     sums, counts = vectors.new_zeros(batch, 3, NEAR + 1), vectors.new_zeros(batch, 1, NEAR + 1)
+    different = ordinary[..., None] & _following(ordinary) & (_following(tokens) != tokens[..., None])
+    counts[:, 0, 1:] = different.sum(1)
     for offset in range(1, min(NEAR, length - 1) + 1):
-        different = ordinary[:, offset:] & ordinary[:, :-offset] & (tokens[:, offset:] != tokens[:, :-offset])
         cosines = (vectors[:, offset:] * vectors[:, :-offset]).sum(-1)
-        sums[:, :, offset] = (cosines * different[..., None]).sum(1)
-        counts[:, 0, offset] = different.sum(1)
+        sums[:, :, offset] = (cosines * different[:, :-offset, offset - 1 : offset]).sum(1)
     # Number of pairs of equal tokens, including each with itself: the sum of squared token counts.
     ordered = torch.where(ordinary, tokens, -1).sort(-1).values
     starts = torch.ones_like(ordered, dtype=torch.bool)

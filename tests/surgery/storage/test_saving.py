@@ -42,8 +42,13 @@ def native(model, folder: Path):
         return type(model).from_pretrained(folder, dtype="auto").eval()
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "bart", "mixtral", "clip"])
-@pytest.mark.parametrize("form", ["uniform", "uneven", "padded"])
+UNEDITED = [("uneven", name) for name in ("llama", "gpt2", "bert", "bart", "mixtral", "clip")]
+# What transformers loads is written alike for both forms.
+UNEDITED += [("uniform", name) for name in ("llama", "bert", "clip")]
+UNEDITED += [("padded", name) for name in ("gpt2", "bart", "mixtral")]
+
+
+@pytest.mark.parametrize(("form", "name"), UNEDITED)
 def test_a_model_that_was_not_edited_is_the_same_bit_for_bit(name, form, tmp_path):
     model = build(FAMILIES[name], dtype=torch.bfloat16 if name in ("llama", "bart") else torch.float32)
     saved = save(model, tmp_path / "model", form=form)
@@ -265,7 +270,7 @@ class Interruption(BaseException):
     """Like a keyboard interrupt: not an `Exception`, so nothing may catch it as one."""
 
 
-@pytest.mark.parametrize(("form", "replaced"), [("uniform", False), ("padded", False), ("uneven", True)])
+@pytest.mark.parametrize(("form", "replaced"), [("padded", False), ("uneven", True)])
 def test_an_interruption_at_any_write_leaves_what_was_there(form, replaced, tmp_path, monkeypatch):
     old, new, words = llama(), llama(), tokenizer()
     record = apply(new, [PruneHeads(layer, (0, 1)) for layer in range(2)])

@@ -12,7 +12,8 @@ import inspect
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from types import CodeType
+from functools import lru_cache
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -290,13 +291,18 @@ def _unknown(module: nn.Module, known: set[str], layout: HeadLayout) -> Iterator
         yield f"it has {name} ({shapes}), which may be per head in an unknown way"
     for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
         yield f"it has {name} of shape {list(tensor.shape)}, which may be per head in an unknown way"
-    forward = inspect.unwrap(type(module).forward)
-    unknown_arguments = set(inspect.signature(forward).parameters) - ARGUMENTS
-    if unknown_arguments:
-        yield f"its forward takes {', '.join(sorted(unknown_arguments))}, which may be per head"
-    read = {*forward.__code__.co_names, *_locals_read(forward.__code__)} & MODEL_WIDTHS
-    if read:
+    arguments, names = _used_by(inspect.unwrap(type(module).forward))
+    if arguments - ARGUMENTS:
+        yield f"its forward takes {', '.join(sorted(arguments - ARGUMENTS))}, which may be per head"
+    if read := names & MODEL_WIDTHS:
         yield f"it shapes its heads by {', '.join(sorted(read))}, which is the model width"
+
+
+@lru_cache(maxsize=256)  # all layers of a kind have one forward, and every edit looks for the layers again
+def _used_by(forward: FunctionType) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the arguments of a function, and the names and local variables that it reads."""
+    code = forward.__code__
+    return frozenset(inspect.signature(forward).parameters), frozenset((*code.co_names, *_locals_read(code)))
 
 
 def _locals_read(code: CodeType) -> Iterator[str]:
