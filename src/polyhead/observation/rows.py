@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +13,11 @@ from torch import Tensor
 
 from polyhead.masks import Mask, is_readable
 from polyhead.ops.attention import RowStatistics
+from polyhead.ops.common.visibility import resolve
 
 # Models mask with -inf, the minimum of a dtype, -1e9 or -1e4 (-9984 in bfloat16); exp(-9000) is 0 in every dtype.
 MASKING_BIAS = -9e3
+_STORED_PAIRS = 1 << 26  # pairs of a query and a key whose visibility is in memory at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,23 +161,33 @@ def _visible_pairs(mask: Mask, queries: int, keys: int, index: Tensor) -> Tensor
     return visible[:, 0]
 
 
-def hidden_by_bias(mask: Mask | None) -> Tensor | None:
-    """Return the number of keys that a finite bias masks for every head, [batch or 1, 1, queries or 1].
+def hidden_by_bias(mask: Mask | None, shape: Sequence[int]) -> Tensor | None:
+    """Return the number of keys that a finite bias masks for every head, [batch or 1, heads or 1, queries or 1].
 
-    Such a bias gives a weight of zero, but the key is still counted in `visible_keys`.
+    Such a bias gives a weight of zero, but the key is still counted in `visible_keys`. Keys that another part of the
+    mask hides are not: they are not counted there.
+
+    Args:
+        mask: mask of a call.
+        shape: batch, heads and queries of the call.
     """
-    count = None
-    for bias in () if mask is None else mask.biases:
-        largest = bias.detach().amax(1, keepdim=True)
-        hidden = (largest <= MASKING_BIAS) & (largest != -torch.inf)
-        if mask is not None and mask.placed is not None:  # keys at negative positions are masked, and not counted
-            hidden = hidden & (mask.placed[1].to(hidden.device, non_blocking=True) >= 0)[:, None, None]
-        for documents in () if mask is None else mask.packed:  # nor are those of other documents
-            queries, keys = documents.queries, documents.queries if documents.keys is None else documents.keys
-            queries, keys = (x.to(hidden.device, non_blocking=True) for x in (queries, keys))
-            hidden = hidden & (queries[:, None, :, None] == keys[:, None, None, :])
-        count = hidden.sum(-1) if count is None else count + hidden.sum(-1)
-    return count
+    if mask is None or not len(mask.biases):
+        return None
+    largest = [bias.detach().amax(1, keepdim=True) for bias in mask.biases]
+    if len(largest) == 1 and replace(mask, biases=()).is_everything:
+        return ((largest[0] <= MASKING_BIAS) & (largest[0] != -torch.inf)).sum(-1)
+    (batch, heads, queries), keys = shape, largest[0].shape[-1]
+    visibility = resolve(mask, batch=batch, heads=heads, queries=queries, keys=keys, device=largest[0].device)
+    assert visibility is not None
+    step = queries if torch.compiler.is_compiling() else max(1, _STORED_PAIRS // max(1, batch * keys))
+    counts = []
+    for start in range(0, max(queries, 1), step):
+        rows = slice(start, min(start + step, queries))
+        visible = visibility.allowed_tile((rows.start, rows.stop), (0, keys))
+        assert visible is not None
+        low = [(x if x.shape[2] == 1 else x[:, :, rows]) <= MASKING_BIAS for x in largest]
+        counts.append((visible & reduce(operator.or_, low)).sum(-1))
+    return torch.cat(counts, 2)
 
 
 def corrected(rows: RowStatistics, hidden: Tensor | None, sinks_in_view: Tensor | None) -> RowStatistics:
