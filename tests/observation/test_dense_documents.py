@@ -150,12 +150,21 @@ def test_keys_that_the_rest_of_the_mask_hides_are_not_hidden_a_second_time(hidin
         torch.testing.assert_close(tables[0][name], tables[1][name], rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_padding_on_the_left_is_found_however_the_mask_is_written(form):
+    allowed = (torch.arange(TOKENS) >= 4)[None, None, None]
+    mask = Mask.dense(allowed) if FORMS[form] is None else Mask.bias(written(allowed, form))
+    tokens = rows_module.Tokens(mask, 1, 5, TOKENS, torch.device("cpu"))
+    assert tokens.first_token().tolist() == [4]
+
+
 def test_hidden_keys_are_counted_in_parts_of_the_rows(monkeypatch):
     mask = PADDING_BIAS & Mask.causal()
     whole = hidden_by_bias(mask, (2, 3, TOKENS))
     monkeypatch.setattr(rows_module, "_STORED_PAIRS", 5 * TOKENS * 2)
     parts = hidden_by_bias(mask, (2, 3, TOKENS))
-    assert whole is not None and parts is not None
+    assert whole is not None
+    assert parts is not None
     assert torch.equal(whole, parts)
     assert whole[0, 0].tolist() == [0] * SHOWN_LENGTH + [*range(1, TOKENS - SHOWN_LENGTH + 1)]
 

@@ -53,14 +53,10 @@ class Tokens:
         terms += [documents.queries.to(self.device, non_blocking=True) >= 0 for documents in mask.packed]
         if mask.placed is not None:
             terms.append(self._at_queries(mask.placed[1].to(self.device, non_blocking=True) >= 0))
-        unmasked = [bias.detach() > MASKING_BIAS for bias in mask.biases]
-        for allowed in (*mask.allowed, *unmasked):
+        for allowed in _allowed(mask):
             if allowed.shape[2] == 1 or self.queries == self.keys:
                 terms.append(self._at_queries(allowed.any(1).any(1)))
-        result = None
-        for term in terms:
-            result = term if result is None else result & term
-        return result
+        return reduce(operator.and_, terms) if len(terms) else None
 
     def first_token(self) -> Tensor:
         """Return the index of the first non-padding key, [batch or 1]."""
@@ -71,7 +67,7 @@ class Tokens:
             if padding.side == "left":
                 first = torch.maximum(first, self.keys - padding.keys.to(self.device, non_blocking=True))
         key_masks = [] if self.mask.placed is None else [self.mask.placed[1].to(self.device, non_blocking=True) >= 0]
-        key_masks += [allowed.any(1).any(1) for allowed in self.mask.allowed]
+        key_masks += [allowed.any(1).any(1) for allowed in _allowed(self.mask)]
         for keys in key_masks:
             first = torch.maximum(first, keys.to(torch.uint8).argmax(-1))
         return first
@@ -89,6 +85,11 @@ class Tokens:
         slots = slots.scatter(1, key_slots, key_values.expand(rows, -1))
         slots[:, keys:].zero_()
         return slots.gather(1, query_slots)
+
+
+def _allowed(mask: Mask) -> list[Tensor]:
+    """Return the dense terms of a mask as booleans; a bias hides a key by -inf or a large negative number."""
+    return [*mask.allowed, *(bias.detach() > MASKING_BIAS for bias in mask.biases)]
 
 
 def non_padding_rows(tokens: Tokens | Tensor | None) -> Tensor | None:
@@ -121,11 +122,9 @@ def with_documents(mask: Mask | None, queries: int, keys: int) -> Mask | None:
     if mask is None or queries != keys or len(mask.packed) or mask.placed is not None or len(mask.padding):
         return mask
     terms = [x for x in (*mask.allowed, *mask.biases) if x.shape[2] > 1]
-    if (
-        not len(terms)
-        or torch.compiler.is_compiling()
-        or (terms[0].is_cuda and torch.cuda.is_current_stream_capturing())
-    ):
+    if not len(terms) or torch.compiler.is_compiling():
+        return mask
+    if terms[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return mask
     index = torch.arange(keys, device=terms[0].device)
     visible = _visible_pairs(mask, queries, keys, index)  # [batch or 1, queries, keys]
@@ -140,9 +139,8 @@ def with_documents(mask: Mask | None, queries: int, keys: int) -> Mask | None:
     starts &= (earliest < keys) & (index > 0)
     is_needed = starts.any()
     if len(mask.biases):
-        hides_rows = torch.stack(
-            [(x.amax(-1) <= MASKING_BIAS).logical_and(x.amax(-1) > -torch.inf).any() for x in mask.biases]
-        ).any()
+        largest = [x.amax(-1) for x in mask.biases]
+        hides_rows = torch.stack([((x <= MASKING_BIAS) & (x > -torch.inf)).any() for x in largest]).any()
         is_needed = is_needed & ~hides_rows
     if is_readable(is_needed) and not bool(is_needed):
         return mask
@@ -151,7 +149,7 @@ def with_documents(mask: Mask | None, queries: int, keys: int) -> Mask | None:
 
 def _visible_pairs(mask: Mask, queries: int, keys: int, index: Tensor) -> Tensor:
     visible = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=index.device)
-    for allowed in (*mask.allowed, *(x.detach() > MASKING_BIAS for x in mask.biases)):
+    for allowed in _allowed(mask):
         visible = visible & allowed.any(1, keepdim=True)
     offset = index - index[:, None]
     if mask.left is not None:
