@@ -58,11 +58,9 @@ class RunningModule:
         return {name: x for name, x in self.inputs().items() if isinstance(x, Tensor) and x.is_floating_point()}
 
 
-def _forward_parameters(kind: Any) -> tuple[str, ...]:
+@cache
+def _parameters(kind: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(kind.forward).parameters)[1:]
-
-
-_parameters: Callable[[type], tuple[str, ...]] = cache(_forward_parameters)
 
 
 def _same(x: Tensor) -> Tensor:

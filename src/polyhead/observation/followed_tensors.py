@@ -387,8 +387,8 @@ def _fill_of(
     Reads values of the device. The weights are those before the call, or after it, in place: their rows must have a sum
     of 1, or be masked as a whole.
     """
-    given = dict(zip(("input", "mask", "value"), args, strict=False)) | dict(kwargs)
-    value, mask = given.get("value"), given.get("mask")
+    arguments = dict(zip(("input", "mask", "value"), args, strict=False)) | dict(kwargs)
+    value, mask = arguments.get("value"), arguments.get("mask")
     if not isinstance(mask, Tensor) or value is None or bool(value != 0):
         return None
     with torch.no_grad():

@@ -58,7 +58,9 @@ def interface_modules(model: nn.Module) -> tuple[nn.Module, ...]:
     return tuple(module for module in model.modules() if uses_interface(type(module)))
 
 
-def _calls_interface(kind: type) -> bool:
+@cache
+def uses_interface(kind: type) -> bool:
+    """Return whether the code of a class calls transformers' attention interface."""
     from transformers import PreTrainedModel
 
     if issubclass(kind, PreTrainedModel):
@@ -73,14 +75,10 @@ def _calls_interface(kind: type) -> bool:
     return False
 
 
-uses_interface: Callable[[type], bool] = cache(_calls_interface)
-
-
-def _takes_attention_mask(kind: Any) -> bool:
+@cache
+def takes_attention_mask(kind: Any) -> bool:
+    """Return whether the forward of a class has a parameter `attention_mask`."""
     return "attention_mask" in inspect.signature(kind.forward).parameters
-
-
-takes_attention_mask: Callable[[type], bool] = cache(_takes_attention_mask)
 
 
 def is_pretrained(module: nn.Module) -> bool:
@@ -127,16 +125,12 @@ def switched(
     # That of an outer session has been recorded by it.
     originals = {key: str(x) for key, (_, x) in before.items() if x not in (None, NAME, OBSERVED, OBSERVED_EAGER)}
 
-    def name_instead(implementation: str | None) -> str:
-        return OBSERVED_EAGER if name == OBSERVED and implementation == "eager" else name
-
     def switch(is_set: bool) -> None:
         for config, implementation in before.values():
+            observed = OBSERVED_EAGER if name == OBSERVED and implementation == "eager" else name
             if is_set:
-                config._attn_implementation_internal = name_instead(implementation)
-            elif config._attn_implementation_internal == name_instead(
-                implementation
-            ):  # keep a value that the user set meanwhile
+                config._attn_implementation_internal = observed
+            elif config._attn_implementation_internal == observed:  # keep a value that the user set meanwhile
                 config._attn_implementation_internal = implementation
 
     marked: list[nn.Module] = []
