@@ -58,9 +58,12 @@ class RunningModule:
         return {name: x for name, x in self.inputs().items() if isinstance(x, Tensor) and x.is_floating_point()}
 
 
-@cache
-def _parameters(kind: Any) -> tuple[str, ...]:
+def _forward_parameters(kind: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+# No decorator: mypy takes classes of modules for unhashable.
+_parameters: Callable[[type], tuple[str, ...]] = cache(_forward_parameters)
 
 
 def _same(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from polyhead.observation.attention_calls import RunningModule
 from polyhead.observation.matrix_products import MATRIX_PRODUCTS, VIEWS, MatrixProduct, MovedAxis, moved_axes
 
 SOFTMAX = ("softmax", "_softmax")
-# Functions that leave weights as they are, up to dropout, which statistics precede.
+# Functions that leave weights as they are; dropout counts as one, since statistics are of the weights before it.
 _SAME = (
     "dropout", "dropout_", "native_dropout", "to", "type", "type_as", "float", "half", "bfloat16", "double",
     "contiguous", "clone", "detach", "nan_to_num", "nan_to_num_", "requires_grad_", "cpu", "cuda", "alias", "_to_copy",
@@ -89,14 +89,14 @@ class Weights:
     softmax: Softmax
     axis: int  # of the keys
     views: tuple[Callable[[Tensor], Tensor], ...] = ()  # which take the logits to this shape
-    sink: int | None = None  # index of the view that has removed a last column
+    sink: int | None = None  # index of the view that cut off the last column, the learned sinks
     reason: str = ""
     has_leading_axes: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadAxes:
-    """Axes of projected tokens: those that the last axis of the projection was split into, one of them the heads."""
+    """Axes of projected queries, keys or values: those into which their features were split, one of them the heads."""
 
     split: tuple[int, ...] = ()
     merged: tuple[int, int, int] | None = None  # an axis, the size of its outer part, and that of its inner part
@@ -256,7 +256,7 @@ class FollowedTensors:
             self.set(result, HeadViews(HeadAxes((), merged, is_outer=False)))
 
     def _joined(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> bool:
-        """Note heads that were split as a list and joined along the first axis; return whether that was noted."""
+        """Record heads that were split into a list and joined along the first axis; return whether they were."""
         parts = args[0] if len(args) else kwargs.get("tensors")
         axis = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
         if axis != 0 or not isinstance(parts, list | tuple) or len(parts) < 2 or not isinstance(result, Tensor):

@@ -147,12 +147,12 @@ def _has_matrix_operator(code: CodeType) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Function:
-    """An attention function: reads its arguments, and its output among its results."""
+    """How an attention function is observed: its arguments are parsed, its head outputs taken out of its results."""
 
     read: Callable[..., AttentionCall]
     output: Callable[[Any], Tensor] = lambda result: result
     with_output: Callable[[Any, Tensor], Any] = lambda result, output: output
-    serve: Callable[[AttentionCall, tuple[Any, ...]], Any] | None = None  # computes its results; None: it does itself
+    serve: Callable[[AttentionCall, tuple[Any, ...]], Any] | None = None  # runs in place of the function
     run: Callable[..., Any] = lambda original, args, kwargs: original(*args, **kwargs)
 
 
@@ -195,11 +195,11 @@ class Interceptor:
 
     @contextmanager
     def watching(self, model: nn.Module, modules: Iterable[nn.Module], reported: Iterable[nn.Module]) -> Iterator[None]:
-        """Intercept while one of these modules runs; the attention of `reported` is left to others."""
-        elsewhere = {id(module) for module in reported}
+        """Intercept while one of these modules runs; other hooks report the attention of those in `reported`."""
+        reported_ids = {id(module) for module in reported}
 
         def wrap(method: Callable[..., Any], module: nn.Module) -> _Entry:
-            return _Entry(self, method, module, module is model, id(module) in elsewhere)
+            return _Entry(self, method, module, module is model, id(module) in reported_ids)
 
         with ExitStack() as undo:
             undo.callback(self._leave)
@@ -269,7 +269,7 @@ class Interceptor:
     def _multiplied(
         self, running: RunningModule, followed: FollowedTensors, product: MatrixProduct, result: Tensor
     ) -> Tensor:
-        """Read a product of two tensors: of queries and keys, of weights and values, or another."""
+        """Follow a product that may be of queries and keys; observe one of weights and values."""
         origins = [followed.get(x) for x in product.operands]
         index = next((number for number, origin in enumerate(origins) if isinstance(origin, Weights)), None)
         if index is None:
@@ -352,6 +352,7 @@ class Interceptor:
             x.report()
 
     def _list_unmultiplied(self) -> None:
+        """List as skipped every followed softmax that was not multiplied with values."""
         for site, products in self._followed().softmaxes:
             if not len(products):
                 self.called[site] = None
@@ -382,7 +383,7 @@ class Interceptor:
         observed = self._begin(running, site, call)
         if observed is None:
             return result
-        # The tensor on the path of the gradients, for those who register hooks with it.
+        # The tensor that the model continues with, so that gradient hooks on it are called.
         heads = call.axes.split(function.output(result))
         if observed.counts or observed.differentiable or observed.has_listener:
             _report(observed, call, heads)

@@ -17,7 +17,7 @@ VIEWS = (
     "tensor_split",
 )  # fmt: skip
 Axis = int | str
-_SINGLE = 1 << 50
+_SINGLE = 1 << 50  # stride of the first axis of size 1, larger than that of any other axis
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -224,7 +224,7 @@ class Session:
         check_paths(self.layers or (), names)
 
     def _check_called(self, *, is_running: bool) -> None:
-        """Raise if attention functions were not called as the options of this session say, after a forward."""
+        """Raise if no attention was called in a forward, or if there is a gate for a site that was not called."""
         if not len(self._calling):
             return
         names = self._site_names()

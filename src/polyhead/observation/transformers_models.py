@@ -58,8 +58,7 @@ def interface_modules(model: nn.Module) -> tuple[nn.Module, ...]:
     return tuple(module for module in model.modules() if uses_interface(type(module)))
 
 
-@cache
-def uses_interface(kind: type) -> bool:
+def _calls_interface(kind: type) -> bool:
     """Return whether the code of a class calls transformers' attention interface."""
     from transformers import PreTrainedModel
 
@@ -75,10 +74,13 @@ def uses_interface(kind: type) -> bool:
     return False
 
 
-@cache
-def takes_attention_mask(kind: Any) -> bool:
-    """Return whether the forward of a class has a parameter `attention_mask`."""
+def _takes_attention_mask(kind: Any) -> bool:
     return "attention_mask" in inspect.signature(kind.forward).parameters
+
+
+# No decorators: mypy takes classes of modules for unhashable.
+uses_interface: Callable[[type], bool] = cache(_calls_interface)
+takes_attention_mask: Callable[[type], bool] = cache(_takes_attention_mask)
 
 
 def is_pretrained(module: nn.Module) -> bool:
