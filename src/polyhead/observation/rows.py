@@ -177,15 +177,17 @@ def hidden_by_bias(mask: Mask | None, shape: Sequence[int]) -> Tensor | None:
     (batch, heads, queries), keys = shape, largest[0].shape[-1]
     visibility = resolve(mask, batch=batch, heads=heads, queries=queries, keys=keys, device=largest[0].device)
     assert visibility is not None
-    step = queries if torch.compiler.is_compiling() else max(1, _STORED_PAIRS // max(1, batch * keys))
-    counts = []
-    for start in range(0, max(queries, 1), step):
-        rows = slice(start, min(start + step, queries))
-        visible = visibility.allowed_tile((rows.start, rows.stop), (0, keys))
+
+    def count(start: int, stop: int) -> Tensor:
+        visible = visibility.allowed_tile((start, stop), (0, keys))
         assert visible is not None
-        low = [(x if x.shape[2] == 1 else x[:, :, rows]) <= MASKING_BIAS for x in largest]
-        counts.append((visible & reduce(operator.or_, low)).sum(-1))
-    return torch.cat(counts, 2)
+        low = [(x if x.shape[2] == 1 else x[:, :, start:stop]) <= MASKING_BIAS for x in largest]
+        return (visible & reduce(operator.or_, low)).sum(-1)
+
+    if torch.compiler.is_compiling():  # a loop over rows would compile the code for one number of them
+        return count(0, queries)
+    step = max(1, _STORED_PAIRS // max(1, batch * keys))
+    return torch.cat([count(start, min(start + step, queries)) for start in range(0, max(queries, 1), step)], 2)
 
 
 def corrected(rows: RowStatistics, hidden: Tensor | None, sinks_in_view: Tensor | None) -> RowStatistics:
