@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import polyhead
 from polyhead.masks import Mask
+from polyhead.observation import rows as rows_module
 from polyhead.observation.rows import hidden_by_bias, with_documents
 from tests.observation.direct_models import WIDTH as DIRECT_WIDTH
 from tests.observation.direct_models import MaskedAttention
@@ -117,9 +118,55 @@ def test_a_row_that_finite_numbers_hide_keeps_all_keys():
 
 def test_keys_of_other_documents_are_not_hidden_a_second_time():
     bias = Mask.bias(torch.where(BLOCKS & CAUSAL, 0.0, -1e9)[None, None])
-    hidden = hidden_by_bias(with_documents(bias, TOKENS, TOKENS))
+    hidden = hidden_by_bias(with_documents(bias, TOKENS, TOKENS), (2, 3, TOKENS))
     assert hidden is not None
     assert torch.equal(hidden[0, 0], (BLOCKS & ~CAUSAL).sum(-1))
+
+
+SHOWN_LENGTH = 9
+PADDING_BIAS = Mask.bias(torch.where(torch.arange(TOKENS) < SHOWN_LENGTH, 0.0, -1e9)[None, None, None])
+
+
+@pytest.mark.parametrize(
+    ("hiding", "hidden_once"),
+    [
+        (PADDING_BIAS, Mask.lengths(torch.tensor([SHOWN_LENGTH] * 2))),
+        (PADDING_BIAS & PADDING_BIAS, Mask.lengths(torch.tensor([SHOWN_LENGTH] * 2))),
+        (PADDING_BIAS & Mask.lengths(torch.tensor([SHOWN_LENGTH] * 2)), Mask.lengths(torch.tensor([SHOWN_LENGTH] * 2))),
+        (Mask.bias(torch.where(CAUSAL, 0.0, -1e9)[None, None]), None),
+        (PADDING_BIAS & Mask.dense(BLOCKS[None, None]), PADDING_BIAS & Mask.documents(IDS[None])),
+    ],
+    ids=["causal", "two biases", "lengths", "twice causal", "dense"],
+)
+def test_keys_that_the_rest_of_the_mask_hides_are_not_hidden_a_second_time(hiding, hidden_once):
+    torch.manual_seed(0)
+    layer, x = polyhead.MultiHeadAttention(WIDTH, 3, causal=True), torch.randn(2, TOKENS, WIDTH)
+    tables = []
+    for mask in (hiding, hidden_once):
+        with torch.no_grad(), polyhead.observe(layer, statistics=("entropy", "normalized_entropy")) as session:
+            layer(x, mask=mask)
+        tables.append(session.profile)
+    for name in tables[0].columns:
+        torch.testing.assert_close(tables[0][name], tables[1][name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_padding_on_the_left_is_found_however_the_mask_is_written(form):
+    allowed = (torch.arange(TOKENS) >= 4)[None, None, None]
+    mask = Mask.dense(allowed) if FORMS[form] is None else Mask.bias(written(allowed, form))
+    tokens = rows_module.Tokens(mask, 1, 5, TOKENS, torch.device("cpu"))
+    assert tokens.first_token().tolist() == [4]
+
+
+def test_hidden_keys_are_counted_in_parts_of_the_rows(monkeypatch):
+    mask = PADDING_BIAS & Mask.causal()
+    whole = hidden_by_bias(mask, (2, 3, TOKENS))
+    monkeypatch.setattr(rows_module, "_STORED_PAIRS", 5 * TOKENS * 2)
+    parts = hidden_by_bias(mask, (2, 3, TOKENS))
+    assert whole is not None
+    assert parts is not None
+    assert torch.equal(whole, parts)
+    assert whole[0, 0].tolist() == [0] * SHOWN_LENGTH + [*range(1, TOKENS - SHOWN_LENGTH + 1)]
 
 
 class TwoSequences(nn.Module):

@@ -66,6 +66,12 @@ def test_nothing_seen_is_neutral_and_has_no_covariance() -> None:
     assert_same(some.update(drawn(0)), some)
 
 
+def test_moments_are_merged_on_the_device_of_the_first() -> None:
+    on_meta = HeadMoments.empty(HEADS, DIM, "meta").update(drawn(5).to("meta"))
+    merged = on_meta.merge(HeadMoments.empty(HEADS, DIM).update(drawn(5)))
+    assert {x.device.type for x in merged.state().values()} == {"meta"}
+
+
 def test_a_state_comes_back() -> None:
     found = HeadMoments.empty(HEADS, DIM).update(drawn(7))
     assert_same(HeadMoments(**found.state()), found)

@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import polyhead
 from polyhead import HeadId, Mask
 from polyhead.errors import OptionError
-from polyhead.observation import HeadProfile
+from polyhead.observation import Contributions, HeadProfile
 from polyhead.observation.transformers_models import interface_modules
 from tests.integrations.huggingface import models
 from tests.integrations.huggingface.compare import BOUND, assert_same, result
@@ -251,6 +251,31 @@ def test_a_session_goes_on_when_it_is_entered_again():
             model(input_ids=ids)
         model(input_ids=ids)  # outside, nobody watches
     assert_equal_tables(session.profile, observed(model, *batches).profile)
+
+
+class Shuffled(nn.Module):
+    """Two layers, which are called in either order."""
+
+    def __init__(self, order: tuple[int, int]) -> None:
+        super().__init__()
+        self.layers, self.order = nn.ModuleList(polyhead.MultiHeadAttention(12, 3) for _ in range(2)), order
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.layers[index](x).output
+        return x
+
+
+@pytest.mark.parametrize("statistics", ["entropy", False])
+def test_layers_that_were_numbered_differently_are_not_merged(statistics):
+    runs = []
+    for order in ((0, 1), (1, 0)):
+        session = polyhead.observe(Shuffled(order), statistics=statistics, collect=[Contributions()])
+        with torch.no_grad(), session:
+            session.model(torch.randn(2, 5, 12))
+        runs.append(session.observations)
+    with pytest.raises(OptionError, match=r"only observations of the same model can be merged, got 'layers\.1' as"):
+        runs[0].merge(runs[1])
 
 
 def test_other_statistics_and_other_heads_are_not_merged():

@@ -62,6 +62,7 @@ def _forward_parameters(kind: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 
+# No decorator: mypy takes classes of modules for unhashable.
 _parameters: Callable[[type], tuple[str, ...]] = cache(_forward_parameters)
 
 

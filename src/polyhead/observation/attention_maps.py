@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class AttentionMaps:
     align. Padding queries are excluded.
     """
 
+    name: ClassVar[str] = "maps"
     tokens: int
     resolution: int = 64
 
@@ -37,10 +38,6 @@ class AttentionMaps:
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise OptionError(f"{name} must be a positive integer, got {number!r}")
-
-    @property
-    def name(self) -> str:
-        return "maps"
 
     @property
     def block(self) -> int:

@@ -56,7 +56,8 @@ class Call:
             with torch.no_grad():
                 non_padding, rows = non_padding_rows(self.tokens), attended.result.statistics
                 if rows is not None and len(self.columns):
-                    rows = corrected(rows, hidden_by_bias(self.mask), self.sinks_in_view)
+                    hidden = hidden_by_bias(self.mask, attended.result.output.shape[:3])
+                    rows = corrected(rows, hidden, self.sinks_in_view)
                     attended = replace(attended, result=replace(attended.result, statistics=rows))
                     self.record(attended.result, non_padding)
                 if self.counts and self.has_collectors:

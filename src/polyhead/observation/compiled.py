@@ -92,7 +92,7 @@ class TracedCall:
         self.non_padding = Tokens.of(mask, query, key).non_padding()
         self.is_same = query.shape[2] == key.shape[2]
         self.numbered = with_positions(mask, self.non_padding) if self.is_same else mask
-        self.hidden, self.mask = hidden_by_bias(self.numbered), self.numbered if has_kernel else mask
+        self.hidden, self.mask = hidden_by_bias(self.numbered, query.shape[:3]), self.numbered if has_kernel else mask
 
     def notify(self, attended: Attended) -> Tensor:
         """Return the output of the operator; called by a tracer."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 from polyhead.errors import OptionError
 from polyhead.integrations.huggingface.paged_calls import observed_implementation
 from polyhead.observation.nested_sessions import SharedSetting
+from polyhead.observation.staging import wrapped_calls
 
 _METHOD = "init_continuous_batching"  # which every way to continuous batching calls
 _OBSERVED: dict[str, SharedSetting] = {}  # by name of an attention implementation
@@ -53,10 +55,10 @@ class Managers:
         """
         self._modules, self._switch = modules, switch
         with ExitStack() as self._undo:
-            for module in model.modules():
-                if callable(getattr(type(module), _METHOD, None)):
-                    self._undo.callback(_restore, module, module.__dict__.get(_METHOD))
-                    module.__dict__[_METHOD] = _Initialize(self, module, getattr(module, _METHOD))
+            creators = [module for module in model.modules() if callable(getattr(type(module), _METHOD, None))]
+            self._undo.enter_context(
+                wrapped_calls(creators, lambda method, module: _Initialize(self, module, method), (_METHOD,))
+            )
             self._undo.callback(self.names.clear)
             yield
 
@@ -128,20 +130,10 @@ class Managers:
         configs = [getattr(module, "config", None) for module in self._modules]
         names = {str(config._attn_implementation) for config in configs if config is not None}
         for name in names - self.names:
-            self._undo.enter_context(_OBSERVED.setdefault(name, SharedSetting(_observing(name))).held())
+            setting = _OBSERVED.setdefault(name, SharedSetting(partial(observed_implementation, name)))
+            self._undo.enter_context(setting.held())
             self.names.add(name)
         return manager
-
-
-def _observing(name: str) -> Callable[[], Any]:
-    return lambda: observed_implementation(name)
-
-
-def _restore(module: nn.Module, method: Any) -> None:
-    if method is None:
-        module.__dict__.pop(_METHOD, None)
-    else:
-        module.__dict__[_METHOD] = method
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -24,9 +24,7 @@ class Contributions:
     on one half can be evaluated on the other.
     """
 
-    @property
-    def name(self) -> str:
-        return "contributions"
+    name: ClassVar[str] = "contributions"
 
     def empty(self, site: AttentionSite, device: torch.device) -> SiteContributions:
         """Return an empty state for a site.

@@ -100,8 +100,8 @@ class _Call:
 def _record(calls: list[_Call], name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
     output = output[0] if isinstance(output, tuple) else output
     if isinstance(output, Tensor):
-        given = inputs[0] if len(inputs) and isinstance(inputs[0], Tensor) else output.new_zeros(0)
-        calls.append(_Call(name, module, given, output))
+        first = inputs[0] if len(inputs) and isinstance(inputs[0], Tensor) else output.new_zeros(0)
+        calls.append(_Call(name, module, first, output))
 
 
 def _same(first: Tensor, second: Tensor) -> bool:

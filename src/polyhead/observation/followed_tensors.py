@@ -5,6 +5,7 @@ Nothing is kept of a tensor but a weak reference, apart from the logits of a sof
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,28 +19,19 @@ from polyhead.observation.attention_calls import RunningModule
 from polyhead.observation.matrix_products import MATRIX_PRODUCTS, VIEWS, MatrixProduct, MovedAxis, moved_axes
 
 SOFTMAX = ("softmax", "_softmax")
-# Functions that leave weights as they are, up to dropout, which statistics precede.
+# Functions that leave weights as they are; dropout counts as one, since statistics are of the weights before it.
 _SAME = (
     "dropout", "dropout_", "native_dropout", "to", "type", "type_as", "float", "half", "bfloat16", "double",
     "contiguous", "clone", "detach", "nan_to_num", "nan_to_num_", "requires_grad_", "cpu", "cuda", "alias", "_to_copy",
 )  # fmt: skip
 _PRODUCTS_BY_ELEMENT = (
-    "mul",
-    "mul_",
-    "multiply",
-    "__mul__",
-    "__rmul__",
-    "__imul__",
-    "div",
-    "div_",
-    "__truediv__",
-    "__itruediv__",
-)
+    "mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__", "div", "div_", "__truediv__", "__itruediv__",
+)  # fmt: skip
 _FILLS = ("masked_fill", "masked_fill_")
 # Functions through which logits remain products of queries and keys.
 _LOGITS = (
     *_SAME, *_PRODUCTS_BY_ELEMENT, *_FILLS, "add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__",
-    "__rsub__", "__isub__", "rsub", "__itruediv__", "true_divide", "neg", "where", "clamp", "clamp_", "clip",
+    "__rsub__", "__isub__", "rsub", "true_divide", "neg", "where", "clamp", "clamp_", "clip",
     "clamp_min", "maximum", "minimum", "tanh", "cat", "concat", "__setitem__", "tril", "addcmul",
     "clamp_max", "max", "min",
 )  # fmt: skip
@@ -54,7 +46,9 @@ _READS = (
 )  # fmt: skip
 
 
-def _name(function: Any) -> str:
+@cache
+def name_of(function: Any) -> str:
+    """Return the name of a function or operator, without its overload."""
     name = str(getattr(function, "__name__", ""))
     if isinstance(function, torch._ops.OpOverload):
         name = function._schema.name.partition("::")[2]
@@ -64,7 +58,6 @@ def _name(function: Any) -> str:
     return name
 
 
-name_of: Callable[[Any], str] = cache(_name)
 FOLLOWED = frozenset((*SOFTMAX, *MATRIX_PRODUCTS, *VIEWS, "stack", "cat", "concat", "concatenate"))
 CARRYING = frozenset((*FOLLOWED, *_LOGITS))
 
@@ -96,14 +89,14 @@ class Weights:
     softmax: Softmax
     axis: int  # of the keys
     views: tuple[Callable[[Tensor], Tensor], ...] = ()  # which take the logits to this shape
-    sink: int | None = None  # index of the view that has removed a last column
+    sink: int | None = None  # index of the view that cut off the last column, the learned sinks
     reason: str = ""
     has_leading_axes: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadAxes:
-    """Axes of projected tokens: those that the last axis of the projection was split into, one of them the heads."""
+    """Axes of projected queries, keys or values: those into which their features were split, one of them the heads."""
 
     split: tuple[int, ...] = ()
     merged: tuple[int, int, int] | None = None  # an axis, the size of its outer part, and that of its inner part
@@ -177,13 +170,13 @@ class FollowedTensors:
         if name in ("stack", "cat", "concat", "concatenate") and self._joined(name, args, kwargs, result):
             return
         tensors = tensors_of(args, kwargs)
-        found = [(x, origin) for x in tensors if (origin := self.get(x)) is not None]
-        if not len(found) or name in _READS:
+        inputs = [(x, origin) for x in tensors if (origin := self.get(x)) is not None]
+        if not len(inputs) or name in _READS:
             return
         results = [x for x in (result if isinstance(result, list | tuple) else (result,)) if isinstance(x, Tensor)]
         if name == "__setitem__" or (kwargs.get("out") is not None):
             results = [x for x in (*args[:1], kwargs.get("out")) if isinstance(x, Tensor)]
-        weights = next(((x, origin) for x, origin in found if isinstance(origin, Weights)), None)
+        weights = next(((x, origin) for x, origin in inputs if isinstance(origin, Weights)), None)
         if weights is not None:
             if name in _LAYERS:
                 return
@@ -192,21 +185,20 @@ class FollowedTensors:
                 if x.is_floating_point():
                     self.set(x, origin)
             return
-        scores = [origin for _, origin in found if isinstance(origin, Scores)]
+        scores = [origin for _, origin in inputs if isinstance(origin, Scores)]
         if len(scores) and name in _LOGITS:
-            shapes = [x.shape for x, origin in found if isinstance(origin, Scores)]
+            shapes = [x.shape for x, origin in inputs if isinstance(origin, Scores)]
             for x in results:
                 if x.ndim > 1 and any(x.shape[-2] == shape[-2] for shape in shapes):
                     products = tuple(dict.fromkeys(product for origin in scores for product in origin.products))
-                    same = all(origin.has_leading_axes for origin in scores) and all(x.shape == y for y in shapes)
-                    self.set(x, Scores(products, same))
+                    is_same = all(origin.has_leading_axes for origin in scores) and all(x.shape == y for y in shapes)
+                    self.set(x, Scores(products, is_same))
             return
-        heads = [(x, origin) for x, origin in found if isinstance(origin, HeadViews)]
-        is_kept = name in _SAME or name in _PRODUCTS_BY_ELEMENT or name in ("cat", "concat")
-        if len(heads) and is_kept:
+        heads = next(((x, origin) for x, origin in inputs if isinstance(origin, HeadViews)), None)
+        if heads is not None and (name in _SAME or name in _PRODUCTS_BY_ELEMENT or name in ("cat", "concat")):
             for x in results:
-                if x.shape[0] == heads[0][0].shape[0] and x.ndim == heads[0][0].ndim:
-                    self.set(x, heads[0][1])
+                if x.shape[0] == heads[0].shape[0] and x.ndim == heads[0].ndim:
+                    self.set(x, heads[1])
 
     def _view(
         self,
@@ -218,7 +210,6 @@ class FollowedTensors:
         result: Any,
     ) -> None:
         origin = self.get(first)
-        results = result if isinstance(result, list | tuple) else (result,)
         if origin is None:
             if name in ("view", "reshape", "unflatten") and isinstance(result, Tensor) and first.is_floating_point():
                 self._split_features(first, result)
@@ -226,6 +217,7 @@ class FollowedTensors:
             if is_merged and result.shape[1:] == first.shape[2:] and first.is_floating_point():
                 self.set(result, HeadViews(HeadAxes((), (0, first.shape[0], first.shape[1]))))
             return
+        results = result if isinstance(result, list | tuple) else (result,)
         if isinstance(origin, HeadViews):
             if not len(tensors_of(args[1:], kwargs)):
                 for index, x in enumerate(results):
@@ -240,10 +232,8 @@ class FollowedTensors:
             if isinstance(origin, Weights):
                 self.set(x, _viewed(origin, first, of_result, function, name, args, kwargs))
             elif of_result is not None:
-                last = _has_last_axes(of_result[0], first)
-                self.set(
-                    x, replace(origin, has_leading_axes=origin.has_leading_axes and last and _is_ordered(of_result))
-                )
+                leads = origin.has_leading_axes and _has_leading_axes(of_result, first)
+                self.set(x, replace(origin, has_leading_axes=leads))
 
     def _split_features(self, first: Tensor, result: Tensor) -> None:
         """Record that a view splits the last axis, of features, into heads and their channels, if it does."""
@@ -266,7 +256,7 @@ class FollowedTensors:
             self.set(result, HeadViews(HeadAxes((), merged, is_outer=False)))
 
     def _joined(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> bool:
-        """Note heads that were split as a list and joined along the first axis; return whether that was noted."""
+        """Record heads that were split into a list and joined along the first axis; return whether they were."""
         parts = args[0] if len(args) else kwargs.get("tensors")
         axis = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
         if axis != 0 or not isinstance(parts, list | tuple) or len(parts) < 2 or not isinstance(result, Tensor):
@@ -291,7 +281,7 @@ class FollowedTensors:
             return replace(origin, reason="its weights are changed in place after the softmax")
         if name in _SAME:
             return origin
-        if name in _PRODUCTS_BY_ELEMENT and not (name.startswith("__r") and "div" in name):
+        if name in _PRODUCTS_BY_ELEMENT:
             others = [x for x in (*args, *kwargs.values()) if x is not first]
             if all(isinstance(x, int | float) or _is_constant_along(x, first, origin.axis) for x in others):
                 return origin
@@ -307,27 +297,24 @@ def version_of(tensor: Tensor) -> int | None:
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    found = []
+    tensors = []
     for x in (*args, *kwargs.values()):
         if isinstance(x, Tensor):
-            found.append(x)
+            tensors.append(x)
         elif isinstance(x, list | tuple):
-            found += [y for y in x if isinstance(y, Tensor)]
-    return found
+            tensors += [y for y in x if isinstance(y, Tensor)]
+    return tensors
 
 
-def _has_last_axes(axes: list[MovedAxis], first: Tensor) -> bool:
-    """Return whether the last two axes of a view are those of the tensor."""
+def _has_leading_axes(moved: tuple[list[MovedAxis], int], first: Tensor) -> bool:
+    """Return whether a view has the last two axes of the tensor, all its elements, and others only split or merged."""
+    axes, offset = moved
+    order = [axis for x in axes for axis in x.sources]
+    if offset != 0 or order != sorted(order):
+        return False
     sizes, sources = [axis.size for axis in axes[-2:]], [axis.sources for axis in axes[-2:]]
     allowed = [{(axis,), ()} if first.shape[axis] == 1 else {(axis,)} for axis in (first.ndim - 2, first.ndim - 1)]
     return sizes == [*first.shape[-2:]] and all(x in y for x, y in zip(sources, allowed, strict=True))
-
-
-def _is_ordered(moved: tuple[list[MovedAxis], int]) -> bool:
-    """Return whether a view only splits or merges axes, and keeps all elements."""
-    axes, offset = moved
-    order = [axis for x in axes for axis in x.sources]
-    return offset == 0 and order == sorted(order)
 
 
 def _viewed(
@@ -345,15 +332,12 @@ def _viewed(
         return replace(origin, reason=f"its weights are rearranged by {name!r}")
     axes, offset = moved
     keys = first.shape[origin.axis]
-    found = [index for index, axis in enumerate(axes) if axis.sources == (origin.axis,)]
-    if keys == 1 and origin.axis == first.ndim - 1 and not found and axes[-1].size == 1:
-        found = [len(axes) - 1]  # a view does not show which axis of size 1 it was
-    numel = 1
-    for axis in axes:
-        numel *= axis.size
-    if len(found) != 1 or numel != first.numel() // max(keys, 1) * axes[found[0]].size:
+    key_axes = [index for index, axis in enumerate(axes) if axis.sources == (origin.axis,)]
+    if keys == 1 and origin.axis == first.ndim - 1 and not key_axes and axes[-1].size == 1:
+        key_axes = [len(axes) - 1]  # a view does not show which axis of size 1 it was
+    size = axes[key_axes[0]].size if len(key_axes) == 1 else -1
+    if size < 0 or math.prod(axis.size for axis in axes) != first.numel() // max(keys, 1) * size:
         return replace(origin, reason="only a part of its weights is multiplied with values")
-    size = axes[found[0]].size
     if size != keys and not (size == keys - 1 and offset == 0 and origin.sink is None and len(axes) == first.ndim):
         return replace(origin, reason="only a part of its weights is multiplied with values")
 
@@ -362,13 +346,12 @@ def _viewed(
         assert isinstance(result, Tensor)
         return result
 
-    last = _has_last_axes(axes, first)
     return replace(
         origin,
-        axis=found[0],
+        axis=key_axes[0],
         views=(*origin.views, view),
         sink=len(origin.views) if size != keys else origin.sink,
-        has_leading_axes=origin.has_leading_axes and last and _is_ordered(moved),
+        has_leading_axes=origin.has_leading_axes and _has_leading_axes(moved, first),
     )
 
 
@@ -404,8 +387,8 @@ def _fill_of(
     Reads values of the device. The weights are those before the call, or after it, in place: their rows must have a sum
     of 1, or be masked as a whole.
     """
-    given = dict(zip(("input", "mask", "value"), args, strict=False)) | dict(kwargs)
-    value, mask = given.get("value"), given.get("mask")
+    arguments = dict(zip(("input", "mask", "value"), args, strict=False)) | dict(kwargs)
+    value, mask = arguments.get("value"), arguments.get("mask")
     if not isinstance(mask, Tensor) or value is None or bool(value != 0):
         return None
     with torch.no_grad():

@@ -36,15 +36,13 @@ class _Call:
     rows: RowStatistics
     output: Tensor | None  # [batch, heads, queries, value_dim]; None if the attention was recomputed without values
     non_padding: Tensor | None  # [batch or 1, queries], False for padding
-    hidden: (
-        Tensor | None
-    )  # number of keys masked by a bias but counted in `visible_keys`, [batch or 1, 1, queries or 1]
+    hidden: Tensor | None  # `hidden_by_bias`: keys counted in `visible_keys`, but masked
     sinks_in_view: Tensor | None  # [batch]
     learned_sinks: bool
 
     @classmethod
     def of(cls, call: ObservedCall, attended: Attended) -> _Call:
-        result, hidden = attended.result, hidden_by_bias(call.mask)
+        result, hidden = attended.result, hidden_by_bias(call.mask, attended.result.output.shape[:3])
         assert result.statistics is not None
         output = result.output if 0 < result.output.shape[-1] == attended.value.shape[-1] else None
         return cls(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -22,9 +22,7 @@ class AttentionDistances:
     Each pair of heads costs a pass over all attention weights; use a sample of the text.
     """
 
-    @property
-    def name(self) -> str:
-        return "distances"
+    name: ClassVar[str] = "distances"
 
     def empty(self, site: AttentionSite, device: torch.device) -> SiteDistances | None:
         """Return an empty state for a site; None for a site with one head.

@@ -80,12 +80,15 @@ class HeadMoments(NamedTensors):
                 "only moments of the same shape can be merged, "
                 f"got {self.num_heads} heads of {self.dim} and {other.num_heads} of {other.dim}"
             )
-        count = self.count + other.count
+        other_count, other_mean, other_scatter = (
+            x.to(self.count.device) for x in (other.count, other.mean, other.scatter)
+        )
+        count = self.count + other_count
         divisor = torch.where(count > 0, count, 1.0)
-        delta = (other.mean - self.mean).flatten()
-        between = torch.outer(delta, delta) * (self.count * other.count / divisor)
-        mean = (self.mean * self.count + other.mean * other.count) / divisor
-        return type(self)(count, mean, self.scatter + other.scatter + between.view_as(self.scatter))
+        delta = (other_mean - self.mean).flatten()
+        between = torch.outer(delta, delta) * (self.count * other_count / divisor)
+        mean = (self.mean * self.count + other_mean * other_count) / divisor
+        return type(self)(count, mean, self.scatter + other_scatter + between.view_as(self.scatter))
 
 
 def _symmetric_product(left: Tensor, right: Tensor) -> Tensor:

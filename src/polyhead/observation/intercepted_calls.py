@@ -93,7 +93,8 @@ def _package(kind: type) -> str:
     return kind.__module__.partition(".")[0]
 
 
-def _file_calls_attention(kind: type) -> bool:
+@cache
+def _calls_attention(kind: type) -> bool:
     """Return whether the file that defines a class, or a function that it imports, calls an attention function."""
     for owner in kind.__mro__:
         if _package(owner) in (*_LIBRARIES, "builtins"):
@@ -103,35 +104,34 @@ def _file_calls_attention(kind: type) -> bool:
         for value in (owner, *(() if file is None else vars(file).values())):
             if getattr(value, "__module__", None) == owner.__module__ or (is_own and inspect.isfunction(value)):
                 members = vars(value).values() if inspect.isclass(value) else (value,)
-                codes = [getattr(inspect.unwrap(x), "__code__", None) for x in members if callable(x)]
-                if any(isinstance(code, CodeType) and _names_attention(code) for code in codes):
+                if any(name in FUNCTIONS for code in _codes(members) for name in code.co_names):
                     return True
     return False
 
 
-def _names_attention(code: CodeType) -> bool:
-    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return any(name in FUNCTIONS for name in code.co_names) or any(map(_names_attention, inner))
-
-
-_calls_attention: Callable[[type], bool] = cache(_file_calls_attention)
-
-
-def _class_multiplies_softmax(kind: type) -> bool:
+@cache
+def _multiplies_softmax(kind: type) -> bool:
     """Return whether the code of a class computes a softmax and a matrix product, without an attention interface."""
     if uses_interface(kind):
         return False
     for owner in kind.__mro__:
         if _package(owner) in (*_LIBRARIES, "builtins"):
             continue
-        members = [getattr(inspect.unwrap(x), "__code__", None) for x in vars(owner).values() if callable(x)]
-        codes = [inner for code in members if isinstance(code, CodeType) for inner in _with_inner(code)]
+        codes = list(_codes(vars(owner).values()))
         names = {name for code in codes for name in code.co_names}
         if any("softmax" in x.lower() for x in names):
             is_multiplied = "attention" in owner.__name__.lower() or any(x in names for x in MATRIX_PRODUCTS)
             if is_multiplied or any(map(_has_matrix_operator, codes)):
                 return True
     return False
+
+
+def _codes(members: Iterable[Any]) -> Iterator[CodeType]:
+    """Yield the code of every function among some members, and that of the functions inside of it."""
+    for member in members:
+        code = getattr(inspect.unwrap(member), "__code__", None) if callable(member) else None
+        if isinstance(code, CodeType):
+            yield from _with_inner(code)
 
 
 def _with_inner(code: CodeType) -> Iterator[CodeType]:
@@ -145,17 +145,14 @@ def _has_matrix_operator(code: CodeType) -> bool:
     return any(x.opname == "BINARY_OP" and x.argrepr == "@" for x in dis.get_instructions(code))
 
 
-_multiplies_softmax: Callable[[type], bool] = cache(_class_multiplies_softmax)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Function:
-    """An attention function: reads its arguments, and its output among its results."""
+    """How an attention function is observed: its arguments are parsed, its head outputs taken out of its results."""
 
     read: Callable[..., AttentionCall]
     output: Callable[[Any], Tensor] = lambda result: result
     with_output: Callable[[Any, Tensor], Any] = lambda result, output: output
-    serve: Callable[[AttentionCall, tuple[Any, ...]], Any] | None = None  # computes its results; None: it does itself
+    serve: Callable[[AttentionCall, tuple[Any, ...]], Any] | None = None  # runs in place of the function
     run: Callable[..., Any] = lambda original, args, kwargs: original(*args, **kwargs)
 
 
@@ -198,11 +195,11 @@ class Interceptor:
 
     @contextmanager
     def watching(self, model: nn.Module, modules: Iterable[nn.Module], reported: Iterable[nn.Module]) -> Iterator[None]:
-        """Intercept while one of these modules runs; the attention of `reported` is left to others."""
-        elsewhere = {id(module) for module in reported}
+        """Intercept while one of these modules runs; other hooks report the attention of those in `reported`."""
+        reported_ids = {id(module) for module in reported}
 
         def wrap(method: Callable[..., Any], module: nn.Module) -> _Entry:
-            return _Entry(self, method, module, module is model, id(module) in elsewhere)
+            return _Entry(self, method, module, module is model, id(module) in reported_ids)
 
         with ExitStack() as undo:
             undo.callback(self._leave)
@@ -272,7 +269,7 @@ class Interceptor:
     def _multiplied(
         self, running: RunningModule, followed: FollowedTensors, product: MatrixProduct, result: Tensor
     ) -> Tensor:
-        """Read a product of two tensors: of queries and keys, of weights and values, or another."""
+        """Follow a product that may be of queries and keys; observe one of weights and values."""
         origins = [followed.get(x) for x in product.operands]
         index = next((number for number, origin in enumerate(origins) if isinstance(origin, Weights)), None)
         if index is None:
@@ -289,25 +286,17 @@ class Interceptor:
             return result  # such as a router or a codebook
         if any(x is softmax.running for x in running.around()):
             running = softmax.running  # products may be computed in a module of their own
-        running.calls += 1
-        site = running.path if running.calls == 1 else f"{running.path}#{running.calls}"
-        self.called[site] = None
+        site = self._next_site(running)
         try:
             with _disable_current_modes(), torch.no_grad():
                 read = read_product(running, product, index, weights, followed)
-                call = located(read.call, self._starts, site)
-            known = self.watcher.heads_at(site, cross=call.cross)
-            if known not in (None, call.query.shape[1]):
-                raise NotUnderstood(f"a site must always have the same heads, got {call.query.shape[1]} after {known}")
+            call = self._located(read.call, site)
         except NotUnderstood as reason:
             self.skipped[SkippedCall(site, str(reason))] = None
             running.has_unknown_softmax |= softmax.scores is not None
             softmax.products.append(UnknownProduct())
             return result
-        key = running.module if running.calls == 1 else OutputSite(site)
-        tokens = Tokens.of(call.mask, call.query, call.key) if call.tokens is None else call.tokens
-        has_sinks = read.sinks is not None
-        observed = self.watcher.call(key, call.query.shape[1], tokens, cross=call.cross, learned_sinks=has_sinks)
+        observed = self._begin(running, site, call, learned_sinks=read.sinks is not None)
         if observed is None:
             softmax.products.append(UnknownProduct())
             return result
@@ -318,6 +307,30 @@ class Interceptor:
         if observed.gate is None:
             return call.axes.join(heads) if observed.has_listener else result
         return call.axes.join(heads * gate_factors(observed.gate, *heads.shape[:3]).to(heads.dtype))
+
+    def _next_site(self, running: RunningModule) -> str:
+        """Return the name of the attention call that a module begins: its path, with a number from the second on."""
+        running.calls += 1
+        site = running.path if running.calls == 1 else f"{running.path}#{running.calls}"
+        self.called[site] = None
+        return site
+
+    def _located(self, call: AttentionCall, site: str) -> AttentionCall:
+        """Return a call with the positions of its tokens; raise if its site had other heads before."""
+        with _disable_current_modes(), torch.no_grad():
+            call = located(call, self._starts, site)
+        known = self.watcher.heads_at(site, cross=call.cross)
+        if known not in (None, call.query.shape[1]):
+            raise NotUnderstood(f"a site must always have the same heads, got {call.query.shape[1]} after {known}")
+        return call
+
+    def _begin(
+        self, running: RunningModule, site: str, call: AttentionCall, *, learned_sinks: bool = False
+    ) -> ObservedCall | None:
+        """Announce a call to the session; None if it is not observed."""
+        key = running.module if running.calls == 1 else OutputSite(site)
+        tokens = Tokens.of(call.mask, call.query, call.key) if call.tokens is None else call.tokens
+        return self.watcher.call(key, call.query.shape[1], tokens, cross=call.cross, learned_sinks=learned_sinks)
 
     def report_root(self, module: nn.Module) -> None:
         """Report the hand-written attention of the model itself, before the other hooks of its forward."""
@@ -339,6 +352,7 @@ class Interceptor:
             x.report()
 
     def _list_unmultiplied(self) -> None:
+        """List as skipped every followed softmax that was not multiplied with values."""
         for site, products in self._followed().softmaxes:
             if not len(products):
                 self.called[site] = None
@@ -356,29 +370,20 @@ class Interceptor:
         is_served = not isinstance(function, str) and function.serve is not None
         if not is_served:
             result = original(*args, **kwargs)  # also checks its arguments
-        running.calls += 1
-        site = running.path if running.calls == 1 else f"{running.path}#{running.calls}"
-        self.called[site] = None
+        site = self._next_site(running)
         try:
             if isinstance(function, str):
                 raise NotUnderstood(function)
-            call = function.read(running, *args, **kwargs)
-            with _disable_current_modes(), torch.no_grad():
-                call = located(call, self._starts, site)
-            known = self.watcher.heads_at(site, cross=call.cross)
-            if known not in (None, call.query.shape[1]):
-                raise NotUnderstood(f"a site must always have the same heads, got {call.query.shape[1]} after {known}")
+            call = self._located(function.read(running, *args, **kwargs), site)
         except NotUnderstood as reason:
             self.skipped[SkippedCall(site, str(reason))] = None
             return function.run(original, args, kwargs) if is_served else result  # type: ignore[union-attr]
         if function.serve is not None:
             result = function.serve(call, args)
-        key = running.module if running.calls == 1 else OutputSite(site)
-        tokens = Tokens.of(call.mask, call.query, call.key) if call.tokens is None else call.tokens
-        observed = self.watcher.call(key, call.query.shape[1], tokens, cross=call.cross)
+        observed = self._begin(running, site, call)
         if observed is None:
             return result
-        # The tensor on the path of the gradients, for those who register hooks with it.
+        # The tensor that the model continues with, so that gradient hooks on it are called.
         heads = call.axes.split(function.output(result))
         if observed.counts or observed.differentiable or observed.has_listener:
             _report(observed, call, heads)

@@ -12,12 +12,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from polyhead.errors import OptionError
 from polyhead.observation.followed_tensors import version_of
-from polyhead.observation.softmax_calls import SoftmaxCall
+from polyhead.observation.softmax_calls import WIDTH, SoftmaxCall
 from polyhead.observation.watcher import ObservedCall
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import attention
-
-_WIDTH = 8  # head dimension of the all-zero queries and keys
 
 
 class UnknownProduct:
@@ -74,8 +72,8 @@ class MaterialisedCall:
                 assert mask is not None
                 mask = replace(mask, biases=(read.bias(),))
             result = attention(
-                call.query.new_zeros(*call.query.shape[:3], _WIDTH),
-                zeros := call.key.new_zeros(*call.key.shape[:3], _WIDTH),
+                call.query.new_zeros(*call.query.shape[:3], WIDTH),
+                zeros := call.key.new_zeros(*call.key.shape[:3], WIDTH),
                 zeros,
                 mask=mask,
                 scale=1.0,

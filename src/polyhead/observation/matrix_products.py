@@ -17,7 +17,7 @@ VIEWS = (
     "tensor_split",
 )  # fmt: skip
 Axis = int | str
-_SINGLE = 1 << 50
+_SINGLE = 1 << 50  # stride of the first axis of size 1, larger than that of any other axis
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,9 +35,9 @@ class MatrixProduct:
         if name == "einsum":
             return cls._of_einsum(args)
         if name == "baddbmm":
-            given = dict(zip(("input", "batch1", "batch2"), args, strict=False)) | dict(kwargs)
-            is_plain = given.get("beta", 1) == 0 and given.get("alpha", 1) == 1
-            operands = (given.get("batch1"), given.get("batch2"))
+            arguments = dict(zip(("input", "batch1", "batch2"), args, strict=False)) | dict(kwargs)
+            is_plain = arguments.get("beta", 1) == 0 and arguments.get("alpha", 1) == 1
+            operands = (arguments.get("batch1"), arguments.get("batch2"))
         else:
             second = next((kwargs[x] for x in ("other", "mat2", "tensor2") if x in kwargs), None)
             first = args[0] if len(args) else kwargs.get("input")

@@ -21,7 +21,8 @@ Begin = Callable[..., WatchedCall | None]
 class SharedSetting:
     """A setting of the whole process, made by the first session that needs it and undone by the last.
 
-    Sessions on different models may be exited in any order, in which each would restore what another had set.
+    Sessions on different models may be exited in any order. If each restored the setting that it had read, the last
+    could restore one that another session had made.
     """
 
     def __init__(self, create: Callable[[], AbstractContextManager[Any]]) -> None:

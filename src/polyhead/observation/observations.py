@@ -33,15 +33,17 @@ class Observations:
             raise OptionError(
                 f"only observations of the same statistics can be merged, got {self.wanted} and {other.wanted}"
             )
-        merged = {(x.site.name, x.site.kind): x for x in self.sites}
-        for statistics in other.sites:
-            key = (statistics.site.name, statistics.site.kind)
-            if key in merged and merged[key].site != statistics.site:
+        known: dict[tuple[str, str], AttentionSite] = {}
+        for site in (site for x in (self, other) for site in (*(y.site for y in x.sites), *x.collected, *x.calls)):
+            if (first := known.setdefault((site.name, site.kind), site)) != site:
                 raise OptionError(
-                    f"only observations of the same model can be merged, got {key[0]!r} as {merged[key].site} and as "
-                    f"{statistics.site}; layers are numbered in the order of their first call"
+                    f"only observations of the same model can be merged, got {site.name!r} as {first} and as {site}; "
+                    "layers are numbered in the order of their first call"
                 )
-            merged[key] = merged[key].merge(statistics) if key in merged else statistics
+        merged = {x.site: x for x in self.sites}
+        for statistics in other.sites:
+            own = merged.get(statistics.site)
+            merged[statistics.site] = statistics if own is None else own.merge(statistics)
         collected = {site: dict(states) for site, states in self.collected.items()}
         for site, other_states in other.collected.items():
             states = collected.setdefault(site, {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -147,10 +147,7 @@ class HeadEvidence(NamedTensors):
     hits: Tensor  # int64 [documents, heads, bins]: rows whose max weight is at each offset, -64 to 64 and beyond
     available: Tensor  # int64 [documents, bins]: rows with a visible key at each offset
     chance: Tensor  # float64 [documents, bins]: weight at each offset under uniform attention
-
-    @property
-    def profiled(self) -> dict[str, bool]:
-        return PROFILED
+    profiled: ClassVar[dict[str, bool]] = PROFILED
 
     @property
     def output(self) -> Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -22,9 +22,7 @@ from polyhead.ops.attended import Attended
 class RoutingLoad:
     """Collector of routing statistics where heads are routed: `observe(model, collect=[RoutingLoad()])`."""
 
-    @property
-    def name(self) -> str:
-        return "routing"
+    name: ClassVar[str] = "routing"
 
     def empty(self, site: AttentionSite, device: torch.device) -> SiteRouting:
         """Return an empty state for a site.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +13,11 @@ from torch import Tensor
 
 from polyhead.masks import Mask, is_readable
 from polyhead.ops.attention import RowStatistics
+from polyhead.ops.common.visibility import resolve
 
 # Models mask with -inf, the minimum of a dtype, -1e9 or -1e4 (-9984 in bfloat16); exp(-9000) is 0 in every dtype.
 MASKING_BIAS = -9e3
+_STORED_PAIRS = 1 << 26  # pairs of a query and a key whose visibility is in memory at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,14 +53,10 @@ class Tokens:
         terms += [documents.queries.to(self.device, non_blocking=True) >= 0 for documents in mask.packed]
         if mask.placed is not None:
             terms.append(self._at_queries(mask.placed[1].to(self.device, non_blocking=True) >= 0))
-        unmasked = [bias.detach() > MASKING_BIAS for bias in mask.biases]
-        for allowed in (*mask.allowed, *unmasked):
+        for allowed in _allowed(mask):
             if allowed.shape[2] == 1 or self.queries == self.keys:
                 terms.append(self._at_queries(allowed.any(1).any(1)))
-        result = None
-        for term in terms:
-            result = term if result is None else result & term
-        return result
+        return reduce(operator.and_, terms) if len(terms) else None
 
     def first_token(self) -> Tensor:
         """Return the index of the first non-padding key, [batch or 1]."""
@@ -66,7 +67,7 @@ class Tokens:
             if padding.side == "left":
                 first = torch.maximum(first, self.keys - padding.keys.to(self.device, non_blocking=True))
         key_masks = [] if self.mask.placed is None else [self.mask.placed[1].to(self.device, non_blocking=True) >= 0]
-        key_masks += [allowed.any(1).any(1) for allowed in self.mask.allowed]
+        key_masks += [allowed.any(1).any(1) for allowed in _allowed(self.mask)]
         for keys in key_masks:
             first = torch.maximum(first, keys.to(torch.uint8).argmax(-1))
         return first
@@ -84,6 +85,11 @@ class Tokens:
         slots = slots.scatter(1, key_slots, key_values.expand(rows, -1))
         slots[:, keys:].zero_()
         return slots.gather(1, query_slots)
+
+
+def _allowed(mask: Mask) -> list[Tensor]:
+    """Return the dense terms of a mask as booleans; a bias hides a key by -inf or a large negative number."""
+    return [*mask.allowed, *(bias.detach() > MASKING_BIAS for bias in mask.biases)]
 
 
 def non_padding_rows(tokens: Tokens | Tensor | None) -> Tensor | None:
@@ -116,11 +122,9 @@ def with_documents(mask: Mask | None, queries: int, keys: int) -> Mask | None:
     if mask is None or queries != keys or len(mask.packed) or mask.placed is not None or len(mask.padding):
         return mask
     terms = [x for x in (*mask.allowed, *mask.biases) if x.shape[2] > 1]
-    if (
-        not len(terms)
-        or torch.compiler.is_compiling()
-        or (terms[0].is_cuda and torch.cuda.is_current_stream_capturing())
-    ):
+    if not len(terms) or torch.compiler.is_compiling():
+        return mask
+    if terms[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return mask
     index = torch.arange(keys, device=terms[0].device)
     visible = _visible_pairs(mask, queries, keys, index)  # [batch or 1, queries, keys]
@@ -135,9 +139,8 @@ def with_documents(mask: Mask | None, queries: int, keys: int) -> Mask | None:
     starts &= (earliest < keys) & (index > 0)
     is_needed = starts.any()
     if len(mask.biases):
-        hides_rows = torch.stack(
-            [(x.amax(-1) <= MASKING_BIAS).logical_and(x.amax(-1) > -torch.inf).any() for x in mask.biases]
-        ).any()
+        largest = [x.amax(-1) for x in mask.biases]
+        hides_rows = torch.stack([((x <= MASKING_BIAS) & (x > -torch.inf)).any() for x in largest]).any()
         is_needed = is_needed & ~hides_rows
     if is_readable(is_needed) and not bool(is_needed):
         return mask
@@ -146,7 +149,7 @@ def with_documents(mask: Mask | None, queries: int, keys: int) -> Mask | None:
 
 def _visible_pairs(mask: Mask, queries: int, keys: int, index: Tensor) -> Tensor:
     visible = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=index.device)
-    for allowed in (*mask.allowed, *(x.detach() > MASKING_BIAS for x in mask.biases)):
+    for allowed in _allowed(mask):
         visible = visible & allowed.any(1, keepdim=True)
     offset = index - index[:, None]
     if mask.left is not None:
@@ -156,23 +159,35 @@ def _visible_pairs(mask: Mask, queries: int, keys: int, index: Tensor) -> Tensor
     return visible[:, 0]
 
 
-def hidden_by_bias(mask: Mask | None) -> Tensor | None:
-    """Return the number of keys that a finite bias masks for every head, [batch or 1, 1, queries or 1].
+def hidden_by_bias(mask: Mask | None, shape: Sequence[int]) -> Tensor | None:
+    """Return the number of keys that a finite bias masks for every head, [batch or 1, heads or 1, queries or 1].
 
-    Such a bias gives a weight of zero, but the key is still counted in `visible_keys`.
+    Such a bias gives a weight of zero, but the key is still counted in `visible_keys`. Keys that another part of the
+    mask hides are not: they are not counted there.
+
+    Args:
+        mask: mask of a call.
+        shape: batch, heads and queries of the call.
     """
-    count = None
-    for bias in () if mask is None else mask.biases:
-        largest = bias.detach().amax(1, keepdim=True)
-        hidden = (largest <= MASKING_BIAS) & (largest != -torch.inf)
-        if mask is not None and mask.placed is not None:  # keys at negative positions are masked, and not counted
-            hidden = hidden & (mask.placed[1].to(hidden.device, non_blocking=True) >= 0)[:, None, None]
-        for documents in () if mask is None else mask.packed:  # nor are those of other documents
-            queries, keys = documents.queries, documents.queries if documents.keys is None else documents.keys
-            queries, keys = (x.to(hidden.device, non_blocking=True) for x in (queries, keys))
-            hidden = hidden & (queries[:, None, :, None] == keys[:, None, None, :])
-        count = hidden.sum(-1) if count is None else count + hidden.sum(-1)
-    return count
+    if mask is None or not len(mask.biases):
+        return None
+    largest = [bias.detach().amax(1, keepdim=True) for bias in mask.biases]
+    if len(largest) == 1 and replace(mask, biases=()).is_everything:
+        return ((largest[0] <= MASKING_BIAS) & (largest[0] != -torch.inf)).sum(-1)
+    (batch, heads, queries), keys = shape, largest[0].shape[-1]
+    visibility = resolve(mask, batch=batch, heads=heads, queries=queries, keys=keys, device=largest[0].device)
+    assert visibility is not None
+
+    def count(start: int, stop: int) -> Tensor:
+        visible = visibility.allowed_tile((start, stop), (0, keys))
+        assert visible is not None
+        low = [(x if x.shape[2] == 1 else x[:, :, start:stop]) <= MASKING_BIAS for x in largest]
+        return (visible & reduce(operator.or_, low)).sum(-1)
+
+    if torch.compiler.is_compiling():  # a loop over rows would compile the code for one number of them
+        return count(0, queries)
+    step = max(1, _STORED_PAIRS // max(1, batch * keys))
+    return torch.cat([count(start, min(start + step, queries)) for start in range(0, max(queries, 1), step)], 2)
 
 
 def corrected(rows: RowStatistics, hidden: Tensor | None, sinks_in_view: Tensor | None) -> RowStatistics:

@@ -201,13 +201,10 @@ class Session:
     def _find_modules(self) -> None:
         modules = self.model.named_modules()
         self._names = {id(module): name or type(module).__name__ for name, module in modules}
-        self._interface_modules: tuple[nn.Module, ...] = ()
-        self._layers: tuple[nn.Module, ...] = ()
-        self._adapted: dict[nn.Module, adapting.Adapter] = {}
-        self._calling: tuple[nn.Module, ...] = ()  # modules that may call attention functions by themselves
         self._interface_modules = transformers_models.interface_modules(self.model)
         self._adapted = adapting.adapted_modules(self.model, self.adapters, self._interface_modules)
         self._layers = tuple(x for x in torch_modules.attention_layers(self.model) if x not in self._adapted)
+        # Modules that may call attention functions by themselves.
         self._calling = intercepted_calls.calling_modules(self.model, self.attention_modules)
         if not len(self.attention_modules) and not len(self._calling):
             raise OptionError(transformers_models.why_unobservable(self.model))
@@ -227,7 +224,7 @@ class Session:
         check_paths(self.layers or (), names)
 
     def _check_called(self, *, is_running: bool) -> None:
-        """Raise if attention functions were not called as the options of this session say, after a forward."""
+        """Raise if no attention was called in a forward, or if there is a gate for a site that was not called."""
         if not len(self._calling):
             return
         names = self._site_names()
@@ -469,10 +466,8 @@ class Session:
                 return None, f"{name} was called in {len(ways)} ways in the first observed step"
             (heads, cross, learned_sinks, is_same, packed), *_ = ways
             if packed:
-                return (
-                    None,
-                    f"{name} attends within packed documents or chunks, whose beginnings a dense mask does not show",
-                )
+                reason = "attends within packed documents or chunks, whose beginnings a dense mask does not show"
+                return None, f"{name} {reason}"
             if cross or not is_same:
                 return None, f"{name} attends to other tokens than those of its queries"
             if getattr(module, "is_causal", None) is None:

@@ -8,13 +8,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadId, HeadOrigins
 from polyhead.observation import torch_modules, transformers_models
 from polyhead.observation.statistics import AttentionSite
+from polyhead.observation.watcher import is_recomputed
 
 
 @dataclass(slots=True, eq=False)
@@ -27,8 +27,8 @@ class OneThread:
     thread: threading.Thread | None = None
 
     def check(self) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            return  # recomputation in a backward runs in an autograd thread and is not counted
+        if is_recomputed():
+            return  # it runs in an autograd thread and is not counted
         thread = threading.current_thread()
         if self.thread is None or not self.thread.is_alive():
             self.thread = thread

@@ -26,7 +26,7 @@ from polyhead.observation.rows import MASKING_BIAS
 from polyhead.observation.transformers_models import is_pretrained, takes_attention_mask
 from polyhead.ops.common.tracing import is_transformed
 
-_WIDTH = 8  # head dimension of all-zero queries and keys
+WIDTH = 8  # head dimension of all-zero queries and keys
 
 
 def softmax_of(
@@ -128,10 +128,6 @@ def read_product(
         raise NotUnderstood("its logits are overwritten after the softmax")
     axes = product.axes[index]
 
-    def bias_of() -> Tensor:
-        logits = layout.split(_logits(weights)[0], axes, key).to(dtype)
-        return torch.where(visible, logits, -torch.inf)
-
     logits, sinks = _logits(weights)
     if logits.shape != operand.shape:
         raise NotUnderstood(f"its weights have the shape {[*operand.shape]}, its logits {[*logits.shape]}")
@@ -146,8 +142,8 @@ def read_product(
     operands = _queries_and_keys(product, index, weights, layout, (batch, heads, queries, keys))
     _check_tokens(running, batch, queries, keys, operands)
     query, key_heads = operands or (
-        logits.new_zeros(batch, heads, queries, _WIDTH),
-        logits.new_zeros(batch, value.shape[1], keys, _WIDTH),
+        logits.new_zeros(batch, heads, queries, WIDTH),
+        logits.new_zeros(batch, value.shape[1], keys, WIDTH),
     )
     if key_heads.shape[1] != value.shape[1]:
         more = max(key_heads.shape[1], value.shape[1])
@@ -165,7 +161,13 @@ def read_product(
         shown = visible.any(1).any(1)
         first = torch.where(shown.any(-1), shown.to(torch.uint8).argmax(-1), 0)
         call = replace(call, mask=mask & Mask.lengths(keys - first, side="left"))
-    _check_positions(call)
+    elif queries > keys:  # neither the tokens of the queries nor those of a cache before them
+        raise NotUnderstood(f"the positions of {queries} queries in {keys} keys are unknown")
+
+    def bias_of() -> Tensor:
+        logits = layout.split(_logits(weights)[0], axes, key).to(dtype)
+        return torch.where(visible, logits, -torch.inf)
+
     return SoftmaxCall(call, bias_of, sinks)
 
 
@@ -322,15 +324,15 @@ def _queries_and_keys(
     numbers = (0, 1) if of_logits.output[-2:] == (own[0][0], own[1][0]) else (1, 0)
     numbers = numbers if weights.axis == len(axes) - 1 else numbers[::-1]
     leading = product.operands[index].shape[:-2]
-    found = []
+    operands = []
     for number, last in zip(numbers, (layout.query, axes[weights.axis]), strict=True):
         x = of_logits.operands[number].detach()
         x = x.permute([of_logits.axes[number].index(a) for a in (*shared, own[number][0], contracted[0])])
         if of_logits.output[:-2] != tuple(shared) or math.prod(x.shape[:-2]) != math.prod(leading):
             return None
         x = x.reshape(*leading, *x.shape[-2:])
-        found.append(layout.split(x, (*axes[:-2], last, "channels"), "channels"))
-    query, key = found
+        operands.append(layout.split(x, (*axes[:-2], last, "channels"), "channels"))
+    query, key = operands
     is_fitting = (*query.shape[:3], key.shape[2]) == shape and key.shape[:2] == query.shape[:2]
     return (query, key) if is_fitting and query.shape[-1] == key.shape[-1] else None
 
@@ -342,8 +344,8 @@ def _without_padding(running: RunningModule, visible: Tensor) -> Tensor:
     """
     batch, _, queries, keys = visible.shape
     models = (x for x in (running, *running.around()) if is_pretrained(x.module))
-    given = next((x.inputs() for x in models if takes_attention_mask(type(x.module))), {})
-    mask = given.get("attention_mask")
+    inputs = next((x.inputs() for x in models if takes_attention_mask(type(x.module))), {})
+    mask = inputs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.shape != (batch, keys) or queries != keys or bool((mask != 0).all()):
         return visible
     non_padding = (mask != 0).to(visible.device)
@@ -353,19 +355,19 @@ def _without_padding(running: RunningModule, visible: Tensor) -> Tensor:
 
 def _tokens(running: RunningModule) -> list[tuple[int, int]]:
     """Return the batch and number of tokens that the inputs of a module, and of those around it, may have."""
-    found: list[tuple[int, int]] = []
+    sizes: list[tuple[int, int]] = []
     for module in (running, *running.around()):
         for x in module.tensors().values():
             shape = x.shape
             match x.ndim:
                 case 2:
-                    found.append((1, shape[0]))
+                    sizes.append((1, shape[0]))
                 case 3:
-                    found += [(shape[0], shape[1]), (shape[1], shape[0])]
+                    sizes += [(shape[0], shape[1]), (shape[1], shape[0])]
                 case 4:
-                    found += [(shape[0], shape[2] * shape[3]), (shape[0], shape[1] * shape[2])]
-                    found += [(shape[0], shape[2]), (shape[0], shape[1])]
-    return found
+                    sizes += [(shape[0], shape[2] * shape[3]), (shape[0], shape[1] * shape[2])]
+                    sizes += [(shape[0], shape[2]), (shape[0], shape[1])]
+    return sizes
 
 
 def _check_tokens(
@@ -394,10 +396,3 @@ def _is_over_tokens(running: RunningModule, query: Tensor) -> bool:
     own = next(iter(running.tensors().values()), None)
     is_image = own is not None and own.ndim == 4 and own.shape[2] * own.shape[3] == query.shape[2]
     return (query.stride(-1) == 1) == is_image
-
-
-def _check_positions(call: AttentionCall) -> None:
-    """Raise for self-attention whose keys are neither the tokens of the queries nor those of a cache before them."""
-    queries, keys = call.query.shape[2], call.key.shape[2]
-    if not call.cross and queries > keys:
-        raise NotUnderstood(f"the positions of {queries} queries in {keys} keys are unknown")

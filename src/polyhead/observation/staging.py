@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
@@ -90,14 +90,16 @@ class Staging:
 
 @contextmanager
 def wrapped_calls(
-    modules: Iterable[nn.Module], wrap: Callable[[Callable[..., Any], nn.Module], Callable[..., Any]]
+    modules: Iterable[nn.Module],
+    wrap: Callable[[Callable[..., Any], nn.Module], Callable[..., Any]],
+    methods: Sequence[str] = ("_call_impl", "_compiled_call_impl"),
 ) -> Iterator[None]:
-    """Replace the method that runs a module and its hooks, of the module alone; restores the modules on exit."""
+    """Replace methods of modules, by default those that run a module and its hooks; restores the modules on exit."""
     replaced: list[tuple[nn.Module, str, Any]] = []
     try:
         for module in modules:
-            # Set in the instance dict, where PyTorch looks both up; nn.Module's setattr is bypassed.
-            for name in ("_call_impl", "_compiled_call_impl"):
+            # Set in the instance dict, where PyTorch looks them up; nn.Module's setattr is bypassed.
+            for name in methods:
                 method = getattr(module, name, None)
                 if method is not None:
                     replaced.append((module, name, module.__dict__.get(name)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class TopKeys:
     `session.metadata.tokens` is required. Cross-attention, whose keys are other tokens, is skipped.
     """
 
+    name: ClassVar[str] = "top_keys"
     tokens: Tensor
 
     def __post_init__(self) -> None:
@@ -35,10 +36,6 @@ class TopKeys:
             )
         if len(self.tokens.unique()) != len(self.tokens):
             raise OptionError("tokens must be distinct ids, got duplicates")
-
-    @property
-    def name(self) -> str:
-        return "top_keys"
 
     def empty(self, site: AttentionSite, device: torch.device) -> SiteTopKeys | None:
         if site.kind != "self":
@@ -62,10 +59,7 @@ class SiteTopKeys(Sums):
     collector: TopKeys
     received: Tensor  # [heads, tokens + 1]; the last entry is all other ids
     rows: Tensor
-
-    @property
-    def profiled(self) -> dict[str, Any]:
-        return {"received": True}
+    profiled: ClassVar[dict[str, Any]] = {"received": True}
 
     def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
         keys = attended.key.shape[2]

@@ -59,6 +59,7 @@ def interface_modules(model: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def _calls_interface(kind: type) -> bool:
+    """Return whether the code of a class calls transformers' attention interface."""
     from transformers import PreTrainedModel
 
     if issubclass(kind, PreTrainedModel):
@@ -73,13 +74,12 @@ def _calls_interface(kind: type) -> bool:
     return False
 
 
-uses_interface: Callable[[type], bool] = cache(_calls_interface)
-
-
 def _takes_attention_mask(kind: Any) -> bool:
     return "attention_mask" in inspect.signature(kind.forward).parameters
 
 
+# No decorators: mypy takes classes of modules for unhashable.
+uses_interface: Callable[[type], bool] = cache(_calls_interface)
 takes_attention_mask: Callable[[type], bool] = cache(_takes_attention_mask)
 
 
@@ -127,16 +127,12 @@ def switched(
     # That of an outer session has been recorded by it.
     originals = {key: str(x) for key, (_, x) in before.items() if x not in (None, NAME, OBSERVED, OBSERVED_EAGER)}
 
-    def name_instead(implementation: str | None) -> str:
-        return OBSERVED_EAGER if name == OBSERVED and implementation == "eager" else name
-
     def switch(is_set: bool) -> None:
         for config, implementation in before.values():
+            observed = OBSERVED_EAGER if name == OBSERVED and implementation == "eager" else name
             if is_set:
-                config._attn_implementation_internal = name_instead(implementation)
-            elif config._attn_implementation_internal == name_instead(
-                implementation
-            ):  # keep a value that the user set meanwhile
+                config._attn_implementation_internal = observed
+            elif config._attn_implementation_internal == observed:  # keep a value that the user set meanwhile
                 config._attn_implementation_internal = implementation
 
     marked: list[nn.Module] = []

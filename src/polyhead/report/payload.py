@@ -223,7 +223,7 @@ def _finding(finding: Finding, index: Mapping[AttentionSite, int]) -> dict[str, 
     return {
         "text": _clipped(Text(words_of(finding), words_of(finding, "zh"))),
         "kind": finding.kind,
-        "heads": _head_ids(index, finding.heads),
+        "heads": [_head_id(index, head) for head in finding.heads],
         "view": _VIEWS.get(finding.kind, "overview"),
         "column": finding.column,
     }
@@ -231,7 +231,3 @@ def _finding(finding: Finding, index: Mapping[AttentionSite, int]) -> dict[str, 
 
 def _head_id(index: Mapping[AttentionSite, int], head: Head) -> list[int]:
     return [index[head[0]], head[1]]
-
-
-def _head_ids(index: Mapping[AttentionSite, int], heads: tuple[Head, ...]) -> list[list[int]]:
-    return [_head_id(index, head) for head in heads]

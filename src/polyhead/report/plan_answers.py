@@ -172,12 +172,12 @@ def _kind_words(point: LayoutPoint) -> Text:
 
 def _cache_words(planned: LayoutPoint, layouts: tuple[LayoutPoint, ...]) -> Text:
     own = size(planned.cache_bytes_per_token)
-    found = Text(f": {own} of cache per token", f"：每词元缓存 {own}")
+    sentence = Text(f": {own} of cache per token", f"：每词元缓存 {own}")
     for name in ("MHA", "MQA"):
         other = next(point for point in layouts if point.name == name)
         if other is not planned:
-            found = _join(found, _ratio_words(planned.cache_bytes_per_token, other.cache_bytes_per_token, name))
-    return _join(found, Text(".", "。"))
+            sentence = _join(sentence, _ratio_words(planned.cache_bytes_per_token, other.cache_bytes_per_token, name))
+    return _join(sentence, Text(".", "。"))
 
 
 def _ratio_words(own: int, other: int, name: str) -> Text:

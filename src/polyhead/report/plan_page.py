@@ -119,8 +119,8 @@ def _layout(plan: Plan, comparison: Comparison, has_chart: bool, language: Langu
             f"Well-known models at this context ({len(choices.references)})",
             f"此上下文下的知名模型（{len(choices.references)}）",
         )
-        for caption, found in ((front, choices.found), (known, choices.references)):
-            text += _details(caption[language], tables.choices_table(caption, found, language, timed=timed))
+        for caption, layouts in ((front, choices.found), (known, choices.references)):
+            text += _details(caption[language], tables.choices_table(caption, layouts, language, timed=timed))
     return text
 
 

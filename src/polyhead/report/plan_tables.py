@@ -31,13 +31,13 @@ def table(caption: str, columns: Sequence[str], rows: Iterable[Row], *, stacked:
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
     body = []
     for name, cells, kind in rows:
-        found = "".join(
+        columns_of_row = "".join(
             f'<td data-column="{escape(column)}">{_cell(cell)}</td>'
             for column, cell in zip(columns[1:], cells, strict=True)
         )
         sub = ' class="sub"' if kind == "sub" else ""
         row = f' class="{kind}"' if kind in ("total", "planned") else ""
-        body.append(f'<tr{row}><th scope="row"{sub}>{_cell(name)}</th>{found}</tr>')
+        body.append(f'<tr{row}><th scope="row"{sub}>{_cell(name)}</th>{columns_of_row}</tr>')
     kind = ' class="stacked"' if stacked else ""
     return (
         f'<div class="table-scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table{kind}>'

@@ -66,8 +66,8 @@ def training_html(history: HeadHistory, name: str, *, language: Language = "en")
     """Return the HTML text of a run's page in both languages, the other one hidden."""
     steps, losses = torch.tensor(history.steps), torch.tensor([history.losses], dtype=torch.float64)
     series = {column: _measured(steps, history[column].T) for column in history.columns}
-    series = {column: found for column, found in series.items() if len(found[0])}
-    charts = {column: _chart(steps, _label(column), *found, _panels(history)) for column, found in series.items()}
+    series = {column: lines for column, lines in series.items() if len(lines[0])}
+    charts = {column: _chart(steps, _label(column), *lines, _panels(history)) for column, lines in series.items()}
     if losses.isfinite().any():
         charts = {"loss": _chart(steps, LOSS, steps, losses, [(LOSS, ["loss"])]), **charts}
     first, last = (history.steps[0], history.steps[-1]) if len(history) else (0, 0)
@@ -158,7 +158,7 @@ def _views(
     for view in charts:
         label, note = (LOSS, "") if view == "loss" else (_label(view), _LINES[language])
         views[view] = label[language], f"{charts_of(view, language)}<p>{note}{merged_steps}</p>"
-    tables = "".join(_table(history, column, *found, language) for column, found in series.items())
+    tables = "".join(_table(history, column, *lines, language) for column, lines in series.items())
     return {**views, "numbers": (Text("All numbers", "全部数字")[language], tables)}
 
 

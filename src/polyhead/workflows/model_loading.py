@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from polyhead.errors import OptionError
+from polyhead.observation.transformers_models import is_pretrained
 from polyhead.sources.gguf_reading import reading_once
 from polyhead.sources.load_errors import describe_failure, quiet
 from polyhead.sources.model_source import find_source
 from polyhead.sources.models import LoadedModel, checked_device, kind_of, load_tokenizer, read_shapes, trained_context
-from polyhead.surgery.native.fitting import is_transformers_model
 from polyhead.surgery.storage.loading import read_model
 from polyhead.surgery.storage.undo_folder import MANIFEST
 
@@ -129,7 +129,7 @@ def _loaded(model: Model, tokenizer: Any, dtype: torch.dtype | Literal["saved"] 
         if isinstance(model, LoadedModel):
             return model
         return model() if callable(model) else load_model(model, dtype=dtype)
-    if not is_transformers_model(model):
+    if not is_pretrained(model):
         raise OptionError(
             f"a model must be a name, a folder or a transformers model, got a {type(model).__name__}; observe other "
             "modules with polyhead.observe, and edit them with polyhead.surgery.apply"

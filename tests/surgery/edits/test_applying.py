@@ -12,9 +12,9 @@ import polyhead.integrations.huggingface
 from polyhead.errors import CheckpointError, OptionError
 from polyhead.layers import MultiHeadAttention
 from polyhead.layers.positions import Rotary
+from polyhead.observation.transformers_models import is_pretrained
 from polyhead.surgery import GroupQueries, PruneHeads, ReorderHeads, apply, find_layers, fingerprint, undo
 from polyhead.surgery.edits import applying
-from polyhead.surgery.native.fitting import is_transformers_model
 from tests.integrations.huggingface import models
 from tests.surgery.gated import FAMILIES, build, decoder, generated, result_of, switched_off
 
@@ -182,7 +182,7 @@ def test_what_does_not_train_stays_so_and_only_what_changes_is_replaced():
     assert changed == {"model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.o_proj.weight"}
     assert set(record.tensors) == changed
     assert record.num_bytes == sum(held[name].nbytes for name in changed)
-    assert is_transformers_model(model)
+    assert is_pretrained(model)
 
 
 def test_an_order_that_splits_groups_is_run_by_its_map():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -182,12 +182,9 @@ class Trace(TraceInputs):
 class AttentionRecorder:
     """Collector of a `RecordedAttention` per call, or of nothing; `after` is called after each."""
 
+    name: ClassVar[str] = "recorded"
     after: Callable[[], None]
     records: bool = True
-
-    @property
-    def name(self) -> str:
-        return "recorded"
 
     def empty(self, site: AttentionSite, device: torch.device) -> RecordedCalls:
         return RecordedCalls(self, ())

@@ -16,13 +16,14 @@ from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from polyhead.geometry import HeadLayout, HeadOrigins
 from polyhead.integrations.huggingface.attention import KEY_HEADS
 from polyhead.layers import MultiHeadAttention
 from polyhead.layers.multi_head.projected import ProjectedHeads
 from polyhead.layers.positions import BiasesLogits
+from polyhead.observation.session_limits import stack_of
 from polyhead.observation.transformers_models import interface_modules
 from polyhead.surgery.adapters.attention_layer import (
     TRACED,
@@ -86,7 +87,7 @@ def find_layers(model: nn.Module) -> tuple[AttentionLayer, ...]:
             fields = _inspect_traced(model, path, vars(module)[TRACED])
         else:
             continue
-        stack = ".".join("*" if part.isdecimal() else part for part in path.split("."))
+        stack = stack_of(path)
         layer = AttentionLayer(path, stack, counts[stack], module, **fields)
         if not layer.refusals:
             layer = _checked(model, layer, shared)
@@ -188,22 +189,18 @@ def _inspect_traced(model: nn.Module, path: str, traced: TracedHeads) -> dict[st
     linears = {name: model.get_submodule(name) for name in (*(source.path for source in sources), output)}
     if reasons := _not_plain(linears):
         return _refuse(*reasons)
-
-    def size(name: str, *, outputs: bool) -> int:
-        return linears[name].get_parameter("weight").shape[linear_axis(linears[name], outputs=outputs)]
-
     source_of = {part: source for source in sources for part in source.holds}
-    heads, fused = size(output, outputs=False) // traced.value_dim, source_of["key"]
+    heads, fused = _size(linears[output], outputs=False) // traced.value_dim, source_of["key"]
     dims = {"key": traced.head_dim, "value": traced.value_dim}
-    rows = size(fused.path, outputs=True) - ("query" in fused.holds) * heads * traced.head_dim
+    rows = _size(linears[fused.path], outputs=True) - ("query" in fused.holds) * heads * traced.head_dim
     layout = HeadLayout(
-        size(output, outputs=True),
+        _size(linears[output], outputs=True),
         heads,
         rows // sum(dims[part] for part in fused.holds if part in dims),
         traced.head_dim,
         traced.value_dim,
-        size(fused.path, outputs=False),
-        size(source_of["value"].path, outputs=False),
+        _size(linears[fused.path], outputs=False),
+        _size(linears[source_of["value"].path], outputs=False),
     )
     return {"layout": layout, "sources": sources, "output": output}
 
@@ -227,6 +224,11 @@ def _find_format(model: nn.Module, path: str, module: nn.Module) -> tuple[Projec
     return None
 
 
+def _size(linear: nn.Module, *, outputs: bool) -> int:
+    """Return the number of outputs (or inputs) of a linear module."""
+    return linear.get_parameter("weight").shape[linear_axis(linear, outputs=outputs)]
+
+
 def _not_plain(linears: dict[str, nn.Module]) -> list[str]:
     """Return a reason for each projection that is not a plain linear layer: adapters, quantisation, ..."""
     return [
@@ -242,20 +244,15 @@ def _layout(
     module: nn.Module, fmt: ProjectionFormat, linears: dict[str, nn.Module], output: nn.Module, head_dim: int
 ) -> HeadLayout | str:
     """Return the head layout implied by the shapes of the projections, or the reason why there is none."""
-
-    def size(linear: nn.Module, *, outputs: bool) -> int:
-        weight: Tensor = linear.get_parameter("weight")
-        return weight.shape[linear_axis(linear, outputs=outputs)]
-
-    output_inputs, width = size(output, outputs=False), size(output, outputs=True)
+    output_inputs, width = _size(output, outputs=False), _size(output, outputs=True)
     heads, rest = divmod(output_inputs, head_dim)
-    out_sizes = {source.path: size(linears[source.path], outputs=True) for source in fmt.sources}
+    out_sizes = {source.path: _size(linears[source.path], outputs=True) for source in fmt.sources}
     key_heads = getattr(module, KEY_HEADS, None)
     groups = getattr(module, "num_key_value_groups", 1)
     if key_heads is None and groups < 1:  # of a config with fewer heads than KV heads
         return f"its num_key_value_groups is {groups}"
     kv_heads = max(key_heads) + 1 if key_heads is not None else heads // groups
-    in_sizes = {source.holds[0]: size(linears[source.path], outputs=False) for source in fmt.sources}
+    in_sizes = {source.holds[0]: _size(linears[source.path], outputs=False) for source in fmt.sources}
     query_input = in_sizes["query"]
     key_input = in_sizes.get("key", query_input)
     if rest or not heads or kv_heads < 1 or query_input != width:

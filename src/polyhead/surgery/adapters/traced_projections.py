@@ -149,7 +149,7 @@ def _channels(heads: Tensor, linears: Sequence[_Linear]) -> dict[_Linear, dict[P
     count, dim = heads.shape[1], heads.shape[-1]
     every = torch.linspace(1, 2, dim, dtype=heads.dtype, device=heads.device)
     first, second = torch.eye(2, dim, dtype=heads.dtype, device=heads.device)
-    found: dict[_Linear, list[list[Tensor]]] = {}
+    num_tokens: dict[_Linear, list[list[Tensor]]] = {}
     for head in range(count):
         rows = []
         for channels in (every, first, second):
@@ -159,9 +159,9 @@ def _channels(heads: Tensor, linears: Sequence[_Linear]) -> dict[_Linear, dict[P
         for linear, *gradients in zip(linears, *rows, strict=True):
             if gradients[0] is not None:
                 is_read = [(x != 0).flatten(0, -2) for x in gradients if x is not None]  # [tokens, channels]
-                found.setdefault(linear, []).append([x.sum(0) for x in is_read])
-    last = [x for x in found if not any(_is_before(x, y) for y in found if y is not x)]
-    return {linear: parts for linear in last if len(parts := _parts(found[linear]))}
+                num_tokens.setdefault(linear, []).append([x.sum(0) for x in is_read])
+    last = [x for x in num_tokens if not any(_is_before(x, y) for y in num_tokens if y is not x)]
+    return {linear: parts for linear in last if len(parts := _parts(num_tokens[linear]))}
 
 
 def _is_before(linear: _Linear, other: _Linear) -> bool:

@@ -18,6 +18,7 @@ from polyhead.integrations.huggingface.attention import KEY_HEADS
 from polyhead.integrations.huggingface.registration import NAME
 from polyhead.layers import MultiHeadAttention, MultiHeadConfig
 from polyhead.observation.origins import ATTRIBUTE, IN_CONFIG, config_entry
+from polyhead.observation.transformers_models import is_pretrained
 from polyhead.sources.fingerprint import fingerprint
 from polyhead.surgery.adapters.attention_layer import (
     AttentionLayer,
@@ -32,7 +33,7 @@ from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read
 from polyhead.surgery.edits.head_edits import HeadEdit, PruneHeads, checked_edits
 from polyhead.surgery.edits.records import EditRecord, LayerRecord
 from polyhead.surgery.native.configs import ConfigChange, config_at
-from polyhead.surgery.native.fitting import fit_edited, is_transformers_model
+from polyhead.surgery.native.fitting import fit_edited
 
 
 class Compensation(Protocol):
@@ -122,7 +123,7 @@ def _changes_of(
         for name, tensor in pack_heads(model, layer, heads).items():
             if not torch.equal(tensor, model.get_parameter(name)):
                 parameters[name] = tensor
-    is_native = is_transformers_model(model) and all(x.traced is None for x in layers if x.path in layouts)
+    is_native = is_pretrained(model) and all(x.traced is None for x in layers if x.path in layouts)
     config = fit_edited(model, layers, layouts, parameters).changes if is_native else ()
     changes = Changes(parameters, layouts, config, origins)
     _check_config(layers, changes)
@@ -365,7 +366,7 @@ def _set_origins(
     current = {layer.path: layer_origins(model, layer) for layer in layers.values() if layer.layout is not None}
     for path, layer_origin in origins.items():
         _set(layers[path].module, ATTRIBUTE, layer_origin, back, remove=layer_origin.is_unedited)
-    if is_transformers_model(model):
+    if is_pretrained(model):
         entry = config_entry({**current, **origins})
         _set(model.config, IN_CONFIG, entry, back, remove=entry is None)
 

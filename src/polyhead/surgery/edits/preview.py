@@ -12,13 +12,13 @@ from torch import nn
 from polyhead.costs import Workload, estimate_cost
 from polyhead.geometry import HeadLayout
 from polyhead.layers import MultiHeadConfig
+from polyhead.observation.transformers_models import is_pretrained
 from polyhead.sources.models import kind_of
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import HeadWeights, read_heads
 from polyhead.surgery.edits.applying import changed, edits_by_layer
 from polyhead.surgery.edits.head_edits import HeadEdit, checked_edits
-from polyhead.surgery.native.fitting import is_transformers_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def preview(model: nn.Module, edits: Sequence[HeadEdit], *, work: Workload | Non
 
 def uncached_layers(model: nn.Module, layers: Sequence[AttentionLayer]) -> frozenset[str]:
     """Return the paths of a transformers model's layers that keep no KV cache: those of an encoder."""
-    if not is_transformers_model(model):
+    if not is_pretrained(model):
         return frozenset()
     kind = kind_of(model)
     if kind != "encoder-decoder":

@@ -86,25 +86,25 @@ def trace_layers(
                 continue
             module = model.get_submodule(path)
             if calls[site.name] > 1:
-                found = refused("it attends more than once in a forward")
+                traced = refused("it attends more than once in a forward")
             else:
-                found = traced_heads(path, module, flows, heads)
-            setattr(module, TRACED, found if found.refusals else _checked(model, path, site, found, other_batch))
+                traced = traced_heads(path, module, flows, heads)
+            setattr(module, TRACED, traced if traced.refusals else _checked(model, path, site, traced, other_batch))
     return find_layers(model)
 
 
 def _checked(
-    model: nn.Module, path: str, site: AttentionSite, found: TracedHeads, batch: Mapping[str, Any]
+    model: nn.Module, path: str, site: AttentionSite, projections: TracedHeads, batch: Mapping[str, Any]
 ) -> TracedHeads:
     """Return the projections with the size attributes by which the model without some heads equals the gated one."""
     module, reasons = model.get_submodule(path), []
     try:
-        setattr(module, TRACED, found)
+        setattr(module, TRACED, projections)
         layer = _layer_at(model, path)
         if layer.layout is None:
             return refused(*layer.refusals)
         for sizes in islice(_assignments(module, layer.layout), _ASSIGNMENTS):
-            traced = replace(found, sizes=sizes)
+            traced = replace(projections, sizes=sizes)
             setattr(module, TRACED, traced)
             failed = _failed_edit(model, _layer_at(model, path), layer.layout, site, batch)
             if not failed:

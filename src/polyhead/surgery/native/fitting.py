@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -131,14 +130,6 @@ def without_init() -> AbstractContextManager[None]:
 
     context: AbstractContextManager[None] = initialization.no_init_weights()
     return context
-
-
-def is_transformers_model(model: nn.Module) -> bool:
-    if "transformers" not in sys.modules:
-        return False
-    from transformers import PreTrainedModel
-
-    return isinstance(model, PreTrainedModel)
 
 
 def _needed_changes(

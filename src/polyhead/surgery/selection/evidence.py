@@ -95,9 +95,9 @@ class Evidence:
     def gradient_statistics(self) -> dict[str, GradientStatistics]:
         def collect() -> dict[str, dict[str, Tensor]]:
             with recording_blocks(self.model, list(self.layers.values())[-1]) as self.recorded:
-                found = gradient_statistics(self.model, self.batches, self._slope)
+                by_layer = gradient_statistics(self.model, self.batches, self._slope)
             return {
-                path: {**x.moments.to_tensors(), "sensitivity": x.sensitivity.products} for path, x in found.items()
+                path: {**x.moments.to_tensors(), "sensitivity": x.sensitivity.products} for path, x in by_layer.items()
             }
 
         return {

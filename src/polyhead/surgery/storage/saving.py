@@ -18,6 +18,7 @@ from polyhead.errors import CheckpointError, OptionError
 from polyhead.files import in_one_line
 from polyhead.geometry import HeadOrigins
 from polyhead.observation.origins import IN_CONFIG, config_entry
+from polyhead.observation.transformers_models import is_pretrained
 from polyhead.sources.fingerprint import fingerprint
 from polyhead.sources.load_errors import quiet
 from polyhead.sources.models import read_weights
@@ -25,7 +26,7 @@ from polyhead.surgery.adapters.attention_layer import AttentionLayer, layer_orig
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.edits.records import EditRecord
 from polyhead.surgery.native.configs import ConfigChange, join_changes
-from polyhead.surgery.native.fitting import fit_uniform, is_transformers_model
+from polyhead.surgery.native.fitting import fit_uniform
 from polyhead.surgery.native.padding import fit_padded
 from polyhead.surgery.options import OTHER_FORMS, Form, check_form
 from polyhead.surgery.storage.folders import check_free, check_not_source, written_atomically
@@ -260,7 +261,7 @@ def _shared(model: nn.Module) -> dict[str, str]:
 
 def check_savable(model: nn.Module, folder: Path | None = None) -> None:
     """Check that `save` can write this model, and that the folder is not the one it came from."""
-    if not is_transformers_model(model):
+    if not is_pretrained(model):
         raise OptionError(
             f"only transformers models can be saved, got {type(model).__name__}; store a polyhead layer as "
             "polyhead.layers.config_of(layer) and layer.state_dict()"

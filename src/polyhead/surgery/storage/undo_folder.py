@@ -58,14 +58,14 @@ def check_undo_folder(folder: Path, *, replace: bool = False) -> None:
 def leftovers(folder: Path) -> dict[Path, str]:
     """Return the models that killed writes of this folder left under temporary names, with their records' digests."""
     real = folder.resolve()
-    found: dict[Path, str] = {}
+    digests: dict[Path, str] = {}
     for path in real.parent.iterdir() if real.parent.is_dir() else ():
         is_temporary = re.fullmatch(rf"\.{re.escape(real.name)}\.[0-9a-f]{{16}}", path.name) is not None
         if is_temporary and not path.is_symlink() and (path / FILES).is_file():  # written in full
             with suppress(CheckpointError):
                 digest = recorded_digest(path)
-                found |= {} if digest is None else {path: digest}
-    return found
+                digests |= {} if digest is None else {path: digest}
+    return digests
 
 
 def check_edited(folder: Path) -> None:
