@@ -233,6 +233,10 @@ def renormalised(q, k, v, m):
     return join_heads(weights / weights.sum(-1, keepdim=True) @ v)
 
 
+def inverted(q, k, v, m):
+    return join_heads(torch.div(torch.ones(TOKENS, 1).to(q), scores(q, k).softmax(-1)) @ v)
+
+
 def in_place(q, k, v, m):
     weights = scores(q, k).softmax(-1)
     weights[..., 0] = 0
@@ -285,6 +289,7 @@ NOT_READ = {
     channels: "its queries must be the tokens of an input",
     talking: "another axis than that of the softmax",
     renormalised: "changed by '.*pow",
+    inverted: "changed by 'div'",
     in_place: "changed by '__setitem__'",
     through_a_view: "changed in place|changed by 'numpy'",
     overwritten: "overwritten after the softmax",

@@ -281,7 +281,7 @@ class FollowedTensors:
             return replace(origin, reason="its weights are changed in place after the softmax")
         if name in _SAME:
             return origin
-        if name in _PRODUCTS_BY_ELEMENT:
+        if name in _PRODUCTS_BY_ELEMENT and not ("div" in name and args and args[0] is not first):
             others = [x for x in (*args, *kwargs.values()) if x is not first]
             if all(isinstance(x, int | float) or _is_constant_along(x, first, origin.axis) for x in others):
                 return origin
