@@ -100,8 +100,8 @@ def output_in_orders(
     bias: Tensor | None,
     **options: Any,
 ) -> Compared:
-    """The output of the plain formula over several orders of the keys, beside the exact one; ours is not among them."""
-    orders = key_orders(key.shape[2]).to(key.device)
+    """The output of the plain formula in several orders of keys and channels, and the exact one; without ours."""
+    orders, channels = (key_orders(x).to(key.device) for x in key.shape[2:])
 
     def ordered(x: Tensor | None, axis: int) -> Tensor | None:
         """Every order of one sequence after the other."""
@@ -110,9 +110,11 @@ def output_in_orders(
         x = x.expand(len(query), *x.shape[1:])
         return torch.cat([x.index_select(axis, order) for order in orders])
 
+    keys = torch.cat([key[:, :, order][..., channel] for order, channel in zip(orders, channels, strict=True)])
     plain = plain_formula(
-        query.repeat(len(orders), 1, 1, 1),
-        *(ordered(x, 2) for x in (key, value)),
+        torch.cat([query[..., channel] for channel in channels]),
+        keys,
+        ordered(value, 2),
         visible=ordered(visible, 3),
         bias=ordered(bias, 3),
         **options,
