@@ -169,7 +169,7 @@ class Compiled(NamedTuple):
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[list[Compiled]]:
-    """What the last test has compiled for others; empty where compiled code has been discarded since."""
+    """Compiled models that tests share; empty after compiled code was discarded."""
     yield []
     torch.compiler.reset()
 

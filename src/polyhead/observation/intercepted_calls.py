@@ -147,7 +147,7 @@ def _has_matrix_operator(code: CodeType) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Function:
-    """How an attention function is observed: its arguments are parsed, its head outputs taken out of its results."""
+    """Parser of an attention function: of its arguments, and of the head outputs in its results."""
 
     read: Callable[..., AttentionCall]
     output: Callable[[Any], Tensor] = lambda result: result

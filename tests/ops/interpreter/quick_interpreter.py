@@ -315,7 +315,7 @@ def _replayed(member: Callable[..., Any]) -> Callable[..., Any]:
         if found is None or _recorders:
             options["_semantic"] = interpreter.interpreter_semantic
             if key is None or key in known or _recorders or len({id(x.handle) for x in operands}) < len(operands):
-                return member(*arguments, **options)  # the first and the second operand could not be told apart
+                return member(*arguments, **options)  # or two operands share one array
             known[key], result = _record(member, arguments, options, operands)
             return result
         kind, values, steps, place, _ = found

@@ -1,4 +1,4 @@
-"""What the quick interpreter computes with NumPy alone, or replays, has the results of Triton's."""
+"""Results of the quick interpreter, computed by NumPy alone or replayed, equal those of Triton's."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ def _clean_kernel(
 ):  # fmt: skip
     """Clean the keys and values of a block of tokens of one head.
 
-    Strides are multiples of UNIT, and are given divided by it: so the compiler knows. WIDE has a bit for each stride of
-    64 bits, and is not read.
+    Strides are passed divided by UNIT, so that the compiler knows that they are multiples of it. WIDE has a bit for
+    each stride of 64 bits, and is not read.
     """
     blocks = tl.cdiv(tokens, BLOCK_TOKENS)
     i_pair = (tl.program_id(0) // blocks).to(tl.int64)  # batch * HEADS + head
