@@ -1,4 +1,7 @@
-"""Cost of monitoring a training: whole steps with `HeadMonitor` and all its columns, over the same steps without."""
+"""Cost of monitoring a training: whole steps with `HeadMonitor` and all its columns, over the same steps without.
+
+In eager mode and compiled; a monitored compiled model is compared with the faster of both without a monitor.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,8 @@ from polyhead.training import HeadMonitor
 PLAIN = "training step, sdpa"
 EVERY = "polyhead, monitor of every step"
 TENTH = "polyhead, monitor of every 10th step"
+COMPILED = ", compiled"
+BACKEND = "inductor"
 BOUNDS = {EVERY: 1.02, TENTH: 1.005}
 PEAK_BOUND = 1.01  # of the peak memory of the plain steps
 STEPS = 10  # of one call: one of them is a 10th step
@@ -64,19 +69,23 @@ def plan(*, quick: bool = False, seed: int = 0, gpu: torch.device | None = None)
 
 
 def measure(run: Run, place: Place) -> Iterator[Case]:
-    """One place. The contenders are models of their own around the same parameters, with one optimizer."""
+    """One place. The contenders are models of their own around the same parameters, with one optimizer.
+
+    Compiled models are a case of their own: in the block of a monitor that observes in eager mode they would not be.
+    """
     model = _model(run, place)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=run.device.type == "cuda")
     generator = torch.Generator().manual_seed(run.seed)
     ids = torch.randint(place.vocabulary, (place.batch, place.tokens), generator=generator).to(run.device)
-    found = Entrants()
-    with ExitStack() as stack:
-        for name in (PLAIN, EVERY, TENTH):
-            found.enter(name, functools.partial(_contender, name, model, optimizer, ids, stack), _check)
-        tidy()
-        bounds = BOUNDS if run.device.type == "cuda" else {}
-        pairs = [Pair(name, PLAIN, bounds.get(name)) for name in BOUNDS]
-        yield found.case("monitoring", place, pairs, items=STEPS, figures=_peaks)
+    bounds = BOUNDS if run.device.type == "cuda" else {}
+    for mode, plain in (("", [PLAIN]), (COMPILED, [PLAIN, PLAIN + COMPILED])):
+        found = Entrants()
+        with ExitStack() as stack:
+            for name in (*plain, EVERY + mode, TENTH + mode):
+                found.enter(name, functools.partial(_contender, name, model, optimizer, ids, stack), _check)
+            tidy()
+            pairs = [Pair(name + mode, plain, bounds.get(name)) for name in BOUNDS]
+            yield found.case("monitoring", f"{place}{mode}", pairs, items=STEPS, figures=_peaks)
 
 
 def _contender(
@@ -84,7 +93,10 @@ def _contender(
 ) -> Callable[[], HeadMonitor | None]:
     """Return a call of ten training steps, monitored until the stack is closed; it returns the monitor."""
     twin = twin_of(model)
-    monitor = None if name == PLAIN else stack.enter_context(HeadMonitor(twin, every=1 if name == EVERY else STEPS))
+    if name.endswith(COMPILED):
+        twin.compile(backend=BACKEND)
+    every = {EVERY: 1, TENTH: STEPS}.get(name.removesuffix(COMPILED))
+    monitor = None if every is None else stack.enter_context(HeadMonitor(twin, every=every))
 
     def steps() -> HeadMonitor | None:
         for _ in range(STEPS):
@@ -130,6 +142,8 @@ def _model(run: Run, place: Place) -> nn.Module:
 def _peaks(timings: Timings) -> Sequence[Figure]:
     peaks = timings.peak_mib
     figures = [Figure(f"peak memory, {name}", peak / 1024, "GiB") for name, peak in peaks.items()]
-    if PLAIN in peaks and EVERY in peaks:
-        figures.append(Figure("peak memory, monitor over plain", peaks[EVERY] / peaks[PLAIN], "", PEAK_BOUND))
+    for mode in ("", COMPILED):
+        if PLAIN + mode in peaks and EVERY + mode in peaks:
+            ratio = peaks[EVERY + mode] / peaks[PLAIN + mode]
+            figures.append(Figure(f"peak memory, monitor over plain{mode}", ratio, "", PEAK_BOUND))
     return figures

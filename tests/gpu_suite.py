@@ -146,6 +146,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")  # nobody debugs here, and it takes time
     # Otherwise the compiler of each worker starts a process a core.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    # PyTorch warns, and a test fails, where two workers create the folder of its own kernels at the same time.
+    kernels = os.environ.setdefault("PYTORCH_KERNEL_CACHE_PATH", str(Path(os.environ[LOGS], "torch-kernels")))
+    Path(kernels).mkdir(parents=True, exist_ok=True)
     if config.getoption("numprocesses", None) is None:
         _compile_each_kernel_once(Path(os.environ[LOGS]))
     config.pluginmanager.register(Report(config), "gpu-suite-report")
