@@ -383,6 +383,10 @@ def test_the_representation_is_compared_with_that_of_the_intact_model():
             expected = 1 - F.cosine_similarity(pooled(), intact)
         assert float(found["ablation"][index]) == pytest.approx(float(expected.mean()), abs=1e-10)
     assert (found["ablation"] > 0).all()
+    classifier = with_head("bert", "AutoModelForSequenceClassification")
+    classifier.base_model.load_state_dict(model.state_dict(), strict=False)  # without the pooler
+    same = ablate(classifier, [{"input_ids": ids, "attention_mask": mask}], "representation")
+    torch.testing.assert_close(same["ablation"], found["ablation"], rtol=1e-9, atol=1e-12)
     with pytest.raises(OptionError, match=r"loss with a gradient, got 'representation'.*use ablate"):
         gradient_scores(model, [{"input_ids": ids}], "representation")
 
@@ -685,6 +689,8 @@ def test_what_cannot_be_measured_is_refused():
     model, ids = llama(), models.tokens()
     good = [{"input_ids": ids}]
     encoder = models.build(FAMILIES["bert"])
+    without_body = llama()
+    without_body.base_model_prefix = "absent"
 
     def raising(words: str, batches: Any, loss: Any, model: nn.Module = model, measure: Any = ablate, **options: Any):
         with pytest.raises((OptionError, ShapeError), match=words):
@@ -712,6 +718,7 @@ def test_what_cannot_be_measured_is_refused():
         "needs the last hidden states .* from LlamaForCausalLM; use the model without its task head",
         good,
         "representation",
+        without_body,
     )
     raising(
         "needs labels, got a batch without",

@@ -75,6 +75,10 @@ def test_json_has_layouts_and_references():
     assert found["considered"] > len(found["layouts"]) > 0
     assert all(layout["parameters"] <= 30_000_000 for layout in found["layouts"])
     assert {reference["name"] for reference in found["references"]} >= {"bert-base", "gpt3-175b", "deepseek-v3"}
+    options = ("choose", "--parameters", "30M", "--layers", 12, "--latents", "--most", 2, "--json")
+    first = json.loads(invoke(*options).output)
+    assert first["layouts"] == found["layouts"][:2]
+    assert first["found"] == found["found"] == len(found["layouts"]) > 2
 
 
 @pytest.mark.parametrize(

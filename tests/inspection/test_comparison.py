@@ -11,15 +11,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from polyhead.analysis.intervals import influence_error
 from polyhead.analysis.roles import RoleScore
 from polyhead.cli import app
 from polyhead.inspection import Inspection, compare, load_inspection, save_inspection
-from polyhead.inspection.comparison import EXACT
+from polyhead.inspection.comparison import EXACT, Change
+from polyhead.observation import AttentionSite
 from polyhead.workflows.inspecting import inspect
 from polyhead.workflows.model_loading import load_model
 from tests.inspection.small_models import WORDS, model_folder
 
 pytest.importorskip("pyarrow")
+
+SITE = AttentionSite("layers.0.attention", "self", "layers.*.attention", 0, 4)
 
 
 def documents(number: int, seed: int) -> list[str]:
@@ -155,6 +159,51 @@ def test_the_loss_of_the_text_is_compared(run, changed, loaded):
     assert not other.paired
     assert other.error > loss.error
     assert compare(run, inspected(loaded, documents(16, seed=0))).loss is None
+
+
+def test_importance_is_paired_only_over_the_same_tokens(run, loaded):
+    """The same number of documents with other tokens of them: the first 32 of each context instead of the first 64."""
+    shorter = inspected(loaded, documents(16, seed=0), importance="gradient", importance_tokens=256)
+    assert shorter.facts["text"] == run.facts["text"]
+    assert shorter.facts["importance_tokens"] != run.facts["importance_tokens"]
+    found = compare(run, shorter)
+    errors = {x.name: x for x in found.changes if x.head[0].layer == 1 and x.head[1] == 2}
+    (site, head) = errors["gradient"].head
+    own = [
+        run.influence[site]["gradient"][:, head],
+        shorter.influence[errors["gradient"].head_after[0]]["gradient"][:, head],
+    ]
+    independent = math.hypot(*(influence_error(x) for x in own))
+    assert errors["gradient"].error == pytest.approx(independent, rel=1e-9)
+    assert errors["entropy"].error == 0  # the same text, paired
+    assert found.loss is not None
+    assert not found.loss.paired
+
+
+def test_masked_models_are_paired_only_with_the_same_masked_tokens(tmp_path_factory):
+    loaded = load_model(model_folder(tmp_path_factory.mktemp("masked"), "masked"))
+    runs = [inspected(loaded, documents(6, seed=0), importance="gradient", seed=seed) for seed in (0, 1, 0)]
+    assert not compare(runs[0], runs[1]).loss.paired
+    assert compare(runs[0], runs[2]).loss.paired
+
+
+def test_the_relative_size_of_an_infinite_difference_is_one():
+    def relative(before: float, after: float) -> float:
+        return Change((SITE, 0), (SITE, 0), "max_logit", before, after, 0.0).relative
+
+    assert relative(math.inf, 2.0) == relative(1.0, -math.inf) == relative(math.inf, -math.inf) == 1.0
+    assert relative(math.inf, math.inf) == 0.0
+    assert relative(2.0, 1.0) == 0.5
+
+
+def test_heads_of_an_encoder_decoder_are_named_with_their_stack(tmp_path_factory, tmp_path):
+    loaded = load_model(model_folder(tmp_path_factory.mktemp("t5"), "t5"))
+    whole, first = (inspected(loaded, documents(6, seed=0), layers=layers) for layers in (None, (0,)))
+    names = [str(x) for x in compare(whole, first).only_before]
+    assert len(set(names)) == len(names)
+    assert {"encoder self-attention, L1H0 not read", "decoder cross-attention, L1H0 not read"} <= set(names)
+    shown = printed(whole, first, place=tmp_path)
+    assert "decoder cross-attention, L1H0 not read" in shown
 
 
 def printed(*runs: Inspection, place: Path) -> str:

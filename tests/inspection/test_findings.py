@@ -25,7 +25,9 @@ PLACES = [(site, head) for site in (ONE, TWO) for head in range(3)]
 PREVIOUS = "attends most to the previous token in 77% of positions (chance 2%)"
 
 
-def inspection_of(columns: dict[str, list[float]], *, odd: dict[str, list[float]] | None = None, **more) -> Inspection:
+def inspection_of(
+    columns: dict[str, list[float]], *, odd: dict[str, list[float]] | None = None, documents: int = 30, **more
+) -> Inspection:
     """An inspection whose halves equal the columns; `odd` has other values of the second half."""
     found = {"tokens": torch.full((6,), 100.0).double()}
     both = {name: torch.tensor([column, {**columns, **(odd or {})}[name]]) for name, column in columns.items()}
@@ -33,7 +35,9 @@ def inspection_of(columns: dict[str, list[float]], *, odd: dict[str, list[float]
     found |= {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()}
     table = HeadProfile(tuple(site for site, _ in PLACES), tuple(head for _, head in PLACES), tuple(columns), found)
     settings = more.pop("settings", Settings())
-    return Inspection(settings, more.pop("facts", {}), table, **{"halves": halves, **more})
+    influence = {site: dict.fromkeys(("ablation", "gradient"), torch.zeros(documents, 3)) for site in (ONE, TWO)}
+    more = {"halves": halves, "influence": influence, **more}
+    return Inspection(settings, more.pop("facts", {}), table, **more)
 
 
 def score_of(role: str, score: float, *, holds: bool = True, odd: float | None = None) -> RoleScore:
@@ -142,6 +146,13 @@ def test_the_median_of_an_even_number_of_heads_is_between_the_two_in_the_middle(
     columns = {"gradient": [0.1, 0.3, 0.1, 0.1, 0.3, 0.6], "gradient_error": [0.09, 0.09, 0.01, 0.01, 0.09, 0.6]}
     (finding,) = findings(inspection_of(columns))
     assert str(finding).endswith("0.6 nats per token, at least 3.0 times the median of all heads")
+
+
+def test_few_documents_make_the_median_less_certain():
+    """An error of 0.04 is 2.5 times below the median of 0.1: enough for the t of 30 documents, not for that of 4."""
+    columns = {"gradient": [0.1, 0.1, 0.1, 0.1, 0.1, 0.6], "gradient_error": [0.04] * 6}
+    times = ["times" in findings(inspection_of(columns, documents=n))[0].values for n in (30, 4, 1)]
+    assert times == [True, False, False]
 
 
 @pytest.mark.parametrize("errors", [[0.01, 0.2, 0.01, 0.01, 0.2, 0.01], [math.nan] * 6, None])
@@ -285,7 +296,8 @@ def test_heads_that_cannot_be_told_apart_from_the_least_important_are_counted():
     assert told(shared) == ([0], 1), "they vary alike"
     assert told(effects, 2) == ([0, 1], 3)
     assert told(effects[:1]) == ([0], None)
-    assert least_important(inspection, "gradient", 1) == ([0], None)
+    without = dataclasses.replace(inspection, influence={})
+    assert least_important(without, "gradient", 1) == ([0], None)
 
 
 def test_a_place_in_one_of_several_stacks_says_which():

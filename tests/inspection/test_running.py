@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import polyhead
 from polyhead.analysis.importance import gradient_scores
 from polyhead.analysis.roles import RoleScore
 from polyhead.errors import OptionError
@@ -336,6 +337,28 @@ def test_an_interrupt_leaves_what_was_gathered(folders, plain_bert, text, tmp_pa
     assert resumed.facts["text"] == plain_bert.facts["text"] != found.facts["text"]  # of what was read
 
 
+def test_a_run_is_not_overwritten(folders, plain_bert, text, tmp_path):
+    save_inspection(tmp_path, plain_bert)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    rule = "folder must be a new run, got .* which contains a run already; continue it with resume=True"
+    with pytest.raises(OptionError, match=rule):
+        inspect_model(plain_bert.settings, folder=tmp_path)
+    with pytest.raises(OptionError, match=rule):
+        polyhead.inspect(folders["bert"], text, folder=tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    with pytest.raises(OptionError, match="resume=True continues the run in a folder, got none"):
+        polyhead.inspect(folders["bert"], text, resume=True)
+
+
+def test_a_dtype_is_of_a_model_that_is_loaded_by_name(folders):
+    loaded = model_loading.load_model(folders["bert"])
+    for model, options in ((loaded, {}), (loaded.model, {"tokenizer": loaded.tokenizer})):
+        with pytest.raises(
+            OptionError, match="loaded by name, got 'bfloat16' with a model in memory; convert it first"
+        ):
+            polyhead.inspect(model, ["w1 w2"], dtype="bfloat16", **options)
+
+
 def test_an_interrupt_of_the_ablation_leaves_the_roles(folders, plain_bert, text):
     def stop(now: Progress) -> None:
         if now.step == "ablate every head in turn" and now.done > 0:
@@ -345,6 +368,42 @@ def test_an_interrupt_of_the_ablation_leaves_the_roles(folders, plain_bert, text
     assert found.facts["interrupted"]
     assert "ablation" not in found.table.columns
     assert found.roles_table() == plain_bert.roles_table()
+    assert found.facts["read"]  # to its end, so that no message says otherwise
+    assert "--resume measures it" in str(found.facts["left_out"][-1])
+
+
+def test_importance_that_a_model_has_no_loss_for_is_refused_before_the_text_is_read(folders, text):
+    masked, t5 = (model_loading.load_model(folders[name]) for name in ("masked", "t5"))
+    masked.tokenizer.mask_token = None
+
+    def inspected(loaded, importance: str) -> Inspection:
+        settings = settings_for(Path("any"), text, chance=False, layers=(0,), tokens=400, importance=importance)
+        return inspect_model(settings, loaded=loaded)
+
+    with pytest.raises(OptionError, match="needs a tokenizer with a mask token, for its loss, got BertForMaskedLM"):
+        inspected(masked, "gradient")
+    with pytest.raises(
+        OptionError, match="in models of one stack, got T5ForConditionalGeneration; use importance none"
+    ):
+        inspected(t5, "ablation")
+    found = inspected(masked, "auto")
+    assert not {"gradient", "ablation"} & set(found.table.columns)
+    assert "got a tokenizer without one" in " ".join(map(str, found.facts["left_out"]))
+    assert found.roles
+
+
+def test_only_a_causal_model_has_copying_circuits(folders, text, inspected):
+    """A masked model's unembedding reads what a head of its own makes of the stream."""
+    assert "copying_circuit_score" in inspected("llama")[0].table.columns
+    found = inspect_model(settings_for(folders["masked"], text, importance="none", chance=False, tokens=400))
+    assert "copying_circuit_score" not in found.table.columns
+
+
+def test_pairs_are_of_different_layers_in_an_encoder_decoder_as_well(inspected):
+    """Self-attention and cross-attention of one decoder layer read the same tokens."""
+    pairs = inspected("t5")[0].pairs
+    assert pairs
+    assert all(pair.one[0].layer != pair.other[0].layer for pair in pairs)
 
 
 def test_a_requested_ablation_is_measured_on_more_tokens_and_says_on_how_many(folders, text):

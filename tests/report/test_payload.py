@@ -231,9 +231,11 @@ def test_interrupted_run_has_a_page(inspections):
         "head_maps": {},
         "examples": (),
     }
-    facts = {**inspections["bert"].facts, "interrupted": True}
+    facts = {**inspections["bert"].facts, "interrupted": True, "read": False}
     page = page_of(dataclasses.replace(inspections["bert"], facts=facts, top_keys={}, **less))
     assert page["facts"]["interrupted"]
+    after = dataclasses.replace(inspections["bert"], facts={**facts, "read": True})
+    assert not page_of(after)["facts"]["interrupted"], "the results are of the whole text"
     assert len(page["heads"]) == 8
     assert page["maps"] == page["relations"] == {}
     assert page["roles"] == page["examples"] == page["redundant"] == []

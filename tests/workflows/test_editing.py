@@ -169,6 +169,13 @@ def test_uneven_groups_run_on_polyhead_attention_until_they_are_undone(place):
         assert torch.equal(model(ids).logits, expected)
 
 
+def test_a_test_text_alone_evaluates_the_model(place):
+    model, test_text = in_memory(place / "llama"), documents(place)
+    edited = polyhead.prune(model, "L0H1", form="uneven", compensate=False, test_text=test_text, tokenizer=tokenizer())
+    assert edited.quality is not None
+    assert edited.quality.error > 0
+
+
 def test_a_model_restored_from_a_folder_has_the_default_attention(place, tmp_path):
     edited = polyhead.prune(place / "llama", "L0H1", form="uneven", compensate=False)
     saved = edited.save(tmp_path / "uneven")

@@ -61,6 +61,18 @@ def student_tail(t: float, degrees: float) -> float:
     return (1 - inside) / 2
 
 
+def expanded_tail(tail: float, samples: int) -> float:
+    """Return the tail probability of bootstrap percentiles at which few samples are covered as intended.
+
+    A resample has the variance of the sample without Bessel's correction, and normal instead of Student's tails; the
+    percentiles are expanded for both (Hesterberg, What Teachers Should Know About the Bootstrap, 2015).
+
+    >>> round(expanded_tail(0.025, 8), 4), round(expanded_tail(0.025, 1000), 4)
+    (0.0057, 0.0248)
+    """
+    return student_tail(math.sqrt(samples / (samples - 1)) * student_quantile(tail, samples - 1), math.inf)
+
+
 def wilson(hits: int, count: int, deviations: float = Z) -> tuple[float, float]:
     """Return the 95% Wilson score interval of `hits` in `count` independent draws; [0, 1] for none.
 
@@ -80,21 +92,29 @@ def wilson(hits: int, count: int, deviations: float = Z) -> tuple[float, float]:
     return min(share, max(0.0, middle - half_width)), max(share, min(1.0, middle + half_width))
 
 
-def ratio_of_sums(sums: Tensor, counts: Tensor, deviations: float = Z) -> tuple[Tensor, Tensor, Tensor]:
+def ratio_of_sums(sums: Tensor, counts: Tensor, deviations: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return sums over counts, both [texts, ...], with the ends of the 95% interval of the ratio over texts.
 
-    Pass other `deviations` for another level.
+    The interval is Student's t; pass `deviations` for another number of standard errors.
 
     Words of one text are not independent, texts are: the interval uses the variance between texts (the linearised
-    variance of a ratio estimator). The ratio is NaN for a count of 0, the interval NaN for fewer than two texts.
+    variance of a ratio estimator). The ratio is NaN for a count of 0, the interval NaN for fewer than two texts with
+    counts.
     """
-    texts = sums.shape[0]
+    texts = (counts > 0).sum(0).to(torch.float64)
     total = _sum_in_order(counts).to(torch.float64)
     ratio = _sum_in_order(sums) / torch.where(total > 0, total, torch.nan)
     residual = sums - ratio * counts
-    factor = texts / (texts - 1) if texts > 1 else torch.nan
-    half_width = deviations * (factor * _sum_in_order(residual.square())).sqrt() / total
+    factor = texts / torch.where(texts > 1, texts - 1, torch.nan)
+    error = (factor * _sum_in_order(residual.square())).sqrt() / total
+    half_width = error * (_deviations(texts) if deviations is None else deviations)
     return ratio, ratio - half_width, ratio + half_width
+
+
+def _deviations(texts: Tensor) -> Tensor:
+    """Return the 97.5% quantiles of Student's t for numbers of texts; NaN for fewer than two."""
+    quantiles = {n: student_quantile(0.025, int(n) - 1) for n in texts.unique().tolist() if n > 1}
+    return torch.tensor([quantiles.get(n, math.nan) for n in texts.flatten().tolist()]).double().view_as(texts)
 
 
 def influence(sums: Tensor, counts: Tensor) -> Tensor:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import html
 import io
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ class SyntaxTable:
         file = Path(path)
         metadata |= {name: getattr(self, name) for name in _FACTS}
         if file.suffix == ".json":
-            text = json.dumps({**metadata, "rows": list(self.rows())}, ensure_ascii=False, indent=1)
+            text = json.dumps(_finite({**metadata, "rows": list(self.rows())}), ensure_ascii=False, indent=1)
             write_atomically(file, f"{text}\n".encode())
         elif file.suffix == ".parquet":
             check_pyarrow(file)
@@ -148,7 +149,7 @@ class SyntaxTable:
         with refusing(file, rule):
             if not isinstance(rows, list):
                 raise OptionError(f"rows must be a list of objects, got {short(rows)}")
-            entries = tuple(build(SyntaxRow, {k: v for k, v in row.items() if k != "verdict"}) for row in rows)
+            entries = tuple(build(SyntaxRow, _fields_of(row)) for row in rows)
             return build(cls, {"entries": entries, **{name: facts[name] for name in _FACTS}})
 
 
@@ -157,13 +158,29 @@ class SyntaxTable:
 _FACTS = ("heads", "texts", "minimum", "seed", "left_out")  # fields of a table beside its rows
 
 
+def _finite(x: Any) -> Any:
+    """Return a JSON value with null for NaN, which JSON does not have."""
+    if isinstance(x, Mapping):
+        return {name: _finite(value) for name, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [_finite(value) for value in x]
+    return None if isinstance(x, float) and math.isnan(x) else x
+
+
+def _fields_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a saved row; a null number is NaN."""
+    numbers = {x.name for x in fields(SyntaxRow) if x.type == "float"}
+    row = {name: math.nan if x is None and name in numbers else x for name, x in row.items()}
+    return {name: x for name, x in row.items() if name != "verdict"}
+
+
 def _parquet(rows: list[dict[str, Any]], facts: dict[str, Any]) -> bytes:
     import pyarrow
     from pyarrow import parquet
 
     buffer = io.BytesIO()
     table = pyarrow.Table.from_pylist(rows)
-    metadata = {"polyhead": json.dumps(facts, ensure_ascii=False)}
+    metadata = {"polyhead": json.dumps(_finite(facts), ensure_ascii=False)}
     parquet.write_table(table.replace_schema_metadata(metadata), buffer)
     return buffer.getvalue()
 

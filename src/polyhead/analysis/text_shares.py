@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from polyhead.analysis.intervals import Z, ratio_of_sums
+from polyhead.analysis.intervals import ratio_of_sums
 from polyhead.observation.role_evidence import HeadEvidence
 
 # By column of the table: the evidence columns of its numerator (summed weight) and denominator (number of rows, or
@@ -31,9 +31,9 @@ def text_shares(evidence: HeadEvidence) -> dict[str, Tensor]:
         sums, rows = evidence.column(part).cpu(), evidence.column(total).cpu()
         if not bool(rows.sum() > 0):
             continue
-        share, low, high = ratio_of_sums(sums, rows)  # the last entry is uniform attention
+        share, below, _ = ratio_of_sums(sums, rows, 1.0)  # the last entry is uniform attention
         chance = torch.full_like(share, float(share[-1]))
         if name in _EXPECTED:
             chance, _, _ = ratio_of_sums(evidence.column(_EXPECTED[name]).cpu(), rows)
-        columns |= {name: share[:-1], f"{name}_error": ((high - low) / (2 * Z))[:-1], f"{name}_chance": chance[:-1]}
+        columns |= {name: share[:-1], f"{name}_error": (share - below)[:-1], f"{name}_chance": chance[:-1]}
     return columns

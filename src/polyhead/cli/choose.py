@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from polyhead.costs.choosing import Choice, Choices
 
+MOST = 20  # layouts in the table
+
 
 def choose(
     parameters: Annotated[
@@ -49,7 +51,10 @@ def choose(
     latents: Annotated[
         bool, typer.Option("--latents", help="Include multi-head latent attention (MLA), as in DeepSeek.")
     ] = False,
-    most: Annotated[int, typer.Option(metavar="N", help="Maximum number of layouts to show.")] = 20,
+    most: Annotated[
+        int | None,
+        optional(f"Maximum number of layouts to show. [default: {MOST}, and all of them with --json]", metavar="N"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """List the best head layouts within a budget.
@@ -63,7 +68,7 @@ def choose(
     from polyhead.costs.quantities import named_dtype, parse_count, parse_dtype, parse_seconds
     from polyhead.costs.timing.machine_files import find_machine
 
-    if most < 1:
+    if most is not None and most < 1:
         raise OptionError(f"--most must be at least 1, got {most}")
     budget = Budget(
         parameters=None if parameters is None else parse_count(parameters, name="--parameters"),
@@ -95,7 +100,7 @@ def choose(
         latents=latents,
     )
     if as_json:
-        typer.echo(json.dumps(_as_dict(choices), indent=2))
+        typer.echo(json.dumps(_as_dict(choices, most), indent=2))
         return
     console = wide_console()
     timed = machine is not None
@@ -104,15 +109,16 @@ def choose(
         console.print("device time: without launch overhead, as under a CUDA graph; layouts are compared by it")
     console.print(_head_dims(choices))
     front = choices.found
+    shown_front = front[: MOST if most is None else most]
     if front:
-        console.print(_table(front[:most], f"{len(front)} of {choices.considered:,} layouts", timed=timed))
+        console.print(_table(shown_front, f"{len(front)} of {choices.considered:,} layouts", timed=timed))
     else:
         console.print(f"none of {choices.considered:,} layouts is within the budget")
-    if len(front) > most:
-        console.print(f"… and {len(front) - most} more; show them with --most")
+    if len(front) > len(shown_front):
+        console.print(f"… and {len(front) - len(shown_front)} more; show them with --most")
     console.print()
     console.print(_table(choices.references, f"well-known models, at context {context:,}", timed=timed))
-    shown = (*front[:most], *choices.references)
+    shown = (*shown_front, *choices.references)
     for kind, explanation in explained(warned for choice in shown for warned in choice.warnings):
         console.print(f"{kind}: {explanation}", style="dim", markup=False)
     for note in choices.notes:
@@ -163,12 +169,13 @@ def _layout(choice: Choice) -> str:
     return f"{choice.name}: {layout.num_heads}{kv_heads}x{layout.head_dim}{latent} at {layout.embed_dim}"
 
 
-def _as_dict(choices: Choices) -> dict[str, Any]:
+def _as_dict(choices: Choices, most: int | None) -> dict[str, Any]:
     return {
         "considered": choices.considered,
+        "found": len(choices.found),
         "head_dims": list(choices.head_dims),
         "excluded": choices.excluded,
-        "layouts": [choice.to_dict() for choice in choices.found],
+        "layouts": [choice.to_dict() for choice in choices.found[:most]],
         "references": [choice.to_dict() for choice in choices.references],
         "machine": None if choices.machine is None else dataclasses.asdict(choices.machine),
         "notes": list(choices.notes),

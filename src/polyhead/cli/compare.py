@@ -61,18 +61,20 @@ def compare(
 
     from polyhead.inspection import compare as compared
     from polyhead.inspection.comparison import FALSE_DISCOVERIES, MIN_CHANGE, OF_LAYER, same_chance
-    from polyhead.inspection.heads import named
+    from polyhead.inspection.heads import has_stacks, named
     from polyhead.inspection.wording import loss_in_words
 
     first, second = _load(before), _load(after)
     found = compared(first, second)
     names = {change.name for change in found.changes}
+    stacked = has_stacks((*first.table.sites, *second.table.sites))
     if statistic is not None and statistic not in names:
         raise OptionError(
             f"--statistic must be a column of both inspections, {', '.join(sorted(names))}; got {statistic!r}"
         )
     for label, folder, inspection in (("A", before, first), ("B", after, second)):
-        stopped = ", interrupted before the end of the text" if inspection.facts.get("interrupted") else ""
+        is_cut = inspection.facts.get("interrupted") and not inspection.facts.get("read")
+        stopped = ", interrupted before the end of the text" if is_cut else ""
         size = f" ({inspection.facts['model']}), {inspection.facts['tokens']:,} tokens{stopped}"
         if "step" in inspection.facts:
             size = f", loss {inspection.facts['step_loss']:.4g}"
@@ -125,9 +127,10 @@ def compare(
         for change in shown[:most]:
             errors = "not tested" if math.isnan(change.error) else "exact"
             errors = f"{abs(change.difference) / change.error:.1f}" if change.error > 0 else errors
-            place = _in_both(change.head, change.head_after)
+            place = _in_both(change.head, change.head_after, stacked=stacked)
+            layer = named(change.head, stacked=stacked).removesuffix(named(change.head))
             table.add_row(
-                f"layer {change.head[0].layer}" if change.name in OF_LAYER else place,
+                f"{layer}layer {change.head[0].layer}" if change.name in OF_LAYER else place,
                 _with_unit(change.name, first.facts.get("loss")),
                 f"{change.before:.4g}",
                 f"{change.after:.4g}",
@@ -146,7 +149,7 @@ def compare(
         )
     for word, roles in (("gained", found.gained), ("lost", found.lost)):
         for head, role in roles:
-            console.print(f"{named(head)} {word} the role {role}", markup=False)
+            console.print(f"{named(head, stacked=stacked)} {word} the role {role}", markup=False)
 
 
 def _step_of(run: Path) -> tuple[Path, int] | None:
@@ -190,7 +193,8 @@ def _with_unit(name: str, loss: str | None) -> str:
     return f"{name}, {unit}" if unit else name
 
 
-def _in_both(before: Head, after: Head) -> str:
+def _in_both(before: Head, after: Head, *, stacked: bool) -> str:
     from polyhead.inspection.heads import named
 
-    return named(before) if named(before) == named(after) else f"{named(before)} → {named(after)}"
+    name = named(before, stacked=stacked)
+    return name if named(before) == named(after) else f"{name} → {named(after)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import textwrap
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
@@ -102,7 +103,7 @@ def inspect(
         int | None,
         optional(
             "Number of tokens on which importance is measured. "
-            "[default: 8192 for gradient, 2048 for ablation and both, 256 if auto chose it]",
+            "[default: 8192 for gradient, 2048 for ablation and both, 256 if auto selects ablation]",
             metavar="N",
         ),
     ] = None,
@@ -300,7 +301,7 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
         from polyhead.observation.intercepted_calls import MATERIALISED
 
         console.print(MATERIALISED.capitalize(), style="yellow", markup=False)
-    if facts["interrupted"]:
+    if facts["interrupted"] and not facts.get("read"):
         console.print("Interrupted: results cover only the text read so far.", style="yellow")
     if facts["unknown"] > 0.05:
         console.print(
@@ -352,19 +353,20 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
 def _redundant(found: Inspection) -> Iterator[str]:
     """Yield the redundant heads with the command that removes the first, or that there are none."""
     from polyhead.analysis.redundancy import PREDICTABLE, THRESHOLD
+    from polyhead.inspection.heads import has_stacks
     from polyhead.inspection.wording import place_of
 
     table = found.table
     shares = table.columns.get(PREDICTABLE)
     if shares is None or not bool(shares.isfinite().any()):
         return
-    stacked = len({(site.stack, site.kind) for site in table.sites}) > 1
+    stacked = has_stacks(table.sites)
     if not len(found.redundant):
         best = int(shares.nan_to_num(nan=-math.inf).argmax())
         place = place_of((table.sites[best], table.heads[best]), stacked=stacked)
         yield (
-            f"No redundant heads: the other heads of a layer predict less than {THRESHOLD:.0%} of the output of each "
-            f"linearly, on held-out tokens; at most {float(shares[best]):z.0%}, of {place}."
+            f"No redundant heads: the other heads of a layer predict less than {THRESHOLD:.0%} of each head's output "
+            f"linearly, on held-out tokens (at most {float(shares[best]):z.0%}, of {place})."
         )
         return
     shown = [f"{place_of(x.head, stacked=stacked)} {x.share:.0%}" for x in found.redundant[:LEAST]]
@@ -376,20 +378,21 @@ def _redundant(found: Inspection) -> Iterator[str]:
     )
     if not stacked:
         site, head = found.redundant[0].head
-        command = f"polyhead prune {found.settings.model} --heads L{site.layer}H{head} --form uneven --output FOLDER"
-        yield f"To remove the first, which the others compensate: {command}"
+        command = f"polyhead prune {_model_of(found)} --heads L{site.layer}H{head} --form uneven --output FOLDER"
+        yield f"To remove the first and compensate with the other heads: {command}"
 
 
 def _least_important(found: Inspection, measure: str) -> Iterator[str]:
     """Yield the least important heads with their standard errors, and the command that removes them."""
-    from polyhead.inspection.findings import DEVIATIONS, least_important
+    from polyhead.inspection.findings import least_important
+    from polyhead.inspection.heads import has_stacks
     from polyhead.inspection.wording import place_of
 
     table = found.table
     values, errors = table[measure], table[f"{measure}_error"]
     rows, among = least_important(found, measure, LEAST)
     known = bool(errors[rows].isfinite().all())  # not over a single document
-    stacked = len({(site.stack, site.kind) for site in table.sites}) > 1
+    stacked = has_stacks(table.sites)
     shown = [
         f"{place_of((table.sites[row], table.heads[row]), stacked=stacked)} {float(values[row]):.2g}"
         + (f" ± {float(errors[row]):.1g}" if known else "")
@@ -400,12 +403,22 @@ def _least_important(found: Inspection, measure: str) -> Iterator[str]:
         yield "Without standard errors, which need two contexts, this order may be chance."
     elif among > len(rows):
         yield (
-            f"They are among {among} heads that do not differ significantly: by at most {DEVIATIONS} standard errors "
-            "of the difference."
+            f"{among} heads, including these, do not differ significantly from the last of them, "
+            f"{place_of((table.sites[rows[-1]], table.heads[rows[-1]]), stacked=stacked)}."
         )
-    if not stacked:  # heads of one stack can be named in a command
-        heads = ",".join(f"L{table.sites[row].layer}H{table.heads[row]}" for row in rows)
-        yield f"To remove them: polyhead prune {found.settings.model} --heads {heads} --form uneven --output FOLDER"
+    if stacked:  # a command cannot name their heads
+        return
+    if measure == "gradient":
+        command = f"polyhead inspect {_model_of(found)} --importance ablation"
+        yield f"A head with a small gradient may still be needed; before you remove one: {command}"
+        return
+    heads = ",".join(f"L{table.sites[row].layer}H{table.heads[row]}" for row in rows)
+    yield f"To remove them: polyhead prune {_model_of(found)} --heads {heads} --form uneven --output FOLDER"
+
+
+def _model_of(found: Inspection) -> str:
+    """Return the model as an argument of a command."""
+    return shlex.quote(str(found.facts.get("name") or found.settings.model or "MODEL"))
 
 
 def _show_top_keys(found: Inspection, console: Console) -> None:

@@ -38,8 +38,8 @@ def shrink(
         str,
         typer.Option(
             metavar="N%-heads|Nx-cache|Nx-faster",
-            help="30%-heads: remove 30% of the heads. 2x-cache: halve the KV cache. 1.2x-faster: 1.2 times fewer FLOPs "
-            "of the model or, with --measured, 1.2 times less time on this machine.",
+            help="30%-heads: remove 30% of the heads. 2x-cache: halve the KV cache. 1.2x-faster: 1/1.2 of the FLOPs of "
+            "the model or, with --measured, of its time on this machine.",
         ),
     ],
     text: Annotated[

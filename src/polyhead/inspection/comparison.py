@@ -45,7 +45,9 @@ class Change:
 
     @property
     def relative(self) -> float:
-        """Size of the difference relative to the larger value, in [0, 2]."""
+        """Size of the difference relative to the larger value, in [0, 2]; 1 if one of the values is infinite."""
+        if math.isinf(self.before) or math.isinf(self.after):
+            return 0.0 if self.before == self.after else 1.0
         return abs(self.difference) / (max(abs(self.before), abs(self.after)) or 1.0)
 
     @property
@@ -186,6 +188,7 @@ def compare(before: Inspection, after: Inspection) -> Comparison:
     if losses[0] != losses[1]:  # nats and cosines cannot be subtracted
         names = [name for name in names if name not in IMPORTANCE]
     paired = before.facts.get("text") is not None and before.facts["text"] == after.facts.get("text")
+    same_batches = paired and _importance_batches(before) == _importance_batches(after)
     changes = []
     for head, head_after in matching.pairs:
         row_before, row_after = rows_before[head], rows_after[head_after]
@@ -194,7 +197,8 @@ def compare(before: Inspection, after: Inspection) -> Comparison:
             if any(map(math.isnan, values)):
                 continue
             effects = _effects(before, head, name), _effects(after, head_after, name)
-            if paired and len(effects[0]) == len(effects[1]) > 1:
+            same_tokens = same_batches if name in IMPORTANCE else paired
+            if same_tokens and len(effects[0]) == len(effects[1]) > 1:
                 error = _over_samples(effects[1] - effects[0])
             else:
                 error = _independent(_error(row_before, effects[0], name), _error(row_after, effects[1], name))
@@ -211,11 +215,18 @@ def compare(before: Inspection, after: Inspection) -> Comparison:
         paired and samples == samples_after and over == over_after != "tokens",
         (samples, samples_after),
         (over, over_after),
-        _loss_change(before.facts, after.facts, paired),
+        _loss_change(before.facts, after.facts, same_batches),
     )
     tested = found.tested()
     q = dict(zip(map(id, tested), adjusted([change.p for change in tested]), strict=True))
     return replace(found, changes=tuple(replace(x, q=q.get(id(x), math.nan)) for x in found.changes))
+
+
+def _importance_batches(inspection: Inspection) -> tuple[Any, ...]:
+    """Return what selects the tokens of a text on which importance is measured, and those that are masked."""
+    facts = inspection.facts
+    seed = inspection.settings.seed if facts.get("loss") == "masked" else None
+    return facts.get("importance_tokens"), facts.get("importance_context"), seed
 
 
 def _effects(inspection: Inspection, head: Head, name: str) -> Tensor:

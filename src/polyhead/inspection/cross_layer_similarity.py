@@ -61,7 +61,7 @@ def pairs(
     head_projections: Mapping[AttentionSite, HeadProjections],
     watch: Callable[[TokenSample, Tensor | None], Observations],
 ) -> tuple[Pair, ...]:
-    """Return the pairs of heads of different sites with the largest |cosine similarity|, as measured.
+    """Return the pairs of heads of different layers with the largest |cosine similarity|, as measured.
 
     `watch` runs the model once more with a collector over the batches with sampled tokens, given by their hashes, or
     over all; it is called if the sample has only projected outputs.
@@ -140,7 +140,7 @@ def _by_stack(collected: Collected, name: str) -> dict[tuple[str, int], list[Any
 def _candidates(
     sites: list[tuple[AttentionSite, Tensor]], w_o: Mapping[tuple[str, str], Tensor] | None
 ) -> list[tuple[float, Head, Head]]:
-    """Return the pairs of heads of different sites with the largest |cosine similarity| of their rows.
+    """Return the pairs of heads of different layers with the largest |cosine similarity| of their rows.
 
     With `w_o`, rows are multiplied by it first: contributions to the residual stream, [tokens, heads, embed_dim], which
     are too large to store. float32 suffices for cosines.
@@ -164,8 +164,8 @@ def _candidates(
             similarity[first : first + HEADS, first:] += flat[first : first + HEADS] @ flat[first:].T
     norms = similarity.diagonal().sqrt().clamp_min(torch.finfo(similarity.dtype).tiny)
     similarity = similarity / norms / norms[:, None]
-    site_index = torch.tensor([index for index, (_, rows) in enumerate(sites) for _ in range(rows.shape[1])])
-    comparable = (site_index[:, None] < site_index) & similarity.isfinite()
+    layers = torch.tensor([site.layer for site, _ in heads])
+    comparable = (layers[:, None] != layers).triu() & similarity.isfinite()  # a layer may have self and cross-attention
     count = min(CANDIDATES, int(comparable.sum()))
     flat_indices = torch.where(comparable, similarity.abs(), -torch.inf).flatten().topk(count).indices
     values = similarity.flatten()[flat_indices]

@@ -64,7 +64,7 @@ def example_batches(reader: Reader) -> list[Batch]:
 
 
 def examples_of(reader: Reader, excerpts: Sequence[Batch], example_weights: ExampleWeights) -> tuple[Example, ...]:
-    """Return the excerpts with their weights, without cross-attention, whose keys are other tokens."""
+    """Return the excerpts with their weights, also of cross-attention if its keys are the same tokens."""
     examples = []
     for batch in excerpts:
         documents = reader.metadata(batch).documents

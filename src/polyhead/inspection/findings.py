@@ -13,19 +13,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from polyhead.analysis.intervals import influence_error
+from polyhead.analysis.intervals import influence_error, student_quantile
 from polyhead.analysis.redundancy import ALONE, PREDICTABLE, THRESHOLD
 from polyhead.analysis.roles import HeadRoles, RoleScore
 from polyhead.analysis.roles_evidence import EVIDENCE
 from polyhead.analysis.roles_rules import RULES
-from polyhead.inspection.heads import Head
+from polyhead.inspection.heads import Head, has_stacks
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.vocabulary import ROLE_ORDER
 from polyhead.inspection.wording import REPEATED, Basis, Finding, FindingKind
-from polyhead.observation import HeadProfile
 
 MAX_FINDINGS = 3
-DEVIATIONS = 1.96  # standard errors: so close to 0 a median is no unit, and heads so close do not differ significantly
+TAIL = 0.025  # of Student's t: so close to 0 a median is no unit, and heads so close do not differ significantly
 SINK_MASS = 0.5  # share of attention on the first token above which a head counts as a sink
 MOSTLY = 0.5  # share of a redundant head from which one other head is named: it predicts more than all the rest
 SAME = 0.5  # |cosine| from which two heads write much the same, or the opposite: less than 60 degrees apart
@@ -70,11 +69,11 @@ def least_important(inspection: Inspection, measure: str, count: int) -> tuple[l
     if last is None or len(last) < 2:
         return rows, None
     last = last[:, inspection.table.heads[rows[-1]]]
-    among = len(rows)
+    among, deviations = len(rows), student_quantile(TAIL, len(last) - 1)
     for row, (effect, head) in enumerate(zip(effects, inspection.table.heads, strict=True)):
         if row not in rows and effect is not None:
             error = influence_error(effect[:, head] - last)
-            among += float(values[row] - values[rows[-1]]) <= DEVIATIONS * error
+            among += float(values[row] - values[rows[-1]]) <= deviations * error
     return rows, among
 
 
@@ -108,7 +107,7 @@ def _largest(values: Tensor) -> int | None:
 
 
 def _is_stacked(inspection: Inspection) -> bool:
-    return len({(site.stack, site.kind) for site in inspection.table.sites}) != 1
+    return has_stacks(inspection.table.sites)
 
 
 def _clearest(inspection: Inspection) -> Iterator[Finding]:
@@ -159,19 +158,22 @@ def _importance(inspection: Inspection) -> Iterator[Finding]:
             "value": float(values[0, best]),
             "by_representation": inspection.facts.get("loss") == "representation",
         }
-        if median > DEVIATIONS * _median_error(table, measure) and bool((medians > 0).all()):
+        if median > _median_half_width(inspection, measure) and bool((medians > 0).all()):
             numbers["times"] = float((values[:, best] / medians).min())
         yield Finding("importance", (_head(inspection, best),), measure, numbers, _is_stacked(inspection))
 
 
-def _median_error(table: HeadProfile, measure: str) -> float:
-    """Return the standard error of the head at the median, the larger one if it is between two; inf if unknown."""
-    if f"{measure}_error" not in table.columns:
+def _median_half_width(inspection: Inspection, measure: str) -> float:
+    """Return half of the 95% interval of the head at the median, the wider one if it is between two; inf if unknown."""
+    table, effects = inspection.table, (x.get(measure) for x in inspection.influence.values())
+    samples = max((len(x) for x in effects if x is not None), default=0)
+    if f"{measure}_error" not in table.columns or samples < 2:
         return math.inf
     values = table[measure]
     order = values[values.isfinite()].argsort()
     errors = table[f"{measure}_error"][values.isfinite()][order]
-    return float(errors[(len(order) - 1) // 2 : len(order) // 2 + 1].max())
+    error = float(errors[(len(order) - 1) // 2 : len(order) // 2 + 1].max())
+    return student_quantile(TAIL, samples - 1) * error
 
 
 def _common(inspection: Inspection) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from polyhead.geometry import HeadId
@@ -10,13 +11,24 @@ from polyhead.observation import AttentionSite
 Head = tuple[AttentionSite, int]
 
 
-def named(head: Head) -> str:
-    """Return the name of a head, e.g. L2H7; callers prefix the stack where a model has several.
+def stack_of(site: AttentionSite) -> str:
+    """Return the name of the layer stack of a site, e.g. "encoder"."""
+    return site.stack.partition(".")[0]
+
+
+def has_stacks(sites: Iterable[AttentionSite]) -> bool:
+    """Return True if layer and number do not identify a head, as in an encoder-decoder."""
+    return len({(site.stack, site.kind) for site in sites}) > 1
+
+
+def named(head: Head, *, stacked: bool = False) -> str:
+    """Return the name of a head, e.g. L2H7, with its stack if `stacked`: "decoder cross-attention, L2H7".
 
     >>> named((AttentionSite("encoder.layer.2.attention.self", "self", "encoder.layer.*.attention.self", 2, 12), 7))
     'L2H7'
     """
-    return str(HeadId(head[0].layer, head[1]))
+    site, number = head
+    return f"{f'{stack_of(site)} {site.kind}-attention, ' if stacked else ''}{HeadId(site.layer, number)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from polyhead.analysis.pronouns import CUES, PronounTable
 from polyhead.analysis.redundancy import ALONE, PREDICTABLE, predictable_shares, tokens_needed
 from polyhead.analysis.roles import HeadRoles, evidence_of
 from polyhead.analysis.text_shares import text_shares
-from polyhead.inspection.heads import Head, named
+from polyhead.inspection.heads import Head, has_stacks, named
 from polyhead.inspection.vocabulary import score_column
 from polyhead.inspection.wording import Reason
 from polyhead.observation import AttentionSite, HeadProfile, HeadProjections
@@ -97,13 +97,15 @@ def _on_cpu(moments: HeadMoments | None) -> HeadMoments | None:
 def non_finite_heads(collected: Collected) -> str:
     """Return the heads whose attention weights or outputs are NaN or Inf, e.g. "L1H3, L2H0-H7"; "" for none."""
     moments, names = _moments_of(collected), []
+    stacked = has_stacks(evidence_of(collected))
     for site, evidence in evidence_of(collected).items():
         finite = evidence.column("sink_mass")[:, :-1].sum(0).isfinite().cpu()
         if site in moments:
             finite &= moments[site].mean.isfinite().all(-1)
         heads = (~finite).nonzero().flatten().tolist()
         everything = len(heads) == site.num_heads > 1
-        names += [f"{named((site, 0))}-H{heads[-1]}"] if everything else [named((site, head)) for head in heads]
+        of_site = [named((site, head), stacked=stacked) for head in heads]
+        names += [f"{of_site[0]}-H{heads[-1]}"] if everything else of_site
     return ", ".join(names)
 
 

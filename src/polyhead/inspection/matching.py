@@ -8,12 +8,12 @@ is an error where it contradicts the other inspection.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadOrigins
-from polyhead.inspection.heads import Head, named
+from polyhead.inspection.heads import Head, has_stacks, named
 from polyhead.inspection.result import Inspection
 from polyhead.observation import AttentionSite
 
@@ -31,12 +31,14 @@ class Unmatched:
     head: Head
     reason: UnmatchedReason
     merged_into: Head | None = None  # in the other inspection
+    stacked: bool = False  # name the stack of the head, because the model has several
 
     def __str__(self) -> str:
         into = "" if self.merged_into is None else f" into {named(self.merged_into)}"
         site, number = self.head
         name = named(self.head) if self.reason in ("new", "padding") else site.original_name(number)
-        return f"{name} {self.reason}{into}"
+        stack = named(self.head, stacked=self.stacked).removesuffix(named(self.head))
+        return f"{stack}{name} {self.reason}{into}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,8 @@ def match_heads(before: Inspection, after: Inspection) -> Matching:
         for place, (site, heads) in own.items():
             if place not in others:
                 unmatched.extend(Unmatched((site, head), "not read") for head in heads)
-    return Matching(tuple(pairs), tuple(only[0]), tuple(only[1]))
+    stacked = has_stacks((*before.table.sites, *after.table.sites))
+    return Matching(tuple(pairs), *(tuple(replace(x, stacked=stacked) for x in found) for found in only))
 
 
 _Place = tuple[str, str]

@@ -16,7 +16,7 @@ from polyhead.analysis.importance import Importance, Masked, ablate, gradient_sc
 from polyhead.analysis.pronouns import AGREEMENT, CUES, PronounTable, pronoun_table, pronoun_texts
 from polyhead.analysis.roles import HeadRoles, evidence_of, head_roles
 from polyhead.analysis.roles_copying import Words, copying_scores
-from polyhead.errors import PolyheadError
+from polyhead.errors import OptionError, PolyheadError
 from polyhead.inspection.example_weights import Example, ExampleWeights, example_batches, examples_of
 from polyhead.inspection.settings import Settings
 from polyhead.inspection.text_reader import Reader
@@ -172,11 +172,13 @@ class Probes:
     def copying_circuits(
         self, head_projections: Mapping[AttentionSite, HeadProjections]
     ) -> dict[AttentionSite, dict[str, Tensor]]:
-        """Return copying scores of the weights, where the model predicts tokens from the stream its heads write to."""
+        """Return copying scores of the weights of a causal model, whose unembedding reads the stream of its heads."""
         embedding, unembedding = embedding_of(self.loaded.model), _unembedding(self.loaded.model)
-        if embedding is None or unembedding is None or embedding.shape != unembedding.shape:
+        if self.loaded.kind != "causal" or embedding is None or unembedding is None:
             return {}
-        columns, words = {}, Words(embedding, unembedding)
+        if embedding.shape != unembedding.shape:
+            return {}
+        columns, words = {}, Words(embedding, unembedding, seed=self.settings.seed)
         for site, matrices in head_projections.items():
             if matrices.value is None or matrices.output is None or matrices.value.shape[1] != words.width:
                 continue
@@ -195,6 +197,9 @@ class Probes:
         if method == "none" or (kind == "encoder-decoder" and method == "auto"):
             return None, {}
         if method == "auto":
+            if loss == "masked" and self.loaded.tokenizer.mask_token_id is None:
+                self.left_out.append(Reason("no_mask_token"))
+                return None, {}
             method = "ablation" if loss == "representation" else "gradient"
         device = next(self.loaded.model.parameters()).device
         by_default = QUICK_ABLATION_TOKENS if self.settings.importance == "auto" else ABLATION_TOKENS
@@ -223,6 +228,28 @@ class Probes:
         longest = max(batch.ids.shape[1] for batch in batches)  # contexts are cut
         measured = {"importance_tokens": sum(batch.tokens for batch in batches), "importance_context": longest}
         return functools.reduce(Importance.beside, found), measured
+
+
+def check_importance(method: str, loaded: LoadedModel) -> None:
+    """Raise an OptionError if importance cannot be measured as requested; "auto" measures what is possible."""
+    if method in ("none", "auto"):
+        return
+    name = type(loaded.model).__name__
+    if loaded.kind == "encoder-decoder":
+        raise OptionError(
+            f"importance is measured in models of one stack, got {name}; use importance none or auto, or "
+            "polyhead.analysis.ablate with batches that have decoder_input_ids"
+        )
+    if method != "ablation" and loaded.kind not in ("causal", "masked"):
+        raise OptionError(
+            f"importance by gradient needs a model with a language modelling head, for its loss, got {name}; "
+            "use importance ablation"
+        )
+    if loaded.kind == "masked" and loaded.tokenizer.mask_token_id is None:
+        raise OptionError(
+            f"importance in a masked language model needs a tokenizer with a mask token, for its loss, got {name} with "
+            f"{type(loaded.tokenizer).__name__}, which has none; use importance none or auto"
+        )
 
 
 def embedding_of(model: Any) -> Tensor | None:

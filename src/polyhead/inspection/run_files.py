@@ -46,9 +46,10 @@ def check_saved(folder: Path) -> None:
 def check_new_run(folder: Path, option: str) -> None:
     """Raise if a folder contains a run or a file of one, or cannot be written."""
     if any((folder / name).exists() for name in (OBSERVATIONS, REST, SHARDS)):
+        continued = f"--resume {folder}" if option.startswith("--") else "resume=True"
         raise OptionError(
             f"{option} must be a new run, got {folder}, which contains a run already; continue it with "
-            f"--resume {folder}, or choose another folder"
+            f"{continued}, or choose another folder"
         )
     existing = [name for name in FILES if (folder / name).exists()]
     if existing:

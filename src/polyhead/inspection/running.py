@@ -17,13 +17,13 @@ from polyhead.analysis.importance import Importance
 from polyhead.analysis.pronouns import PronounTable
 from polyhead.analysis.roles import HeadRoles, evidence_of, head_roles
 from polyhead.analysis.roles_rules import RULES
-from polyhead.errors import NonFiniteError, OptionError
+from polyhead.errors import PolyheadError
 from polyhead.inspection import cross_layer_similarity, layer_similarity
 from polyhead.inspection.document_influence import halves_of, influence_of
 from polyhead.inspection.findings import findings
 from polyhead.inspection.head_maps import head_maps_of
 from polyhead.inspection.most_attended import most_frequent, top_keys_of
-from polyhead.inspection.probing import Probes, embedding_of
+from polyhead.inspection.probing import Probes, check_importance, embedding_of
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.settings import Settings
 from polyhead.inspection.text_pass import TextPass, TextRead, versions
@@ -67,6 +67,7 @@ class InspectionRun:
     text_pass: TextPass
     began: float
     interrupted: bool = False
+    is_read: bool = True  # to the end of the text; an interrupt may also end what follows
     across: Reason | None = None  # method by which pairs of different layers were found
     read_digest: str | None = None  # of the text that was read
 
@@ -76,11 +77,7 @@ class InspectionRun:
     ) -> InspectionRun:
         """Cut the text and create the collectors; `polyhead.inspect` documents the arguments."""
         began = time.perf_counter()
-        if settings.importance in ("gradient", "both") and loaded.kind not in ("causal", "masked"):
-            raise OptionError(
-                "importance by gradient needs a model with a language modelling head, for its loss, got "
-                f"{type(loaded.model).__name__}; use importance ablation"
-            )
+        check_importance(settings.importance, loaded)
         reader = Reader.of(loaded, settings, text)
         probes = Probes(settings, loaded, reader, progress)
         head_projections = probes.head_projections(loaded.model)
@@ -94,8 +91,8 @@ class InspectionRun:
 
     def finish(self, read: TextRead) -> Inspection:
         """Run the probes, unless the pass over the text was interrupted, and assemble the result."""
-        self.interrupted = not read.complete
-        self.read_digest = read.digest if self.interrupted else self.reader.text.digest
+        self.interrupted, self.is_read = not read.complete, read.complete
+        self.read_digest = self.reader.text.digest if self.is_read else read.digest
         observations, head_projections, sample = read.observations, self.head_projections, self.sample
         if non_finite := layer_similarity.non_finite_heads(observations.collected):
             self.probes.left_out.append(Reason("non_finite", {"heads": non_finite}))
@@ -121,10 +118,11 @@ class InspectionRun:
                 columns.append(layer_similarity.role_columns(probed.fields.get("roles", ())))
                 try:
                     importance, measured = self.probes.importance()
-                except NonFiniteError as error:
+                except PolyheadError as error:  # the pass over the text is not lost
                     self.probes.left_out.append(Reason("importance_error", {"error": str(error)}))
             except KeyboardInterrupt:
                 self.interrupted = True
+                self.probes.left_out.append(Reason("interrupted_probes"))
         table = layer_similarity.extend_table(observations.profile, columns, importance)
         inspection = Inspection(
             self.settings,
@@ -189,6 +187,7 @@ class InspectionRun:
             "chance": self.settings.chance,
             "materialised": len(self.text_pass.materialised),
             "interrupted": self.interrupted,
+            "read": self.is_read,
             "left_out": list(self.probes.left_out),
             "seconds": round(time.perf_counter() - self.began, 1),
             "versions": {**versions(), "python": platform.python_version()},

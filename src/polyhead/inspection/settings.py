@@ -40,8 +40,8 @@ class Settings:
         layers: layers to observe; None for all.
         statistics: statistics to compute; None for all.
         importance: how importance is measured.
-        importance_tokens: number of tokens on which it is measured; None is 8,192 for gradients and 2,048 for ablation
-            and both, or 256 where "auto" chose it.
+        importance_tokens: number of tokens on which it is measured; None is 8,192 for gradient, 2,048 for ablation and
+            both, and 256 if "auto" selects ablation.
         chance: also observe a model with random weights, as the chance level.
         seed: seed of samples, random weights and repeated words.
         device: device of the model.
@@ -68,8 +68,8 @@ class Settings:
             number = getattr(self, name)
             if number is not None and number < 1:
                 raise OptionError(f"{name} must be at least 1, got {number}")
-        if not 0 <= self.seed < 1 << 63:
-            raise OptionError(f"seed must be an integer of at least 0 and below 2^63, got {self.seed}")
+        if not 0 <= self.seed < 1 << 60:  # probes derive other seeds from it
+            raise OptionError(f"seed must be an integer of at least 0 and below 2^60, got {self.seed}")
         if self.layers is not None and not self.layers:
             raise OptionError("layers must contain at least one layer, got none; omit it for all layers")
         if self.statistics is not None:

@@ -38,6 +38,7 @@ _FACTS: Mapping[str, Any] = {
     "mean_loss": float,
     "document_losses": tuple[tuple[float, float], ...],
     "interrupted": bool,
+    "read": bool,
     "left_out": tuple[Mapping[str, Any], ...],
     "seconds": float,
     "versions": Mapping[str, str],

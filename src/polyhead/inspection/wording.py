@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from polyhead.analysis.roles_evidence import evidence_text
-from polyhead.inspection.heads import Head, named
+from polyhead.inspection.heads import Head, named, stack_of
 from polyhead.inspection.identity import originally
 from polyhead.inspection.settings import IN_MEMORY
 from polyhead.inspection.vocabulary import Language, Text, role_of
@@ -177,13 +177,13 @@ def _template_of(finding: Finding) -> str:
 def place_of(head: Head, language: Language = "en", *, stacked: bool = False) -> str:
     """Return the name of a head, with the stack if `stacked`, and with the origin of an edited head."""
     site, _ = head
-    stack, origin = site.stack.partition(".")[0], originally(head)
+    origin = originally(head)
     if language == "zh":
         kind = "交叉注意力" if site.kind == "cross" else "自注意力"
         suffix = "" if origin is None else f"（{origin.zh}）"
-        return f"{f'{stack} {kind}，' if stacked else ''}{named(head)}{suffix}"
+        return f"{f'{stack_of(site)} {kind}，' if stacked else ''}{named(head)}{suffix}"
     suffix = "" if origin is None else f" ({origin.en})"
-    return f"{f'{stack} {site.kind}-attention, ' if stacked else ''}{named(head)}{suffix}"
+    return f"{named(head, stacked=stacked)}{suffix}"
 
 
 # ---- reasons
@@ -248,6 +248,14 @@ _REASONS = {
         "documents, got {got:,}; use a longer text, or more tokens",
         "冗余：由同层其他头预测一个头，每一半文档至少需要 {needed:,} 个词元，此处只有 {got:,} 个；"
         "请用更长的文本或更多词元",
+    ),
+    "interrupted_probes": Text(
+        "what is measured after the text was read, such as roles and importance: interrupted; --resume measures it",
+        "读完文本之后的测量（如角色与重要性）：已中断；--resume 可补上",
+    ),
+    "no_mask_token": Text(
+        "importance: the loss of a masked language model needs a mask token, got a tokenizer without one",
+        "重要性：掩码语言模型的损失需要掩码词元，而此分词器没有",
     ),
     "importance_error": Text("importance: {error}", "重要性：{error}"),
     "every_pair": Text(

@@ -25,7 +25,7 @@ MAX_SIMILAR = 5
 MAX_FACT_LENGTH = 1000
 IMPORTANCE = ("ablation", "gradient")  # in order of preference
 _FACTS = (
-    "model", "tokens", "documents", "contexts", "context", "seconds", "interrupted", "unknown", "intervals_over",
+    "model", "tokens", "documents", "contexts", "context", "seconds", "unknown", "intervals_over",
     "versions",
 )  # fmt: skip
 _VIEWS = {"role": "head", "redundant": "similar", "importance": "importance", "extreme": "head"}
@@ -153,6 +153,7 @@ def _facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     model, name = facts.get("model"), facts.get("name")
     return {
         **{name: facts.get(name) for name in _FACTS},
+        "interrupted": bool(facts.get("interrupted")) and not facts.get("read"),  # before the end of the text
         "model": None if model is None else clipped(str(model), MAX_FACT_LENGTH),
         # A truncated name would name another model.
         "name": None if name is None or len(str(name)) > MAX_FACT_LENGTH else clipped(str(name), MAX_FACT_LENGTH),

@@ -11,10 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from polyhead.errors import OptionError
 from polyhead.files import check_pyarrow
 from polyhead.inspection.inspection_files import save_inspection
 from polyhead.inspection.result import Inspection
-from polyhead.inspection.run_files import OBSERVATIONS, TABLE
+from polyhead.inspection.run_files import OBSERVATIONS, TABLE, check_new_run
 from polyhead.inspection.running import InspectionRun
 from polyhead.inspection.settings import IN_MEMORY, Settings
 from polyhead.inspection.text_pass import SAVE_SECONDS
@@ -67,13 +68,14 @@ def inspect(
         statistics: compute only these statistics; default: all.
         importance: "ablation" of every head in turn, "gradient", "both", "none", or "auto": gradients where the model
             predicts tokens, ablation on a short text where it does not.
-        importance_tokens: number of tokens on which importance is measured; default: 8,192 for gradients and 2,048 for
-            ablation and both, or 256 where "auto" chose it.
+        importance_tokens: number of tokens on which importance is measured; default: 8,192 for gradient, 2,048 for
+            ablation and both, and 256 if "auto" selects ablation.
         chance: also inspect the model with random weights, as a baseline for roles.
         seed: of samples, random weights and repeated words.
-        device, dtype: of a model that is loaded by name; default dtype: float32 on a CPU, else bfloat16.
-        folder: where to save the run, as `polyhead inspect --save` does. Data are also written while the text is read,
-            so that a killed run can be resumed.
+        device: device of a model that is loaded by name; one in memory stays where it is.
+        dtype: of a model that is loaded by name; default: float32 on a CPU, else bfloat16.
+        folder: new folder to save the run in, as `polyhead inspect --save` does. Data are also written while the text
+            is read, so that a killed run can be resumed.
         resume: continue from the data in `folder`.
         progress: called with the progress of each step.
         save_seconds: time between two writes to the folder.
@@ -99,6 +101,11 @@ def inspect(
     """
     loaded, name = None, None
     if isinstance(model, (nn.Module, LoadedModel)):
+        if dtype is not None:
+            raise OptionError(
+                f"dtype is of a model that is loaded by name, got {dtype!r} with a model in memory; convert it first, "
+                "with model.to(dtype)"
+            )
         loaded = as_loaded(model, tokenizer)
         name, device = loaded.name, str(next(loaded.model.parameters()).device)
     elif model is not None:
@@ -151,6 +158,7 @@ def inspect_model(
         trust_remote_code: run code that comes with the model.
         folder, resume, progress, save_seconds: as in `inspect`.
     """
+    check_run_folder(folder, resume)
     with ExitStack() as stack:
         if folder is not None:
             check_pyarrow(folder / TABLE)
@@ -162,6 +170,15 @@ def inspect_model(
         if folder is not None:
             save_inspection(folder, found)
         return found
+
+
+def check_run_folder(folder: Path | None, resume: bool) -> None:
+    """Raise if a run would overwrite another, or if there is no folder to resume from."""
+    if folder is None:
+        if resume:
+            raise OptionError("resume=True continues the run in a folder, got none; pass folder=")
+    elif not resume:
+        check_new_run(folder, "folder")
 
 
 @contextmanager

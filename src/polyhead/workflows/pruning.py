@@ -124,7 +124,7 @@ def prune(
         progress(Progress("List the layouts that the model class supports"))
         layouts = tuple(uniform_layouts(loaded.model, stack))
     calibration, evidence = None, None
-    if share is not None or (not preview and (compensate or text is not None)):
+    if share is not None or (not preview and (compensate or text is not None or test_text is not None)):
         if loaded.tokenizer is None:
             raise OptionError(
                 f"calibration needs a model that reads text and its tokenizer, got {loaded.name} without one; pass "

@@ -32,7 +32,7 @@ from polyhead.progress import Progress, ProgressCallback, ignore_progress
 from polyhead.sources import LoadedModel, Shard
 from polyhead.sources.shards import WHOLE
 from polyhead.sources.text_contexts import Text
-from polyhead.workflows.inspecting import load_settings_model, locked
+from polyhead.workflows.inspecting import check_run_folder, load_settings_model, locked
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,7 @@ def inspect_shard(
         OptionError: a setting is out of range, or the text is too short.
     """
     folder = Path(folder)
+    check_run_folder(folder, resume)
     with locked(folder):
         loaded = loaded or load_settings_model(settings, progress, allow_pickle, trust_remote_code)
         run = InspectionRun.of(settings, loaded, text=text, progress=progress)

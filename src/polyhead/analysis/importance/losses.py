@@ -169,10 +169,10 @@ class Classification(_BuiltInLoss):
 class Representation(_BuiltInLoss):
     """1 - cosine similarity between the mean of a text's last hidden states and that of the intact model.
 
-    For encoders without a task head, such as sentence encoders. The mean is over all tokens but padding, including
-    special tokens, as in sentence encoders. The loss has its minimum, 0, at the intact model: it measures how much a
-    head changes the embedding, not whether for better or worse, and its gradient there is 0, so that there are no
-    gradient scores.
+    For encoders, such as sentence encoders; the task head of a classifier is not run. The mean is over all tokens but
+    padding, including special tokens, as in sentence encoders. The loss has its minimum, 0, at the intact model: it
+    measures how much a head changes the embedding, not whether for better or worse, and its gradient there is 0, so
+    that there are no gradient scores.
     """
 
     name: str = "representation"
@@ -264,12 +264,13 @@ def _logits(model: nn.Module, examples: Examples, name: str) -> Tensor:
 
 
 def _pooled(model: nn.Module, examples: Examples) -> Tensor:
-    output = model(**examples.inputs)
+    body: nn.Module = getattr(model, "base_model", model)  # without its task head
+    output = body(**examples.inputs)
     states = output if isinstance(output, Tensor) else getattr(output, "last_hidden_state", None)
     if not isinstance(states, Tensor) or states.ndim != 3:
         raise OptionError(
             "the loss 'representation' needs the last hidden states [rows, tokens, width], "
-            f"got {type(output).__name__} from {type(model).__name__}; use the model without its task head"
+            f"got {type(output).__name__} from {type(body).__name__}; use the model without its task head"
         )
     states = _wide(states)
     if not any(name in examples.inputs for name in ID_NAMES):
