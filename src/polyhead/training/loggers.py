@@ -43,7 +43,8 @@ def summarize(record: StepRecord) -> tuple[dict[str, float], dict[str, HeadLocat
     Args:
         record: values of every head.
     """
-    scalars, heads = {"loss": record.loss}, {}
+    heads = {}
+    scalars = {"loss": record.loss} if record.has_loss else {}
     for column in sorted(record.columns, key=lambda name: name not in EXTREMES)[: MOST_SCALARS - 1]:
         values = record[column]
         defined = ~values.isnan()

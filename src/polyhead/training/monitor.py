@@ -30,8 +30,8 @@ class _Pending(NamedTuple):
     """A record on its way from the device."""
 
     step: int
-    values: Tensor  # [columns, heads]; its last row is the loss
-    measured: Tensor  # [columns, heads], boolean, without the row of the loss
+    values: Tensor  # [columns, heads]; its last rows are the loss, and 1 if there is one
+    measured: Tensor  # [columns, heads], boolean, without these rows
     pairs: Tensor | None  # [2, elements of the matrices of all sites]
     event: Any  # recorded after the copies; None on a CPU
 
@@ -344,8 +344,9 @@ class HeadMonitor:
         order = stack_order(x.site for x in observed)
         sites = sorted(observed, key=lambda x: order[x.site])
         sums, is_measured = self._signals.sums_of([x.site for x in sites], observations.collected), None
+        has_loss: Tensor | bool = loss is not None
         if is_shared:
-            sites, sums, loss, is_measured = self._over_ranks(sites, sums, loss)
+            sites, sums, loss, has_loss, is_measured = self._over_ranks(sites, sums, loss)
         device = sites[0].moments.mean.device
         values_of, cosines = columns_of(sums)
         values_of |= _row_columns(sites, self._session.wanted.names)
@@ -367,7 +368,9 @@ class HeadMonitor:
         last = torch.full_like(rows[0], torch.nan)
         if loss is not None:
             last = last.copy_(loss.detach().reshape(())) if isinstance(loss, Tensor) else last.fill_(loss)
-        values, event = torch.stack([*rows, last]), None
+        flag = torch.zeros_like(last)
+        flag = flag.copy_(has_loss) if isinstance(has_loss, Tensor) else flag.fill_(has_loss)
+        values, event = torch.stack([*rows, last, flag]), None
         if values.is_cuda:
             values, pairs = _to_host(values), None if pairs is None else _to_host(pairs)
             measured = _to_host(measured) if measured.is_cuda else measured
@@ -407,8 +410,9 @@ class HeadMonitor:
             if self._is_scaled:  # gradients that overflow are what a GradScaler looks for: it skips the step
                 for row, name in enumerate(self._history.columns):
                     measured[row] &= record.values[row].isfinite() | (name not in ("gradient_norm", "gradient_cosine"))
-            loss = float(record.values[-1, 0])
-            read = self._history.append(record.step, record.values[:-1], loss, measured, record.pairs)
+            loss, has_loss = record.values[-2:, 0].tolist()
+            of_step = loss if has_loss else None
+            read = self._history.append(record.step, record.values[:-2], of_step, measured, record.pairs)
             for callback in self.callbacks:
                 callback.on_record(read)
 
