@@ -56,7 +56,8 @@ class DropHead(_GatedHeads):
 
     Inside the `with` block every head of every sequence is dropped with probability `rate`, and the remaining heads of
     its layer are scaled up so that the mean of all gates is 1; a sequence whose heads would all be dropped keeps them
-    all. In evaluation mode nothing is dropped. Checkpointed layers drop the same heads when they are recomputed.
+    all. In evaluation mode nothing is dropped and no random number is drawn. Checkpointed layers drop the same heads
+    when they are recomputed. `state_dict` has the step of the schedule.
 
     Args:
         model: the model, as for `polyhead.observe`.
@@ -90,12 +91,24 @@ class DropHead(_GatedHeads):
             raise OptionError(f"the rate of DropHead must be at least 0 and below 1, got {rate!r} at step {self.steps}")
         return float(rate)
 
+    def get_extra_state(self) -> dict[str, int]:
+        """Return the step of the schedule, for `state_dict`."""
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        """Continue the schedule from the step that `get_extra_state` returned.
+
+        Args:
+            state: the dictionary.
+        """
+        self.steps = state["steps"]
+        self._checked_rate()
+
     def _gate(self, site: AttentionSite, tokens: Tokens | Tensor | None) -> Tensor:
         rate = self._checked_rate()
-        uniform = _uniform(site, tokens, self._model)
-        if not (self._model.training and rate):
-            return torch.ones_like(uniform)
-        remaining = (uniform >= rate).float()
+        if not self._model.training or rate == 0:
+            return torch.ones(site.num_heads, device=_device(tokens, self._model))
+        remaining = (_uniform(site, tokens, self._model) >= rate).float()
         count = remaining.sum(-1, keepdim=True)
         return torch.where(count > 0, remaining * (site.num_heads / count.clamp_min(1)), 1.0)
 
@@ -261,7 +274,13 @@ def _stretched(share: Tensor) -> Tensor:
 
 def _uniform(site: AttentionSite, tokens: Tokens | Tensor | None, model: nn.Module) -> Tensor:
     """Return uniform random numbers, [batch, heads], or [heads] if an adapter does not pass its tokens."""
+    device = _device(tokens, model)
     if tokens is None:
-        return torch.rand(site.num_heads, device=next(model.parameters()).device)
+        return torch.rand(site.num_heads, device=device)
     batch = tokens.batch if isinstance(tokens, Tokens) else len(tokens)
-    return torch.rand(batch, site.num_heads, device=tokens.device)
+    return torch.rand(batch, site.num_heads, device=device)
+
+
+def _device(tokens: Tokens | Tensor | None, model: nn.Module) -> torch.device:
+    """Return the device of an attention call's tokens, or of the model if an adapter does not pass them."""
+    return next(model.parameters()).device if tokens is None else tokens.device

@@ -62,9 +62,10 @@ class HeadLocation(NamedTuple):
 class StepRecord:
     """Values of every head in one observed step: `record["max_logit"]` has one number per head.
 
-    `loss` is NaN if none was passed; then `has_loss` is False. `heads` are in the order of the last axis of `values`, [columns, heads], which are
-    on the CPU, with NaN where a column was not measured: where `measured`, [columns, heads], is False, if it is not
-    None. `pairs` has the matrices of `cosines` one after the other, [2, elements], in steps with pairs.
+    `loss` is NaN if none was passed; then `has_loss` is False. `heads` are in the order of the last axis of `values`,
+    [columns, heads], which are on the CPU, with NaN where a column was not measured: where `measured`, [columns,
+    heads], is False, if it is not None. `pairs` has the matrices of `cosines` one after the other, [2, elements], in
+    steps with pairs.
     """
 
     step: int

@@ -188,7 +188,7 @@ class QKClip:
         self._latest = ClippedHeads(largest, factors)
 
     def _largest(self) -> Tensor:
-        """Return the largest logit and bias of every head since the last step, [2, heads of all layers]; -Inf if none."""
+        """Return the largest logit and bias of every head since the last step, [2, all heads]; -Inf without any."""
         observations = self._session.take()
         by_site: dict[str, Tensor] = {}
         for statistics in observations.sites:
