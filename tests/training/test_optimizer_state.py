@@ -272,7 +272,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_model_that_a_wrapper_holds_is_refused_until_the_wrapper_is_deleted():
-    """The model is passed itself; it does not know the wrapper, whose hooks are on the parameters it was created with."""
+    """The model is passed itself and does not know the wrapper, whose hooks are on the parameters that are replaced."""
     model = Blocks()
     optimizer, before = adamw(model)[0], dict(model.named_parameters())
     around = nn.Sequential(model, nn.Linear(WIDTH, 3))
