@@ -274,13 +274,18 @@ def test_a_callback_that_fails_costs_the_others_nothing(first):
     model, recorder = llama(), Recorder()
     callbacks = [Failing(), recorder] if first else [recorder, Failing()]
     monitor, messages = HeadMonitor(model, callbacks=callbacks), []
-    with pytest.raises(RuntimeError, match="no space left at the end"), monitor:
-        for ids in batches(3):
-            model(ids)
-            try:
-                monitor.step()
-            except RuntimeError as error:
-                messages.append(str(error))
+
+    def loop() -> None:
+        with monitor:
+            for ids in batches(3):
+                model(ids)
+                try:
+                    monitor.step()
+                except RuntimeError as error:
+                    messages.append(str(error))
+
+    with pytest.raises(RuntimeError, match="no space left at the end"):
+        loop()
     assert [record.step for record in recorder.records] == [0, 1, 2]
     assert recorder.has_ended
     assert messages == [f"no space left in step {step}" for step in range(3)]
@@ -292,14 +297,16 @@ def test_records_that_are_left_at_the_end_are_read_by_all_callbacks(monkeypatch)
     """On a GPU the last records arrive at the end of the block."""
     model, recorder = llama(), Recorder()
     monkeypatch.setattr(_Pending, "is_done", False)
-    with (
-        pytest.raises(RuntimeError, match="no space left in step 0") as raised,
-        HeadMonitor(model, callbacks=[Failing(), recorder]) as monitor,
-    ):
-        for ids in batches(2):
-            model(ids)
-            monitor.step()
-        assert not recorder.records
+
+    def loop() -> None:
+        with HeadMonitor(model, callbacks=[Failing(), recorder]) as monitor:
+            for ids in batches(2):
+                model(ids)
+                monitor.step()
+            assert not recorder.records
+
+    with pytest.raises(RuntimeError, match="no space left in step 0") as raised:
+        loop()
     assert [record.step for record in recorder.records] == [0, 1]
     assert recorder.has_ended
     others = [f"after it: RuntimeError: no space left {when}" for when in ("in step 1", "at the end")]
