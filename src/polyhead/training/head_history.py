@@ -109,9 +109,9 @@ def index_of(column: str, columns: tuple[str, ...]) -> int:
 class HeadHistory:
     """Values of every head in every observed step: `history["max_logit"]` is [steps, heads].
 
-    `steps` are the numbers of the observed steps, `losses` those passed to `HeadMonitor.step`, NaN where none was, and
-    `heads` the heads, in the order of the last axis. The latest 8 million values are kept; `dropped` steps before them
-    are not. `RunDirectory` writes all.
+    `steps` has the number of each observed step, `losses` the loss that was passed to `HeadMonitor.step`, NaN for a step
+    without one, and `heads` the heads in the order of the last axis. Only the latest 8 million values are kept;
+    `dropped` is the number of steps that were removed. `RunDirectory` writes all of them.
     """
 
     heads: tuple[HeadLocation, ...] = ()

@@ -107,11 +107,13 @@ class HeadMonitor:
     - `output_norm`: root mean square over tokens of the norm of what the head writes, its output times W_O, gates
       included. `output_norm_share`: its share in the sum over the heads of the layer of these squared norms.
     - `gradient_norm`: norm of the gradient of the step's loss with respect to the head's attention output, before gates
-      and W_O, over all its tokens. With respect to what it writes, all heads of a layer have the same gradient.
-    - `output_cosine`, `gradient_cosine`, in every `pairs_every`-th step: the cosine of largest magnitude with another
-      head of the layer. Of outputs: over tokens, between what two heads write. Of gradients: between the gradients
-      above times W_O, the directions in which a step of gradient descent would change what the heads write.
-      `history.cosines` has all of them.
+      and W_O, over all its tokens. (The gradient with respect to what a head writes is the same for all heads of a
+      layer.)
+    - `output_cosine`, in every `pairs_every`-th observed step: cosine, over all tokens, between what this head and
+      another head of its layer write; of all other heads, the cosine of largest magnitude.
+    - `gradient_cosine`: the same for the gradients of `gradient_norm`, each multiplied by the W_O of its head, which
+      are the directions in which gradient descent would change what the heads write. `history.cosines` has the cosines
+      of all pairs.
 
     They are NaN where they were not measured: outputs and cosines where the layer that multiplies by W_O is not found
     or its weight is quantised, sharded or has other adapters than LoRA; gradients where no backward reached the head,

@@ -132,10 +132,9 @@ def has_ranks(group: Any = None) -> bool:
 def reduce_over_ranks(
     sums: Parts, maxima: Parts, shapes: Mapping[str, Sequence[tuple[int, ...]]], device: torch.device, group: Any = None
 ) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
-    """Return sums and maxima over all ranks, by name and site, and how many ranks lack each of them, [sites] by name.
+    """Return sums and maxima over all ranks by name and site, and the number of ranks without each, [sites] by name.
 
-    Nothing waits for the device. A rank adds nothing to what it lacks, so that a sum that all ranks lack is 0, and a
-    maximum -Inf.
+    Nothing waits for the device. Where no rank has a tensor, its sum is 0 and its maximum -Inf.
 
     Args:
         sums: tensors of this rank that are added.
