@@ -109,8 +109,8 @@ def index_of(column: str, columns: tuple[str, ...]) -> int:
 class HeadHistory:
     """Values of every head in every observed step: `history["max_logit"]` is [steps, heads].
 
-    `steps` has the number of each observed step, `losses` the loss that was passed to `HeadMonitor.step`, NaN for a step
-    without one, and `heads` the heads in the order of the last axis. Only the latest 8 million values are kept;
+    `steps` has the number of each observed step, `losses` the loss that was passed to `HeadMonitor.step` (NaN for a
+    step without one), and `heads` the heads in the order of the last axis. Only the latest 8 million values are kept;
     `dropped` is the number of steps that were removed. `RunDirectory` writes all of them.
     """
 
