@@ -159,6 +159,23 @@ def test_a_step_is_one_all_reduce_and_a_rank_may_have_no_data(ranks: Ranks) -> N
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-6)
 
 
+def with_losses_of_some_ranks() -> list[tuple[bool, float]]:
+    """Pass no loss in the first step, and in the others that of rank 1 alone, at last a NaN."""
+    model = llama()
+    with HeadMonitor(model, statistics="entropy") as monitor:
+        for step, loss in enumerate((None, 2.0, torch.nan)):
+            model(**batch(dist.get_rank(), step))
+            monitor.step(loss if dist.get_rank() == 1 else None)
+    return [(record.has_loss, record.loss) for record in monitor.history.records()]
+
+
+def test_a_step_without_a_loss_on_any_rank_has_none(ranks: Ranks) -> None:
+    for first, second, third in ranks.run(with_losses_of_some_ranks, world=2):
+        assert (first[0], second, third[0]) == (False, (True, 2.0), True)
+        assert first[1] != first[1]
+        assert third[1] != third[1]
+
+
 def with_a_difference(kind: str) -> None:
     rank = dist.get_rank()
     model = llama()

@@ -39,18 +39,31 @@ def table(steps: int, **columns: Tensor | float) -> tuple[tuple[str, ...], Tenso
 
 
 def replay(
-    alarms: HeadAlarms, losses: Tensor | float, columns: tuple[str, ...], values: Tensor, first: int = 0
+    alarms: HeadAlarms,
+    losses: Tensor | float | None,
+    columns: tuple[str, ...],
+    values: Tensor,
+    first: int = 0,
+    loss_every: int = 1,
 ) -> None:
-    losses = torch.as_tensor(losses).expand(len(values))
-    for index, (loss, each) in enumerate(zip(losses.tolist(), values, strict=True)):
-        alarms.on_record(StepRecord(first + index, loss, HEADS, columns, each))
+    """Pass records to the alarms; with a loss in every k-th step, or in none."""
+    numbers = torch.as_tensor(math.nan if losses is None else losses).expand(len(values))
+    for index, (loss, each) in enumerate(zip(numbers.tolist(), values, strict=True)):
+        has_loss = losses is not None and index % loss_every == 0
+        loss = loss if has_loss else math.nan
+        alarms.on_record(StepRecord(first + index, loss, HEADS, columns, each, has_loss=has_loss))
 
 
 def raised(
-    losses: Tensor | float = 2.0, steps: int = STEPS, *, first: int = 0, **columns: Tensor | float
+    losses: Tensor | float | None = 2.0,
+    steps: int = STEPS,
+    *,
+    first: int = 0,
+    loss_every: int = 1,
+    **columns: Tensor | float,
 ) -> list[Alarm]:
     alarms = HeadAlarms(action=(), window=WINDOW)
-    replay(alarms, losses, *table(steps, **columns), first=first)
+    replay(alarms, losses, *table(steps, **columns), first=first, loss_every=loss_every)
     return list(alarms.alarms)
 
 
@@ -73,7 +86,7 @@ def test_logits_that_grow_name_the_head_and_the_step_at_which_the_limit_is_cross
 
 def test_linear_growth_is_extrapolated_linearly():
     logits = 40 + 0.5 * torch.arange(100)
-    alarm = raised(steps=100, max_logit=logits, losses=math.nan)[0]
+    alarm = raised(steps=100, max_logit=logits, losses=None)[0]
     assert alarm.kind == "logit growth"
     assert alarm.evidence["predicted_step"] == pytest.approx(120, abs=2)
 
@@ -93,7 +106,9 @@ def test_low_logits_that_grow_are_an_alarm_only_if_the_loss_does_not_improve():
     assert (alarm.kind, alarm.head) == ("loss spike ahead", HEADS[PLANTED])
     assert alarm.evidence["loss"] == alarm.evidence["loss_before"] == 2.0
     assert not raised(losses=4 - torch.arange(STEPS) / 40, max_logit=logits)
-    assert not raised(losses=math.nan, max_logit=logits)  # no loss was recorded
+    assert not raised(losses=None, max_logit=logits)  # no loss was recorded
+    (alarm,) = raised(loss_every=4, max_logit=logits)
+    assert (alarm.kind, alarm.head) == ("loss spike ahead", HEADS[PLANTED])
 
 
 def test_a_head_that_learns_to_attend_to_one_token_is_not_a_collapse():
@@ -103,8 +118,15 @@ def test_a_head_that_learns_to_attend_to_one_token_is_not_a_collapse():
     assert alarm.evidence["normalized_entropy"] < 0.05 < 0.15 < alarm.evidence["normalized_entropy_before"]
     assert not raised(losses=4 - torch.arange(STEPS) / 40, normalized_entropy=entropy)  # as an induction head does
     assert not raised(normalized_entropy=0.01)  # has always been low
-    with_logits = raised(losses=math.nan, normalized_entropy=entropy, max_logit=growing(rate=1.2))
-    assert {alarm.kind for alarm in with_logits} == {"logit growth", "entropy collapse"}
+    assert alarm.evidence["loss"] == alarm.evidence["loss_before"] == 2.0
+    assert alarm.message.endswith(" steps, while the loss did not improve (2 to 2)")
+    for losses in (None, 4 - torch.arange(STEPS) / 40):  # no claim about a loss that fell, or was not recorded
+        with_logits = raised(losses=losses, normalized_entropy=entropy, max_logit=growing(rate=1.2))
+        assert {alarm.kind for alarm in with_logits} == {"logit growth", "entropy collapse"}
+        alarm = next(alarm for alarm in with_logits if alarm.kind == "entropy collapse")
+        assert "loss" not in alarm.message
+        before, now = (alarm.evidence[name] for name in ("max_logit_before", "max_logit"))
+        assert alarm.message.endswith(f", while the largest logit grew from {before:.3g} to {now:.3g}")
 
 
 def test_the_onset_of_a_sink_is_an_alarm_and_a_sink_is_not():
@@ -190,13 +212,42 @@ def test_a_nan_of_an_output_is_an_alarm_if_it_was_measured():
         assert [(alarm.kind, alarm.step) for alarm in alarms.alarms] == [("non-finite", 7)] * is_measured
 
 
-def test_a_loss_that_is_not_finite_is_an_alarm_unless_losses_are_missing():
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_an_alarm_once_an_episode(value):
     losses = torch.full((STEPS,), 2.0)
-    losses[50:] = torch.nan
+    losses[50:] = value
     (alarm,) = raised(losses=losses)
     assert (alarm.kind, alarm.step, alarm.head) == ("non-finite", 50, None)
-    losses[0] = torch.nan  # not recorded in every step
-    assert not raised(losses=losses)
+    losses[:] = value
+    assert [alarm.step for alarm in raised(losses=losses)] == [0]
+    losses[:] = 2.0
+    losses[[20, 40, 40 + WINDOW, 41 + 2 * WINDOW]] = value  # the second and the third within a window
+    assert [alarm.step for alarm in raised(losses=losses)] == [20, 41 + 2 * WINDOW]
+
+
+def test_a_step_without_a_loss_is_not_one_whose_loss_is_nan():
+    losses = torch.full((STEPS,), 2.0)
+    assert not raised(losses=losses, loss_every=10)
+    losses[60] = torch.nan
+    (alarm,) = raised(losses=losses, loss_every=10)
+    assert (alarm.kind, alarm.step, alarm.head) == ("non-finite", 60, None)
+    losses[:] = torch.nan  # steps without a loss do not end an episode
+    assert [alarm.step for alarm in raised(losses=losses, loss_every=2 * WINDOW)] == [0]
+
+
+def test_a_monitor_passes_on_whether_a_step_had_a_loss():
+    layer, alarms = MultiHeadAttention(16, 2, causal=True).train(), HeadAlarms(action=())
+    with HeadMonitor(layer, callbacks=[alarms]) as monitor:
+        for loss in (torch.tensor(1.0), None, 2.0, None, torch.tensor(torch.nan)):
+            layer(torch.randn(2, 5, 16))
+            monitor.step(loss)
+    assert [(alarm.kind, alarm.step, alarm.head) for alarm in alarms.alarms] == [("non-finite", 4, None)]
+    resumed = HeadMonitor(layer, callbacks=[HeadAlarms(action=())])
+    resumed.load_state_dict(monitor.state_dict())
+    for history in (monitor.history, resumed.history):
+        assert [record.has_loss for record in history.records()] == [True, False, True, False, True]
+        assert history.rows()["loss"][:4] == [1.0, 1.0, None, None]
+        assert [math.isnan(x) for x in history.rows()["loss"][-2:]] == [True, True]
 
 
 def test_noise_and_single_outliers_raise_nothing():

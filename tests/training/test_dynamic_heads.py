@@ -129,6 +129,15 @@ def test_the_only_head_of_a_layer_can_be_reset():
     assert origins(model)[1] == ["new"]
 
 
+def test_the_only_head_of_a_layer_is_reset_where_it_cannot_be_pruned():
+    model = Blocks()
+    make_dead(model, *[(1, head) for head in range(HEADS)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with DynamicHeads(model, optimizer, {1: HeadChange(prune=4, revive=1, below=1e-3)}) as dynamic:
+        train(model, optimizer, dynamic, range(2))
+    assert origins(model) == [[str(head) for head in range(HEADS)], ["new"]]
+
+
 def test_a_bound_leaves_heads_that_are_alive():
     model = Blocks()
     make_dead(model, (0, 3))

@@ -83,6 +83,35 @@ def test_the_schedule_of_drop_head_follows_its_steps():
         drop.step()
 
 
+def test_evaluation_between_steps_does_not_change_which_heads_are_dropped():
+    layer, x = MultiHeadAttention(WIDTH, HEADS), torch.randn(4, 3, WIDTH)
+    outputs = []
+    for is_evaluated in (False, True):
+        torch.manual_seed(5)
+        with torch.no_grad(), DropHead(layer, 0.5):
+            if is_evaluated:
+                layer.eval()(x)
+            outputs.append(layer.train()(x).output)
+    assert torch.equal(*outputs)
+
+
+def test_a_resumed_schedule_continues(tmp_path):
+    layer = MultiHeadAttention(WIDTH, HEADS).train()
+
+    def rate(step: int) -> float:
+        return 0.1 * step
+
+    drop = DropHead(layer, rate)
+    for _ in range(3):
+        drop.step()
+    torch.save(drop.state_dict(), tmp_path / "drop.pt")
+    resumed = DropHead(layer, rate)
+    resumed.load_state_dict(torch.load(tmp_path / "drop.pt", weights_only=True))
+    assert resumed.steps == 3
+    with pytest.raises(OptionError, match=r"got 1\.5 at step 3"):
+        DropHead(layer, lambda step: 0.5 * step).load_state_dict(drop.state_dict())
+
+
 @pytest.mark.parametrize("rate", [-0.1, 1.0, math.nan, True, "0.1"])
 def test_a_rate_must_be_a_probability_below_one(rate):
     with pytest.raises(OptionError, match="at least 0 and below 1"):

@@ -464,6 +464,7 @@ def test_the_scale_of_a_grad_scaler_is_taken_out():
         state = types.SimpleNamespace(stateful_callbacks={}, global_step=0)
         optimizer = types.SimpleNamespace(scaler=scaler)
         monitor.trainer_callback().on_train_begin(None, state, None, optimizer=optimizer)
+        model(**data[0])
         monitor.step()
     with pytest.raises(OptionError, match=r"must be a torch\.amp\.GradScaler, got float"):
         HeadMonitor(model, grad_scaler=1024.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,17 @@ def test_a_nan_is_the_worst_value():
     assert (scalars["highest gradient_norm"], heads["highest gradient_norm"].head) == (5.0, 2)  # not measured in others
     assert scalars["highest max_logit"] != scalars["highest max_logit"]
     assert heads["highest max_logit"].head == 2
+
+
+def test_heads_whose_outputs_are_opposite_are_the_strongest_duplicates():
+    scalars, heads = summarize(record({"output_cosine": [0.4, -0.995, -0.995, 0.2, torch.nan]}))
+    assert scalars["strongest output_cosine"] == pytest.approx(-0.995)
+    assert str(heads["strongest output_cosine"]) == "L0H1 (layers.0)"
+
+
+def test_a_step_without_a_loss_has_no_scalar_of_it():
+    scalars, _ = summarize(dataclasses.replace(record({"entropy": [0.5] * 5}), loss=torch.nan, has_loss=False))
+    assert [*scalars] == ["lowest entropy"]
 
 
 def test_at_most_ten_scalars_are_logged_whatever_is_recorded():
@@ -112,6 +124,17 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
     again.load_state_dict(state)
     train(again, 5)
     assert [step for step, _ in events(tmp_path, "heads/loss")] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_shows_each_step_once_after_a_resume_without_a_state(tmp_path):
+    pytest.importorskip("tensorboard", reason="needs tensorboard: pip install 'polyhead[train]'")
+    first = HeadMonitor(model(), callbacks=[TensorBoardLogger(tmp_path)])
+    train(first, 5)
+    again = HeadMonitor(first.model, callbacks=[TensorBoardLogger(tmp_path)])
+    again.start_at(3)
+    train(again, 6)
+    assert [step for step, _ in events(tmp_path, "heads/loss")] == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import math
 
@@ -15,7 +16,7 @@ from polyhead import MultiHeadAttention
 from polyhead.errors import OptionError
 from polyhead.integrations.huggingface.attention import WATCHERS
 from polyhead.training import DropHead, HeadGates, HeadMonitor, MonitorCallback, QKClip, StepRecord
-from polyhead.training.monitor import STATISTICS
+from polyhead.training.monitor import STATISTICS, _Pending
 from tests.observation.direct_models import GPT, VOCABULARY
 
 WIDTH, HEADS = 32, 4
@@ -256,6 +257,84 @@ def test_the_trainer_saves_and_stops_when_a_callback_asks_for_it(tmp_path):
         trainer.train()
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
     assert monitor.history.steps == (0, 1, 2, 3, 4)
+
+
+class Failing(MonitorCallback):
+    """Raise in every record, and at the end."""
+
+    def on_record(self, record: StepRecord) -> None:
+        raise RuntimeError(f"no space left in step {record.step}")
+
+    def on_exit(self) -> None:
+        raise RuntimeError("no space left at the end")
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_callback_that_fails_costs_the_others_nothing(first):
+    model, recorder = llama(), Recorder()
+    callbacks = [Failing(), recorder] if first else [recorder, Failing()]
+    monitor, messages = HeadMonitor(model, callbacks=callbacks), []
+
+    def loop() -> None:
+        with monitor:
+            for ids in batches(3):
+                model(ids)
+                try:
+                    monitor.step()
+                except RuntimeError as error:
+                    messages.append(str(error))
+
+    with pytest.raises(RuntimeError, match="no space left at the end"):
+        loop()
+    assert [record.step for record in recorder.records] == [0, 1, 2]
+    assert recorder.has_ended
+    assert messages == [f"no space left in step {step}" for step in range(3)]
+    assert monitor.history.steps == (0, 1, 2)
+    assert not WATCHERS
+
+
+def test_records_that_are_left_at_the_end_are_read_by_all_callbacks(monkeypatch):
+    """On a GPU the last records arrive at the end of the block."""
+    model, recorder = llama(), Recorder()
+    monkeypatch.setattr(_Pending, "is_done", False)
+
+    def loop() -> None:
+        with HeadMonitor(model, callbacks=[Failing(), recorder]) as monitor:
+            for ids in batches(2):
+                model(ids)
+                monitor.step()
+            assert not recorder.records
+
+    with pytest.raises(RuntimeError, match="no space left in step 0") as raised:
+        loop()
+    assert [record.step for record in recorder.records] == [0, 1]
+    assert recorder.has_ended
+    others = [f"after it: RuntimeError: no space left {when}" for when in ("in step 1", "at the end")]
+    assert raised.value.__notes__ == others
+
+
+@pytest.mark.parametrize("is_entered", [False, True])
+def test_a_loop_that_starts_at_a_later_step_has_every_column_and_pairs_in_its_first_step(is_entered):
+    model, data = llama(), batches(6)
+    monitor = HeadMonitor(model, every=2, pairs_every=2)
+    with contextlib.ExitStack() as block:
+        if is_entered:
+            block.enter_context(monitor)
+            model(data[0])  # before the loop: does not count
+        monitor.start_at(5)
+        if not is_entered:
+            block.enter_context(monitor)
+        train(model, data, monitor)
+    history = monitor.history
+    assert history.steps == (6, 8, 10)
+    assert [*history.cosines("output_cosine")] == [6, 10]
+    assert history["output_norm"].isfinite().all()
+    resumed = HeadMonitor(model, every=2, pairs_every=2)
+    resumed.load_state_dict(monitor.state_dict())
+    with resumed:
+        train(model, data, resumed)
+    assert resumed.history.steps == (6, 8, 10, 12, 14, 16)
+    assert [*resumed.history.cosines("output_cosine")] == [6, 10, 14]
 
 
 def test_callbacks_are_a_list_of_instances():

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from polyhead import MultiHeadAttention
 from polyhead.errors import OptionError
 from polyhead.surgery import MergeHeads, PruneHeads, ReorderHeads, ReviveHeads, find_layers
-from polyhead.training import edit_heads
+from polyhead.training import DynamicHeads, HeadChange, edit_heads
 
 WIDTH, HEADS, DIM = 24, 4, 6
 
@@ -258,3 +261,45 @@ def test_frozen_parameters_need_no_optimizer():
     owned = [x for group in optimizer.param_groups for x in group["params"]]
     assert [id(x) for x in owned] == [id(x) for x in model.layers[1].parameters()]
     assert not any(x.requires_grad for x in model.layers[0].parameters())
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_model_that_a_wrapper_holds_is_refused_until_the_wrapper_is_deleted():
+    """The model is passed itself and does not know the wrapper, whose hooks are on the parameters that are replaced."""
+    model = Blocks()
+    optimizer, before = adamw(model)[0], dict(model.named_parameters())
+    around = nn.Sequential(model, nn.Linear(WIDTH, 3))
+    for wrapped in (model, around, model.layers[0]):
+        replica = nn.parallel.DistributedDataParallel(wrapped)
+        with pytest.raises(OptionError, match="delete the wrapper"):
+            edit_heads(model, optimizer, PruneHeads(0, (1,)))
+        with pytest.raises(OptionError, match="delete the wrapper"):
+            DynamicHeads(model, optimizer, {1: HeadChange(prune=1)})
+        assert dict(model.named_parameters()) == before
+        del replica
+    dynamic = DynamicHeads(model, optimizer, {1: HeadChange(prune=1)})
+    replica = nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(OptionError, match="delete the wrapper"), dynamic:
+        pass
+    replica.cycle = [replica]  # until it is collected
+    del replica
+    other = nn.parallel.DistributedDataParallel(model.layers[1])  # holds none of the edited parameters
+    edit_heads(model, optimizer, PruneHeads(0, (1,)))
+    assert other.module.layout.num_heads == HEADS
+    assert model.layers[0].layout.num_heads == HEADS - 1
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_parameters_of_a_fully_sharded_wrapper_are_refused():
+    model = Blocks()
+    options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    sharded = FullyShardedDataParallel(model, sharding_strategy=ShardingStrategy.NO_SHARD, **options)
+    with pytest.raises(OptionError, match="part of a FlatParameter"):
+        edit_heads(model, torch.optim.SGD(sharded.parameters(), lr=0.1), PruneHeads(0, (1,)))

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 import polyhead
-from polyhead import MultiHeadAttention
+from polyhead import Mask, MultiHeadAttention
 from polyhead.errors import OptionError
 from polyhead.layers import LatentAttention
 from polyhead.layers.positions import Rotary
@@ -243,6 +243,86 @@ def test_a_skipped_step_scales_nothing():
         optimizer.zero_grad()
         optimizer.step()
         assert len(clip.latest.heads()) == HEADS
+
+
+def test_a_step_that_a_fused_optimizer_skips_scales_nothing():
+    """GradScaler calls the step of a fused optimizer, which skips it; its logits count for the next one."""
+    layer, scaler = MultiHeadAttention(WIDTH, HEADS).train(), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0, fused=True)
+    large, small = 3.0 * torch.randn(2, 5, WIDTH), 0.01 * torch.randn(2, 5, WIDTH)
+    expected = max_logits(layer, (large,))
+    before = copy.deepcopy(layer.state_dict())
+    with QKClip(layer, optimizer, 1e-6) as clip:
+        for x, factor in ((large, torch.inf), (small, torch.inf), (small, 1.0)):
+            (scaler.scale(layer(x).output.sum()) * factor).backward()
+            if factor == 1.0:
+                assert all(torch.equal(x, before[name]) for name, x in layer.state_dict().items())
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            torch.testing.assert_close(clip.latest.max_logit["MultiHeadAttention"], expected)
+            assert len(clip.latest.heads()) == (HEADS if factor == 1.0 else 0)
+        layer(small)
+        optimizer.step()
+    assert (clip.latest.max_logit["MultiHeadAttention"] < expected).all()
+
+
+@pytest.mark.parametrize("source", ["bias", "relative bias", "two biases"])
+def test_what_the_mask_adds_is_not_scaled_and_logits_are_at_most_the_threshold(source):
+    layer, x = with_spread_heads(MultiHeadAttention(WIDTH, HEADS)).train(), torch.randn(2, 9, WIDTH)
+    added = torch.tensor([0.0, 3.0, 5.0, -4.0])[None, :, None, None].expand(1, HEADS, 9, 9).clone()
+    added[..., 0] = -1e9  # hidden; weights of these keys are 0
+    added[:, 1, :, 4:] = -2.0
+    if source == "bias":
+        mask = Mask.bias(added)
+    elif source == "relative bias":
+        mask = Mask.relative(torch.tensor([0.0, 3.0, 5.0, -4.0])[:, None].expand(HEADS, 17), zero=8)
+    else:
+        mask = Mask.bias(added) & Mask.bias(torch.full((1, 1, 9, 9), 0.5))
+
+    def largest() -> torch.Tensor:
+        with torch.no_grad(), polyhead.observe(layer, statistics="max_logit") as session:
+            layer(x, mask=mask)
+        return session.profile["max_logit_max"]
+
+    before = largest()
+    threshold = 6.5
+    assert (before > threshold).all()
+    optimizer = stopped(layer)
+    with QKClip(layer, optimizer, threshold) as clip:
+        layer(x, mask=mask)
+        optimizer.step()
+    torch.testing.assert_close(clip.latest.max_logit["MultiHeadAttention"], before)
+    after = largest()
+    assert (after <= threshold * (1 + 1e-4)).all()
+    assert (clip.latest.factor["MultiHeadAttention"] < 1).all()
+    if source != "two biases":  # exact where the largest number is added to the largest logit
+        torch.testing.assert_close(after[0], torch.tensor(threshold).double(), rtol=1e-4, atol=0)
+        torch.testing.assert_close(after[2], torch.tensor(threshold).double(), rtol=1e-4, atol=0)
+
+
+def test_heads_to_which_the_mask_adds_the_threshold_keep_their_weights():
+    layer, x = with_spread_heads(MultiHeadAttention(WIDTH, HEADS)).train(), torch.randn(2, 9, WIDTH)
+    before, optimizer = copy.deepcopy(layer.state_dict()), stopped(layer)
+    added = torch.tensor([0.0, 50.0, 2.0, 0.0])[None, :, None, None].expand(1, HEADS, 9, 9)
+    with QKClip(layer, optimizer, 2.0) as clip:
+        layer(x, mask=Mask.bias(added))
+        optimizer.step()
+    factor = clip.latest.factor["MultiHeadAttention"]
+    assert (factor < 1).tolist() == [True, False, False, True]
+    ours, theirs = (w.unflatten(0, (HEADS, 8)) for w in (layer.q_proj.weight, before["q_proj.weight"]))
+    assert torch.equal(ours[1:3], theirs[1:3])
+    assert clip.latest.max_logit["MultiHeadAttention"][1] > 50
+
+
+def test_a_bias_in_the_mask_has_no_absolute_bound():
+    layer = MultiHeadAttention(WIDTH, HEADS).train()
+    mask = Mask.bias(torch.zeros(1, 1, 9, 9).masked_fill_(torch.eye(9) > 0, -1e9))
+    with (
+        QKClip(layer, stopped(layer), absolute=True),
+        pytest.raises(OptionError, match="got one with biases in MultiHeadAttention; pass keys that are hidden as a"),
+    ):
+        layer(torch.randn(2, 9, WIDTH), mask=mask)
 
 
 def test_training_stays_below_the_threshold():

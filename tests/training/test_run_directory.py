@@ -293,3 +293,19 @@ def test_what_was_not_measured_is_null_and_is_not_reported_as_nonfinite(tmp_path
     assert found.first_nonfinite() is expected.first_nonfinite() is None
     assert found.rows() == expected.rows()
     assert found.rows()["output_cosine"].count(None) == 2 * len(found.heads)
+
+
+def test_a_missing_loss_is_null_and_one_that_is_nan_stays_so(tmp_path):
+    from pyarrow import parquet
+
+    network = model()
+    with monitor_of(tmp_path, network) as monitor:
+        for loss in (1.5, None, torch.nan):
+            network(torch.randn(2, 7, 12))
+            monitor.step(loss)
+    stored = parquet.read_table(tmp_path / STEPS)["loss"].to_pylist()
+    assert stored[: 2 * HEADS] == [1.5] * 2 * HEADS
+    assert stored[2 * HEADS : 4 * HEADS] == [None] * 2 * HEADS
+    records = list(load_run(tmp_path).records())
+    assert [record.has_loss for record in records] == [True, False, True]
+    assert [record.loss == record.loss for record in records] == [True, False, False]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 from multiprocessing import get_context
@@ -150,6 +151,45 @@ def test_a_trainer_takes_one_monitor(tmp_path):
     trainer.add_callback(two.trainer_callback())
     with one, pytest.raises(OptionError, match="one monitor, got several"):
         trainer.train()
+
+
+def failing(forward: int) -> nn.Module:
+    """Return a model of which a given forward raises."""
+    model, forwards = llama(), itertools.count(1)
+
+    def fail(*_: object) -> None:
+        if next(forwards) == forward:
+            raise RuntimeError("out of memory")
+
+    model.lm_head.register_forward_pre_hook(fail)
+    return model
+
+
+def test_an_error_in_training_leaves_no_hook_and_no_part_of_its_step(tmp_path):
+    model = failing(4)  # the second micro-batch of the second step
+    monitor = HeadMonitor(model, statistics=COLUMNS)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trained(tmp_path, monitor)
+    assert not any(module._forward_hooks for module in model.modules())
+    assert monitor.history.steps == (0,)
+
+    model = failing(4)
+    retried = HeadMonitor(model, statistics=("entropy", "output_norm"))
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2, report_to=[],
+        save_strategy="no", use_cpu=True, disable_tqdm=True, logging_strategy="no", dataloader_pin_memory=False,
+        learning_rate=0.0,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model, arguments, train_dataset=sequences(28))
+    trainer.add_callback(retried.trainer_callback())
+    with retried:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            trainer.train()
+        trainer.train()
+    assert retried.history.steps == (0, 1, 2)
+    assert retried.history.losses[1] == pytest.approx(retried.history.losses[0])  # the same data
+    torch.testing.assert_close(retried.history["entropy"][1], retried.history["entropy"][0])
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 # ---- Lightning

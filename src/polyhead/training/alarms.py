@@ -95,7 +95,7 @@ class HeadAlarms(MonitorCallback):
 
     Medians over the three thirds of the last `window` records are compared, so that single outliers raise nothing:
 
-    - non-finite: NaN or Inf in a statistic of a head that was finite before, or in the loss.
+    - non-finite: NaN or Inf in a statistic of a head that was finite before, or in a loss.
     - logit growth: the largest logit is above 0.3 of `logit_limit`, grows, and is predicted to cross it within four
       windows. Growth is extrapolated exponentially where it accelerates, linearly otherwise.
     - loss spike ahead: the largest logit is above 0.12 of the limit and grew by a fifth, while the loss, which
@@ -105,8 +105,9 @@ class HeadAlarms(MonitorCallback):
     - dead head: less than 1e-4 of an equal share of the output of its layer, over a whole window.
     - duplicate heads: a cosine of 0.99 between the outputs of two heads, in two measurements.
 
-    What is not recorded raises nothing: without a loss there is no "loss spike ahead". A head raises an alarm of a kind
-    once, and again only after the reason was absent for a whole window.
+    What is not recorded raises nothing: without a loss there is no "loss spike ahead", and steps without one are left
+    out of its medians. A head, or the loss, raises an alarm of a kind once, and again only after the reason was absent
+    for a whole window.
 
     Args:
         action: "warn", "stop" (sets `should_stop`), "save" (sets `should_save`), a function that is called with each
@@ -166,9 +167,10 @@ class HeadAlarms(MonitorCallback):
         self._values = torch.full((third, _WINDOWED, count), torch.nan)  # of the last third of the window
         self._medians = torch.full((2 * third, _WINDOWED, count), torch.nan)  # of the thirds that ended at each record
         # A record is written twice, `window` apart, so that the last ones are always contiguous.
-        self._curve = torch.full((2 * window, 2), torch.nan, dtype=torch.float64)  # step and loss
+        # Step and loss; Inf for a loss that is not finite, and NaN for a step without one.
+        self._curve = torch.full((2 * window, 2), torch.nan, dtype=torch.float64)
         self._was_finite = torch.zeros(len(_COLUMNS), count, dtype=torch.bool)
-        self._has_loss = True  # in every record so far
+        self._finite_losses = window  # since the last one that was not finite
         self._parallel = torch.zeros(count, dtype=torch.int64)  # successive measurements with a cosine near 1
         self._cosine = torch.full((count,), torch.nan)
         self._quiet = torch.full((len(KINDS), count), window)  # records since the reason of an alarm was last present
@@ -196,8 +198,9 @@ class HeadAlarms(MonitorCallback):
             "duplicate heads": self._duplicates(values[_COLUMNS.index("output_cosine")]),
         }
         slot, third = self._count % self.window, self.window // 3
+        loss = record.loss if math.isfinite(record.loss) else math.inf if record.has_loss else math.nan
         for index in (slot, slot + self.window):
-            self._curve[index] = torch.tensor((record.step, record.loss), dtype=torch.float64)
+            self._curve[index] = torch.tensor((record.step, loss), dtype=torch.float64)
         self._values[slot % third] = values[:_WINDOWED]
         self._count += 1
         # The medians of the earlier thirds are those of the last third, one and two thirds of a window ago.
@@ -219,17 +222,14 @@ class HeadAlarms(MonitorCallback):
             kind, head = KINDS[index], record.heads[i]
             evidence, message = reasons[kind].describe(i)
             raised.append(Alarm(kind, record.step, head, evidence, f"{head}: {message}"))
-        has_loss = math.isfinite(record.loss)
-        if (
-            self._has_loss
-            and not has_loss
-            and self._count > 1
-            and "non-finite" in self.kinds
-            and not is_present[0].any()
-        ):
-            message = "the loss is not finite, while the statistics of all heads are"
-            raised.append(Alarm("non-finite", record.step, None, {"loss": record.loss}, message))
-        self._has_loss &= has_loss
+        if record.has_loss and not math.isfinite(record.loss):
+            is_new = self._finite_losses >= self.window
+            if is_new and "non-finite" in self.kinds and not is_present[0].any():
+                message = "the loss is not finite, while the statistics of all heads are"
+                raised.append(Alarm("non-finite", record.step, None, {"loss": record.loss}, message))
+            self._finite_losses = 0
+        else:
+            self._finite_losses += record.has_loss
         return raised
 
     def _act(self, raised: Sequence[Alarm]) -> None:
@@ -279,7 +279,7 @@ class HeadAlarms(MonitorCallback):
         """Return reasons in the medians [3, columns, heads] of the thirds of the window, which begins at `start`."""
         logit, entropy, sink, share = medians.unbind(1)
         steps, losses = self._curve[start : start + self.window].unflatten(0, (3, -1)).unbind(-1)
-        loss, at = losses.median(1).values.tolist(), steps.mean(1).tolist()
+        loss, at = losses.nanmedian(1).values.tolist(), steps.mean(1).tolist()
         did_not_improve = loss[2] >= loss[0]  # False without a loss
         span = round(at[2] - at[0])
 
@@ -298,16 +298,23 @@ class HeadAlarms(MonitorCallback):
             where = f"above {limit}" if now >= self.logit_limit else f"predicted to cross {limit} at step {when:.0f}"
             return evidence, f"the largest logit grew from {before:.3g} to {now:.3g} in {span} steps and is {where}"
 
+        of_loss = {"loss_before": loss[0], "loss": loss[2]}
+        no_better_loss = f"while the loss did not improve ({loss[0]:.4g} to {loss[2]:.4g})"
+
         def ahead(i: int) -> tuple[dict[str, float], str]:
             evidence, message = growth(i)
-            evidence |= {"loss_before": loss[0], "loss": loss[2]}
-            return evidence, f"{message}, while the loss did not improve ({loss[0]:.4g} to {loss[2]:.4g})"
+            return evidence | of_loss, f"{message}, {no_better_loss}"
 
         def changed(name: str, values: Tensor, verb: str) -> Callable[[int], tuple[dict[str, float], str]]:
             def describe(i: int) -> tuple[dict[str, float], str]:
                 before, now = float(values[0, i]), float(values[2, i])
-                words = f"{name} {verb} from {before:.2f} to {now:.2f} in {span} steps, without a better loss"
-                return {f"{name}_before": before, name: now}, words
+                evidence = {f"{name}_before": before, name: now}
+                words = f"{name} {verb} from {before:.2f} to {now:.2f} in {span} steps"
+                if did_not_improve:
+                    return evidence | of_loss, f"{words}, {no_better_loss}"
+                logits = {"max_logit_before": float(logit[0, i]), "max_logit": float(logit[2, i])}
+                grew = "while the largest logit grew from {max_logit_before:.3g} to {max_logit:.3g}".format(**logits)
+                return evidence | logits, f"{words}, {grew}"
 
             return describe
 
@@ -332,7 +339,7 @@ class HeadAlarms(MonitorCallback):
         tensors = {name: getattr(self, name).clone() for name in _TENSORS}
         alarms = [(*alarm[:2], alarm.head and tuple(alarm.head), *alarm[3:]) for alarm in self.alarms]
         heads = [tuple(head) for head in self._heads]
-        counts = {"window": self.window, "count": self._count, "has_loss": self._has_loss}
+        counts = {"window": self.window, "count": self._count, "finite_losses": self._finite_losses}
         return {**counts, "heads": heads, "tensors": tensors, "alarms": alarms}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -347,7 +354,7 @@ class HeadAlarms(MonitorCallback):
         if state["window"] != self.window:
             raise OptionError(f"alarms continue with the same window, got {self.window} after {state['window']}")
         self._start(tuple(HeadLocation(*head) for head in state["heads"]))
-        self._count, self._has_loss = state["count"], state["has_loss"]
+        self._count, self._finite_losses = state["count"], state.get("finite_losses", self.window)
         for name in _TENSORS:
             getattr(self, name).copy_(state["tensors"][name])
         self.alarms.clear()

@@ -24,7 +24,7 @@ from polyhead.surgery.edits.head_edits import (
     edits_to_json,
 )
 from polyhead.training.monitor import HeadMonitor
-from polyhead.training.optimizer_state import Optimizers, checked_optimizers, edit_heads, states_of
+from polyhead.training.optimizer_state import Optimizers, check_unwrapped, checked_optimizers, edit_heads, states_of
 
 _IMPORTANCE = "importance"
 
@@ -158,8 +158,8 @@ class DynamicHeads:
 
     def _check_owner(self) -> torch.optim.Optimizer:
         """Return the optimizer that owns W_O of all layers; raise if a change would be refused later."""
-        for layer in self._layers:
-            states_of(self.model, layer, self.optimizers)
+        names = [name for layer in self._layers for name in states_of(self.model, layer, self.optimizers)]
+        check_unwrapped(map(self.model.get_parameter, names))
         frozen = [layer.site for layer in self._layers if not self._output_weight(layer).requires_grad]
         if frozen and self.score == _IMPORTANCE:
             raise OptionError(f"the importance of heads needs gradients of W_O, got a frozen one in {frozen[0]}")
@@ -185,6 +185,7 @@ class DynamicHeads:
     def __enter__(self) -> Self:
         if self._undo is not None:
             raise OptionError("these heads are already entered; create another DynamicHeads for another model")
+        self._check_owner()  # the model may have been wrapped since
         self._begin()
         return self
 
@@ -290,11 +291,10 @@ class DynamicHeads:
         for x, layer, head in ranked:
             if x >= bound:
                 break
-            if sum(map(len, pruned)) < change.prune:
-                if left[layer] > 1:
-                    left[layer] -= 1
-                    pruned[layer].append(head)
-            elif sum(map(len, revived)) < change.revive:
+            if sum(map(len, pruned)) < change.prune and left[layer] > 1:
+                left[layer] -= 1
+                pruned[layer].append(head)
+            elif sum(map(len, revived)) < change.revive:  # also the last head of a layer, which is not pruned
                 revived[layer].append(head)
         lowest = [
             min((x for head, x in enumerate(values) if head not in pruned[layer]), default=0.0)

@@ -17,6 +17,7 @@ from polyhead.observation.session import Session, observe
 from polyhead.observation.statistics import AttentionSite
 from polyhead.surgery.adapters.attention_layer import AttentionLayer, linear_axis
 from polyhead.surgery.adapters.discovery import find_layers
+from polyhead.training.rank_sums import has_ranks
 
 TEMPERATURE, LOW, HIGH = 2 / 3, -0.1, 1.1  # beta, gamma and zeta of Louizos et al. 2018
 _SHIFT = TEMPERATURE * math.log(-LOW / HIGH)
@@ -55,7 +56,8 @@ class DropHead(_GatedHeads):
 
     Inside the `with` block every head of every sequence is dropped with probability `rate`, and the remaining heads of
     its layer are scaled up so that the mean of all gates is 1; a sequence whose heads would all be dropped keeps them
-    all. In evaluation mode nothing is dropped. Checkpointed layers drop the same heads when they are recomputed.
+    all. In evaluation mode nothing is dropped and no random number is drawn. Checkpointed layers drop the same heads
+    when they are recomputed. `state_dict` has the step of the schedule.
 
     Args:
         model: the model, as for `polyhead.observe`.
@@ -89,12 +91,24 @@ class DropHead(_GatedHeads):
             raise OptionError(f"the rate of DropHead must be at least 0 and below 1, got {rate!r} at step {self.steps}")
         return float(rate)
 
+    def get_extra_state(self) -> dict[str, int]:
+        """Return the step of the schedule, for `state_dict`."""
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        """Continue the schedule from the step that `get_extra_state` returned.
+
+        Args:
+            state: the dictionary.
+        """
+        self.steps = state["steps"]
+        self._checked_rate()
+
     def _gate(self, site: AttentionSite, tokens: Tokens | Tensor | None) -> Tensor:
         rate = self._checked_rate()
-        uniform = _uniform(site, tokens, self._model)
-        if not (self._model.training and rate):
-            return torch.ones_like(uniform)
-        remaining = (uniform >= rate).float()
+        if not self._model.training or rate == 0:
+            return torch.ones(site.num_heads, device=_device(tokens, self._model))
+        remaining = (_uniform(site, tokens, self._model) >= rate).float()
         count = remaining.sum(-1, keepdim=True)
         return torch.where(count > 0, remaining * (site.num_heads / count.clamp_min(1)), 1.0)
 
@@ -108,9 +122,13 @@ class HeadGates(_GatedHeads):
     of `penalty()` closes gates of heads that are not worth their cost. Then `fold` multiplies the gates into W_O, and
     `polyhead.prune(model, gates.closed(), compensate=False)` removes the closed heads; outputs stay the same.
 
+    In a process group the gradients of the gates are averaged over the ranks at the end of each backward, as
+    `DistributedDataParallel` does for those of the model: each rank calls `backward` equally often.
+
     Args:
         model: a model whose heads can be edited, as for `polyhead.prune`.
         start: probability that a gate is open before training.
+        process_group: group of the replicas of the model; all processes by default.
 
     Raises:
         OptionError: the heads of a layer cannot be edited, or `start` is not between 0 and 1.
@@ -129,8 +147,10 @@ class HeadGates(_GatedHeads):
 
     _layers: dict[str, AttentionLayer]
 
-    def __init__(self, model: nn.Module, *, start: float = 0.9) -> None:
+    def __init__(self, model: nn.Module, *, start: float = 0.9, process_group: Any = None) -> None:
         super().__init__(model)
+        self.process_group = process_group
+        self._averaged_backward = -1
         if not isinstance(start, float) or not 0 < start < 1:
             raise OptionError(f"start must be between 0 and 1, got {start!r}")
         layers = find_layers(model)
@@ -149,6 +169,8 @@ class HeadGates(_GatedHeads):
             device = model.get_submodule(layer.output).get_parameter("weight").device
             start_logits = torch.full((layer.layout.num_heads,), logit, device=device)
             self.log_alpha[self._key(layer.site)] = nn.Parameter(start_logits)
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(self._average_at_end)
 
     def gates(self) -> dict[str, Tensor]:
         """Return the deterministic gates of evaluation mode, [heads] by path of the layer."""
@@ -218,6 +240,24 @@ class HeadGates(_GatedHeads):
         noise = _uniform(site, tokens, self._model).logit(eps=1e-6)
         return _stretched(torch.sigmoid((noise + logits.to(noise.device)) / TEMPERATURE))
 
+    def _average_at_end(self, _: Tensor) -> None:
+        """Average the gradients over the ranks when the running backward ends."""
+        backward = torch._C._current_graph_task_id()  # a reentrant checkpoint has backwards of its own
+        if has_ranks(self.process_group) and backward != self._averaged_backward:
+            self._averaged_backward = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._average_gradients)
+
+    @torch.no_grad()
+    def _average_gradients(self) -> None:
+        """Replace the gradients by their mean over the ranks, which keeps a mean of earlier micro-batches as it is."""
+        parameters = [x for x in self.parameters() if x.requires_grad]
+        gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in parameters]
+        joined = torch.cat([x.to(parameters[0].device) for x in gradients])
+        torch.distributed.all_reduce(joined, group=self.process_group)
+        joined /= torch.distributed.get_world_size(self.process_group)
+        for parameter, mean in zip(parameters, joined.split([len(x) for x in parameters]), strict=True):
+            parameter.grad = mean.to(parameter)
+
     def _logits(self, site: str) -> Tensor:
         log_alpha: Tensor = self.log_alpha[self._key(site)]
         return log_alpha
@@ -234,7 +274,13 @@ def _stretched(share: Tensor) -> Tensor:
 
 def _uniform(site: AttentionSite, tokens: Tokens | Tensor | None, model: nn.Module) -> Tensor:
     """Return uniform random numbers, [batch, heads], or [heads] if an adapter does not pass its tokens."""
+    device = _device(tokens, model)
     if tokens is None:
-        return torch.rand(site.num_heads, device=next(model.parameters()).device)
+        return torch.rand(site.num_heads, device=device)
     batch = tokens.batch if isinstance(tokens, Tokens) else len(tokens)
-    return torch.rand(batch, site.num_heads, device=tokens.device)
+    return torch.rand(batch, site.num_heads, device=device)
+
+
+def _device(tokens: Tokens | Tensor | None, model: nn.Module) -> torch.device:
+    """Return the device of an attention call's tokens, or of the model if an adapter does not pass them."""
+    return next(model.parameters()).device if tokens is None else tokens.device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,9 +62,10 @@ class HeadLocation(NamedTuple):
 class StepRecord:
     """Values of every head in one observed step: `record["max_logit"]` has one number per head.
 
-    `loss` is NaN if none was passed. `heads` are in the order of the last axis of `values`, [columns, heads], which are
-    on the CPU, with NaN where a column was not measured: where `measured`, [columns, heads], is False, if it is not
-    None. `pairs` has the matrices of `cosines` one after the other, [2, elements], in steps with pairs.
+    `loss` is NaN if none was passed; then `has_loss` is False. `heads` are in the order of the last axis of `values`,
+    [columns, heads], which are on the CPU, with NaN where a column was not measured: where `measured`, [columns,
+    heads], is False, if it is not None. `pairs` has the matrices of `cosines` one after the other, [2, elements], in
+    steps with pairs.
     """
 
     step: int
@@ -73,6 +75,7 @@ class StepRecord:
     values: Tensor
     measured: Tensor | None = None
     pairs: Tensor | None = None
+    has_loss: bool = True
 
     def __getitem__(self, column: str) -> Tensor:
         return self.values[index_of(column, self.columns)]
@@ -106,9 +109,9 @@ def index_of(column: str, columns: tuple[str, ...]) -> int:
 class HeadHistory:
     """Values of every head in every observed step: `history["max_logit"]` is [steps, heads].
 
-    `steps` are the numbers of the observed steps, `losses` those passed to `HeadMonitor.step`, NaN where none was, and
-    `heads` the heads, in the order of the last axis. The latest 8 million values are kept; `dropped` steps before them
-    are not. `RunDirectory` writes all.
+    `steps` has the number of each observed step, `losses` the loss that was passed to `HeadMonitor.step` (NaN for a
+    step without one), and `heads` the heads in the order of the last axis. Only the latest 8 million values are kept;
+    `dropped` is the number of steps that were removed. `RunDirectory` writes all of them.
     """
 
     heads: tuple[HeadLocation, ...] = ()
@@ -171,18 +174,19 @@ class HeadHistory:
         return torch.stack(measured) if measured else torch.empty(0, *shape, dtype=torch.bool)
 
     def append(
-        self, step: int, values: Tensor, loss: float, measured: Tensor | None = None, pairs: Tensor | None = None
+        self, step: int, values: Tensor, loss: float | None, measured: Tensor | None = None, pairs: Tensor | None = None
     ) -> StepRecord:
         """Return the record of a step, which is added; the first steps are dropped if there are too many.
 
         Args:
             step: number of the step.
             values: [columns, heads].
-            loss: loss of the step, or NaN.
+            loss: loss of the step; None if none was passed.
             measured: [columns, heads], False where a column was not measured; all were by default.
             pairs: [2, elements], the cosines of all sites by column, or None.
         """
-        record = StepRecord(step, loss, self.heads, self.columns, values, measured, pairs)
+        number, has_loss = math.nan if loss is None else loss, loss is not None
+        record = StepRecord(step, number, self.heads, self.columns, values, measured, pairs, has_loss)
         self.extend([record])
         excess = len(self) - max(1, min(KEPT_STEPS, KEPT_VALUES // max(1, values.numel())))
         if excess > 0:
@@ -224,25 +228,25 @@ class HeadHistory:
             )
 
     def rows(self) -> dict[str, list[Any]]:
-        """Return a table with one row per step and head, by column; None where a column was not measured."""
+        """Return a table with one row per step and head, by column; None where a column or loss is missing."""
         return {name: column if isinstance(column, list) else column.tolist() for name, column in self.arrays().items()}
 
     def arrays(self) -> dict[str, Any]:
-        """Return the table of `rows` with numbers as NumPy arrays, masked where a column was not measured."""
+        """Return the table of `rows` with numbers as NumPy arrays, masked where a column or loss is missing."""
         from numpy import ma
 
         count, measured = len(self.heads), self._measured()
+        has_loss = torch.tensor([record.has_loss for record in self._records], dtype=torch.bool)
+        absences = {"loss": ~has_loss.repeat_interleave(count)}
+        absences |= {name: ~measured[:, index].flatten() for index, name in enumerate(self.columns)}
         table: dict[str, Any] = {
             "step": torch.tensor(self.steps, dtype=torch.int64).repeat_interleave(count).numpy(),
             "loss": torch.tensor(self.losses, dtype=torch.float64).repeat_interleave(count).numpy(),
         }
         for name in LOCATION:
             table[name] = [getattr(head, name) for head in self.heads] * len(self)
-        for index, name in enumerate(self.columns):
-            absent = ~measured[:, index].flatten().numpy()
-            values = self[name].flatten().numpy()
-            table[name] = ma.masked_array(values, absent) if absent.any() else values
-        return table
+        table |= {name: self[name].flatten().numpy() for name in self.columns}
+        return table | {name: ma.masked_array(table[name], x.numpy()) for name, x in absences.items() if x.any()}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the table of `rows` as .parquet or .csv.
@@ -275,6 +279,7 @@ class HeadHistory:
         history = {
             "steps": list(self.steps),
             "losses": self.losses,
+            "has_loss": [record.has_loss for record in self._records],
             "values": torch.stack([record.values for record in self._records]) if self._records else empty,
             "measured": self._measured(),
             "pairs": {record.step: record.pairs for record in self._records if record.pairs is not None},
@@ -291,9 +296,10 @@ class HeadHistory:
         """
         heads, columns = tuple(HeadLocation(*head) for head in state["heads"]), tuple(state["columns"])
         saved, result = state["history"], cls(heads, columns, state["dropped"])
+        has_loss = saved.get("has_loss", [not math.isnan(loss) for loss in saved["losses"]])
         for row, (step, loss) in enumerate(zip(saved["steps"], saved["losses"], strict=True)):
             arrays = saved["values"][row], saved["measured"][row], saved["pairs"].get(step)
-            result.extend([StepRecord(step, loss, heads, columns, *arrays)])
+            result.extend([StepRecord(step, loss, heads, columns, *arrays, has_loss[row])])
         return result
 
     def __repr__(self) -> str:

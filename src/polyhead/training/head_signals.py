@@ -121,10 +121,14 @@ class HeadSignals:
         self._hooks = []
         self._awaited.clear()
 
-    def end_step(self) -> None:
-        """Start the next step; backwards of earlier forwards no longer count."""
+    def discard(self) -> None:
+        """Start the step again; backwards of earlier forwards no longer count."""
         self._gradients, self._forwards, self._unread = {}, Counter(), set()
         self._awaited.clear()
+
+    def end_step(self) -> None:
+        """Start the next step, in which the output projections are known if they were found in this one."""
+        self.discard()
         if self.is_searching and len(self._hooks):
             self.is_searching = False
             self.detach()

@@ -24,7 +24,7 @@ EXTREMES = {
     "normalized_entropy": "lowest",
     "sink_mass": "highest",
     "output_norm_share": "lowest",
-    "output_cosine": "highest",
+    "output_cosine": "strongest",  # by magnitude: heads whose outputs are opposite are duplicates as well
     "gradient_norm": "highest",
 }
 NEVER_ABSENT = ("max_logit", "max_abs_logit", "entropy")  # NaN is the result of a NaN; elsewhere it may be not measured
@@ -37,13 +37,15 @@ _CELL = 12  # pixels
 def summarize(record: StepRecord) -> tuple[dict[str, float], dict[str, HeadLocation]]:
     """Return at most ten numbers of a step, and the head that has the number where it is that of one head.
 
-    They are the loss, the largest logit, the lowest entropy and the largest mass on the first token of any head, and
-    means of other statistics over the heads that have them.
+    They are the loss, and nine statistics at most: first those of `EXTREMES`, each of the head in which training goes
+    wrong first, then the means of others over the heads that have them. The order is that of the columns, so that the
+    names are the same in every step.
 
     Args:
         record: values of every head.
     """
-    scalars, heads = {"loss": record.loss}, {}
+    heads = {}
+    scalars = {"loss": record.loss} if record.has_loss else {}
     for column in sorted(record.columns, key=lambda name: name not in EXTREMES)[: MOST_SCALARS - 1]:
         values = record[column]
         defined = ~values.isnan()
@@ -52,9 +54,10 @@ def summarize(record: StepRecord) -> tuple[dict[str, float], dict[str, HeadLocat
         if column not in EXTREMES:
             scalars[f"mean {column}"] = float(values[defined].mean())
             continue
-        name, sign = f"{EXTREMES[column]} {column}", 1 if EXTREMES[column] == "highest" else -1
+        name = f"{EXTREMES[column]} {column}"
+        badness = {"highest": values, "lowest": -values, "strongest": values.abs()}[EXTREMES[column]]
         nan = torch.inf if column in NEVER_ABSENT else -torch.inf
-        worst = int(torch.where(defined, sign * values, nan).argmax())
+        worst = int(torch.where(defined, badness, nan).argmax())
         scalars[name], heads[name] = float(values[worst]), record.heads[worst]
     return scalars, heads
 
@@ -123,10 +126,12 @@ class _Logger(MonitorCallback, ABC):
 class TensorBoardLogger(_Logger):
     """Write at most ten scalars, their heads and a picture of all heads to TensorBoard.
 
-    Scalars are under `heads/`. A monitor that continues from a checkpoint hides the events that were written after it.
+    Scalars are under `heads/`. A run that continues at a step hides the events of an earlier one from this step on, so
+    that each step is shown once; a new run needs another folder, since a run that starts at step 0 hides none.
 
     Args:
-        folder: folder for event files, or a `torch.utils.tensorboard.SummaryWriter`, as that of a trainer.
+        folder: folder for event files, or a `torch.utils.tensorboard.SummaryWriter`, as that of a trainer, which hides
+            events by its own `purge_step`.
         every: log every k-th step.
         picture: statistic of the picture.
 
@@ -151,7 +156,8 @@ class TensorBoardLogger(_Logger):
     ) -> None:
         """Write the events of a step."""
         if self._writer is None:
-            self._writer = self._class(self._folder, purge_step=self._next or None)
+            first = min(self._next or record.step, record.step)
+            self._writer = self._class(self._folder, purge_step=first or None)
         for name, value in scalars.items():
             self._writer.add_scalar(f"heads/{name}", value, record.step)
         lines = [f"{name}: {head}, {scalars[name]:.4g}" for name, head in heads.items()]
@@ -170,7 +176,9 @@ class TensorBoardLogger(_Logger):
 class WandbLogger(_Logger):
     """Log at most ten scalars, their heads and a picture of all heads to Weights & Biases.
 
-    Names are under `heads/` and plotted over `heads/step`, whatever else is logged to the run.
+    Names are under `heads/` and plotted over `heads/step`, whatever else is logged to the run. A run of W&B keeps all
+    that was logged: steps that a resumed training repeats are in it twice, unless it is rewound (`wandb.init` with
+    `resume_from`).
 
     Args:
         run: what `wandb.init` returned; the current run by default.

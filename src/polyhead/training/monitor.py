@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -30,8 +32,8 @@ class _Pending(NamedTuple):
     """A record on its way from the device."""
 
     step: int
-    values: Tensor  # [columns, heads]; its last row is the loss
-    measured: Tensor  # [columns, heads], boolean, without the row of the loss
+    values: Tensor  # [columns, heads]; its last rows are the loss, and 1 if there is one
+    measured: Tensor  # [columns, heads], boolean, without these rows
     pairs: Tensor | None  # [2, elements of the matrices of all sites]
     event: Any  # recorded after the copies; None on a CPU
 
@@ -44,7 +46,8 @@ class MonitorCallback:
     """Base class of readers of a monitor's records, such as alarms and loggers. Each method may be overridden.
 
     `should_stop` requests the end of the training loop, and `should_save` a checkpoint, after which it is reset. The
-    callbacks of `Trainer` and Lightning obey both; other loops read them.
+    callbacks of `Trainer` and Lightning obey both; other loops read them. An error in one callback is raised after the
+    others have read the record.
     """
 
     should_stop: bool = False
@@ -104,11 +107,13 @@ class HeadMonitor:
     - `output_norm`: root mean square over tokens of the norm of what the head writes, its output times W_O, gates
       included. `output_norm_share`: its share in the sum over the heads of the layer of these squared norms.
     - `gradient_norm`: norm of the gradient of the step's loss with respect to the head's attention output, before gates
-      and W_O, over all its tokens. With respect to what it writes, all heads of a layer have the same gradient.
-    - `output_cosine`, `gradient_cosine`, in every `pairs_every`-th step: the cosine of largest magnitude with another
-      head of the layer. Of outputs: over tokens, between what two heads write. Of gradients: between the gradients
-      above times W_O, the directions in which a step of gradient descent would change what the heads write.
-      `history.cosines` has all of them.
+      and W_O, over all its tokens. (The gradient with respect to what a head writes is the same for all heads of a
+      layer.)
+    - `output_cosine`, in every `pairs_every`-th observed step: cosine, over all tokens, between what this head and
+      another head of its layer write; of all other heads, the cosine of largest magnitude.
+    - `gradient_cosine`: the same for the gradients of `gradient_norm`, each multiplied by the W_O of its head, which
+      are the directions in which gradient descent would change what the heads write. `history.cosines` has the cosines
+      of all pairs.
 
     They are NaN where they were not measured: outputs and cosines where the layer that multiplies by W_O is not found
     or its weight is quantised, sharded or has other adapters than LoRA; gradients where no backward reached the head,
@@ -154,6 +159,8 @@ class HeadMonitor:
         model = getattr(model, "_orig_mod", model)  # of what torch.compile returns
         self.model, self.every, self.pairs_every, self.callbacks = model, every, pairs_every, tuple(callbacks)
         self.steps = self._first_step = 0  # that have ended
+        self._first_observed = 0  # number of the first observed step among all that are, from which pairs are counted
+        self.cleanup = ExitStack()  # closed at the end of the block
         self.statistics = _checked_names(statistics)
         own = tuple(name for name in COLUMNS if name in self.statistics)
         rows = [name for name in self.statistics if name in NAMES]
@@ -186,6 +193,10 @@ class HeadMonitor:
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        ends = [callback.on_exit for callback in self.callbacks]
+        _call_all([partial(self._leave, *exception), self.cleanup.close, partial(self._read, wait=True), *ends])
+
+    def _leave(self, *exception: Any) -> None:
         if self._is_observing:
             self._signals.detach()
             self._session.__exit__(*exception)
@@ -193,10 +204,7 @@ class HeadMonitor:
         left_over = self._session.take()  # forwards after the last step do not count
         self._signals.end_step()
         if exception[0] is None and self.steps == self._first_step and left_over.sites:
-            warnings.warn("no step of the monitor has ended; call monitor.step(loss) in the loop", stacklevel=2)
-        self._read(wait=True)
-        for callback in self.callbacks:
-            callback.on_exit()
+            warnings.warn("no step of the monitor has ended; call monitor.step(loss) in the loop", stacklevel=4)
 
     def step(self, loss: Tensor | float | None = None) -> None:
         """End a step: call it once after each step of the optimizer.
@@ -255,7 +263,8 @@ class HeadMonitor:
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps, the history and the callbacks' states, to be saved with a checkpoint."""
         history = self.history.state_dict()
-        return {"steps": self.steps, **history, "callbacks": [callback.state_dict() for callback in self.callbacks]}
+        counts = {"steps": self.steps, "first_observed": self._first_observed}
+        return {**counts, **history, "callbacks": [callback.state_dict() for callback in self.callbacks]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the state of another monitor; refused after the first step.
@@ -277,7 +286,7 @@ class HeadMonitor:
         self._history = history
         for callback, saved in zip(self.callbacks, states, strict=True):
             callback.load_state_dict(saved)
-        self.start_at(int(state["steps"]))
+        self._start(int(state["steps"]), int(state.get("first_observed", 0)))
 
     def start_at(self, step: int) -> None:
         """Number the steps from another one than 0, for a loop that was resumed without a state of the monitor.
@@ -285,11 +294,19 @@ class HeadMonitor:
         Args:
             step: number of the next step.
         """
+        self._start(step, -(-step // self.every))
+
+    def _start(self, step: int, first_observed: int) -> None:
         self.steps = self._first_step = step
+        self._first_observed = first_observed
         if self._is_entered:
-            self._session.take()
-            self._signals.end_step()
+            self.discard()
             self._switch()
+
+    def discard(self) -> None:
+        """Discard what was observed of the current step, such as forwards before a loop that starts again."""
+        self._session.take()
+        self._signals.discard()
 
     @property
     def _is_scaled(self) -> bool:
@@ -311,7 +328,8 @@ class HeadMonitor:
         stays = self._session.compiled if self._is_observing else None
         compiled = stays if is_shared(self._session) else self._compiled
         has_cosines = any(name in self.statistics for name in COSINES)
-        self._signals.with_pairs = has_cosines and self.steps // self.every % self.pairs_every == 0
+        observed = self.steps // self.every - self._first_observed
+        self._signals.with_pairs = has_cosines and observed % self.pairs_every == 0
         if self._is_observing and not (wanted and compiled is self._session.compiled):
             self._signals.detach()
             self._session.__exit__(None, None, None)
@@ -344,8 +362,9 @@ class HeadMonitor:
         order = stack_order(x.site for x in observed)
         sites = sorted(observed, key=lambda x: order[x.site])
         sums, is_measured = self._signals.sums_of([x.site for x in sites], observations.collected), None
+        has_loss: Tensor | bool = loss is not None
         if is_shared:
-            sites, sums, loss, is_measured = self._over_ranks(sites, sums, loss)
+            sites, sums, loss, has_loss, is_measured = self._over_ranks(sites, sums, loss)
         device = sites[0].moments.mean.device
         values_of, cosines = columns_of(sums)
         values_of |= _row_columns(sites, self._session.wanted.names)
@@ -367,7 +386,9 @@ class HeadMonitor:
         last = torch.full_like(rows[0], torch.nan)
         if loss is not None:
             last = last.copy_(loss.detach().reshape(())) if isinstance(loss, Tensor) else last.fill_(loss)
-        values, event = torch.stack([*rows, last]), None
+        flag = torch.zeros_like(last)
+        flag = flag.copy_(has_loss) if isinstance(has_loss, Tensor) else flag.fill_(has_loss)
+        values, event = torch.stack([*rows, last, flag]), None
         if values.is_cuda:
             values, pairs = _to_host(values), None if pairs is None else _to_host(pairs)
             measured = _to_host(measured) if measured.is_cuda else measured
@@ -389,17 +410,19 @@ class HeadMonitor:
         """Add up the step over all ranks; the first one waits for the device."""
         if self._signals.is_searching or self._ranks is None:
             options = {name: getattr(self, name) for name in ("steps", "every", "pairs_every")}
+            options["first observed step"] = self._first_observed
             options["statistics"] = ", ".join(sorted(self.statistics))
             self._ranks = RankSums(sites, options, next(self.model.parameters()), self.process_group)
         return self._ranks.reduce(sites, sums, self._signals.shapes_of(self._ranks.heads), loss)
 
     def _read(self, *, wait: bool) -> None:
-        """Add records that have arrived to the history, and those that are late."""
+        """Add records that have arrived to the history, and those that are late, and pass them to the callbacks."""
+        arrived = []
         while self._pending:
             record = self._pending[0]
             is_late = self.steps - record.step > LATE
             if not (record.is_done or wait or is_late):
-                return
+                break
             if record.event is not None:
                 record.event.synchronize()
             self._pending.popleft()
@@ -407,10 +430,24 @@ class HeadMonitor:
             if self._is_scaled:  # gradients that overflow are what a GradScaler looks for: it skips the step
                 for row, name in enumerate(self._history.columns):
                     measured[row] &= record.values[row].isfinite() | (name not in ("gradient_norm", "gradient_cosine"))
-            loss = float(record.values[-1, 0])
-            read = self._history.append(record.step, record.values[:-1], loss, measured, record.pairs)
-            for callback in self.callbacks:
-                callback.on_record(read)
+            loss, has_loss = record.values[-2:, 0].tolist()
+            of_step = loss if has_loss else None
+            arrived.append(self._history.append(record.step, record.values[:-2], of_step, measured, record.pairs))
+        _call_all([partial(callback.on_record, read) for read in arrived for callback in self.callbacks])
+
+
+def _call_all(functions: Sequence[Callable[[], object]]) -> None:
+    """Call all functions, also after one has raised; then raise the first error, with the others in its notes."""
+    errors = []
+    for function in functions:
+        try:
+            function()
+        except Exception as error:  # noqa: BLE001 - it is raised below
+            errors.append(error)
+    if errors:
+        for other in errors[1:]:
+            errors[0].add_note(f"after it: {type(other).__name__}: {other}")
+        raise errors[0]
 
 
 def _checked_names(statistics: str | Sequence[str]) -> frozenset[str]:

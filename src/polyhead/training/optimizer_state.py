@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,8 +43,8 @@ def edit_heads(model: nn.Module, optimizer: Optimizers, edits: Sequence[HeadEdit
 
     Raises:
         OptionError: an edit that is not possible, an optimizer without the edited parameters or whose state cannot be
-            split by heads (Adafactor, LBFGS), parameters that are tied, sharded or in `DistributedDataParallel`. Model
-            and optimizer are then unchanged.
+            split by heads (Adafactor, LBFGS), parameters that are tied, sharded or held by a `DistributedDataParallel`
+            around any part of the model, which must be deleted before. Model and optimizer are then unchanged.
 
     >>> import torch, polyhead
     >>> from polyhead.surgery import PruneHeads
@@ -72,6 +73,7 @@ def edit_heads(model: nn.Module, optimizer: Optimizers, edits: Sequence[HeadEdit
             for name, x in pack_heads(model, layer, heads).items():
                 if key in states[name]:
                     carried[name][key] = x
+    check_unwrapped(before[name] for name in carried)
     record = apply(model, edits)
     for name, tensors in carried.items():
         old, new = before[name], model.get_parameter(name)
@@ -90,11 +92,6 @@ def states_of(
     model: nn.Module, layer: AttentionLayer, optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, dict[str, Tensor]]:
     """Return gradients and optimizer states of a layer's projections by parameter; raise if they cannot be edited."""
-    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
-        raise OptionError(
-            "DistributedDataParallel keeps the parameters that it was created with, got a model inside of it; edit the "
-            "model itself and wrap it again"
-        )
     owners, states = _owners(optimizers), {}
     for name in pack_heads(model, layer, read_heads(model, layer, "meta")):
         parameter = model.get_parameter(name)
@@ -104,14 +101,36 @@ def states_of(
     return states
 
 
+def check_unwrapped(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise if a `DistributedDataParallel` holds one of the parameters: it would never average those that replace them.
+
+    A model does not know the wrappers around it, so they are searched among all objects.
+    """
+    kind, edited = nn.parallel.DistributedDataParallel, {id(x) for x in parameters}
+
+    def holds_any() -> bool:
+        wrapped = (vars(x).get("_modules", {}).get("module") for x in gc.get_objects() if issubclass(type(x), kind))
+        return any(id(x) in edited for module in wrapped if module is not None for x in module.parameters())
+
+    if holds_any():
+        gc.collect()  # a wrapper that was deleted
+    if holds_any():
+        raise OptionError(
+            "DistributedDataParallel keeps the parameters that it was created with, got a model inside of it; delete "
+            "the wrapper (model = replica.module; del replica), edit the model itself and wrap it again"
+        )
+
+
 def _owners(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, torch.optim.Optimizer]:
     return {id(x): each for each in optimizers for group in each.param_groups for x in group["params"]}
 
 
 def _state_by_weight(name: str, parameter: nn.Parameter, owner: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """Return the state of a parameter that has a value per weight; raise for a state that has others."""
-    if type(parameter) is not nn.Parameter:
-        raise OptionError(f"edited parameters must be plain, not sharded; got {name}, a {type(parameter).__name__}")
+    is_flat = getattr(parameter, "_fsdp_flattened", False)  # the mark of FullyShardedDataParallel
+    if type(parameter) is not nn.Parameter or is_flat:
+        what = "part of a FlatParameter" if is_flat else f"a {type(parameter).__name__}"
+        raise OptionError(f"edited parameters must be plain, not sharded; got {name}, {what}")
     if owner is None:
         if parameter.requires_grad:
             raise OptionError(

@@ -12,17 +12,23 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError
-from polyhead.observation.accumulators import Maximum
+from polyhead.masks import Mask
+from polyhead.observation.accumulators import Maximum, accumulator_dtype
+from polyhead.observation.calls import Call
+from polyhead.observation.rows import MASKING_BIAS
 from polyhead.observation.session import Session, observe
 from polyhead.training.query_key_weights import QueryKeyWeights, find_query_key_weights
+
+_BIAS = "largest bias"  # name of a state in the session
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClippedHeads:
     """Largest logits and factors of one step of the optimizer, by path of the layer; on the device of the logits.
 
-    `max_logit` is the largest logit of each head in the forwards since the step before, [heads]. `factor` is what its
-    logits were scaled by, [heads]: 1 for heads below the threshold, and for heads with a logit that is NaN or Inf.
+    `max_logit` is the largest logit of each head in the forwards since the step before, [heads]. `factor` is the number
+    by which its products of queries and keys were multiplied, [heads]: 1 for heads below the threshold, for heads with
+    a logit that is NaN or Inf, and for heads to whose logits the mask adds the threshold or more.
     """
 
     max_logit: Mapping[str, Tensor]
@@ -43,9 +49,13 @@ class QKClip:
 
     QK-clip of MuonClip (Kimi Team 2025, arXiv:2507.20534, section 2.1): if the largest logit of a head in the forwards
     of a step was above the threshold, W_Q and W_K of this head are scaled so that these logits would have been at most
-    the threshold; other heads are unchanged. A head with a key of its own takes the square root of the factor in W_Q
-    and in W_K. Grouped-query heads share their key and take all of it in W_Q. In latent attention the parts that a head
-    has for itself take the square root each, and its rotary query takes all of it. Biases are scaled as their weights.
+    the threshold; other heads are unchanged. For a head with a key of its own, W_Q and W_K are each multiplied by the
+    square root of the factor. Grouped-query heads share their key, so W_Q is multiplied by the whole factor. In latent
+    attention the parts of queries and keys that belong to one head are multiplied by the square root, and the rotary
+    part of its query, whose key all heads share, by the whole factor. Biases are scaled as their weights.
+
+    Weights cannot scale what the mask adds to the logits. With b, the largest number that it adds for a head (0 if it
+    adds none above 0), the factor is `(threshold - b) / (max_logit - b)`, and 1 if b is not below the threshold.
 
     Inside the `with` block forwards of the model in training mode are observed, and the step of the optimizer is
     followed by the scaling. Nothing waits for the device. Gradient accumulation and activation checkpointing are
@@ -56,7 +66,7 @@ class QKClip:
         model: the model, as for `polyhead.observe`.
         optimizer: the optimizer that owns W_Q and W_K; biases may belong to another.
         threshold: largest logit allowed, after the scale of the dot products and with the mask's biases.
-        absolute: bound the largest absolute value instead of the largest value.
+        absolute: bound the largest absolute value instead of the largest value; for masks that add nothing to logits.
         master_weights: tensors from which the optimizer overwrites 16-bit parameters, by parameter; they are scaled
             too.
         process_group: group of the replicas of the model; all processes by default.
@@ -64,7 +74,7 @@ class QKClip:
     Raises:
         OptionError: a threshold that is not positive, a model without attention that can be observed, layers whose
             logits do not scale with W_Q and W_K (QK-norm, soft caps), LoRA or quantised projections, heads distributed
-            over ranks, and an optimizer without these weights.
+            over ranks, and an optimizer without these weights. In a forward: a mask with biases, if `absolute`.
 
     >>> import torch, polyhead
     >>> from polyhead.training import QKClip
@@ -102,6 +112,8 @@ class QKClip:
         self._check_owned()
         self._session: Session = observe(model, statistics=self._statistic)
         self._session.only_training = True
+        self._session.listener = self._add_bias
+        self._carried: Tensor | None = None  # what counts again after a step that a GradScaler skipped
         self._undo: ExitStack | None = None
         self._latest: ClippedHeads | None = None
 
@@ -126,7 +138,7 @@ class QKClip:
         with ExitStack() as undo:
             undo.enter_context(self._session)
             undo.callback(self.optimizer.register_step_post_hook(self._after_step).remove)
-            self._undo = undo.pop_all()
+            self._undo, self._carried = undo.pop_all(), None
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -142,38 +154,71 @@ class QKClip:
         return self._latest
 
     @torch.no_grad()
+    def _add_bias(self, call: Call, *_: object) -> None:
+        """Add the largest number that the mask of a call adds to the logits of each head."""
+        mask = call.mask
+        if not call.counts or mask is None or not (len(mask.biases) + len(mask.relative_biases)):
+            return
+        if self._statistic == "max_abs_logit":
+            raise OptionError(
+                "the absolute logit is bounded where masks add nothing to the logits, got one with biases in "
+                f"{call.site.name}; pass keys that are hidden as a boolean mask, or use absolute=False"
+            )
+        self._session.add_state(call.site, _BIAS, Maximum(_largest_bias(mask, call.site.num_heads)))
+
+    @torch.no_grad()
     def _after_step(self, *_: object) -> None:
-        largest = self._largest_logits()
-        factors = {}
-        for layer in self._layers:
-            max_logit = largest[layer.site]
-            is_above = (max_logit > self.threshold) & max_logit.isfinite()
-            factors[layer.site] = torch.where(is_above, self.threshold / max_logit, 1.0)
+        found = self._largest()
+        # A GradScaler leaves it to the kernel of a fused optimizer to skip a step, and calls `step` nevertheless.
+        infinities = getattr(self.optimizer, "found_inf", None)
+        is_skipped = None if infinities is None else infinities.to(found.device, non_blocking=True) > 0
+        if self._carried is not None:
+            found = torch.maximum(found, self._carried)
+        self._carried = None if is_skipped is None else torch.where(is_skipped, found, -torch.inf)
+        parts = [x.split([layer.num_heads for layer in self._layers]) for x in found]
+        largest, factors = {}, {}
+        for layer, max_logit, bias in zip(self._layers, *parts, strict=True):
+            added = bias.clamp_min(0.0)
+            is_above = (max_logit > self.threshold) & max_logit.isfinite() & (added < self.threshold)
+            if is_skipped is not None:
+                is_above &= ~is_skipped
+            largest[layer.site] = max_logit
+            factors[layer.site] = torch.where(is_above, (self.threshold - added) / (max_logit - added), 1.0)
             layer.scale_logits(factors[layer.site], self._masters)
         self._latest = ClippedHeads(largest, factors)
 
-    def _largest_logits(self) -> dict[str, Tensor]:
-        """Return the largest logit of each head since the last step, [heads] by site; -Inf if a layer did not run."""
-        largest: dict[str, Tensor] = {}
-        for statistics in self._session.take().sites:
-            values, site = statistics.largest.largest[0], statistics.site.name
-            largest[site] = torch.maximum(largest[site], values) if site in largest else values
+    def _largest(self) -> Tensor:
+        """Return the largest logit and bias of every head since the last step, [2, all heads]; -Inf without any."""
+        observations = self._session.take()
+        by_site: dict[str, Tensor] = {}
+        for statistics in observations.sites:
+            logits, name = statistics.largest.largest[0], statistics.site.name
+            bias = observations.collected.get(statistics.site, {}).get(_BIAS)
+            values = torch.stack([logits, bias.largest if isinstance(bias, Maximum) else logits.new_zeros(len(logits))])
+            by_site[name] = torch.maximum(by_site[name], values) if name in by_site else values
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if not largest and not is_distributed:
+        if not by_site and not is_distributed:
             raise OptionError(
                 "a step of the optimizer must follow a forward of the model in training mode inside the `with` block, "
                 f"got none since the last step; call model.train(), and call this {type(self.model).__name__} itself"
             )
-        device = next(iter(largest.values())).device if largest else next(self._layers[0].parameters()).device
-        absent = Maximum.empty((1,), device).largest  # -Inf
-        sizes = [layer.num_heads for layer in self._layers]
+        device = next(iter(by_site.values())).device if by_site else next(self._layers[0].parameters()).device
+        absent = Maximum.empty((2, 1), device).largest  # -Inf
         values = torch.cat(
             [
-                largest[layer.site].to(absent) if layer.site in largest else absent.expand(layer.num_heads)
+                by_site[layer.site].to(absent) if layer.site in by_site else absent.expand(2, layer.num_heads)
                 for layer in self._layers
-            ]
+            ],
+            1,
         )
         if is_distributed:  # also in a process without forwards: the others wait for it
             values = values.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)  # NaN has no maximum there
             torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=self.process_group)
-        return {layer.site: x for layer, x in zip(self._layers, values.split(sizes), strict=True)}
+        return values
+
+
+def _largest_bias(mask: Mask, heads: int) -> Tensor:
+    """Return a number that no bias of a mask exceeds, [heads]; hidden keys do not count."""
+    largest = [torch.where(x > MASKING_BIAS, x, -torch.inf).amax((0, 2, 3)) for x in mask.biases]
+    largest += [x.table.amax(1) for x in mask.relative_biases]
+    return torch.stack([x.to(accumulator_dtype(x.device)).clamp_min(0.0).expand(heads) for x in largest]).sum(0)

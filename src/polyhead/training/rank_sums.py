@@ -30,6 +30,7 @@ class ReducedStep(NamedTuple):
     sites: list[SiteStatistics]  # counts, means and maxima alone
     sums: SignalSums
     loss: Tensor  # mean over the ranks that passed one; NaN without any
+    has_loss: Tensor  # whether any rank passed one
     measured: Mapping[str, Tensor]  # [sites] by column: whether it was measured
 
 
@@ -116,7 +117,7 @@ class RankSums:
             scale = torch.where(lacking[name] == absent, 1 / world**2 if name in GRADIENTS else 1.0, torch.nan)
             all_sums[name] = [x * factor for x, factor in zip(results[name], scale, strict=True)]
         mean_loss = results[_LOSS][0] / (world - lacking[_LOSS][0]).to(dtype)
-        return ReducedStep(reduced, all_sums, mean_loss, measured)
+        return ReducedStep(reduced, all_sums, mean_loss, lacking[_LOSS][0] < world, measured)
 
 
 def has_ranks(group: Any = None) -> bool:
@@ -131,10 +132,9 @@ def has_ranks(group: Any = None) -> bool:
 def reduce_over_ranks(
     sums: Parts, maxima: Parts, shapes: Mapping[str, Sequence[tuple[int, ...]]], device: torch.device, group: Any = None
 ) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
-    """Return sums and maxima over all ranks, by name and site, and how many ranks lack each of them, [sites] by name.
+    """Return sums and maxima over all ranks by name and site, and the number of ranks without each, [sites] by name.
 
-    Nothing waits for the device. A rank adds nothing to what it lacks, so that a sum that all ranks lack is 0, and a
-    maximum -Inf.
+    Nothing waits for the device. Where no rank has a tensor, its sum is 0 and its maximum -Inf.
 
     Args:
         sums: tensors of this rank that are added.

@@ -1,7 +1,7 @@
-"""Terms of a loss that are about heads: their entropy, and how much two heads of a layer have in common.
+"""Loss terms that keep the entropy of heads inside a band, and make the heads of a layer differ.
 
 `position_overlap`, `output_overlap` and `weight_overlap` are the disagreement of heads on attended positions, outputs
-and subspaces (Li et al. 2018, arXiv:1810.10183), with the sign of a loss.
+and subspaces of Li et al. 2018 (arXiv:1810.10183), negated: a loss that contains them falls as heads differ more.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ def position_overlap(statistics: ForwardStatistics) -> Tensor:
         sqrt(2 / (w_p^2 + w_q^2)) exp(-2 pi (mean_p - mean_q)^2 / (w_p^2 + w_q^2)).
 
     This is exact for two heads that attend to one key, or uniformly to the same keys, and close for rows with one peak.
-    Of rows with several peaks it only knows the mean: heads that attend to the first and the last key, and heads that
-    attend between them, seem to agree. The term is the mean over tokens, pairs of heads and layers of self-attention.
+    The Gaussian of a row with several peaks is centred at their mean: a head that attends to the first and the last key
+    appears to agree with one that attends to the keys between them. The term is averaged over tokens, pairs of heads
+    and layers of self-attention.
 
     Args:
         statistics: `session.statistics` of `polyhead.observe(model, statistics=("entropy", "mean_offset"),

@@ -318,9 +318,11 @@ def _read(part: Path) -> HeadHistory:
         same += [(table[name], torch.tensor([getattr(head, name) for head in heads])) for name in ("layer", "head")]
         if not all(bool((one == other).all()) for one, other in same):
             raise ValueError("its rows must be in the order of steps and heads")
-        # Where a column was not measured, it is null.
+        # Where a column was not measured, it is null, and so is the loss of a step without one.
         is_valid = [torch.tensor(stored[name].is_valid().to_numpy()).reshape(-1, len(heads)) for name in columns]
         values, measured = torch.stack([table[name] for name in columns], 1), torch.stack(is_valid, 1)
+        has_loss = torch.tensor(stored["loss"].is_valid().to_numpy()).reshape(-1, len(heads))[:, 0].tolist()
         history = HeadHistory(heads, columns)
-        history.extend(map(StepRecord, steps, losses, repeat(heads), repeat(columns), values, measured))
+        parts = (steps, losses, repeat(heads), repeat(columns), values, measured, repeat(None), has_loss)
+        history.extend(map(StepRecord, *parts))
         return history

@@ -118,9 +118,17 @@ def trainer_callback(monitor: HeadMonitor) -> Any:
                 content = base64.b64decode(saved["attributes"]["saved"])
                 monitor.load_state_dict(torch.load(io.BytesIO(content), weights_only=True))
             start(monitor, state.global_step)
+            monitor.discard()  # of a step that an earlier training did not finish
+            monitor.cleanup.callback(self.remove_hook)
+
+        def remove_hook(self) -> None:
+            if self.hook is not None:
+                self.hook.remove()
+                self.hook = None
 
         def on_step_begin(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
             self.losses = []
+            self.remove_hook()  # of a step that ended in an error
             if monitor.is_observing:
                 self.hook = kwargs["model"].register_forward_hook(self.keep_loss)
 
@@ -136,8 +144,7 @@ def trainer_callback(monitor: HeadMonitor) -> Any:
                 loss.register_hook(lambda grad: losses.append((value * grad).sum() * inverse_scale(grad.device)))
 
         def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-            if self.hook is not None:
-                self.hook.remove()
+            self.remove_hook()
             monitor.step(torch.stack(self.losses).sum() if self.losses else None)
             stop, save = requests.take()
             control.should_training_stop |= stop
@@ -174,9 +181,10 @@ def lightning_callback(monitor: HeadMonitor) -> Any:
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             take_scaler(monitor, getattr(trainer.precision_plugin, "scaler", None))
-            self.steps = trainer.global_step
+            self.steps, self.losses = trainer.global_step, []
             if not monitor.steps:
                 start(monitor, self.steps)
+            monitor.discard()  # of a step that an earlier training did not finish
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
