@@ -104,7 +104,8 @@ def states_of(
 def check_unwrapped(parameters: Iterable[nn.Parameter]) -> None:
     """Raise if a `DistributedDataParallel` holds one of the parameters: it would never average those that replace them.
 
-    A model does not know the wrappers around it, so they are searched among all objects.
+    A model does not know the wrappers around it, so they are searched among all objects that the garbage collector
+    tracks, which are not those of `gc.freeze`.
     """
     kind, edited = nn.parallel.DistributedDataParallel, {id(x) for x in parameters}
 
