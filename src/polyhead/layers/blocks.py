@@ -17,10 +17,8 @@ from polyhead.masks import Mask
 
 _NORMS: dict[str, Callable[[int], nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 # Options of the rest of a block, and of its self-attention alone.
-_NOT_OF_CROSS_ATTENTION = frozenset(
-    ("hidden_dim", "activation", "norm", "norm_first", "dropout", "attention_dropout")
-    + ("positions", "window", "key_input_dim", "value_input_dim")
-)
+_OF_BLOCK = ("hidden_dim", "activation", "norm", "norm_first", "dropout", "attention_dropout")
+_NOT_OF_CROSS_ATTENTION = (*_OF_BLOCK, "positions", "window", "key_input_dim", "value_input_dim")
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swiglu": F.silu}
 
 
