@@ -27,7 +27,8 @@ class MemoryEstimate:
     `kept` is what all layers save for the backward, `transient` what the layer being computed needs in addition.
     `kept_weights` and `transient_weights` are the parts of these two that are attention weights (h n² elements per
     copy); 0 if attention is fused. `between` is the activation between two layers: training saves it, and `kept`
-    contains it (layers - 1) times.
+    contains it (layers - 1) times. `tables` are the tables by position, such as cos and sin of RoPE, and their bytes;
+    layers of equal positions share one.
     """
 
     parameters: int
@@ -39,6 +40,7 @@ class MemoryEstimate:
     kept_weights: int
     transient_weights: int
     between: int
+    tables: tuple[tuple[str, int], ...] = ()
 
     @property
     def weights(self) -> int:
@@ -47,7 +49,11 @@ class MemoryEstimate:
 
     @property
     def activations(self) -> int:
-        return self.inputs + self.kept + self.transient
+        return self.inputs + self.kept + self.transient + self.table_bytes
+
+    @property
+    def table_bytes(self) -> int:
+        return sum(size for _, size in self.tables)
 
     @property
     def total(self) -> int:
@@ -56,12 +62,14 @@ class MemoryEstimate:
     def to_dict(self) -> dict[str, int]:
         """Return all bytes by name, including totals."""
         totals = {"weights": self.weights, "activations": self.activations, "total": self.total}
-        return {**dataclasses.asdict(self), **totals}
+        return {**dataclasses.asdict(self), **totals, "tables": self.table_bytes}
 
     def __add__(self, other: MemoryEstimate) -> MemoryEstimate:
         """Combine consecutive layers: one of them runs at a time, and the activation between them counts once."""
         busiest = max(self, other, key=lambda memory: (memory.transient, memory.transient_weights))
-        between = max(self.between, other.between)
+        between, tables = max(self.between, other.between), dict(self.tables)
+        for positions, size in other.tables:
+            tables[positions] = max(size, tables.get(positions, 0))
         return MemoryEstimate(
             parameters=self.parameters + other.parameters,
             gradients=self.gradients + other.gradients,
@@ -72,6 +80,7 @@ class MemoryEstimate:
             kept_weights=self.kept_weights + other.kept_weights,
             transient_weights=busiest.transient_weights,
             between=between,
+            tables=tuple(tables.items()),
         )
 
 
@@ -128,7 +137,8 @@ def estimate_memory(
     if not work.training:
         cache = layers * work.batch * work.keys * per_token if call.cached else 0
         transient, weights = tape.peak - activation, FORWARD_COPIES * largest
-        return MemoryEstimate(parameters, 0, cache, 2 * activation + source, 0, transient, 0, weights, 0)
+        sizes = (parameters, 0, cache, 2 * activation + source, 0, transient, 0, weights, 0)
+        return MemoryEstimate(*sizes, tables=tuple(call.tables.items()))
     tape.finish(output)
     saved = tape.now - activation
     tape.backward()
@@ -142,6 +152,7 @@ def estimate_memory(
         kept_weights=layers * KEPT_COPIES * sum(call.weight_sizes),
         transient_weights=(BACKWARD_COPIES - KEPT_COPIES) * largest,
         between=activation,
+        tables=tuple(call.tables.items()),
     )
 
 

@@ -8,6 +8,7 @@ from polyhead.costs.recording.recorder import Heads, Recorder
 from polyhead.costs.recording.tape import Block
 from polyhead.layers.latent.config import LatentConfig
 from polyhead.layers.latent.forms import absorbing_is_cheaper
+from polyhead.layers.positions.config import RotaryConfig
 
 
 class LatentHeads(LayerDescription[LatentConfig]):
@@ -45,7 +46,8 @@ class LatentHeads(LayerDescription[LatentConfig]):
         sizes = (call.size(tokens * layout.num_heads * dim) for dim in (layout.qk_nope_head_dim, rope))
         q_nope, q_rope = tape.views(self._queries(call), *sizes)
         if rope:
-            call.rotary_tables(rope)
+            assert isinstance(self.config.positions, RotaryConfig)
+            call.rotary_tables(self.config.positions)
             q_rope = call.rotated(q_rope, tokens * layout.num_heads * rope)
         latents = self._compressed(call)
         cheaper = absorbing_is_cheaper(layout, work.queries, work.keys)

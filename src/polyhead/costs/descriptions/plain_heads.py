@@ -72,7 +72,7 @@ class ProjectedHeads(LayerDescription[AnyConfig]):
         call.rotary_passes(config.positions, queries)
         call.rotary_passes(config.positions, rotated_keys)
         if isinstance(config.positions, RotaryConfig):
-            call.rotary_tables(config.positions.rotary_dim or dim)
+            call.rotary_tables(config.positions)
             rotated = call.rotated(query, query_numbers), call.rotated(key, key_numbers)
             call.tape.release(query, key)
             query, key = rotated

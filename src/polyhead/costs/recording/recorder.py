@@ -61,7 +61,7 @@ class Recorder:
         self.dtype, self.cache_dtype, self.cached = dtype, cache_dtype or dtype, cached
         self.mask = config.mask if mask is None else mask if config.mask is None else config.mask & mask
         self.finite: bool = getattr(config, "finite", False)
-        positions = getattr(config, "positions", None)
+        self.positions = positions = getattr(config, "positions", None)
         self.bias: Literal["fixed", "learned"] | None = None  # bias that positions add to the logits
         if isinstance(positions, BIASES):
             self.bias = "learned" if getattr(positions, "learnable", True) else "fixed"
@@ -75,6 +75,8 @@ class Recorder:
         self.x = self.tape.external(self.size(self.tokens * config.embed_dim))  # type: ignore[attr-defined]
         self.pieces: list[Piece] = []  # of the forward, in execution order
         self.weight_sizes: list[int] = []  # bytes of the materialised weights of each attention call
+        # Bytes of the tables by position, which outlive the call and are shared by layers of equal positions.
+        self.tables: dict[str, int] = {}
 
     # ---- pieces of work
 
@@ -195,9 +197,11 @@ class Recorder:
             is_strided=by_head,
         )
 
-    def rotary_tables(self, channels: int) -> None:
-        """Record the cos and sin tables of RoPE, which the layer keeps."""
-        self.tape.keep(2 * self.wide((self.work.past + self.work.queries) * channels))
+    def rotary_tables(self, positions: RotaryConfig) -> None:
+        """Record the cos and sin tables of RoPE."""
+        assert positions.rotary_dim is not None  # which the config of the layer has filled in
+        tokens = max(self.work.keys, self.work.queries)  # a source has positions of its own
+        self.tables[repr(positions)] = 2 * self.wide(tokens * positions.rotary_dim)
 
     def rotated(self, block: Block, numbers: int) -> Block:
         """Record RoPE on heads: roll, multiply, add in float32, round."""
