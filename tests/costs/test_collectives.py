@@ -136,6 +136,26 @@ def test_dimensions_combine():
     assert sent(split)["keys and values (ring)"][2] == LAYERS * shard
 
 
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_gathered_weights_and_the_keys_of_other_ranks_are_stored_at_once(method: Any):
+    both = planned(Ranks(fsdp=2, context=4, method=method))["training"].gathered
+    weights, keys = planned(Ranks(fsdp=2)), planned(Ranks(context=4, method=method))
+    assert both == weights["training"].gathered + keys["training"].gathered
+    assert 0 < keys["training"].gathered < both
+
+
+def test_of_kinds_of_layers_one_gathers_keys_at_a_time_unless_autograd_saves_them():
+    def gathered(phase: str, method: Any, *layers: tuple[MultiHeadConfig, int]) -> int:
+        model = ModelLayout("model", tuple(LayerGroup(*each) for each in layers))
+        return planned(Ranks(context=4, method=method), model)[phase].gathered
+
+    few, many = (MultiHeadConfig(WIDTH, HEADS, num_kv_heads=x, head_dim=HEAD_DIM) for x in (KV_HEADS, HEADS))
+    for phase, method in (("prefill", "ring"), ("prefill", "all_gather"), ("training", "ring")):
+        assert gathered(phase, method, (few, 2), (many, 3)) == gathered(phase, method, (many, 1)) > 0, (phase, method)
+    saved = gathered("training", "all_gather", (few, 2)), gathered("training", "all_gather", (many, 3))
+    assert gathered("training", "all_gather", (few, 2), (many, 3)) == sum(saved)
+
+
 def test_one_rank_sends_nothing_and_stores_everything():
     plan = planned(Ranks())
     assert all(x.collectives == () and x.sent == 0 for x in plan.phases)

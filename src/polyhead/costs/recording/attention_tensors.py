@@ -222,7 +222,7 @@ def _table(call: Recorder, heads: int) -> Block:
     if call.max_distance is not None:
         before, after = min(before, call.max_distance), min(after, call.max_distance)
     size = call.wide(heads * (before + 1 + after))
-    # A learned bias saves distances from the learned centre and their squares; a fixed one is copied from a shared table.
+    # A learned bias saves distances from the learned centre and their squares; a fixed one copies a shared table.
     table = call.tape.step(output_size=size, saved_bytes=2 * size if learned else 0)
     if not learned:
         call.tables[f"{call.positions!r} of {heads} heads"] = size
