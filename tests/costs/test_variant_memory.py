@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from polyhead.costs import ModelLayout, Workload, estimate_memory, memory_caveats, planning
+from polyhead.costs import (
+    ModelLayout,
+    Workload,
+    estimate_cost,
+    estimate_memory,
+    layer_work,
+    memory_caveats,
+    planning,
+)
 from polyhead.costs.recording import attention_tensors as counted
 from polyhead.costs.recording.attention_tensors import SORTED_COPIES
 from polyhead.layers import (
@@ -125,6 +133,42 @@ def test_peak_of_a_forward(name):
 @every
 def test_peak_of_a_training_step_and_what_it_keeps(name):
     check(CONFIGS[name], Workload.training_step(TOKENS, batch=BATCH))
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
+@pytest.mark.parametrize("widths", [(3 * WIDTH, 3 * WIDTH), (7 * WIDTH, 2 * WIDTH), (40, WIDTH)], ids=str)
+def test_peak_over_a_source_of_another_width(widths, training):
+    config = heads(key_input_dim=widths[0], value_input_dim=widths[1], num_kv_heads=2)
+    check(config, Workload.cross(TOKENS, 500, batch=BATCH, training=training))
+    source = BATCH * 500 * sum(set(widths)) * 2
+    work = Workload.cross(TOKENS, 500, batch=BATCH)
+    assert estimate_memory(config, work).inputs == 2 * BATCH * TOKENS * WIDTH * 2 + source
+
+
+REMEMBERING = [
+    "wide values",
+    "norms, rotary",
+    "grouped heads",
+    "collaborative",
+    "latent, absorbed",
+    "routed, full, rotary",
+]
+
+
+@pytest.mark.parametrize("name", REMEMBERING)
+def test_peak_over_a_remembered_source(name):
+    config, work = CONFIGS[name], Workload.cross(TOKENS, 700, batch=BATCH, remembered=True)
+    check(config, work)
+    found = estimate_memory(config, work, layers=3)
+    assert found.cache == 3 * estimate_cost(config, work).cache_bytes  # of every layer
+    assert found.inputs == 2 * BATCH * TOKENS * WIDTH * 2  # the source itself is no longer needed
+    # Nor are the projections of keys and values, which are read for a source that is not remembered.
+    fresh = Workload.cross(TOKENS, 0, batch=BATCH)
+    assert layer_work(config, work).only("projection").bytes <= layer_work(config, fresh).only("projection").bytes
+
+
+def test_gradients_of_remembered_keys_are_those_of_a_source():
+    check(CONFIGS["wide values"], Workload.cross(TOKENS, 700, batch=BATCH, remembered=True, training=True))
 
 
 @pytest.mark.parametrize("keys", [100, 300, 700])

@@ -103,7 +103,7 @@ def test_memory_of_every_arrangement_is_made_of_what_it_keeps(config, work):
         found = estimate_memory(config, work, form=form)
         assert min(found.to_dict().values()) >= 0
         assert found.parameters == 2 * estimate_cost(config, work).parameters
-        assert found.cache == (estimate_cost(config, work).cache_bytes if work.past else 0)
+        assert found.cache == (estimate_cost(config, work).cache_bytes if work.past or work.remembered else 0)
         assert (found.kept > 0) == (found.gradients > 0) == work.training
         written = estimate_cost(config, work, form=form).weights_bytes
         assert (written > 0) == (form == "materialised")

@@ -14,6 +14,7 @@ from polyhead.costs.recording.recorder import Form
 from polyhead.costs.work import Device
 from polyhead.costs.workload import Workload
 from polyhead.layers import AttentionConfig, MultiHeadConfig
+from polyhead.layers.multi_head.config import HeadsConfig
 from polyhead.layers.variants.routed.config import RoutedConfig
 from polyhead.masks import Mask
 
@@ -24,6 +25,7 @@ class MemoryEstimate:
 
     `gradients` are those of the parameters, still allocated from the previous step. `inputs` are the input of the first
     layer, the source of cross-attention, the output of the last layer and, in training, the gradient of that output.
+    `cache` is the KV cache, or the remembered keys and values of a source, of all layers.
     `kept` is what all layers save for the backward, `transient` what the layer being computed needs in addition.
     `kept_weights` and `transient_weights` are the parts of these two that are attention weights (h n² elements per
     copy); 0 if attention is fused. `between` is the activation between two layers: training saves it, and `kept`
@@ -129,13 +131,15 @@ def estimate_memory(
     call = checked_call(config, work, mask=mask, cached=cached, form=form, device=device, **dtypes)
     layer, tape = describe(config), call.tape
     output = layer.record(call)
-    per_token = layer.cache_bytes_per_token(call.cache_dtype)
+    per_token = layer.cache_bytes_per_token(call.dtype if work.remembered else call.cache_dtype)
+    cache = layers * work.batch * work.keys * per_token if call.cached or work.remembered else 0
     parameters = layers * layer.num_parameters * dtype.itemsize
     activation = output.size  # size of a layer's input and of its output
-    source = 0 if work.source is None else activation // max(1, work.queries) * work.source
+    source = 0
+    if work.source is not None and not work.remembered:
+        source = call.size(work.batch * work.source * _source_width(config))
     largest = max(call.weight_sizes, default=0)
     if not work.training:
-        cache = layers * work.batch * work.keys * per_token if call.cached else 0
         transient, weights = tape.peak - activation, FORWARD_COPIES * largest
         sizes = (parameters, 0, cache, 2 * activation + source, 0, transient, 0, weights, 0)
         return MemoryEstimate(*sizes, tables=tuple(call.tables.items()))
@@ -145,7 +149,7 @@ def estimate_memory(
     return MemoryEstimate(
         parameters=parameters,
         gradients=parameters,
-        cache=0,
+        cache=cache,
         inputs=3 * activation + source,
         kept=layers * saved + (layers - 1) * activation,
         transient=tape.peak - activation - saved,
@@ -154,6 +158,15 @@ def estimate_memory(
         between=activation,
         tables=tuple(call.tables.items()),
     )
+
+
+def _source_width(config: AttentionConfig) -> int:
+    """Return the channels of a token of the source: one tensor, or two where keys and values differ in width."""
+    width: int = config.layout.embed_dim  # type: ignore[attr-defined]
+    if not isinstance(config, HeadsConfig):
+        return width
+    layout = config.layout
+    return sum({layout.key_input_dim, layout.value_input_dim})
 
 
 def memory_caveats(config: AttentionConfig, *, device: Device = "cuda") -> tuple[str, ...]:

@@ -74,6 +74,9 @@ class LatentHeads(LayerDescription[LatentConfig]):
         layout, tape, new = self.layout, call.tape, call.new_keys
         width, rank, rope = layout.embed_dim, layout.kv_lora_rank, layout.qk_rope_head_dim
         cache_width = layout.cache_width
+        if call.work.remembered:
+            call.rotary_passes(self.config.positions, layout.num_heads * rope)
+            return tape.external(call.size(call.work.batch * call.work.keys * cache_width))
         source = call.x if call.work.source is None else tape.external(call.size(new * width))
         compressed = call.linear("projection", source, cache_width, width, rows=new)
         call.rotary_passes(self.config.positions, layout.num_heads * rope)
