@@ -445,6 +445,14 @@ def test_a_curve_over_heads_keeps_groups_as_large_as_they_are(width, heads, kv_h
 # ---- words
 
 
+def test_other_numbers_of_heads_rotate_the_same_share_of_the_channels():
+    model = ModelLayout.of(MultiHeadConfig(256, 4, causal=True, positions=RotaryConfig(rotary_dim=16)))
+    for heads, rotated in ((4, 16), (8, 8), (32, 2), (128, 2)):
+        assert with_heads(model, heads).config.positions.rotary_dim == rotated
+    whole = ModelLayout.of(MultiHeadConfig(256, 4, causal=True, positions=RotaryConfig()))
+    assert with_heads(whole, 8).config.positions.rotary_dim == 32
+
+
 def test_words_of_a_plan():
     plan = planning.plan(MIXED, context=19, phases=["decode"])
     windowed, full = (

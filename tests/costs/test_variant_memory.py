@@ -71,6 +71,9 @@ CONFIGS: dict[str, AttentionConfig] = {
     "wide values": heads(value_dim=24),
     "wide keys": heads(head_dim=24, num_kv_heads=3),
     "rotary": heads(positions=RotaryConfig(), causal=True),
+    "rotary in part": heads(positions=RotaryConfig(rotary_dim=4), num_kv_heads=2, causal=True),
+    "norms, rotary in part": heads(qk_norm="rms", positions=RotaryConfig(rotary_dim=12)),
+    "wide keys, rotary in part": heads(head_dim=48, positions=RotaryConfig(rotary_dim=24)),
     "norms": heads(qk_norm="rms"),
     "norms, rotary": heads(qk_norm="rms", positions=RotaryConfig()),
     "gate a channel": heads(output_gate="channel"),
@@ -262,6 +265,12 @@ def test_what_may_be_further_off_is_reported():
     assert memory_caveats(uneven, device="cpu") == ()
     assert "of uneven KV groups over a cache" in memory_caveats(uneven)[0]
     assert memory_caveats(heads(key_heads=(0, 0, 0, 0, 0, 1))) == ()
+    (partial,) = memory_caveats(CONFIGS["rotary in part"])
+    assert partial.startswith("memory of RoPE on a part of the channels")
+    assert memory_caveats(CONFIGS["rotary in part"], device="cpu") == ()
+    routed = RoutedConfig(WIDTH, HEADS, top_k=2, positions=RotaryConfig(rotary_dim=4))
+    for config in (CollaborativeConfig(WIDTH, HEADS, positions=RotaryConfig()), routed):
+        assert "on a CPU" in memory_caveats(config, device="cpu")[0]
     by_share = RoutedConfig(WIDTH, HEADS, top_p=0.5, k_max=4)
     assert "assumes the maximum of 4 heads per token" in memory_caveats(by_share, device="cpu")[0]
 
@@ -296,6 +305,7 @@ LARGE: dict[str, AttentionConfig] = {
     "routed": RoutedConfig(1024, 16, top_k=4, head_dim=128, causal=True, **PLAIN),
     "routed, full": RoutedConfig(1024, 16, top_k=4, shape="full", causal=True, **PLAIN),
     "rotary": MultiHeadConfig(2048, 16, causal=True, positions=RotaryConfig(), **PLAIN),
+    "rotary in part": MultiHeadConfig(2048, 16, causal=True, positions=RotaryConfig(rotary_dim=32), **PLAIN),
     "norms": MultiHeadConfig(2048, 16, causal=True, qk_norm="rms", **PLAIN),
     "window": MultiHeadConfig(2048, 16, causal=True, window=512, **PLAIN),
     "convolutional": MultiHeadConfig(576, 9, positions=QuadraticRelative1DConfig(), **PLAIN),

@@ -15,6 +15,8 @@ from polyhead.costs.work import Device
 from polyhead.costs.workload import Workload
 from polyhead.layers import AttentionConfig, MultiHeadConfig
 from polyhead.layers.multi_head.config import HeadsConfig
+from polyhead.layers.positions.config import RotaryConfig
+from polyhead.layers.variants.collaborative.config import CollaborativeConfig
 from polyhead.layers.variants.routed.config import RoutedConfig
 from polyhead.masks import Mask
 
@@ -181,13 +183,30 @@ def memory_caveats(config: AttentionConfig, *, device: Device = "cuda") -> tuple
     >>> memory_caveats(MultiHeadConfig(512, 8)), memory_caveats(uneven)
     ((), ('memory of uneven KV groups over a cache (prefill and decode) ...',))
     """
-    caveats = _unmeasured(config) if device == "cuda" else []
+    caveats = [*(_unmeasured(config) if device == "cuda" else []), *_of_rotary(config, device)]
     if isinstance(config, RoutedConfig) and config.top_k is None:
         caveats.append(
             f"memory of routed heads assumes the maximum of {config.max_heads} heads per token; "
             "the actual number depends on the text"
         )
     return tuple(caveats)
+
+
+def _of_rotary(config: AttentionConfig, device: Device) -> list[str]:
+    """Return a message if RoPE makes estimates for this layer less accurate."""
+    positions = getattr(config, "positions", None)
+    if not isinstance(positions, RotaryConfig):
+        return []
+    if isinstance(config, CollaborativeConfig):
+        return [
+            "memory of RoPE in collaborative heads was up to 15% off on a CPU: it rotates the queries of every head"
+        ]
+    if positions.rotary_dim == config.position_layout.head_dim:  # type: ignore[attr-defined]
+        return []
+    if isinstance(config, RoutedConfig):
+        return ["memory of routed heads with RoPE on a part of the channels was up to 16% too high on a CPU"]
+    text = "memory of RoPE on a part of the channels is tested to 5% on a CPU; it has not been measured on a GPU"
+    return [text] if device == "cuda" else []
 
 
 def _unmeasured(config: AttentionConfig) -> list[str]:

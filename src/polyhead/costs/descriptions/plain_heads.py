@@ -72,13 +72,15 @@ class ProjectedHeads(LayerDescription[AnyConfig]):
             projected, query = query, call.normed(query, query_numbers, dim, kind=kind, by_head=True)
             call.tape.release(projected)
             key = key if remembered else call.normed(key, key_numbers, dim, kind=kind, by_head=True)
-        call.rotary_passes(config.positions, queries)
-        call.rotary_passes(config.positions, 0 if remembered else self.keys)
+        rotary = config.positions, config.position_layout.head_dim
+        for numbers in (query_numbers, key_numbers):
+            call.rotary_passes(numbers, *rotary)
         if isinstance(config.positions, RotaryConfig):
             call.rotary_tables(config.positions)
-            rotated = call.rotated(query, query_numbers), key if remembered else call.rotated(key, key_numbers)
+            rotated = call.rotated(query, query_numbers, *rotary)
+            rotated_key = key if remembered else call.rotated(key, key_numbers, *rotary)
             call.tape.release(query, *(() if remembered else (key,)))
-            query, key = rotated
+            query, key = rotated, rotated_key
         call.cache_writes(self.cache_elements)
         return query, key
 
