@@ -164,6 +164,14 @@ def test_one_rank_sends_nothing_and_stores_everything():
     assert (plan.parameters, plan.cache_bytes_per_token) == (whole.parameters.total, whole.cache_bytes_per_token)
 
 
+def test_without_a_machine_the_memory_of_a_rank_is_in_the_unit_of_the_tables():
+    whole = polyhead.plan(MODEL, context=TOKENS, batch=BATCH, ranks=Ranks(tensor=2))
+    assert whole.ranks is not None
+    lines = [line for line in rank_words(whole, whole.ranks) if " needs " in line]
+    assert len(lines) == 3
+    assert all("iB on each for" in line for line in lines)
+
+
 def test_times_are_those_of_named_links():
     plan = planned(Ranks(tensor=4, fsdp=2, bandwidth={"tensor": 64e9}))
     for x in plan["training"].collectives:

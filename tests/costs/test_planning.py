@@ -293,7 +293,8 @@ def test_the_weights_of_the_whole_model_must_fit():
     lines = [text for _, text in facts(plan)]
     assert any(" for all weights, gradients, AdamW's state (8 bytes per parameter) and attention's" in x for x in lines)
     assert any("decode does not fit: 33.3 GB of 24 GB for all weights, cache and attention's" in x for x in lines)
-    assert "fits: at most 80% of the memory, since other activations, logits and the CUDA context come on top" in lines
+    scope = "fits: at most 80% of the memory, since other activations, logits and the CUDA context come on top"
+    assert f"{scope}; GB are 10⁹ bytes, GiB are 2³⁰" in lines
     alone = planning.plan(dataclasses.replace(plan.model, other_parameters=None), **sizes)
     assert [fit.needed_bytes for fit in alone.fits] == [phase.fused.total for phase in alone.phases]
     lines = [text for _, text in facts(alone)]
@@ -488,6 +489,16 @@ def test_numbers_that_nobody_writes_are_refused(text):
         parse_count(text)
     with pytest.raises(ValueError, match="must be a time such as 2s, 20ms"):
         parse_seconds(text)
+
+
+def test_bytes_are_read_by_the_unit_that_they_are_printed_in():
+    for number in (7e3, 64e6, 150e9, 1.5e12):
+        assert parse_count(decimal_size(number), of_bytes=True) == number
+    units = {"2B": 2, "2kB": 2000, "2KiB": 2048, "2Ki": 2048, "2K": 2048, "1.5GB": 1.5e9, "1.5GiB": 1.5 * 2**30}
+    assert {text: parse_count(text, of_bytes=True) for text in units} == units
+    for text in ("2iB", "2i"):
+        with pytest.raises(OptionError, match="must be a number such as 65536, 64KiB"):
+            parse_count(text, of_bytes=True)
 
 
 def test_numbers_come_back_as_they_were_written():
