@@ -169,7 +169,7 @@ def fit_words(plan: Plan, fit: Fit) -> str:
     state = "is tight" if fit.verdict == "tight" else fit.verdict
     text = f"{fit.phase} {state}: {decimal_size(fit.needed_bytes)} of {decimal_size(fit.machine_bytes)}"
     text += f" for {counted(plan, fit.phase)}"
-    return f"{text}; up to batch {fit.max_batch:,}" if fit.verdict == "fits" else text
+    return f"{text}; the largest batch is {fit.max_batch:,}" if fit.verdict == "fits" else text
 
 
 def fit_help(fit: Fit) -> str:
