@@ -191,10 +191,10 @@ def test_times_are_those_of_named_links():
     [
         ({"tensor": 0}, "tensor must be a positive integer, got 0"),
         ({"context": 2.0}, "context must be a positive integer, got 2.0"),
-        ({"sequence_parallel": True, "fsdp": 2}, "sequence parallel needs several ranks of tensor parallel, got 1"),
+        ({"sequence_parallel": True, "fsdp": 2}, "needs tensor parallelism over at least 2 ranks, got tensor=1"),
         ({"method": "star"}, "method must be 'auto', 'ring' or 'all_gather', got 'star'"),
         ({"bandwidth": float("nan")}, "bandwidth must be a positive number of bytes per second, got nan"),
-        ({"bandwidth": {"pipeline": 1.0}}, "bandwidth is that of tensor, context, fsdp; got 'pipeline'"),
+        ({"bandwidth": {"pipeline": 1.0}}, "bandwidth must be given for tensor, context, fsdp; got 'pipeline'"),
     ],
 )
 def test_bad_ranks_are_refused(options: dict[str, Any], words: str):
