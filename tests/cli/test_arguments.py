@@ -111,7 +111,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["view", "MODEL", "--port", "70000"], "must be from 0 to 65535, got 70000"),
     (["view", "MODEL", "--port", "-1"], "must be from 0 to 65535"),
     (["view", "MODEL", "--context", "0"], "--context must be greater than 0, got 0"),
-    (["view", "MODEL", "--cache", "-1"], "must be at least 0 MB"),
+    (["view", "MODEL", "--cache", "-1"], "must be at least 0 MiB"),
     (["view", "MODEL", "--text", "none.txt"], "--text must be a UTF-8 text file, got none.txt"),
     (["view", "MODEL", "--lang", "fr"], "must be one of en, zh"),
     (["view", "MODEL", "--dtype", "int8"], "must be float32"),

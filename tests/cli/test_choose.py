@@ -22,7 +22,7 @@ def test_layouts_of_a_budget_beside_models_that_people_know():
     assert "32/8x128 at 4096" in shown
     assert "llama3.1-8b: 32/8x128 at 4096" in shown
     assert "deepseek-v3: 128x192 over a latent of 576 at 7168" in shown
-    assert "rank: a head of d channels distinguishes about exp(d / 8) keys" in shown
+    assert "rank: with a head_dim of d, a head can separate some exp(d / 8) keys" in shown
     assert "time" not in shown.splitlines()[1]
 
 

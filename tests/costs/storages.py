@@ -57,22 +57,30 @@ def measured(
 ) -> Measured:
     """One call of a built layer on the CPU; the tokens behind which it stands go into the cache first."""
     layer = build_attention(config, dtype=dtype)
-    width = config.layout.embed_dim  # type: ignore[attr-defined]
+    layout: Any = config.layout  # type: ignore[attr-defined]
 
-    def tokens(count: int) -> Tensor:
+    def tokens(count: int, width: int = layout.embed_dim) -> Tensor:
         return torch.randn(work.batch, count, width, dtype=dtype)
 
     x, gradient = tokens(work.queries).requires_grad_(work.training), None
-    source = [] if work.source is None else [tokens(work.source).requires_grad_(work.training)]
+    source: list[Any] = []
+    if work.source is not None:
+        widths = [getattr(layout, name, layout.embed_dim) for name in ("key_input_dim", "value_input_dim")]
+        source = [tokens(work.source, width).requires_grad_(work.training) for width in dict.fromkeys(widths)]
+    inputs = [x, *source]
+    if work.remembered:
+        with torch.no_grad():
+            memory = layer.remember(*source)
+        source, inputs = [memory], [x, *(each.requires_grad_(work.training) for each in (memory.key, memory.value))]
     with torch.set_grad_enabled(work.training):
         if work.past:
             layer(tokens(work.past), cache=cache)
         if work.training:
             gradient = tokens(work.queries)
             layer(x, *source).output.backward(gradient)  # gradients of parameters are there from the step before
-            for tensor in (x, *source):
+            for tensor in inputs:
                 tensor.grad = None
-        held = [x, *source, *layer.parameters(), *(p.grad for p in layer.parameters() if p.grad is not None)]
+        held = [*inputs, *layer.parameters(), *(p.grad for p in layer.parameters() if p.grad is not None)]
         held += [gradient] if gradient is not None else []
         stored = [] if cache is None else list(cache._buffers)
         kept: dict[int, torch.UntypedStorage] = {}

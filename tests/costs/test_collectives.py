@@ -136,12 +136,40 @@ def test_dimensions_combine():
     assert sent(split)["keys and values (ring)"][2] == LAYERS * shard
 
 
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_gathered_weights_and_the_keys_of_other_ranks_are_stored_at_once(method: Any):
+    both = planned(Ranks(fsdp=2, context=4, method=method))["training"].gathered
+    weights, keys = planned(Ranks(fsdp=2)), planned(Ranks(context=4, method=method))
+    assert both == weights["training"].gathered + keys["training"].gathered
+    assert 0 < keys["training"].gathered < both
+
+
+def test_of_kinds_of_layers_one_gathers_keys_at_a_time_unless_autograd_saves_them():
+    def gathered(phase: str, method: Any, *layers: tuple[MultiHeadConfig, int]) -> int:
+        model = ModelLayout("model", tuple(LayerGroup(*each) for each in layers))
+        return planned(Ranks(context=4, method=method), model)[phase].gathered
+
+    few, many = (MultiHeadConfig(WIDTH, HEADS, num_kv_heads=x, head_dim=HEAD_DIM) for x in (KV_HEADS, HEADS))
+    for phase, method in (("prefill", "ring"), ("prefill", "all_gather"), ("training", "ring")):
+        assert gathered(phase, method, (few, 2), (many, 3)) == gathered(phase, method, (many, 1)) > 0, (phase, method)
+    saved = gathered("training", "all_gather", (few, 2)), gathered("training", "all_gather", (many, 3))
+    assert gathered("training", "all_gather", (few, 2), (many, 3)) == sum(saved)
+
+
 def test_one_rank_sends_nothing_and_stores_everything():
     plan = planned(Ranks())
     assert all(x.collectives == () and x.sent == 0 for x in plan.phases)
     whole = polyhead.plan(MODEL, context=TOKENS, batch=BATCH)
     assert [x.needed for x in plan.phases] == [x.needed for x in whole.phases]
     assert (plan.parameters, plan.cache_bytes_per_token) == (whole.parameters.total, whole.cache_bytes_per_token)
+
+
+def test_without_a_machine_the_memory_of_a_rank_is_in_the_unit_of_the_tables():
+    whole = polyhead.plan(MODEL, context=TOKENS, batch=BATCH, ranks=Ranks(tensor=2))
+    assert whole.ranks is not None
+    lines = [line for line in rank_words(whole, whole.ranks) if " needs " in line]
+    assert len(lines) == 3
+    assert all("iB on each for" in line for line in lines)
 
 
 def test_times_are_those_of_named_links():
@@ -163,10 +191,10 @@ def test_times_are_those_of_named_links():
     [
         ({"tensor": 0}, "tensor must be a positive integer, got 0"),
         ({"context": 2.0}, "context must be a positive integer, got 2.0"),
-        ({"sequence_parallel": True, "fsdp": 2}, "sequence parallel needs several ranks of tensor parallel, got 1"),
+        ({"sequence_parallel": True, "fsdp": 2}, "needs tensor parallelism over at least 2 ranks, got tensor=1"),
         ({"method": "star"}, "method must be 'auto', 'ring' or 'all_gather', got 'star'"),
         ({"bandwidth": float("nan")}, "bandwidth must be a positive number of bytes per second, got nan"),
-        ({"bandwidth": {"pipeline": 1.0}}, "bandwidth is that of tensor, context, fsdp; got 'pipeline'"),
+        ({"bandwidth": {"pipeline": 1.0}}, "bandwidth must be given for tensor, context, fsdp; got 'pipeline'"),
     ],
 )
 def test_bad_ranks_are_refused(options: dict[str, Any], words: str):

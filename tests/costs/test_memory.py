@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import gc
+import operator
 from typing import Literal
 
 import pytest
@@ -57,6 +60,54 @@ def test_layers_keep_their_activations_and_share_what_one_of_them_needs():
     assert (idle.kept, idle.gradients, idle.cache) == (0, 0, 0)
     added = one + estimate_memory(MultiHeadConfig(64, 4), work)
     assert (added.transient, added.kept) == (one.transient, two.kept)
+
+
+def saved_by(configs: list[AttentionConfig], tokens: int) -> int:
+    """Bytes that autograd saves for the backward of these layers in a row, besides parameters and the first input."""
+    layers = [build_attention(config) for config in configs]
+    x = torch.randn(1, tokens, configs[0].layout.embed_dim, requires_grad=True)
+    own = {tensor.untyped_storage()._cdata for tensor in (x, *(p for layer in layers for p in layer.parameters()))}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        for layer in layers:
+            x = layer(x).output
+    return sum(storage.nbytes() for key, storage in saved.items() if key not in own)
+
+
+def test_layers_of_equal_positions_share_the_tables_of_rope():
+    tokens, dim = 256, 64  # tables grow by powers of two
+    config = MultiHeadConfig(dim, 1, bias=False, causal=True, positions=RotaryConfig())
+    longer = dataclasses.replace(config, positions=RotaryConfig(base=1e6))
+    windowed = dataclasses.replace(config, window=100)
+    table = 2 * 4 * tokens * dim  # cos and sin in float32
+
+    def of(*layers: tuple[AttentionConfig, int]) -> MemoryEstimate:
+        work, options = Workload.training_step(tokens), {"dtype": torch.float32, "device": "cpu"}
+        return functools.reduce(
+            operator.add, (estimate_memory(each, work, layers=count, **options) for each, count in layers)
+        )
+
+    cases = {
+        "equal layers": (((config, 3),), table),
+        "windows": (((config, 2), (windowed, 1)), table),
+        "other wavelengths": (((config, 2), (longer, 1)), 2 * table),
+    }
+    for name, (layers, tables) in cases.items():
+        found = of(*layers)
+        assert found.table_bytes == tables, name
+        real = saved_by([each for each, count in layers for _ in range(count)], tokens)
+        assert found.kept + found.table_bytes == pytest.approx(real, rel=0.03), name
+    one, many = of((config, 1)), of((config, 3))
+    assert many.total - one.total == 2 * (one.kept + one.between + one.parameters + one.gradients)
+    assert one.to_dict()["tables"] == table
+    assert one.total == one.parameters + one.gradients + one.inputs + one.kept + one.transient + table
+    source = Workload.cross(7, 300)
+    assert estimate_memory(dataclasses.replace(config, causal=False), source).table_bytes == 2 * 4 * 300 * dim
 
 
 @pytest.mark.parametrize("form", ["fused", "materialised"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import json
 import math
 
@@ -22,6 +24,7 @@ from polyhead.costs import (
 from polyhead.costs.curves import over_context, over_heads, with_heads
 from polyhead.costs.layout_warnings import warnings_of
 from polyhead.costs.parameters import count_parameters, four_squares
+from polyhead.costs.phases import USABLE, Need, PhaseSizes, largest_fitting, need
 from polyhead.costs.plan_wording import below, facts, layout_words, requested, rows, title
 from polyhead.costs.planning import crossover
 from polyhead.costs.quantities import count, decimal_size, parse_count, parse_seconds, seconds, size
@@ -293,11 +296,62 @@ def test_the_weights_of_the_whole_model_must_fit():
     lines = [text for _, text in facts(plan)]
     assert any(" for all weights, gradients, AdamW's state (8 bytes per parameter) and attention's" in x for x in lines)
     assert any("decode does not fit: 33.3 GB of 24 GB for all weights, cache and attention's" in x for x in lines)
-    assert "fits: at most 80% of the memory, since other activations, logits and the CUDA context come on top" in lines
+    scope = "fits: at most 80% of the memory, since other activations, logits and the CUDA context come on top"
+    assert f"{scope}; GB are 10⁹ bytes, GiB are 2³⁰" in lines
     alone = planning.plan(dataclasses.replace(plan.model, other_parameters=None), **sizes)
     assert [fit.needed_bytes for fit in alone.fits] == [phase.fused.total for phase in alone.phases]
     lines = [text for _, text in facts(alone)]
     assert any("since all other weights, optimizer state, other activations" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("machine", "layer", "phase", "sizes"),
+    [
+        # The mask tensor of a window, which batches of 8 do without; tiles that become lower with the tokens.
+        (
+            "nvidia-l4",
+            {"window": 200, "head_dim": 128, "num_kv_heads": 8},
+            "prefill",
+            [(x, 1024) for x in range(1, 41)],
+        ),
+        (
+            "nvidia-l4",
+            {"window": 200, "head_dim": 128, "num_kv_heads": 8},
+            "training",
+            [(x, 1024) for x in range(1, 41)],
+        ),
+        ("cpu-2-cores", {"sinks": True}, "prefill", [(1, x) for x in range(1, 320)]),
+        ("cpu-2-cores", {"sinks": True}, "training", [(1, x) for x in range(1, 320)]),
+    ],
+)
+def test_the_largest_that_fits_is_the_largest_of_all_sizes(machine, layer, phase, sizes):
+    model = ModelLayout.of(MultiHeadConfig(512, 32, causal=True, bias=False, **layer))
+    place = Machine.load(machine)
+    dtype = place.dtypes[0]
+
+    @functools.cache
+    def at(size: int) -> Need:
+        return need(model, phase, PhaseSizes(*sizes[size - 1], dtype, dtype), place)
+
+    needs = [at(size).bytes for size in range(1, len(sizes) + 1)]
+    assert any(before > after for before, after in itertools.pairwise(needs))
+    for each in needs[::3]:
+        for bytes_ in (each, each - 1):
+            memory = dataclasses.replace(place, memory_bytes=math.ceil(bytes_ / USABLE))
+            usable = USABLE * memory.memory_bytes
+            largest = max((size for size, x in enumerate(needs, 1) if x <= usable), default=0)
+            assert largest_fitting(at, memory, len(sizes)) == largest
+
+
+def test_a_plan_whose_phase_fits_has_no_smaller_largest_context():
+    # At 2,896 tokens a window is left to a kernel that needs no mask tensor: 2,880 tokens need more memory than 2,912.
+    sizes = [PhaseSizes(1, context, torch.bfloat16, torch.bfloat16) for context in (2880, 2912)]
+    model, machine = read_layout("mistral-7b"), Machine.load("nvidia-l4")
+    shorter, longer = (need(model, "prefill", each, machine).bytes for each in sizes)
+    assert longer < shorter
+    between = dataclasses.replace(machine, memory_bytes=math.ceil((shorter + longer) / 2 / USABLE))
+    (fit,) = planning.plan(model, context=2912, phases=["prefill"], machine=between).fits
+    assert (fit.verdict, fit.max_context) == ("fits", 2912)
 
 
 def test_a_plan_without_a_margin_is_tight_and_says_what_would_fit():
@@ -342,7 +396,7 @@ def test_a_plan_says_what_fits_and_up_to_which_batch():
         (fit,), (words, *_) = fit_lines(memory, batch=2, phases=["training"])
         assert fit.max_batch == most
         assert words.startswith("training fits: ")
-        assert words.endswith(f" of {decimal_size(memory)} for attention alone; up to batch {most}")
+        assert words.endswith(f" of {decimal_size(memory)} for attention alone; the largest batch is {most}")
     (fit,), (words, *_) = fit_lines(six, batch=6, phases=["training"])
     assert words == f"training is tight: {decimal_size(six)} of {decimal_size(six)} for attention alone"
     (fit,), (words, helps, *_) = fit_lines(six - 1, batch=6, phases=["training"])
@@ -445,6 +499,14 @@ def test_a_curve_over_heads_keeps_groups_as_large_as_they_are(width, heads, kv_h
 # ---- words
 
 
+def test_other_numbers_of_heads_rotate_the_same_share_of_the_channels():
+    model = ModelLayout.of(MultiHeadConfig(256, 4, causal=True, positions=RotaryConfig(rotary_dim=16)))
+    for heads, rotated in ((4, 16), (8, 8), (32, 2), (128, 2)):
+        assert with_heads(model, heads).config.positions.rotary_dim == rotated
+    whole = ModelLayout.of(MultiHeadConfig(256, 4, causal=True, positions=RotaryConfig()))
+    assert with_heads(whole, 8).config.positions.rotary_dim == 32
+
+
 def test_words_of_a_plan():
     plan = planning.plan(MIXED, context=19, phases=["decode"])
     windowed, full = (
@@ -480,6 +542,16 @@ def test_numbers_that_nobody_writes_are_refused(text):
         parse_count(text)
     with pytest.raises(ValueError, match="must be a time such as 2s, 20ms"):
         parse_seconds(text)
+
+
+def test_bytes_are_read_by_the_unit_that_they_are_printed_in():
+    for number in (7e3, 64e6, 150e9, 1.5e12):
+        assert parse_count(decimal_size(number), of_bytes=True) == number
+    units = {"2B": 2, "2kB": 2000, "2KiB": 2048, "2Ki": 2048, "2K": 2048, "1.5GB": 1.5e9, "1.5GiB": 1.5 * 2**30}
+    assert {text: parse_count(text, of_bytes=True) for text in units} == units
+    for text in ("2iB", "2i"):
+        with pytest.raises(OptionError, match="must be a number such as 65536, 64KiB"):
+            parse_count(text, of_bytes=True)
 
 
 def test_numbers_come_back_as_they_were_written():

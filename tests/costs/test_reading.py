@@ -146,6 +146,54 @@ def test_layers_without_a_softmax_are_left_out_and_noted():
     assert "3 of 4 layers have no softmax (linear_attention): not counted" in model.notes
 
 
+@pytest.mark.parametrize(
+    ("config", "rotated"),
+    [
+        ({"model_type": "phi", "partial_rotary_factor": 0.25, **TINY, "num_attention_heads": 2}, 6),
+        ({"model_type": "phi", **TINY, "num_attention_heads": 2}, 12),  # transformers' default
+        ({"model_type": "gpt_neox", "rotary_pct": 1.0, **TINY}, 8),
+        ({"model_type": "gpt_neox", "rotary_pct": 0.375, **TINY}, 4),  # 3 channels are rotated in pairs
+        ({"model_type": "gpt_neox", "rotary_pct": 0.0, **TINY}, None),
+        ({"model_type": "gptj", **GPT, "rotary_dim": 6}, 6),
+        ({"model_type": "gptj", **GPT, "rotary_dim": None}, 8),
+        ({"model_type": "gptj", **GPT}, 8),  # the default of 64 is more than the head has
+        ({"model_type": "llama", "rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 1e4}, **GROUPED}, 4),
+        ({"model_type": "phi3", "rope_scaling": {"partial_rotary_factor": 0.75, "type": "x"}, **GROUPED}, 6),
+    ],
+    ids=str,
+)
+def test_the_channels_that_rope_rotates_are_read(config, rotated):
+    model = read_hf_config(config, complete="rope_scaling" in config)
+    positions = model.config.positions
+    assert (None if positions is None else positions.rotary_dim) == rotated
+    default = config["model_type"] == "phi" and "partial_rotary_factor" not in config
+    assert any("partial_rotary_factor 0.5" in note for note in model.notes) == default
+
+
+def test_the_channels_that_rope_rotates_differ_by_type_of_layer():
+    types = ["sliding_attention", "full_attention"]
+    nested = {"full_attention": {"partial_rotary_factor": 0.25}, "sliding_attention": {"rope_theta": 1e4}}
+    config = {"model_type": "gemma3_text", **GROUPED, "head_dim": 16, "sliding_window": 9, "layer_types": types}
+    model = read_hf_config({**config, "attention_bias": False, "rope_parameters": nested}, complete=True)
+    assert {group.config.window: group.config.positions.rotary_dim for group in model.groups} == {9: 16, None: 4}
+
+
+def test_rotated_channels_that_are_no_share_or_missing_are_refused_and_layers_without_rope_are_noted():
+    for share in (1.5, -0.5, "half", True):
+        with pytest.raises(OptionError, match=f"must be from 0 to 1, got {share!r}"):
+            read_hf_config({"model_type": "phi", "partial_rotary_factor": share, **TINY}, complete=True)
+    with pytest.raises(OptionError, match=r"rotary_dim must be a positive integer, got 2.5"):
+        read_hf_config({"model_type": "gptj", "rotary_dim": 2.5, **GPT}, complete=True)
+    with pytest.raises(
+        OptionError, match=r"must contain the channels that RoPE rotates \(partial_rotary_factor, rotary_"
+    ):
+        read_hf_config({"model_type": "phi", **TINY}, complete=True)
+    notes = read_hf_config({"model_type": "smollm3", "no_rope_layers": [1, 0], **GROUPED}).notes
+    assert "RoPE is counted in all layers, also in the 1 without (no_rope_layers)" in notes
+    notes = read_hf_config({"model_type": "smollm3", "no_rope_layers": [1, 1], **GROUPED}).notes
+    assert not any("RoPE" in note for note in notes)
+
+
 def test_numbers_are_those_that_the_config_names():
     found = {**GROUPED, "model_type": "llama", "attention_bias": False, "torch_dtype": "bfloat16"}
     model = read_hf_config(found, complete=True)

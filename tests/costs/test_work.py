@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import polyhead
 from polyhead import Mask
@@ -101,9 +102,9 @@ def test_a_mask_of_the_call_spares_pairs_as_it_does_in_the_counts(config):
 def test_memory_of_every_arrangement_is_made_of_what_it_keeps(config, work):
     for form in ("fused", "materialised"):
         found = estimate_memory(config, work, form=form)
-        assert min(dataclasses.astuple(found)) >= 0
+        assert min(found.to_dict().values()) >= 0
         assert found.parameters == 2 * estimate_cost(config, work).parameters
-        assert found.cache == (estimate_cost(config, work).cache_bytes if work.past else 0)
+        assert found.cache == (estimate_cost(config, work).cache_bytes if work.past or work.remembered else 0)
         assert (found.kept > 0) == (found.gradients > 0) == work.training
         written = estimate_cost(config, work, form=form).weights_bytes
         assert (written > 0) == (form == "materialised")
@@ -136,6 +137,39 @@ def test_exponentials_are_those_of_the_formula(monkeypatch, config):
     with torch.no_grad(), _Exponentials() as exponentials:
         layer(torch.randn(BATCH, QUERIES, EMBED))
     assert estimate_cost(config, WORKLOADS["forward"], form="materialised").exponentials == exponentials.count
+
+
+class _RotaryTransfers(TorchDispatchMode):
+    """Bytes that the operators of RoPE on queries and keys read and write, without cos and sin, and their number."""
+
+    FUNCTIONS = (torch.ops.aten.roll.default, torch.ops.aten.mul.Tensor, torch.ops.aten.addcmul.default)
+    FUNCTIONS += (torch.ops.aten.cat.default, torch.ops.aten._to_copy.default)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.launches = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in self.FUNCTIONS and result.dim() == 4:
+            tensors = [x for x in (*tree_leaves(args), result) if isinstance(x, torch.Tensor) and x.dim() == 4]
+            self.bytes += sum(x.nbytes for x in tensors)
+            self.launches += 1
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rotary_dim", [2, 6, 8])
+def test_rotary_passes_are_those_of_the_rotated_channels(rotary_dim, dtype):
+    config = MultiHeadConfig(48, 6, num_kv_heads=2, positions=RotaryConfig(rotary_dim=rotary_dim))
+    positions = build_attention(config).positions
+    for work in (WORKLOADS["forward"], WORKLOADS["cross"]):
+        heads = [torch.randn(BATCH, n, t, 8, dtype=dtype) for n, t in ((6, work.queries), (2, work.keys))]
+        with _RotaryTransfers() as transfers:
+            for each in heads:
+                positions(each)
+        found = layer_work(config, work, dtype=dtype).only("positions")
+        assert (found.bytes, found.launches) == (transfers.bytes, transfers.launches)
 
 
 CONTIGUOUS = torch.contiguous_format

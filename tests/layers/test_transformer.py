@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from polyhead import Mask, MultiHeadAttention
 from polyhead.errors import CacheError, DtypeError, OptionError, ShapeError
-from polyhead.layers import LatentAttention
+from polyhead.layers import LatentAttention, config_of
 from polyhead.layers.kv_cache import GrowingCache, LatentCache
 from polyhead.layers.positions import ALiBi, Learned, Positions, Rotary, Sinusoidal, T5Bias
 from polyhead.layers.transformer import (
@@ -24,7 +25,7 @@ from polyhead.layers.transformer import (
     LanguageModel,
     SequenceToSequence,
 )
-from polyhead.layers.variants import RoutedHeads
+from polyhead.layers.variants import HeadMix, RoutedHeads
 
 BATCH, LENGTH, SOURCE, EMBED, HEADS, LAYERS, VOCAB = 3, 11, 13, 24, 4, 2, 97
 HEAD_DIM = EMBED // HEADS
@@ -146,6 +147,43 @@ def test_a_decoder_block_is_that_of_torch(norm_first: bool) -> None:
     expected = theirs(x, source, tgt_mask=later)
     close(ours(x, source), expected)
     close(ours(x, ours.cross_attention.remember(source)), expected)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"softcap": 0.3},
+        {"scale": 1.7},
+        {"sinks": True},
+        {"output_gate": "head"},
+        {"qk_norm": "rms"},
+        {"num_kv_heads": 2, "value_dim": 5},
+        {"finite": True},
+        {"backend": "reference"},
+        {"bias": False, "output_bias": True},
+        {"dtype": DOUBLE, "attention_dropout": 0.25},
+    ],
+    ids=lambda option: "-".join(option),
+)
+def test_cross_attention_has_the_options_of_the_self_attention(option: dict[str, Any]) -> None:
+    options = {"positions": Rotary(HEAD_DIM), "window": 3, "hidden_dim": 31, "norm": "rms", "dropout": 0.125}
+    block = DecoderBlock(EMBED, HEADS, source_dim=17, **options, **option)
+    config = config_of(block.attention)
+    expected = dataclasses.replace(
+        config, positions=None, causal=False, window=None, key_input_dim=17, value_input_dim=17
+    )
+    assert config_of(block.cross_attention) == expected
+    assert block.cross_attention.q_proj.weight.dtype is block.attention.q_proj.weight.dtype
+
+
+def test_cross_attention_combines_its_heads_with_parameters_of_its_own() -> None:
+    combine = HeadMix(EMBED, HEADS).combine
+    block = DecoderBlock(EMBED, HEADS, source_dim=17, combine=combine)
+    assert block.attention.combine is combine
+    assert type(block.cross_attention.combine) is type(combine)
+    own, others = (list(layer.combine.parameters()) for layer in (block.cross_attention, block.attention))
+    assert len(own) == len(others) > 0
+    assert not {id(x) for x in own} & {id(x) for x in others}
 
 
 def test_dropout_is_for_training() -> None:
@@ -335,6 +373,22 @@ def test_a_sequence_says_nothing_after_eos_and_generation_ends_when_all_have_sai
         assert stopped[row].tolist() == (said[:until] + [eos] * 9)[:width]
     alone = model.generate(prompt[:1], 9, eos=eos)
     assert alone[0].tolist() == free[0, : free[0].tolist().index(eos) + 1].tolist()
+
+
+@pytest.mark.parametrize("kind", ["growing", "preallocated", "paged", "rolling", "quantized"])
+def test_generation_under_autocast_caches_in_its_dtype(kind: str) -> None:
+    model = sharpened(LanguageModel(VOCAB, EMBED, HEADS, LAYERS, positions=Rotary(HEAD_DIM), qk_norm="rms", window=7))
+    prompt = tokens(BATCH, LENGTH)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        caches = model.new_caches(kind, BATCH, capacity=LENGTH)
+        pieces = torch.cat([model(piece, caches=caches) for piece in prompt.split([4, 1, 1, 5], 1)], 1)
+        assert caches[0].view().key.dtype is torch.bfloat16
+        assert model.generate(prompt, 5, caches=kind).shape == (BATCH, 5)
+        whole = model(prompt)
+        double = model.double()  # which autocast leaves in its dtype
+        assert double.generate(prompt, 5, caches=kind).shape == (BATCH, 5)
+        exact = double(prompt)
+    assert 0 < (pieces - exact).norm() < 2 * (whole - exact).norm()
 
 
 def test_generation_of_nothing_and_for_nobody() -> None:

@@ -59,8 +59,9 @@ def choose(
 ) -> None:
     """List the best head layouts within a budget.
 
-    Shows the Pareto front: layouts such that no other layout within the budget has at least as many heads, as large a
-    head_dim and as many KV heads. Known weaknesses are listed as warnings, and well-known models for comparison.
+    Shows the Pareto front: a layout is left out if another one within the budget has at least as many heads, at least
+    the same head_dim and at least as many KV heads. Known weaknesses are listed as warnings, and well-known models for
+    comparison.
 
     Example: `polyhead choose --d-model 4096 --layers 32 --cache 128KiB`
     """

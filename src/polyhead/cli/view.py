@@ -57,7 +57,7 @@ def view(
         int | None,
         optional("Maximum tokens of a text. [default: the model's maximum, or what fits in memory]", metavar="N"),
     ] = None,
-    cache: Annotated[int, typer.Option(metavar="MB", help="Size of the cache of computed tiles, in MB.")] = 256,
+    cache: Annotated[int, typer.Option(metavar="MiB", help="Size of the cache of computed tiles, in MiB.")] = 256,
     lang: Language = "en",
     device: Device = None,
     dtype: Dtype = None,
@@ -79,7 +79,7 @@ def view(
     check_language(lang)
     check_dtype(dtype)
     if cache < 0:
-        raise OptionError(f"--cache must be at least 0 MB, got {cache}")
+        raise OptionError(f"--cache must be at least 0 MiB, got {cache}")
     if not 0 <= port < 1 << 16:
         raise OptionError(f"--port must be from 0 to 65535, got {port}")
 

@@ -87,7 +87,9 @@ def with_heads(model: ModelLayout, heads: int) -> ModelLayout:
         kv_heads, dim = heads // size, width // heads
         positions = config.positions
         if isinstance(positions, RotaryConfig):
-            positions = replace(positions, rotary_dim=None)
+            assert positions.rotary_dim is not None
+            rotated = dim * positions.rotary_dim // config.layout.head_dim  # the same share of the channels
+            positions = replace(positions, rotary_dim=max(2, rotated + rotated % 2))
         changed = replace(
             config, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, value_dim=dim, positions=positions
         )

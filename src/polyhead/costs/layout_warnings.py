@@ -21,8 +21,8 @@ KINDS = {
     "one head": "one head has one attention map, so a token attends to one thing at a time",
     "one channel": "with a head_dim of 1 every logit is a product of two scalars",
     "narrow": f"a head_dim below {NARROW} leaves matrix units half empty, and trained models avoid it",
-    "rank": "a head of d channels distinguishes about exp(d / 8) keys, and its maps have rank d at most",
-    "idle": "too few heads, sequences and tokens to give every multiprocessor a part of the attention",
+    "rank": "with a head_dim of d, a head can separate some exp(d / 8) keys, and its logits have rank d at most",
+    "idle": "too few heads, sequences and tokens to occupy every multiprocessor",
 }
 _CALLS: dict[Phase, str] = {"training": "a training step", "prefill": "the prefill", "decode": "a decode step"}
 

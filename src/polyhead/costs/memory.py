@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,6 +15,9 @@ from polyhead.costs.recording.recorder import Form
 from polyhead.costs.work import Device
 from polyhead.costs.workload import Workload
 from polyhead.layers import AttentionConfig, MultiHeadConfig
+from polyhead.layers.multi_head.config import HeadsConfig
+from polyhead.layers.positions.config import RotaryConfig
+from polyhead.layers.variants.collaborative.config import CollaborativeConfig
 from polyhead.layers.variants.routed.config import RoutedConfig
 from polyhead.masks import Mask
 
@@ -24,10 +28,13 @@ class MemoryEstimate:
 
     `gradients` are those of the parameters, still allocated from the previous step. `inputs` are the input of the first
     layer, the source of cross-attention, the output of the last layer and, in training, the gradient of that output.
+    `cache` is the KV cache, or the remembered keys and values of a source, of all layers.
     `kept` is what all layers save for the backward, `transient` what the layer being computed needs in addition.
     `kept_weights` and `transient_weights` are the parts of these two that are attention weights (h n² elements per
     copy); 0 if attention is fused. `between` is the activation between two layers: training saves it, and `kept`
-    contains it (layers - 1) times.
+    contains it (layers - 1) times. `tables` are the tables by position, such as cos and sin of RoPE, and their bytes;
+    layers of equal positions share one. `routes` are the kernels and tiles of the calls: memory grows with batch and
+    tokens while they stay the same, and may drop where they change.
     """
 
     parameters: int
@@ -39,6 +46,8 @@ class MemoryEstimate:
     kept_weights: int
     transient_weights: int
     between: int
+    tables: tuple[tuple[str, int], ...] = ()
+    routes: tuple[Hashable, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def weights(self) -> int:
@@ -47,7 +56,11 @@ class MemoryEstimate:
 
     @property
     def activations(self) -> int:
-        return self.inputs + self.kept + self.transient
+        return self.inputs + self.kept + self.transient + self.table_bytes
+
+    @property
+    def table_bytes(self) -> int:
+        return sum(size for _, size in self.tables)
 
     @property
     def total(self) -> int:
@@ -56,12 +69,16 @@ class MemoryEstimate:
     def to_dict(self) -> dict[str, int]:
         """Return all bytes by name, including totals."""
         totals = {"weights": self.weights, "activations": self.activations, "total": self.total}
-        return {**dataclasses.asdict(self), **totals}
+        content = {**dataclasses.asdict(self), **totals, "tables": self.table_bytes}
+        del content["routes"]
+        return content
 
     def __add__(self, other: MemoryEstimate) -> MemoryEstimate:
         """Combine consecutive layers: one of them runs at a time, and the activation between them counts once."""
         busiest = max(self, other, key=lambda memory: (memory.transient, memory.transient_weights))
-        between = max(self.between, other.between)
+        between, tables = max(self.between, other.between), dict(self.tables)
+        for positions, size in other.tables:
+            tables[positions] = max(size, tables.get(positions, 0))
         return MemoryEstimate(
             parameters=self.parameters + other.parameters,
             gradients=self.gradients + other.gradients,
@@ -72,6 +89,8 @@ class MemoryEstimate:
             kept_weights=self.kept_weights + other.kept_weights,
             transient_weights=busiest.transient_weights,
             between=between,
+            tables=tuple(tables.items()),
+            routes=(*self.routes, *other.routes),
         )
 
 
@@ -120,29 +139,43 @@ def estimate_memory(
     call = checked_call(config, work, mask=mask, cached=cached, form=form, device=device, **dtypes)
     layer, tape = describe(config), call.tape
     output = layer.record(call)
-    per_token = layer.cache_bytes_per_token(call.cache_dtype)
+    per_token = layer.cache_bytes_per_token(call.dtype if work.remembered else call.cache_dtype)
+    cache = layers * work.batch * work.keys * per_token if call.cached or work.remembered else 0
     parameters = layers * layer.num_parameters * dtype.itemsize
     activation = output.size  # size of a layer's input and of its output
-    source = 0 if work.source is None else activation // max(1, work.queries) * work.source
+    source = 0
+    if work.source is not None and not work.remembered:
+        source = call.size(work.batch * work.source * _source_width(config))
     largest = max(call.weight_sizes, default=0)
     if not work.training:
-        cache = layers * work.batch * work.keys * per_token if call.cached else 0
         transient, weights = tape.peak - activation, FORWARD_COPIES * largest
-        return MemoryEstimate(parameters, 0, cache, 2 * activation + source, 0, transient, 0, weights, 0)
+        sizes = (parameters, 0, cache, 2 * activation + source, 0, transient, 0, weights, 0)
+        return MemoryEstimate(*sizes, tables=tuple(call.tables.items()), routes=tuple(call.routes))
     tape.finish(output)
     saved = tape.now - activation
     tape.backward()
     return MemoryEstimate(
         parameters=parameters,
         gradients=parameters,
-        cache=0,
+        cache=cache,
         inputs=3 * activation + source,
         kept=layers * saved + (layers - 1) * activation,
         transient=tape.peak - activation - saved,
         kept_weights=layers * KEPT_COPIES * sum(call.weight_sizes),
         transient_weights=(BACKWARD_COPIES - KEPT_COPIES) * largest,
         between=activation,
+        tables=tuple(call.tables.items()),
+        routes=tuple(call.routes),
     )
+
+
+def _source_width(config: AttentionConfig) -> int:
+    """Return the channels of a token of the source: one tensor, or two where keys and values differ in width."""
+    width: int = config.layout.embed_dim  # type: ignore[attr-defined]
+    if not isinstance(config, HeadsConfig):
+        return width
+    layout = config.layout
+    return sum({layout.key_input_dim, layout.value_input_dim})
 
 
 def memory_caveats(config: AttentionConfig, *, device: Device = "cuda") -> tuple[str, ...]:
@@ -157,13 +190,30 @@ def memory_caveats(config: AttentionConfig, *, device: Device = "cuda") -> tuple
     >>> memory_caveats(MultiHeadConfig(512, 8)), memory_caveats(uneven)
     ((), ('memory of uneven KV groups over a cache (prefill and decode) ...',))
     """
-    caveats = _unmeasured(config) if device == "cuda" else []
+    caveats = [*(_unmeasured(config) if device == "cuda" else []), *_of_rotary(config, device)]
     if isinstance(config, RoutedConfig) and config.top_k is None:
         caveats.append(
             f"memory of routed heads assumes the maximum of {config.max_heads} heads per token; "
             "the actual number depends on the text"
         )
     return tuple(caveats)
+
+
+def _of_rotary(config: AttentionConfig, device: Device) -> list[str]:
+    """Return a message if RoPE makes estimates for this layer less accurate."""
+    positions = getattr(config, "positions", None)
+    if not isinstance(positions, RotaryConfig):
+        return []
+    if isinstance(config, CollaborativeConfig):
+        return [
+            "memory of RoPE in collaborative heads was up to 15% off on a CPU: it rotates the queries of every head"
+        ]
+    if positions.rotary_dim == config.position_layout.head_dim:  # type: ignore[attr-defined]
+        return []
+    if isinstance(config, RoutedConfig):
+        return ["memory of routed heads with RoPE on a part of the channels was up to 16% too high on a CPU"]
+    text = "memory of RoPE on a part of the channels is tested to 5% on a CPU; it has not been measured on a GPU"
+    return [text] if device == "cuda" else []
 
 
 def _unmeasured(config: AttentionConfig) -> list[str]:

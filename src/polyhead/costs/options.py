@@ -44,11 +44,11 @@ class Ranks:
         if self.method not in ("auto", "ring", "all_gather"):
             raise OptionError(f"method must be 'auto', 'ring' or 'all_gather', got {self.method!r}")
         if self.sequence_parallel and self.tensor == 1:
-            raise OptionError("sequence parallel needs several ranks of tensor parallel, got 1")
+            raise OptionError("sequence_parallel needs tensor parallelism over at least 2 ranks, got tensor=1")
         named = self.bandwidth if isinstance(self.bandwidth, Mapping) else {"tensor": self.bandwidth}
         for dimension, bandwidth in named.items():
             if dimension not in get_args(Dimension):
-                raise OptionError(f"bandwidth is that of {', '.join(get_args(Dimension))}; got {dimension!r}")
+                raise OptionError(f"bandwidth must be given for {', '.join(get_args(Dimension))}; got {dimension!r}")
             if bandwidth is not None and not 0 < bandwidth < float("inf"):
                 raise OptionError(f"bandwidth must be a positive number of bytes per second, got {bandwidth!r}")
 

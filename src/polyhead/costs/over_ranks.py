@@ -121,17 +121,24 @@ def _gathered(
     *,
     training: bool,
 ) -> int:
-    """Return the bytes of other ranks at the peak: of FSDP2 the weights of two blocks, and the gradients of one."""
-    total = 0
+    """Return the bytes of other ranks at the peak.
+
+    These are of FSDP2 the weights of two blocks and the gradients of one; of context parallel the keys and values of
+    the running layer, or of all layers where autograd saves them.
+    """
+    total = running = 0
     if ranks.fsdp > 1:
         others = (model.other_parameters or 0) // (ranks.tensor * model.layers)
         largest = max(x.elements(1) for x in shares) + others
         total += (3 if training else 2) * largest * dtype.itemsize
     for share in shares if ranks.context > 1 else ():
         sent = share.context_bytes(ranks, batch, context, dtype)
-        if sent.method == "all_gather":  # which autograd saves in each layer
-            total += sent.forward * (share.layers if training else 1)
-            continue
-        shard, gradients = sent.forward // (ranks.context - 1), (sent.backward - sent.forward) // (ranks.context - 1)
-        total = max(total, shard + (3 * gradients if training else 0))
-    return total
+        if sent.method == "all_gather" and training:  # which autograd saves in each layer
+            total += sent.forward * share.layers
+        elif sent.method == "all_gather":
+            running = max(running, sent.forward)
+        else:
+            hops = ranks.context - 1
+            shard, gradients = sent.forward // hops, (sent.backward - sent.forward) // hops
+            running = max(running, shard + (3 * gradients if training else 0))
+    return total + running

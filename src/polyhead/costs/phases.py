@@ -5,9 +5,9 @@ from __future__ import annotations
 import bisect
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -149,23 +149,50 @@ def plan_phase(model: ModelLayout, phase: Phase, sizes: PhaseSizes, machine: Mac
     )
 
 
-def largest_fitting(needed: Callable[[int], int], machine: Machine, limit: int = 1 << 32) -> int:
-    """Return the largest batch or context up to `limit` whose `needed` bytes fit (`verdict`), 0 if there is none.
+class Need(NamedTuple):
+    """Peak memory of a phase at one batch and context.
+
+    `least` is the part that grows with both whatever the routes; `routes` are those of `MemoryEstimate`.
+    """
+
+    bytes: int
+    least: int
+    routes: tuple[Hashable, ...]
+
+
+def largest_fitting(at: Callable[[int], Need], machine: Machine, limit: int = 1 << 32) -> int:
+    """Return the largest batch or context up to `limit` whose bytes fit (`verdict`), 0 if there is none.
+
+    A smaller one may not fit: memory drops where larger calls are served by a kernel that needs less, such as one that
+    reads a sliding window without a mask tensor. Between two sizes of equal routes it grows.
 
     >>> from polyhead.layers import MultiHeadConfig
     >>> model, dtype = ModelLayout.of(MultiHeadConfig(512, 8, causal=True), 4), torch.bfloat16
     >>> machine = Machine.load("nvidia-l4")
-    >>> def needed(batch):
-    ...     return needed_bytes(model, "decode", PhaseSizes(batch, 8192, dtype, dtype), machine)
-    >>> largest_fitting(needed, machine)
+    >>> def at(batch):
+    ...     return need(model, "decode", PhaseSizes(batch, 8192, dtype, dtype), machine)
+    >>> largest_fitting(at, machine)
     285
     """
-    return bisect.bisect_right(range(1, limit + 1), USABLE * machine.memory_bytes, key=needed)
+    at, usable = functools.cache(at), USABLE * machine.memory_bytes
+
+    def largest(first: int, last: int) -> int:
+        if at(first).least > usable:
+            return 0
+        if at(first).routes == at(last).routes:
+            fitting = bisect.bisect_right(range(first, last + 1), usable, key=lambda size: at(size).bytes)
+            return first - 1 + fitting if fitting else 0
+        middle = (first + last) // 2
+        return largest(middle + 1, last) or largest(first, middle)
+
+    return largest(1, limit)
 
 
-def needed_bytes(model: ModelLayout, phase: Phase, sizes: PhaseSizes, machine: Machine) -> int:
-    """Return `PhasePlan.needed` without the rest of the plan."""
-    return _phase_memory(model, phase, sizes, machine).total + sum(_outside(model, phase, sizes.dtype).values())
+def need(model: ModelLayout, phase: Phase, sizes: PhaseSizes, machine: Machine) -> Need:
+    """Return the memory of a phase, `PhasePlan.needed`, without the rest of the plan."""
+    memory, outside = _phase_memory(model, phase, sizes, machine), sum(_outside(model, phase, sizes.dtype).values())
+    least = memory.parameters + memory.gradients + memory.cache + memory.inputs + outside
+    return Need(memory.total + outside, least, memory.routes)
 
 
 def _outside(model: ModelLayout, phase: Phase, dtype: torch.dtype) -> dict[str, int]:

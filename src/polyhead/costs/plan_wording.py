@@ -136,7 +136,7 @@ def rank_words(plan: Plan, ranks: RanksPlan) -> list[str]:
         stored += f", and {size(ranks.cache_bytes_per_token)} of cache per token"
     lines.append(stored)
     for phase in ranks.phases:
-        text = f"{phase.phase} needs {decimal_size(phase.needed)} on each for {counted(plan, phase.phase)}"
+        text = f"{phase.phase} needs {size(phase.needed)} on each for {counted(plan, phase.phase)}"
         if phase.verdict is not None and plan.machine is not None:
             state = "is tight" if phase.verdict == "tight" else phase.verdict
             memory = next(fit.machine_bytes for fit in plan.fits if fit.phase == phase.phase)
@@ -169,7 +169,7 @@ def fit_words(plan: Plan, fit: Fit) -> str:
     state = "is tight" if fit.verdict == "tight" else fit.verdict
     text = f"{fit.phase} {state}: {decimal_size(fit.needed_bytes)} of {decimal_size(fit.machine_bytes)}"
     text += f" for {counted(plan, fit.phase)}"
-    return f"{text}; up to batch {fit.max_batch:,}" if fit.verdict == "fits" else text
+    return f"{text}; the largest batch is {fit.max_batch:,}" if fit.verdict == "fits" else text
 
 
 def fit_help(fit: Fit) -> str:
@@ -201,7 +201,7 @@ def fit_scope(plan: Plan) -> str:
     rest = "other activations, logits and the CUDA context come on top"
     if plan.model.other_parameters is None:
         rest = f"all other weights, optimizer state, {rest}"
-    return f"fits: at most {USABLE:.0%} of the memory, since {rest}"
+    return f"fits: at most {USABLE:.0%} of the memory, since {rest}; GB are 10⁹ bytes, GiB are 2³⁰"
 
 
 def parameter_words(plan: Plan) -> tuple[str, str]:

@@ -20,12 +20,13 @@ from polyhead.costs.memory import memory_caveats
 from polyhead.costs.options import PHASES, Phase, Ranks, check_sizes, parse_phases
 from polyhead.costs.parameters import ParameterIdentity, Parameters, four_squares
 from polyhead.costs.phases import (
+    Need,
     PhasePlan,
     PhaseSizes,
     Verdict,
     can_roll,
     largest_fitting,
-    needed_bytes,
+    need,
     plan_phase,
     rolling_cache_bytes,
 )
@@ -51,7 +52,8 @@ class Fit:
     activation checkpointing outside attention.
 
     `max_batch` is the largest batch that fits at the plan's context, `max_context` the largest context, up to the
-    plan's, that fits at its batch; 0 if there is none. `rolling_bytes` is the peak with rolling caches in windowed
+    plan's, that fits at its batch; 0 if there is none. A smaller one may not fit, where another kernel serves it that
+    needs more memory. `rolling_bytes` is the peak with rolling caches in windowed
     layers, `int8_bytes` with an int8 cache; None without a cache, or if it is of 8 bits or cannot be.
     """
 
@@ -232,21 +234,21 @@ def plan(
 
 
 def _fit(model: ModelLayout, phase: PhasePlan, sizes: PhaseSizes, machine: Machine) -> Fit:
-    def needed(**changed: Any) -> int:
-        return needed_bytes(model, phase.phase, dataclasses.replace(sizes, **changed), machine)
+    def at(**changed: Any) -> Need:
+        return need(model, phase.phase, dataclasses.replace(sizes, **changed), machine)
 
     can_be_int8 = all(describe(group.config).cache_scales is not None for group in model.groups)
     int8 = None
     if phase.fused.cache and sizes.cache_dtype.itemsize > 1 and can_be_int8:
-        int8 = needed(cache_dtype=torch.int8)
+        int8 = at(cache_dtype=torch.int8).bytes
     return Fit(
         phase=phase.phase,
         verdict=phase.verdict(machine.memory_bytes),
         needed_bytes=phase.needed,
         rolling_bytes=phase.needed - phase.fused.cache + phase.rolling_cache,
         machine_bytes=machine.memory_bytes,
-        max_batch=largest_fitting(lambda batch: needed(batch=batch), machine),
-        max_context=largest_fitting(lambda context: needed(context=context), machine, sizes.context),
+        max_batch=largest_fitting(lambda batch: at(batch=batch), machine),
+        max_context=largest_fitting(lambda context: at(context=context), machine, sizes.context),
         int8_bytes=int8,
     )
 

@@ -67,16 +67,19 @@ def seconds(number: float) -> str:
 
 
 def parse_count(text: str, *, of_bytes: bool = False, name: str = "a count") -> int:
-    """Parse a count with an SI prefix, or a number of bytes with a binary one; errors call it `name`.
+    """Parse a count with an SI prefix, or a number of bytes; errors call it `name`.
 
-    >>> parse_count("1.5G"), parse_count("64KiB", of_bytes=True), parse_count("64K", of_bytes=True)
-    (1500000000, 65536, 65536)
+    A number of bytes has a decimal (kB, MB, GB) or a binary prefix (KiB, MiB, GiB); one without a unit (64K) is binary.
+
+    >>> parse_count("1.5G"), [parse_count(x, of_bytes=True) for x in ("64KiB", "64K", "64kB")]
+    (1500000000, [65536, 65536, 64000])
     """
     match = _QUANTITY.fullmatch(text.strip())
-    if match is None or (match[3] and not of_bytes):
+    unit = "" if match is None else match[3].lower()
+    if match is None or (unit and not of_bytes) or ("i" in unit and not match[2]):
         example = "65536, 64KiB or 1.5GiB" if of_bytes else "1000000, 500M or 1.5G"
         raise OptionError(f"{name} must be a number such as {example}; got {text!r}")
-    base = 1024 if of_bytes else 1000
+    base = 1024 if of_bytes and unit != "b" else 1000
     return round(float(match[1]) * base ** _SI_PREFIXES.index(match[2].upper()))
 
 

@@ -31,7 +31,8 @@ from polyhead.ops.decode.api import cached_attention, cached_reasons
 from polyhead.ops.decode.fused import CacheArguments, decode_runs_on
 from polyhead.ops.uneven_groups import uneven_attention, uneven_cached_attention
 
-# Attributes set by `_join_projections`, which views of copied or unpickled parameters would not fit.
+# Attributes set by `_join_projections`. They refer to the memory of the layer's own parameters, so copies and pickles
+# leave them out and set them anew.
 _JOINED = ("_of_self", "_of_source", "_last")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -15,6 +16,9 @@ from polyhead.layers.steps import layer_forward
 from polyhead.masks import Mask
 
 _NORMS: dict[str, Callable[[int], nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
+# Options of the rest of a block, and of its self-attention alone.
+_OF_BLOCK = ("hidden_dim", "activation", "norm", "norm_first", "dropout", "attention_dropout")
+_NOT_OF_CROSS_ATTENTION = (*_OF_BLOCK, "positions", "window", "key_input_dim", "value_input_dim")
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swiglu": F.silu}
 
 
@@ -124,7 +128,8 @@ class EncoderBlock(Block):
 class DecoderBlock(Block):
     """Causal self-attention, cross-attention if `source_dim` is given, and a feed-forward network.
 
-    Cross-attention has the same heads, dropout and backend; positions and window apply to the self-attention only.
+    Cross-attention has the options of the self-attention, except for positions, causal mask and window. A `combine`
+    module is copied for it.
 
     Args:
         source_dim: width of the source of the cross-attention; None for a block without one.
@@ -137,13 +142,10 @@ class DecoderBlock(Block):
         super().__init__(embed_dim, num_heads, causal=True, **options)
         self.cross_attention = None
         if source_dim is not None:
-            heads = ("num_kv_heads", "key_heads", "head_dim", "value_dim", "bias", "output_bias", "qk_norm", "backend")
+            shared = {name: option for name, option in options.items() if name not in _NOT_OF_CROSS_ATTENTION}
+            shared["combine"] = copy.deepcopy(options.get("combine"))
             self.cross_attention = MultiHeadAttention(
-                embed_dim,
-                num_heads,
-                key_input_dim=source_dim,
-                dropout=self.attention.dropout,
-                **{name: options[name] for name in heads if name in options},
+                embed_dim, num_heads, key_input_dim=source_dim, dropout=self.attention.dropout, **shared
             )
             self.cross_attention_norm = _NORMS[options.get("norm", "layer")](embed_dim)
 

@@ -234,7 +234,7 @@ class LanguageModel(_Trunk):
         for block in self.blocks:
             attention = cast(DecoderBlock, block).attention
             weight, mask = attention.k_proj.weight, attention.mask
-            cache_options = {"dtype": weight.dtype, "device": weight.device, **options}
+            cache_options = {"dtype": _projected_dtype(weight), "device": weight.device, **options}
             if issubclass(build, RollingCache) and mask is not None and mask.left is not None:
                 cache_options.setdefault("window", mask.left + 1)
             caches.append(build.for_layout(attention.cache_layout, batch_size=batch_size, **cache_options))
@@ -315,6 +315,14 @@ class LanguageModel(_Trunk):
                 ends = ends + 1
                 step_lengths = None if step_lengths is None else [length + 1 for length in step_lengths]
         return torch.stack(new, 1) if new else tokens[:, :0]
+
+
+def _projected_dtype(weight: Tensor) -> torch.dtype:
+    """Return the dtype of a projection's outputs, which is autocast's while that is enabled."""
+    device = weight.device.type
+    if torch.is_autocast_enabled(device) and weight.dtype is not torch.float64:  # which autocast leaves as it is
+        return torch.get_autocast_dtype(device)
+    return weight.dtype
 
 
 def _check_tokens(tokens: Tensor) -> None:

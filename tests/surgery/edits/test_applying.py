@@ -193,3 +193,35 @@ def test_an_order_that_splits_groups_is_run_by_its_map():
     assert find_layers(model)[0].layout.key_heads == (0, 1, 0, 1, 0, 1)
     model.set_attn_implementation(polyhead.integrations.huggingface.register())
     torch.testing.assert_close(result_of(model, family), whole, rtol=1e-9, atol=1e-9)
+
+
+def test_edits_in_inference_mode_leave_a_model_that_can_be_trained():
+    layer, x = MultiHeadAttention(24, 4), torch.randn(2, 5, 24)
+    with torch.inference_mode():
+        record = apply(layer, [PruneHeads(0, (1,))])
+    layer(x).output.sum().backward()
+    assert layer.q_proj.weight.grad is not None
+    assert not any(tensor.is_inference() for tensor in record.tensors.values())
+    with torch.inference_mode():
+        undo(layer, record)
+    layer(x).output.sum().backward()
+    assert fingerprint(layer) == record.before
+
+
+def test_a_compiled_model_is_edited_with_its_config():
+    model = decoder()
+    names, heads = dict(model.named_parameters()).keys(), model.config.num_attention_heads
+    compiled = torch.compile(model, backend="eager")
+    removed = tuple(range(heads // 2))
+    record = apply(compiled, [PruneHeads(layer.number, removed) for layer in find_layers(model)])
+    assert model.config.num_attention_heads == heads - len(removed)
+    assert set(record.tensors) <= set(names)
+    undo(compiled, record)
+    assert (fingerprint(model), model.config.num_attention_heads) == (record.before, heads)
+
+
+def test_replicas_of_data_parallelism_are_refused():
+    layer = MultiHeadAttention(24, 4)
+    with pytest.raises(OptionError, match=r"DataParallel would not synchronise, .* edit model\.module"):
+        apply(torch.nn.DataParallel(layer), [PruneHeads(0, (1,))])
+    assert layer.layout.num_heads == 4

@@ -68,6 +68,16 @@ def test_a_record_is_the_same_after_a_file(tmp_path):
     assert fingerprint(layer) == record.before
 
 
+def test_a_record_of_tensors_that_are_not_contiguous_is_saved(tmp_path):
+    layer = MultiHeadAttention(24, 4)
+    layer.q_proj.weight = torch.nn.Parameter(torch.randn(24, 24).t())
+    record = apply(layer, [PruneHeads(0, (1,))])
+    assert not record.tensors["q_proj.weight"].is_contiguous()
+    record.save(tmp_path / "record.safetensors")
+    undo(layer, EditRecord.load(tmp_path / "record.safetensors"))
+    assert fingerprint(layer) == record.before
+
+
 def test_a_damaged_record_is_refused_and_the_model_stays_edited(tmp_path):
     layer = MultiHeadAttention(42, 6)
     record = apply(layer, [PruneHeads(0, (1,))])

@@ -8,6 +8,7 @@ from polyhead.costs.recording.recorder import Heads, Recorder
 from polyhead.costs.recording.tape import Block
 from polyhead.layers.latent.config import LatentConfig
 from polyhead.layers.latent.forms import absorbing_is_cheaper
+from polyhead.layers.positions.config import RotaryConfig
 
 
 class LatentHeads(LayerDescription[LatentConfig]):
@@ -45,11 +46,13 @@ class LatentHeads(LayerDescription[LatentConfig]):
         sizes = (call.size(tokens * layout.num_heads * dim) for dim in (layout.qk_nope_head_dim, rope))
         q_nope, q_rope = tape.views(self._queries(call), *sizes)
         if rope:
-            call.rotary_tables(rope)
-            q_rope = call.rotated(q_rope, tokens * layout.num_heads * rope)
+            assert isinstance(self.config.positions, RotaryConfig)
+            call.rotary_tables(self.config.positions)
+            q_rope = call.rotated(q_rope, tokens * layout.num_heads * rope, self.config.positions, rope)
         latents = self._compressed(call)
         cheaper = absorbing_is_cheaper(layout, work.queries, work.keys)
         absorbed = cheaper if self.config.form == "auto" else self.config.form == "absorbed"
+        call.routes.append(absorbed)
         outputs = (self._absorbed if absorbed else self._expanded)(call, q_nope, q_rope, latents)
         flat = call.flattened(outputs, call.size(tokens * self.outputs))
         return call.linear("output", flat, layout.embed_dim, self.outputs)
@@ -72,17 +75,20 @@ class LatentHeads(LayerDescription[LatentConfig]):
         layout, tape, new = self.layout, call.tape, call.new_keys
         width, rank, rope = layout.embed_dim, layout.kv_lora_rank, layout.qk_rope_head_dim
         cache_width = layout.cache_width
+        if call.work.remembered:
+            call.rotary_passes(call.tokens * layout.num_heads * rope, self.config.positions, rope)
+            return tape.external(call.size(call.work.batch * call.work.keys * cache_width))
         source = call.x if call.work.source is None else tape.external(call.size(new * width))
         compressed = call.linear("projection", source, cache_width, width, rows=new)
-        call.rotary_passes(self.config.positions, layout.num_heads * rope)
-        call.rotary_passes(self.config.positions, rope)
+        for numbers in (call.tokens * layout.num_heads * rope, new * rope):
+            call.rotary_passes(numbers, self.config.positions, rope)
         call.passes("positions", new * (rank + cache_width), launches=2)  # the norm, and the concatenation
         call.cache_writes(cache_width)
         latent, k_rope = tape.views(compressed, call.size(new * rank), call.size(new * rope))
         if not rope:
             latents = call.normed(latent, new * rank, rank)
         else:
-            rotated = call.rotated(k_rope, new * rope)
+            rotated = call.rotated(k_rope, new * rope, self.config.positions, rope)
             normed = call.normed(latent, new * rank, rank)
             latents = tape.step(normed, rotated, output_size=call.size(new * cache_width), frees=(normed, rotated))
         tape.release(compressed)

@@ -56,26 +56,31 @@ class ProjectedHeads(LayerDescription[AnyConfig]):
     def cache_elements(self) -> int:
         return self.keys + self.values
 
-    def normed_and_rotated(
-        self, call: Recorder, query: Block, key: Block, queries: int, rotated_keys: int
-    ) -> tuple[Block, Block]:
-        """Record the norms and rotary positions of keys, and of `queries` channels per token, and the cache writes.
+    def remembered(self, call: Recorder) -> tuple[Block, Block]:
+        """Return the keys and values of a source that an earlier call projected."""
+        rows = call.work.batch * call.work.keys
+        key, value = (call.tape.external(call.size(rows * width)) for width in (self.keys, self.values))
+        return key, value
 
-        `rotated_keys` is the number of key channels that RoPE reads; 0 if keys were rotated in an earlier call.
-        """
+    def normed_and_rotated(self, call: Recorder, query: Block, key: Block, queries: int) -> tuple[Block, Block]:
+        """Record the norms and rotary positions of new keys, and of `queries` channels per token, and cache writes."""
         config, dim, kind = self.config, self.layout.head_dim, self.config.qk_norm
         query_numbers, key_numbers = call.tokens * queries, call.new_keys * self.keys
+        remembered = call.work.remembered
         if kind is not None:
-            call.passes("positions", query_numbers + key_numbers, launches=2)
-            query = call.normed(query, query_numbers, dim, kind=kind, by_head=True)
-            key = call.normed(key, key_numbers, dim, kind=kind, by_head=True)
-        call.rotary_passes(config.positions, queries)
-        call.rotary_passes(config.positions, rotated_keys)
+            call.passes("positions", query_numbers + key_numbers, launches=1 if remembered else 2)
+            projected, query = query, call.normed(query, query_numbers, dim, kind=kind, by_head=True)
+            call.tape.release(projected)
+            key = key if remembered else call.normed(key, key_numbers, dim, kind=kind, by_head=True)
+        rotary = config.positions, config.position_layout.head_dim
+        for numbers in (query_numbers, key_numbers):
+            call.rotary_passes(numbers, *rotary)
         if isinstance(config.positions, RotaryConfig):
-            call.rotary_tables(config.positions.rotary_dim or dim)
-            rotated = call.rotated(query, query_numbers), call.rotated(key, key_numbers)
-            call.tape.release(query, key)
-            query, key = rotated
+            call.rotary_tables(config.positions)
+            rotated = call.rotated(query, query_numbers, *rotary)
+            rotated_key = key if remembered else call.rotated(key, key_numbers, *rotary)
+            call.tape.release(query, *(() if remembered else (key,)))
+            query, key = rotated, rotated_key
         call.cache_writes(self.cache_elements)
         return query, key
 
@@ -129,6 +134,9 @@ class PlainHeads(ProjectedHeads[AnyHeads]):
                 weights, gradients = call.size(columns * width), call.size(call.tokens * columns)
                 call.pieces.append(Traffic("projection", 2 * weights, gradient_bytes=2 * gradients))
             query, key, value = tape.views(call.linear("projection", call.x, columns, width, joined=True), *sizes)
+        elif work.remembered:
+            query = call.linear("projection", call.x, queries, width)
+            key, value = self.remembered(call)
         else:
             query = call.linear("projection", call.x, queries, width)
             source = tape.external(call.size(new * key_width))
@@ -137,8 +145,9 @@ class PlainHeads(ProjectedHeads[AnyHeads]):
                 key, value = tape.views(joined, *sizes[1:])
             else:
                 key = call.linear("projection", source, keys, key_width, rows=new)
-                value = call.linear("projection", source, values, value_width, rows=new)
-        query, key = self.normed_and_rotated(call, query, key, queries, 0 if work.remembered else keys)
+                value_source = tape.external(call.size(new * value_width))
+                value = call.linear("projection", value_source, values, value_width, rows=new)
+        query, key = self.normed_and_rotated(call, query, key, queries)
         return query, key, value
 
     def _gated(self, call: Recorder, heads: Block) -> Block:

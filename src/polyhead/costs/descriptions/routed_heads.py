@@ -42,10 +42,13 @@ class RoutedHeads(ProjectedHeads[RoutedConfig]):
             query = tape.step(query, output_size=size, workspace=size, passes_gradient=True, frees=(query,))
         if per_head > 1:  # rows are regrouped by KV head
             query = tape.step(query, output_size=query.size, passes_gradient=True, frees=(query,), is_strided=True)
-        source = call.x if call.work.source is None else tape.external(call.size(new * width))
-        joined = call.linear("projection", source, keys + values, width, rows=new, joined=True)
-        key, value = tape.views(joined, call.size(new * keys), call.size(new * values))
-        query, key = self.normed_and_rotated(call, query, key, slots * inside, keys)
+        if call.work.remembered:
+            key, value = self.remembered(call)
+        else:
+            source = call.x if call.work.source is None else tape.external(call.size(new * width))
+            joined = call.linear("projection", source, keys + values, width, rows=new, joined=True)
+            key, value = tape.views(joined, call.size(new * keys), call.size(new * values))
+        query, key = self.normed_and_rotated(call, query, key, slots * inside)
         # A dense grid over the selected heads; rows of heads that only some tokens select are packed.
         num_rows = slots * per_head
         heads = Heads(num_rows, min(kv_heads, num_rows), layout.head_dim, layout.value_dim)

@@ -24,6 +24,8 @@ from polyhead.costs.layouts.hf_fields import (
     KV_HEADS,
     LATENT,
     LAYERS,
+    ROTARY_DIM,
+    ROTARY_SHARE,
     WIDTH,
     Fields,
     check_refused,
@@ -83,6 +85,9 @@ def read_hf_config(
         family = replace(family, causal=family_is_causal if causal is None else causal)
         notes += [] if family.causal is family_is_causal else [causal_note(not family_is_causal)]
     groups = grouped(_layers(fields, family, layers, notes))
+    without = fields.quietly("no_rope_layers") if family.rotary else None
+    if isinstance(without, list | tuple) and 0 in without:  # 1 marks layers with RoPE
+        notes.append(f"RoPE is counted in all layers, also in the {without.count(0)} without (no_rope_layers)")
     if not known:
         notes.append(_check_against_built(groups, text_config, family_name, complete=complete))
     if fields.refusal is not None:
@@ -116,6 +121,7 @@ def _multi_head(fields: Fields, family: Family, window: int | None) -> MultiHead
     head_dim = fields.optional_size("head_dim", *HEAD_DIM)
     kv_heads = _kv_heads(fields, heads)
     check_window(window, causal=family.causal is True)
+    layer_type = _FULL if window is None else _WINDOWED
     return MultiHeadConfig(
         width,
         heads,
@@ -126,9 +132,24 @@ def _multi_head(fields: Fields, family: Family, window: int | None) -> MultiHead
         causal=family.causal is True,
         window=window,
         qk_norm=family.qk_norm,
-        positions=RotaryConfig() if family.rotary and (head_dim or width // heads) % 2 == 0 else None,
+        positions=_positions(fields, family, head_dim or width // heads, layer_type),
         sinks=family.sinks,
     )
+
+
+def _positions(fields: Fields, family: Family, head_dim: int, layer_type: str) -> RotaryConfig | None:
+    """Return RoPE of all or of the first channels of a head, an even number as in transformers; None without RoPE."""
+    if not family.rotary or head_dim % 2:
+        return None
+    share = fields.rotary_share(layer_type)
+    if share is None and family.is_rotary_partial and not fields.defaults and ROTARY_DIM not in fields.content:
+        raise OptionError(
+            f"a config of this model must contain the channels that RoPE rotates ({', '.join(ROTARY_SHARE[:2])} or "
+            f"{ROTARY_DIM}), got none of them; add it, or install transformers, which supplies the default"
+        )
+    rotated = head_dim if share is None else int(head_dim * share) if isinstance(share, float) else share
+    rotated += rotated % 2
+    return RotaryConfig(rotary_dim=min(rotated, head_dim)) if rotated else None
 
 
 def _kv_heads(fields: Fields, heads: int) -> Any:

@@ -15,6 +15,7 @@ class Family:
     output_bias: bool | str = False
     qk_norm: Literal["rms"] | None = None
     rotary: bool = True
+    is_rotary_partial: bool = False  # a field of the config sets the rotated channels
     sinks: bool = False
     latent: bool = False
     mixed: bool = False  # only some layers have a window; layer_types lists which
@@ -39,14 +40,14 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": replace(_GEMMA2, qk_norm="rms"),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _DEEPSEEK),
     "opt": Family(bias="enable_bias", output_bias="enable_bias", rotary=False),
-    "gpt_neox": Family(bias="attention_bias", output_bias="attention_bias"),
-    "gptj": Family(),
+    "gpt_neox": Family(bias="attention_bias", output_bias="attention_bias", is_rotary_partial=True),
+    "gptj": Family(is_rotary_partial=True),
     "falcon": Family(bias="bias", output_bias="bias"),
     "qwen2": Family(bias=True),
     "qwen2_moe": Family(bias="qkv_bias"),
     "starcoder2": Family(bias="use_bias", output_bias="use_bias"),
-    "phi": Family(bias=True, output_bias=True),
+    "phi": Family(bias=True, output_bias=True, is_rotary_partial=True),
     "cohere": Family(bias="attention_bias", output_bias="attention_bias"),
-    "glm": Family(bias="attention_bias"),
+    "glm": Family(bias="attention_bias", is_rotary_partial=True),
     "gpt_oss": replace(_GEMMA2, sinks=True),
 }

@@ -19,6 +19,8 @@ KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 HEAD_DIM = ("head_dim", "kv_channels", "attention_head_dim", "d_kv")
 CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 DTYPE = ("dtype", "torch_dtype")
+ROTARY_SHARE = ("partial_rotary_factor", "rotary_pct", "rotary_percentage", "rotary_emb_fraction", "rope_pct")
+ROTARY_DIM = "rotary_dim"
 LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 # Refused if set: the counts would be silently wrong.
@@ -38,6 +40,7 @@ _REFUSED = {
     "attention_chunk_size": "chunked attention",
     "use_qk_norm": "QK norms with per-head weights",
     "qk_layernorm": "norms of queries and keys",
+    "partial_rotary_factors": "another number of rotated channels in some layers",
     "num_hidden_groups": "parameters shared across layers",
     "attention_types": "windows in some layers, in a format of this family alone",
     **dict.fromkeys(
@@ -116,6 +119,27 @@ class Fields:
         value = self.or_default(*names)
         return None if value is None else checked_size(what, value)
 
+    def rotary_share(self, layer_type: str) -> float | int | None:
+        """Return the rotated share of the channels of a head (a float), or their number (an int); None if all are.
+
+        transformers moves the share into `rope_parameters`, which may be a dictionary per type of layer.
+        """
+        for source in (self.content, self.defaults):
+            share = next((source[name] for name in ROTARY_SHARE if source.get(name) is not None), None)
+            for name in ("rope_parameters", "rope_scaling"):
+                scaling = source.get(name)
+                if share is None and isinstance(scaling, Mapping):
+                    nested = scaling.get(layer_type)
+                    share = (nested if isinstance(nested, Mapping) else scaling).get(ROTARY_SHARE[0])
+            number = source.get(ROTARY_DIM) if share is None else None
+            if share is not None or number is not None:
+                if source is self.defaults and share != 1:
+                    self.filled[ROTARY_DIM if share is None else ROTARY_SHARE[0]] = number if share is None else share
+                return checked_share(share) if number is None else checked_size(ROTARY_DIM, number)
+            if ROTARY_DIM in source:  # null: all channels
+                return None
+        return None
+
     def flag(self, value: bool | str) -> bool:
         """Return a boolean constant of the family, or the value of the field it names."""
         if isinstance(value, bool):
@@ -169,6 +193,12 @@ def _check_attn_config(fields: Fields) -> None:
                 f"attn_config.{name} must be {' or '.join(_short(value) for value in values)}, the only supported "
                 f"heads and masks; got {_short(attn_config[name])}"
             )
+
+
+def checked_share(share: Any) -> float:
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise OptionError(f"the share of the channels that RoPE rotates must be from 0 to 1, got {share!r}")
+    return float(share)
 
 
 def checked_size(what: str, size: Any) -> int:

@@ -74,6 +74,7 @@ def record_attention(call: Recorder, query: Block, key: Block, value: Block, hea
     if not (call.on_gpu and call.is_guarded) or call.recomputes_rows(heads):
         return _attention(call, query, key, value, heads)
     # NaN and Inf are removed from keys and values, and restored in rows that see them; our kernel does so on store.
+    call.routes.append("guarded")
     sources = _copied_sources(call, key, value, heads)
     bare = _attention(call, query, *sources, heads)
     if call.form == "fused" and _is_ours(call, heads):
@@ -106,6 +107,7 @@ def _attention(call: Recorder, query: Block, key: Block, value: Block, heads: He
     mask = _mask_tensor(call, heads.queries) if has_mask else None
     table = _table(call, heads.queries) if is_ours and call.bias is not None else None
     backward_workspace, width = 0, heads.value_dim
+    call.routes.append((is_ours, has_mask))
     is_opened = mask is not None and call.bias is not None and (call.mask is not None or call.is_dense)
     if is_opened:  # rows without visible keys are unmasked for the kernel, and their outputs replaced afterwards
         read = (call.copied(query, rows * heads.head_dim), key, value)
@@ -222,10 +224,10 @@ def _table(call: Recorder, heads: int) -> Block:
     if call.max_distance is not None:
         before, after = min(before, call.max_distance), min(after, call.max_distance)
     size = call.wide(heads * (before + 1 + after))
-    # A learned bias saves distances from the learned centre and their squares; a fixed table is cached for later calls.
+    # A learned bias saves distances from the learned centre and their squares; a fixed one copies a shared table.
     table = call.tape.step(output_size=size, saved_bytes=2 * size if learned else 0)
     if not learned:
-        call.tape.keep(size)
+        call.tables[f"{call.positions!r} of {heads} heads"] = size
         table.gradient_size = 0
     return table
 
@@ -274,6 +276,7 @@ def _tiled(call: Recorder, query: Block, key: Block, value: Block, heads: Heads)
     values, out = wide(key_rows * heads.value_dim), wide(rows * heads.value_dim)
     group, all_pairs = heads.queries // heads.keys, max(1, work.batch * heads.keys)
     height, columns, pairs = tile_sizes(all_pairs, group, work.queries, work.keys)
+    call.routes.append((height, columns, pairs, height >= work.queries, columns >= work.keys))
     height = min(work.queries, height)
 
     def part(size: int, *, of_rows: bool = False) -> int:
@@ -322,6 +325,7 @@ def talking_tiles(call: Recorder, heads: int) -> tuple[int, int]:
     work = call.work
     columns = max(1, min(TILE_COLUMNS, work.keys))
     rows = max(16, min(1024, TILE_ELEMENTS // max(1, work.batch * heads * columns)))
+    call.routes.append((rows, rows >= work.queries, work.keys <= columns))
     tile = call.wide(work.batch * heads * min(rows, work.queries) * columns)
     forward, backward = (5, 9) if work.keys <= columns else (10, 11)
     return forward * tile, backward * tile

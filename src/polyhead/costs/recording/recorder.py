@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -40,6 +40,12 @@ class Heads:
     value_dim: int
 
 
+def rotated_part(positions: RotaryConfig, head_dim: int, numbers: int) -> int:
+    """Return how many of `numbers` elements of heads RoPE rotates."""
+    assert positions.rotary_dim is not None  # which the config of the layer has filled in
+    return numbers * positions.rotary_dim // head_dim
+
+
 class Recorder:
     """Recording of one call of a layer: its pieces of work, and its tensors on a device with one form of attention."""
 
@@ -61,7 +67,7 @@ class Recorder:
         self.dtype, self.cache_dtype, self.cached = dtype, cache_dtype or dtype, cached
         self.mask = config.mask if mask is None else mask if config.mask is None else config.mask & mask
         self.finite: bool = getattr(config, "finite", False)
-        positions = getattr(config, "positions", None)
+        self.positions = positions = getattr(config, "positions", None)
         self.bias: Literal["fixed", "learned"] | None = None  # bias that positions add to the logits
         if isinstance(positions, BIASES):
             self.bias = "learned" if getattr(positions, "learnable", True) else "fixed"
@@ -75,6 +81,10 @@ class Recorder:
         self.x = self.tape.external(self.size(self.tokens * config.embed_dim))  # type: ignore[attr-defined]
         self.pieces: list[Piece] = []  # of the forward, in execution order
         self.weight_sizes: list[int] = []  # bytes of the materialised weights of each attention call
+        # What the call was served by, which changes with its size: within equal routes, memory grows with every size.
+        self.routes: list[Hashable] = [self.decodes]
+        # Bytes of the tables by position, which outlive the call and are shared by layers of equal positions.
+        self.tables: dict[str, int] = {}
 
     # ---- pieces of work
 
@@ -133,12 +143,18 @@ class Recorder:
             sizes = self.dtype.itemsize + self.cache_dtype.itemsize
             self.pieces.append(Traffic("cache", self.new_keys * numbers * sizes, 2))
 
-    def rotary_passes(self, positions: object, channels: int) -> None:
-        """Add the passes of RoPE over `channels` per token: roll, multiply, add in float32, round."""
-        if isinstance(positions, RotaryConfig) and channels:
+    def rotary_passes(self, numbers: int, positions: object, head_dim: int) -> None:
+        """Add the passes of RoPE over heads of `numbers` elements: roll, multiply, add in float32, round.
+
+        Where RoPE rotates a part of each head, a last pass concatenates it with the rest.
+        """
+        if isinstance(positions, RotaryConfig) and numbers:
             size, wide = self.dtype.itemsize, max(4, self.dtype.itemsize)
             passes = [2 * size, size + wide, wide + size + wide] + ([wide + size] if wide > size else [])
-            self.pieces.append(Traffic("positions", self.tokens * channels * sum(passes), len(passes)))
+            moved, launches = rotated_part(positions, head_dim, numbers) * sum(passes), len(passes)
+            if positions.rotary_dim != head_dim:
+                moved, launches = moved + 2 * size * numbers, launches + 1
+            self.pieces.append(Traffic("positions", moved, launches))
 
     # ---- tensors
 
@@ -195,20 +211,30 @@ class Recorder:
             is_strided=by_head,
         )
 
-    def rotary_tables(self, channels: int) -> None:
-        """Record the cos and sin tables of RoPE, which the layer keeps."""
-        self.tape.keep(2 * self.wide((self.work.past + self.work.queries) * channels))
+    def rotary_tables(self, positions: RotaryConfig) -> None:
+        """Record the cos and sin tables of RoPE."""
+        assert positions.rotary_dim is not None  # which the config of the layer has filled in
+        tokens = max(self.work.keys, self.work.queries)  # a source has positions of its own
+        self.tables[repr(positions)] = 2 * self.wide(tokens * positions.rotary_dim)
 
-    def rotated(self, block: Block, numbers: int) -> Block:
-        """Record RoPE on heads: roll, multiply, add in float32, round."""
-        size, wide = self.size(numbers), self.wide(numbers)
+    def rotated(self, block: Block, numbers: int, positions: object, head_dim: int) -> Block:
+        """Record RoPE on heads: roll, multiply, add in float32, round; concatenate a rotated part with the rest."""
+        assert isinstance(positions, RotaryConfig)
+        size, part = self.size(numbers), rotated_part(positions, head_dim, numbers)
+        rolled, wide = self.size(part), self.wide(part)
+        # The rolled tensor, the product and the sum; in 16 bits the product is freed before the output exists.
+        workspace = 2 * wide if self.is_narrow else wide + rolled
+        backward_workspace = 2 * wide if self.is_narrow else rolled
+        if part < numbers:
+            # The rotated part exists beside the output; in the backward, gradients of both parts have the full size.
+            workspace = max(rolled + 2 * wide, 2 * rolled + size) - size
+            backward_workspace = size + max(2 * wide, size) if self.is_narrow else size + max(rolled, size)
         return self.tape.step(
             block,
             output_size=size,
-            # The rolled tensor, the product and the sum; in 16 bits the product is freed before the output exists.
-            workspace=2 * wide if self.is_narrow else wide + size,
-            backward_workspace=2 * wide if self.is_narrow else size,
-            is_strided=block.is_strided,
+            workspace=max(0, workspace),
+            backward_workspace=backward_workspace,
+            is_strided=block.is_strided or part < numbers,
         )
 
     def flattened(self, heads: Block, size: int) -> Block:

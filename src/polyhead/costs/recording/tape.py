@@ -94,10 +94,6 @@ class Tape:
         self.release(private, *frees)
         return result
 
-    def keep(self, size: int) -> None:
-        """Add bytes that outlive the call: tables that a layer builds in its first call and keeps."""
-        self._grow(size)
-
     def views(self, block: Block, *gradient_sizes: int) -> tuple[Block, ...]:
         """Return views of parts of a tensor; their gradients are concatenated into one."""
         parts = tuple(Block(0, size, block) for size in gradient_sizes)

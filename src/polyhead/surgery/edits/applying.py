@@ -52,6 +52,18 @@ class Changes:
     origins: Mapping[str, HeadOrigins] = field(default_factory=dict)
 
 
+def editable_model(model: nn.Module) -> nn.Module:
+    """Return the model that `torch.compile` wraps, or the model itself; raises for replicas of data parallelism."""
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise OptionError(
+            f"edits replace parameters, which {type(model).__name__} would not synchronise, got a model wrapped in it; "
+            "edit model.module, then wrap it again"
+        )
+    compiled = getattr(model, "_orig_mod", None)
+    return compiled if isinstance(compiled, nn.Module) else model
+
+
+@torch.inference_mode(False)  # inference tensors could not be trained
 def apply(
     model: nn.Module, edits: Sequence[HeadEdit], *, expect: str | None = None, compensation: Compensation | None = None
 ) -> EditRecord:
@@ -60,6 +72,8 @@ def apply(
     If an edit is rejected, the model is unchanged. Changed parameters are replaced by new ones, so create the optimizer
     after the surgery. Where the groups of a grouped layer become uneven, a transformers model needs polyhead's
     attention: `set_attention(model, register())` of `polyhead.integrations.huggingface`.
+
+    A model compiled by `torch.compile(model)` is edited as the model itself, and compiled again at its next call.
 
     Args:
         expect: the `fingerprint` of the model that the edits were made for; raises for any other model.
@@ -82,7 +96,7 @@ def apply(
     >>> model.layout.num_heads
     4
     """
-    edits = checked_edits(edits)
+    model, edits = editable_model(model), checked_edits(edits)
     before = fingerprint(model)
     check_expected(expect, before)
     layers = find_layers(model)
@@ -136,6 +150,7 @@ def check_expected(expect: str | None, actual: str) -> None:
         raise OptionError(f"these edits are for the model with fingerprint {expect}, got one with {actual}")
 
 
+@torch.inference_mode(False)
 def undo(model: nn.Module, record: EditRecord) -> None:
     """Undo edits bit for bit, in the edited model or in one loaded from its shrunk checkpoint.
 
@@ -158,6 +173,7 @@ def undo(model: nn.Module, record: EditRecord) -> None:
     >>> torch.equal(model.model.layers[0].self_attn.q_proj.weight, before)
     True
     """
+    model = editable_model(model)
     by_path = _layers_of(model, record, edited=True)
     actual = fingerprint(model)
     if actual != record.after:
@@ -178,6 +194,7 @@ def undo(model: nn.Module, record: EditRecord) -> None:
             )
 
 
+@torch.inference_mode(False)
 def take_shape(model: nn.Module, record: EditRecord) -> None:
     """Give an unedited model the shapes of the edited one, filled with zeros, for a shrunk checkpoint.
 
@@ -187,6 +204,7 @@ def take_shape(model: nn.Module, record: EditRecord) -> None:
         model: the unedited model.
         record: record of the edits.
     """
+    model = editable_model(model)
     by_path = _layers_of(model, record, edited=False)
     _check_names(model, record.shapes)
     for name, shape in record.shapes.items():

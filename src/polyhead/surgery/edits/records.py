@@ -79,7 +79,8 @@ class EditRecord:
             "config": [dataclasses.asdict(change) for change in self.config],
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
         }
-        write_atomically(Path(path), serialise(dict(self.tensors), {_KEY: json.dumps(header)}))
+        tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
+        write_atomically(Path(path), serialise(tensors, {_KEY: json.dumps(header)}))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> EditRecord:

@@ -18,7 +18,7 @@ from polyhead.layers.base_attention import BaseAttention, CallOptions, Memory
 from polyhead.layers.joint_projection import JointProjection, apply_linears
 from polyhead.layers.kv_cache import KVCache
 from polyhead.layers.kv_cache.tokens import integers
-from polyhead.layers.positions import Positions
+from polyhead.layers.positions import Positions, RotatesHeads
 from polyhead.layers.steps import apply_norm, init_linear, layer_forward, qk_norms, split_heads
 from polyhead.layers.variants.routed.router import HeadRouter, Routing
 from polyhead.layers.variants.routed.row_order import (
@@ -326,7 +326,9 @@ class RoutedHeads(BaseAttention):
         """
         checks.check_padded("routed heads take", "key", key, self.layout.embed_dim, self.k_proj)
         k, v = self._project(key)
-        return Memory(self._apply_rotary(k), v)
+        # Views of the joint projection keep all of it in memory.
+        is_view = self.k_norm is None and not isinstance(self.positions, RotatesHeads)
+        return Memory(self._apply_rotary(k), v if is_view else v.clone())
 
     def _project_queries(self, x: Tensor, routing: Routing, groups: RowGroups) -> Tensor:
         """Return the queries of the selected heads, [batch, rows_per_head * slots, queries, head_dim]."""
