@@ -12,6 +12,7 @@ from polyhead import Mask, MultiHeadAttention, attention
 from polyhead.ops.common import tiles
 from tests.error_budget import assert_within_error_budget, plain_formula
 from tests.ops.oracle import ON_THE_CPU, Scene, Who, normal, result_and_gradients
+from tests.pairs import in_turn
 
 OURS = ("reference", "blockwise")
 NON_FINITE = (torch.nan, torch.inf, -torch.inf)
@@ -106,15 +107,9 @@ def break_hidden(scene: Scene) -> tuple[Scene, int]:
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-# Every backend with every mask, and each of both with every dtype: masking does not depend on the dtype.
-IN_TURN = [
-    (backend, kind, DTYPES[(first + second) % len(DTYPES)])
-    for first, backend in enumerate(ON_THE_CPU)
-    for second, kind in enumerate(MASKS)
-]
 
 
-@pytest.mark.parametrize(("backend", "kind", "dtype"), IN_TURN, ids=str)
+@pytest.mark.parametrize(("backend", "kind", "dtype"), in_turn(ON_THE_CPU, MASKS, DTYPES), ids=str)
 def test_broken_numbers_behind_a_mask_change_nothing(backend: str, kind: str, dtype: torch.dtype) -> None:
     clean = scene_of(kind, dtype)
     broken, count = break_hidden(clean)
