@@ -6,6 +6,7 @@ the code of a test reaches, so that no test has to be marked by hand.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import shutil
@@ -29,6 +30,8 @@ GROUPS = {
 }
 # Tests that take long and belong to no group, one a line, as they were measured.
 SLOW = Path(__file__).parent / "tests" / "slow.txt"
+# Modules and tests that are collected stay, so that searching them again and again for garbage finds none.
+gc.set_threshold(100_000, 50, 100)
 _thaw = gc.unfreeze
 _frozen_modules = 0
 _left_out: Counter[str] = Counter()  # GPU tests that were not collected, by file
@@ -163,7 +166,8 @@ def _names(code: types.CodeType) -> frozenset[str]:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     gc.unfreeze = _thaw
-    gc.unfreeze()  # what is frozen when Python ends is taken for a leak by nanobind, which says so
+    # After pytest's last collections. What is frozen when Python ends is taken for a leak by nanobind, which says so.
+    atexit.register(gc.unfreeze)
     workeroutput = getattr(session.config, "workeroutput", None)
     if workeroutput is not None:
         workeroutput["left_out"] = dict(_left_out)

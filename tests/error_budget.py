@@ -48,8 +48,9 @@ def plain_formula(
     [batch, heads, queries, keys]; `keep` says which weights a dropout of `rate` leaves.
     """
     dtype = query.dtype
-    group = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+    if key.requires_grad or value.requires_grad:  # the gradient is rounded for each head that shares them
+        group = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
     logits = _product(query, key.transpose(-1, -2))
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     logits = logits * (factor.to(dtype)[:, None, None] if isinstance(factor, Tensor) else factor)
@@ -123,10 +124,15 @@ def output_in_orders(
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """A matrix product rounded once; its own sums are wide, as they are in every matrix unit."""
-    if left.dtype in (torch.bfloat16, torch.float16):
-        return (left.float() @ right.float()).to(left.dtype)
-    return left @ right
+    """A matrix product rounded once; its own sums are wide, as they are in every matrix unit.
+
+    Heads of the left side that share one of the right side are multiplied with it together.
+    """
+    (heads, rows), shared = left.shape[1:3], right.shape[1]
+    wide = torch.float32 if left.dtype in (torch.bfloat16, torch.float16) else left.dtype
+    together = left.to(wide).unflatten(1, (shared, heads // shared)).flatten(2, 3)
+    product = together @ right.to(wide)
+    return product.unflatten(2, (heads // shared, rows)).flatten(1, 2).to(left.dtype)
 
 
 class Compared(NamedTuple):

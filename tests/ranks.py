@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import importlib
 import os
 import pickle
@@ -23,10 +24,19 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 # What functions of the tests use, imported once for all ranks.
 IMPORTS = (
+    "polyhead.exports",
+    "polyhead.inspection.exports",
+    "polyhead.layers.transformer",
+    "polyhead.parallel.exports",
+    "polyhead.surgery.exports",
+    "polyhead.training.exports",
+    "polyhead.training.trainer_callbacks",
     "polyhead.workflows.sharded_inspecting",
+    "pytest",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
+    "pandas",  # imported by the first table that PyArrow makes
     "pyarrow.parquet",
     "transformers.models.bert.modeling_bert",
     "transformers.models.llama.modeling_llama",
@@ -176,6 +186,8 @@ def fork_ranks(descriptor: int) -> None:
     for name in IMPORTS:
         with suppress(ImportError):  # whatever is missing is reported by the function that needs it
             importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # collections of the ranks would write to, and so copy, all that they share
     while True:
         try:
             process = connection.recv()

@@ -19,6 +19,7 @@ from polyhead.layers.latent.layer import LatentAttention
 from polyhead.layers.positions import ALiBi, Learned, Positions, Rotary
 from tests.layers.latent.latent_formula import DOUBLE, EMBED, HEADS, RANK, ROPE, make
 from tests.ops.interpreter.interpreted import in_the_interpreter
+from tests.pairs import in_turn
 
 BATCH, LENGTH = 3, 29
 CACHES: dict[str, tuple[type[KVCache], dict[str, int]]] = {
@@ -57,9 +58,7 @@ def x() -> Tensor:
     return torch.randn(BATCH, LENGTH, EMBED, dtype=DOUBLE)
 
 
-@pytest.mark.parametrize("pieces", PIECES)
-@pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize(("positions", "kind", "pieces"), in_turn(POSITIONS, CACHES, PIECES))
 def test_generation_equals_the_full_forward(positions: str, kind: str, pieces: str, x: Tensor) -> None:
     layer = make(positions=POSITIONS[positions](), causal=True)
     cache = new_cache(kind, layer)

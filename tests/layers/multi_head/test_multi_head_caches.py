@@ -23,6 +23,7 @@ from polyhead.layers.positions import (
     Sinusoidal,
     T5Bias,
 )
+from tests.pairs import in_turn
 
 BATCH, LENGTH, EMBED, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 3, 29, 23, 6, 2, 10, 7
 WINDOW = 5
@@ -75,9 +76,7 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("pieces", PIECES)
-@pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize(("positions", "kind", "pieces"), in_turn(POSITIONS, CACHES, PIECES))
 def test_generation_through_the_layer_equals_the_full_forward(
     positions: str, kind: str, pieces: str, x: Tensor
 ) -> None:
@@ -102,9 +101,7 @@ def test_generation_with_every_other_option_equals_the_full_forward(x: Tensor) -
     close(generate(layer, x, new_cache("paged", layer), PIECES["in chunks"], head_gate=gate), whole)
 
 
-@pytest.mark.parametrize("sinks", [0, 2])
-@pytest.mark.parametrize("pieces", PIECES)
-@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize(("positions", "pieces", "sinks"), in_turn(POSITIONS, PIECES, [0, 2]))
 def test_a_window_generates_with_a_rolling_cache_of_its_size(
     positions: str, pieces: str, sinks: int, x: Tensor
 ) -> None:

@@ -12,6 +12,7 @@ from polyhead import Mask, MultiHeadAttention, attention
 from polyhead.ops.common import tiles
 from tests.error_budget import assert_within_error_budget, plain_formula
 from tests.ops.oracle import ON_THE_CPU, Scene, Who, normal, result_and_gradients
+from tests.pairs import in_turn
 
 OURS = ("reference", "blockwise")
 NON_FINITE = (torch.nan, torch.inf, -torch.inf)
@@ -105,9 +106,10 @@ def break_hidden(scene: Scene) -> tuple[Scene, int]:
     return replace(scene, **parts), int(unseen.sum() + empty.sum())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("backend", ON_THE_CPU)
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+@pytest.mark.parametrize(("backend", "kind", "dtype"), in_turn(ON_THE_CPU, MASKS, DTYPES), ids=str)
 def test_broken_numbers_behind_a_mask_change_nothing(backend: str, kind: str, dtype: torch.dtype) -> None:
     clean = scene_of(kind, dtype)
     broken, count = break_hidden(clean)

@@ -144,10 +144,15 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 NON_FINITE = (torch.nan, torch.inf, -torch.inf)
 
 
-@pytest.mark.parametrize("records", [False, True], ids=["inference", "gradients"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("part", ["key", "value"])
-@pytest.mark.parametrize("kind", ["heads", "groups", "tokens first"])
+# Every pair of two options occurs; more of them at once take no other path.
+BROKEN = [
+    (kind, ("key", "value")[(i + j) % 2], dtype, bool((i + j // 2) % 2))
+    for i, kind in enumerate(["heads", "groups", "tokens first"])
+    for j, dtype in enumerate(DTYPES)
+]
+
+
+@pytest.mark.parametrize(("kind", "part", "dtype", "records"), BROKEN, ids=str)
 def test_a_broken_key_or_value_reaches_exactly_the_rows_that_see_it(
     kind: str, part: str, dtype: torch.dtype, records: bool
 ) -> None:

@@ -51,7 +51,7 @@ def _import_what_checks_use() -> None:
     quick_interpreter.install()
     modules = pkgutil.walk_packages(polyhead.ops.__path__, "polyhead.ops.")
     kernels = [module.name for module in modules if ".kernels." in module.name]
-    for name in ("hypothesis", "torch._dynamo", *kernels):
+    for name in ("hypothesis", "torch._dynamo", "torch._inductor.compile_fx", *kernels):
         # A missing module is reported by the check that needs it.
         with suppress(ImportError):
             module = importlib.import_module(name)
