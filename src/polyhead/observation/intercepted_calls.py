@@ -57,7 +57,7 @@ FUNCTIONS = ("scaled_dot_product_attention", "flex_attention")
 MATERIALISED = "weights materialised by the model: slow, memory quadratic in the context length"
 _LIBRARIES = ("torch", "polyhead")
 _MATRIX_OPERATOR = next(
-    (x.opcode, x.arg) for x in dis.get_instructions(compile("a @ b", "", "eval")) if x.opname == "BINARY_OP"
+    (x.opcode, x.arg or 0) for x in dis.get_instructions(compile("a @ b", "", "eval")) if x.opname == "BINARY_OP"
 )
 
 
@@ -146,8 +146,7 @@ def _with_inner(code: CodeType) -> Iterator[CodeType]:
 
 def _has_matrix_operator(code: CodeType) -> bool:
     """Return whether a function has the operator @, from its bytes: to disassemble them takes thirty times as long."""
-    instructions = code.co_code
-    return _MATRIX_OPERATOR in zip(instructions[::2], instructions[1::2], strict=True)
+    return _MATRIX_OPERATOR in zip(code.co_code[::2], code.co_code[1::2], strict=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
