@@ -158,7 +158,10 @@ system-compiler: | system-python
 system-browser: | system-python
 	@$(require_packages) \
 	missing=(); \
-	if ! command -v chromium >/dev/null; then missing+=(chromium); fi; \
+	if ! command -v chromium-headless-shell >/dev/null && ! command -v chromium >/dev/null; then \
+		if [ -n "$$(apt-cache show chromium-headless-shell 2>/dev/null)" ]; then missing+=(chromium-headless-shell); \
+		else missing+=(chromium); fi; \
+	fi; \
 	if ! command -v fc-list >/dev/null || [ -z "$$(fc-list :lang=zh)" ]; then missing+=(fontconfig fonts-wqy-microhei); fi; \
 	if [ $${#missing[@]} -gt 0 ]; then install "$${missing[@]}"; fi
 

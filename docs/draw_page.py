@@ -13,6 +13,7 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 # View, window size and colour scheme; only the part that is visible without scrolling is captured.
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-headless-shell")
 VIEWS = {
     "overview": ("#/overview", (1280, 1250), "light"),
     "head": ("#/head/1/3?word=26", (1280, 1000), "light"),
@@ -27,7 +28,7 @@ def main() -> None:
         sys.exit(f"python docs/draw_page.py PAGE, got {len(sys.argv) - 1} arguments")
     address, images = Path(sys.argv[1]).absolute().as_uri(), Path(__file__).parent / "images"
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         for name, (view, (width, height), scheme) in VIEWS.items():
             page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
             page.goto(address + view)

@@ -19,6 +19,7 @@ TEXT = (
     "The brother read it in one night, and then he gave it back to Anna."
 )
 IMAGES = Path(__file__).parent / "images"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-headless-shell")
 
 
 def draw(page: Page, address: str) -> None:
@@ -64,7 +65,7 @@ def show(name: str, draw_it: Callable[[Page, str], None]) -> None:
         assert server.stdout is not None
         found = next((x for x in map(re.compile(r"http://\S+").search, server.stdout) if x), None)
         assert found is not None, "the viewer did not start"
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         try:
             draw_it(browser.new_page(viewport={"width": 1280, "height": 1130}), found[0])
         finally:

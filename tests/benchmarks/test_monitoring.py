@@ -15,11 +15,21 @@ PLACE = monitoring.Place(1, 32, 2, 2, 32, 2, 9, 20)
 @pytest.fixture
 def run(monkeypatch) -> Run:
     monkeypatch.setattr(monitoring, "BACKEND", "eager")  # a benchmark would take minutes of Inductor
+    monkeypatch.setattr(monitoring, "STEPS", 3)
     return Run(torch.device("cpu"), torch.float32, 2, 0, 0.2, 2, repetitions=0)
 
 
-def test_steps_are_timed_with_a_monitor_of_every_step_and_of_every_tenth(run):
-    eager, compiled = rows_of(monitoring.measure(run, PLACE), run)
+def test_steps_are_timed_with_a_monitor_of_every_step_and_of_every_tenth(run, monkeypatch):
+    """Those that are called compiled run compiled code."""
+    ran, rows = [], []
+    monkeypatch.setattr(monitoring, "BACKEND", lambda graph, _: lambda *args: ran.append(graph) or graph(*args))
+    for case in monitoring.measure(run, PLACE):
+        for name, call in case.calls.items():
+            ran.clear()
+            call()
+            assert (len(ran) >= monitoring.STEPS) == name.endswith(monitoring.COMPILED), name
+        rows += rows_of([case], run)
+    eager, compiled = rows
     assert eager.failed == compiled.failed == ""
     assert set(eager.timings.samples_ms) == {monitoring.PLAIN, monitoring.EVERY, monitoring.TENTH}
     assert {(x.subject, x.against) for x in eager.comparisons} == {
@@ -30,16 +40,6 @@ def test_steps_are_timed_with_a_monitor_of_every_step_and_of_every_tenth(run):
     assert set(compiled.timings.samples_ms) == {every, tenth, plain, monitoring.PLAIN}
     assert {x.subject for x in compiled.comparisons} == {every, tenth}
     assert {x.against for x in compiled.comparisons} <= {plain, monitoring.PLAIN}
-
-
-def test_compiled_steps_run_compiled_code(run, monkeypatch):
-    ran = []
-    monkeypatch.setattr(monitoring, "BACKEND", lambda graph, _: lambda *args: ran.append(graph) or graph(*args))
-    for case in monitoring.measure(run, PLACE):
-        for name, call in case.calls.items():
-            ran.clear()
-            call()
-            assert (len(ran) >= monitoring.STEPS) == name.endswith(monitoring.COMPILED), name
 
 
 def test_a_monitor_that_leaves_a_column_out_is_not_timed(run, monkeypatch):

@@ -16,7 +16,7 @@ from polyhead.report.page import Assets, html_of
 from tests.browser.payloads import synthetic
 from tests.browser.tabs import PATIENCE, SharedPage, Tab, Tabs
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 SCREENSHOTS = "POLYHEAD_SCREENSHOTS"
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-software-rasterizer")  # no graphics card
 

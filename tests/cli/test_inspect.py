@@ -198,17 +198,12 @@ def test_every_measure_of_importance_has_its_columns(place, tmp_path, importance
     options += ["--importance", importance, "--save", tmp_path / "run"]
     shown = invoke("inspect", place / "llama", "--text", place / "text", *options).stdout
     assert ("Importance by " in shown) == bool(columns)
+    both = re.search(r"Importance by ablation and gradient: next-token loss, on \d+ tokens\.", shown)
+    assert (both is not None) == (importance == "both")
+    least = re.findall(r"^Least important by ablation: L\dH\d ", shown, re.MULTILINE)
+    assert len(least) == (importance in ("ablation", "both"))
     names = polyhead.inspection.load_inspection(tmp_path / "run").table.names
     assert set(names) & {"ablation", "gradient", "taylor"} == columns
-
-
-def test_both_measures_of_importance_come_from_one_run(place, tmp_path):
-    options = ["--context", 64, "--tokens", 200, "--statistics", "entropy", "--no-chance", "--device", "cpu"]
-    options += ["--importance", "both", "--save", tmp_path / "run"]
-    shown = invoke("inspect", place / "llama", "--text", place / "text", *options).stdout
-    assert re.search(r"Importance by ablation and gradient: next-token loss, on \d+ tokens\.", shown)
-    assert len(re.findall(r"^Least important by ablation: L\dH\d ", shown, re.MULTILINE)) == 1
-    assert {"ablation", "gradient", "taylor"} <= set(polyhead.inspection.load_inspection(tmp_path / "run").table.names)
 
 
 def test_a_terminal_has_columns_that_fit_it_and_whole_findings(place, monkeypatch):

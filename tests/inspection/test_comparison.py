@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from polyhead.analysis.intervals import influence_error
 from polyhead.analysis.roles import RoleScore
 from polyhead.cli import app
-from polyhead.inspection import Inspection, compare, load_inspection, save_inspection
+from polyhead.inspection import Inspection, compare, load_inspection, running, save_inspection
 from polyhead.inspection.comparison import EXACT, Change
 from polyhead.observation import AttentionSite
 from polyhead.workflows.inspecting import inspect
@@ -64,6 +64,18 @@ def changed(loaded) -> Inspection:
         weight.data.copy_(before)
 
 
+@pytest.fixture(scope="module")
+def other(loaded) -> Inspection:
+    """Another text."""
+    return inspected(loaded, documents(16, seed=5), importance="gradient")
+
+
+@pytest.fixture
+def without_probes(monkeypatch) -> None:
+    """Run no probes, which take half of the time: what they measure is not compared."""
+    monkeypatch.setattr(running.InspectionRun, "probe", lambda *_: running._Probed())
+
+
 def without_documents(inspection: Inspection) -> Inspection:
     """As a version saved it that kept no effects of documents."""
     facts = {name: x for name, x in inspection.facts.items() if name not in ("text", "mean_loss", "document_losses")}
@@ -106,6 +118,7 @@ def test_a_model_does_not_differ_from_itself(loaded, run, tmp_path):
         assert found.loss.difference == found.loss.error == 0
 
 
+@pytest.mark.usefixtures("without_probes")
 def test_two_halves_of_a_text_do_not_differ(loaded):
     """About half of the p-values of two draws of two texts are below one half, and nothing is reported."""
     p: list[float] = []
@@ -121,6 +134,7 @@ def test_two_halves_of_a_text_do_not_differ(loaded):
     assert 0.25 * len(p) < sum(x < 0.5 for x in p) < 0.75 * len(p)
 
 
+@pytest.mark.usefixtures("without_probes")
 def test_few_documents_are_compared_by_context(loaded):
     text = [" ".join(documents(8, seed=4))]
     one_layer = inspected(loaded, text, layers=(0,))
@@ -144,7 +158,8 @@ def test_a_saved_run_without_documents_is_compared_by_its_tokens(run, changed):
     assert compare(old, old).over == ("tokens", "tokens")
 
 
-def test_the_loss_of_the_text_is_compared(run, changed, loaded):
+@pytest.mark.usefixtures("without_probes")
+def test_the_loss_of_the_text_is_compared(run, changed, other, loaded):
     loss = compare(run, changed).loss
     assert (loss.before, loss.after) == pytest.approx((run.facts["mean_loss"], changed.facts["mean_loss"]), rel=1e-12)
     assert loss.paired
@@ -155,9 +170,9 @@ def test_the_loss_of_the_text_is_compared(run, changed, loaded):
     samples = len(effects[0])
     error = math.sqrt(samples / (samples - 1) * float((effects[1] - effects[0]).square().sum()))
     assert loss.error == pytest.approx(error, rel=1e-9)
-    other = compare(run, inspected(loaded, documents(16, seed=5), importance="gradient")).loss
-    assert not other.paired
-    assert other.error > loss.error
+    independent = compare(run, other).loss
+    assert not independent.paired
+    assert independent.error > loss.error
     assert compare(run, inspected(loaded, documents(16, seed=0))).loss is None
 
 
@@ -214,7 +229,7 @@ def printed(*runs: Inspection, place: Path) -> str:
     return result.output
 
 
-def test_the_terminal_shows_the_loss_and_how_differences_were_tested(run, changed, loaded, tmp_path):
+def test_the_terminal_shows_the_loss_and_how_differences_were_tested(run, changed, other, tmp_path):
     loss = compare(run, changed).loss
     shown = printed(run, changed, place=tmp_path)
     assert "\npaired tests over the 16 documents of the same text\n" in shown
@@ -222,7 +237,6 @@ def test_the_terminal_shows_the_loss_and_how_differences_were_tested(run, change
         f"\nnext-token loss {loss.before:.4g} in A, {loss.after:.4g} in B, difference {loss.difference:+.3g} nats, "
         f"standard error {loss.error:.2g} (paired over {loss.samples[0]} documents)\n" in shown
     )
-    other = inspected(loaded, documents(16, seed=5), importance="gradient")
     shown = printed(without_documents(run), other, place=tmp_path)
     tokens = f"{run.facts['tokens']:,} tokens in A, 16 documents in B, one in eight tokens counts as independent"
     assert f"\ntests of independent samples: {tokens}; assumes that the texts share no documents\n" in shown

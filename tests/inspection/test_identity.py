@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from polyhead.inspection import Inspection, Settings, compare, load_inspection, 
 from polyhead.inspection.comparison import Change, Comparison
 from polyhead.inspection.identity import described, edits_of
 from polyhead.inspection.matching import match_heads
+from polyhead.inspection.probing import Probes
 from polyhead.inspection.run_files import OBSERVATIONS, REST
 from polyhead.observation import AttentionSite
 from polyhead.report import page_of
@@ -55,6 +57,15 @@ EDITS = {
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
     return text_folder(tmp_path_factory.mktemp("text"), documents=4, words=60)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_distances_and_examples() -> Iterator[None]:
+    """Skip two probes that take a third of the time and are not compared."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Probes, "distances", lambda _: {})
+        patch.setattr(Probes, "examples", lambda _: ())
+        yield
 
 
 def inspected(model: Path, text: Path, **options) -> Inspection:

@@ -121,7 +121,8 @@ def test_a_causal_model_reads_sentences_until_their_pronoun(tmp_path, monkeypatc
         if progress.step == "read sentences with pronouns" and not progress.done:
             tokens.append(progress.total)
 
-    monkeypatch.setattr(Probes, "repeated", lambda *_: None)  # another step, which takes longer
+    for step, nothing in {"repeated": None, "distances": {}, "examples": ()}.items():  # take longer
+        monkeypatch.setattr(Probes, step, lambda *_, nothing=nothing: nothing)
     cut = inspect_model(settings, progress=record)
     monkeypatch.setattr(PronounTexts, "without_endings", lambda texts: texts)
     whole = inspect_model(settings, progress=record)

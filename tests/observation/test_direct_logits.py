@@ -100,16 +100,17 @@ def by_hand(model: transformers.PreTrainedModel, ids: Tensor) -> Tensor:
                 p[ids == SPECIAL] = 0
                 if float(p.max()) >= COPY_WEIGHT:
                     attended[row] = int(ids[int(p.argmax())])
-            for row, token in attended.items():
-                # The direct effect: what the logits lose with the norm's statistics of the intact stream.
-                stream, added = final["stream"][row], heads[row, head] @ matrix[head]
-                centre = isinstance(norm, torch.nn.LayerNorm)
-                scale = (stream.var(unbiased=False) if centre else stream.square().mean()).sqrt()
-                gain = norm.weight + 1 if "Gemma" in type(norm).__name__ else norm.weight
-                logits = model.get_output_embeddings().weight @ ((added - centre * added.mean()) / scale * gain)
-                logits = logits - logits.mean()
-                others = torch.tensor([other for other in attended.values() if other != token], dtype=torch.int64)
-                sums[layer, head] += torch.tensor([float((logits[token] > logits[others]).sum()), len(others)])
+            # The direct effect: what the logits lose with the norm's statistics of the intact stream.
+            chosen, tokens = list(attended), torch.tensor(list(attended.values()), dtype=torch.int64)
+            stream, added = final["stream"][chosen], heads[chosen, head] @ matrix[head]
+            centre = isinstance(norm, torch.nn.LayerNorm)
+            scale = (stream.var(-1, unbiased=False) if centre else stream.square().mean(-1)).sqrt()[:, None]
+            gain = norm.weight + 1 if "Gemma" in type(norm).__name__ else norm.weight
+            written = (added - centre * added.mean(-1, keepdim=True)) / scale * gain
+            logits = (written @ model.get_output_embeddings().weight.T)[:, tokens]  # of each row on each row's token
+            others = tokens[:, None] != tokens
+            wins = others & (logits.diagonal()[:, None] > logits)
+            sums[layer, head] = torch.tensor([float(wins.sum()), float(others.sum())])
     return sums
 
 

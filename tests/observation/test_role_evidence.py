@@ -329,6 +329,33 @@ def test_of_many_occurrences_the_nearest_count() -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
+def test_evidence_of_one_kind_is_that_of_all_kinds(causal: bool) -> None:
+    layer, tokens = attended_layer(causal), drawn_tokens(2, 61, 7)
+    classes, rare = classes_of(tokens), rare_tokens(torch.bincount(tokens.flatten(), minlength=7))
+    kinds = (None, "rows", "pairs")
+    collectors = [EvidenceCollector(name=str(x), rare=rare, segments=cut, only=x) for x in kinds]
+    with torch.no_grad():
+        found = []
+        for collector in collectors:  # one at a time, as a session computes one profile for all
+            with polyhead.observe(layer, statistics=False, collect=[collector]) as session:
+                session.metadata = BatchMetadata(documents=torch.arange(2), tokens=tokens, classes=classes)
+                layer(torch.randn(2, 61, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(2)))
+            ((_, values),) = session.observations.collected.items()
+            found.append(values[collector.name])
+    whole, rows, pairs = found
+    of_pairs = {f"{kind}_{part}" for kind in ("duplicate", "induction") for part in ("mass", "rows")}
+    for name in role_evidence_rows.COLUMNS:
+        for one, collected in ((rows, name not in of_pairs), (pairs, name in of_pairs or name == "sink_mass")):
+            expected = whole.column(name) if collected else torch.zeros_like(whole.column(name))
+            assert torch.equal(one.column(name), expected), name
+    assert all((whole.column(name) > 0).all() for name in of_pairs)
+    for name in ("hits", "available", "chance"):
+        assert torch.equal(getattr(rows, name), getattr(whole, name))
+        assert getattr(whole, name).any()
+        assert not getattr(pairs, name).any()
+
+
+@pytest.mark.parametrize("causal", [True, False])
 def test_equal_tokens_are_no_evidence_of_similar_meaning_however_many_there_are(causal: bool) -> None:
     layer, tokens = attended_layer(causal), drawn_tokens(1, 61, 5)
     assert int(tokens.unique(return_counts=True)[1].min()) > 2 * NEAREST
@@ -416,6 +443,11 @@ def test_invalid_metadata_is_rejected() -> None:
     one, other = (HeadEvidence.empty(EvidenceCollector(max_documents=n), SITE, torch.device("cpu")) for n in (3, 5))
     with pytest.raises(OptionError, match="the same max_documents can be merged, got 3 and 5"):
         one.merge(other)
+    rows, pairs = (HeadEvidence.empty(EvidenceCollector(only=x), SITE, torch.device("cpu")) for x in ("rows", "pairs"))
+    with pytest.raises(OptionError, match="the same only can be merged, got rows and pairs"):
+        rows.merge(pairs)
+    with pytest.raises(OptionError, match="only must be 'rows', 'pairs' or None, got 'copy'"):
+        EvidenceCollector(only="copy")
 
 
 SITE = polyhead.observation.AttentionSite("layer", "self", "layer", 0, 2)

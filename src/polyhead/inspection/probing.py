@@ -116,7 +116,7 @@ class Probes:
             self.left_out.append(Reason("repeated_words", {"least": min(BLOCKS), "room": room, "words": words}))
             return None
         batches = list(repeated_batches(tokenizer, self.reader.classes, seed=self.settings.seed, context=context))
-        found = self.watched(model, batches, EvidenceCollector(), "read repeated words", ROW_STATISTICS)
+        found = self.watched(model, batches, EvidenceCollector(only="pairs"), "read repeated words")
         return evidence_of(found.collected)
 
     def pronouns(self) -> dict[str, PronounTable]:
@@ -153,8 +153,9 @@ class Probes:
         """Return roles in a model of the same layout with random weights: the effect of layout and text."""
         model = random_twin(self.loaded.model, self.settings.seed)
         batches = self.reader.whole_batches(CHANCE_TOKENS)  # the weight of a position depends on the length
-        collector = EvidenceCollector(rare=rare_tokens(self.reader.counts))
+        collector = EvidenceCollector(rare=rare_tokens(self.reader.counts), only="rows")
         observations = self.watched(model, batches, collector, "observe a model with random weights", ROW_STATISTICS)
+        model.to("meta")  # its sessions are reference cycles, which would keep its weights in memory for a while
         return head_roles(evidence_of(observations.collected), seed=self.settings.seed)
 
     def direct_logits(self, head_projections: Mapping[AttentionSite, HeadProjections]) -> DirectLogits | None:

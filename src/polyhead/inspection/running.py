@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import platform
 import time
 from collections.abc import Mapping
@@ -153,7 +152,6 @@ class InspectionRun:
         reference: tuple[HeadRoles, ...] = ()
         if self.settings.chance:
             reference = probes.chance()
-            gc.collect()  # the sessions of the random model are reference cycles, which keep it in memory
         pronouns = probes.pronouns()
         fields["roles"] = head_roles(
             evidence_of(observations.collected),

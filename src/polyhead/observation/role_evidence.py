@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor
@@ -18,13 +18,14 @@ from polyhead.observation.role_evidence_rows import (
     COLUMNS,
     COPY_ROWS,
     PROFILED,
+    PROFILED_PAIRS,
     BatchBaseline,
     EvidenceSums,
     TokenLogits,
     measure,
     measure_baseline,
 )
-from polyhead.observation.role_evidence_tokens import BINS, Segments, TokenTables, TokenVectors
+from polyhead.observation.role_evidence_tokens import BINS, Kind, Segments, TokenTables, TokenVectors
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
 
@@ -47,6 +48,8 @@ class EvidenceCollector:
             anti-copy.
         max_documents: documents whose indices are equal modulo this number are pooled. This bounds the memory: about
             1.2 KB per document and head.
+        only: "pairs" for the duplicate and induction columns and `sink_mass`, "rows" for all but the former; the other
+            columns and counts are then 0. By default all.
     """
 
     def __init__(
@@ -60,15 +63,19 @@ class EvidenceCollector:
         segments: Segments | None = None,
         direct_logits: DirectLogits | None = None,
         max_documents: int = MAX_DOCUMENTS,
+        only: Kind | None = None,
     ) -> None:
         if rare is not None and (rare.ndim != 1 or rare.dtype is not torch.bool or rare.device.type != "cpu"):
             raise ShapeError(f"rare must be boolean [vocabulary] on the CPU, got {rare.dtype} of {list(rare.shape)}")
         if max_documents < 2:
             raise OptionError(f"confidence intervals need at least two documents, got max_documents {max_documents}")
+        if only not in (None, *get_args(Kind)):
+            raise OptionError(f"only must be {', '.join(map(repr, get_args(Kind)))} or None, got {only!r}")
         self.name = name
         self.max_documents = max_documents
         self.direct_logits = direct_logits
-        self.tables = TokenTables(tuple(special), tuple(punctuation), rare, meaning, segments)
+        self.only = only
+        self.tables = TokenTables(tuple(special), tuple(punctuation), rare, meaning, segments, only)
         self._latest: tuple[BatchMetadata, Mask | None, tuple[object, ...], BatchBaseline] | None = None
 
     def empty(self, site: AttentionSite, device: torch.device) -> HeadEvidence | None:
@@ -90,8 +97,11 @@ class EvidenceCollector:
                 f"got {list(metadata.tokens.shape)}"
             )
         tokens = self.tables.read(metadata, non_padding, causal=causal, device=device)
-        logits = self._token_logits(metadata, non_padding, device)
-        baseline = measure_baseline(attended, non_padding, tokens, logits)
+        if self.only == "pairs":
+            baseline = measure_baseline(attended, non_padding, tokens, only_pairs=True)
+        else:
+            logits = self._token_logits(metadata, non_padding, device)
+            baseline = measure_baseline(attended, non_padding, tokens, logits)
         self._latest = (metadata, attended.mask, key, baseline)
         return baseline
 
@@ -147,7 +157,11 @@ class HeadEvidence(NamedTensors):
     hits: Tensor  # int64 [documents, heads, bins]: rows whose max weight is at each offset, -64 to 64 and beyond
     available: Tensor  # int64 [documents, bins]: rows with a visible key at each offset
     chance: Tensor  # float64 [documents, bins]: weight at each offset under uniform attention
-    profiled: ClassVar[dict[str, bool]] = PROFILED
+
+    @property
+    def profiled(self) -> dict[str, bool]:
+        """Arguments of the profile; see `CollectorState`."""
+        return PROFILED_PAIRS if self.collector.only == "pairs" else PROFILED
 
     @property
     def output(self) -> Tensor | None:
@@ -196,11 +210,10 @@ class HeadEvidence(NamedTensors):
         own_site, other_site = ((x.site.name, x.site.kind, x.site.num_heads) for x in (self, other))
         if own_site != other_site:
             raise OptionError(f"only evidence of the same site can be merged, got {own_site} and {other_site}")
-        if self.collector.max_documents != other.collector.max_documents:
-            raise OptionError(
-                "only evidence with the same max_documents can be merged, "
-                f"got {self.collector.max_documents} and {other.collector.max_documents}"
-            )
+        for name in ("max_documents", "only"):
+            own, others = (getattr(x.collector, name) for x in (self, other))
+            if own != others:
+                raise OptionError(f"only evidence with the same {name} can be merged, got {own} and {others}")
         tensors = (x.to(self.sums.device) for x in (other.sums, other.hits, other.available, other.chance))
         return self._with(other.documents, EvidenceSums(*tensors))
 

@@ -46,6 +46,7 @@ COLUMNS = (
 COSINES = ("cosine", "shuffled_cosine", "reshuffled_cosine")  # in the order of `TokenMetadata.meaning`
 ROW_STATISTICS = ("entropy", "confidence", "mean_distance")  # computed once more unless the session computes them
 PROFILED = {"received": True, "offsets": True, "argmax": True}
+PROFILED_PAIRS = {"received": True}
 COPY_WEIGHT = 0.1  # a row with less on every ordinary token attends to none
 COPY_ROWS = 64  # rows of a text that are sampled
 STORED_WEIGHTS, STORED_ROWS = 1 << 21, 64  # weights in memory at a time on a CPU, but at least as many rows
@@ -94,6 +95,7 @@ class BatchBaseline:
     sums: Tensor  # float64 [batch, 1, columns]: the columns of uniform attention
     available: Tensor  # as in `EvidenceSums`
     chance: Tensor  # as in `EvidenceSums`
+    only_pairs: bool = False  # other columns than those of pairs and `sink_mass` are 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,16 +109,21 @@ class WeightSums:
 
 
 def measure_baseline(
-    attended: Attended, non_padding: Tensor | None, tokens: TokenMetadata, logits: TokenLogits | None = None
+    attended: Attended,
+    non_padding: Tensor | None,
+    tokens: TokenMetadata,
+    logits: TokenLogits | None = None,
+    *,
+    only_pairs: bool = False,
 ) -> BatchBaseline:
     """Measure the chance baseline: uniform attention over the visible keys."""
     batch, _, queries, _ = attended.query.shape
     zeros, mask = attended.query.new_zeros(batch, 1, queries, 8), without_biases(attended.mask)
-    requested = Statistics(*ROW_STATISTICS, "visible_keys", "window_mass", "sink_mass", sink_keys=1, window=WINDOW)
+    names = () if only_pairs else (*ROW_STATISTICS, "window_mass", "sink_mass")
+    requested = Statistics("visible_keys", *names, sink_keys=1, window=WINDOW)
     result = attention(zeros, zeros, zeros, mask=mask, statistics=requested, logsumexp=True)
     rows, uniform = result.statistics, Attended(zeros, zeros, zeros, result, mask)
     assert rows is not None and rows.visible_keys is not None
-    assert rows.window_mass is not None and rows.sink_mass is not None
     visible = rows.visible_keys
     counted = visible > 0
     if non_padding is not None:
@@ -125,11 +132,19 @@ def measure_baseline(
     first = torch.zeros(batch, dtype=torch.int64, device=visible.device)
     if non_padding is not None:
         first = non_padding.to(torch.uint8).argmax(-1).expand(batch)
-    first_is_far = (index - first[:, None]).abs() > WINDOW
-    others = visible * (1 - rows.window_mass - rows.sink_mass * first_is_far[:, None])
     duplicate, induction = (
         _has_visible_pair(uniform, pairs, counted) for pairs in (tokens.duplicates, tokens.inductions)
     )
+    if only_pairs:
+        query_rows = QueryRows(tokens, visible, counted, first, torch.zeros_like(counted), duplicate, induction)
+        received = profile_rows(uniform, counted[:, 0], PROFILED_PAIRS).received
+        assert received is not None
+        columns = _pair_columns(uniform, query_rows, received)
+        none = received.new_zeros(batch, BINS, dtype=torch.float64)
+        return BatchBaseline(query_rows, _stack_columns(columns), none.to(torch.int64), none, only_pairs=True)
+    assert rows.window_mass is not None and rows.sink_mass is not None
+    first_is_far = (index - first[:, None]).abs() > WINDOW
+    others = visible * (1 - rows.window_mass - rows.sink_mass * first_is_far[:, None])
     query_rows = QueryRows(tokens, visible, counted, first, counted & (others > 0.5), duplicate, induction, logits)
     inside = _weight_sums(uniform, replace(tokens, meaning=None))
     columns, histogram, _ = _columns(uniform, rows, query_rows, inside, learned_sink=attended.sinks is not None)
@@ -149,6 +164,12 @@ def measure_baseline(
 def measure(attended: Attended, baseline: BatchBaseline, output: Tensor | None = None) -> EvidenceSums:
     """Measure all heads of one attention call; `output` is W_O, [heads, value_dim, width], if it is known."""
     query_rows, learned_sink, values = baseline.query_rows, attended.sinks is not None, attended.result.output
+    if baseline.only_pairs:
+        received = profile_rows(attended, query_rows.counted[:, 0], PROFILED_PAIRS).received
+        assert received is not None
+        sums = _stack_columns(_pair_columns(attended, query_rows, received))
+        none = received.new_zeros(*received.shape[:2], BINS, dtype=torch.int64)
+        return EvidenceSums(torch.cat([sums, baseline.sums], 1), none, baseline.available, baseline.chance)
     weight_sums = _weight_sums(attended, query_rows.tokens)
     columns, _, argmax = _columns(
         attended, _row_statistics(attended), query_rows, weight_sums, learned_sink=learned_sink
@@ -255,22 +276,19 @@ def _columns(
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Return the columns, [batch, heads] each, the weights by offset, and the argmax [batch, heads, queries]."""
     tokens, counted = query_rows.tokens, query_rows.counted
-    unpadded = exclude_padding(attended, counted[:, 0])
     summary = profile_rows(attended, counted[:, 0], PROFILED)
     assert summary.received is not None and summary.offsets is not None and summary.argmax is not None
     assert rows.entropy is not None and rows.confidence is not None and rows.mean_distance is not None
     received, histogram = summary.received.to(torch.float64), _merge_far_bins(summary.offsets)
-    center, heads = NEAR + 1, attended.query.shape[1]
+    center = NEAR + 1
     num_rows = _count(counted)
-    zeros = torch.zeros_like(num_rows).expand(-1, heads)
-    columns = dict.fromkeys(COLUMNS, zeros)
+    columns = _pair_columns(attended, query_rows, summary.received)
     columns |= {
         "rows": num_rows,
         "self_mass": histogram[..., center],
         "previous_mass": histogram[..., center - 1],
         "next_mass": histogram[..., center + 1],
         "window_mass": histogram[..., center - WINDOW : center + WINDOW + 1].sum(-1),
-        "sink_mass": received.gather(2, query_rows.first[:, None, None].expand(-1, heads, 1))[..., 0],
         "mean_distance": _masked_sum(rows.mean_distance, counted),
     }
     if tokens.key_sets is not None:
@@ -286,13 +304,6 @@ def _columns(
     is_far = (distance.abs() > WINDOW) & (summary.argmax != query_rows.first[:, None, None])
     columns["long_range"] = _count(query_rows.far & is_far & (rows.confidence > 0.5))
     columns["long_range_rows"] = _count(query_rows.far)
-    for name, pairs, possible in (
-        ("duplicate", tokens.duplicates, query_rows.duplicate),
-        ("induction", tokens.inductions, query_rows.induction),
-    ):
-        if pairs is not None:
-            columns[f"{name}_mass"] = _pair_weights(unpadded, pairs).sum(-1)
-            columns[f"{name}_rows"] = _count(possible)
     for name, segments in (("word", tokens.words), ("sentence", tokens.sentences)):
         if segments is not None:
             in_segments = counted & segments.counted[:, None]
@@ -305,6 +316,23 @@ def _columns(
     if weight_sums.embeddings is not None:
         columns |= _similarity_columns(query_rows, weight_sums.inside["token"], weight_sums.embeddings, histogram)
     return columns, histogram, summary.argmax
+
+
+def _pair_columns(attended: Attended, query_rows: QueryRows, received: Tensor) -> dict[str, Tensor]:
+    """Return the columns of pairs of tokens and `sink_mass`, [batch, heads] each; the other columns are 0."""
+    tokens, heads = query_rows.tokens, attended.query.shape[1]
+    columns = dict.fromkeys(COLUMNS, torch.zeros(len(received), heads, dtype=torch.float64, device=received.device))
+    first = query_rows.first[:, None, None].expand(-1, heads, 1)
+    columns["sink_mass"] = received.to(torch.float64).gather(2, first)[..., 0]
+    unpadded = exclude_padding(attended, query_rows.counted[:, 0])
+    for name, pairs, possible in (
+        ("duplicate", tokens.duplicates, query_rows.duplicate),
+        ("induction", tokens.inductions, query_rows.induction),
+    ):
+        if pairs is not None:
+            columns[f"{name}_mass"] = _pair_weights(unpadded, pairs).sum(-1)
+            columns[f"{name}_rows"] = _count(possible)
+    return columns
 
 
 def _offsets_of_rows(attended: Attended, rows: Tensor, counted: Tensor, histogram: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ BINS = 2 * NEAR + 3  # all farther earlier tokens, offsets -NEAR to NEAR, all fa
 KEY_SETS = ("special", "punctuation", "delimiter", "rare")
 # From token ids [batch, tokens] to the word and sentence index of each token, -1 for none.
 Segments = Callable[[Tensor], tuple[Tensor, Tensor]]
+# Evidence of whole rows, or of pairs of tokens: a query with other occurrences of its token or the tokens after those.
+Kind = Literal["rows", "pairs"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,6 +107,7 @@ class TokenTables:
     rare: Tensor | None  # bool [vocabulary]
     meaning: TokenVectors | None
     segments: Segments | None = None
+    only: Kind | None = None  # the evidence that is collected, by default all
 
     def read(
         self, metadata: BatchMetadata, non_padding: Tensor | None, *, causal: bool, device: torch.device
@@ -125,12 +129,15 @@ class TokenTables:
         punctuation = special
         if classes is not None:
             special, punctuation = (_is_one_of(classes, which) for which in (self.special, self.punctuation))
+        result = TokenMetadata()
+        if self.only != "rows":
+            duplicates, inductions = _occurrences(tokens, ~special, both_ways=not causal)
+            result = TokenMetadata(duplicates=duplicates.to(device), inductions=inductions.to(device))
+        if self.only == "pairs":
+            return result
         rare = torch.zeros_like(special) if self.rare is None else self.rare[tokens] & ~special
         sets = torch.stack([special, punctuation, special | punctuation, rare], 1)
-        duplicates, inductions = _occurrences(tokens, ~special, both_ways=not causal)
-        result = TokenMetadata(
-            sets.to(device, torch.float64, non_blocking=True), duplicates.to(device), inductions.to(device)
-        )
+        result = replace(result, key_sets=sets.to(device, torch.float64, non_blocking=True))
         if self.segments is not None:
             words, sentences = (x.to(device, non_blocking=True) for x in self.segments(tokens))
             present = torch.ones_like(words, dtype=torch.bool) if non_padding is None else non_padding.expand_as(words)
@@ -202,35 +209,31 @@ def _following(values: Tensor) -> Tensor:
 def _occurrences(tokens: Tensor, counted: Tensor, *, both_ways: bool) -> tuple[Pairs, Pairs]:
     """Return pairs of each token with its nearest other occurrences, and with the tokens after those."""
     length = tokens.shape[1]
-    same, after = [], []
-    for row, row_mask in zip(tokens, counted, strict=True):
-        positions = row_mask.nonzero().flatten()
-        ordered, order = row[positions].sort(stable=True)
-        positions = positions[order]
-        matches = []
-        for step in range(1, min(NEAREST, len(positions) - 1) + 1):
-            equal = ordered[step:] == ordered[:-step]
-            later, earlier = positions[step:][equal], positions[:-step][equal]
-            if not len(later):
-                break
-            matches.append(torch.stack([later, earlier], 1))
-            if both_ways:
-                matches.append(torch.stack([earlier, later], 1))
-        pairs = torch.cat(matches) if len(matches) else torch.zeros(0, 2, dtype=torch.int64)
-        same.append(pairs)
-        successors = pairs + torch.tensor([0, 1])
-        # The token after the occurrence directly before the query is the query itself.
-        after.append(successors[(successors[:, 1] < length) & (successors[:, 1] != successors[:, 0])])
-    return _pad_pairs(same), _pad_pairs(after)
+    uncounted = torch.iinfo(torch.int64).max  # no token; sorted behind all others
+    ordered, order = torch.where(counted, tokens.to(torch.int64), uncounted).sort(stable=True)
+    pairs, found = [torch.zeros(len(tokens), 0, 2, dtype=torch.int64)], [torch.zeros(len(tokens), 0, dtype=torch.bool)]
+    for step in range(1, min(NEAREST, length - 1) + 1):
+        equal = (ordered[:, step:] == ordered[:, :-step]) & (ordered[:, step:] != uncounted)
+        if not bool(equal.any()):
+            break
+        matches = torch.stack([order[:, step:], order[:, :-step]], -1)  # a later and an earlier occurrence
+        both = (matches, matches.flip(-1)) if both_ways else (matches,)
+        pairs.extend(both)
+        found.extend([equal] * len(both))
+    same, valid = torch.cat(pairs, 1), torch.cat(found, 1)
+    after = same + torch.tensor([0, 1])
+    # The token after the occurrence directly before the query is the query itself.
+    is_other = (after[..., 1] < length) & (after[..., 1] != after[..., 0])
+    return _compact_pairs(same, valid), _compact_pairs(after, valid & is_other)
 
 
-def _pad_pairs(rows: list[Tensor]) -> Pairs:
-    max_pairs = max(len(row) for row in rows)
-    positions = torch.zeros(len(rows), max_pairs, 2, dtype=torch.int64)
-    valid = torch.zeros(len(rows), max_pairs, dtype=torch.bool)
-    for index, row in enumerate(rows):
-        positions[index, : len(row)], valid[index, : len(row)] = row, True
-    return Pairs(positions, valid)
+def _compact_pairs(positions: Tensor, valid: Tensor) -> Pairs:
+    """Return the valid ones of some pairs [batch, pairs, 2], in their order."""
+    counts = valid.sum(-1)
+    kept = torch.arange(int(counts.max())) < counts[:, None]
+    compact = torch.zeros(*kept.shape, 2, dtype=torch.int64)
+    compact[kept] = positions[valid]
+    return Pairs(compact, kept)
 
 
 def _mean_cosines(vectors: Tensor, tokens: Tensor, ordinary: Tensor) -> Tensor:

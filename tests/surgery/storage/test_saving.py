@@ -27,7 +27,7 @@ from polyhead.surgery import (
     save,
     undo,
 )
-from polyhead.surgery.storage import folders
+from polyhead.surgery.storage import folders, saving
 from tests.inspection.small_models import tokenizer
 from tests.integrations.huggingface import models
 from tests.surgery.gated import FAMILIES, build, decoder, result_of
@@ -280,6 +280,7 @@ def test_an_interruption_at_any_write_leaves_what_was_there(form, replaced, tmp_
         save(old, place, form="uneven", record=earlier)
     kept = contents(tmp_path)
     assert not replaced or fingerprint(load(place)) == earlier.after
+    monkeypatch.setattr(saving, "_read_back", lambda *_: None)  # takes most of the time, and the model is loaded below
     watched = [(os, "fsync"), (os, "rename"), (os, "mkdir"), (os, "replace"), (json, "dumps"), (folders, "_exchange")]
     left: list[int] = []
 
