@@ -77,16 +77,9 @@ def measured(
             layer(tokens(work.past), cache=cache)
         if work.training:
             gradient = tokens(work.queries)
-<<<<<<< HEAD
-            layer(x, *source).output.backward(gradient)  # gradients of parameters are there from the step before
-            for tensor in inputs:
-                tensor.grad = None
-        held = [*inputs, *layer.parameters(), *(p.grad for p in layer.parameters() if p.grad is not None)]
-=======
             for parameter in layer.parameters():  # as after the step before
                 parameter.grad = torch.zeros_like(parameter)
-        held = [x, *source, *layer.parameters(), *(p.grad for p in layer.parameters() if p.grad is not None)]
->>>>>>> tpages
+        held = [*inputs, *layer.parameters(), *(p.grad for p in layer.parameters() if p.grad is not None)]
         held += [gradient] if gradient is not None else []
         stored = [] if cache is None else list(cache._buffers)
         kept: dict[int, torch.UntypedStorage] = {}
