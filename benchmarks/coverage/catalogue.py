@@ -40,7 +40,11 @@ class Call:
             name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
             for name, x in self.arguments.items()
         }
-        return Call(copy.deepcopy(self.model).double(), arguments)
+        model = copy.deepcopy(self.model).double()
+        for module in model.modules():  # grouped products of experts take no float64, a loop over the experts does
+            if getattr(getattr(module, "config", None), "_experts_implementation", None) == "grouped_mm":
+                module.config._experts_implementation = "eager"
+        return Call(model, arguments)
 
 
 class CannotBuildError(Exception):
@@ -70,7 +74,11 @@ def transformers_subjects() -> Iterator[Subject]:
 
 
 def _built(name: str, kind: type) -> tuple[nn.Module, Call]:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     entry = table().get("transformers", {}).get(name, {})
+    if "like" in entry:
+        name, kind = entry["like"], CONFIG_MAPPING[entry["like"]]
     config = shrunk(kind, entry.get("config"))
     if "part" in entry:
         config = getattr(config, entry["part"])

@@ -194,7 +194,19 @@ def _session(model: nn.Module) -> Any:
     return session
 
 
+def _shared_keys(model: nn.Module) -> dict[str, tuple[Tensor, ...]]:
+    """Return keys and values of the last layer of each kind of a main model, as Gemma 4's drafters take them."""
+    shared = {}
+    for layer, kind in zip(model.model.layers, model.model.config.layer_types, strict=True):
+        attention = layer.self_attn
+        heads = model.model.config.num_attention_heads // attention.num_key_value_groups
+        shape = (BATCH, heads, TEXT, attention.head_dim)
+        shared[kind] = tuple(torch.randn(shape, dtype=torch.float32).to(torch.get_default_dtype()) for _ in range(2))
+    return shared
+
+
 _MAKERS = {
+    "shared_kv_states": lambda model: partial(_shared_keys, model),
     "input_ids": _text,
     "decoder_input_ids": lambda model: _text(model, DECODED),
     "pixel_values": _image,
