@@ -194,6 +194,21 @@ def _session(model: nn.Module) -> Any:
     return session
 
 
+def _atoms(model: nn.Module) -> Any:
+    """Return two atoms for each token, as EsmFold2 takes them."""
+    tokens = torch.arange(TEXT).repeat_interleave(2).expand(BATCH, -1)
+    charges, positions = torch.randn(BATCH, 2 * TEXT), torch.randn(BATCH, 2 * TEXT, 3)
+    return sys.modules[type(model).__module__].EsmFold2AtomInputs(
+        ref_pos=positions,
+        ref_charge=charges,
+        atom_attention_mask=torch.ones_like(tokens, dtype=torch.bool),
+        ref_element=torch.randint(40, tokens.shape),
+        ref_atom_name_chars=torch.randint(40, (*tokens.shape, 4)),
+        ref_space_uid=tokens,
+        atom_to_token=tokens,
+    )
+
+
 def _shared_keys(model: nn.Module) -> dict[str, tuple[Tensor, ...]]:
     """Return keys and values of the last layer of each kind of a main model, as Gemma 4's drafters take them."""
     shared = {}
@@ -223,6 +238,7 @@ _MAKERS = {
 
 # Only for parameters without a default.
 _REQUIRED = {
+    "atom_inputs": lambda model: partial(_atoms, model),
     "attention_mask": lambda model: torch.ones(BATCH, TEXT, dtype=torch.long),
     "input_features_mask": lambda model: torch.ones(BATCH, _sound(model).shape[-1], dtype=torch.long),
     "inference_session": lambda model: partial(_session, model),
