@@ -179,17 +179,22 @@ def _boxes(model: nn.Module) -> Tensor:
 
 
 def _session(model: nn.Module) -> Any:
-    """Return a session of a tracker of objects in videos, with a point in the first frame, which has been segmented."""
+    """Return a session of a tracker of objects in videos, with a point or a prompt, whose first frame is segmented."""
     sessions = [x for name, x in vars(sys.modules[type(model).__module__]).items() if name.endswith("InferenceSession")]
     size = _image(model).shape[-1]
     video = torch.randn(2, 3, size, size)
     session = sessions[0](video=video, video_height=size, video_width=size, dtype=torch.float32)
-    points = {
-        "point_coords": torch.full((1, 1, 1, 2), size / 2),
-        "point_labels": torch.ones(1, 1, 1, dtype=torch.int32),
-    }
-    session.add_point_inputs(session.obj_id_to_idx(1), 0, points)
-    session.obj_with_new_inputs = [1]
+    if hasattr(session, "add_prompt"):
+        prompt = session.add_prompt("objects of this kind")
+        session.prompt_input_ids[prompt] = torch.randint(5, 45, (1, TEXT))
+        session.prompt_attention_masks[prompt] = torch.ones(1, TEXT, dtype=torch.long)
+    else:
+        points = {
+            "point_coords": torch.full((1, 1, 1, 2), size / 2),
+            "point_labels": torch.ones(1, 1, 1, dtype=torch.int32),
+        }
+        session.add_point_inputs(session.obj_id_to_idx(1), 0, points)
+        session.obj_with_new_inputs = [1]
     model(inference_session=session, frame_idx=0)
     return session
 
