@@ -26,13 +26,14 @@ class Call:
     arguments: dict[str, Any]
 
     def __call__(self) -> Any:
-        torch.manual_seed(1)
         with torch.no_grad():
             return self.model(**self.made())
 
     def made(self) -> dict[str, Any]:
         """Return the arguments of one call."""
-        return {name: x() if callable(x) else x for name, x in self.arguments.items()}
+        torch.manual_seed(1)
+        with torch.no_grad():
+            return {name: x() if callable(x) else x for name, x in self.arguments.items()}
 
     def in_float64(self) -> Call:
         """Return the same call of a copy of the model in float64."""
@@ -79,7 +80,7 @@ def _built(name: str, kind: type) -> tuple[nn.Module, Call]:
     entry = table().get("transformers", {}).get(name, {})
     if "like" in entry:
         name, kind = entry["like"], CONFIG_MAPPING[entry["like"]]
-    config = shrunk(kind, entry.get("config"))
+    config = shrunk(kind, {**entry.get("config", {}), **entry.get("own", {})})
     if "part" in entry:
         config = getattr(config, entry["part"])
     model = strengthened(_class_of(kind, name, entry)(config))

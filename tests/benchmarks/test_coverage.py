@@ -274,6 +274,22 @@ def test_surgery_is_judged_by_masked_heads(monkeypatch):
     assert "the pruned and the masked model differ by" in found["surgery_reason"]
 
 
+class _Tracker(nn.Module):
+    """A model whose outputs depend on how often it has seen its session."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = _bert()
+
+    def forward(self, input_ids: torch.Tensor, session: list[int]) -> torch.Tensor:
+        session.append(1)
+        return len(session) * self.encoder(input_ids).last_hidden_state
+
+
+def test_surgery_is_judged_with_a_new_session_for_every_run():
+    assert judge_editing(_Tracker(), {"input_ids": torch.randint(3, 61, (2, 9)), "session": list})["surgery"] == "known"
+
+
 def test_other_inputs_are_other_ones_that_the_model_takes():
     model, tokens = _bert(), torch.tensor([[5, 7, 11]])
     assert other_inputs(model, {"input_ids": tokens})["input_ids"].tolist() == [[11, 5, 7]]
@@ -343,8 +359,12 @@ def test_a_config_with_other_sizes_in_some_layers_shrinks():
 
 
 def test_a_config_that_does_not_accept_its_own_defaults_is_built_from_its_overrides():
-    config = shrunk(transformers.Gemma4AssistantConfig)  # hidden_size_per_layer_input must be 0, and is not
-    assert (config.text_config.hidden_size, config.text_config.hidden_size_per_layer_input) == (HIDDEN, 0)
+    from benchmarks.coverage.catalogue import _built
+
+    model, call = _built("gemma4_assistant", transformers.Gemma4AssistantConfig)
+    config = model.config.text_config  # hidden_size_per_layer_input must be 0, and is not by default
+    assert (config.hidden_size, config.hidden_size_per_layer_input) == (HIDDEN, 0)
+    assert call().logits.shape == (2, 5, VOCABULARY)
 
 
 def test_a_type_without_a_model_of_its_own_is_judged_as_its_checkpoints_are():
