@@ -3,7 +3,8 @@
 A dispatch mode sees every softmax of a forward, whoever wrote it: eager attention of transformers, PyTorch's own
 functions (their math kernel runs operator by operator) or softmax by hand. A softmax is attention over keys if its
 logits are a product of two activations and its result is multiplied with a third. Routers, samplers of deformable
-attention and pooling by a linear layer get their logits from a parameter.
+attention, pooling by a linear layer and state spaces get their logits from a product with a parameter, or with a copy of
+one, which broadcasting makes.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class _Recorder(TorchDispatchMode):
         self.softmaxes: list[Softmax] = []
         self.count = 0  # of products
         self.scaled: set[str] = set()  # modules that take the logsumexp of their logits, to scale outputs by a sink
-        # Storages of parameters, and of their copies, which broadcasting makes: queries from those are no activations.
+        # By storage, with their copies, which broadcasting makes: neither is an activation.
         self.parameters: dict[int, Any] = {_address(x): x.untyped_storage() for x in model.parameters()}
         self.products: dict[int, tuple[Any, float]] = {}  # with the lowest value
         self.weights: dict[int, tuple[Any, set[int]]] = {}
