@@ -3,8 +3,8 @@
 A dispatch mode sees every softmax of a forward, whoever wrote it: eager attention of transformers, PyTorch's own
 functions (their math kernel runs operator by operator) or softmax by hand. A softmax is attention over keys if its
 logits are a product of two activations and its result is multiplied with a third. Routers, samplers of deformable
-attention, pooling by a linear layer and state spaces get their logits from a product with a parameter, or with a copy of
-one, which broadcasting makes.
+attention, pooling by a linear layer and state spaces get their logits from a product with a parameter, or with a copy
+of one, which broadcasting makes.
 """
 
 from __future__ import annotations
