@@ -43,8 +43,9 @@ class Call:
         }
         model = copy.deepcopy(self.model).double()
         for module in model.modules():  # grouped products of experts take no float64, a loop over the experts does
-            if getattr(getattr(module, "config", None), "_experts_implementation", None) == "grouped_mm":
-                module.config._experts_implementation = "eager"
+            config: Any = getattr(module, "config", None)
+            if getattr(config, "_experts_implementation", None) == "grouped_mm":
+                config._experts_implementation = "eager"
         return Call(model, arguments)
 
 

@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -216,16 +216,17 @@ def _atoms(model: nn.Module) -> Any:
 
 def _shared_keys(model: nn.Module) -> dict[str, tuple[Tensor, ...]]:
     """Return keys and values of the last layer of each kind of a main model, as Gemma 4's drafters take them."""
+    drafter: Any = model.model
     shared = {}
-    for layer, kind in zip(model.model.layers, model.model.config.layer_types, strict=True):
+    for layer, kind in zip(drafter.layers, drafter.config.layer_types, strict=True):
         attention = layer.self_attn
-        heads = model.model.config.num_attention_heads // attention.num_key_value_groups
+        heads = drafter.config.num_attention_heads // attention.num_key_value_groups
         shape = (BATCH, heads, TEXT, attention.head_dim)
         shared[kind] = tuple(torch.randn(shape, dtype=torch.float32).to(torch.get_default_dtype()) for _ in range(2))
     return shared
 
 
-_MAKERS = {
+_MAKERS: dict[str, Callable[[nn.Module], Any]] = {
     "shared_kv_states": lambda model: partial(_shared_keys, model),
     "input_ids": _text,
     "decoder_input_ids": lambda model: _text(model, DECODED),
