@@ -26,13 +26,14 @@ class Call:
     arguments: dict[str, Any]
 
     def __call__(self) -> Any:
-        torch.manual_seed(1)
         with torch.no_grad():
             return self.model(**self.made())
 
     def made(self) -> dict[str, Any]:
         """Return the arguments of one call."""
-        return {name: x() if callable(x) else x for name, x in self.arguments.items()}
+        torch.manual_seed(1)
+        with torch.no_grad():
+            return {name: x() if callable(x) else x for name, x in self.arguments.items()}
 
     def in_float64(self) -> Call:
         """Return the same call of a copy of the model in float64."""
@@ -40,7 +41,12 @@ class Call:
             name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
             for name, x in self.arguments.items()
         }
-        return Call(copy.deepcopy(self.model).double(), arguments)
+        model = copy.deepcopy(self.model).double()
+        for module in model.modules():  # grouped products of experts take no float64, a loop over the experts does
+            config: Any = getattr(module, "config", None)
+            if getattr(config, "_experts_implementation", None) == "grouped_mm":
+                config._experts_implementation = "eager"
+        return Call(model, arguments)
 
 
 class CannotBuildError(Exception):
@@ -70,8 +76,12 @@ def transformers_subjects() -> Iterator[Subject]:
 
 
 def _built(name: str, kind: type) -> tuple[nn.Module, Call]:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     entry = table().get("transformers", {}).get(name, {})
-    config = shrunk(kind, entry.get("config"))
+    if "like" in entry:
+        name, kind = entry["like"], CONFIG_MAPPING[entry["like"]]
+    config = shrunk(kind, {**entry.get("config", {}), **entry.get("own", {})})
     if "part" in entry:
         config = getattr(config, entry["part"])
     model = strengthened(_class_of(kind, name, entry)(config))

@@ -109,7 +109,7 @@ def _edited(model: nn.Module, call: Call) -> dict[str, str]:
     from benchmarks.coverage.editing import WRONG, judge_editing
 
     try:
-        return judge_editing(model, call.made())
+        return judge_editing(model, call.arguments)
     except Exception as error:  # noqa: BLE001 - a verdict on surgery, which must not hide that on statistics
         return {"surgery": WRONG, "surgery_reason": f"{type(error).__name__}: {error}"}
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.coverage.catalogue import Call
 from benchmarks.coverage.judge import output_difference
 from polyhead.errors import PolyheadError
 from polyhead.surgery import AttentionLayer, PruneHeads, apply, find_layers, fingerprint, trace_layers, undo
@@ -22,7 +23,7 @@ def judge_editing(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, A
 
     Args:
         model: a model, in evaluation mode.
-        arguments: its keyword arguments.
+        arguments: its keyword arguments; functions among them make them anew for each run, as a run may change them.
 
     Returns:
         `surgery`: "known" if all layers were found by their names, "traced" if some had to be traced, "part" if some
@@ -32,7 +33,7 @@ def judge_editing(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, A
     layers = find_layers(model)
     if not any(layers) or all(x.refusals for x in layers):
         try:
-            layers = trace_layers(model, dict(arguments), fresh)
+            layers = trace_layers(model, Call(model, dict(arguments)).made(), Call(model, fresh).made())
         except PolyheadError as error:
             return {"surgery": REFUSED, "surgery_reason": str(error)}
     reasons = [reason for x in layers for reason in x.refusals]
@@ -112,9 +113,7 @@ def other_inputs(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, An
 
 
 def _run(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
-    torch.manual_seed(1)
-    with torch.no_grad():
-        output = model(**arguments)
+    output = Call(model, dict(arguments))()
     if isinstance(output, Mapping):  # attention weights have fewer heads in the edited model
         return {name: x for name, x in output.items() if "attentions" not in name}
     return output

@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -179,22 +179,55 @@ def _boxes(model: nn.Module) -> Tensor:
 
 
 def _session(model: nn.Module) -> Any:
-    """Return a session of a tracker of objects in videos, with a point in the first frame, which has been segmented."""
+    """Return a session of a tracker of objects in videos, with a point or a prompt, whose first frame is segmented."""
     sessions = [x for name, x in vars(sys.modules[type(model).__module__]).items() if name.endswith("InferenceSession")]
     size = _image(model).shape[-1]
     video = torch.randn(2, 3, size, size)
     session = sessions[0](video=video, video_height=size, video_width=size, dtype=torch.float32)
-    points = {
-        "point_coords": torch.full((1, 1, 1, 2), size / 2),
-        "point_labels": torch.ones(1, 1, 1, dtype=torch.int32),
-    }
-    session.add_point_inputs(session.obj_id_to_idx(1), 0, points)
-    session.obj_with_new_inputs = [1]
+    if hasattr(session, "add_prompt"):
+        prompt = session.add_prompt("objects of this kind")
+        session.prompt_input_ids[prompt] = torch.randint(5, 45, (1, TEXT))
+        session.prompt_attention_masks[prompt] = torch.ones(1, TEXT, dtype=torch.long)
+    else:
+        points = {
+            "point_coords": torch.full((1, 1, 1, 2), size / 2),
+            "point_labels": torch.ones(1, 1, 1, dtype=torch.int32),
+        }
+        session.add_point_inputs(session.obj_id_to_idx(1), 0, points)
+        session.obj_with_new_inputs = [1]
     model(inference_session=session, frame_idx=0)
     return session
 
 
-_MAKERS = {
+def _atoms(model: nn.Module) -> Any:
+    """Return two atoms for each token, as EsmFold2 takes them."""
+    tokens = torch.arange(TEXT).repeat_interleave(2).expand(BATCH, -1)
+    charges, positions = torch.randn(BATCH, 2 * TEXT), torch.randn(BATCH, 2 * TEXT, 3)
+    return sys.modules[type(model).__module__].EsmFold2AtomInputs(
+        ref_pos=positions,
+        ref_charge=charges,
+        atom_attention_mask=torch.ones_like(tokens, dtype=torch.bool),
+        ref_element=torch.randint(40, tokens.shape),
+        ref_atom_name_chars=torch.randint(40, (*tokens.shape, 4)),
+        ref_space_uid=tokens,
+        atom_to_token=tokens,
+    )
+
+
+def _shared_keys(model: nn.Module) -> dict[str, tuple[Tensor, ...]]:
+    """Return keys and values of the last layer of each kind of a main model, as Gemma 4's drafters take them."""
+    drafter: Any = model.model
+    shared = {}
+    for layer, kind in zip(drafter.layers, drafter.config.layer_types, strict=True):
+        attention = layer.self_attn
+        heads = drafter.config.num_attention_heads // attention.num_key_value_groups
+        shape = (BATCH, heads, TEXT, attention.head_dim)
+        shared[kind] = tuple(torch.randn(shape, dtype=torch.float32).to(torch.get_default_dtype()) for _ in range(2))
+    return shared
+
+
+_MAKERS: dict[str, Callable[[nn.Module], Any]] = {
+    "shared_kv_states": lambda model: partial(_shared_keys, model),
     "input_ids": _text,
     "decoder_input_ids": lambda model: _text(model, DECODED),
     "pixel_values": _image,
@@ -211,6 +244,7 @@ _MAKERS = {
 
 # Only for parameters without a default.
 _REQUIRED = {
+    "atom_inputs": lambda model: partial(_atoms, model),
     "attention_mask": lambda model: torch.ones(BATCH, TEXT, dtype=torch.long),
     "input_features_mask": lambda model: torch.ones(BATCH, _sound(model).shape[-1], dtype=torch.long),
     "inference_session": lambda model: partial(_session, model),

@@ -97,7 +97,7 @@ def _torchvision(name: str) -> nn.Module:
     if name == "VisionTransformer":
         model = VisionTransformer(64, 16, num_layers=2, num_heads=3, hidden_dim=24, mlp_dim=40)
     elif name == "MaxVit":
-        model = MaxVit((64, 64), 8, 2, 8, [8, 16], [1, 1], 0.0, num_classes=5)
+        model = MaxVit((64, 64), 8, 4, [8, 16], [1, 1], 8, 0.0, num_classes=5)
     else:
         options: dict[str, Any] = (
             {"block": SwinTransformerBlockV2, "downsample_layer": PatchMergingV2} if name.endswith("V2") else {}

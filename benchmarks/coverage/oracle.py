@@ -3,7 +3,8 @@
 A dispatch mode sees every softmax of a forward, whoever wrote it: eager attention of transformers, PyTorch's own
 functions (their math kernel runs operator by operator) or softmax by hand. A softmax is attention over keys if its
 logits are a product of two activations and its result is multiplied with a third. Routers, samplers of deformable
-attention and pooling by a linear layer get their logits from a parameter.
+attention, pooling by a linear layer and state spaces get their logits from a product with a parameter, or with a copy
+of one, which broadcasting makes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _SOFTMAXES = (aten._softmax, aten._safe_softmax)
 # Operators whose results are no longer logits or weights.
 _ENDS = (aten.native_layer_norm, aten.native_group_norm, aten.native_batch_norm, aten.convolution, aten.embedding)
 _SUMS = (aten.sum, aten.mean)
+_COPIES = (aten.clone, aten._to_copy, aten.repeat)
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +79,8 @@ class _Recorder(TorchDispatchMode):
         self.softmaxes: list[Softmax] = []
         self.count = 0  # of products
         self.scaled: set[str] = set()  # modules that take the logsumexp of their logits, to scale outputs by a sink
-        self.parameters = {_address(x) for x in model.parameters()}
+        # By storage, with their copies, which broadcasting makes: neither is an activation.
+        self.parameters: dict[int, Any] = {_address(x): x.untyped_storage() for x in model.parameters()}
         self.products: dict[int, tuple[Any, float]] = {}  # with the lowest value
         self.weights: dict[int, tuple[Any, set[int]]] = {}
 
@@ -90,6 +93,7 @@ class _Recorder(TorchDispatchMode):
         logits = args[0].double() if packet in _SOFTMAXES or packet in (aten.exp, aten.exp_) else None
         result = func(*args, **(kwargs or {}))
         outputs = [x for x in _flat((result,)) if isinstance(x, Tensor)]
+        self._parameters(packet, inputs, outputs)
         if packet in _PRODUCTS:
             first = _PRODUCTS[packet]
             self._product(args[first], args[first + 1], result, is_plain=first == 0)
@@ -117,8 +121,16 @@ class _Recorder(TorchDispatchMode):
     def _mark(self, x: Tensor, numbers: set[int]) -> None:
         self.weights[_address(x)] = x.untyped_storage(), self._numbers(x) | numbers
 
+    def _parameters(self, packet: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        is_parameter = all(_address(x) in self.parameters for x in inputs)
+        for output in outputs:
+            if is_parameter and packet in _COPIES:
+                self.parameters[_address(output)] = output.untyped_storage()
+            elif not is_parameter:
+                self.parameters.pop(_address(output), None)  # a copy that activations were written to
+
     def _product(self, first: Tensor, second: Tensor, result: Tensor, *, is_plain: bool) -> None:
-        if _address(second) in self.parameters:
+        if _address(first) in self.parameters or _address(second) in self.parameters:
             return
         self.count += 1
         for operand, contracted in ((first, first.shape[-1]), (second, second.shape[-2])):

@@ -102,7 +102,7 @@ def shrunk(kind: Any, overrides: Mapping[str, Any] | None = None, like: Any = No
     """
     overrides = {**table().get("transformers", {}).get(kind.model_type, {}).get("config", {}), **(overrides or {})}
     given = {} if like is None else _given(kind, like)
-    like = kind() if like is None else like
+    like = _default(kind, overrides) if like is None else like
     values: dict[str, Any] = {}
     fields = _defaults(kind)
     for name, default in {**fields, **given}.items():
@@ -126,6 +126,14 @@ def shrunk(kind: Any, overrides: Mapping[str, Any] | None = None, like: Any = No
     values |= {name: value for name, value in overrides.items() if "." not in name}
     values |= _several_kinds_of_layers(like, values, overrides)
     return kind(**values)
+
+
+def _default(kind: Any, overrides: Mapping[str, Any]) -> Any:
+    """Return the default config of a class; with the overrides, where the class does not accept its own defaults."""
+    try:
+        return kind()
+    except Exception:  # noqa: BLE001 - whatever it misses
+        return kind(**{name: value for name, value in overrides.items() if "." not in name})
 
 
 def _defaults(kind: type) -> dict[str, Any]:

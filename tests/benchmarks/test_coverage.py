@@ -203,6 +203,54 @@ def test_a_router_is_no_attention():
     assert judge(model, lambda: model(x)).verdict == "no attention"
 
 
+class _OfParameters(nn.Module):
+    """Attention, and beside it exponentials of products with a parameter, copied for each sequence, as in Zamba."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.weight = NanoGPTAttention(), nn.Parameter(torch.randn(1, 5, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.attn(x)
+        steps = torch.exp(self.weight.expand(len(x), -1, -1) @ F.layer_norm(x, (WIDTH,)).mT)
+        return steps.mT @ (steps @ x)
+
+
+def test_a_product_with_a_copy_of_a_parameter_is_no_attention():
+    model, x = _OfParameters(), _input()
+    softmaxes, _ = softmaxes_of(model, lambda: model(x))
+    assert [softmax.path for softmax in softmaxes if softmax.is_attention] == ["attn"]
+
+
+class _Written(nn.Module):
+    """Queries that start as a copy of a parameter, to which activations are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.randn(1, 13, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query = self.start.repeat(len(x), 1, 1)
+        query += x
+        return (query @ x.mT).softmax(-1) @ x
+
+
+def test_a_copy_of_a_parameter_with_activations_is_an_activation():
+    model, x = _Written(), _input()
+    assert [softmax.is_attention for softmax in softmaxes_of(model, lambda: model(x))[0]] == [True]
+
+
+def test_experts_run_in_float64():
+    config = shrunk(transformers.MixtralConfig)
+    call = Call(strengthened(transformers.MixtralModel(config)), {"input_ids": torch.arange(13)[None]})
+    assert call.model.config._experts_implementation == "grouped_mm"
+    exact = call.in_float64()
+    assert call.model.config._experts_implementation == "grouped_mm"
+    output = exact().last_hidden_state
+    assert output.dtype == torch.float64
+    assert judging.output_difference(output, call().last_hidden_state) < judging.TOLERANCE
+
+
 def _bert() -> nn.Module:
     config = transformers.BertConfig(
         vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
@@ -224,6 +272,22 @@ def test_surgery_is_judged_by_masked_heads(monkeypatch):
     found = judge_editing(model, tokens)  # it keeps head 0 and removes the last
     assert found["surgery"] == "wrong"
     assert "the pruned and the masked model differ by" in found["surgery_reason"]
+
+
+class _Tracker(nn.Module):
+    """A model whose outputs depend on how often it has seen its session."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = _bert()
+
+    def forward(self, input_ids: torch.Tensor, session: list[int]) -> torch.Tensor:
+        session.append(1)
+        return len(session) * self.encoder(input_ids).last_hidden_state
+
+
+def test_surgery_is_judged_with_a_new_session_for_every_run():
+    assert judge_editing(_Tracker(), {"input_ids": torch.randint(3, 61, (2, 9)), "session": list})["surgery"] == "known"
 
 
 def test_other_inputs_are_other_ones_that_the_model_takes():
@@ -292,6 +356,23 @@ def test_a_config_with_other_sizes_in_some_layers_shrinks():
     from transformers import Gemma4Config
 
     assert shrunk(Gemma4Config).text_config.hidden_size == HIDDEN
+
+
+def test_a_config_that_does_not_accept_its_own_defaults_is_built_from_its_overrides():
+    from benchmarks.coverage.catalogue import _built
+
+    model, call = _built("gemma4_assistant", transformers.Gemma4AssistantConfig)
+    config = model.config.text_config  # hidden_size_per_layer_input must be 0, and is not by default
+    assert (config.hidden_size, config.hidden_size_per_layer_input) == (HIDDEN, 0)
+    assert call().logits.shape == (2, 5, VOCABULARY)
+
+
+def test_a_type_without_a_model_of_its_own_is_judged_as_its_checkpoints_are():
+    from benchmarks.coverage.catalogue import _built
+
+    model, _ = _built("nougat", transformers.NougatConfig)
+    assert type(model).__name__ == "VisionEncoderDecoderModel"
+    assert type(model.encoder).__name__ == "DonutSwinModel"
 
 
 class _Tower(nn.Module):
