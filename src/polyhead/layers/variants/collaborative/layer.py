@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from typing import Any, Self
@@ -174,7 +175,7 @@ class CollaborativeAttention(ProjectedHeads):
             value_input_dim=layout.value_input_dim,
             bias=layer.q_proj.bias is not None,
             output_bias=layer.out_proj.bias is not None,
-            positions=layer.positions,
+            positions=copy.deepcopy(layer.positions),
             output_gate=layer.output_gate,
             softcap=layer.softcap,
             scale=layer.scale,
@@ -186,7 +187,9 @@ class CollaborativeAttention(ProjectedHeads):
             dtype=weight.dtype,
         )
         converted.mask = layer.mask
-        state = {name: x for name, x in layer.state_dict().items() if name != "_extra_state"}
+        if layer.head_gate is not None:
+            converted.head_gate = layer.head_gate.detach().clone()
+        state = {name: x for name, x in layer.state_dict().items() if name not in ("_extra_state", "head_gate")}
         kv_heads = [layout.key_head(i) for i in range(layout.num_heads)]
         for name in state:
             if name.startswith(("k_proj.", "v_proj.")):
@@ -197,17 +200,18 @@ class CollaborativeAttention(ProjectedHeads):
         return converted.train(layer.training)
 
     @classmethod
-    def from_torch(cls, module: nn.MultiheadAttention, **options: Any) -> Self:
+    def from_torch(cls, module: nn.MultiheadAttention, *, shared_dim: int | None = None, **options: Any) -> Self:
         """Convert a `torch.nn.MultiheadAttention` (batch first); see `from_multi_head`.
 
         Args:
             module: the layer to convert.
-            options: `shared_dim`.
+            shared_dim: channels of the shared queries and keys; those of all heads by default.
+            options: options of `MultiHeadAttention.from_torch`.
 
         Returns:
             The converted layer.
         """
-        return cls.from_multi_head(MultiHeadAttention.from_torch(module, **options))
+        return cls.from_multi_head(MultiHeadAttention.from_torch(module, **options), shared_dim=shared_dim)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, shared_dim={self.shared_dim}"
