@@ -204,8 +204,9 @@ class BaseAttention(nn.Module):
         """Append k and v to the cache and complete the mask with that of the cache and the position bias."""
         view, span, caller_mask = None, k.shape[2], mask
         if cache is not None:
+            cache.check_layer(self)
             if mask is not None and mask.left is not None:
-                cache.check_window(mask.left + 1)
+                cache.check_window(mask.left + 1, mask.sinks)
             if mask is not None and lengths is None:
                 check_no_padding(mask, cache, k.shape[2])
             if cache.holds_masked_keys:
