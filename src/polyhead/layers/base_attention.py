@@ -155,12 +155,20 @@ class BaseAttention(nn.Module):
         start = first_position(cache, query.shape[1], query.device) if token_positions is None else token_positions
         return self.positions(query, start) if isinstance(self.positions, AddsToInput) else query, start
 
-    def _rotation(self, q: Tensor, start: int | Tensor, cache: KVCache | None) -> Rotation | None:
-        """Return the rotation of the queries' positions; None unless the layer has rotary positions."""
+    def _rotation(
+        self, q: Tensor, start: int | Tensor, cache: KVCache | None, source: Tensor | None
+    ) -> Rotation | None:
+        """Return the rotation of the queries' positions; None unless the layer has rotary positions.
+
+        `source` are the keys of a cross-attention, [batch, kv_heads, keys, dim], whose number is the current length.
+        """
         rotary = self.positions
         if not isinstance(rotary, RotatesHeads):
             return None
-        length = q.shape[2] + (longest(cache.lengths, otherwise=0) if cache is not None else 0)
+        if source is not None:
+            length = source.shape[2]
+        else:
+            length = q.shape[2] + (longest(cache.lengths, otherwise=0) if cache is not None else 0)
         return rotary.rotation(q[..., : rotary.head_dim], start, length=length)
 
     def _apply_rotary(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
@@ -174,7 +182,7 @@ class BaseAttention(nn.Module):
         self, q: Tensor, k: Tensor, start: int | Tensor, cache: KVCache | None, key: Tensor | Memory | None
     ) -> tuple[Tensor, Tensor]:
         """Apply rotary positions, if any, to queries and keys; those of a `Memory` have them already."""
-        rotation = self._rotation(q, start, cache)
+        rotation = self._rotation(q, start, cache, None if key is None else k)
         if rotation is None:
             return q, k
         q = self._apply_rotary(q, rotation)
