@@ -281,7 +281,9 @@ def test_left_padding_may_be_hidden_by_the_mask_of_every_call(x: Tensor) -> None
 
 
 @pytest.mark.parametrize("kind", ["growing", "paged"])
-@pytest.mark.parametrize("hiding", ["left", "by key", "bias by key", "documents"])
+@pytest.mark.parametrize(
+    "hiding", ["left", "by key", "bias by key", "documents", "by pair", "bias by pair", "positions"]
+)
 def test_keys_that_a_mask_hid_need_a_mask_in_every_later_call(hiding: str, kind: str, x: Tensor) -> None:
     layer = make(positions=Rotary(HEAD_DIM))
     cache = GrowingCache() if kind == "growing" else PagedCache(num_pages=24, page_size=4)
@@ -290,11 +292,20 @@ def test_keys_that_a_mask_hid_need_a_mask_in_every_later_call(hiding: str, kind:
     def mask(keys: int) -> Mask:
         by_key = visible[:, None, None, :keys]
         documents = visible[:, :keys].long()
+        by_pair = by_key & torch.ones(keys, keys, dtype=torch.bool).tril()[-1 if keys == 12 else 0 :]
+        places = torch.arange(keys)
         return {
             "left": lambda: Mask.lengths([keys - 0, keys - 7, keys - 4], side="left"),
             "by key": lambda: Mask.dense(by_key),
             "bias by key": lambda: Mask.bias(torch.zeros(by_key.shape, dtype=DOUBLE).masked_fill(~by_key, -torch.inf)),
             "documents": lambda: Mask.documents(documents[:, -1:] if keys == 12 else documents, documents),
+            "by pair": lambda: Mask.dense(by_pair),
+            "bias by pair": lambda: Mask.bias(
+                torch.zeros(by_pair.shape, dtype=DOUBLE).masked_fill(~by_pair, -torch.inf)
+            ),
+            "positions": lambda: Mask.positions(
+                places[-1:] if keys == 12 else places, torch.where(visible[:, :keys], places, -1)
+            ),
         }[hiding]()
 
     with torch.no_grad():
@@ -310,7 +321,7 @@ def test_keys_that_a_mask_hid_need_a_mask_in_every_later_call(hiding: str, kind:
         for row, first in enumerate((0, 7, 4)):
             close(token[row : row + 1], layer(x[row : row + 1, first:12]).output[:, -1:])
         cache.reset()
-        layer(x[:, :3], cache=cache)
+        layer(x[:, :3], cache=cache, mask=Mask.dense(torch.ones(3, 3, dtype=torch.bool).tril()))
         layer(x[:, 3:4], cache=cache)
 
 
