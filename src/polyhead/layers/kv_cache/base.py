@@ -18,7 +18,6 @@ from polyhead.layers.kv_cache.tokens import TokenLayout, all_equal, count, host_
 from polyhead.masks import Mask
 from polyhead.ops.decode.fused import CacheArguments
 
-
 # Layer that filled each cache. Not an attribute, so that a fork, copy or pickle may be continued by another layer.
 _layers: weakref.WeakKeyDictionary[KVCache, weakref.ref[object]] = weakref.WeakKeyDictionary()
 
@@ -71,8 +70,8 @@ class CacheView:
         if self.mask.placed is not None and mask.names_keys:
             raise CacheError(
                 "the keys of a rolling cache that has dropped tokens, or whose sequences differ in length, are not in "
-                f"order, so a mask can only be causal or a window, got {mask!r}; pad on the right and pass lengths=, or "
-                "use a cache that keeps all tokens"
+                f"order, so a mask can only be causal or a window, got {mask!r}; pad on the right and pass lengths=, "
+                "or use a cache that keeps all tokens"
             )
         return mask & self.mask
 
@@ -296,8 +295,8 @@ class KVCache(ABC):
         if filled_by is not None and filled_by is not layer and self._max_length:
             raise CacheError(
                 f"a cache holds the tokens of one layer, got a {type(layer).__name__} with a cache that another "
-                f"{type(filled_by).__name__} has filled; build a cache for each layer, or pass cache.fork() to continue "
-                "with another layer"
+                f"{type(filled_by).__name__} has filled; build a cache for each layer, or pass cache.fork() to "
+                "continue with another layer"
             )
         if filled_by is not layer:
             _layers[self] = weakref.ref(layer)
