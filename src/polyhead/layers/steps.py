@@ -152,6 +152,13 @@ def qk_norms(
     return norm(head_dim, **options), norm(head_dim, **options)
 
 
+def reset_norms(*norms: nn.Module | None) -> None:
+    """Reinitialise the norms made by `qk_norms`."""
+    for norm in norms:
+        if isinstance(norm, nn.RMSNorm | nn.LayerNorm):
+            norm.reset_parameters()
+
+
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """Return a view of [batch, sequence, heads * dim] as [batch, heads, sequence, dim]."""
     if not x.numel():  # `view` cannot infer the last axis of an empty tensor
