@@ -343,5 +343,9 @@ def test_what_has_no_counterpart_is_refused() -> None:
     for options, words in (({"positions": Rotary(4)}, "rotary positions"), ({"qk_norm": "rms"}, "qk_norm")):
         with pytest.raises(OptionError, match=f"does not support a layer with {words}"):
             CollaborativeAttention.from_multi_head(MultiHeadAttention(24, 6, **options))
+    adapted = MultiHeadAttention(24, 6)
+    adapted.v_proj = type("Adapter", (torch.nn.Linear,), {})(24, 24)
+    with pytest.raises(OptionError, match="does not support a layer with a projection that is not a plain"):
+        CollaborativeAttention.from_multi_head(adapted)
     with pytest.raises(OptionError, match="takes a plain MultiHeadAttention, got CollaborativeAttention"):
         CollaborativeAttention.from_multi_head(layer)

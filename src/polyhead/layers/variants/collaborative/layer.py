@@ -14,6 +14,7 @@ from polyhead.errors import OptionError
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
 from polyhead.layers.base_attention import CallOptions
+from polyhead.layers.joint_projection import is_plain_linear
 from polyhead.layers.multi_head.layer import MultiHeadAttention
 from polyhead.layers.multi_head.projected import ProjectedHeads
 from polyhead.layers.positions import RotatesHeads
@@ -160,6 +161,10 @@ class CollaborativeAttention(ProjectedHeads):
             "rotary positions, which rotate every head by the same angles": isinstance(layer.positions, RotatesHeads),
             "qk_norm": layer.q_norm is not None,
             "a combine module": layer.combine is not None,
+            "a projection that is not a plain nn.Linear, such as an adapter": not all(
+                linear is None or is_plain_linear(linear)
+                for linear in (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj, layer.gate_proj)
+            ),
         }
         if any(unsupported.values()):
             names = " and ".join(name for name, present in unsupported.items() if present)
