@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -60,6 +60,13 @@ class CallOptions(NamedTuple):
     def is_plain(self) -> bool:
         """True if the decode kernels support every option."""
         return self.backend in ("auto", "fused") and not (self.weights or self.dropout or self.seed is not None)
+
+
+def in_order(result: AttentionOutput, call: CallOptions) -> AttentionOutput:
+    """Return `result` with the columns of its weights in the order of the tokens, which slots of a cache may not be."""
+    if result.weights is None or call.view is None:
+        return result
+    return replace(result, weights=call.view.in_order(result.weights))
 
 
 class AttentionOperator(Protocol):
@@ -290,9 +297,8 @@ class BaseAttention(nn.Module):
             "logsumexp": call.logsumexp,
             "finite": self.finite,
         }
-        if key_heads is not None:
-            return uneven_attention(q, k, v, key_heads, **options)
-        return attention(q, k, v, **options)
+        result = attention(q, k, v, **options) if key_heads is None else uneven_attention(q, k, v, key_heads, **options)
+        return in_order(result, call)
 
     def _gated(self, heads: Tensor, head_gate: Tensor | None) -> Tensor:
         """Multiply the outputs of heads [batch, heads, queries, value_dim] by the head gates of layer and call."""

@@ -23,6 +23,7 @@ from polyhead.layers.positions import (
     Sinusoidal,
     T5Bias,
 )
+from polyhead.layers.variants import DifferentialAttention, TalkingHeads
 
 BATCH, LENGTH, EMBED, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 3, 29, 23, 6, 2, 10, 7
 WINDOW = 5
@@ -113,6 +114,30 @@ def test_a_window_generates_with_a_rolling_cache_of_its_size(
     expected = layer(x, mask=Mask.window(WINDOW, sinks=sinks)).output
     close(generate(layer, x, cache, PIECES[pieces]), expected)
     assert cache.nbytes == BATCH * KV_HEADS * (WINDOW + sinks) * (HEAD_DIM + VALUE_DIM) * 8
+
+
+@pytest.mark.parametrize("rollback", [0, 2])
+@pytest.mark.parametrize("kind", ["multi-head", "uneven", "talking", "differential"])
+def test_weights_over_a_rolling_cache_are_in_the_order_of_the_tokens(kind: str, rollback: int, x: Tensor) -> None:
+    layer: Any = {
+        "multi-head": lambda: make(),
+        "uneven": lambda: make(num_kv_heads=None, key_heads=(0, 1, 0, 0, 0, 1)),
+        "talking": lambda: TalkingHeads(EMBED, HEADS, head_dim=4, causal=True, dtype=DOUBLE),
+        "differential": lambda: DifferentialAttention(EMBED, HEADS, head_dim=4, causal=True, dtype=DOUBLE),
+    }[kind]()
+    cache, expected = RollingCache(window=WINDOW, rollback=rollback), layer(x, mask=Mask.window(WINDOW), weights=True)
+    with torch.no_grad():
+        for start, stop in ((0, 5), *((i, i + 1) for i in range(5, 17))):
+            found = layer(x[:, start:stop], cache=cache, weights=True).weights
+            close(found, expected.weights[:, :, start:stop, stop - found.shape[3] : stop])
+    assert found.shape[3] == WINDOW + rollback
+    ragged = RollingCache(window=WINDOW)
+    with torch.no_grad():
+        layer(x[:, :11], cache=ragged, lengths=[11, 9, 2])
+        found = layer(x[:, 11:12], cache=ragged, weights=True).weights
+    assert found[2, :, :, : WINDOW - 3].eq(0).all()  # three tokens, after empty slots
+    close(found.sum(-1), torch.ones_like(found[..., 0]))
+    assert found[2, :, :, WINDOW - 3 :].ne(0).all()
 
 
 LENGTHS = [19, 5, 12]

@@ -75,6 +75,17 @@ class CacheView:
             )
         return mask & self.mask
 
+    def in_order(self, weights: Tensor) -> Tensor:
+        """Return weights [batch, heads, queries, keys] with the keys in order of position, empty slots first.
+
+        Args:
+            weights: weights over the keys of the view.
+        """
+        if self.mask is None or self.mask.placed is None:
+            return weights
+        order = self.mask.placed[1].argsort(dim=-1, stable=True)  # [batch or 1, keys]
+        return weights.gather(-1, order[:, None, None].expand_as(weights))
+
 
 class KVCache(ABC):
     """Keys and values of the past tokens of one attention layer.
