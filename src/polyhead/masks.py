@@ -356,6 +356,12 @@ class Mask:
         return not (is_dense or len(self.padding) or len(self.packed)) and self.placed is None
 
     @property
+    def names_keys(self) -> bool:
+        """True if the mask has a term by key index: padding, documents, or a tensor with a column for each key."""
+        by_key = any(term.shape[3] != 1 for term in (*self.allowed, *self.biases))
+        return by_key or len(self.padding) > 0 or len(self.packed) > 0
+
+    @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor of the mask's terms."""
         padding = [x for term in self.padding for x in (term.keys, term.queries) if x is not None]

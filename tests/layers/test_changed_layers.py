@@ -9,8 +9,16 @@ from torch import Tensor, nn
 from polyhead import KVCache, LatentAttention, Mask, MultiHeadAttention
 from polyhead.errors import CacheError, OptionError
 from polyhead.layers.kv_cache import GrowingCache, LatentCache, PagedCache, PreallocatedCache, RollingCache
-from polyhead.layers.positions import ALiBi, T5Bias
+from polyhead.layers.positions import ALiBi, QuadraticRelative1D, T5Bias
 from polyhead.layers.transformer import LanguageModel
+from polyhead.layers.variants import (
+    CollaborativeAttention,
+    DifferentialAttention,
+    GroupedHeads,
+    HeadMix,
+    RoutedHeads,
+    TalkingHeads,
+)
 
 TOKENS = torch.randn(2, 7, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -129,6 +137,34 @@ def test_a_bias_by_distance_goes_as_far_as_stated_positions(positions: type[ALiB
     torch.testing.assert_close(layer(tokens[:, places], mask=Mask.positions(places, places)).output, expected)
     with pytest.raises(OptionError, match="pass them on the CPU"):
         layer(tokens[:, places], mask=Mask.positions(places.to("meta"), places.to("meta")))
+
+
+FRESH: dict[str, Callable[[], nn.Module]] = {
+    "multi-head": lambda: MultiHeadAttention(12, 4, qk_norm="layer", output_gate="head", sinks=True),
+    "grouped": lambda: GroupedHeads(12, 4, num_groups=2, qk_norm="rms"),
+    "mixed": lambda: HeadMix(12, 4, row_attention="projected", qk_norm="rms"),
+    "talking": lambda: TalkingHeads(12, 4, qk_norm="layer"),
+    "differential": lambda: DifferentialAttention(12, 3, sinks=True),
+    "collaborative": lambda: CollaborativeAttention(12, 4, shared_dim=5, sinks=True),
+    "latent": lambda: LatentAttention(12, 4, kv_lora_rank=5, q_lora_rank=3, sinks=True),
+    "routed": lambda: RoutedHeads(12, 4, shape="full", top_k=2, qk_norm="layer", sinks=True),
+    "convolutional": lambda: MultiHeadAttention(
+        12, 3, value_dim=12, qk_norm="layer", init="conv", positions=QuadraticRelative1D(3)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FRESH)
+def test_resetting_the_parameters_of_an_empty_layer_makes_it_a_new_one(name: str) -> None:
+    expected, layer = FRESH[name]().state_dict(), FRESH[name]()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(torch.nan)
+    layer.reset_parameters()
+    for key, value in layer.state_dict().items():
+        assert value.isfinite().all(), key
+        if "norm" in key:
+            assert torch.equal(value, expected[key])
 
 
 # ---- caches

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -61,6 +61,13 @@ class CallOptions(NamedTuple):
     def is_plain(self) -> bool:
         """True if the decode kernels support every option."""
         return self.backend in ("auto", "fused") and not (self.weights or self.dropout or self.seed is not None)
+
+
+def in_order(result: AttentionOutput, call: CallOptions) -> AttentionOutput:
+    """Return `result` with the columns of its weights in the order of the tokens, which slots of a cache may not be."""
+    if result.weights is None or call.view is None:
+        return result
+    return replace(result, weights=call.view.in_order(result.weights))
 
 
 class AttentionOperator(Protocol):
@@ -156,12 +163,20 @@ class BaseAttention(nn.Module):
         start = first_position(cache, query.shape[1], query.device) if token_positions is None else token_positions
         return self.positions(query, start) if isinstance(self.positions, AddsToInput) else query, start
 
-    def _rotation(self, q: Tensor, start: int | Tensor, cache: KVCache | None) -> Rotation | None:
-        """Return the rotation of the queries' positions; None unless the layer has rotary positions."""
+    def _rotation(
+        self, q: Tensor, start: int | Tensor, cache: KVCache | None, source: Tensor | None
+    ) -> Rotation | None:
+        """Return the rotation of the queries' positions; None unless the layer has rotary positions.
+
+        `source` are the keys of a cross-attention, [batch, kv_heads, keys, dim], whose number is the current length.
+        """
         rotary = self.positions
         if not isinstance(rotary, RotatesHeads):
             return None
-        length = q.shape[2] + (longest(cache.lengths, otherwise=0) if cache is not None else 0)
+        if source is not None:
+            length = source.shape[2]
+        else:
+            length = q.shape[2] + (longest(cache.lengths, otherwise=0) if cache is not None else 0)
         return rotary.rotation(q[..., : rotary.head_dim], start, length=length)
 
     def _apply_rotary(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
@@ -175,7 +190,7 @@ class BaseAttention(nn.Module):
         self, q: Tensor, k: Tensor, start: int | Tensor, cache: KVCache | None, key: Tensor | Memory | None
     ) -> tuple[Tensor, Tensor]:
         """Apply rotary positions, if any, to queries and keys; those of a `Memory` have them already."""
-        rotation = self._rotation(q, start, cache)
+        rotation = self._rotation(q, start, cache, None if key is None else k)
         if rotation is None:
             return q, k
         q = self._apply_rotary(q, rotation)
@@ -205,8 +220,9 @@ class BaseAttention(nn.Module):
         """Append k and v to the cache and complete the mask with that of the cache and the position bias."""
         view, span, caller_mask = None, k.shape[2], mask
         if cache is not None:
+            cache.check_layer(self)
             if mask is not None and mask.left is not None:
-                cache.check_window(mask.left + 1)
+                cache.check_window(mask.left + 1, mask.sinks)
             if mask is not None and lengths is None:
                 check_no_padding(mask, cache, k.shape[2])
             if cache.holds_masked_keys:
@@ -282,9 +298,8 @@ class BaseAttention(nn.Module):
             "logsumexp": call.logsumexp,
             "finite": self.finite,
         }
-        if key_heads is not None:
-            return uneven_attention(q, k, v, key_heads, **options)
-        return attention(q, k, v, **options)
+        result = attention(q, k, v, **options) if key_heads is None else uneven_attention(q, k, v, key_heads, **options)
+        return in_order(result, call)
 
     def _gated(self, heads: Tensor, head_gate: Tensor | None) -> Tensor:
         """Multiply the outputs of heads [batch, heads, queries, value_dim] by the head gates of layer and call."""

@@ -68,9 +68,24 @@ def check_hides_masked_keys(mask: Mask | None) -> None:
 
 
 def hides_keys(mask: Mask) -> bool:
-    """Return True if the mask hides keys whatever the query: padding on the left, documents, a mask or bias by key."""
-    by_key = any(term.shape[2] == 1 for term in (*mask.allowed, *mask.biases))
-    return by_key or len(mask.packed) > 0 or any(term.side == "left" for term in mask.padding)
+    """Return True if the mask hides keys whatever the query: padding on the left, documents, a mask or bias by key.
+
+    A mask with a row for each query is read where that needs no synchronisation.
+    """
+    if len(mask.packed) > 0 or any(term.side == "left" for term in mask.padding):
+        return True
+    if mask.placed is not None and is_readable(mask.placed[1]) and bool((mask.placed[1] < 0).any()):
+        return True
+    return any(_hides_a_key(term) for term in (*mask.allowed, *mask.biases))
+
+
+def _hides_a_key(term: Tensor) -> bool:
+    if term.shape[2] == 1:
+        return True
+    if not is_readable(term) or not term.shape[2]:
+        return False
+    visible = term if term.dtype is torch.bool else term.detach() != -torch.inf
+    return not bool(visible.flatten(1, 2).any(1).all())
 
 
 def position_bias(positions: BiasesLogits, queries: int, span: int, like: Tensor, caller_mask: Mask | None) -> Mask:
@@ -135,6 +150,13 @@ def qk_norms(
         return None, None
     norm: Callable[..., nn.Module] = nn.RMSNorm if kind == "rms" else nn.LayerNorm
     return norm(head_dim, **options), norm(head_dim, **options)
+
+
+def reset_norms(*norms: nn.Module | None) -> None:
+    """Reinitialise the norms made by `qk_norms`."""
+    for norm in norms:
+        if isinstance(norm, nn.RMSNorm | nn.LayerNorm):
+            norm.reset_parameters()
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:

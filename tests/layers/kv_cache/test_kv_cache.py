@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import pickle
 from collections.abc import Callable
@@ -602,6 +603,59 @@ def test_int8_keeps_a_broken_token_loud_and_its_neighbours_whole(bad: float) -> 
     broken[1, 0, 3] = True
     assert torch.equal(view.key[~broken], clean.key[~broken])
     assert torch.equal(view.value, clean.value)
+
+
+@torch.no_grad()
+def test_a_rolling_cache_refuses_a_mask_with_more_first_keys_than_it_keeps() -> None:
+    layer, x = MultiHeadAttention(16, 2, causal=True).eval(), torch.randn(1, 12, 16)
+    mask = Mask.window(4, sinks=2)
+    with pytest.raises(CacheError, match="as its sinks, 1, got a mask with 2; build the cache with sinks=2"):
+        layer(x, cache=RollingCache(window=4, sinks=1), mask=mask)
+    cache = RollingCache(window=4, sinks=2)
+    steps = [layer(token, cache=cache, mask=mask).output for token in x.split(1, 1)]
+    torch.testing.assert_close(torch.cat(steps, 1), layer(x, mask=mask).output)
+
+
+MASKS_BY_KEY = {
+    "dense": Mask.dense(torch.ones(2, 1, 1, 4, dtype=torch.bool)),
+    "bias": Mask.bias(torch.full((1, 4), 0.5)),
+    "padding on the left": Mask.lengths([3, 2], side="left"),
+    "documents": Mask.documents(torch.ones(1, dtype=torch.int64), torch.ones(4, dtype=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("name", MASKS_BY_KEY)
+@torch.no_grad()
+def test_a_rolling_cache_out_of_order_refuses_a_mask_by_key(name: str) -> None:
+    layer, x = MultiHeadAttention(16, 2, causal=True).eval(), torch.randn(2, 7, 16)
+    cache = RollingCache(window=4)
+    layer(x[:, :3], cache=cache)
+    layer(x[:, 3:4], cache=cache, mask=MASKS_BY_KEY[name])  # all tokens are still there, in order
+    cache.holds_masked_keys = False
+    with pytest.raises(CacheError, match="a mask can only be causal or a window"):
+        layer(x[:, 4:5], cache=cache, mask=MASKS_BY_KEY[name])
+    after = [layer(token, cache=cache).output for token in x[:, 4:].split(1, 1)]
+    torch.testing.assert_close(torch.cat(after, 1), layer(x, mask=Mask.window(4)).output[:, 4:])
+
+
+@torch.no_grad()
+def test_a_cache_with_tokens_of_one_layer_refuses_another() -> None:
+    first, second = (MultiHeadAttention(16, 2, causal=True).eval() for _ in range(2))
+    x, cache = torch.randn(2, 5, 16), GrowingCache()
+    expected = first(x).output
+    hidden = first(x[:, :3], cache=cache).output
+    with pytest.raises(CacheError, match="a cache that another MultiHeadAttention has filled; build a cache for each"):
+        second(hidden, cache=cache)
+    torch.testing.assert_close(first(x[:, 3:4], cache=cache).output, expected[:, 3:4])
+    copied = copy.deepcopy(first)
+    torch.testing.assert_close(copied(x[:, 4:], cache=cache.fork()).output, expected[:, 4:])
+    for other in (pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)):
+        torch.testing.assert_close(copied(x[:, 4:], cache=other).output, expected[:, 4:])
+    del first  # a layer that was replaced
+    gc.collect()
+    torch.testing.assert_close(copied(x[:, 4:], cache=cache).output, expected[:, 4:])
+    cache.reset()
+    assert second(x, cache=cache).output.shape == x.shape
 
 
 @pytest.mark.parametrize("in_call", [False, True])

@@ -15,8 +15,10 @@ from polyhead import (
     MultiHeadAttention,
 )
 from polyhead.errors import BackendUnsupported, OptionError, ShapeError
+from polyhead.layers import LatentAttention
 from polyhead.layers.positions import (
     ALiBi,
+    DynamicNTKScaling,
     Learned,
     QuadraticRelative1D,
     QuadraticRelative2D,
@@ -266,6 +268,26 @@ def test_rotary_positions_see_distances_alone(x: Tensor) -> None:
     close(layer(x, token_positions=places).output, layer(x).output, 1e-10)
     shuffled = torch.randperm(LENGTH)
     close(layer(x[:, shuffled], token_positions=shuffled).output, layer(x).output[:, shuffled])
+
+
+@pytest.mark.parametrize("name", ["multi-head", "latent"])
+def test_in_cross_attention_dynamic_ntk_scales_both_sides_for_the_number_of_keys(name: str, x: Tensor) -> None:
+    source = randn(BATCH, KEYS, EMBED)
+    stretched = 100.0 * (2.0 * KEYS / 5 - 1) ** (HEAD_DIM / (HEAD_DIM - 2))
+    outputs = []
+    for positions in (
+        Rotary(HEAD_DIM, base=100.0, scaling=DynamicNTKScaling(2.0, 5)),
+        Rotary(HEAD_DIM, base=stretched),
+    ):
+        torch.manual_seed(0)
+        if name == "latent":
+            sizes = {"kv_lora_rank": 7, "qk_nope_head_dim": 3, "dtype": DOUBLE}
+            layer: Any = LatentAttention(EMBED, HEADS, positions=positions, **sizes)  # type: ignore[arg-type]
+        else:
+            layer = make(positions=positions)
+        assert torch.equal(layer(x, source).output, layer(x, layer.remember(source)).output)
+        outputs.append(layer(x[:, :3], source).output)
+    close(*outputs)
 
 
 def test_rotary_positions_in_cross_attention_count_each_side_from_its_start(x: Tensor) -> None:

@@ -23,6 +23,7 @@ from polyhead.layers.positions import (
     Sinusoidal,
     T5Bias,
 )
+from polyhead.layers.variants import DifferentialAttention, TalkingHeads
 from tests.pairs import in_turn
 
 BATCH, LENGTH, EMBED, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 3, 29, 23, 6, 2, 10, 7
@@ -110,6 +111,30 @@ def test_a_window_generates_with_a_rolling_cache_of_its_size(
     expected = layer(x, mask=Mask.window(WINDOW, sinks=sinks)).output
     close(generate(layer, x, cache, PIECES[pieces]), expected)
     assert cache.nbytes == BATCH * KV_HEADS * (WINDOW + sinks) * (HEAD_DIM + VALUE_DIM) * 8
+
+
+@pytest.mark.parametrize("rollback", [0, 2])
+@pytest.mark.parametrize("kind", ["multi-head", "uneven", "talking", "differential"])
+def test_weights_over_a_rolling_cache_are_in_the_order_of_the_tokens(kind: str, rollback: int, x: Tensor) -> None:
+    layer: Any = {
+        "multi-head": lambda: make(),
+        "uneven": lambda: make(num_kv_heads=None, key_heads=(0, 1, 0, 0, 0, 1)),
+        "talking": lambda: TalkingHeads(EMBED, HEADS, head_dim=4, causal=True, dtype=DOUBLE),
+        "differential": lambda: DifferentialAttention(EMBED, HEADS, head_dim=4, causal=True, dtype=DOUBLE),
+    }[kind]()
+    cache, expected = RollingCache(window=WINDOW, rollback=rollback), layer(x, mask=Mask.window(WINDOW), weights=True)
+    with torch.no_grad():
+        for start, stop in ((0, 5), *((i, i + 1) for i in range(5, 17))):
+            found = layer(x[:, start:stop], cache=cache, weights=True).weights
+            close(found, expected.weights[:, :, start:stop, stop - found.shape[3] : stop])
+    assert found.shape[3] == WINDOW + rollback
+    ragged = RollingCache(window=WINDOW)
+    with torch.no_grad():
+        layer(x[:, :11], cache=ragged, lengths=[11, 9, 2])
+        found = layer(x[:, 11:12], cache=ragged, weights=True).weights
+    assert found[2, :, :, : WINDOW - 3].eq(0).all()  # three tokens, after empty slots
+    close(found.sum(-1), torch.ones_like(found[..., 0]))
+    assert found[2, :, :, WINDOW - 3 :].ne(0).all()
 
 
 LENGTHS = [19, 5, 12]
@@ -278,7 +303,9 @@ def test_left_padding_may_be_hidden_by_the_mask_of_every_call(x: Tensor) -> None
 
 
 @pytest.mark.parametrize("kind", ["growing", "paged"])
-@pytest.mark.parametrize("hiding", ["left", "by key", "bias by key", "documents"])
+@pytest.mark.parametrize(
+    "hiding", ["left", "by key", "bias by key", "documents", "by pair", "bias by pair", "positions"]
+)
 def test_keys_that_a_mask_hid_need_a_mask_in_every_later_call(hiding: str, kind: str, x: Tensor) -> None:
     layer = make(positions=Rotary(HEAD_DIM))
     cache = GrowingCache() if kind == "growing" else PagedCache(num_pages=24, page_size=4)
@@ -287,11 +314,20 @@ def test_keys_that_a_mask_hid_need_a_mask_in_every_later_call(hiding: str, kind:
     def mask(keys: int) -> Mask:
         by_key = visible[:, None, None, :keys]
         documents = visible[:, :keys].long()
+        by_pair = by_key & torch.ones(keys, keys, dtype=torch.bool).tril()[-1 if keys == 12 else 0 :]
+        places = torch.arange(keys)
         return {
             "left": lambda: Mask.lengths([keys - 0, keys - 7, keys - 4], side="left"),
             "by key": lambda: Mask.dense(by_key),
             "bias by key": lambda: Mask.bias(torch.zeros(by_key.shape, dtype=DOUBLE).masked_fill(~by_key, -torch.inf)),
             "documents": lambda: Mask.documents(documents[:, -1:] if keys == 12 else documents, documents),
+            "by pair": lambda: Mask.dense(by_pair),
+            "bias by pair": lambda: Mask.bias(
+                torch.zeros(by_pair.shape, dtype=DOUBLE).masked_fill(~by_pair, -torch.inf)
+            ),
+            "positions": lambda: Mask.positions(
+                places[-1:] if keys == 12 else places, torch.where(visible[:, :keys], places, -1)
+            ),
         }[hiding]()
 
     with torch.no_grad():
@@ -307,7 +343,7 @@ def test_keys_that_a_mask_hid_need_a_mask_in_every_later_call(hiding: str, kind:
         for row, first in enumerate((0, 7, 4)):
             close(token[row : row + 1], layer(x[row : row + 1, first:12]).output[:, -1:])
         cache.reset()
-        layer(x[:, :3], cache=cache)
+        layer(x[:, :3], cache=cache, mask=Mask.dense(torch.ones(3, 3, dtype=torch.bool).tril()))
         layer(x[:, 3:4], cache=cache)
 
 

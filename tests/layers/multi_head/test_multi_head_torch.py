@@ -49,6 +49,13 @@ def torch_output(module: nn.MultiheadAttention, tensors: list[Tensor], **options
     return output if module.batch_first else output.transpose(0, 1), weights
 
 
+@pytest.mark.parametrize("options", [{"num_heads": 3}, {"bias": False}, {"key_heads": (1, 0, 2, 3, 4)}])
+def test_from_torch_refuses_options_that_would_change_the_numbers(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(OptionError, match=f"the module determines {name}, got {name}="):
+        MultiHeadAttention.from_torch(torch_module({}), **options)
+
+
 @pytest.mark.parametrize("options", MODULES)
 def test_from_torch_gives_the_same_numbers(options: str) -> None:
     module = torch_module(MODULES[options])
@@ -142,6 +149,21 @@ def test_to_torch_names_everything_that_has_no_counterpart() -> None:
     layer = MultiHeadAttention(EMBED, HEADS, causal=True, sinks=True)
     layer.head_gate = torch.ones(HEADS)
     with pytest.raises(OptionError, match="no counterpart for causal or window, sinks, a head_gate"):
+        layer.to_torch()
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def test_to_torch_refuses_an_adapter_and_takes_a_parametrization() -> None:
+    layer = MultiHeadAttention(EMBED, HEADS, dtype=DOUBLE).eval()
+    torch.nn.utils.parametrizations.weight_norm(layer.k_proj)
+    x = torch.randn(BATCH, QUERIES, EMBED, dtype=DOUBLE)
+    torch.testing.assert_close(layer.to_torch()(x, x, x)[0], layer(x).output)
+    layer.v_proj = Doubled(EMBED, EMBED, dtype=DOUBLE)
+    with pytest.raises(OptionError, match="no counterpart for a projection that computes more than its weight"):
         layer.to_torch()
 
 

@@ -94,7 +94,24 @@ def test_a_table_grows_and_stays_right(rotary: Rotary) -> None:
     x = tokens(BATCH, HEADS, LENGTH, HEAD_DIM)
     for start in (0, FIRST_CAPACITY - 3, 5 * FIRST_CAPACITY, 1, MAX_CAPACITY - LENGTH, MAX_CAPACITY - 3):
         assert torch.equal(rotary(x, start), rotary(x, torch.arange(start, start + LENGTH)))
-    assert rotary._table._grown[x.device, x.dtype].shape[1] == MAX_CAPACITY
+    assert rotary._table._grown[x.device, x.dtype][0].shape[1] == MAX_CAPACITY
+
+
+@pytest.mark.parametrize("start", [0, MAX_CAPACITY])
+def test_writing_to_a_rotation_or_bias_leaves_those_of_later_calls_as_they_are(start: int, rotary: Rotary) -> None:
+    x = tokens(BATCH, HEADS, LENGTH, HEAD_DIM)
+    expected = rotary(x, start)
+    for mode in (torch.inference_mode, torch.enable_grad):
+        with mode():
+            for part in rotary.rotation(x, start):
+                part.mul_(2.0)
+                assert torch.equal(rotary(x, start), expected)
+                next_positions = torch.arange(start + 1, start + 1 + LENGTH)
+                assert torch.equal(rotary(x, start + 1), rotary(x, next_positions))
+    bias = ALiBi(HEADS)
+    before = bias.mask(LENGTH, LENGTH).relative_biases[0].table.clone()
+    bias.mask(LENGTH, LENGTH).relative_biases[0].table.zero_()
+    assert torch.equal(ALiBi(HEADS).mask(LENGTH, LENGTH).relative_biases[0].table, before)
 
 
 def test_a_table_made_in_inference_mode_serves_training(rotary: Rotary) -> None:

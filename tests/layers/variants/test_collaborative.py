@@ -17,7 +17,7 @@ from polyhead.errors import BackendUnsupported, OptionError, ShapeError
 from polyhead.layers import AttentionConfig, build_attention, config_of
 from polyhead.layers.kv_cache import GrowingCache, PagedCache, PreallocatedCache, RollingCache
 from polyhead.layers.multi_head.config import HeadsConfig
-from polyhead.layers.positions import ALiBi, Learned, Rotary
+from polyhead.layers.positions import ALiBi, Learned, Rotary, T5Bias
 from polyhead.layers.positions.config import RotaryConfig
 from polyhead.layers.variants import CollaborativeAttention, CollaborativeConfig
 from polyhead.observation.projections import find_projections
@@ -181,6 +181,18 @@ def test_a_trained_layer_is_converted_exactly(name: str) -> None:
     close(dict(ours.statistics.items()), dict(theirs.statistics.items()))
 
 
+def test_a_converted_layer_has_the_head_gate_and_positions_of_its_own(x: Tensor) -> None:
+    plain = stirred(MultiHeadAttention(EMBED, HEADS, head_dim=4, positions=T5Bias(HEADS), dtype=DOUBLE).double())
+    plain.head_gate = torch.tensor([1.0, 0.0, -0.5, 2.0, 1.0], dtype=DOUBLE)
+    expected = plain(x).output
+    made = CollaborativeAttention.from_multi_head(plain)
+    close(made(x).output, expected)
+    with torch.no_grad():
+        made.positions.weight.zero_()
+        made.head_gate.zero_()
+    close(plain(x).output, expected)
+
+
 def test_a_new_layer_of_full_width_is_plain_attention() -> None:
     layer = CollaborativeAttention(24, 6, dtype=DOUBLE)
     plain = MultiHeadAttention(24, 6, dtype=DOUBLE)
@@ -197,7 +209,12 @@ def test_a_narrower_mixing_starts_with_logits_of_the_same_size() -> None:
 def test_torchs_layer_is_converted_too(x: Tensor) -> None:
     module = torch.nn.MultiheadAttention(24, 6, batch_first=True, dtype=DOUBLE).eval()
     x = randn(BATCH, LENGTH, 24)
-    close(CollaborativeAttention.from_torch(module)(x).output, module(x, x, x, need_weights=False)[0])
+    expected = module(x, x, x, need_weights=False)[0]
+    close(CollaborativeAttention.from_torch(module)(x).output, expected)
+    causal = Mask.causal()
+    made = CollaborativeAttention.from_torch(module, shared_dim=24, causal=True)
+    close(made(x).output, CollaborativeAttention.from_torch(module)(x, mask=causal).output, 1e-7)
+    assert CollaborativeAttention.from_torch(module, shared_dim=SHARED).cache_layout.head_dim == SHARED
 
 
 # ---- generating
@@ -326,5 +343,9 @@ def test_what_has_no_counterpart_is_refused() -> None:
     for options, words in (({"positions": Rotary(4)}, "rotary positions"), ({"qk_norm": "rms"}, "qk_norm")):
         with pytest.raises(OptionError, match=f"does not support a layer with {words}"):
             CollaborativeAttention.from_multi_head(MultiHeadAttention(24, 6, **options))
+    adapted = MultiHeadAttention(24, 6)
+    adapted.v_proj = type("Adapter", (torch.nn.Linear,), {})(24, 24)
+    with pytest.raises(OptionError, match="does not support a layer with a projection that is not a plain"):
+        CollaborativeAttention.from_multi_head(adapted)
     with pytest.raises(OptionError, match="takes a plain MultiHeadAttention, got CollaborativeAttention"):
         CollaborativeAttention.from_multi_head(layer)

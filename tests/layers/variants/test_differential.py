@@ -262,6 +262,20 @@ def test_of_the_difference_three_things_are_told(options: dict[str, Any], x: Ten
         layer.combined_weights(x, statistics=("signed_mass", "entropy"))
 
 
+@pytest.mark.parametrize("kind", ["ALiBi", "bias", "dense"])
+def test_a_mask_by_head_is_that_of_both_maps(kind: str, x: Tensor) -> None:
+    layer = make(causal=True, positions=ALiBi(HEADS) if kind == "ALiBi" else None)
+    masks = {
+        "bias": Mask.bias(randn(BATCH, HEADS, LENGTH, LENGTH)),
+        "dense": Mask.dense((randn(1, HEADS, 1, LENGTH) > 0) | torch.eye(LENGTH, dtype=torch.bool)),
+    }
+    mask = masks.get(kind)
+    first, second = layer(x, mask=mask, weights=True).weights.chunk(2, 1)
+    found = layer.combined_weights(x, mask=mask)
+    close(found.signed_mass, (first - layer.lambda_full * second).sum(-1), 1e-7)
+    close(found.absolute_mass, (first - layer.lambda_full * second).abs().sum(-1), 1e-7)
+
+
 @pytest.mark.parametrize("name", ["grouped", "uneven"])
 def test_who_watches_sees_both_maps(name: str, x: Tensor) -> None:
     layer = make(causal=True, **OPTIONS[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ from polyhead.geometry import HeadLayout
 from polyhead.layers.kv_cache.tokens import TokenLayout, all_equal, count, host_integers, integers, longest
 from polyhead.masks import Mask
 from polyhead.ops.decode.fused import CacheArguments
+
+# Layer that filled each cache. Not an attribute, so that a fork, copy or pickle may be continued by another layer.
+_layers: weakref.WeakKeyDictionary[KVCache, weakref.ref[object]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -63,7 +67,24 @@ class CacheView:
         """
         if mask is None or self.mask is None:
             return self.mask if mask is None else mask
+        if self.mask.placed is not None and mask.names_keys:
+            raise CacheError(
+                "the keys of a rolling cache that has dropped tokens, or whose sequences differ in length, are not in "
+                f"order, so a mask can only be causal or a window, got {mask!r}; pad on the right and pass lengths=, "
+                "or use a cache that keeps all tokens"
+            )
         return mask & self.mask
+
+    def in_order(self, weights: Tensor) -> Tensor:
+        """Return weights [batch, heads, queries, keys] with the keys in order of position, empty slots first.
+
+        Args:
+            weights: weights over the keys of the view.
+        """
+        if self.mask is None or self.mask.placed is None:
+            return weights
+        order = self.mask.placed[1].argsort(dim=-1, stable=True)  # [batch or 1, keys]
+        return weights.gather(-1, order[:, None, None].expand_as(weights))
 
 
 class KVCache(ABC):
@@ -95,6 +116,7 @@ class KVCache(ABC):
     """
 
     window: int | None = None  # last tokens that are kept; None for all
+    sinks: int = 0  # first tokens that are kept besides
 
     def __init__(self, batch_size: int | None, sizes: Mapping[str, Any]) -> None:
         self._sizes = sizes
@@ -271,16 +293,41 @@ class KVCache(ABC):
             self.holds_masked_keys = holds_masked_keys
             raise
 
-    def check_window(self, size: int) -> None:
+    def check_layer(self, layer: object) -> None:
+        """Raise `CacheError` if the cache holds tokens of another layer; a layer calls it before `append`.
+
+        Args:
+            layer: the layer that the cache is passed to.
+        """
+        if torch.compiler.is_compiling():
+            return
+        reference = _layers.get(self)
+        filled_by = None if reference is None else reference()
+        if filled_by is not None and filled_by is not layer and self._max_length:
+            raise CacheError(
+                f"a cache holds the tokens of one layer, got a {type(layer).__name__} with a cache that another "
+                f"{type(filled_by).__name__} has filled; build a cache for each layer, or pass cache.fork() to "
+                "continue with another layer"
+            )
+        if filled_by is not layer:
+            _layers[self] = weakref.ref(layer)
+
+    def check_window(self, size: int, sinks: int = 0) -> None:
         """Raise `CacheError` if the cache does not keep the keys that a mask with this window needs.
 
         Args:
             size: keys up to the query that the mask shows, the query's own among them.
+            sinks: first keys that the mask shows at any distance.
         """
         if self.window is not None and size > self.window:
             raise CacheError(
                 f"a rolling cache keeps the keys of its own window, {self.window}, got a mask with a window of {size}, "
                 f"which needs more; build the cache with window={size}, or use the smaller window in the mask"
+            )
+        if self.window is not None and sinks > self.sinks:
+            raise CacheError(
+                f"a rolling cache keeps as many first keys as its sinks, {self.sinks}, got a mask with {sinks}; build "
+                f"the cache with sinks={sinks}"
             )
 
     @abstractmethod

@@ -25,7 +25,7 @@ class RollingCache(SlotCache):
     `rollback` keeps that many older tokens, so that `crop` can remove up to `rollback + 1` tokens, or crop to `sinks`.
 
     Token p is in slot p if p < sinks, otherwise in a ring buffer after the sinks. Slots are out of order once the ring
-    has wrapped around; the view's mask accounts for it.
+    has wrapped around; the view's mask accounts for it. Weights that a layer returns are in the order of the tokens.
 
     Args:
         window: last tokens to keep.

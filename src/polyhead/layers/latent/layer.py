@@ -213,15 +213,15 @@ class LatentAttention(BaseAttention):
         query, start = self._begin(query, key, cache, lengths, token_positions)
         batch, queries, _ = query.shape
         q_nope, q_rope = self._project_queries(query)
-        rotation = self._rotation(q_rope, start, cache)
-        q_rope = self._apply_rotary(q_rope, rotation)
+        source = None
         if isinstance(key, Memory):
             checks.check_memory(key.key, key.value, batch, layout.absorbed)
-            latents = key.key
-        elif key is None:
-            latents = self._compress(query, rotation)
-        else:
-            latents = self.remember(key).key
+            source = key.key
+        elif key is not None:
+            source = self.remember(key).key
+        rotation = self._rotation(q_rope, start, cache, source)
+        q_rope = self._apply_rotary(q_rope, rotation)
+        latents = self._compress(query, rotation) if source is None else source
         if isinstance(cache, LatentStorage):
             cache.take_value_dim(layout.kv_lora_rank)
         call = self._call_options(

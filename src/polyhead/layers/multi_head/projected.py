@@ -19,7 +19,7 @@ from polyhead.layers.kv_cache import KVCache
 from polyhead.layers.multi_head.conv_init import init_conv_heads
 from polyhead.layers.multi_head.plain_path import forward_plain
 from polyhead.layers.positions import Positions, RotatesHeads
-from polyhead.layers.steps import apply_norm, init_linear, layer_forward, qk_norms, split_heads
+from polyhead.layers.steps import apply_norm, init_linear, layer_forward, qk_norms, reset_norms, split_heads
 from polyhead.masks import Mask
 from polyhead.ops.attention import AttentionOutput, Statistics
 from polyhead.ops.uneven_groups import select_heads
@@ -122,10 +122,12 @@ class ProjectedHeads(BaseAttention):
         self._join_projections()
 
     def reset_parameters(self) -> None:
-        """Initialise projections Glorot-uniformly, biases and sinks with zeros; gates start at 1/2.
+        """Initialise projections Glorot-uniformly, biases and sinks with zeros, norms with ones; gates start at 1/2.
 
-        With init="conv" everything but the key projection, positions included, is set to compute a fresh convolution.
+        The position module is left unchanged. With init="conv" everything but the key projection, positions included,
+        is set to compute a fresh convolution.
         """
+        reset_norms(self.q_norm, self.k_norm)
         if self.init == "conv":
             init_conv_heads(self)
             return

@@ -7,12 +7,20 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadLayout
+from polyhead.layers.joint_projection import is_plain_linear
 from polyhead.layers.multi_head.separate_heads import SeparateHeads
 
 Layer = TypeVar("Layer", bound=SeparateHeads)
+
+# Options of a layer's constructor that follow from the weights of PyTorch's module.
+_DETERMINED = (
+    "embed_dim", "num_heads", "num_kv_heads", "key_heads", "head_dim", "value_dim", "key_input_dim", "value_input_dim",
+    "bias", "output_bias",
+)  # fmt: skip
 
 
 def from_torch(cls: type[Layer], module: nn.MultiheadAttention, options: dict[str, Any]) -> Layer:
@@ -56,6 +64,12 @@ def _options_of(module: nn.MultiheadAttention, options: dict[str, Any]) -> dict[
         raise OptionError(
             "add_bias_kv and add_zero_attn are not supported; use polyhead.layers.torch_compat for such a module"
         )
+    determined = [name for name in _DETERMINED if name in options]
+    if determined:
+        raise OptionError(
+            f"the module determines {', '.join(determined)}, got {determined[0]}={options[determined[0]]!r}; "
+            "leave it out"
+        )
     weight = module.out_proj.weight
     return {
         "embed_dim": module.embed_dim,
@@ -85,6 +99,10 @@ def _without_counterpart(layer: SeparateHeads) -> dict[str, bool]:
         "a scale": layer.scale is not None,
         "sinks": layer.sinks is not None,
         "a head_gate": layer.head_gate is not None,
+        "a projection that computes more than its weight and bias, such as an adapter": any(
+            not (is_plain_linear(linear) or is_parametrized(linear))
+            for linear in (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
+        ),
         "a bias in only some of the projections": (layer.q_proj.bias is None) != (layer.out_proj.bias is None),
     }
 

@@ -36,9 +36,10 @@ class RowTable:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self._grown: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        # With each tensor its version: one that a caller has changed in place is built again.
+        self._grown: dict[tuple[torch.device, torch.dtype], tuple[Tensor, int]] = {}
         # Key and value in one attribute, so that another thread never reads one without the other.
-        self._recent: tuple[object, tuple[Tensor, ...]] = (None, ())
+        self._recent: tuple[object, tuple[Tensor, ...], list[int]] = (None, (), [])
 
     def rows(self, start: int, count: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Return rows start .. start + count - 1 of each table, [count, width]; the last result is cached as well."""
@@ -46,7 +47,7 @@ class RowTable:
         recent = self._recent
         # A table cached under a dispatch mode (e.g. fake tensors) would be invalid outside it, and vice versa.
         in_dispatch_mode = torch._C._len_torch_dispatch_stack()
-        if recent[0] == key and not in_dispatch_mode:
+        if recent[0] == key and not in_dispatch_mode and _versions(recent[1]) == recent[2]:
             return recent[1]
         stop = start + count
         # An inference tensor could not be saved for the backward of a later training step.
@@ -56,17 +57,17 @@ class RowTable:
             else:
                 rows = self._grown_to(stop, device, dtype)[:, start:stop].unbind(0)
         if _is_cacheable(rows[0]):
-            self._recent = (key, rows)
+            self._recent = (key, rows, _versions(rows))
         return rows
 
     def _grown_to(self, stop: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Return the stacked tables, [tables, at least `stop`, width]; grows by powers of two."""
-        full = self._grown.get((device, dtype))
-        if full is None or full.shape[1] < stop:
+        full, version = self._grown.get((device, dtype), (None, 0))
+        if full is None or full.shape[1] < stop or full._version != version:
             capacity = max(FIRST_CAPACITY, 1 << (stop - 1).bit_length())
             full = torch.stack(self.recipe.build(torch.arange(capacity, device=device), dtype))
             if _is_cacheable(full):
-                self._grown[device, dtype] = full
+                self._grown[device, dtype] = full, full._version
         return full
 
     def __deepcopy__(self, memo: dict[int, object]) -> RowTable:
@@ -100,6 +101,10 @@ def materialise_rows(rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         # Inductor fuses a formula into each of its users, but as_strided requires a buffer.
         return tuple(row.as_strided(row.size(), row.stride()) for row in rows)
     return rows
+
+
+def _versions(rows: tuple[Tensor, ...]) -> list[int]:
+    return [row._version for row in rows]
 
 
 def _is_cacheable(table: Tensor) -> bool:

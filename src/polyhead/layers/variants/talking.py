@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from polyhead.errors import OptionError
 from polyhead.layers import checks
-from polyhead.layers.base_attention import CallOptions, Memory
+from polyhead.layers.base_attention import CallOptions, Memory, in_order
 from polyhead.layers.config import register_config
 from polyhead.layers.multi_head.config import HeadsConfig
 from polyhead.layers.multi_head.separate_heads import SeparateHeads
@@ -117,7 +117,7 @@ class TalkingHeads(SeparateHeads):
             self._mixed_listener.append(mixed_weights(q, k, **options))
         if self._listener is not None:
             self._listener(self._attended(q, k, v, result, call.mask))
-        return result
+        return in_order(result, call)
 
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, result: AttentionOutput, mask: Mask | None) -> Attended:
         """Return the softmax W as ordinary attention for observers: each head has the concatenated channels of all.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from typing import Any, Self
@@ -13,6 +14,7 @@ from polyhead.errors import OptionError
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
 from polyhead.layers.base_attention import CallOptions
+from polyhead.layers.joint_projection import is_plain_linear
 from polyhead.layers.multi_head.layer import MultiHeadAttention
 from polyhead.layers.multi_head.projected import ProjectedHeads
 from polyhead.layers.positions import RotatesHeads
@@ -159,6 +161,10 @@ class CollaborativeAttention(ProjectedHeads):
             "rotary positions, which rotate every head by the same angles": isinstance(layer.positions, RotatesHeads),
             "qk_norm": layer.q_norm is not None,
             "a combine module": layer.combine is not None,
+            "a projection that is not a plain nn.Linear, such as an adapter": not all(
+                linear is None or is_plain_linear(linear)
+                for linear in (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj, layer.gate_proj)
+            ),
         }
         if any(unsupported.values()):
             names = " and ".join(name for name, present in unsupported.items() if present)
@@ -174,7 +180,7 @@ class CollaborativeAttention(ProjectedHeads):
             value_input_dim=layout.value_input_dim,
             bias=layer.q_proj.bias is not None,
             output_bias=layer.out_proj.bias is not None,
-            positions=layer.positions,
+            positions=copy.deepcopy(layer.positions),
             output_gate=layer.output_gate,
             softcap=layer.softcap,
             scale=layer.scale,
@@ -186,7 +192,9 @@ class CollaborativeAttention(ProjectedHeads):
             dtype=weight.dtype,
         )
         converted.mask = layer.mask
-        state = {name: x for name, x in layer.state_dict().items() if name != "_extra_state"}
+        if layer.head_gate is not None:
+            converted.head_gate = layer.head_gate.detach().clone()
+        state = {name: x for name, x in layer.state_dict().items() if name not in ("_extra_state", "head_gate")}
         kv_heads = [layout.key_head(i) for i in range(layout.num_heads)]
         for name in state:
             if name.startswith(("k_proj.", "v_proj.")):
@@ -197,17 +205,18 @@ class CollaborativeAttention(ProjectedHeads):
         return converted.train(layer.training)
 
     @classmethod
-    def from_torch(cls, module: nn.MultiheadAttention, **options: Any) -> Self:
+    def from_torch(cls, module: nn.MultiheadAttention, *, shared_dim: int | None = None, **options: Any) -> Self:
         """Convert a `torch.nn.MultiheadAttention` (batch first); see `from_multi_head`.
 
         Args:
             module: the layer to convert.
-            options: `shared_dim`.
+            shared_dim: channels of the shared queries and keys; those of all heads by default.
+            options: options of `MultiHeadAttention.from_torch`.
 
         Returns:
             The converted layer.
         """
-        return cls.from_multi_head(MultiHeadAttention.from_torch(module, **options))
+        return cls.from_multi_head(MultiHeadAttention.from_torch(module, **options), shared_dim=shared_dim)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, shared_dim={self.shared_dim}"

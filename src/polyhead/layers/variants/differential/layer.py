@@ -176,7 +176,7 @@ class DifferentialAttention(SeparateHeads):
         if self.layout.key_heads is not None:
             k, v = (select_heads(x, self.layout.key_heads) for x in (k, v))
         q, k = (torch.cat(x.chunk(2, -1), 1) for x in (q, k))
-        self._notify(q, k, torch.cat((v, v), 1), maps, mask, self.scale)
+        self._notify(q, k, torch.cat((v, v), 1), maps, _over_maps(mask), self.scale)
 
     def _gated_maps(self, maps: Sequence[Tensor], head_gate: Tensor | None) -> Sequence[Tensor]:
         batch, _, queries, _ = maps[0].shape
@@ -234,6 +234,22 @@ def check_differential(layout: HeadLayout, layer_index: int, norm_eps: float, qk
     checks.check_positive("norm_eps", norm_eps)
     if qk_norm is not None:
         raise OptionError(f"differential heads do not support qk_norm, got {qk_norm!r}")
+
+
+def _over_maps(mask: Mask | None) -> Mask | None:
+    """Return the mask of the maps of both halves, whose terms by head are those of the heads, twice."""
+    if mask is None:
+        return None
+
+    def twice(x: Tensor, axis: int) -> Tensor:
+        return x if x.shape[axis] == 1 else torch.cat((x, x), axis)
+
+    return replace(
+        mask,
+        allowed=tuple(twice(x, 1) for x in mask.allowed),
+        biases=tuple(twice(x, 1) for x in mask.biases),
+        relative_biases=tuple(replace(term, table=twice(term.table, 0)) for term in mask.relative_biases),
+    )
 
 
 def _half_of_keys(number: int, storage: CacheArguments) -> CacheArguments:

@@ -19,7 +19,7 @@ from polyhead.layers.joint_projection import JointProjection, apply_linears
 from polyhead.layers.kv_cache import KVCache
 from polyhead.layers.kv_cache.tokens import integers
 from polyhead.layers.positions import Positions, RotatesHeads
-from polyhead.layers.steps import apply_norm, init_linear, layer_forward, qk_norms, split_heads
+from polyhead.layers.steps import apply_norm, init_linear, layer_forward, qk_norms, reset_norms, split_heads
 from polyhead.layers.variants.routed.router import HeadRouter, Routing
 from polyhead.layers.variants.routed.row_order import (
     RowsByHead,
@@ -214,7 +214,8 @@ class RoutedHeads(BaseAttention):
         return self.layout.num_kv_heads if self.shape == "shared" else 1
 
     def reset_parameters(self) -> None:
-        """Initialise matrices Glorot-uniformly by the fan of all heads; biases and sinks with zeros."""
+        """Initialise matrices Glorot-uniformly by the fan of all heads; biases and sinks zero, norms one."""
+        reset_norms(self.q_norm, self.k_norm)
         heads = self.num_heads
         for stack, joined in ((self.query_weight, 2), (self.output_weight, 1)):
             sides = [stack.shape[1], stack.shape[2]]
