@@ -12,8 +12,8 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-# View, window size and colour scheme; only the part that is visible without scrolling is captured.
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-headless-shell")
+# View, window size and colour scheme; only the part that is visible without scrolling is captured.
 VIEWS = {
     "overview": ("#/overview", (1280, 1250), "light"),
     "head": ("#/head/1/3?word=26", (1280, 1000), "light"),

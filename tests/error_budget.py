@@ -51,7 +51,7 @@ def plain_formula(
     if key.requires_grad or value.requires_grad:  # the gradient is rounded for each head that shares them
         group = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-    logits = _product(query, key.transpose(-1, -2))
+    logits = _product_of_heads(query, key.transpose(-1, -2))
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     logits = logits * (factor.to(dtype)[:, None, None] if isinstance(factor, Tensor) else factor)
     if softcap is not None:
@@ -74,7 +74,7 @@ def plain_formula(
     weights = exponentials / total
     kept = weights if keep is None else torch.where(keep, weights / (1 - rate), 0.0)
     logsumexp = torch.where(empty, -torch.inf, largest + torch.log(total)).squeeze(-1)
-    return Formula(_product(kept, value), logsumexp, weights)
+    return Formula(_product_of_heads(kept, value), logsumexp, weights)
 
 
 def key_orders(keys: int, orders: int = ORDERS) -> Tensor:
@@ -123,16 +123,20 @@ def output_in_orders(
     return Compared(None, exact.repeat(len(orders), 1, 1, 1), plain.output)
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """A matrix product rounded once; its own sums are wide, as they are in every matrix unit.
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """A matrix product rounded once; its own sums are wide, as they are in every matrix unit."""
+    if left.dtype in (torch.bfloat16, torch.float16):
+        return (left.float() @ right.float()).to(left.dtype)
+    return left @ right
 
-    Heads of the left side that share one of the right side are multiplied with it together.
-    """
+
+def _product_of_heads(left: Tensor, right: Tensor) -> Tensor:
+    """The product of [batch, heads, ...]; heads of the left side that share one of the right are multiplied together."""
     (heads, rows), shared = left.shape[1:3], right.shape[1]
-    wide = torch.float32 if left.dtype in (torch.bfloat16, torch.float16) else left.dtype
-    together = left.to(wide).unflatten(1, (shared, heads // shared)).flatten(2, 3)
-    product = together @ right.to(wide)
-    return product.unflatten(2, (heads // shared, rows)).flatten(1, 2).to(left.dtype)
+    if heads == shared:
+        return product(left, right)
+    together = left.unflatten(1, (shared, heads // shared)).flatten(2, 3)
+    return product(together, right).unflatten(2, (heads // shared, rows)).flatten(1, 2)
 
 
 class Compared(NamedTuple):

@@ -194,7 +194,7 @@ def test_times_are_those_of_named_links():
         ({"sequence_parallel": True, "fsdp": 2}, "needs tensor parallelism over at least 2 ranks, got tensor=1"),
         ({"method": "star"}, "method must be 'auto', 'ring' or 'all_gather', got 'star'"),
         ({"bandwidth": float("nan")}, "bandwidth must be a positive number of bytes per second, got nan"),
-        ({"bandwidth": {"pipeline": 1.0}}, "bandwidth must be given for tensor, context, fsdp; got 'pipeline'"),
+        ({"bandwidth": {"pipeline": 1.0}}, "the keys of bandwidth must be among tensor, context, fsdp; got 'pipeline'"),
     ],
 )
 def test_bad_ranks_are_refused(options: dict[str, Any], words: str):

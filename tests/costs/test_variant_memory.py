@@ -266,7 +266,7 @@ def test_what_may_be_further_off_is_reported():
     assert "of uneven KV groups over a cache" in memory_caveats(uneven)[0]
     assert memory_caveats(heads(key_heads=(0, 0, 0, 0, 0, 1))) == ()
     (partial,) = memory_caveats(CONFIGS["rotary in part"])
-    assert partial.startswith("memory of RoPE on a part of the channels")
+    assert partial.startswith("the memory of partial RoPE")
     assert memory_caveats(CONFIGS["rotary in part"], device="cpu") == ()
     routed = RoutedConfig(WIDTH, HEADS, top_k=2, positions=RotaryConfig(rotary_dim=4))
     for config in (CollaborativeConfig(WIDTH, HEADS, positions=RotaryConfig()), routed):

@@ -353,9 +353,7 @@ def test_a_run_is_not_overwritten(folders, plain_bert, text, tmp_path):
 def test_a_dtype_is_of_a_model_that_is_loaded_by_name(folders):
     loaded = model_loading.load_model(folders["bert"])
     for model, options in ((loaded, {}), (loaded.model, {"tokenizer": loaded.tokenizer})):
-        with pytest.raises(
-            OptionError, match="loaded by name, got 'bfloat16' with a model in memory; convert it first"
-        ):
+        with pytest.raises(OptionError, match="models loaded by name, got 'bfloat16' with a model in memory it first"):
             polyhead.inspect(model, ["w1 w2"], dtype="bfloat16", **options)
 
 
@@ -369,7 +367,7 @@ def test_an_interrupt_of_the_ablation_leaves_the_roles(folders, plain_bert, text
     assert "ablation" not in found.table.columns
     assert found.roles_table() == plain_bert.roles_table()
     assert found.facts["read"]  # to its end, so that no message says otherwise
-    assert "--resume measures it" in str(found.facts["left_out"][-1])
+    assert "are made when a saved run is resumed" in str(found.facts["left_out"][-1])
 
 
 def test_importance_that_a_model_has_no_loss_for_is_refused_before_the_text_is_read(folders, text):

@@ -62,7 +62,7 @@ def student_tail(t: float, degrees: float) -> float:
 
 
 def expanded_tail(tail: float, samples: int) -> float:
-    """Return the tail probability of bootstrap percentiles at which few samples are covered as intended.
+    """Return the tail probability for bootstrap percentiles that restores nominal coverage for few samples.
 
     A resample has the variance of the sample without Bessel's correction, and normal instead of Student's tails; the
     percentiles are expanded for both (Hesterberg, What Teachers Should Know About the Bootstrap, 2015).

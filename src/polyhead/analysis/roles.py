@@ -1,7 +1,7 @@
 """Roles of heads, with their evidence, the chance level, and a bootstrap interval over documents.
 
-A head may have several roles or none. A score is a mean over the documents of a text, weighted by their tokens; its
-interval is over documents, the wider of a percentile bootstrap with 1,000 resamples and a fixed seed, and Student's t.
+A head may have several roles or none. A score is a mean over the documents of a text, weighted by their tokens. Its
+interval over documents contains two: a bootstrap percentile interval (1,000 resamples, fixed seed) and Student's t.
 `roles_rules.RULES` has the threshold of each role and the reason for it.
 """
 
@@ -194,10 +194,10 @@ class _Documents:
         return _Scores(score, low, high, null, halves=halves(numerator, denominator, self.evidence.documents))
 
     def _interval(self, numerator: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the wider of the expanded percentile bootstrap and Student's t; NaN for fewer than two documents.
+        """Return the smallest interval that contains the bootstrap's and Student's t; NaN for fewer than two documents.
 
-        The bootstrap follows the skewness of the documents, but is at most as wide as the documents are apart, which
-        covers half of all cases for two of them, and 75% for three.
+        The bootstrap follows the skewness of the documents but never exceeds their range, which contains the true value
+        in about half of all cases for two documents, and in 75% for three.
         """
         drawn = (self.weights @ numerator) / (self.weights @ denominator)
         score, below, _ = ratio_of_sums(numerator, denominator, 1.0)

@@ -128,9 +128,9 @@ def compare(
             errors = "not tested" if math.isnan(change.error) else "exact"
             errors = f"{abs(change.difference) / change.error:.1f}" if change.error > 0 else errors
             place = _in_both(change.head, change.head_after, stacked=stacked)
-            layer = named(change.head, stacked=stacked).removesuffix(named(change.head))
+            stack_prefix = named(change.head, stacked=stacked).removesuffix(named(change.head))
             table.add_row(
-                f"{layer}layer {change.head[0].layer}" if change.name in OF_LAYER else place,
+                f"{stack_prefix}layer {change.head[0].layer}" if change.name in OF_LAYER else place,
                 _with_unit(change.name, first.facts.get("loss")),
                 f"{change.before:.4g}",
                 f"{change.after:.4g}",

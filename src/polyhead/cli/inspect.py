@@ -402,10 +402,10 @@ def _least_important(found: Inspection, measure: str) -> Iterator[str]:
     if among is None:
         yield "Without standard errors, which need two contexts, this order may be chance."
     elif among > len(rows):
-        yield (
-            f"{among} heads, including these, do not differ significantly from the last of them, "
-            f"{place_of((table.sites[rows[-1]], table.heads[rows[-1]]), stacked=stacked)}."
-        )
+        others = among - len(rows)
+        last = place_of((table.sites[rows[-1]], table.heads[rows[-1]]), stacked=stacked)
+        do = "head does" if others == 1 else "heads do"
+        yield f"{others} other {do} not differ significantly from the last of these, {last}."
     if stacked:  # a command cannot name their heads
         return
     if measure == "gradient":

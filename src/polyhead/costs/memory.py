@@ -206,13 +206,14 @@ def _of_rotary(config: AttentionConfig, device: Device) -> list[str]:
         return []
     if isinstance(config, CollaborativeConfig):
         return [
-            "memory of RoPE in collaborative heads was up to 15% off on a CPU: it rotates the queries of every head"
+            "the memory of collaborative heads with RoPE, which rotates the queries of every head, was up to 15% off "
+            "on a CPU"
         ]
     if positions.rotary_dim == config.position_layout.head_dim:  # type: ignore[attr-defined]
         return []
     if isinstance(config, RoutedConfig):
-        return ["memory of routed heads with RoPE on a part of the channels was up to 16% too high on a CPU"]
-    text = "memory of RoPE on a part of the channels is tested to 5% on a CPU; it has not been measured on a GPU"
+        return ["the memory of routed heads with partial RoPE was up to 16% too high on a CPU"]
+    text = "the memory of partial RoPE was within 5% on a CPU; it has not been measured on a GPU"
     return [text] if device == "cuda" else []
 
 

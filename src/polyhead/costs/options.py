@@ -48,7 +48,9 @@ class Ranks:
         named = self.bandwidth if isinstance(self.bandwidth, Mapping) else {"tensor": self.bandwidth}
         for dimension, bandwidth in named.items():
             if dimension not in get_args(Dimension):
-                raise OptionError(f"bandwidth must be given for {', '.join(get_args(Dimension))}; got {dimension!r}")
+                raise OptionError(
+                    f"the keys of bandwidth must be among {', '.join(get_args(Dimension))}; got {dimension!r}"
+                )
             if bandwidth is not None and not 0 < bandwidth < float("inf"):
                 raise OptionError(f"bandwidth must be a positive number of bytes per second, got {bandwidth!r}")
 

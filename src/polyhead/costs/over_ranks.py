@@ -121,10 +121,10 @@ def _gathered(
     *,
     training: bool,
 ) -> int:
-    """Return the bytes of other ranks at the peak.
+    """Return the bytes received from other ranks that are live at the peak.
 
-    These are of FSDP2 the weights of two blocks and the gradients of one; of context parallel the keys and values of
-    the running layer, or of all layers where autograd saves them.
+    With FSDP2 these are the weights of two blocks and in training the gradients of one; with context parallelism, the
+    keys and values of the running layer, or of all layers if autograd saves them.
     """
     total = running = 0
     if ranks.fsdp > 1:

@@ -152,7 +152,8 @@ def plan_phase(model: ModelLayout, phase: Phase, sizes: PhaseSizes, machine: Mac
 class Need(NamedTuple):
     """Peak memory of a phase at one batch and context.
 
-    `least` is the part that grows with both whatever the routes; `routes` are those of `MemoryEstimate`.
+    `least` is the part that grows with batch and context whichever kernels are selected; `routes` are those of
+    `MemoryEstimate`.
     """
 
     bytes: int

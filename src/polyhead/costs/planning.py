@@ -52,9 +52,9 @@ class Fit:
     activation checkpointing outside attention.
 
     `max_batch` is the largest batch that fits at the plan's context, `max_context` the largest context, up to the
-    plan's, that fits at its batch; 0 if there is none. A smaller one may not fit, where another kernel serves it that
-    needs more memory. `rolling_bytes` is the peak with rolling caches in windowed
-    layers, `int8_bytes` with an int8 cache; None without a cache, or if it is of 8 bits or cannot be.
+    plan's, that fits at its batch; 0 if there is none. A smaller size may not fit, if it runs on a kernel that needs
+    more memory. `rolling_bytes` is the peak with rolling caches in windowed layers, `int8_bytes` with an int8 cache;
+    None without a cache, or if it is of 8 bits or cannot be.
     """
 
     phase: Phase

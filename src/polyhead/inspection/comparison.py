@@ -45,7 +45,7 @@ class Change:
 
     @property
     def relative(self) -> float:
-        """Size of the difference relative to the larger value, in [0, 2]; 1 if one of the values is infinite."""
+        """Absolute difference over the larger magnitude, in [0, 2]; of infinite values 0 if they are equal, else 1."""
         if math.isinf(self.before) or math.isinf(self.after):
             return 0.0 if self.before == self.after else 1.0
         return abs(self.difference) / (max(abs(self.before), abs(self.after)) or 1.0)

@@ -24,7 +24,7 @@ from polyhead.inspection.vocabulary import ROLE_ORDER
 from polyhead.inspection.wording import REPEATED, Basis, Finding, FindingKind
 
 MAX_FINDINGS = 3
-TAIL = 0.025  # of Student's t: so close to 0 a median is no unit, and heads so close do not differ significantly
+TAIL = 0.025  # of Student's t: two-sided tests at 5% of a median against 0, and of two heads against each other
 SINK_MASS = 0.5  # share of attention on the first token above which a head counts as a sink
 MOSTLY = 0.5  # share of a redundant head from which one other head is named: it predicts more than all the rest
 SAME = 0.5  # |cosine| from which two heads write much the same, or the opposite: less than 60 degrees apart
@@ -57,10 +57,10 @@ def findings(inspection: Inspection, limit: int = MAX_FINDINGS) -> tuple[Finding
 
 
 def least_important(inspection: Inspection, measure: str, count: int) -> tuple[list[int], int | None]:
-    """Return the rows of the `count` least important heads, and how many do not differ significantly from the last.
+    """Return the rows of the `count` least important heads, and their number with that of the heads as unimportant.
 
-    The number includes these heads. The standard error is that of the difference of two heads on the same documents;
-    the number is None without errors, as on a single document.
+    The latter do not differ significantly from the last of the former, by the standard error of the difference of two
+    heads on the same documents. The number is None without errors, as on a single document.
     """
     values = inspection.table[measure].nan_to_num(nan=math.inf)
     rows = values.argsort(stable=True)[:count].tolist()

@@ -250,8 +250,9 @@ _REASONS = {
         "请用更长的文本或更多词元",
     ),
     "interrupted_probes": Text(
-        "what is measured after the text was read, such as roles and importance: interrupted; --resume measures it",
-        "读完文本之后的测量（如角色与重要性）：已中断；--resume 可补上",
+        "measurements after the text was read: interrupted; those that are missing, such as importance, are made when "
+        "a saved run is resumed",
+        "读完文本之后的测量：已中断；缺少的部分（如重要性）在继续已保存的运行时补上",
     ),
     "no_mask_token": Text(
         "importance: the loss of a masked language model needs a mask token, got a tokenizer without one",

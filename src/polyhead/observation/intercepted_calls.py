@@ -145,7 +145,7 @@ def _with_inner(code: CodeType) -> Iterator[CodeType]:
 
 
 def _has_matrix_operator(code: CodeType) -> bool:
-    """Return whether a function has the operator @, from its bytes: to disassemble them takes thirty times as long."""
+    """Return whether the bytecode contains the operator @; disassembling it would take thirty times as long."""
     return _MATRIX_OPERATOR in zip(code.co_code[::2], code.co_code[1::2], strict=True)
 
 

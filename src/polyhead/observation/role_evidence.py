@@ -48,8 +48,8 @@ class EvidenceCollector:
             anti-copy.
         max_documents: documents whose indices are equal modulo this number are pooled. This bounds the memory: about
             1.2 KB per document and head.
-        only: "pairs" for the duplicate and induction columns and `sink_mass`, "rows" for all but the former; the other
-            columns and counts are then 0. By default all.
+        only: "pairs" collects the duplicate and induction columns and `sink_mass`; "rows" collects all columns except
+            duplicate and induction. Columns and counts that are not collected are 0. By default all are.
     """
 
     def __init__(

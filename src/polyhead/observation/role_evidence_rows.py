@@ -95,7 +95,7 @@ class BatchBaseline:
     sums: Tensor  # float64 [batch, 1, columns]: the columns of uniform attention
     available: Tensor  # as in `EvidenceSums`
     chance: Tensor  # as in `EvidenceSums`
-    only_pairs: bool = False  # other columns than those of pairs and `sink_mass` are 0
+    only_pairs: bool = False  # all columns except those of pairs and `sink_mass` are 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,7 +22,7 @@ BINS = 2 * NEAR + 3  # all farther earlier tokens, offsets -NEAR to NEAR, all fa
 KEY_SETS = ("special", "punctuation", "delimiter", "rare")
 # From token ids [batch, tokens] to the word and sentence index of each token, -1 for none.
 Segments = Callable[[Tensor], tuple[Tensor, Tensor]]
-# Evidence of whole rows, or of pairs of tokens: a query with other occurrences of its token or the tokens after those.
+# "rows": statistics of the whole row of each query; "pairs": weight on other occurrences of its token, and after them.
 Kind = Literal["rows", "pairs"]
 
 
@@ -211,7 +211,10 @@ def _occurrences(tokens: Tensor, counted: Tensor, *, both_ways: bool) -> tuple[P
     length = tokens.shape[1]
     uncounted = torch.iinfo(torch.int64).max  # no token; sorted behind all others
     ordered, order = torch.where(counted, tokens.to(torch.int64), uncounted).sort(stable=True)
-    pairs, found = [torch.zeros(len(tokens), 0, 2, dtype=torch.int64)], [torch.zeros(len(tokens), 0, dtype=torch.bool)]
+    pairs, is_pair = (
+        [torch.zeros(len(tokens), 0, 2, dtype=torch.int64)],
+        [torch.zeros(len(tokens), 0, dtype=torch.bool)],
+    )
     for step in range(1, min(NEAREST, length - 1) + 1):
         equal = (ordered[:, step:] == ordered[:, :-step]) & (ordered[:, step:] != uncounted)
         if not bool(equal.any()):
@@ -219,8 +222,8 @@ def _occurrences(tokens: Tensor, counted: Tensor, *, both_ways: bool) -> tuple[P
         matches = torch.stack([order[:, step:], order[:, :-step]], -1)  # a later and an earlier occurrence
         both = (matches, matches.flip(-1)) if both_ways else (matches,)
         pairs.extend(both)
-        found.extend([equal] * len(both))
-    same, valid = torch.cat(pairs, 1), torch.cat(found, 1)
+        is_pair.extend([equal] * len(both))
+    same, valid = torch.cat(pairs, 1), torch.cat(is_pair, 1)
     after = same + torch.tensor([0, 1])
     # The token after the occurrence directly before the query is the query itself.
     is_other = (after[..., 1] < length) & (after[..., 1] != after[..., 0])
@@ -228,12 +231,12 @@ def _occurrences(tokens: Tensor, counted: Tensor, *, both_ways: bool) -> tuple[P
 
 
 def _compact_pairs(positions: Tensor, valid: Tensor) -> Pairs:
-    """Return the valid ones of some pairs [batch, pairs, 2], in their order."""
+    """Move the valid pairs [batch, pairs, 2] of each row to the front, in order, and trim the padding."""
     counts = valid.sum(-1)
-    kept = torch.arange(int(counts.max())) < counts[:, None]
-    compact = torch.zeros(*kept.shape, 2, dtype=torch.int64)
-    compact[kept] = positions[valid]
-    return Pairs(compact, kept)
+    is_valid = torch.arange(int(counts.max())) < counts[:, None]
+    compact = torch.zeros(*is_valid.shape, 2, dtype=torch.int64)
+    compact[is_valid] = positions[valid]
+    return Pairs(compact, is_valid)
 
 
 def _mean_cosines(vectors: Tensor, tokens: Tensor, ordinary: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ class HeadGates(_GatedHeads):
     `polyhead.prune(model, gates.closed(), compensate=False)` removes the closed heads; outputs stay the same.
 
     In a process group the gradients of the gates are averaged over the ranks at the end of each backward, as
-    `DistributedDataParallel` does for those of the model: each rank calls `backward` equally often.
+    `DistributedDataParallel` does for those of the model; every rank must call `backward` the same number of times.
 
     Args:
         model: a model whose heads can be edited, as for `polyhead.prune`.

@@ -37,9 +37,9 @@ _CELL = 12  # pixels
 def summarize(record: StepRecord) -> tuple[dict[str, float], dict[str, HeadLocation]]:
     """Return at most ten numbers of a step, and the head that has the number where it is that of one head.
 
-    They are the loss, and nine statistics at most: first those of `EXTREMES`, each of the head in which training goes
-    wrong first, then the means of others over the heads that have them. The order is that of the columns, so that the
-    names are the same in every step.
+    They are the loss and at most nine statistics: those of `EXTREMES`, each with its most extreme head, then the means
+    of other columns over the heads that have them. The selection depends on the columns, not on their values, so each
+    scalar is logged in every step in which it was measured.
 
     Args:
         record: values of every head.
@@ -55,9 +55,9 @@ def summarize(record: StepRecord) -> tuple[dict[str, float], dict[str, HeadLocat
             scalars[f"mean {column}"] = float(values[defined].mean())
             continue
         name = f"{EXTREMES[column]} {column}"
-        badness = {"highest": values, "lowest": -values, "strongest": values.abs()}[EXTREMES[column]]
+        sort_key = {"highest": values, "lowest": -values, "strongest": values.abs()}[EXTREMES[column]]
         nan = torch.inf if column in NEVER_ABSENT else -torch.inf
-        worst = int(torch.where(defined, badness, nan).argmax())
+        worst = int(torch.where(defined, sort_key, nan).argmax())
         scalars[name], heads[name] = float(values[worst]), record.heads[worst]
     return scalars, heads
 

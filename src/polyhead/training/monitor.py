@@ -109,8 +109,8 @@ class HeadMonitor:
     - `gradient_norm`: norm of the gradient of the step's loss with respect to the head's attention output, before gates
       and W_O, over all its tokens. (The gradient with respect to what a head writes is the same for all heads of a
       layer.)
-    - `output_cosine`, in every `pairs_every`-th observed step: cosine, over all tokens, between what this head and
-      another head of its layer write; of all other heads, the cosine of largest magnitude.
+    - `output_cosine`, in every `pairs_every`-th observed step: the cosine of largest magnitude, over all tokens,
+      between what this head writes and what any other head of its layer writes.
     - `gradient_cosine`: the same for the gradients of `gradient_norm`, each multiplied by the W_O of its head, which
       are the directions in which gradient descent would change what the heads write. `history.cosines` has the cosines
       of all pairs.
@@ -159,7 +159,7 @@ class HeadMonitor:
         model = getattr(model, "_orig_mod", model)  # of what torch.compile returns
         self.model, self.every, self.pairs_every, self.callbacks = model, every, pairs_every, tuple(callbacks)
         self.steps = self._first_step = 0  # that have ended
-        self._first_observed = 0  # number of the first observed step among all that are, from which pairs are counted
+        self._first_observed = 0  # index of the first observed step, in units of `every`; `pairs_every` counts from it
         self.cleanup = ExitStack()  # closed at the end of the block
         self.statistics = _checked_names(statistics)
         own = tuple(name for name in COLUMNS if name in self.statistics)
@@ -410,7 +410,7 @@ class HeadMonitor:
         """Add up the step over all ranks; the first one waits for the device."""
         if self._signals.is_searching or self._ranks is None:
             options = {name: getattr(self, name) for name in ("steps", "every", "pairs_every")}
-            options["first observed step"] = self._first_observed
+            options["index of the first observed step"] = self._first_observed
             options["statistics"] = ", ".join(sorted(self.statistics))
             self._ranks = RankSums(sites, options, next(self.model.parameters()), self.process_group)
         return self._ranks.reduce(sites, sums, self._signals.shapes_of(self._ranks.heads), loss)
@@ -446,7 +446,7 @@ def _call_all(functions: Sequence[Callable[[], object]]) -> None:
             errors.append(error)
     if errors:
         for other in errors[1:]:
-            errors[0].add_note(f"after it: {type(other).__name__}: {other}")
+            errors[0].add_note(f"also raised: {type(other).__name__}: {other}")
         raise errors[0]
 
 

@@ -104,8 +104,8 @@ def states_of(
 def check_unwrapped(parameters: Iterable[nn.Parameter]) -> None:
     """Raise if a `DistributedDataParallel` holds one of the parameters: it would never average those that replace them.
 
-    A model does not know the wrappers around it, so they are searched among all objects that the garbage collector
-    tracks, which are not those of `gc.freeze`.
+    A module has no reference to its wrappers, so they are searched for among the objects that the garbage collector
+    tracks; a wrapper frozen by `gc.freeze` is not found.
     """
     kind, edited = nn.parallel.DistributedDataParallel, {id(x) for x in parameters}
 
@@ -114,7 +114,7 @@ def check_unwrapped(parameters: Iterable[nn.Parameter]) -> None:
         return any(id(x) in edited for module in wrapped if module is not None for x in module.parameters())
 
     if holds_any():
-        gc.collect()  # a wrapper that was deleted
+        gc.collect()  # free wrappers that were deleted but are in a reference cycle
     if holds_any():
         raise OptionError(
             "DistributedDataParallel keeps the parameters that it was created with, got a model inside of it; delete "

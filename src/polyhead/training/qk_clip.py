@@ -27,8 +27,8 @@ class ClippedHeads:
     """Largest logits and factors of one step of the optimizer, by path of the layer; on the device of the logits.
 
     `max_logit` is the largest logit of each head in the forwards since the step before, [heads]. `factor` is the number
-    by which its products of queries and keys were multiplied, [heads]: 1 for heads below the threshold, for heads with
-    a logit that is NaN or Inf, and for heads to whose logits the mask adds the threshold or more.
+    by which its products of queries and keys were multiplied, [heads]: 1 for heads at or below the threshold, with a
+    NaN or infinite logit, or whose mask bias reaches the threshold, and for all heads in a step that GradScaler skips.
     """
 
     max_logit: Mapping[str, Tensor]
@@ -54,8 +54,8 @@ class QKClip:
     attention the parts of queries and keys that belong to one head are multiplied by the square root, and the rotary
     part of its query, whose key all heads share, by the whole factor. Biases are scaled as their weights.
 
-    Weights cannot scale what the mask adds to the logits. With b, the largest number that it adds for a head (0 if it
-    adds none above 0), the factor is `(threshold - b) / (max_logit - b)`, and 1 if b is not below the threshold.
+    Biases of the mask do not scale with the weights. With b, the sum of the largest values of these biases for a head
+    (each at least 0), the factor is `(threshold - b) / (max_logit - b)`, and 1 if b is not below the threshold.
 
     Inside the `with` block forwards of the model in training mode are observed, and the step of the optimizer is
     followed by the scaling. Nothing waits for the device. Gradient accumulation and activation checkpointing are
@@ -155,37 +155,37 @@ class QKClip:
 
     @torch.no_grad()
     def _add_bias(self, call: Call, *_: object) -> None:
-        """Add the largest number that the mask of a call adds to the logits of each head."""
+        """Record the largest bias of the call's mask for each head."""
         mask = call.mask
         if not call.counts or mask is None or not (len(mask.biases) + len(mask.relative_biases)):
             return
         if self._statistic == "max_abs_logit":
             raise OptionError(
-                "the absolute logit is bounded where masks add nothing to the logits, got one with biases in "
-                f"{call.site.name}; pass keys that are hidden as a boolean mask, or use absolute=False"
+                f"absolute=True needs masks without biases, got biases in {call.site.name}; pass hidden keys as a "
+                "boolean mask, or use absolute=False"
             )
         self._session.add_state(call.site, _BIAS, Maximum(_largest_bias(mask, call.site.num_heads)))
 
     @torch.no_grad()
     def _after_step(self, *_: object) -> None:
-        found = self._largest()
+        largest = self._largest()
         # A GradScaler leaves it to the kernel of a fused optimizer to skip a step, and calls `step` nevertheless.
         infinities = getattr(self.optimizer, "found_inf", None)
-        is_skipped = None if infinities is None else infinities.to(found.device, non_blocking=True) > 0
+        is_skipped = None if infinities is None else infinities.to(largest.device, non_blocking=True) > 0
         if self._carried is not None:
-            found = torch.maximum(found, self._carried)
-        self._carried = None if is_skipped is None else torch.where(is_skipped, found, -torch.inf)
-        parts = [x.split([layer.num_heads for layer in self._layers]) for x in found]
-        largest, factors = {}, {}
+            largest = torch.maximum(largest, self._carried)
+        self._carried = None if is_skipped is None else torch.where(is_skipped, largest, -torch.inf)
+        parts = [x.split([layer.num_heads for layer in self._layers]) for x in largest]
+        max_logits, factors = {}, {}
         for layer, max_logit, bias in zip(self._layers, *parts, strict=True):
             added = bias.clamp_min(0.0)
             is_above = (max_logit > self.threshold) & max_logit.isfinite() & (added < self.threshold)
             if is_skipped is not None:
                 is_above &= ~is_skipped
-            largest[layer.site] = max_logit
+            max_logits[layer.site] = max_logit
             factors[layer.site] = torch.where(is_above, (self.threshold - added) / (max_logit - added), 1.0)
             layer.scale_logits(factors[layer.site], self._masters)
-        self._latest = ClippedHeads(largest, factors)
+        self._latest = ClippedHeads(max_logits, factors)
 
     def _largest(self) -> Tensor:
         """Return the largest logit and bias of every head since the last step, [2, all heads]; -Inf without any."""
@@ -218,7 +218,7 @@ class QKClip:
 
 
 def _largest_bias(mask: Mask, heads: int) -> Tensor:
-    """Return a number that no bias of a mask exceeds, [heads]; hidden keys do not count."""
+    """Return an upper bound of the sum of a mask's biases, [heads]; hidden keys do not count."""
     largest = [torch.where(x > MASKING_BIAS, x, -torch.inf).amax((0, 2, 3)) for x in mask.biases]
     largest += [x.table.amax(1) for x in mask.relative_biases]
     return torch.stack([x.to(accumulator_dtype(x.device)).clamp_min(0.0).expand(heads) for x in largest]).sum(0)

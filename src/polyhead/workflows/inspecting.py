@@ -103,7 +103,7 @@ def inspect(
     if isinstance(model, (nn.Module, LoadedModel)):
         if dtype is not None:
             raise OptionError(
-                f"dtype is of a model that is loaded by name, got {dtype!r} with a model in memory; convert it first, "
+                f"dtype applies only to models loaded by name, got {dtype!r} with a model in memory; convert the model "
                 "with model.to(dtype)"
             )
         loaded = as_loaded(model, tokenizer)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polyhead.layers.latent.layer import LatentAttention
 from polyhead.layers.positions import Rotary
-from tests.error_budget import _product
+from tests.error_budget import product
 
 EMBED, HEADS, RANK, QUERY_RANK, NOPE, ROPE, VALUE = 23, 5, 11, 7, 13, 6, 9
 SIZES = {"kv_lora_rank": RANK, "qk_nope_head_dim": NOPE, "value_head_dim": VALUE}
@@ -55,7 +55,7 @@ def formula(
     source = x if source is None else source
 
     def project(name: str, y: Tensor) -> Tensor:
-        return _product(y, held[f"{name}.weight"].T) + held.get(f"{name}.bias", 0.0)
+        return product(y, held[f"{name}.weight"].T) + held.get(f"{name}.bias", 0.0)
 
     def norm(name: str, y: Tensor) -> Tensor:
         return y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * held[f"{name}.weight"]
@@ -79,12 +79,12 @@ def formula(
             query = torch.cat((query[..., :nope], turn(query[..., nope:])), -1)
         up = held["kv_b_proj.weight"][i * (nope + value_dim) : (i + 1) * (nope + value_dim)]
         if absorbed:
-            query = torch.cat((_product(query[..., :nope], up[:nope]), query[..., nope:]), -1)
+            query = torch.cat((product(query[..., :nope], up[:nope]), query[..., nope:]), -1)
             key, value = torch.cat((latent, shared), -1), latent
         else:
-            key = torch.cat((_product(latent, up[:nope].T), shared), -1)
-            value = _product(latent, up[nope:].T)
-        logits = _product(query, key.transpose(-1, -2)) * factor
+            key = torch.cat((product(latent, up[:nope].T), shared), -1)
+            value = product(latent, up[nope:].T)
+        logits = product(query, key.transpose(-1, -2)) * factor
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         numerators = torch.exp(logits - logits.detach().amax(-1, keepdim=True))
@@ -95,7 +95,7 @@ def formula(
             total = total + torch.exp(held["sinks"][i] - logits.detach().amax(-1, keepdim=True))
         weights = numerators / torch.where(total == 0, 1.0, total)
         maps.append(weights)
-        head = _product(weights, value)
-        head = _product(head, up[nope:].T) if absorbed else head
+        head = product(weights, value)
+        head = product(head, up[nope:].T) if absorbed else head
         heads.append(head * (1.0 if gate is None else gate[i]))
     return project("out_proj", torch.cat(heads, -1)), torch.stack(maps, 1)

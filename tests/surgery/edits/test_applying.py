@@ -222,6 +222,6 @@ def test_a_compiled_model_is_edited_with_its_config():
 
 def test_replicas_of_data_parallelism_are_refused():
     layer = MultiHeadAttention(24, 4)
-    with pytest.raises(OptionError, match=r"DataParallel would not synchronise, .* edit model\.module"):
+    with pytest.raises(OptionError, match=r"must not be wrapped in \w*DataParallel .* edit model\.module"):
         apply(torch.nn.DataParallel(layer), [PruneHeads(0, (1,))])
     assert layer.layout.num_heads == 4

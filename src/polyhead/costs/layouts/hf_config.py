@@ -144,8 +144,9 @@ def _positions(fields: Fields, family: Family, head_dim: int, layer_type: str) -
     share = fields.rotary_share(layer_type)
     if share is None and family.is_rotary_partial and not fields.defaults and ROTARY_DIM not in fields.content:
         raise OptionError(
-            f"a config of this model must contain the channels that RoPE rotates ({', '.join(ROTARY_SHARE[:2])} or "
-            f"{ROTARY_DIM}), got none of them; add it, or install transformers, which supplies the default"
+            "a config of this model must set the share or number of channels that RoPE rotates "
+            f"({', '.join(ROTARY_SHARE[:2])} or {ROTARY_DIM}), got none of them; add it, or install transformers, "
+            "which supplies the default"
         )
     rotated = head_dim if share is None else int(head_dim * share) if isinstance(share, float) else share
     rotated += rotated % 2

@@ -81,7 +81,7 @@ class Recorder:
         self.x = self.tape.external(self.size(self.tokens * config.embed_dim))  # type: ignore[attr-defined]
         self.pieces: list[Piece] = []  # of the forward, in execution order
         self.weight_sizes: list[int] = []  # bytes of the materialised weights of each attention call
-        # What the call was served by, which changes with its size: within equal routes, memory grows with every size.
+        # Kernels and tile sizes selected for the call. While they stay the same, memory grows with batch and tokens.
         self.routes: list[Hashable] = [self.decodes]
         # Bytes of the tables by position, which outlive the call and are shared by layers of equal positions.
         self.tables: dict[str, int] = {}

@@ -53,11 +53,11 @@ class Changes:
 
 
 def editable_model(model: nn.Module) -> nn.Module:
-    """Return the model that `torch.compile` wraps, or the model itself; raises for replicas of data parallelism."""
+    """Return the model inside a `torch.compile` wrapper, or the model itself; raise for data-parallel wrappers."""
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise OptionError(
-            f"edits replace parameters, which {type(model).__name__} would not synchronise, got a model wrapped in it; "
-            "edit model.module, then wrap it again"
+            f"the model must not be wrapped in {type(model).__name__} while its parameters are replaced, got a wrapped "
+            "one; edit model.module, then wrap it again"
         )
     compiled = getattr(model, "_orig_mod", None)
     return compiled if isinstance(compiled, nn.Module) else model
