@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+import transformers
 
 import polyhead
 from tests.integrations.huggingface import models
@@ -147,6 +148,40 @@ def test_generation_counts_every_token_once(name, cache):
     table = session.profile
     assert set(table["tokens"].tolist()) == {int(mask.sum()) + BATCH * (new - 1)}
     assert_table(table, {"self": stack})
+
+
+@pytest.mark.parametrize("observed", ["both", "neither"])
+def test_caches_with_windows_that_take_turns_or_began_before_the_session(observed):
+    model = models.build(FAMILIES["mistral"], dtype=PADDED)
+    total = TOKENS + 2
+    ids = torch.cat([models.tokens(), models.tokens()[:, :2]], 1)
+    stack, parts = Expected(), []
+    for lengths in ([total, total - 4, 3], [3, 4, total]):
+        mask = padding("left", torch.tensor(lengths), total)
+        parts.append((mask, transformers.DynamicCache(config=model.config), transformers.DynamicCache(config=model.config)))
+
+    def call(part, start, stop, *, expected):
+        mask, own, other = part
+        with torch.no_grad():
+            outputs = model(
+                ids[:, start:stop],
+                attention_mask=mask[:, :stop],
+                past_key_values=other if expected else own,
+                output_attentions=expected,
+            )
+        if expected and (start or observed == "both"):
+            stack.add(outputs.attentions, mask[:, start:stop].bool(), first_of(mask), stop)
+
+    calls = [(part, *span) for span in ((0, TOKENS), (TOKENS, TOKENS + 1), (TOKENS + 1, total)) for part in parts]
+    for each in calls:
+        call(*each, expected=True)
+    if observed == "neither":
+        for each in calls[:2]:
+            call(*each, expected=False)
+    with polyhead.observe(model) as session:
+        for each in calls if observed == "both" else calls[2:]:
+            call(*each, expected=False)
+    assert_table(session.profile, {"self": stack})
 
 
 @pytest.mark.parametrize("name", ["bart", "t5"])

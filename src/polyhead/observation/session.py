@@ -370,9 +370,12 @@ class Session:
         if context.first_key == 0:
             self._starts[id(module)] = tokens
         elif context.first_key is not None and call is not None and not cross:
-            # A sliding-window cache has dropped the first keys, unless it only dropped padding before them.
-            start = self._starts.get(id(module), tokens).first_token()
-            call.sinks_in_view = (start >= context.first_key).expand(query.shape[0])
+            # A sliding-window cache has dropped the first keys, unless it only dropped padding before them: padding
+            # that it still holds shows this, and without any, the call that began the cache.
+            in_view = tokens.first_token() > 0
+            if (began := self._starts.get(id(module))) is not None and began.batch in (1, query.shape[0]):
+                in_view = in_view | (began.first_token() == context.first_key)
+            call.sinks_in_view = in_view.expand(query.shape[0])
         return call
 
     def call(
