@@ -150,6 +150,25 @@ def test_generation_counts_every_token_once(name, cache):
     assert_table(table, {"self": stack})
 
 
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("low", [torch.finfo(PADDED).min, -65504.0, -1e4])
+def test_padding_on_the_left_of_a_dense_mask(low, keep):
+    model, mask = models.build(FAMILIES["llama"], dtype=PADDED), padding("left")
+    allowed = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril() & mask.bool()[:, None, None]
+    given = {"input_ids": models.tokens(), "attention_mask": torch.where(allowed, 0.0, low)}
+    with torch.no_grad():
+        expected = model(**given, output_attentions=True)
+    with polyhead.observe(model, keep_statistics=keep) as session:
+        actual = model(**given)
+        kept = session.statistics.mean("sink_mass").detach() if keep else None
+    assert_same(result(actual).detach(), result(expected), mask.bool())
+    stack = Expected()
+    stack.add(expected.attentions, mask.bool(), first_of(mask))
+    assert_table(session.profile, {"self": stack})
+    if kept is not None:
+        torch.testing.assert_close(kept.double(), session.profile["sink_mass"], rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("observed", ["both", "neither"])
 def test_caches_with_windows_that_take_turns_or_began_before_the_session(observed):
     model = models.build(FAMILIES["mistral"], dtype=PADDED)
@@ -158,7 +177,7 @@ def test_caches_with_windows_that_take_turns_or_began_before_the_session(observe
     stack, parts = Expected(), []
     for lengths in ([total, total - 4, 3], [3, 4, total]):
         mask = padding("left", torch.tensor(lengths), total)
-        parts.append((mask, transformers.DynamicCache(config=model.config), transformers.DynamicCache(config=model.config)))
+        parts.append((mask, *(transformers.DynamicCache(config=model.config) for _ in range(2))))
 
     def call(part, start, stop, *, expected):
         mask, own, other = part

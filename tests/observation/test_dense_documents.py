@@ -106,19 +106,22 @@ def test_finite_numbers_hide_keys_from_the_statistics_of_a_layer():
     ],
 )
 def test_documents_begin_where_nobody_looks_across(allowed, expected):
-    mask = with_documents(Mask.dense(allowed[None, None]), TOKENS, TOKENS)
+    mask, _ = with_documents(Mask.dense(allowed[None, None]), TOKENS, TOKENS)
     assert mask is not None
     assert (mask.packed[0].queries[0].tolist() if len(mask.packed) else None) == expected
 
 
 def test_a_row_that_finite_numbers_hide_keeps_all_keys():
     bias = Mask.bias(torch.where(BLOCKS & CAUSAL & (torch.arange(TOKENS) > 0), 0.0, -1e9)[None, None])
-    assert with_documents(bias, TOKENS, TOKENS) is bias
+    of_call, of_statistics = with_documents(bias, TOKENS, TOKENS)
+    assert of_call is bias
+    assert of_statistics is not None
+    assert of_statistics.packed[0].queries[0].tolist() == [0, *(IDS[1:] + 1).tolist()]
 
 
 def test_keys_of_other_documents_are_not_hidden_a_second_time():
     bias = Mask.bias(torch.where(BLOCKS & CAUSAL, 0.0, -1e9)[None, None])
-    hidden = hidden_by_bias(with_documents(bias, TOKENS, TOKENS), (2, 3, TOKENS))
+    hidden = hidden_by_bias(with_documents(bias, TOKENS, TOKENS)[0], (2, 3, TOKENS))
     assert hidden is not None
     assert torch.equal(hidden[0, 0], (BLOCKS & ~CAUSAL).sum(-1))
 

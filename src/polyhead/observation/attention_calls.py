@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -298,7 +298,8 @@ def located(call: AttentionCall, starts: dict[str, deque[SequenceStart]], site: 
         non_padding = Tokens.of(mask, call.query, call.key).non_padding() if is_dense else None
         if non_padding is None or (is_readable(non_padding) and bool(non_padding.all())):
             caches.append(SequenceStart.of(index[:1], call.key, is_padded=False))
-            return replace(call, mask=with_documents(mask, queries, keys))
+            marked, of_statistics = with_documents(mask, queries, keys)
+            return replace(call, mask=marked if of_statistics is None else of_statistics)
         caches.append(SequenceStart.of(torch.where(non_padding, index, keys).amin(-1), call.key))
         return replace(call, mask=with_positions(mask, non_padding))
     if not is_dense:

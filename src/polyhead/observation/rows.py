@@ -106,26 +106,29 @@ def with_positions(mask: Mask | None, non_padding: Tensor | None) -> Mask | None
     return mask & Mask.positions(index - first, torch.where(non_padding, index - first, -1))
 
 
-def with_documents(mask: Mask | None, queries: int, keys: int) -> Mask | None:
+def with_documents(mask: Mask | None, queries: int, keys: int) -> tuple[Mask | None, Mask | None]:
     """Return a mask that marks the documents of its dense terms, of which `sink_mass` counts the first keys.
 
     A document begins at a token where no later query sees an earlier key and no earlier query a later one, as between
     the images of a block-diagonal mask or after padding on the left. Pairs that the mask shows stay visible. Reads
-    values, without waiting for a device. A row that a finite bias hides is uniform attention to all keys, which
-    documents would change: then all tokens are one document.
+    values, without waiting for a device. A row that a finite bias hides attends to all keys, which documents would
+    change: then the mask of the call marks none, and the statistics of other rows need a mask of their own.
 
     Args:
         mask: mask of a self-attention call.
         queries: number of queries.
         keys: number of keys.
+
+    Returns:
+        The mask of the call, and that of its statistics where it may differ, else None.
     """
     if mask is None or queries != keys or len(mask.packed) or mask.placed is not None or len(mask.padding):
-        return mask
+        return mask, None
     terms = [x for x in (*mask.allowed, *mask.biases) if x.shape[2] > 1]
     if not len(terms) or torch.compiler.is_compiling():
-        return mask
+        return mask, None
     if terms[0].is_cuda and torch.cuda.is_current_stream_capturing():
-        return mask
+        return mask, None
     index = torch.arange(keys, device=terms[0].device)
     visible = _visible_pairs(mask, queries, keys, index)  # [batch or 1, queries, keys]
     is_row = visible.any(-1)
@@ -138,13 +141,18 @@ def with_documents(mask: Mask | None, queries: int, keys: int) -> Mask | None:
     # Not within padding, which nobody sees: there every token would be a start.
     starts &= (earliest < keys) & (index > 0)
     is_needed = starts.any()
-    if len(mask.biases):
-        largest = [x.amax(-1) for x in mask.biases]
-        hides_rows = torch.stack([((x <= MASKING_BIAS) & (x > -torch.inf)).any() for x in largest]).any()
-        is_needed = is_needed & ~hides_rows
     if is_readable(is_needed) and not bool(is_needed):
-        return mask
-    return mask & Mask.documents((starts & is_needed).cumsum(-1))
+        return mask, None
+    marked = mask & Mask.documents(starts.cumsum(-1))
+    if not len(mask.biases):
+        return marked, None
+    largest = [x.amax(-1) for x in mask.biases]
+    hides_rows = torch.stack([((x <= MASKING_BIAS) & (x > -torch.inf)).any() for x in largest]).any()
+    if is_readable(hides_rows):
+        return (mask, marked) if bool(hides_rows) else (marked, None)
+    # A bias that is the same for all sequences but not for all heads is one of positions, and hides no row.
+    may_hide = any(x.shape[0] > 1 or x.shape[1] == 1 for x in mask.biases)
+    return mask & Mask.documents((starts & ~hides_rows).cumsum(-1)), marked if may_hide else None
 
 
 def _visible_pairs(mask: Mask, queries: int, keys: int, index: Tensor) -> Tensor:

@@ -359,7 +359,8 @@ class Session:
         call = self.call(module, query.shape[1], tokens, cross=cross, learned_sinks=learned_sinks)
         if call is not None:
             is_marked = not cross and call.requested is not None and (call.counts or call.differentiable)
-            call.mask = with_documents(mask, query.shape[2], key.shape[2]) if is_marked else mask
+            masks = with_documents(mask, query.shape[2], key.shape[2]) if is_marked else (mask, None)
+            call.mask, call.statistics_mask = masks
         is_same = query.shape[2] == key.shape[2]
         if self.compiled is not None:
             self._check_traced(module, is_same)
