@@ -150,6 +150,33 @@ def test_generation_counts_every_token_once(name, cache):
     assert_table(table, {"self": stack})
 
 
+@pytest.mark.parametrize("form", ["two axes", "booleans", "finite", "finite rows"])
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_padding_on_the_left_and_holes(name, form):
+    model, mask = models.build(FAMILIES[name], dtype=PADDED), padding("left")
+    mask[0, 7] = mask[1, 11] = 0
+    square = torch.ones(TOKENS, TOKENS, dtype=torch.bool)
+    allowed = (square if name == "bert" else square.tril()) & mask.bool()[:, None, None]
+    low = torch.finfo(PADDED).min
+    of_keys = torch.where(mask.bool()[:, None, None], 0.0, low)
+    given = {
+        "two axes": mask,
+        "booleans": allowed,
+        "finite": of_keys if name == "bert" else torch.where(allowed, 0.0, low),
+        "finite rows": torch.where(allowed, 0.0, low),
+    }[form]
+    with torch.no_grad():
+        expected = model(models.tokens(), attention_mask=torch.where(allowed, 0.0, low), output_attentions=True)
+        model.set_attn_implementation("sdpa")  # eager attention adds booleans
+        outside = model(models.tokens(), attention_mask=given)
+        with polyhead.observe(model) as session:
+            actual = model(models.tokens(), attention_mask=given)
+    assert_same(result(actual), result(outside))
+    stack = Expected()
+    stack.add(expected.attentions, mask.bool(), first_of(mask))
+    assert_table(session.profile, {"self": stack})
+
+
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("low", [torch.finfo(PADDED).min, -65504.0, -1e4])
 def test_padding_on_the_left_of_a_dense_mask(low, keep):

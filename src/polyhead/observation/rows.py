@@ -124,14 +124,39 @@ def with_documents(mask: Mask | None, queries: int, keys: int) -> tuple[Mask | N
     """
     if mask is None or queries != keys or len(mask.packed) or mask.placed is not None or len(mask.padding):
         return mask, None
-    terms = [x for x in (*mask.allowed, *mask.biases) if x.shape[2] > 1]
+    terms = [*mask.allowed, *mask.biases]
     if not len(terms) or torch.compiler.is_compiling():
         return mask, None
     if terms[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return mask, None
     index = torch.arange(keys, device=terms[0].device)
-    visible = _visible_pairs(mask, queries, keys, index)  # [batch or 1, queries, keys]
-    is_row = visible.any(-1)
+    if any(x.shape[2] > 1 for x in terms):
+        visible = _visible_pairs(mask, queries, keys, index)  # [batch or 1, queries, keys]
+        starts, shown = _document_starts(visible, index), visible.any(1)
+    else:
+        shown = reduce(operator.and_, (x.any(1)[:, 0] for x in _allowed(mask)))  # [batch or 1, keys]
+        starts = torch.zeros_like(shown)
+    # Queries of padding may see tokens after it, as in an encoder; only the statistics, without them, may be cut there.
+    after_padding = (index == shown.to(torch.uint8).argmax(-1, keepdim=True)) & shown & (index > 0) & ~starts
+    marked = starts | after_padding
+    is_needed = marked.any()
+    if is_readable(is_needed) and not bool(is_needed):
+        return mask, None
+    of_statistics = mask & Mask.documents(marked.cumsum(-1))
+    largest = [x.amax(-1) for x in mask.biases]
+    hidden_rows = [((x <= MASKING_BIAS) & (x > -torch.inf)).any() for x in largest]
+    hides_rows = torch.stack(hidden_rows).any() if len(hidden_rows) else torch.zeros_like(is_needed)
+    if is_readable(is_needed):
+        of_call = mask if bool(hides_rows) else mask & Mask.documents(starts.cumsum(-1))
+        return of_call, of_statistics if bool(hides_rows) or bool(after_padding.any()) else None
+    # A term that is the same for all sequences but not for all heads is a bias of positions, and hides no row or key.
+    may_hide = any(x.shape[0] > 1 or x.shape[1] == 1 for x in terms)
+    return mask & Mask.documents((starts & ~hides_rows).cumsum(-1)), of_statistics if may_hide else None
+
+
+def _document_starts(visible: Tensor, index: Tensor) -> Tensor:
+    """Return the tokens at which documents begin, [batch or 1, keys]."""
+    keys, is_row = len(index), visible.any(-1)
     # Rows without keys constrain nothing.
     first = torch.where(is_row, visible.to(torch.uint8).argmax(-1), keys)
     last = torch.where(is_row, keys - 1 - visible.flip(-1).to(torch.uint8).argmax(-1), -1)
@@ -139,20 +164,7 @@ def with_documents(mask: Mask | None, queries: int, keys: int) -> tuple[Mask | N
     latest = F.pad(last.cummax(-1).values[:, :-1], (1, 0), value=-1)
     starts = (earliest >= index) & (latest < index)
     # Not within padding, which nobody sees: there every token would be a start.
-    starts &= (earliest < keys) & (index > 0)
-    is_needed = starts.any()
-    if is_readable(is_needed) and not bool(is_needed):
-        return mask, None
-    marked = mask & Mask.documents(starts.cumsum(-1))
-    if not len(mask.biases):
-        return marked, None
-    largest = [x.amax(-1) for x in mask.biases]
-    hides_rows = torch.stack([((x <= MASKING_BIAS) & (x > -torch.inf)).any() for x in largest]).any()
-    if is_readable(hides_rows):
-        return (mask, marked) if bool(hides_rows) else (marked, None)
-    # A bias that is the same for all sequences but not for all heads is one of positions, and hides no row.
-    may_hide = any(x.shape[0] > 1 or x.shape[1] == 1 for x in mask.biases)
-    return mask & Mask.documents((starts & ~hides_rows).cumsum(-1)), marked if may_hide else None
+    return starts & (earliest < keys) & (index > 0)
 
 
 def _visible_pairs(mask: Mask, queries: int, keys: int, index: Tensor) -> Tensor:
