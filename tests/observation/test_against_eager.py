@@ -196,6 +196,21 @@ def test_padding_on_the_left_of_a_dense_mask(low, keep):
         torch.testing.assert_close(kept.double(), session.profile["sink_mass"], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("side", ["none", "left"])
+def test_chunks_from_a_cache_have_the_statistics_of_one_forward(side):
+    model, ids = models.build(FAMILIES["llama4_text"], dtype=PADDED), models.tokens()
+    mask = torch.ones(BATCH, TOKENS).long() if side == "none" else padding("left")
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        with polyhead.observe(model) as whole:
+            model(ids, attention_mask=mask)
+        with polyhead.observe(model) as steps:
+            for start, stop in itertools.pairwise([0, 5, *range(9, TOKENS + 1)]):
+                model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
+    for name, values in whole.profile.columns.items():
+        torch.testing.assert_close(steps.profile[name], values, rtol=1e-4, atol=1e-5, msg=name)
+
+
 @pytest.mark.parametrize("observed", ["both", "neither"])
 def test_caches_with_windows_that_take_turns_or_began_before_the_session(observed):
     model = models.build(FAMILIES["mistral"], dtype=PADDED)

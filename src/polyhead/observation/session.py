@@ -368,9 +368,10 @@ class Session:
             used = mask if call is None else call.mask
             way = (query.shape[1], cross, learned_sinks, is_same, used is not None and len(used.packed) > 0)
             self._called.setdefault(module, set()).add(way)
+        is_chunked = mask is not None and len(mask.packed) > 0  # a chunk is in the cache as a whole
         if context.first_key == 0:
             self._starts[id(module)] = tokens
-        elif context.first_key is not None and call is not None and not cross:
+        elif context.first_key is not None and call is not None and not cross and not is_chunked:
             # A sliding-window cache has dropped the first keys, unless it only dropped padding before them: padding
             # that it still holds shows this, and without any, the call that began the cache.
             in_view = tokens.first_token() > 0
