@@ -119,6 +119,16 @@ def test_a_row_that_finite_numbers_hide_keeps_all_keys():
     assert of_statistics.packed[0].queries[0].tolist() == [0, *(IDS[1:] + 1).tolist()]
 
 
+@pytest.mark.parametrize("create", [Mask.dense, lambda x: Mask.bias(torch.where(x, 0.0, -1e9))])
+@pytest.mark.parametrize("queries", [1, TOKENS])
+def test_padding_whose_queries_see_tokens_is_cut_off_for_the_statistics_alone(create, queries):
+    mask = create((torch.arange(TOKENS) >= 3).expand(1, 1, queries, TOKENS))
+    of_call, of_statistics = with_documents(mask, TOKENS, TOKENS)
+    assert of_call is mask
+    assert of_statistics is not None
+    assert of_statistics.packed[0].queries[0].tolist() == [0] * 3 + [1] * 10
+
+
 def test_keys_of_other_documents_are_not_hidden_a_second_time():
     bias = Mask.bias(torch.where(BLOCKS & CAUSAL, 0.0, -1e9)[None, None])
     hidden = hidden_by_bias(with_documents(bias, TOKENS, TOKENS)[0], (2, 3, TOKENS))

@@ -147,8 +147,9 @@ def with_documents(mask: Mask | None, queries: int, keys: int) -> tuple[Mask | N
     hidden_rows = [((x <= MASKING_BIAS) & (x > -torch.inf)).any() for x in largest]
     hides_rows = torch.stack(hidden_rows).any() if len(hidden_rows) else torch.zeros_like(is_needed)
     if is_readable(is_needed):
-        of_call = mask if bool(hides_rows) else mask & Mask.documents(starts.cumsum(-1))
-        return of_call, of_statistics if bool(hides_rows) or bool(after_padding.any()) else None
+        is_shared = bool(starts.any()) and not bool(hides_rows)  # whether documents leave the output as it is
+        of_call = mask & Mask.documents(starts.cumsum(-1)) if is_shared else mask
+        return of_call, None if is_shared and not bool(after_padding.any()) else of_statistics
     # A term that is the same for all sequences but not for all heads is a bias of positions, and hides no row or key.
     may_hide = any(x.shape[0] > 1 or x.shape[1] == 1 for x in terms)
     return mask & Mask.documents((starts & ~hides_rows).cumsum(-1)), of_statistics if may_hide else None
