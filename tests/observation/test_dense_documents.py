@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import polyhead
 from polyhead.masks import Mask
+from polyhead.observation import attention_calls
 from polyhead.observation import rows as rows_module
 from polyhead.observation.rows import hidden_by_bias, with_documents
 from tests.observation.direct_models import WIDTH as DIRECT_WIDTH
@@ -69,7 +70,11 @@ def written(allowed: Tensor, form: str) -> Tensor:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("allowed", [BLOCKS, BLOCKS & CAUSAL], ids=["both ways", "causal"])
 @pytest.mark.parametrize("create", [MaskedAttention, Softmax, Torch])
-def test_documents_of_a_dense_mask_are_observed_like_sequences(create, allowed, form):
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_documents_of_a_dense_mask_are_observed_like_sequences(create, allowed, form, is_readable, monkeypatch):
+    if not is_readable:  # as on a device
+        for module in (rows_module, attention_calls):
+            monkeypatch.setattr(module, "is_readable", lambda x: False)
     torch.manual_seed(0)
     width = DIRECT_WIDTH if create is MaskedAttention else WIDTH
     model, x = create().eval(), torch.randn(2, TOKENS, width)

@@ -296,12 +296,14 @@ def located(call: AttentionCall, starts: dict[str, deque[SequenceStart]], site: 
     is_dense = mask is not None and len(mask.allowed) + len(mask.biases) > 0
     if queries >= keys:
         non_padding = Tokens.of(mask, call.query, call.key).non_padding() if is_dense else None
-        if non_padding is None or (is_readable(non_padding) and bool(non_padding.all())):
-            caches.append(SequenceStart.of(index[:1], call.key, is_padded=False))
-            marked, of_statistics = with_documents(mask, queries, keys)
-            return replace(call, mask=marked if of_statistics is None else of_statistics)
-        caches.append(SequenceStart.of(torch.where(non_padding, index, keys).amin(-1), call.key))
-        return replace(call, mask=with_positions(mask, non_padding))
+        is_known = non_padding is None or is_readable(non_padding)
+        is_padded = non_padding is not None and not (is_known and bool(non_padding.all()))
+        first = index[:1] if non_padding is None else torch.where(non_padding, index, keys).amin(-1)
+        caches.append(SequenceStart.of(first, call.key, is_padded=is_padded))
+        if is_padded and is_known:
+            return replace(call, mask=with_positions(mask, non_padding))
+        marked, of_statistics = with_documents(mask, queries, keys)
+        return replace(call, mask=marked if of_statistics is None else of_statistics)
     if not is_dense:
         if not any(start.is_padded for start in caches):
             return call
