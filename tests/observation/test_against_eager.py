@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+import transformers
 
 import polyhead
 from tests.integrations.huggingface import models
@@ -147,6 +148,101 @@ def test_generation_counts_every_token_once(name, cache):
     table = session.profile
     assert set(table["tokens"].tolist()) == {int(mask.sum()) + BATCH * (new - 1)}
     assert_table(table, {"self": stack})
+
+
+@pytest.mark.parametrize("form", ["two axes", "booleans", "finite", "finite rows"])
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_padding_on_the_left_and_holes(name, form):
+    model, mask = models.build(FAMILIES[name], dtype=PADDED), padding("left")
+    mask[0, 7] = mask[1, 11] = 0
+    square = torch.ones(TOKENS, TOKENS, dtype=torch.bool)
+    allowed = (square if name == "bert" else square.tril()) & mask.bool()[:, None, None]
+    low = torch.finfo(PADDED).min
+    of_keys = torch.where(mask.bool()[:, None, None], 0.0, low)
+    given = {
+        "two axes": mask,
+        "booleans": allowed,
+        "finite": of_keys if name == "bert" else torch.where(allowed, 0.0, low),
+        "finite rows": torch.where(allowed, 0.0, low),
+    }[form]
+    with torch.no_grad():
+        expected = model(models.tokens(), attention_mask=torch.where(allowed, 0.0, low), output_attentions=True)
+        model.set_attn_implementation("sdpa")  # eager attention adds booleans
+        outside = model(models.tokens(), attention_mask=given)
+        with polyhead.observe(model) as session:
+            actual = model(models.tokens(), attention_mask=given)
+    assert_same(result(actual), result(outside))
+    stack = Expected()
+    stack.add(expected.attentions, mask.bool(), first_of(mask))
+    assert_table(session.profile, {"self": stack})
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("low", [torch.finfo(PADDED).min, -65504.0, -1e4])
+def test_padding_on_the_left_of_a_dense_mask(low, keep):
+    model, mask = models.build(FAMILIES["llama"], dtype=PADDED), padding("left")
+    allowed = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril() & mask.bool()[:, None, None]
+    given = {"input_ids": models.tokens(), "attention_mask": torch.where(allowed, 0.0, low)}
+    with torch.no_grad():
+        expected = model(**given, output_attentions=True)
+    with polyhead.observe(model, keep_statistics=keep) as session:
+        actual = model(**given)
+        kept = session.statistics.mean("sink_mass").detach() if keep else None
+    assert_same(result(actual).detach(), result(expected), mask.bool())
+    stack = Expected()
+    stack.add(expected.attentions, mask.bool(), first_of(mask))
+    assert_table(session.profile, {"self": stack})
+    if kept is not None:
+        torch.testing.assert_close(kept.double(), session.profile["sink_mass"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", ["none", "left"])
+def test_chunks_from_a_cache_have_the_statistics_of_one_forward(side):
+    model, ids = models.build(FAMILIES["llama4_text"], dtype=PADDED), models.tokens()
+    mask = torch.ones(BATCH, TOKENS).long() if side == "none" else padding("left")
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        with polyhead.observe(model) as whole:
+            model(ids, attention_mask=mask)
+        with polyhead.observe(model) as steps:
+            for start, stop in itertools.pairwise([0, 5, *range(9, TOKENS + 1)]):
+                model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
+    for name, values in whole.profile.columns.items():
+        torch.testing.assert_close(steps.profile[name], values, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("observed", ["both", "neither"])
+def test_caches_with_windows_that_take_turns_or_began_before_the_session(observed):
+    model = models.build(FAMILIES["mistral"], dtype=PADDED)
+    total = TOKENS + 2
+    ids = torch.cat([models.tokens(), models.tokens()[:, :2]], 1)
+    stack, parts = Expected(), []
+    for lengths in ([total, total - 4, 3], [3, 4, total]):
+        mask = padding("left", torch.tensor(lengths), total)
+        parts.append((mask, *(transformers.DynamicCache(config=model.config) for _ in range(2))))
+
+    def call(part, start, stop, *, expected):
+        mask, own, other = part
+        with torch.no_grad():
+            outputs = model(
+                ids[:, start:stop],
+                attention_mask=mask[:, :stop],
+                past_key_values=other if expected else own,
+                output_attentions=expected,
+            )
+        if expected and (start or observed == "both"):
+            stack.add(outputs.attentions, mask[:, start:stop].bool(), first_of(mask), stop)
+
+    calls = [(part, *span) for span in ((0, TOKENS), (TOKENS, TOKENS + 1), (TOKENS + 1, total)) for part in parts]
+    for each in calls:
+        call(*each, expected=True)
+    if observed == "neither":
+        for each in calls[:2]:
+            call(*each, expected=False)
+    with polyhead.observe(model) as session:
+        for each in calls if observed == "both" else calls[2:]:
+            call(*each, expected=False)
+    assert_table(session.profile, {"self": stack})
 
 
 @pytest.mark.parametrize("name", ["bart", "t5"])

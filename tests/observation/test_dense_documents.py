@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import polyhead
 from polyhead.masks import Mask
+from polyhead.observation import attention_calls
 from polyhead.observation import rows as rows_module
 from polyhead.observation.rows import hidden_by_bias, with_documents
 from tests.observation.direct_models import WIDTH as DIRECT_WIDTH
@@ -69,7 +70,11 @@ def written(allowed: Tensor, form: str) -> Tensor:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("allowed", [BLOCKS, BLOCKS & CAUSAL], ids=["both ways", "causal"])
 @pytest.mark.parametrize("create", [MaskedAttention, Softmax, Torch])
-def test_documents_of_a_dense_mask_are_observed_like_sequences(create, allowed, form):
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_documents_of_a_dense_mask_are_observed_like_sequences(create, allowed, form, is_readable, monkeypatch):
+    if not is_readable:  # as on a device
+        for module in (rows_module, attention_calls):
+            monkeypatch.setattr(module, "is_readable", lambda x: False)
     torch.manual_seed(0)
     width = DIRECT_WIDTH if create is MaskedAttention else WIDTH
     model, x = create().eval(), torch.randn(2, TOKENS, width)
@@ -106,19 +111,32 @@ def test_finite_numbers_hide_keys_from_the_statistics_of_a_layer():
     ],
 )
 def test_documents_begin_where_nobody_looks_across(allowed, expected):
-    mask = with_documents(Mask.dense(allowed[None, None]), TOKENS, TOKENS)
+    mask, _ = with_documents(Mask.dense(allowed[None, None]), TOKENS, TOKENS)
     assert mask is not None
     assert (mask.packed[0].queries[0].tolist() if len(mask.packed) else None) == expected
 
 
 def test_a_row_that_finite_numbers_hide_keeps_all_keys():
     bias = Mask.bias(torch.where(BLOCKS & CAUSAL & (torch.arange(TOKENS) > 0), 0.0, -1e9)[None, None])
-    assert with_documents(bias, TOKENS, TOKENS) is bias
+    of_call, of_statistics = with_documents(bias, TOKENS, TOKENS)
+    assert of_call is bias
+    assert of_statistics is not None
+    assert of_statistics.packed[0].queries[0].tolist() == [0, *(IDS[1:] + 1).tolist()]
+
+
+@pytest.mark.parametrize("create", [Mask.dense, lambda x: Mask.bias(torch.where(x, 0.0, -1e9))])
+@pytest.mark.parametrize("queries", [1, TOKENS])
+def test_padding_whose_queries_see_tokens_is_cut_off_for_the_statistics_alone(create, queries):
+    mask = create((torch.arange(TOKENS) >= 3).expand(1, 1, queries, TOKENS))
+    of_call, of_statistics = with_documents(mask, TOKENS, TOKENS)
+    assert of_call is mask
+    assert of_statistics is not None
+    assert of_statistics.packed[0].queries[0].tolist() == [0] * 3 + [1] * 10
 
 
 def test_keys_of_other_documents_are_not_hidden_a_second_time():
     bias = Mask.bias(torch.where(BLOCKS & CAUSAL, 0.0, -1e9)[None, None])
-    hidden = hidden_by_bias(with_documents(bias, TOKENS, TOKENS), (2, 3, TOKENS))
+    hidden = hidden_by_bias(with_documents(bias, TOKENS, TOKENS)[0], (2, 3, TOKENS))
     assert hidden is not None
     assert torch.equal(hidden[0, 0], (BLOCKS & ~CAUSAL).sum(-1))
 

@@ -655,6 +655,25 @@ def test_steps_of_a_cache_have_the_statistics_of_one_forward(size, padded):
     assert_table(session.profile, {"self": expected})
 
 
+@pytest.mark.parametrize("starts", [((0, 3), (5, 1)), ((4, 2), (0, 0)), ((0, 0), (0, 4))])
+def test_caches_that_take_turns_keep_the_starts_of_their_sequences(starts):
+    model = build(CachedAttention())
+    parts = [(tokens(seed=seed), torch.tensor(first), {}) for seed, first in enumerate(starts, 1)]
+    expected = Expected()
+    for x, first, _ in parts:
+        real = torch.arange(TOKENS) >= first[:, None]
+        query, key, _ = (split_heads(part) for part in model.qkv(x).detach().chunk(3, -1))
+        expected.add([weights_of(query, key, TRIL & real[:, None, None])], real, first)
+    with torch.no_grad(), polyhead.observe(model) as session:
+        for start, stop in ((0, 7), *((step, step + 1) for step in range(7, TOKENS))):
+            for x, first, state in parts:
+                model.past, model.seen = state.get("past"), start
+                model.padding = torch.arange(TOKENS) >= first[:, None]
+                model(x[:, start:stop])
+                state["past"] = model.past
+    assert_table(session.profile, {"self": expected})
+
+
 # ---- axes
 
 

@@ -79,7 +79,9 @@ class AttentionNotifier:
                 f"got a gate for {call.site.name!r} and {type(self.adapter).__name__}"
             )
         if call.counts or call.differentiable:
-            mask = call.mask = mask if cross else with_documents(mask, query.shape[2], key.shape[2])
+            if not cross:
+                mask, call.statistics_mask = with_documents(mask, query.shape[2], key.shape[2])
+            call.mask = mask
             call.tokens = call.tokens if tokens is None else tokens
             with torch.set_grad_enabled(call.differentiable and torch.is_grad_enabled()):
                 # Only collectors and the check read the output; the statistics need no values.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -20,6 +21,7 @@ from polyhead.ops.common.tracing import is_transformed
 # Names under which modules keep their number of heads, and receive the tokens of the keys.
 _HEAD_COUNTS = ("num_heads", "n_heads", "heads", "n_head", "nhead", "num_attention_heads", "num_attn_heads")
 _SOURCES = (*SOURCES, "context", "memory", "encoder_out", "encoder_output", "source", "xa", "kv", "key", "k")
+_CACHES = 8  # caches of a site that may take turns
 _CROSS_NAMES = ("encoder_attn", "src_attn", "enc_attn")
 
 
@@ -242,34 +244,70 @@ def as_mask(mask: Tensor, queries: int, keys: int) -> Mask | None:
     return Mask.dense(mask) if mask.dtype is torch.bool else Mask.bias(mask, zero_one=True)
 
 
-def located(call: AttentionCall, starts: dict[str, Tensor], site: str) -> AttentionCall:
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceStart:
+    """First token of each sequence in a cache, and its key, by which later calls recognise the cache."""
+
+    first: Tensor  # key index, [batch]
+    key: Tensor  # [batch, kv_heads, head_dim]
+    is_padded: bool  # whether any sequence may start later than the first key
+
+    @classmethod
+    def of(cls, first: Tensor, key: Tensor, *, is_padded: bool = True) -> SequenceStart:
+        first = first.expand(key.shape[0])
+        return cls(first, _keys_at(key, first), is_padded)
+
+    def is_of(self, key: Tensor) -> Tensor:
+        """Return which sequences of a cache began like this, [batch]."""
+        return (_keys_at(key, self.first) == self.key).flatten(1).all(-1)
+
+
+def _first_tokens(starts: Iterable[SequenceStart], key: Tensor, unknown: Tensor) -> Tensor:
+    """Return the first token of each sequence of a cache, [batch]; `unknown` where no start is of that cache."""
+    first = unknown.expand(key.shape[0])
+    for start in starts:
+        if start.key.shape == (*key.shape[:2], key.shape[3]):
+            first = torch.where(start.is_of(key), start.first, first)
+    return first
+
+
+def _keys_at(key: Tensor, index: Tensor) -> Tensor:
+    rows = torch.arange(key.shape[0], device=key.device)
+    return key.detach()[rows, :, index.clamp(0, max(key.shape[2] - 1, 0))]
+
+
+def located(call: AttentionCall, starts: dict[str, deque[SequenceStart]], site: str) -> AttentionCall:
     """Return a call whose dense mask has the positions of its tokens, which the tensor does not show.
 
     Positions count from the first token that is not padding. With fewer queries than keys, keys come from a cache: a
     query is at its last visible key, or the queries are the last of the visible keys if these are the same for all.
+    Where a sequence starts is known from the call that began its cache. Of a cache that another call began, the mask
+    shows it: sequences that start later than others of the batch are padded.
 
     Args:
         call: a call.
-        starts: first token of each sequence, [batch or 1], by site, for the calls that follow; updated.
+        starts: starts of the sequences of the last caches, by site, for the calls that follow; updated.
         site: name of the call's site.
     """
     mask, batch, queries, keys = call.mask, call.query.shape[0], call.query.shape[2], call.key.shape[2]
-    if call.cross:
+    if call.cross or not batch or not keys:
         return call
-    index = torch.arange(keys, device=call.query.device)
+    index, caches = torch.arange(keys, device=call.query.device), starts.setdefault(site, deque(maxlen=_CACHES))
     is_dense = mask is not None and len(mask.allowed) + len(mask.biases) > 0
     if queries >= keys:
-        starts.pop(site, None)
         non_padding = Tokens.of(mask, call.query, call.key).non_padding() if is_dense else None
-        if non_padding is None or (is_readable(non_padding) and bool(non_padding.all())):
-            return replace(call, mask=with_documents(mask, queries, keys))
-        starts[site] = torch.where(non_padding, index, keys).amin(-1)
-        return replace(call, mask=with_positions(mask, non_padding))
-    first = starts.get(site)
-    first = None if first is None or len(first) not in (1, batch) else first
+        is_known = non_padding is None or is_readable(non_padding)
+        is_padded = non_padding is not None and not (is_known and bool(non_padding.all()))
+        first = index[:1] if non_padding is None else torch.where(non_padding, index, keys).amin(-1)
+        caches.append(SequenceStart.of(first, call.key, is_padded=is_padded))
+        if is_padded and is_known:
+            return replace(call, mask=with_positions(mask, non_padding))
+        marked, of_statistics = with_documents(mask, queries, keys)
+        return replace(call, mask=marked if of_statistics is None else of_statistics)
     if not is_dense:
-        if first is None:
+        if not any(start.is_padded for start in caches):
             return call
+        first = _first_tokens(caches, call.key, index[:1])
         return replace(call, mask=_placed(mask, index[None, keys - queries :], first[:, None], index))
     assert mask is not None
     visible = _visible_keys(mask)  # [batch or 1, queries or 1, keys]
@@ -280,11 +318,14 @@ def located(call: AttentionCall, starts: dict[str, Tensor], site: str) -> Attent
         is_causal = (offsets == offset).sum(-1, keepdim=True) > 1
         offset = torch.where(is_causal, offset, (last.amax(-1, keepdim=True) - (queries - 1)).clamp_min(0))
     positions = index[:queries] + offset.clamp_min(0)
-    # Queries from the beginning of a preallocated cache show where their sequence starts.
     is_shown = visible.any(1)
     shown_first = torch.where(is_shown, index, keys).amin(-1)
-    earlier = torch.zeros_like(shown_first) if first is None else first
-    first = starts[site] = torch.where(offset[:, 0] <= 0, shown_first, earlier)
+    unknown = torch.where(shown_first > shown_first.amin(), shown_first, 0)  # all later: that may be a window
+    first = torch.minimum(_first_tokens(caches, call.key, unknown), shown_first)
+    # Queries from the beginning of a preallocated cache show where their sequence starts.
+    first = torch.where(offset[:, 0] <= 0, shown_first, first)
+    if queries > 1:
+        caches.append(SequenceStart.of(first, call.key))
     tokens = is_shown.expand(len(positions), -1).gather(1, positions.clamp_max(keys - 1)).expand(batch, -1)
     return replace(call, mask=_placed(mask, positions, first[:, None], index), tokens=tokens)
 

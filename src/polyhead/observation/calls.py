@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from polyhead.masks import Mask
 from polyhead.observation.compiled import GradientHook
@@ -14,7 +16,7 @@ from polyhead.observation.forward_statistics import ForwardRecorder
 from polyhead.observation.rows import Tokens, corrected, hidden_by_bias, non_padding_rows
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
-from polyhead.ops.attention import AttentionOutput, Statistics
+from polyhead.ops.attention import AttentionOutput, Statistics, attention
 
 if TYPE_CHECKING:
     from polyhead.observation.session import Session
@@ -34,6 +36,7 @@ class Call:
     gate: Tensor | None = None  # [heads], [batch, heads] or [batch, heads, queries]
     learned_sinks: bool = False
     mask: Mask | None = None
+    statistics_mask: Mask | None = None  # that of the statistics, where `mask` marks no documents (`with_documents`)
     sinks_in_view: Tensor | None = None  # [batch]; False where the cache has dropped the first keys of the sequence
     differentiable: bool = False
     keeper: ForwardRecorder | None = None
@@ -49,6 +52,9 @@ class Call:
     def notify(self, attended: Attended) -> None:
         if self.mask is None:
             self.mask = attended.mask
+        if self.statistics_mask is not None and (self.counts or self.has_listener or self.differentiable):
+            attended = self._with_own_statistics(attended, self.statistics_mask)
+            self.mask = self.statistics_mask
         if self.keeper is not None and attended.result.statistics is not None and len(self.columns):
             heads = self.session.heads_of(self.site)
             self.keeper.add(self, heads, self.columns, attended)
@@ -62,6 +68,26 @@ class Call:
                     self.record(attended.result, non_padding)
                 if self.counts and self.has_collectors:
                     self.session.collect(self.site, attended, non_padding)
+
+    def _with_own_statistics(self, attended: Attended, mask: Mask) -> Attended:
+        """Return a call with the statistics of its attention under another mask, and its own head outputs."""
+        # A dispatch mode, as of selective checkpointing, would match these operators with those of the recomputation.
+        unseen: AbstractContextManager[Any] = nullcontext() if self.differentiable else _disable_current_modes()
+        with unseen, torch.set_grad_enabled(self.differentiable and torch.is_grad_enabled()):
+            result = attention(
+                attended.query,
+                attended.key,
+                attended.value[..., :1],  # the statistics need no values
+                mask=mask,
+                scale=attended.scale,
+                softcap=attended.softcap,
+                sinks=attended.sinks,
+                statistics=self.requested,
+                logsumexp=self.has_collectors,
+                finite=True,
+            )
+        result = replace(result, output=attended.result.output, weights=attended.result.weights)
+        return replace(attended, result=result, mask=mask)
 
     def record(self, result: AttentionOutput, non_padding: Tensor | None) -> None:
         """Add the corrected row statistics of a result, and pass it to the listener."""

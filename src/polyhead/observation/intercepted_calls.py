@@ -11,6 +11,7 @@ import dis
 import inspect
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,7 @@ from polyhead.observation.attention_calls import (
     AttentionCall,
     NotUnderstood,
     RunningModule,
+    SequenceStart,
     located,
     read_scaled_dot_product,
 )
@@ -194,7 +196,7 @@ class Interceptor:
     called: dict[str, None] = field(default_factory=dict)  # names of all sites, understood or not
     materialised: dict[str, None] = field(default_factory=dict)  # names of sites whose weights the model materialises
     has_run: bool = False  # whether a module of the model has finished a call
-    _starts: dict[str, Tensor] = field(default_factory=dict)
+    _starts: dict[str, deque[SequenceStart]] = field(default_factory=dict)
     _threads: threading.local = field(default_factory=threading.local)
 
     @contextmanager

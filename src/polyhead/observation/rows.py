@@ -106,29 +106,58 @@ def with_positions(mask: Mask | None, non_padding: Tensor | None) -> Mask | None
     return mask & Mask.positions(index - first, torch.where(non_padding, index - first, -1))
 
 
-def with_documents(mask: Mask | None, queries: int, keys: int) -> Mask | None:
+def with_documents(mask: Mask | None, queries: int, keys: int) -> tuple[Mask | None, Mask | None]:
     """Return a mask that marks the documents of its dense terms, of which `sink_mass` counts the first keys.
 
     A document begins at a token where no later query sees an earlier key and no earlier query a later one, as between
     the images of a block-diagonal mask or after padding on the left. Pairs that the mask shows stay visible. Reads
-    values, without waiting for a device. A row that a finite bias hides is uniform attention to all keys, which
-    documents would change: then all tokens are one document.
+    values, without waiting for a device. A row that a finite bias hides attends to all keys, which documents would
+    change: then the mask of the call marks none, and the statistics of other rows need a mask of their own.
 
     Args:
         mask: mask of a self-attention call.
         queries: number of queries.
         keys: number of keys.
+
+    Returns:
+        The mask of the call, and that of its statistics where it may differ, else None.
     """
     if mask is None or queries != keys or len(mask.packed) or mask.placed is not None or len(mask.padding):
-        return mask
-    terms = [x for x in (*mask.allowed, *mask.biases) if x.shape[2] > 1]
+        return mask, None
+    terms = [*mask.allowed, *mask.biases]
     if not len(terms) or torch.compiler.is_compiling():
-        return mask
+        return mask, None
     if terms[0].is_cuda and torch.cuda.is_current_stream_capturing():
-        return mask
+        return mask, None
     index = torch.arange(keys, device=terms[0].device)
-    visible = _visible_pairs(mask, queries, keys, index)  # [batch or 1, queries, keys]
-    is_row = visible.any(-1)
+    if any(x.shape[2] > 1 for x in terms):
+        visible = _visible_pairs(mask, queries, keys, index)  # [batch or 1, queries, keys]
+        starts, shown = _document_starts(visible, index), visible.any(1)
+    else:
+        shown = reduce(operator.and_, (x.any(1)[:, 0] for x in _allowed(mask)))  # [batch or 1, keys]
+        starts = torch.zeros_like(shown)
+    # Queries of padding may see tokens after it, as in an encoder; only the statistics, without them, may be cut there.
+    after_padding = (index == shown.to(torch.uint8).argmax(-1, keepdim=True)) & shown & (index > 0) & ~starts
+    marked = starts | after_padding
+    is_needed = marked.any()
+    if is_readable(is_needed) and not bool(is_needed):
+        return mask, None
+    of_statistics = mask & Mask.documents(marked.cumsum(-1))
+    largest = [x.amax(-1) for x in mask.biases]
+    hidden_rows = [((x <= MASKING_BIAS) & (x > -torch.inf)).any() for x in largest]
+    hides_rows = torch.stack(hidden_rows).any() if len(hidden_rows) else torch.zeros_like(is_needed)
+    if is_readable(is_needed):
+        is_shared = bool(starts.any()) and not bool(hides_rows)  # whether documents leave the output as it is
+        of_call = mask & Mask.documents(starts.cumsum(-1)) if is_shared else mask
+        return of_call, None if is_shared and not bool(after_padding.any()) else of_statistics
+    # A term that is the same for all sequences but not for all heads is a bias of positions, and hides no row or key.
+    may_hide = any(x.shape[0] > 1 or x.shape[1] == 1 for x in terms)
+    return mask & Mask.documents((starts & ~hides_rows).cumsum(-1)), of_statistics if may_hide else None
+
+
+def _document_starts(visible: Tensor, index: Tensor) -> Tensor:
+    """Return the tokens at which documents begin, [batch or 1, keys]."""
+    keys, is_row = len(index), visible.any(-1)
     # Rows without keys constrain nothing.
     first = torch.where(is_row, visible.to(torch.uint8).argmax(-1), keys)
     last = torch.where(is_row, keys - 1 - visible.flip(-1).to(torch.uint8).argmax(-1), -1)
@@ -136,15 +165,7 @@ def with_documents(mask: Mask | None, queries: int, keys: int) -> Mask | None:
     latest = F.pad(last.cummax(-1).values[:, :-1], (1, 0), value=-1)
     starts = (earliest >= index) & (latest < index)
     # Not within padding, which nobody sees: there every token would be a start.
-    starts &= (earliest < keys) & (index > 0)
-    is_needed = starts.any()
-    if len(mask.biases):
-        largest = [x.amax(-1) for x in mask.biases]
-        hides_rows = torch.stack([((x <= MASKING_BIAS) & (x > -torch.inf)).any() for x in largest]).any()
-        is_needed = is_needed & ~hides_rows
-    if is_readable(is_needed) and not bool(is_needed):
-        return mask
-    return mask & Mask.documents((starts & is_needed).cumsum(-1))
+    return starts & (earliest < keys) & (index > 0)
 
 
 def _visible_pairs(mask: Mask, queries: int, keys: int, index: Tensor) -> Tensor:

@@ -359,7 +359,8 @@ class Session:
         call = self.call(module, query.shape[1], tokens, cross=cross, learned_sinks=learned_sinks)
         if call is not None:
             is_marked = not cross and call.requested is not None and (call.counts or call.differentiable)
-            call.mask = with_documents(mask, query.shape[2], key.shape[2]) if is_marked else mask
+            masks = with_documents(mask, query.shape[2], key.shape[2]) if is_marked else (mask, None)
+            call.mask, call.statistics_mask = masks
         is_same = query.shape[2] == key.shape[2]
         if self.compiled is not None:
             self._check_traced(module, is_same)
@@ -367,12 +368,16 @@ class Session:
             used = mask if call is None else call.mask
             way = (query.shape[1], cross, learned_sinks, is_same, used is not None and len(used.packed) > 0)
             self._called.setdefault(module, set()).add(way)
+        is_chunked = mask is not None and len(mask.packed) > 0  # a chunk is in the cache as a whole
         if context.first_key == 0:
             self._starts[id(module)] = tokens
-        elif context.first_key is not None and call is not None and not cross:
-            # A sliding-window cache has dropped the first keys, unless it only dropped padding before them.
-            start = self._starts.get(id(module), tokens).first_token()
-            call.sinks_in_view = (start >= context.first_key).expand(query.shape[0])
+        elif context.first_key is not None and call is not None and not cross and not is_chunked:
+            # A sliding-window cache has dropped the first keys, unless it only dropped padding before them: padding
+            # that it still holds shows this, and without any, the call that began the cache.
+            in_view = tokens.first_token() > 0
+            if (began := self._starts.get(id(module))) is not None and began.batch in (1, query.shape[0]):
+                in_view = in_view | (began.first_token() == context.first_key)
+            call.sinks_in_view = in_view.expand(query.shape[0])
         return call
 
     def call(

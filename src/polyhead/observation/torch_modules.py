@@ -254,7 +254,9 @@ def _notify_torch(layer: MultiheadAttention, session: Watcher, arguments: dict[s
         # `_project` only reads weights that PyTorch's class has too.
         q, k, v = MultiheadAttention._project(layer, query, key, value)
         mask = torch_mask(q, k, attn_mask, padding, False)
-        mask = call.mask = mask if cross else with_documents(mask, queries, keys)
+        if not cross:
+            mask, call.statistics_mask = with_documents(mask, queries, keys)
+        call.mask = mask
         is_value_needed = call.has_collectors or call.has_listener or call.gate is not None
         needed_value = v if is_value_needed else v[..., :1]
         result = attention(q, k, needed_value, mask=mask, statistics=call.requested, logsumexp=call.has_collectors)

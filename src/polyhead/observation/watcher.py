@@ -36,6 +36,7 @@ class ObservedCall(WatchedCall, Protocol):
     counts: bool
     learned_sinks: bool
     mask: Mask | None
+    statistics_mask: Mask | None  # that of the statistics, where it differs from `mask`
     tokens: Tokens | Tensor | None
     sinks_in_view: Tensor | None
     differentiable: bool  # whether statistics are computed with gradients, also in a recomputation

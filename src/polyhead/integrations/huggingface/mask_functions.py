@@ -235,7 +235,9 @@ def describe(
         if positions.same_tokens:
             mask = mask & Mask.documents(key_ids)
         else:
-            mask, has_positions = mask & Mask.documents(query_ids, key_ids), True
+            # Without positions, `sink_mass` is of the first key of a chunk, as where keys and queries are the same.
+            mask = mask & Mask.documents(query_ids, key_ids)
+            has_positions = has_positions or not positions.is_end_aligned
     non_padding = None
     for term in (attention_mask, *pattern.padding):
         if term is not None:
