@@ -131,7 +131,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _product_of_heads(left: Tensor, right: Tensor) -> Tensor:
-    """The product of [batch, heads, ...]; heads of the left side that share one of the right are multiplied together."""
+    """The product of [batch, heads, ...]; heads of the left that share one of the right are multiplied together."""
     (heads, rows), shared = left.shape[1:3], right.shape[1]
     if heads == shared:
         return product(left, right)

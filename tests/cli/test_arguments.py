@@ -66,7 +66,7 @@ REFUSED: list[tuple[list[str], str]] = [
     ([*INSPECT, "--tokens", "0"], "tokens must be at least 1, got 0"),
     ([*INSPECT, "--batch", "-5"], "batch_tokens must be at least 1, got -5"),
     ([*INSPECT, "--context", "0"], "context must be at least 1, got 0"),
-    ([*INSPECT, "--seed", "-1"], "seed must be an integer of at least 0 and below 2^63, got -1"),
+    ([*INSPECT, "--seed", "-1"], "seed must be an integer of at least 0 and below 2^60, got -1"),
     ([*INSPECT, "--statistics", "magic"], "statistics must be among"),
     ([*INSPECT, "--statistics", "entropy,"], "statistics must be among"),
     ([*INSPECT, "--importance", "magic"], "importance must be one of auto, none, gradient, ablation, both"),

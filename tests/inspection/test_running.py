@@ -353,7 +353,7 @@ def test_a_run_is_not_overwritten(folders, plain_bert, text, tmp_path):
 def test_a_dtype_is_of_a_model_that_is_loaded_by_name(folders):
     loaded = model_loading.load_model(folders["bert"])
     for model, options in ((loaded, {}), (loaded.model, {"tokenizer": loaded.tokenizer})):
-        with pytest.raises(OptionError, match="models loaded by name, got 'bfloat16' with a model in memory it first"):
+        with pytest.raises(OptionError, match="models loaded by name, got 'bfloat16' with a model in memory; convert"):
             polyhead.inspect(model, ["w1 w2"], dtype="bfloat16", **options)
 
 

@@ -309,7 +309,7 @@ def test_records_that_are_left_at_the_end_are_read_by_all_callbacks(monkeypatch)
         loop()
     assert [record.step for record in recorder.records] == [0, 1]
     assert recorder.has_ended
-    others = [f"after it: RuntimeError: no space left {when}" for when in ("in step 1", "at the end")]
+    others = [f"also raised: RuntimeError: no space left {when}" for when in ("in step 1", "at the end")]
     assert raised.value.__notes__ == others
 
 

@@ -320,7 +320,7 @@ def test_a_bias_in_the_mask_has_no_absolute_bound():
     mask = Mask.bias(torch.zeros(1, 1, 9, 9).masked_fill_(torch.eye(9) > 0, -1e9))
     with (
         QKClip(layer, stopped(layer), absolute=True),
-        pytest.raises(OptionError, match="got one with biases in MultiHeadAttention; pass keys that are hidden as a"),
+        pytest.raises(OptionError, match="got biases in MultiHeadAttention; pass hidden keys as a"),
     ):
         layer(torch.randn(2, 9, WIDTH), mask=mask)
 
