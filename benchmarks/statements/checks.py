@@ -14,6 +14,7 @@ from torch import Tensor
 from benchmarks.statements.columns import recomputed_column
 from benchmarks.statements.recomputed import RULES, Recomputed, Score
 from benchmarks.statements.sentences import Statement
+from polyhead.analysis.intervals import student_quantile
 
 SLACK = 0.002  # of scores that decide about a role: float32, and bootstrap intervals of other draws
 PREDICTABLE = 0.75
@@ -259,8 +260,8 @@ def _redundant_on_page(numbers: Recomputed, match: re.Match[str], statement: Sta
 
 
 @checks(
-    r"No redundant heads: the other heads of a layer predict less than 75% of the output of each linearly, on held-out "
-    rf"tokens; at most (?P<most>-?\d+)%, of (?P<head>{HEAD})\."
+    r"No redundant heads: the other heads of a layer predict less than 75% of each head's output linearly, on held-out "
+    rf"tokens \(at most (?P<most>-?\d+)%, of (?P<head>{HEAD})\)\."
 )
 def _none_redundant(numbers: Recomputed, match: re.Match[str], statement: Statement) -> Verdict:
     if numbers.predictable is None:
@@ -393,22 +394,20 @@ def _least_important(numbers: Recomputed, match: re.Match[str], statement: State
     return Verdict(agrees, holds, ", ".join(f"{named(numbers, x)} {float(values[x]):.3g}" for x in least))
 
 
-@checks(
-    r"They are among (?P<count>\d+) heads that do not differ significantly: by at most 1\.96 standard errors of the "
-    r"difference\."
-)
+@checks(r"(?P<count>\d+) other heads? do(es)? not differ significantly from the last of these, (?P<last>.+)\.")
 def _among(numbers: Recomputed, match: re.Match[str], statement: Statement) -> Verdict:
     (means, *_) = numbers.importance.values()
     order, effects = means.mean.argsort().tolist(), means.effects
-    count, last, close = 4, order[3], 0
+    count, last, close, texts = 0, order[3], 0, len(effects)
+    quantile = student_quantile(0.025, texts - 1)
     for head in order[4:]:
         difference = effects[:, head] - effects[:, last]
-        texts = len(effects)
         error = float((difference.square().sum() * texts / (texts - 1)).sqrt())
         ratio = float(means.mean[head] - means.mean[last]) / error
-        count += ratio <= 1.96
-        close += abs(ratio - 1.96) < 0.02
-    return Verdict(abs(int(match["count"]) - count) <= close, True, f"{count} heads")
+        count += ratio <= quantile
+        close += abs(ratio - quantile) < 0.02
+    agrees = abs(int(match["count"]) - count) <= close and match["last"] == named(numbers, last)
+    return Verdict(agrees, True, f"{count} heads, from {named(numbers, last)}")
 
 
 @checks(r"Without standard errors, which need two contexts, this order may be chance\.")

@@ -56,7 +56,8 @@ def _terminal(found: Inspection) -> Iterator[str]:
     text, _, _ = written.getvalue().partition("Main findings")
     for line in text.splitlines():
         is_grid = line.startswith("layer  head") or line[:5].strip().isdigit()
-        if line.strip() and not is_grid and not line.startswith("To remove"):
+        is_advice = line.startswith(("To remove", "A head with a small gradient"))
+        if line.strip() and not is_grid and not is_advice:
             yield line.strip()
 
 

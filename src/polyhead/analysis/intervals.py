@@ -114,7 +114,8 @@ def ratio_of_sums(sums: Tensor, counts: Tensor, deviations: float | None = None)
 def _deviations(texts: Tensor) -> Tensor:
     """Return the 97.5% quantiles of Student's t for numbers of texts; NaN for fewer than two."""
     quantiles = {n: student_quantile(0.025, int(n) - 1) for n in texts.unique().tolist() if n > 1}
-    return torch.tensor([quantiles.get(n, math.nan) for n in texts.flatten().tolist()]).double().view_as(texts)
+    values = [quantiles.get(n, math.nan) for n in texts.flatten().tolist()]
+    return torch.tensor(values, dtype=torch.float64, device=texts.device).view_as(texts)
 
 
 def influence(sums: Tensor, counts: Tensor) -> Tensor:
