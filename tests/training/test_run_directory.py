@@ -115,6 +115,7 @@ def test_the_history_of_a_monitor_keeps_the_latest_steps(monkeypatch):
 
 def _killed(folder: Path) -> None:
     """Train with a checkpoint after 5 steps, and be killed after 9."""
+    torch.set_num_threads(1)  # the threads of the parent are not here
     run_directory.SAVE_SECONDS = 0.0
     monitor = monitor_of(folder / "run")
     optimizer = torch.optim.SGD(monitor.model.parameters(), lr=0.1)
