@@ -78,6 +78,21 @@ def test_cross_attention_and_one_query_under_a_causal_mask_stay_right() -> None:
                 assert torch.allclose(result.output, expected.output, atol=1e-6)
 
 
+MASKS = {"unmasked": None, "causal": Mask.causal(), "window": Mask.window(5)}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("scale", [-0.5, 0.0], ids=["negative", "zero"])
+def test_a_scale_of_zero_or_below_hides_nothing_and_shows_nothing(scale: float, mask: str) -> None:
+    inputs, terms = [x.double().requires_grad_() for x in tensors()], ("output",)
+    options = {"terms": terms, "mask": MASKS[mask], "scale": scale}
+    expected = attention(*inputs, mask=MASKS[mask], scale=scale, backend="reference").output
+    gradients = gradients_of(inputs, "reference", **options)
+    for backend in ("auto", "sdpa", "blockwise"):
+        torch.testing.assert_close(attention(*inputs, mask=MASKS[mask], scale=scale, backend=backend).output, expected)
+        torch.testing.assert_close(gradients_of(inputs, backend, **options), gradients)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # in torch.func.jvp itself
 def test_what_changes_between_calls_of_one_size_is_read_in_every_call() -> None:
     query, key, value = tensors()
@@ -340,6 +355,27 @@ def test_on_a_gpu_gradients_of_small_calls_are_those_of_the_formula(
         for _ in range(2):
             found = gradients_of(inputs, "auto", terms=terms, mask=mask, scale=0.3)
             assert max(map(relative_error, found, expected)) < 0.01
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("tokens", [150, 4096], ids=["short", "long"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("scale", [-0.5, 0.0], ids=["negative", "zero"])
+def test_on_a_gpu_a_scale_of_zero_or_below_is_the_formula(
+    scale: float, dtype: torch.dtype, tokens: int, mask: str
+) -> None:
+    inputs = on_gpu(1, 2, tokens, 64, dtype=dtype)
+    exact = [x.double() for x in inputs]
+    expected = attention(*exact, mask=MASKS[mask], scale=scale, backend="reference").output
+    gradients = gradients_of(exact, "reference", terms=("output",), mask=MASKS[mask], scale=scale)
+    for backend in ("auto", "sdpa", "fused"):
+        found = attention(*inputs, mask=MASKS[mask], scale=scale, backend=backend).output
+        assert relative_error(found, expected) < 0.01
+        for one, other in zip(
+            gradients_of(inputs, backend, terms=("output",), mask=MASKS[mask], scale=scale), gradients, strict=True
+        ):
+            assert float((one.double() - other).norm()) <= 0.01 * float(other.norm())  # both 0 for a scale of zero
 
 
 @pytest.mark.gpu

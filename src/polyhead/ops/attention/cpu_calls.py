@@ -41,7 +41,7 @@ def attend(
     causal = mask is not None
     if causal and not (isinstance(mask, Mask) and mask.is_just_causal):
         return None
-    if scale is not None and not (type(scale) is float and math.isfinite(scale)):
+    if scale is not None and not (type(scale) is float and 0.0 < scale < math.inf):
         return None
     query_shape, key_shape, dtype = query.shape, key.shape, query.dtype
     if key_shape != value.shape or not len(query_shape) == len(key_shape) == 4 or not query.numel():

@@ -71,6 +71,16 @@ def scaled_dot_product(
     )[0]
 
 
+def with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Return a query and a scale with the same products, for kernels that need a scale above zero.
+
+    PyTorch's kernels multiply scores by the scale after masking, so a causal mask's -inf becomes NaN or +inf.
+    """
+    if scale > 0:
+        return query, scale
+    return (-query, -scale) if scale < 0 else (query * 0.0, 1.0)
+
+
 def kernel_name(
     query: Tensor,
     key: Tensor,

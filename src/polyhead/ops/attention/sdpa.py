@@ -17,7 +17,12 @@ from torch import Tensor
 from torch.backends.cuda import flash_sdp_enabled
 
 from polyhead.ops.attention import causal_flash
-from polyhead.ops.attention.scaled_dot_product import kernel_name, records_gradients, scaled_dot_product
+from polyhead.ops.attention.scaled_dot_product import (
+    kernel_name,
+    records_gradients,
+    scaled_dot_product,
+    with_positive_scale,
+)
 from polyhead.ops.attention.tiled_softmax import attend
 from polyhead.ops.common.kernel_call import with_dense_rows
 from polyhead.ops.common.nonfinite import can_launch, over_heads, without_nonfinite
@@ -155,6 +160,8 @@ def straight(
     Returns:
         The output, or None if PyTorch would not run a fused kernel.
     """
+    if scale is not None:
+        query, scale = with_positive_scale(query, scale)
     grouped = key.shape[1] != query.shape[1]
     if query.is_cpu:
         if not flash_sdp_enabled():
@@ -234,6 +241,8 @@ def _prepare(request: AttentionRequest) -> _Call:
     scale = request.scale
     if isinstance(scale, Tensor):
         query, scale = query * scale.to(query.dtype)[:, None, None], 1.0
+    else:
+        query, scale = with_positive_scale(query, scale)
     grouped = key.shape[1] != query.shape[1]
     call = _Call(query, key, value, None, False, scale, grouped)
     if request.visibility is not None:
