@@ -185,7 +185,8 @@ def hopper_call(request: AttentionRequest) -> KernelCall | None:
 
 def _hopper_call(request: AttentionRequest) -> KernelCall | None:
     """Return the call of a request with its keys and values as they are, if the Hopper kernel computes it."""
-    if not has_hopper_kernels(request.query.device):
+    visibility = request.visibility
+    if not has_hopper_kernels(request.query.device) or not (visibility is None or visibility.is_band):
         return None
     call = as_call(request, request.query, for_columns=False, clean=False)
     return None if _hopper_names(call) is None else call

@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
+from polyhead.ops.common.nonfinite import can_launch
 from polyhead.ops.common.visibility import Visibility
+
+# With fewer pairs of a query and a key, searching a dense mask for tiles to skip takes longer than it saves.
+_SEARCHED_PAIRS = 1 << 20
 
 
 def mask_reasons(visibility: Visibility | None) -> list[str]:
@@ -42,11 +46,16 @@ def pack(visibility: Visibility, *, poison: Tensor | None = None, for_columns: b
         "query_document": query_document,
         "key_document": key_document,
     }
+    of_queries, of_keys = _dense_intervals(visibility, for_columns=for_columns)
     if query_document is not None and key_document is not None:
         interval = _interval if len(visibility.documents) else _interval_of_real
-        per_token["first_key"], per_token["last_key"] = interval(query_document, key_document)
+        of_queries.append(interval(query_document, key_document))
         if for_columns:
-            per_token["first_query"], per_token["last_query"] = interval(key_document, query_document)
+            of_keys.append(interval(key_document, query_document))
+    if len(of_queries):
+        per_token["first_key"], per_token["last_key"] = _intersection(of_queries)
+    if len(of_keys):
+        per_token["first_query"], per_token["last_query"] = _intersection(of_keys)
     tensors = {name: x for name, x in per_token.items() if x is not None}
     batch = 1
     for x in tensors.values():
@@ -67,6 +76,59 @@ def pack(visibility: Visibility, *, poison: Tensor | None = None, for_columns: b
         **present,
     )
     return arguments.with_dense(bias=bias, table=None if relative is None else relative.table)
+
+
+_Interval = tuple[Tensor, Tensor]  # first and last index, [batch or 1, tokens]; the last is lower if it is empty
+
+
+def _dense_intervals(visibility: Visibility, *, for_columns: bool) -> tuple[list[_Interval], list[_Interval]]:
+    """Return the keys that each query sees in each dense mask, and for the columns the queries that see each key.
+
+    Kernels skip the tiles outside. Masks that differ between heads are left out: they have one interval per head.
+    """
+    queries, keys = visibility.num_queries, visibility.num_keys
+    of_queries: list[_Interval] = []
+    of_keys: list[_Interval] = []
+    if not torch.compiler.is_compiling() and not queries * keys >= _SEARCHED_PAIRS:
+        return of_queries, of_keys
+    terms = [*([] if visibility.allowed is None else [visibility.allowed]), *visibility.biases]
+    for term in terms:
+        if term.shape[1] != 1:
+            continue
+        pairs = term.detach()[:, 0]  # [batch or 1, queries or 1, keys]
+        first, last = _ends(pairs)
+        of_queries.append((first.expand(-1, queries), last.expand(-1, queries)))
+        if not for_columns:
+            continue
+        first, last = _ends(pairs.transpose(1, 2))
+        if pairs.shape[1] == 1:
+            first, last = torch.where(first > 0, queries, 0), torch.where(last < 0, -1, queries - 1)
+        of_keys.append((first, last))
+    return of_queries, of_keys
+
+
+def _ends(pairs: Tensor) -> _Interval:
+    """Return the first and the last visible column of each row of a mask or a bias, [batch or 1, rows]."""
+    if can_launch(pairs):
+        from polyhead.ops.common.kernels.row_ends import row_ends
+
+        return row_ends(pairs)
+    columns = pairs.shape[-1]
+    if not columns:
+        nothing = torch.zeros(pairs.shape[:-1], dtype=torch.int64, device=pairs.device)
+        return nothing, nothing - 1
+    is_shown = (pairs if pairs.dtype is torch.bool else pairs != -torch.inf).to(torch.uint8)
+    first = is_shown.argmax(-1)  # of equal values the first
+    last = columns - 1 - is_shown.flip(-1).argmax(-1)
+    occurs = is_shown.amax(-1) > 0
+    return torch.where(occurs, first, columns), torch.where(occurs, last, -1)
+
+
+def _intersection(intervals: list[_Interval]) -> _Interval:
+    first, last = intervals[0]
+    for other_first, other_last in intervals[1:]:
+        first, last = torch.maximum(first, other_first), torch.minimum(last, other_last)
+    return first, last
 
 
 def _documents(visibility: Visibility) -> tuple[Tensor | None, Tensor | None]:

@@ -45,9 +45,9 @@ class MaskArguments(NamedTuple):
     key_ordinal: Tensor | None = None  # [batch or 1, keys]: index among the real keys of its sequence; None: j
     query_document: Tensor | None = None  # [batch or 1, queries]: sees keys of the same document; -1 sees none
     key_document: Tensor | None = None  # [batch or 1, keys]: -2 is seen by none
-    first_key: Tensor | None = None  # [batch or 1, queries]: first key of the query's document
-    last_key: Tensor | None = None  # [batch or 1, queries]: last key of the query's document
-    first_query: Tensor | None = None  # [batch or 1, keys]: first query of the key's document; backward only
+    first_key: Tensor | None = None  # [batch or 1, queries]: first key that documents and dense terms show to the query
+    last_key: Tensor | None = None  # [batch or 1, queries]: last of these keys
+    first_query: Tensor | None = None  # [batch or 1, keys]: first query that sees the key in them; backward only
     last_query: Tensor | None = None
     allowed: Tensor | None = None  # boolean [batch or 1, heads or 1, queries or 1, keys], with its strides (0: shared)
     allowed_batch: int = 0
