@@ -36,6 +36,14 @@ def spans(visible: Tensor) -> tuple[list[list[int]], list[list[int]]]:
     return first, [[row[-1] if row else -1 for row in sequence] for sequence in rows]
 
 
+def full_starts(visible: Tensor) -> list[list[int]]:
+    """Return the first column of each row without gaps; a number beyond all columns for other rows."""
+    rows = [[[i for i, sees in enumerate(row) if sees] for row in sequence] for sequence in visible.tolist()]
+    is_full = [[len(row) > 0 and row == list(range(row[0], row[-1] + 1)) for row in sequence] for sequence in rows]
+    starts = [zip(sequence, flags, strict=True) for sequence, flags in zip(rows, is_full, strict=True)]
+    return [[row[0] if flag else kernel_masks._GAPS for row, flag in sequence] for sequence in starts]
+
+
 @pytest.fixture(autouse=True)
 def short_masks_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_masks, "_SEARCHED_PAIRS", 0)
@@ -53,6 +61,12 @@ def test_intervals_span_the_visible_tokens(name: str) -> None:
     assert intervals == [*spans(visible)]
     intervals = [x.expand(3, -1).tolist() for x in (packed.first_query, packed.last_query) if x is not None]
     assert intervals == [*spans(visible.transpose(1, 2))]
+    if name == "bias":  # its values are added in every tile
+        assert packed.full_key is None
+        return
+    for found, pairs in ((packed.full_key, visible), (packed.full_query, visible.transpose(1, 2))):
+        assert found is not None
+        assert found.expand(3, -1).tolist() == full_starts(pairs)
 
 
 COMBINED = {

@@ -47,15 +47,20 @@ def pack(visibility: Visibility, *, poison: Tensor | None = None, for_columns: b
         "key_document": key_document,
     }
     of_queries, of_keys = _dense_intervals(visibility, for_columns=for_columns)
+    dense_terms = len(visibility.biases) + (visibility.allowed is not None)
+    # Kernels compare positions with a band; of token positions they do not know which tiles are inside.
+    is_band_regular = visibility.query_positions is None or (visibility.left is None and visibility.right is None)
+    has_full_tiles = not len(visibility.biases) and len(of_queries) == dense_terms and is_band_regular
     if query_document is not None and key_document is not None:
         interval = _interval if len(visibility.documents) else _interval_of_real
         of_queries.append(interval(query_document, key_document))
         if for_columns:
             of_keys.append(interval(key_document, query_document))
-    if len(of_queries):
-        per_token["first_key"], per_token["last_key"] = _intersection(of_queries)
-    if len(of_keys):
-        per_token["first_query"], per_token["last_query"] = _intersection(of_keys)
+    for intervals, token in ((of_queries, "key"), (of_keys, "query")):
+        if len(intervals):
+            first, last, full = _intersection(intervals)
+            per_token |= {f"first_{token}": first, f"last_{token}": last}
+            per_token[f"full_{token}"] = full if has_full_tiles else None
     tensors = {name: x for name, x in per_token.items() if x is not None}
     batch = 1
     for x in tensors.values():
@@ -78,7 +83,10 @@ def pack(visibility: Visibility, *, poison: Tensor | None = None, for_columns: b
     return arguments.with_dense(bias=bias, table=None if relative is None else relative.table)
 
 
-_Interval = tuple[Tensor, Tensor]  # first and last index, [batch or 1, tokens]; the last is lower if it is empty
+# First and last visible index, [batch or 1, tokens], the last lower if there is none; and again the first if all in
+# between are visible, else `_GAPS`.
+_Interval = tuple[Tensor, Tensor, Tensor]
+_GAPS = 2**31 - 1
 
 
 def _dense_intervals(visibility: Visibility, *, for_columns: bool) -> tuple[list[_Interval], list[_Interval]]:
@@ -96,14 +104,14 @@ def _dense_intervals(visibility: Visibility, *, for_columns: bool) -> tuple[list
         if term.shape[1] != 1:
             continue
         pairs = term.detach()[:, 0]  # [batch or 1, queries or 1, keys]
-        first, last = _ends(pairs)
-        of_queries.append((first.expand(-1, queries), last.expand(-1, queries)))
+        first, last, full = (x.expand(-1, queries) for x in _ends(pairs))
+        of_queries.append((first, last, full))
         if not for_columns:
             continue
-        first, last = _ends(pairs.transpose(1, 2))
+        first, last, full = _ends(pairs.transpose(1, 2))
         if pairs.shape[1] == 1:
             first, last = torch.where(first > 0, queries, 0), torch.where(last < 0, -1, queries - 1)
-        of_keys.append((first, last))
+        of_keys.append((first, last, full))
     return of_queries, of_keys
 
 
@@ -116,19 +124,26 @@ def _ends(pairs: Tensor) -> _Interval:
     columns = pairs.shape[-1]
     if not columns:
         nothing = torch.zeros(pairs.shape[:-1], dtype=torch.int64, device=pairs.device)
-        return nothing, nothing - 1
+        return nothing, nothing - 1, nothing + _GAPS
     is_shown = (pairs if pairs.dtype is torch.bool else pairs != -torch.inf).to(torch.uint8)
     first = is_shown.argmax(-1)  # of equal values the first
     last = columns - 1 - is_shown.flip(-1).argmax(-1)
-    occurs = is_shown.amax(-1) > 0
-    return torch.where(occurs, first, columns), torch.where(occurs, last, -1)
+    return _interval_of(first, last, is_shown.sum(-1), columns)
+
+
+def _interval_of(first: Tensor, last: Tensor, count: Tensor, size: int) -> _Interval:
+    """Return an interval from its ends and the number of visible indices, where it is not 0."""
+    is_full = (count > 0) & (count == last - first + 1)
+    occurs = count > 0
+    return torch.where(occurs, first, size), torch.where(occurs, last, -1), torch.where(is_full, first, _GAPS)
 
 
 def _intersection(intervals: list[_Interval]) -> _Interval:
-    first, last = intervals[0]
-    for other_first, other_last in intervals[1:]:
+    first, last, full = intervals[0]
+    for other_first, other_last, other_full in intervals[1:]:
         first, last = torch.maximum(first, other_first), torch.minimum(last, other_last)
-    return first, last
+        full = torch.maximum(full, other_full)
+    return first, last, full
 
 
 def _documents(visibility: Visibility) -> tuple[Tensor | None, Tensor | None]:
@@ -161,24 +176,23 @@ def _compact_ids(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where((stop > start) & (query_ids >= 0), start, -1), torch.where(key_ids >= 0, key_ranks, -2)
 
 
-def _interval(ids: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each id its first and last index in `others`; an empty interval if it does not occur."""
+def _interval(ids: Tensor, others: Tensor) -> _Interval:
+    """Return for each id where it is in `others`; an empty interval if it does not occur."""
     count = others.shape[1]
     batch = max(ids.shape[0], others.shape[0])
     ids, others = ids.expand(batch, -1).contiguous(), others.expand(batch, -1)
     if not count:
-        return torch.zeros_like(ids), torch.full_like(ids, -1)
+        return torch.zeros_like(ids), torch.full_like(ids, -1), torch.full_like(ids, _GAPS)
     ordered, order = others.sort(dim=-1, stable=True)
     ordered = ordered.contiguous()
     start = torch.searchsorted(ordered, ids)
     stop = torch.searchsorted(ordered, ids, right=True)
     first = order.gather(-1, start.clamp_max(count - 1))
     last = order.gather(-1, (stop - 1).clamp_min(0))
-    occurs = stop > start
-    return torch.where(occurs, first, count), torch.where(occurs, last, -1)
+    return _interval_of(first, last, stop - start, count)
 
 
-def _interval_of_real(ids: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+def _interval_of_real(ids: Tensor, others: Tensor) -> _Interval:
     """`_interval` of ids that are 0, or negative for padding.
 
     Inductor cannot compile a search for ids that are all the same constant, and Triton warns of its code for `any`.
@@ -187,9 +201,8 @@ def _interval_of_real(ids: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     batch = max(ids.shape[0], others.shape[0])
     ids, others = ids.expand(batch, -1), others.expand(batch, -1)
     if not count:
-        return torch.zeros_like(ids), torch.full_like(ids, -1)
+        return torch.zeros_like(ids), torch.full_like(ids, -1), torch.full_like(ids, _GAPS)
     is_real = (others == 0).to(torch.int32)
     first = is_real.argmax(-1, keepdim=True)  # of equal values the first
     last = count - 1 - is_real.flip(-1).argmax(-1, keepdim=True)
-    occurs = (ids == 0) & (is_real.amax(-1, keepdim=True) > 0)
-    return torch.where(occurs, first, count), torch.where(occurs, last, -1)
+    return _interval_of(first, last, torch.where(ids == 0, is_real.sum(-1, keepdim=True), 0), count)

@@ -43,7 +43,7 @@ from polyhead.ops.attention.kernels.backward_tiles import (
 from polyhead.ops.common.kernel_call import KernelCall, with_dense_rows
 from polyhead.ops.common.kernels.availability import has_hopper_kernels
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments, shared_strides
-from polyhead.ops.common.kernels.mask_tiles import key_spans, query_span, visible_tile
+from polyhead.ops.common.kernels.mask_tiles import full_key_span, full_query_span, key_spans, query_span, visible_tile
 from polyhead.ops.common.kernels.resources import Blocks, launch_fitting
 from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
 from polyhead.ops.common.kernels.softmax_tiles import add_product, products
@@ -191,8 +191,8 @@ def _keys_step(
 
 
 @triton.jit
-def full_rows(problem, first_column, start, stop, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the range of full blocks among rows `start` to `stop` that see every column, under a band."""
+def full_rows(problem, i_batch, first_column, start, stop, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the range of full blocks among rows `start` to `stop` that see every column."""
     mask = problem.mask
     low, high = start, stop
     last_column = tl.minimum(first_column + BLOCK_N, problem.num_keys) - 1
@@ -203,6 +203,9 @@ def full_rows(problem, first_column, start, stop, BLOCK_M: tl.constexpr, BLOCK_N
         if mask.sinks is not None and mask.key_ordinal is None:
             visible_stop = tl.where(last_column < mask.sinks, high, visible_stop)
         high = visible_stop
+    if mask.full_query is not None:
+        first, last = full_query_span(mask, i_batch, first_column, problem.num_queries, problem.num_keys, BLOCK_N)
+        low, high = tl.maximum(low, first), tl.minimum(high, last)
     end = tl.cdiv(stop, BLOCK_M) * BLOCK_M
     full_start = tl.minimum(tl.cdiv(tl.maximum(low, 0), BLOCK_M) * BLOCK_M, end)
     return full_start, tl.maximum(tl.maximum(high, 0) // BLOCK_M * BLOCK_M, full_start)
@@ -231,13 +234,13 @@ def _keys_kernel(problem, grad_key, grad_value, BLOCK_M: tl.constexpr, BLOCK_N: 
 
     start, stop = query_span(mask, i_batch, first_column, problem.num_queries, num_keys, BLOCK_N, BLOCK_M)
     full_start, full_stop = start, start
-    if problem.BAND:
-        full_start, full_stop = full_rows(problem, first_column, start, stop, BLOCK_M, BLOCK_N)
+    if problem.HAS_FULL:
+        full_start, full_stop = full_rows(problem, i_batch, first_column, start, stop, BLOCK_M, BLOCK_N)
     leading_edges = (full_start - start) // BLOCK_M
     edges = leading_edges + tl.cdiv(tl.maximum(stop - full_stop, 0), BLOCK_M)
     for i_member in range(group):
         i_head = i_kv_head * group + i_member
-        if problem.BAND:
+        if problem.HAS_FULL:
             for first_row in range(full_start, full_stop, BLOCK_M):
                 tile_dk, tile_dv = _keys_step(
                     problem, tile_dk, tile_dv, tile_k, tile_v, i_batch, i_head, first_row, offs_n, BLOCK_M, False
@@ -335,8 +338,8 @@ def _queries_step(
 
 
 @triton.jit
-def full_columns(problem, first_row, start, stop, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the range of full blocks among columns `start` to `stop` that every row sees, under a band."""
+def full_columns(problem, i_batch, first_row, start, stop, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the range of full blocks among columns `start` to `stop` that every row sees."""
     mask = problem.mask
     low, high = start, stop
     last_row = first_row + BLOCK_M - 1
@@ -344,6 +347,9 @@ def full_columns(problem, first_row, start, stop, BLOCK_M: tl.constexpr, BLOCK_N
         low = tl.maximum(low, last_row + mask.offset - mask.left)
     if mask.right is not None:
         high = tl.minimum(high, first_row + mask.offset + mask.right + 1)
+    if mask.full_key is not None:
+        first, last = full_key_span(mask, i_batch, first_row, problem.num_queries, problem.num_keys, BLOCK_M)
+        low, high = tl.maximum(low, first), tl.minimum(high, last)
     # Rows past the end see no key, so a block with such rows has no full tile.
     high = tl.where(last_row < problem.num_queries, high, 0)
     end = tl.cdiv(stop, BLOCK_N) * BLOCK_N
@@ -377,8 +383,8 @@ def _queries_kernel(problem, bias_grads, grad_query, BLOCK_M: tl.constexpr, BLOC
         problem.mask, i_batch, first_row, num_queries, problem.num_keys, BLOCK_M, BLOCK_N
     )
     full_start, full_stop = start, start
-    if problem.BAND:
-        full_start, full_stop = full_columns(problem, first_row, start, stop, BLOCK_M, BLOCK_N)
+    if problem.HAS_FULL:
+        full_start, full_stop = full_columns(problem, i_batch, first_row, start, stop, BLOCK_M, BLOCK_N)
         for column in range(full_start, full_stop, BLOCK_N):
             tile_dq = _queries_step(
                 problem,
@@ -587,7 +593,10 @@ def backward_problem(
         BASE_TWO=tl.constexpr(
             query.dtype is not torch.float32 and softcap is None and mask.bias is None and mask.table is None
         ),
-        BAND=tl.constexpr(all(x is None for x in (mask.query_position, mask.query_document, mask.allowed, mask.bias))),
+        HAS_FULL=tl.constexpr(
+            mask.full_key is not None
+            or all(x is None for x in (mask.query_position, mask.query_document, mask.allowed, mask.bias))
+        ),
         SINKS=tl.constexpr(call.sinks is not None),
         LINEAR_TERMS=tl.constexpr(any(x is not None for x in gradients._replace(entropy=None))),
     )

@@ -81,7 +81,7 @@ class Problem(NamedTuple):
     BLOCK_KEY: tl.constexpr  # dims padded to powers of two
     BLOCK_VALUE: tl.constexpr
     BASE_TWO: tl.constexpr  # logits may be scaled to base 2 in one product, at the cost of one more rounding
-    BAND: tl.constexpr  # the mask is causal or a sliding window, or there is none
+    HAS_FULL: tl.constexpr  # there may be tiles that need no mask: under a band, or full spans of other terms
     SINKS: tl.constexpr  # there is a learned sink
     LINEAR_TERMS: tl.constexpr  # there is a gradient of a statistic that is linear in the weights
 

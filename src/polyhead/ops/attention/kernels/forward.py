@@ -66,7 +66,7 @@ def _forward_kernel(
     survival,
     SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    BAND: tl.constexpr,
+    HAS_FULL: tl.constexpr,
     SIGNED: tl.constexpr,
     HEAVY_LAST: tl.constexpr,
     DIM_KEY: tl.constexpr,
@@ -118,9 +118,9 @@ def _forward_kernel(
     sink_stop, start, stop = key_spans(mask, i_batch, first_row, sizes.queries, sizes.keys, BLOCK_M, BLOCK_N)
     sink_tiles, first_tile, last_tile = sink_stop // BLOCK_N, start // BLOCK_N, tl.cdiv(stop, BLOCK_N)
     full_from, full_to, near_from, near_to = first_tile, first_tile, first_tile, first_tile
-    if BAND:
+    if HAS_FULL:
         full_from, full_to, near_from, near_to = full_tiles(
-            mask, rows, sizes, first_row, BLOCK_M, BLOCK_N, first_tile, last_tile
+            mask, rows, sizes, i_batch, first_row, BLOCK_M, BLOCK_N, first_tile, last_tile
         )
         for i in tl.range(0, full_to - full_from - (near_to - near_from)):
             i_tile = full_from + i
@@ -236,7 +236,7 @@ def plan_launch(
     terms = (mask.query_position, mask.query_document, mask.key_ordinal, mask.allowed, mask.bias)
     return blocks, {
         "SOFTCAP": call.softcap is not None,
-        "BAND": all(x is None for x in terms),
+        "HAS_FULL": all(x is None for x in terms) or mask.full_key is not None,
         "SIGNED": call.head_scale is not None or call.scale <= 0,
         "HEAVY_LAST": mask.right is not None and mask.left is None,
         "DIM_KEY": dim_key,

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from polyhead.ops.common.kernels.mask_tiles import (
     added_tile,
+    full_key_span,
     keep_tile,
     key_ordinals,
     key_positions,
@@ -78,8 +79,10 @@ def load_head_rows(
 
 
 @triton.jit
-def full_tiles(mask, rows, sizes, first_row, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, first_tile, last_tile):
-    """Return the tiles of a band that need no mask.
+def full_tiles(
+    mask, rows, sizes, i_batch, first_row, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, first_tile, last_tile
+):
+    """Return the tiles that need no mask, under a band and full spans of documents and dense terms.
 
     These are the tiles from `full_from` to `full_to`, except those from `near_from` to `near_to`. The
     latter contain a distance that a mass counts. All four are between `first_tile` and `last_tile`.
@@ -91,6 +94,10 @@ def full_tiles(mask, rows, sizes, first_row, BLOCK_M: tl.constexpr, BLOCK_N: tl.
         full_to = tl.minimum(full_to, tl.maximum(first + mask.right + 1, 0) // BLOCK_N)
     if mask.left is not None:
         full_from = tl.maximum(full_from, tl.cdiv(tl.maximum(last - mask.left, 0), BLOCK_N))
+    if mask.full_key is not None:
+        start, stop = full_key_span(mask, i_batch, first_row, sizes.queries, sizes.keys, BLOCK_M)
+        full_from = tl.maximum(full_from, tl.cdiv(start, BLOCK_N))
+        full_to = tl.minimum(full_to, stop // BLOCK_N)
     if rows.sink_mass is not None:
         full_from = tl.maximum(full_from, tl.cdiv(tl.minimum(sizes.sink_keys, sizes.keys), BLOCK_N))
     full_from = tl.minimum(full_from, last_tile)
@@ -171,6 +178,8 @@ def update_softmax_state(
         visible_keys,
     ) = state
     EXACT: tl.constexpr = tile_q.dtype == tl.float32
+    # The positions of a full tile are known from its indices, and what masses count is not in it.
+    REGULAR: tl.constexpr = FULL and mask.key_position is None and mask.key_ordinal is None
     i_kv_head = i_head // sizes.group
     first_key = i_tile * BLOCK_N
     # [BLOCK_N]
@@ -186,7 +195,7 @@ def update_softmax_state(
     tile_s = products(tile_q, tile_k)
     if SOFTCAP:
         tile_s = tanh(tile_s * softcap_scale, EXACT)
-    if not FULL or mask.table is not None:
+    if not REGULAR or mask.table is not None:
         distance = key_positions(mask, i_batch, offs_n, sizes.keys)[None, :] - positions[:, None]
     if not FULL:
         visible = visible_tile(mask, i_batch, i_head, offs_m, offs_n, distance, sizes.queries, sizes.keys)
@@ -261,7 +270,7 @@ def update_softmax_state(
             exponent = tl.where(visible, exponent, 0.0)
         entropy_sum = alpha * (entropy_sum + log_alpha * l_i) + tl.sum(tile_p * exponent, 1)
     if rows.mean_distance is not None or rows.mean_offset is not None or rows.mean_squared_distance is not None:
-        if FULL:
+        if REGULAR:
             # A distance is that of the tile's first key, one per row, plus the column index, a constant.
             from_first = (first_key - positions).to(tl.float32)
             column_index = offs_column.to(tl.float32)
@@ -285,24 +294,24 @@ def update_softmax_state(
                 mean_squared_distance = mean_squared_distance * alpha + tl.sum(weighted * distance.to(tl.float32), 1)
     if rows.sink_mass is not None:
         sink_mass = sink_mass * alpha
-        if not FULL:
+        if not REGULAR:
             is_first = key_ordinals(mask, i_batch, offs_n, sizes.keys) < sizes.sink_keys
             sink_mass += tl.sum(tl.where(is_first[None, :], tile_p, 0.0), 1)
     if rows.self_mass is not None:
         self_mass = self_mass * alpha
-        if not FULL:
+        if not REGULAR:
             self_mass += tl.sum(tl.where(distance == 0, tile_p, 0.0), 1)
     if rows.previous_mass is not None:
         previous_mass = previous_mass * alpha
-        if not FULL:
+        if not REGULAR:
             previous_mass += tl.sum(tl.where(distance == -1, tile_p, 0.0), 1)
     if rows.next_mass is not None:
         next_mass = next_mass * alpha
-        if not FULL:
+        if not REGULAR:
             next_mass += tl.sum(tl.where(distance == 1, tile_p, 0.0), 1)
     if rows.window_mass is not None:
         window_mass = window_mass * alpha
-        if not FULL:
+        if not REGULAR:
             is_near = (distance <= sizes.window) & (distance >= -sizes.window)
             window_mass += tl.sum(tl.where(is_near, tile_p, 0.0), 1)
     if rows.visible_keys is not None:

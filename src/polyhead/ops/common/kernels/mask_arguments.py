@@ -22,6 +22,8 @@ MASK_TENSORS = (
     "last_key",
     "first_query",
     "last_query",
+    "full_key",
+    "full_query",
     "allowed",
     "poison",
 )
@@ -49,6 +51,8 @@ class MaskArguments(NamedTuple):
     last_key: Tensor | None = None  # [batch or 1, queries]: last of these keys
     first_query: Tensor | None = None  # [batch or 1, keys]: first query that sees the key in them; backward only
     last_query: Tensor | None = None
+    full_key: Tensor | None = None  # [batch or 1, queries]: `first_key` if the query sees all keys up to `last_key`
+    full_query: Tensor | None = None  # [batch or 1, keys]: likewise, `first_query`; both are else beyond any index
     allowed: Tensor | None = None  # boolean [batch or 1, heads or 1, queries or 1, keys], with its strides (0: shared)
     allowed_batch: int = 0
     allowed_head: int = 0

@@ -122,6 +122,28 @@ def key_spans(mask, i_batch, first_row, num_queries, num_keys, BLOCK_M: tl.const
 
 
 @triton.jit
+def full_key_span(mask, i_batch, first_row, num_queries, num_keys, BLOCK_M: tl.constexpr):
+    """Return the columns that documents and dense terms show to every row of a block: from `start` to `stop`."""
+    offs = first_row + tl.arange(0, BLOCK_M)
+    ptr_full = mask.full_key + i_batch * mask.stride_query + offs
+    ptr_last = mask.last_key + i_batch * mask.stride_query + offs
+    start = tl.max(tl.load(ptr_full, mask=offs < num_queries, other=0), 0)
+    stop = tl.min(tl.load(ptr_last, mask=offs < num_queries, other=num_keys - 1), 0) + 1
+    return tl.minimum(start, num_keys), stop
+
+
+@triton.jit
+def full_query_span(mask, i_batch, first_column, num_queries, num_keys, BLOCK_N: tl.constexpr):
+    """Return the rows that see every column of a block in documents and dense terms: from `start` to `stop`."""
+    offs = first_column + tl.arange(0, BLOCK_N)
+    ptr_full = mask.full_query + i_batch * mask.stride_key + offs
+    ptr_last = mask.last_query + i_batch * mask.stride_key + offs
+    start = tl.max(tl.load(ptr_full, mask=offs < num_keys, other=0), 0)
+    stop = tl.min(tl.load(ptr_last, mask=offs < num_keys, other=num_queries - 1), 0) + 1
+    return tl.minimum(start, num_queries), stop
+
+
+@triton.jit
 def query_span(mask, i_batch, first_column, num_queries, num_keys, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
     """Return the rows that may see a block of columns: from `start`, a multiple of BLOCK_M, to `stop`."""
     start, stop = 0, num_queries

@@ -37,7 +37,7 @@ from polyhead.ops.common.kernels.mask_tiles import query_span, visible_tile
 from polyhead.ops.common.kernels.resources import Blocks, launch_fitting
 from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
 from polyhead.ops.common.kernels.softmax_tiles import add_product, products
-from polyhead.ops.selected_rows.kernels.forward import num_programs, pack_rows
+from polyhead.ops.selected_rows.kernels.forward import num_programs, pack_rows, without_full_spans
 from polyhead.ops.selected_rows.kernels.tiles import (
     find_rows,
     first_and_last,
@@ -192,8 +192,8 @@ def _ragged_queries_kernel(
         problem.mask, rows, i_batch, offs_m, first, last, problem.num_queries, problem.num_keys, BLOCK_N
     )
     full_start, full_stop = start, start
-    if problem.BAND:
-        full_start, full_stop = full_columns(problem, first, start, stop, last - first + 1, BLOCK_N)
+    if problem.HAS_FULL:
+        full_start, full_stop = full_columns(problem, i_batch, first, start, stop, last - first + 1, BLOCK_N)
         # Rows past the end see no keys, so a block with such rows has no full tile.
         full_stop = tl.where(first_row + BLOCK_M <= stop_row, full_stop, full_start)
         for column in range(full_start, full_stop, BLOCK_N):
@@ -288,20 +288,20 @@ def _ragged_keys_kernel(
         begin = tl.load(rows.offsets + i_pair)
         end = tl.load(rows.offsets + i_pair + 1)
         full_begin, full_end = begin, begin
-        if problem.BAND:
+        if problem.HAS_FULL:
             full_end = end
         if HAS_SPANS:
             # The span in query indices, then in rows.
             start, stop = query_span(mask, i_batch, first_column, problem.num_queries, num_keys, BLOCK_N, 1)
             begin, end = first_from(rows, begin, end, start), first_from(rows, begin, end, stop)
             full_begin, full_end = begin, begin
-            if problem.BAND:
-                full_start, full_stop = full_rows(problem, first_column, start, stop, 1, BLOCK_N)
+            if problem.HAS_FULL:
+                full_start, full_stop = full_rows(problem, i_batch, first_column, start, stop, 1, BLOCK_N)
                 full_begin = first_from(rows, begin, end, full_start)
                 full_end = first_from(rows, full_begin, end, full_stop)
         # Full blocks of rows, which see all of these keys, then the rows before and after them.
         full_end = full_begin + (full_end - full_begin) // BLOCK_M * BLOCK_M
-        if problem.BAND:
+        if problem.HAS_FULL:
             for row in range(full_begin, full_end, BLOCK_M):
                 tile_dk, tile_dv = _keys_step(
                     problem, rows, tile_dk, tile_dv, tile_k, tile_v, i_batch, i_head, row, row + BLOCK_M,
@@ -346,6 +346,7 @@ def ragged_backward(
         full_gradients: those of `row_gradients` that contribute differently to each key, scattered to all queries,
             [batch, heads, num_queries], with zeros for rows that are not selected.
     """
+    call = without_full_spans(call)
     query, key, value, mask = call.query, call.key, call.value, call.mask
     head_scale, softcap, has_sinks = call.head_scale, call.softcap, call.sinks is not None
     total, head_dim = query.shape

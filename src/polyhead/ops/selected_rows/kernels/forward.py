@@ -9,6 +9,7 @@ its own rows, so nothing synchronises with the device.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def _ragged_kernel(
     softcap,
     SOFTCAP: tl.constexpr,
     ADDED: tl.constexpr,
-    BAND: tl.constexpr,
+    HAS_FULL: tl.constexpr,
     SIGNED: tl.constexpr,
     HEAVY_LAST: tl.constexpr,
     DIM_KEY: tl.constexpr,
@@ -121,9 +122,9 @@ def _ragged_kernel(
     )
     sink_tiles, first_tile, last_tile = sink_stop // BLOCK_N, start // BLOCK_N, tl.cdiv(stop, BLOCK_N)
     full_from, full_to, near_from, near_to = first_tile, first_tile, first_tile, first_tile
-    if BAND:
+    if HAS_FULL:
         full_from, full_to, near_from, near_to = full_tiles(
-            mask, stat_pointers, sizes, first, last - first + 1, BLOCK_N, first_tile, last_tile
+            mask, stat_pointers, sizes, i_batch, first, last - first + 1, BLOCK_N, first_tile, last_tile
         )
         for i in tl.range(0, full_to - full_from - (near_to - near_from)):
             i_tile = full_from + i
@@ -176,6 +177,11 @@ def pack_rows(rows: SelectedRows, mask: MaskArguments, batch: int) -> Rows:
     return Rows(positions, offsets, mask.first_key, mask.last_key, *sizes, tl.constexpr(rows.by_head))
 
 
+def without_full_spans(call: KernelCall) -> KernelCall:
+    """Return a call whose mask has full spans of no query: the rows of a block need not be adjacent."""
+    return replace(call, mask=call.mask._replace(full_key=None, full_query=None))
+
+
 def ragged_forward(
     selected: SelectedRows, call: KernelCall, *, descriptors: bool | None = None
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -185,6 +191,7 @@ def ragged_forward(
     tensors. The mask is that of all queries. `descriptors`: load keys and values through tensor descriptors (TMA);
     None: if the device and the tensors support it.
     """
+    call = without_full_spans(call)
     query, key, value, mask, scale = call.query, call.key, call.value, call.mask, call.scale
     head_scale, sinks, softcap = call.head_scale, call.sinks, call.softcap
     total = query.shape[0]
