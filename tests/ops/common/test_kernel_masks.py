@@ -9,6 +9,7 @@ from torch import Tensor
 from polyhead import Mask
 from polyhead.ops.common import kernel_masks
 from polyhead.ops.common.kernel_masks import pack
+from polyhead.ops.common.kernels.mask_arguments import GAPS
 from polyhead.ops.common.visibility import resolve
 
 QUERIES, KEYS = 7, 11
@@ -41,7 +42,7 @@ def full_starts(visible: Tensor) -> list[list[int]]:
     rows = [[[i for i, sees in enumerate(row) if sees] for row in sequence] for sequence in visible.tolist()]
     is_full = [[len(row) > 0 and row == list(range(row[0], row[-1] + 1)) for row in sequence] for sequence in rows]
     starts = [zip(sequence, flags, strict=True) for sequence, flags in zip(rows, is_full, strict=True)]
-    return [[row[0] if flag else kernel_masks._GAPS for row, flag in sequence] for sequence in starts]
+    return [[row[0] if flag else GAPS for row, flag in sequence] for sequence in starts]
 
 
 @pytest.fixture(autouse=True)

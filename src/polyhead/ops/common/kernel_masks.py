@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyhead.ops.common.kernels.mask_arguments import MaskArguments
+from polyhead.ops.common.kernels.mask_arguments import GAPS, MaskArguments
 from polyhead.ops.common.nonfinite import can_launch
 from polyhead.ops.common.visibility import Visibility
 
 # With fewer pairs of a query and a key, searching a dense mask for tiles to skip takes longer than it saves.
-_SEARCHED_PAIRS = 1 << 20
+_SEARCHED_PAIRS = 1 << 21
+_COMPARED_PAIRS = 1 << 28  # with more pairs, sorting document ids is faster than comparing all of them
 
 
 def mask_reasons(visibility: Visibility | None) -> list[str]:
@@ -38,7 +39,7 @@ def pack(visibility: Visibility, *, poison: Tensor | None = None, for_columns: b
         left, right, sinks = visibility.left, visibility.right, visibility.sinks or None
         return MaskArguments(left, right, sinks, visibility.offset, poison=poison)
     queries, keys = visibility.num_queries, visibility.num_keys
-    query_document, key_document = _documents(visibility)
+    query_document, key_document, of_documents = _documents(visibility, for_columns=for_columns)
     per_token = {
         "query_position": visibility.query_positions,
         "key_position": visibility.key_positions,
@@ -51,11 +52,8 @@ def pack(visibility: Visibility, *, poison: Tensor | None = None, for_columns: b
     # Kernels compare positions with a band; of token positions they do not know which tiles are inside.
     is_band_regular = visibility.query_positions is None or (visibility.left is None and visibility.right is None)
     has_full_tiles = not len(visibility.biases) and len(of_queries) == dense_terms and is_band_regular
-    if query_document is not None and key_document is not None:
-        interval = _interval if len(visibility.documents) else _interval_of_real
-        of_queries.append(interval(query_document, key_document))
-        if for_columns:
-            of_keys.append(interval(key_document, query_document))
+    of_queries += of_documents[:1]
+    of_keys += of_documents[1:]
     for intervals, token in ((of_queries, "key"), (of_keys, "query")):
         if len(intervals):
             first, last, full = _intersection(intervals)
@@ -84,9 +82,8 @@ def pack(visibility: Visibility, *, poison: Tensor | None = None, for_columns: b
 
 
 # First and last visible index, [batch or 1, tokens], the last lower if there is none; and again the first if all in
-# between are visible, else `_GAPS`.
+# between are visible, else `GAPS`.
 _Interval = tuple[Tensor, Tensor, Tensor]
-_GAPS = 2**31 - 1
 
 
 def _dense_intervals(visibility: Visibility, *, for_columns: bool) -> tuple[list[_Interval], list[_Interval]]:
@@ -118,13 +115,13 @@ def _dense_intervals(visibility: Visibility, *, for_columns: bool) -> tuple[list
 def _ends(pairs: Tensor) -> _Interval:
     """Return the first and the last visible column of each row of a mask or a bias, [batch or 1, rows]."""
     if can_launch(pairs):
-        from polyhead.ops.common.kernels.row_ends import row_ends
+        from polyhead.ops.common.kernels.row_ends import mask_ends
 
-        return row_ends(pairs)
+        return mask_ends(pairs)
     columns = pairs.shape[-1]
     if not columns:
         nothing = torch.zeros(pairs.shape[:-1], dtype=torch.int64, device=pairs.device)
-        return nothing, nothing - 1, nothing + _GAPS
+        return nothing, nothing - 1, nothing + GAPS
     is_shown = (pairs if pairs.dtype is torch.bool else pairs != -torch.inf).to(torch.uint8)
     first = is_shown.argmax(-1)  # of equal values the first
     last = columns - 1 - is_shown.flip(-1).argmax(-1)
@@ -135,7 +132,7 @@ def _interval_of(first: Tensor, last: Tensor, count: Tensor, size: int) -> _Inte
     """Return an interval from its ends and the number of visible indices, where it is not 0."""
     is_full = (count > 0) & (count == last - first + 1)
     occurs = count > 0
-    return torch.where(occurs, first, size), torch.where(occurs, last, -1), torch.where(is_full, first, _GAPS)
+    return torch.where(occurs, first, size), torch.where(occurs, last, -1), torch.where(is_full, first, GAPS)
 
 
 def _intersection(intervals: list[_Interval]) -> _Interval:
@@ -146,10 +143,13 @@ def _intersection(intervals: list[_Interval]) -> _Interval:
     return first, last, full
 
 
-def _documents(visibility: Visibility) -> tuple[Tensor | None, Tensor | None]:
-    """Encode documents and padding as one pair of small ids, equal where a query may see a key."""
+def _documents(visibility: Visibility, *, for_columns: bool) -> tuple[Tensor | None, Tensor | None, list[_Interval]]:
+    """Encode documents and padding as one pair of small ids, equal where a query may see a key.
+
+    Also returns the keys that each query sees, and for the columns the queries that see each key.
+    """
     if not len(visibility.documents) and visibility.query_real is None and visibility.key_real is None:
-        return None, None
+        return None, None, []
     shared = torch.zeros((1, 1), dtype=torch.int64, device=visibility.device)
     query_ids, key_ids = shared.expand(1, visibility.num_queries), shared.expand(1, visibility.num_keys)
     if len(visibility.documents):
@@ -158,9 +158,21 @@ def _documents(visibility: Visibility) -> tuple[Tensor | None, Tensor | None]:
         query_ids = torch.where(visibility.query_real, query_ids, -1)
     if visibility.key_real is not None:
         key_ids = torch.where(visibility.key_real, key_ids, -2)
-    if not len(visibility.documents) or not visibility.num_keys:
-        return query_ids, key_ids
-    return _compact_ids(query_ids, key_ids)
+    if can_launch(query_ids) and can_launch(key_ids) and query_ids.shape[1] * key_ids.shape[1] <= _COMPARED_PAIRS:
+        from polyhead.ops.common.kernels.row_ends import document_ends
+
+        query_document, of_queries = document_ends(query_ids, key_ids, none=-1)
+        key_document, _ = document_ends(key_ids, key_ids, none=-2)
+        columns = [document_ends(key_ids, query_ids, none=-2)[1]] if for_columns else []
+        return query_document, key_document, [of_queries, *columns]
+    interval = _interval_of_real
+    if len(visibility.documents) and visibility.num_keys:
+        query_ids, key_ids = _compact_ids(query_ids, key_ids)
+        interval = _interval
+    intervals = [interval(query_ids, key_ids)]
+    if for_columns:
+        intervals.append(interval(key_ids, query_ids))
+    return query_ids, key_ids, intervals
 
 
 def _compact_ids(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,7 +194,7 @@ def _interval(ids: Tensor, others: Tensor) -> _Interval:
     batch = max(ids.shape[0], others.shape[0])
     ids, others = ids.expand(batch, -1).contiguous(), others.expand(batch, -1)
     if not count:
-        return torch.zeros_like(ids), torch.full_like(ids, -1), torch.full_like(ids, _GAPS)
+        return torch.zeros_like(ids), torch.full_like(ids, -1), torch.full_like(ids, GAPS)
     ordered, order = others.sort(dim=-1, stable=True)
     ordered = ordered.contiguous()
     start = torch.searchsorted(ordered, ids)
@@ -201,7 +213,7 @@ def _interval_of_real(ids: Tensor, others: Tensor) -> _Interval:
     batch = max(ids.shape[0], others.shape[0])
     ids, others = ids.expand(batch, -1), others.expand(batch, -1)
     if not count:
-        return torch.zeros_like(ids), torch.full_like(ids, -1), torch.full_like(ids, _GAPS)
+        return torch.zeros_like(ids), torch.full_like(ids, -1), torch.full_like(ids, GAPS)
     is_real = (others == 0).to(torch.int32)
     first = is_real.argmax(-1, keepdim=True)  # of equal values the first
     last = count - 1 - is_real.flip(-1).argmax(-1, keepdim=True)

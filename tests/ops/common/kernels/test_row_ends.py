@@ -28,7 +28,7 @@ def ends(shown: Tensor) -> list[Tensor]:
 
 
 def check_ends(device: str) -> None:
-    from polyhead.ops.common.kernels.row_ends import row_ends
+    from polyhead.ops.common.kernels.row_ends import mask_ends
 
     generator = torch.Generator().manual_seed(0)
     for batch, rows, columns in CASES:
@@ -44,10 +44,26 @@ def check_ends(device: str) -> None:
             torch.where(shown, -1e30, -torch.inf).bfloat16(),
         ):
             is_shown = mask if mask.dtype is torch.bool else mask != -torch.inf
-            for found, exact in zip(row_ends(mask.to(device)), ends(is_shown), strict=True):
+            for found, exact in zip(mask_ends(mask.to(device)), ends(is_shown), strict=True):
                 assert found.cpu().equal(exact)
-            for found, exact in zip(row_ends(mask.to(device).transpose(1, 2)), ends(is_shown.mT), strict=True):
+            for found, exact in zip(mask_ends(mask.to(device).transpose(1, 2)), ends(is_shown.mT), strict=True):
                 assert found.cpu().equal(exact)
+
+
+def check_document_ends(device: str) -> None:
+    from polyhead.ops.common.kernels.row_ends import document_ends
+
+    generator = torch.Generator().manual_seed(3)
+    for batch, rows, columns in CASES:
+        ids = torch.randint(-2, 6, (batch, rows), generator=generator).sort(-1).values
+        others = torch.randint(-2, 9, (batch, 2 * columns), generator=generator)[:, ::2]
+        for left, right in ((ids, others), (ids << 40, others << 40), (ids[:1], others), (ids, others[:1])):
+            shown = (left[..., None] == right[:, None]) & (left >= 0)[..., None]
+            document, found = document_ends(left.to(device), right.to(device), none=-7)
+            exact = ends(shown)
+            for x, y in zip(found, exact, strict=True):
+                assert x.cpu().equal(y)
+            assert document.cpu().equal(torch.where(exact[1] >= 0, exact[0], -7))
 
 
 def masks(tokens: int, device: str) -> dict[str, Mask]:
@@ -72,6 +88,7 @@ def masks(tokens: int, device: str) -> dict[str, Mask]:
         "documents twice": Mask.dense(causal[None, None]) & Mask.documents(document.expand(2, -1)),
         "padding on the left, with positions": Mask.dense((causal & (index >= shift)[:, None])[:, None])
         & Mask.positions(index - shift, torch.where(index >= shift, index - shift, -1)),
+        "documents in turns": Mask.documents(index % 5),
         "packed documents": Mask.causal() & Mask.documents(document.expand(2, -1)),
         "padding by length": Mask.lengths([tokens, tokens // 2]),
         "bias": Mask.bias(bias),
@@ -95,7 +112,7 @@ def check_attention(device: str, tokens: int, dtype: torch.dtype, bound: float) 
             leaves = [x.clone().requires_grad_() for x in inputs]
             with mock.patch.object(kernel_masks, "_ends", wraps=kernel_masks._ends) as search:
                 result = attention(*leaves, mask=mask, statistics=names, backend=backend)
-            is_dense = name not in ("two heads", "packed documents", "padding by length")
+            is_dense = name not in ("two heads", "documents in turns", "packed documents", "padding by length")
             assert search.called == (backend == "fused" and is_dense), name
             terms = [getattr(result.statistics, column).nan_to_num() for column in names if column != "visible_keys"]
             total = (result.output * direction).sum() + sum(term.sum() for term in terms)
@@ -123,12 +140,20 @@ def check_bias_gradient(device: str, tokens: int, bound: float) -> None:
 
 
 def on_short_masks(check: Callable[..., None], *arguments: object) -> None:
-    with mock.patch.object(kernel_masks, "_SEARCHED_PAIRS", 0):
+    """Run a check with masks that are searched, by the kernels as on a GPU."""
+    with (
+        mock.patch.object(kernel_masks, "_SEARCHED_PAIRS", 0),
+        mock.patch.object(kernel_masks, "can_launch", return_value=True),
+    ):
         check(*arguments)
 
 
 def test_in_the_interpreter_ends_are_the_first_and_the_last_visible_column() -> None:
     in_the_interpreter(check_ends, "cpu")
+
+
+def test_in_the_interpreter_ends_of_documents_are_the_first_and_the_last_equal_id() -> None:
+    in_the_interpreter(check_document_ends, "cpu")
 
 
 def test_in_the_interpreter_attention_under_dense_masks_skips_hidden_tiles_and_is_the_formula() -> None:
@@ -142,14 +167,15 @@ def test_in_the_interpreter_a_bias_has_its_gradient_and_zero_in_skipped_tiles() 
 @pytest.mark.gpu
 def test_on_a_gpu_ends_are_the_first_and_the_last_visible_column() -> None:
     check_ends("cuda")
+    check_document_ends("cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_on_a_gpu_attention_under_dense_masks_skips_hidden_tiles_and_is_the_formula(dtype: torch.dtype) -> None:
-    check_attention("cuda", 1280, dtype, 0.02 if dtype is torch.bfloat16 else 5e-3)
+    check_attention("cuda", 1536, dtype, 0.02 if dtype is torch.bfloat16 else 5e-3)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_bias_has_its_gradient_and_zero_in_skipped_tiles() -> None:
-    check_bias_gradient("cuda", 1280, 5e-3)
+    check_bias_gradient("cuda", 1536, 5e-3)

@@ -27,6 +27,7 @@ MASK_TENSORS = (
     "allowed",
     "poison",
 )
+GAPS = 2**31 - 1  # in `full_key` and `full_query`: beyond any index
 _OPTIONS = ("left", "right", "sinks")  # None or a number, passed as two numbers: 0 and 0, or 1 and the number
 _NUMBERS = ("offset", "stride_query", "stride_key", "table_zero")
 # The types of `MaskArguments.flat`: bias and table may need gradients, `MASK_TENSORS` do not.
@@ -52,7 +53,7 @@ class MaskArguments(NamedTuple):
     first_query: Tensor | None = None  # [batch or 1, keys]: first query that sees the key in them; backward only
     last_query: Tensor | None = None
     full_key: Tensor | None = None  # [batch or 1, queries]: `first_key` if the query sees all keys up to `last_key`
-    full_query: Tensor | None = None  # [batch or 1, keys]: likewise, `first_query`; both are else beyond any index
+    full_query: Tensor | None = None  # [batch or 1, keys]: likewise, `first_query`; both are else `GAPS`
     allowed: Tensor | None = None  # boolean [batch or 1, heads or 1, queries or 1, keys], with its strides (0: shared)
     allowed_batch: int = 0
     allowed_head: int = 0

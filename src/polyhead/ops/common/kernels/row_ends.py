@@ -1,9 +1,12 @@
-"""Find the first and the last visible column of each row of a dense mask or bias, and whether all between are visible.
+"""Find where queries see keys in a dense mask, a bias or documents: the first, the last, and whether all in between.
 
-Memory-bound: the mask is read once. PyTorch's `argmax` takes a multiple of the time of attention at 16,384 tokens.
+Memory-bound for a mask, which is read once; documents compare each pair of tokens, 268 million at 16,384 tokens. Plain
+PyTorch needs four passes over a mask, and sorts documents with some twenty kernels.
 """
 
 from __future__ import annotations
+
+from collections.abc import Hashable
 
 import torch
 import triton
@@ -11,13 +14,30 @@ import triton.language as tl
 from torch import Tensor
 
 from polyhead.ops.common.kernels.launching import launch
+from polyhead.ops.common.kernels.mask_arguments import GAPS
 from polyhead.ops.common.kernels.sizes import blocks_of
 
 _BLOCK_M, _BLOCK_N = 32, 128
+_GAPS = tl.constexpr(GAPS)
+
+# First and last visible index of each row, [batch, rows], the number of columns and -1 if there is none; and again the
+# first if all in between are visible, else `GAPS`. All are int32.
+Ends = tuple[Tensor, Tensor, Tensor]
+
+
+@triton.jit
+def _store_ends(first, last, count, ptr_first, ptr_last, ptr_full, offs, is_row, columns):
+    """Reduce what was collected for each column of a tile, and store it."""
+    first, last, count = tl.min(first, 1), tl.max(last, 1), tl.sum(count, 1)
+    tl.store(ptr_first + offs, tl.minimum(first, columns), mask=is_row)
+    tl.store(ptr_last + offs, last, mask=is_row)
+    is_full = (count > 0) & (count == last - first + 1)
+    tl.store(ptr_full + offs, tl.where(is_full, first, _GAPS), mask=is_row)
+    return first, last
 
 
 @triton.jit(do_not_specialize=("stride_batch", "stride_row", "stride_column", "rows", "columns"))
-def ends_kernel(
+def mask_ends_kernel(
     ptr_mask, ptr_first, ptr_last, ptr_full, stride_batch, stride_row, stride_column, rows, columns,
     DENSE_AXIS: tl.constexpr, IS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -31,9 +51,9 @@ def ends_kernel(
     else:
         offs_row = offs_m.to(tl.int64) * stride_row
     ptr_rows = ptr_mask + i_batch * stride_batch + offs_row[:, None]
-    first = tl.full([BLOCK_M], 2147483647, tl.int32)
-    last = tl.full([BLOCK_M], -1, tl.int32)
-    count = tl.zeros([BLOCK_M], tl.int32)
+    first = tl.full([BLOCK_M, BLOCK_N], _GAPS, tl.int32)
+    last = tl.full([BLOCK_M, BLOCK_N], -1, tl.int32)
+    count = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
     for column in range(0, columns, BLOCK_N):
         offs_n = column + tl.arange(0, BLOCK_N)
         if DENSE_AXIS == 1:
@@ -46,35 +66,82 @@ def ends_kernel(
             shown = tl.load(ptr_rows + offs_column[None, :], mask=inside, other=-float("inf")) != -float("inf")
         else:
             shown = tl.load(ptr_rows + offs_column[None, :], mask=inside, other=0) != 0
-        first = tl.minimum(first, tl.min(tl.where(shown, offs_n[None, :], 2147483647), 1))
-        last = tl.maximum(last, tl.max(tl.where(shown, offs_n[None, :], -1), 1))
-        count += tl.sum(shown.to(tl.int32), 1)
+        first = tl.where(shown, tl.minimum(first, offs_n[None, :]), first)
+        last = tl.where(shown, offs_n[None, :], last)
+        count += shown.to(tl.int32)
+    _store_ends(first, last, count, ptr_first, ptr_last, ptr_full, i_batch * rows + offs_m, is_row, columns)
+
+
+@triton.jit(do_not_specialize=("stride_ids", "stride_others", "rows", "columns"))
+def document_ends_kernel(
+    ptr_ids, ptr_others, ptr_first, ptr_last, ptr_full, ptr_document, stride_ids, stride_others, rows, columns,
+    NONE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Search the ids of a block of rows among others; `ptr_document` is the first index, or NONE if there is none."""
+    blocks = tl.cdiv(rows, BLOCK_M)
+    i_batch = (tl.program_id(0) // blocks).to(tl.int64)
+    offs_m = (tl.program_id(0) % blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_row = offs_m < rows
+    ids = tl.load(ptr_ids + i_batch * stride_ids + offs_m, mask=is_row, other=-1)
+    first = tl.full([BLOCK_M, BLOCK_N], _GAPS, tl.int32)
+    last = tl.full([BLOCK_M, BLOCK_N], -1, tl.int32)
+    count = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+    for column in range(0, columns, BLOCK_N):
+        offs_n = column + tl.arange(0, BLOCK_N)
+        others = tl.load(ptr_others + i_batch * stride_others + offs_n, mask=offs_n < columns, other=-1)
+        shown = (ids[:, None] == others[None, :]) & (ids >= 0)[:, None]
+        first = tl.where(shown, tl.minimum(first, offs_n[None, :]), first)
+        last = tl.where(shown, offs_n[None, :], last)
+        count += shown.to(tl.int32)
     offs = i_batch * rows + offs_m
-    tl.store(ptr_first + offs, tl.minimum(first, columns), mask=is_row)
-    tl.store(ptr_last + offs, last, mask=is_row)
-    is_full = (count > 0) & (count == last - first + 1)
-    tl.store(ptr_full + offs, tl.where(is_full, first, 2147483647), mask=is_row)
+    first, last = _store_ends(first, last, count, ptr_first, ptr_last, ptr_full, offs, is_row, columns)
+    tl.store(ptr_document + offs, tl.where(last >= 0, first, NONE), mask=is_row)
 
 
-def row_ends(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the first and the last visible column of each row, and again the first if all in between are visible.
-
-    They are int32 [batch, rows]. A row without any has the number of columns and -1, and the third of a row with gaps
-    is the largest int32.
+def mask_ends(mask: Tensor) -> Ends:
+    """Return where the rows of a mask see columns.
 
     Args:
         mask: boolean, True for visible, or a bias, -inf for invisible; [batch, rows, columns] with any strides.
     """
     batch, rows, columns = mask.shape
-    first, last, full = (torch.empty((batch, rows), dtype=torch.int32, device=mask.device) for _ in range(3))
-    if not first.numel():
-        return first, last, full
-    dense_axis = 1 if mask.stride(2) == 1 else 0 if mask.stride(1) == 1 else 2
-    is_bias = mask.dtype is not torch.bool
-    wide = sum(1 << i for i, stride in enumerate(mask.stride()) if stride >> 31)
-    variant = mask.get_device(), mask.dtype, mask.data_ptr() % 16, wide
-    with torch.cuda.device_of(mask):
-        arguments = (mask, first, last, full, *mask.stride(), rows, columns)
-        programs = batch * blocks_of(rows, _BLOCK_M)
-        launch(ends_kernel, programs, arguments, (dense_axis, is_bias, _BLOCK_M, _BLOCK_N), variant=variant)
+    first, last, full = _empty(3, batch, rows, mask)
+    if first.numel():
+        dense_axis = 1 if mask.stride(2) == 1 else 0 if mask.stride(1) == 1 else 2
+        constants = dense_axis, mask.dtype is not torch.bool, _BLOCK_M, _BLOCK_N
+        variant = mask.get_device(), mask.dtype, mask.data_ptr() % 16, _wide(*mask.stride())
+        with torch.cuda.device_of(mask):
+            arguments = (mask, first, last, full, *mask.stride(), rows, columns)
+            launch(mask_ends_kernel, batch * blocks_of(rows, _BLOCK_M), arguments, constants, variant=variant)
     return first, last, full
+
+
+def document_ends(ids: Tensor, others: Tensor, *, none: int) -> tuple[Tensor, Ends]:
+    """Return ids that fit into 32 bits, and where tokens see others of the same document.
+
+    Args:
+        ids: of the tokens, [batch or 1, rows]; a negative one sees nothing.
+        others: of the others, [batch or 1, columns].
+        none: the new id of tokens that see nothing. That of the others is the index of the first token that they see.
+    """
+    batch, rows, columns = max(ids.shape[0], others.shape[0]), ids.shape[1], others.shape[1]
+    ids, others = (x if x.stride(1) == 1 else x.contiguous() for x in (ids, others))
+    first, last, full, document = _empty(4, batch, rows, ids)
+    if first.numel():
+        strides = [x.stride(0) if x.shape[0] > 1 else 0 for x in (ids, others)]
+        constants = none, _BLOCK_M, _BLOCK_N
+        alignment = ids.data_ptr() % 16, others.data_ptr() % 16
+        variant = ids.get_device(), ids.dtype, others.dtype, alignment, _wide(*strides)
+        with torch.cuda.device_of(ids):
+            arguments = (ids, others, first, last, full, document, *strides, rows, columns)
+            launch(document_ends_kernel, batch * blocks_of(rows, _BLOCK_M), arguments, constants, variant=variant)
+    return document, (first, last, full)
+
+
+def _empty(count: int, batch: int, rows: int, like: Tensor) -> list[Tensor]:
+    return [torch.empty((batch, rows), dtype=torch.int32, device=like.device) for _ in range(count)]
+
+
+def _wide(*strides: int) -> Hashable:
+    """Return which strides have 64 bits: Triton compiles another variant for them."""
+    return tuple(stride >> 31 != 0 for stride in strides)
