@@ -22,6 +22,7 @@ from torch import Tensor
 
 import polyhead
 from polyhead import Mask
+from polyhead.ops.common.kernels.row_ends import mask_ends
 from polyhead.ops.common.kernels.row_reduction import reduce_rows
 from polyhead.ops.common.statistics import NAMES
 from polyhead.ops.decode.fused import CacheArguments, decode
@@ -160,6 +161,13 @@ def reduced_in_chunks() -> list[Tensor]:
     return [reduce_rows([entropy], keys, None, state, heads=range(4), share=0, learned_sinks=False, chunks=3)]
 
 
+def searched() -> list[Tensor]:
+    """Ends of the rows and of the columns of a mask and of a bias, with uneven sizes."""
+    shown = torch.rand(2, 131, 67, device="cuda") < 0.1
+    masks = (shown, shown.transpose(1, 2), torch.zeros(2, 131, 67, device="cuda").masked_fill(~shown, -torch.inf))
+    return [x.float() for mask in masks for x in mask_ends(mask)]
+
+
 @triton.jit
 def _planted_kernel(ptr, size, BLOCK: tl.constexpr):
     tl.store(ptr + tl.arange(0, BLOCK), 1.0, mask=tl.arange(0, BLOCK) <= size)
@@ -183,6 +191,10 @@ CASES: dict[str, Callable[[], list[Tensor]]] = {
     "portable, lengths, 24": lambda: forward_and_backward(
         torch.float16, 24, Mask.causal() & Mask.lengths(torch.tensor([57, 131], device="cuda")), FEW
     ),
+    "portable, documents, 64": lambda: forward_and_backward(
+        BF16, 64, Mask.causal() & Mask.documents(torch.arange(131, device="cuda") // 50), FEW
+    ),
+    "dense masks searched": searched,
     "portable, bias, 256": lambda: forward_and_backward(BF16, 256, Mask.bias(normal(1, 4, 131, 131, dtype=FP32)), FEW),
     "profile, columns, causal": lambda: profiled(Mask.causal(), received=True, block_map=(128, 128)),
     "profile, columns, 128, full": lambda: profiled(None, 128, received=True, block_map=(64, 64), offsets=True),
