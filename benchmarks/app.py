@@ -223,7 +223,7 @@ def replaced(
         str | None,
         typer.Option(
             metavar="PART,...",
-            help="Any of attention, statistics, training, profile, decode, layer, routed, observe, host.",
+            help="Any of attention, statistics, training, dense, profile, decode, layer, routed, observe, host.",
         ),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 where a bound is missed.")] = False,

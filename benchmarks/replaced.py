@@ -62,6 +62,7 @@ STATISTICS: dict[str, Mapping[str, float]] = {
 }
 TRAINING = {"4x16x4096x128": (1.03, 1.25), "2x24x5000x128": (None, 1.35)}  # with statistics; through the entropy
 PROFILES = {"4x16x4096x128": 0.75, "1x16x16384x64": 0.85}
+DENSE_MASKS = {"4x16x4096x128": (1.0, 1.0), "1x16x16384x128": (1.0, 1.0)}  # forward; forward + backward
 DECODE = {"1x32/8x32768x128": 1.05, "16x32/8x8192x128": 1.05, "16x32/1x32768x128": 1.05}
 LAYERS: dict[str, Mapping[str, tuple[float, float | None]]] = {  # plain; with statistics
     "cuda": {"32x512x768x12": (1.02, 1.3)},
@@ -73,7 +74,7 @@ ROUTED: Mapping[tuple[int, int, int, int, int], Both] = {  # batch, tokens, widt
 }
 OBSERVED = {(32, 64, 4096): 1.08, (16, 128, 4096): 1.08, (32, 64, 131072): 0.97, (16, 128, 131072): 0.97}
 MICROSECONDS = {"attention": 3.0, "attention, causal": 3.0, "statistics": 20.0, "forward + backward": 40.0}
-PARTS = ("attention", "statistics", "training", "profile", "decode", "layer", "routed", "observe", "host")
+PARTS = ("attention", "statistics", "training", "dense", "profile", "decode", "layer", "routed", "observe", "host")
 ON_A_CPU = ("attention", "statistics", "layer")
 SECONDS, QUICK_SECONDS = 1.5, 0.3
 
@@ -103,6 +104,9 @@ def _places(part: str, kind: str) -> Iterator[tuple[str, Callable[[Run], Iterato
         for text, bound in bounds_of(kind).items():
             for causal in (False, True):
                 yield _named(text, causal), functools.partial(build, text=text, causal=causal, bound=bound)
+    elif part == "dense":
+        for text, bound in DENSE_MASKS.items():
+            yield text, functools.partial(dense, text=text, bounds=bound)
     elif part == "decode":
         for text, bound in DECODE.items():
             yield text, functools.partial(one_token, text=text, bound=bound)
@@ -165,6 +169,53 @@ def training(run: Run, *, text: str, causal: bool, bound: tuple[float | None, fl
     with_statistics, through_entropy = bound
     pairs = [Pair(WITH, CUDNN, with_statistics), Pair(PENALTY, CUDNN, through_entropy)]
     yield found.case(_named("forward + backward", causal), text, pairs)
+
+
+def dense(run: Run, *, text: str, bounds: Both) -> Iterator[Case]:
+    """Statistics under a causal mask that is given as a tensor, as code that torch.compile traces builds it."""
+    problem = Problem.draw(run, Shape.parse(text), causal=True)
+    step, short = TrainingStep(problem, seed=run.seed), TrainingStep(problem.shortened(GRADIENT_TOKENS), seed=run.seed)
+    exact, found = Exact(problem, seed=run.seed), Entrants()
+    found.enter(WITH, functools.partial(_dense_ours, problem), lambda result: _check_rows(exact, WITH, result))
+    found.enter(PYTORCH, functools.partial(_dense_pytorch, problem), lambda output: exact.check(PYTORCH, Found(output)))
+    forward, backward = bounds
+    yield found.case("dense causal mask", text, [Pair(WITH, PYTORCH, forward)])
+    found = Entrants()
+    for name, build in ((WITH, _dense_ours), (PYTORCH, _dense_pytorch)):
+
+        def check(_: object, name: str = name, build: Any = build) -> None:
+            grads = _gradients(build(short.problem, short.leaves), short)()
+            check_gradients(name, short.problem, grads, short.upstream, None)
+
+        found.enter(name, lambda build=build: _gradients(build(problem, step.leaves), step), check)
+    yield found.case("dense causal mask, forward + backward", text, [Pair(WITH, PYTORCH, backward)])
+
+
+def _dense_ours(problem: Problem, leaves: tuple[Tensor, ...] | None = None) -> Callable[[], Any]:
+    mask = polyhead.Mask.dense(_lower_triangle(problem))
+    inputs = (problem.query, problem.key, problem.value) if leaves is None else leaves
+    return lambda: polyhead.attention(*inputs, mask=mask, statistics=ROW_STATISTICS, finite=True)
+
+
+def _dense_pytorch(problem: Problem, leaves: tuple[Tensor, ...] | None = None) -> Callable[[], Tensor]:
+    mask = _lower_triangle(problem)
+    inputs = (problem.query, problem.key, problem.value) if leaves is None else leaves
+    grouped = problem.shape.group > 1
+    return lambda: F.scaled_dot_product_attention(*inputs, attn_mask=mask, enable_gqa=grouped)
+
+
+def _lower_triangle(problem: Problem) -> Tensor:
+    tokens = problem.shape.tokens
+    return torch.ones((tokens, tokens), dtype=torch.bool, device=problem.query.device).tril()
+
+
+def _gradients(forward: Callable[[], Any], step: TrainingStep) -> Callable[[], tuple[Tensor, ...]]:
+    def call() -> tuple[Tensor, ...]:
+        result = forward()
+        output = result if isinstance(result, Tensor) else result.output
+        return torch.autograd.grad(output, step.leaves, step.upstream)
+
+    return call
 
 
 def profiles(run: Run, *, text: str, causal: bool, bound: float) -> Iterator[Case]:

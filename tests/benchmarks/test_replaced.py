@@ -28,6 +28,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replaced, "ATTENTION", {"cpu": {SMALL: (1.0, 2.0)}})
     monkeypatch.setattr(replaced, "STATISTICS", {"cpu": {SMALL: 3.0}})
     monkeypatch.setattr(replaced, "TRAINING", {SMALL: (4.0, 5.0)})
+    monkeypatch.setattr(replaced, "DENSE_MASKS", {SMALL: (5.5, 5.6)})
     monkeypatch.setattr(replaced, "PROFILES", {SMALL: 6.0})
     monkeypatch.setattr(replaced, "DECODE", {SMALL: 7.0})
     monkeypatch.setattr(replaced, "LAYERS", {"cpu": {"2x5x32x4": (8.0, 9.0)}})
@@ -49,6 +50,7 @@ def measured(part: str) -> list:
         ("attention", [{(replaced.OURS, 1.0)}, {(replaced.OURS, 2.0)}]),
         ("statistics", [{(WITH, 3.0), (GUARDED, None)}] * 2),
         ("training", [{(WITH, 4.0), (PENALTY, 5.0)}] * 2),
+        ("dense", [{(WITH, 5.5)}, {(WITH, 5.6)}]),
         ("profile", [{(PROFILE, 6.0)}] * 2),
         ("decode", [{(WITH, 7.0)}]),
         ("layer", [{(replaced.OURS, 8.0), (WITH, 9.0), (replaced.TORCH, None)}]),
