@@ -152,7 +152,13 @@ def inspection(output: ResultFile = None, quick: Quick = False, seed: Seed = 0, 
 
 
 @app.command("monitoring")
-def monitoring(output: ResultFile = None, quick: Quick = False, seed: Seed = 0, commit: Commit = None) -> None:
+def monitoring(
+    output: ResultFile = None,
+    only: Annotated[str | None, typer.Option(metavar="PART,...", help="Any of eager, compiled.")] = None,
+    quick: Quick = False,
+    seed: Seed = 0,
+    commit: Commit = None,
+) -> None:
     """Measure the cost of `HeadMonitor` with all its columns, against the same training steps without it.
 
     On a CUDA machine: Llama models of 8 and 16 layers in bfloat16 with AdamW, at 2,048 to 16,384 tokens, monitored in
@@ -160,8 +166,8 @@ def monitoring(output: ResultFile = None, quick: Quick = False, seed: Seed = 0, 
     """
     from benchmarks import monitoring
 
-    gpu = _gpu()
-    steps = monitoring.plan(quick=quick, seed=seed, gpu=gpu)
+    parts, gpu = _parts(only, list(monitoring.PARTS)), _gpu()
+    steps = monitoring.plan(parts, quick=quick, seed=seed, gpu=gpu)
     _run(steps, gpu, output, commit=commit, quick=quick, seed=seed)
 
 

@@ -25,6 +25,7 @@ EVERY = "polyhead, monitor of every step"
 TENTH = "polyhead, monitor of every 10th step"
 COMPILED = ", compiled"
 BACKEND = "inductor"
+PARTS = {"eager": "", "compiled": COMPILED}
 BOUNDS = {EVERY: 1.02, TENTH: 1.005}
 PEAK_BOUND = 1.01  # of the peak memory of the plain steps
 STEPS = 10  # of one call: one of them is a 10th step
@@ -59,17 +60,24 @@ PLACES = (
 ON_A_CPU = (Place(2, 64, 4, 4, 128, 2, 64, 100),)
 
 
-def plan(*, quick: bool = False, seed: int = 0, gpu: torch.device | None = None) -> list[Step]:
+def plan(
+    only: Sequence[str] = tuple(PARTS), *, quick: bool = False, seed: int = 0, gpu: torch.device | None = None
+) -> list[Step]:
     """The places of a run: in bfloat16 on a GPU, or else a small model on the CPU, without bounds."""
     run = Run(gpu or torch.device("cpu"), torch.float32 if gpu is None else torch.bfloat16, seed=seed)
     run = replace(run, seconds=_SECONDS, fewest=_FEWEST)
     run = replace(run, seconds=1.0, repetitions=0) if quick else run
     places = ON_A_CPU if gpu is None else PLACES[: 1 if quick else None]
-    return [Step("monitoring", str(place), run, functools.partial(measure, run, place)) for place in places]
+    modes = [PARTS[part] for part in PARTS if part in only]
+    return [
+        Step("monitoring", f"{place}{mode}", run, functools.partial(measure, run, place, mode))
+        for place in places
+        for mode in modes
+    ]
 
 
-def measure(run: Run, place: Place) -> Iterator[Case]:
-    """One place. The contenders are models of their own around the same parameters, with one optimizer.
+def measure(run: Run, place: Place, mode: str) -> Iterator[Case]:
+    """One place and mode. The contenders are models of their own around the same parameters, with one optimizer.
 
     Compiled models are a case of their own: in the block of a monitor that observes in eager mode they would not be.
     """
@@ -78,14 +86,14 @@ def measure(run: Run, place: Place) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(run.seed)
     ids = torch.randint(place.vocabulary, (place.batch, place.tokens), generator=generator).to(run.device)
     bounds = BOUNDS if run.device.type == "cuda" else {}
-    for mode, plain in (("", [PLAIN]), (COMPILED, [PLAIN, PLAIN + COMPILED])):
-        found = Entrants()
-        with ExitStack() as stack:
-            for name in (*plain, EVERY + mode, TENTH + mode):
-                found.enter(name, functools.partial(_contender, name, model, optimizer, ids, stack), _check)
-            tidy()
-            pairs = [Pair(name + mode, plain, bounds.get(name)) for name in BOUNDS]
-            yield found.case("monitoring", f"{place}{mode}", pairs, items=STEPS, figures=_peaks)
+    plain = [PLAIN, PLAIN + COMPILED] if mode else [PLAIN]
+    found = Entrants()
+    with ExitStack() as stack:
+        for name in (*plain, EVERY + mode, TENTH + mode):
+            found.enter(name, functools.partial(_contender, name, model, optimizer, ids, stack), _check)
+        tidy()
+        pairs = [Pair(name + mode, plain, bounds.get(name)) for name in BOUNDS]
+        yield found.case("monitoring", f"{place}{mode}", pairs, items=STEPS, figures=_peaks)
 
 
 def _contender(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from benchmarks import monitoring
-from benchmarks.measuring.cases import Run
+from benchmarks.measuring.cases import Case, Run
 from benchmarks.measuring.runner import rows_of
 
 PLACE = monitoring.Place(1, 32, 2, 2, 32, 2, 9, 20)
@@ -19,11 +21,16 @@ def run(monkeypatch) -> Run:
     return Run(torch.device("cpu"), torch.float32, 2, 0, 0.2, 2, repetitions=0)
 
 
+def cases(run: Run) -> Iterator[Case]:
+    for mode in monitoring.PARTS.values():
+        yield from monitoring.measure(run, PLACE, mode)
+
+
 def test_steps_are_timed_with_a_monitor_of_every_step_and_of_every_tenth(run, monkeypatch):
     """Those that are called compiled run compiled code."""
     ran, rows = [], []
     monkeypatch.setattr(monitoring, "BACKEND", lambda graph, _: lambda *args: ran.append(graph) or graph(*args))
-    for case in monitoring.measure(run, PLACE):
+    for case in cases(run):
         for name, call in case.calls.items():
             ran.clear()
             call()
@@ -46,7 +53,7 @@ def test_a_monitor_that_leaves_a_column_out_is_not_timed(run, monkeypatch):
     from polyhead.training import head_signals
 
     monkeypatch.setattr(head_signals, "output_matrix", lambda *_: None)  # as if W_O were quantised
-    eager, compiled = rows_of(monitoring.measure(run, PLACE), run)
+    eager, compiled = rows_of(cases(run), run)
     assert set(eager.timings.samples_ms) == {monitoring.PLAIN}
     assert set(compiled.timings.samples_ms) == {monitoring.PLAIN, monitoring.PLAIN + monitoring.COMPILED}
     assert "the monitor has no values of output_norm" in eager.failed
