@@ -157,11 +157,11 @@ def test_in_the_interpreter_ends_of_documents_are_the_first_and_the_last_equal_i
 
 
 def test_in_the_interpreter_attention_under_dense_masks_skips_hidden_tiles_and_is_the_formula() -> None:
-    in_the_interpreter(on_short_masks, check_attention, "cpu", 150, torch.float32, 1e-5)
+    in_the_interpreter(on_short_masks, check_attention, "cpu", 100, torch.float32, 1e-5)
 
 
 def test_in_the_interpreter_a_bias_has_its_gradient_and_zero_in_skipped_tiles() -> None:
-    in_the_interpreter(on_short_masks, check_bias_gradient, "cpu", 150, 1e-5)
+    in_the_interpreter(on_short_masks, check_bias_gradient, "cpu", 100, 1e-5)
 
 
 @pytest.mark.gpu
