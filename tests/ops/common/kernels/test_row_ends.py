@@ -179,3 +179,31 @@ def test_on_a_gpu_attention_under_dense_masks_skips_hidden_tiles_and_is_the_form
 @pytest.mark.gpu
 def test_on_a_gpu_a_bias_has_its_gradient_and_zero_in_skipped_tiles() -> None:
     check_bias_gradient("cuda", 1536, 5e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["dense", "bias"])
+def test_on_a_gpu_a_compiled_call_skips_tiles_as_well_and_is_the_formula(kind: str) -> None:
+    """Compiled code finds the tiles with operators of PyTorch, for masks of any size."""
+    tokens = 300
+    index = torch.arange(tokens, device="cuda")
+    causal = index[None] <= index[:, None]
+    documents = causal & (index[None] // 90 == index[:, None] // 90)
+    documents[7] = False
+    generator = torch.Generator().manual_seed(4)
+    inputs = [torch.randn(2, 2, tokens, 32, generator=generator).cuda() for _ in range(3)]
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, shown: Tensor, backend: str) -> list[Tensor]:
+        mask = Mask.dense(shown) if kind == "dense" else Mask.bias(torch.where(shown, 0.5, -torch.inf))
+        result = attention(query, key, value, mask=mask, statistics=("entropy", "sink_mass"), backend=backend)
+        return [result.output, result.statistics.entropy, result.statistics.sink_mass]
+
+    compiled = torch.compile(attend)
+    for shown in (causal, documents):
+        results = []
+        for call, backend in ((compiled, "fused"), (attend, "reference")):
+            leaves = [x.clone().requires_grad_() for x in inputs]
+            found = call(*leaves, shown[None, None], backend)
+            results.append([*found, *torch.autograd.grad(found[0].square().sum() + found[1].sum(), leaves)])
+        for found, exact in zip(*results, strict=True):
+            assert relative_error(found, exact) < 5e-3
