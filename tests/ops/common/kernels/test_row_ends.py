@@ -204,6 +204,9 @@ def test_on_a_gpu_a_compiled_call_skips_tiles_as_well_and_is_the_formula(kind: s
         for call, backend in ((compiled, "fused"), (attend, "reference")):
             leaves = [x.clone().requires_grad_() for x in inputs]
             found = call(*leaves, shown[None, None], backend)
-            results.append([*found, *torch.autograd.grad(found[0].square().sum() + found[1].sum(), leaves)])
+            results.append(
+                [*found, *torch.autograd.grad(found[0].square().sum() + found[1].nan_to_num().sum(), leaves)]
+            )
         for found, exact in zip(*results, strict=True):
-            assert relative_error(found, exact) < 5e-3
+            assert found.isfinite().equal(exact.isfinite())
+            assert relative_error(found.nan_to_num(), exact.nan_to_num()) < 5e-3
