@@ -232,13 +232,17 @@ def strided(x: Tensor, device: str) -> Tensor:
 
 @contextmanager
 def guarded_memory() -> Iterator[None]:
-    """Fill new tensors with NaN and guard bands; check at the end that the guards are unchanged."""
+    """Fill new tensors and guard bands with NaN or large integers; check at the end that the guards are unchanged."""
     margin, buffers = 512, []
+
+    def filling(dtype: torch.dtype) -> float:
+        return torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max - 1
 
     def fresh(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def guarded(*args: object, **options: object) -> Tensor:
             model = make(*args, **options)
-            flat = torch.full((model.numel() + 2 * margin,), torch.nan, dtype=model.dtype, device=model.device)
+            size = model.numel() + 2 * margin
+            flat = torch.full((size,), filling(model.dtype), dtype=model.dtype, device=model.device)
             buffers.append(flat)
             return flat.as_strided(model.shape, model.stride(), margin)
 
@@ -251,8 +255,10 @@ def guarded_memory() -> Iterator[None]:
         yield
     assert len(buffers) >= 4
     for flat in buffers:
-        assert flat[:margin].isnan().all()
-        assert flat[-margin:].isnan().all()
+        for guard in (flat[:margin], flat[-margin:]):
+            torch.testing.assert_close(
+                guard, torch.full_like(guard, filling(flat.dtype)), rtol=0, atol=0, equal_nan=True
+            )
 
 
 def visibility_of(scene: Scene, device: str) -> Visibility:

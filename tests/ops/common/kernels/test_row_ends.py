@@ -181,6 +181,8 @@ def test_on_a_gpu_a_bias_has_its_gradient_and_zero_in_skipped_tiles() -> None:
     check_bias_gradient("cuda", 1536, 5e-3)
 
 
+# Inductor would rather have TensorFloat32, which is not requested here.
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["dense", "bias"])
 def test_on_a_gpu_a_compiled_call_skips_tiles_as_well_and_is_the_formula(kind: str) -> None:
