@@ -68,7 +68,7 @@ def _pooling(inspection: Inspection) -> int:
 def _used_bins(inspection: Inspection) -> tuple[int, int]:
     """Return the range of offset bins with attention from any head: first, and one past the last.
 
-    Heads without a number (NaN) have no attention in any bin; where there are no others, the range is that of their bins.
+    A head that is NaN has no attention in any bin; where there are no others, the range is that of their bins.
     """
     offsets = [x.offsets for x in inspection.head_maps.values() if x.offsets.shape[-1]]
     if not offsets:
