@@ -32,6 +32,7 @@ from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read_heads
 from polyhead.surgery.edits.head_edits import HeadEdit, PruneHeads, checked_edits
 from polyhead.surgery.edits.records import EditRecord, LayerRecord
+from polyhead.surgery.edits.stale_caches import CACHED_HEADS, cached_heads, model_around, refuse_stale_cache
 from polyhead.surgery.native.configs import ConfigChange, config_at
 from polyhead.surgery.native.fitting import fit_edited
 
@@ -284,8 +285,10 @@ def _write(model: nn.Module, layers: Mapping[str, AttentionLayer], changes: Chan
     for path, layout in changes.layouts.items():
         if layers[path].is_ours:
             _set_ours(layers[path], layout, back)
+            _mark_caches_stale(layers[path], changes.parameters, back)
         else:
             _set_transformers(layers[path], layout, back)
+            _set_cached_heads(model, layers[path], layout, back)
     _set_origins(model, layers, changes.origins, back)
     for change in changes.config:
         config = config_at(model.config, change.path)
@@ -396,6 +399,23 @@ def _set_ours(layer: AttentionLayer, layout: HeadLayout, back: ExitStack) -> Non
     built = MultiHeadConfig(**options).build(device="meta")
     _set(module, "layout", built.layout, back)
     _repack_projections(module)
+
+
+def _mark_caches_stale(layer: AttentionLayer, parameters: Mapping[str, Tensor], back: ExitStack) -> None:
+    """Count an edit that changes keys or values, so that the layer refuses a cache that it filled before."""
+    assert isinstance(layer.module, MultiHeadAttention)
+    prefix = f"{layer.path}." if layer.path else ""
+    if any(f"{prefix}{name}" in parameters for name, _ in layer.module.named_parameters() if name[0] in "kv"):
+        _set(layer.module, "kv_edits", layer.module.kv_edits + 1, back)
+
+
+def _set_cached_heads(model: nn.Module, layer: AttentionLayer, layout: HeadLayout, back: ExitStack) -> None:
+    around = model_around(model, layer.path)
+    if around is None:
+        return
+    if not hasattr(around, CACHED_HEADS):
+        back.callback(around.register_forward_pre_hook(refuse_stale_cache, with_kwargs=True).remove)
+    _set(around, CACHED_HEADS, cached_heads(around, layer.path, layer.module, layout.num_kv_heads), back)
 
 
 def _repack_projections(module: MultiHeadAttention) -> None:
