@@ -18,7 +18,7 @@ from polyhead.errors import CheckpointError, OptionError
 from polyhead.files import in_one_line
 from polyhead.geometry import HeadOrigins
 from polyhead.observation.origins import IN_CONFIG, config_entry
-from polyhead.observation.transformers_models import is_pretrained
+from polyhead.observation.transformers_models import is_pretrained, pretrained_models
 from polyhead.sources.fingerprint import fingerprint
 from polyhead.sources.load_errors import quiet
 from polyhead.sources.models import read_weights
@@ -262,10 +262,10 @@ def _shared(model: nn.Module) -> dict[str, str]:
 def check_savable(model: nn.Module, folder: Path | None = None) -> None:
     """Check that `save` can write this model, and that the folder is not the one it came from."""
     if not is_pretrained(model):
-        raise OptionError(
-            f"only transformers models can be saved, got {type(model).__name__}; store a polyhead layer as "
-            "polyhead.layers.config_of(layer) and layer.state_dict()"
-        )
+        inner = ", ".join(f"model.{path} ({type(x).__name__})" for path, x in pretrained_models(model).items())
+        ours = "store a polyhead layer as polyhead.layers.config_of(layer) and layer.state_dict()"
+        hint = f"save {inner}, and put the loaded one in its place" if inner else ours
+        raise OptionError(f"only transformers models can be saved, got {type(model).__name__}; {hint}")
     import transformers
 
     if getattr(transformers, type(model).__name__, None) is not type(model):
