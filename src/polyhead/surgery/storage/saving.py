@@ -112,9 +112,9 @@ def save(
         # With the config changes of the written model, so that `undo` reverts them.
         write = dataclasses.replace(record, config=join_changes(record.config, plan.changes)).save
     with quiet(progress=False), _explain_write_errors(folder), new_record(folder, write) as undo:
-        place = (lambda: None) if undo is None else undo.place
-        manifest = dataclasses.replace(plan.manifest, undo=None if undo is None else undo.digest)
-        with written_atomically(folder, replace=replace, before_rename=place) as temporary:
+        manifest = dataclasses.replace(plan.manifest, undo=undo.digest)
+        steps = {"before_rename": undo.place, "after_rename": undo.remove_others}
+        with written_atomically(folder, replace=replace, **steps) as temporary:
             if plan.built is None:
                 _write_uneven(model, temporary, manifest)
             else:
@@ -124,7 +124,7 @@ def save(
                 tokenizer.save_pretrained(temporary)
                 mark_model_card(temporary, () if record is None else record.edits)
     num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    return SavedModel(folder, form, plan.native, num_bytes, None if undo is None else undo.folder)
+    return SavedModel(folder, form, plan.native, num_bytes, None if undo.digest is None else undo.folder)
 
 
 @contextmanager
