@@ -305,7 +305,7 @@ class KVCache(ABC):
         if torch.compiler.is_compiling():
             return
         reference, edits = _layers.get(self, (None, 0))
-        filled_by = None if reference is None else reference()
+        filled_by: Any = None if reference is None else reference()
         if filled_by is not None and filled_by is not layer and self._max_length:
             raise CacheError(
                 f"a cache holds the tokens of one layer, got a {type(layer).__name__} with a cache that another "
