@@ -341,3 +341,14 @@ def test_a_value_that_is_nan_in_one_run_alone_is_reported(run, tmp_path):
         text = printed(*runs, place=tmp_path / name)
         assert f"3 values are NaN in {name} alone, and not compared: confidence, entropy of L0H1, L1H2" in text
     assert "alone" not in printed(run, run, place=tmp_path / "same")
+    columns["mean_distance"][:] = math.nan  # the whole column
+    printed(run, broken, place=tmp_path / "column")
+    options = [
+        "compare",
+        str(tmp_path / "column" / "A"),
+        str(tmp_path / "column" / "B"),
+        "--statistic",
+        "mean_distance",
+    ]
+    text = CliRunner().invoke(app, options).output
+    assert "8 values are NaN in B alone, and not compared: mean_distance of L0H0, L0H1" in text

@@ -67,7 +67,7 @@ def compare(
 
     first, second = _load(before), _load(after)
     found = compared(first, second)
-    names = {change.name for change in found.changes}
+    names = {change.name for change in (*found.changes, *found.undefined)}
     stacked = has_stacks((*first.table.sites, *second.table.sites))
     if statistic is not None and statistic not in names:
         raise OptionError(
