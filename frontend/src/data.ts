@@ -228,6 +228,11 @@ export function unpack(packed: Packed): Unpacked {
   return unpacked;
 }
 
+/** True if any value is not a number: a NaN of the model, which is shown as such and never as 0. */
+export function hasNaN(values: ArrayLike<number>): boolean {
+  return Array.prototype.some.call(values, Number.isNaN);
+}
+
 /** The slice at one index of the first axis. */
 export function part(array: Unpacked, index: number): Unpacked {
   const shape = array.shape.slice(1);

@@ -5,8 +5,10 @@ from __future__ import annotations
 import shlex
 
 import pytest
+import torch
 from playwright.sync_api import expect
 
+from polyhead.report.packing import packed_weights
 from tests.browser.conftest import written
 from tests.browser.payloads import (
     CROSS_HEADS,
@@ -14,9 +16,11 @@ from tests.browser.payloads import (
     HEADS,
     LAYERS,
     ROLES,
+    SENTENCE,
     bare,
     synthetic,
 )
+from tests.report.test_packing import unpacked
 
 PAGE = synthetic()
 ALL = LAYERS * HEADS + CROSS_LAYERS * CROSS_HEADS
@@ -316,3 +320,29 @@ def test_head_of_an_edited_model_shows_its_origin(open_page, tmp_path):
     expect(opened.tab.locator("header .facts")).to_contain_text("Edited: removed L0H3")
     opened.go("findings")
     expect(opened.tab.get_by_text("Edits, by original heads")).to_be_visible()
+
+
+def test_attention_that_is_not_a_number_is_called_so(open_page, tmp_path):
+    page = synthetic()
+    packs = [page["maps"]["2"], page["offsets"]["sites"]["2"], page["examples"][0]["sites"]["2"]]
+    for packed, key in zip(packs, ("maps", "offsets", "examples"), strict=True):
+        weights = torch.from_numpy(unpacked(packed)).float()
+        weights[1] = torch.nan
+        into = page["examples"][0]["sites"] if key == "examples" else page[key].get("sites", page[key])
+        into["2"] = packed_weights(weights)
+    opened = open_page(written(page, tmp_path / "nan.html"), "overview?color=map")
+    tab = opened.tab
+    missing = tab.locator("a.cell.missing")
+    expect(missing).to_have_attribute("data-key", "2.1")
+    assert "not a number (NaN)" in missing.get_attribute("aria-label")
+    assert tab.locator("a.cell canvas").count() == ALL - 1
+    missing.click()
+    expect(tab.locator(".map-figure canvas")).to_have_attribute("aria-label", "not a number (NaN)")
+    expect(tab.locator(".map-figure .ramp-missing")).to_have_text("not a number (NaN)")
+    expect(tab.locator(".offset-figure figcaption")).to_have_text("not a number (NaN)")
+    expect(tab.locator(".strongest")).to_contain_text("not a number (NaN)")
+    assert tab.locator(".word.missing").count() == len(SENTENCE)
+    tab.get_by_role("button", name="Lines").click()
+    expect(tab.locator(".lines svg")).to_contain_text("not a number (NaN)")
+    assert not tab.locator(".lines svg path").count()
+    opened.check()

@@ -326,3 +326,29 @@ def test_roles_that_one_run_did_not_measure_are_not_compared(run):
 def test_pooled_documents_are_called_groups(run):
     many = dataclasses.replace(run, facts={**run.facts, "documents": 1000})
     assert compare(many, many).over == ("groups of documents", "groups of documents")
+
+
+def test_a_value_that_is_nan_in_one_run_alone_is_reported(run, tmp_path):
+    columns = {name: x.clone() for name, x in run.table.columns.items()}
+    columns["entropy"][6] = columns["confidence"][6] = columns["entropy"][1] = math.nan
+    broken = dataclasses.replace(run, table=dataclasses.replace(run.table, columns=columns))
+    found = compare(run, broken)
+    places = [(x.name, x.head[0].layer, x.head[1]) for x in found.undefined]
+    assert places == [("entropy", 0, 1), ("entropy", 1, 2), ("confidence", 1, 2)]
+    assert not {("entropy", 6), ("confidence", 6)} & {(x.name, 4 * x.head[0].layer + x.head[1]) for x in found.changes}
+    assert compare(run, run).undefined == compare(broken, broken).undefined == ()
+    for name, runs in (("B", (run, broken)), ("A", (broken, run))):
+        text = printed(*runs, place=tmp_path / name)
+        assert f"3 values are NaN in {name} alone, and not compared: confidence, entropy of L0H1, L1H2" in text
+    assert "alone" not in printed(run, run, place=tmp_path / "same")
+    columns["mean_distance"][:] = math.nan  # the whole column
+    printed(run, broken, place=tmp_path / "column")
+    options = [
+        "compare",
+        str(tmp_path / "column" / "A"),
+        str(tmp_path / "column" / "B"),
+        "--statistic",
+        "mean_distance",
+    ]
+    text = CliRunner().invoke(app, options).output
+    assert "8 values are NaN in B alone, and not compared: mean_distance of L0H0, L0H1" in text

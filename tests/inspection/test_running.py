@@ -90,8 +90,10 @@ def test_every_kind_of_model_is_inspected(inspected, name):
     assert len(found.table) == stacks * 8
     assert found.facts["documents"] == 6
     assert found.facts["context"] == 96
-    (left_out,) = found.facts["left_out"]
-    assert str(left_out).startswith("agreement and pronoun: of 160 sentences with pronouns the tokenizer can read 0")
+    left_out, *others = map(str, found.facts["left_out"])
+    assert left_out.startswith("agreement and pronoun: of 160 sentences with pronouns the tokenizer can read 0")
+    two_stacks = "importance: auto measures models of one stack, got an encoder-decoder; polyhead.analysis.ablate"
+    assert [x[: len(two_stacks)] for x in others] == ([two_stacks] if name == "t5" else [])
     assert len(found.roles) == (16 if name == "t5" else 8)  # a cross-attention has no place among its keys
     assert found.table["predictable_share"].isfinite().all()
     for site, matrices in found.relations.items():

@@ -42,9 +42,14 @@ def test_unpacked_shares_are_within_half_a_quantisation_step():
     assert (np.abs(found - shares.numpy()).reshape(5, -1).max(1) <= bound).all()
 
 
-def test_shares_that_are_zero_or_not_finite_are_zero():
-    found = unpacked(packed_weights(torch.tensor([[0.0, 0.0], [math.nan, 0.5], [math.inf, -0.5]])))
-    assert found.tolist() == [[0.0, 0.0], [0.0, 0.5], [0.0, 0.0]]
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, -0.5])
+def test_numbers_that_a_byte_cannot_hold_remain(number):
+    shares = torch.tensor([[0.0, 0.0], [number, 0.5], [1.0, 0.1]])
+    np.testing.assert_array_equal(unpacked(packed_weights(shares)), shares.numpy())
+
+
+def test_shares_of_zero_and_of_no_tokens():
+    assert unpacked(packed_weights(torch.zeros(2, 3))).tolist() == [[0.0] * 3] * 2
     assert packed_weights(torch.zeros(3, 0, 0))["data"] == ""
 
 

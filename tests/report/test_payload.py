@@ -262,6 +262,30 @@ def test_hostile_and_long_tokens_are_text(inspections):
     json.dumps(page, ensure_ascii=False).encode("utf-8")
 
 
+def test_heads_without_numbers_are_not_zeros_and_hide_no_others(inspections):
+    inspection = inspections["llama"]
+    heads = dict(inspection.head_maps)
+    for site, x in heads.items():
+        rows = torch.arange(site.num_heads) != 2
+        heads[site] = HeadMaps(x.block, x.map.clone(), x.offsets.clone())
+        heads[site].map[~rows] = heads[site].offsets[~rows] = torch.nan
+        assert rows.sum() == site.num_heads - 1 > 0
+    (site, weights), *_ = inspection.examples[0].weights.items()
+    example = dataclasses.replace(inspection.examples[0], weights={site: weights.clone()})
+    example.weights[site][2] = torch.nan
+    page = page_of(dataclasses.replace(inspection, head_maps=heads, examples=(example,)))
+    assert page["offsets"]["edges"] == page_of(inspection)["offsets"]["edges"]
+    arrays = [*page["maps"].values(), *page["offsets"]["sites"].values(), *page["examples"][0]["sites"].values()]
+    assert len(arrays) == 2 * len(heads) + 1
+    for packed in arrays:
+        found = unpacked(packed)
+        assert np.isnan(found[2]).all()
+        assert np.isfinite(np.delete(found, 2, 0)).all()
+    nothing = {site: HeadMaps(x.block, x.map, torch.full_like(x.offsets, torch.nan)) for site, x in heads.items()}
+    page = page_of(dataclasses.replace(inspection, head_maps=nothing))
+    assert page["offsets"]["edges"] == bin_edges()
+
+
 def test_maps_of_many_heads_are_pooled_to_the_limit(inspections):
     inspection = inspections["bert"]
     site = dataclasses.replace(inspection.table.sites[0], num_heads=600)

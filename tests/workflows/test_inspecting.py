@@ -56,6 +56,18 @@ def test_options_are_checked_before_the_model_is_loaded(place):
         polyhead.inspect(transformers.BertModel.from_pretrained(place / "bert").train(), place / "text")
 
 
+def test_a_model_with_a_part_in_training_mode_is_refused(place):
+    loaded = load_model(place / "bert")
+    loaded.model.encoder.layer[1].attention.train()
+    rule = r"evaluation mode, got one whose encoder.layer.1.attention is in training mode; call model.eval\(\) first"
+    for model, options in ((loaded, {}), (loaded.model, {"tokenizer": loaded.tokenizer})):
+        with pytest.raises(OptionError, match=rule):
+            polyhead.inspect(model, place / "text", **options, **OPTIONS)
+    loaded.model.train()
+    with pytest.raises(OptionError, match="evaluation mode, got one in training mode"):
+        polyhead.inspect(loaded, place / "text", **OPTIONS)
+
+
 def test_a_treebank_is_read_before_the_model_is_loaded(place, tmp_path):
     def load():
         raise AssertionError("the model was loaded")

@@ -2,7 +2,7 @@
 import { axisX, axisY, barY, ruleX, ruleY } from "@observablehq/plot";
 import type { JSX } from "preact";
 import { useMemo, useState } from "preact/hooks";
-import { part, unpack, type HeadId } from "../data";
+import { hasNaN, part, unpack, type HeadId } from "../data";
 import { ChartFigure, widthOf, type Build } from "../parts/chart";
 import { Figure } from "../parts/figure";
 import { HeatMap, heatSvg, type Heat } from "../parts/heat-map";
@@ -14,6 +14,7 @@ import { mapOf } from "./stack-grid";
 
 /** Description of a map: its mass on the diagonal and on the first keys, and its maximum. */
 function described(heat: Heat, locale: Locale): string {
+  if (hasNaN(heat.values)) return locale.t("notANumber");
   let [all, diagonal, first, best] = [0, 0, 0, 0];
   for (let i = 0; i < heat.rows * heat.columns; i++) {
     const value = heat.values[i] ?? 0;
@@ -48,6 +49,7 @@ export function BlockMapFigure({ id }: { id: HeadId }): JSX.Element | null {
   const value = hovered ? heat.values[hovered[0] * heat.columns + hovered[1]] : null;
   const axes = { across: t("mapAcross"), down: t("mapDown") };
   const format = (x: number) => number(x, "share");
+  const ramp = { scale, format, ...(hasNaN(heat.values) ? { missing: t("notANumber") } : {}) };
   return (
     <Figure
       class="map-figure"
@@ -55,7 +57,7 @@ export function BlockMapFigure({ id }: { id: HeadId }): JSX.Element | null {
       note={t("blockMapAbout")}
       name={`head-${id.join("-")}-map`}
       fileTitle={`${model.fullName(id, locale)}: ${t("blockMap")}`}
-      draw={() => heatSvg(heat, { scale, format }, axes)}
+      draw={() => heatSvg(heat, ramp, axes)}
     >
       <div class="map">
         <span class="across">{axes.across} →</span>
@@ -67,7 +69,7 @@ export function BlockMapFigure({ id }: { id: HeadId }): JSX.Element | null {
           ? t("mapCell", { query: span(hovered[0]), key: span(hovered[1]), share: number(value, "share") })
           : t("mapHint")}
       </p>
-      <RampLegend scale={scale} format={format} />
+      <RampLegend {...ramp} />
     </Figure>
   );
 }
@@ -136,7 +138,7 @@ export function OffsetFigure({ id }: { id: HeadId }): JSX.Element | null {
         marginBottom,
         marginLeft: 44,
         x: { type: "band", domain: bars.map((bar) => bar.label), padding: 0.12 },
-        y: { grid: true, domain: [0, Math.max(0.001, ...bars.map((bar) => bar.density))] },
+        y: { grid: true, domain: [0, Math.max(0.001, ...bars.map((bar) => bar.density || 0))] },
         marks: [
           barY(bars, {
             x: "label",
@@ -163,16 +165,19 @@ export function OffsetFigure({ id }: { id: HeadId }): JSX.Element | null {
     [bars, locale],
   );
   if (!bars.length) return null;
+  const isMissing = bars.some((bar) => Number.isNaN(bar.share));
   const largest = [...bars].sort((one, other) => other.share - one.share).slice(0, 3);
   const most = largest.filter((bar) => bar.share > 0);
-  const label = t("offsetDescribed", {
-    most: locale.list(most.map((bar) => `${bar.label}: ${number(bar.share, "share")}`)),
-  });
+  const label = isMissing
+    ? t("notANumber")
+    : t("offsetDescribed", {
+        most: locale.list(most.map((bar) => `${bar.label}: ${number(bar.share, "share")}`)),
+      });
   return (
     <ChartFigure
       class="offset-figure"
       title={t("offsetProfile")}
-      note={t("offsetAbout")}
+      note={isMissing ? t("notANumber") : t("offsetAbout")}
       name={`head-${id.join("-")}-offsets`}
       fileTitle={`${model.fullName(id, locale)}: ${t("offsetProfile")}`}
       label={label}

@@ -39,7 +39,7 @@ export function HeadExamples({ id, route }: { id: HeadId; route: Route }): JSX.E
   const chosen = chosenIn(route.query.word, weights);
   const set = (query: Query) => replaceQuery(route, query);
   const name = model.fullName(id, locale);
-  const text = { title: name, queries: t("queries"), keys: t("keys") };
+  const text = { title: name, queries: t("queries"), keys: t("keys"), notANumber: t("notANumber") };
   const lines = route.query.draw === "lines";
   return (
     <Figure

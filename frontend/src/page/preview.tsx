@@ -1,7 +1,7 @@
 /** Preview of the head under the pointer, beside the grid. */
 import type { JSX, RefObject } from "preact";
 import { useState } from "preact/hooks";
-import type { Column } from "../data";
+import { hasNaN, type Column } from "../data";
 import { headOf } from "../parts/head-name";
 import { HeatMap } from "../parts/heat-map";
 import { useLocale } from "../parts/language";
@@ -54,7 +54,11 @@ export function Preview({ hover, column }: PreviewProps): JSX.Element {
       {map ? (
         <>
           <HeatMap {...map.heat} scale={map.scale} label="" />
-          <RampLegend scale={map.scale} format={(x) => locale.number(x, "share")} />
+          <RampLegend
+            scale={map.scale}
+            format={(x) => locale.number(x, "share")}
+            {...(hasNaN(map.heat.values) ? { missing: locale.t("notANumber") } : {})}
+          />
         </>
       ) : null}
       <dl>

@@ -1,7 +1,7 @@
 /** Grid of the heads of one stack of layers. */
 import type { JSX } from "preact";
 import { useMemo } from "preact/hooks";
-import { part, unpack, type Head, type HeadId, type Stack } from "../data";
+import { hasNaN, part, unpack, type Head, type HeadId, type Stack } from "../data";
 import { noValue, roleColour, scaleOf, type Scale } from "../parts/colour";
 import { Figure } from "../parts/figure";
 import { gridSvg } from "../parts/grid-svg";
@@ -78,10 +78,11 @@ function StackGrid(props: StackGridsProps & { stack: Stack }): JSX.Element {
       const badge = main && roleColour(main.role, dark);
       const picture = color === BY_MAP ? mapOf(model, idOf(head), dark) : null;
       const value = column ? model.value(head, column.name) : null;
-      const missing = column !== undefined && value === null;
+      const isNaN = picture !== null && hasNaN(picture.heat.values);
+      const missing = (column !== undefined && value === null) || isNaN;
       const number = column && (missing ? t("notComputed") : withUnit(value, column.format, locale));
       const names = roles.map((score) => text(model.role(score.role)?.label ?? { en: score.role, zh: score.role }));
-      const words = column ? `${text(column.label)} ${number}` : "";
+      const words = column ? `${text(column.label)} ${number}` : isNaN ? t("notANumber") : "";
       const short = column && !missing ? locale.short(value, column.format) : "";
       const inCell = { roles: main ? (model.role(main.role)?.letters ?? "") : "", numbers: short, none: "" };
       const described = [model.fullName(idOf(head), locale), words, names.length ? locale.list(names) : t("noRole")];
@@ -94,7 +95,7 @@ function StackGrid(props: StackGridsProps & { stack: Stack }): JSX.Element {
         missing,
         faded: role !== "" && main?.role !== role,
         marked: marks.has(keyOf(idOf(head))),
-        ...(picture ? { picture } : {}),
+        ...(picture && !isNaN ? { picture } : {}),
         ...(badge ? { badge } : {}),
       };
     };

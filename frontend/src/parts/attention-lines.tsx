@@ -1,6 +1,7 @@
 /** Attention as lines between two columns of words: queries on the left, keys on the right. */
 import type { JSX } from "preact";
 import { useLayoutEffect, useRef } from "preact/hooks";
+import { hasNaN } from "../data";
 import { weightAt, type Chosen, type Weights } from "./attention-words";
 import { Segments } from "./controls";
 import { useLocale } from "./language";
@@ -18,6 +19,8 @@ export interface LinesText {
   title: string;
   queries: string;
   keys: string;
+  /** Written instead of the lines if a weight is not a number. */
+  notANumber: string;
 }
 
 /** The vertical middle of a word. */
@@ -36,10 +39,13 @@ export function linesSvg(weights: Weights, chosen: Chosen | null, text: LinesTex
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
   add("text", { x: column - 8, y: 16, "text-anchor": "end", "font-size": 12, fill: "var(--muted)" }, text.queries);
   add("text", { x: width - column + 8, y: 16, "font-size": 12, fill: "var(--muted)" }, text.keys);
+  if (hasNaN(weights.values)) {
+    add("text", { x: width / 2, y: 16, "text-anchor": "middle", "font-size": 12, fill: "var(--ink)" }, text.notANumber);
+  }
   weights.queries.forEach((_, query) => {
     weights.keys.forEach((_, key) => {
       const weight = weightAt(weights, query, key);
-      if (weight < FAINTEST) return;
+      if (!(weight >= FAINTEST)) return;
       const [isQuery, isKey] = [isChosen("query", query), isChosen("key", key)];
       const [faintest, added] = !chosen ? [0.08, 0.92] : isQuery || isKey ? [0.25, 0.75] : [0.03, 0.1];
       const [from, to] = [column, width - column];

@@ -1,6 +1,7 @@
 /** Attention of one head between words of a text: choose a word to see what it attends to, and what attends to it. */
 import type { JSX } from "preact";
 import { useRef, useState } from "preact/hooks";
+import { hasNaN } from "../data";
 import { scaleOf, textColourOn } from "./colour";
 import { useLocale } from "./language";
 import { useDark } from "./theme";
@@ -123,17 +124,18 @@ export function WordLine(props: WordLineProps): JSX.Element {
     <div class="word-line" role="group" aria-label={label} ref={container} onMouseLeave={onMouseLeave}>
       {tokens.map((token, index) => {
         const weight = shade?.[index] ?? 0;
+        const missing = Number.isNaN(weight) || Number.isNaN(underline?.[index]);
         const colour = weight >= LEAST ? scale.of(weight) : null;
         const bar = underline?.[index] ?? 0;
         return (
           <button
             type="button"
             key={index}
-            class="word"
+            class={missing ? "word missing" : "word"}
             tabIndex={index === focus ? 0 : -1}
             aria-pressed={chosen === index}
             style={{
-              background: colour ?? "transparent",
+              background: colour ?? (missing ? undefined : "transparent"),
               color: colour ? textColourOn(colour) : "inherit",
               boxShadow: bar >= LEAST ? `0 ${(1 + 6 * Math.sqrt(bar)).toFixed(1)}px 0 0 var(--second)` : "none",
             }}
@@ -159,10 +161,11 @@ export interface TopToken {
   weight: number;
 }
 
-/** The tokens with the largest weights, sorted. */
+/** The tokens with the largest weights, sorted, after those whose weight is not a number. */
 export function topOf(weights: ArrayLike<number>, count = TOP): TopToken[] {
   const all = Array.from(weights, (weight, token) => ({ token, weight }));
-  return all.sort((one, other) => other.weight - one.weight).slice(0, count);
+  const rank = ({ weight }: TopToken) => (Number.isNaN(weight) ? Number.MAX_VALUE : weight);
+  return all.sort((one, other) => rank(other) - rank(one)).slice(0, count);
 }
 
 interface TopTokensProps {
@@ -178,7 +181,8 @@ interface TopTokensProps {
 
 export function TopTokens({ title, tokens, top, kind, least = LEAST, numbered }: TopTokensProps): JSX.Element {
   const { t, number, count } = useLocale();
-  const listed = top.filter(({ weight }) => weight >= least);
+  const isMissing = hasNaN(top.map(({ weight }) => weight));
+  const listed = isMissing ? [] : top.filter(({ weight }) => weight >= least);
   return (
     <div>
       <h4 class={`strongest-${kind}`}>
@@ -197,7 +201,7 @@ export function TopTokens({ title, tokens, top, kind, least = LEAST, numbered }:
           ))}
         </ol>
       ) : (
-        <p class="muted">{t("noneAbove", { share: `${100 * least}%` })}</p>
+        <p class="muted">{isMissing ? t("notANumber") : t("noneAbove", { share: `${100 * least}%` })}</p>
       )}
     </div>
   );

@@ -221,6 +221,7 @@ export const strings = {
   over_documents: { en: "documents", zh: "文档" },
   over_contexts: { en: "contexts", zh: "上下文" },
   notComputed: { en: "not computed", zh: "未计算" },
+  notANumber: { en: "not a number (NaN)", zh: "不是数（NaN）" },
   keyHolds: { en: "has the role", zh: "具有该角色" },
   keyHoldsNot: { en: "does not have it", zh: "不具有" },
   keyInterval: { en: "interval", zh: "区间" },

@@ -1,8 +1,8 @@
 /** Grids of all heads: the attention map of each, or the attention from and to one word. */
 import type { JSX } from "preact";
 import { useMemo } from "preact/hooks";
-import { part, type HeadId, type Unpacked } from "../data";
-import { roleColour, scaleOf } from "../parts/colour";
+import { hasNaN, part, type HeadId, type Unpacked } from "../data";
+import { noValue, roleColour, scaleOf } from "../parts/colour";
 import { Figure } from "../parts/figure";
 import { gridSvg } from "../parts/grid-svg";
 import { HeadGrid, type GridCell, type GridRow } from "../parts/head-grid";
@@ -94,11 +94,18 @@ export function Grids({ trace, title, word, marked, onPick, narrow, onlyInvolved
       ablated,
     };
   };
+  const missingCell = (head: HeadId, name: string): GridCell => ({
+    ...baseCell(head, `${name}, ${t("notANumber")}`),
+    colour: noValue(dark),
+    letters: "NaN",
+    missing: true,
+  });
   const mapCell = (head: HeadId): GridCell => {
     const queries = axisOf(trace, state.layers[head[0]]?.queries ?? "text").tokens.length;
     const heat = heatOf(pictures, head, queries);
     const main = store.roles?.get(headKey(head))?.[0];
     const name = headName(state, head, locale);
+    if (heat && hasNaN(heat.values)) return missingCell(head, name);
     return {
       ...baseCell(head, main ? `${name}, ${text(main.role.label)}` : name),
       ...(heat ? { picture: { heat, scale } } : {}),
@@ -110,6 +117,7 @@ export function Grids({ trace, title, word, marked, onPick, narrow, onlyInvolved
     const row = rowOf(rows, head, side);
     const info = state.layers[head[0]];
     if (!row || !info) return { ...baseCell(head, t("notInLayer", { head: name })), faded: true };
+    if (hasNaN(row.cells)) return missingCell(head, name);
     const { tokens } = axisOf(trace, side === "attends" ? info.keys : info.queries);
     const best = row.top[0];
     const token = best ? plainToken(tokens[best.token] ?? "") : "";

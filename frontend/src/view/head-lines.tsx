@@ -40,7 +40,7 @@ export function HeadLines({ trace, head, info, chosen }: HeadLinesProps): JSX.El
     };
   }, [found]);
   const name = headName(state, head, locale);
-  const text = { title: t("mapOf", { head: name, slot: trace.slot }), queries: t("queries"), keys: t("keys") };
+  const text = { title: t("mapOf", { head: name, slot: trace.slot }), queries: t("queries"), keys: t("keys"), notANumber: t("notANumber") };
   const chosenHere = chosenIn(chosen, info, { query: queries.span[0], key: keys.span[0] }, weights);
   const isPart = [queries, keys].some(({ total, size }) => total > size);
   return (

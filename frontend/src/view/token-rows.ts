@@ -72,6 +72,6 @@ export function rowOf(rows: TokenRows | null, [layer, head]: HeadId, side: Side)
   const row: WeightRow | null | undefined = rows?.get(layer)?.[side];
   if (!row) return null;
   const weights = row.top.weights[head] ?? [];
-  const top = (row.top.tokens[head] ?? []).map((token, i) => ({ token, weight: weights[i] ?? 0 }));
+  const top = (row.top.tokens[head] ?? []).map((token, i) => ({ token, weight: weights[i] ?? NaN }));
   return { cells: part(unpack(row.weights), head).values, block: row.block, top };
 }

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from polyhead.inspection.heads import Head
 
 UNTESTED_ROWS, LARGE_CHANGE = 5, 0.1  # number and minimum relative change of shown values without an error estimate
+NAMED = 8  # heads without a number that are named
 
 
 def compare(
@@ -66,7 +67,7 @@ def compare(
 
     first, second = _load(before), _load(after)
     found = compared(first, second)
-    names = {change.name for change in found.changes}
+    names = {change.name for change in (*found.changes, *found.undefined)}
     stacked = has_stacks((*first.table.sites, *second.table.sites))
     if statistic is not None and statistic not in names:
         raise OptionError(
@@ -102,6 +103,19 @@ def compare(
             f"{loss_in_words(first.facts['loss']).en} {loss.before:.4g} in A, {loss.after:.4g} in B, difference "
             f"{loss.difference:+.3g} nats, standard error {loss.error:.2g} ({sampling})"
         )
+    for label, values in (("A", "before"), ("B", "after")):
+        without = [x for x in found.undefined if math.isnan(getattr(x, values)) and statistic in (None, x.name)]
+        if without:
+            columns = ", ".join(sorted({x.name for x in without}))
+            places = list(dict.fromkeys(_in_both(x.head, x.head_after, stacked=stacked) for x in without))
+            more = f" and {len(places) - NAMED} more" if len(places) > NAMED else ""
+            console.print(
+                f"{len(without)} values are NaN in {label} alone, and not compared: {columns} of "
+                f"{', '.join(places[:NAMED])}{more}",
+                style="yellow",
+                markup=False,
+                soft_wrap=True,
+            )
     for label, only in (("A", found.only_before), ("B", found.only_after)):
         if len(only):
             console.print(f"only in {label}: {', '.join(map(str, only))}", markup=False, soft_wrap=True)

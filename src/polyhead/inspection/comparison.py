@@ -97,6 +97,7 @@ class Comparison:
     samples: tuple[int, int] = (0, 0)  # in each, number of what is sampled
     over: tuple[str, str] = ("tokens", "tokens")  # what is sampled: documents, contexts, or tokens if there is only one
     loss: LossChange | None = None  # None unless both inspections measured the same loss
+    undefined: tuple[Change, ...] = ()  # values that are NaN in one of the two alone, and not among the changes
 
     def beyond(self, name: str | None = None) -> tuple[Change, ...]:
         """Return the changes beyond sampling error, of one statistic or all, in decreasing order of z-score.
@@ -189,12 +190,14 @@ def compare(before: Inspection, after: Inspection) -> Comparison:
         names = [name for name in names if name not in IMPORTANCE]
     paired = before.facts.get("text") is not None and before.facts["text"] == after.facts.get("text")
     same_batches = paired and _importance_batches(before) == _importance_batches(after)
-    changes = []
+    changes, undefined = [], []
     for head, head_after in matching.pairs:
         row_before, row_after = rows_before[head], rows_after[head_after]
         for name in names:
             values = row_before[name], row_after[name]
             if any(map(math.isnan, values)):
+                if not all(map(math.isnan, values)):
+                    undefined.append(Change(head, head_after, name, *values, math.nan))
                 continue
             effects = _effects(before, head, name), _effects(after, head_after, name)
             same_tokens = same_batches if name in IMPORTANCE else paired
@@ -216,6 +219,7 @@ def compare(before: Inspection, after: Inspection) -> Comparison:
         (samples, samples_after),
         (over, over_after),
         _loss_change(before.facts, after.facts, same_batches),
+        tuple(undefined),
     )
     tested = found.tested()
     q = dict(zip(map(id, tested), adjusted([change.p for change in tested]), strict=True))

@@ -195,9 +195,12 @@ class Probes:
         """Return the importance of every head, and as facts the tokens and the context on which it was measured."""
         method, kind = self.settings.importance, self.loaded.kind
         loss = {"causal": "language", "masked": "masked"}.get(kind, "representation")
-        if method == "none" or (kind == "encoder-decoder" and method == "auto"):
+        if method == "none":
             return None, {}
         if method == "auto":
+            if kind == "encoder-decoder":
+                self.left_out.append(Reason("two_stacks"))
+                return None, {}
             if loss == "masked" and self.loaded.tokenizer.mask_token_id is None:
                 self.left_out.append(Reason("no_mask_token"))
                 return None, {}

@@ -258,6 +258,11 @@ _REASONS = {
         "importance: the loss of a masked language model needs a mask token, got a tokenizer without one",
         "重要性：掩码语言模型的损失需要掩码词元，而此分词器没有",
     ),
+    "two_stacks": Text(
+        "importance: auto measures models of one stack, got an encoder-decoder; polyhead.analysis.ablate measures it "
+        "on batches that have decoder_input_ids",
+        "重要性：自动方式只测量单一堆栈的模型，而此模型是编码器-解码器；消融函数可在含有解码器输入的批次上测量",
+    ),
     "importance_error": Text("importance: {error}", "重要性：{error}"),
     "every_pair": Text(
         "{heads} heads at {tokens:,} sampled tokens ({mebibytes:.0f} MiB): every pair is measured",

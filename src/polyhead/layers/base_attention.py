@@ -97,6 +97,7 @@ class BaseAttention(nn.Module):
     mask: Mask | None
     sinks: nn.Parameter | None
     head_gate: Tensor | None
+    kv_edits = 0  # edits of the heads that changed keys or values: the layer refuses caches from before
     is_head_parallel = False  # True if the heads are distributed over ranks, and the parameters are DTensors
     # Called with every attention while the model is observed, otherwise None.
     _listener: Callable[[Attended], None] | None = None

@@ -24,7 +24,7 @@ def origins_of(model: nn.Module, path: str, module: nn.Module, num_heads: int) -
     """
     origins: HeadOrigins | None = getattr(module, ATTRIBUTE, None)
     if origins is None:
-        return _in_config(getattr(model, "config", None), path, num_heads)
+        return _in_configs(model, path, num_heads)
     if len(origins.heads) != num_heads:
         raise OptionError(
             f"heads can only be traced through edits of polyhead.surgery, got {path!r} with {num_heads} heads, of "
@@ -43,7 +43,19 @@ def config_entry(origins: dict[str, HeadOrigins]) -> dict[str, Any] | None:
 def is_edited(model: nn.Module) -> bool:
     """Return whether any layer of the model has edited heads."""
     on_modules = any(hasattr(module, ATTRIBUTE) for module in model.modules())
-    return on_modules or bool(getattr(getattr(model, "config", None), IN_CONFIG, None))
+    return on_modules or any(getattr(getattr(module, "config", None), IN_CONFIG, None) for module in model.modules())
+
+
+def _in_configs(model: nn.Module, path: str, num_heads: int) -> HeadOrigins | None:
+    """Look up a layer in the config of the outermost model around it that has an entry."""
+    names = path.split(".")
+    inner: Any = model
+    for place in range(len(names)):
+        config = getattr(inner, "config", None)
+        if getattr(config, IN_CONFIG, None):
+            return _in_config(config, ".".join(names[place:]), num_heads)
+        inner = getattr(inner, names[place], None)
+    return None
 
 
 def _in_config(config: Any, path: str, num_heads: int) -> HeadOrigins | None:

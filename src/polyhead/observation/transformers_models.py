@@ -92,6 +92,20 @@ def is_pretrained(module: nn.Module) -> bool:
     return isinstance(module, PreTrainedModel)
 
 
+def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the transformers models in a module by path, without those inside another; a model itself at ""."""
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if is_pretrained(module) and not any(is_inside(path, outer) for outer in found):
+            found[path] = module
+    return found
+
+
+def is_inside(path: str, outer: str) -> bool:
+    """Return whether a module at `path` is inside the one at `outer`."""
+    return not outer or path.startswith(f"{outer}.")
+
+
 def why_unobservable(model: nn.Module) -> str:
     """Return the error message for a model without observable attention modules."""
     name = type(model).__name__

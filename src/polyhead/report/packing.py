@@ -24,8 +24,8 @@ _ESCAPED = re.compile("[<>&\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u
 def packed_weights(x: Tensor) -> dict[str, Any]:
     """Quantise an array of weights to one byte each: `data / 255 * scale`, with one scale per entry of the first axis.
 
-    The scale is the maximum of the entry, so that nearly uniform attention keeps its resolution. Negative and
-    non-finite numbers are stored as 0.
+    The scale is the maximum of the entry, so that nearly uniform attention keeps its resolution. An array with negative
+    or non-finite numbers, which a byte cannot hold, is encoded by `packed_floats`.
 
     >>> import torch
     >>> packed_weights(torch.tensor([[0.0, 0.5], [0.1, 0.02]]))
@@ -33,7 +33,9 @@ def packed_weights(x: Tensor) -> dict[str, Any]:
     """
     import torch
 
-    numbers = x.detach().cpu().double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).clamp_min(0.0)
+    numbers = x.detach().cpu().double()
+    if not bool((numbers.isfinite() & (numbers >= 0)).all()):
+        return packed_floats(numbers.float())
     largest = numbers.flatten(1).amax(1) if numbers.numel() else numbers.new_zeros(len(numbers))
     scale = torch.where(largest > 0, largest, 1.0).reshape(-1, *(1 for _ in numbers.shape[1:]))
     data = (numbers / scale * 255).round().to(torch.uint8)

@@ -66,11 +66,16 @@ def _pooling(inspection: Inspection) -> int:
 
 
 def _used_bins(inspection: Inspection) -> tuple[int, int]:
-    """Return the range of offset bins with attention from any head: first, and one past the last."""
-    used = [x.offsets.sum(0) > 0 for x in inspection.head_maps.values() if x.offsets.shape[-1]]
-    if not used:
+    """Return the range of offset bins with attention from any head: first, and one past the last.
+
+    A head that is NaN has no attention in any bin; where there are no others, the range is that of their bins.
+    """
+    offsets = [x.offsets for x in inspection.head_maps.values() if x.offsets.shape[-1]]
+    if not offsets:
         return 0, 0
-    places = torch.stack(used).any(0).nonzero()[:, 0].tolist()
+    by_head = torch.cat(offsets)
+    used = (by_head > 0).any(0)
+    places = (used if bool(used.any()) else by_head.isnan().any(0)).nonzero()[:, 0].tolist()
     return (places[0], places[-1] + 1) if places else (0, 0)
 
 

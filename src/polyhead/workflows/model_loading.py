@@ -127,6 +127,7 @@ def _loaded(model: Model, tokenizer: Any, dtype: torch.dtype | Literal["saved"] 
         if tokenizer is not None:
             raise OptionError("a tokenizer is passed with a model in memory, got one with a model that has its own")
         if isinstance(model, LoadedModel):
+            _check_evaluation_mode(model.model)
             return model
         return model() if callable(model) else load_model(model, dtype=dtype)
     if not is_pretrained(model):
@@ -134,8 +135,7 @@ def _loaded(model: Model, tokenizer: Any, dtype: torch.dtype | Literal["saved"] 
             f"a model must be a name, a folder or a transformers model, got a {type(model).__name__}; observe other "
             "modules with polyhead.observe, and edit them with polyhead.surgery.apply"
         )
-    if model.training:
-        raise OptionError("a model must be in evaluation mode, got one in training mode; call model.eval() first")
+    _check_evaluation_mode(model)
     wrapped: Any = model
     return LoadedModel(
         model=wrapped,
@@ -146,3 +146,11 @@ def _loaded(model: Model, tokenizer: Any, dtype: torch.dtype | Literal["saved"] 
         main_input=wrapped.main_input_name,
         trained_context=trained_context(wrapped, tokenizer),
     )
+
+
+def _check_evaluation_mode(model: nn.Module) -> None:
+    """Raise if a part of the model is in training mode, where dropout makes results random."""
+    training = [path for path, module in model.named_modules() if module.training]
+    if training:
+        part = "one" if "" in training else f"one whose {training[0]} is"
+        raise OptionError(f"a model must be in evaluation mode, got {part} in training mode; call model.eval() first")

@@ -240,3 +240,22 @@ def test_heads_of_an_edited_model_show_their_origin(open_view, tmp_path):
         opened.go("head/0/1")
         expect(opened.tab.locator("main h2").first).to_contain_text("originally L0H2")
         opened.check()
+
+
+def test_attention_that_is_not_a_number_is_called_so(open_view, tmp_path):
+    path = small_models.model_folder(tmp_path / "llama", "llama")
+    loaded = load_model(path)
+    attention = loaded.model.model.layers[1].self_attn
+    with torch.no_grad():
+        attention.q_proj.weight[attention.head_dim : 2 * attention.head_dim] = torch.nan
+    with Running(Viewer(ViewedModel(loaded)), path) as server:
+        opened = open_view(server)
+        opened.run_text()
+        missing = opened.tab.locator("a.cell.missing")
+        expect(missing).to_have_attribute("data-key", "1.1")
+        assert "not a number (NaN)" in missing.get_attribute("aria-label")
+        opened.go("head/1/1?word=3")
+        expect(opened.tab.locator(".strongest > div").first).to_contain_text("not a number (NaN)")
+        expect(opened.tab.locator(".map .ramp-missing")).to_have_text("not a number (NaN)")
+        assert opened.tab.locator(".word.missing").count() > 0
+        opened.check()

@@ -199,7 +199,7 @@ def test_a_process_that_is_killed_at_any_step_leaves_a_model_with_its_record(tmp
     records = [apply(model, [PruneHeads(layer, (0, 3)) for layer in range(2)]) for model in (old, new)]
     save(old, tmp_path / "whole" / "model", record=records[0])
     place = tmp_path / "place"
-    steps = [(os, "replace"), (folders, "_exchange"), (folders, "fsync"), (undo_folder, "fsync")]
+    steps = [(os, "replace"), (folders, "_exchange"), (folders, "fsync"), (undo_folder, "fsync"), (Path, "unlink")]
     found = []
     for moment in range(60):
         shutil.rmtree(place, ignore_errors=True)
@@ -239,6 +239,41 @@ def test_a_process_that_is_killed_at_any_step_leaves_a_model_with_its_record(tmp
     assert found == sorted(found)
     assert set(found) == {0, 1}
     assert len(list((place / "model.undo").iterdir())) == 1
+
+
+def test_a_process_that_saves_to_the_folder_meanwhile_takes_nothing_from_another(tmp_path, monkeypatch):
+    """One waits with all files written; the other one saves; then the first one replaces that."""
+    monkeypatch.setattr(saving, "_read_back", lambda *_: None)
+    models = [load(model_folder(tmp_path / name, "llama", seed)) for seed, name in enumerate(("a", "b"))]
+    records = [apply(model, [PruneHeads(layer, (0, 3)) for layer in range(2)]) for model in models]
+    place = tmp_path / "place" / "model"
+    save(models[0], place, record=records[0])
+    written, proceed = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        fsync, seen = folders.fsync, []
+
+        def waiting(path):
+            if not seen:
+                os.write(written[1], b".")
+                os.read(proceed[0], 1)
+            seen.append(path)
+            fsync(path)
+
+        monkeypatch.setattr(folders, "fsync", waiting)
+        try:
+            save(models[1], place, record=records[1], replace=True)
+        except BaseException:  # noqa: BLE001 - the parent sees the code
+            os._exit(1)
+        os._exit(0)
+    assert os.read(written[0], 1) == b"."
+    save(models[0], place, record=records[0], replace=True)
+    assert load_record(place).after == fingerprint(load(place)) == records[0].after
+    os.write(proceed[1], b".")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert load_record(place).after == fingerprint(load(place)) == records[1].after
+    assert sorted(path.name for path in place.parent.iterdir()) == ["model", "model.undo"]
+    assert len(list((place.parent / "model.undo").iterdir())) == 1
 
 
 def test_the_record_of_a_first_write_that_was_killed_is_not_in_the_way_of_the_next(place, original, monkeypatch):

@@ -197,7 +197,7 @@ export function AttentionMap({ trace, head, mapView, onPick }: AttentionMapProps
       </div>
       <MapReadout cell={cell} found={found} pool={pool} matrix={matrix} queries={queries} keys={keys} />
       <div class="map-foot">
-        <RampLegend scale={scale} format={share} />
+        <RampLegend scale={scale} format={share} {...(source?.hasNaN ? { missing: t("notANumber") } : {})} />
         <p class="note">{t("mapHelp")}</p>
       </div>
     </Figure>

@@ -1,5 +1,5 @@
 /** Cells of the map of one head: the whole matrix first as an estimate, then exact, and finer tiles on demand. */
-import { unpack, type HeadId, type Packed } from "../../data";
+import { hasNaN, unpack, type HeadId, type Packed } from "../../data";
 import { request, ServerError, type Message } from "../api";
 import type { Pool, Precision, Progress, State, Tile, Trace } from "../types";
 import { MapTile } from "./tile";
@@ -30,6 +30,8 @@ export class HeadSource {
   readonly matrix: Matrix;
   progress: Progress | null = null;
   done = false;
+  /** True if a cell is not a number. */
+  hasNaN = false;
   private estimate: MapTile | null = null;
   private picture: MapTile | null = null;
   private tiles = new Map<string, MapTile>();
@@ -116,7 +118,9 @@ export class HeadSource {
   }
 
   private fill(tile: MapTile | null, first: number, weights: Packed): void {
-    tile?.fill(first, unpack(weights), this.options.pool, this.matrix);
+    const cells = unpack(weights);
+    this.hasNaN ||= hasNaN(cells.values);
+    tile?.fill(first, cells, this.options.pool, this.matrix);
   }
 
   private async fetchPicture(): Promise<void> {

@@ -18,8 +18,9 @@ from polyhead.layers.kv_cache.tokens import TokenLayout, all_equal, count, host_
 from polyhead.masks import Mask
 from polyhead.ops.decode.fused import CacheArguments
 
-# Layer that filled each cache. Not an attribute, so that a fork, copy or pickle may be continued by another layer.
-_layers: weakref.WeakKeyDictionary[KVCache, weakref.ref[object]] = weakref.WeakKeyDictionary()
+# Layer that filled each cache, and the edits of its heads until then. Not an attribute, so that a fork, copy or pickle
+# may be continued by another layer.
+_layers: weakref.WeakKeyDictionary[KVCache, tuple[weakref.ref[Any], int]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -293,24 +294,31 @@ class KVCache(ABC):
             self.holds_masked_keys = holds_masked_keys
             raise
 
-    def check_layer(self, layer: object) -> None:
-        """Raise `CacheError` if the cache holds tokens of another layer; a layer calls it before `append`.
+    def check_layer(self, layer: Any) -> None:
+        """Raise `CacheError` if the cache holds tokens of another layer, or of one whose heads were edited since.
+
+        A layer calls it before `append`.
 
         Args:
             layer: the layer that the cache is passed to.
         """
         if torch.compiler.is_compiling():
             return
-        reference = _layers.get(self)
-        filled_by = None if reference is None else reference()
+        reference, edits = _layers.get(self, (None, 0))
+        filled_by: Any = None if reference is None else reference()
         if filled_by is not None and filled_by is not layer and self._max_length:
             raise CacheError(
                 f"a cache holds the tokens of one layer, got a {type(layer).__name__} with a cache that another "
                 f"{type(filled_by).__name__} has filled; build a cache for each layer, or pass cache.fork() to "
                 "continue with another layer"
             )
-        if filled_by is not layer:
-            _layers[self] = weakref.ref(layer)
+        if filled_by is layer and edits != layer.kv_edits and self._max_length:
+            raise CacheError(
+                f"a cache holds the keys and values of a layer's present heads, got one that {type(layer).__name__} "
+                "filled before its heads were edited; start with an empty cache and pass all tokens again"
+            )
+        if filled_by is not layer or edits != layer.kv_edits:
+            _layers[self] = weakref.ref(layer), layer.kv_edits
 
     def check_window(self, size: int, sinks: int = 0) -> None:
         """Raise `CacheError` if the cache does not keep the keys that a mask with this window needs.

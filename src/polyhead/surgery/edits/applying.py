@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from polyhead.integrations.huggingface.attention import KEY_HEADS
 from polyhead.integrations.huggingface.registration import NAME
 from polyhead.layers import MultiHeadAttention, MultiHeadConfig
 from polyhead.observation.origins import ATTRIBUTE, IN_CONFIG, config_entry
-from polyhead.observation.transformers_models import is_pretrained
+from polyhead.observation.transformers_models import is_inside, pretrained_models
 from polyhead.sources.fingerprint import fingerprint
 from polyhead.surgery.adapters.attention_layer import (
     AttentionLayer,
@@ -32,8 +33,11 @@ from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read_heads
 from polyhead.surgery.edits.head_edits import HeadEdit, PruneHeads, checked_edits
 from polyhead.surgery.edits.records import EditRecord, LayerRecord
+from polyhead.surgery.edits.stale_caches import CACHED_HEADS, cached_heads, model_around, refuse_stale_cache
 from polyhead.surgery.native.configs import ConfigChange, config_at
 from polyhead.surgery.native.fitting import fit_edited
+
+Value = TypeVar("Value")
 
 
 class Compensation(Protocol):
@@ -137,11 +141,39 @@ def _changes_of(
         for name, tensor in pack_heads(model, layer, heads).items():
             if not torch.equal(tensor, model.get_parameter(name)):
                 parameters[name] = tensor
-    is_native = is_pretrained(model) and all(x.traced is None for x in layers if x.path in layouts)
-    config = fit_edited(model, layers, layouts, parameters).changes if is_native else ()
-    changes = Changes(parameters, layouts, config, origins)
+    changes = Changes(parameters, layouts, _config_changes(model, layers, layouts, parameters), origins)
     _check_config(layers, changes)
     return changes, tuple(records)
+
+
+def _config_changes(
+    model: nn.Module,
+    layers: tuple[AttentionLayer, ...],
+    layouts: Mapping[str, HeadLayout],
+    parameters: Mapping[str, Tensor],
+) -> tuple[ConfigChange, ...]:
+    """Return the changes of the configs of a transformers model, or of those inside a module of another kind."""
+    traced = [x.path for x in layers if x.traced is not None and x.path in layouts]
+    changes: list[ConfigChange] = []
+    for path, inner in _configured_models(model).items():
+        of_inner = _inside(layouts, path)
+        if of_inner and not any(is_inside(x, path) for x in traced):
+            fit = fit_edited(inner, find_layers(inner) if path else layers, of_inner, _inside(parameters, path))
+            changes += [replace(change, model=path) for change in fit.changes]
+    return tuple(changes)
+
+
+def _configured_models(model: nn.Module) -> dict[str, Any]:
+    """Return the transformers models in a module by path, without those whose config others of them use as well."""
+    models = pretrained_models(model)
+    counts = Counter(id(x.config) for x in models.values())
+    return {path: x for path, x in models.items() if counts[id(x.config)] == 1}
+
+
+def _inside(values: Mapping[str, Value], outer: str) -> dict[str, Value]:
+    """Return the values of the modules inside `outer`, by their paths from there."""
+    start = f"{outer}." if outer else ""
+    return {path.removeprefix(start): value for path, value in values.items() if is_inside(path, outer)}
 
 
 def check_expected(expect: str | None, actual: str) -> None:
@@ -181,7 +213,7 @@ def undo(model: nn.Module, record: EditRecord) -> None:
             f"this record undoes the edits of the model with fingerprint {record.after}, got one with {actual}; "
             "edits cannot be undone after the weights were trained or edited again"
         )
-    back = [ConfigChange(x.path, x.name, x.after, x.before, x.was_there) for x in record.config]
+    back = [replace(x, before=x.after, after=x.before) for x in record.config]
     layouts = {layer.path: layer.before for layer in record.layers}
     origins = {layer.path: layer.origins for layer in record.layers}
     _check_names(model, record.tensors)
@@ -284,11 +316,13 @@ def _write(model: nn.Module, layers: Mapping[str, AttentionLayer], changes: Chan
     for path, layout in changes.layouts.items():
         if layers[path].is_ours:
             _set_ours(layers[path], layout, back)
+            _mark_caches_stale(layers[path], changes.parameters, back)
         else:
             _set_transformers(layers[path], layout, back)
+            _set_cached_heads(model, layers[path], layout, back)
     _set_origins(model, layers, changes.origins, back)
     for change in changes.config:
-        config = config_at(model.config, change.path)
+        config = config_at(model.get_submodule(change.model).config, change.path)
         # A value that an edit added is deleted when the edit is undone.
         removed = not change.was_there and change.after is None
         _set(config, change.name, None if removed else change.after, back, remove=removed)
@@ -308,7 +342,8 @@ def require_polyhead_attention(module: nn.Module, args: object) -> None:
 def _check_config(layers: Sequence[AttentionLayer], changes: Changes) -> None:
     for layer in layers:
         layout = changes.layouts.get(layer.path, layer.layout)
-        if layer.reads_config and layout != layer.layout and not changes.config:
+        described = any(is_inside(layer.path, change.model) for change in changes.config)
+        if layer.reads_config and layout != layer.layout and not described:
             raise OptionError(
                 f"{type(layer.module).__name__} or a module around it reads the number of heads from the config of all "
                 "layers, and no config describes these edits; edit every layer alike, and in groups of one size"
@@ -376,7 +411,7 @@ def _put_parameter(model: nn.Module, name: str, tensor: Tensor, back: ExitStack)
 
 
 def _set_origins(
-    model: Any, layers: Mapping[str, AttentionLayer], origins: Mapping[str, HeadOrigins], back: ExitStack
+    model: nn.Module, layers: Mapping[str, AttentionLayer], origins: Mapping[str, HeadOrigins], back: ExitStack
 ) -> None:
     """Set the origins on edited modules and those of all layers in the config; unedited layers have none."""
     if not origins:
@@ -384,9 +419,9 @@ def _set_origins(
     current = {layer.path: layer_origins(model, layer) for layer in layers.values() if layer.layout is not None}
     for path, layer_origin in origins.items():
         _set(layers[path].module, ATTRIBUTE, layer_origin, back, remove=layer_origin.is_unedited)
-    if is_pretrained(model):
-        entry = config_entry({**current, **origins})
-        _set(model.config, IN_CONFIG, entry, back, remove=entry is None)
+    for path, inner in _configured_models(model).items():
+        entry = config_entry(_inside({**current, **origins}, path))
+        _set(inner.config, IN_CONFIG, entry, back, remove=entry is None)
 
 
 def _set_ours(layer: AttentionLayer, layout: HeadLayout, back: ExitStack) -> None:
@@ -396,6 +431,23 @@ def _set_ours(layer: AttentionLayer, layout: HeadLayout, back: ExitStack) -> Non
     built = MultiHeadConfig(**options).build(device="meta")
     _set(module, "layout", built.layout, back)
     _repack_projections(module)
+
+
+def _mark_caches_stale(layer: AttentionLayer, parameters: Mapping[str, Tensor], back: ExitStack) -> None:
+    """Count an edit that changes keys or values, so that the layer refuses a cache that it filled before."""
+    assert isinstance(layer.module, MultiHeadAttention)
+    prefix = f"{layer.path}." if layer.path else ""
+    if any(f"{prefix}{name}" in parameters for name, _ in layer.module.named_parameters() if name[0] in "kv"):
+        _set(layer.module, "kv_edits", layer.module.kv_edits + 1, back)
+
+
+def _set_cached_heads(model: nn.Module, layer: AttentionLayer, layout: HeadLayout, back: ExitStack) -> None:
+    around = model_around(model, layer.path)
+    if around is None:
+        return
+    if not hasattr(around, CACHED_HEADS):
+        back.callback(around.register_forward_pre_hook(refuse_stale_cache, with_kwargs=True).remove)
+    _set(around, CACHED_HEADS, cached_heads(around, layer.path, layer.module, layout.num_kv_heads), back)
 
 
 def _repack_projections(module: MultiHeadAttention) -> None:

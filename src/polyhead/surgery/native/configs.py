@@ -16,13 +16,17 @@ MAX_VALUE = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class ConfigChange:
-    """A changed value of a model's config; `path` names a nested config, such as "text_config"."""
+    """A changed value of a model's config; `path` names a nested config, such as "text_config".
+
+    `model` is the path of the transformers model inside the edited module, empty if that is one itself.
+    """
 
     path: str
     name: str
     before: Any
     after: Any
     was_there: bool = True
+    model: str = ""
 
     def __post_init__(self) -> None:
         """Reject names other than head counts: a change may come from a file and is applied with setattr."""
@@ -76,8 +80,9 @@ def head_count_changes(path: str, config: Any, heads: int, kv_heads: int, head_d
 
 def join_changes(first: Sequence[ConfigChange], second: Sequence[ConfigChange]) -> tuple[ConfigChange, ...]:
     """Combine successive config changes into one change per value."""
-    joined = {(change.path, change.name): change for change in first}
+    joined = {(change.model, change.path, change.name): change for change in first}
     for change in second:
-        earlier = joined.get((change.path, change.name), change)
-        joined[change.path, change.name] = dataclasses.replace(earlier, after=change.after)
+        place = change.model, change.path, change.name
+        earlier = joined.get(place, change)
+        joined[place] = dataclasses.replace(earlier, after=change.after)
     return tuple(joined.values())

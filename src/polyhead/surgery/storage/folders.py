@@ -11,11 +11,11 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from polyhead.errors import CheckpointError, OptionError
-from polyhead.surgery.storage.undo_folder import FILES, check_undo_folder, fsync, leftovers
+from polyhead.surgery.storage.undo_folder import FILES, check_undo_folder, fsync, leftovers, locked
 
 # AT_FDCWD and RENAME_EXCHANGE of Linux's renameat2, which swaps two names atomically.
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -27,6 +27,11 @@ def check_free(folder: Path, *, replace: bool = False, source: str | os.PathLike
     The undo record beside it is checked likewise. `source` is the model that is edited: neither its folder nor a parent
     of it is ever replaced, and neither are the working directory, the home folder and their parents.
     """
+    with locked(folder.parent) if folder.parent.is_dir() else nullcontext():
+        _check_free(folder, replace=replace, source=source)
+
+
+def _check_free(folder: Path, *, replace: bool, source: str | os.PathLike[str] | None = None) -> None:
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise OptionError(f"a model is written to a folder, got {folder}, which is a file or a link")
     if not folder.is_dir():
@@ -67,22 +72,28 @@ def _holds(folder: Path, place: Path) -> bool:
 
 @contextmanager
 def written_atomically(
-    folder: Path, *, replace: bool = False, before_rename: Callable[[], object] = lambda: None
+    folder: Path,
+    *,
+    replace: bool = False,
+    before_rename: Callable[[], object] = lambda: None,
+    after_rename: Callable[[], object] = lambda: None,
 ) -> Iterator[Path]:
     """Yield a temporary folder, renamed to `folder` if the body succeeds.
 
     If the body raises, or the process is killed in it, `folder` is unchanged. A folder that is replaced swaps its name
-    with the temporary one, and is deleted last. `before_rename` is called when all is on disk. What earlier processes
-    left that were killed is deleted, too.
+    with the temporary one, and is deleted last. `before_rename` is called when all is on disk, `after_rename` when the
+    folder has its name; several processes do this one after the other. What earlier processes left that were killed is
+    deleted, too; what others are writing is not.
     """
     check_free(folder, replace=replace)
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    earlier = leftovers(folder)
     temporary = folder.parent / f".{folder.name}.{secrets.token_hex(8)}"
     os.mkdir(temporary)
     inode = temporary.stat().st_ino
+    held = ExitStack()
     try:
+        held.enter_context(locked(temporary))  # until the end, as a sign that this process was not killed
         yield temporary
         _list_files(temporary)
         # Some libraries create files that only the owner can read: give all files the permissions of the folder.
@@ -92,7 +103,8 @@ def written_atomically(
                 os.chmod(os.path.join(parent, name), file_mode)
                 fsync(os.path.join(parent, name))
             fsync(parent)
-        check_free(folder, replace=replace)
+        held.enter_context(locked(folder.parent))
+        _check_free(folder, replace=replace)
         before_rename()
         if folder.is_dir() and any(folder.iterdir()):
             _exchange(temporary, folder)
@@ -105,14 +117,16 @@ def written_atomically(
         else:
             os.rename(temporary, folder)
             fsync(folder.parent)
-        for killed in earlier:
+        after_rename()
+        for killed in leftovers(folder):
             _remove_written_files(killed)
     finally:
-        if temporary.is_dir():
-            if temporary.stat().st_ino == inode:
-                shutil.rmtree(temporary, ignore_errors=True)
-            else:  # after the exchange, this is the name of the replaced folder
-                _remove_written_files(temporary)
+        with held:
+            if temporary.is_dir():
+                if temporary.stat().st_ino == inode:
+                    shutil.rmtree(temporary, ignore_errors=True)
+                else:  # after the exchange, this is the name of the replaced folder
+                    _remove_written_files(temporary)
 
 
 def _list_files(folder: Path) -> None:

@@ -18,7 +18,7 @@ from polyhead.errors import CheckpointError, OptionError
 from polyhead.files import in_one_line
 from polyhead.geometry import HeadOrigins
 from polyhead.observation.origins import IN_CONFIG, config_entry
-from polyhead.observation.transformers_models import is_pretrained
+from polyhead.observation.transformers_models import is_pretrained, pretrained_models
 from polyhead.sources.fingerprint import fingerprint
 from polyhead.sources.load_errors import quiet
 from polyhead.sources.models import read_weights
@@ -112,9 +112,9 @@ def save(
         # With the config changes of the written model, so that `undo` reverts them.
         write = dataclasses.replace(record, config=join_changes(record.config, plan.changes)).save
     with quiet(progress=False), _explain_write_errors(folder), new_record(folder, write) as undo:
-        place = (lambda: None) if undo is None else undo.place
-        manifest = dataclasses.replace(plan.manifest, undo=None if undo is None else undo.digest)
-        with written_atomically(folder, replace=replace, before_rename=place) as temporary:
+        manifest = dataclasses.replace(plan.manifest, undo=undo.digest)
+        steps = {"before_rename": undo.place, "after_rename": undo.remove_others}
+        with written_atomically(folder, replace=replace, **steps) as temporary:
             if plan.built is None:
                 _write_uneven(model, temporary, manifest)
             else:
@@ -124,7 +124,7 @@ def save(
                 tokenizer.save_pretrained(temporary)
                 mark_model_card(temporary, () if record is None else record.edits)
     num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    return SavedModel(folder, form, plan.native, num_bytes, None if undo is None else undo.folder)
+    return SavedModel(folder, form, plan.native, num_bytes, None if undo.digest is None else undo.folder)
 
 
 @contextmanager
@@ -262,10 +262,10 @@ def _shared(model: nn.Module) -> dict[str, str]:
 def check_savable(model: nn.Module, folder: Path | None = None) -> None:
     """Check that `save` can write this model, and that the folder is not the one it came from."""
     if not is_pretrained(model):
-        raise OptionError(
-            f"only transformers models can be saved, got {type(model).__name__}; store a polyhead layer as "
-            "polyhead.layers.config_of(layer) and layer.state_dict()"
-        )
+        inner = ", ".join(f"model.{path} ({type(x).__name__})" for path, x in pretrained_models(model).items())
+        ours = "store a polyhead layer as polyhead.layers.config_of(layer) and layer.state_dict()"
+        hint = f"save {inner}, and put the loaded one in its place" if inner else ours
+        raise OptionError(f"only transformers models can be saved, got {type(model).__name__}; {hint}")
     import transformers
 
     if getattr(transformers, type(model).__name__, None) is not type(model):

@@ -1,17 +1,19 @@
 """Undo records: MODEL.undo beside the folder MODEL, one file named by its digest, which polyhead.json of MODEL states.
 
 A model and its record change together, although they are two folders: a new record is added to MODEL.undo first, then
-MODEL is renamed or exchanged atomically, which decides the record that counts, and then the other one is removed. A
-process that is killed in between leaves the other model under a temporary name, by which the next write to MODEL knows
-that the other record is nobody's.
+MODEL is renamed or exchanged atomically, which decides the record that counts, then the other record is removed, and
+the other model last. A process that is killed in between leaves the other model under a temporary name, by which the
+next write to MODEL knows that the other record is nobody's. One process at a time does this (`locked`).
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
 import secrets
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +25,8 @@ from polyhead.files import check_regular, read_json, refusing
 MANIFEST = "polyhead.json"
 MANIFEST_BYTES = 1 << 26
 FILES = "polyhead-files.json"  # lists the files written to the folder, with their sizes
+# Errors of flock where it is not supported: network file systems may not lock folders.
+NO_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _INSIDE = "polyhead-record.safetensors"  # where earlier versions wrote the record: into the model's folder
 
 
@@ -44,9 +48,8 @@ def check_undo_folder(folder: Path, *, replace: bool = False) -> None:
         raise OptionError(f"{rule}, got a file or a link there; choose another folder for the model")
     if not beside.is_dir():
         return
-    own = {_file_name(digest) for digest in leftovers(folder).values()}
-    if replace and (digest := recorded_digest(folder)) is not None:
-        own.add(_file_name(digest))
+    digests = [*leftovers(folder).values(), recorded_digest(folder) if replace else None]
+    own = [_file_name(digest) for digest in digests if digest is not None]
     foreign = [path.name for path in beside.iterdir() if path.name not in own]
     if foreign:
         raise OptionError(
@@ -55,17 +58,54 @@ def check_undo_folder(folder: Path, *, replace: bool = False) -> None:
         )
 
 
-def leftovers(folder: Path) -> dict[Path, str]:
-    """Return the models that killed writes of this folder left under temporary names, with their records' digests."""
+def leftovers(folder: Path) -> dict[Path, str | None]:
+    """Return the models that killed writes of this folder left under temporary names, with their records' digests.
+
+    None of a model without a record. Those that other processes are writing now are locked, and not among them.
+    """
     real = folder.resolve()
-    digests: dict[Path, str] = {}
+    digests: dict[Path, str | None] = {}
     for path in real.parent.iterdir() if real.parent.is_dir() else ():
         is_temporary = re.fullmatch(rf"\.{re.escape(real.name)}\.[0-9a-f]{{16}}", path.name) is not None
-        if is_temporary and not path.is_symlink() and (path / FILES).is_file():  # written in full
-            with suppress(CheckpointError):
-                digest = recorded_digest(path)
-                digests |= {} if digest is None else {path: digest}
+        is_whole = is_temporary and not path.is_symlink() and (path / FILES).is_file()
+        with suppress(CheckpointError, FileNotFoundError):  # its process may end now
+            if is_whole and not _is_locked(path):
+                digests[path] = recorded_digest(path)
     return digests
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Wait for a lock on a folder and hold it; it is released also if the process is killed."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(handle)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _is_locked(folder: Path) -> bool:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        return not _lock(handle, wait=False)
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, *, wait: bool = True) -> bool:
+    """Lock an open folder; False if another process has it. File systems without locks have none taken."""
+    if sys.platform != "win32":
+        import fcntl
+
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+    return True
 
 
 def check_edited(folder: Path) -> None:
@@ -113,44 +153,56 @@ def recorded_digest(folder: Path) -> str | None:
     return digest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NewRecord:
-    """An undo record under a temporary name; `place` gives it its own."""
+    """An undo record under a temporary name, of a model that is being written; without a digest there is none."""
 
-    digest: str
+    model: Path
     temporary: Path
-    folder: Path
+    digest: str | None = None
+    _others: tuple[str | None, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        return undo_folder(self.model)
 
     def place(self) -> None:
-        """Put the record into its folder, beside one that is to be replaced."""
-        self.folder.mkdir(exist_ok=True)
-        os.replace(self.temporary, self.folder / _file_name(self.digest))
-        for changed in (self.folder, self.folder.parent):
-            fsync(changed)
+        """Put the record into its folder, beside one that is to be replaced; `locked`, right before the model."""
+        self._others = recorded_digest(self.model), *leftovers(self.model).values()
+        if self.digest is not None:
+            self.folder.mkdir(exist_ok=True)
+            os.replace(self.temporary, self.folder / _file_name(self.digest))
+            for changed in (self.folder, self.folder.parent):
+                fsync(changed)
+
+    def remove_others(self) -> None:
+        """Remove the records of models that the folder does not have, or no longer; `locked`."""
+        current = recorded_digest(self.model)
+        for digest in (*self._others, self.digest):
+            if digest is not None and digest != current:
+                (self.folder / _file_name(digest)).unlink(missing_ok=True)
+        with suppress(OSError):  # it is not there, or not empty
+            self.folder.rmdir()
 
 
 @contextmanager
-def new_record(folder: Path, write: Callable[[Path], object] | None) -> Iterator[NewRecord | None]:
+def new_record(folder: Path, write: Callable[[Path], object] | None) -> Iterator[NewRecord]:
     """Let `write` write the undo record of a model that the body saves to `folder`; None saves it without one.
 
     Afterwards, also if the body raised, the record of the model in the folder is there, and the other one is not.
     """
-    beside, old = undo_folder(folder), (recorded_digest(folder), *leftovers(folder).values())
-    temporary = beside.parent / f".{beside.name}.{secrets.token_hex(8)}"
-    new = None
+    beside = undo_folder(folder)
+    new = NewRecord(folder, beside.parent / f".{beside.name}.{secrets.token_hex(8)}")
     try:
         if write is not None:
-            write(temporary)
-            new = NewRecord(_digest(temporary), temporary, beside)
+            write(new.temporary)
+            new.digest = _digest(new.temporary)
         yield new
     finally:
-        temporary.unlink(missing_ok=True)
-        current = recorded_digest(folder)
-        for digest in (*old, None if new is None else new.digest):
-            if digest is not None and digest != current:
-                (beside / _file_name(digest)).unlink(missing_ok=True)
-        with suppress(OSError):  # it is not there, or not empty
-            beside.rmdir()
+        new.temporary.unlink(missing_ok=True)
+        if beside.parent.is_dir():
+            with locked(beside.parent):
+                new.remove_others()
 
 
 def fsync(path: str | Path) -> None:
