@@ -138,6 +138,17 @@ def test_the_only_head_of_a_layer_is_reset_where_it_cannot_be_pruned():
     assert origins(model) == [[str(head) for head in range(HEADS)], ["new"]]
 
 
+@pytest.mark.parametrize("changes", [{1: HeadChange(revive=99, below=1e3)}, {1: HeadChange(revive=7)}])
+def test_the_head_with_the_highest_score_is_never_reset(changes):
+    model = Blocks()
+    with torch.no_grad():
+        model.layers[1].out_proj.weight[:, 2 * DIM : 3 * DIM] *= 100
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with DynamicHeads(model, optimizer, changes) as dynamic:
+        train(model, optimizer, dynamic, range(2))
+    assert origins(model) == [["new"] * HEADS, ["new", "new", "2", "new"]]
+
+
 def test_a_bound_leaves_heads_that_are_alive():
     model = Blocks()
     make_dead(model, (0, 3))
@@ -226,6 +237,9 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
         (lambda: nn.MultiheadAttention(WIDTH, HEADS), {}, "from_torch"),
         (Blocks, {"changes": {1: HeadChange(prune=7)}}, "got 7 of 8 heads in 2 layers to prune at step 1"),
         (Blocks, {"changes": {1: HeadChange(prune=4), 2: HeadChange(prune=3)}}, "got 3 of 4 heads"),
+        (Blocks, {"changes": {1: HeadChange(revive=8)}}, "got 0 to prune and 8 to revive of 8 heads at step 1"),
+        (Blocks, {"changes": {2: HeadChange(prune=1, revive=7)}}, "got 1 to prune and 7 to revive of 8 heads"),
+        (Blocks, {"changes": {1: HeadChange(prune=3), 2: HeadChange(revive=5)}}, "5 to revive of 5 heads at step 2"),
         (Blocks, {"changes": {0: HeadChange(prune=1)}}, "at least 1, got 0"),
         (Blocks, {"changes": {1: 2}}, "must be HeadChange by step, got 2 at step 1"),
         (Blocks, {"score": "output_norm_share"}, "output_norm_share.* and no monitor"),

@@ -35,7 +35,8 @@ class HeadChange:
 
     Args:
         prune: remove the heads with the lowest scores; every layer keeps one.
-        revive: reset those with the next lowest: random W_Q, W_K and W_V, and a W_O of 0, in the same place.
+        revive: reset those with the next lowest: random W_Q, W_K and W_V, and a W_O of 0, in the same place; the head
+            with the highest score of the model is never reset.
         grow: add heads with a W_O of 0, which do not change the model's outputs, one by one to the layers whose lowest
             score is the highest.
         below: prune and revive only heads whose score is below this multiple of the mean over all heads.
@@ -134,6 +135,11 @@ class DynamicHeads:
                 raise OptionError(
                     f"every layer must keep a head, got {change.prune} of {heads} heads in {len(self._layers)} layers "
                     f"to prune at step {step}"
+                )
+            if change.revive and heads <= change.prune + change.revive and change.below == math.inf:
+                raise OptionError(
+                    f"a head of the model must be neither pruned nor reset, got {change.prune} to prune and "
+                    f"{change.revive} to revive of {heads} heads at step {step}; revive fewer, or set below"
                 )
             heads += change.grow - (change.prune if change.below == math.inf else 0)
         self._shares, self._count = self._zeros(), 0
@@ -294,7 +300,8 @@ class DynamicHeads:
             if sum(map(len, pruned)) < change.prune and left[layer] > 1:
                 left[layer] -= 1
                 pruned[layer].append(head)
-            elif sum(map(len, revived)) < change.revive:  # also the last head of a layer, which is not pruned
+            # Also the last head of a layer, which is not pruned; but not all heads of the model.
+            elif sum(map(len, revived)) < change.revive and (x, layer, head) != ranked[-1]:
                 revived[layer].append(head)
         lowest = [
             min((x for head, x in enumerate(values) if head not in pruned[layer]), default=0.0)
