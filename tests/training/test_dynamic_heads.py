@@ -14,7 +14,7 @@ import polyhead
 from polyhead import MultiHeadAttention
 from polyhead.errors import OptionError
 from polyhead.surgery import find_layers, head_origins
-from polyhead.training import DynamicHeads, HeadChange, HeadMonitor
+from polyhead.training import DynamicHeads, HeadChange, HeadMonitor, MonitorCallback, StepRecord
 from tests.surgery.gated import FAMILIES
 from tests.surgery.gated import build as build_family
 
@@ -173,6 +173,20 @@ def test_the_columns_of_a_monitor_decide_and_every_stretch_has_a_monitor():
     assert origins(model) == [["0", "2", "3"], ["0", "1", "2", "3"]]
     assert [x.history.steps for x in dynamic.monitors] == [(0, 2), (4,)]
     assert [len(x.history.heads) for x in dynamic.monitors] == [2 * HEADS, 2 * HEADS - 1]
+
+
+def test_a_request_to_stop_outlasts_a_change_of_heads():
+    class Stopping(MonitorCallback):
+        def on_record(self, record: StepRecord) -> None:
+            self.should_stop |= record.step == 2
+
+    model, stopping = Blocks(), Stopping()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    monitor = functools.partial(HeadMonitor, statistics="entropy", callbacks=[stopping])
+    with DynamicHeads(model, optimizer, {3: HeadChange(prune=1)}, monitor=monitor) as dynamic:
+        train(model, optimizer, dynamic, range(3))
+        assert len(dynamic.monitors) == 2
+        assert stopping.should_stop
 
 
 @pytest.mark.parametrize("monitored", [False, True])

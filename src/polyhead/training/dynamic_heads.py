@@ -259,7 +259,11 @@ class DynamicHeads:
             self.applied.append((self.steps, edits))
             self._find_layers()
         self._shares, self._count = self._zeros(), 0
+        callbacks = self.monitors[-1].callbacks if self.monitors else ()
+        stopping = [callback for callback in callbacks if callback.should_stop]
         self._begin()
+        for callback in stopping:  # the loop is the same, and has not read it yet
+            callback.should_stop = True
 
     def _scores(self) -> list[list[float]]:
         """Return the score of every head of every layer."""

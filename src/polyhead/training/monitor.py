@@ -45,9 +45,10 @@ class _Pending(NamedTuple):
 class MonitorCallback:
     """Base class of readers of a monitor's records, such as alarms and loggers. Each method may be overridden.
 
-    `should_stop` requests the end of the training loop, and `should_save` a checkpoint, after which it is reset. The
-    callbacks of `Trainer` and Lightning obey both; other loops read them. An error in one callback is raised after the
-    others have read the record.
+    `should_stop` requests the end of the training loop, and is reset when the next one starts: when the monitor is
+    entered, or `Trainer.train` or Lightning's `fit` begins. `should_save` requests a checkpoint, after which it is
+    reset. The callbacks of `Trainer` and Lightning obey both; other loops read them, and reset `should_save`. An error
+    in one callback is raised after the others have read the record.
     """
 
     should_stop: bool = False
@@ -188,6 +189,7 @@ class HeadMonitor:
             )
         self._is_entered, self._first_step = True, self.steps
         self._compiled = None
+        self.reset_stop()
         self._signals.search()
         self._switch()
         return self
@@ -302,6 +304,12 @@ class HeadMonitor:
         if self._is_entered:
             self.discard()
             self._switch()
+
+    def reset_stop(self) -> None:
+        """Withdraw the callbacks' requests to stop, which were those of an earlier loop."""
+        self._read(wait=True)
+        for callback in self.callbacks:
+            callback.should_stop = False
 
     def discard(self) -> None:
         """Discard what was observed of the current step, such as forwards before a loop that starts again."""
