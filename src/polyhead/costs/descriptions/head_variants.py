@@ -144,13 +144,17 @@ class DifferentialHeads(PlainHeads[DifferentialConfig]):
             record_heads(call, q, k, value, maps, self.layout.key_heads) for q, k in zip(*halves, strict=True)
         )
         difference = tape.step(
-            first, second, output_size=call.size(elements), saves=(second,), backward_workspace=call.size(elements)
+            first,
+            second,
+            output_size=call.size(elements),
+            saves=(second,),
+            backward_workspace=call.size(elements),
+            is_strided=first.is_strided,
         )
         # On a GPU the backward of the norm copies its input and the incoming gradient if they are strided.
         copies = 2 if first.is_strided else 0
         normed = call.normed(difference, elements, self.layout.value_dim, has_weight=False, gradient_copies=copies)
-        is_strided = first.is_strided and not call.on_gpu
-        return tape.step(normed, output_size=normed.size, frees=(difference, normed), is_strided=is_strided)
+        return tape.step(normed, output_size=normed.size, frees=(difference, normed))
 
 
 class CollaborativeHeads(PlainHeads[CollaborativeConfig]):

@@ -194,20 +194,44 @@ class Recorder:
     ) -> Block:
         """Record a norm over `width` channels; `by_head` turns token-major heads into head-major ones.
 
-        A GPU saves its input and one number per row. RMSNorm on a CPU is made of PyTorch operators, which also save the
-        normalised rows if a weight multiplies them. `gradient_copies` is the number of contiguous copies that the
-        backward on a GPU makes of strided tensors: of the input, of the incoming gradient.
+        A kernel saves its input and one number per row (two in LayerNorm). `gradient_copies` is the number of contiguous
+        copies that the backward on a GPU makes of strided tensors: of the input, of the incoming gradient.
         """
         size, rows = self.size(numbers), 4 * (numbers // width)
-        plain = kind == "rms" and not self.on_gpu
-        saves_normed = plain and has_weight
+        if kind == "rms" and not self.on_gpu:
+            return self._normed_by_operators(block, numbers, rows, by_head=by_head, has_weight=has_weight)
         return self.tape.step(
             block,
             output_size=size,
             saves=(block,),
-            saved_bytes=rows * (1 if kind == "rms" else 2) + (self.wide(numbers) if saves_normed else 0),
-            workspace=size if by_head or saves_normed else 0,
-            backward_workspace=3 * self.wide(numbers) if plain else gradient_copies * size,
+            saved_bytes=rows * (1 if kind == "rms" else 2),
+            workspace=size if by_head else 0,
+            backward_workspace=gradient_copies * size,
+            is_strided=by_head,
+        )
+
+    def _normed_by_operators(self, block: Block, numbers: int, rows: int, *, by_head: bool, has_weight: bool) -> Block:
+        """Record RMSNorm on a CPU, which is made of PyTorch operators that compute in float32.
+
+        They save the normalised rows if a weight multiplies them, and in 16 bits a float32 copy of the input in place
+        of the input.
+        """
+        size, wide, narrow = self.size(numbers), self.wide(numbers), self.is_narrow
+        saved_bytes, is_cloned = rows, by_head or block.is_strided  # the result is contiguous in any case
+        if self.tape.training:
+            saved_bytes += wide * (has_weight + narrow)
+            workspace = (wide if narrow else 0) + (size if is_cloned else 0)
+        else:
+            # Squares of the input, or the rows before the weight; in 16 bits beside the float32 copy of the input.
+            is_copied = is_cloned or has_weight
+            workspace = wide * (1 + is_copied) + size if narrow else size * is_copied
+        return self.tape.step(
+            block,
+            output_size=size,
+            saves=() if narrow else (block,),
+            saved_bytes=saved_bytes,
+            workspace=workspace,
+            backward_workspace=(2 if has_weight else 3) * wide + (2 * size if narrow else 0) - rows,
             is_strided=by_head,
         )
 
