@@ -308,7 +308,7 @@ def _tiled(call: Recorder, query: Block, key: Block, value: Block, heads: Heads)
         key,
         value,
         output_size=out,
-        saves=(key, value),
+        saves=() if call.is_narrow else (key, value),  # in 16 bits converted ones, as the queries
         save_output=True,
         saved_bytes=queries + 3 * 4 * rows + dense + (keys + values if call.is_narrow else 0),
         workspace=forward + tile + logits,
@@ -320,12 +320,42 @@ def _tiled(call: Recorder, query: Block, key: Block, value: Block, heads: Heads)
 def talking_tiles(call: Recorder, heads: int) -> tuple[int, int]:
     """Return the bytes of the live tiles of talking heads, in the forward and in the backward.
 
-    A second block of columns is allocated while Python still references the tensors of the first.
+    Python still references the tensors of a tile while the next one is allocated: four of the tile before it in the
+    first pass, two of the last tile of the rows before, seven in the backward.
     """
-    work = call.work
+    work, mask = call.work, call.mask
     columns = max(1, min(TILE_COLUMNS, work.keys))
     rows = max(16, min(1024, TILE_ELEMENTS // max(1, work.batch * heads * columns)))
-    call.routes.append((rows, rows >= work.queries, work.keys <= columns))
-    tile = call.wide(work.batch * heads * min(rows, work.queries) * columns)
-    forward, backward = (5, 9) if work.keys <= columns else (10, 11)
-    return forward * tile, backward * tile
+    row_blocks, column_blocks = -(-work.queries // rows), -(-work.keys // columns)
+    call.routes.append((rows, min(row_blocks, 4), min(column_blocks, 4)))
+    # A product with a mix that requires a gradient, also where none is recorded, copies the tiles of several sequences.
+    # In 16 bits the mixes are converted, and the results require none.
+    requires_grad = call.tape.training or not call.is_narrow
+    copies = int(requires_grad and work.batch > 1)
+    new, new_in_backward = (3 if requires_grad or mask is not None else 2) + copies, 3 + copies
+    forward = backward = last = 0  # elements of one head of one sequence
+    for block in range(max(0, row_blocks - 3), row_blocks):  # earlier rows see fewer keys
+        start, stop = block * rows, min((block + 1) * rows, work.queries)
+        widths = _tile_widths(call, start, stop, columns)
+        before, in_first_pass, in_backward = 0, 2 * last, 7 * last
+        for width in widths:
+            tile = (stop - start) * width
+            forward = max(forward, in_first_pass + 4 * before + new * tile, 2 * last + 4 * tile, (4 + copies) * tile)
+            backward = max(backward, in_backward + new_in_backward * tile, (8 + copies) * tile + last)
+            before, in_first_pass, in_backward = tile, 2 * last, 7 * tile
+        # The last tile is narrower where the keys are no multiple of the columns; between many tiles it varies.
+        last = (stop - start) * columns if min(row_blocks, column_blocks) > 3 else before
+    tiles = work.batch * heads
+    return call.wide(tiles * forward), call.wide(tiles * backward)
+
+
+def _tile_widths(call: Recorder, start: int, stop: int, columns: int) -> list[int]:
+    """Return the widths of the first two tiles and of the last one of some rows of queries."""
+    mask, keys, offset = call.mask, call.work.keys, call.work.keys - call.work.queries
+    first, end = 0, keys
+    if mask is not None and mask.left is not None and not mask.sinks:
+        first = min(keys, max(0, start + offset - mask.left))
+    if mask is not None and mask.right is not None:
+        end = min(keys, stop + offset + mask.right)
+    whole, rest = divmod(max(0, end - first), columns)
+    return [columns] * min(whole, 2) + [rest] * (rest > 0)
