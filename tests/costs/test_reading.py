@@ -734,9 +734,7 @@ def test_edited_layers_of_several_kinds_keep_theirs(tmp_path):
     layers = {"model.layers.0.self_attn": {**heads, "num_heads": 4, "num_kv_heads": 2}}
     edits = tmp_path / "polyhead.json"
     edits.write_text(json.dumps({"form": "uneven", "layers": layers}))
-    with pytest.raises(
-        OptionError, match=r"all layers .* must be listed, got .* with 2 layers.* and 1 in polyhead"
-    ):
+    with pytest.raises(OptionError, match=r"all layers .* must be listed, got .* with 2 layers.* and 1 in polyhead"):
         read_layout(tmp_path)
     layers["model.layers.1.self_attn"] = {**heads, "num_heads": 5, "num_kv_heads": 5}
     edits.write_text(json.dumps({"form": "uneven", "layers": layers}))

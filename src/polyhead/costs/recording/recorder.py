@@ -194,8 +194,8 @@ class Recorder:
     ) -> Block:
         """Record a norm over `width` channels; `by_head` turns token-major heads into head-major ones.
 
-        A kernel saves its input and one number per row (two in LayerNorm). `gradient_copies` is the number of contiguous
-        copies that the backward on a GPU makes of strided tensors: of the input, of the incoming gradient.
+        A kernel saves its input and one number per row (two in LayerNorm). `gradient_copies` is the number of
+        contiguous copies that the backward on a GPU makes of strided tensors: of the input, of the incoming gradient.
         """
         size, rows = self.size(numbers), 4 * (numbers // width)
         if kind == "rms" and not self.on_gpu:
