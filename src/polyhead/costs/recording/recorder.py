@@ -20,6 +20,7 @@ from polyhead.layers.positions.config import (
     RotaryConfig,
     T5BiasConfig,
 )
+from polyhead.layers.positions.row_tables import FIRST_CAPACITY, MAX_CAPACITY
 from polyhead.masks import Mask
 from polyhead.ops.attention.fused import LARGEST_DIM
 from polyhead.ops.attention.mask_rule import is_window_too_large
@@ -236,10 +237,16 @@ class Recorder:
         )
 
     def rotary_tables(self, positions: RotaryConfig) -> None:
-        """Record the cos and sin tables of RoPE."""
+        """Record the cos and sin tables of RoPE: they grow by powers of two; very long ones have the new rows alone."""
         assert positions.rotary_dim is not None  # which the config of the layer has filled in
-        tokens = max(self.work.keys, self.work.queries)  # a source has positions of its own
-        self.tables[repr(positions)] = 2 * self.wide(tokens * positions.rotary_dim)
+        work = self.work
+        rows = max(work.keys, work.queries)  # a source has positions of its own
+        self.routes.append(rows <= MAX_CAPACITY)
+        if rows <= MAX_CAPACITY:
+            rows = max(FIRST_CAPACITY, 1 << (rows - 1).bit_length())
+        else:
+            rows = max(work.queries, work.new_keys)
+        self.tables[repr(positions)] = 2 * self.wide(rows * positions.rotary_dim)
 
     def rotated(self, block: Block, numbers: int, positions: object, head_dim: int) -> Block:
         """Record RoPE on heads: roll, multiply, add in float32, round; concatenate a rotated part with the rest."""
