@@ -13,8 +13,18 @@ from torch import nn
 import polyhead
 from polyhead import MultiHeadAttention
 from polyhead.errors import OptionError
-from polyhead.surgery import find_layers, head_origins
-from polyhead.training import DynamicHeads, HeadChange, HeadMonitor, MonitorCallback, StepRecord
+from polyhead.surgery import ReorderHeads, find_layers, head_origins
+from polyhead.training import (
+    DropHead,
+    DynamicHeads,
+    HeadChange,
+    HeadGates,
+    HeadMonitor,
+    MonitorCallback,
+    QKClip,
+    StepRecord,
+    edit_heads,
+)
 from tests.surgery.gated import FAMILIES
 from tests.surgery.gated import build as build_family
 
@@ -147,6 +157,29 @@ def test_the_head_with_the_highest_score_is_never_reset(changes):
     with DynamicHeads(model, optimizer, changes) as dynamic:
         train(model, optimizer, dynamic, range(2))
     assert origins(model) == [["new"] * HEADS, ["new", "new", "2", "new"]]
+
+
+@pytest.mark.filterwarnings("ignore:no step of the monitor has ended")
+@pytest.mark.parametrize("kind", [HeadMonitor, HeadGates, "QKClip", "DropHead"])
+def test_heads_that_something_else_observes_are_not_changed(kind):
+    model = Blocks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    around = {"QKClip": lambda model: QKClip(model, optimizer), "DropHead": lambda model: DropHead(model, 0.1)}
+    with around.get(kind, kind)(model) as observing:
+        with (
+            pytest.raises(OptionError, match="inside the block of a HeadMonitor, QKClip"),
+            DynamicHeads(model, optimizer, {1: HeadChange(revive=1)}),
+        ):
+            pass
+        with pytest.raises(OptionError, match="got Blocks inside the block"):
+            edit_heads(model, optimizer, ReorderHeads(0, (3, 2, 1, 0)))
+        if kind is HeadMonitor:
+            model(torch.randn(2, 5, WIDTH))
+            observing.step()
+    dynamic = DynamicHeads(model, optimizer, {1: HeadChange(revive=1)})
+    with dynamic, around.get(kind, kind)(model), pytest.raises(OptionError, match="got Blocks inside the block"):
+        train(model, optimizer, dynamic, range(1))
+    assert origins(model) == [[str(head) for head in range(HEADS)]] * 2
 
 
 def test_a_bound_leaves_heads_that_are_alive():

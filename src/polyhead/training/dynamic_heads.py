@@ -24,7 +24,14 @@ from polyhead.surgery.edits.head_edits import (
     edits_to_json,
 )
 from polyhead.training.monitor import HeadMonitor
-from polyhead.training.optimizer_state import Optimizers, check_unwrapped, checked_optimizers, edit_heads, states_of
+from polyhead.training.optimizer_state import (
+    Optimizers,
+    check_unobserved,
+    check_unwrapped,
+    checked_optimizers,
+    edit_heads,
+    states_of,
+)
 
 _IMPORTANCE = "importance"
 
@@ -63,8 +70,9 @@ class DynamicHeads:
     """Prune, revive and grow heads at given steps of training, by the evidence of the steps before.
 
     Inside the `with` block `step` ends a step; after a step that `changes` names, heads are changed and the state of
-    the optimizer is kept, as `edit_heads` does. The score of a head is its importance, or a column of a monitor, in the
-    mean over the steps since the last change. Only changes wait for the device.
+    the optimizer is kept, as `edit_heads` does; no other session may observe the model then. The score of a head is its
+    importance, or a column of a monitor, in the mean over the steps since the last change. Only changes wait for the
+    device.
 
     The importance of a head in a step is the magnitude of the derivative of the loss with respect to a factor on the
     head's output (Michel et al. 2019, arXiv:1905.10650, for a whole step instead of each sequence), divided by the sum
@@ -192,6 +200,7 @@ class DynamicHeads:
         if self._undo is not None:
             raise OptionError("these heads are already entered; create another DynamicHeads for another model")
         self._check_owner()  # the model may have been wrapped since
+        check_unobserved(self.model)
         self._begin()
         return self
 
