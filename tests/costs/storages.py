@@ -12,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from polyhead.costs import Workload
+from polyhead.costs.memory import MemoryEstimate
 from polyhead.layers.config import AttentionConfig, build_attention
+from polyhead.layers.positions.config import RotaryConfig
 
 
 class Storages(TorchDispatchMode):
@@ -42,6 +44,14 @@ class Storages(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self._enter(leaf)
         return result
+
+
+def table_growth(found: MemoryEstimate, config: AttentionConfig, work: Workload) -> int:
+    """Bytes of the tables of RoPE that `Storages` does not see: in a dispatch mode they have the new rows alone."""
+    positions = getattr(config, "positions", None)
+    if not isinstance(positions, RotaryConfig):
+        return 0
+    return dict(found.tables)[repr(positions)] - 2 * 4 * max(work.queries, work.new_keys) * positions.rotary_dim
 
 
 @dataclass(frozen=True, slots=True)

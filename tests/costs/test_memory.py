@@ -107,7 +107,27 @@ def test_layers_of_equal_positions_share_the_tables_of_rope():
     assert one.to_dict()["tables"] == table
     assert one.total == one.parameters + one.gradients + one.inputs + one.kept + one.transient + table
     source = Workload.cross(7, 300)
-    assert estimate_memory(dataclasses.replace(config, causal=False), source).table_bytes == 2 * 4 * 300 * dim
+    assert estimate_memory(dataclasses.replace(config, causal=False), source).table_bytes == 2 * 4 * 512 * dim
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("tokens", [1, 19, 256, 257, 300, 1025, 5000, (1 << 16) - 1, 1 << 16, 70_001])
+def test_tables_of_rope_grow_by_powers_of_two(tokens, dtype):
+    positions = RotaryConfig(base=1e4 + tokens)  # a table of its own
+    config = MultiHeadConfig(8, 1, bias=False, causal=True, positions=positions)
+    rotary = build_attention(config, dtype=dtype).positions
+    rotary.rotation(torch.zeros(1, 1, tokens, 8, dtype=dtype))
+    table = rotary._table
+    tensors = [*(x for x, _ in table._grown.values()), *table._recent[1]]
+    stored = sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
+    found = estimate_memory(config, Workload.training_step(tokens), dtype=dtype, device="cpu")
+    assert found.table_bytes == stored
+
+
+def test_a_token_behind_a_very_long_context_has_the_rows_of_its_own():
+    config = MultiHeadConfig(8, 1, causal=True, positions=RotaryConfig())
+    tables = [estimate_memory(config, Workload.decode(past)).table_bytes for past in (4999, 1 << 17)]
+    assert tables == [2 * 4 * 8 * 8192, 2 * 4 * 8]
 
 
 @pytest.mark.parametrize("form", ["fused", "materialised"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from typing import Any
 from unittest import mock
 
@@ -12,8 +13,10 @@ import pytest
 import torch
 import transformers
 
+import polyhead
 from polyhead.costs import Workload, estimate_cost
 from polyhead.costs.layouts import known_models
+from polyhead.costs.layouts.hf_built import config_class
 from polyhead.costs.layouts.hf_config import read_hf_config
 from polyhead.costs.layouts.hf_families import FAMILIES
 from polyhead.costs.layouts.known_models import KNOWN, known_model
@@ -178,7 +181,7 @@ def test_the_channels_that_rope_rotates_differ_by_type_of_layer():
     assert {group.config.window: group.config.positions.rotary_dim for group in model.groups} == {9: 16, None: 4}
 
 
-def test_rotated_channels_that_are_no_share_or_missing_are_refused_and_layers_without_rope_are_noted():
+def test_rotated_channels_that_are_no_share_or_missing_are_refused():
     for share in (1.5, -0.5, "half", True):
         with pytest.raises(OptionError, match=f"must be from 0 to 1, got {share!r}"):
             read_hf_config({"model_type": "phi", "partial_rotary_factor": share, **TINY}, complete=True)
@@ -189,10 +192,87 @@ def test_rotated_channels_that_are_no_share_or_missing_are_refused_and_layers_wi
         match="must set the share or number of channels that RoPE rotates",
     ):
         read_hf_config({"model_type": "phi", **TINY}, complete=True)
-    notes = read_hf_config({"model_type": "smollm3", "no_rope_layers": [1, 0], **GROUPED}).notes
-    assert "RoPE is counted in all layers, also in the 1 without (no_rope_layers)" in notes
-    notes = read_hf_config({"model_type": "smollm3", "no_rope_layers": [1, 1], **GROUPED}).notes
-    assert not any("RoPE" in note for note in notes)
+
+
+EIGHT = {**GROUPED, "num_hidden_layers": 8, "head_dim": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SOME_ROTARY: dict[str, dict[str, Any]] = {
+    "smollm3": EIGHT,
+    "smollm3, listed": {**EIGHT, "no_rope_layers": [1, 0, 0, 1, 1, 0, 1, 1]},
+    "smollm3, interval": {**EIGHT, "no_rope_layer_interval": 3},
+    "cohere2": EIGHT,
+    "cohere2, without windows": {**EIGHT, "layer_types": ["full_attention"] * 8},
+    "cohere2_moe": {**EIGHT, **EXPERTS, "first_k_dense_replace": 0},
+    "cohere2_moe, dense prefix": {
+        **EIGHT, **EXPERTS, "layer_types": ["full_attention", "full_attention", *["sliding_attention"] * 6],
+        "mlp_layer_types": ["dense", *["sparse"] * 7],
+    },
+    "exaone4": EIGHT,
+    "exaone4, without windows": {**EIGHT, "sliding_window": None, "layer_types": ["full_attention"] * 8},
+    "exaone_moe": {**EIGHT, **EXPERTS},
+    "flint": {**EIGHT, **EXPERTS},
+    "kolibri1": {**EIGHT, **EXPERTS},
+    "granite_swa": {**EIGHT, "layer_rope_theta": [1e4, 0, 1e4, 1e4, 0, 0, 1e6, 1e4]},
+    "granitemoe_swa": {**EIGHT, "num_local_experts": 4, "layer_rope_theta": [0, *[1e4] * 7]},
+    "falcon, alibi": {**TINY, "multi_query": True, "alibi": True},
+    "falcon": {**TINY, "multi_query": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [case for case in SOME_ROTARY if config_class(case.split(",")[0]) is not None])
+def test_rope_is_counted_in_the_layers_that_transformers_rotates(case, monkeypatch):
+    config = config_class(name := case.split(",")[0])(**SOME_ROTARY[case])
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    running: list[int] = []
+    rotated: set[int] = set()
+    for module in model.modules():
+        if (index := getattr(module, "layer_idx", None)) is not None:
+            module.register_forward_pre_hook(lambda *_, index=index: running.append(index))
+    code = sys.modules[type(model).__module__]
+    rotate = code.apply_rotary_pos_emb
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        rotated.add(running[-1])
+        return rotate(*args, **options)
+
+    monkeypatch.setattr(code, "apply_rotary_pos_emb", recorded)
+    with torch.no_grad():
+        model(torch.randint(3, 31, (1, 9)))
+    layout = read_hf_config({"model_type": name, **SOME_ROTARY[case]}, by_layer=True, causal=True)
+    assert {index for index, group in enumerate(layout.groups) if group.config.positions is not None} == rotated
+    assert not any("RoPE" in note for note in layout.notes)
+
+
+def test_lists_of_layers_with_rope_are_checked_and_layers_without_need_no_time_for_it():
+    config = {"model_type": "smollm3", "attention_bias": False, **GROUPED}
+    with pytest.raises(OptionError, match="no_rope_layers must have one entry for each of the 2 layers, got 3"):
+        read_hf_config({**config, "no_rope_layers": [1, 0, 1]}, complete=True)
+    with pytest.raises(OptionError, match=r"must list the layers with RoPE \(no_rope_layers"):
+        read_hf_config(config, complete=True)
+    with pytest.raises(OptionError, match="latent attention must all have RoPE"):
+        read_hf_config({**config, **LATENT, "no_rope_layers": [1, 0]}, complete=True)
+    nested = {"full_attention": None, "sliding_attention": {"rope_theta": 1e4}}
+    types = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "rope_parameters": nested}
+    model = read_hf_config({"model_type": "gemma3_text", "attention_bias": False, **GROUPED, **types}, complete=True)
+    assert {group.config.window: group.config.positions is None for group in model.groups} == {9: False, None: True}
+    all_layers, one = (
+        polyhead.plan({**config, "no_rope_layers": layers}, context=50, phases=["training"])["training"]
+        for layers in ([1, 1], [1, 0])
+    )
+    assert one.flops == all_layers.flops  # of matrix products
+    assert one.total_bytes < all_layers.total_bytes
+    assert one.fused.tables == all_layers.fused.tables
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "is_rotary"), [("esm", "rotary", True), ("esm", "absolute", False), ("granitex", "nope", False)]
+)
+def test_the_kind_of_positions_of_another_family_is_read(name, kind, is_rotary):
+    config = {"model_type": name, "position_embedding_type": kind, "rope_theta": 1e4, **TINY}
+    if kind == "rotary":
+        del config["rope_theta"]
+    model = read_hf_config(config, complete=True, causal=False)
+    assert (model.config.positions is not None) == is_rotary
 
 
 def test_numbers_are_those_that_the_config_names():
@@ -645,3 +725,21 @@ def test_a_misspelt_known_model_is_refused_with_its_name(failure, words, name):
         with pytest.raises(OptionError, match=failure) as caught:
             read_layout("some/other")
     assert "did you mean" not in str(caught.value)
+
+
+def test_edited_layers_of_several_kinds_keep_theirs(tmp_path):
+    config = {"model_type": "smollm3", "attention_bias": False, **GROUPED, "no_rope_layers": [0, 1]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    heads = {"embed_dim": 48, "head_dim": 8}
+    layers = {"model.layers.0.self_attn": {**heads, "num_heads": 4, "num_kv_heads": 2}}
+    edits = tmp_path / "polyhead.json"
+    edits.write_text(json.dumps({"form": "uneven", "layers": layers}))
+    with pytest.raises(OptionError, match=r"all layers .* must be listed, got .* with 2 layers.* and 1 in polyhead"):
+        read_layout(tmp_path)
+    layers["model.layers.1.self_attn"] = {**heads, "num_heads": 5, "num_kv_heads": 5}
+    edits.write_text(json.dumps({"form": "uneven", "layers": layers}))
+    groups = [group.config for group in read_layout(tmp_path).groups]
+    assert [(x.num_heads, x.num_kv_heads, x.positions is None) for x in groups] == [(4, 2, True), (5, 5, False)]
+    edits.write_text(json.dumps({"form": "padded"}))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "no_rope_layers": [1, 1]}))
+    assert [group.layers for group in read_layout(tmp_path).groups] == [2]

@@ -364,6 +364,19 @@ def test_a_real_run_stops_at_the_head_whose_weights_grow():
     assert not healthy.alarms
 
 
+def test_a_monitor_that_is_entered_again_runs_until_the_next_alarm():
+    alarms = HeadAlarms(action="stop", window=WINDOW)
+    monitor = train(alarms, 120, growth=1.1)
+    assert alarms.should_stop
+    raised, first = len(alarms.alarms), monitor.steps
+    with monitor:
+        while not alarms.should_stop and monitor.steps < first + 5:
+            loss = monitor.model(torch.randn(4, 9, 16)).square().mean()
+            monitor.step(loss)
+    assert monitor.steps == first + 5
+    assert len(alarms.alarms) == raised
+
+
 def test_misuse_is_an_error():
     for action in ("explode", ["warn", 3]):
         with pytest.raises(OptionError, match="an action must be 'warn', 'stop', 'save' or a function"):

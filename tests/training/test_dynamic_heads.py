@@ -13,8 +13,18 @@ from torch import nn
 import polyhead
 from polyhead import MultiHeadAttention
 from polyhead.errors import OptionError
-from polyhead.surgery import find_layers, head_origins
-from polyhead.training import DynamicHeads, HeadChange, HeadMonitor
+from polyhead.surgery import ReorderHeads, find_layers, head_origins
+from polyhead.training import (
+    DropHead,
+    DynamicHeads,
+    HeadChange,
+    HeadGates,
+    HeadMonitor,
+    MonitorCallback,
+    QKClip,
+    StepRecord,
+    edit_heads,
+)
 from tests.surgery.gated import FAMILIES
 from tests.surgery.gated import build as build_family
 
@@ -138,6 +148,40 @@ def test_the_only_head_of_a_layer_is_reset_where_it_cannot_be_pruned():
     assert origins(model) == [[str(head) for head in range(HEADS)], ["new"]]
 
 
+@pytest.mark.parametrize("changes", [{1: HeadChange(revive=99, below=1e3)}, {1: HeadChange(revive=7)}])
+def test_the_head_with_the_highest_score_is_never_reset(changes):
+    model = Blocks()
+    with torch.no_grad():
+        model.layers[1].out_proj.weight[:, 2 * DIM : 3 * DIM] *= 100
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with DynamicHeads(model, optimizer, changes) as dynamic:
+        train(model, optimizer, dynamic, range(2))
+    assert origins(model) == [["new"] * HEADS, ["new", "new", "2", "new"]]
+
+
+@pytest.mark.filterwarnings("ignore:no step of the monitor has ended")
+@pytest.mark.parametrize("kind", [HeadMonitor, HeadGates, "QKClip", "DropHead"])
+def test_heads_that_something_else_observes_are_not_changed(kind):
+    model = Blocks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    around = {"QKClip": lambda model: QKClip(model, optimizer), "DropHead": lambda model: DropHead(model, 0.1)}
+    with around.get(kind, kind)(model) as observing:
+        with (
+            pytest.raises(OptionError, match="inside the block of a HeadMonitor, QKClip"),
+            DynamicHeads(model, optimizer, {1: HeadChange(revive=1)}),
+        ):
+            pass
+        with pytest.raises(OptionError, match="got Blocks inside the block"):
+            edit_heads(model, optimizer, ReorderHeads(0, (3, 2, 1, 0)))
+        if kind is HeadMonitor:
+            model(torch.randn(2, 5, WIDTH))
+            observing.step()
+    dynamic = DynamicHeads(model, optimizer, {1: HeadChange(revive=1)})
+    with dynamic, around.get(kind, kind)(model), pytest.raises(OptionError, match="got Blocks inside the block"):
+        train(model, optimizer, dynamic, range(1))
+    assert origins(model) == [[str(head) for head in range(HEADS)]] * 2
+
+
 def test_a_bound_leaves_heads_that_are_alive():
     model = Blocks()
     make_dead(model, (0, 3))
@@ -162,6 +206,20 @@ def test_the_columns_of_a_monitor_decide_and_every_stretch_has_a_monitor():
     assert origins(model) == [["0", "2", "3"], ["0", "1", "2", "3"]]
     assert [x.history.steps for x in dynamic.monitors] == [(0, 2), (4,)]
     assert [len(x.history.heads) for x in dynamic.monitors] == [2 * HEADS, 2 * HEADS - 1]
+
+
+def test_a_request_to_stop_outlasts_a_change_of_heads():
+    class Stopping(MonitorCallback):
+        def on_record(self, record: StepRecord) -> None:
+            self.should_stop |= record.step == 2
+
+    model, stopping = Blocks(), Stopping()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    monitor = functools.partial(HeadMonitor, statistics="entropy", callbacks=[stopping])
+    with DynamicHeads(model, optimizer, {3: HeadChange(prune=1)}, monitor=monitor) as dynamic:
+        train(model, optimizer, dynamic, range(3))
+        assert len(dynamic.monitors) == 2
+        assert stopping.should_stop
 
 
 @pytest.mark.parametrize("monitored", [False, True])
@@ -226,6 +284,9 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
         (lambda: nn.MultiheadAttention(WIDTH, HEADS), {}, "from_torch"),
         (Blocks, {"changes": {1: HeadChange(prune=7)}}, "got 7 of 8 heads in 2 layers to prune at step 1"),
         (Blocks, {"changes": {1: HeadChange(prune=4), 2: HeadChange(prune=3)}}, "got 3 of 4 heads"),
+        (Blocks, {"changes": {1: HeadChange(revive=8)}}, "got 0 to prune and 8 to revive of 8 heads at step 1"),
+        (Blocks, {"changes": {2: HeadChange(prune=1, revive=7)}}, "got 1 to prune and 7 to revive of 8 heads"),
+        (Blocks, {"changes": {1: HeadChange(prune=3), 2: HeadChange(revive=5)}}, "5 to revive of 5 heads at step 2"),
         (Blocks, {"changes": {0: HeadChange(prune=1)}}, "at least 1, got 0"),
         (Blocks, {"changes": {1: 2}}, "must be HeadChange by step, got 2 at step 1"),
         (Blocks, {"score": "output_norm_share"}, "output_norm_share.* and no monitor"),

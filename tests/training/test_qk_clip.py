@@ -16,7 +16,8 @@ from polyhead import Mask, MultiHeadAttention
 from polyhead.errors import OptionError
 from polyhead.layers import LatentAttention
 from polyhead.layers.positions import Rotary
-from polyhead.training import QKClip
+from polyhead.observation import torch_modules
+from polyhead.training import HeadMonitor, QKClip
 
 WIDTH, HEADS = 32, 4
 HF = {"vocab_size": 61, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 1}
@@ -470,3 +471,32 @@ def test_heads_that_were_edited_before_the_block_are_those_that_are_scaled():
         layer(torch.randn(2, 5, WIDTH))
         optimizer.step()
     assert len(clip.latest.heads()) == HEADS - 1
+
+
+@pytest.mark.parametrize("build", ["torch", "transformers"])
+def test_evaluation_costs_no_attention(build, monkeypatch):
+    model = torch_layer() if build == "torch" else MODELS["llama"]()
+    inputs = (torch.randn(2, 9, WIDTH),) * 3 if build == "torch" else (torch.randint(1, 61, (2, 9)),)
+    calls = []
+    compute = torch_modules.attention
+    monkeypatch.setattr(
+        torch_modules, "attention", lambda *args, **options: calls.append(1) or compute(*args, **options)
+    )
+    heard = []
+    with (
+        QKClip(model, torch.optim.SGD(model.parameters())) as clip,
+        HeadMonitor(model, statistics=("max_logit", "output_norm")) as monitor,
+    ):
+        listeners = [clip._session, monitor._session]
+        for session in listeners:
+            listen = session.listener
+            session.listener = lambda *args, listen=listen: heard.append(1) or listen(*args)
+        model.eval()
+        model(*inputs)  # with gradients, as for a saliency map
+        assert not calls
+        assert not heard
+        model.train()
+        model(*inputs)
+        assert len(heard) == 2
+        assert len(calls) == 2 * (build == "torch")
+        monitor.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from multiprocessing import get_context
@@ -98,6 +99,24 @@ def test_memory_is_bounded_by_one_file(tmp_path, monkeypatch):
     monitor = monitor_of(tmp_path)
     train(monitor, 21)
     assert len(monitor.callbacks[0]._part) <= 4
+
+
+@pytest.mark.parametrize("rows", [1 << 17, 1], ids=["one file", "a file for each step"])
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_all_steps_of_a_run_have_the_same_heads(tmp_path, monkeypatch, rows, is_resumed):
+    monkeypatch.setattr(run_directory, "PART_ROWS", rows)
+    monitor = monitor_of(tmp_path)
+    train(monitor, 2)
+    writer = monitor.callbacks[0]
+    if is_resumed:
+        state, writer = writer.state_dict(), RunDirectory(tmp_path)
+        writer.load_state_dict(state)
+    (*_, last) = monitor.history.records()
+    fewer = dataclasses.replace(last, step=2, heads=last.heads[1:], values=last.values[:, 1:], measured=None)
+    with pytest.raises(OptionError, match="the same heads and statistics in every step"):
+        writer.on_record(fewer)
+    writer.on_exit()
+    assert load_run(tmp_path).steps == (0, 1)
 
 
 def test_the_history_of_a_monitor_keeps_the_latest_steps(monkeypatch):

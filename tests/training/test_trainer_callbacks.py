@@ -192,6 +192,33 @@ def test_an_error_in_training_leaves_no_hook_and_no_part_of_its_step(tmp_path):
     assert not any(module._forward_hooks for module in model.modules())
 
 
+@pytest.mark.parametrize("again", ["train", "with"])
+def test_a_loop_that_starts_again_after_a_stop_runs_until_the_next_request(tmp_path, again):
+    requesting = Requesting(stop=2)
+    monitor = HeadMonitor(llama(), callbacks=[requesting], statistics=COLUMNS)
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=2, max_steps=4, report_to=[], save_strategy="no", use_cpu=True,
+        disable_tqdm=True, logging_strategy="no", dataloader_pin_memory=False,
+    )  # fmt: skip
+    trainer = transformers.Trainer(monitor.model, arguments, train_dataset=sequences(28))
+    trainer.add_callback(monitor.trainer_callback())
+    with monitor:
+        trainer.train()
+        assert monitor.steps == 3
+        assert requesting.should_stop
+        if again == "train":
+            trainer.train()
+    assert again == "train" or requesting.should_stop  # after the block, too
+    if again == "with":
+        with monitor:
+            trainer.train()
+    assert monitor.steps == 3 + 4
+    requesting.stop = 8
+    with monitor:
+        trainer.train()
+    assert monitor.steps == 3 + 4 + 2
+
+
 # ---- Lightning
 
 
@@ -261,6 +288,16 @@ def test_lightning_saves_and_stops_on_request(tmp_path):
     assert not (tmp_path / "heads-step=3.ckpt").exists()
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_lightning_continues_after_a_stop(tmp_path):
+    requesting = Requesting(stop=1)
+    monitor = HeadMonitor(llama(), callbacks=[requesting])
+    assert fitted(tmp_path, monitor).global_step == 2
+    assert requesting.should_stop
+    assert fitted(tmp_path, monitor).global_step == 7
+    assert monitor.steps == 2 + 7
+
+
 def test_without_lightning_the_error_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
     with pytest.raises(OptionError, match="pip install lightning"):
@@ -270,12 +307,18 @@ def test_without_lightning_the_error_names_the_package(monkeypatch):
 def _process(rank: int, folder: Path) -> None:
     torch.distributed.init_process_group("gloo", f"file://{folder / 'store'}", rank=rank, world_size=2)
     callback = MonitorCallback()
-    requests = Requests(SimpleNamespace(callbacks=(callback,), model=nn.Linear(2, 2)))
+
+    def reset_stop() -> None:
+        callback.should_stop = False
+
+    requests = Requests(SimpleNamespace(callbacks=(callback,), model=nn.Linear(2, 2), reset_stop=reset_stop))
     answers = []
     for step in range(6):
         callback.should_save |= step == 1 and rank == 0
         callback.should_stop |= step == 2 and rank == 1
         answers.append(requests.take())
+    requests.start()  # of another loop
+    answers += [requests.take() for _ in range(LATE + 2)]
     torch.save(answers, folder / f"{rank}.pt")
     torch.distributed.destroy_process_group()
 
@@ -288,4 +331,5 @@ def test_all_processes_act_on_a_request_at_the_same_step(tmp_path):
         process.join(60)
         assert process.exitcode == 0
     expected = [(step >= 2 + LATE, step == 1 + LATE) for step in range(6)]
+    expected += [(False, False)] * (LATE + 2)
     assert torch.load(tmp_path / "0.pt") == torch.load(tmp_path / "1.pt") == expected

@@ -46,8 +46,9 @@ class Call:
 
     @property
     def has_listener(self) -> bool:
-        """Whether the session has a listener, which reads the outputs of heads, also in a recomputation."""
-        return self.session.listener is not None
+        """Whether a listener of the session reads the outputs of heads, also in a recomputation."""
+        session = self.session
+        return session.listener is not None and (session.model.training or not session.only_training)
 
     def notify(self, attended: Attended) -> None:
         if self.mask is None:
@@ -94,7 +95,7 @@ class Call:
         assert result.statistics is not None
         if self.counts:
             self.session.add(self, result.statistics, non_padding)
-        if self.session.listener is not None:
+        if self.session.listener is not None and self.has_listener:
             self.session.listener(self, result, non_padding)
 
 

@@ -126,6 +126,12 @@ def is_shared(session: Any) -> bool:
     return len(others) > 0 and any(id(module) in x for module in session.model.modules() for x in others)
 
 
+def is_observed(model: nn.Module) -> bool:
+    """Return whether a session observes modules of a model."""
+    observed = frozenset(id(module) for module in model.modules())
+    return any(not observed.isdisjoint(modules) for _, modules in _entered)
+
+
 def is_gated_by_another(session: object, module: nn.Module) -> bool:
     """Return whether another session that observes a module has gates."""
     others = [x for x, modules in _entered if x is not session and id(module) in modules]

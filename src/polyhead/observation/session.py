@@ -192,7 +192,8 @@ class Session:
         is_plain = not len(self.collectors) and self._keeper is None
         self._managers = Managers(self._thread.forget, is_supported=is_plain)
         self.only_training = False  # count forwards of the model in training mode alone
-        # Called with every call, its attention and its non-padding rows, also in recomputations and evaluation.
+        # Called with every call, its attention and its non-padding rows, also in recomputations; in evaluation unless
+        # `only_training`.
         self.listener: Callable[[Call, AttentionOutput, Tensor | None], None] | None = None
         self.compiled: CompiledModules | None = None  # set before entering, to observe compiled code
         # Calls of modules in training: heads, cross, learned_sinks, whether keys are the tokens of the queries, packed.

@@ -111,7 +111,7 @@ class HeadAlarms(MonitorCallback):
 
     Args:
         action: "warn", "stop" (sets `should_stop`), "save" (sets `should_save`), a function that is called with each
-            alarm, or several of these.
+            alarm, or several of these. A loop that starts again after a stop continues until the next alarm.
         kinds: the alarms to raise.
         logit_limit: limit of the largest logit.
         window: number of records that are compared, a multiple of 3.

@@ -24,7 +24,14 @@ from polyhead.surgery.edits.head_edits import (
     edits_to_json,
 )
 from polyhead.training.monitor import HeadMonitor
-from polyhead.training.optimizer_state import Optimizers, check_unwrapped, checked_optimizers, edit_heads, states_of
+from polyhead.training.optimizer_state import (
+    Optimizers,
+    check_unobserved,
+    check_unwrapped,
+    checked_optimizers,
+    edit_heads,
+    states_of,
+)
 
 _IMPORTANCE = "importance"
 
@@ -35,7 +42,8 @@ class HeadChange:
 
     Args:
         prune: remove the heads with the lowest scores; every layer keeps one.
-        revive: reset those with the next lowest: random W_Q, W_K and W_V, and a W_O of 0, in the same place.
+        revive: reset those with the next lowest: random W_Q, W_K and W_V, and a W_O of 0, in the same place; the head
+            with the highest score of the model is never reset.
         grow: add heads with a W_O of 0, which do not change the model's outputs, one by one to the layers whose lowest
             score is the highest.
         below: prune and revive only heads whose score is below this multiple of the mean over all heads.
@@ -62,8 +70,9 @@ class DynamicHeads:
     """Prune, revive and grow heads at given steps of training, by the evidence of the steps before.
 
     Inside the `with` block `step` ends a step; after a step that `changes` names, heads are changed and the state of
-    the optimizer is kept, as `edit_heads` does. The score of a head is its importance, or a column of a monitor, in the
-    mean over the steps since the last change. Only changes wait for the device.
+    the optimizer is kept, as `edit_heads` does; no other session may observe the model then. The score of a head is its
+    importance, or a column of a monitor, in the mean over the steps since the last change. Only changes wait for the
+    device.
 
     The importance of a head in a step is the magnitude of the derivative of the loss with respect to a factor on the
     head's output (Michel et al. 2019, arXiv:1905.10650, for a whole step instead of each sequence), divided by the sum
@@ -135,6 +144,11 @@ class DynamicHeads:
                     f"every layer must keep a head, got {change.prune} of {heads} heads in {len(self._layers)} layers "
                     f"to prune at step {step}"
                 )
+            if change.revive and heads <= change.prune + change.revive and change.below == math.inf:
+                raise OptionError(
+                    f"a head of the model must be neither pruned nor reset, got {change.prune} to prune and "
+                    f"{change.revive} to revive of {heads} heads at step {step}; revive fewer, or set below"
+                )
             heads += change.grow - (change.prune if change.below == math.inf else 0)
         self._shares, self._count = self._zeros(), 0
 
@@ -186,6 +200,7 @@ class DynamicHeads:
         if self._undo is not None:
             raise OptionError("these heads are already entered; create another DynamicHeads for another model")
         self._check_owner()  # the model may have been wrapped since
+        check_unobserved(self.model)
         self._begin()
         return self
 
@@ -253,7 +268,11 @@ class DynamicHeads:
             self.applied.append((self.steps, edits))
             self._find_layers()
         self._shares, self._count = self._zeros(), 0
+        callbacks = self.monitors[-1].callbacks if self.monitors else ()
+        stopping = [callback for callback in callbacks if callback.should_stop]
         self._begin()
+        for callback in stopping:  # the loop is the same, and has not read it yet
+            callback.should_stop = True
 
     def _scores(self) -> list[list[float]]:
         """Return the score of every head of every layer."""
@@ -294,7 +313,8 @@ class DynamicHeads:
             if sum(map(len, pruned)) < change.prune and left[layer] > 1:
                 left[layer] -= 1
                 pruned[layer].append(head)
-            elif sum(map(len, revived)) < change.revive:  # also the last head of a layer, which is not pruned
+            # Also the last head of a layer, which is not pruned; but not all heads of the model.
+            elif sum(map(len, revived)) < change.revive and (x, layer, head) != ranked[-1]:
                 revived[layer].append(head)
         lowest = [
             min((x for head, x in enumerate(values) if head not in pruned[layer]), default=0.0)

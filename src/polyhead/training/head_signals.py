@@ -159,8 +159,6 @@ class HeadSignals:
     def _listen(self, call: Call, result: AttentionOutput, non_padding: Tensor | None) -> None:
         rows, output = result.statistics, result.output
         assert rows is not None and rows.visible_keys is not None
-        if not self._session.model.training:
-            return
         keys = rows.visible_keys
         if call.counts and LOW_ENTROPY in self._columns:
             assert rows.entropy is not None

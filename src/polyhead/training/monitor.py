@@ -45,9 +45,10 @@ class _Pending(NamedTuple):
 class MonitorCallback:
     """Base class of readers of a monitor's records, such as alarms and loggers. Each method may be overridden.
 
-    `should_stop` requests the end of the training loop, and `should_save` a checkpoint, after which it is reset. The
-    callbacks of `Trainer` and Lightning obey both; other loops read them. An error in one callback is raised after the
-    others have read the record.
+    `should_stop` requests the end of the training loop, and is reset when the next one starts: when the monitor is
+    entered, or `Trainer.train` or Lightning's `fit` begins. `should_save` requests a checkpoint, after which it is
+    reset. The callbacks of `Trainer` and Lightning obey both; other loops read them, and reset `should_save`. An error
+    in one callback is raised after the others have read the record.
     """
 
     should_stop: bool = False
@@ -81,7 +82,8 @@ class HeadMonitor:
     Inside the `with` block forwards of the model in training mode are observed; `step` ends a step, and `history` has
     a row for every observed step. Non-padding tokens of all micro-batches of the step count; evaluation and recomputed
     layers do not. Statistics are reduced on the device, and their copy to the host is read at most two steps later, so
-    that nothing waits for the device. In a process group they are those of the data of all ranks, by one all-reduce in
+    that nothing waits for the device. A loop that catches an error and repeats the step calls `discard` before, so that
+    only the second attempt counts. In a process group they are those of the data of all ranks, by one all-reduce in
     each observed step; the loss is the mean over ranks, and gradients are those of this mean.
 
     A compiled model of transformers stays compiled, except in the first observed step: observed steps have a second
@@ -188,6 +190,7 @@ class HeadMonitor:
             )
         self._is_entered, self._first_step = True, self.steps
         self._compiled = None
+        self.reset_stop()
         self._signals.search()
         self._switch()
         return self
@@ -303,8 +306,14 @@ class HeadMonitor:
             self.discard()
             self._switch()
 
+    def reset_stop(self) -> None:
+        """Withdraw the callbacks' requests to stop, which were those of an earlier loop."""
+        self._read(wait=True)
+        for callback in self.callbacks:
+            callback.should_stop = False
+
     def discard(self) -> None:
-        """Discard what was observed of the current step, such as forwards before a loop that starts again."""
+        """Discard what was observed of the current step: of an attempt that ended in an error, or an earlier loop."""
         self._session.take()
         self._signals.discard()
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError
+from polyhead.observation.nested_sessions import is_observed
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read_heads
@@ -58,6 +59,7 @@ def edit_heads(model: nn.Module, optimizer: Optimizers, edits: Sequence[HeadEdit
     torch.Size([12, 16])
     """
     optimizers, edits = checked_optimizers(optimizer), checked_edits(edits)
+    check_unobserved(model)
     before, owners = dict(model.named_parameters()), _owners(optimizers)
     carried: dict[str, dict[str, Tensor]] = {}
     for layer, layer_edits in edits_by_layer(find_layers(model), edits):
@@ -99,6 +101,16 @@ def states_of(
         if parameter.grad is not None:
             states[name][_GRADIENT] = parameter.grad
     return states
+
+
+def check_unobserved(model: nn.Module) -> None:
+    """Raise if a session observes the model: it would attribute the values of edited heads to those before them."""
+    if is_observed(model):
+        raise OptionError(
+            f"the heads of a model are changed while nothing observes it, got {type(model).__name__} inside the block "
+            "of a HeadMonitor, QKClip, HeadGates, DropHead or polyhead.observe; leave it first, and enter another one "
+            "afterwards (DynamicHeads takes a monitor itself)"
+        )
 
 
 def check_unwrapped(parameters: Iterable[nn.Parameter]) -> None:

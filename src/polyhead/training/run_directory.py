@@ -72,6 +72,7 @@ class RunDirectory(MonitorCallback):
         self._lock = ExitStack()
         self._is_open = self._continues = False
         self._part: list[StepRecord] = []  # of the file that is being written
+        self._shape: tuple[tuple[HeadLocation, ...], tuple[str, ...]] | None = None  # heads and columns of the run
         self._unwritten = 0
         self._last = -1  # step
         self._saved = 0.0  # time of the last write
@@ -85,7 +86,8 @@ class RunDirectory(MonitorCallback):
         if record.step % self.every or not is_first_process():
             return
         self._open()
-        if self._part and (record.heads, record.columns) != (self._part[0].heads, self._part[0].columns):
+        self._shape = self._shape or (record.heads, record.columns)
+        if (record.heads, record.columns) != self._shape:
             raise OptionError(f"a run has the same heads and statistics in every step, got others in {self.folder}")
         if record.step <= self._last:
             raise OptionError(
@@ -134,6 +136,7 @@ class RunDirectory(MonitorCallback):
         for part in reversed(parts[len(finished) :]):
             part.unlink()
         self._part = [record for record in history.records() if record.step <= self._last]
+        self._shape = (history.heads, history.columns) if self._part else None
         if len(self._part) < len(history):
             self._unwritten = 1
             self._write()

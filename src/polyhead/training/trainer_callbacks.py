@@ -34,6 +34,11 @@ class Requests:
         self.monitor = monitor
         self._pending: deque[tuple[Tensor, Any]] = deque()
 
+    def start(self) -> None:
+        """Withdraw the requests of an earlier loop, in all processes."""
+        self.monitor.reset_stop()
+        self._pending.clear()
+
     def take(self) -> tuple[bool, bool]:
         """Return whether to stop, and whether to save; a request to save is returned once."""
         callbacks = self.monitor.callbacks
@@ -119,6 +124,7 @@ def trainer_callback(monitor: HeadMonitor) -> Any:
                 monitor.load_state_dict(torch.load(io.BytesIO(content), weights_only=True))
             start(monitor, state.global_step)
             monitor.discard()  # of a step that an earlier training did not finish
+            requests.start()
             monitor.cleanup.callback(self.remove_hook)
 
         def remove_hook(self) -> None:
@@ -185,6 +191,7 @@ def lightning_callback(monitor: HeadMonitor) -> Any:
             if not monitor.steps:
                 start(monitor, self.steps)
             monitor.discard()  # of a step that an earlier training did not finish
+            requests.start()
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs

@@ -144,13 +144,17 @@ class DifferentialHeads(PlainHeads[DifferentialConfig]):
             record_heads(call, q, k, value, maps, self.layout.key_heads) for q, k in zip(*halves, strict=True)
         )
         difference = tape.step(
-            first, second, output_size=call.size(elements), saves=(second,), backward_workspace=call.size(elements)
+            first,
+            second,
+            output_size=call.size(elements),
+            saves=(second,),
+            backward_workspace=call.size(elements),
+            is_strided=first.is_strided,
         )
         # On a GPU the backward of the norm copies its input and the incoming gradient if they are strided.
         copies = 2 if first.is_strided else 0
         normed = call.normed(difference, elements, self.layout.value_dim, has_weight=False, gradient_copies=copies)
-        is_strided = first.is_strided and not call.on_gpu
-        return tape.step(normed, output_size=normed.size, frees=(difference, normed), is_strided=is_strided)
+        return tape.step(normed, output_size=normed.size, frees=(difference, normed))
 
 
 class CollaborativeHeads(PlainHeads[CollaborativeConfig]):
@@ -207,18 +211,21 @@ class TalkingHeads(PlainHeads[TalkingHeadsConfig]):
         read: tuple[Block, ...] = (query, key, value)
         if call.on_gpu and call.is_guarded:
             read = tuple(tape.step(block, output_size=block.gradient_size, passes_gradient=True) for block in read)
-        saved_bytes, workspace, backward_workspace = 4 * rows, 0, out
+        saved_bytes, workspace, backward_workspace, saves = 4 * rows, 0, out, read
         if call.on_gpu and heads != layout.num_kv_heads:
             backward_workspace += 4 * work.batch * heads * work.keys * (layout.head_dim + dim)
         if not call.on_gpu:
             workspace, backward_tiles = talking_tiles(call, heads)
             # Tiles save three numbers per row: log-sum-exp, row max and sum of the weights; kernels save the first.
             saved_bytes, backward_workspace = 3 * saved_bytes, backward_workspace + backward_tiles
-            saved_bytes += sum(2 * block.gradient_size for block in read) if call.is_narrow else 0
+            if call.is_narrow:  # copies in float32 are saved in place of the tensors, and gradients are computed in it
+                gradients = sum(block.gradient_size for block in read)
+                saves, saved_bytes = (), saved_bytes + 2 * gradients
+                backward_workspace += gradients + 3 * out
         return tape.step(
             *read,
             output_size=out,
-            saves=read,
+            saves=saves,
             saved_bytes=saved_bytes,
             workspace=workspace,
             backward_workspace=backward_workspace,

@@ -110,7 +110,7 @@ class LatentHeads(LayerDescription[LatentConfig]):
         over_latents = Heads(heads, 1, cache_width, rank)
         call.core(over_latents, shared=True, sinks=self.config.sinks)
         summed = record_attention(call, query, latents, value, over_latents)
-        if rope:  # sums that are not contiguous head by head are copied
+        if rope and (call.on_gpu or call.work.batch > 1):  # sums that are not contiguous head by head are copied
             summed = tape.step(summed, output_size=call.size(rows * rank))
         call.product("output", call.tokens, value_dim, rank, heads)
         return tape.step(

@@ -116,9 +116,11 @@ class RoutedHeads(ProjectedHeads[RoutedConfig]):
         # The decode kernels do not support selected rows, so a cache is guarded like other keys.
         copied = not call.on_gpu or (call.mask is not None and not call.finite)
         if copied:
-            # A CPU splits the sequences; a GPU replaces NaN and Inf.
+            # A CPU splits the sequences, which a backward keeps in float32; a GPU replaces NaN and Inf.
+            is_widened = tape.training and not call.on_gpu and call.is_narrow
+            of_copy = call.wide if is_widened else call.size
             sources = [
-                tape.step(block, output_size=call.size(key_rows * size), passes_gradient=True)
+                tape.step(block, output_size=of_copy(key_rows * size), passes_gradient=not is_widened)
                 for block, size in ((key, head_dim), (value, dim))
             ]
             read = (by_head, *sources)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from polyhead.costs.layouts.hf_built import built_parameters, built_projections, filled_fields
-from polyhead.costs.layouts.hf_families import FAMILIES, Family
+from polyhead.costs.layouts.hf_families import FAMILIES, ROPE_LISTS, WINDOWED_ROPE, Family
 from polyhead.costs.layouts.hf_fields import (
     CONTEXT,
     DTYPE,
@@ -50,7 +50,12 @@ _FULL, _WINDOWED = "full_attention", "sliding_attention"
 
 
 def read_hf_config(
-    config: Mapping[str, Any], *, name: str = "", causal: bool | None = None, complete: bool = False
+    config: Mapping[str, Any],
+    *,
+    name: str = "",
+    causal: bool | None = None,
+    complete: bool = False,
+    by_layer: bool = False,
 ) -> ModelLayout:
     """Read the head layout of a Hugging Face config.
 
@@ -59,6 +64,7 @@ def read_hf_config(
         name: name of the model; default: its own name or model_type.
         causal: whether attention is causal; required if neither the family nor the config implies it.
         complete: the config has no missing fields, so transformers is not consulted.
+        by_layer: return a group for each layer, in their order.
 
     >>> model = read_hf_config({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "head_dim": 32,
     ...     "num_hidden_layers": 2, "num_key_value_heads": 2, "attention_bias": False}, complete=True)
@@ -84,10 +90,8 @@ def read_hf_config(
         family_is_causal = _is_causal(fields, family)
         family = replace(family, causal=family_is_causal if causal is None else causal)
         notes += [] if family.causal is family_is_causal else [causal_note(not family_is_causal)]
-    groups = grouped(_layers(fields, family, layers, notes))
-    without = fields.quietly("no_rope_layers") if family.rotary else None
-    if isinstance(without, list | tuple) and 0 in without:  # 1 marks layers with RoPE
-        notes.append(f"RoPE is counted in all layers, also in the {without.count(0)} without (no_rope_layers)")
+    configs = _layers(fields, family, family_name, layers, notes)
+    groups = tuple(LayerGroup(x, 1) for x in configs) if by_layer else grouped(configs)
     if not known:
         notes.append(_check_against_built(groups, text_config, family_name, complete=complete))
     if fields.refusal is not None:
@@ -105,15 +109,54 @@ def read_hf_config(
     return layout.with_parameters(built_parameters(text_config, family_name, causal=layout.is_causal))
 
 
-def _layers(fields: Fields, family: Family, layers: int, notes: list[str]) -> list[AttentionConfig]:
+def _layers(fields: Fields, family: Family, name: str, layers: int, notes: list[str]) -> list[AttentionConfig]:
     """Return the config of each layer with softmax attention."""
     if fields.find("kv_lora_rank") is not None:
+        if not all(_listed_rotary(fields, name, layers)):
+            raise OptionError(
+                f"layers of latent attention must all have RoPE, got a config of {name} in which some have none"
+            )
         return [_latent(fields, family)] * layers
     if family.latent:
         raise OptionError(f"latent attention needs {', '.join(LATENT)}, got a config without kv_lora_rank")
     windows = _windows(fields, family, layers, notes)
-    configs = {window: _multi_head(fields, family, window) for window in dict.fromkeys(windows)}
-    return [configs[window] for window in windows]
+    rotary = _rotary_layers(fields, family, name, windows, layers)
+    kinds = [(window, index in rotary) for index, window in windows.items()]
+    configs = {kind: _multi_head(fields, replace(family, rotary=kind[1]), kind[0]) for kind in dict.fromkeys(kinds)}
+    return [configs[kind] for kind in kinds]
+
+
+def _listed_rotary(fields: Fields, name: str, layers: int) -> list[bool]:
+    """Return whether each layer has RoPE by the config's list of such layers; all do without a list."""
+    for field in ROPE_LISTS:
+        listed = fields.quietly(field)
+        if listed is None:
+            continue
+        if not isinstance(listed, list | tuple) or len(listed) != layers:
+            count = len(listed) if isinstance(listed, list | tuple) else repr(listed)
+            raise OptionError(f"{field} must have one entry for each of the {layers} layers, got {count}")
+        return [bool(x) for x in listed]
+    if name == "smollm3":
+        raise OptionError(
+            "a config of smollm3 must list the layers with RoPE (no_rope_layers, 1 for each of them), got none; add "
+            "it, or install transformers, which supplies the default"
+        )
+    return [True] * layers
+
+
+def _rotary_layers(
+    fields: Fields, family: Family, name: str, windows: Mapping[int, int | None], layers: int
+) -> set[int]:
+    """Return the indices of the layers with RoPE."""
+    if not family.rotary or fields.quietly("alibi"):
+        return set()
+    rotary = {index for index, listed in enumerate(_listed_rotary(fields, name, layers)) if listed}
+    if name in WINDOWED_ROPE and (name.startswith("cohere") or any(windows.values())):
+        rotary &= {index for index, window in windows.items() if window is not None}
+        if fields.quietly("prefix_dense_sliding_window_pattern") == 1:  # of Cohere 2 MoE
+            kinds = fields.quietly("mlp_layer_types") or ()
+            rotary |= {index for index, kind in enumerate(kinds) if kind == "dense"}
+    return rotary
 
 
 def _multi_head(fields: Fields, family: Family, window: int | None) -> MultiHeadConfig:
@@ -139,7 +182,7 @@ def _multi_head(fields: Fields, family: Family, window: int | None) -> MultiHead
 
 def _positions(fields: Fields, family: Family, head_dim: int, layer_type: str) -> RotaryConfig | None:
     """Return RoPE of all or of the first channels of a head, an even number as in transformers; None without RoPE."""
-    if not family.rotary or head_dim % 2:
+    if not family.rotary or head_dim % 2 or not fields.has_rope(layer_type):
         return None
     share = fields.rotary_share(layer_type)
     if share is None and family.is_rotary_partial and not fields.defaults and ROTARY_DIM not in fields.content:
@@ -197,8 +240,8 @@ def _latent(fields: Fields, family: Family) -> LatentConfig:
     )
 
 
-def _windows(fields: Fields, family: Family, layers: int, notes: list[str]) -> list[int | None]:
-    """Return the sliding window of each softmax attention layer; None for full attention."""
+def _windows(fields: Fields, family: Family, layers: int, notes: list[str]) -> dict[int, int | None]:
+    """Return the sliding window of each softmax attention layer by its index; None for full attention."""
     window = fields.or_default("sliding_window", "window_size")
     if fields.or_default("use_sliding_window") is False:
         window = None
@@ -214,20 +257,20 @@ def _windows(fields: Fields, family: Family, layers: int, notes: list[str]) -> l
                 f"layer_types must list which layers have the window of {window}, got a config without it; "
                 "install transformers, which supplies it for this family, or add it"
             )
-        return [None if index < num_full else window for index in range(layers)]
+        return {index: None if index < num_full else window for index in range(layers)}
     if not isinstance(kinds, list | tuple) or len(kinds) != layers:
         count = len(kinds) if isinstance(kinds, list | tuple) else repr(kinds)
         raise OptionError(f"layer_types must have one entry for each of the {layers} layers, got {count}")
-    softmax = [kind for kind in kinds if kind in (_FULL, _WINDOWED)]
+    softmax = {index: kind for index, kind in enumerate(kinds) if kind in (_FULL, _WINDOWED)}
     others = sorted({str(kind) for kind in kinds} - {_FULL, _WINDOWED})
     unknown = [kind for kind in others if kind not in ("linear_attention", "mamba", "recurrent", "conv")]
     if unknown or not softmax:
         raise OptionError(f"layer_types must contain {_FULL} or {_WINDOWED}, got {', '.join(unknown or others)}")
     if others:
         notes.append(f"{layers - len(softmax)} of {layers} layers have no softmax ({', '.join(others)}): not counted")
-    if _WINDOWED in softmax and window is None:
+    if _WINDOWED in softmax.values() and window is None:
         raise OptionError(f"{_WINDOWED} layers need sliding_window, got a config without it")
-    return [window if kind == _WINDOWED else None for kind in softmax]
+    return {index: window if kind == _WINDOWED else None for index, kind in softmax.items()}
 
 
 def _text_config(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
@@ -298,8 +341,12 @@ def _unknown_family(fields: Fields, name: str, causal: bool | None) -> Family:
                 f"a config must imply whether attention is causal, got a config {source} that does not; "
                 "pass --causal or --bidirectional (causal=...)"
             )
-    rotary = any("rope" in key or "rotary" in key for key in fields.content)
-    return Family(causal=causal, rotary=rotary)
+    names = {**fields.defaults, **fields.content}
+    kind = fields.quietly("position_embedding_type")
+    is_rotary = any("rope" in key or "rotary" in key for key in names)
+    if "position_embedding_type" in names:
+        is_rotary = kind in ("rope", "rotary")
+    return Family(causal=causal, rotary=is_rotary)
 
 
 def _dtype(name: Any) -> torch.dtype | None:

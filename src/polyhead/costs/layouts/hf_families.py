@@ -51,3 +51,9 @@ FAMILIES: dict[str, Family] = {
     "glm": Family(bias="attention_bias", is_rotary_partial=True),
     "gpt_oss": replace(_GEMMA2, sinks=True),
 }
+
+# Families whose layers of full attention have no RoPE beside layers with a window.
+WINDOWED_ROPE = frozenset(("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1"))
+# Fields that list the layers with RoPE, by one value for each layer: 1 in SmolLM3 and Llama 4, the base of RoPE in
+# Granite; 0 for layers without.
+ROPE_LISTS = ("no_rope_layers", "layer_rope_theta")

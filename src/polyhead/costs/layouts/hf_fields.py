@@ -140,6 +140,13 @@ class Fields:
                 return None
         return None
 
+    def has_rope(self, layer_type: str) -> bool:
+        """Return whether layers of a type have RoPE: its entry in `rope_parameters` is null if they do not."""
+        return not any(
+            isinstance(parameters, Mapping) and layer_type in parameters and parameters[layer_type] is None
+            for parameters in (self.content.get("rope_parameters"), self.defaults.get("rope_parameters"))
+        )
+
     def flag(self, value: bool | str) -> bool:
         """Return a boolean constant of the family, or the value of the field it names."""
         if isinstance(value, bool):

@@ -60,8 +60,9 @@ def read_layout(
         file = path / "config.json"
         if not file.is_file():
             raise OptionError(f"a model folder must contain a config.json, got {path} without one")
-        model = _of_file(file, path.resolve().name, layers, causal)
-        return _with_edits(model, path / EDITS_FILE) if (path / EDITS_FILE).is_file() else model
+        has_edits = (path / EDITS_FILE).is_file()
+        model = _of_file(file, path.resolve().name, layers, causal, by_layer=has_edits)
+        return _with_edits(model, path / EDITS_FILE) if has_edits else model
     if text in KNOWN:
         _refuse_layers(layers, text)
         return known_model(text).with_causal(causal)
@@ -110,7 +111,9 @@ def from_sizes(
     return ModelLayout.of(config, layers, name=f"{heads}{kv_heads_suffix}x{config.head_dim} at {d_model}")
 
 
-def _of_fields(content: Mapping[str, Any], name: str, layers: int | None, causal: bool | None) -> ModelLayout:
+def _of_fields(
+    content: Mapping[str, Any], name: str, layers: int | None, causal: bool | None, *, by_layer: bool = False
+) -> ModelLayout:
     if "kind" in content:  # polyhead's configs have a kind, Hugging Face's a model_type
         config, kind = AttentionConfig.from_dict(content), str(content["kind"])
         return ModelLayout.of(config, 1 if layers is None else layers, name=name or kind).with_causal(causal)
@@ -118,13 +121,15 @@ def _of_fields(content: Mapping[str, Any], name: str, layers: int | None, causal
         _refuse_layers(layers, name)
         return ModelLayout.from_dict(content).with_causal(causal)
     _refuse_layers(layers, name or "the config")
-    return read_hf_config(content, name=name, causal=causal)
+    return read_hf_config(content, name=name, causal=causal, by_layer=by_layer)
 
 
 def _with_edits(model: ModelLayout, file: Path) -> ModelLayout:
-    """Return the model with the heads of its edited layers: a Hugging Face config describes only equal layers."""
+    """Return the model, read layer by layer, with the heads of its edited layers."""
     content = _read_json(file)
     form, edited = content.get("form"), content.get("layers")
+    configs = [group.config for group in model.groups for _ in range(group.layers)]
+    model = replace(model, groups=grouped(configs))
     if form == "padded":
         note = "counted with the zero heads that pad it, as transformers runs it"
         return replace(model, notes=(*model.notes, note))
@@ -132,22 +137,23 @@ def _with_edits(model: ModelLayout, file: Path) -> ModelLayout:
         return model
     if not isinstance(edited, dict) or not all(isinstance(sizes, dict) for sizes in edited.values()):
         raise OptionError(f"{EDITS_FILE} must list the layers of an edited model, got {file} without them")
-    config = model.config
-    if len(model.groups) > 1 or len(edited) != model.layers or not isinstance(config, MultiHeadConfig):
+    multi_head = [config for config in configs if isinstance(config, MultiHeadConfig)]
+    if not len(edited) == len(multi_head) == len(configs):
         raise OptionError(
-            f"layers of an edited model may differ only in their heads, got {model.name} with "
-            f"{model.layers} layers of {len(model.groups)} kinds, {len(edited)} of them listed in {EDITS_FILE}; count "
-            "the layouts of its layers separately"
+            f"all layers of an edited model must be listed, got {model.name} with {len(configs)} layers, "
+            f"{len(multi_head)} of them with heads that can be edited, and {len(edited)} in {EDITS_FILE}; count the "
+            "layouts of its layers separately"
         )
     with refusing(file, f"{EDITS_FILE} must list the heads of an edited model"):
         layouts = [{**_DEFAULT_KV_HEADS, **HeadLayout.from_dict(sizes).to_dict()} for sizes in edited.values()]
-        return replace(model, groups=grouped(replace(config, **sizes) for sizes in layouts))
+        edited_configs = (replace(config, **sizes) for config, sizes in zip(multi_head, layouts, strict=True))
+        return replace(model, groups=grouped(edited_configs))
 
 
-def _of_file(path: Path, name: str, layers: int | None, causal: bool | None) -> ModelLayout:
+def _of_file(path: Path, name: str, layers: int | None, causal: bool | None, *, by_layer: bool = False) -> ModelLayout:
     content = _read_json(path)
     with refusing(path, "a config must describe the heads of a model"):
-        return _of_fields(content, name, layers, causal)
+        return _of_fields(content, name, layers, causal, by_layer=by_layer)
 
 
 def _refuse_layers(layers: int | None, name: str) -> None:

@@ -19,6 +19,7 @@ FORWARD_COPIES, KEPT_COPIES, BACKWARD_COPIES = 3, 2, 6
 # Copies of an index in PyTorch's backward of a gather: indices and their order, each unsorted and sorted, and the
 # workspace of the sort.
 SORTED_COPIES = 6
+_TRANSPOSED_ROWS = 64  # from which on tiles copy keys and values to transpose them
 
 
 def record_heads(
@@ -191,10 +192,12 @@ def _mask_tensor(call: Recorder, heads: int) -> Block:
     tape, pairs, learned = call.tape, call.work.queries * call.work.keys, call.bias == "learned"
     if call.bias is not None:
         numbers, index = call.size(heads * pairs), 0 if call.is_dense else INDEX * pairs
+        # A dense bias is made in float32, with two copies while masked pairs are set, and then converted.
+        copies = 2 * call.wide(heads * pairs) if call.is_dense and call.is_narrow and not call.on_gpu else 0
         # A learned table saves the column index of each pair, and sorts the pairs by it in the backward.
         saved_bytes, backward_workspace = (index, SORTED_COPIES * index) if learned else (0, 0)
         mask = tape.step(
-            output_size=numbers,
+            output_size=copies // 2 or numbers,
             saved_bytes=saved_bytes,
             workspace=index - saved_bytes,
             backward_workspace=backward_workspace,
@@ -205,7 +208,7 @@ def _mask_tensor(call: Recorder, heads: int) -> Block:
                 mask,
                 output_size=numbers,
                 saved_bytes=saved_bytes,
-                workspace=pairs - saved_bytes,
+                workspace=max(pairs, copies - numbers + 2 * heads * pairs if copies else 0) - saved_bytes,
                 passes_gradient=not learned,
                 frees=() if call.is_dense else (mask,),
             )
@@ -276,6 +279,10 @@ def _tiled(call: Recorder, query: Block, key: Block, value: Block, heads: Heads)
     values, out = wide(key_rows * heads.value_dim), wide(rows * heads.value_dim)
     group, all_pairs = heads.queries // heads.keys, max(1, work.batch * heads.keys)
     height, columns, pairs = tile_sizes(all_pairs, group, work.queries, work.keys)
+    sequences = min(
+        work.batch, max(1, pairs // heads.keys)
+    )  # of a part, which has whole sequences or some of its heads
+    pairs = sequences * min(pairs, heads.keys)
     call.routes.append((height, columns, pairs, height >= work.queries, columns >= work.keys))
     height = min(work.queries, height)
 
@@ -286,16 +293,23 @@ def _tiled(call: Recorder, query: Block, key: Block, value: Block, heads: Heads)
 
     area = height * columns
     tile, band = wide(pairs * group * area), 0 if call.mask is None else (INDEX + 1) * area
-    in_parts = pairs < all_pairs
-    # A single part is copied as a whole; with several, each has its own output in addition to the full one.
-    forward = part(keys) + (part(out) + 2 * part(out, of_rows=True) if in_parts else queries + values + out)
-    backward = 2 * (out + part(keys) + part(values)) + part(queries, of_rows=True) + part(keys, of_rows=True)
-    backward += 0 if in_parts else queries + out
+    in_parts, is_copied = pairs < all_pairs, sequences > 1  # the heads of one sequence are a view
+    is_transposed = group * work.queries >= _TRANSPOSED_ROWS
+    copies = part(queries) + part(values) if is_copied else 0
+    # With several parts, each has its own output in addition to the full one.
+    forward = copies + (part(keys) if is_transposed or is_copied else 0)
+    forward += part(out) + 2 * part(out, of_rows=True) if in_parts else out
+    # Sums of the gradients of keys and values, transposed copies of both, and the product of one tile.
+    backward = 2 * out + (1 + is_transposed) * (part(keys) + part(values)) + part(queries, of_rows=True)
+    backward += part(keys) * min(columns, work.keys) // work.keys
+    backward += (0 if in_parts else out) + (part(queries) + part(keys) if is_copied else 0)
     of_bias = gradient_of_bias = dense = 0
+    table = None if call.bias is None or call.is_dense else _table(call, heads.queries)
     if call.bias is not None:
         by_head = wide(min(pairs * group, heads.queries) * area)
         # The gradient of a tile is accumulated by distance in float64.
-        of_bias, gradient_of_bias = tile + by_head, INDEX * area + 3 * by_head
+        of_bias = by_head + max(tile * is_copied, INDEX * area)
+        gradient_of_bias = INDEX * area + 3 * by_head
     if call.is_dense:
         dense = wide(heads.queries * work.queries * work.keys)
         gradient_of_bias = tile + 2 * dense + dense // 4
@@ -303,12 +317,14 @@ def _tiled(call: Recorder, query: Block, key: Block, value: Block, heads: Heads)
     if not in_parts and height == work.queries and columns >= work.keys:
         # The outputs of a single tile are allocated after its logits.
         forward, logits = forward - out, max(logits, out)
+    reads = (query, key, value, *(() if table is None else (table,)))
+    saves = (*(() if call.is_narrow else (key, value)), *(() if table is None else (table,)))
+    if call.is_narrow:  # tensors are converted to float32, and so are their gradients
+        backward += sum(block.gradient_size for block in (query, key, value))
     return call.tape.step(
-        query,
-        key,
-        value,
+        *reads,
         output_size=out,
-        saves=(key, value),
+        saves=saves,
         save_output=True,
         saved_bytes=queries + 3 * 4 * rows + dense + (keys + values if call.is_narrow else 0),
         workspace=forward + tile + logits,
@@ -320,12 +336,42 @@ def _tiled(call: Recorder, query: Block, key: Block, value: Block, heads: Heads)
 def talking_tiles(call: Recorder, heads: int) -> tuple[int, int]:
     """Return the bytes of the live tiles of talking heads, in the forward and in the backward.
 
-    A second block of columns is allocated while Python still references the tensors of the first.
+    Python still references the tensors of a tile while the next one is allocated: four of the tile before it in the
+    first pass, two of the last tile of the rows before, seven in the backward.
     """
-    work = call.work
+    work, mask = call.work, call.mask
     columns = max(1, min(TILE_COLUMNS, work.keys))
     rows = max(16, min(1024, TILE_ELEMENTS // max(1, work.batch * heads * columns)))
-    call.routes.append((rows, rows >= work.queries, work.keys <= columns))
-    tile = call.wide(work.batch * heads * min(rows, work.queries) * columns)
-    forward, backward = (5, 9) if work.keys <= columns else (10, 11)
-    return forward * tile, backward * tile
+    row_blocks, column_blocks = -(-work.queries // rows), -(-work.keys // columns)
+    call.routes.append((rows, min(row_blocks, 4), min(column_blocks, 4)))
+    # A product with a mix that requires a gradient, also where none is recorded, copies the tiles of several sequences.
+    # In 16 bits the mixes are converted, and the results require none.
+    requires_grad = call.tape.training or not call.is_narrow
+    copies = int(requires_grad and work.batch > 1)
+    new, new_in_backward = (3 if requires_grad or mask is not None else 2) + copies, 3 + copies
+    forward = backward = last = 0  # elements of one head of one sequence
+    for block in range(max(0, row_blocks - 3), row_blocks):  # earlier rows see fewer keys
+        start, stop = block * rows, min((block + 1) * rows, work.queries)
+        widths = _tile_widths(call, start, stop, columns)
+        before, in_first_pass, in_backward = 0, 2 * last, 7 * last
+        for width in widths:
+            tile = (stop - start) * width
+            forward = max(forward, in_first_pass + 4 * before + new * tile, 2 * last + 4 * tile, (4 + copies) * tile)
+            backward = max(backward, in_backward + new_in_backward * tile, (8 + copies) * tile + last)
+            before, in_first_pass, in_backward = tile, 2 * last, 7 * tile
+        # The last tile is narrower where the keys are no multiple of the columns; between many tiles it varies.
+        last = (stop - start) * columns if min(row_blocks, column_blocks) > 3 else before
+    tiles = work.batch * heads
+    return call.wide(tiles * forward), call.wide(tiles * backward)
+
+
+def _tile_widths(call: Recorder, start: int, stop: int, columns: int) -> list[int]:
+    """Return the widths of the first two tiles and of the last one of some rows of queries."""
+    mask, keys, offset = call.mask, call.work.keys, call.work.keys - call.work.queries
+    first, end = 0, keys
+    if mask is not None and mask.left is not None and not mask.sinks:
+        first = min(keys, max(0, start + offset - mask.left))
+    if mask is not None and mask.right is not None:
+        end = min(keys, stop + offset + mask.right)
+    whole, rest = divmod(max(0, end - first), columns)
+    return [columns] * min(whole, 2) + [rest] * (rest > 0)

@@ -20,6 +20,7 @@ from polyhead.layers.positions.config import (
     RotaryConfig,
     T5BiasConfig,
 )
+from polyhead.layers.positions.row_tables import FIRST_CAPACITY, MAX_CAPACITY
 from polyhead.masks import Mask
 from polyhead.ops.attention.fused import LARGEST_DIM
 from polyhead.ops.attention.mask_rule import is_window_too_large
@@ -194,28 +195,58 @@ class Recorder:
     ) -> Block:
         """Record a norm over `width` channels; `by_head` turns token-major heads into head-major ones.
 
-        A GPU saves its input and one number per row. RMSNorm on a CPU is made of PyTorch operators, which also save the
-        normalised rows if a weight multiplies them. `gradient_copies` is the number of contiguous copies that the
-        backward on a GPU makes of strided tensors: of the input, of the incoming gradient.
+        A kernel saves its input and one number per row (two in LayerNorm). `gradient_copies` is the number of
+        contiguous copies that the backward on a GPU makes of strided tensors: of the input, of the incoming gradient.
         """
         size, rows = self.size(numbers), 4 * (numbers // width)
-        plain = kind == "rms" and not self.on_gpu
-        saves_normed = plain and has_weight
+        if kind == "rms" and not self.on_gpu:
+            return self._normed_by_operators(block, numbers, rows, by_head=by_head, has_weight=has_weight)
         return self.tape.step(
             block,
             output_size=size,
             saves=(block,),
-            saved_bytes=rows * (1 if kind == "rms" else 2) + (self.wide(numbers) if saves_normed else 0),
-            workspace=size if by_head or saves_normed else 0,
-            backward_workspace=3 * self.wide(numbers) if plain else gradient_copies * size,
+            saved_bytes=rows * (1 if kind == "rms" else 2),
+            workspace=size if by_head else 0,
+            backward_workspace=gradient_copies * size,
+            is_strided=by_head,
+        )
+
+    def _normed_by_operators(self, block: Block, numbers: int, rows: int, *, by_head: bool, has_weight: bool) -> Block:
+        """Record RMSNorm on a CPU, which is made of PyTorch operators that compute in float32.
+
+        They save the normalised rows if a weight multiplies them, and in 16 bits a float32 copy of the input in place
+        of the input.
+        """
+        size, wide, narrow = self.size(numbers), self.wide(numbers), self.is_narrow
+        saved_bytes, is_cloned = rows, by_head or block.is_strided  # the result is contiguous in any case
+        if self.tape.training:
+            saved_bytes += wide * (has_weight + narrow)
+            workspace = (wide if narrow else 0) + (size if is_cloned else 0)
+        else:
+            # Squares of the input, or the rows before the weight; in 16 bits beside the float32 copy of the input.
+            is_copied = is_cloned or has_weight
+            workspace = wide * (1 + is_copied) + size if narrow else size * is_copied
+        return self.tape.step(
+            block,
+            output_size=size,
+            saves=() if narrow else (block,),
+            saved_bytes=saved_bytes,
+            workspace=workspace,
+            backward_workspace=(2 if has_weight else 3) * wide + (2 * size if narrow else 0) - rows,
             is_strided=by_head,
         )
 
     def rotary_tables(self, positions: RotaryConfig) -> None:
-        """Record the cos and sin tables of RoPE."""
+        """Record the cos and sin tables of RoPE: they grow by powers of two; very long ones have the new rows alone."""
         assert positions.rotary_dim is not None  # which the config of the layer has filled in
-        tokens = max(self.work.keys, self.work.queries)  # a source has positions of its own
-        self.tables[repr(positions)] = 2 * self.wide(tokens * positions.rotary_dim)
+        work = self.work
+        rows = max(work.keys, work.queries)  # a source has positions of its own
+        self.routes.append(rows <= MAX_CAPACITY)
+        if rows <= MAX_CAPACITY:
+            rows = max(FIRST_CAPACITY, 1 << (rows - 1).bit_length())
+        else:
+            rows = max(work.queries, work.new_keys)
+        self.tables[repr(positions)] = 2 * self.wide(rows * positions.rotary_dim)
 
     def rotated(self, block: Block, numbers: int, positions: object, head_dim: int) -> Block:
         """Record RoPE on heads: roll, multiply, add in float32, round; concatenate a rotated part with the rest."""

@@ -122,15 +122,15 @@ class Tape:
             else:
                 self._grow(sum(block.gradient_size for block in step.reads) + step.backward_workspace)
                 self.now -= step.backward_workspace + arrived
-                for block in step.reads:
-                    if block.gradient:  # two gradients of one tensor are summed into a third
-                        self._grow(block.gradient_size)
-                        self.now -= block.gradient_size + block.gradient
-                    block.gradient = block.gradient_size
-            for block in step.saves:
+            for block in step.saves:  # autograd releases them before it sums gradients
                 root = block.root
                 root.save_count -= 1
                 self.now -= 0 if root.lives else root.size
+            for block in () if step.passes_gradient else step.reads:
+                if block.gradient:  # two gradients of one tensor are summed into a third
+                    self._grow(block.gradient_size)
+                    self.now -= block.gradient_size + block.gradient
+                block.gradient = block.gradient_size
 
     def _grow(self, size: int) -> None:
         self.now += size
