@@ -51,8 +51,8 @@ GUESSED = {
     "tests/ops/selected_rows/kernels/test_kernels.py::test_on_hopper_the_gluon_kernel_is_within_bounds": 20.0,
     "tests/layers/test_decode.py::test_on_a_gpu_no_step_waits": 12.0,
     "tests/observation/test_role_evidence.py::test_nothing_waits_for_the_device": 12.0,
-    "tests/ops/common/kernels/test_row_ends.py::test_on_a_gpu_attention_under_dense_masks_skips_hidden_tiles_and_is_the_formula": 30.0,
-    "tests/ops/common/kernels/test_row_ends.py::test_on_a_gpu_a_compiled_call_skips_tiles_as_well_and_is_the_formula": 30.0,
+    "tests/ops/common/kernels/test_row_ends.py::test_on_a_gpu_attention_skips_hidden_tiles_and_is_the_formula": 30.0,
+    "tests/ops/common/kernels/test_row_ends.py::test_on_a_gpu_a_compiled_call_is_the_formula": 30.0,
     "tests/costs/test_flops_of_kernels.py::test_on_a_gpu_layers_have_the_flops_that_are_planned": 12.0,
 }
 

@@ -184,7 +184,7 @@ def test_on_a_gpu_ends_are_the_first_and_the_last_visible_column() -> None:
     ],
     ids=["bfloat16", "float32"],
 )
-def test_on_a_gpu_attention_under_dense_masks_skips_hidden_tiles_and_is_the_formula(
+def test_on_a_gpu_attention_skips_hidden_tiles_and_is_the_formula(
     dtype: torch.dtype, kinds: tuple[str, ...]
 ) -> None:
     check_attention("cuda", 1536, dtype, 0.02 if dtype is torch.bfloat16 else 1e-5, kinds)
@@ -199,7 +199,7 @@ def test_on_a_gpu_a_bias_has_its_gradient_and_zero_in_skipped_tiles() -> None:
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["dense", "bias"])
-def test_on_a_gpu_a_compiled_call_skips_tiles_as_well_and_is_the_formula(kind: str) -> None:
+def test_on_a_gpu_a_compiled_call_is_the_formula(kind: str) -> None:
     """Compiled code finds the tiles with operators of PyTorch, for masks of any size."""
     tokens = 300
     index = torch.arange(tokens, device="cuda")
