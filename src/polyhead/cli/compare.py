@@ -104,13 +104,13 @@ def compare(
             f"{loss.difference:+.3g} nats, standard error {loss.error:.2g} ({sampling})"
         )
     for label, values in (("A", "before"), ("B", "after")):
-        without = [x for x in found.undefined if math.isnan(getattr(x, values)) and statistic in (None, x.name)]
-        if without:
-            columns = ", ".join(sorted({x.name for x in without}))
-            places = list(dict.fromkeys(_in_both(x.head, x.head_after, stacked=stacked) for x in without))
+        missing = [x for x in found.undefined if math.isnan(getattr(x, values)) and statistic in (None, x.name)]
+        if missing:
+            columns = ", ".join(sorted({x.name for x in missing}))
+            places = list(dict.fromkeys(_in_both(x.head, x.head_after, stacked=stacked) for x in missing))
             more = f" and {len(places) - NAMED} more" if len(places) > NAMED else ""
             console.print(
-                f"{len(without)} values are NaN in {label} alone, and not compared: {columns} of "
+                f"{len(missing)} values are NaN in {label} alone, and not compared: {columns} of "
                 f"{', '.join(places[:NAMED])}{more}",
                 style="yellow",
                 markup=False,
