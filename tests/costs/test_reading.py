@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import inspect
 import json
 import re
 import sys
@@ -18,7 +20,7 @@ from polyhead.costs import Workload, estimate_cost
 from polyhead.costs.layouts import known_models
 from polyhead.costs.layouts.hf_built import config_class
 from polyhead.costs.layouts.hf_config import read_hf_config
-from polyhead.costs.layouts.hf_families import FAMILIES
+from polyhead.costs.layouts.hf_families import FAMILIES, WINDOWED
 from polyhead.costs.layouts.known_models import KNOWN, known_model
 from polyhead.costs.layouts.layout_sources import from_sizes, read_layout
 from polyhead.costs.layouts.model_layout import LayerGroup, ModelLayout
@@ -139,6 +141,17 @@ def test_a_window_that_only_transformers_knows_of_is_filled_in_and_noted():
     model = read_hf_config(found)
     assert [(group.config.window, group.layers) for group in model.groups] == [(7, 2), (None, 2)]
     assert any("layer_types" in note and "defaults of transformers" in note for note in model.notes)
+
+
+def test_a_window_that_transformers_ignores_is_noted():
+    found = {**GROUPED, "attention_bias": False, "sliding_window": 5}
+    note = "sliding_window is counted, which transformers ignores in llama"
+    assert note in read_hf_config({**found, "model_type": "llama"}, complete=True).notes
+    assert note not in read_hf_config({**found, "model_type": "llama", "sliding_window": None}, complete=True).notes
+    assert not any("ignores" in note for note in read_hf_config({**found, "model_type": "mistral"}).notes)
+    for family in FAMILIES:
+        module = type(transformers.AutoConfig.for_model(family)).__module__.replace("configuration_", "modeling_")
+        assert ("sliding_window" in inspect.getsource(importlib.import_module(module))) == (family in WINDOWED), family
 
 
 def test_layers_without_a_softmax_are_left_out_and_noted():

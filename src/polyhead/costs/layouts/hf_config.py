@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from polyhead.costs.layouts.hf_built import built_parameters, built_projections, filled_fields
-from polyhead.costs.layouts.hf_families import FAMILIES, ROPE_LISTS, WINDOWED_ROPE, Family
+from polyhead.costs.layouts.hf_families import FAMILIES, ROPE_LISTS, WINDOWED, WINDOWED_ROPE, Family
 from polyhead.costs.layouts.hf_fields import (
     CONTEXT,
     DTYPE,
@@ -92,6 +92,8 @@ def read_hf_config(
         notes += [] if family.causal is family_is_causal else [causal_note(not family_is_causal)]
     configs = _layers(fields, family, family_name, layers, notes)
     groups = tuple(LayerGroup(x, 1) for x in configs) if by_layer else grouped(configs)
+    if known and family_name not in WINDOWED and any(getattr(x, "window", None) for x in configs):
+        notes.append(f"sliding_window is counted, which transformers ignores in {family_name}")
     if not known:
         notes.append(_check_against_built(groups, text_config, family_name, complete=complete))
     if fields.refusal is not None:

@@ -52,6 +52,10 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": replace(_GEMMA2, sinks=True),
 }
 
+# Known families whose code in transformers reads `sliding_window`.
+WINDOWED = frozenset(
+    ("gemma2", "gemma3_text", "gpt_oss", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+) | {"smollm3", "starcoder2"}
 # Families whose layers of full attention have no RoPE beside layers with a window.
 WINDOWED_ROPE = frozenset(("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1"))
 # Fields that list the layers with RoPE, by one value for each layer: 1 in SmolLM3 and Llama 4, the base of RoPE in
