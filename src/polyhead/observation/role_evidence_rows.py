@@ -6,6 +6,7 @@ under the same mask; only its entropy is that of random logits.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -389,6 +390,12 @@ def _has_few_weights(attended: Attended) -> bool:
     return not positions
 
 
+@functools.cache
+def _last_offsets() -> Tensor:
+    """Return the last offset of each bin of `profile(offsets=True)`."""
+    return offset_bins()[:, 1].contiguous()
+
+
 def _sum_by_offset(weights: Tensor) -> Tensor:
     """Return the sums of weights [batch, heads, queries, keys] by offset, in the bins of `offset_bins`."""
     height, width = weights.shape[2:]
@@ -396,7 +403,7 @@ def _sum_by_offset(weights: Tensor) -> Tensor:
     skewed = torch.nn.functional.pad(weights.flip(2), (0, height)).flatten(2)[..., : height * (height + width - 1)]
     diagonals = skewed.unflatten(2, (height, height + width - 1)).sum(2)
     offsets = torch.arange(1 - height, width)
-    bins = torch.bucketize(offsets, offset_bins()[:, 1].contiguous())  # by the last offset of each bin
+    bins = torch.bucketize(offsets, _last_offsets())
     sums = weights.new_zeros(*weights.shape[:2], OFFSET_BINS)
     return sums.index_add_(2, bins, diagonals)
 
