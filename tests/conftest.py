@@ -118,3 +118,35 @@ def data_dir() -> Path:
 def project_root() -> Path:
     """The root of the source tree, where pyproject.toml lies."""
     return Path(__file__).resolve().parent.parent
+
+
+# ---- inspections without the probes that a test does not need
+
+NO_RESULT = {"examples": (), "distances": {}, "repeated": None, "pronouns": {}}  # by probe
+
+
+@pytest.fixture
+def without_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inspect only the text, and the importance of heads: the probes take half of the time."""
+    from polyhead.inspection import running
+
+    monkeypatch.setattr(running.InspectionRun, "probe", lambda *_: running._Probed())
+
+
+@pytest.fixture
+def only_roles_and_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collect no examples, and measure no distances between the heads of a layer."""
+    _leave_out(monkeypatch, "examples", "distances")
+
+
+@pytest.fixture
+def only_chance_and_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run only the probes of random weights and of pairs of layers."""
+    _leave_out(monkeypatch, *NO_RESULT)
+
+
+def _leave_out(monkeypatch: pytest.MonkeyPatch, *probes: str) -> None:
+    from polyhead.inspection.probing import Probes
+
+    for probe in probes:
+        monkeypatch.setattr(Probes, probe, lambda *_, result=NO_RESULT[probe]: result)

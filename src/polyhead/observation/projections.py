@@ -208,7 +208,7 @@ def _matching_columns(calls: Sequence[_LinearCall], heads: Tensor) -> Tensor | N
 
 
 def _find_windows(row: Tensor, vectors: Tensor) -> list[int]:
-    """Return the offsets in a row at which positive multiples of vectors [any, dim] occur; those that do not have none."""
+    """Return the offsets in a row of positive multiples of vectors [any, dim], of those that occur in it."""
     windows, targets = row.double().unfold(0, vectors.shape[1], 1), vectors.double()
     dots = targets @ windows.mT  # [vectors, offsets]
     squared_norms = windows.square().sum(-1) * targets.square().sum(-1, keepdim=True)
