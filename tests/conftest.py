@@ -11,7 +11,7 @@ import io
 import logging
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -118,3 +118,40 @@ def data_dir() -> Path:
 def project_root() -> Path:
     """The root of the source tree, where pyproject.toml lies."""
     return Path(__file__).resolve().parent.parent
+
+
+# ---- inspections without the probes that a test does not need
+
+NO_RESULT = {"examples": (), "distances": {}, "repeated": None, "pronouns": {}}  # by probe
+
+
+@pytest.fixture
+def leave_out(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that leaves these probes out of all inspections of a test; they take half of the time."""
+    from polyhead.inspection.probing import Probes
+
+    def left_out(*probes: str) -> None:
+        for probe in probes:
+            monkeypatch.setattr(Probes, probe, lambda *_, result=NO_RESULT[probe]: result)
+
+    return left_out
+
+
+@pytest.fixture
+def only_roles_and_pairs(leave_out: Callable[..., None]) -> None:
+    """Collect no examples, and measure no distances between the heads of a layer."""
+    leave_out("examples", "distances")
+
+
+@pytest.fixture
+def only_chance_and_pairs(leave_out: Callable[..., None]) -> None:
+    """Run only the probes of random weights and of pairs of layers."""
+    leave_out(*NO_RESULT)
+
+
+@pytest.fixture
+def without_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inspect only the text, and the importance of heads."""
+    from polyhead.inspection import running
+
+    monkeypatch.setattr(running.InspectionRun, "probe", lambda *_: running._Probed())

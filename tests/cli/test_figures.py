@@ -114,6 +114,7 @@ def test_the_curve_of_an_encoder_has_no_column_of_a_cache(place):
     assert "fidelity, the mean cosine of final hidden states to those of the unpruned model" in shown
 
 
+@pytest.mark.usefixtures("without_probes")
 @pytest.mark.parametrize(
     ("name", "column", "label"),
     [

@@ -105,6 +105,7 @@ def test_a_run_is_shown_kept_and_compared(place, tmp_path, monkeypatch):
     assert "… and 1 more; show them with --most" in few
 
 
+@pytest.mark.usefixtures("without_probes")
 def test_redundant_heads_are_named_or_their_absence_is_stated(place, tmp_path):
     run = tmp_path / "run"
     invoke("inspect", place / "bert", "--text", place / "text", "--context", 96, "--device", "cpu", "--importance",
@@ -133,6 +134,7 @@ def test_redundant_heads_are_named_or_their_absence_is_stated(place, tmp_path):
     assert "redundant" not in shown(*[math.nan] * 8)
 
 
+@pytest.mark.usefixtures("without_probes")
 def test_intervals_over_few_contexts_are_called_unreliable(place):
     options = ["--text", place / "text", "--device", "cpu", "--importance", "none", "--no-chance", "--context", 64]
     words = "Intervals and standard errors are over fewer than 8 contexts, too few to be reliable"
@@ -162,6 +164,7 @@ def test_heads_that_are_not_finite_are_named_and_all_others_measured(place, tmp_
             assert table[name].isfinite().equal(measured), name
 
 
+@pytest.mark.usefixtures("without_probes")
 def test_ablation_of_a_language_model_and_chosen_statistics(place):
     shown = invoke(
         "inspect", place / "llama", "--text", place / "text", "--context", 64, "--tokens", 400, "--importance",
@@ -183,6 +186,7 @@ def test_ablation_of_a_language_model_and_chosen_statistics(place):
     assert f"\nTo remove them: {command}\n" in shown
 
 
+@pytest.mark.usefixtures("without_probes")
 @pytest.mark.parametrize(
     ("importance", "columns"),
     [
@@ -247,6 +251,7 @@ def test_what_cannot_be_is_said_in_one_line(place, monkeypatch, tmp_path, argume
     assert "Traceback" not in result.output
 
 
+@pytest.mark.usefixtures("without_probes")
 def test_a_folder_that_holds_a_run_is_not_written_over(place, tmp_path):
     options = ["--text", place / "text", "--context", 96, "--device", "cpu", "--importance", "none", "--no-chance"]
     invoke("inspect", place / "bert", *options, "--save", tmp_path)

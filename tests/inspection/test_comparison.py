@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from polyhead.analysis.intervals import influence_error
 from polyhead.analysis.roles import RoleScore
 from polyhead.cli import app
-from polyhead.inspection import Inspection, compare, load_inspection, running, save_inspection
+from polyhead.inspection import Inspection, compare, load_inspection, save_inspection
 from polyhead.inspection.comparison import EXACT, Change
 from polyhead.observation import AttentionSite
 from polyhead.workflows.inspecting import inspect
@@ -70,12 +70,6 @@ def other(loaded) -> Inspection:
     return inspected(loaded, documents(16, seed=5), importance="gradient")
 
 
-@pytest.fixture
-def without_probes(monkeypatch) -> None:
-    """Run no probes, which take half of the time: what they measure is not compared."""
-    monkeypatch.setattr(running.InspectionRun, "probe", lambda *_: running._Probed())
-
-
 def without_documents(inspection: Inspection) -> Inspection:
     """As a version saved it that kept no effects of documents."""
     facts = {name: x for name, x in inspection.facts.items() if name not in ("text", "mean_loss", "document_losses")}
@@ -108,6 +102,7 @@ def test_a_paired_error_is_that_of_the_differences_of_documents(run, changed):
     assert change.error == pytest.approx(math.sqrt(16 / 15 * float(differences.square().sum())), rel=1e-9)
 
 
+@pytest.mark.usefixtures("only_roles_and_pairs")
 def test_a_model_does_not_differ_from_itself(loaded, run, tmp_path):
     save_inspection(tmp_path, run)
     for again in (inspected(loaded, documents(16, seed=0), importance="gradient"), load_inspection(tmp_path)):
@@ -176,6 +171,7 @@ def test_the_loss_of_the_text_is_compared(run, changed, other, loaded):
     assert compare(run, inspected(loaded, documents(16, seed=0))).loss is None
 
 
+@pytest.mark.usefixtures("without_probes")
 def test_importance_is_paired_only_over_the_same_tokens(run, loaded):
     """The same number of documents with other tokens of them: the first 32 of each context instead of the first 64."""
     shorter = inspected(loaded, documents(16, seed=0), importance="gradient", importance_tokens=256)
@@ -195,6 +191,7 @@ def test_importance_is_paired_only_over_the_same_tokens(run, loaded):
     assert not found.loss.paired
 
 
+@pytest.mark.usefixtures("without_probes")
 def test_masked_models_are_paired_only_with_the_same_masked_tokens(tmp_path_factory):
     loaded = load_model(model_folder(tmp_path_factory.mktemp("masked"), "masked"))
     runs = [inspected(loaded, documents(6, seed=0), importance="gradient", seed=seed) for seed in (0, 1, 0)]
@@ -211,6 +208,7 @@ def test_the_relative_size_of_an_infinite_difference_is_one():
     assert relative(2.0, 1.0) == 0.5
 
 
+@pytest.mark.usefixtures("without_probes")
 def test_heads_of_an_encoder_decoder_are_named_with_their_stack(tmp_path_factory, tmp_path):
     loaded = load_model(model_folder(tmp_path_factory.mktemp("t5"), "t5"))
     whole, first = (inspected(loaded, documents(6, seed=0), layers=layers) for layers in (None, (0,)))

@@ -12,7 +12,6 @@ import polyhead
 from polyhead.inspection import Settings, most_attended
 from polyhead.inspection.example_weights import ExampleWeights, example_batches, token_texts
 from polyhead.inspection.head_maps import bin_edges, head_maps_of
-from polyhead.inspection.probing import Probes
 from polyhead.inspection.text_reader import Reader
 from polyhead.integrations.huggingface import set_attention
 from polyhead.observation import AttentionMaps, BatchMetadata
@@ -80,10 +79,9 @@ def test_the_edges_of_bins_meet():
 
 @pytest.mark.parametrize("name", ["bert", "llama", "t5"])
 def test_examples_are_the_beginnings_of_three_documents_with_the_weights_the_model_holds(
-    text, tmp_path, name, monkeypatch
+    text, tmp_path, name, leave_out
 ):
-    for step, nothing in {"repeated": None, "distances": {}, "pronouns": {}}.items():  # other probes
-        monkeypatch.setattr(Probes, step, lambda *_, nothing=nothing: nothing)
+    leave_out("repeated", "distances", "pronouns")
     loaded = load_model(model_folder(tmp_path, name))
     loaded.model.double()
     settings = Settings(str(tmp_path), str(text), context=64, importance="none", chance=False)

@@ -45,11 +45,6 @@ def models(tmp_path_factory) -> dict:
     return {name: model_folder(tmp_path_factory.mktemp(name), name, **options.get(name, {})) for name in CALLS}
 
 
-@pytest.fixture
-def only_reading(monkeypatch) -> None:
-    monkeypatch.setattr(running.InspectionRun, "probe", lambda *_: running._Probed())
-
-
 def settings_of(model: Path, text: Path, device: str = "cpu") -> Settings:
     return Settings(
         str(model), str(text), context=48, batch_tokens=200, tokens=500, importance="none", chance=False, device=device
@@ -99,7 +94,7 @@ def assert_same_file(one: Path, other: Path) -> None:
     assert (one / OBSERVATIONS).read_bytes() == (other / OBSERVATIONS).read_bytes()
 
 
-@pytest.mark.usefixtures("only_reading")
+@pytest.mark.usefixtures("without_probes")
 @pytest.mark.parametrize(("name", "after"), [("bert", True), ("llama", True), ("t5", False)])
 def test_stopped_at_every_attention_of_a_batch_it_goes_on_bit_for_bit(models, text, tmp_path, monkeypatch, name, after):
     settings, loaded = settings_of(models[name], text), load_model(str(models[name]), device="cpu")
@@ -123,7 +118,7 @@ def test_stopped_at_every_attention_of_a_batch_it_goes_on_bit_for_bit(models, te
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("only_reading")
+@pytest.mark.usefixtures("without_probes")
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_on_a_gpu_stopped_at_every_attention_it_goes_on(models, text, tmp_path, monkeypatch, name):
     """Counts are the same; sums are within 1e-6, since atomic additions come in another order each time."""
@@ -144,7 +139,7 @@ def test_on_a_gpu_stopped_at_every_attention_it_goes_on(models, text, tmp_path, 
             torch.testing.assert_close(found[key], tensor, rtol=1e-6, atol=1e-9, equal_nan=True, msg=key)
 
 
-@pytest.mark.usefixtures("only_reading")
+@pytest.mark.usefixtures("without_probes")
 def test_every_layer_counts_the_same_tokens_after_an_interrupt(models, text, tmp_path, monkeypatch):
     settings, loaded = settings_of(models["bert"], text), load_model(str(models["bert"]), device="cpu")
     with monkeypatch.context() as patch:
@@ -163,7 +158,7 @@ def command_of(model: Path, text: Path, folder: Path) -> list[str]:
     return ["inspect", str(model), "--text", str(text), *options, *saved]
 
 
-@pytest.mark.usefixtures("only_reading", "one_thread")
+@pytest.mark.usefixtures("without_probes", "one_thread")
 @pytest.mark.parametrize(
     ("name", "sent", "code", "words"),
     [
@@ -203,7 +198,7 @@ def begun_once(models, text, tmp_path_factory) -> tuple[Settings, Path]:
 
 
 @pytest.fixture
-def begun(begun_once, tmp_path, only_reading) -> tuple[Settings, Path]:
+def begun(begun_once, tmp_path, without_probes) -> tuple[Settings, Path]:
     settings, folder = begun_once
     return settings, shutil.copytree(folder, tmp_path / "run")
 

@@ -75,6 +75,7 @@ def plain_bert(folders, text) -> Inspection:
     return inspect_model(settings_for(folders["bert"], text, importance="none", chance=False))
 
 
+@pytest.mark.usefixtures("without_probes")
 def test_documents_that_the_tokens_do_not_reach_are_not_counted(folders, text, plain_bert):
     tokens = plain_bert.facts["tokens"] // 3
     found = inspect_model(settings_for(folders["bert"], text, importance="none", chance=False, tokens=tokens))
@@ -147,6 +148,7 @@ def assert_is_told_of_tokens(found):
         torch.testing.assert_close(found.table["ov_top_share"][rows], top)
 
 
+@pytest.mark.usefixtures("without_probes")
 def test_a_head_that_is_the_opposite_of_another_is_redundant(folders, text, tmp_path):
     """The second head of layer 0 is made the first, with the opposite sign."""
     from transformers import AutoModel, AutoTokenizer
@@ -171,6 +173,7 @@ def test_a_head_that_is_the_opposite_of_another_is_redundant(folders, text, tmp_
     assert any("writes the opposite of L0H" in str(x) for x in found.findings)
 
 
+@pytest.mark.usefixtures("without_probes")
 def test_shares_are_those_of_a_regression_on_the_outputs_that_hooks_see(folders, text):
     """One half of the contexts is fitted, the other predicted; they alternate."""
     from polyhead.sources.text_contexts import read_contexts
@@ -202,6 +205,7 @@ def test_shares_are_those_of_a_regression_on_the_outputs_that_hooks_see(folders,
         assert float(found.table["predictable_share"][4 + head]) == pytest.approx(1 - error / total, abs=1e-3)
 
 
+@pytest.mark.usefixtures("without_probes")
 def test_redundancy_is_not_measured_with_fewer_tokens_than_predictors(folders, text):
     found = inspect_model(settings_for(folders["bert"], text, importance="none", chance=False, tokens=96))
     assert "predictable_share" not in found.table.columns
@@ -210,6 +214,7 @@ def test_redundancy_is_not_measured_with_fewer_tokens_than_predictors(folders, t
     assert "needs 72 tokens in each half of the documents, got 0; use a longer text" in words
 
 
+@pytest.mark.usefixtures("only_chance_and_pairs")
 def test_pairs_of_layers_are_measured_also_where_they_were_picked_by_a_projection(plain_bert, monkeypatch):
     found = plain_bert
     assert found.facts["pairs_by"].kind == "every_pair"
@@ -226,6 +231,7 @@ def test_pairs_of_layers_are_measured_also_where_they_were_picked_by_a_projectio
         assert pair.cosine == pytest.approx(exact[pair.one, pair.other], abs=1e-6)
 
 
+@pytest.mark.usefixtures("only_chance_and_pairs")
 @pytest.mark.parametrize("name", ["bert", "t5"])
 def test_only_batches_with_sampled_tokens_are_read_again(folders, text, monkeypatch, name):
     settings = Settings(
@@ -248,6 +254,7 @@ def test_only_batches_with_sampled_tokens_are_read_again(folders, text, monkeypa
         assert pair.cosine == pytest.approx(exact[pair.one, pair.other], abs=1e-6)
 
 
+@pytest.mark.usefixtures("only_chance_and_pairs")
 def test_pairs_are_measured_on_all_batches_if_the_sampled_tokens_are_not_found(plain_bert, monkeypatch):
     monkeypatch.setattr(
         "polyhead.inspection.cross_layer_similarity.sample_of", functools.partial(sample_of, max_bytes=0)
@@ -260,6 +267,7 @@ def test_pairs_are_measured_on_all_batches_if_the_sampled_tokens_are_not_found(p
         assert pair.cosine == pytest.approx(exact[pair.one, pair.other], abs=1e-6)
 
 
+@pytest.mark.usefixtures("only_chance_and_pairs")
 def test_pairs_of_layers_are_compared_a_few_tokens_at_a_time(plain_bert, monkeypatch):
     bmm, tokens = torch.bmm, []
 
@@ -278,6 +286,7 @@ def test_pairs_of_layers_are_compared_a_few_tokens_at_a_time(plain_bert, monkeyp
     assert [x.cosine for x in found.pairs] == pytest.approx([x.cosine for x in plain_bert.pairs], abs=1e-6)
 
 
+@pytest.mark.usefixtures("only_roles_and_pairs")
 def test_probes_compute_the_statistics_of_roles_with_the_attention_of_the_model(plain_bert, monkeypatch):
     computed = []
 
@@ -359,6 +368,7 @@ def test_a_dtype_is_of_a_model_that_is_loaded_by_name(folders):
             polyhead.inspect(model, ["w1 w2"], dtype="bfloat16", **options)
 
 
+@pytest.mark.usefixtures("only_roles_and_pairs")
 def test_an_interrupt_of_the_ablation_leaves_the_roles(folders, plain_bert, text):
     def stop(now: Progress) -> None:
         if now.step == "ablate every head in turn" and now.done > 0:
@@ -372,6 +382,7 @@ def test_an_interrupt_of_the_ablation_leaves_the_roles(folders, plain_bert, text
     assert "are made when a saved run is resumed" in str(found.facts["left_out"][-1])
 
 
+@pytest.mark.usefixtures("only_roles_and_pairs")
 def test_importance_that_a_model_has_no_loss_for_is_refused_before_the_text_is_read(folders, text):
     masked, t5 = (model_loading.load_model(folders[name]) for name in ("masked", "t5"))
     masked.tokenizer.mask_token = None
@@ -392,9 +403,10 @@ def test_importance_that_a_model_has_no_loss_for_is_refused_before_the_text_is_r
     assert found.roles
 
 
-def test_only_a_causal_model_has_copying_circuits(folders, text, inspected):
+def test_only_a_causal_model_has_copying_circuits(folders, text, inspected, request):
     """A masked model's unembedding reads what a head of its own makes of the stream."""
     assert "copying_circuit_score" in inspected("llama")[0].table.columns
+    request.getfixturevalue("without_probes")  # not before, as other tests use the inspection of the llama
     found = inspect_model(settings_for(folders["masked"], text, importance="none", chance=False, tokens=400))
     assert "copying_circuit_score" not in found.table.columns
 
@@ -406,6 +418,7 @@ def test_pairs_are_of_different_layers_in_an_encoder_decoder_as_well(inspected):
     assert all(pair.one[0].layer != pair.other[0].layer for pair in pairs)
 
 
+@pytest.mark.usefixtures("without_probes")
 def test_a_requested_ablation_is_measured_on_more_tokens_and_says_on_how_many(folders, text):
     def tokens(context: int | None, **options) -> int:
         found = inspect_model(settings_for(folders["bert"], text, chance=False, layers=(0,), **options))
@@ -421,6 +434,7 @@ def test_a_requested_ablation_is_measured_on_more_tokens_and_says_on_how_many(fo
         Settings(importance_tokens=0)
 
 
+@pytest.mark.usefixtures("without_probes")
 def test_both_measures_of_importance_are_those_of_two_runs_on_the_same_tokens(folders, text):
     def inspected(importance: str) -> Inspection:
         options = {"chance": False, "layers": (0,), "importance": importance, "importance_tokens": 500}
@@ -435,7 +449,9 @@ def test_both_measures_of_importance_are_those_of_two_runs_on_the_same_tokens(fo
                 torch.testing.assert_close(both.table[name], single.table[name], rtol=0, atol=0, equal_nan=True)
 
 
-def test_gradients_are_the_same_in_batches_of_few_tokens(folders, text, inspected, monkeypatch):
+def test_gradients_are_the_same_in_batches_of_few_tokens(folders, text, inspected, monkeypatch, request):
+    expected, _, _ = inspected("llama")
+    request.getfixturevalue("without_probes")
     measured: list[int] = []
 
     def scores(model, batches, *rest, **options):
@@ -445,7 +461,6 @@ def test_gradients_are_the_same_in_batches_of_few_tokens(folders, text, inspecte
     monkeypatch.setattr(probing, "GRADIENT_BATCH_TOKENS", 100)
     monkeypatch.setattr(probing, "gradient_scores", scores)
     found = inspect_model(settings_for(folders["llama"], text, chance=False))
-    expected, _, _ = inspected("llama")
     assert max(measured) <= 100 < 400
     assert found.facts["importance_tokens"] == expected.facts["importance_tokens"]
     for column in ("gradient", "gradient_error", "taylor"):
@@ -460,6 +475,7 @@ def test_gradients_of_an_embedding_model_are_refused_before_the_text_is_read(fol
     assert [one.step for one in seen] == ["load the model"]
 
 
+@pytest.mark.usefixtures("without_probes")
 def test_importance_of_a_single_document_has_an_error_over_its_contexts(folders, tmp_path):
     single = text_folder(tmp_path / "text", documents=1, words=200)
     found = inspect_model(settings_for(folders["llama"], single, chance=False, importance="gradient"))
@@ -481,6 +497,7 @@ def test_the_score_of_every_role_is_a_column_and_a_row(inspected):
     torch.testing.assert_close(load_inspection(folder).table["induction_score"], found.table["induction_score"])
 
 
+@pytest.mark.usefixtures("only_chance_and_pairs")
 def test_the_baseline_reads_contexts_of_full_length(folders, text, monkeypatch):
     # The weight of the first token, or of the previous one, depends on the number of visible tokens.
     read, whole = {}, []
@@ -499,6 +516,7 @@ def test_the_baseline_reads_contexts_of_full_length(folders, text, monkeypatch):
     assert 300 <= sum(baseline) < 300 + 96 < sum(whole)
 
 
+@pytest.mark.usefixtures("only_chance_and_pairs")
 def test_the_random_model_is_freed_before_importance_is_measured(folders, text, monkeypatch):
     weights, alive = [], []
 
@@ -534,7 +552,7 @@ def test_a_text_of_one_context_says_that_roles_need_two(folders, tmp_path):
     assert all(finding.basis is None or not finding.basis.halves for finding in found.findings)
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "only_roles_and_pairs")
 def test_a_killed_run_goes_on_bit_by_bit(folders, text, tmp_path):
     options = ["--context", "96", "--batch", "100", "--importance", "none", "--no-chance", "--device", "cpu"]
     saved = ["--tokens", 600, "--save", tmp_path / "killed", "--save-seconds", 0]
@@ -614,6 +632,7 @@ def test_a_run_goes_on_with_its_own_text_alone(folders, text, tmp_path):
         inspect_model(found.settings, folder=tmp_path / "run", resume=True)
 
 
+@pytest.mark.usefixtures("only_roles_and_pairs")
 def test_two_models_differ_beyond_sampling_error_and_one_does_not_from_itself(plain_bert, tmp_path):
     other, one = model_folder(tmp_path / "other", "bert", seed=1), plain_bert
     two = inspect_model(dataclasses.replace(one.settings, model=str(other)))
@@ -636,6 +655,7 @@ def test_two_models_differ_beyond_sampling_error_and_one_does_not_from_itself(pl
     assert [x[-1] for x in changed.lost] == ["sink"]
 
 
+@pytest.mark.usefixtures("without_probes")
 def test_two_halves_of_a_text_mostly_agree(folders, tmp_path):
     """Two halves of a text differ by sampling error alone."""
     halves = [text_folder(tmp_path / half, documents=12) for half in ("one", "two")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +28,11 @@ FAMILIES = {family.name: family for family in models.FAMILIES}
 SPECIAL, PUNCTUATION = 0, 5
 
 
-def test_one_profile_of_a_call_serves_all_collectors(monkeypatch):
+@pytest.mark.parametrize("few", [True, False])
+def test_one_profile_of_a_call_serves_all_collectors(monkeypatch, few):
+    """If the weights are few, all of them are stored, and sums over words of several tokens need no other profile."""
+    if not few:
+        monkeypatch.setattr(role_evidence_rows, "FEW_WEIGHTS", 0)
     layer = polyhead.MultiHeadAttention(32, 4, causal=True)
     x, tokens = torch.randn(2, 19, 32), torch.randint(5, 11, (2, 19))
     sentences = torch.arange(19).expand(2, -1) // 7
@@ -55,7 +60,7 @@ def test_one_profile_of_a_call_serves_all_collectors(monkeypatch):
     of_heads = [requested for heads, requested in calls if heads == 4]
     assert sum({"received", "block_map", "offsets", "argmax"} <= requested for requested in of_heads) == 1
     assert sum("received" in requested for requested in of_heads) == 1
-    assert sum("offsets" in requested for requested in of_heads) == 2  # again for words of several tokens only
+    assert sum("offsets" in requested for requested in of_heads) == (1 if few else 2)
     assert together.keys() == alone.keys()
     assert all(torch.equal(together[name], x) for name, x in alone.items())
 
@@ -486,6 +491,43 @@ def test_rows_stored_at_a_time_and_fused_attention_give_the_same_sums(monkeypatc
             torch.testing.assert_close(sums.inside[name][0], expected[0])
             torch.testing.assert_close(sums.inside[name][1, :, :13], expected[1, :, :13])
     assert list(in_blocks.inside) == list(groups)
+
+
+PLACES = torch.arange(149)
+SEVERAL_MASKS = {
+    "causal": Mask.causal(),
+    "window": Mask.window(31) & Mask.lengths([149, 131]),
+    "bias": Mask.bias(torch.randn(1, 6, 149, 149, generator=torch.Generator().manual_seed(2))),
+    "lengths": Mask.causal() & Mask.lengths([149, 131], queries=[149, 127]),
+    "documents": Mask.documents(PLACES // 60) & Mask.causal(),
+    "positions": Mask.positions(PLACES * 2, PLACES * 2) & Mask.window(90),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL_MASKS)
+def test_all_weights_of_a_call_give_the_sums_of_a_profile_for_each(name: str, monkeypatch) -> None:
+    """Bit for bit; the weights are stored once if they are few, and else profiled again for some rows or words."""
+    generator, mask = torch.Generator().manual_seed(4), SEVERAL_MASKS[name]
+    query, key = (torch.randn(2, heads, 149, 8, generator=generator) * 2 for heads in (6, 3))
+    attended = Attended(query, key, key, polyhead.attention(query, key, key, mask=mask, logsumexp=True), mask)
+    real = torch.tensor([[149], [131 if mask.padding else 149]]) > PLACES
+    tokens, site = drawn_tokens(2, 149), polyhead.observation.AttentionSite("layer", "self", "layer", 0, 6)
+    embedding, output = torch.randn(31, 12, generator=generator), torch.randn(6, 8, 12, generator=generator)
+    logits = SimpleNamespace(outputs={("layer", "self"): output}, directions=lambda ids: embedding[ids])
+    metadata = BatchMetadata(documents=torch.arange(2), tokens=tokens, classes=classes_of(tokens))
+
+    def sums() -> HeadEvidence:
+        meaning = TokenVectors.of(embedding, dims=5)
+        collector = EvidenceCollector(meaning=meaning, segments=cut, direct_logits=logits)
+        return collector.empty(site, query.device).update(attended, real, metadata)
+
+    few = sums()
+    monkeypatch.setattr(role_evidence_rows, "FEW_WEIGHTS", 0)
+    for name, expected in sums().state().items():
+        assert torch.equal(few.state()[name], expected), name
+    columns = ("word_others", "word_expected", "sentence_mass", "sentence_others", "duplicate_mass")
+    assert all((few.column(column) > 0).all() for column in columns)
+    assert (few.column("copy_pairs")[:, :-1].sum(0) > 0).all() or len(mask.packed)
 
 
 def test_the_rarest_tokens_make_up_no_more_than_their_share() -> None:

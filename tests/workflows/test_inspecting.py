@@ -22,6 +22,7 @@ def place(tmp_path_factory):
     return folder
 
 
+@pytest.mark.usefixtures("only_roles_and_pairs")
 def test_a_model_and_a_text_in_memory_give_the_inspection_of_their_files(place):
     seen = []
     by_name = polyhead.inspect(place / "bert", place / "text", progress=seen.append, **OPTIONS)
@@ -37,6 +38,7 @@ def test_a_model_and_a_text_in_memory_give_the_inspection_of_their_files(place):
     assert in_memory.settings.text == "(in memory)"
 
 
+@pytest.mark.usefixtures("only_roles_and_pairs")
 def test_a_run_of_a_model_in_memory_is_resumed_with_the_same_text_only(place, tmp_path):
     loaded = load_model(place / "bert")
     texts = [file.read_text() for file in sorted((place / "text").glob("*.txt"))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from statistics import NormalDist
@@ -23,6 +24,7 @@ def normal_quantile(tail: float) -> float:
     return NormalDist().inv_cdf(1 - tail)
 
 
+@functools.cache
 def student_quantile(tail: float, degrees: int) -> float:
     """Return the quantile of Student's t distribution with upper tail probability `tail`.
 

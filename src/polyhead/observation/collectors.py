@@ -181,13 +181,21 @@ class CollectedCall(Attended):
         return cls(**{x.name: getattr(attended, x.name) for x in fields(Attended)}, requested=requested)
 
 
-def profile_rows(attended: Attended, non_padding: Tensor | None, requested: Mapping[str, Any]) -> AttentionProfile:
-    """Return the profile of the non-padding rows with a visible key, computed once for all collectors of a call."""
-    unpadded = exclude_padding(attended, non_padding)
+def profile_rows(
+    attended: Attended, non_padding: Tensor | None, requested: Mapping[str, Any], pairs: Tensor | None = None
+) -> AttentionProfile:
+    """Return the profile of the non-padding rows with a visible key, computed once for all collectors of a call.
+
+    `pairs` are (query, key) pairs, [batch, pairs, 2], whose weights only this collector needs.
+    """
     if not isinstance(attended, CollectedCall) or not requested.items() <= attended.requested.items():
-        return unpadded.profile(**requested)
+        return exclude_padding(attended, non_padding).profile(**requested, pairs=pairs)
     if not len(attended.summary):
-        attended.summary.append(unpadded.profile(**attended.requested))
+        unpadded = exclude_padding(attended, non_padding)
+        attended.summary.append(unpadded.profile(**attended.requested, pairs=pairs))
+    elif pairs is not None:
+        weights = exclude_padding(attended, non_padding).profile(pairs=pairs).pair_weights
+        return replace(attended.summary[0], pair_weights=weights)
     return attended.summary[0]
 
 

@@ -195,8 +195,7 @@ def _matching_columns(calls: Sequence[_LinearCall], heads: Tensor) -> Tensor | N
     for call in reversed(calls):
         if call.output.shape[0] != heads.shape[0] or call.output.shape[1] < dim or call.output.device != heads.device:
             continue
-        offsets = [_find_window(call.output[0], vector) for vector in heads[0]]
-        starts = [start for start in offsets if start is not None]
+        starts = _find_windows(call.output[0], heads[0])
         if len(starts) < count:
             continue
         windows = torch.stack([call.output[:, start : start + dim] for start in starts], 1)
@@ -208,14 +207,15 @@ def _matching_columns(calls: Sequence[_LinearCall], heads: Tensor) -> Tensor | N
     return None
 
 
-def _find_window(row: Tensor, vector: Tensor) -> int | None:
-    """Return the offset in a row at which a positive multiple of a vector occurs; None if it does not."""
-    windows, target = row.double().unfold(0, vector.shape[0], 1), vector.double()
-    dots, squared_norms = windows @ target, windows.square().sum(-1) * target.square().sum()
+def _find_windows(row: Tensor, vectors: Tensor) -> list[int]:
+    """Return the offsets in a row of positive multiples of vectors [any, dim], of those that occur in it."""
+    windows, targets = row.double().unfold(0, vectors.shape[1], 1), vectors.double()
+    dots = targets @ windows.mT  # [vectors, offsets]
+    squared_norms = windows.square().sum(-1) * targets.square().sum(-1, keepdim=True)
     # Squared sine of the angle between the two.
     squared_sine = (1 - dots.square() / squared_norms.clamp_min(torch.finfo(torch.float64).tiny)).clamp_min(0)
-    best = int(torch.where(dots > 0, squared_sine, 1.0).argmin())
-    return best if float(dots[best]) > 0 and float(squared_sine[best]) <= TOLERANCE**2 else None
+    least, best = torch.where(dots > 0, squared_sine, 1.0).min(-1)
+    return best[least <= TOLERANCE**2].tolist()
 
 
 def _matching_rows(calls: Sequence[_LinearCall], heads: Tensor) -> Tensor | None:

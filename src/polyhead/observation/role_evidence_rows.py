@@ -6,6 +6,7 @@ under the same mask; only its entropy is that of random logits.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,13 +15,13 @@ import torch
 from torch import Tensor
 
 from polyhead.masks import Mask
-from polyhead.observation.collectors import exclude_padding, profile_rows
-from polyhead.observation.role_evidence_tokens import BINS, KEY_SETS, NEAR, Pairs, TokenMetadata
+from polyhead.observation.collectors import CollectedCall, exclude_padding, profile_rows
+from polyhead.observation.role_evidence_tokens import BINS, KEY_SETS, NEAR, TokenMetadata
 from polyhead.observation.rows import MASKING_BIAS
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, RowStatistics, Statistics, attention
 from polyhead.ops.profile import profile
-from polyhead.ops.profile.request import OFFSET_BINS
+from polyhead.ops.profile.request import OFFSET_BINS, AttentionProfile, offset_bins
 
 WINDOW = 8  # keys up to this distance are near
 COLUMNS = (
@@ -43,6 +44,7 @@ COLUMNS = (
     "sentence_mass", "sentence_expected", "sentence_others",  # of the row's sentence, in texts of several sentences
     "copy_wins", "copy_pairs", "copy_rows",  # see `_copy_columns`
 )  # fmt: skip
+PAIRS = ("duplicates", "inductions")  # of `TokenMetadata`
 COSINES = ("cosine", "shuffled_cosine", "reshuffled_cosine")  # in the order of `TokenMetadata.meaning`
 ROW_STATISTICS = ("entropy", "confidence", "mean_distance")  # computed once more unless the session computes them
 PROFILED = {"received": True, "offsets": True, "argmax": True}
@@ -50,6 +52,7 @@ PROFILED_PAIRS = {"received": True}
 COPY_WEIGHT = 0.1  # a row with less on every ordinary token attends to none
 COPY_ROWS = 64  # rows of a text that are sampled
 STORED_WEIGHTS, STORED_ROWS = 1 << 21, 64  # weights in memory at a time on a CPU, but at least as many rows
+FEW_WEIGHTS, FEW_KEYS = 1 << 20, 512  # on a CPU, the weights of a call up to this size are computed once for all sums
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,6 +111,36 @@ class WeightSums:
     embeddings: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CallWeights:
+    """Weights of one attention call that several sums need; those of padding rows are 0."""
+
+    pairs: Mapping[str, Tensor]  # float64 [batch, heads, pairs], by the name of a `Pairs` of `TokenMetadata`
+    stored: Tensor | None = None  # all of them, [batch, heads, queries, keys], of a call with few
+
+
+def _profile(
+    attended: Attended, counted: Tensor, tokens: TokenMetadata, requested: Mapping[str, bool], *, store: bool = False
+) -> tuple[AttentionProfile, CallWeights]:
+    """Return the requested profile of the counted rows, and the weights of pairs; `store` all weights if they are few.
+
+    One profile of the call has both, unless other collectors need a profile of other blocks.
+    """
+    pairs = {name: x for name in PAIRS if (x := getattr(tokens, name)) is not None}
+    positions = torch.cat([x.positions for x in pairs.values()], 1) if len(pairs) else None
+    blocks = {"block_map": (1, 1)} if store and _has_few_weights(attended) else {}  # of one query and one key
+    if isinstance(attended, CollectedCall) and not blocks.items() <= attended.requested.items():
+        summary = profile_rows(attended, counted[:, 0], requested)
+        of_weights = exclude_padding(attended, counted[:, 0]).profile(pairs=positions, **blocks)
+    else:
+        summary = of_weights = profile_rows(attended, counted[:, 0], {**requested, **blocks}, positions)
+    of_pairs: dict[str, Tensor] = {}
+    if of_weights.pair_weights is not None:
+        parts = of_weights.pair_weights.to(torch.float64).split([x.positions.shape[1] for x in pairs.values()], -1)
+        of_pairs = {name: x * pairs[name].valid[:, None] for name, x in zip(pairs, parts, strict=True)}
+    return summary, CallWeights(of_pairs, of_weights.block_map if len(blocks) else None)
+
+
 def measure_baseline(
     attended: Attended,
     non_padding: Tensor | None,
@@ -132,31 +165,36 @@ def measure_baseline(
     first = torch.zeros(batch, dtype=torch.int64, device=visible.device)
     if non_padding is not None:
         first = non_padding.to(torch.uint8).argmax(-1).expand(batch)
-    duplicate, induction = (
-        _has_visible_pair(uniform, pairs, counted) for pairs in (tokens.duplicates, tokens.inductions)
-    )
+    profiled = PROFILED_PAIRS if only_pairs else PROFILED
+    summary, weights = _profile(uniform, counted, tokens, profiled, store=not only_pairs)
+    assert summary.received is not None
+    duplicate, induction = (_has_visible_pair(weights, tokens, name, counted) for name in PAIRS)
     if only_pairs:
         query_rows = QueryRows(tokens, visible, counted, first, torch.zeros_like(counted), duplicate, induction)
-        received = profile_rows(uniform, counted[:, 0], PROFILED_PAIRS).received
-        assert received is not None
-        columns = _pair_columns(uniform, query_rows, received)
-        none = received.new_zeros(batch, BINS, dtype=torch.float64)
+        columns = _pair_columns(weights, query_rows, summary.received)
+        none = zeros.new_zeros(batch, BINS, dtype=torch.float64)
         return BatchBaseline(query_rows, _stack_columns(columns), none.to(torch.int64), none, only_pairs=True)
     assert rows.window_mass is not None and rows.sink_mass is not None
     first_is_far = (index - first[:, None]).abs() > WINDOW
     others = visible * (1 - rows.window_mass - rows.sink_mass * first_is_far[:, None])
     query_rows = QueryRows(tokens, visible, counted, first, counted & (others > 0.5), duplicate, induction, logits)
-    inside = _weight_sums(uniform, replace(tokens, meaning=None))
-    columns, histogram, _ = _columns(uniform, rows, query_rows, inside, learned_sink=attended.sinks is not None)
+    inside = _weight_sums(uniform, replace(tokens, meaning=None), weights.stored)
+    columns, histogram = _columns(
+        uniform, rows, query_rows, summary, weights, inside, learned_sink=attended.sinks is not None
+    )
     # Baseline entropy: random logits of unit variance, which the 1/sqrt(d) scale aims for, give
     # log(n) - (1 - 1/n) / 2 rather than the log(n) of uniform attention.
     num_targets = visible + (attended.sinks is not None)
     expected = 1 - (1 - 1 / num_targets.clamp_min(2)) / (2 * num_targets.clamp_min(2).log())
     columns["normalized_entropy"] = _masked_sum(expected, counted & (num_targets > 1))
-    # A log-sum-exp of 0 gives counted rows a weight of 1 on each visible key; -inf excludes the other rows.
-    ones = torch.where(counted, 0.0, -torch.inf).to(result.logsumexp.dtype)  # type: ignore[union-attr]
-    offset_counts = profile(zeros, zeros, ones, mask=mask, offsets=True).offsets
-    assert offset_counts is not None
+    if weights.stored is not None:
+        offset_counts = _sum_by_offset((weights.stored > 0).to(weights.stored.dtype))
+    else:
+        # A log-sum-exp of 0 gives counted rows a weight of 1 on each visible key; -inf excludes the other rows.
+        ones = torch.where(counted, 0.0, -torch.inf).to(result.logsumexp.dtype)  # type: ignore[union-attr]
+        of_ones = profile(zeros, zeros, ones, mask=mask, offsets=True).offsets
+        assert of_ones is not None
+        offset_counts = of_ones
     available = _merge_far_bins(offset_counts)[:, 0].round().to(torch.int64)
     return BatchBaseline(query_rows, _stack_columns(columns), available, histogram[:, 0])
 
@@ -164,21 +202,25 @@ def measure_baseline(
 def measure(attended: Attended, baseline: BatchBaseline, output: Tensor | None = None) -> EvidenceSums:
     """Measure all heads of one attention call; `output` is W_O, [heads, value_dim, width], if it is known."""
     query_rows, learned_sink, values = baseline.query_rows, attended.sinks is not None, attended.result.output
+    tokens = query_rows.tokens
     if baseline.only_pairs:
-        received = profile_rows(attended, query_rows.counted[:, 0], PROFILED_PAIRS).received
-        assert received is not None
-        sums = _stack_columns(_pair_columns(attended, query_rows, received))
-        none = received.new_zeros(*received.shape[:2], BINS, dtype=torch.int64)
+        summary, weights = _profile(attended, query_rows.counted, tokens, PROFILED_PAIRS)
+        assert summary.received is not None
+        sums = _stack_columns(_pair_columns(weights, query_rows, summary.received))
+        none = sums.new_zeros(*summary.received.shape[:2], BINS, dtype=torch.int64)
         return EvidenceSums(torch.cat([sums, baseline.sums], 1), none, baseline.available, baseline.chance)
-    weight_sums = _weight_sums(attended, query_rows.tokens)
-    columns, _, argmax = _columns(
-        attended, _row_statistics(attended), query_rows, weight_sums, learned_sink=learned_sink
+    needs_weights = any(x is not None for x in (tokens.words, tokens.sentences, tokens.meaning, query_rows.logits))
+    summary, weights = _profile(attended, query_rows.counted, tokens, PROFILED, store=needs_weights)
+    weight_sums, argmax = _weight_sums(attended, tokens, weights.stored), summary.argmax
+    assert argmax is not None
+    columns, _ = _columns(
+        attended, _row_statistics(attended), query_rows, summary, weights, weight_sums, learned_sink=learned_sink
     )
     offset = argmax - torch.arange(argmax.shape[2], device=argmax.device)
     counted = (argmax >= 0) & query_rows.counted
     logits, packed = query_rows.logits, attended.mask is not None and len(attended.mask.packed) > 0
     if logits is not None and output is not None and not packed and values.shape[1::2] == output.shape[:2]:
-        columns |= _copy_columns(attended, logits, output)
+        columns |= _copy_columns(attended, logits, output, weights.stored)
     bins = offset.clamp(-NEAR - 1, NEAR + 1) + NEAR + 1
     hits = torch.zeros(*argmax.shape[:2], BINS, dtype=torch.int64, device=argmax.device)
     hits = hits.scatter_add(2, torch.where(counted, bins, 0), counted.to(torch.int64))
@@ -209,9 +251,10 @@ def _row_statistics(attended: Attended) -> RowStatistics:
     return result.statistics
 
 
-def _weight_sums(attended: Attended, tokens: TokenMetadata) -> WeightSums:
+def _weight_sums(attended: Attended, tokens: TokenMetadata, stored: Tensor | None) -> WeightSums:
     """Return the weights of each row within its segments, and its weighted mean of the keys' embeddings.
 
+    `stored` are all weights, [batch, heads, queries, keys], if they were computed.
     On a CPU, one product of queries and keys serves all of them; on other devices, fused attention computes each.
     """
     segments = {"word": tokens.words, "sentence": tokens.sentences}
@@ -223,7 +266,7 @@ def _weight_sums(attended: Attended, tokens: TokenMetadata) -> WeightSums:
         is_ordinary = (tokens.ordinary_ids >= 0)[..., None]
         embeddings = torch.cat([tokens.meaning.flatten(2), is_ordinary], -1).to(attended.query.dtype)
     if attended.query.is_cpu and len(groups):
-        return _sums_of_stored_weights(attended, groups, embeddings)
+        return _sums_of_stored_weights(attended, groups, embeddings, stored)
     means: Tensor | None = None
     if embeddings is not None:
         padded = torch.nn.functional.pad(embeddings, (0, -embeddings.shape[-1] % 8))[:, None]
@@ -233,16 +276,18 @@ def _weight_sums(attended: Attended, tokens: TokenMetadata) -> WeightSums:
     return WeightSums({name: _weight_inside(attended, indices) for name, indices in groups.items()}, means)
 
 
-def _sums_of_stored_weights(attended: Attended, groups: Mapping[str, Tensor], embeddings: Tensor | None) -> WeightSums:
-    """Compute the sums from the weights of some rows at a time, which are stored."""
+def _sums_of_stored_weights(
+    attended: Attended, groups: Mapping[str, Tensor], embeddings: Tensor | None, stored: Tensor | None = None
+) -> WeightSums:
+    """Compute the sums from the weights of some rows at a time, or from all weights if they are `stored`."""
     batch, heads, queries, _ = attended.query.shape
     keys = attended.key.shape[2]
-    step = max(STORED_ROWS, STORED_WEIGHTS // max(1, batch * heads * keys))
+    step = max(STORED_ROWS, STORED_WEIGHTS // max(1, batch * heads * keys)) if stored is None else max(1, queries)
     indices = torch.stack(list(groups.values()), -1)  # [batch, keys, groups]
     inside, means = [], []
     for start in range(0, queries, step):
         rows = (start, min(start + step, queries))
-        weights = attended.profile(rows=rows, block_map=(1, 1)).block_map  # blocks of one query and one key
+        weights = attended.profile(rows=rows, block_map=(1, 1)).block_map if stored is None else stored
         assert weights is not None
         same = (indices[:, slice(*rows), None] == indices[:, None]).to(weights.dtype)
         inside.append(torch.einsum("bhqk,bqkg->gbhq", weights, same))
@@ -270,19 +315,20 @@ def _columns(
     attended: Attended,
     rows: RowStatistics,
     query_rows: QueryRows,
+    summary: AttentionProfile,
+    weights: CallWeights,
     weight_sums: WeightSums,
     *,
     learned_sink: bool,
-) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Return the columns, [batch, heads] each, the weights by offset, and the argmax [batch, heads, queries]."""
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the columns, [batch, heads] each, and the weights by offset."""
     tokens, counted = query_rows.tokens, query_rows.counted
-    summary = profile_rows(attended, counted[:, 0], PROFILED)
     assert summary.received is not None and summary.offsets is not None and summary.argmax is not None
     assert rows.entropy is not None and rows.confidence is not None and rows.mean_distance is not None
     received, histogram = summary.received.to(torch.float64), _merge_far_bins(summary.offsets)
     center = NEAR + 1
     num_rows = _count(counted)
-    columns = _pair_columns(attended, query_rows, summary.received)
+    columns = _pair_columns(weights, query_rows, summary.received)
     columns |= {
         "rows": num_rows,
         "self_mass": histogram[..., center],
@@ -307,7 +353,7 @@ def _columns(
     for name, segments in (("word", tokens.words), ("sentence", tokens.sentences)):
         if segments is not None:
             in_segments = counted & segments.counted[:, None]
-            by_offset = _offsets_of_rows(attended, in_segments, counted, histogram)
+            by_offset = _offsets_of_rows(attended, weights.stored, in_segments, counted, histogram)
             inside = _masked_sum(weight_sums.inside[name], in_segments) - by_offset[..., center]
             columns[f"{name}_mass"] = inside.clamp_min(0.0)
             by_offset[..., center] = 0.0  # attention of a token to itself
@@ -315,32 +361,63 @@ def _columns(
             columns[f"{name}_others"] = by_offset.sum(-1)
     if weight_sums.embeddings is not None:
         columns |= _similarity_columns(query_rows, weight_sums.inside["token"], weight_sums.embeddings, histogram)
-    return columns, histogram, summary.argmax
+    return columns, histogram
 
 
-def _pair_columns(attended: Attended, query_rows: QueryRows, received: Tensor) -> dict[str, Tensor]:
+def _pair_columns(weights: CallWeights, query_rows: QueryRows, received: Tensor) -> dict[str, Tensor]:
     """Return the columns of pairs of tokens and `sink_mass`, [batch, heads] each; the other columns are 0."""
-    tokens, heads = query_rows.tokens, attended.query.shape[1]
+    heads = received.shape[1]
     columns = dict.fromkeys(COLUMNS, torch.zeros(len(received), heads, dtype=torch.float64, device=received.device))
     first = query_rows.first[:, None, None].expand(-1, heads, 1)
     columns["sink_mass"] = received.to(torch.float64).gather(2, first)[..., 0]
-    unpadded = exclude_padding(attended, query_rows.counted[:, 0])
-    for name, pairs, possible in (
-        ("duplicate", tokens.duplicates, query_rows.duplicate),
-        ("induction", tokens.inductions, query_rows.induction),
-    ):
-        if pairs is not None:
-            columns[f"{name}_mass"] = _pair_weights(unpadded, pairs).sum(-1)
-            columns[f"{name}_rows"] = _count(possible)
+    possible = {"duplicates": query_rows.duplicate, "inductions": query_rows.induction}
+    for name, of_pairs in weights.pairs.items():
+        column = name.removesuffix("s")
+        columns[f"{column}_mass"] = of_pairs.sum(-1)
+        columns[f"{column}_rows"] = _count(possible[name])
     return columns
 
 
-def _offsets_of_rows(attended: Attended, rows: Tensor, counted: Tensor, histogram: Tensor) -> Tensor:
+def _has_few_weights(attended: Attended) -> bool:
+    """Return whether all weights of a call may be stored, and summed by offset by `_sum_by_offset`."""
+    (batch, heads, queries, _), keys, mask = attended.query.shape, attended.key.shape[2], attended.mask
+    if not attended.query.is_cpu or keys > FEW_KEYS or batch * heads * queries * keys > FEW_WEIGHTS:
+        return False
+    # Other offsets than those of the indices.
+    positions = mask is not None and (
+        mask.placed is not None or len(mask.packed) or any(x.queries is not None for x in mask.padding)
+    )
+    return not positions
+
+
+@functools.cache
+def _last_offsets() -> Tensor:
+    """Return the last offset of each bin of `profile(offsets=True)`."""
+    return offset_bins()[:, 1].contiguous()
+
+
+def _sum_by_offset(weights: Tensor) -> Tensor:
+    """Return the sums of weights [batch, heads, queries, keys] by offset, in the bins of `offset_bins`."""
+    height, width = weights.shape[2:]
+    # Shift each row right by one against the row before it, from the last to the first: diagonals become columns.
+    skewed = torch.nn.functional.pad(weights.flip(2), (0, height)).flatten(2)[..., : height * (height + width - 1)]
+    diagonals = skewed.unflatten(2, (height, height + width - 1)).sum(2)
+    offsets = torch.arange(1 - height, width)
+    bins = torch.bucketize(offsets, _last_offsets())
+    sums = weights.new_zeros(*weights.shape[:2], OFFSET_BINS)
+    return sums.index_add_(2, bins, diagonals)
+
+
+def _offsets_of_rows(
+    attended: Attended, stored: Tensor | None, rows: Tensor, counted: Tensor, histogram: Tensor
+) -> Tensor:
     """Return the weights by offset of some of the counted rows, from the `histogram` of all of them if it suffices."""
     if rows.is_cpu:  # on a device this would synchronise
         is_all, is_none = (rows == counted).all(-1, keepdim=True), ~rows.any(-1, keepdim=True)
         if bool((is_all | is_none).all()):
             return torch.where(is_none, 0.0, histogram)
+    if stored is not None:
+        return _merge_far_bins(_sum_by_offset(torch.where(rows[..., None], stored, 0.0)))
     offsets = exclude_padding(attended, rows[:, 0]).profile(offsets=True).offsets
     assert offsets is not None
     return _merge_far_bins(offsets)
@@ -371,7 +448,7 @@ def _similarity_columns(
     return columns
 
 
-def _copy_columns(attended: Attended, logits: TokenLogits, output: Tensor) -> dict[str, Tensor]:
+def _copy_columns(attended: Attended, logits: TokenLogits, output: Tensor, stored: Tensor | None) -> dict[str, Tensor]:
     """Return how often a row raises the logit of the token it attends to more than that of another row's token.
 
     A row attends to the ordinary token, other than its own, with the largest weight. Any two sampled rows of a text
@@ -380,9 +457,12 @@ def _copy_columns(attended: Attended, logits: TokenLogits, output: Tensor) -> di
     win in half of the pairs; in exactly half if its output were constant.
     """
     values, rows = attended.result.output.detach(), logits.rows[:, None, :, None]
-    sample = _sampled(attended, logits.rows)
-    weights = sample.profile(block_map=(1, 1)).block_map  # blocks of one query and one key: the weights
-    assert weights is not None
+    if stored is not None:
+        weights = stored.gather(2, rows.expand(-1, stored.shape[1], -1, stored.shape[3]))
+    else:
+        of_blocks = _sampled(attended, logits.rows).profile(block_map=(1, 1)).block_map  # of one query and one key
+        assert of_blocks is not None
+        weights = of_blocks
     is_self = rows == torch.arange(weights.shape[3], device=rows.device)
     weight, keys = torch.where(logits.ordinary[:, None, None] & ~is_self, weights, 0.0).max(-1)
     batch = torch.arange(len(keys), device=keys.device)[:, None, None]
@@ -437,20 +517,13 @@ def _weight_inside(attended: Attended, groups: Tensor) -> Tensor:
     return (group_logsumexp - attended.result.logsumexp).exp()
 
 
-def _pair_weights(attended: Attended, pairs: Pairs) -> Tensor:
-    """Return the attention weight of each pair, float64 [batch, heads, pairs]."""
-    weights = attended.profile(pairs=pairs.positions).pair_weights
-    assert weights is not None
-    return weights.to(torch.float64) * pairs.valid[:, None]
-
-
-def _has_visible_pair(uniform: Attended, pairs: Pairs | None, counted: Tensor) -> Tensor:
+def _has_visible_pair(uniform: CallWeights, tokens: TokenMetadata, name: str, counted: Tensor) -> Tensor:
     """Return the rows with a visible key among their pairs, bool [batch, 1, queries]."""
-    if pairs is None:
+    if name not in uniform.pairs:
         return torch.zeros_like(counted)
-    weights = _pair_weights(uniform, pairs)[:, 0]
+    positions = getattr(tokens, name).positions
     visible_weight = torch.zeros(counted.shape[0], counted.shape[2], dtype=torch.float64, device=counted.device)
-    return counted & (visible_weight.scatter_add(1, pairs.positions[..., 0], weights) > 0)[:, None]
+    return counted & (visible_weight.scatter_add(1, positions[..., 0], uniform.pairs[name][:, 0]) > 0)[:, None]
 
 
 def _masked_sum(values: Tensor, counted: Tensor) -> Tensor:

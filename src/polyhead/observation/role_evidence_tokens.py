@@ -19,6 +19,7 @@ MEANING_DIMS = 40  # principal components kept of an embedding: three vectors an
 NEAREST = 4  # maximum number of other occurrences that a token is paired with, per direction
 NEAR = 64  # offsets up to this distance have their own bin
 BINS = 2 * NEAR + 3  # all farther earlier tokens, offsets -NEAR to NEAR, all farther later tokens
+_ROWS = 128  # tokens that are compared with those after them at a time
 KEY_SETS = ("special", "punctuation", "delimiter", "rare")
 # From token ids [batch, tokens] to the word and sentence index of each token, -1 for none.
 Segments = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -250,9 +251,14 @@ def _mean_cosines(vectors: Tensor, tokens: Tensor, ordinary: Tensor) -> Tensor:
     sums, counts = vectors.new_zeros(batch, 3, NEAR + 1), vectors.new_zeros(batch, 1, NEAR + 1)
     different = ordinary[..., None] & _following(ordinary) & (_following(tokens) != tokens[..., None])
     counts[:, 0, 1:] = different.sum(1)
-    for offset in range(1, min(NEAR, length - 1) + 1):
-        cosines = (vectors[:, offset:] * vectors[:, :-offset]).sum(-1)
-        sums[:, :, offset] = (cosines * different[:, :-offset, offset - 1 : offset]).sum(1)
+    followed = torch.nn.functional.pad(vectors.transpose(1, 2), (0, 0, 0, NEAR))  # [batch, 3, tokens + NEAR, dims]
+    for start in range(0, length, _ROWS):
+        rows = min(_ROWS, length - start)
+        products = followed[:, :, start : start + rows] @ followed[:, :, start + 1 : start + rows + NEAR].mT
+        # The `NEAR` tokens after each one: row i from column i on.
+        (*outer, stride, _) = products.stride()
+        near = products.as_strided((batch, 3, rows, NEAR), (*outer, stride + 1, 1))
+        sums[..., 1:] += (near * different[:, None, start : start + rows]).sum(2)
     # Number of pairs of equal tokens, including each with itself: the sum of squared token counts.
     ordered = torch.where(ordinary, tokens, -1).sort(-1).values
     starts = torch.ones_like(ordered, dtype=torch.bool)

@@ -32,13 +32,13 @@ def fingerprint(model: nn.Module) -> str:
     >>> fingerprint(layer) == before
     False
     """
-    digest = hashlib.blake2b(digest_size=16)
+    digest, factors = hashlib.blake2b(digest_size=16), dict[torch.device, Tensor]()
     for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
         if not isinstance(tensor, Tensor):
             continue
         digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # of a DTensor
-        digest.update(_weighted_sums(whole.detach()))
+        digest.update(_weighted_sums(whole.detach(), factors))
     return digest.hexdigest()
 
 
@@ -53,14 +53,21 @@ def model_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _weighted_sums(tensor: Tensor) -> bytes:
-    """Return, for each piece of the tensor's bytes, the sum of its words times odd position-dependent factors."""
+def _weighted_sums(tensor: Tensor, factors: dict[torch.device, Tensor]) -> bytes:
+    """Return, for each piece of the tensor's bytes, the sum of its words times odd position-dependent factors.
+
+    `factors` are those of the tensors before, by device; more are added if this one is larger.
+    """
     data = tensor.contiguous().flatten().view(torch.uint8)
     if data.numel() % 8:
         data = torch.cat((data, data.new_zeros(-data.numel() % 8)))
     elif data.storage_offset() % 8:  # an unaligned view into a shared storage
         data = data.clone()
     words = data.view(torch.int64)
-    factors = torch.arange(1, 2 * min(_PIECE, max(words.numel(), 1)), 2, device=words.device)
-    sums = [(piece * factors[: piece.numel()]).sum() for piece in words.split(_PIECE)]
+    longest, device = min(_PIECE, words.numel()), words.device
+    if device not in factors or len(factors[device]) < longest:
+        factors[device] = torch.arange(1, 2 * longest + 1, 2, device=device)
+    pairs = [(piece, factors[device][: piece.numel()]) for piece in words.split(_PIECE)]
+    # On a CPU, `dot` of integers needs no product in memory; other devices have none.
+    sums = [torch.dot(piece, x) if words.is_cpu else (piece * x).sum() for piece, x in pairs]
     return torch.stack(sums).cpu().numpy().tobytes() if sums else b""
