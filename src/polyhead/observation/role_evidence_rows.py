@@ -393,7 +393,7 @@ def _has_few_weights(attended: Attended) -> bool:
 @functools.cache
 def _last_offsets() -> Tensor:
     """Return the last offset of each bin of `profile(offsets=True)`."""
-    return offset_bins()[:, 1].contiguous()
+    return offset_bins()[:, 1].contiguous().cpu()
 
 
 def _sum_by_offset(weights: Tensor) -> Tensor:
@@ -402,7 +402,7 @@ def _sum_by_offset(weights: Tensor) -> Tensor:
     # Shift each row right by one against the row before it, from the last to the first: diagonals become columns.
     skewed = torch.nn.functional.pad(weights.flip(2), (0, height)).flatten(2)[..., : height * (height + width - 1)]
     diagonals = skewed.unflatten(2, (height, height + width - 1)).sum(2)
-    offsets = torch.arange(1 - height, width)
+    offsets = torch.arange(1 - height, width, device=weights.device)
     bins = torch.bucketize(offsets, _last_offsets())
     sums = weights.new_zeros(*weights.shape[:2], OFFSET_BINS)
     return sums.index_add_(2, bins, diagonals)
