@@ -198,10 +198,9 @@ def _dense_ours(problem: Problem, leaves: tuple[Tensor, ...] | None = None) -> C
 
 
 def _dense_pytorch(problem: Problem, leaves: tuple[Tensor, ...] | None = None) -> Callable[[], Tensor]:
-    mask = _lower_triangle(problem)
-    inputs = (problem.query, problem.key, problem.value) if leaves is None else leaves
-    grouped = problem.shape.group > 1
-    return lambda: F.scaled_dot_product_attention(*inputs, attn_mask=mask, enable_gqa=grouped)
+    mask, grouped = _lower_triangle(problem), problem.shape.group > 1
+    query, key, value = (problem.query, problem.key, problem.value) if leaves is None else leaves
+    return lambda: F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
 
 
 def _lower_triangle(problem: Problem) -> Tensor:

@@ -184,9 +184,7 @@ def test_on_a_gpu_ends_are_the_first_and_the_last_visible_column() -> None:
     ],
     ids=["bfloat16", "float32"],
 )
-def test_on_a_gpu_attention_skips_hidden_tiles_and_is_the_formula(
-    dtype: torch.dtype, kinds: tuple[str, ...]
-) -> None:
+def test_on_a_gpu_attention_skips_hidden_tiles_and_is_the_formula(dtype: torch.dtype, kinds: tuple[str, ...]) -> None:
     check_attention("cuda", 1536, dtype, 0.02 if dtype is torch.bfloat16 else 1e-5, kinds)
 
 
