@@ -9,6 +9,7 @@ import torch
 import transformers
 
 import polyhead
+from polyhead.integrations.huggingface.registration import register
 from tests.integrations.huggingface import models
 from tests.integrations.huggingface.compare import BOUND, assert_same, result
 from tests.integrations.huggingface.models import BATCH, TOKENS
@@ -196,11 +197,20 @@ def test_padding_on_the_left_of_a_dense_mask(low, keep):
         torch.testing.assert_close(kept.double(), session.profile["sink_mass"], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("side", ["none", "left"])
-def test_chunks_from_a_cache_have_the_statistics_of_one_forward(side):
+@pytest.mark.parametrize("kind", ["growing", "window", "preallocated"])
+@pytest.mark.parametrize("side", ["none", "left", "holes"])
+def test_chunks_from_a_cache_have_the_statistics_of_one_forward(side, kind):
     model, ids = models.build(FAMILIES["llama4_text"], dtype=PADDED), models.tokens()
-    mask = torch.ones(BATCH, TOKENS).long() if side == "none" else padding("left")
-    cache = transformers.DynamicCache(config=model.config)
+    mask = padding("left") if side == "left" else torch.ones(BATCH, TOKENS).long()
+    if side == "holes":
+        mask[0, 9] = mask[1, 15] = 0
+    if kind == "growing":
+        cache = transformers.DynamicCache(config=model.config)
+    elif kind == "window":
+        cache = transformers.StaticCache(config=model.config, max_cache_len=TOKENS + 2)
+    else:
+        layers = [transformers.cache_utils.StaticLayer(TOKENS + 2) for _ in range(model.config.num_hidden_layers)]
+        cache = transformers.Cache(layers=layers)
     with torch.no_grad():
         with polyhead.observe(model) as whole:
             model(ids, attention_mask=mask)
@@ -314,14 +324,23 @@ def test_padding_is_derived_from_a_custom_mask(name, form):
         torch.testing.assert_close(other[column], one[column], rtol=0, atol=BOUND * TOKENS, msg=column)
 
 
-def test_packed_rows_start_anew_in_every_document():
+@pytest.mark.parametrize("form", ["positions", "cumulative lengths", "two tensors of cumulative lengths"])
+def test_packed_rows_start_anew_in_every_document(form):
     model = models.build(FAMILIES["llama"])
     ids, ends = models.tokens(1), (0, 7, 18, TOKENS)
     parts = [slice(a, b) for a, b in itertools.pairwise(ends)]
     positions = torch.cat([torch.arange(part.stop - part.start) for part in parts])[None]
+    lengths, given = torch.tensor(ends, dtype=torch.int32), {}
+    if form != "positions":
+        register()
+        model.set_attn_implementation("polyhead")
+        given = {
+            "cu_seq_lens_q": lengths,
+            "cu_seq_lens_k": lengths if form == "cumulative lengths" else lengths.clone(),
+        }
     with torch.no_grad():
         with polyhead.observe(model) as packed:
-            model(input_ids=ids, position_ids=positions, use_cache=False)
+            model(input_ids=ids, position_ids=positions, use_cache=False, **given)
         with polyhead.observe(model) as apart:
             for part in parts:
                 model(input_ids=ids[:, part])
