@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import pytest
@@ -253,6 +254,79 @@ def test_caches_with_windows_that_take_turns_or_began_before_the_session(observe
         for each in calls if observed == "both" else calls[2:]:
             call(*each, expected=False)
     assert_table(session.profile, {"self": stack})
+
+
+@pytest.mark.parametrize("form", ["two axes", "four axes"])
+@pytest.mark.parametrize(("lengths", "order"), [([12, 5, 3], [2, 0, 1]), ([12, 9, 3], [2, 2, 1]), ([12, 3, 3], [1, 0])])
+def test_sequences_over_a_window_that_change_places(lengths, order, form):
+    model, prompt, total = models.build(FAMILIES["mistral"], dtype=PADDED), 12, 16
+    ids, mask = models.tokens()[:, :total], padding("left", torch.tensor(lengths) + total - prompt, total)
+    stack, caches = Expected(), [transformers.DynamicCache(config=model.config) for _ in range(2)]
+    window = torch.ones(total, total, dtype=torch.bool).tril().triu(1 - model.config.sliding_window)
+
+    def given(mask, start, stop, first):
+        if form == "two axes":
+            return mask[:, :stop]
+        allowed = window[start:stop, first:stop] & mask[:, None, None, first:stop].bool()
+        return torch.where(allowed, 0.0, torch.finfo(PADDED).min)
+
+    with torch.no_grad():
+        for cache, is_expected in zip(caches, (True, False), strict=True):
+            rows, spans = torch.arange(BATCH), [(0, prompt), *itertools.pairwise(range(prompt, total + 1))]
+            with polyhead.observe(model) if not is_expected else contextlib.nullcontext() as session:
+                for start, stop in spans:
+                    if start == prompt:
+                        rows = torch.tensor(order)
+                        cache.batch_select_indices(rows) if len(rows) < BATCH else cache.reorder_cache(rows)
+                    own, first = mask[rows], max(0, start - model.config.sliding_window + 1)
+                    outputs = model(
+                        ids[rows, start:stop],
+                        attention_mask=given(own, start, stop, first),
+                        past_key_values=cache,
+                        output_attentions=is_expected,
+                    )
+                    if is_expected:
+                        stack.add(outputs.attentions, own[:, start:stop].bool(), first_of(own), stop)
+    assert_table(session.profile, {"self": stack})
+
+
+@pytest.mark.parametrize("kind", ["growing", "preallocated"])
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_a_dense_mask_over_a_cache(side, kind):
+    model, ids = models.build(FAMILIES["llama"], dtype=PADDED), models.tokens()
+    mask = torch.ones(BATCH, TOKENS).long() if side == "none" else padding(side)
+    size = TOKENS if kind == "growing" else TOKENS + 5
+    keys = torch.nn.functional.pad(mask, (0, size - TOKENS)).bool()
+    allowed = torch.ones(TOKENS, size, dtype=torch.bool).tril() & keys[:, None, None]
+    given = torch.where(allowed, 0.0, torch.finfo(PADDED).min)
+    caches = {
+        "growing": transformers.DynamicCache(config=model.config),
+        "preallocated": transformers.StaticCache(config=model.config, max_cache_len=size),
+    }
+    with torch.no_grad():
+        with polyhead.observe(model) as whole:
+            model(ids, attention_mask=mask)
+        with polyhead.observe(model) as steps:
+            for start, stop in itertools.pairwise([0, 12, 15, *range(16, TOKENS + 1)]):
+                now = given[:, :, start:stop, : stop if kind == "growing" else size]
+                model(ids[:, start:stop], attention_mask=now, past_key_values=caches[kind])
+    for name, values in whole.profile.columns.items():
+        torch.testing.assert_close(steps.profile[name], values, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("side", ["none", "left"])
+def test_several_sinks_leave_a_window_one_by_one(side):
+    model, ids = models.build(FAMILIES["mistral"], dtype=PADDED), models.tokens()
+    mask = padding("left") if side == "left" else torch.ones(BATCH, TOKENS).long()
+    cache, statistics = transformers.DynamicCache(config=model.config), polyhead.Statistics("sink_mass", sink_keys=4)
+    with torch.no_grad():
+        with polyhead.observe(model, statistics=statistics) as whole:
+            model(ids, attention_mask=mask)
+        with polyhead.observe(model, statistics=statistics) as steps:
+            for start, stop in itertools.pairwise([0, 5, *range(9, TOKENS + 1)]):
+                model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
+    torch.testing.assert_close(steps.profile["tokens"], whole.profile["tokens"], rtol=0, atol=0)
+    torch.testing.assert_close(steps.profile["sink_mass"], whole.profile["sink_mass"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["bart", "t5"])

@@ -674,6 +674,20 @@ def test_caches_that_take_turns_keep_the_starts_of_their_sequences(starts):
     assert_table(session.profile, {"self": expected})
 
 
+def test_sequences_that_change_places_keep_their_starts():
+    model, x, first = build(CachedAttention()), tokens(), torch.tensor([4, 2])
+    real, expected = torch.arange(TOKENS) >= first[:, None], Expected()
+    query, key, _ = (split_heads(part) for part in model.qkv(x).detach().chunk(3, -1))
+    expected.add([weights_of(query, key, TRIL & real[:, None, None])], real, first)
+    with torch.no_grad(), polyhead.observe(model) as session:
+        model.past, model.seen, model.padding = None, 0, real
+        model(x[:, :7])
+        model.past, model.padding = tuple(state.flip(0) for state in model.past), real.flip(0)
+        for step in range(7, TOKENS):
+            model(x.flip(0)[:, step : step + 1])
+    assert_table(session.profile, {"self": expected})
+
+
 # ---- axes
 
 

@@ -21,7 +21,8 @@ from polyhead.ops.common.tracing import is_transformed
 # Names under which modules keep their number of heads, and receive the tokens of the keys.
 _HEAD_COUNTS = ("num_heads", "n_heads", "heads", "n_head", "nhead", "num_attention_heads", "num_attn_heads")
 _SOURCES = (*SOURCES, "context", "memory", "encoder_out", "encoder_output", "source", "xa", "kv", "key", "k")
-_CACHES = 8  # caches of a site that may take turns
+CACHES = 8  # caches of a site that may take turns
+_LATER = 1 << 40
 _CROSS_NAMES = ("encoder_attn", "src_attn", "enc_attn")
 
 
@@ -248,32 +249,44 @@ def as_mask(mask: Tensor, queries: int, keys: int) -> Mask | None:
 class SequenceStart:
     """First token of each sequence in a cache, and its key, by which later calls recognise the cache."""
 
-    first: Tensor  # key index, [batch]
+    first: Tensor  # key index, [batch]; _LATER if all keys are padding
     key: Tensor  # [batch, kv_heads, head_dim]
     is_padded: bool  # whether any sequence may start later than the first key
 
     @classmethod
     def of(cls, first: Tensor, key: Tensor, *, is_padded: bool = True) -> SequenceStart:
         first = first.expand(key.shape[0])
-        return cls(first, _keys_at(key, first), is_padded)
+        first = torch.where(first < key.shape[2], first, _LATER)
+        rows, index = torch.arange(key.shape[0], device=key.device), first.clamp(0, max(key.shape[2] - 1, 0))
+        return cls(first, key.detach()[rows, :, index], is_padded)
 
-    def is_of(self, key: Tensor) -> Tensor:
-        """Return which sequences of a cache began like this, [batch]."""
-        return (_keys_at(key, self.first) == self.key).flatten(1).all(-1)
+    def first_tokens(self, key: Tensor, unknown: Tensor, dropped: int) -> Tensor:
+        """Return the first token of each sequence of a cache, [batch]; `unknown` where none began like it.
+
+        Sequences are recognised at their own place in the batch, or at another, as after `reorder_cache`.
+        """
+        index = self.first - dropped
+        is_held = (index >= 0) & (index < key.shape[2])
+        keys = key.detach()[:, :, index.clamp(0, key.shape[2] - 1)]  # [batch, kv_heads, starts, head_dim]
+        is_same = (keys == self.key.transpose(0, 1)).all(-1).all(1) & is_held  # [batch, starts]
+        first = torch.where(is_same.any(1), self.first[is_same.to(torch.uint8).argmax(1)], unknown)
+        return torch.where(is_same.diagonal(), self.first, first) if len(key) == len(self.first) else first
 
 
-def _first_tokens(starts: Iterable[SequenceStart], key: Tensor, unknown: Tensor) -> Tensor:
-    """Return the first token of each sequence of a cache, [batch]; `unknown` where no start is of that cache."""
+def first_tokens(starts: Iterable[SequenceStart], key: Tensor, unknown: Tensor, dropped: int = 0) -> Tensor:
+    """Return the first token of each sequence of a cache, [batch].
+
+    Args:
+        starts: starts of caches, of which the last one counts that began like this one.
+        key: keys of the cache.
+        unknown: the first token of a sequence of which none is the start, [batch or 1].
+        dropped: number of keys before them that the cache has dropped.
+    """
     first = unknown.expand(key.shape[0])
     for start in starts:
-        if start.key.shape == (*key.shape[:2], key.shape[3]):
-            first = torch.where(start.is_of(key), start.first, first)
+        if len(start.first) and start.key.shape[1:] == (key.shape[1], key.shape[3]):
+            first = start.first_tokens(key, first, dropped)
     return first
-
-
-def _keys_at(key: Tensor, index: Tensor) -> Tensor:
-    rows = torch.arange(key.shape[0], device=key.device)
-    return key.detach()[rows, :, index.clamp(0, max(key.shape[2] - 1, 0))]
 
 
 def located(call: AttentionCall, starts: dict[str, deque[SequenceStart]], site: str) -> AttentionCall:
@@ -292,7 +305,7 @@ def located(call: AttentionCall, starts: dict[str, deque[SequenceStart]], site: 
     mask, batch, queries, keys = call.mask, call.query.shape[0], call.query.shape[2], call.key.shape[2]
     if call.cross or not batch or not keys:
         return call
-    index, caches = torch.arange(keys, device=call.query.device), starts.setdefault(site, deque(maxlen=_CACHES))
+    index, caches = torch.arange(keys, device=call.query.device), starts.setdefault(site, deque(maxlen=CACHES))
     is_dense = mask is not None and len(mask.allowed) + len(mask.biases) > 0
     if queries >= keys:
         non_padding = Tokens.of(mask, call.query, call.key).non_padding() if is_dense else None
@@ -307,33 +320,82 @@ def located(call: AttentionCall, starts: dict[str, deque[SequenceStart]], site: 
     if not is_dense:
         if not any(start.is_padded for start in caches):
             return call
-        first = _first_tokens(caches, call.key, index[:1])
+        first = first_tokens(caches, call.key, index[:1])
         return replace(call, mask=_placed(mask, index[None, keys - queries :], first[:, None], index))
     assert mask is not None
-    visible = _visible_keys(mask)  # [batch or 1, queries or 1, keys]
-    last = torch.where(visible, index, -1).amax(-1).expand(-1, queries)
-    offsets = last - index[:queries]
-    offset = offsets.amax(-1, keepdim=True)  # padding queries see less than others, or nothing
-    if queries > 1:
-        is_causal = (offsets == offset).sum(-1, keepdim=True) > 1
-        offset = torch.where(is_causal, offset, (last.amax(-1, keepdim=True) - (queries - 1)).clamp_min(0))
+    mask, tokens = located_in_cache(mask, call.query, call.key, caches)
+    return replace(call, mask=mask, tokens=tokens)
+
+
+def is_dense(mask: Mask) -> bool:
+    """Return whether a mask consists of dense terms alone, which do not show the positions of tokens in a cache."""
+    return not mask.is_everything and replace(mask, allowed=(), biases=()).is_everything
+
+
+def located_in_cache(
+    mask: Mask,
+    query: Tensor,
+    key: Tensor,
+    caches: deque[SequenceStart],
+    *,
+    offset: int | Tensor | None = None,
+    dropped: int = 0,
+) -> tuple[Mask, Tensor]:
+    """Return a dense mask with the positions of its tokens, and which queries are tokens, [batch, queries].
+
+    Args:
+        mask: mask of a call with fewer queries than keys.
+        query: queries of the call.
+        key: keys of the cache.
+        caches: starts of sequences in caches of the site; updated.
+        offset: index of the first query among the keys; None: as the mask shows.
+        dropped: number of keys that the cache has dropped before these.
+    """
+    batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
+    index, visible = torch.arange(keys, device=query.device), _visible_keys(mask)  # [batch or 1, queries or 1, keys]
+    is_shown, hide = visible.any(1), offset is None
+    if offset is None:
+        last = torch.where(visible, index, -1).amax(-1).expand(-1, queries)
+        offsets = last - index[:queries]
+        offset = offsets.amax(-1, keepdim=True)  # padding queries see less than others, or nothing
+        if queries > 1:
+            is_causal = (offsets == offset).sum(-1, keepdim=True) > 1
+            offset = torch.where(is_causal, offset, (last.amax(-1, keepdim=True) - (queries - 1)).clamp_min(0))
+    else:
+        if not isinstance(offset, Tensor):
+            offset = torch.full((1, 1), offset, device=query.device)
+        offset = offset.to(query.device).view(1, 1)
     positions = index[:queries] + offset.clamp_min(0)
-    is_shown = visible.any(1)
     shown_first = torch.where(is_shown, index, keys).amin(-1)
-    unknown = torch.where(shown_first > shown_first.amin(), shown_first, 0)  # all later: that may be a window
-    first = torch.minimum(_first_tokens(caches, call.key, unknown), shown_first)
-    # Queries from the beginning of a preallocated cache show where their sequence starts.
-    first = torch.where(offset[:, 0] <= 0, shown_first, first)
-    if queries > 1:
-        caches.append(SequenceStart.of(first, call.key))
-    tokens = is_shown.expand(len(positions), -1).gather(1, positions.clamp_max(keys - 1)).expand(batch, -1)
-    return replace(call, mask=_placed(mask, positions, first[:, None], index), tokens=tokens)
+    # All later than the first key: that may be a window, unless the cache has dropped what is outside of it.
+    unknown = torch.where(shown_first > (0 if dropped else shown_first.amin()), shown_first + dropped, 0)
+    first = torch.minimum(first_tokens(caches, key, unknown, dropped) - dropped, shown_first)
+    if not dropped:
+        # Queries from the beginning of a preallocated cache show where their sequence starts.
+        first = torch.where(offset[:, 0] <= 0, shown_first, first)
+        if queries > 1:
+            caches.append(SequenceStart.of(first, key))
+    rows = max(len(is_shown), len(positions))
+    at_keys = positions.clamp_max(keys - 1).expand(rows, -1)
+    tokens = is_shown.expand(rows, -1).gather(1, at_keys).expand(batch, -1)
+    return _placed(mask, positions, first[:, None], index, hide=hide), tokens
 
 
-def _placed(mask: Mask | None, positions: Tensor, first: Tensor, index: Tensor) -> Mask:
-    """Add positions of queries, by key index, to a mask; keys before the first token, [batch or 1, 1], are padding."""
-    placed = Mask.positions(positions - first, (index - first).clamp_min(-1))
+def _placed(mask: Mask | None, positions: Tensor, first: Tensor, index: Tensor, *, hide: bool = True) -> Mask:
+    """Add positions of queries, by key index, to a mask; keys before the first token, [batch or 1, 1], are padding.
+
+    They are not hidden if `hide` is False: rows that a finite bias hides attend to them.
+    """
+    of_keys = index - first
+    of_keys = of_keys.clamp_min(-1) if hide else torch.where(of_keys < 0, of_keys + 2 * len(index), of_keys)
+    placed = Mask.positions(positions - first, of_keys)
     return placed if mask is None else mask & placed
+
+
+def sequence_start(mask: Mask, key: Tensor) -> SequenceStart:
+    """Return the start of the sequences of a cache that begins with these keys, under a dense mask."""
+    index, is_shown = torch.arange(key.shape[2], device=key.device), _visible_keys(mask).any(1)
+    return SequenceStart.of(torch.where(is_shown, index, len(index)).amin(-1), key)
 
 
 def _visible_keys(mask: Mask) -> Tensor:

@@ -129,7 +129,17 @@ def make_mask(
         description = Mask.dense(sdpa_mask(**sizes, allow_is_causal_skip=False))
     if description.is_everything and allow_is_bidirectional_skip:
         return None
-    return DescribedMask(description, (batch_size, 1, q_length, kv_length), dtype, device)
+    mask = DescribedMask(description, (batch_size, 1, q_length, kv_length), dtype, device)
+    if pattern is not None and kv_offset:
+        mask.first_tokens = _first_tokens([x for x in (attention_mask, *pattern.padding) if x is not None], device)
+    return mask
+
+
+def _first_tokens(non_padding: Sequence[Tensor], device: torch.device) -> Tensor | None:
+    """Return the first token of each sequence, [batch or 1], from padding masks [batch, tokens]; None if unknown."""
+    if not len(non_padding):
+        return torch.zeros(1, dtype=torch.int64, device=device)
+    return (non_padding[0].to(device) != 0).to(torch.uint8).argmax(-1) if len(non_padding) == 1 else None
 
 
 def _everything(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
