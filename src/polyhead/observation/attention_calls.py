@@ -11,10 +11,12 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyhead.masks import Mask, is_readable
 from polyhead.observation.rows import MASKING_BIAS, Tokens, with_documents, with_positions
+from polyhead.observation.torch_modules import FunctionArguments
 from polyhead.observation.transformers_models import SOURCES
 from polyhead.ops.common.tracing import is_transformed
 
@@ -23,6 +25,7 @@ _HEAD_COUNTS = ("num_heads", "n_heads", "heads", "n_head", "nhead", "num_attenti
 _SOURCES = (*SOURCES, "context", "memory", "encoder_out", "encoder_output", "source", "xa", "kv", "key", "k")
 CACHES = 8  # caches of a site that may take turns
 _LATER = 1 << 40
+_MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 _CROSS_NAMES = ("encoder_attn", "src_attn", "enc_attn")
 
 
@@ -134,6 +137,27 @@ def read_scaled_dot_product(
     return AttentionCall(query, key, value, mask, scale, is_cross(running, query, key, mask), axes)
 
 
+def read_multi_head(running: RunningModule, *args: Any, **kwargs: Any) -> tuple[FunctionArguments, dict[str, Any]]:
+    """Read a call of `F.multi_head_attention_forward` as one of `torch.nn.MultiheadAttention`."""
+    arguments = _MULTI_HEAD.bind(*args, **kwargs)
+    arguments.apply_defaults()
+    given = arguments.arguments
+    check_plain(given["query"], given["key"], given["value"])
+    if any(given[name] is not None for name in ("bias_k", "static_k", "static_v")) or given["add_zero_attn"]:
+        raise NotUnderstood("it attends to keys beside those that it projects, of bias_k, add_zero_attn or static_k")
+    projections = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+    layer = FunctionArguments(
+        embed_dim=given["embed_dim_to_check"],
+        dropout=given["dropout_p"],
+        out_weight=given["out_proj_weight"],
+        bias_k=None,
+        add_zero_attn=False,
+        _qkv_same_embed_dim=not given["use_separate_proj_weight"],
+        **{name: given[name] for name in ("num_heads", "training", *projections)},
+    )
+    return layer, given
+
+
 def _is_aligned_at_the_end(mask: Tensor | None) -> bool | None:
     """Return whether a causal bias of PyTorch aligns the last query with the last key; None for other masks."""
     module = sys.modules.get("torch.nn.attention.bias")  # importing it loads Triton
@@ -144,6 +168,15 @@ def _is_aligned_at_the_end(mask: Tensor | None) -> bool | None:
 
 def check_tensors(running: RunningModule, *tensors: Tensor) -> HeadAxes:
     """Return the axes of query, key and value; raise for tensors that cannot be observed."""
+    check_plain(*tensors)
+    ranks = [x.ndim for x in tensors]
+    if len({*ranks}) > 1:
+        raise NotUnderstood(f"queries, keys and values must have one number of axes, got {ranks}")
+    return _axes(running, tensors[0])
+
+
+def check_plain(*tensors: Tensor) -> None:
+    """Raise for query, key and value that cannot be observed, of any rank."""
     if is_transformed():
         raise NotUnderstood("it runs inside a transform of torch.func or in forward-mode AD")
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
@@ -153,10 +186,6 @@ def check_tensors(running: RunningModule, *tensors: Tensor) -> HeadAxes:
             kind = "a meta tensor" if type(x) is Tensor and x.is_meta else f"a {type(x).__name__}"
             kind = "a nested tensor" if isinstance(x, Tensor) and x.is_nested else kind
             raise NotUnderstood(f"queries, keys and values must be plain tensors, got {kind}")
-    ranks = [x.ndim for x in tensors]
-    if len({*ranks}) > 1:
-        raise NotUnderstood(f"queries, keys and values must have one number of axes, got {ranks}")
-    return _axes(running, tensors[0])
 
 
 def _axes(running: RunningModule, query: Tensor) -> HeadAxes:

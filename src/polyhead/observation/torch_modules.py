@@ -20,7 +20,7 @@ from polyhead.layers.torch_compat.forward_steps import torch_mask
 from polyhead.layers.variants.talking import TalkingHeads
 from polyhead.observation.nested_sessions import SharedSetting, merged_requests, product_of_gates
 from polyhead.observation.rows import Tokens, with_documents
-from polyhead.observation.watcher import ObservedCall, Watcher
+from polyhead.observation.watcher import ObservedCall, OutputSite, Watcher
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, RowStatistics, Statistics, attention
 from polyhead.ops.common.gates import gate_factors
@@ -199,7 +199,7 @@ class _TorchHooks(_Hooks):
             return  # the layer raises for invalid inputs
         if any(x.is_nested for x in inputs):
             raise OptionError("nested tensors cannot be observed, got a nested input; pad it and pass key_padding_mask")
-        self.removed = _notify_torch(cast(MultiheadAttention, module), self.session, arguments)
+        self.removed = notify_torch(cast(MultiheadAttention, module), arguments, self.session, module)
         if self.removed is not None:
             if _GATED in vars(module):
                 self.removed = None
@@ -223,7 +223,36 @@ class _TorchHooks(_Hooks):
         return None if output is None else (output[0] - removed, output[1])
 
 
-def _notify_torch(layer: MultiheadAttention, session: Watcher, arguments: dict[str, Any]) -> Tensor | None:
+@dataclass(frozen=True, slots=True, eq=False)
+class FunctionArguments:
+    """Arguments of `F.multi_head_attention_forward` under the names of attributes of `torch.nn.MultiheadAttention`."""
+
+    embed_dim: int
+    num_heads: int
+    in_proj_weight: Tensor | None
+    in_proj_bias: Tensor | None
+    bias_k: Tensor | None
+    add_zero_attn: bool
+    dropout: float
+    out_weight: Tensor
+    training: bool
+    q_proj_weight: Tensor | None
+    k_proj_weight: Tensor | None
+    v_proj_weight: Tensor | None
+    _qkv_same_embed_dim: bool
+    batch_first: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        return self.embed_dim // self.num_heads
+
+
+def notify_torch(
+    layer: MultiheadAttention | FunctionArguments,
+    arguments: dict[str, Any],
+    session: Watcher,
+    site: nn.Module | OutputSite,
+) -> Tensor | None:
     """Recompute the attention of a call; return what its gates remove from the layer's output, or None."""
     query, key, value = arguments["query"], arguments["key"], arguments["value"]
     attn_mask, padding = arguments.get("attn_mask"), arguments.get("key_padding_mask")
@@ -237,7 +266,7 @@ def _notify_torch(layer: MultiheadAttention, session: Watcher, arguments: dict[s
     # Padding is derived from key_padding_mask only; attn_mask (e.g. causal) does not identify padding.
     shape = torch.empty(batch, 1, keys, 0, device=query.device)
     mask = torch_mask(shape, shape, None, padding, False)
-    call = session.call(layer, layer.num_heads, Tokens(mask, batch, queries, keys, query.device), cross=cross)
+    call = session.call(site, layer.num_heads, Tokens(mask, batch, queries, keys, query.device), cross=cross)
     if call is None or not (call.counts or call.differentiable or call.has_listener or call.gate is not None):
         return None
     if layer.bias_k is not None or layer.add_zero_attn:
@@ -252,12 +281,16 @@ def _notify_torch(layer: MultiheadAttention, session: Watcher, arguments: dict[s
         )
     with torch.set_grad_enabled((call.differentiable or call.gate is not None) and torch.is_grad_enabled()):
         # `_project` only reads weights that PyTorch's class has too.
-        q, k, v = MultiheadAttention._project(layer, query, key, value)
-        mask = torch_mask(q, k, attn_mask, padding, False)
+        q, k, v = MultiheadAttention._project(cast(MultiheadAttention, layer), query, key, value)
+        # PyTorch's own condition for taking the hint in place of the mask.
+        causal = bool(arguments.get("is_causal")) and padding is None and not arguments.get("need_weights", True)
+        mask = torch_mask(q, k, attn_mask, padding, causal)
         if not cross:
             mask, call.statistics_mask = with_documents(mask, queries, keys)
-        call.mask = mask
         is_value_needed = call.has_collectors or call.has_listener or call.gate is not None
+        if not is_value_needed and call.statistics_mask is not None:
+            mask, call.statistics_mask = call.statistics_mask, None
+        call.mask = mask
         needed_value = v if is_value_needed else v[..., :1]
         result = attention(q, k, needed_value, mask=mask, statistics=call.requested, logsumexp=call.has_collectors)
         call.notify(Attended(q, k, v, result, mask))
@@ -265,9 +298,8 @@ def _notify_torch(layer: MultiheadAttention, session: Watcher, arguments: dict[s
             return None
         factors = gate_factors(call.gate, batch, layer.num_heads, queries).to(result.output.dtype)
         removed_heads = result.output * (1 - factors)
-        removed = F.linear(
-            removed_heads.transpose(1, 2).flatten(2), layer.out_proj.weight
-        )  # [batch, queries, embed_dim]
+        weight = layer.out_weight if isinstance(layer, FunctionArguments) else layer.out_proj.weight
+        removed = F.linear(removed_heads.transpose(1, 2).flatten(2), weight)  # [batch, queries, embed_dim]
     if query.ndim == 2:
         return removed[0]
     return removed if layer.batch_first else removed.transpose(0, 1)
