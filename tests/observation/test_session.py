@@ -610,3 +610,40 @@ def test_eager_modules_that_are_given_no_mask_attend_to_all_keys_as_without_a_se
             torch.testing.assert_close(layer(x)[0], expected, rtol=1e-10, atol=1e-12)
     assert session.profile["tokens"].tolist() == [14] * len(session.profile)
     assert set(vars(layer)) == before
+
+
+# ---- torch.nn.MultiheadAttention
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_hook_that_changes_inputs_after_the_session_has_read_them_is_refused(gated):
+    layer, x = nn.MultiheadAttention(16, 4).eval(), torch.randn(5, 2, 16)
+
+    def halve(module, inputs, keywords):
+        return tuple(y / 2 for y in inputs), keywords
+
+    with torch.no_grad():
+        with polyhead.observe(layer) as session:
+            if gated:
+                session.gates["MultiheadAttention", "self"] = torch.zeros(4)
+            hook = layer.register_forward_pre_hook(halve, with_kwargs=True)
+            with pytest.raises(OptionError, match="must be registered before .* got one that changed 'query'"):
+                layer(x, x, x)
+            hook.remove()
+            layer(x, x, x)
+    assert session.profile["tokens"].eq(10).all()
+
+
+def test_three_views_of_one_tensor_attend_to_themselves():
+    layer, x = nn.MultiheadAttention(16, 4).eval(), torch.randn(2, 5, 16)
+    tables = []
+    for inputs in (
+        [x.transpose(0, 1)] * 3,
+        [x.transpose(0, 1) for _ in range(3)],
+        [x.transpose(0, 1).clone() for _ in range(3)],
+    ):
+        with torch.no_grad(), polyhead.observe(layer) as session:
+            layer(*inputs)
+        tables.append(session.profile)
+    assert_equal_tables(tables[0], tables[1])
+    assert tables[2].sites[0].kind == "cross"

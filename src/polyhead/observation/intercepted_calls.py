@@ -50,7 +50,7 @@ from polyhead.observation.matrix_products import MATRIX_PRODUCTS, MatrixProduct
 from polyhead.observation.rows import Tokens
 from polyhead.observation.softmax_calls import read_product, softmax_of
 from polyhead.observation.staging import wrapped_calls
-from polyhead.observation.torch_modules import notify_torch
+from polyhead.observation.torch_modules import is_same, notify_torch
 from polyhead.observation.transformers_models import uses_interface
 from polyhead.observation.watcher import ObservedCall, OutputSite, Watcher, is_recomputed
 from polyhead.ops.attended import Attended
@@ -405,7 +405,7 @@ class Interceptor:
         site = self._next_site(running)
         try:
             layer, arguments = read_multi_head(running, *args, **kwargs)
-            known = self.watcher.heads_at(site, cross=arguments["query"] is not arguments["key"])
+            known = self.watcher.heads_at(site, cross=not is_same(arguments["query"], arguments["key"]))
             _check_heads(known, layer.num_heads)
         except NotUnderstood as reason:
             self.skipped[SkippedCall(site, str(reason))] = None

@@ -25,6 +25,7 @@ from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, RowStatistics, Statistics, attention
 from polyhead.ops.common.gates import gate_factors
 from polyhead.ops.common.statistics import as_statistics
+from polyhead.ops.common.tracing import is_transformed
 
 
 def attention_layers(model: nn.Module) -> tuple[nn.Module, ...]:
@@ -188,9 +189,10 @@ class _TorchHooks(_Hooks):
         self.session = session
         self.names = tuple(inspect.signature(nn.MultiheadAttention.forward).parameters)[1:]
         self.removed: Tensor | None = None
+        self.observed: dict[str, Any] | None = None  # arguments of the running call
 
     def before(self, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        self.removed = None
+        self.removed = self.observed = None
         if self.session is None:
             return
         arguments = {**dict(zip(self.names, positional, strict=False)), **keywords}
@@ -199,6 +201,7 @@ class _TorchHooks(_Hooks):
             return  # the layer raises for invalid inputs
         if any(x.is_nested for x in inputs):
             raise OptionError("nested tensors cannot be observed, got a nested input; pad it and pass key_padding_mask")
+        self.observed = arguments
         self.removed = notify_torch(cast(MultiheadAttention, module), arguments, self.session, module)
         if self.removed is not None:
             if _GATED in vars(module):
@@ -217,9 +220,19 @@ class _TorchHooks(_Hooks):
         output: tuple[Tensor, Any] | None,
     ) -> tuple[Tensor, Any] | None:
         removed, self.removed = self.removed, None
+        observed, self.observed = self.observed, None
+        if removed is not None:
+            vars(module).pop(_GATED)
+        arguments = {**dict(zip(self.names, positional, strict=False)), **keywords}
+        if output is not None and observed is not None:
+            for name in ("query", "key", "value", "key_padding_mask", "attn_mask"):
+                if observed.get(name) is not arguments.get(name):
+                    raise OptionError(
+                        "forward pre-hooks that change the inputs of torch.nn.MultiheadAttention must be registered "
+                        f"before the session is entered, whose own hook runs after them, got one that changed {name!r}"
+                    )
         if removed is None:
             return None
-        vars(module).pop(_GATED)
         return None if output is None else (output[0] - removed, output[1])
 
 
@@ -247,6 +260,14 @@ class FunctionArguments:
         return self.embed_dim // self.num_heads
 
 
+def is_same(query: Tensor, key: Tensor) -> bool:
+    """Return whether two inputs are the same tensor, also if both are the same view of one."""
+    is_plain = type(query) is type(key) is Tensor and not (query.is_meta or key.is_meta or is_transformed())
+    if query is key or not is_plain or query.data_ptr() != key.data_ptr():
+        return query is key
+    return query.shape == key.shape and query.stride() == key.stride() and query.dtype == key.dtype
+
+
 def notify_torch(
     layer: MultiheadAttention | FunctionArguments,
     arguments: dict[str, Any],
@@ -256,7 +277,7 @@ def notify_torch(
     """Recompute the attention of a call; return what its gates remove from the layer's output, or None."""
     query, key, value = arguments["query"], arguments["key"], arguments["value"]
     attn_mask, padding = arguments.get("attn_mask"), arguments.get("key_padding_mask")
-    cross = query is not key
+    cross = not is_same(query, key)
     if query.ndim == 2:
         batch, queries, keys = 1, query.shape[0], key.shape[0]
         padding = None if padding is None else padding[None]
