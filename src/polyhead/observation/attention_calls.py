@@ -25,6 +25,7 @@ _HEAD_COUNTS = ("num_heads", "n_heads", "heads", "n_head", "nhead", "num_attenti
 _SOURCES = (*SOURCES, "context", "memory", "encoder_out", "encoder_output", "source", "xa", "kv", "key", "k")
 CACHES = 8  # caches of a site that may take turns
 _LATER = 1 << 40
+_COMPARED = 16  # numbers of a key that are compared with those of all sequences, before all are with those of one
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 _CROSS_NAMES = ("encoder_attn", "src_attn", "enc_attn")
 
@@ -286,36 +287,49 @@ class SequenceStart:
     def of(cls, first: Tensor, key: Tensor, *, is_padded: bool = True) -> SequenceStart:
         first = first.expand(key.shape[0])
         first = torch.where(first < key.shape[2], first, _LATER)
-        rows, index = torch.arange(key.shape[0], device=key.device), first.clamp(0, max(key.shape[2] - 1, 0))
-        return cls(first, key.detach()[rows, :, index], is_padded)
+        return cls(first, _keys_at(key, first), is_padded)
 
-    def first_tokens(self, key: Tensor, unknown: Tensor, dropped: int) -> Tensor:
-        """Return the first token of each sequence of a cache, [batch]; `unknown` where none began like it.
-
-        Sequences are recognised at their own place in the batch, or at another, as after `reorder_cache`.
-        """
-        index = self.first - dropped
+    def is_of(self, key: Tensor, which: Tensor, dropped: int) -> Tensor:
+        """Return which sequences of a cache began like the one of these that `which`, [batch], names: [batch]."""
+        index = self.first[which] - dropped
         is_held = (index >= 0) & (index < key.shape[2])
-        keys = key.detach()[:, :, index.clamp(0, key.shape[2] - 1)]  # [batch, kv_heads, starts, head_dim]
-        is_same = (keys == self.key.transpose(0, 1)).all(-1).all(1) & is_held  # [batch, starts]
-        first = torch.where(is_same.any(1), self.first[is_same.to(torch.uint8).argmax(1)], unknown)
-        return torch.where(is_same.diagonal(), self.first, first) if len(key) == len(self.first) else first
+        return is_held & (_keys_at(key, index) == self.key[which]).flatten(1).all(-1)
+
+    def like(self, key: Tensor, dropped: int) -> Tensor:
+        """Return which of these each sequence of a cache may have begun like, [batch], by a part of one key head."""
+        index = (self.first - dropped).clamp(0, key.shape[2] - 1)
+        parts = key.detach()[:, 0, :, :_COMPARED][:, index]  # [batch, starts, part of head_dim]
+        return (parts == self.key[:, 0, :_COMPARED]).all(-1).to(torch.uint8).argmax(1)
 
 
 def first_tokens(starts: Iterable[SequenceStart], key: Tensor, unknown: Tensor, dropped: int = 0) -> Tensor:
     """Return the first token of each sequence of a cache, [batch].
 
+    A sequence is recognised at its own place in the batch, of the last cache that began like it; else at another
+    place, as after `reorder_cache`.
+
     Args:
-        starts: starts of caches, of which the last one counts that began like this one.
+        starts: starts of caches.
         key: keys of the cache.
-        unknown: the first token of a sequence of which none is the start, [batch or 1].
+        unknown: the first token of a sequence that began like none, [batch or 1].
         dropped: number of keys before them that the cache has dropped.
     """
-    first = unknown.expand(key.shape[0])
+    elsewhere = unknown.expand(key.shape[0])
+    own, is_own = elsewhere, torch.zeros_like(elsewhere, dtype=torch.bool)
     for start in starts:
-        if len(start.first) and start.key.shape[1:] == (key.shape[1], key.shape[3]):
-            first = start.first_tokens(key, first, dropped)
-    return first
+        if not len(start.first) or start.key.shape[1:] != (key.shape[1], key.shape[3]):
+            continue
+        which = start.like(key, dropped)
+        elsewhere = torch.where(start.is_of(key, which, dropped), start.first[which], elsewhere)
+        if len(start.first) == len(key):
+            is_at_place = start.is_of(key, torch.arange(len(key), device=key.device), dropped)
+            own, is_own = torch.where(is_at_place, start.first, own), is_own | is_at_place
+    return torch.where(is_own, own, elsewhere)
+
+
+def _keys_at(key: Tensor, index: Tensor) -> Tensor:
+    rows = torch.arange(key.shape[0], device=key.device)
+    return key.detach()[rows, :, index.clamp(0, max(key.shape[2] - 1, 0))]
 
 
 def located(call: AttentionCall, starts: dict[str, deque[SequenceStart]], site: str) -> AttentionCall:

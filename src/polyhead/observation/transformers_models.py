@@ -204,10 +204,10 @@ def _positions(module: nn.Module, arguments: dict[str, Any]) -> tuple[int | None
     caches = (arguments.get(name) for name in ("past_key_values", "past_key_value"))
     cache = next((candidate for candidate in caches if candidate is not None), None)
     layer, hidden = getattr(module, "layer_idx", None), arguments.get("hidden_states")
-    sizes = getattr(cache, "get_mask_sizes", None)
-    if sizes is None or layer is None or not isinstance(hidden, Tensor):
+    if not hasattr(cache, "get_mask_sizes") or layer is None or not isinstance(hidden, Tensor):
         return None, 0
-    offset = sizes(hidden.shape[1], layer)[1]  # as transformers computes it for masks
+    assert cache is not None
+    offset = cache.get_mask_sizes(hidden.shape[1], layer)[1]  # as transformers computes it for masks
     if not isinstance(offset, int):
         return None, 0
     seen = cache.get_seq_length(layer)
