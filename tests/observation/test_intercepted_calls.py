@@ -17,6 +17,7 @@ from torch.overrides import _get_current_function_mode_stack
 import polyhead
 from polyhead import HeadId
 from polyhead.errors import GradientError, OptionError
+from polyhead.layers.torch_compat import MultiheadAttention
 from polyhead.observation import AttentionMaps, Contributions, find_projections
 from tests.integrations.huggingface.compare import BOUND
 from tests.observation.direct_models import (
@@ -900,6 +901,55 @@ def test_keys_without_a_position_in_the_function_are_listed(option):
     with torch.no_grad(), polyhead.observe(model) as session:
         model(x, x, x)
     assert "keys beside those that it projects" in session.skipped[0].reason
+
+
+class Scaled(nn.MultiheadAttention):
+    def forward(self, query, key, value, **options):
+        return super().forward(3 * query, key, value, **options)
+
+
+class Causal(nn.MultiheadAttention):
+    def forward(self, x, need_weights=False, average_attn_weights=True):
+        options = {"need_weights": need_weights, "average_attn_weights": average_attn_weights}
+        return super().forward(x, x, x, attn_mask=~TRIL, **options)
+
+
+def patched() -> nn.Module:
+    layer = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    layer.forward = lambda query, *rest, original=layer.forward, **options: original(query / 2, *rest, **options)
+    return layer
+
+
+@pytest.mark.parametrize("kind", [Scaled, Causal, patched])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_a_forward_of_its_own_around_that_of_torchs_layer_is_observed(kind, need_weights):
+    layer, x = build(patched() if kind is patched else kind(WIDTH, HEADS, batch_first=True)), tokens()
+    inputs, expected = (x,) if kind is Causal else (x, x, x), Expected()
+    with torch.no_grad():
+        weights = layer(*inputs, need_weights=True, average_attn_weights=False)[1]
+        with polyhead.observe(nn.Sequential(layer, nn.MultiheadAttention(WIDTH, HEADS).double())) as session:
+            output = layer(*inputs, need_weights=need_weights)[0]
+        assert torch.equal(output, layer(*inputs, need_weights=need_weights)[0])
+    expected.add([weights], *all_rows())
+    assert_table(session.profile, {"self": expected})
+
+
+def test_a_layer_with_a_forward_of_its_own_is_not_bypassed_by_the_fast_path():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+    for layer in encoder.layers:
+        layer.self_attn = Scaled(8, 2, batch_first=True)
+    with torch.no_grad(), polyhead.observe(build(encoder)) as session:
+        encoder(tokens()[..., :8])
+    assert [site.name for site in dict.fromkeys(session.profile.sites)] == ["layers.0.self_attn", "layers.1.self_attn"]
+
+
+def test_a_forward_of_its_own_around_our_version_of_torchs_layer_is_refused():
+    class Ours(MultiheadAttention):
+        def forward(self, query, key, value, **options):
+            return super().forward(3 * query, key, value, **options)
+
+    with pytest.raises(OptionError, match=r"has a forward of its own cannot be observed, .* got Ours;"):
+        polyhead.observe(nn.Sequential(Ours(WIDTH, HEADS), nn.MultiheadAttention(WIDTH, HEADS)))
 
 
 def test_the_hint_of_torchs_multihead_attention_is_followed_where_it_replaces_the_mask():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from polyhead.masks import Mask, is_readable
 from polyhead.observation.rows import MASKING_BIAS, Tokens, with_documents, with_positions
-from polyhead.observation.torch_modules import FunctionArguments
+from polyhead.observation.torch_modules import FunctionArguments, is_same
 from polyhead.observation.transformers_models import SOURCES
 from polyhead.ops.common.tracing import is_transformed
 
@@ -138,8 +138,10 @@ def read_scaled_dot_product(
     return AttentionCall(query, key, value, mask, scale, is_cross(running, query, key, mask), axes)
 
 
-def read_multi_head(running: RunningModule, *args: Any, **kwargs: Any) -> tuple[FunctionArguments, dict[str, Any]]:
-    """Read a call of `F.multi_head_attention_forward` as one of `torch.nn.MultiheadAttention`."""
+def read_multi_head(
+    running: RunningModule, *args: Any, **kwargs: Any
+) -> tuple[FunctionArguments, dict[str, Any], bool]:
+    """Read a call of `F.multi_head_attention_forward` as one of its module, and whether it is cross-attention."""
     arguments = _MULTI_HEAD.bind(*args, **kwargs)
     arguments.apply_defaults()
     given = arguments.arguments
@@ -156,7 +158,11 @@ def read_multi_head(running: RunningModule, *args: Any, **kwargs: Any) -> tuple[
         _qkv_same_embed_dim=not given["use_separate_proj_weight"],
         **{name: given[name] for name in ("num_heads", "training", *projections)},
     )
-    return layer, given
+    query, key = given["query"], given["key"]
+    batch, queries, keys = query.shape[1] if query.ndim > 2 else 1, len(query), len(key)
+    # Without a common address, by which these could be taken for heads that the module receives.
+    sizes = (query.new_empty(batch, 1, queries, 0), query.new_empty(batch, 1, keys, 0))
+    return layer, given, not is_same(query, key) and is_cross(running, *sizes, None)
 
 
 def _is_aligned_at_the_end(mask: Tensor | None) -> bool | None:

@@ -26,6 +26,8 @@ from torch._higher_order_ops.flex_attention import flex_attention as flex_operat
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+from polyhead.errors import OptionError
+from polyhead.layers.torch_compat import MultiheadAttention
 from polyhead.observation import flex_calls
 from polyhead.observation.attention_calls import (
     AttentionCall,
@@ -50,7 +52,7 @@ from polyhead.observation.matrix_products import MATRIX_PRODUCTS, MatrixProduct
 from polyhead.observation.rows import Tokens
 from polyhead.observation.softmax_calls import read_product, softmax_of
 from polyhead.observation.staging import wrapped_calls
-from polyhead.observation.torch_modules import is_same, notify_torch
+from polyhead.observation.torch_modules import has_own_forward, notify_torch
 from polyhead.observation.transformers_models import uses_interface
 from polyhead.observation.watcher import ObservedCall, OutputSite, Watcher, is_recomputed
 from polyhead.ops.attended import Attended
@@ -82,18 +84,26 @@ def calling_modules(model: nn.Module, observed: Iterable[nn.Module]) -> tuple[nn
         model: a model.
         observed: its modules whose attention is observed in another way.
     """
-    modules = tuple(model.modules())
+    modules, others = tuple(model.modules()), tuple(observed)
+    overridden = [x for x in modules if has_own_forward(x) and x not in others]
+    for x in overridden:
+        if isinstance(x, MultiheadAttention):
+            raise OptionError(
+                "a subclass of polyhead's MultiheadAttention that has a forward of its own cannot be observed, since it "
+                f"calls no function of PyTorch, got {type(x).__name__}; derive it from torch.nn.MultiheadAttention, or "
+                "pass adapters"
+            )
     own = [x for x in modules if _package(type(x)) not in _LIBRARIES or isinstance(x, torch.fx.GraphModule)]
-    has_others = any(True for _ in observed)
+    has_others = len(others) > 0
 
     def may_call(kind: type) -> bool:
         if _package(kind) == "transformers":
             return _calls_attention(kind) or _multiplies_softmax(kind)
         return not has_others or _calls_attention(kind) or _multiplies_softmax(kind)
 
-    if not any(may_call(type(x)) for x in own):
+    if not len(overridden) and not any(may_call(type(x)) for x in own):
         return ()
-    return tuple(dict.fromkeys((model, *own)))
+    return tuple(dict.fromkeys((model, *own, *overridden)))
 
 
 def _package(kind: type) -> str:
@@ -404,14 +414,13 @@ class Interceptor:
         running = stack[-1]
         site = self._next_site(running)
         try:
-            layer, arguments = read_multi_head(running, *args, **kwargs)
-            known = self.watcher.heads_at(site, cross=not is_same(arguments["query"], arguments["key"]))
-            _check_heads(known, layer.num_heads)
+            layer, arguments, cross = read_multi_head(running, *args, **kwargs)
+            _check_heads(self.watcher.heads_at(site, cross=cross), layer.num_heads)
         except NotUnderstood as reason:
             self.skipped[SkippedCall(site, str(reason))] = None
             return result
         key = running.module if running.calls == 1 else OutputSite(site)
-        removed = notify_torch(layer, arguments, self.watcher, key)
+        removed = notify_torch(layer, arguments, self.watcher, key, cross=cross)
         return result if removed is None else (result[0] - removed, result[1])
 
 

@@ -278,7 +278,7 @@ class Session:
                     undo.callback(transformers_models.record_context(module, self._call_contexts, check).remove)
                 undo.enter_context(transformers_models.watching(self.model, self))
                 undo.enter_context(self._managers.watching(self.model, modules, switch))
-            undo.enter_context(torch_modules.without_shortcuts(self._layers))
+            undo.enter_context(torch_modules.without_shortcuts(self.model))
             for layer in self._layers:
                 undo.enter_context(torch_modules.watched(layer, self))
             if len(self._calling):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
@@ -29,12 +29,28 @@ from polyhead.ops.common.tracing import is_transformed
 
 
 def attention_layers(model: nn.Module) -> tuple[nn.Module, ...]:
-    return tuple(x for x in model.modules() if isinstance(x, BaseAttention | nn.MultiheadAttention))
+    """Return the modules whose attention follows from their inputs and weights."""
+    modules = (x for x in model.modules() if isinstance(x, BaseAttention | nn.MultiheadAttention))
+    return tuple(x for x in modules if not has_own_forward(x))
 
 
-def without_shortcuts(layers: Sequence[nn.Module]) -> AbstractContextManager[None]:
+def has_own_forward(module: nn.Module) -> bool:
+    """Return whether a `torch.nn.MultiheadAttention` has a forward of its own, which may change what it attends to.
+
+    The attention function that it calls is intercepted.
+    """
+    if not isinstance(module, nn.MultiheadAttention):
+        return False
+    is_patched = "forward" in vars(module) and not isinstance(module, MultiheadAttention)
+    return is_patched or type(module).forward not in _FORWARDS
+
+
+_FORWARDS = (nn.MultiheadAttention.forward, MultiheadAttention.forward)
+
+
+def without_shortcuts(model: nn.Module) -> AbstractContextManager[None]:
     """Disable PyTorch's inference fast path, which bypasses attention modules and nests padded batches."""
-    has_torch_layers = any(isinstance(layer, nn.MultiheadAttention) for layer in layers)
+    has_torch_layers = any(isinstance(x, nn.MultiheadAttention) for x in model.modules())
     return _NO_FASTPATH.held() if has_torch_layers else nullcontext()
 
 
@@ -202,7 +218,8 @@ class _TorchHooks(_Hooks):
         if any(x.is_nested for x in inputs):
             raise OptionError("nested tensors cannot be observed, got a nested input; pad it and pass key_padding_mask")
         self.observed = arguments
-        self.removed = notify_torch(cast(MultiheadAttention, module), arguments, self.session, module)
+        cross = not is_same(arguments["query"], arguments["key"])
+        self.removed = notify_torch(cast(MultiheadAttention, module), arguments, self.session, module, cross=cross)
         if self.removed is not None:
             if _GATED in vars(module):
                 self.removed = None
@@ -273,11 +290,12 @@ def notify_torch(
     arguments: dict[str, Any],
     session: Watcher,
     site: nn.Module | OutputSite,
+    *,
+    cross: bool,
 ) -> Tensor | None:
     """Recompute the attention of a call; return what its gates remove from the layer's output, or None."""
     query, key, value = arguments["query"], arguments["key"], arguments["value"]
     attn_mask, padding = arguments.get("attn_mask"), arguments.get("key_padding_mask")
-    cross = not is_same(query, key)
     if query.ndim == 2:
         batch, queries, keys = 1, query.shape[0], key.shape[0]
         padding = None if padding is None else padding[None]
