@@ -89,9 +89,9 @@ def calling_modules(model: nn.Module, observed: Iterable[nn.Module]) -> tuple[nn
     for x in overridden:
         if isinstance(x, MultiheadAttention):
             raise OptionError(
-                "a subclass of polyhead's MultiheadAttention that has a forward of its own cannot be observed, since it "
-                f"calls no function of PyTorch, got {type(x).__name__}; derive it from torch.nn.MultiheadAttention, or "
-                "pass adapters"
+                "a subclass of polyhead's MultiheadAttention with a forward of its own cannot be observed, since it calls "
+                f"no function of PyTorch, got {type(x).__name__}; derive it from torch.nn.MultiheadAttention, or pass "
+                "adapters"
             )
     own = [x for x in modules if _package(type(x)) not in _LIBRARIES or isinstance(x, torch.fx.GraphModule)]
     has_others = len(others) > 0
