@@ -89,7 +89,7 @@ def calling_modules(model: nn.Module, observed: Iterable[nn.Module]) -> tuple[nn
     for x in overridden:
         if isinstance(x, MultiheadAttention):
             raise OptionError(
-                "a subclass of polyhead's MultiheadAttention with a forward of its own cannot be observed, since it calls "
+                "a subclass of polyhead's MultiheadAttention with a forward of its own cannot be observed: it calls "
                 f"no function of PyTorch, got {type(x).__name__}; derive it from torch.nn.MultiheadAttention, or pass "
                 "adapters"
             )
