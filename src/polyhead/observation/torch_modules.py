@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from polyhead.layers.torch_compat.forward_steps import torch_mask
 from polyhead.layers.variants.talking import TalkingHeads
 from polyhead.observation.nested_sessions import SharedSetting, merged_requests, product_of_gates
 from polyhead.observation.rows import Tokens, with_documents
+from polyhead.observation.staging import wrapped_calls
 from polyhead.observation.watcher import ObservedCall, OutputSite, Watcher
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, RowStatistics, Statistics, attention
@@ -79,11 +81,35 @@ def watched(layer: nn.Module, session: Watcher) -> Iterator[None]:
             undo.callback(
                 delattr if outer is None else setattr, layer, "_listener", *(() if outer is None else (outer,))
             )
-        undo.callback(layer.register_forward_pre_hook(hooks.before, with_kwargs=True).remove)
+        before = layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
+        undo.callback(before.remove)
+        undo.enter_context(wrapped_calls([layer], lambda call, module: _WithLastHook(call, module, before.id)))
         always = isinstance(hooks, _TorchHooks)  # to clean up after a call that raised
         after = layer.register_forward_hook(hooks.after, with_kwargs=True, prepend=True, always_call=always)
         undo.callback(after.remove)
         yield
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _WithLastHook:
+    """Method of a module that runs it, with the session's hook after those that were registered since it was entered.
+
+    These may change the inputs or the weights.
+    """
+
+    call: Callable[..., Any]
+    module: nn.Module
+    hook: int
+
+    def __call__(self, *positional: Any, **keywords: Any) -> Any:
+        hooks = cast(OrderedDict[int, Any], self.module._forward_pre_hooks)
+        if next(reversed(hooks), None) != self.hook and self.hook in hooks:
+            hooks.move_to_end(self.hook)
+        return self.call(*positional, **keywords)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A pickled or copied module gets its own method back and is not observed.
+        return getattr, (self.module, "_call_impl")
 
 
 def _both(outer: Callable[[Attended], None], inner: Callable[[Attended], None]) -> Callable[[Attended], None]:
@@ -205,10 +231,9 @@ class _TorchHooks(_Hooks):
         self.session = session
         self.names = tuple(inspect.signature(nn.MultiheadAttention.forward).parameters)[1:]
         self.removed: Tensor | None = None
-        self.observed: dict[str, Any] | None = None  # arguments of the running call
 
     def before(self, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        self.removed = self.observed = None
+        self.removed = None
         if self.session is None:
             return
         arguments = {**dict(zip(self.names, positional, strict=False)), **keywords}
@@ -217,7 +242,6 @@ class _TorchHooks(_Hooks):
             return  # the layer raises for invalid inputs
         if any(x.is_nested for x in inputs):
             raise OptionError("nested tensors cannot be observed, got a nested input; pad it and pass key_padding_mask")
-        self.observed = arguments
         cross = not is_same(arguments["query"], arguments["key"])
         self.removed = notify_torch(cast(MultiheadAttention, module), arguments, self.session, module, cross=cross)
         if self.removed is not None:
@@ -237,19 +261,9 @@ class _TorchHooks(_Hooks):
         output: tuple[Tensor, Any] | None,
     ) -> tuple[Tensor, Any] | None:
         removed, self.removed = self.removed, None
-        observed, self.observed = self.observed, None
-        if removed is not None:
-            vars(module).pop(_GATED)
-        arguments = {**dict(zip(self.names, positional, strict=False)), **keywords}
-        if output is not None and observed is not None:
-            for name in ("query", "key", "value", "key_padding_mask", "attn_mask"):
-                if observed.get(name) is not arguments.get(name):
-                    raise OptionError(
-                        "forward pre-hooks that change the inputs of torch.nn.MultiheadAttention must be registered "
-                        f"before the session is entered, whose own hook runs after them, got one that changed {name!r}"
-                    )
         if removed is None:
             return None
+        vars(module).pop(_GATED)
         return None if output is None else (output[0] - removed, output[1])
 
 
