@@ -948,7 +948,7 @@ def test_a_forward_of_its_own_around_our_version_of_torchs_layer_is_refused():
         def forward(self, query, key, value, **options):
             return super().forward(3 * query, key, value, **options)
 
-    with pytest.raises(OptionError, match=r"with a forward of its own cannot be observed, .* got Ours;"):
+    with pytest.raises(OptionError, match=r"with a forward of its own cannot be observed: .* got Ours;"):
         polyhead.observe(nn.Sequential(Ours(WIDTH, HEADS), nn.MultiheadAttention(WIDTH, HEADS)))
 
 
