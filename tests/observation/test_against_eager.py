@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import transformers
 
 import polyhead
+from polyhead.integrations.huggingface.registration import register
 from tests.integrations.huggingface import models
 from tests.integrations.huggingface.compare import BOUND, assert_same, result
 from tests.integrations.huggingface.models import BATCH, TOKENS
@@ -196,11 +198,20 @@ def test_padding_on_the_left_of_a_dense_mask(low, keep):
         torch.testing.assert_close(kept.double(), session.profile["sink_mass"], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("side", ["none", "left"])
-def test_chunks_from_a_cache_have_the_statistics_of_one_forward(side):
+@pytest.mark.parametrize("kind", ["growing", "window", "preallocated"])
+@pytest.mark.parametrize("side", ["none", "left", "holes"])
+def test_chunks_from_a_cache_have_the_statistics_of_one_forward(side, kind):
     model, ids = models.build(FAMILIES["llama4_text"], dtype=PADDED), models.tokens()
-    mask = torch.ones(BATCH, TOKENS).long() if side == "none" else padding("left")
-    cache = transformers.DynamicCache(config=model.config)
+    mask = padding("left") if side == "left" else torch.ones(BATCH, TOKENS).long()
+    if side == "holes":
+        mask[0, 9] = mask[1, 15] = 0
+    if kind == "growing":
+        cache = transformers.DynamicCache(config=model.config)
+    elif kind == "window":
+        cache = transformers.StaticCache(config=model.config, max_cache_len=TOKENS + 2)
+    else:
+        layers = [transformers.cache_utils.StaticLayer(TOKENS + 2) for _ in range(model.config.num_hidden_layers)]
+        cache = transformers.Cache(layers=layers)
     with torch.no_grad():
         with polyhead.observe(model) as whole:
             model(ids, attention_mask=mask)
@@ -243,6 +254,79 @@ def test_caches_with_windows_that_take_turns_or_began_before_the_session(observe
         for each in calls if observed == "both" else calls[2:]:
             call(*each, expected=False)
     assert_table(session.profile, {"self": stack})
+
+
+@pytest.mark.parametrize("form", ["two axes", "four axes"])
+@pytest.mark.parametrize(("lengths", "order"), [([12, 5, 3], [2, 0, 1]), ([12, 9, 3], [2, 2, 1]), ([12, 3, 3], [1, 0])])
+def test_sequences_over_a_window_that_change_places(lengths, order, form):
+    model, prompt, total = models.build(FAMILIES["mistral"], dtype=PADDED), 12, 16
+    ids, mask = models.tokens()[:, :total], padding("left", torch.tensor(lengths) + total - prompt, total)
+    stack, caches = Expected(), [transformers.DynamicCache(config=model.config) for _ in range(2)]
+    window = torch.ones(total, total, dtype=torch.bool).tril().triu(1 - model.config.sliding_window)
+
+    def given(mask, start, stop, first):
+        if form == "two axes":
+            return mask[:, :stop]
+        allowed = window[start:stop, first:stop] & mask[:, None, None, first:stop].bool()
+        return torch.where(allowed, 0.0, torch.finfo(PADDED).min)
+
+    with torch.no_grad():
+        for cache, is_expected in zip(caches, (True, False), strict=True):
+            rows, spans = torch.arange(BATCH), [(0, prompt), *itertools.pairwise(range(prompt, total + 1))]
+            with polyhead.observe(model) if not is_expected else contextlib.nullcontext() as session:
+                for start, stop in spans:
+                    if start == prompt:
+                        rows = torch.tensor(order)
+                        cache.batch_select_indices(rows) if len(rows) < BATCH else cache.reorder_cache(rows)
+                    own, first = mask[rows], max(0, start - model.config.sliding_window + 1)
+                    outputs = model(
+                        ids[rows, start:stop],
+                        attention_mask=given(own, start, stop, first),
+                        past_key_values=cache,
+                        output_attentions=is_expected,
+                    )
+                    if is_expected:
+                        stack.add(outputs.attentions, own[:, start:stop].bool(), first_of(own), stop)
+    assert_table(session.profile, {"self": stack})
+
+
+@pytest.mark.parametrize("kind", ["growing", "preallocated"])
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_a_dense_mask_over_a_cache(side, kind):
+    model, ids = models.build(FAMILIES["llama"], dtype=PADDED), models.tokens()
+    mask = torch.ones(BATCH, TOKENS).long() if side == "none" else padding(side)
+    size = TOKENS if kind == "growing" else TOKENS + 5
+    keys = torch.nn.functional.pad(mask, (0, size - TOKENS)).bool()
+    allowed = torch.ones(TOKENS, size, dtype=torch.bool).tril() & keys[:, None, None]
+    given = torch.where(allowed, 0.0, torch.finfo(PADDED).min)
+    caches = {
+        "growing": transformers.DynamicCache(config=model.config),
+        "preallocated": transformers.StaticCache(config=model.config, max_cache_len=size),
+    }
+    with torch.no_grad():
+        with polyhead.observe(model) as whole:
+            model(ids, attention_mask=mask)
+        with polyhead.observe(model) as steps:
+            for start, stop in itertools.pairwise([0, 12, 15, *range(16, TOKENS + 1)]):
+                now = given[:, :, start:stop, : stop if kind == "growing" else size]
+                model(ids[:, start:stop], attention_mask=now, past_key_values=caches[kind])
+    for name, values in whole.profile.columns.items():
+        torch.testing.assert_close(steps.profile[name], values, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("side", ["none", "left"])
+def test_several_sinks_leave_a_window_one_by_one(side):
+    model, ids = models.build(FAMILIES["mistral"], dtype=PADDED), models.tokens()
+    mask = padding("left") if side == "left" else torch.ones(BATCH, TOKENS).long()
+    cache, statistics = transformers.DynamicCache(config=model.config), polyhead.Statistics("sink_mass", sink_keys=4)
+    with torch.no_grad():
+        with polyhead.observe(model, statistics=statistics) as whole:
+            model(ids, attention_mask=mask)
+        with polyhead.observe(model, statistics=statistics) as steps:
+            for start, stop in itertools.pairwise([0, 5, *range(9, TOKENS + 1)]):
+                model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
+    torch.testing.assert_close(steps.profile["tokens"], whole.profile["tokens"], rtol=0, atol=0)
+    torch.testing.assert_close(steps.profile["sink_mass"], whole.profile["sink_mass"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["bart", "t5"])
@@ -314,14 +398,23 @@ def test_padding_is_derived_from_a_custom_mask(name, form):
         torch.testing.assert_close(other[column], one[column], rtol=0, atol=BOUND * TOKENS, msg=column)
 
 
-def test_packed_rows_start_anew_in_every_document():
+@pytest.mark.parametrize("form", ["positions", "cumulative lengths", "two tensors of cumulative lengths"])
+def test_packed_rows_start_anew_in_every_document(form):
     model = models.build(FAMILIES["llama"])
     ids, ends = models.tokens(1), (0, 7, 18, TOKENS)
     parts = [slice(a, b) for a, b in itertools.pairwise(ends)]
     positions = torch.cat([torch.arange(part.stop - part.start) for part in parts])[None]
+    lengths, given = torch.tensor(ends, dtype=torch.int32), {}
+    if form != "positions":
+        register()
+        model.set_attn_implementation("polyhead")
+        given = {
+            "cu_seq_lens_q": lengths,
+            "cu_seq_lens_k": lengths if form == "cumulative lengths" else lengths.clone(),
+        }
     with torch.no_grad():
         with polyhead.observe(model) as packed:
-            model(input_ids=ids, position_ids=positions, use_cache=False)
+            model(input_ids=ids, position_ids=positions, use_cache=False, **given)
         with polyhead.observe(model) as apart:
             for part in parts:
                 model(input_ids=ids[:, part])

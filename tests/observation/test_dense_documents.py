@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 import polyhead
 from polyhead.masks import Mask
-from polyhead.observation import attention_calls
+from polyhead.observation import AttentionMaps, attention_calls, calls, torch_modules
 from polyhead.observation import rows as rows_module
 from polyhead.observation.rows import hidden_by_bias, with_documents
+from polyhead.ops.attention import attention
 from tests.observation.direct_models import WIDTH as DIRECT_WIDTH
 from tests.observation.direct_models import MaskedAttention
 
@@ -132,6 +133,25 @@ def test_padding_whose_queries_see_tokens_is_cut_off_for_the_statistics_alone(cr
     assert of_call is mask
     assert of_statistics is not None
     assert of_statistics.packed[0].queries[0].tolist() == [0] * 3 + [1] * 10
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_statistics_alone_of_torchs_layer_take_one_pass(is_readable, monkeypatch):
+    torch.manual_seed(0)
+    layer, x = nn.MultiheadAttention(WIDTH, 3, batch_first=True).eval(), torch.randn(2, TOKENS, WIDTH)
+    padding, passes, tables = torch.arange(TOKENS) < torch.tensor([4, 0])[:, None], [], []
+    for module in (torch_modules, calls):
+        monkeypatch.setattr(module, "attention", lambda *x, **options: (passes.append(1), attention(*x, **options))[1])
+    monkeypatch.setattr(rows_module, "is_readable", lambda x: is_readable)
+    with torch.no_grad():
+        for collect in ((), [AttentionMaps(TOKENS)]):
+            passes.append(0)
+            with polyhead.observe(layer, collect=collect) as session:
+                layer(x, x, x, key_padding_mask=padding)
+            tables.append(session.profile)
+    assert passes == [0, 1, 0, 1, 1]
+    for name in tables[0].columns:
+        torch.testing.assert_close(tables[0][name], tables[1][name], rtol=0, atol=0, msg=name)
 
 
 def test_keys_of_other_documents_are_not_hidden_a_second_time():

@@ -17,6 +17,7 @@ from torch.overrides import _get_current_function_mode_stack
 import polyhead
 from polyhead import HeadId
 from polyhead.errors import GradientError, OptionError
+from polyhead.layers.torch_compat import MultiheadAttention
 from polyhead.observation import AttentionMaps, Contributions, find_projections
 from tests.integrations.huggingface.compare import BOUND
 from tests.observation.direct_models import (
@@ -674,6 +675,20 @@ def test_caches_that_take_turns_keep_the_starts_of_their_sequences(starts):
     assert_table(session.profile, {"self": expected})
 
 
+def test_sequences_that_change_places_keep_their_starts():
+    model, x, first = build(CachedAttention()), tokens(), torch.tensor([4, 2])
+    real, expected = torch.arange(TOKENS) >= first[:, None], Expected()
+    query, key, _ = (split_heads(part) for part in model.qkv(x).detach().chunk(3, -1))
+    expected.add([weights_of(query, key, TRIL & real[:, None, None])], real, first)
+    with torch.no_grad(), polyhead.observe(model) as session:
+        model.past, model.seen, model.padding = None, 0, real
+        model(x[:, :7])
+        model.past, model.padding = tuple(state.flip(0) for state in model.past), real.flip(0)
+        for step in range(7, TOKENS):
+            model(x.flip(0)[:, step : step + 1])
+    assert_table(session.profile, {"self": expected})
+
+
 # ---- axes
 
 
@@ -785,17 +800,168 @@ def test_an_error_of_the_call_is_pytorchs_own_and_nothing_is_counted():
     assert session.profile["tokens"].eq(BATCH * TOKENS).all()
 
 
-def test_the_function_of_torchs_multihead_attention_is_listed_where_it_is_called_directly():
-    class Direct(nn.Module):
-        def forward(self, x):
-            weight, bias = torch.eye(WIDTH).double().repeat(3, 1), torch.zeros(3 * WIDTH).double()
-            return F.multi_head_attention_forward(
-                x, x, x, WIDTH, HEADS, weight, bias, None, None, False, 0.0, weight[:WIDTH], None, need_weights=False
-            )[0]
+class MultiHeadFunction(nn.Module):
+    """`F.multi_head_attention_forward`, called with the weights of a `torch.nn.MultiheadAttention`, sequence first."""
 
-    with torch.no_grad(), polyhead.observe(Direct()) as session:
-        session.model(tokens())
-    assert "observed in torch.nn.MultiheadAttention only" in session.skipped[0].reason
+    def __init__(self, separate: bool = False, **options: bool) -> None:
+        super().__init__()
+        sizes = {"kdim": WIDTH - 1, "vdim": WIDTH - 1} if separate else {}
+        self.weights = nn.MultiheadAttention(WIDTH, HEADS, **sizes, **options)
+        nn.init.normal_(self.weights.in_proj_bias)
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: object) -> torch.Tensor:
+        x = self.weights
+        separate = {name: getattr(x, name) for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight")}
+        return F.multi_head_attention_forward(
+            query, key, value, WIDTH, HEADS, x.in_proj_weight, x.in_proj_bias, x.bias_k, x.bias_v, x.add_zero_attn, 0.0,
+            x.out_proj.weight, x.out_proj.bias, self.training, use_separate_proj_weight=x.in_proj_weight is None,
+            **separate, **options,
+        )[0]  # fmt: skip
+
+
+BIAS = torch.linspace(-2, 2, BATCH * HEADS * TOKENS * TOKENS).view(BATCH * HEADS, TOKENS, TOKENS).double().sin()
+PADDING = torch.zeros(BATCH, TOKENS).double()
+PADDING[1, 7:] = -torch.inf
+FUNCTION_CALLS = {
+    "plain": {},
+    "without weights": {"need_weights": False},
+    "bias": {"attn_mask": BIAS},
+    "bias and padding": {"attn_mask": BIAS, "key_padding_mask": PADDING},
+    "causal": {"attn_mask": ~TRIL, "is_causal": True, "need_weights": False},
+    "padding on the left": {"key_padding_mask": PADDING.flip(-1), "need_weights": False},
+}
+
+
+@pytest.mark.parametrize("inputs", ["self", "cross", "unbatched", "separate"])
+@pytest.mark.parametrize("case", FUNCTION_CALLS)
+def test_the_function_of_torchs_multihead_attention_is_observed_like_its_module(case, inputs):
+    model, options = build(MultiHeadFunction(separate=inputs == "separate")), dict(FUNCTION_CALLS[case])
+    x = tokens().transpose(0, 1)
+    others = {"cross": tokens(seed=5).transpose(0, 1), "separate": tokens(seed=5).transpose(0, 1)[..., 1:]}
+    if inputs == "unbatched":
+        x = x[:, -1]
+        options = {name: y[-1] if name == "key_padding_mask" else y for name, y in options.items()}
+        options |= {"attn_mask": BIAS[-HEADS:]} if "bias" in case else {}
+    given = (x, others.get(inputs, x), others.get(inputs, x))
+    gate = torch.linspace(0, 1, HEADS).double()
+    sessions, outputs = [], []
+    for module in (model, model.weights):
+        with torch.no_grad():
+            with polyhead.observe(module) as session:
+                out = module(*given, **options)
+            site = session.profile.sites[0]
+            with polyhead.observe(module) as gated:
+                gated.gates[site.name, site.kind] = gate
+                gated_out = module(*given, **options)
+        sessions.append(session)
+        outputs.append([y if isinstance(y, torch.Tensor) else y[0] for y in (out, gated_out)])
+    function, module = (session.profile for session in sessions)
+    with torch.no_grad():
+        assert torch.equal(outputs[0][0], model(*given, **options))
+    assert not torch.allclose(*outputs[0])
+    assert torch.equal(outputs[0][1], outputs[1][1])
+    assert [site.kind for site in function.sites] == [site.kind for site in module.sites]
+    assert not sessions[0].skipped
+    for name in module.columns:
+        torch.testing.assert_close(function[name], module[name], rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def test_statistics_of_the_function_have_gradients():
+    model, x = build(MultiHeadFunction()), tokens().transpose(0, 1)
+    gradients = []
+    for module in (model, model.weights):
+        with polyhead.observe(module, statistics="entropy", keep_statistics=True) as session:
+            module(x, x, x, attn_mask=BIAS)
+            session.statistics.mean("entropy").sum().backward()
+        gradients.append(model.weights.in_proj_weight.grad)
+        model.weights.in_proj_weight.grad = None
+    assert gradients[0].abs().max() > 0
+    assert torch.equal(*gradients)
+
+
+def test_gates_of_the_function_need_its_dropout_to_be_off():
+    class Direct(MultiHeadFunction):
+        def forward(self, x):
+            w = self.weights
+            return F.multi_head_attention_forward(
+                x, x, x, WIDTH, HEADS, w.in_proj_weight, w.in_proj_bias, None, None, False, 0.1, w.out_proj.weight,
+                w.out_proj.bias, self.training,
+            )[0]  # fmt: skip
+
+    model = build(Direct()).train()
+    with polyhead.observe(model) as session:
+        session.gates["Direct", "self"] = torch.zeros(HEADS).double()
+        with pytest.raises(OptionError, match="need dropout to be off"):
+            model(tokens())
+
+
+@pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
+def test_keys_without_a_position_in_the_function_are_listed(option):
+    model, x = build(MultiHeadFunction(**{option: True})), tokens()
+    with torch.no_grad(), polyhead.observe(model) as session:
+        model(x, x, x)
+    assert "keys beside those that it projects" in session.skipped[0].reason
+
+
+class Scaled(nn.MultiheadAttention):
+    def forward(self, query, key, value, **options):
+        return super().forward(3 * query, key, value, **options)
+
+
+class Causal(nn.MultiheadAttention):
+    def forward(self, x, need_weights=False, average_attn_weights=True):
+        options = {"need_weights": need_weights, "average_attn_weights": average_attn_weights}
+        return super().forward(x, x, x, attn_mask=~TRIL, **options)
+
+
+def patched() -> nn.Module:
+    layer = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    layer.forward = lambda query, *rest, original=layer.forward, **options: original(query / 2, *rest, **options)
+    return layer
+
+
+@pytest.mark.parametrize("kind", [Scaled, Causal, patched])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_a_forward_of_its_own_around_that_of_torchs_layer_is_observed(kind, need_weights):
+    layer, x = build(patched() if kind is patched else kind(WIDTH, HEADS, batch_first=True)), tokens()
+    inputs, expected = (x,) if kind is Causal else (x, x, x), Expected()
+    with torch.no_grad():
+        weights = layer(*inputs, need_weights=True, average_attn_weights=False)[1]
+        with polyhead.observe(nn.Sequential(layer, nn.MultiheadAttention(WIDTH, HEADS).double())) as session:
+            output = layer(*inputs, need_weights=need_weights)[0]
+        assert torch.equal(output, layer(*inputs, need_weights=need_weights)[0])
+    expected.add([weights], *all_rows())
+    assert_table(session.profile, {"self": expected})
+
+
+def test_a_layer_with_a_forward_of_its_own_is_not_bypassed_by_the_fast_path():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+    for layer in encoder.layers:
+        layer.self_attn = Scaled(8, 2, batch_first=True)
+    with torch.no_grad(), polyhead.observe(build(encoder)) as session:
+        encoder(tokens()[..., :8])
+    assert [site.name for site in dict.fromkeys(session.profile.sites)] == ["layers.0.self_attn", "layers.1.self_attn"]
+
+
+def test_a_forward_of_its_own_around_our_version_of_torchs_layer_is_refused():
+    class Ours(MultiheadAttention):
+        def forward(self, query, key, value, **options):
+            return super().forward(3 * query, key, value, **options)
+
+    with pytest.raises(OptionError, match=r"with a forward of its own cannot be observed: .* got Ours;"):
+        polyhead.observe(nn.Sequential(Ours(WIDTH, HEADS), nn.MultiheadAttention(WIDTH, HEADS)))
+
+
+def test_the_hint_of_torchs_multihead_attention_is_followed_where_it_replaces_the_mask():
+    layer, x = build(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)), tokens()
+    profiles = []
+    with torch.no_grad():
+        for mask in (torch.zeros_like(TRIL), ~TRIL):
+            with polyhead.observe(layer) as session:
+                layer(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)
+            profiles.append(session.profile)
+    for name in profiles[0].columns:
+        torch.testing.assert_close(profiles[0][name], profiles[1][name], rtol=0, atol=0, msg=name)
 
 
 # ---- beside modules that are observed in other ways

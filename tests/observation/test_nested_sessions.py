@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from polyhead import MultiHeadAttention, Statistics, observe
 from polyhead.errors import OptionError
@@ -172,3 +172,23 @@ def test_a_checkpointed_model_is_counted_once_by_each():
     with observe(model, statistics="entropy") as outer, observe(model, statistics="max_logit") as inner:
         model(IDS, labels=IDS).loss.backward()
     assert outer.profile["tokens"].tolist() == inner.profile["tokens"].tolist() == [21] * 8
+
+
+@pytest.mark.parametrize("is_outer", [True, False])
+def test_several_sinks_over_a_window_in_a_nested_session(is_outer):
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=2, vocab_size=31, sliding_window=4)).eval()
+    sinks, cache = {"statistics": Statistics("sink_mass", sink_keys=3)}, DynamicCache(config=model.config)
+    with torch.no_grad():
+        with observe(model, **sinks) as whole:
+            model(IDS)
+        entropy = {"statistics": "entropy"}
+        with (
+            observe(model, **(sinks if is_outer else entropy)) as outer,
+            observe(model, **(entropy if is_outer else sinks)) as inner,
+        ):
+            for step in range(IDS.shape[1]):
+                model(IDS[:, step : step + 1], past_key_values=cache)
+    steps = outer if is_outer else inner
+    for name, values in whole.profile.columns.items():
+        torch.testing.assert_close(steps.profile[name], values, rtol=1e-5, atol=1e-6, msg=name)

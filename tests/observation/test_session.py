@@ -610,3 +610,58 @@ def test_eager_modules_that_are_given_no_mask_attend_to_all_keys_as_without_a_se
             torch.testing.assert_close(layer(x)[0], expected, rtol=1e-10, atol=1e-12)
     assert session.profile["tokens"].tolist() == [14] * len(session.profile)
     assert set(vars(layer)) == before
+
+
+# ---- torch.nn.MultiheadAttention
+
+
+def new_inputs(module, inputs):
+    return tuple(3 * x for x in inputs)
+
+
+def inputs_in_place(module, inputs):
+    inputs[0].mul_(3)
+
+
+def new_weights(module, inputs):
+    module.in_proj_weight.data.mul_(3)
+
+
+@pytest.mark.parametrize("hook", [new_inputs, inputs_in_place, new_weights])
+@pytest.mark.parametrize("is_entered", [False, True])
+def test_hooks_registered_inside_a_session_run_before_its_own(hook, is_entered):
+    torch.manual_seed(0)
+    layer, x = nn.MultiheadAttention(16, 4).eval(), torch.randn(5, 2, 16)
+    changed, weights = x.clone(), copy.deepcopy(layer)
+    if hook is not new_weights:
+        changed = 3 * x
+    else:
+        weights.in_proj_weight.data.mul_(3)
+    with torch.no_grad():
+        with polyhead.observe(weights) as expected:
+            weights(changed, changed, changed)
+        if not is_entered:
+            handle = layer.register_forward_pre_hook(hook)
+        with polyhead.observe(layer) as session, polyhead.observe(layer) as inner:
+            if is_entered:
+                handle = layer.register_forward_pre_hook(hook)
+            layer(x, x, x)
+        handle.remove()
+    for observed in (session, inner):
+        for name in ("entropy", "confidence", "max_logit", "sink_mass"):
+            torch.testing.assert_close(observed.profile[name], expected.profile[name], msg=name)
+
+
+def test_three_views_of_one_tensor_attend_to_themselves():
+    layer, x = nn.MultiheadAttention(16, 4).eval(), torch.randn(2, 5, 16)
+    tables = []
+    for inputs in (
+        [x.transpose(0, 1)] * 3,
+        [x.transpose(0, 1) for _ in range(3)],
+        [x.transpose(0, 1).clone() for _ in range(3)],
+    ):
+        with torch.no_grad(), polyhead.observe(layer) as session:
+            layer(*inputs)
+        tables.append(session.profile)
+    assert_equal_tables(tables[0], tables[1])
+    assert tables[2].sites[0].kind == "cross"

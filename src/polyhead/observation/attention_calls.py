@@ -11,17 +11,22 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyhead.masks import Mask, is_readable
 from polyhead.observation.rows import MASKING_BIAS, Tokens, with_documents, with_positions
+from polyhead.observation.torch_modules import FunctionArguments, is_same
 from polyhead.observation.transformers_models import SOURCES
 from polyhead.ops.common.tracing import is_transformed
 
 # Names under which modules keep their number of heads, and receive the tokens of the keys.
 _HEAD_COUNTS = ("num_heads", "n_heads", "heads", "n_head", "nhead", "num_attention_heads", "num_attn_heads")
 _SOURCES = (*SOURCES, "context", "memory", "encoder_out", "encoder_output", "source", "xa", "kv", "key", "k")
-_CACHES = 8  # caches of a site that may take turns
+CACHES = 8  # caches of a site that may take turns
+_LATER = 1 << 40
+_COMPARED = 16  # numbers of a key that are compared with those of all sequences, before all are with those of one
+_MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 _CROSS_NAMES = ("encoder_attn", "src_attn", "enc_attn")
 
 
@@ -133,6 +138,33 @@ def read_scaled_dot_product(
     return AttentionCall(query, key, value, mask, scale, is_cross(running, query, key, mask), axes)
 
 
+def read_multi_head(
+    running: RunningModule, *args: Any, **kwargs: Any
+) -> tuple[FunctionArguments, dict[str, Any], bool]:
+    """Read a call of `F.multi_head_attention_forward` as one of its module, and whether it is cross-attention."""
+    arguments = _MULTI_HEAD.bind(*args, **kwargs)
+    arguments.apply_defaults()
+    given = arguments.arguments
+    check_plain(given["query"], given["key"], given["value"])
+    if any(given[name] is not None for name in ("bias_k", "static_k", "static_v")) or given["add_zero_attn"]:
+        raise NotUnderstood("it attends to keys beside those that it projects, of bias_k, add_zero_attn or static_k")
+    projections = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+    layer = FunctionArguments(
+        embed_dim=given["embed_dim_to_check"],
+        dropout=given["dropout_p"],
+        out_weight=given["out_proj_weight"],
+        bias_k=None,
+        add_zero_attn=False,
+        _qkv_same_embed_dim=not given["use_separate_proj_weight"],
+        **{name: given[name] for name in ("num_heads", "training", *projections)},
+    )
+    query, key = given["query"], given["key"]
+    batch, queries, keys = query.shape[1] if query.ndim > 2 else 1, len(query), len(key)
+    # Without a common address, by which these could be taken for heads that the module receives.
+    sizes = (query.new_empty(batch, 1, queries, 0), query.new_empty(batch, 1, keys, 0))
+    return layer, given, not is_same(query, key) and is_cross(running, *sizes, None)
+
+
 def _is_aligned_at_the_end(mask: Tensor | None) -> bool | None:
     """Return whether a causal bias of PyTorch aligns the last query with the last key; None for other masks."""
     module = sys.modules.get("torch.nn.attention.bias")  # importing it loads Triton
@@ -143,6 +175,15 @@ def _is_aligned_at_the_end(mask: Tensor | None) -> bool | None:
 
 def check_tensors(running: RunningModule, *tensors: Tensor) -> HeadAxes:
     """Return the axes of query, key and value; raise for tensors that cannot be observed."""
+    check_plain(*tensors)
+    ranks = [x.ndim for x in tensors]
+    if len({*ranks}) > 1:
+        raise NotUnderstood(f"queries, keys and values must have one number of axes, got {ranks}")
+    return _axes(running, tensors[0])
+
+
+def check_plain(*tensors: Tensor) -> None:
+    """Raise for query, key and value that cannot be observed, of any rank."""
     if is_transformed():
         raise NotUnderstood("it runs inside a transform of torch.func or in forward-mode AD")
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
@@ -152,10 +193,6 @@ def check_tensors(running: RunningModule, *tensors: Tensor) -> HeadAxes:
             kind = "a meta tensor" if type(x) is Tensor and x.is_meta else f"a {type(x).__name__}"
             kind = "a nested tensor" if isinstance(x, Tensor) and x.is_nested else kind
             raise NotUnderstood(f"queries, keys and values must be plain tensors, got {kind}")
-    ranks = [x.ndim for x in tensors]
-    if len({*ranks}) > 1:
-        raise NotUnderstood(f"queries, keys and values must have one number of axes, got {ranks}")
-    return _axes(running, tensors[0])
 
 
 def _axes(running: RunningModule, query: Tensor) -> HeadAxes:
@@ -248,27 +285,52 @@ def as_mask(mask: Tensor, queries: int, keys: int) -> Mask | None:
 class SequenceStart:
     """First token of each sequence in a cache, and its key, by which later calls recognise the cache."""
 
-    first: Tensor  # key index, [batch]
+    first: Tensor  # key index, [batch]; _LATER if all keys are padding
     key: Tensor  # [batch, kv_heads, head_dim]
     is_padded: bool  # whether any sequence may start later than the first key
 
     @classmethod
     def of(cls, first: Tensor, key: Tensor, *, is_padded: bool = True) -> SequenceStart:
         first = first.expand(key.shape[0])
+        first = torch.where(first < key.shape[2], first, _LATER)
         return cls(first, _keys_at(key, first), is_padded)
 
-    def is_of(self, key: Tensor) -> Tensor:
-        """Return which sequences of a cache began like this, [batch]."""
-        return (_keys_at(key, self.first) == self.key).flatten(1).all(-1)
+    def is_of(self, key: Tensor, which: Tensor, dropped: int) -> Tensor:
+        """Return which sequences of a cache began like the one of these that `which`, [batch], names: [batch]."""
+        index = self.first[which] - dropped
+        is_held = (index >= 0) & (index < key.shape[2])
+        return is_held & (_keys_at(key, index) == self.key[which]).flatten(1).all(-1)
+
+    def like(self, key: Tensor, dropped: int) -> Tensor:
+        """Return which of these each sequence of a cache may have begun like, [batch], by a part of one key head."""
+        index = (self.first - dropped).clamp(0, key.shape[2] - 1)
+        parts = key.detach()[:, 0, :, :_COMPARED][:, index]  # [batch, starts, part of head_dim]
+        return (parts == self.key[:, 0, :_COMPARED]).all(-1).to(torch.uint8).argmax(1)
 
 
-def _first_tokens(starts: Iterable[SequenceStart], key: Tensor, unknown: Tensor) -> Tensor:
-    """Return the first token of each sequence of a cache, [batch]; `unknown` where no start is of that cache."""
-    first = unknown.expand(key.shape[0])
+def first_tokens(starts: Iterable[SequenceStart], key: Tensor, unknown: Tensor, dropped: int = 0) -> Tensor:
+    """Return the first token of each sequence of a cache, [batch].
+
+    A sequence is recognised at its own place in the batch, of the last cache that began like it; else at another
+    place, as after `reorder_cache`.
+
+    Args:
+        starts: starts of caches.
+        key: keys of the cache.
+        unknown: the first token of a sequence that began like none, [batch or 1].
+        dropped: number of keys before them that the cache has dropped.
+    """
+    elsewhere = unknown.expand(key.shape[0])
+    own, is_own = elsewhere, torch.zeros_like(elsewhere, dtype=torch.bool)
     for start in starts:
-        if start.key.shape == (*key.shape[:2], key.shape[3]):
-            first = torch.where(start.is_of(key), start.first, first)
-    return first
+        if not len(start.first) or start.key.shape[1:] != (key.shape[1], key.shape[3]):
+            continue
+        which = start.like(key, dropped)
+        elsewhere = torch.where(start.is_of(key, which, dropped), start.first[which], elsewhere)
+        if len(start.first) == len(key):
+            is_at_place = start.is_of(key, torch.arange(len(key), device=key.device), dropped)
+            own, is_own = torch.where(is_at_place, start.first, own), is_own | is_at_place
+    return torch.where(is_own, own, elsewhere)
 
 
 def _keys_at(key: Tensor, index: Tensor) -> Tensor:
@@ -292,7 +354,7 @@ def located(call: AttentionCall, starts: dict[str, deque[SequenceStart]], site: 
     mask, batch, queries, keys = call.mask, call.query.shape[0], call.query.shape[2], call.key.shape[2]
     if call.cross or not batch or not keys:
         return call
-    index, caches = torch.arange(keys, device=call.query.device), starts.setdefault(site, deque(maxlen=_CACHES))
+    index, caches = torch.arange(keys, device=call.query.device), starts.setdefault(site, deque(maxlen=CACHES))
     is_dense = mask is not None and len(mask.allowed) + len(mask.biases) > 0
     if queries >= keys:
         non_padding = Tokens.of(mask, call.query, call.key).non_padding() if is_dense else None
@@ -307,33 +369,82 @@ def located(call: AttentionCall, starts: dict[str, deque[SequenceStart]], site: 
     if not is_dense:
         if not any(start.is_padded for start in caches):
             return call
-        first = _first_tokens(caches, call.key, index[:1])
+        first = first_tokens(caches, call.key, index[:1])
         return replace(call, mask=_placed(mask, index[None, keys - queries :], first[:, None], index))
     assert mask is not None
-    visible = _visible_keys(mask)  # [batch or 1, queries or 1, keys]
-    last = torch.where(visible, index, -1).amax(-1).expand(-1, queries)
-    offsets = last - index[:queries]
-    offset = offsets.amax(-1, keepdim=True)  # padding queries see less than others, or nothing
-    if queries > 1:
-        is_causal = (offsets == offset).sum(-1, keepdim=True) > 1
-        offset = torch.where(is_causal, offset, (last.amax(-1, keepdim=True) - (queries - 1)).clamp_min(0))
+    mask, tokens = located_in_cache(mask, call.query, call.key, caches)
+    return replace(call, mask=mask, tokens=tokens)
+
+
+def is_dense(mask: Mask) -> bool:
+    """Return whether a mask consists of dense terms alone, which do not show the positions of tokens in a cache."""
+    return not mask.is_everything and replace(mask, allowed=(), biases=()).is_everything
+
+
+def located_in_cache(
+    mask: Mask,
+    query: Tensor,
+    key: Tensor,
+    caches: deque[SequenceStart],
+    *,
+    offset: int | Tensor | None = None,
+    dropped: int = 0,
+) -> tuple[Mask, Tensor]:
+    """Return a dense mask with the positions of its tokens, and which queries are tokens, [batch, queries].
+
+    Args:
+        mask: mask of a call with fewer queries than keys.
+        query: queries of the call.
+        key: keys of the cache.
+        caches: starts of sequences in caches of the site; updated.
+        offset: index of the first query among the keys; None: as the mask shows.
+        dropped: number of keys that the cache has dropped before these.
+    """
+    batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
+    index, visible = torch.arange(keys, device=query.device), _visible_keys(mask)  # [batch or 1, queries or 1, keys]
+    is_shown, hide = visible.any(1), offset is None
+    if offset is None:
+        last = torch.where(visible, index, -1).amax(-1).expand(-1, queries)
+        offsets = last - index[:queries]
+        offset = offsets.amax(-1, keepdim=True)  # padding queries see less than others, or nothing
+        if queries > 1:
+            is_causal = (offsets == offset).sum(-1, keepdim=True) > 1
+            offset = torch.where(is_causal, offset, (last.amax(-1, keepdim=True) - (queries - 1)).clamp_min(0))
+    else:
+        if not isinstance(offset, Tensor):
+            offset = torch.full((1, 1), offset, device=query.device)
+        offset = offset.to(query.device).view(1, 1)
     positions = index[:queries] + offset.clamp_min(0)
-    is_shown = visible.any(1)
     shown_first = torch.where(is_shown, index, keys).amin(-1)
-    unknown = torch.where(shown_first > shown_first.amin(), shown_first, 0)  # all later: that may be a window
-    first = torch.minimum(_first_tokens(caches, call.key, unknown), shown_first)
-    # Queries from the beginning of a preallocated cache show where their sequence starts.
-    first = torch.where(offset[:, 0] <= 0, shown_first, first)
-    if queries > 1:
-        caches.append(SequenceStart.of(first, call.key))
-    tokens = is_shown.expand(len(positions), -1).gather(1, positions.clamp_max(keys - 1)).expand(batch, -1)
-    return replace(call, mask=_placed(mask, positions, first[:, None], index), tokens=tokens)
+    # All later than the first key: that may be a window, unless the cache has dropped what is outside of it.
+    unknown = torch.where(shown_first > (0 if dropped else shown_first.amin()), shown_first + dropped, 0)
+    first = torch.minimum(first_tokens(caches, key, unknown, dropped) - dropped, shown_first)
+    if not dropped:
+        # Queries from the beginning of a preallocated cache show where their sequence starts.
+        first = torch.where(offset[:, 0] <= 0, shown_first, first)
+        if queries > 1:
+            caches.append(SequenceStart.of(first, key))
+    rows = max(len(is_shown), len(positions))
+    at_keys = positions.clamp_max(keys - 1).expand(rows, -1)
+    tokens = is_shown.expand(rows, -1).gather(1, at_keys).expand(batch, -1)
+    return _placed(mask, positions, first[:, None], index, hide=hide), tokens
 
 
-def _placed(mask: Mask | None, positions: Tensor, first: Tensor, index: Tensor) -> Mask:
-    """Add positions of queries, by key index, to a mask; keys before the first token, [batch or 1, 1], are padding."""
-    placed = Mask.positions(positions - first, (index - first).clamp_min(-1))
+def _placed(mask: Mask | None, positions: Tensor, first: Tensor, index: Tensor, *, hide: bool = True) -> Mask:
+    """Add positions of queries, by key index, to a mask; keys before the first token, [batch or 1, 1], are padding.
+
+    They are not hidden if `hide` is False: rows that a finite bias hides attend to them.
+    """
+    of_keys = index - first
+    of_keys = of_keys.clamp_min(-1) if hide else torch.where(of_keys < 0, of_keys + 2 * len(index), of_keys)
+    placed = Mask.positions(positions - first, of_keys)
     return placed if mask is None else mask & placed
+
+
+def sequence_start(mask: Mask, key: Tensor) -> SequenceStart:
+    """Return the start of the sequences of a cache that begins with these keys, under a dense mask."""
+    index, is_shown = torch.arange(key.shape[2], device=key.device), _visible_keys(mask).any(1)
+    return SequenceStart.of(torch.where(is_shown, index, len(index)).amin(-1), key)
 
 
 def _visible_keys(mask: Mask) -> Tensor:

@@ -26,6 +26,8 @@ from torch._higher_order_ops.flex_attention import flex_attention as flex_operat
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+from polyhead.errors import OptionError
+from polyhead.layers.torch_compat import MultiheadAttention
 from polyhead.observation import flex_calls
 from polyhead.observation.attention_calls import (
     AttentionCall,
@@ -33,6 +35,7 @@ from polyhead.observation.attention_calls import (
     RunningModule,
     SequenceStart,
     located,
+    read_multi_head,
     read_scaled_dot_product,
 )
 from polyhead.observation.followed_tensors import (
@@ -49,13 +52,14 @@ from polyhead.observation.matrix_products import MATRIX_PRODUCTS, MatrixProduct
 from polyhead.observation.rows import Tokens
 from polyhead.observation.softmax_calls import read_product, softmax_of
 from polyhead.observation.staging import wrapped_calls
+from polyhead.observation.torch_modules import has_own_forward, notify_torch
 from polyhead.observation.transformers_models import uses_interface
 from polyhead.observation.watcher import ObservedCall, OutputSite, Watcher, is_recomputed
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import attention
 from polyhead.ops.common.gates import gate_factors
 
-FUNCTIONS = ("scaled_dot_product_attention", "flex_attention")
+FUNCTIONS = ("scaled_dot_product_attention", "flex_attention", "multi_head_attention_forward")
 MATERIALISED = "weights materialised by the model: slow, memory quadratic in the context length"
 _LIBRARIES = ("torch", "polyhead")
 _MATRIX_OPERATOR = next(
@@ -80,18 +84,26 @@ def calling_modules(model: nn.Module, observed: Iterable[nn.Module]) -> tuple[nn
         model: a model.
         observed: its modules whose attention is observed in another way.
     """
-    modules = tuple(model.modules())
+    modules, others = tuple(model.modules()), tuple(observed)
+    overridden = [x for x in modules if has_own_forward(x) and x not in others]
+    for x in overridden:
+        if isinstance(x, MultiheadAttention):
+            raise OptionError(
+                "a subclass of polyhead's MultiheadAttention with a forward of its own cannot be observed: it calls "
+                f"no function of PyTorch, got {type(x).__name__}; derive it from torch.nn.MultiheadAttention, or pass "
+                "adapters"
+            )
     own = [x for x in modules if _package(type(x)) not in _LIBRARIES or isinstance(x, torch.fx.GraphModule)]
-    has_others = any(True for _ in observed)
+    has_others = len(others) > 0
 
     def may_call(kind: type) -> bool:
         if _package(kind) == "transformers":
             return _calls_attention(kind) or _multiplies_softmax(kind)
         return not has_others or _calls_attention(kind) or _multiplies_softmax(kind)
 
-    if not any(may_call(type(x)) for x in own):
+    if not len(overridden) and not any(may_call(type(x)) for x in own):
         return ()
-    return tuple(dict.fromkeys((model, *own)))
+    return tuple(dict.fromkeys((model, *own, *overridden)))
 
 
 def _package(kind: type) -> str:
@@ -170,12 +182,12 @@ _FLEX = _Function(
     serve=flex_calls.attend_flex,
     run=flex_calls.run_flex,
 )
-_FUNCTIONS: dict[Any, _Function | str] = {
+_MULTI_HEAD = F.multi_head_attention_forward
+_FUNCTIONS: dict[Any, _Function] = {
     F.scaled_dot_product_attention: _SDPA,
     torch.ops.aten.scaled_dot_product_attention: _SDPA,
     torch.ops.aten.scaled_dot_product_attention.default: _SDPA,
     flex_operator: _FLEX,
-    F.multi_head_attention_forward: "F.multi_head_attention_forward is observed in torch.nn.MultiheadAttention only",
 }
 
 
@@ -326,8 +338,7 @@ class Interceptor:
         with _disable_current_modes(), torch.no_grad():
             call = located(call, self._starts, site)
         known = self.watcher.heads_at(site, cross=call.cross)
-        if known not in (None, call.query.shape[1]):
-            raise NotUnderstood(f"a site must always have the same heads, got {call.query.shape[1]} after {known}")
+        _check_heads(known, call.query.shape[1])
         return call
 
     def _begin(
@@ -366,24 +377,21 @@ class Interceptor:
                 self.skipped[SkippedCall(site, reason)] = None
 
     def attend(
-        self, function: _Function | str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, function: _Function, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run an attention function that a module calls, and report its attention."""
         stack: list[RunningModule] = getattr(self._threads, "stack", [])
         if not len(stack) or stack[-1].is_reported:
             return original(*args, **kwargs)
         running, result = stack[-1], None
-        is_served = not isinstance(function, str) and function.serve is not None
-        if not is_served:
+        if function.serve is None:
             result = original(*args, **kwargs)  # also checks its arguments
         site = self._next_site(running)
         try:
-            if isinstance(function, str):
-                raise NotUnderstood(function)
             call = self._located(function.read(running, *args, **kwargs), site)
         except NotUnderstood as reason:
             self.skipped[SkippedCall(site, str(reason))] = None
-            return function.run(original, args, kwargs) if is_served else result  # type: ignore[union-attr]
+            return result if function.serve is None else function.run(original, args, kwargs)
         if function.serve is not None:
             result = function.serve(call, args)
         observed = self._begin(running, site, call)
@@ -396,6 +404,29 @@ class Interceptor:
         if observed.gate is not None:
             heads = heads * gate_factors(observed.gate, *heads.shape[:3]).to(heads.dtype)
         return function.with_output(result, call.axes.join(heads))
+
+    def attend_multi_head(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `F.multi_head_attention_forward`, which projects its inputs and outputs, and report its attention."""
+        stack: list[RunningModule] = getattr(self._threads, "stack", [])
+        result = _MULTI_HEAD(*args, **kwargs)  # also checks its arguments
+        if not len(stack) or stack[-1].is_reported:
+            return result
+        running = stack[-1]
+        site = self._next_site(running)
+        try:
+            layer, arguments, cross = read_multi_head(running, *args, **kwargs)
+            _check_heads(self.watcher.heads_at(site, cross=cross), layer.num_heads)
+        except NotUnderstood as reason:
+            self.skipped[SkippedCall(site, str(reason))] = None
+            return result
+        key = running.module if running.calls == 1 else OutputSite(site)
+        removed = notify_torch(layer, arguments, self.watcher, key, cross=cross)
+        return result if removed is None else (result[0] - removed, result[1])
+
+
+def _check_heads(known: int | None, heads: int) -> None:
+    if known not in (None, heads):
+        raise NotUnderstood(f"a site must always have the same heads, got {heads} after {known}")
 
 
 def _report(observed: ObservedCall, call: AttentionCall, heads: Tensor) -> None:
@@ -430,6 +461,8 @@ class _InterceptingMode(TorchFunctionMode):
     ) -> Any:
         function = _FUNCTIONS.get(func)
         if function is None:
+            if func is _MULTI_HEAD:
+                return self.interceptor.attend_multi_head(args, kwargs or {})
             return self.interceptor.follow(func, args, kwargs or {})
         if sys._getframe(1).f_globals.get("__name__", "").startswith("polyhead.ops."):
             return func(*args, **(kwargs or {}))

@@ -52,7 +52,10 @@ class NestedCall:
     def __init__(self, outer: WatchedCall, inner: WatchedCall, query: Tensor, *, learned_sinks: bool) -> None:
         self.calls = (outer, inner)
         self.requested = merged_requests(inner.requested, outer.requested, learned_sinks)
-        self.has_collectors, self.mask = outer.has_collectors or inner.has_collectors, inner.mask
+        self.has_collectors = outer.has_collectors or inner.has_collectors
+        # That with positions, which a session adds if its statistics need them.
+        is_placed = outer.mask is not None and outer.mask.placed is not None
+        self.mask = outer.mask if is_placed else inner.mask
         self.gate = outer.gate if inner.gate is None else inner.gate
         if outer.gate is not None and inner.gate is not None:
             self.gate = product_of_gates(outer.gate, inner.gate, *query.shape[:3])

@@ -75,12 +75,26 @@ class Tokens:
     def _at_queries(self, key_values: Tensor) -> Tensor:
         """Select from per-key values [batch or 1, keys] those of the query tokens."""
         mask, keys = self.mask, self.keys
-        if mask is None or mask.placed is None:
+        if mask is None or mask.placed is None or not keys:
             return key_values[:, keys - self.queries :]
-        placed = [x.to(self.device, non_blocking=True) for x in mask.placed]
-        rows = max(key_values.shape[0], *(x.shape[0] for x in placed))
+        query_at, key_at = (x.to(self.device, non_blocking=True) for x in mask.placed)
+        rows = max(x.shape[0] for x in (key_values, query_at, key_at))
+        if len(mask.packed):
+            # Positions may start anew in each document, so tokens are compared by both.
+            for documents in mask.packed:
+                ids = (documents.queries, documents.queries if documents.keys is None else documents.keys)
+                query_ids, key_ids = (x.to(self.device, non_blocking=True) for x in ids)
+                step = torch.maximum(query_at.amax(), key_at.amax()) + 1
+                query_at = torch.where((query_at >= 0) & (query_ids >= 0), query_at + query_ids * step, -1)
+                key_at = torch.where((key_at >= 0) & (key_ids >= 0), key_at + key_ids * step, -1)
+            rows = max(rows, query_at.shape[0], key_at.shape[0])
+            ordered, order = key_at.expand(rows, -1).sort(dim=-1)
+            query_at = query_at.expand(rows, -1).contiguous()
+            nearest = torch.searchsorted(ordered, query_at).clamp_max(keys - 1)
+            is_token = (query_at >= 0) & (ordered.gather(1, nearest) == query_at)
+            return is_token & key_values.expand(rows, -1).gather(1, order.gather(1, nearest))
         # Key positions are consecutive, so positions modulo their number are distinct; -1 gets a separate slot.
-        query_slots, key_slots = (torch.where(x >= 0, x % keys, keys).expand(rows, -1) for x in placed)
+        query_slots, key_slots = (torch.where(x >= 0, x % keys, keys).expand(rows, -1) for x in (query_at, key_at))
         slots = torch.zeros(rows, keys + 1, dtype=torch.bool, device=self.device)
         slots = slots.scatter(1, key_slots, key_values.expand(rows, -1))
         slots[:, keys:].zero_()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,6 +25,7 @@ from polyhead.observation import (
     torch_modules,
     transformers_models,
 )
+from polyhead.observation.attention_calls import CACHES, SequenceStart, is_dense, located_in_cache, sequence_start
 from polyhead.observation.calls import Call, Plan
 from polyhead.observation.collectors import (
     BatchMetadata,
@@ -184,7 +185,7 @@ class Session:
         self._plans: dict[tuple[nn.Module | OutputSite, int, bool, bool], Plan] = {}
         self.metadata = BatchMetadata()
         self.gates = Gates(self._gate_paths)
-        self._starts: dict[int, Tokens] = {}
+        self._starts: dict[nn.Module, deque[SequenceStart]] = {}  # of sliding-window caches
         self._latest_tokens: dict[str, Tokens | Tensor | None] = {}
         self._call_contexts: dict[int, transformers_models.CallContext] = {}
         self._undo: ExitStack | None = None
@@ -278,7 +279,7 @@ class Session:
                     undo.callback(transformers_models.record_context(module, self._call_contexts, check).remove)
                 undo.enter_context(transformers_models.watching(self.model, self))
                 undo.enter_context(self._managers.watching(self.model, modules, switch))
-            undo.enter_context(torch_modules.without_shortcuts(self._layers))
+            undo.enter_context(torch_modules.without_shortcuts(self.model))
             for layer in self._layers:
                 undo.enter_context(torch_modules.watched(layer, self))
             if len(self._calling):
@@ -370,15 +371,20 @@ class Session:
             way = (query.shape[1], cross, learned_sinks, is_same, used is not None and len(used.packed) > 0)
             self._called.setdefault(module, set()).add(way)
         is_chunked = mask is not None and len(mask.packed) > 0  # a chunk is in the cache as a whole
-        if context.first_key == 0:
-            self._starts[id(module)] = tokens
-        elif context.first_key is not None and call is not None and not cross and not is_chunked:
-            # A sliding-window cache has dropped the first keys, unless it only dropped padding before them: padding
-            # that it still holds shows this, and without any, the call that began the cache.
-            in_view = tokens.first_token() > 0
-            if (began := self._starts.get(id(module))) is not None and began.batch in (1, query.shape[0]):
-                in_view = in_view | (began.first_token() == context.first_key)
-            call.sinks_in_view = in_view.expand(query.shape[0])
+        if context.first_key is not None and not cross and not is_chunked:
+            is_cached, dropped, first_query = query.shape[2] < key.shape[2], context.first_key, context.first_query
+            starts = self._starts.setdefault(module, deque(maxlen=CACHES))
+            if mask is not None and is_dense(mask):
+                if not is_cached:
+                    starts.append(sequence_start(mask, key))
+                elif call is not None:
+                    offset = first_query - dropped
+                    located = located_in_cache(mask, query, key, starts, offset=offset, dropped=dropped)
+                    call.mask, call.tokens = located
+                    latest = {root: located[1] for root, x in self._latest_tokens.items() if x is tokens}
+                    self._latest_tokens.update(latest)
+            elif is_cached and dropped and call is not None and call.requested is not None:
+                _locate_sinks(call, tokens, dropped, context.first_tokens)
         return call
 
     def call(
@@ -685,6 +691,20 @@ class Session:
         heads = sum(site.num_heads for site in self._staging.counted.sites.values() if self._is_chosen(site))
         note = f"; {intercepted_calls.MATERIALISED}" if len(self.materialised) else ""
         return f"Session({type(self.model).__name__}, {heads} heads observed{note})"
+
+
+def _locate_sinks(call: Call, tokens: Tokens, dropped: int, first: Tensor | None) -> None:
+    """Set which of the first keys a sliding-window cache still holds, of sequences whose first tokens are `first`."""
+    if first is None:  # padding that the cache still holds shows the first token
+        held = tokens.first_token()
+        first = torch.where(held > 0, held + dropped, 0)
+    assert call.requested is not None
+    if call.requested.sink_keys == 1:
+        call.sinks_in_view = (first >= dropped).expand(tokens.batch)
+    elif call.mask is None or call.mask.placed is None:
+        index = torch.arange(tokens.keys, device=tokens.device) + dropped - first[:, None]
+        placed = Mask.positions(index[:, tokens.keys - tokens.queries :], index.clamp_min(-1))
+        call.mask = placed if call.mask is None else call.mask & placed
 
 
 def _to_device(value: CollectorState, empty: CollectorState, device: torch.device) -> CollectorState:

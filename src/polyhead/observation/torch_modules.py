@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
@@ -20,20 +21,38 @@ from polyhead.layers.torch_compat.forward_steps import torch_mask
 from polyhead.layers.variants.talking import TalkingHeads
 from polyhead.observation.nested_sessions import SharedSetting, merged_requests, product_of_gates
 from polyhead.observation.rows import Tokens, with_documents
-from polyhead.observation.watcher import ObservedCall, Watcher
+from polyhead.observation.staging import wrapped_calls
+from polyhead.observation.watcher import ObservedCall, OutputSite, Watcher
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, RowStatistics, Statistics, attention
 from polyhead.ops.common.gates import gate_factors
 from polyhead.ops.common.statistics import as_statistics
+from polyhead.ops.common.tracing import is_transformed
 
 
 def attention_layers(model: nn.Module) -> tuple[nn.Module, ...]:
-    return tuple(x for x in model.modules() if isinstance(x, BaseAttention | nn.MultiheadAttention))
+    """Return the modules whose attention follows from their inputs and weights."""
+    modules = (x for x in model.modules() if isinstance(x, BaseAttention | nn.MultiheadAttention))
+    return tuple(x for x in modules if not has_own_forward(x))
 
 
-def without_shortcuts(layers: Sequence[nn.Module]) -> AbstractContextManager[None]:
+def has_own_forward(module: nn.Module) -> bool:
+    """Return whether a `torch.nn.MultiheadAttention` has a forward of its own, which may change what it attends to.
+
+    The attention function that it calls is intercepted.
+    """
+    if not isinstance(module, nn.MultiheadAttention):
+        return False
+    is_patched = "forward" in vars(module) and not isinstance(module, MultiheadAttention)
+    return is_patched or type(module).forward not in _FORWARDS
+
+
+_FORWARDS = (nn.MultiheadAttention.forward, MultiheadAttention.forward)
+
+
+def without_shortcuts(model: nn.Module) -> AbstractContextManager[None]:
     """Disable PyTorch's inference fast path, which bypasses attention modules and nests padded batches."""
-    has_torch_layers = any(isinstance(layer, nn.MultiheadAttention) for layer in layers)
+    has_torch_layers = any(isinstance(x, nn.MultiheadAttention) for x in model.modules())
     return _NO_FASTPATH.held() if has_torch_layers else nullcontext()
 
 
@@ -62,11 +81,35 @@ def watched(layer: nn.Module, session: Watcher) -> Iterator[None]:
             undo.callback(
                 delattr if outer is None else setattr, layer, "_listener", *(() if outer is None else (outer,))
             )
-        undo.callback(layer.register_forward_pre_hook(hooks.before, with_kwargs=True).remove)
+        before = layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
+        undo.callback(before.remove)
+        undo.enter_context(wrapped_calls([layer], lambda call, module: _WithLastHook(call, module, before.id)))
         always = isinstance(hooks, _TorchHooks)  # to clean up after a call that raised
         after = layer.register_forward_hook(hooks.after, with_kwargs=True, prepend=True, always_call=always)
         undo.callback(after.remove)
         yield
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _WithLastHook:
+    """Method of a module that runs it, with the session's hook after those that were registered since it was entered.
+
+    These may change the inputs or the weights.
+    """
+
+    call: Callable[..., Any]
+    module: nn.Module
+    hook: int
+
+    def __call__(self, *positional: Any, **keywords: Any) -> Any:
+        hooks = cast(OrderedDict[int, Any], self.module._forward_pre_hooks)
+        if next(reversed(hooks), None) != self.hook and self.hook in hooks:
+            hooks.move_to_end(self.hook)
+        return self.call(*positional, **keywords)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A pickled or copied module gets its own method back and is not observed.
+        return getattr, (self.module, "_call_impl")
 
 
 def _both(outer: Callable[[Attended], None], inner: Callable[[Attended], None]) -> Callable[[Attended], None]:
@@ -199,7 +242,8 @@ class _TorchHooks(_Hooks):
             return  # the layer raises for invalid inputs
         if any(x.is_nested for x in inputs):
             raise OptionError("nested tensors cannot be observed, got a nested input; pad it and pass key_padding_mask")
-        self.removed = _notify_torch(cast(MultiheadAttention, module), self.session, arguments)
+        cross = not is_same(arguments["query"], arguments["key"])
+        self.removed = notify_torch(cast(MultiheadAttention, module), arguments, self.session, module, cross=cross)
         if self.removed is not None:
             if _GATED in vars(module):
                 self.removed = None
@@ -223,11 +267,49 @@ class _TorchHooks(_Hooks):
         return None if output is None else (output[0] - removed, output[1])
 
 
-def _notify_torch(layer: MultiheadAttention, session: Watcher, arguments: dict[str, Any]) -> Tensor | None:
+@dataclass(frozen=True, slots=True, eq=False)
+class FunctionArguments:
+    """Arguments of `F.multi_head_attention_forward` under the names of attributes of `torch.nn.MultiheadAttention`."""
+
+    embed_dim: int
+    num_heads: int
+    in_proj_weight: Tensor | None
+    in_proj_bias: Tensor | None
+    bias_k: Tensor | None
+    add_zero_attn: bool
+    dropout: float
+    out_weight: Tensor
+    training: bool
+    q_proj_weight: Tensor | None
+    k_proj_weight: Tensor | None
+    v_proj_weight: Tensor | None
+    _qkv_same_embed_dim: bool
+    batch_first: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        return self.embed_dim // self.num_heads
+
+
+def is_same(query: Tensor, key: Tensor) -> bool:
+    """Return whether two inputs are the same tensor, also if both are the same view of one."""
+    is_plain = type(query) is type(key) is Tensor and not (query.is_meta or key.is_meta or is_transformed())
+    if query is key or not is_plain or query.data_ptr() != key.data_ptr():
+        return query is key
+    return query.shape == key.shape and query.stride() == key.stride() and query.dtype == key.dtype
+
+
+def notify_torch(
+    layer: MultiheadAttention | FunctionArguments,
+    arguments: dict[str, Any],
+    session: Watcher,
+    site: nn.Module | OutputSite,
+    *,
+    cross: bool,
+) -> Tensor | None:
     """Recompute the attention of a call; return what its gates remove from the layer's output, or None."""
     query, key, value = arguments["query"], arguments["key"], arguments["value"]
     attn_mask, padding = arguments.get("attn_mask"), arguments.get("key_padding_mask")
-    cross = query is not key
     if query.ndim == 2:
         batch, queries, keys = 1, query.shape[0], key.shape[0]
         padding = None if padding is None else padding[None]
@@ -237,7 +319,7 @@ def _notify_torch(layer: MultiheadAttention, session: Watcher, arguments: dict[s
     # Padding is derived from key_padding_mask only; attn_mask (e.g. causal) does not identify padding.
     shape = torch.empty(batch, 1, keys, 0, device=query.device)
     mask = torch_mask(shape, shape, None, padding, False)
-    call = session.call(layer, layer.num_heads, Tokens(mask, batch, queries, keys, query.device), cross=cross)
+    call = session.call(site, layer.num_heads, Tokens(mask, batch, queries, keys, query.device), cross=cross)
     if call is None or not (call.counts or call.differentiable or call.has_listener or call.gate is not None):
         return None
     if layer.bias_k is not None or layer.add_zero_attn:
@@ -252,12 +334,16 @@ def _notify_torch(layer: MultiheadAttention, session: Watcher, arguments: dict[s
         )
     with torch.set_grad_enabled((call.differentiable or call.gate is not None) and torch.is_grad_enabled()):
         # `_project` only reads weights that PyTorch's class has too.
-        q, k, v = MultiheadAttention._project(layer, query, key, value)
-        mask = torch_mask(q, k, attn_mask, padding, False)
+        q, k, v = MultiheadAttention._project(cast(MultiheadAttention, layer), query, key, value)
+        # PyTorch's own condition for taking the hint in place of the mask.
+        causal = bool(arguments.get("is_causal")) and padding is None and not arguments.get("need_weights", True)
+        mask = torch_mask(q, k, attn_mask, padding, causal)
         if not cross:
             mask, call.statistics_mask = with_documents(mask, queries, keys)
-        call.mask = mask
         is_value_needed = call.has_collectors or call.has_listener or call.gate is not None
+        if not is_value_needed and call.statistics_mask is not None:
+            mask, call.statistics_mask = call.statistics_mask, None
+        call.mask = mask
         needed_value = v if is_value_needed else v[..., :1]
         result = attention(q, k, needed_value, mask=mask, statistics=call.requested, logsumexp=call.has_collectors)
         call.notify(Attended(q, k, v, result, mask))
@@ -265,9 +351,8 @@ def _notify_torch(layer: MultiheadAttention, session: Watcher, arguments: dict[s
             return None
         factors = gate_factors(call.gate, batch, layer.num_heads, queries).to(result.output.dtype)
         removed_heads = result.output * (1 - factors)
-        removed = F.linear(
-            removed_heads.transpose(1, 2).flatten(2), layer.out_proj.weight
-        )  # [batch, queries, embed_dim]
+        weight = layer.out_weight if isinstance(layer, FunctionArguments) else layer.out_proj.weight
+        removed = F.linear(removed_heads.transpose(1, 2).flatten(2), weight)  # [batch, queries, embed_dim]
     if query.ndim == 2:
         return removed[0]
     return removed if layer.batch_first else removed.transpose(0, 1)

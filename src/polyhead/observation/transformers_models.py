@@ -49,6 +49,8 @@ class CallContext:
 
     cross: bool = False
     first_key: int | None = None  # position of the first key still in the cache; None without a cache
+    first_query: int | Tensor = 0  # position of the first query in the cache
+    first_tokens: Tensor | None = None  # position of the first token of each sequence, [batch or 1]; None if unknown
 
 
 def interface_modules(model: nn.Module) -> tuple[nn.Module, ...]:
@@ -203,21 +205,27 @@ def record_context(
             )
         arguments = {**dict(zip(names, positional, strict=False)), **keywords}
         cross = any(name in names and arguments.get(name) is not None for name in SOURCES)
-        contexts[id(module)] = CallContext(cross, None if cross else _first_key(module, arguments))
+        first_tokens = getattr(arguments.get("attention_mask"), "first_tokens", None)
+        contexts[id(module)] = CallContext(
+            cross, *((None, 0) if cross else _positions(module, arguments)), first_tokens
+        )
 
     return module.register_forward_pre_hook(record, with_kwargs=True)
 
 
-def _first_key(module: nn.Module, arguments: dict[str, Any]) -> int | None:
-    """Return the number of keys that a sliding-window cache has dropped, as transformers computes it for masks."""
+def _positions(module: nn.Module, arguments: dict[str, Any]) -> tuple[int | None, int | Tensor]:
+    """Return the number of keys that a sliding-window cache has dropped, and that of tokens that a cache has seen."""
     caches = (arguments.get(name) for name in ("past_key_values", "past_key_value"))
     cache = next((candidate for candidate in caches if candidate is not None), None)
     layer, hidden = getattr(module, "layer_idx", None), arguments.get("hidden_states")
-    sizes = getattr(cache, "get_mask_sizes", None)
-    if sizes is None or layer is None or not isinstance(hidden, Tensor):
-        return None
-    offset = sizes(hidden.shape[1], layer)[1]
-    return offset if isinstance(offset, int) else None
+    if not hasattr(cache, "get_mask_sizes") or layer is None or not isinstance(hidden, Tensor):
+        return None, 0
+    assert cache is not None
+    offset = cache.get_mask_sizes(hidden.shape[1], layer)[1]  # as transformers computes it for masks
+    if not isinstance(offset, int):
+        return None, 0
+    seen = cache.get_seq_length(layer)
+    return offset, seen.clone() if isinstance(seen, Tensor) else seen  # a cache updates its tensor in place
 
 
 def infer_cross(module: nn.Module, query: Tensor, key: Tensor, mask: Mask | None) -> bool:

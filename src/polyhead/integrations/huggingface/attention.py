@@ -291,7 +291,11 @@ def _documents(
             )
         index = torch.arange(keys, device=key.device)
         ids = [torch.searchsorted(ends.to(index)[1:].contiguous(), index, right=True) for ends in (ends_q, ends_k)]
-        mask = Mask.documents(ids[0]) if ends_q is ends_k else Mask.documents(*ids) & Mask.positions(index, index)
+        if ends_q is ends_k:
+            mask = Mask.documents(ids[0])
+        else:  # positions count from the first key of each document, as `sink_mass` does
+            starts = [ends_k.to(index)[x.clamp_max(len(ends_k) - 1)] for x in ids]
+            mask = Mask.documents(*ids) & Mask.positions(index - starts[0], index - starts[1])
     if seq_idx is not None:
         if tuple(seq_idx.shape) not in ((batch, keys), (1, keys)) or queries != keys:
             raise OptionError(

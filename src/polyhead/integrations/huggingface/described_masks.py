@@ -46,6 +46,7 @@ class DescribedMask(Tensor):
 
     description: Mask
     made: Tensor | None  # the dense mask once materialised; it may have been modified, so it supersedes the description
+    first_tokens: Tensor | None  # [batch or 1], of each sequence among all tokens, also those that a cache has dropped
     anchor: Tensor
 
     @staticmethod
@@ -68,7 +69,7 @@ class DescribedMask(Tensor):
         anchor: Tensor | None = None,
     ) -> None:
         self.description = description
-        self.made = None
+        self.made = self.first_tokens = None
         # torch.compile requires at least one inner tensor.
         self.anchor = torch.empty(0, device=device) if anchor is None else anchor
         for name, part in zip(_part_names(description), description.tensors, strict=True):
@@ -84,10 +85,9 @@ class DescribedMask(Tensor):
         mask = args[0] if args else None
         if isinstance(mask, DescribedMask) and mask.made is None:
             if function in _SAME_VALUES:
-                return DescribedMask(mask.description, mask.shape, mask.dtype, mask.device)
+                return mask._moved(mask.device)
             if function is _aten._to_copy.default and keywords.get("dtype") in (None, mask.dtype):
-                device = torch.device(keywords.get("device") or mask.device)
-                return DescribedMask(mask.description.to(device), mask.shape, mask.dtype, device)
+                return mask._moved(torch.device(keywords.get("device") or mask.device))
         plain = tree_map_only(DescribedMask, DescribedMask.dense, (tuple(args), keywords))
         result = function(*plain[0], **plain[1])
         if isinstance(mask, DescribedMask) and _writes_first(function):
@@ -110,6 +110,12 @@ class DescribedMask(Tensor):
                 values = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
                 self.made = values if allowed is None else torch.where(allowed, values, torch.finfo(self.dtype).min)
         return self.made
+
+    def _moved(self, device: torch.device) -> DescribedMask:
+        description = self.description if device == self.device else self.description.to(device)
+        mask = DescribedMask(description, self.shape, self.dtype, device)
+        mask.first_tokens = None if self.first_tokens is None else self.first_tokens.to(device)
+        return mask
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DescribedMask({list(self.shape)}, {self.description!r})"

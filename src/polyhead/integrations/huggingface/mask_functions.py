@@ -7,7 +7,7 @@ for every pair by transformers itself, so that no constraint is lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import CodeType
@@ -129,7 +129,17 @@ def make_mask(
         description = Mask.dense(sdpa_mask(**sizes, allow_is_causal_skip=False))
     if description.is_everything and allow_is_bidirectional_skip:
         return None
-    return DescribedMask(description, (batch_size, 1, q_length, kv_length), dtype, device)
+    mask = DescribedMask(description, (batch_size, 1, q_length, kv_length), dtype, device)
+    if pattern is not None and kv_offset:
+        mask.first_tokens = _first_tokens([x for x in (attention_mask, *pattern.padding) if x is not None], device)
+    return mask
+
+
+def _first_tokens(non_padding: Sequence[Tensor], device: torch.device) -> Tensor | None:
+    """Return the first token of each sequence, [batch or 1], from padding masks [batch, tokens]; None if unknown."""
+    if not len(non_padding):
+        return torch.zeros(1, dtype=torch.int64, device=device)
+    return (non_padding[0].to(device) != 0).to(torch.uint8).argmax(-1) if len(non_padding) == 1 else None
 
 
 def _everything(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -228,14 +238,14 @@ def describe(
         if not positions.same_tokens or positions.key_offset or ids.shape[-1] != positions.keys:
             return None
         mask = mask & Mask.documents(ids)
+    starts: list[tuple[Tensor, Tensor]] = []  # of the chunks of queries and keys
     for size, left_padding in pattern.chunks:
-        key_ids, query_ids = (
-            (index - left_padding[:, None]) // size for index in (positions.key_index(), positions.query_index())
-        )
+        first = left_padding[:, None].to(positions.device)
+        query_ids, key_ids = ((x - first) // size for x in (positions.query_index(), positions.key_index()))
+        starts.append((first + query_ids * size, first + key_ids * size))
         if positions.same_tokens:
             mask = mask & Mask.documents(key_ids)
         else:
-            # Without positions, `sink_mass` is of the first key of a chunk, as where keys and queries are the same.
             mask = mask & Mask.documents(query_ids, key_ids)
             has_positions = has_positions or not positions.is_end_aligned
     non_padding = None
@@ -244,7 +254,7 @@ def describe(
             local = _local_padding(term.to(device=positions.device, dtype=torch.bool), positions)
             non_padding = local if non_padding is None else non_padding & local
     if has_positions:
-        return mask & _positions_mask(positions, non_padding)
+        return mask & _positions_mask(positions, non_padding, starts)
     if non_padding is None:
         return mask
     return mask & _padding(non_padding, positions, masks_queries=mask.right == 0 and not keeps_rows)
@@ -257,13 +267,22 @@ def _local_padding(non_padding: Tensor, positions: CallPositions) -> Tensor:
     return non_padding[:, positions.key_offset : positions.key_offset + positions.keys]
 
 
-def _positions_mask(positions: CallPositions, non_padding: Tensor | None) -> Mask:
-    """Return a mask with explicit positions, counted from the first non-padding token; -1 for masked keys."""
+def _positions_mask(
+    positions: CallPositions, non_padding: Tensor | None, starts: Sequence[tuple[Tensor, Tensor]]
+) -> Mask:
+    """Return a mask with explicit positions; -1 for masked keys.
+
+    They count from the first non-padding token, or from the start of the chunk, as `sink_mass` is of its first key.
+    """
     queries, keys = positions.query_index()[None], positions.key_index()[None]
+    first = torch.zeros_like(keys[:, :1])
     if non_padding is not None:
         first = torch.where(non_padding, keys, keys[:, -1:] + 1).amin(-1, keepdim=True)
-        queries, keys = queries - first, torch.where(non_padding, keys - first, -1)
-    return Mask.positions(queries, keys)
+    first_query, first_key = first, first
+    for of_queries, of_keys in starts:
+        first_query, first_key = torch.maximum(first_query, of_queries), torch.maximum(first_key, of_keys)
+    queries, keys = queries - first_query, keys - first_key
+    return Mask.positions(queries, keys if non_padding is None else torch.where(non_padding, keys, -1))
 
 
 def _padding(non_padding: Tensor, positions: CallPositions, *, masks_queries: bool) -> Mask:
