@@ -257,7 +257,7 @@ def test_queries_of_a_cache(options):
 
 
 def test_heads_that_a_module_receives_have_the_kind_of_the_module_around_it():
-    inner = Heads(flash())
+    inner = Heads(lambda query, key, value: flash()(query * 1.5, key, value))  # as by rotary embeddings
 
     class Outer(nn.Module):
         def __init__(self):
@@ -266,7 +266,7 @@ def test_heads_that_a_module_receives_have_the_kind_of_the_module_around_it():
 
         def forward(self, x, context=None):
             source = x if context is None else context
-            query, key = (part.unflatten(-1, (HEADS, DIM)).mul(1.5) for part in (x, source))
+            query, key = (part.unflatten(-1, (HEADS, DIM)) for part in (x, source))
             return self.inner(query, key, key)
 
     for context, kind in ((None, "self"), (tokens(seed=2), "cross"), (tokens(BATCH, SOURCE, seed=2), "cross")):
@@ -529,9 +529,9 @@ def test_a_substitute_for_a_package_is_observed_by_what_it_calls(packages):
 
 
 def test_an_error_of_the_call_is_its_own_and_nothing_is_counted():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'heads'"), torch.no_grad():
-        with polyhead.observe(Model(flash(heads=3))) as session:
-            session.model(tokens())
+    session = polyhead.observe(Model(flash(heads=3)))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'heads'"), torch.no_grad(), session:
+        session.model(tokens())
     assert session.observations.calls == {}
     assert session.skipped == []
 
@@ -737,6 +737,17 @@ def test_a_call_of_polyheads_operators_is_not_intercepted(packages):
 
     session = observed(Model(both), tokens())
     assert {site.name: count for site, count in session.observations.calls.items()} == {"layers.0": 1, "layers.1": 1}
+
+
+def test_calls_inside_of_modules_that_are_reported_in_another_way_are_not_intercepted(monkeypatch):
+    from polyhead.observation import intercepted_calls
+
+    monkeypatch.setattr(intercepted_calls, "uses_interface", lambda kind: kind is Attention)  # of transformers
+    model, x = Model(flash()), tokens()
+    model.own = Heads(flash())
+    model.register_forward_hook(lambda module, inputs, output: model.own(*(heads(TOKENS, 3),) * 3).flatten(2))
+    session = observed(model, x)
+    assert {site.name: count for site, count in session.observations.calls.items()} == {"own": 1}
 
 
 def test_copies_and_pickles_have_the_function(tmp_path, monkeypatch):

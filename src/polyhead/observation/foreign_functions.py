@@ -34,7 +34,7 @@ from polyhead.observation.attention_calls import (
 from polyhead.observation.torch_modules import is_same
 
 _HOMES = ("flash_attn", "flash_attn.flash_attn_interface", "xformers.ops", "xformers.ops.fmha")
-_PACKAGES = ("flash_attn", "xformers")
+_PACKAGES = ("flash_attn", "xformers", "mslk")  # mslk has the kernels of xformers, which re-exports them
 _XFORMERS_MASKS = "xformers.ops.fmha.attn_bias"
 
 _PADDED = HeadAxes(lambda x: x.transpose(1, 2), lambda x: x.transpose(1, 2))  # [batch, sequence, heads, head_dim]
