@@ -42,12 +42,6 @@ def _band(queries: int, keys: int, causal: bool, window: tuple[int, int]) -> Ten
     return allowed
 
 
-def _ids(offsets: Tensor, tokens: int) -> Tensor:
-    lengths = offsets.diff().tolist()
-    ids = torch.repeat_interleave(torch.arange(len(lengths)), offsets.diff())
-    return torch.cat([ids, torch.full((tokens - sum(lengths),), -1)])
-
-
 def _flash(q, k, v, dropout_p, softmax_scale, causal, window_size, return_attn_probs):
     allowed = _band(q.shape[1], k.shape[1], causal, window_size)
     result = _attend(q, k, v, allowed, scale=softmax_scale, dropout=dropout_p)
