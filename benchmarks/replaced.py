@@ -105,8 +105,8 @@ def _places(part: str, kind: str) -> Iterator[tuple[str, Callable[[Run], Iterato
             for causal in (False, True):
                 yield _named(text, causal), functools.partial(build, text=text, causal=causal, bound=bound)
     elif part == "dense":
-        for text, bound in DENSE_MASKS.items():
-            yield text, functools.partial(dense, text=text, bounds=bound)
+        for text, of_dense in DENSE_MASKS.items():
+            yield text, functools.partial(dense, text=text, bounds=of_dense)
     elif part == "decode":
         for text, bound in DECODE.items():
             yield text, functools.partial(one_token, text=text, bound=bound)
@@ -184,10 +184,9 @@ def dense(run: Run, *, text: str, bounds: Both) -> Iterator[Case]:
     for name, build in ((WITH, _dense_ours), (PYTORCH, _dense_pytorch)):
 
         def check(_: object, name: str = name, build: Any = build) -> None:
-            grads = _gradients(build(short.problem, short.leaves), short)()
-            check_gradients(name, short.problem, grads, short.upstream, None)
+            check_gradients(name, short.problem, _dense_step(build, short)(), short.upstream, None)
 
-        found.enter(name, lambda build=build: _gradients(build(problem, step.leaves), step), check)
+        found.enter(name, functools.partial(_dense_step, build, step), check)
     yield found.case("dense causal mask, forward + backward", text, [Pair(WITH, PYTORCH, backward)])
 
 
@@ -201,6 +200,10 @@ def _dense_pytorch(problem: Problem, leaves: tuple[Tensor, ...] | None = None) -
     mask, grouped = _lower_triangle(problem), problem.shape.group > 1
     query, key, value = (problem.query, problem.key, problem.value) if leaves is None else leaves
     return lambda: F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
+
+
+def _dense_step(build: Callable[..., Any], step: TrainingStep) -> Callable[[], tuple[Tensor, ...]]:
+    return _gradients(build(step.problem, step.leaves), step)
 
 
 def _lower_triangle(problem: Problem) -> Tensor:

@@ -120,22 +120,29 @@ def read_scaled_dot_product(
     elif attn_mask is not None:
         if is_causal:
             raise NotUnderstood("it has a mask and is_causal, which PyTorch did not define")
-        attn_mask = _split_mask(attn_mask, query, axes)
+        attn_mask = split_mask(attn_mask, query, axes)
     query, key, value = matching_heads(*(axes.split(x) for x in (query, key, value)), grouped=enable_gqa or rank == 4)
-    queries, keys = query.shape[2], key.shape[2]
     if is_causal and not ends_aligned:
-        # PyTorch aligns the first query with the first key.
-        if keys > queries:
-            key, value = key[:, :, :queries], value[:, :, :queries]
-        causal = Mask.causal()
-        if queries > keys:
-            positions = torch.arange(queries, device=query.device)
-            causal = causal & Mask.positions(positions, positions[:keys])
-        return AttentionCall(query, key, value, causal, scale, cross=False, axes=axes)
+        return causal_from_the_start(query, key, value, scale, axes)
     if is_causal:
         return AttentionCall(query, key, value, Mask.causal(), scale, cross=False, axes=axes)
+    queries, keys = query.shape[2], key.shape[2]
     mask = None if attn_mask is None else as_mask(attn_mask, queries, keys)
     return AttentionCall(query, key, value, mask, scale, is_cross(running, query, key, mask), axes)
+
+
+def causal_from_the_start(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, axes: HeadAxes
+) -> AttentionCall:
+    """Return a causal call whose first query is aligned with the first key, [batch, heads, sequence, head_dim]."""
+    queries, keys = query.shape[2], key.shape[2]
+    if keys > queries:
+        key, value = key[:, :, :queries], value[:, :, :queries]
+    causal = Mask.causal()
+    if queries > keys:
+        positions = torch.arange(queries, device=query.device)
+        causal = causal & Mask.positions(positions, positions[:keys])
+    return AttentionCall(query, key, value, causal, scale, cross=False, axes=axes)
 
 
 def read_multi_head(
@@ -238,7 +245,7 @@ def _head_counts(module: object, names: tuple[str, ...] = _HEAD_COUNTS) -> set[i
     return {count for count in counts if isinstance(count, int) and not isinstance(count, bool)}
 
 
-def _split_mask(mask: Tensor, query: Tensor, axes: HeadAxes) -> Tensor:
+def split_mask(mask: Tensor, query: Tensor, axes: HeadAxes) -> Tensor:
     """Return a mask that broadcasts to the logits as [batch or 1, heads or 1, queries or 1, keys or 1]."""
     if type(mask) not in (Tensor, nn.Parameter) or mask.is_nested:
         raise NotUnderstood(f"masks must be plain tensors, got {type(mask).__name__}")
@@ -481,7 +488,9 @@ def is_cross(running: RunningModule, query: Tensor, key: Tensor, mask: Mask | No
     # With fewer queries than keys, a mask that depends on the query means a cache, as do queries of all input tokens.
     if mask is not None and any(x.shape[2] > 1 for x in (*mask.allowed, *mask.biases)):
         return False
-    return own is None or own.ndim < 2 or own.shape[-2] != queries
+    if own is None or own.ndim < 2:
+        return True
+    return own.shape[-3 if own.ndim > 3 and _ends_in_heads(own, query) else -2] != queries
 
 
 def _is_named_cross(running: RunningModule) -> bool:
@@ -495,7 +504,13 @@ def _receives_heads(running: RunningModule, query: Tensor) -> bool:
     own = next(iter(running.tensors().values()), None)
     if own is None or own.ndim < 2:
         return False
-    return (own.ndim > 3 and own.shape[-2:] == query.shape[-2:]) or own.data_ptr() == query.data_ptr()
+    is_of_heads = own.ndim > 3 and (own.shape[-2:] == query.shape[-2:] or _ends_in_heads(own, query))
+    return is_of_heads or own.data_ptr() == query.data_ptr()
+
+
+def _ends_in_heads(x: Tensor, query: Tensor) -> bool:
+    """Return whether the last axes of an input are the heads, as in [batch, sequence, heads, head_dim]."""
+    return x.shape[-2:] == (query.shape[1], query.shape[3])
 
 
 def _has_tokens(x: Tensor, batch: int, count: int) -> bool:

@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache
-from types import CodeType
-from typing import Any, NamedTuple
+from functools import cache, wraps
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from polyhead.errors import OptionError
 from polyhead.layers.torch_compat import MultiheadAttention
-from polyhead.observation import flex_calls
+from polyhead.observation import flex_calls, foreign_functions
 from polyhead.observation.attention_calls import (
     AttentionCall,
     NotUnderstood,
@@ -59,7 +59,10 @@ from polyhead.ops.attended import Attended
 from polyhead.ops.attention import attention
 from polyhead.ops.common.gates import gate_factors
 
-FUNCTIONS = ("scaled_dot_product_attention", "flex_attention", "multi_head_attention_forward")
+FUNCTIONS = (
+    *("scaled_dot_product_attention", "flex_attention", "multi_head_attention_forward"),
+    *sorted(foreign_functions.NAMES),
+)
 MATERIALISED = "weights materialised by the model: slow, memory quadratic in the context length"
 _LIBRARIES = ("torch", "polyhead")
 _MATRIX_OPERATOR = next(
@@ -119,6 +122,8 @@ def _calls_attention(kind: type) -> bool:
         file = sys.modules.get(owner.__module__)
         is_own = _package(owner) != "transformers"
         for value in (owner, *(() if file is None else vars(file).values())):
+            if is_own and foreign_functions.is_foreign(value):
+                return True
             if getattr(value, "__module__", None) == owner.__module__ or (is_own and inspect.isfunction(value)):
                 members = vars(value).values() if inspect.isclass(value) else (value,)
                 if any(name in FUNCTIONS for code in _codes(members) for name in code.co_names):
@@ -223,6 +228,8 @@ class Interceptor:
             undo.callback(self._leave)
             # Before other hooks of the model, which may end what a session keeps of its forward.
             undo.callback(model.register_forward_hook(_ReportOf(self), prepend=True).remove)
+            modules = tuple(modules)
+            undo.enter_context(foreign_functions.replaced({type(x) for x in modules}, _wrapped_foreign))
             undo.enter_context(wrapped_calls(dict.fromkeys((*modules, *reported)), wrap))
             yield
 
@@ -376,14 +383,30 @@ class Interceptor:
                 reason = "its weights, a softmax of products, are not multiplied with values by matmul, bmm or einsum"
                 self.skipped[SkippedCall(site, reason)] = None
 
+    def running(self) -> RunningModule | None:
+        """Return the module that runs in this thread; None if its attention is reported in another way."""
+        stack: list[RunningModule] = getattr(self._threads, "stack", [])
+        return stack[-1] if len(stack) and not stack[-1].is_reported else None
+
     def attend(
         self, function: _Function, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run an attention function that a module calls, and report its attention."""
-        stack: list[RunningModule] = getattr(self._threads, "stack", [])
-        if not len(stack) or stack[-1].is_reported:
+        running = self.running()
+        if running is None:
             return original(*args, **kwargs)
-        running, result = stack[-1], None
+        return self.attend_in(running, function, original, args, kwargs)
+
+    def attend_in(
+        self,
+        running: RunningModule,
+        function: _Function,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run an attention function that this module calls, and report its attention."""
+        result = None
         if function.serve is None:
             result = original(*args, **kwargs)  # also checks its arguments
         site = self._next_site(running)
@@ -407,11 +430,9 @@ class Interceptor:
 
     def attend_multi_head(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `F.multi_head_attention_forward`, which projects its inputs and outputs, and report its attention."""
-        stack: list[RunningModule] = getattr(self._threads, "stack", [])
-        result = _MULTI_HEAD(*args, **kwargs)  # also checks its arguments
-        if not len(stack) or stack[-1].is_reported:
+        running, result = self.running(), _MULTI_HEAD(*args, **kwargs)  # also checks its arguments
+        if running is None:
             return result
-        running = stack[-1]
         site = self._next_site(running)
         try:
             layer, arguments, cross = read_multi_head(running, *args, **kwargs)
@@ -469,6 +490,42 @@ class _InterceptingMode(TorchFunctionMode):
         return self.interceptor.attend(function, func, args, kwargs or {})
 
 
+def _wrapped_foreign(foreign: foreign_functions.ForeignFunction) -> FunctionType:
+    """Return what is called in place of a function of another package: it reports to the sessions of its thread."""
+    function = _Function(foreign.read, foreign.output, foreign.with_output)
+
+    @wraps(foreign.original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("polyhead.ops."):
+            return foreign.original(*args, **kwargs)
+        return _attend_foreign(function, foreign.original, args, kwargs)
+
+    return cast("FunctionType", wrapper)
+
+
+def _attend_foreign(
+    function: _Function, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a function that no mode receives, and report its attention to every session whose module calls it."""
+    modes = [x for x in _get_current_function_mode_stack() if isinstance(x, _InterceptingMode)]  # the innermost last
+    calling = [(x.interceptor, running) for x in modes if (running := x.interceptor.running()) is not None]
+    calling = [(x, running) for x, running in calling if not uses_interface(type(running.module))]
+
+    def call(depth: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not depth:
+            return original(*args, **kwargs)
+        interceptor, running = calling[depth - 1]
+        return interceptor.attend_in(running, function, lambda *x, **y: call(depth - 1, x, y), args, kwargs)
+
+    try:
+        for _, running in calling:
+            running.is_reported = True  # hides the operators of the function, and those of the statistics
+        return call(len(calling), args, kwargs)
+    finally:
+        for _, running in calling:
+            running.is_reported = False
+
+
 def _remove_modes(interceptor: Interceptor) -> None:
     """Remove modes that an interrupt between two instructions has left behind in this thread."""
     modes = _get_current_function_mode_stack()
@@ -523,8 +580,9 @@ def why_nothing_called(model: nn.Module) -> str:
     """Return the error message for a model that ran without any attention that can be observed."""
     return (
         "observe supports transformers models, polyhead.MultiHeadAttention, torch.nn.MultiheadAttention and modules "
-        "that call F.scaled_dot_product_attention or flex_attention, or compute a softmax of products of queries and "
-        f"keys, got {type(model).__name__}, which ran without any of them; pass adapters for its attention modules: "
+        "that call F.scaled_dot_product_attention, flex_attention, flash_attn or xformers, or compute a softmax of "
+        f"products of queries and keys, got {type(model).__name__}, which ran without any of them; pass adapters for "
+        "its attention modules: "
         "observe(model, adapters=...)"
     )
 
