@@ -50,6 +50,7 @@ from polyhead.ops.attention import mask_rule
 from tests.costs.storages import measured, table_growth
 from tests.costs.test_memory import MIB, requested
 from tests.costs.test_memory import measured as measured_on_a_gpu
+from tests.pairs import in_turn
 
 WIDTH, HEADS, BATCH, TOKENS, PAST = 96, 6, 2, 160, 40
 PLAIN = {"bias": False}
@@ -159,15 +160,14 @@ OTHER_SIZES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("name", "size"),
+    ("name", "size", "dtype"),
     [
-        (name, size)
-        for name in OTHER_SIZES
-        for size, work in OTHER_WORK.items()
-        if work.source is None or not getattr(CONFIGS[name], "causal", False)
+        (name, size, dtype)
+        for name, size, dtype in in_turn(OTHER_SIZES, OTHER_WORK, (torch.float32, torch.bfloat16))
+        if OTHER_WORK[size].source is None or not getattr(CONFIGS[name], "causal", False)
     ],
+    ids=str,
 )
 def test_peak_at_other_sizes(name, size, dtype):
     check(CONFIGS[name], OTHER_WORK[size], dtype=dtype)
