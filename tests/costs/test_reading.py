@@ -145,7 +145,7 @@ def test_a_window_that_only_transformers_knows_of_is_filled_in_and_noted():
 
 def test_a_window_that_transformers_ignores_is_noted():
     found = {**GROUPED, "attention_bias": False, "sliding_window": 5}
-    note = "sliding_window is counted, which transformers ignores in llama"
+    note = "the plan applies sliding_window, which transformers ignores in llama"
     assert note in read_hf_config({**found, "model_type": "llama"}, complete=True).notes
     assert note not in read_hf_config({**found, "model_type": "llama", "sliding_window": None}, complete=True).notes
     assert not any("ignores" in note for note in read_hf_config({**found, "model_type": "mistral"}).notes)
@@ -260,9 +260,9 @@ def test_lists_of_layers_with_rope_are_checked_and_layers_without_need_no_time_f
     config = {"model_type": "smollm3", "attention_bias": False, **GROUPED}
     with pytest.raises(OptionError, match="no_rope_layers must have one entry for each of the 2 layers, got 3"):
         read_hf_config({**config, "no_rope_layers": [1, 0, 1]}, complete=True)
-    with pytest.raises(OptionError, match=r"must list the layers with RoPE \(no_rope_layers"):
+    with pytest.raises(OptionError, match=r"must contain no_rope_layers \(1 for each layer"):
         read_hf_config(config, complete=True)
-    with pytest.raises(OptionError, match="latent attention must all have RoPE"):
+    with pytest.raises(OptionError, match="all latent attention layers must have RoPE"):
         read_hf_config({**config, **LATENT, "no_rope_layers": [1, 0]}, complete=True)
     nested = {"full_attention": None, "sliding_attention": {"rope_theta": 1e4}}
     types = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "rope_parameters": nested}

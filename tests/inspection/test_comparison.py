@@ -337,7 +337,7 @@ def test_a_value_that_is_nan_in_one_run_alone_is_reported(run, tmp_path):
     assert compare(run, run).undefined == compare(broken, broken).undefined == ()
     for name, runs in (("B", (run, broken)), ("A", (broken, run))):
         text = printed(*runs, place=tmp_path / name)
-        assert f"3 values are NaN in {name} alone, and not compared: confidence, entropy of L0H1, L1H2" in text
+        assert f"3 values not compared, since they are NaN in {name} only: confidence, entropy of L0H1, L1H2" in text
     assert "alone" not in printed(run, run, place=tmp_path / "same")
     columns["mean_distance"][:] = math.nan  # the whole column
     printed(run, broken, place=tmp_path / "column")
@@ -349,4 +349,4 @@ def test_a_value_that_is_nan_in_one_run_alone_is_reported(run, tmp_path):
         "mean_distance",
     ]
     text = CliRunner().invoke(app, options).output
-    assert "8 values are NaN in B alone, and not compared: mean_distance of L0H0, L0H1" in text
+    assert "8 values not compared, since they are NaN in B only: mean_distance of L0H0, L0H1" in text

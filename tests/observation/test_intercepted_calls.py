@@ -900,7 +900,7 @@ def test_keys_without_a_position_in_the_function_are_listed(option):
     model, x = build(MultiHeadFunction(**{option: True})), tokens()
     with torch.no_grad(), polyhead.observe(model) as session:
         model(x, x, x)
-    assert "keys beside those that it projects" in session.skipped[0].reason
+    assert "not all projected from its inputs" in session.skipped[0].reason
 
 
 class Scaled(nn.MultiheadAttention):
@@ -948,7 +948,7 @@ def test_a_forward_of_its_own_around_our_version_of_torchs_layer_is_refused():
         def forward(self, query, key, value, **options):
             return super().forward(3 * query, key, value, **options)
 
-    with pytest.raises(OptionError, match=r"with a forward of its own cannot be observed: .* got Ours;"):
+    with pytest.raises(OptionError, match=r"that override forward cannot be observed, .* got Ours;"):
         polyhead.observe(nn.Sequential(Ours(WIDTH, HEADS), nn.MultiheadAttention(WIDTH, HEADS)))
 
 

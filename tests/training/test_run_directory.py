@@ -113,7 +113,7 @@ def test_all_steps_of_a_run_have_the_same_heads(tmp_path, monkeypatch, rows, is_
         writer.load_state_dict(state)
     (*_, last) = monitor.history.records()
     fewer = dataclasses.replace(last, step=2, heads=last.heads[1:], values=last.values[:, 1:], measured=None)
-    with pytest.raises(OptionError, match="the same heads and statistics in every step"):
+    with pytest.raises(OptionError, match="must have the same heads and statistics"):
         writer.on_record(fewer)
     writer.on_exit()
     assert load_run(tmp_path).steps == (0, 1)

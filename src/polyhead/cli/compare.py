@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from polyhead.inspection.heads import Head
 
 UNTESTED_ROWS, LARGE_CHANGE = 5, 0.1  # number and minimum relative change of shown values without an error estimate
-NAMED = 8  # heads without a number that are named
+NAMED = 8  # at most so many heads with NaN are listed
 
 
 def compare(
@@ -110,7 +110,7 @@ def compare(
             places = list(dict.fromkeys(_in_both(x.head, x.head_after, stacked=stacked) for x in missing))
             more = f" and {len(places) - NAMED} more" if len(places) > NAMED else ""
             console.print(
-                f"{len(missing)} values are NaN in {label} alone, and not compared: {columns} of "
+                f"{len(missing)} values not compared, since they are NaN in {label} only: {columns} of "
                 f"{', '.join(places[:NAMED])}{more}",
                 style="yellow",
                 markup=False,

@@ -259,9 +259,9 @@ _REASONS = {
         "重要性：掩码语言模型的损失需要掩码词元，而此分词器没有",
     ),
     "two_stacks": Text(
-        "importance: auto measures models of one stack, got an encoder-decoder; polyhead.analysis.ablate measures it "
-        "on batches that have decoder_input_ids",
-        "重要性：自动方式只测量单一堆栈的模型，而此模型是编码器-解码器；消融函数可在含有解码器输入的批次上测量",
+        "importance: auto does not measure encoder-decoders; call polyhead.analysis.ablate with batches that contain "
+        "decoder_input_ids",
+        "重要性：auto 不测量编码器-解码器模型；请用含有 decoder_input_ids 的批次调用 polyhead.analysis.ablate",
     ),
     "importance_error": Text("importance: {error}", "重要性：{error}"),
     "every_pair": Text(

@@ -25,7 +25,7 @@ _HEAD_COUNTS = ("num_heads", "n_heads", "heads", "n_head", "nhead", "num_attenti
 _SOURCES = (*SOURCES, "context", "memory", "encoder_out", "encoder_output", "source", "xa", "kv", "key", "k")
 CACHES = 8  # caches of a site that may take turns
 _LATER = 1 << 40
-_COMPARED = 16  # numbers of a key that are compared with those of all sequences, before all are with those of one
+_COMPARED = 16  # channels compared with every stored start; only the best match is compared in full
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 _CROSS_NAMES = ("encoder_attn", "src_attn", "enc_attn")
 
@@ -154,7 +154,9 @@ def read_multi_head(
     given = arguments.arguments
     check_plain(given["query"], given["key"], given["value"])
     if any(given[name] is not None for name in ("bias_k", "static_k", "static_v")) or given["add_zero_attn"]:
-        raise NotUnderstood("it attends to keys beside those that it projects, of bias_k, add_zero_attn or static_k")
+        raise NotUnderstood(
+            "its keys or values are not all projected from its inputs: it has bias_k, add_zero_attn or static_k"
+        )
     projections = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
     layer = FunctionArguments(
         embed_dim=given["embed_dim_to_check"],
@@ -303,13 +305,13 @@ class SequenceStart:
         return cls(first, _keys_at(key, first), is_padded)
 
     def is_of(self, key: Tensor, which: Tensor, dropped: int) -> Tensor:
-        """Return which sequences of a cache began like the one of these that `which`, [batch], names: [batch]."""
+        """Return whether each sequence of a cache began like the stored one at index `which`; both [batch]."""
         index = self.first[which] - dropped
         is_held = (index >= 0) & (index < key.shape[2])
         return is_held & (_keys_at(key, index) == self.key[which]).flatten(1).all(-1)
 
     def like(self, key: Tensor, dropped: int) -> Tensor:
-        """Return which of these each sequence of a cache may have begun like, [batch], by a part of one key head."""
+        """Return the index of the stored start that each sequence matches in part of one KV head, [batch]."""
         index = (self.first - dropped).clamp(0, key.shape[2] - 1)
         parts = key.detach()[:, 0, :, :_COMPARED][:, index]  # [batch, starts, part of head_dim]
         return (parts == self.key[:, 0, :_COMPARED]).all(-1).to(torch.uint8).argmax(1)

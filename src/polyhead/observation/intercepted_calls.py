@@ -92,9 +92,9 @@ def calling_modules(model: nn.Module, observed: Iterable[nn.Module]) -> tuple[nn
     for x in overridden:
         if isinstance(x, MultiheadAttention):
             raise OptionError(
-                "a subclass of polyhead's MultiheadAttention with a forward of its own cannot be observed: it calls "
-                f"no function of PyTorch, got {type(x).__name__}; derive it from torch.nn.MultiheadAttention, or pass "
-                "adapters"
+                "subclasses of polyhead's MultiheadAttention that override forward cannot be observed, since they call "
+                f"no attention function of PyTorch, got {type(x).__name__}; subclass torch.nn.MultiheadAttention "
+                "instead, or pass adapters"
             )
     own = [x for x in modules if _package(type(x)) not in _LIBRARIES or isinstance(x, torch.fx.GraphModule)]
     has_others = len(others) > 0
@@ -580,10 +580,9 @@ def why_nothing_called(model: nn.Module) -> str:
     """Return the error message for a model that ran without any attention that can be observed."""
     return (
         "observe supports transformers models, polyhead.MultiHeadAttention, torch.nn.MultiheadAttention and modules "
-        "that call F.scaled_dot_product_attention, flex_attention, flash_attn or xformers, or compute a softmax of "
-        f"products of queries and keys, got {type(model).__name__}, which ran without any of them; pass adapters for "
-        "its attention modules: "
-        "observe(model, adapters=...)"
+        "that call F.scaled_dot_product_attention, F.multi_head_attention_forward, flex_attention, flash_attn or "
+        f"xformers, or compute a softmax of products of queries and keys, got {type(model).__name__}, which ran "
+        "without any of them; pass adapters for its attention modules: observe(model, adapters=...)"
     )
 
 

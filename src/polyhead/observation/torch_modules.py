@@ -92,9 +92,9 @@ def watched(layer: nn.Module, session: Watcher) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _WithLastHook:
-    """Method of a module that runs it, with the session's hook after those that were registered since it was entered.
+    """Run a module with the session's pre-hook last, after those registered inside the session.
 
-    These may change the inputs or the weights.
+    Such hooks may change the inputs or the weights.
     """
 
     call: Callable[..., Any]

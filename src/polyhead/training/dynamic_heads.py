@@ -146,7 +146,7 @@ class DynamicHeads:
                 )
             if change.revive and heads <= change.prune + change.revive and change.below == math.inf:
                 raise OptionError(
-                    f"a head of the model must be neither pruned nor reset, got {change.prune} to prune and "
+                    f"at least one head must be neither pruned nor revived, got {change.prune} to prune and "
                     f"{change.revive} to revive of {heads} heads at step {step}; revive fewer, or set below"
                 )
             heads += change.grow - (change.prune if change.below == math.inf else 0)

@@ -82,9 +82,9 @@ class HeadMonitor:
     Inside the `with` block forwards of the model in training mode are observed; `step` ends a step, and `history` has
     a row for every observed step. Non-padding tokens of all micro-batches of the step count; evaluation and recomputed
     layers do not. Statistics are reduced on the device, and their copy to the host is read at most two steps later, so
-    that nothing waits for the device. A loop that catches an error and repeats the step calls `discard` before, so that
-    only the second attempt counts. In a process group they are those of the data of all ranks, by one all-reduce in
-    each observed step; the loss is the mean over ranks, and gradients are those of this mean.
+    that nothing waits for the device. If a loop catches an error and repeats the step, it must call `discard` first, so
+    that only the second attempt counts. In a process group they are those of the data of all ranks, by one all-reduce
+    in each observed step; the loss is the mean over ranks, and gradients are those of this mean.
 
     A compiled model of transformers stays compiled, except in the first observed step: observed steps have a second
     version of its code, without more graph breaks. One that cannot be observed like this, for instance with
@@ -307,13 +307,13 @@ class HeadMonitor:
             self._switch()
 
     def reset_stop(self) -> None:
-        """Withdraw the callbacks' requests to stop, which were those of an earlier loop."""
+        """Reset `should_stop` of all callbacks, which an earlier loop may have set."""
         self._read(wait=True)
         for callback in self.callbacks:
             callback.should_stop = False
 
     def discard(self) -> None:
-        """Discard what was observed of the current step: of an attempt that ended in an error, or an earlier loop."""
+        """Discard the observations of the current step, e.g. of a failed attempt or an unfinished earlier loop."""
         self._session.take()
         self._signals.discard()
 

@@ -107,9 +107,9 @@ def check_unobserved(model: nn.Module) -> None:
     """Raise if a session observes the model: it would attribute the values of edited heads to those before them."""
     if is_observed(model):
         raise OptionError(
-            f"the heads of a model are changed while nothing observes it, got {type(model).__name__} inside the block "
-            "of a HeadMonitor, QKClip, HeadGates, DropHead or polyhead.observe; leave it first, and enter another one "
-            "afterwards (DynamicHeads takes a monitor itself)"
+            f"heads must not be changed while a session observes the model, got {type(model).__name__} inside the "
+            "block of a HeadMonitor, QKClip, HeadGates, DropHead or polyhead.observe; exit the block first and enter a "
+            "new one afterwards (DynamicHeads takes a monitor itself)"
         )
 
 

@@ -88,7 +88,10 @@ class RunDirectory(MonitorCallback):
         self._open()
         self._shape = self._shape or (record.heads, record.columns)
         if (record.heads, record.columns) != self._shape:
-            raise OptionError(f"a run has the same heads and statistics in every step, got others in {self.folder}")
+            raise OptionError(
+                "all steps of a run must have the same heads and statistics, got others at step "
+                f"{record.step} in {self.folder}; write them to another folder"
+            )
         if record.step <= self._last:
             raise OptionError(
                 f"the steps of a run increase, got step {record.step} after {self._last}; use another one"

@@ -49,7 +49,7 @@ def test_the_config_inside_describes_the_edited_heads_and_comes_back(tmp_path):
     torch.testing.assert_close(again(IDS).last_hidden_state, expected, rtol=0, atol=0)
     save(outer.inner, tmp_path / "saved")
     torch.testing.assert_close(load(tmp_path / "saved")(IDS).last_hidden_state, expected, rtol=0, atol=0)
-    with pytest.raises(OptionError, match=r"got Outer; save model.inner \(LlamaModel\), and put the loaded one in its"):
+    with pytest.raises(OptionError, match=r"got Outer; save model.inner \(LlamaModel\) instead, load it and assign it"):
         save(outer, tmp_path / "outer")
     record.save(tmp_path / "record")
     undo(outer, EditRecord.load(tmp_path / "record"))

@@ -93,7 +93,7 @@ def read_hf_config(
     configs = _layers(fields, family, family_name, layers, notes)
     groups = tuple(LayerGroup(x, 1) for x in configs) if by_layer else grouped(configs)
     if known and family_name not in WINDOWED and any(getattr(x, "window", None) for x in configs):
-        notes.append(f"sliding_window is counted, which transformers ignores in {family_name}")
+        notes.append(f"the plan applies sliding_window, which transformers ignores in {family_name}")
     if not known:
         notes.append(_check_against_built(groups, text_config, family_name, complete=complete))
     if fields.refusal is not None:
@@ -116,7 +116,8 @@ def _layers(fields: Fields, family: Family, name: str, layers: int, notes: list[
     if fields.find("kv_lora_rank") is not None:
         if not all(_listed_rotary(fields, name, layers)):
             raise OptionError(
-                f"layers of latent attention must all have RoPE, got a config of {name} in which some have none"
+                f"all latent attention layers must have RoPE, got a {name} config with layers without it; plan layouts "
+                "of their own for these"
             )
         return [_latent(fields, family)] * layers
     if family.latent:
@@ -140,8 +141,8 @@ def _listed_rotary(fields: Fields, name: str, layers: int) -> list[bool]:
         return [bool(x) for x in listed]
     if name == "smollm3":
         raise OptionError(
-            "a config of smollm3 must list the layers with RoPE (no_rope_layers, 1 for each of them), got none; add "
-            "it, or install transformers, which supplies the default"
+            "a smollm3 config must contain no_rope_layers (1 for each layer with RoPE, otherwise 0), got none; add it, "
+            "or install transformers, which supplies the default"
         )
     return [True] * layers
 

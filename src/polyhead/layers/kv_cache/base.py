@@ -314,7 +314,7 @@ class KVCache(ABC):
             )
         if filled_by is layer and edits != layer.kv_edits and self._max_length:
             raise CacheError(
-                f"a cache holds the keys and values of a layer's present heads, got one that {type(layer).__name__} "
+                f"a cache must hold keys and values of a layer's current heads, got one that {type(layer).__name__} "
                 "filled before its heads were edited; start with an empty cache and pass all tokens again"
             )
         if filled_by is not layer or edits != layer.kv_edits:

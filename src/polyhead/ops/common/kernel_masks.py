@@ -49,7 +49,7 @@ def pack(visibility: Visibility, *, poison: Tensor | None = None, for_columns: b
     }
     of_queries, of_keys = _dense_intervals(visibility, for_columns=for_columns)
     dense_terms = len(visibility.biases) + (visibility.allowed is not None)
-    # Kernels compare positions with a band; of token positions they do not know which tiles are inside.
+    # With explicit token positions, kernels cannot tell from a tile's indices whether it lies inside a band.
     is_band_regular = visibility.query_positions is None or (visibility.left is None and visibility.right is None)
     has_full_tiles = not len(visibility.biases) and len(of_queries) == dense_terms and is_band_regular
     of_queries += of_documents[:1]
@@ -81,8 +81,8 @@ def pack(visibility: Visibility, *, poison: Tensor | None = None, for_columns: b
     return arguments.with_dense(bias=bias, table=None if relative is None else relative.table)
 
 
-# First and last visible index, [batch or 1, tokens], the last lower if there is none; and again the first if all in
-# between are visible, else `GAPS`.
+# (first, last, full), each [batch or 1, tokens]: first and last visible index, last < first if there is none; full is
+# `first` if every index in between is visible, else `GAPS`.
 _Interval = tuple[Tensor, Tensor, Tensor]
 
 
@@ -129,7 +129,7 @@ def _ends(pairs: Tensor) -> _Interval:
 
 
 def _interval_of(first: Tensor, last: Tensor, count: Tensor, size: int) -> _Interval:
-    """Return an interval from its ends and the number of visible indices, where it is not 0."""
+    """Return an interval from its ends and the number of visible indices; an empty one if that is 0."""
     is_full = (count > 0) & (count == last - first + 1)
     occurs = count > 0
     return torch.where(occurs, first, size), torch.where(occurs, last, -1), torch.where(is_full, first, GAPS)

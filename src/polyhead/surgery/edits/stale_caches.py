@@ -28,7 +28,7 @@ def refuse_stale_cache(model: nn.Module, args: object, arguments: Mapping[str, A
         keys = _cached_keys(of_kind, index)
         if keys is not None and expected is not None and keys.shape[1] != expected:
             raise CacheError(
-                f"a cache has the KV heads of the layers that fill it, {expected} in {name!r} since its heads were "
+                f"a cache must have as many KV heads as its layer, {expected} in {name!r} since its heads were "
                 f"edited, got a cache with {keys.shape[1]}; start with a new cache and pass all tokens again"
             )
 

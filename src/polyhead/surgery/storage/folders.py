@@ -82,8 +82,8 @@ def written_atomically(
 
     If the body raises, or the process is killed in it, `folder` is unchanged. A folder that is replaced swaps its name
     with the temporary one, and is deleted last. `before_rename` is called when all is on disk, `after_rename` when the
-    folder has its name; several processes do this one after the other. What earlier processes left that were killed is
-    deleted, too; what others are writing is not.
+    folder has its name; only one process at a time does this. Temporary folders of killed processes are deleted as
+    well; those of running processes are not.
     """
     check_free(folder, replace=replace)
     folder = folder.absolute()

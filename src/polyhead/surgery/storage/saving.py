@@ -264,7 +264,7 @@ def check_savable(model: nn.Module, folder: Path | None = None) -> None:
     if not is_pretrained(model):
         inner = ", ".join(f"model.{path} ({type(x).__name__})" for path, x in pretrained_models(model).items())
         ours = "store a polyhead layer as polyhead.layers.config_of(layer) and layer.state_dict()"
-        hint = f"save {inner}, and put the loaded one in its place" if inner else ours
+        hint = f"save {inner} instead, load it and assign it to the same attribute" if inner else ours
         raise OptionError(f"only transformers models can be saved, got {type(model).__name__}; {hint}")
     import transformers
 

@@ -61,7 +61,7 @@ def check_undo_folder(folder: Path, *, replace: bool = False) -> None:
 def leftovers(folder: Path) -> dict[Path, str | None]:
     """Return the models that killed writes of this folder left under temporary names, with their records' digests.
 
-    None of a model without a record. Those that other processes are writing now are locked, and not among them.
+    The digest is None for a model without a record. Folders that another process is writing are left out.
     """
     real = folder.resolve()
     digests: dict[Path, str | None] = {}
@@ -94,7 +94,7 @@ def _is_locked(folder: Path) -> bool:
 
 
 def _lock(handle: int, *, wait: bool = True) -> bool:
-    """Lock an open folder; False if another process has it. File systems without locks have none taken."""
+    """Lock an open folder; return False if another process holds the lock. Where locks are unsupported, do nothing."""
     if sys.platform != "win32":
         import fcntl
 

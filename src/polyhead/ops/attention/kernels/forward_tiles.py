@@ -178,7 +178,7 @@ def update_softmax_state(
         visible_keys,
     ) = state
     EXACT: tl.constexpr = tile_q.dtype == tl.float32
-    # The positions of a full tile are known from its indices, and what masses count is not in it.
+    # Without explicit positions, distances in a full tile follow from its indices, and no key in it counts to a mass.
     REGULAR: tl.constexpr = FULL and mask.key_position is None and mask.key_ordinal is None
     i_kv_head = i_head // sizes.group
     first_key = i_tile * BLOCK_N

@@ -1,7 +1,7 @@
 """Find where queries see keys in a dense mask, a bias or documents: the first, the last, and whether all in between.
 
 Memory-bound for a mask, which is read once; documents compare each pair of tokens, 268 million at 16,384 tokens. Plain
-PyTorch needs four passes over a mask, and sorts documents with some twenty kernels.
+PyTorch needs four passes over a mask, and has to sort documents.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def document_ends(ids: Tensor, others: Tensor, *, none: int) -> tuple[Tensor, En
 
     Args:
         ids: of the tokens, [batch or 1, rows]; a negative one sees nothing.
-        others: of the others, [batch or 1, columns].
-        none: the new id of tokens that see nothing. That of the others is the index of the first token that they see.
+        others: ids to match, [batch or 1, columns].
+        none: new id of tokens that see nothing; every other token gets the index of the first one that it sees.
     """
     batch, rows, columns = max(ids.shape[0], others.shape[0]), ids.shape[1], others.shape[1]
     ids, others = (x if x.stride(1) == 1 else x.contiguous() for x in (ids, others))

@@ -178,7 +178,7 @@ def pack_rows(rows: SelectedRows, mask: MaskArguments, batch: int) -> Rows:
 
 
 def without_full_spans(call: KernelCall) -> KernelCall:
-    """Return a call whose mask has full spans of no query: the rows of a block need not be adjacent."""
+    """Return a call without the full spans of its mask, which assume that the rows of a block are adjacent."""
     return replace(call, mask=call.mask._replace(full_key=None, full_query=None))
 
 
