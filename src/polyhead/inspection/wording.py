@@ -261,7 +261,7 @@ _REASONS = {
     "two_stacks": Text(
         "importance: auto does not measure encoder-decoders; call polyhead.analysis.ablate with batches that contain "
         "decoder_input_ids",
-        "重要性：auto 不测量编码器-解码器模型；请用含有 decoder_input_ids 的批次调用 polyhead.analysis.ablate",
+        "重要性：自动方式不测量编码器-解码器模型；请用含有解码器输入的批次调用消融函数",
     ),
     "importance_error": Text("importance: {error}", "重要性：{error}"),
     "every_pair": Text(
