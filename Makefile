@@ -29,7 +29,7 @@ SOURCES := pyproject.toml constraints.txt
 # would rewrite the assertions of all tests anew, and each process that a test starts would compile polyhead.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help demo examples test test-fast test-gpu test-numerics test-cluster lint docs package bench coverage frontend system \
+.PHONY: help demo examples test test-long test-fast test-gpu test-numerics test-cluster lint docs package bench coverage frontend system \
 	system-python system-compiler \
 	system-browser system-node clean
 
@@ -48,10 +48,13 @@ examples: $(VENV)/.installed-dev ## run scripts and notebooks in full, and recor
 
 # SCREENSHOTS=FOLDER keeps pictures of the pages that the browser tests open, which no test looks at.
 test: $(VENV)/.installed-dev | system-compiler system-browser ## run the tests and the examples in docstrings
-	@POLYHEAD_SCREENSHOTS=$(SCREENSHOTS) $(PYTEST) $(PYTEST_FLAGS)
+	@POLYHEAD_SCREENSHOTS=$(SCREENSHOTS) $(PYTEST) -m 'not long' $(PYTEST_FLAGS)
+
+test-long: $(VENV)/.installed-dev | system-compiler system-browser ## run the tests that take long, which `make test` leaves out
+	@POLYHEAD_SCREENSHOTS=$(SCREENSHOTS) $(PYTEST) -m long $(PYTEST_FLAGS)
 
 test-fast: $(VENV)/.installed-dev ## two cases of each test that needs no compiler, browser or interpreter and is not slow
-	@$(PYTEST) -m 'not (compile or interpreter or browser or slow)' --cases 2 $(PYTEST_FLAGS)
+	@$(PYTEST) -m 'not (compile or interpreter or browser or slow or long)' --cases 2 $(PYTEST_FLAGS)
 
 # With the interpreter that is there and what is installed beside it: a CUDA build of torch is not what .venv has.
 test-gpu: ## run the tests that need a CUDA device, and write a record of the run

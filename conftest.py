@@ -1,7 +1,8 @@
 """Collection of all tests: examples where there are any, GPU tests where there is a GPU, and groups by what they run.
 
-`make test-fast` leaves out the groups `compile`, `interpreter`, `browser` and `slow`. The first two are found by what
-the code of a test reaches, so that no test has to be marked by hand.
+`make test` leaves out the group `long`, which `make test-long` runs; `make test-fast` also leaves out `compile`,
+`interpreter`, `browser` and `slow`. `compile` and `interpreter` are found by what the code of a test reaches, so that
+no test has to be marked by hand.
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ GROUPS = {
     "interpreter": frozenset({"in_the_interpreter"}),
     "compile": frozenset({"compile", "export", "aot_function", "aot_module", "make_fx", "onnx", "dynamo_export"}),
 }
-# Tests that take long and belong to no group, one a line, as they were measured.
-SLOW = Path(__file__).parent / "tests" / "slow.txt"
+NO_LONG = "`make test-long` runs them"
+# One test a line, as they were measured; with its case in brackets where only that one takes long.
+SLOW = Path(__file__).parent / "tests" / "slow.txt"  # of no other group, more than 0.2 s
+LONG = Path(__file__).parent / "tests" / "long.txt"  # more than a second, with a shorter test of the same
 # Modules and tests that are collected stay, so that searching them again and again for garbage finds none.
 gc.set_threshold(100_000, 50, 100)
 _thaw = gc.unfreeze
 _frozen_modules = 0
 _left_out: Counter[str] = Counter()  # GPU tests that were not collected, by file
+_long = 0  # long tests that were left out
 
 
 @cache
@@ -85,16 +89,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = _spread([item.nodeid.partition("[")[0] for item in items], most)
         config.hook.pytest_deselected(items=[item for item, kept in zip(items, chosen, strict=True) if not kept])
         items[:] = [item for item, kept in zip(items, chosen, strict=True) if kept]
-    slow = frozenset(SLOW.read_text("utf-8").split())
+    listed = {mark: frozenset(file.read_text("utf-8").splitlines()) for mark, file in (("slow", SLOW), ("long", LONG))}
     for item in items:
-        if item.nodeid.partition("[")[0] in slow:
-            item.add_marker("slow")
+        for mark, names in listed.items():
+            if not names.isdisjoint((item.nodeid, item.nodeid.partition("[")[0])):
+                item.add_marker(mark)
         function = getattr(item, "function", None)
         for group, names in GROUPS.items():
             if isinstance(function, types.FunctionType) and _reaches(function, names):
                 item.add_marker(group)
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker("browser")
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    global _long
+    if all(item.get_closest_marker("long") for item in items):
+        _long += len(items)
 
 
 def _spread(names: list[str], most: int) -> list[bool]:
@@ -170,13 +181,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     atexit.register(gc.unfreeze)
     workeroutput = getattr(session.config, "workeroutput", None)
     if workeroutput is not None:
-        workeroutput["left_out"] = dict(_left_out)
+        workeroutput["left_out"], workeroutput["long"] = dict(_left_out), _long
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    for name, count in getattr(node, "workeroutput", {}).get("left_out", {}).items():
+    global _long
+    output = getattr(node, "workeroutput", {})
+    for name, count in output.get("left_out", {}).items():
         _left_out[name] = max(_left_out[name], count)  # every worker has collected all
+    _long = max(_long, output.get("long", 0))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -189,3 +203,5 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"SKIPPED [{count}] {reason}")
     if _left_out:
         terminalreporter.write_line(f"NOT COLLECTED [{sum(_left_out.values())} GPU tests] {NO_GPU}")
+    if _long:
+        terminalreporter.write_line(f"LEFT OUT [{_long} long tests] {NO_LONG}")

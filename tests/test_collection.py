@@ -123,9 +123,37 @@ def test_few_cases_of_each_test_are_spread_over_all_of_them(rules: ModuleType) -
     assert rules._spread(names, 2) == [True, True, False, False, False, True, True, True]
 
 
-def test_slow_tests_are_listed_by_the_names_they_have(rules: ModuleType) -> None:
-    listed = rules.SLOW.read_text("utf-8").split()
+def test_slow_and_long_tests_are_listed_by_the_names_they_have(rules: ModuleType) -> None:
+    listed = [name for file in (rules.SLOW, rules.LONG) for name in file.read_text("utf-8").splitlines()]
     assert [name for name, count in Counter(listed).items() if count > 1] == []
     for name in listed:
-        file, _, test = name.partition("::")
+        file, _, test = name.partition("[")[0].partition("::")
         assert f"def {test}(" in (ROOT / file).read_text("utf-8"), name
+
+
+def test_long_tests_are_marked_and_counted_where_they_alone_are_left_out(rules: ModuleType, tmp_path: Path) -> None:
+    rules.SLOW, rules.LONG = tmp_path / "slow.txt", tmp_path / "long.txt"
+    rules.SLOW.write_text("tests/test_x.py::test_a\n")
+    rules.LONG.write_text("tests/test_x.py::test_b[long case]\ntests/test_x.py::test_c\n")
+    marks: dict[str, list[str]] = {}
+
+    def item(name: str) -> Any:
+        added = marks.setdefault(name, [])
+        known = {"nodeid": f"tests/test_x.py::{name}", "add_marker": added.append}
+        return SimpleNamespace(get_closest_marker=lambda mark: mark in added or None, **known)
+
+    items = [item(name) for name in ("test_a[1]", "test_b[long case]", "test_b[short]", "test_c[1]", "test_d")]
+    rules.pytest_collection_modifyitems(SimpleNamespace(getoption=lambda name: None), items)
+    assert marks == {
+        "test_a[1]": ["slow"],
+        "test_b[long case]": ["long"],
+        "test_b[short]": [],
+        "test_c[1]": ["long"],
+        "test_d": [],
+    }
+    rules.pytest_deselected([items[1], items[3]])  # as -m 'not long' does
+    rules.pytest_deselected([items[1], items[4]])  # as -k does
+    rules.pytest_testnodedown(SimpleNamespace(workeroutput={"long": 1}))
+    lines: list[str] = []
+    rules.pytest_terminal_summary(SimpleNamespace(stats={}, write_line=lines.append))
+    assert lines == ["LEFT OUT [2 long tests] `make test-long` runs them"]

@@ -192,7 +192,7 @@ def test_pins_satisfy_the_declared_ranges(project, pins):
     assert wrong == []
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "test-fast", "lint", "docs", "package", "bench"])
+@pytest.mark.parametrize("target", ["demo", "test", "test-long", "test-fast", "lint", "docs", "package", "bench"])
 def test_a_target_makes_its_environment_before_it_runs(project_root, tmp_path, target):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     try:
