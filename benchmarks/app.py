@@ -171,6 +171,25 @@ def monitoring(
     _run(steps, gpu, output, commit=commit, quick=quick, seed=seed)
 
 
+@app.command("one-rank")
+def one_rank(
+    output: ResultFile = None,
+    only: Annotated[str | None, typer.Option(metavar="PART,...", help="Any of tensor, context.")] = None,
+    quick: Quick = False,
+    seed: Seed = 0,
+    commit: Commit = None,
+) -> None:
+    """Measure what the distributed paths cost in a group of one rank, against the same calls without a group.
+
+    On a CUDA machine with NCCL: language models in bfloat16 whose heads `HeadParallel` distributes, and
+    `context_attention` with statistics. Elsewhere with gloo: small ones, without bounds.
+    """
+    from benchmarks import one_rank
+
+    parts, gpu = _parts(only, one_rank.PARTS), _gpu()
+    _run(one_rank.plan(parts, quick=quick, seed=seed, gpu=gpu), gpu, output, commit=commit, quick=quick, seed=seed)
+
+
 @app.command("viewer")
 def viewer(output: ResultFile = None, quick: Quick = False, seed: Seed = 0, commit: Commit = None) -> None:
     """Measure the latency of `polyhead view` for the picture of a head, for a tile of it, for a word.
