@@ -69,6 +69,8 @@ def plan(
 @contextmanager
 def one_rank(device: torch.device) -> Iterator[None]:
     """A process group of this process alone: NCCL on a GPU, gloo on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
     backend = "nccl" if device.type == "cuda" else "gloo"
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=0, world_size=1)

@@ -6,6 +6,8 @@ values of the whole sequence.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,8 @@ def attend(
         query_rows = of_span(query, call.query_spans, i_query, rows)
         chunks.append(call.attend(rows, columns, query_rows, k, v, names=call.names, logsumexp=logsumexp, sinks=sinks))
     backend = f"all_gather/{chunks[0].backend}"
+    if len(chunks) == 1:
+        return replace(chunks[0], backend=backend)
     rows_of = [x for x in map(_rows, chunks) if x is not None]
     if len(rows_of) < len(chunks):  # a kernel without a log-sum-exp, which was not requested
         return AttentionOutput(torch.cat([chunk.output for chunk in chunks], 2), backend=backend)

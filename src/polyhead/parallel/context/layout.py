@@ -30,6 +30,8 @@ def check_layout(layout: str) -> None:
 def chunk_spans(tokens: int, rank: int, ranks: int, layout: Layout) -> list[Span]:
     """Return the chunks of a rank as spans of the whole sequence, in the order in which its shard has them.
 
+    The two chunks of the last rank of a zigzag layout are neighbours, and one span.
+
     Args:
         tokens: tokens of the shard of each rank.
         rank: the rank.
@@ -44,6 +46,8 @@ def chunk_spans(tokens: int, rank: int, ranks: int, layout: Layout) -> list[Span
             f"got {tokens}; pad the sequence and hide the padding with Mask.lengths, or use layout='contiguous'"
         )
     size = tokens // 2
+    if rank == ranks - 1:
+        return [(rank * size, (rank + 2) * size)]
     return [(i * size, (i + 1) * size) for i in (rank, 2 * ranks - 1 - rank)]
 
 

@@ -70,8 +70,25 @@ class RowMerger:
 
     def __init__(self, names: tuple[str, ...], like: Tensor, sinks: Tensor | None) -> None:
         """Start with rows without keys, which have learned `sinks` if given; `like` has the shape of the output."""
+        self.names, self.like, self.sinks = names, like, sinks
+        self.only: tuple[AttentionOutput, int] | None = None  # a first part, which no other has joined yet
+        self.has_begun = False
+
+    def add(self, part: AttentionOutput, first_key: int) -> None:
+        """Add the attention over some keys, the first of which is `first_key`, with the statistics of `part_names`."""
+        if self.only is None and self.sinks is None and not self.has_begun:
+            self.only = part, first_key
+            return
+        self._begin()
+        self._merge(part, first_key)
+
+    def _begin(self) -> None:
+        """Allocate the sums, unless they are there, and merge what was kept aside."""
+        if self.has_begun:
+            return
+        self.has_begun, like, names = True, self.like, self.names
         rows = like.new_empty(like.shape[:3], dtype=accumulation_dtype(like))
-        self.names, self.sinks = names, None if sinks is None else sinks.to(rows.dtype)[:, None].expand_as(rows)
+        self.sinks = None if self.sinks is None else self.sinks.to(rows.dtype)[:, None].expand_as(rows)
         self.row_max = torch.full_like(rows, -torch.inf) if self.sinks is None else self.sinks
         self.row_sum = torch.zeros_like(rows) if self.sinks is None else (self.sinks != -torch.inf).to(rows.dtype)
         self.output = torch.zeros_like(like, dtype=rows.dtype)
@@ -80,9 +97,11 @@ class RowMerger:
         self.visible_keys = torch.zeros_like(rows)
         self.maxima = {"max_logit": torch.full_like(rows, -torch.inf), "max_abs_logit": torch.zeros_like(rows)}
         self.owners = {name: torch.full_like(rows, -1, dtype=torch.int64) for name in self.maxima}
+        if self.only is not None:
+            self._merge(*self.only)
+            self.only = None
 
-    def add(self, part: AttentionOutput, first_key: int) -> None:
-        """Add the attention over some keys, the first of which is `first_key`, with the statistics of `part_names`."""
+    def _merge(self, part: AttentionOutput, first_key: int) -> None:
         statistics = part.statistics
         assert statistics is not None and statistics.max_logit is not None and statistics.confidence is not None
         row_max = torch.maximum(self.row_max, statistics.max_logit)
@@ -108,6 +127,9 @@ class RowMerger:
 
     def finish(self, dtype: torch.dtype) -> Rows:
         """Return the rows of all parts so far, the output in this dtype."""
+        if self.only is not None:
+            return _rows_of_one(*self.only, self.names, dtype)
+        self._begin()
         empty = self.row_sum == 0
         row_sum, row_max = torch.where(empty, 1.0, self.row_sum), torch.where(empty, 0.0, self.row_max)
         statistics = {name: total / row_sum for name, total in self.linear.items()}
@@ -126,6 +148,23 @@ class RowMerger:
             row_sum,
             {name: self.owners[name] for name in owner_names(self.names)},
         )
+
+
+def _rows_of_one(part: AttentionOutput, first_key: int, names: tuple[str, ...], dtype: torch.dtype) -> Rows:
+    """Return the rows of the only part there is: its own results, without rounding them again."""
+    statistics = part.statistics
+    assert statistics is not None and statistics.max_logit is not None and statistics.confidence is not None
+    assert part.logsumexp is not None
+    empty = statistics.max_logit == -torch.inf
+    owner = torch.where(empty, -1, first_key)
+    return Rows(
+        part.output.to(dtype),
+        part.logsumexp,
+        {name: getattr(statistics, name) for name in names},
+        torch.where(empty, 0.0, statistics.max_logit),
+        torch.where(empty, 1.0, 1 / statistics.confidence),
+        dict.fromkeys(owner_names(names), owner),
+    )
 
 
 def part_gradients(part: AttentionOutput, first_key: int, rows: Rows, grads: dict[str, Tensor]) -> list[Pair]:

@@ -119,6 +119,8 @@ def _forward(call: ContextCall, query: Tensor, key: Tensor, value: Tensor, sinks
     for i_query, (start, stop) in enumerate(spans):
         like = query.new_empty((*query.shape[:2], stop - start, value.shape[-1]))
         chunks.append((mergers[i_query] or RowMerger(call.names, like, sinks)).finish(query.dtype))
+    if len(chunks) == 1:
+        return chunks[0], backend
     tensors = [torch.cat(x, 2) for x in zip(*(chunk.tensors() for chunk in chunks), strict=True)]
     return Rows.from_tensors(tensors, call.names, owner_names(call.names)), backend
 

@@ -1,8 +1,9 @@
-"""One GPU in a group of one rank, on NCCL: what PyTorch's own context parallel runs on, and sharded training."""
+"""A group of one rank: the results without a group; on a GPU with NCCL and PyTorch's own context parallel."""
 
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +24,22 @@ STATISTICS = ("entropy", "max_logit", "mean_distance")
 def _group():
     with one_rank(torch.device("cuda")):
         yield
+
+
+@pytest.mark.parametrize("method", ["all_gather", "ring"])
+def test_context_attention_of_one_rank_is_attention_bit_for_bit(method):
+    query, key, value = (torch.randn(2, 4, 12, 8, requires_grad=True) for _ in range(3))
+    results = []
+    with one_rank(torch.device("cpu")):
+        for call in (attention, partial(context_attention, method=method)):
+            found = call(query, key, value, mask=Mask.causal(), statistics=STATISTICS, logsumexp=True)
+            rows = [found.output, found.logsumexp, *(getattr(found.statistics, name) for name in STATISTICS)]
+            results.append([*rows, *torch.autograd.grad(found.output.sum(), [query, key, value])])
+    for one, other in zip(*results, strict=True):
+        if method == "ring" and one.shape == query.shape and one is not results[0][0]:
+            close(other, one, 1e-5)  # its backward goes through the log-sum-exp of each part
+        else:
+            assert torch.equal(other, one)
 
 
 def close(found, expected, tolerance):
