@@ -25,10 +25,11 @@ from benchmarks.measuring.agreement import Disagreement
 from benchmarks.measuring.cases import Case, Entrants, Pair, Run, Step
 from polyhead.layers.positions import Rotary
 from polyhead.layers.transformer import LanguageModel
-from polyhead.parallel import context_attention, head_parallel_plan
+from polyhead.parallel import HeadParallel, context_attention, head_parallel_plan
 
 ALONE = "without a group"
 TENSOR = "polyhead, HeadParallel"
+WHOLE = "polyhead, head_parallel_plan"  # PyTorch's own styles for the feed-forward networks as well
 METHODS: dict[str, tuple[Any, bool]] = {
     f"polyhead, {method}{'' if check else ', unchecked'}": (method, check)
     for method in ("all_gather", "ring")
@@ -94,15 +95,15 @@ def tensor(run: Run, size: tuple[int, ...]) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(run.seed)
     ids = torch.randint(VOCABULARY, (batch, tokens), generator=generator).to(run.device)
     mesh = init_device_mesh(run.device.type, (1,), mesh_dim_names=(DIM,))
-    split = deepcopy(alone)
-    parallelize_module(split, mesh, head_parallel_plan(split))
     found, expected = Entrants(), _step(alone, ids)()
-    check = functools.partial(_check_tensors, TENSOR, expected)
     found.enter(ALONE, lambda: _step(alone, ids))
-    found.enter(TENSOR, lambda: _step(split, ids), check)
+    plans: dict[str, Any] = {TENSOR: {"blocks.*.attention": HeadParallel()}, WHOLE: head_parallel_plan(alone)}
+    for name, styles in plans.items():
+        split = parallelize_module(deepcopy(alone), mesh, styles)
+        found.enter(name, functools.partial(_step, split, ids), functools.partial(_check_tensors, name, expected))
     bound = BOUND if run.device.type == "cuda" else None
     place = f"{layers} layers, {heads} heads of {width // heads}, {batch} x {tokens} tokens"
-    yield found.case("forward + backward", place, [Pair(TENSOR, ALONE, bound)])
+    yield found.case("forward + backward", place, [Pair(TENSOR, ALONE, bound), Pair(WHOLE, ALONE)])
 
 
 def _step(model: nn.Module, ids: Tensor) -> Callable[[], list[Tensor]]:

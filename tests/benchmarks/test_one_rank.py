@@ -18,7 +18,7 @@ def _few_timings(monkeypatch):
 def check(part: str, gpu: torch.device | None = None) -> None:
     (step,) = one_rank.plan([part], quick=True, gpu=gpu)
     found = list(rows_of(step.cases(), step.run))
-    ways = [one_rank.TENSOR] if part == "tensor" else list(one_rank.METHODS)
+    ways = [one_rank.TENSOR, one_rank.WHOLE] if part == "tensor" else list(one_rank.METHODS)
     for row in found:
         assert row.failed == ""
         assert set(row.timings.samples_ms) == {one_rank.ALONE, *ways}
@@ -38,9 +38,9 @@ def test_every_way_is_timed_on_a_gpu(part):
     check(part, torch.device("cuda"))
 
 
-@pytest.mark.parametrize("name", [one_rank.TENSOR, *one_rank.METHODS])
+@pytest.mark.parametrize("name", [one_rank.TENSOR, one_rank.WHOLE, *one_rank.METHODS])
 def test_another_result_is_not_timed(name, monkeypatch):
-    part = "tensor" if name == one_rank.TENSOR else "context"
+    part = "context" if name in one_rank.METHODS else "tensor"
     real = one_rank._check_tensors
 
     def check_tensors(contender, expected, found):
