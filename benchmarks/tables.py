@@ -37,6 +37,7 @@ RECORDED = "recorded-"
 GPU_SUITE = "gpu-suite-"
 REPLACED = "replaced-"
 MONITORING = "monitoring-"
+ONE_RANK = "one-rank-"
 STATEMENTS = "statements-"
 COLUMNS = "| polyhead | baseline | baseline time | ratio [95% CI] | bound |"
 TRAINING_HEADER = {
@@ -82,7 +83,19 @@ def results_page(page: str, results: Path = RESULTS) -> str:
 
 
 def _layers(results: Path) -> str:
-    others = (STATISTICS, INSPECTION, VIEWER, VARIANTS, SURGERY, PLAN, RECORDED, GPU_SUITE, REPLACED, MONITORING)
+    others = (
+        STATISTICS,
+        INSPECTION,
+        VIEWER,
+        VARIANTS,
+        SURGERY,
+        PLAN,
+        RECORDED,
+        GPU_SUITE,
+        REPLACED,
+        MONITORING,
+        ONE_RANK,
+    )
     paths = [path for path in sorted(results.glob("*.json")) if not path.name.startswith(others)]
     return _joined(_section(path, "batch x n x d_model x heads") for path in paths)
 
@@ -246,6 +259,7 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "compared": _each(f"{VARIANTS}*.json", _compared),
     "variants": _timed(VARIANTS, "heads and tokens"),
     "monitoring": _timed(MONITORING, "model and tokens"),
+    "one-rank": _timed(ONE_RANK, "model and tokens, or shape"),
     "training": _each(f"{TRAINING}*.jsonl", _training_table),
     "dynamic-heads": _each(f"{DYNAMIC_HEADS}*.jsonl", _dynamic_heads),
     "quality": _each(f"{SURGERY}*.jsonl", quality_section),
