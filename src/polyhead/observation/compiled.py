@@ -114,15 +114,16 @@ class TracedCall:
         rows = corrected(rows, self.hidden, None)
         device = query.device.type
         is_half = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.float16
-        output, _ = _observe_heads(
-            attended.result.output,
+        heads = attended.result.output
+        forward = _observe_heads(
+            heads.detach(),
             [getattr(rows, name).detach() for name in module.names],
             self.non_padding,
             module.number,
             self.is_same and (attended.sinks is not None) == module.learned_sinks,
             is_half,
         )
-        return output
+        return _ObservedHeads.apply(heads, forward)
 
 
 class CompiledModules:
@@ -184,29 +185,25 @@ def compiled_callers() -> tuple[list[nn.Module], bool]:
     return modules, is_in_function
 
 
-def _by_token(heads: Tensor) -> Tensor:
-    """Return an empty tensor like heads [batch, heads, queries, dim] in the layout that the output projection reads."""
-    return heads.new_empty(heads.transpose(1, 2).shape).transpose(1, 2)
-
-
-# Their bodies run Python in every call, which the replay of a CUDA graph would skip.
-@torch.library.custom_op("polyhead::observe_heads", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+# Their bodies run Python in every call, which the replay of a CUDA graph would skip. `number` stays as it is: it is
+# declared as mutated, so that the call is kept in graphs without a backward, which do not use what it returns.
+@torch.library.custom_op("polyhead::observe_heads", mutates_args=("number",), tags=(torch.Tag.cudagraph_unsafe,))
 def _observe_heads(
     heads: Tensor, rows: list[Tensor], non_padding: Tensor | None, number: Tensor, is_supported: bool, is_half: bool
-) -> tuple[Tensor, Tensor]:
-    """Record a call; returns a copy of the outputs of the heads, and the numbers of the site and of this forward."""
+) -> Tensor:
+    """Record a call; returns the numbers of the site and of this forward."""
     site, forward = _SITES.get(int(number)), next(_numbers)
     if site is not None:
         result = AttentionOutput(heads, statistics=RowStatistics(**dict(zip(site.names, rows, strict=True))))
         hook = site.record(result, non_padding, is_supported, is_half)
         if hook is not None:
             site.hooks[forward] = hook
-    return _by_token(heads).copy_(heads), torch.tensor([int(number), forward])
+    return torch.tensor([int(number), forward])
 
 
 @_observe_heads.register_fake
-def _(heads: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _by_token(heads), torch.empty(2, dtype=torch.int64)
+def _(heads: Tensor, *rest: Any) -> Tensor:
+    return torch.empty(2, dtype=torch.int64)
 
 
 @torch.library.custom_op("polyhead::observe_gradients", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -224,14 +221,15 @@ def _(grad: Tensor, forward: Tensor) -> Tensor:
     return torch.empty_like(grad)
 
 
-def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(output[1])
-    ctx.rows = len(inputs[1])
+class _ObservedHeads(torch.autograd.Function):
+    """Outputs of heads, not copied, whose gradient is recorded as that of a forward."""
 
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, forward: Tensor) -> Tensor:
+        ctx.save_for_backward(forward)
+        return heads.view_as(heads)
 
-def _backward(ctx: Any, grad: Tensor, grad_forward: None) -> tuple[Any, ...]:
-    (forward,) = ctx.saved_tensors
-    return _observe_gradients(grad, forward), [None] * ctx.rows, None, None, None, None
-
-
-_observe_heads.register_autograd(_backward, setup_context=_save_forward)
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (forward,) = ctx.saved_tensors
+        return _observe_gradients(grad, forward), None
