@@ -1,4 +1,4 @@
-"""Tokens that continuous batching computes again: a full cache evicts requests, and prefills them later from the start."""
+"""Tokens that continuous batching computes again: a full cache evicts requests, and prefills them again later."""
 
 from __future__ import annotations
 
