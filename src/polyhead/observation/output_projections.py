@@ -9,7 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.layers.base_attention import BaseAttention
-from polyhead.observation.projections import is_linear, linear_matrix
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is `torch.nn.Linear` or transformers' Conv1D, whose weight is transposed."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def linear_matrix(module: nn.Module) -> Tensor:
+    """Return the weight of a linear layer as [in, out]."""
+    weight: Tensor = module.weight.detach()  # type: ignore[operator]
+    return weight.T if isinstance(module, nn.Linear) else weight
 
 
 def candidate_projections(model: nn.Module, modules: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
@@ -55,6 +65,16 @@ def reads_heads(read: Tensor, heads: Tensor) -> bool:
     return bool((agrees >= 0).all() & (agrees > 0).any())
 
 
+def has_plain_weight(linear: nn.Module) -> bool:
+    """Return whether the weight of a layer is an ordinary matrix, neither quantised nor sharded.
+
+    Args:
+        linear: a linear layer.
+    """
+    weight: Any = getattr(linear, "weight", None)
+    return type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point() and weight.dtype.itemsize > 1
+
+
 def output_matrix(linear: nn.Module, wrapper: nn.Module, device: torch.device) -> Tensor | None:
     """Return W_O as [heads * value_dim, embed_dim], with LoRA if there is any; None where it is not known.
 
@@ -66,10 +86,8 @@ def output_matrix(linear: nn.Module, wrapper: nn.Module, device: torch.device) -
         wrapper: the layer that wraps it, or the layer itself.
         device: device of the head outputs.
     """
-    weight: Any = getattr(linear, "weight", None)
-    is_matrix = type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point() and weight.dtype.itemsize > 1
     has_own_forward = isinstance(linear, nn.Linear) and type(linear).forward is not nn.Linear.forward
-    if not is_matrix or has_own_forward or weight.device != device:
+    if not has_plain_weight(linear) or has_own_forward or linear.weight.device != device:  # type: ignore[operator]
         return None
     return linear_matrix(linear) if wrapper is linear else _with_lora(linear_matrix(linear), wrapper)
 
