@@ -388,7 +388,7 @@ def test_fields_of_one_family_alone_are_refused_by_their_names(found, words):
 
 
 def test_a_default_that_means_differential_attention_is_refused():
-    with pytest.raises(OptionError, match="lambda_std_dev means .*the default of transformers for this family"):
+    with pytest.raises(OptionError, match=r"lambda_std_dev means .*the default of transformers for this family"):
         read_hf_config({**TINY, "model_type": "diffllama"}, causal=True)
 
 
