@@ -289,6 +289,26 @@ def test_the_kind_of_positions_of_another_family_is_read(name, kind, is_rotary):
     assert (model.config.positions is not None) == is_rotary
 
 
+@pytest.mark.parametrize(
+    ("quantization", "method"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}, "NVFP4"),
+        (
+            {"quant_method": "compressed-tensors", "kv_cache_scheme": None, "config_groups": {"group_0": {}}},
+            "compressed",
+        ),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}, None),
+        ({"kv_cache_quant_algo": "FP8"}, None),
+    ],
+)
+def test_weights_of_quantised_checkpoints_are_counted_with_a_note(quantization, method):
+    found = {**TINY, "model_type": "llama", "attention_bias": False, "quantization_config": quantization}
+    notes = [x for x in read_hf_config(found, complete=True).notes if "quantised" in x]
+    assert len(notes) == (method is not None)
+    assert method is None or f"weights quantised by {method}" in notes[0]
+
+
 def test_numbers_are_those_that_the_config_names():
     found = {**GROUPED, "model_type": "llama", "attention_bias": False, "torch_dtype": "bfloat16"}
     model = read_hf_config(found, complete=True)
