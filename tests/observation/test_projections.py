@@ -136,6 +136,32 @@ class Adapted(nn.Module):
         return self.linear(x) + self.up(self.down(x))
 
 
+class Direct(nn.Module):
+    """A linear layer with an adapter that consists of parameters."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.linear, self.delta = base, nn.Parameter(torch.randn_like(base.weight))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + x @ self.delta.T
+
+
+class OnlyDown(nn.Module):
+    """A projection with a weight of its own, whose only linear layers are those of the adapter."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.weight, dtype = base.weight, base.weight.dtype
+        self.lora = nn.Sequential(
+            nn.Linear(base.in_features, 3, bias=False, dtype=dtype),
+            nn.Linear(3, base.out_features, bias=False, dtype=dtype),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T + self.lora(x)
+
+
 class LowRank(nn.Linear):
     """A linear layer that computes more than its weight and bias, as those of loralib."""
 
@@ -166,7 +192,7 @@ def test_lora_of_peft_is_part_of_the_output_projection(adapter):
             torch.testing.assert_close(head_projections.output, weight.T.unflatten(0, (site.num_heads, -1)))
 
 
-@pytest.mark.parametrize("wrap", [Adapted, LowRank])
+@pytest.mark.parametrize("wrap", [Adapted, Direct, OnlyDown, LowRank])
 @pytest.mark.parametrize("projection", ["q_proj", "v_proj", "o_proj"])
 def test_a_layer_that_computes_more_than_its_weight_has_no_matrix(projection, wrap):
     model = models.build(FAMILIES["llama"])

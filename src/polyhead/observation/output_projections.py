@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ def linear_matrix(module: nn.Module) -> Tensor:
 def candidate_projections(model: nn.Module, modules: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
     """Return linear layers that may be the output projection of an attention module, and the layers that wrap them.
 
-    A layer that nothing wraps maps to itself; adapters of PEFT wrap a `base_layer`. The output projection of BERT is
-    outside of its attention module, so the module around it is searched as well.
+    A layer that nothing wraps maps to itself; adapters of PEFT wrap a `base_layer`, for others see `wrapper_of`. The
+    output projection of BERT is outside of its attention module, so the module around it is searched as well.
 
     Args:
         model: the model.
@@ -44,8 +44,30 @@ def candidate_projections(model: nn.Module, modules: Iterable[nn.Module]) -> dic
         for name, linear in around.named_modules():
             if is_linear(linear):
                 parent, _, last = name.rpartition(".")
-                linears[linear] = around.get_submodule(parent) if last == "base_layer" else linear
+                wrapper = around.get_submodule(parent) if last == "base_layer" else wrapper_of(around, name, attention)
+                linears[linear] = wrapper
     return linears
+
+
+def wrapper_of(around: nn.Module, name: str, attention: Container[int]) -> nn.Module:
+    """Return the module that computes more from the input of a linear layer than this layer does, or the layer itself.
+
+    That is a module with parameters of its own or with another linear layer, as adapters are written by hand, between
+    the attention module and the layer.
+
+    Args:
+        around: an attention module, or a module around it or beside it.
+        name: path of the linear layer in `around`.
+        attention: ids of the attention modules.
+    """
+    linear, path = around.get_submodule(name), name.rpartition(".")[0]
+    while path and isinstance(around.get_submodule(path), nn.Sequential | nn.ModuleList | nn.ModuleDict):
+        path = path.rpartition(".")[0]
+    parent = around.get_submodule(path)
+    if not path or any(id(x) in attention for x in parent.modules()):
+        return linear
+    others = [x for x in parent.modules() if is_linear(x) and x is not linear]
+    return parent if len(others) or next(parent.parameters(recurse=False), None) is not None else linear
 
 
 def reads_heads(read: Tensor, heads: Tensor) -> bool:
@@ -78,8 +100,8 @@ def has_plain_weight(linear: nn.Module) -> bool:
 def output_matrix(linear: nn.Module, wrapper: nn.Module, device: torch.device) -> Tensor | None:
     """Return W_O as [heads * value_dim, embed_dim], with LoRA if there is any; None where it is not known.
 
-    That is the case for quantised and sharded weights, for other adapters than plain LoRA, and for layers with a
-    forward of their own.
+    That is the case for quantised and sharded weights, for other adapters than plain LoRA of PEFT, and for layers with
+    a forward of their own.
 
     Args:
         linear: the layer that reads the head outputs.
@@ -89,7 +111,9 @@ def output_matrix(linear: nn.Module, wrapper: nn.Module, device: torch.device) -
     has_own_forward = isinstance(linear, nn.Linear) and type(linear).forward is not nn.Linear.forward
     if not has_plain_weight(linear) or has_own_forward or linear.weight.device != device:  # type: ignore[operator]
         return None
-    return linear_matrix(linear) if wrapper is linear else _with_lora(linear_matrix(linear), wrapper)
+    if wrapper is linear:
+        return linear_matrix(linear)
+    return _with_lora(linear_matrix(linear), wrapper) if getattr(wrapper, "base_layer", None) is linear else None
 
 
 def _with_lora(matrix: Tensor, wrapper: Any) -> Tensor | None:

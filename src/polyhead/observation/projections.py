@@ -28,7 +28,13 @@ from polyhead.layers.variants.routed.layer import RoutedHeads
 from polyhead.layers.variants.talking import TalkingHeads
 from polyhead.observation.collectors import BatchMetadata, CallRecorder
 from polyhead.observation.evaluation_mode import evaluating
-from polyhead.observation.output_projections import has_plain_weight, is_linear, linear_matrix, output_matrix
+from polyhead.observation.output_projections import (
+    has_plain_weight,
+    is_linear,
+    linear_matrix,
+    output_matrix,
+    wrapper_of,
+)
 from polyhead.observation.session import observe
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
@@ -58,7 +64,7 @@ def find_projections(model: nn.Module, run: Callable[[], object]) -> dict[Attent
         model: the model.
         run: function without arguments that calls the model.
     """
-    tracer = _Tracer({name or type(module).__name__: module for name, module in model.named_modules()})
+    tracer = _Tracer(model, {name or type(module).__name__: module for name, module in model.named_modules()})
     session = observe(model, statistics=False, collect=[CallRecorder(tracer.record_attention)])
     with torch.no_grad(), evaluating(model), tracer.recording(model), session:
         run()
@@ -90,6 +96,7 @@ class _LinearCall:
 class _Tracer:
     """Calls of linear layers, and the first attention call of each site with the number of linear calls before it."""
 
+    model: nn.Module
     modules: Mapping[str, nn.Module]
     linear_calls: list[_LinearCall] = field(default_factory=list)
     first_attended: dict[AttentionSite, tuple[int, Attended]] = field(default_factory=dict)
@@ -126,7 +133,7 @@ class _Tracer:
         before, after = self.linear_calls[:num_before], self.linear_calls[num_before:]
         if site.name in self.materialised:  # which is reported when its module returns
             after = self.linear_calls
-        output = self._matching_rows(after, _flatten_rows(attended.result.output))
+        output = self._matching_rows(after, _flatten_rows(attended.result.output), site.name)
 
         def projection(heads: Tensor) -> Tensor | None:
             matrix = _matching_columns(before, _flatten_rows(heads))
@@ -136,7 +143,7 @@ class _Tracer:
 
         return HeadProjections(projection(attended.query), projection(attended.key), projection(attended.value), output)
 
-    def _matching_rows(self, calls: Sequence[_LinearCall], heads: Tensor) -> Tensor | None:
+    def _matching_rows(self, calls: Sequence[_LinearCall], heads: Tensor, site: str) -> Tensor | None:
         """Return the weight rows [heads, dim, out] of the one layer that read these vectors [rows, heads, dim]."""
         concatenated = heads.flatten(1).double()
         matching: dict[nn.Module, _LinearCall] = {}
@@ -148,9 +155,13 @@ class _Tracer:
         if not len(matching):
             return None
         linear, call = next(iter(matching.items()))
-        parent, _, last = next(name for name, module in self.modules.items() if module is linear).rpartition(".")
+        path = next(name for name, module in self.modules.items() if module is linear)
+        parent, _, last = path.rpartition(".")
+        attention = self.modules.get(site)
         if last == "base_layer":  # of an adapter of PEFT
             matrix = output_matrix(linear, self.modules[parent], heads.device)
+        elif attention is not None and wrapper_of(self.model, path, {id(attention)}) is not linear:
+            matrix = None
         else:
             matrix = call.matrix if len(matching) == 1 else None  # a second one is part of an adapter or a gate
         return None if matrix is None else matrix.unflatten(0, heads.shape[1:])
