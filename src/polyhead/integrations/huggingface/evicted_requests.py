@@ -37,10 +37,10 @@ def counted_once() -> Iterator[None]:
         ]
         prepare(self, requests_in_batch, *args, **kwargs)
 
-    OffloadingManager.offload_requests = marking_offload  # type: ignore[method-assign]
-    ContinuousBatchingIOs.prepare_batch_tensors = recording_prepare  # type: ignore[method-assign]
+    OffloadingManager.offload_requests = marking_offload
+    ContinuousBatchingIOs.prepare_batch_tensors = recording_prepare
     try:
         yield
     finally:
-        OffloadingManager.offload_requests = offload  # type: ignore[method-assign]
-        ContinuousBatchingIOs.prepare_batch_tensors = prepare  # type: ignore[method-assign]
+        OffloadingManager.offload_requests = offload
+        ContinuousBatchingIOs.prepare_batch_tensors = prepare
