@@ -109,7 +109,7 @@ def output_matrix(linear: nn.Module, wrapper: nn.Module, device: torch.device) -
         device: device of the head outputs.
     """
     has_own_forward = isinstance(linear, nn.Linear) and type(linear).forward is not nn.Linear.forward
-    if not has_plain_weight(linear) or has_own_forward or linear.weight.device != device:  # type: ignore[operator]
+    if not has_plain_weight(linear) or has_own_forward or linear.weight.device != device:
         return None
     if wrapper is linear:
         return linear_matrix(linear)
