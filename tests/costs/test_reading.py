@@ -289,6 +289,26 @@ def test_the_kind_of_positions_of_another_family_is_read(name, kind, is_rotary):
     assert (model.config.positions is not None) == is_rotary
 
 
+@pytest.mark.parametrize(
+    ("quantization", "method"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}, "NVFP4"),
+        (
+            {"quant_method": "compressed-tensors", "kv_cache_scheme": None, "config_groups": {"group_0": {}}},
+            "compressed",
+        ),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}, None),
+        ({"kv_cache_quant_algo": "FP8"}, None),
+    ],
+)
+def test_weights_of_quantised_checkpoints_are_counted_with_a_note(quantization, method):
+    found = {**TINY, "model_type": "llama", "attention_bias": False, "quantization_config": quantization}
+    notes = [x for x in read_hf_config(found, complete=True).notes if "quantised" in x]
+    assert len(notes) == (method is not None)
+    assert method is None or f"weights quantised by {method}" in notes[0]
+
+
 def test_numbers_are_those_that_the_config_names():
     found = {**GROUPED, "model_type": "llama", "attention_bias": False, "torch_dtype": "bfloat16"}
     model = read_hf_config(found, complete=True)
@@ -340,6 +360,11 @@ def test_the_longest_context_is_transformers_own_where_the_file_leaves_it_out():
 CHATGLM = {"model_type": "chatglm", "hidden_size": 48, "num_attention_heads": 6, "num_layers": 2, "kv_channels": 10}
 
 
+def test_head_dim_as_cpm_ant_says_it():
+    model = read_hf_config({**TINY, "model_type": "cpmant", "dim_head": 5}, causal=True, complete=True)
+    assert model.config.layout.head_dim == 5
+
+
 def test_key_heads_as_chatglm_says_them():
     shared = {**CHATGLM, "multi_query_attention": True, "multi_query_group_num": 2}
     model = read_hf_config(shared, causal=True)
@@ -374,11 +399,17 @@ def test_the_width_of_a_head_as_t5_says_it():
         ),
         ({"model_type": "hunyuan", "cla_share_factor": 2}, "cla_share_factor means .*got 2 alone"),
         ({"model_type": "mllama_text_model", "cross_attention_layers": [1]}, "cross_attention_layers means"),
+        ({"model_type": "diffllama", "lambda_std_dev": 0.1}, "lambda_std_dev means .*differential attention"),
     ],
 )
 def test_fields_of_one_family_alone_are_refused_by_their_names(found, words):
     with pytest.raises(OptionError, match=words):
         read_hf_config({**TINY, **found}, causal=True, complete=True)
+
+
+def test_a_default_that_means_differential_attention_is_refused():
+    with pytest.raises(OptionError, match=r"lambda_std_dev means .*the default of transformers for this family"):
+        read_hf_config({**TINY, "model_type": "diffllama"}, causal=True)
 
 
 def test_fields_that_say_what_is_usual_are_not_refused():

@@ -118,6 +118,39 @@ def test_statistics_are_those_of_each_sequence_alone(build):
         torch.testing.assert_close(found[column], reference[column], atol=1e-5, rtol=1e-5, equal_nan=True)
 
 
+@pytest.mark.parametrize("build", [llama, gpt_oss])
+@pytest.mark.parametrize("num_blocks", [4, 5])
+def test_tokens_of_requests_that_a_full_cache_evicts_count_once(build, num_blocks):
+    """An evicted request is prefilled again with its prompt and all tokens that it has generated."""
+    model, inputs = build(), prompts() * 2
+    steps: list[int] = []
+    with polyhead.observe(
+        model, callback=lambda session: steps.append(int(session.profile["tokens"].max()))
+    ) as session:
+        generated = generate(model, inputs, num_blocks=num_blocks)
+    assert steps == sorted(steps)
+    with polyhead.observe(model) as alone:
+        forwards(model, inputs, generated)
+    found, reference = session.profile, alone.profile
+    assert set(found["tokens"].tolist()) == {2 * (sum(LENGTHS) + len(LENGTHS) * (NEW_TOKENS - 1))}
+    for column in reference.columns:
+        torch.testing.assert_close(found[column], reference[column], atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+def test_a_step_of_repeated_tokens_alone_is_reported_without_tokens():
+    model, counts = llama(), []
+
+    def callback(session: polyhead.observation.Session) -> None:
+        profile = session.take().profile
+        counts.append(int(profile["tokens"].max()))
+        assert polyhead.observation.HeadMetrics.of(profile).to_open_metrics().endswith("# EOF\n")
+
+    with polyhead.observe(model, statistics=("entropy", "max_logit"), callback=callback):
+        generate(model, prompts() * 2, num_blocks=4, max_batch_tokens=6)
+    assert 0 in counts
+    assert sum(counts) == 2 * (sum(LENGTHS) + len(LENGTHS) * (NEW_TOKENS - 1))
+
+
 def test_every_kth_step_is_observed_and_reported_to_the_callback():
     model, inputs = llama(), prompts()[:1]
     taken: list[int] = []

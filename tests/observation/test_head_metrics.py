@@ -76,6 +76,14 @@ def test_open_metrics_text_is_read_by_the_parser_of_prometheus():
     assert tokens == {(strange, "0"): 19, (strange, "1"): 19, (f"{strange}.x", "0"): 23}
 
 
+def test_quantiles_that_are_close_have_labels_of_their_own():
+    quantiles = (0, 0.1, 0.99999, 0.9999999, 1)
+    text = HeadMetrics.of(a_profile(), quantiles=quantiles).to_open_metrics()
+    labels = [line.split('quantile="')[1].split('"')[0] for line in text.splitlines() if "quantile=" in line]
+    assert labels[:5] == ["0", "0.1", "0.99999", "0.9999999", "1"]
+    assert len(labels) == 9 * 5
+
+
 def test_a_metric_that_was_not_collected_is_left_out():
     text = HeadMetrics.of(a_profile(("sink_mass",))).to_open_metrics()
     assert "polyhead_sink_mass{" in text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -119,3 +121,93 @@ def test_an_input_reads_heads_up_to_gates_and_in_their_order():
     assert not reads_heads(read.transpose(0, 1), heads)
     assert not reads_heads(torch.zeros_like(read), heads)
     assert not reads_heads(read[..., :14], heads)
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter of its own beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.linear, dtype = base, base.weight.dtype
+        self.down = nn.Linear(base.in_features, 3, bias=False, dtype=dtype)
+        self.up = nn.Linear(3, base.out_features, bias=False, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.up(self.down(x))
+
+
+class Direct(nn.Module):
+    """A linear layer with an adapter that consists of parameters."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.linear, self.delta = base, nn.Parameter(torch.randn_like(base.weight))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + x @ self.delta.T
+
+
+class OnlyDown(nn.Module):
+    """A projection with a weight of its own, whose only linear layers are those of the adapter."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.weight, dtype = base.weight, base.weight.dtype
+        self.lora = nn.Sequential(
+            nn.Linear(base.in_features, 3, bias=False, dtype=dtype),
+            nn.Linear(3, base.out_features, bias=False, dtype=dtype),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T + self.lora(x)
+
+
+class LowRank(nn.Linear):
+    """A linear layer that computes more than its weight and bias, as those of loralib."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__(base.in_features, base.out_features, bias=False)
+        self.weight = base.weight
+        self.delta = nn.Parameter(torch.randn_like(base.weight))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x @ self.delta.T
+
+
+@pytest.mark.parametrize("adapter", ["plain", "dora", "disabled"])
+def test_lora_of_peft_is_part_of_the_output_projection(adapter):
+    peft = pytest.importorskip("peft")
+    model = models.build(FAMILIES["llama"])
+    inputs = models.inputs(FAMILIES["llama"])
+    config = peft.LoraConfig(r=3, target_modules=["o_proj"], init_lora_weights=False, use_dora=adapter == "dora")
+    wrapped = peft.get_peft_model(model, config).eval()
+    if adapter == "disabled":
+        wrapped.disable_adapter_layers()
+    expected = models.build(FAMILIES["llama"]) if adapter == "disabled" else copy.deepcopy(wrapped).merge_and_unload()
+    for site, head_projections in find_projections(wrapped, lambda: wrapped(**inputs)).items():
+        weight = expected.get_submodule(site.name.removeprefix("base_model.model.")).o_proj.weight
+        if adapter == "dora":
+            assert head_projections.output is None
+        else:
+            torch.testing.assert_close(head_projections.output, weight.T.unflatten(0, (site.num_heads, -1)))
+
+
+@pytest.mark.parametrize("wrap", [Adapted, Direct, OnlyDown, LowRank])
+@pytest.mark.parametrize("projection", ["q_proj", "v_proj", "o_proj"])
+def test_a_layer_that_computes_more_than_its_weight_has_no_matrix(projection, wrap):
+    model = models.build(FAMILIES["llama"])
+    inputs = models.inputs(FAMILIES["llama"])
+    for layer in model.model.layers:
+        setattr(layer.self_attn, projection, wrap(getattr(layer.self_attn, projection)))
+    part = {"q_proj": "query", "v_proj": "value", "o_proj": "output"}[projection]
+    found = find_projections(model, lambda: model(**inputs))
+    assert [getattr(x, part) for x in found.values()] == [None] * len(found)
+    assert all(x.key is not None for x in found.values())
+
+
+def test_a_layer_of_polyhead_with_an_adapter_has_no_matrices():
+    layer = polyhead.MultiHeadAttention(16, 4)
+    layer.out_proj = Adapted(layer.out_proj)
+    layer.out_proj.weight = layer.out_proj.linear.weight  # as the wrappers of PEFT
+    ((_, found),) = find_projections(layer, lambda: layer(torch.randn(1, 3, 16))).items()
+    assert found.output is None

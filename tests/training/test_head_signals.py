@@ -612,6 +612,33 @@ def test_adapters_of_the_output_projection_are_part_of_it():
         torch.testing.assert_close(found[name], expected[name])
 
 
+class HandwrittenLora(nn.Module):
+    """A linear layer with an adapter, as it is written by hand."""
+
+    def __init__(self, base: nn.Linear, kind: str) -> None:
+        super().__init__()
+        self.linear, shape = base, (base.in_features, base.out_features)
+        self.lora_A = self.delta = None
+        if kind == "layers":
+            self.lora_A = nn.Sequential(nn.Linear(shape[0], 3, bias=False), nn.Linear(3, shape[1], bias=False))
+        else:
+            self.delta = nn.Parameter(torch.randn(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + (x @ self.delta if self.lora_A is None else self.lora_A(x))
+
+
+@pytest.mark.parametrize("kind", ["layers", "parameter"])
+def test_outputs_are_unknown_where_another_adapter_changes_the_output_projection(kind):
+    model = seeded(llama)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj = HandwrittenLora(layer.self_attn.o_proj, kind)
+    model = model.double()
+    found = recorded(model, lambda: small(model, batches()[0]))
+    assert found["output_norm"].isnan().all()
+    assert found["gradient_cosine"].isnan().all()
+
+
 def test_lora_of_peft_is_part_of_the_output_projection():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=3, lora_alpha=12, target_modules=["q_proj", "v_proj", "o_proj"])

@@ -18,12 +18,14 @@ import torch
 from torch import nn
 
 from polyhead.errors import OptionError
+from polyhead.integrations.huggingface.evicted_requests import counted_once
 from polyhead.integrations.huggingface.paged_calls import observed_implementation
 from polyhead.observation.nested_sessions import SharedSetting
 from polyhead.observation.staging import wrapped_calls
 
 _METHOD = "init_continuous_batching"  # which every way to continuous batching calls
 _OBSERVED: dict[str, SharedSetting] = {}  # by name of an attention implementation
+_COUNTED_ONCE = SharedSetting(counted_once)
 
 
 class Managers:
@@ -125,6 +127,8 @@ class Managers:
                 self._switch(True)
             raise
         self.on_create()
+        if not len(self.names):
+            self._undo.enter_context(_COUNTED_ONCE.held())
         if manager not in self.managers:
             self.managers.append(manager)
         configs = [getattr(module, "config", None) for module in self._modules]

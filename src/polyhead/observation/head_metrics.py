@@ -103,7 +103,7 @@ class HeadMetrics:
             for layer in layers:
                 labels = _labels(layer.site)
                 for quantile, value in layer.values.items():
-                    lines.append(f'polyhead_{name}{{{labels},quantile="{quantile:g}"}} {_number(value)}')
+                    lines.append(f'polyhead_{name}{{{labels},quantile="{_quantile(quantile)}"}} {_number(value)}')
         tokens = {_labels(layer.site): layer.tokens for layer in self.layers}
         lines += ["# TYPE polyhead_tokens gauge", "# HELP polyhead_tokens Tokens in the other metrics."]
         lines += [f"polyhead_tokens{{{labels}}} {count}" for labels, count in tokens.items()]
@@ -120,3 +120,7 @@ def _labels(site: AttentionSite) -> str:
 
 def _number(value: float) -> str:
     return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(repr(value), repr(value))
+
+
+def _quantile(value: float) -> str:
+    return repr(float(value)).removesuffix(".0")

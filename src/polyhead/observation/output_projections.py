@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from polyhead.layers.base_attention import BaseAttention
-from polyhead.observation.projections import is_linear, linear_matrix
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is `torch.nn.Linear` or transformers' Conv1D, whose weight is transposed."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def linear_matrix(module: nn.Module) -> Tensor:
+    """Return the weight of a linear layer as [in, out]."""
+    weight: Tensor = module.weight.detach()  # type: ignore[operator]
+    return weight.T if isinstance(module, nn.Linear) else weight
 
 
 def candidate_projections(model: nn.Module, modules: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
     """Return linear layers that may be the output projection of an attention module, and the layers that wrap them.
 
-    A layer that nothing wraps maps to itself; adapters of PEFT wrap a `base_layer`. The output projection of BERT is
-    outside of its attention module, so the module around it is searched as well.
+    A layer that nothing wraps maps to itself; adapters of PEFT wrap a `base_layer`, for others see `wrapper_of`. The
+    output projection of BERT is outside of its attention module, so the module around it is searched as well.
 
     Args:
         model: the model.
@@ -34,8 +44,30 @@ def candidate_projections(model: nn.Module, modules: Iterable[nn.Module]) -> dic
         for name, linear in around.named_modules():
             if is_linear(linear):
                 parent, _, last = name.rpartition(".")
-                linears[linear] = around.get_submodule(parent) if last == "base_layer" else linear
+                wrapper = around.get_submodule(parent) if last == "base_layer" else wrapper_of(around, name, attention)
+                linears[linear] = wrapper
     return linears
+
+
+def wrapper_of(around: nn.Module, name: str, attention: Container[int]) -> nn.Module:
+    """Return the module that computes more from the input of a linear layer than this layer does, or the layer itself.
+
+    That is a module with parameters of its own or with another linear layer, as adapters are written by hand, between
+    the attention module and the layer.
+
+    Args:
+        around: an attention module, or a module around it or beside it.
+        name: path of the linear layer in `around`.
+        attention: ids of the attention modules.
+    """
+    linear, path = around.get_submodule(name), name.rpartition(".")[0]
+    while path and isinstance(around.get_submodule(path), nn.Sequential | nn.ModuleList | nn.ModuleDict):
+        path = path.rpartition(".")[0]
+    parent = around.get_submodule(path)
+    if not path or any(id(x) in attention for x in parent.modules()):
+        return linear
+    others = [x for x in parent.modules() if is_linear(x) and x is not linear]
+    return parent if len(others) or next(parent.parameters(recurse=False), None) is not None else linear
 
 
 def reads_heads(read: Tensor, heads: Tensor) -> bool:
@@ -55,23 +87,33 @@ def reads_heads(read: Tensor, heads: Tensor) -> bool:
     return bool((agrees >= 0).all() & (agrees > 0).any())
 
 
+def has_plain_weight(linear: nn.Module) -> bool:
+    """Return whether the weight of a layer is an ordinary matrix, neither quantised nor sharded.
+
+    Args:
+        linear: a linear layer.
+    """
+    weight: Any = getattr(linear, "weight", None)
+    return type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point() and weight.dtype.itemsize > 1
+
+
 def output_matrix(linear: nn.Module, wrapper: nn.Module, device: torch.device) -> Tensor | None:
     """Return W_O as [heads * value_dim, embed_dim], with LoRA if there is any; None where it is not known.
 
-    That is the case for quantised and sharded weights, for other adapters than plain LoRA, and for layers with a
-    forward of their own.
+    That is the case for quantised and sharded weights, for other adapters than plain LoRA of PEFT, and for layers with
+    a forward of their own.
 
     Args:
         linear: the layer that reads the head outputs.
         wrapper: the layer that wraps it, or the layer itself.
         device: device of the head outputs.
     """
-    weight: Any = getattr(linear, "weight", None)
-    is_matrix = type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point() and weight.dtype.itemsize > 1
     has_own_forward = isinstance(linear, nn.Linear) and type(linear).forward is not nn.Linear.forward
-    if not is_matrix or has_own_forward or weight.device != device:
+    if not has_plain_weight(linear) or has_own_forward or linear.weight.device != device:
         return None
-    return linear_matrix(linear) if wrapper is linear else _with_lora(linear_matrix(linear), wrapper)
+    if wrapper is linear:
+        return linear_matrix(linear)
+    return _with_lora(linear_matrix(linear), wrapper) if getattr(wrapper, "base_layer", None) is linear else None
 
 
 def _with_lora(matrix: Tensor, wrapper: Any) -> Tensor | None:

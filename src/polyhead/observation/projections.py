@@ -4,7 +4,8 @@ One short call is traced. A linear layer whose output contains a head's value ve
 columns; the layer whose input is the concatenation of the head outputs holds W_O in its rows. Queries and keys are
 compared at the first token, where rotary embeddings are the identity, and by norm at every token, which rotations
 preserve. Anything in between (a norm of the queries, a gate) breaks the match; the matrix is then None, since the
-weight alone would not describe the head.
+weight alone would not describe the head. So does a layer that computes more than its weight and bias, such as an
+adapter; only LoRA of PEFT on the output projection is added to its matrix.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from polyhead.layers import MultiHeadAttention
+from polyhead.layers.joint_projection import is_plain_linear
 from polyhead.layers.multi_head.projected import ProjectedHeads
 from polyhead.layers.variants.collaborative.layer import CollaborativeAttention
 from polyhead.layers.variants.differential.layer import DifferentialAttention
@@ -25,6 +28,13 @@ from polyhead.layers.variants.routed.layer import RoutedHeads
 from polyhead.layers.variants.talking import TalkingHeads
 from polyhead.observation.collectors import BatchMetadata, CallRecorder
 from polyhead.observation.evaluation_mode import evaluating
+from polyhead.observation.output_projections import (
+    has_plain_weight,
+    is_linear,
+    linear_matrix,
+    output_matrix,
+    wrapper_of,
+)
 from polyhead.observation.session import observe
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
@@ -54,7 +64,7 @@ def find_projections(model: nn.Module, run: Callable[[], object]) -> dict[Attent
         model: the model.
         run: function without arguments that calls the model.
     """
-    tracer = _Tracer({name or type(module).__name__: module for name, module in model.named_modules()})
+    tracer = _Tracer(model, {name or type(module).__name__: module for name, module in model.named_modules()})
     session = observe(model, statistics=False, collect=[CallRecorder(tracer.record_attention)])
     with torch.no_grad(), evaluating(model), tracer.recording(model), session:
         run()
@@ -71,14 +81,22 @@ class _LinearCall:
     output: Tensor
 
     @property
-    def matrix(self) -> Tensor:
-        return linear_matrix(self.module)
+    def matrix(self) -> Tensor | None:
+        """The weight, [in, out]; None if the layer computes more than its weight and bias."""
+        matrix, bias = linear_matrix(self.module), getattr(self.module, "bias", None)
+        if has_plain_weight(self.module):
+            computed = self.input.to(matrix.dtype) @ matrix
+            computed = computed if bias is None else computed + bias.detach()
+            if float((computed - self.output).double().norm()) > TOLERANCE * float(self.output.double().norm()):
+                return None
+        return matrix
 
 
 @dataclass(eq=False)
 class _Tracer:
     """Calls of linear layers, and the first attention call of each site with the number of linear calls before it."""
 
+    model: nn.Module
     modules: Mapping[str, nn.Module]
     linear_calls: list[_LinearCall] = field(default_factory=list)
     first_attended: dict[AttentionSite, tuple[int, Attended]] = field(default_factory=dict)
@@ -106,7 +124,7 @@ class _Tracer:
         if getattr(module, "is_head_parallel", False):
             return HeadProjections()  # no rank has the matrices of all heads
         if isinstance(module, ProjectedHeads):
-            return _of_projected(module)
+            return _of_projected(module) if _is_plain(module) else HeadProjections()
         if isinstance(module, RoutedHeads):
             return _of_routed(module)
         if isinstance(module, nn.MultiheadAttention):
@@ -115,7 +133,7 @@ class _Tracer:
         before, after = self.linear_calls[:num_before], self.linear_calls[num_before:]
         if site.name in self.materialised:  # which is reported when its module returns
             after = self.linear_calls
-        output = _matching_rows(after, _flatten_rows(attended.result.output))
+        output = self._matching_rows(after, _flatten_rows(attended.result.output), site.name)
 
         def projection(heads: Tensor) -> Tensor | None:
             matrix = _matching_columns(before, _flatten_rows(heads))
@@ -125,16 +143,34 @@ class _Tracer:
 
         return HeadProjections(projection(attended.query), projection(attended.key), projection(attended.value), output)
 
+    def _matching_rows(self, calls: Sequence[_LinearCall], heads: Tensor, site: str) -> Tensor | None:
+        """Return the weight rows [heads, dim, out] of the one layer that read these vectors [rows, heads, dim]."""
+        concatenated = heads.flatten(1).double()
+        matching: dict[nn.Module, _LinearCall] = {}
+        for call in calls:
+            inputs = call.input.double()
+            is_comparable = inputs.shape == concatenated.shape and inputs.device == concatenated.device
+            if is_comparable and float((inputs - concatenated).norm()) <= TOLERANCE * float(concatenated.norm()):
+                matching.setdefault(call.module, call)
+        if not len(matching):
+            return None
+        linear, call = next(iter(matching.items()))
+        path = next(name for name, module in self.modules.items() if module is linear)
+        parent, _, last = path.rpartition(".")
+        attention = self.modules.get(site)
+        if last == "base_layer":  # of an adapter of PEFT
+            matrix = output_matrix(linear, self.modules[parent], heads.device)
+        elif attention is not None and wrapper_of(self.model, path, {id(attention)}) is not linear:
+            matrix = None
+        else:
+            matrix = call.matrix if len(matching) == 1 else None  # a second one is part of an adapter or a gate
+        return None if matrix is None else matrix.unflatten(0, heads.shape[1:])
 
-def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is `torch.nn.Linear` or transformers' Conv1D, whose weight is transposed."""
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
-
-def linear_matrix(module: nn.Module) -> Tensor:
-    """Return the weight of a linear layer as [in, out]."""
-    weight: Tensor = module.weight.detach()  # type: ignore[operator]
-    return weight.T if isinstance(module, nn.Linear) else weight
+def _is_plain(layer: ProjectedHeads) -> bool:
+    """Return whether the projections of a layer compute nothing but their weights and biases."""
+    projections = (getattr(layer, name, None) for name in ("q_proj", "k_proj", "v_proj", "out_proj"))
+    return all(x is None or is_plain_linear(x) or is_parametrized(x) for x in projections)
 
 
 def _of_projected(layer: ProjectedHeads) -> HeadProjections:
@@ -201,8 +237,10 @@ def _matching_columns(calls: Sequence[_LinearCall], heads: Tensor) -> Tensor | N
         windows = torch.stack([call.output[:, start : start + dim] for start in starts], 1)
         ratio = heads.double().norm(dim=-1) / windows.double().norm(dim=-1)
         if bool((ratio / ratio[0, 0] - 1).abs().max() <= TOLERANCE):
-            scale = float(ratio[0, 0])
-            columns = torch.stack([call.matrix[:, start : start + dim] for start in starts])
+            scale, matrix = float(ratio[0, 0]), call.matrix
+            if matrix is None:
+                return None
+            columns = torch.stack([matrix[:, start : start + dim] for start in starts])
             return columns if abs(scale - 1) <= TOLERANCE else columns * scale
     return None
 
@@ -216,14 +254,3 @@ def _find_windows(row: Tensor, vectors: Tensor) -> list[int]:
     squared_sine = (1 - dots.square() / squared_norms.clamp_min(torch.finfo(torch.float64).tiny)).clamp_min(0)
     least, best = torch.where(dots > 0, squared_sine, 1.0).min(-1)
     return best[least <= TOLERANCE**2].tolist()
-
-
-def _matching_rows(calls: Sequence[_LinearCall], heads: Tensor) -> Tensor | None:
-    """Return the weight rows [heads, dim, out] of the first layer that read these vectors [rows, heads, dim]."""
-    concatenated = heads.flatten(1).double()
-    for call in calls:
-        inputs = call.input.double()
-        is_comparable = inputs.shape == concatenated.shape and inputs.device == concatenated.device
-        if is_comparable and float((inputs - concatenated).norm()) <= TOLERANCE * float(concatenated.norm()):
-            return call.matrix.unflatten(0, heads.shape[1:])
-    return None

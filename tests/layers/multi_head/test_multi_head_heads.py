@@ -353,3 +353,26 @@ def test_a_gate_works_beside_a_mask_a_gate_projection_and_left_out_rows(x: Tenso
 def test_a_gate_of_another_shape_is_refused(x: Tensor) -> None:
     with pytest.raises(ShapeError, match=r"a gate must have .* \[6\], \[3, 6\] or \[3, 6, 11\], got \[6, 3\]"):
         make()(x, head_gate=torch.ones(HEADS, BATCH))
+
+
+class Adapted(nn.Linear):
+    """A projection that computes more than its weight and bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "out_proj"])
+def test_projections_that_compute_more_than_their_weights_have_no_matrices_of_heads(name: str) -> None:
+    layer = make()
+    linear = getattr(layer, name)
+    adapted = Adapted(linear.in_features, linear.out_features, dtype=DOUBLE)
+    adapted.load_state_dict(linear.state_dict())
+    setattr(layer, name, adapted)
+    with pytest.raises(OptionError, match=f"nothing but their weight and bias, got {name} with Adapted; merge"):
+        _ = layer.heads
+    setattr(layer, name, nn.utils.parametrizations.weight_norm(linear))  # a write to its weight would be lost
+    with pytest.raises(OptionError, match=f"got {name} with a parametrization"):
+        _ = layer.heads
+    nn.utils.parametrize.remove_parametrizations(linear, "weight")
+    assert len(layer.heads) == HEADS

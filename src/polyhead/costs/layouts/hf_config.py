@@ -98,12 +98,14 @@ def read_hf_config(
         notes.append(_check_against_built(groups, text_config, family_name, complete=complete))
     if fields.refusal is not None:
         notes.append(f"transformers refuses this config, so no defaults were used: {fields.refusal}")
+    quantization = fields.find("quantization_config") or config.get("quantization_config")
+    notes += _quantized_weights(quantization)
     layout = ModelLayout(
         name=name or str(text_config.get("_name_or_path") or "") or family_name or "config",
         groups=groups,
         context=fields.optional_size("maximum context", *CONTEXT),
         dtype=_dtype(fields.find(*DTYPE) or Fields(config).find(*DTYPE)),
-        cache_dtype=_cache_dtype(config.get("quantization_config")),
+        cache_dtype=_cache_dtype(quantization),
         notes=(*notes, *filled_in(fields), *unread(fields)),
     )
     if complete or layers > _MAX_BUILT_LAYERS:
@@ -355,6 +357,17 @@ def _unknown_family(fields: Fields, name: str, causal: bool | None) -> Family:
 def _dtype(name: Any) -> torch.dtype | None:
     dtype = None if name is None else getattr(torch, str(name).removeprefix("torch."), None)
     return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
+
+
+def _quantized_weights(quantization: Any) -> list[str]:
+    """Return a note if a checkpoint has quantised weights, which are counted in the dtype of the plan."""
+    if not isinstance(quantization, Mapping):
+        return []
+    method = quantization.get("quant_method") or quantization.get("quant_algo")
+    is_cache_alone = "kv_cache_scheme" in quantization and not quantization.get("config_groups")
+    if not method or is_cache_alone:
+        return []
+    return [f"this checkpoint has weights quantised by {method}; all weights are counted in the dtype of the plan"]
 
 
 def _cache_dtype(quantization: Any) -> torch.dtype | None:

@@ -16,7 +16,7 @@ WIDTH = ("hidden_size", "n_embd", "d_model", "dim")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
-HEAD_DIM = ("head_dim", "kv_channels", "attention_head_dim", "d_kv")
+HEAD_DIM = ("head_dim", "kv_channels", "attention_head_dim", "d_kv", "dim_head")
 CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 DTYPE = ("dtype", "torch_dtype")
 ROTARY_SHARE = ("partial_rotary_factor", "rotary_pct", "rotary_percentage", "rotary_emb_fraction", "rope_pct")
@@ -42,6 +42,7 @@ _REFUSED = {
     "qk_layernorm": "norms of queries and keys",
     "partial_rotary_factors": "another number of rotated channels in some layers",
     "num_hidden_groups": "parameters shared across layers",
+    "lambda_std_dev": "two softmax calls per head (differential attention)",
     "attention_types": "windows in some layers, in a format of this family alone",
     **dict.fromkeys(
         (

@@ -2,7 +2,8 @@
 
 The model's own attention function computes the output. If the call is observed, statistics are computed in a second
 pass over the same queries and the keys that the cache returned, sequence by sequence; single queries of sequences of
-similar lengths are one batch. Lengths are read on the host, once per observed step.
+similar lengths are one batch. Lengths are read on the host, once per observed step. Tokens that are computed again,
+since a full cache had evicted their request, are left out.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from polyhead.errors import OptionError
 from polyhead.integrations.huggingface.arguments import refuse_unknown
 from polyhead.integrations.huggingface.attention import WATCHERS
+from polyhead.integrations.huggingface.evicted_requests import REPEATED
 from polyhead.masks import Mask
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import attention
@@ -194,7 +196,8 @@ def _parts(module: nn.Module, cache: Any, resolved: Mapping[str, Any], keywords:
     if parts is None:
         window = _window(module, cache)
         positions = None if window is None else _positions(keywords.get("position_ids"))
-        parts = _split(ends.tolist(), resolved["cu_seq_lens_k"].tolist(), window, positions, ends.device)
+        key_ends, repeated = resolved["cu_seq_lens_k"].tolist(), REPEATED.get(cache, [])
+        parts = _split(ends.tolist(), key_ends, repeated, window, positions, ends.device)
         step[1][layer_type] = parts
     return parts
 
@@ -208,16 +211,23 @@ def _positions(position_ids: Any) -> list[int]:
 
 
 def _split(
-    ends: list[int], key_ends: list[int], window: int | None, positions: list[int] | None, device: torch.device
+    ends: list[int],
+    key_ends: list[int],
+    repeated: list[int],
+    window: int | None,
+    positions: list[int] | None,
+    device: torch.device,
 ) -> list[_Part]:
-    """Return the parts of a row, from the cumulative lengths of its queries and keys.
+    """Return the parts of a row, from the cumulative lengths of its queries and keys, without repeated queries.
 
     Single queries are grouped by the binary logarithm of their number of keys, so that less than half is padding.
     """
     mask = Mask.causal() if window is None else Mask.window(window)
     parts: list[_Part] = []
     single: dict[int, list[tuple[int, int, int, bool]]] = defaultdict(list)
-    for start, end, key_start, key_end in zip(ends, ends[1:], key_ends, key_ends[1:], strict=False):
+    skipped = [*repeated, *[0] * (len(ends) - 1 - len(repeated))]
+    starts_of_new = (start + skip for start, skip in zip(ends, skipped, strict=False))
+    for start, end, key_start, key_end in zip(starts_of_new, ends[1:], key_ends, key_ends[1:], strict=False):
         keys = key_end - key_start
         is_complete = positions is None or positions[end - 1] < keys
         if end - start == 1:
@@ -232,4 +242,4 @@ def _split(
         padded = mask if len(group) == 1 else mask & Mask.lengths(lengths, side="left")
         in_view = None if all(x for *_, x in group) else complete
         parts.append(_Part(starts[:, None], index, padded, in_view))
-    return parts
+    return parts or [_Part(slice(0), slice(0), mask, None)]  # no rows

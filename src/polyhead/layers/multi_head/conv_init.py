@@ -25,6 +25,7 @@ def write_conv_kernel(layer: Layer, conv: Convolution, sharpness: float, outside
     _check_layer(layer)
     shifts = shifts_of(conv)
     _check_fit(layer, conv, shifts, outside_of(conv, outside))
+    heads = layer.heads
     checks.check_positive("sharpness", sharpness)
     assert isinstance(layer.positions, QuadraticRelative1D | QuadraticRelative2D)
     layer.positions.attend_to(shifts, alpha=sharpness)
@@ -36,7 +37,7 @@ def write_conv_kernel(layer: Layer, conv: Convolution, sharpness: float, outside
     nn.init.zeros_(layer.v_proj.weight)
     nn.init.zeros_(layer.out_proj.weight)
     taps = conv.weight.flatten(2).permute(2, 1, 0)  # [taps, in, out], the last axis of a kernel fastest
-    for head, tap in zip(layer.heads, taps, strict=True):
+    for head, tap in zip(heads, taps, strict=True):
         value, output = _factors(tap)
         head.value[: value.shape[0], : value.shape[1]] = value
         head.output[: output.shape[0], : output.shape[1]] = output

@@ -7,9 +7,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from polyhead.errors import OptionError
 from polyhead.layers.head_matrices import HeadMatrices, Heads, check_head_matrices, write_heads
+from polyhead.layers.joint_projection import is_plain_linear
 from polyhead.layers.multi_head.projected import ProjectedHeads
 
 
@@ -20,6 +22,14 @@ class SeparateHeads(ProjectedHeads):
     def heads(self) -> Heads:
         """Matrices of each head as views: `layer.heads[3].query` is [embed_dim, head_dim]."""
         self._check_concatenates("a head's own output matrix")
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            linear = getattr(self, name)
+            if not is_plain_linear(linear):
+                reason = "a parametrization" if is_parametrized(linear) else type(linear).__name__
+                raise OptionError(
+                    f"matrices of heads are views of projections that compute nothing but their weight and bias, got "
+                    f"{name} with {reason}; merge adapters and remove parametrizations first"
+                )
         return Heads(self.layout, self.q_proj, self.k_proj, self.v_proj, self.out_proj)
 
     def _check_concatenates(self, what: str) -> None:
