@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from polyhead.analysis.alignment import align, cut, pieces_of, watch
+from polyhead.analysis.alignment import align, cut, observe_contexts, pieces_of
 from polyhead.errors import OptionError
 from polyhead.observation.word_attention import WordAttention
 from polyhead.sources import LoadedModel
@@ -127,7 +127,9 @@ def test_a_model_reads_all_contexts_whatever_the_batch(kind):
     for batch_tokens in (1, 1000):
         told: list[int] = []
         collector = WordAttention(aligned.maps)
-        observations = watch(loaded, aligned.contexts, [collector], batch_tokens=batch_tokens, progress=told.append)
+        observations = observe_contexts(
+            loaded, aligned.contexts, [collector], batch_tokens=batch_tokens, progress=told.append
+        )
         assert told == ([0, *[1] * 5] if batch_tokens == 1 else [0, 5])  # none are read yet, then batch by batch
         ((site, values),) = observations.collected.items()
         assert site.kind == "self"
@@ -141,4 +143,4 @@ def test_a_model_reads_all_contexts_whatever_the_batch(kind):
 def test_a_model_that_reads_no_text_is_refused():
     loaded = LoadedModel(torch.nn.Linear(1, 1), None, "eyes", "encoder", "made here", "pixel_values", None)
     with pytest.raises(OptionError, match="got eyes, whose input is pixel_values"):
-        watch(loaded, [], [])
+        observe_contexts(loaded, [], [])

@@ -92,7 +92,7 @@ def test_sentences_longer_than_the_context_are_left_out_with_their_frame():
     lengths = [len(context.ids) for context in pronoun_texts(sentences, byte_level()).contexts]
     short = pronoun_texts(sentences, byte_level(), longest=sorted(lengths)[15])
     assert 0 < len(short.contexts) <= 16
-    assert len(short.contexts) + short.unreadable == 80
+    assert len(short.contexts) + short.excluded == 80
     assert len(short.contexts) == 4 * len(set(short.frames))
     assert max(len(context.ids) for context in short.contexts) <= sorted(lengths)[15]
 

@@ -149,7 +149,7 @@ def pieces_of(offsets: Sequence[Span], special: Sequence[bool], spans: Sequence[
     return pieces
 
 
-def watch(
+def observe_contexts(
     loaded: LoadedModel,
     contexts: Sequence[Context],
     collect: Sequence[Collector],

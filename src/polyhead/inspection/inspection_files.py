@@ -37,7 +37,7 @@ from polyhead.observation.renamed import current_name
 from polyhead.observation.saving import write_atomically
 from polyhead.observation.statistics import LOCATION
 
-FORMAT = 7  # `earlier_formats` upgrades 2 to 6; 1 is no longer supported
+FORMAT = 8  # `earlier_formats` upgrades 2 to 7; 1 is no longer supported
 # Fields of an inspection in the JSON file, next to `settings` and `facts`. Their tensors, and all other fields, are in
 # the other files.
 _IN_JSON = ("roles", "pairs", "findings", "head_maps", "top_keys", "examples")
@@ -129,7 +129,7 @@ def load_inspection(folder: str | os.PathLike[str]) -> Inspection:
         relations = _read(_by_number(matrices), _hints(Inspection)["relations"], sites)
     pictures, _ = read_tensors(folder / PICTURES, _RULE)
     with refusing(folder / TABLE, _RULE):
-        table = _table(folder / TABLE, sites, names, earlier=rest["format"] < FORMAT)
+        table = _table(folder / TABLE, sites, names, earlier=rest["format"] < 7)
     with refusing(folder / REST, _RULE):
         inspection = _inspection(rest, sites, table, relations, pictures)
     with refusing(folder / TABLE, _RULE):

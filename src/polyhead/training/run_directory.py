@@ -235,7 +235,7 @@ def inspect_step(history: HeadHistory, step: int, name: str = "training run") ->
     ...         _ = layer(torch.randn(3, 5, 16))
     ...         monitor.step()
     >>> before, after = (inspect_step(monitor.history, step) for step in (0, 39))
-    >>> polyhead.compare(before, after).beyond()  # the weights have not changed
+    >>> polyhead.compare(before, after).significant()  # the weights have not changed
     ()
     """
     steps = history.steps
