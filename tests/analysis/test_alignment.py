@@ -10,11 +10,12 @@ import torch
 from polyhead.analysis.alignment import align, cut, observe_contexts, pieces_of
 from polyhead.errors import OptionError
 from polyhead.observation.word_attention import WordAttention
-from polyhead.sources import LoadedModel
+from polyhead.sources import LoadedModel, special_tokens
+from polyhead.sources.contexts import tokenise
 from polyhead.sources.treebank import Sentence, read_treebank
 
 pytest.importorskip("transformers")
-from tests.sources.small_tokenizers import FAMILIES, WORDPIECE, wordpiece
+from tests.sources.small_tokenizers import FAMILIES, WORDPIECE, byte_level, wordpiece
 
 SMALL = Path(__file__).parents[1] / "sources" / "small.conllu"
 
@@ -33,7 +34,7 @@ def sentence(text: str, *words: str) -> Sentence:
 
 def spelled(found, tokenizer, text: str) -> list[str]:
     """The characters that the tokens of each word stand for, joined."""
-    _, _, offsets = cut(text, tokenizer)
+    _, _, offsets = cut(text, tokenizer, special_tokens(tokenizer).ids)
     words = [""] * len(found)
     last = [-1] * len(found)
     for (start, end), word in zip(offsets, found.tokens, strict=True):
@@ -74,6 +75,10 @@ def test_special_tokens_spelled_in_the_text_are_no_words():
     found = align([sentence("a [SEP] river", "a", "[SEP]", "river")], wordpiece())
     assert found.maps[0].tokens == (-1, 0, -1, 2, -1)
     assert found.wordless == 1
+    # Of a vocabulary of bytes, the unknown token is the end of text alone.
+    found = align([sentence("a<|end|>b", "a", "<|end|>", "b")], byte_level())
+    assert found.maps[0].tokens == (0, -1, 2)
+    assert found.wordless == 1
 
 
 def test_sentences_read_together_keep_their_words_apart():
@@ -85,9 +90,10 @@ def test_sentences_read_together_keep_their_words_apart():
     assert together.governors == first.heads + tuple(head + 5 if head >= 0 else -1 for head in second.heads)
     assert alone.governors == first.heads
     text = f"{first.text} {second.text}"
-    assert found.contexts[0].ids == cut(text, wordpiece())[0]
+    assert found.contexts[0].ids == tokenise(wordpiece(), text, special=True)
     chinese = list(read_treebank(SMALL))[2]
-    assert align([chinese, chinese], wordpiece(), together=2).contexts[0].ids == cut(chinese.text * 2, wordpiece())[0]
+    ids = align([chinese, chinese], wordpiece(), together=2).contexts[0].ids
+    assert ids == tokenise(wordpiece(), chinese.text * 2, special=True)
 
 
 def test_what_is_too_long_or_has_no_word_is_left_out_and_counted():
