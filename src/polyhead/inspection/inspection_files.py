@@ -6,7 +6,6 @@ null. Sentences are for readers of the file and are not read back. Files are wri
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -23,7 +22,17 @@ from torch import Tensor
 
 from polyhead.analysis.roles import RoleScore
 from polyhead.errors import OptionError
-from polyhead.files import as_type, build, check_pyarrow, read_columns, read_json, read_tensors, refusing, short
+from polyhead.files import (
+    as_type,
+    build,
+    check_pyarrow,
+    parquet_bytes,
+    read_columns,
+    read_json,
+    read_tensors,
+    refusing,
+    short,
+)
 from polyhead.inspection.earlier_formats import upgraded, upgraded_columns
 from polyhead.inspection.heads import Head
 from polyhead.inspection.result import Inspection
@@ -68,7 +77,7 @@ def save_inspection(folder: str | os.PathLike[str], inspection: Inspection) -> N
     folder = Path(folder)
     check_pyarrow(folder / TABLE)
     (folder / REST).unlink(missing_ok=True)
-    write_atomically(folder / TABLE, _parquet(inspection.table))
+    write_atomically(folder / TABLE, parquet_bytes(inspection.table.to_arrow()))
     write_atomically(folder / MATRICES, serialise(_contiguous(_numbered(inspection.relations, index))))
     write_atomically(folder / PICTURES, serialise(_contiguous(_pictures(inspection, index))))
     rest = {
@@ -256,14 +265,6 @@ def _by_number(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
-
-
-def _parquet(table: HeadProfile) -> bytes:
-    import pyarrow.parquet
-
-    buffer = io.BytesIO()
-    pyarrow.parquet.write_table(table.to_arrow(), buffer)
-    return buffer.getvalue()
 
 
 def _table(path: Path, sites: list[AttentionSite], names: tuple[str, ...], *, earlier: bool) -> HeadProfile:
