@@ -140,6 +140,6 @@ def test_one_language_has_sentences_enough_for_either_role():
     weights[:, 0] = torch.tensor([0.3, 0.1]).double()
     weights[::10, 0] = torch.tensor([0.1, 0.3]).double()
     for cues in (AGREEMENT, ("meaning",)):
-        best = pronoun_table(told(texts, weights), texts, cues).best()[0]
+        best = max(pronoun_table(told(texts, weights), texts, cues).entries, key=lambda x: x.score)
         assert best.score == 0.9
         assert best.all_low > best.null

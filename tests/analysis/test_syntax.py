@@ -356,7 +356,7 @@ def test_a_head_that_finds_antecedents_scores_one_and_position_scores_half(langu
     assert even.score == 0.5  # the longer name has more tokens, and is meant as often as not
     assert even.low < 0.5 < even.high
     assert even.frames_low == even.frames_high == 0.5  # every frame is balanced by itself
-    assert pronoun_table(planted_spans(texts, [2, 1]), texts).best()[0].head == 1
+    assert max(pronoun_table(planted_spans(texts, [2, 1]), texts).entries, key=lambda x: x.score).head == 1
     with pytest.raises(OptionError, match="got none"):
         pronoun_table(Observations(StatisticsRequest(())), texts)
 

@@ -155,7 +155,6 @@ def observe_contexts(
     progress: Callable[[int], object] | None = None,
     file: Path | None = None,
     origin: Mapping[str, Any] | None = None,
-    save_seconds: float = SAVE_SECONDS,
 ) -> Observations:
     """Run a model over contexts with collectors; `progress` is called with the number of contexts of each batch.
 
@@ -200,7 +199,7 @@ def observe_contexts(
                 read = _Read(session.observations, batch.index + 1, batch.digest)
                 if progress is not None:
                     progress(len(batch.documents))
-                if file is not None and time.monotonic() - saved >= save_seconds:
+                if file is not None and time.monotonic() - saved >= SAVE_SECONDS:
                     keep(read)
                     saved = time.monotonic()
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,13 +69,6 @@ class PronounTable:
 
     entries: tuple[PronounScore, ...]
     excluded: int  # number of sentences of excluded frames; see `pronoun_texts`
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        return (asdict(entry) for entry in self.entries)
-
-    def best(self) -> list[PronounScore]:
-        """Return all heads, best first."""
-        return sorted(self.entries, key=lambda entry: -entry.score)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
