@@ -49,7 +49,7 @@ def main(early: int = 20, steps: int = 240, tokens: int = 8192) -> tuple[Compari
             print(f"step {step}: loss {losses[-1]:.2f} nats per byte")
 
     comparison = polyhead.compare(*inspections)
-    changed = [change for change in comparison.beyond() if change.error > 0]  # not those of the weights
+    changed = [change for change in comparison.significant() if change.error > 0]  # not those of the weights
     print(f"{len(changed)} of {len(comparison.tested())} statistics of {len(inspections[0].table)} heads changed:")
     for change in changed[:6]:
         site, head = change.head

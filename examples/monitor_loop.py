@@ -59,7 +59,7 @@ def main(steps: int = 120) -> tuple[HeadHistory, Comparison]:
         history = load_run(folder / "run")
     found = polyhead.compare(inspect_step(history, steps // 6), inspect_step(history, steps - 1))
     print(f"{history}; loss {history.losses[0]:.2f} to {history.losses[-1]:.2f} nats per byte")
-    changes = sorted(found.beyond(), key=lambda change: -change.relative)
+    changes = sorted(found.significant(), key=lambda change: -change.relative)
     for change in changes[:3]:
         site, head = change.head
         print(f"L{site.layer}H{head} {change.name}: {change.before:.3g} to {change.after:.3g}")

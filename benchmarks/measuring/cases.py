@@ -14,8 +14,9 @@ from torch import Tensor
 
 from benchmarks.measuring.agreement import Disagreement
 from benchmarks.measuring.verdicts import Figure
-from polyhead.costs.measuring.runner import ALTERNATIONS, FEWEST, OUT_OF_MEMORY, Timings, is_out_of_memory
+from polyhead.costs.measuring.runner import ALTERNATIONS, FEWEST, OUT_OF_MEMORY, Timings
 from polyhead.errors import PolyheadError
+from polyhead.out_of_memory import is_out_of_memory
 
 OURS = "polyhead"
 REPETITIONS = 3  # of a row with an interval too wide for a verdict

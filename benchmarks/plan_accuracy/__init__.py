@@ -21,7 +21,7 @@ from benchmarks.plan_accuracy.shapes import REGIMES, Ranges, Rates, Regime, Shap
 from polyhead.costs.calibration.calls import layer_call
 from polyhead.costs.calibration.compiling import Task, compile_ahead, layer_tasks
 from polyhead.costs.calibration.timing import MAX_HOST_SHARE, MIN_SAMPLES, SAMPLES, SLOW_SECONDS, Call
-from polyhead.costs.measuring.runner import is_out_of_memory, seconds_of
+from polyhead.costs.measuring.runner import seconds_of
 from polyhead.costs.quantities import dtype_name
 from polyhead.costs.timing.limits import Bound
 from polyhead.costs.timing.machine import Datasheet, Machine, shipped
@@ -29,6 +29,7 @@ from polyhead.costs.timing.machine_files import SHIPPED
 from polyhead.costs.timing.predict import Prediction, predict
 from polyhead.errors import OptionError
 from polyhead.observation.saving import write_atomically
+from polyhead.out_of_memory import is_out_of_memory
 
 __all__ = ["Outcome", "Summary", "measure", "predict_again", "summaries", "to_dict", "write"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import json
 import os
 import stat
@@ -61,6 +62,15 @@ def in_one_line(error: BaseException) -> str:
     if message and self_explanatory:
         return message
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def parquet_bytes(table: Any, **options: Any) -> bytes:
+    """Return a pyarrow table as a Parquet file."""
+    from pyarrow import parquet
+
+    buffer = io.BytesIO()
+    parquet.write_table(table, buffer, **options)
+    return buffer.getvalue()
 
 
 def check_regular(path: str | os.PathLike[str], most: int | None = None) -> None:

@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from polyhead.analysis.alignment import align, cut, pieces_of, watch
+from polyhead.analysis.alignment import align, cut, observe_contexts, pieces_of
 from polyhead.errors import OptionError
 from polyhead.observation.word_attention import WordAttention
-from polyhead.sources import LoadedModel
+from polyhead.sources import LoadedModel, special_tokens
+from polyhead.sources.contexts import tokenise
 from polyhead.sources.treebank import Sentence, read_treebank
 
 pytest.importorskip("transformers")
-from tests.sources.small_tokenizers import FAMILIES, WORDPIECE, wordpiece
+from tests.sources.small_tokenizers import FAMILIES, WORDPIECE, byte_level, wordpiece
 
 SMALL = Path(__file__).parents[1] / "sources" / "small.conllu"
 
@@ -33,7 +34,7 @@ def sentence(text: str, *words: str) -> Sentence:
 
 def spelled(found, tokenizer, text: str) -> list[str]:
     """The characters that the tokens of each word stand for, joined."""
-    _, _, offsets = cut(text, tokenizer)
+    _, _, offsets = cut(text, tokenizer, special_tokens(tokenizer).ids)
     words = [""] * len(found)
     last = [-1] * len(found)
     for (start, end), word in zip(offsets, found.tokens, strict=True):
@@ -74,6 +75,10 @@ def test_special_tokens_spelled_in_the_text_are_no_words():
     found = align([sentence("a [SEP] river", "a", "[SEP]", "river")], wordpiece())
     assert found.maps[0].tokens == (-1, 0, -1, 2, -1)
     assert found.wordless == 1
+    # Of a vocabulary of bytes, the unknown token is the end of text alone.
+    found = align([sentence("a<|end|>b", "a", "<|end|>", "b")], byte_level())
+    assert found.maps[0].tokens == (0, -1, 2)
+    assert found.wordless == 1
 
 
 def test_sentences_read_together_keep_their_words_apart():
@@ -85,9 +90,10 @@ def test_sentences_read_together_keep_their_words_apart():
     assert together.governors == first.heads + tuple(head + 5 if head >= 0 else -1 for head in second.heads)
     assert alone.governors == first.heads
     text = f"{first.text} {second.text}"
-    assert found.contexts[0].ids == cut(text, wordpiece())[0]
+    assert found.contexts[0].ids == tokenise(wordpiece(), text, special=True)
     chinese = list(read_treebank(SMALL))[2]
-    assert align([chinese, chinese], wordpiece(), together=2).contexts[0].ids == cut(chinese.text * 2, wordpiece())[0]
+    ids = align([chinese, chinese], wordpiece(), together=2).contexts[0].ids
+    assert ids == tokenise(wordpiece(), chinese.text * 2, special=True)
 
 
 def test_what_is_too_long_or_has_no_word_is_left_out_and_counted():
@@ -127,7 +133,9 @@ def test_a_model_reads_all_contexts_whatever_the_batch(kind):
     for batch_tokens in (1, 1000):
         told: list[int] = []
         collector = WordAttention(aligned.maps)
-        observations = watch(loaded, aligned.contexts, [collector], batch_tokens=batch_tokens, progress=told.append)
+        observations = observe_contexts(
+            loaded, aligned.contexts, [collector], batch_tokens=batch_tokens, progress=told.append
+        )
         assert told == ([0, *[1] * 5] if batch_tokens == 1 else [0, 5])  # none are read yet, then batch by batch
         ((site, values),) = observations.collected.items()
         assert site.kind == "self"
@@ -141,4 +149,4 @@ def test_a_model_reads_all_contexts_whatever_the_batch(kind):
 def test_a_model_that_reads_no_text_is_refused():
     loaded = LoadedModel(torch.nn.Linear(1, 1), None, "eyes", "encoder", "made here", "pixel_values", None)
     with pytest.raises(OptionError, match="got eyes, whose input is pixel_values"):
-        watch(loaded, [], [])
+        observe_contexts(loaded, [], [])

@@ -92,7 +92,7 @@ def test_sentences_longer_than_the_context_are_left_out_with_their_frame():
     lengths = [len(context.ids) for context in pronoun_texts(sentences, byte_level()).contexts]
     short = pronoun_texts(sentences, byte_level(), longest=sorted(lengths)[15])
     assert 0 < len(short.contexts) <= 16
-    assert len(short.contexts) + short.unreadable == 80
+    assert len(short.contexts) + short.excluded == 80
     assert len(short.contexts) == 4 * len(set(short.frames))
     assert max(len(context.ids) for context in short.contexts) <= sorted(lengths)[15]
 
@@ -140,6 +140,6 @@ def test_one_language_has_sentences_enough_for_either_role():
     weights[:, 0] = torch.tensor([0.3, 0.1]).double()
     weights[::10, 0] = torch.tensor([0.1, 0.3]).double()
     for cues in (AGREEMENT, ("meaning",)):
-        best = pronoun_table(told(texts, weights), texts, cues).best()[0]
+        best = max(pronoun_table(told(texts, weights), texts, cues).entries, key=lambda x: x.score)
         assert best.score == 0.9
         assert best.all_low > best.null

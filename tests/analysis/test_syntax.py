@@ -348,7 +348,7 @@ def test_a_head_that_finds_antecedents_scores_one_and_position_scores_half(langu
     from tests.sources.small_tokenizers import byte_level
 
     texts = pronoun_texts(pronoun_sentences(language), byte_level())
-    assert (len(texts.contexts), texts.unreadable) == (80, 0)
+    assert (len(texts.contexts), texts.excluded) == (80, 0)
     finds, misses, even = pronoun_table(planted_spans(texts, [1, 2, None]), texts).entries
     assert (finds.score, finds.high, misses.score, misses.low) == (1.0, 1.0, 0.0, 0.0)
     assert finds.low > finds.null == 0.5 > misses.high
@@ -356,7 +356,7 @@ def test_a_head_that_finds_antecedents_scores_one_and_position_scores_half(langu
     assert even.score == 0.5  # the longer name has more tokens, and is meant as often as not
     assert even.low < 0.5 < even.high
     assert even.frames_low == even.frames_high == 0.5  # every frame is balanced by itself
-    assert pronoun_table(planted_spans(texts, [2, 1]), texts).best()[0].head == 1
+    assert max(pronoun_table(planted_spans(texts, [2, 1]), texts).entries, key=lambda x: x.score).head == 1
     with pytest.raises(OptionError, match="got none"):
         pronoun_table(Observations(StatisticsRequest(())), texts)
 
@@ -366,6 +366,6 @@ def test_frames_that_the_tokenizer_cannot_read_are_left_out_whole():
     from tests.sources.small_tokenizers import wordpiece
 
     texts = pronoun_texts(pronoun_sentences("zh"), wordpiece())  # which knows no Chinese pronoun
-    assert (len(texts.contexts), texts.unreadable) == (0, 80)
+    assert (len(texts.contexts), texts.excluded) == (0, 80)
     with pytest.raises(OptionError, match=r"got none \(0 sentences, and 80 that the tokenizer cannot represent\)"):
         pronoun_table(Observations(StatisticsRequest(())), texts)

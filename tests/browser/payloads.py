@@ -82,7 +82,7 @@ def synthetic() -> Payload:
         ],
         "redundancy": 0.75,
         "redundant": [{"head": [1, 0], "share": 0.86, "other": [1, 3], "alone": 0.77, "cosine": -0.61}],
-        "pairs": [{"one": [0, 2], "other": [2, 4], "cosine": 0.61, "guess": 0.6}],
+        "pairs": [{"one": [0, 2], "other": [2, 4], "cosine": 0.61}],
         "importance": {
             "column": "ablation",
             "label": bilingual("loss without it"),

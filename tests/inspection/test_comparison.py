@@ -79,14 +79,14 @@ def without_documents(inspection: Inspection) -> Inspection:
 def test_a_planted_change_is_found_in_its_head_alone(run, changed):
     found = compare(run, changed)
     assert (found.paired, found.samples, found.over) == (True, (16, 16), ("documents", "documents"))
-    statistics = [x for x in found.beyond() if x.name not in ("gradient", "taylor")]
+    statistics = [x for x in found.significant() if x.name not in ("gradient", "taylor")]
     assert {(x.head[0].layer, x.head[1]) for x in statistics} == {(1, 2)}
     assert {"entropy", "max_logit", "confidence"} <= {x.name for x in statistics}
     assert all(x.degrees == 15 for x in found.changes if x.name == "entropy")
     # The same documents explain most of what differs between documents: as independent samples, much less is found.
     independent = compare(run, dataclasses.replace(changed, facts={**changed.facts, "text": "another"}))
     assert not independent.paired
-    assert len([x for x in independent.beyond() if x.name not in ("gradient", "taylor")]) < len(statistics)
+    assert len([x for x in independent.significant() if x.name not in ("gradient", "taylor")]) < len(statistics)
     errors = [
         (x.error, y.error)
         for x, y in zip(found.changes, independent.changes, strict=True)
@@ -108,7 +108,7 @@ def test_a_model_does_not_differ_from_itself(loaded, run, tmp_path):
     for again in (inspected(loaded, documents(16, seed=0), importance="gradient"), load_inspection(tmp_path)):
         found = compare(run, again)
         assert found.paired
-        assert found.beyond() == ()
+        assert found.significant() == ()
         assert found.loss is not None
         assert found.loss.difference == found.loss.error == 0
 
@@ -121,7 +121,7 @@ def test_two_halves_of_a_text_do_not_differ(loaded):
         both = documents(24, seed)
         found = compare(inspected(loaded, both[::2]), inspected(loaded, both[1::2]))
         assert (found.paired, found.samples) == (False, (12, 12))
-        assert found.beyond() == ()
+        assert found.significant() == ()
         values = found.tested()
         assert all(11 <= x.degrees <= 22 for x in values if x.error > 0)
         p += [x.p for x in values]
@@ -149,7 +149,7 @@ def test_a_saved_run_without_documents_is_compared_by_its_tokens(run, changed):
     by_document = math.sqrt(16 / 15 * float(effects.square().sum()))
     assert change.error == pytest.approx(math.hypot(tokens, by_document), rel=1e-9)
     assert math.isfinite(change.degrees)
-    assert compare(old, old).beyond() == ()
+    assert compare(old, old).significant() == ()
     assert compare(old, old).over == ("tokens", "tokens")
 
 
@@ -257,20 +257,20 @@ def test_the_terminal_counts_tested_values_exact_values_and_heads(run, changed, 
             dataclasses.replace(x, before=1.0, after=1.001, q=0.001) if id(x) in tiny else x for x in found.changes
         ),
     )
-    beyond = [x for x in found.tested() if x.beyond]
+    significant = [x for x in found.tested() if x.significant]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("polyhead.inspection.compare", lambda one, two: found)
         shown = printed(run, changed, place=tmp_path)
-    significant = sum(x.q <= 0.05 for x in found.tested())
-    assert significant >= len(beyond) + 8
-    rate = f"{significant} of {len(tested)} tested values differ at a false discovery rate of 5%"
-    assert f"\n{rate}, {len(beyond)} of them by more than 1%:\n" in shown
+    rejected = sum(x.q <= 0.05 for x in found.tested())
+    assert rejected >= len(significant) + 8
+    rate = f"{rejected} of {len(tested)} tested values differ at a false discovery rate of 5%"
+    assert f"\n{rate}, {len(significant)} of them by more than 1%:\n" in shown
     counts = dict(entry.split(" ") for entry in shown.splitlines()[3].split(", "))
     assert {name: int(number) for name, number in counts.items()} == {
-        name: sum(x.name == name for x in beyond) for name in {x.name for x in tested}
+        name: sum(x.name == name for x in significant) for name in {x.name for x in tested}
     }
     assert "\n3 of 16 values computed from the weights alone (ov_top_share, qk_top_share) differ\n" in shown
-    assert f"\n{len({x.head for x in found.beyond()})} of 8 common heads changed\n" in shown
+    assert f"\n{len({x.head for x in found.significant()})} of 8 common heads changed\n" in shown
 
 
 def test_a_value_of_a_layer_is_listed_once(run, changed, tmp_path):

@@ -58,18 +58,38 @@ def test_a_folder_of_the_first_format_is_refused_with_what_to_do(inspection, tmp
     save_inspection(tmp_path, inspection)
     file = tmp_path / "inspection.json"
     rest = json.loads(file.read_text(encoding="utf-8"))
-    assert rest["format"] == FORMAT == 7
+    assert rest["format"] == FORMAT == 8
     file.write_text(json.dumps({**rest, "format": 1}), encoding="utf-8")
     (tmp_path / PICTURES).unlink()
     with pytest.raises(
         OptionError,
-        match=r"reads inspections of format 2 to 7, got 1 in .*inspection.json; run `polyhead",
+        match=r"reads inspections of format 2 to 8, got 1 in .*inspection.json; run `polyhead",
     ):
         load_inspection(tmp_path)
 
 
+def as_format_7(rest: dict) -> dict:
+    """Pairs by the former name of a field."""
+    for pair in rest["pairs"]:
+        pair["guess"] = pair.pop("estimate")
+    return {**rest, "format": 7}
+
+
+def test_all_of_format_7_is_read(inspection, tmp_path):
+    pairs = tuple(dataclasses.replace(pair, estimate=pair.cosine / 2) for pair in inspection.pairs)
+    assert pairs
+    save_inspection(tmp_path, dataclasses.replace(inspection, pairs=pairs))
+    file = tmp_path / "inspection.json"
+    file.write_text(json.dumps(as_format_7(json.loads(file.read_text(encoding="utf-8")))), encoding="utf-8")
+    again = load_inspection(tmp_path)
+    assert again.pairs == pairs
+    assert again.table.names == inspection.table.names
+    assert again.findings == inspection.findings
+
+
 def as_format_6(rest: dict) -> dict:
     """With groups of similar heads by a threshold on cosines, and a finding about one."""
+    rest = as_format_7(rest)
     rest["redundancy"] = {"threshold": 0.55, "null": 0.1}
     rest["groups"] = [{"heads": [[0, 0], [0, 1]], "least": 0.9}]
     values = {"cosine": 0.9, "across": False, "null": 0.1}
@@ -99,7 +119,7 @@ def test_what_format_6_measured_otherwise_is_no_result_of_today(inspection, tmp_
     earlier = dataclasses.replace(inspection, roles=roles, table=table, findings=tuple(findings), halves={})
     save_inspection(tmp_path, earlier)
     file = tmp_path / "inspection.json"
-    rest = {**json.loads(file.read_text(encoding="utf-8")), "format": 6}
+    rest = {**as_format_7(json.loads(file.read_text(encoding="utf-8"))), "format": 6}
     rest["roles"][0]["scores"][2]["evidence"] = "resolves pronouns"
     file.write_text(json.dumps(rest), encoding="utf-8")
     again = load_inspection(tmp_path)

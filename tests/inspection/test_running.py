@@ -224,8 +224,8 @@ def test_pairs_of_layers_are_measured_also_where_they_were_picked_by_a_projectio
     )
     picked = inspect_model(found.settings)
     assert "random projection to 64 dimensions" in str(picked.facts["pairs_by"])
-    guesses, measured = (torch.tensor([getattr(x, name) for x in picked.pairs]) for name in ("guess", "cosine"))
-    assert 0 < (guesses - measured).abs().max() < 0.35  # 64 numbers for 24, drawn at random
+    estimated, measured = (torch.tensor([getattr(x, name) for x in picked.pairs]) for name in ("estimate", "cosine"))
+    assert 0 < (estimated - measured).abs().max() < 0.35  # 64 numbers for 24, drawn at random
     exact = {(pair.one, pair.other): pair.cosine for pair in found.pairs}
     for pair in picked.pairs:
         assert pair.cosine == pytest.approx(exact[pair.one, pair.other], abs=1e-6)
@@ -325,7 +325,7 @@ def test_it_is_kept_and_read_again(inspected):
         for kind, matrix in matrices.items():
             torch.testing.assert_close(again.relations[site][kind], matrix, rtol=0, atol=0, equal_nan=True)
     same = compare(found, again)
-    assert same.beyond() == ()
+    assert same.significant() == ()
     assert same.gained == same.lost == ()
 
 
@@ -637,11 +637,11 @@ def test_two_models_differ_beyond_sampling_error_and_one_does_not_from_itself(pl
     other, one = model_folder(tmp_path / "other", "bert", seed=1), plain_bert
     two = inspect_model(dataclasses.replace(one.settings, model=str(other)))
     found = compare(one, two)
-    assert len(found.beyond()) > 10
+    assert len(found.significant()) > 10
     assert found.only_before == found.only_after == ()
-    clearest = found.beyond("max_logit")[0]
+    clearest = found.significant("max_logit")[0]
     assert abs(clearest.difference) > 1.96 * clearest.error
-    assert len(compare(one, one).beyond()) == 0
+    assert len(compare(one, one).significant()) == 0
 
     def with_roles(*held: str):
         """The first head has these roles, and no other head has any."""
@@ -669,7 +669,7 @@ def test_two_halves_of_a_text_mostly_agree(folders, tmp_path):
     found = compare(one, two)
     requested = [change for change in found.changes if change.name in names]
     assert len(requested) > 50
-    assert [change for change in requested if change.beyond] == []
+    assert [change for change in requested if change.significant] == []
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_top_keys_are_sums_of_the_weights_and_padding_is_none_of_them(name):
 
 def test_collectors_on_a_cpu_receive_the_keys_stored_by_channel():
     layer, x, calls = polyhead.MultiHeadAttention(32, 4, num_kv_heads=2), torch.randn(3, 7, 32), []
-    recorder = CallRecorder(lambda site, attended, metadata: calls.append(attended.key))
+    recorder = CallRecorder(lambda site, attended, non_padding, metadata: calls.append(attended.key))
     with torch.no_grad(), polyhead.observe(layer, collect=[recorder]):
         layer(x)
     (key,) = calls

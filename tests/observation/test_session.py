@@ -469,7 +469,7 @@ def test_a_model_that_does_not_use_the_interface_is_refused():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"every": 0}, "every must be an integer of at least 1, got 0"),
+        ({"every": 0}, "every must be at least 1, got 0"),
         ({"layers": [-1]}, "layers must be non-negative indices or module paths, got -1"),
         ({"layers": ["q_projection"]}, "got 'q_projection'"),
         ({"heads": ["a"]}, "heads must be non-negative indices"),

@@ -245,7 +245,7 @@ def test_a_difference_beyond_the_noise_of_steps_is_reported_and_noise_is_not():
     history = history_of(values)
     before, after = inspect_step(history, 20), inspect_step(history, 80)
     comparison = polyhead.compare(before, after)
-    (change,) = comparison.beyond()
+    (change,) = comparison.significant()
     assert (change.head[1], change.before, change.after) == (7, values[20, 7], values[80, 7])
     assert change.error == pytest.approx(0.1 * 2**0.5, rel=0.5)
     assert (comparison.samples, comparison.over) == ((20, 20), ("pairs of steps",) * 2)
@@ -256,7 +256,7 @@ def test_the_noise_of_a_rare_statistic_is_that_of_the_steps_that_have_it():
     values[::4] = torch.randn(25, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     values[60:, 1] += 100
     comparison = polyhead.compare(*(inspect_step(history_of(values), step) for step in (8, 92)))
-    assert [change.head[1] for change in comparison.beyond()] == [1]
+    assert [change.head[1] for change in comparison.significant()] == [1]
     assert comparison.samples == (12, 12)
 
 
@@ -265,7 +265,7 @@ def test_false_alarms_of_a_comparison_are_as_rare_as_promised():
     for seed in range(100):
         generator = torch.Generator().manual_seed(seed)
         history = history_of(5 + torch.randn(90, 40, generator=generator, dtype=torch.float64))
-        found += bool(polyhead.compare(inspect_step(history, 10), inspect_step(history, 70)).beyond())
+        found += bool(polyhead.compare(inspect_step(history, 10), inspect_step(history, 70)).significant())
     assert found <= 12  # 5% of the runs, and 4 standard errors
 
 

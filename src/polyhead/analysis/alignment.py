@@ -94,9 +94,7 @@ def align(sentences: Iterable[Sentence], tokenizer: Any, *, together: int = 1, l
     )
 
 
-def cut(
-    text: str, tokenizer: Any, special_ids: Collection[int] | None = None
-) -> tuple[list[int], list[bool], list[Span]]:
+def cut(text: str, tokenizer: Any, special_ids: Collection[int]) -> tuple[list[int], list[bool], list[Span]]:
     """Return the token ids of a text, a mask of special tokens, and the character span of each token.
 
     `special_ids` are the tokenizer's (`polyhead.sources.special_tokens`), to be computed once for many texts.
@@ -110,10 +108,9 @@ def cut(
         text, return_offsets_mapping=True, return_special_tokens_mask=True, return_attention_mask=False, verbose=False
     )
     ids = list(encoding["input_ids"])
-    # The mask marks those around the text; special tokens spelled out in it are not words either, but unknown ones are.
-    never_words = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+    # The mask marks those around the text; special tokens spelled out in it are not words either.
     special = [
-        bool(mark) or token in never_words for token, mark in zip(ids, encoding["special_tokens_mask"], strict=True)
+        bool(mark) or token in special_ids for token, mark in zip(ids, encoding["special_tokens_mask"], strict=True)
     ]
     return ids, special, [(int(start), int(end)) for start, end in encoding["offset_mapping"]]
 
@@ -149,7 +146,7 @@ def pieces_of(offsets: Sequence[Span], special: Sequence[bool], spans: Sequence[
     return pieces
 
 
-def watch(
+def observe_contexts(
     loaded: LoadedModel,
     contexts: Sequence[Context],
     collect: Sequence[Collector],
@@ -158,7 +155,6 @@ def watch(
     progress: Callable[[int], object] | None = None,
     file: Path | None = None,
     origin: Mapping[str, Any] | None = None,
-    save_seconds: float = SAVE_SECONDS,
 ) -> Observations:
     """Run a model over contexts with collectors; `progress` is called with the number of contexts of each batch.
 
@@ -203,7 +199,7 @@ def watch(
                 read = _Read(session.observations, batch.index + 1, batch.digest)
                 if progress is not None:
                     progress(len(batch.documents))
-                if file is not None and time.monotonic() - saved >= save_seconds:
+                if file is not None and time.monotonic() - saved >= SAVE_SECONDS:
                     keep(read)
                     saved = time.monotonic()
     finally:

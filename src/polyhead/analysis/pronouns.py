@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,25 +68,18 @@ class PronounTable:
     """Pronoun scores, one row per head."""
 
     entries: tuple[PronounScore, ...]
-    unreadable: int  # number of sentences of excluded frames; see `pronoun_texts`
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        return (asdict(entry) for entry in self.entries)
-
-    def best(self) -> list[PronounScore]:
-        """Return all heads, best first."""
-        return sorted(self.entries, key=lambda entry: -entry.score)
+    excluded: int  # number of sentences of excluded frames; see `pronoun_texts`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PronounTexts:
-    """Tokenised sentences; observe them with `alignment.watch(loaded, texts.contexts, [texts.collector()])`."""
+    """Tokenised sentences; `alignment.observe_contexts(loaded, texts.contexts, [texts.collector()])` reads them."""
 
     contexts: tuple[Context, ...]
     labels: tuple[tuple[int, ...], ...]  # per token: 0 pronoun, 1 antecedent, 2 distractor, -1 other
     frames: tuple[int, ...]  # frame of each sentence
     cues: tuple[Cue, ...]  # by which the antecedent of each sentence is known
-    unreadable: int  # number of sentences of excluded frames
+    excluded: int  # number of sentences of excluded frames
 
     def collector(self) -> SpanAttention:
         return SpanAttention(self.labels, 2, NAME)
@@ -128,7 +121,7 @@ def pronoun_texts(sentences: Sequence[PronounSentence], tokenizer: Any, *, longe
         labels=tuple(label for _, _, _, label in rows),
         frames=tuple(sentence.frame for sentence, _, _, _ in rows),
         cues=tuple(sentence.cue for sentence, _, _, _ in rows),
-        unreadable=len(tokenised) - len(rows),
+        excluded=len(tokenised) - len(rows),
     )
 
 
@@ -145,14 +138,14 @@ def pronoun_table(observations: Observations, texts: PronounTexts, cues: Collect
     if not states:
         raise OptionError(
             "a pronoun table needs data of the collector of pronoun_texts(...), got none "
-            f"({len(texts.contexts)} sentences, and {texts.unreadable} that the tokenizer cannot represent)"
+            f"({len(texts.contexts)} sentences, and {texts.excluded} that the tokenizer cannot represent)"
         )
     heads = sum(site.num_heads for site in states)
     chosen = torch.tensor([cue in cues for cue in texts.cues])
     for site, state in states.items():
         states[site] = {name: x[chosen[state["contexts"]]] for name, x in state.items()}
     entries = [entry for site, state in states.items() for entry in _scores(site, state, texts, heads)]
-    return PronounTable(tuple(entries), texts.unreadable)
+    return PronounTable(tuple(entries), texts.excluded)
 
 
 def _scores(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import io
 import json
 import math
 import os
@@ -14,7 +13,7 @@ from typing import Any
 
 from polyhead.analysis.intervals import wilson
 from polyhead.errors import OptionError
-from polyhead.files import as_type, build, check_pyarrow, read_columns, read_json, refusing, short
+from polyhead.files import as_type, build, check_pyarrow, parquet_bytes, read_columns, read_json, refusing, short
 from polyhead.geometry import name_with_origin
 from polyhead.observation.cards import html_table
 from polyhead.observation.saving import write_atomically
@@ -176,13 +175,9 @@ def _fields_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parquet(rows: list[dict[str, Any]], facts: dict[str, Any]) -> bytes:
     import pyarrow
-    from pyarrow import parquet
 
-    buffer = io.BytesIO()
-    table = pyarrow.Table.from_pylist(rows)
     metadata = {"polyhead": json.dumps(_finite(facts), ensure_ascii=False)}
-    parquet.write_table(table.replace_schema_metadata(metadata), buffer)
-    return buffer.getvalue()
+    return parquet_bytes(pyarrow.Table.from_pylist(rows).replace_schema_metadata(metadata))
 
 
 def _read_parquet(file: Path, rule: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -80,21 +80,21 @@ def compare(
         if "step" in inspection.facts:
             size = f", loss {inspection.facts['step_loss']:.4g}"
         console.print(f"{label}  {folder}{size}", markup=False, soft_wrap=not console.is_terminal)
-    beyond, untested = found.beyond(statistic), found.untested(statistic)
+    significant, untested = found.significant(statistic), found.untested(statistic)
     tested, exact = found.tested(statistic), found.exact(statistic)
     console.print(
         f"{sum(x.q <= FALSE_DISCOVERIES for x in tested)} of {len(tested)} tested values differ at a false discovery "
-        f"rate of {FALSE_DISCOVERIES:.0%}, {sum(x.beyond for x in tested)} of them by more than {MIN_CHANGE:.0%}:"
+        f"rate of {FALSE_DISCOVERIES:.0%}, {sum(x.significant for x in tested)} of them by more than {MIN_CHANGE:.0%}:"
     )
     by_column = Counter({x.name: 0 for x in tested})
-    by_column.update(x.name for x in tested if x.beyond)
+    by_column.update(x.name for x in tested if x.significant)
     columns = ", ".join(f"{name} {number}" for name, number in by_column.most_common())
     console.print(columns or "-", soft_wrap=not console.is_terminal)
-    if changed := sum(x.beyond for x in exact):
+    if changed := sum(x.significant for x in exact):
         columns = ", ".join(sorted({x.name for x in exact}))
         console.print(f"{changed} of {len(exact)} values computed from the weights alone ({columns}) differ")
     heads = {change.head for change in found.changes}
-    console.print(f"{len({x.head for x in beyond})} of {len(heads)} common heads changed")
+    console.print(f"{len({x.head for x in significant})} of {len(heads)} common heads changed")
     console.print(_sampling(found), style="dim")
     if found.loss is not None:
         loss, over = found.loss, first.facts.get("intervals_over", "documents")
@@ -126,7 +126,7 @@ def compare(
     large = (
         untested if statistic is not None else tuple(x for x in untested if x.relative > LARGE_CHANGE)[:UNTESTED_ROWS]
     )
-    for shown, skipped in ((beyond, ()), (large, untested)):
+    for shown, skipped in ((significant, ()), (large, untested)):
         if len(skipped):
             columns = ", ".join(sorted({x.name for x in skipped}))
             listed = "; largest relative changes:" if large else ""

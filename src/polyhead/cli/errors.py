@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -16,6 +15,7 @@ from typer.core import TyperGroup
 
 from polyhead.errors import OptionError, PolyheadError
 from polyhead.names import suggestion
+from polyhead.out_of_memory import is_out_of_memory
 
 # Exceptions of click; later versions of typer contain a copy of it and do not import the package.
 _click: Any = import_module(typer.BadParameter.__module__)
@@ -94,7 +94,7 @@ def one_line(command: Callable[[], str], arguments: Sequence[str]) -> Iterator[N
     except Terminated as error:
         raise _end(command(), _interruption("terminated", error), 128 + signal.SIGTERM) from None
     except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         reason = f"out of memory ({str(error).partition(chr(10))[0] or type(error).__name__})"
         raise _end(command(), _interruption(reason, error), 1) from None
@@ -107,12 +107,6 @@ def _end(command: str, message: str, code: int) -> typer.Exit:
 
 def _interruption(reason: str, error: BaseException) -> str:
     return "; ".join([reason, *getattr(error, "__notes__", ())])
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    torch = sys.modules.get("torch")
-    on_device = torch is not None and isinstance(error, torch.OutOfMemoryError)
-    return isinstance(error, MemoryError) or on_device or "can't allocate memory" in str(error)
 
 
 def _describe(error: Any, command: str, arguments: Sequence[str]) -> str:

@@ -33,8 +33,8 @@ class MemoryEstimate:
     `kept_weights` and `transient_weights` are the parts of these two that are attention weights (h n² elements per
     copy); 0 if attention is fused. `between` is the activation between two layers: training saves it, and `kept`
     contains it (layers - 1) times. `tables` are the tables by position, such as cos and sin of RoPE, and their bytes;
-    layers of equal positions share one. `routes` are the kernels and tiles of the calls: memory grows with batch and
-    tokens while they stay the same, and may drop where they change.
+    layers of equal positions share one. `kernel_choices` are the kernels and tiles selected for the calls: memory grows
+    with batch and tokens while they stay the same, and may drop where they change.
     """
 
     parameters: int
@@ -47,7 +47,7 @@ class MemoryEstimate:
     transient_weights: int
     between: int
     tables: tuple[tuple[str, int], ...] = ()
-    routes: tuple[Hashable, ...] = field(default=(), compare=False, repr=False)
+    kernel_choices: tuple[Hashable, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def weights(self) -> int:
@@ -70,7 +70,7 @@ class MemoryEstimate:
         """Return all bytes by name, including totals."""
         totals = {"weights": self.weights, "activations": self.activations, "total": self.total}
         content = {**dataclasses.asdict(self), **totals, "tables": self.table_bytes}
-        del content["routes"]
+        del content["kernel_choices"]
         return content
 
     def __add__(self, other: MemoryEstimate) -> MemoryEstimate:
@@ -90,7 +90,7 @@ class MemoryEstimate:
             transient_weights=busiest.transient_weights,
             between=between,
             tables=tuple(tables.items()),
-            routes=(*self.routes, *other.routes),
+            kernel_choices=(*self.kernel_choices, *other.kernel_choices),
         )
 
 
@@ -150,7 +150,7 @@ def estimate_memory(
     if not work.training:
         transient, weights = tape.peak - activation, FORWARD_COPIES * largest
         sizes = (parameters, 0, cache, 2 * activation + source, 0, transient, 0, weights, 0)
-        return MemoryEstimate(*sizes, tables=tuple(call.tables.items()), routes=tuple(call.routes))
+        return MemoryEstimate(*sizes, tables=tuple(call.tables.items()), kernel_choices=tuple(call.kernel_choices))
     tape.finish(output)
     saved = tape.now - activation
     tape.backward()
@@ -165,7 +165,7 @@ def estimate_memory(
         transient_weights=(BACKWARD_COPIES - KEPT_COPIES) * largest,
         between=activation,
         tables=tuple(call.tables.items()),
-        routes=tuple(call.routes),
+        kernel_choices=tuple(call.kernel_choices),
     )
 
 

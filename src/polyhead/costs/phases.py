@@ -152,20 +152,20 @@ def plan_phase(model: ModelLayout, phase: Phase, sizes: PhaseSizes, machine: Mac
 class Need(NamedTuple):
     """Peak memory of a phase at one batch and context.
 
-    `least` is the part that grows with batch and context whichever kernels are selected; `routes` are those of
-    `MemoryEstimate`.
+    `least` is the part that grows with batch and context whichever kernels are selected; `kernel_choices` are
+    `MemoryEstimate.kernel_choices`.
     """
 
     bytes: int
     least: int
-    routes: tuple[Hashable, ...]
+    kernel_choices: tuple[Hashable, ...]
 
 
 def largest_fitting(at: Callable[[int], Need], machine: Machine, limit: int = 1 << 32) -> int:
     """Return the largest batch or context up to `limit` whose bytes fit (`verdict`), 0 if there is none.
 
     A smaller one may not fit: memory drops where larger calls are served by a kernel that needs less, such as one that
-    reads a sliding window without a mask tensor. Between two sizes of equal routes it grows.
+    reads a sliding window without a mask tensor. Between two sizes of equal kernels it grows.
 
     >>> from polyhead.layers import MultiHeadConfig
     >>> model, dtype = ModelLayout.of(MultiHeadConfig(512, 8, causal=True), 4), torch.bfloat16
@@ -180,7 +180,7 @@ def largest_fitting(at: Callable[[int], Need], machine: Machine, limit: int = 1 
     def largest(first: int, last: int) -> int:
         if at(first).least > usable:
             return 0
-        if at(first).routes == at(last).routes:
+        if at(first).kernel_choices == at(last).kernel_choices:
             fitting = bisect.bisect_right(range(first, last + 1), usable, key=lambda size: at(size).bytes)
             return first - 1 + fitting if fitting else 0
         middle = (first + last) // 2
@@ -193,7 +193,7 @@ def need(model: ModelLayout, phase: Phase, sizes: PhaseSizes, machine: Machine) 
     """Return the memory of a phase, `PhasePlan.needed`, without the rest of the plan."""
     memory, outside = _phase_memory(model, phase, sizes, machine), sum(_outside(model, phase, sizes.dtype).values())
     least = memory.parameters + memory.gradients + memory.cache + memory.inputs + outside
-    return Need(memory.total + outside, least, memory.routes)
+    return Need(memory.total + outside, least, memory.kernel_choices)
 
 
 def _outside(model: ModelLayout, phase: Phase, dtype: torch.dtype) -> dict[str, int]:

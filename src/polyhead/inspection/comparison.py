@@ -58,7 +58,7 @@ class Change:
         return math.nan if math.isnan(self.error) else float(self.difference == 0)
 
     @property
-    def beyond(self) -> bool:
+    def significant(self) -> bool:
         """True if the difference exceeds both the sampling error of all tests and the minimum relative size.
 
         An exact value has no sampling error.
@@ -99,8 +99,8 @@ class Comparison:
     loss: LossChange | None = None  # None unless both inspections measured the same loss
     undefined: tuple[Change, ...] = ()  # values that are NaN in one of the two alone, and not among the changes
 
-    def beyond(self, name: str | None = None) -> tuple[Change, ...]:
-        """Return the changes beyond sampling error, of one statistic or all, in decreasing order of z-score.
+    def significant(self, name: str | None = None) -> tuple[Change, ...]:
+        """Return the significant changes, of one statistic or all, in decreasing order of z-score.
 
         Of all tested values, at most 5% of those returned are expected to be chance (false discovery rate). Exact
         values, which have no sampling error, are last, in decreasing order of relative change.
@@ -108,7 +108,7 @@ class Comparison:
         Args:
             name: column of one statistic; None for all.
         """
-        changes = [x for x in self.changes if x.beyond and (name is None or x.name == name)]
+        changes = [x for x in self.changes if x.significant and (name is None or x.name == name)]
 
         def order(x: Change) -> tuple[bool, float]:
             return x.name in EXACT, -abs(x.difference) / x.error if x.error > 0 else -x.relative
@@ -179,7 +179,7 @@ def compare(before: Inspection, after: Inspection) -> Comparison:
     >>> model = LlamaForCausalLM(config).eval()
     >>> text, options = ["the cat sat on the mat. " * 20] * 2, {"context": 64, "tokens": 256, "chance": False}
     >>> before = polyhead.inspect(model, text, tokenizer=tokenizer, importance="none", **options)
-    >>> polyhead.compare(before, before).beyond()  # the same model: nothing changed
+    >>> polyhead.compare(before, before).significant()  # the same model: nothing changed
     ()
     """
     matching = match_heads(before, after)

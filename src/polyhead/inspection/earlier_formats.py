@@ -1,10 +1,11 @@
-"""Upgrade of inspections in formats 2 to 6 to the current one.
+"""Upgrade of inspections in formats 2 to 7 to the current one.
 
-Up to format 6, copy and anti-copy are scores of the weights, and pronoun is a score of all kinds of sentences. Groups
-of redundant heads, which are dropped with the findings about them, are by a threshold on cosines; shares inside the
-word and the sentence, which are dropped too, count the token itself. Findings are not required to hold on both halves
-of the text. Format 5 has other names for kinds of findings, 4 also for two fields, 3 and 2 store evidence and reasons
-as English text instead of fields, and 2 has other names for some statistics.
+Up to format 7, the estimated cosine of a pair has another name. Up to format 6, copy and anti-copy are scores of the
+weights, and pronoun is a score of all kinds of sentences. Groups of redundant heads, which are dropped with the
+findings about them, are by a threshold on cosines; shares inside the word and the sentence, which are dropped too,
+count the token itself. Findings are not required to hold on both halves of the text. Format 5 has other names for kinds
+of findings, 4 also for two fields, 3 and 2 store evidence and reasons as English text instead of fields, and 2 has
+other names for some statistics.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ def upgraded(rest: dict[str, Any]) -> dict[str, Any]:
 
     The English texts of formats 2 and 3 are kept and shown in both languages.
     """
+    for pair in rest["pairs"]:
+        pair["estimate"] = pair.pop("guess")
+    if rest["format"] == 7:
+        return rest
     findings = [x for x in rest["findings"] if x["kind"] not in ("similar", "alike") and _role(x) not in _OF_WEIGHTS]
     rest["roles"], rest["findings"] = _roles(rest), [_with_basis(x, rest) for x in findings]
     rest["statistics"] = [name for name in rest["statistics"] if name not in _WITH_SELF]

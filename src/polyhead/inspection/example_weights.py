@@ -36,7 +36,9 @@ class ExampleWeights:
 
     calls: dict[AttentionSite, dict[int, list[Tensor]]] = field(default_factory=dict)  # by site and text
 
-    def record(self, site: AttentionSite, attended: Attended, metadata: BatchMetadata) -> None:
+    def record(
+        self, site: AttentionSite, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata
+    ) -> None:
         assert metadata.documents is not None
         weights = attended.profile(block_map=(1, 1)).block_map  # blocks of one query and one key: the weights
         assert weights is not None and weights.shape[0] == 1

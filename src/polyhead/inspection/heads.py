@@ -48,5 +48,5 @@ class Pair:
 
     one: Head
     other: Head
-    guess: float  # cosine under a random projection, by which the pair was selected
+    estimate: float  # cosine under a random projection, by which the pair was selected
     cosine: float  # of their contributions to the residual stream, over the sample of tokens

@@ -6,7 +6,6 @@ null. Sentences are for readers of the file and are not read back. Files are wri
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -23,7 +22,17 @@ from torch import Tensor
 
 from polyhead.analysis.roles import RoleScore
 from polyhead.errors import OptionError
-from polyhead.files import as_type, build, check_pyarrow, read_columns, read_json, read_tensors, refusing, short
+from polyhead.files import (
+    as_type,
+    build,
+    check_pyarrow,
+    parquet_bytes,
+    read_columns,
+    read_json,
+    read_tensors,
+    refusing,
+    short,
+)
 from polyhead.inspection.earlier_formats import upgraded, upgraded_columns
 from polyhead.inspection.heads import Head
 from polyhead.inspection.result import Inspection
@@ -37,7 +46,7 @@ from polyhead.observation.renamed import current_name
 from polyhead.observation.saving import write_atomically
 from polyhead.observation.statistics import LOCATION
 
-FORMAT = 7  # `earlier_formats` upgrades 2 to 6; 1 is no longer supported
+FORMAT = 8  # `earlier_formats` upgrades 2 to 7; 1 is no longer supported
 # Fields of an inspection in the JSON file, next to `settings` and `facts`. Their tensors, and all other fields, are in
 # the other files.
 _IN_JSON = ("roles", "pairs", "findings", "head_maps", "top_keys", "examples")
@@ -68,7 +77,7 @@ def save_inspection(folder: str | os.PathLike[str], inspection: Inspection) -> N
     folder = Path(folder)
     check_pyarrow(folder / TABLE)
     (folder / REST).unlink(missing_ok=True)
-    write_atomically(folder / TABLE, _parquet(inspection.table))
+    write_atomically(folder / TABLE, parquet_bytes(inspection.table.to_arrow()))
     write_atomically(folder / MATRICES, serialise(_contiguous(_numbered(inspection.relations, index))))
     write_atomically(folder / PICTURES, serialise(_contiguous(_pictures(inspection, index))))
     rest = {
@@ -129,7 +138,7 @@ def load_inspection(folder: str | os.PathLike[str]) -> Inspection:
         relations = _read(_by_number(matrices), _hints(Inspection)["relations"], sites)
     pictures, _ = read_tensors(folder / PICTURES, _RULE)
     with refusing(folder / TABLE, _RULE):
-        table = _table(folder / TABLE, sites, names, earlier=rest["format"] < FORMAT)
+        table = _table(folder / TABLE, sites, names, earlier=rest["format"] < 7)
     with refusing(folder / REST, _RULE):
         inspection = _inspection(rest, sites, table, relations, pictures)
     with refusing(folder / TABLE, _RULE):
@@ -256,14 +265,6 @@ def _by_number(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
-
-
-def _parquet(table: HeadProfile) -> bytes:
-    import pyarrow.parquet
-
-    buffer = io.BytesIO()
-    pyarrow.parquet.write_table(table.to_arrow(), buffer)
-    return buffer.getvalue()
 
 
 def _table(path: Path, sites: list[AttentionSite], names: tuple[str, ...], *, earlier: bool) -> HeadProfile:

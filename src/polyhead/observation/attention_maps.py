@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError
+from polyhead.geometry import checked_integer
 from polyhead.observation.accumulators import Sums
 from polyhead.observation.collectors import BatchMetadata, counted_rows, exclude_padding, profile_rows
 from polyhead.observation.statistics import AttentionSite
@@ -35,9 +36,7 @@ class AttentionMaps:
 
     def __post_init__(self) -> None:
         for name in ("tokens", "resolution"):
-            number = getattr(self, name)
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise OptionError(f"{name} must be a positive integer, got {number!r}")
+            checked_integer(name, getattr(self, name), at_least=1, error=OptionError)
 
     @property
     def block(self) -> int:

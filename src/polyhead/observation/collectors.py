@@ -141,9 +141,12 @@ def states_of(collected: Collected, name: str, kind: type[T]) -> dict[AttentionS
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallRecorder:
-    """Collector that passes every attention call to a function, and has no state of its own."""
+    """Collector that passes every attention call to a function, and has no state of its own.
 
-    record: Callable[[AttentionSite, Attended, BatchMetadata], None]
+    `record` is called with the site and the arguments of `CollectorState.update`.
+    """
+
+    record: Callable[[AttentionSite, Attended, Tensor | None, BatchMetadata], object]
     name: str = "calls"
 
     def empty(self, site: AttentionSite, device: torch.device) -> _RecordedSite:
@@ -152,11 +155,11 @@ class CallRecorder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RecordedSite(NamedTensors):
-    record: Callable[[AttentionSite, Attended, BatchMetadata], None]
+    record: Callable[[AttentionSite, Attended, Tensor | None, BatchMetadata], object]
     site: AttentionSite
 
     def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
-        self.record(self.site, attended, metadata)
+        self.record(self.site, attended, non_padding, metadata)
         return self
 
     def merge(self, other: Self) -> Self:

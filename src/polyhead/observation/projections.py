@@ -102,7 +102,9 @@ class _Tracer:
     first_attended: dict[AttentionSite, tuple[int, Attended]] = field(default_factory=dict)
     materialised: list[str] = field(default_factory=list)  # sites of hand-written attention
 
-    def record_attention(self, site: AttentionSite, attended: Attended, metadata: BatchMetadata) -> None:
+    def record_attention(
+        self, site: AttentionSite, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata
+    ) -> None:
         self.first_attended.setdefault(site, (len(self.linear_calls), attended))
 
     @contextmanager

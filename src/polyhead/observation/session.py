@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError
-from polyhead.geometry import HeadId, HeadOrigins
+from polyhead.geometry import HeadId, HeadOrigins, checked_integer
 from polyhead.integrations.huggingface.registration import OBSERVED, register
 from polyhead.integrations.transformer_lens import original_attention, wrapped_models
 from polyhead.masks import Mask
@@ -161,8 +161,7 @@ class Session:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise OptionError(f"observe takes a torch.nn.Module, got {type(model).__name__}")
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise OptionError(f"every must be an integer of at least 1, got {every!r}")
+        checked_integer("every", every, at_least=1, error=OptionError)
         self.model = model
         self.wanted = StatisticsRequest.of(statistics)
         self._keeper = ForwardRecorder.requested(keep_statistics, self.wanted)

@@ -123,7 +123,7 @@ def read_product(
     _check(product, index, weights, followed)
     key = product.axes[index][weights.axis]
     (channels,) = _channels(product, index)
-    layout = _layout(running, product, index, key, channels, followed)
+    layout = _layout(running, product, index, key, followed)
     if softmax.version != version_of(softmax.logits):
         raise NotUnderstood("its logits are overwritten after the softmax")
     axes = product.axes[index]
@@ -201,7 +201,7 @@ def _channels(product: MatrixProduct, index: int) -> list[Axis]:
 
 
 def _layout(
-    running: RunningModule, product: MatrixProduct, index: int, key: Axis, channels: Axis, followed: FollowedTensors
+    running: RunningModule, product: MatrixProduct, index: int, key: Axis, followed: FollowedTensors
 ) -> _Layout:
     """Return which axes are batch, heads and queries; raise where that is ambiguous."""
     axes, sizes, counts = product.axes[index], product.sizes(index), head_counts(running)

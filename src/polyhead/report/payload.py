@@ -72,7 +72,7 @@ def page_of(inspection: Inspection, *, language: Language = "en", syntax: Syntax
             for x in inspection.redundant
         ],
         "pairs": [
-            {"one": _head_id(index, x.one), "other": _head_id(index, x.other), "cosine": x.cosine, "guess": x.guess}
+            {"one": _head_id(index, x.one), "other": _head_id(index, x.other), "cosine": x.cosine}
             for x in inspection.pairs
         ],
         "importance": _importance(inspection),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from polyhead.errors import OptionError
-from polyhead.files import TABLE_ROWS, as_type, check_pyarrow, check_regular, refusing, short
+from polyhead.files import TABLE_ROWS, as_type, check_pyarrow, check_regular, parquet_bytes, refusing, short
 from polyhead.geometry import checked_integer
 from polyhead.inspection import Inspection, Settings
 from polyhead.inspection.run_files import STEPS
@@ -172,16 +171,14 @@ class RunDirectory(MonitorCallback):
         if not self._unwritten:
             return
         import pyarrow
-        from pyarrow import parquet
 
         heads, columns = self._part[0].heads, self._part[0].columns
         history = HeadHistory(heads, columns)
         history.extend(self._part)
         header = {"format": FORMAT, "heads": [list(head) for head in heads], "columns": columns}
         table = pyarrow.table(history.arrays()).replace_schema_metadata({_KEY: json.dumps(header)})
-        file = io.BytesIO()
-        parquet.write_table(table, file, use_dictionary=["step", "loss", *LOCATION])  # values hardly repeat
-        write_atomically(self.folder / STEPS / f"{self._part[0].step:012d}.parquet", file.getvalue())
+        content = parquet_bytes(table, use_dictionary=["step", "loss", *LOCATION])  # values hardly repeat
+        write_atomically(self.folder / STEPS / f"{self._part[0].step:012d}.parquet", content)
         self._unwritten, self._saved = 0, time.monotonic()
 
 
@@ -235,7 +232,7 @@ def inspect_step(history: HeadHistory, step: int, name: str = "training run") ->
     ...         _ = layer(torch.randn(3, 5, 16))
     ...         monitor.step()
     >>> before, after = (inspect_step(monitor.history, step) for step in (0, 39))
-    >>> polyhead.compare(before, after).beyond()  # the weights have not changed
+    >>> polyhead.compare(before, after).significant()  # the weights have not changed
     ()
     """
     steps = history.steps

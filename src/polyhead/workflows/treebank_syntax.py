@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from polyhead.analysis.alignment import Aligned, align, watch
+from polyhead.analysis.alignment import Aligned, align, observe_contexts
 from polyhead.analysis.dependency_accuracy import syntax_table
 from polyhead.analysis.shares import Shares, inner_shares
 from polyhead.analysis.syntax_table import SyntaxTable
@@ -91,7 +91,7 @@ def syntax(
                 f"from {len(parsed)} sentences ({aligned})"
             )
         step = Step(progress, "read the treebank", len(aligned), "texts")
-        observations = watch(
+        observations = observe_contexts(
             loaded,
             aligned.contexts,
             [WordAttention(aligned.maps)],

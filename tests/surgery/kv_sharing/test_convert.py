@@ -147,7 +147,7 @@ def test_polyhead_layers_are_converted_and_padding_is_ignored():
         ("bert", 0, {}, "number of KV heads must divide 4, .*, got 0"),
         ("bert", 4, {}, "every layer has 4 KV heads already"),
         ("bert", 2, {"grouping": "alike"}, "grouping must be one of similar, neighbours, got 'alike'"),
-        ("bert", 2, {"rounds": -1}, "rounds must be an integer of at least 0, got -1"),
+        ("bert", 2, {"rounds": -1}, "rounds must be at least 0, got -1"),
         ("bert", 2, {"ridge": -1.0}, "ridge must be a number of at least 0, got -1.0"),
         ("bert", 2, {"stack": "nowhere"}, r"stack must be one of .*encoder\.layer\.\*.*, got 'nowhere'"),
         ("gpt2", 2, {}, "supports only one KV head per head, got 4 heads over 2"),

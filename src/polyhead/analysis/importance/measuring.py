@@ -47,7 +47,7 @@ def find_gated_sites(model: nn.Module, loss: Loss, batch: Any, layers: Layers, h
     """Run the loss once, and return the sites that it calls."""
     sites: dict[AttentionSite, GatedSite] = {}
 
-    def record(site: AttentionSite, attended: Attended, metadata: BatchMetadata) -> None:
+    def record(site: AttentionSite, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> None:
         sites[site] = GatedSite(site, session.heads_of(site), attended.query.device, attended.result.output.dtype)
 
     with observe(model, layers=layers, heads=heads, statistics=False, collect=[CallRecorder(record)]) as session:

@@ -17,12 +17,12 @@ from polyhead.costs.calibration.host import Host, SmallLayer, small_layers
 from polyhead.costs.calibration.timed_pieces import ALWAYS, CPU, GPU, Grid, Group, brief_group, groups
 from polyhead.costs.calibration.timing import device_seconds, undisturbed
 from polyhead.costs.measuring import machine_facts
-from polyhead.costs.measuring.runner import is_out_of_memory
 from polyhead.costs.timing.limits import route
 from polyhead.costs.timing.machine import HostCost, Machine, Sample
 from polyhead.costs.timing.predict import predict_piece
 from polyhead.costs.work import AttentionCore, Device, Piece, Product
 from polyhead.errors import OptionError
+from polyhead.out_of_memory import is_out_of_memory
 from polyhead.progress import Progress, ProgressCallback, ignore_progress
 
 __all__ = ["calibrate", "planned"]

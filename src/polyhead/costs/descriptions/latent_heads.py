@@ -52,7 +52,7 @@ class LatentHeads(LayerDescription[LatentConfig]):
         latents = self._compressed(call)
         cheaper = absorbing_is_cheaper(layout, work.queries, work.keys)
         absorbed = cheaper if self.config.form == "auto" else self.config.form == "absorbed"
-        call.routes.append(absorbed)
+        call.kernel_choices.append(absorbed)
         outputs = (self._absorbed if absorbed else self._expanded)(call, q_nope, q_rope, latents)
         flat = call.flattened(outputs, call.size(tokens * self.outputs))
         return call.linear("output", flat, layout.embed_dim, self.outputs)

@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 import torch
 
+from polyhead.out_of_memory import is_out_of_memory
+
 ALTERNATIONS = 31
 FEWEST = 7  # alternations of slow calls, whose time is limited
 SAMPLE_SECONDS = 2e-3  # shorter samples measure the clock and the scheduler
@@ -101,11 +103,6 @@ def settled() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return True for an out-of-memory error; that of the CPU's allocator has no class of its own."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 class WarmUp(NamedTuple):

@@ -75,7 +75,7 @@ def record_attention(call: Recorder, query: Block, key: Block, value: Block, hea
     if not (call.on_gpu and call.is_guarded) or call.recomputes_rows(heads):
         return _attention(call, query, key, value, heads)
     # NaN and Inf are removed from keys and values, and restored in rows that see them; our kernel does so on store.
-    call.routes.append("guarded")
+    call.kernel_choices.append("guarded")
     sources = _copied_sources(call, key, value, heads)
     bare = _attention(call, query, *sources, heads)
     if call.form == "fused" and _is_ours(call, heads):
@@ -108,7 +108,7 @@ def _attention(call: Recorder, query: Block, key: Block, value: Block, heads: He
     mask = _mask_tensor(call, heads.queries) if has_mask else None
     table = _table(call, heads.queries) if is_ours and call.bias is not None else None
     backward_workspace, width = 0, heads.value_dim
-    call.routes.append((is_ours, has_mask))
+    call.kernel_choices.append((is_ours, has_mask))
     is_opened = mask is not None and call.bias is not None and (call.mask is not None or call.is_dense)
     if is_opened:  # rows without visible keys are unmasked for the kernel, and their outputs replaced afterwards
         read = (call.copied(query, rows * heads.head_dim), key, value)
@@ -283,7 +283,7 @@ def _tiled(call: Recorder, query: Block, key: Block, value: Block, heads: Heads)
         work.batch, max(1, pairs // heads.keys)
     )  # of a part, which has whole sequences or some of its heads
     pairs = sequences * min(pairs, heads.keys)
-    call.routes.append((height, columns, pairs, height >= work.queries, columns >= work.keys))
+    call.kernel_choices.append((height, columns, pairs, height >= work.queries, columns >= work.keys))
     height = min(work.queries, height)
 
     def part(size: int, *, of_rows: bool = False) -> int:
@@ -343,7 +343,7 @@ def talking_tiles(call: Recorder, heads: int) -> tuple[int, int]:
     columns = max(1, min(TILE_COLUMNS, work.keys))
     rows = max(16, min(1024, TILE_ELEMENTS // max(1, work.batch * heads * columns)))
     row_blocks, column_blocks = -(-work.queries // rows), -(-work.keys // columns)
-    call.routes.append((rows, min(row_blocks, 4), min(column_blocks, 4)))
+    call.kernel_choices.append((rows, min(row_blocks, 4), min(column_blocks, 4)))
     # A product with a mix that requires a gradient, also where none is recorded, copies the tiles of several sequences.
     # In 16 bits the mixes are converted, and the results require none.
     requires_grad = call.tape.training or not call.is_narrow

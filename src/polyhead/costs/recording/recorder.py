@@ -83,7 +83,7 @@ class Recorder:
         self.pieces: list[Piece] = []  # of the forward, in execution order
         self.weight_sizes: list[int] = []  # bytes of the materialised weights of each attention call
         # Kernels and tile sizes selected for the call. While they stay the same, memory grows with batch and tokens.
-        self.routes: list[Hashable] = [self.decodes]
+        self.kernel_choices: list[Hashable] = [self.decodes]
         # Bytes of the tables by position, which outlive the call and are shared by layers of equal positions.
         self.tables: dict[str, int] = {}
 
@@ -241,7 +241,7 @@ class Recorder:
         assert positions.rotary_dim is not None  # which the config of the layer has filled in
         work = self.work
         rows = max(work.keys, work.queries)  # a source has positions of its own
-        self.routes.append(rows <= MAX_CAPACITY)
+        self.kernel_choices.append(rows <= MAX_CAPACITY)
         if rows <= MAX_CAPACITY:
             rows = max(FIRST_CAPACITY, 1 << (rows - 1).bit_length())
         else:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from polyhead.errors import PolyheadError
-
-_MEMORY_WORDS = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
+from polyhead.out_of_memory import is_out_of_memory
 
 
 class RequestError(PolyheadError):
@@ -43,13 +40,6 @@ def gone(trace: int) -> RequestError:
         410, "gone", f"The text of a request must be loaded in the viewer, got trace {trace}, whose text was removed "
         "or replaced; run the text again (api/state lists the loaded ones)"
     )  # fmt: skip
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is a lack of memory, for which the CPU allocator raises a plain RuntimeError."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _MEMORY_WORDS)
 
 
 def request_error(error: BaseException) -> RequestError:

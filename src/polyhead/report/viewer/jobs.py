@@ -16,7 +16,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from polyhead.report.viewer.failures import RequestError, busy, cancelled, closing, is_out_of_memory, request_error
+from polyhead.out_of_memory import is_out_of_memory
+from polyhead.report.viewer.failures import RequestError, busy, cancelled, closing, request_error
 
 logger = logging.getLogger("polyhead.view")
 

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from polyhead.errors import OptionError
 from polyhead.observation import AttentionSite, observe
+from polyhead.observation.collectors import CallRecorder
+from polyhead.ops.attended import Attended
 from polyhead.report.viewer.failures import RequestError, invalid
 from polyhead.report.viewer.output import Output, OutputKind
 from polyhead.report.viewer.token_texts import TokenisedText, axis_of_ids, text_after, tokenise_text
-from polyhead.report.viewer.trace import AttentionRecorder, AxisName, Layer, RecordedAttention, Trace, TraceInputs
+from polyhead.report.viewer.trace import AxisName, Layer, RecordedAttention, Trace, TraceInputs
 from polyhead.sources import LoadedModel, special_tokens
 
 DEFAULT_CONTEXT = 131_072  # tokens, for a model whose config states no maximum
@@ -177,12 +179,18 @@ class ViewedModel:
     @torch.no_grad()
     def _forward(
         self, inputs: TraceInputs, *, records: bool, progress: Progress = _quietly
-    ) -> tuple[Any, dict[AttentionSite, tuple[RecordedAttention, ...]]]:
+    ) -> tuple[Any, dict[AttentionSite, list[RecordedAttention]]]:
         """Return the output of the model, and its attention calls if `records`."""
         done = itertools.count(1)
         total = len(self.layers)
-        recorder = AttentionRecorder(lambda: progress(next(done), total), records)
-        session = observe(self.model, statistics=False, collect=[recorder])
+        calls: dict[AttentionSite, list[RecordedAttention]] = {}
+
+        def record(site: AttentionSite, attended: Attended, *_: Any) -> None:
+            if records:
+                calls.setdefault(site, []).append(RecordedAttention.of(attended))
+            progress(next(done), total)
+
+        session = observe(self.model, statistics=False, collect=[CallRecorder(record)])
         for layer, head in inputs.ablated:
             site = self.layers[layer].site
             gate = session.gates.setdefault(
@@ -199,8 +207,7 @@ class ViewedModel:
             arguments["logits_to_keep"] = 1  # the logits of all tokens would be by far the largest tensor
         with session:
             model_output = self.model(**arguments)
-        collected = session.observations.collected
-        return model_output, {site: values["recorded"].calls for site, values in collected.items()}  # type: ignore[attr-defined]
+        return model_output, calls
 
     def _batch(self, ids: tuple[int, ...]) -> Tensor:
         return torch.tensor([ids], dtype=torch.int64, device=self.device)

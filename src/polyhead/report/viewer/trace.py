@@ -5,16 +5,14 @@ All weights can be recomputed from these, with memory linear in the length of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
-from polyhead.errors import OptionError
 from polyhead.masks import Mask
-from polyhead.observation import AttentionSite, BatchMetadata
+from polyhead.observation import AttentionSite
 from polyhead.ops.attended import Attended
 from polyhead.ops.profile import AttentionProfile, profile
 from polyhead.report.viewer.output import Output
@@ -173,40 +171,3 @@ class Trace(TraceInputs):
             "bytes": self.bytes,
             "seconds": self.seconds,
         }
-
-
-# ---- the collector
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AttentionRecorder:
-    """Collector of a `RecordedAttention` per call, or of nothing; `after` is called after each."""
-
-    name: ClassVar[str] = "recorded"
-    after: Callable[[], None]
-    records: bool = True
-
-    def empty(self, site: AttentionSite, device: torch.device) -> RecordedCalls:
-        return RecordedCalls(self, ())
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RecordedCalls:
-    """The calls of one site, in order."""
-
-    recorder: AttentionRecorder
-    calls: tuple[RecordedAttention, ...]
-
-    def update(self, attended: Attended, real: Tensor | None, metadata: BatchMetadata) -> Self:
-        recorded = (RecordedAttention.of(attended),) if self.recorder.records else ()
-        self.recorder.after()
-        return replace(self, calls=self.calls + recorded)
-
-    def merge(self, other: Self) -> Self:
-        return replace(self, calls=self.calls + other.calls)
-
-    def state(self) -> dict[str, Tensor]:
-        raise OptionError("the attention calls of a viewer are in memory only and cannot be saved")
-
-    def with_state(self, state: Mapping[str, Tensor]) -> Self:
-        raise OptionError("the attention calls of a viewer are in memory only and cannot be saved")

@@ -19,12 +19,12 @@ from polyhead.errors import OptionError
 from polyhead.geometry import HeadLayout
 from polyhead.layers.registry import Registry
 from polyhead.observation import observe
+from polyhead.observation.collectors import CallRecorder
 from polyhead.observation.evaluation_mode import evaluating
 from polyhead.ops.attended import Attended
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.projection_formats import NORMS
-from polyhead.surgery.calibration.streams import AttentionRecorder
 
 Pairing = Literal["none", "half", "interleaved"]
 Norm = Literal["none", "rms", "layer"]
@@ -100,14 +100,12 @@ def find_key_transforms(model: nn.Module, batch: Mapping[str, Any]) -> dict[str,
         The transform of each layer, by path.
     """
     layers = [layer for layer in find_layers(model) if not layer.refusals]
-    projections, recorders = _ProjectionRecorder(), [AttentionRecorder(layer.site) for layer in layers]
-    observing = observe(model, statistics=False, collect=recorders)
+    projections, first = _ProjectionRecorder(), dict[str, Attended]()  # call of each site
+    recorder = CallRecorder(lambda site, attended, *_: first.setdefault(site.name, attended))
+    observing = observe(model, statistics=False, collect=[recorder])
     with evaluating(model), torch.no_grad(), projections.recording(model, layers), observing:
         model(**batch)
-    recorded = zip(layers, recorders, strict=True)
-    return {
-        layer.path: _transform_of(layer, projections, x.attended) for layer, x in recorded if x.attended is not None
-    }
+    return {x.path: _transform_of(x, projections, first[x.site]) for x in layers if x.site in first}
 
 
 @dataclass(eq=False)

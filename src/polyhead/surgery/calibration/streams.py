@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyhead.observation import AttentionSite, observe
-from polyhead.observation.collectors import BatchMetadata
+from polyhead.observation import observe
+from polyhead.observation.collectors import CallRecorder
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import attention
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
@@ -89,32 +89,6 @@ def capture_layer(model: nn.Module, layer: AttentionLayer, batch: Mapping[str, A
         with suppress(StopForward):
             model(**batch)
     return captures[0] if captures else None
-
-
-@dataclass(eq=False)
-class AttentionRecorder:
-    """Collector of the first attention call of one layer: `observe(model, collect=[recorder])`."""
-
-    name: str  # `AttentionLayer.site` of the layer
-    attended: Attended | None = None
-    non_padding: Tensor | None = None  # [batch or 1, queries]
-
-    def empty(self, site: AttentionSite, device: torch.device) -> AttentionRecorder | None:
-        return self if site.name == self.name else None
-
-    def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> AttentionRecorder:
-        if self.attended is None:
-            self.attended, self.non_padding = attended, non_padding
-        return self
-
-    def merge(self, other: AttentionRecorder) -> AttentionRecorder:
-        return self
-
-    def state(self) -> dict[str, Tensor]:
-        return {}
-
-    def with_state(self, state: Mapping[str, Tensor]) -> AttentionRecorder:
-        return self
 
 
 def attention_weights(attended: Attended) -> Tensor:
@@ -256,12 +230,11 @@ class Piece:
         self, model: nn.Module, layer: AttentionLayer, *, swapped: Mapping[str, Tensor] | None
     ) -> AttentionCapture | None:
         """Capture a layer and its attention; None if it is not called or its attention is not observed."""
-        recorder = AttentionRecorder(layer.site)
+        calls: list[tuple[Attended, Tensor | None]] = []
+        recorder = CallRecorder(lambda site, attended, non_padding, metadata: calls.append((attended, non_padding)))
         with observe(model, layers=[layer.site], statistics=False, collect=[recorder]):
             capture = self.capture(model, layer, swapped=swapped)
-        if capture is None or recorder.attended is None:
-            return None
-        return AttentionCapture(capture, recorder.attended, recorder.non_padding)
+        return AttentionCapture(capture, *calls[0]) if capture is not None and calls else None
 
 
 @dataclass(eq=False)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from polyhead.errors import OptionError
 from polyhead.files import in_one_line, short
+from polyhead.geometry import checked_integer
 from polyhead.layers.registry import Registry
 from polyhead.surgery.adapters.head_weights import KV_PARTS, HeadWeights, with_row
 
@@ -37,7 +38,7 @@ class HeadEdit(ABC):
     stack: str | None = None
 
     def __post_init__(self) -> None:
-        _check_count("layer", self.layer, 0)
+        checked_integer("layer", self.layer, error=OptionError)
         if self.stack is not None and not isinstance(self.stack, str):
             raise OptionError(f"stack must be the name of a stack of layers, got {self.stack!r}")
 
@@ -223,8 +224,8 @@ class ReviveHeads(HeadEdit):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_count("count", self.count, 1)
-        _check_count("seed", self.seed, 0)
+        checked_integer("count", self.count, at_least=1, error=OptionError)
+        checked_integer("seed", self.seed, error=OptionError)
 
     def change(self, heads: HeadWeights) -> HeadWeights:
         if heads.key_heads != tuple(range(heads.num_heads)):
@@ -320,8 +321,3 @@ def _check_in_range(indices: Sequence[int], count: int, noun: str = "heads") -> 
     unknown = sorted(head for head in indices if head >= count)
     if unknown:
         raise OptionError(f"this layer has {noun} 0 to {count - 1}, got {unknown}")
-
-
-def _check_count(name: str, number: object, minimum: int) -> None:
-    if isinstance(number, bool) or not isinstance(number, int) or number < minimum:
-        raise OptionError(f"{name} must be an integer of at least {minimum}, got {number!r}")

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError
+from polyhead.geometry import checked_integer
 from polyhead.observation.evaluation_mode import evaluating
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
@@ -68,8 +69,7 @@ def convert_groups(
         A record for `undo`.
     """
     check_ridge(ridge)
-    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 0:
-        raise OptionError(f"rounds must be an integer of at least 0, got {rounds!r}")
+    checked_integer("rounds", rounds, error=OptionError)
     check_grouping(grouping)
     layers = layers_to_convert(model, num_kv_heads, stack)
     text = list(batches())
