@@ -240,6 +240,6 @@ class _ObservedHeads(torch.autograd.Function):
         return heads.view_as(heads)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (forward,) = ctx.saved_tensors
         return _observe_gradients(grad, forward), None
