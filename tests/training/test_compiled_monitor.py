@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
+from functorch.compile import make_boxed_func, nop
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
@@ -21,6 +23,8 @@ from polyhead import MultiHeadAttention
 from polyhead.errors import OptionError
 from polyhead.integrations.huggingface.attention import TRACED, WATCHERS
 from polyhead.observation.compiled import TracedCall, TracedModule
+from polyhead.ops.attention import fused
+from polyhead.ops.common.kernel_call import KernelCall
 from polyhead.training import HeadGates, HeadHistory, HeadMonitor
 from tests.layers.compiling import QUICK_INDUCTOR
 
@@ -556,6 +560,60 @@ def test_one_pass_for_output_and_statistics_has_the_same_values(monkeypatch):
         train(model, attention_alone(model, "aot_eager"), data, monitor)
     assert compiled_graphs() == 1
     assert_same(monitor.history, eager.history)
+
+
+def test_outputs_of_heads_are_saved_once_for_the_backward(monkeypatch):
+    """In the graphs of a GPU; the operator of its kernels computes nothing here but has their shapes and layout."""
+
+    def with_kernel(self: TracedModule, _: nn.Module, *inputs: Any, learned_sinks: bool) -> TracedCall:
+        return TracedCall(self, *inputs, has_kernel=True)
+
+    def no_reasons(device: torch.device) -> list[str]:
+        return [] if torch.compiler.is_compiling() else ["only compiled code pretends to have kernels"]
+
+    def fake_compute(call: KernelCall) -> list[Tensor]:
+        rows = [torch.ones(call.query.shape[:-1]) for _ in range(1 + len(call.names))]
+        return [torch.full_like(call.query, 0.375), *rows]
+
+    saved: list[int] = []
+
+    def counting(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        def run(*inputs: Tensor) -> Any:
+            results = graph.forward(*inputs)
+            outputs = [x for x in results if isinstance(x, Tensor) and x.numel() == sizes and (x == 0.375).all()]
+            saved.append(len({x.untyped_storage().data_ptr() for x in outputs}))
+            return results
+
+        return make_boxed_func(run)
+
+    monkeypatch.setattr(TracedModule, "__call__", with_kernel)
+    monkeypatch.setattr(fused, "device_reasons", no_reasons)
+    monkeypatch.setattr(fused, "compute", fake_compute)
+    torch.manual_seed(0)
+    model, ids = llama().train(), batches(1)[0]["input_ids"]
+    sizes, layers = ids.numel() * SIZES["hidden_size"], len(_layers(model))
+    call = torch.compile(model, backend=aot_autograd(fw_compiler=counting, bw_compiler=nop))
+    with HeadMonitor(model) as monitor:
+        for _ in range(2):
+            monitor.step(call(ids, labels=ids).loss)
+    assert saved == [layers]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_a_forward_without_gradients_is_observed(backend):
+    """Nothing reads what its operators return."""
+    (first, second), names = batches(2), ("max_logit", "output_norm")
+    model = seeded(bert).requires_grad_(False)
+    with HeadMonitor(model, statistics=names) as eager:
+        for batch in (first, second):
+            eager.step(model(**batch).loss)
+    model.bert.encoder.layer[0].attention.self.compile(backend=backend)
+    with inductor_config.patch(QUICK_INDUCTOR), HeadMonitor(model, statistics=names) as monitor:
+        for batch in (first, second):
+            monitor.step(model(**batch).loss)
+    assert compiled_graphs() == 1
+    assert monitor.history["output_norm"].isfinite().all()
+    torch.testing.assert_close(monitor.history["output_norm"], eager.history["output_norm"])
 
 
 # Inductor would rather have TensorFloat32, which is not requested here.

@@ -60,6 +60,7 @@ class TracedModule:
         self.requested, self.record, self.learned_sinks = requested, record, learned_sinks
         self.names = requested.wanted(learned_sinks=learned_sinks)
         self.number = torch.tensor(next(_numbers))
+        self.last_forward = torch.zeros(2, dtype=torch.int64)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copy of the module is not observed
@@ -123,7 +124,9 @@ class TracedCall:
             self.is_same and (attended.sinks is not None) == module.learned_sinks,
             is_half,
         )
-        return _ObservedHeads.apply(heads, forward)
+        _keep(forward, module.last_forward)
+        output: Tensor = _ObservedHeads.apply(heads, forward)
+        return output
 
 
 class CompiledModules:
@@ -185,9 +188,8 @@ def compiled_callers() -> tuple[list[nn.Module], bool]:
     return modules, is_in_function
 
 
-# Their bodies run Python in every call, which the replay of a CUDA graph would skip. `number` stays as it is: it is
-# declared as mutated, so that the call is kept in graphs without a backward, which do not use what it returns.
-@torch.library.custom_op("polyhead::observe_heads", mutates_args=("number",), tags=(torch.Tag.cudagraph_unsafe,))
+# Their bodies run Python in every call, which the replay of a CUDA graph would skip.
+@torch.library.custom_op("polyhead::observe_heads", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _observe_heads(
     heads: Tensor, rows: list[Tensor], non_padding: Tensor | None, number: Tensor, is_supported: bool, is_half: bool
 ) -> Tensor:
@@ -204,6 +206,14 @@ def _observe_heads(
 @_observe_heads.register_fake
 def _(heads: Tensor, *rest: Any) -> Tensor:
     return torch.empty(2, dtype=torch.int64)
+
+
+# Of a mutation of their inputs, compilers keep what it depends on. Without it a forward would not contain the call that
+# it records, where no backward reads the number: without gradients, or where a backward computes the layer again.
+@torch.library.custom_op("polyhead::keep_forward", mutates_args=("last",), tags=(torch.Tag.cudagraph_unsafe,))
+def _keep(forward: Tensor, last: Tensor) -> None:
+    """Copy the numbers of a forward to those of the last one."""
+    last.copy_(forward)
 
 
 @torch.library.custom_op("polyhead::observe_gradients", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
