@@ -1,4 +1,4 @@
-"""The verdict on importance: `ablate` and `gradient_scores`, held against the model's own weights multiplied by a factor."""
+"""The verdict on importance: what `ablate` reports of each head, held against the model with weights of 0 there."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from benchmarks.coverage.catalogue import Call
 from benchmarks.coverage.judge import Match, assigned, matched, tables_of, tensors_of
 from benchmarks.coverage.oracle import Gate, Softmax, softmaxes_of
 from polyhead.analysis.importance import ablate
-from polyhead.errors import PolyheadError
+from polyhead.errors import OptionError, PolyheadError
+from polyhead.observation import HeadProfile
 
 TOLERANCE = 1e-5  # of the change of a loss of order 1
 EVERY, PART, REFUSED, WRONG = "every", "part", "refused", "wrong"
-MOST_HEADS = 16  # beyond, one head of each site is compared
+MOST_HEADS = 6  # of a model; of more, one head of each site is compared
 Site = tuple[str, str]
 
 
@@ -37,7 +38,7 @@ class _Found:
 def judge_importance(model: nn.Module, call: Call) -> dict[str, Any]:
     """Compare what `ablate` reports of each head with the loss of the model in which its weights are 0.
 
-    The loss is a random projection of all outputs. The oracle multiplies the softmax that the model itself computes,
+    The loss is a projection of all outputs. The oracle multiplies the softmax that the model itself computes,
     and uses no code of polyhead. Where rounding in float32 may decide, the model is compared in float64.
 
     Args:
@@ -86,7 +87,22 @@ def _compared(call: Call) -> _Found:
     with torch.no_grad(), polyhead.observe(model) as session:
         call()
     matches, unmatched = _matches([x for x in softmaxes if x.is_attention], tables_of(session.profile))
-    importance = ablate(model, [{}], lambda *_: loss(call()))
+    order = {id(softmax): number for number, softmax in enumerate(softmaxes)}
+
+    def without(site: Site, heads: int, head: int) -> Tensor:
+        gate = Gate(matches[site].axis, heads, head, 0.0)
+        return loss(softmaxes_of(model, call, {order[id(x)]: gate for x in matches[site].softmaxes})[1])
+
+    try:
+        importance = ablate(model, [{}], lambda *_: loss(call()))
+    except PolyheadError:
+        raise
+    except Exception as error:
+        if any(
+            _raises(type(error), without, site, heads, head) for site, heads, head in _heads(matches, session.profile)
+        ):
+            raise OptionError(f"without a head the model raises {type(error).__name__}: {error}") from error
+        raise
     rows = [
         (row, (site.name, site.kind), site.num_heads, head)
         for row, (site, head) in enumerate(zip(importance.sites, importance.heads, strict=True))
@@ -95,19 +111,29 @@ def _compared(call: Call) -> _Found:
     unmatched |= {site[0] for site in matches} - {site[0] for _, site, _, _ in rows}
     if len(rows) > MOST_HEADS:
         rows = [x for x in rows if x[3] == [*matches].index(x[1]) % x[2]]
-    order = {id(softmax): number for number, softmax in enumerate(softmaxes)}
     intact = float(loss(outputs))
     error, effect, sentence = 0.0, 0.0, ""
     for row, site, heads, head in rows:
-        match = matches[site]
-        gate = Gate(match.axis, heads, head, 0.0)
-        _, ablated = softmaxes_of(model, call, {order[id(x)]: gate for x in match.softmaxes})
-        change, reported = float(loss(ablated)) - intact, float(importance["ablation"][row])
+        change, reported = float(without(site, heads, head)) - intact, float(importance["ablation"][row])
         effect = max(effect, abs(change))
         if not abs(change - reported) <= error:
             error = abs(change - reported)
             sentence = f"without head {head} of {site[0]} the loss changes by {change:.6g}, reported is {reported:.6g}"
     return _Found(len(rows), error, effect, sentence, tuple(sorted(unmatched)))
+
+
+def _heads(matches: Mapping[Site, Match], profile: HeadProfile) -> Iterator[tuple[Site, int, int]]:
+    for site in dict.fromkeys(x for x in profile.sites if (x.name, x.kind) in matches):
+        for head in range(site.num_heads):
+            yield (site.name, site.kind), site.num_heads, head
+
+
+def _raises(kind: type[Exception], work: Callable[..., Any], *arguments: Any) -> bool:
+    try:
+        work(*arguments)
+    except kind:
+        return True
+    return False
 
 
 def _matches(
@@ -121,18 +147,16 @@ def _matches(
 
 
 def projection(outputs: Any) -> Callable[[Any], Tensor]:
-    """Return a loss: a random projection of all tensors of an output, of order 1 for these outputs."""
-    generator = torch.Generator().manual_seed(11)
-    directions = []
-    for x in _values(outputs):
-        noise = torch.randn(x.shape, generator=generator, dtype=torch.float64)
-        directions.append(noise / (x.abs().amax().clamp_min(1) * x.numel() ** 0.5))
+    """Return a loss: a projection of all tensors of an output on a wave, of order 1 for these outputs.
+
+    The number of elements may differ without a head, as where a model predicts durations.
+    """
+    scales = [float(x.abs().amax().clamp_min(1)) * x.numel() ** 0.5 for x in _values(outputs)]
 
     def loss(output: Any) -> Tensor:
-        values = _values(output)
-        if [x.shape for x in values] != [x.shape for x in directions]:
-            raise ValueError("outputs have other shapes without a head")
-        return torch.stack([(x * direction).sum() for x, direction in zip(values, directions, strict=True)]).mean()
+        parts = [x.flatten() / scale for x, scale in zip(_values(output), scales, strict=True)]
+        waves = [torch.cos(2.0**0.5 * torch.arange(len(x), dtype=torch.float64) ** 1.5) for x in parts]
+        return torch.stack([x @ wave for x, wave in zip(parts, waves, strict=True)]).mean()
 
     return loss
 

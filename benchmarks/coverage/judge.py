@@ -218,7 +218,7 @@ class Match:
 
 
 def matched(softmaxes: list[Softmax], table: Mapping[str, Tensor], plain: list[Softmax] | None = None) -> Match:
-    """Return the best match of a site's statistics, with their largest error beyond what the rounding of `plain` allows.
+    """Return the best match of a site, with the largest error beyond what the rounding of `plain` allows.
 
     If no logit is off by more than d, then to first order no statistic is by more than 2 d, relative to the larger of 1
     and its value: a mass moves by at most d / 2, an entropy or a distance by at most 2 d of itself.

@@ -66,10 +66,11 @@ def filled(page: str, facts: Mapping[str, Any], rows: Sequence[Row]) -> str:
 def rendered(facts: Mapping[str, Any], rows: Sequence[Row]) -> str:
     """Return the tables as Markdown: counts of each library, then every model by its verdict."""
     libraries = list(dict.fromkeys(row["library"] for row in rows))
+    seconds = sum(row.get("seconds", 0) + row.get("importance_seconds", 0) for row in rows)
     versions = ", ".join(f"{name} {version}" for name, version in facts["libraries"].items())
     lines = [
         f"{versions}, torch {facts['versions']['torch']}; commit {facts['commit'] or 'unknown'}; "
-        f"{sum(row.get('seconds', 0) + row.get('importance_seconds', 0) for row in rows) / 60:.0f} minutes of CPU time.",
+        f"{seconds / 60:.0f} minutes of CPU time.",
         "",
         f"| library | models with softmax attention | {' | '.join(VERDICTS)} | exact | exact or slow "
         "| the same of those built |",
