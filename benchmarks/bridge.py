@@ -1,23 +1,30 @@
-"""Statistics of a long text through TransformerLens' `TransformerBridge`: `python -m benchmarks bridge --help`.
+"""Statistics of a long text through TransformerLens' `TransformerBridge`: `python -m benchmarks.bridge --help`.
 
 TransformerLens is not among the requirements: pip install 'transformer-lens>=4'.
 """
 
 from __future__ import annotations
 
+import json
 import resource
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor
 
 import polyhead
+from benchmarks.options import Commit
+from polyhead.cli.options import ResultFile
+from polyhead.costs.measuring import machine_facts
+from polyhead.errors import OptionError
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS, HEADS, HEAD_DIM, VOCABULARY = 2, 2, 16, 256
@@ -82,18 +89,14 @@ def _observed(bridge: Any, ids: Tensor) -> dict[str, Any]:
     with polyhead.observe(bridge) as session:
         bridge(ids)
     profile = session.profile
-    return {
-        "rows": profile["tokens"].tolist(),
-        "columns": [*profile.columns],
-        "entropy": profile["entropy"].tolist(),
-    }
+    return {"rows": profile["tokens"].tolist(), "entropy": profile["entropy"].tolist()}
 
 
 def _text(tokens: int) -> Tensor:
     """Return the bytes of the documentation, [1, tokens]."""
     pages = b"".join(x.read_bytes() for x in sorted((ROOT / "docs").glob("*.md")))
     if len(pages) < tokens:
-        raise polyhead.errors.OptionError(f"--tokens must be at most {len(pages)}, the bytes of docs, got {tokens}")
+        raise OptionError(f"--tokens must be at most {len(pages)}, the bytes of docs, got {tokens}")
     return torch.frombuffer(bytearray(pages[:tokens]), dtype=torch.uint8).long()[None]
 
 
@@ -125,3 +128,22 @@ def _bridge() -> Any:
         config.save_pretrained(folder)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         return TransformerBridge.boot_transformers(folder, hf_model=model, tokenizer=tokenizer).eval()
+
+
+def main(
+    output: ResultFile = None,
+    tokens: Annotated[int, typer.Option(min=LENGTHS[-1], help="Length of the long text.")] = 100_000,
+    commit: Commit = None,
+) -> None:
+    """Observe a text of many tokens, and compute how large the cache of TransformerLens would be."""
+    facts = machine_facts.describe(torch.device("cpu"), commit)
+    facts["versions"] |= {name: version(name) for name in ("transformer-lens", "transformers")}
+    found = rows(tokens)
+    for row in found:
+        typer.echo(", ".join(f"{name} {value}" for name, value in row.items()))
+    if output is not None:
+        output.write_text("".join(json.dumps(x) + "\n" for x in ({"facts": facts}, *found)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)
