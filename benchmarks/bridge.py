@@ -1,4 +1,4 @@
-"""Statistics of a long text through TransformerLens' `TransformerBridge`: `python -m benchmarks.bridge --help`.
+"""Statistics of a long text through TransformerLens' `TransformerBridge`: `python -m benchmarks bridge --help`.
 
 TransformerLens is not among the requirements: pip install 'transformer-lens>=4'.
 """
@@ -14,15 +14,12 @@ from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from torch import Tensor
 
 import polyhead
-from benchmarks.options import Commit
-from polyhead.cli.options import ResultFile
 from polyhead.costs.measuring import machine_facts
 from polyhead.errors import OptionError
 
@@ -130,20 +127,12 @@ def _bridge() -> Any:
         return TransformerBridge.boot_transformers(folder, hf_model=model, tokenizer=tokenizer).eval()
 
 
-def main(
-    output: ResultFile = None,
-    tokens: Annotated[int, typer.Option(min=LENGTHS[-1], help="Length of the long text.")] = 100_000,
-    commit: Commit = None,
-) -> None:
-    """Observe a text of many tokens, and compute how large the cache of TransformerLens would be."""
+def run(tokens: int, output: Path | None, commit: str | None) -> None:
+    """Measure, print the rows and write them."""
     facts = machine_facts.describe(torch.device("cpu"), commit)
     facts["versions"] |= {name: version(name) for name in ("transformer-lens", "transformers")}
     found = rows(tokens)
     for row in found:
-        typer.echo(", ".join(f"{name} {value}" for name, value in row.items()))
+        print(", ".join(f"{name} {value}" for name, value in row.items()))
     if output is not None:
         output.write_text("".join(json.dumps(x) + "\n" for x in ({"facts": facts}, *found)), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from benchmarks import bridge
 from benchmarks.bridge import LENGTHS, cache_bytes
 
 
@@ -38,3 +39,13 @@ def test_the_guide_has_the_figures_of_the_record(record, project_root):
         f"{longest['cpu_seconds']:.0f} seconds",
     ):
         assert figure in " ".join(guide.split())
+
+
+def test_a_run_writes_its_rows_and_the_version_of_transformer_lens(tmp_path, monkeypatch, capsys):
+    found = [{"what": "observe", "tokens": 2048}]
+    monkeypatch.setattr(bridge, "rows", lambda tokens: found)
+    monkeypatch.setattr(bridge, "version", lambda name: "4.3.0")
+    bridge.run(2048, tmp_path / "record", "abc")
+    facts, *rows = map(json.loads, (tmp_path / "record").read_text().splitlines())
+    assert (facts["facts"]["commit"], facts["facts"]["versions"]["transformer-lens"], rows) == ("abc", "4.3.0", found)
+    assert capsys.readouterr().out == "what observe, tokens 2048\n"
