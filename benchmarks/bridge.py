@@ -129,7 +129,7 @@ def _bridge() -> Any:
 
 def run(tokens: int, output: Path | None, commit: str | None) -> None:
     """Measure, print the rows and write them."""
-    facts = machine_facts.describe(torch.device("cpu"), commit)
+    facts: dict[str, Any] = machine_facts.describe(torch.device("cpu"), commit)
     facts["versions"] |= {name: version(name) for name in ("transformer-lens", "transformers")}
     found = rows(tokens)
     for row in found:

@@ -62,7 +62,7 @@ def judge_importance(model: nn.Module, call: Call) -> dict[str, Any]:
     if not found.error <= TOLERANCE:
         return {"importance": WRONG, "importance_reason": found.sentence, **numbers, **note}
     if found.effect <= TOLERANCE:
-        return {"importance": REFUSED, "importance_reason": "no head changes an output of the model", **numbers}
+        return {"importance_reason": "no head changes an output of the model by more", **numbers}  # nothing to compare
     if found.unmatched:
         reason = f"not measured at {', '.join(found.unmatched[:3])}"
         return {"importance": PART, "importance_reason": reason, **numbers, **note}
@@ -97,11 +97,11 @@ def _compared(call: Call) -> _Found:
         importance = ablate(model, [{}], lambda *_: loss(call()))
     except PolyheadError:
         raise
-    except Exception as error:
+    except Exception as raised:
         if any(
-            _raises(type(error), without, site, heads, head) for site, heads, head in _heads(matches, session.profile)
+            _raises(type(raised), without, site, heads, head) for site, heads, head in _heads(matches, session.profile)
         ):
-            raise OptionError(f"without a head the model raises {type(error).__name__}: {error}") from error
+            raise OptionError(f"without a head the model raises {type(raised).__name__}: {raised}") from raised
         raise
     rows = [
         (row, (site.name, site.kind), site.num_heads, head)
